@@ -106,7 +106,9 @@ def summarize_file(path: Path) -> MetricsSummary:
 
 
 def _totals_in(line: Mapping[str, Any]) -> TimeSums | None:
-    totals = line.get("totals", {})
+    totals = line.get("totals")
+    if not isinstance(totals, dict) or not totals:
+        return None
     known = {each.name for each in fields(TimeSums)}
-    is_usable = totals and known >= totals.keys() and all(map(is_number, totals.values()))
+    is_usable = known >= totals.keys() and all(map(is_number, totals.values()))
     return TimeSums(**totals) if is_usable else None

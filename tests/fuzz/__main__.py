@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tests.fuzz.mutations import Change
     from tests.fuzz.target import Target
 
@@ -36,6 +38,7 @@ FIRST_BATCH = 5
 # Then the process ends, with its stacks: nothing else can stop native code. By the clock on the
 # wall, so a machine that has other work needs many times what an example may take.
 STUCK_SECONDS = 900.0
+SLOW_SECONDS = 1.0  # of an example: reports, whose readers are tried without their pictures
 REPLAY = "python -m tests.fuzz --replay {}"
 
 
@@ -89,6 +92,7 @@ def _start(arguments: argparse.Namespace, number: int, end: float) -> subprocess
     minutes = max(0.0, end - time.monotonic()) / 60
     command = [sys.executable, "-m", "tests.fuzz", "--worker", str(number)]
     command += ["--minutes", str(minutes), "--findings", str(arguments.findings)]
+    command += ["--processes", str(arguments.processes)]
     command += ["--targets", *arguments.targets] if arguments.targets else []
     own = arguments.findings / f"worker-{number}"
     own.mkdir(exist_ok=True)
@@ -143,7 +147,7 @@ def save_finding(folder: Path, tree: dict, text: str, place: str) -> None:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """Examine random examples of all targets until the time is over."""
+    """Examine every single change, then random examples of all targets until the time is over."""
     from tests.fuzz.examine import bounded_memory, try_changes
     from tests.fuzz.targets import Workplace
 
@@ -154,6 +158,7 @@ def work(arguments: argparse.Namespace) -> None:
         chosen = [each for each in targets if not arguments.targets or each in arguments.targets]
         place = Path(name) / "work"
         place.mkdir()
+        _try_single_changes({each: targets[each] for each in chosen}, arguments, own, place, end)
         counts, sizes = Counter[str](), dict.fromkeys(chosen, FIRST_BATCH)
         while time.monotonic() < end:
             for each in random.sample(chosen, len(chosen)):
@@ -167,6 +172,32 @@ def work(arguments: argparse.Namespace) -> None:
                 per_second = sizes[each] / (time.monotonic() - start)
                 sizes[each] = max(FIRST_BATCH, min(400, int(BATCH_SECONDS * per_second)))
                 (own / f"counts-{os.getpid()}.json").write_text(json.dumps(counts))
+
+
+def _try_single_changes(
+    targets: Mapping[str, Target], arguments: argparse.Namespace, own: Path, place: Path, end: float
+) -> None:
+    """Examine every single change of the files, this process its share, before random ones.
+
+    A process that takes the place of one that died goes on after the change that ended it.
+    """
+    from tests.fuzz.examine import bounded_memory
+    from tests.fuzz.target import single_changes
+
+    progress = own / "single-changes"
+    done, counts = int(progress.read_text()) if progress.exists() else 0, Counter[str]()
+    quick = {name: each for name, each in targets.items() if each.seconds < SLOW_SECONDS}
+    changes = ((name, each) for name in quick for each in single_changes(quick[name]))
+    with bounded_memory():
+        for number, (name, change) in enumerate(changes):
+            if time.monotonic() > end:
+                return
+            if number < done or number % arguments.processes != arguments.worker:
+                continue
+            progress.write_text(str(number + 1))
+            _examine(own, name, quick[name], place, change)
+            counts[name] += 1
+            (own / f"counts-single-{os.getpid()}.json").write_text(json.dumps(counts))
 
 
 def _examine(own: Path, name: str, target: Target, place: Path, change: Change) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,11 @@ VALUES: tuple[Any, ...] = (
     *("http://127.0.0.1:9/x", "s3://x/y", "file:///etc/passwd", "env:HOME", "2026-99-99T99:99:99"),
     *("9999-12-31T23:59:59+00:00", "0001-01-01T00:00:00+00:00", "1" * 5_000, "nan", "inf"),
     *([], {}, [[]], [None], ["x"], [-1], {"x": 1}, {"": None}, {"a\nb": "\x1b"}, [1, [2, [3]]]),
+)
+
+# One value of each kind that JSON has.
+KINDS: tuple[Any, ...] = (
+    *(None, True, 0, -1, 2**63, 0.5, float("nan"), "", "x", "1", [], ["x"], {}, {"x": 1}),
 )
 
 
@@ -165,6 +170,15 @@ def hostile_trees(tree: Any) -> st.SearchStrategy[Any]:
         return edited
 
     return st.lists(edit, min_size=1, max_size=MOST_EDITS).map(apply)
+
+
+def single_edits(tree: Any) -> Iterator[Any]:
+    """Yield the tree once for each node and each kind of value in its place, and without it."""
+    for place in _places(tree):
+        for value in KINDS:
+            yield _edited(copy.deepcopy(tree), place, _replace, copy.deepcopy(value))
+        if place:
+            yield _edited(copy.deepcopy(tree), place, _remove, None)
 
 
 def json_text(tree: Any) -> bytes:

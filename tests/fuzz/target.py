@@ -7,14 +7,14 @@ read, so that an accepted change can be compared with the valid file.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.fuzz.mutations import Change, changes, json_text
+from tests.fuzz.mutations import Change, changes, json_text, single_edits
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +48,13 @@ def changes_of(target: Target, targets: Mapping[str, Target]) -> st.SearchStrate
         target.parse,
         target.write,
     )
+
+
+def single_changes(target: Target) -> Iterator[Change]:
+    """Every single edit of the target's file, with checksums over it where it has any."""
+    if target.parse is not None:
+        for tree in single_edits(target.parse((target.home / target.file).read_bytes())):
+            yield Change(content=target.write(tree), is_sealed=target.seal is not None)
 
 
 def command(main: Callable[[list[str]], int], *arguments: object) -> None:
