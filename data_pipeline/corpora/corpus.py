@@ -95,11 +95,6 @@ class Corpus:
         """
         path = Path(path)
         manifest = read_manifest(path)
-        if not manifest.shards:
-            raise DataError(
-                f"{path / MANIFEST_NAME} lists no shards; the split is empty: "
-                "build it from more text"
-            )
         check_tokenizer(path, manifest.tokenizer)
         if (path.parent / REMOTE_NAME).exists():
             from data_pipeline.corpora.remote_corpus import cached_shards
