@@ -71,45 +71,52 @@ def adamw_cell(name: str, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Losses, norms and norms per layer by cell and step."""
-    output = tmp_path_factory.mktemp("optimizers")
-    on_two, on_one = [], []
-    for optimizer in RATES:
+def results(
+    request: pytest.FixtureRequest, tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Results:
+    """Losses, norms and norms per layer by cell and step, of one optimizer."""
+    optimizer: str = request.param
+    found = train_all(optimizer, tiny_corpus, tmp_path_factory.mktemp(optimizer))
+    return {name.removeprefix(f"{optimizer}-"): steps for name, steps in found.items()}
+
+
+def train_all(optimizer: str, corpus: Path, output: Path) -> Results:
+    if optimizer in RATES:
         half, stage_1 = f"{optimizer}-half", ON_TWO["zero1-fp32"]
-        on_two += [long_cell(optimizer, name, settings) for name, settings in ON_TWO.items()]
+        on_two, on_one = (
+            [long_cell(optimizer, name, settings) for name, settings in named.items()]
+            for named in (ON_TWO, ALONE | PLAIN)
+        )
         on_two.append(
             long_cell(optimizer, "half", stage_1, until=HALF, save_at=[HALF], measure_at=[])
         )
         on_two.append(long_cell(optimizer, "resumed-on-two", stage_1, resume=half))
-        on_one += [
-            long_cell(optimizer, name, settings) for name, settings in (ALONE | PLAIN).items()
-        ]
         on_one.append(long_cell(optimizer, "resumed-on-one", ALONE["zero3-alone"], resume=half))
-    on_two += [adamw_cell(name, settings) for name, settings in ON_TWO.items()]
-    on_one += [adamw_cell(name, settings) for name, settings in (ALONE | PLAIN).items()]
-    train_cells(tiny_corpus, output, on_two, num_ranks=2)
-    train_cells(tiny_corpus, output, on_one, num_ranks=1)
+    else:
+        on_two, on_one = (
+            [adamw_cell(name, settings) for name, settings in named.items()]
+            for named in (ON_TWO, ALONE | PLAIN)
+        )
+    train_cells(corpus, output, on_two, num_ranks=2)
+    train_cells(corpus, output, on_one, num_ranks=1)
     return {each["name"]: read_result(output / f"{each['name']}.json") for each in on_two + on_one}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", RATES)
+@pytest.mark.parametrize("results", RATES, indirect=True)
 @pytest.mark.parametrize("name", [*ON_TWO, *ALONE])
-def test_each_stage_agrees_with_plain_torch(results: Results, optimizer: str, name: str) -> None:
+def test_each_stage_agrees_with_plain_torch(results: Results, name: str) -> None:
     precision = precision_of(name)
-    found, plain = results[f"{optimizer}-{name}"], results[f"{optimizer}-torch-{precision}"]
+    found, plain = results[name], results[f"torch-{precision}"]
     assert len(found["losses"]) == STEPS
     assert largest_difference(found["losses"], plain["losses"]) < TOLERANCE[precision]
     assert found["losses"][STEPS] < found["losses"][1] - 0.1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", RATES)
-def test_a_run_resumes_bitwise(results: Results, optimizer: str) -> None:
-    whole, half, resumed = (
-        results[f"{optimizer}-{name}"] for name in ("zero1-fp32", "half", "resumed-on-two")
-    )
+@pytest.mark.parametrize("results", RATES, indirect=True)
+def test_a_run_resumes_bitwise(results: Results) -> None:
+    whole, half, resumed = (results[name] for name in ("zero1-fp32", "half", "resumed-on-two"))
     assert {**half["losses"], **resumed["losses"]} == whole["losses"]
     assert {key: resumed[key] for key in resumed if "/" in key} == {
         key: whole[key] for key in whole if "/" in key
@@ -117,28 +124,24 @@ def test_a_run_resumes_bitwise(results: Results, optimizer: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", RATES)
-def test_a_run_of_two_ranks_resumes_with_one_under_another_stage(
-    results: Results, optimizer: str
-) -> None:
-    resumed, whole = results[f"{optimizer}-resumed-on-one"], results[f"{optimizer}-zero1-fp32"]
+@pytest.mark.parametrize("results", RATES, indirect=True)
+def test_a_run_of_two_ranks_resumes_with_one_under_another_stage(results: Results) -> None:
+    resumed, whole = results["resumed-on-one"], results["zero1-fp32"]
     assert sorted(resumed["losses"]) == list(range(HALF + 1, STEPS + 1))
     assert largest_difference(resumed["losses"], whole["losses"]) < TOLERANCE["fp32"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", get_args(OptimizerName))
+@pytest.mark.parametrize("results", get_args(OptimizerName), indirect=True)
 @pytest.mark.parametrize("name", [*ON_TWO, *ALONE, *PLAIN])
-def test_per_layer_norms_are_those_of_all_ranks_together(
-    results: Results, optimizer: str, name: str
-) -> None:
+def test_per_layer_norms_are_those_of_all_ranks_together(results: Results, name: str) -> None:
     """Squares add up to the global norm's; ratios are those of the weights before and after."""
-    found = results[f"{optimizer}-{name}"]
+    found = results[name]
     step = max(found["losses"])
     precision = precision_of(name)
     squares = sum(found[f"grad_norm/{layer}"][step] ** 2 for layer in LAYERS)
     assert math.sqrt(squares) == pytest.approx(found["norms"][step], rel=1e-5)
-    plain = results[f"{optimizer}-torch-{precision}"]
+    plain = results[f"torch-{precision}"]
     for layer in LAYERS:
         seen = found[f"seen_ratio/{layer}"][step]
         assert found[f"update_ratio/{layer}"][step] == pytest.approx(seen, rel=1e-4)
