@@ -45,7 +45,9 @@ def _check(fields: Fields, index: dict[str, Any]) -> None:
     fields.object("config")
     if type(index.get("validation_loss", ...)) not in (int, float, NoneType):  # it may be NaN
         raise InvalidField("validation_loss is not a number")
-    if index.get("loss_scale") is not None:
+    if "loss_scale" not in index:
+        raise InvalidField("loss_scale is missing")
+    if index["loss_scale"] is not None:
         scale = fields.object("loss_scale")
         scale.number("scale")
         scale.integer("updates")
@@ -55,6 +57,9 @@ def _check(fields: Fields, index: dict[str, Any]) -> None:
     reports, next_lane = fields.items("ranks"), 0
     if fields.integer("world_size", least=1) != len(reports):
         raise InvalidField(f"world_size is {index['world_size']}, ranks has {len(reports)}")
+    # Of a cursor, its reader checks what is in it; None before the first batch.
+    if not all(isinstance(each.get("cursor", ...), (dict, NoneType)) for each in index["ranks"]):
+        raise InvalidField("a rank has no cursor")
     for report in reports:
         report.integer("first_lane", next_lane, next_lane)
         next_lane += report.integer("num_lanes", least=1)

@@ -188,6 +188,8 @@ INDEXES: dict[str, Callable[[dict[str, Any]], object]] = {
     "no world size": lambda index: index.pop("world_size"),
     "no step": lambda index: index.pop("step"),
     "no reports": lambda index: index.pop("ranks"),
+    "no loss scale": lambda index: index.pop("loss_scale"),
+    "a rank without a cursor": lambda index: index["ranks"][0].pop("cursor"),
     "a report too few": lambda index: index["ranks"].pop(),
     "files of another kind": lambda index: index.update(files=["engine-00000.safetensors"]),
     "a file without a size": lambda index: index["files"]["state-00001.safetensors"].pop("bytes"),
