@@ -81,6 +81,13 @@ class Corpus:
     """The shards of one split. Every opening checks a shard's size and headers."""
 
     def __init__(self, directory: Path, manifest: Manifest, source: ShardSource) -> None:
+        """DataError if there are no shards, as in one part of a build that has documents of only
+        one split."""
+        if not manifest.shards:
+            raise DataError(
+                f"{directory / MANIFEST_NAME} lists no shards; the split is empty: "
+                "build it from more text"
+            )
         self.directory = directory
         self.manifest = manifest
         self._source = source

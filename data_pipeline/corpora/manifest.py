@@ -110,8 +110,6 @@ def read_manifest(directory: Path) -> Manifest:
             f"{path} was changed after it was written: its contents hash to {manifest.hash[:16]}, "
             f"it records {shown(tree.get('hash'))}; restore it or build the corpus again"
         )
-    if not manifest.shards:
-        raise DataError(f"{path} lists no shards; the split is empty: build it from more text")
     return manifest
 
 

@@ -66,9 +66,7 @@ def csv_rows(path: Path, origin: str) -> list[tuple[int, dict[str, str]]]:
                 f"{path}: row {number} has more cells than the header names; check for a stray "
                 "comma"
             )
-    return [
-        (number, _stripped(row)) for number, row in cast("list[tuple[int, dict[str, str]]]", rows)
-    ]
+    return cast("list[tuple[int, dict[str, str]]]", rows)
 
 
 def _stripped(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,7 +258,7 @@ def _refuse_absent(rows: Sequence[Row], columns: Columns, path: Path) -> None:
 def _rows_of(path: Path) -> list[Row]:
     origin = "expected a CSV or JSON file with one run per row"
     if path.suffix != ".json":
-        return [{**row, "_line": number} for number, row in csv_rows(path, origin)]
+        return [{**_stripped(row), "_line": number} for number, row in csv_rows(path, origin)]
     text = text_of(path, origin)
     try:
         tree = parse_json(text)
