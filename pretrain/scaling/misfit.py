@@ -21,7 +21,8 @@ from pretrain.scaling.points import Array, Points
 from pretrain.terminal.text import counted
 
 FAR = 4.5  # standard deviations: of 1,000 sweeps of 240 runs, two have a run this far by chance
-MOST_OUTLIERS = 0.1  # a larger part of the runs is not a few that went wrong
+GROSS = 0.5  # relative error of an outlier, however few runs there are to measure the noise by
+MOST_OUTLIERS = 0.1  # a larger part of the runs (but one) is not a few that went wrong
 MOST_NAMED = 5
 PARTS = 5  # of the budgets, whose mean errors are shown
 FEWEST_FREE = 3  # degrees of freedom
@@ -34,10 +35,11 @@ def misfit_warnings(points: Points, fit: ParametricFit, flops_law: FlopsLaw) -> 
     """One line about the outliers, if there are any, and one about a trend."""
     predicted_P = fit.law.loss(points.parameters_P, points.tokens_P)
     error_P = relative_error(points.loss_P, predicted_P)
-    noise = noise_of(error_P)
-    far_P = np.abs(error_P) > max(FAR * noise, SMALLEST_ERROR)
+    is_gross_P = np.abs(error_P) > GROSS
+    noise = noise_of(error_P[~is_gross_P])
+    far_P = is_gross_P | (np.abs(error_P) > max(FAR * noise, SMALLEST_ERROR))
     found = []
-    if far_P.mean() > MOST_OUTLIERS:
+    if far_P.sum() > max(1, MOST_OUTLIERS * len(points)):
         far_P = np.zeros(len(points), bool)
     if far_P.any():
         found.append(_outliers(points, fit, flops_law, far_P, error_P / noise))
@@ -107,9 +109,9 @@ def _trend(points: Points, error_P: Array) -> str:
         return ""
     order = np.argsort(points.flops_P, kind="stable")
     parts = np.array_split(order, min(PARTS, len(points.budgets)))
-    shown = ", ".join(f"{error_P[part].mean():+.2%}" for part in parts)
+    shown = ", ".join(f"{-error_P[part].mean():+.2%}" for part in parts)
     return (
-        f"approach 3's errors have a trend: measured minus predicted {shown} from "
+        f"approach 3's errors have a trend: predicted minus measured {shown} from "
         f"{points.flops_P.min():.3g} to {points.flops_P.max():.3g} FLOPs, and up to "
         f"{np.abs(smooth_P).max():.2%} at one end of the sizes (by chance in {chance:.1g} of "
         "sweeps): the runs do not follow one law; look for a change of recipe, and do not trust "

@@ -40,7 +40,7 @@ def test_a_kink_is_noticed_by_the_errors_trend():
     points = simulated(noise=0.002, num_sizes=5)
     kink_P = np.exp(0.03 * np.maximum(0, np.log(points.flops_P / 1e19)))
     said = warnings_about(replace(points, loss_P=points.loss_P * kink_P))
-    assert "approach 3's errors have a trend: measured minus predicted " in said
+    assert "approach 3's errors have a trend: predicted minus measured " in said
     assert "the runs do not follow one law" in said
 
 
@@ -59,3 +59,25 @@ def test_a_fit_warns_of_its_outliers():
     # And it hardly moves approach 3.
     law = fit.estimates.parametric.law
     assert law.alpha == pytest.approx(HOFFMANN.alpha, rel=0.15)
+
+
+def test_a_run_far_off_is_named_among_nine_too():
+    points = simulated(num_sizes=3, budgets=(1e18, 1e20, 3), noise=0.005, seed=1)
+    assert warnings_about(points) == ""
+    loss_P = points.loss_P.copy()
+    loss_P[4] = 100.0
+    said = warnings_about(replace(points, loss_P=loss_P))
+    assert said.startswith("1 run off the law by over 4.5 standard deviations: point 4 (loss 100")
+
+
+def test_a_trend_has_the_sign_of_all_errors():
+    points = simulated(noise=0.002, num_sizes=5)
+    kink_P = np.exp(0.05 * np.maximum(0, np.log(points.flops_P / 1e19)))
+    bent = replace(points, loss_P=points.loss_P * kink_P)
+    trend = r"predicted minus measured ([-+.\d]+)%.* ([-+.\d]+)% from"
+    said = re.search(trend, warnings_about(bent))
+    law = fit_parametric(bent).law
+    last = bent.take(bent.budget_P == bent.budgets[-1])
+    error_P = law.loss(last.parameters_P, last.tokens_P) / last.loss_P - 1
+    assert said
+    assert np.sign(float(said[2])) == np.sign(error_P.mean())
