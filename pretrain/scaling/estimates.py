@@ -81,7 +81,7 @@ class LeftOut:
     )  # N*, loss: the budget's vertex, else its lowest run; None below 3 sizes
 
 
-def leave_largest_out(points: Points, flops_law: FlopsLaw) -> LeftOut | None:
+def leave_largest_out(points: Points, flops_law: FlopsLaw, reach: float = REACH) -> LeftOut | None:
     """Fit without the largest budget and predict it; None with fewer than three budgets."""
     budgets = points.budgets
     if len(budgets) < 3:
@@ -90,7 +90,7 @@ def leave_largest_out(points: Points, flops_law: FlopsLaw) -> LeftOut | None:
         points.take(points.budget_P < budgets[-1]),
         points.take(points.budget_P == budgets[-1]),
     )
-    estimates = estimate(rest)
+    estimates = estimate(rest, reach=reach)
     log_flops = float(np.log(last.flops_P).mean())
     optimum = {
         key: (float(np.exp(line.log_parameters(log_flops))), float(line.loss(log_flops)))
@@ -105,11 +105,13 @@ def leave_largest_out(points: Points, flops_law: FlopsLaw) -> LeftOut | None:
         law_error=law_error,
         optimum=optimum,
         unavailable=estimates.unavailable,
-        measured=measured_optimum(points, last),
+        measured=measured_optimum(points, last, reach),
     )
 
 
-def measured_optimum(points: Points, last: Points) -> tuple[float, float] | None:
+def measured_optimum(
+    points: Points, last: Points, reach: float = REACH
+) -> tuple[float, float] | None:
     """N* and its loss at the one budget of `last`: its vertex, else its lowest run.
 
     None below 3 sizes.
@@ -117,7 +119,7 @@ def measured_optimum(points: Points, last: Points) -> tuple[float, float] | None
     if len(np.unique(last.parameters_P)) < FEWEST_SIZES:
         return None
     try:
-        valleys = fit_isoflop(points).valleys
+        valleys = fit_isoflop(points, reach).valleys
         valley = next(item for item in valleys if item.budget == last.budget_P[0])
         if valley.is_used:
             return valley.parameters, valley.loss

@@ -19,10 +19,9 @@ import numpy as np
 
 from pretrain.scaling.checks import relative_error
 from pretrain.scaling.estimates import TITLES, Estimates, estimate, measured_optimum
-from pretrain.scaling.frontier import LawLine, Line
 from pretrain.scaling.isoflop import REACH
 from pretrain.scaling.law import FlopsLaw
-from pretrain.scaling.points import Points
+from pretrain.scaling.points import Array, Points
 
 PREFERRED = ("parametric", "isoflop", "envelope")
 LOSS_WEIGHT = 10.0
@@ -80,12 +79,12 @@ def rank(points: Points, runs: Points, estimates: Estimates, flops_law: FlopsLaw
     lines = estimates.lines(flops_law)
     reach = estimates.isoflop.reach if estimates.isoflop else REACH
     sizes, losses = _left_out_errors(points, flops_law, reach)
-    for key, errors in _holdout_errors(runs, estimates, lines).items():
+    for key, errors in _holdout_errors(runs, estimates).items():
         losses.setdefault(key, []).extend(errors)
     standings = [_standing(key, sizes, losses) for key in PREFERRED if key in lines]
     ranked: list[Standing] = []
     while standings:
-        ranked.append(chosen := _best(standings))
+        ranked.append(chosen := best_of(standings))
         standings.remove(chosen)
     return Ranking(tuple(ranked))
 
@@ -101,7 +100,7 @@ def _standing(key: str, sizes: Mapping[str, list[float]], losses: Errors) -> Sta
     )
 
 
-def _best(standings: Sequence[Standing]) -> Standing:
+def best_of(standings: Sequence[Standing]) -> Standing:
     """The first whose error is not clearly larger than the smallest."""
     errors = [item.error for item in standings if item.error is not None]
     if not errors:
@@ -121,7 +120,7 @@ def _left_out_errors(points: Points, flops_law: FlopsLaw, reach: float) -> tuple
         lines = estimate(fitted, reach=reach).lines(flops_law)
         for budget in budgets[count:]:
             mine = points.take(points.budget_P == budget)
-            measured = measured_optimum(points, mine)
+            measured = measured_optimum(points, mine, reach)
             if measured is None:
                 continue
             log_flops = float(np.log(mine.flops_P).mean())
@@ -133,22 +132,21 @@ def _left_out_errors(points: Points, flops_law: FlopsLaw, reach: float) -> tuple
     return sizes, losses
 
 
-def _holdout_errors(runs: Points, estimates: Estimates, lines: Mapping[str, Line]) -> Errors:
-    """Relative errors of the held-out runs' losses by the approaches that can predict them."""
+def _holdout_errors(runs: Points, estimates: Estimates) -> Errors:
+    """Relative errors of the losses of held-out runs, by the approaches that can predict some."""
     held = runs.take(runs.holdout_P)
-    found: Errors = {}
-    if not len(held):
-        return found
-    law = lines.get("parametric")
-    if isinstance(law, LawLine) and estimates.parametric:
-        predicted_P = estimates.parametric.law.loss(held.parameters_P, held.tokens_P)
-        found["parametric"] = np.abs(relative_error(predicted_P, held.loss_P)).tolist()
+    predicted: dict[str, Array] = {}
+    if estimates.parametric:
+        law = estimates.parametric.law
+        predicted["parametric"] = law.loss(held.parameters_P, held.tokens_P)
     if estimates.isoflop:
-        predicted_P = estimates.isoflop.loss_of(held.parameters_P, held.flops_P)
-        errors_P = np.abs(relative_error(predicted_P, held.loss_P))
-        if np.isfinite(errors_P).all():
-            found["isoflop"] = errors_P.tolist()
-    return found
+        predicted["isoflop"] = estimates.isoflop.loss_of(held.parameters_P, held.flops_P)
+    # Runs far from an optimum, which approach 3 alone predicts, would count against it alone.
+    known_P = np.isfinite(list(predicted.values())).all(axis=0) if predicted else held.holdout_P
+    return {
+        key: np.abs(relative_error(loss_P, held.loss_P))[known_P].tolist()
+        for key, loss_P in predicted.items()
+    }
 
 
 def ranking_table(ranking: Ranking) -> list[list[str]]:

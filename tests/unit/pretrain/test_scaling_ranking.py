@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 
 from pretrain.commands import scale
-from pretrain.scaling.estimates import estimate
 from pretrain.scaling.fit import fit_all
-from pretrain.scaling.law import FlopsLaw
 from pretrain.scaling.predict import near_optimal_band, preferred
-from pretrain.scaling.ranking import CLEARLY, PREFERRED, Ranking, Standing, rank
+from pretrain.scaling.ranking import (
+    CLEARLY,
+    NO_ERROR,
+    PREFERRED,
+    Ranking,
+    Standing,
+    best_of,
+)
 from tests.helpers.scaling import BESIROGLU, HOFFMANN, make_points, simulated
 
 
@@ -50,11 +55,15 @@ def test_an_approach_that_predicts_left_out_budgets_better_answers():
 
 
 def test_an_earlier_approach_stays_unless_another_is_clearly_better():
-    points = simulated(noise=0.002, seed=3)
-    ranking = rank(points, points, estimate(points), FlopsLaw())
-    assert set(ranking.order) <= set(PREFERRED)
-    near = Ranking((standing("parametric", 0.1 * CLEARLY - 0.01), standing("isoflop", 0.1)))
-    assert near.reason == f"no other one's error is clearly smaller ({CLEARLY}x)"
+    near, far = (
+        (standing("parametric", 0.1 * CLEARLY + more), standing("isoflop", 0.1))
+        for more in (-0.01, 0.01)
+    )
+    assert best_of(near).key == "parametric"
+    assert best_of(far).key == "isoflop"
+    tiny = (standing("parametric", 0.9 * NO_ERROR), standing("isoflop", 0.0))
+    assert best_of(tiny).key == "parametric"
+    assert Ranking(near).reason == f"no other one's error is clearly smaller ({CLEARLY}x)"
 
 
 def test_two_budgets_and_no_hold_out_compare_nothing():
@@ -77,6 +86,17 @@ def test_held_out_runs_count_for_the_approaches_that_predict_them():
         errors["parametric"]
         > {item.key: item.loss for item in alone.ranking.standings}["parametric"]
     )
+
+
+def test_approaches_are_compared_by_the_held_out_runs_that_both_predict():
+    points = joint_law()
+    held_P = points.budget_P >= points.budgets[4]
+    far = int(np.flatnonzero(held_P)[0])
+    size_P, tokens_P = points.parameters_P.copy(), points.tokens_P.copy()
+    size_P[far], tokens_P[far] = size_P[far] / 50, tokens_P[far] * 50  # over-trained
+    fit = fit_all(replace(points, parameters_P=size_P, tokens_P=tokens_P, holdout_P=held_P))
+    count = {item.key: item.num_losses for item in fit.ranking.standings}
+    assert count["parametric"] == count["isoflop"] == 9 + 1, "one of ten is too far for approach 2"
 
 
 def test_the_band_of_sizes_is_that_of_the_approach_that_answers():
