@@ -7,6 +7,7 @@ Source: Bhagia et al. 2024 (the OLMo ladder). Legend: P runs, K draws.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -55,14 +56,16 @@ class TaskFit:
         """The loss and accuracy of a run.
 
         The accuracy's interval takes both ends of the loss's, so that it is wide enough for both
-        steps.
+        steps; without one of the loss there is none.
         """
         loss = loss_of_run(self.fit, parameters, tokens)
+        value = float(self.sigmoid.at(loss.value))
+        if math.isnan(loss.low):  # no interval of the loss
+            return loss, Interval(value, math.nan, math.nan)
         ends = [
             interval(0.0, np.array([float(each.at(end)) for each in self.draws]))
             for end in (loss.high, loss.low)
         ]
-        value = float(self.sigmoid.at(loss.value))
         return loss, Interval(value, min(value, ends[0].low), max(value, ends[1].high))
 
 
@@ -140,12 +143,21 @@ def fit_sigmoid(loss_P: Array, accuracy_P: Array, chance: float | None = None) -
             f"accuracies from {accuracy_P.min():g} to {accuracy_P.max():g}: expected fractions "
             "from 0 to 1; divide percentages by 100"
         )
+    rising = f"accuracies from {accuracy_P.min():g} to {accuracy_P.max():g} do not rise above "
+    if np.ptp(accuracy_P) <= 0:
+        raise DataError(f"{rising}each other: a sigmoid needs runs above chance; add better runs")
     if np.corrcoef(loss_P, accuracy_P)[0, 1] > 0:
         raise DataError(
             "the accuracy rises with the loss, so this loss does not explain it; name another "
             "column with --task-loss"
         )
-    return _refined(_best_of_grid(loss_P, accuracy_P, chance), loss_P, accuracy_P, chance)
+    found = _refined(_best_of_grid(loss_P, accuracy_P, chance), loss_P, accuracy_P, chance)
+    if found.ceiling <= found.floor:
+        raise DataError(
+            f"{rising}{found.floor:.3g}: a sigmoid needs runs above chance; add better runs, or "
+            "correct --chance"
+        )
+    return found
 
 
 def _pairs(points: Points, accuracies: Mapping[str, float]) -> tuple[Array, Array]:

@@ -43,6 +43,19 @@ def test_both_steps_predict_a_run_and_the_interval_holds_the_truth():
     assert accuracy.high - accuracy.low < 0.15
 
 
+def test_without_an_interval_of_the_loss_the_accuracy_has_none():
+    few = simulated(num_sizes=3, budgets=(1e18, 1e20, 2), noise=0.002)
+    loss, accuracy = fit_task(few, accuracies_of(few)).predict(1e9, 2e10)
+    assert np.isnan([loss.low, loss.high, accuracy.low, accuracy.high]).all()
+    assert 0 < accuracy.value < 1
+
+
+def test_accuracies_below_chance_are_refused():
+    loss_P = np.linspace(2.5, 3.5, 8)
+    with pytest.raises(DataError, match=r"do not rise above 0\.5: .* correct --chance"):
+        fit_sigmoid(loss_P, np.linspace(0.30, 0.28, 8), chance=0.5)
+
+
 def test_the_backtest_never_sees_the_largest_budget():
     accuracies = accuracies_of(RUNS)
     found = backtest(RUNS, accuracies, 0.25)
@@ -63,6 +76,8 @@ def test_the_backtest_never_sees_the_largest_budget():
     [
         (np.linspace(20, 80, 8)[::-1], "expected fractions from 0 to 1"),
         (np.linspace(0.2, 0.8, 8), "the accuracy rises with the loss"),
+        (np.full(8, 0.25), "from 0.25 to 0.25 do not rise above each other"),
+        (np.zeros(8), "from 0 to 0 do not rise above each other"),
     ],
 )
 def test_accuracies_that_no_sigmoid_explains_are_refused(accuracy_P, said):
