@@ -8,7 +8,7 @@ that is right for models whose rates transfer between widths, and for others nea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,14 +128,23 @@ class TunedRule:
     @property
     def rate(self) -> Power:
         """The rate over N without embeddings."""
-        return self._power(lambda rung: rung.body_parameters, lambda rung: rung.rate.value)
+        return fit_power(
+            [1.0 if self.transfers else rung.body_parameters for rung in self.rungs],
+            [rung.rate.value for rung in self.rungs],
+            [rung.spread for rung in self.rungs],
+        )
 
     @property
     def batch(self) -> Power | None:
         """Tokens per step over D; None if no rung compared batches: then the run keeps its own."""
-        if all(rung.num_batches == 1 for rung in self.rungs):
+        rungs = self._with_batches
+        if not rungs:
             return None
-        return self._power(lambda rung: rung.tokens, lambda rung: rung.tokens_per_step)
+        return fit_power(
+            [rung.tokens for rung in rungs],
+            [rung.tokens_per_step for rung in rungs],
+            [UNKNOWN_SPREAD] * len(rungs),  # the best of a few, usually 2x apart
+        )
 
     def __call__(self, run: RunConfig, tokens: float) -> tuple[float, float]:
         batch = self.batch
@@ -146,13 +155,15 @@ class TunedRule:
         rungs = ", ".join(
             f"{shown(rung.rate, as_rate)} at {as_size(rung.body_parameters)}" for rung in self.rungs
         )
-        lines = [f"rate: tuned on {rungs} (N without embeddings); {self._words(self.rate, 'N')}"]
+        words = "the same at every width (model.base_width)"
+        words = words if self.transfers else _words(self.rate, "N")
+        lines = [f"rate: tuned on {rungs} (N without embeddings); {words}"]
         if batch := self.batch:
             sizes = ", ".join(
                 f"{amount(rung.tokens_per_step)} at D of {as_size(rung.tokens)}"
-                for rung in self.rungs
+                for rung in self._with_batches
             )
-            lines.append(f"batch: the best of those tried, {sizes}; {self._words(batch, 'D')}")
+            lines.append(f"batch: the best of those tried, {sizes}; {_words(batch, 'D')}")
         low, high = (self.rungs[place].body_parameters for place in (0, -1))
         far = [run for run in runs if not low / FAR <= cost_of(run).body_parameters <= high * FAR]
         if far and not self.transfers:
@@ -162,20 +173,16 @@ class TunedRule:
             )
         return lines
 
-    def _power(self, x: Callable[[Rung], float], y: Callable[[Rung], float]) -> Power:
-        same = self.transfers or len(self.rungs) == 1
-        return fit_power(
-            [1.0 if same else x(rung) for rung in self.rungs],
-            [y(rung) for rung in self.rungs],
-            [rung.spread for rung in self.rungs],
-        )
+    @property
+    def _with_batches(self) -> tuple[Rung, ...]:
+        """The rungs that compared batches."""
+        return tuple(rung for rung in self.rungs if rung.num_batches > 1)
 
-    def _words(self, fitted: Power, letter: str) -> str:
-        if self.transfers:
-            return "the same at every width (model.base_width)"
-        if not math.isfinite(fitted.power.low):
-            return "the same at every size, since there is one rung: add a second"
-        return f"{letter}^{shown(fitted.power, as_exponent)} between and beyond"
+
+def _words(fitted: Power, letter: str) -> str:
+    if not math.isfinite(fitted.power.low):
+        return "the same at every size, since there is one rung: add a second"
+    return f"{letter}^{shown(fitted.power, as_exponent)} between and beyond"
 
 
 def as_rate(value: float) -> str:

@@ -139,6 +139,22 @@ def test_rates_that_transfer_are_those_of_the_rungs_at_any_width():
     assert not TunedRule(rungs=mixed, base_width=256).transfers
 
 
+def test_batches_follow_the_rungs_that_compared_some():
+    batches = ((1e6, 4096, 3), (16e6, 16384, 3), (64e6, 1024, 1))
+    rungs = tuple(
+        replace(rung(body, 1e-3, base_width=256), tokens_per_step=batch, num_batches=number)
+        for body, batch, number in batches
+    )
+    for base_width in (0, 256):  # rates transfer between widths, batches grow with D
+        rule = TunedRule(rungs=rungs, base_width=base_width)
+        assert rule.batch.at(20e6) == pytest.approx(4096)
+        assert rule.batch.at(320e6) == pytest.approx(16384)
+        assert rule.batch.power.low < 0.5 < rule.batch.power.high
+        # The best of batches 2x apart: far less certain than the rungs' rates.
+        assert rule.batch.power.high - rule.batch.power.low > 0.5
+        assert "D^0.500 [" in rule.describe([])[1]
+
+
 def test_the_interval_of_a_power_covers_the_truth_as_often_as_it_says():
     rng, x, spread = np.random.default_rng(0), (1e6, 4e6, 2e7), (0.1, 0.1, 0.2)
     covered = 0
