@@ -175,6 +175,9 @@ def _from_rows(
         raise DataError(f"{path}: every run is excluded; a fit needs some")
     names = tuple(_name(row, columns) for row in rows)
     loss_P, notes = _losses(rows, columns.loss, path, units)
+    error_P = scaled(_errors(rows, columns.error, path), units, "loss")
+    if is_perplexity(columns.loss):
+        error_P = error_P / np.exp(loss_P)  # those of the logarithms
     parameters_P, tokens_P, flops_P, assumed = _sizes(rows, columns, path, units)
     notes += assumed
     has_budget = any(row.get(columns.budget) not in (None, "") for row in rows)
@@ -190,7 +193,7 @@ def _from_rows(
         budget_P=budget_P,
         progress_P=_progress(rows, columns.progress, path),
         holdout_P=_holdout(rows, columns.holdout, path),
-        error_P=_errors(rows, columns.error, path),
+        error_P=error_P,
         notes=tuple(notes),
         source=str(path),
     )

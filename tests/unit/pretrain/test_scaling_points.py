@@ -255,3 +255,10 @@ def test_standard_errors_of_losses_are_read_and_checked(tmp_path):
     bad = written(tmp_path / "bad.csv", "N,D,loss,loss_error\n1e8,1e9,3,-1\n")
     with pytest.raises(DataError, match="loss_error='-1', expected a standard error of the loss"):
         read_points(bad)
+
+
+def test_standard_errors_follow_the_unit_of_the_loss(tmp_path):
+    path = written(tmp_path / "bits.csv", "N,D,loss,loss_error\n1e8,1e9,4,0.1\n")
+    assert read_points(path, units={"loss": 0.5}).error_P.tolist() == [0.05]
+    path = written(tmp_path / "ppl.csv", "N,D,ppl,loss_error\n1e8,1e9,20,0.4\n")
+    assert read_points(path, Columns(loss="ppl")).error_P == pytest.approx([0.4 / 20])
