@@ -14,6 +14,7 @@ from pretrain.scaling.fit import Fit
 from pretrain.scaling.frontier import Approach
 from pretrain.scaling.intervals import amount, as_loss, as_size, shown
 from pretrain.scaling.lifetime import (
+    SERVED,
     SIZES,
     Lifetime,
     at_ratio,
@@ -94,7 +95,7 @@ def run_lines(fit: Fit, arguments: argparse.Namespace) -> list[str]:
     lines = []
     if served := arguments.inference_tokens:
         training = fit.flops_law.scale * arguments.params**fit.flops_law.power * arguments.tokens
-        serving = training * served / arguments.tokens / 3
+        serving = training * served * SERVED / arguments.tokens
         lines.append(
             f"serving {amount(served)} tokens: {serving:.3g} FLOPs, with training "
             f"{training + serving:.3g}"

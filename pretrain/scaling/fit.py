@@ -61,6 +61,7 @@ def fit_all(
     points = usable(runs)
     refuse_single_budget(points)
     flops_law = fit_flops_law(points.parameters_P, points.tokens_P, points.flops_P)
+    refuse_falling_cost(flops_law, points.source)
     report(f"fitting {counted(len(points), 'run')} by three approaches")
     estimates = estimate(points, training, reach)
     report("finding the intervals")
@@ -81,7 +82,7 @@ def fit_all(
         flops_law=flops_law,
         approaches=approaches,
         estimates=estimates,
-        left_out=leave_largest_out(points, flops_law),
+        left_out=leave_largest_out(points, flops_law, reach),
         holdouts=holdouts,
         ranking=rank(points, runs, estimates, flops_law),
         warnings=(),
@@ -139,6 +140,15 @@ def refuse_single_budget(points: Points) -> None:
             f"{points.source}: all {len(points)} usable runs share one budget "
             f"({points.budgets[0]:.3g} FLOPs); "
             "a law needs at least two, and a third to check it; add runs at other budgets"
+        )
+
+
+def refuse_falling_cost(flops_law: FlopsLaw, source: str) -> None:
+    """Raise DataError unless larger models cost more per token: else none is compute-optimal."""
+    if flops_law.power <= 0:
+        raise DataError(
+            f"{source}: FLOPs per token go as N^{flops_law.power:.3g}, so larger models cost no "
+            "more; check which columns are N, D and C (--column ROLE=NAME)"
         )
 
 

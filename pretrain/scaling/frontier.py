@@ -85,7 +85,8 @@ class Approach:
         value = value_of(self.line)
         if self.region is None:
             return Interval(float(value), np.nan, np.nan)
-        return range_of(value, value_of(self.region))
+        with np.errstate(over="ignore"):  # an end that is infinite is open
+            return range_of(value, value_of(self.region))
 
 
 FEWEST_FOR_FLOOR = 4  # places on the frontier, to tell a floor of the loss from a plain power law

@@ -33,13 +33,13 @@ TOLERATED = 2.5  # standard deviations
 
 def parametric_region(points: Points, fit: ParametricFit) -> Array:
     """The laws theta [K, 5] of the region; DataError with the reason where there is none."""
+    predicted_P = fit.law.loss(points.parameters_P, points.tokens_P)
+    points = observations(points, predicted_P, NUMBERS)
     if len(points) - NUMBERS < FEWEST_FREE:
         raise DataError(
             f"{len(points)} losses for {NUMBERS} numbers leave nothing to measure the noise by; "
             "add runs"
         )
-    predicted_P = fit.law.loss(points.parameters_P, points.tokens_P)
-    points = observations(points, predicted_P, NUMBERS)
     predicted_P = fit.law.loss(points.parameters_P, points.tokens_P)
     n_P, d_P = np.log(points.parameters_P), np.log(points.tokens_P)
     center = np.array([n_P.mean(), d_P.mean()])

@@ -140,7 +140,7 @@ def _best_in_all(line: LawLine, flops: float, served: float) -> tuple[Array, Arr
 
 
 def lowest(value_of: Callable[[Array], Array], low: Array, high: Array) -> Array:
-    """Where each row's value, which has one valley, is lowest; NaN where an end is."""
+    """Where each row's value, which has one valley, is lowest from `low` to `high`."""
     for _ in range(REFINEMENTS):
         x_KX = np.linspace(low, high, GRID, axis=-1)
         best = np.nan_to_num(value_of(x_KX), nan=np.inf).argmin(axis=-1)[..., None]

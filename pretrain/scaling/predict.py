@@ -66,7 +66,8 @@ def forecast(
     if approach.region is None:
         found = [Interval(float(value), np.nan, np.nan) for value in values]
     else:
-        values_K = optimum_of(approach.region)
+        with np.errstate(over="ignore"):  # an end that is infinite is open
+            values_K = optimum_of(approach.region)
         found = [range_of(*pair) for pair in zip(values, values_K, strict=True)]
         unanswered = float(np.isnan(values_K[-1]).mean())
     return Forecast(approach.title, *found, unanswered=unanswered)
@@ -137,7 +138,9 @@ def doubts(fit: Fit, flops: float, approach: Approach) -> list[str]:
             f"({low:.3g}); {limit}"
         )
     size = approach.parameters(float(np.log(flops)))
-    if not size.width <= WIDEST:
+    if approach.region is None:
+        found.append(_without_interval(approach))
+    elif not size.width <= WIDEST:
         found.append(
             f"the interval of N* by approach {approach.title} is {shown(size, as_size)}, over "
             f"{WIDEST:.0f}x wide"
@@ -168,12 +171,18 @@ def run_doubts(fit: Fit, parameters: float, tokens: float) -> list[str]:
                 f"{value:.3g} {name} are over {furthest:.0f}x outside the fitted range "
                 f"({low:.3g}..{high:.3g})"
             )
-    loss = loss_of_run(fit, parameters, tokens)
-    if not loss.width <= WIDEST_LOSS:
+    law, loss = preferred(fit, "parametric"), loss_of_run(fit, parameters, tokens)
+    if law.region is None:
+        found.append(_without_interval(law))
+    elif not loss.width <= WIDEST_LOSS:
         found.append(
             f"the interval of the loss is {shown(loss, as_loss)}, over {WIDEST_LOSS - 1:.0%} wide"
         )
     return found
+
+
+def _without_interval(approach: Approach) -> str:
+    return f"approach {approach.title} has no intervals ({approach.no_interval})"
 
 
 def refuse_wild(doubts: list[str]) -> None:

@@ -186,3 +186,10 @@ metrics: {{tensorboard: false}}
     assert config.model.num_layers == 2
     assert cost_of(config).flops == pytest.approx(2.5e8, rel=0.01)
     assert RunDir(run_dir).read_metrics()[-1]["step"] == config.optim.steps
+
+
+def test_a_fit_without_intervals_is_doubted_for_that():
+    few = fit_all(simulated(num_sizes=3, budgets=(1e18, 1e19, 2), noise=0.005, seed=1))
+    said = "approach 3 parametric has no intervals (6 losses for 5 numbers leave nothing to"
+    assert [doubt[: len(said)] for doubt in doubts(few, 2e19, preferred(few))] == [said]
+    assert run_doubts(few, 2e9, 1e9)[-1].startswith(said)

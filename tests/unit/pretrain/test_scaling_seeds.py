@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from data_pipeline.errors import DataError
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.huber_fit import fit_parametric
 from pretrain.scaling.law_region import NUMBERS, parametric_region
@@ -77,3 +78,9 @@ def test_known_errors_of_the_losses_are_the_least_noise():
         fit_all(item).approach("isoflop").parameters(FURTHER).width for item in (points, known)
     ]
     assert np.log(sizes[1]) > 10 * np.log(sizes[0])
+
+
+def test_means_over_seeds_that_are_too_few_have_no_interval():
+    points = seeds(3, noise=0.0002, offsets=0.01, sizes=3, budgets=2)
+    with pytest.raises(DataError, match="6 losses for 5 numbers leave nothing to measure"):
+        parametric_region(points, fit_parametric(points))
