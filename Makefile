@@ -56,10 +56,11 @@ scaling-demo: $(STAMP)  ## scaling laws from plan to report on two cores: 15 sma
 	launcher sweep submit $(SCALING)/sweep.yaml --local -j 2 --runs-dir $(SCALING)/cells
 	pretrain scale collect $(SCALING)/sweep.yaml --runs-dir $(SCALING)/cells --output $(SCALING)/runs.csv
 	pretrain scale fit $(SCALING)/runs.csv
-	pretrain scale predict $(SCALING)/runs.csv --flops 3.6e12 \
+	pretrain scale predict $(SCALING)/runs.csv --flops 3.6e12 --force \
 		--experiment configs/experiments/scaling-demo.yaml $(SCALING_FAMILY) --write $(SCALING)/best.yaml
 	pretrain scale report $(SCALING)/runs.csv --output $(SCALING)/report \
 		--title "Scaling demo: the workflow on tiny models, no law of large ones"
+	pretrain scale predict $(SCALING)/runs.csv --flops 7.2e11 --inference-tokens 20M --force
 	@echo "This demonstrates the workflow: 15 small runs at three small budgets say nothing about large models."
 	@echo "Open $(SCALING)/report/report.html"
 

@@ -34,7 +34,10 @@ PROGRAM = Program(
             "pretrain.commands.scale_predict",
             "predict the optimum and its loss for a budget, a size or a number of tokens",
         ),
-        "report": ("pretrain.commands.scale_fit:report", "write the fit as one HTML page and PNGs"),
+        "report": (
+            "pretrain.commands.scale_fit:report",
+            "write the fit as one HTML page, PNGs, Markdown and JSON",
+        ),
         "tasks": (
             "pretrain.commands.scale_tasks",
             "predict the accuracy of a task: from size and data to its loss, from that to it",
@@ -63,7 +66,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="ROLE=NAME",
         help="name of the column of a role: parameters, tokens, loss, flops, budget, name, "
-        "progress, holdout or excluded",
+        "progress, holdout, error or excluded",
     )
     add("--where", action="append", default=[], metavar="COLUMN=VALUE", help="use only these rows")
     add(

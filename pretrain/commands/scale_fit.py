@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from data_pipeline.csv_files import warn_if_replaced
 from data_pipeline.errors import ConfigError, DataError
@@ -25,6 +27,9 @@ from pretrain.scaling.points import Points
 from pretrain.scaling.summary import fit_lines, fit_tree
 from pretrain.scaling.units import units_of
 from pretrain.terminal.text import counted, fitted_table
+
+if TYPE_CHECKING:
+    from pretrain.scaling.collect import Row
 
 MANY_RUNS = 10_000  # whose fit takes long enough for progress
 
@@ -149,12 +154,26 @@ def run_collect(arguments: argparse.Namespace) -> int:
     print(f"{output}: {len(rows) - len(left_out)} of {len(rows)} cells have a final loss")
     for row in left_out:
         print(f"left out: {row.name}: {row.excluded}")
-    versions = {version for row in rows for version in row.code.split()}
-    if len(versions) > 1:
-        print(f"note: {len(versions)} versions of the code trained these cells; see column code")
+    for note in _notes(rows, arguments.average_last):
+        print(f"note: {note}")
     if arguments.curves_out:
         count = write_curves(arguments.curves_out, sweep, runs)
         print(f"{arguments.curves_out}: {counted(count, 'training curve')}")
     if len(left_out) < len(rows):
         print(f"next: pretrain scale fit {output}, then pretrain scale report {output}")
     return 0
+
+
+def _notes(rows: Sequence[Row], average_last: int) -> list[str]:
+    """What a reader of the table should know of its cells."""
+    notes = []
+    versions = {version for row in rows for version in row.code.split()}
+    if len(versions) > 1:
+        notes.append(f"{len(versions)} versions of the code trained these cells; see column code")
+    single = [row.name for row in rows if not row.excluded and row.loss_error == ""]
+    if average_last > 1 and single:
+        notes.append(
+            f"nothing to average in {counted(len(single), 'cell')} with one evaluation, such as "
+            f"{single[0]}: 'scale plan' plans one, at the end (evaluation.interval=0)"
+        )
+    return notes

@@ -115,6 +115,11 @@ def paragraph(words: str, style: str = "faint") -> str:
     return f'<p class="{style}">{text(words)}</p>'
 
 
+def folded(summary: str, *parts: str) -> str:
+    """What a click on the summary shows; `parts` are HTML."""
+    return f"<details><summary>{text(summary)}</summary>{''.join(parts)}</details>"
+
+
 def text(value: str) -> str:
     """Text as HTML shows it; bytes of a file's name that are no text are escaped."""
     return html.escape(value.encode(errors="backslashreplace").decode())

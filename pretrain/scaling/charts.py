@@ -80,8 +80,7 @@ def frontier(fit: Fit, palette: Palette) -> Figure:
     axes.plot(*runs, "o", color=palette.faint, markersize=3, alpha=0.7, label="runs")
     _lines_with_bands(axes, fit, [approach.loss for approach in fit.approaches])
     if fit.holdouts:
-        held = zip(*((item.flops, item.measured) for item in fit.holdouts), strict=True)
-        axes.plot(*held, "D", color=palette.ink, markersize=5, label="run held out", zorder=5)
+        _held_out(axes, fit, palette)
     _mark_largest_run(axes, fit, palette)
     _log_flops_and_loss(axes)
     legend_above(figure, axes, palette, f"least loss {BANDS}")
@@ -178,8 +177,9 @@ def optimum_cloud(fit: Fit, palette: Palette) -> Figure:
     for approach in fit.approaches:
         if approach.region is None:
             continue
-        size_K = np.exp(approach.region.log_parameters(log_flops))
-        loss_K = approach.region.loss(log_flops)
+        with np.errstate(over="ignore"):  # infinite ones are outside the axes
+            size_K = np.exp(approach.region.log_parameters(log_flops))
+            loss_K = approach.region.loss(log_flops)
         clouds.append((size_K, loss_K))
         _cloud(axes, size_K, loss_K, APPROACH_COLORS[approach.key], f"{approach.title}, region")
     for index, approach in enumerate(fit.approaches):
@@ -260,6 +260,20 @@ def _lines_with_bands(axes: Axes, fit: Fit, values: Sequence[Callable[[float], I
 def _mark_largest_run(axes: Axes, fit: Fit, palette: Palette) -> None:
     dashed = {"linewidth": 0.8, "linestyle": (0, (4, 3)), "label": "largest run fitted"}
     axes.axvline(fit.points.flops_P.max(), color=palette.faint, **dashed)
+
+
+def _held_out(axes: Axes, fit: Fit, palette: Palette) -> None:
+    """Held-out runs and what approach 3 predicts for each, which is above the frontier for most."""
+    flops = [item.flops for item in fit.holdouts]
+    predicted = [item.predicted for item in fit.holdouts]
+    color = APPROACH_COLORS["parametric"]
+    ends = np.array([(each.low, each.high) for each in predicted])
+    bounded = (np.isfinite(ends) & (ends > 0)).all(axis=1)
+    axes.vlines(np.array(flops)[bounded], *ends[bounded].T, color=color, linewidth=1.0)
+    dashes = {"color": color, "markersize": 9, "markeredgewidth": 1.6, "zorder": 5}
+    axes.plot(flops, [each.value for each in predicted], "_", label="its prediction", **dashes)
+    measured = [item.measured for item in fit.holdouts]
+    axes.plot(flops, measured, "D", color=palette.ink, markersize=4, label="run held out", zorder=6)
 
 
 def _cloud(axes: Axes, x_K: Array, y_K: Array, color: str, label: str) -> None:

@@ -1,14 +1,15 @@
-"""A fit as one self-contained HTML page, its charts as PNG and its numbers as JSON."""
+"""A fit as one self-contained HTML page and as Markdown, with charts as PNG and numbers as JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.files import write_json
+from data_pipeline.files import write_json, write_text
 from pretrain.reporting.charts import PAGE, PRINT, chart_html, save_png
-from pretrain.reporting.html import Card, page, paragraph, section, table
+from pretrain.reporting.html import Card, folded, page, paragraph, section, table
 from pretrain.reporting.page_files import write_page
 from pretrain.scaling import charts
 from pretrain.scaling.checks import beyond, disagreement, relative_error
@@ -17,6 +18,7 @@ from pretrain.scaling.fit import Fit
 from pretrain.scaling.intervals import (
     ERRORS,
     LEVEL,
+    Interval,
     amount,
     as_exponent,
     as_factor,
@@ -28,6 +30,7 @@ from pretrain.scaling.predict import BAND, near_optimal_band, preferred
 from pretrain.scaling.ranking import ranking_line, ranking_table
 from pretrain.scaling.summary import (
     approach_table,
+    fit_lines,
     fit_tree,
     law_intervals,
     lost_lines,
@@ -37,17 +40,22 @@ from pretrain.scaling.summary import (
 from pretrain.terminal.text import counted, flops_text
 
 MOST_ROWS = 60
+FEW_ROWS = 12  # of costs; a longer table is folded
 
 
 def write_report(fit: Fit, runs: Path, directory: Path, title: str) -> Path:
-    """Write report.html about the table `runs`, with its JSON and PNGs; return its path."""
+    """Write report.html about the table `runs`, Markdown, JSON and PNGs; return the page's path."""
     directory.mkdir(parents=True, exist_ok=True)
     drawn: dict[str, str] = {}
-    for name, (chart, caption) in _charts(fit).items():
+    shown_charts = _charts(fit)
+    for name, (chart, caption) in shown_charts.items():
         drawn[name] = chart_html(chart(fit, PAGE), caption) + paragraph(caption + ".")
         save_png(directory / f"{name}.png", chart(fit, PRINT))
     path = directory / "report.html"
     write_page(path, render(fit, title, drawn), [runs])
+    pictures = [f"![{caption}]({name}.png)" for name, (_, caption) in shown_charts.items()]
+    printed = "\n".join(["```", *fit_lines(fit), "```"])
+    write_text(directory / "report.md", "\n\n".join([f"# {title}", printed, *pictures]) + "\n")
     write_json(directory / "fit.json", fit_tree(fit))
     return path
 
@@ -94,7 +102,8 @@ def _charts(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
         ),
         "frontier": (
             charts.frontier,
-            f"The least loss that C training FLOPs can buy, by each approach. {bands}",
+            f"The least loss that C training FLOPs can buy, by each approach. {bands}. A diamond "
+            "is a run that was held out, a dash what approach 3 predicts for it, with its interval",
         ),
         "sizes": (
             charts.optimal_sizes,
@@ -145,15 +154,13 @@ def _cards(fit: Fit) -> list[Card]:
     log_flops = float(np.log(flops))
     a, _ = approach.powers(fit.flops_law)
     size, tokens = approach.parameters(log_flops), approach.tokens(log_flops, fit.flops_law)
-    low, high = (as_size(value) for value in (size.low, size.high))
     cards = [
         Card(
             as_size(size.value),
-            f"parameters ({low} to {high}) over {as_size(tokens.value)} tokens are optimal at "
-            f"{where}, "
-            f"by approach {approach.title}",
+            f"parameters ({_ends(size, as_size)}) over {as_size(tokens.value)} tokens are optimal "
+            f"at {where}, by approach {approach.title}",
         ),
-        Card(as_exponent(a.value), f"exponent a of N* ~ C^a ({a.low:.3f} to {a.high:.3f})"),
+        Card(as_exponent(a.value), f"exponent a of N* ~ C^a ({_ends(a, as_exponent)})"),
     ]
     if fit.left_out and fit.left_out.law_error is not None:
         words = "mean absolute error of the law of the smaller budgets on the runs at "
@@ -164,6 +171,12 @@ def _cards(fit: Fit) -> list[Card]:
         words = f"error of the predicted loss of the run held out at {furthest.flops:.3g} FLOPs "
         cards.append(Card(f"{furthest.error:+.2%}", words + "(+: predicted too high)"))
     return cards
+
+
+def _ends(interval: Interval, text: Callable[[float], str]) -> str:
+    if np.isnan(interval.low) and np.isnan(interval.high):
+        return "no interval"
+    return f"{text(interval.low)} to {text(interval.high)}"
 
 
 def _approaches(fit: Fit) -> str:
@@ -280,7 +293,10 @@ def _costs(fit: Fit) -> str:
     )
     law = f"FLOPs per token of these runs: {fit.flops_law.scale:.4g} N^{fit.flops_law.power:.4g}."
     heads = ["budget", "runs", "parameters", "tokens", "FLOPs", "share"]
-    return section("Cost", paragraph(law), table(heads, rows, "named"))
+    costs = table(heads, rows, "named")
+    if len(rows) > FEW_ROWS:
+        costs = folded(f"{counted(len(points.budgets), 'budget')}, {rows[-1][4]} FLOPs", costs)
+    return section("Cost", paragraph(law), costs)
 
 
 def _warnings(fit: Fit) -> str:

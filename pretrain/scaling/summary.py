@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -211,13 +212,13 @@ def fit_tree(fit: Fit) -> dict[str, Any]:
         "num_runs": len(fit.points),
         "budgets": fit.points.budgets.tolist(),
         "flops_per_token": {"scale": fit.flops_law.scale, "power": fit.flops_law.power},
-        "law": {name: vars(value) for name, value in law_intervals(fit).items()},
+        "law": {name: _interval_tree(value) for name, value in law_intervals(fit).items()},
         "approaches": {
             approach.key: {
-                "a": vars(approach.powers(fit.flops_law)[0]),
-                "b": vars(approach.powers(fit.flops_law)[1]),
-                "parameters_at_largest_budget": vars(approach.parameters(largest)),
-                "loss_at_largest_budget": vars(approach.loss(largest)),
+                "a": _interval_tree(approach.powers(fit.flops_law)[0]),
+                "b": _interval_tree(approach.powers(fit.flops_law)[1]),
+                "parameters_at_largest_budget": _interval_tree(approach.parameters(largest)),
+                "loss_at_largest_budget": _interval_tree(approach.loss(largest)),
             }
             for approach in fit.approaches
         },
@@ -226,12 +227,17 @@ def fit_tree(fit: Fit) -> dict[str, Any]:
         "left_out": vars(fit.left_out) if fit.left_out else None,
         "ranking": [{**vars(item), "error": item.error} for item in fit.ranking.standings],
         "holdouts": [
-            {**vars(item), "predicted": vars(item.predicted), "error": item.error}
+            {**vars(item), "predicted": _interval_tree(item.predicted), "error": item.error}
             for item in fit.holdouts
         ],
         "excluded": [vars(item) for item in fit.points.excluded],
         "warnings": warning_lines(fit),
     }
+
+
+def _interval_tree(interval: Interval) -> dict[str, float | None]:
+    """An interval with null for an end that there is not; JSON has no NaN and no infinity."""
+    return {name: value if math.isfinite(value) else None for name, value in vars(interval).items()}
 
 
 def forecast_table(forecasts: Sequence[Forecast], asked: str) -> tuple[list[str], list[list[str]]]:

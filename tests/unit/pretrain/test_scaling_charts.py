@@ -4,6 +4,7 @@ cover nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -91,6 +92,20 @@ def test_bands_are_explained_in_a_legend_that_covers_no_line(fit, chart):
     assert "its 95% interval" in legend.get_title().get_text()
     assert "largest run fitted" in {text.get_text() for text in legend.get_texts()}
     assert legend.get_window_extent().y0 >= figure.axes[0].get_window_extent().y1
+
+
+def test_held_out_runs_are_drawn_with_their_own_predictions():
+    points = simulated(noise=0.004, budgets=(1e18, 1e20, 4), num_sizes=5, seed=1)
+    held = fit_all(replace(points, holdout_P=points.budget_P == points.budgets[-1]))
+    axes = charts.frontier(held, PRINT).axes[0]
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert drawn["its prediction"] == [item.predicted.value for item in held.holdouts]
+    assert drawn["run held out"] == [item.measured for item in held.holdouts]
+    assert min(drawn["its prediction"]) < max(drawn["its prediction"]), "not the frontier's loss"
+    (intervals,) = [each for each in axes.collections if hasattr(each, "get_segments")]
+    assert [segment[1][1] for segment in intervals.get_segments()] == [
+        item.predicted.high for item in held.holdouts
+    ]
 
 
 def test_dots_outside_of_a_cloud_are_counted(fit):

@@ -135,7 +135,9 @@ def test_collected_table_has_exact_costs_and_the_last_evaluations_loss(collected
 
 def test_fit_of_the_collected_table_finds_the_law_and_predicts_the_hold_out(collected, capsys):
     assert command("fit", collected / "runs.csv", "--json", collected / "fit.json") == 0
-    tree = json.loads((collected / "fit.json").read_text())
+    text = (collected / "fit.json").read_text()
+    tree = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert tree["approaches"]["envelope"]["a"]["low"] is None
     assert tree["law"]["alpha"]["value"] == pytest.approx(HOFFMANN.alpha, rel=1e-3)
     assert tree["law"]["E"]["value"] == pytest.approx(HOFFMANN.E, rel=1e-3)
     assert abs(tree["holdouts"][0]["error"]) < 1e-4
@@ -208,6 +210,10 @@ def test_the_last_evaluations_are_averaged_where_asked_for(collected, tmp_path, 
     row = next(csv.DictReader((tmp_path / "runs.csv").read_text().splitlines()))
     assert float(row["loss"]) == pytest.approx(4.0)
     assert float(row["loss_error"]) == pytest.approx(1 / 3**0.5)
+    assert "nothing to average" not in capsys.readouterr().out
+    write_text(metrics, text.partition("\n")[2].partition("\n")[2])
+    assert command("collect", sweep_path, *output, "--average-last", 3) == 0
+    assert "note: nothing to average in 1 cell with one evaluation" in capsys.readouterr().out
     assert command("collect", sweep_path, *output) == 0
     row = next(csv.DictReader((tmp_path / "runs.csv").read_text().splitlines()))
     assert (float(row["loss"]), row["loss_error"]) == (3.0, "")
@@ -284,6 +290,9 @@ def test_report_is_one_file_that_needs_no_network_with_its_pictures_beside_it(co
     ):
         assert words in page
     assert json.loads((out / "fit.json").read_text())["num_runs"] == 18
+    printed = (out / "report.md").read_text()
+    assert printed.startswith("# Books\n\n```\n18 runs at 3 budgets")
+    assert set(re.findall(r"^!\[.+\]\((\w+)\.png\)$", printed, re.M)) == pictures
 
 
 def test_no_part_of_it_needs_torch_and_reading_a_sweep_needs_no_numpy():

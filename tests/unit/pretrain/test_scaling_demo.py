@@ -57,7 +57,7 @@ def test_every_command_of_the_demo_is_understood_and_it_says_what_it_is(commands
         getattr(importlib.import_module(module), prefix)(parser)
         parser.parse_args(flags)
     actions = [action for action, *_ in scaling]
-    assert actions == ["plan", "collect", "fit", "predict", "report"]
+    assert actions == ["plan", "collect", "fit", "predict", "report", "predict"]
     sweeping = next(words for words in commands if words[0] == "launcher")
     parser = argparse.ArgumentParser()
     launcher_sweep.add_submit_arguments(parser)

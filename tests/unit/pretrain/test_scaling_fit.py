@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
+import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from data_pipeline.errors import DataError
 from pretrain.reporting.charts import PRINT
 from pretrain.scaling import charts
 from pretrain.scaling.checks import contradictions, disagreement, warnings_of
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.intervals import Interval
+from pretrain.scaling.isoflop import fit_isoflop
 from pretrain.scaling.law import log_optimum
+from pretrain.scaling.predict import forecast
+from pretrain.scaling.report import render
 from pretrain.scaling.seeds import seed_spread
 from pretrain.scaling.summary import check_lines, fit_lines
 from tests.helpers.scaling import HOFFMANN, SIX_N, make_points, simulated
@@ -248,3 +254,51 @@ def test_an_approach_these_runs_do_not_allow_is_a_reason_not_an_error():
     fit = fit_all(make_points(size_P, tokens_P, HOFFMANN.loss(size_P, tokens_P)))
     assert [approach.key for approach in fit.approaches] == ["parametric"]
     assert "approach 2 needs two" in fit.estimates.unavailable["isoflop"]
+
+
+def test_flops_per_token_that_fall_with_the_size_are_refused():
+    points = simulated(num_sizes=5)
+    falling = replace(points, flops_P=1e12 * points.tokens_P / points.parameters_P)
+    with pytest.raises(DataError, match=r"FLOPs per token go as N\^-1, so larger models cost no"):
+        fit_all(falling)
+
+
+def test_the_check_on_the_largest_budget_takes_the_sizes_that_the_fit_takes():
+    points = simulated(num_sizes=9, spread=20.0)
+    found = {}
+    for reach in (6.0, math.inf):
+        left = fit_all(points, reach=reach).left_out
+        rest = points.take(points.budget_P < points.budgets[-1])
+        line = fit_isoflop(rest, reach).frontier
+        found[reach] = left.optimum["isoflop"][0]
+        assert np.log(found[reach]) == pytest.approx(line.log_parameters(np.log(left.budget)))
+    assert found[6.0] != pytest.approx(found[math.inf], rel=1e-3)
+
+
+def test_a_page_of_runs_without_intervals_says_so():
+    fit = fit_all(simulated(num_sizes=3, budgets=(1e18, 1e19, 2), noise=0.005, seed=1))
+    assert not any(approach.region for approach in fit.approaches)
+    page = render(fit, "title", {"residuals": ""})
+    assert "exponent a of N* ~ C^a (no interval)" in page
+    assert not re.search(r"\bnan\b", page)
+
+
+def test_intervals_without_an_end_cost_no_warning():
+    points = simulated(num_sizes=3, budgets=(1e18, 1e20, 3), noise=0.005, seed=1)
+    loss_P = points.loss_P.copy()
+    loss_P[4] = 100.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit = fit_all(replace(points, loss_P=loss_P))
+        assert fit_lines(fit)
+        found = forecast(fit.approach("parametric"), fit.flops_law, flops=1e21)
+    assert found.parameters.high == math.inf
+
+
+def test_a_long_table_of_costs_is_folded():
+    few, many = (
+        render(fit_all(simulated(budgets=(1e18, 1e20, count), num_sizes=5)), "", {"residuals": ""})
+        for count in (3, 13)
+    )
+    assert "<details>" not in few
+    assert "<details><summary>13 budgets, " in many
