@@ -104,7 +104,8 @@ class OptimConfig:
     @property
     def adamw_rate_factor(self) -> float:
         """The learning rate of what gets AdamW beside Muon, as a multiple of the matrices'."""
-        own = self.muon.adamw_learning_rate
+        is_muon = optimizer_traits(self.name).orthogonalizes
+        own = self.muon.adamw_learning_rate if is_muon else 0.0
         return own / self.learning_rate if own else 1.0
 
     @property

@@ -227,6 +227,17 @@ def test_the_learning_rate_of_adamw_follows_the_same_schedule() -> None:
         OptimConfig(name="muon", learning_rate=0.0, muon=muon)
 
 
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_settings_of_muon_change_no_other_optimizer(name: OptimizerName) -> None:
+    muon = MuonConfig(adamw_learning_rate=0.001)
+    groups = [
+        build_optimizer(TransformerXL(TINY), OptimConfig(name=name, learning_rate=0.02, muon=each))
+        for each in (muon, MuonConfig())
+    ]
+    with_muon, without = ([group["rate_factor"] for group in each.param_groups] for each in groups)
+    assert with_muon == without == [1.0] * len(without)
+
+
 @pytest.mark.parametrize(
     ("costs", "ranks", "expected"),
     [
