@@ -260,6 +260,10 @@ class ModelConfig:
         pattern = tuple(pattern)
         return pattern * (self.num_layers // len(pattern))
 
+    def most_keys(self, longest_memory: int, segment_length: int) -> int:
+        """Return how many keys the queries of such segments see when the memory is full."""
+        return longest_memory + self.compressed_length + segment_length
+
     @property
     def longest_memory(self) -> int:
         """The memory length of the layers that remember the most."""

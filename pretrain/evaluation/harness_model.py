@@ -111,7 +111,8 @@ class TrainedLM(TemplateLM):
         starts_BT = document_starts(tokens_BT, self.eot_token_id)
         first = min(len(context) for _, context, _ in requests)
         length = min(self._segment_length, longest - 1)
-        stream = new_stream(self._trained.module, min(self._memory_length, longest), length)
+        module = self._trained.module
+        stream = new_stream(module, self._memory_length, self._segment_length, longest)
         scores_BT = torch.zeros(tokens_BT.shape, dtype=torch.float64)
         greedy_BT = torch.ones(tokens_BT.shape, dtype=torch.bool)
         for start in range(0, longest - 1, length):

@@ -69,8 +69,7 @@ def generate(
     tokens_BL = torch.tensor([prompt] * num_samples, device=device)
     starts_BL = document_starts(tokens_BL, end_id)
     length = module.config.longest_memory if memory_length is None else memory_length
-    length = min(length, len(prompt) + num_tokens)  # there are no more tokens to remember
-    stream = new_stream(module, length, min(segment_length, tokens_BL.shape[1]))
+    stream = new_stream(module, length, segment_length, len(prompt) + num_tokens)
     logits_BLV = tokens_BL
     seen_BV = seen_tokens(tokens_BL.cpu(), module.config.vocab_size)
     last_B = tokens_BL[:, -1].cpu()

@@ -28,7 +28,7 @@ class HiddenStateStream:
     def __init__(self, module: TransformerXL, memory_length: int, longest_segment: int) -> None:
         self._module = module.eval()
         self._memory_length = memory_length
-        self._most_keys = memory_length + module.config.compressed_length + longest_segment
+        self._most_keys = module.config.most_keys(memory_length, longest_segment)
         self._memory: Memory | None = None
 
     @torch.no_grad()
@@ -172,11 +172,23 @@ class CarriedState:
 class CachedStream:
     """A stream whose layers remember what they computed of a segment, and positions once."""
 
-    def __init__(self, module: TransformerXL, memory_length: int, longest_segment: int) -> None:
+    def __init__(
+        self,
+        module: TransformerXL,
+        memory_length: int,
+        longest_segment: int,
+        num_tokens: int | None = None,
+    ) -> None:
+        """With `num_tokens`, those of the whole stream, buffers are no longer than it."""
         assert not module.config.compressed_length, (
             "compressed rows are computed from hidden states"
         )
         self._module = module.eval()
+        self._most_keys = module.config.most_keys(memory_length, longest_segment)
+        if num_tokens is not None:
+            memory_length, longest_segment = (
+                min(each, num_tokens) for each in (memory_length, longest_segment)
+            )
         self._memory_length = memory_length
         self._longest_segment = longest_segment
         self._state = LaneState(module.config, memory_length)
@@ -216,8 +228,8 @@ class CachedStream:
         assert tokens_BL.shape[1] <= self._longest_segment, (tokens_BL.shape, self._longest_segment)
         hidden_BLD = self._module.embedding(tokens_BL)
         if self._positions_CX is None:
+            self._module.expect_keys(self._most_keys)
             num_keys = self._memory_length + self._longest_segment
-            self._module.expect_keys(num_keys)
             self._positions_CX = self._module.positions_CX(num_keys, hidden_BLD)
         documents_BC = self._documents_BC(tokens_BL, starts_BL)
         keys = SegmentKeys(self._module.config, hidden_BLD, self._positions_CX, documents_BC)
@@ -240,11 +252,20 @@ class CachedStream:
 Stream = HiddenStateStream | CachedStream
 
 
-def new_stream(module: TransformerXL, memory_length: int, longest_segment: int) -> Stream:
-    """Return the cheapest stream for the model; segments have up to `longest_segment` tokens."""
+def new_stream(
+    module: TransformerXL,
+    memory_length: int,
+    longest_segment: int,
+    num_tokens: int | None = None,
+) -> Stream:
+    """Return the cheapest stream for the model; segments have up to `longest_segment` tokens.
+
+    A stream of `num_tokens` in all takes no more space than they need. What it computes does not
+    depend on it: positions are those of the memory length and segments that were asked for.
+    """
     if module.config.compressed_length:  # compressed rows are computed from hidden states
         return HiddenStateStream(module, memory_length, longest_segment)
-    return CachedStream(module, memory_length, longest_segment)
+    return CachedStream(module, memory_length, longest_segment, num_tokens)
 
 
 def _heads_first(terms: DistanceTerms) -> DistanceTerms:

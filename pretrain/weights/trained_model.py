@@ -52,7 +52,7 @@ class TrainedModel:
     def trained_keys(self) -> int:
         """The most keys that a segment saw in training."""
         model = self.config.model
-        return self.segment_length + model.longest_memory + model.compressed_length
+        return model.most_keys(model.longest_memory, self.segment_length)
 
     @property
     def segment_length(self) -> int:

@@ -126,7 +126,7 @@ def scored_logits(
     starts_BT = document_starts(inputs_BT, end_id)
     length = inputs_BT.shape[1]
     first = length - trials.num_scored
-    stream = new_stream(module, min(memory_length, length), min(segment_length, length))
+    stream = new_stream(module, memory_length, segment_length, length)
     found = []
     for start in range(0, length, segment_length):
         part = slice(start, min(start + segment_length, length))

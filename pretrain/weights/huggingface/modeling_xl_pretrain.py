@@ -171,8 +171,9 @@ class XLPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the logits, and the memory followed by the last tokens."""
         memory, last_B = (None, None) if mems is None else (mems[:-1], mems[-1])
         config = self.transformer.config
-        rows = config.longest_memory + config.compressed_length
-        self.transformer.expect_keys(rows + self.config.segment_length)
+        self.transformer.expect_keys(
+            config.most_keys(config.longest_memory, self.config.segment_length)
+        )
 
         def read(tokens_BL: Tensor, starts_BL: Tensor, num_last: int) -> Tensor:
             nonlocal memory

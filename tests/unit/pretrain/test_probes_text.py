@@ -188,6 +188,19 @@ def direct_attention(model: TransformerXL, corpus, found: AttentionMass) -> dict
     }  # fmt: skip
 
 
+def test_attention_is_measured_with_the_angles_of_its_own_memory(corpus):
+    options = {**VARIANTS["rope"], "rope_extension": "ntk"}
+    model = model_for(corpus, **options)
+    model.trained_keys = 3
+    found = attention_mass(model, corpus, memory_length=MEMORY, segment_length=SEGMENT)
+    model.expect_keys(1000)  # of another probe
+    again = attention_mass(model, corpus, memory_length=MEMORY, segment_length=SEGMENT)
+    assert again == found
+    model.trained_keys = 0
+    plain = attention_mass(model, corpus, memory_length=MEMORY, segment_length=SEGMENT)
+    assert plain.mean_distance != found.mean_distance
+
+
 def test_attention_of_a_model_set_by_hand_is_where_it_was_put(corpus):
     """Its first head looks at distance 1; a head without scores looks at all keys alike."""
     model = induction_model(corpus.manifest.vocab_size, MEMORY)

@@ -14,7 +14,7 @@ from torch import Tensor
 from pretrain.cli import main
 from pretrain.config.choices import RopeExtension
 from pretrain.config.run import RunConfig
-from pretrain.model.cached import CachedStream, HiddenStateStream
+from pretrain.model.cached import CachedStream, HiddenStateStream, new_stream
 from pretrain.model.positions import Stretch, sinusoids_XD
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.export import write_export
@@ -96,6 +96,15 @@ def test_cached_keys_are_stretched_as_those_of_remembered_hidden_states(
     torch.testing.assert_close(cached, remembered, rtol=1e-10, atol=1e-10)
     plain = read(CachedStream(model_of("none", trained_keys=9), 24, max(LENGTHS)))
     assert not torch.allclose(cached[:, 9:], plain[:, 9:], rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_short_text_is_read_with_the_angles_of_a_long_one(kind: RopeExtension) -> None:
+    """Else the score of a text would depend on those that are scored beside it."""
+    model, tokens_BL = model_of(kind, trained_keys=9), random_tokens(2, 5)
+    found = new_stream(model, 24, 9, num_tokens=5).logits_BLV(tokens_BL)
+    assert torch.equal(found, new_stream(model, 24, 9).logits_BLV(tokens_BL))
+    assert not torch.allclose(found, new_stream(model, 0, 9).logits_BLV(tokens_BL), rtol=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
