@@ -1,8 +1,8 @@
 """Device memory of a rank by part, in bytes, and the size of a checkpoint. Torch-free.
 
-P parameters, R ranks, L layers, B lanes of one forward pass, T segment, M memory with its
-compressed rows (the mean of the layers), K = T + M keys, d d_model, h heads times head width, k key
-heads times head width, f inner width, V vocabulary, b bytes of an activation.
+P parameters, R ranks, L layers, A of them with attention, B lanes of one forward pass, T segment, M
+memory with its compressed rows (the mean of the layers), K = T + M keys, d d_model, h heads times
+head width, k key heads times head width, f inner width, V vocabulary, b bytes of an activation.
 """
 
 from __future__ import annotations

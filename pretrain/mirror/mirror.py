@@ -3,9 +3,9 @@
     IDLE --ready--> FILES --no rank busy--> INDEX --rank 0 not busy--> IDLE
 
 Each rank uploads its share of a checkpoint in a thread; then rank 0 uploads what makes it count.
-The ranks agree by three flags in the exchange of stop requests that ends each step anyway, so no
-step waits for a store, and nothing is written for each other to find. A store that fails keeps the
-state: its thread tries again, until there is a newer checkpoint to upload instead.
+The ranks agree by three flags in the exchange of stop requests of each step, so no step waits for a
+store, and nothing is written for each other to find. A store that fails keeps the state: its thread
+tries again, until there is a newer checkpoint to upload instead.
 """
 
 from __future__ import annotations
