@@ -59,6 +59,14 @@ class DeltaNetCosts:
         taps = CONVOLUTION_WIDTH - 1 if self.model.isolate_documents else 0
         return self.tokens * ((2 + taps) * (2 * self._w + self._v) + 4 * self._v)
 
+    @property
+    def joined_elements(self) -> int:
+        """The copy of the weights of queries, keys, values and gates, for one product of all.
+
+        It is kept for the backward pass, once for all lanes.
+        """
+        return self.model.d_model * (2 * self._w + self._v + 2 * self.model.num_heads)
+
     def kept_by_rule(self, width: int) -> float:
         """Return the bytes kept of the delta rule, in float32 or with `width` if that is wider.
 

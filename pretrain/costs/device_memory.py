@@ -263,7 +263,7 @@ class LayerActivations:
 
     @property
     def _rows(self) -> float:
-        """All tensors with a row per token, per key or per distance."""
+        """All tensors with a row per token, key or distance; a deltanet's joined weights."""
         model, T, M = self.run.model, self.run.data.segment_length, self.memory
         d, h = model.d_model, model.num_heads * model.head_width
         k = model.key_heads * model.head_width
@@ -275,7 +275,7 @@ class LayerActivations:
         inner_tensors = feed_forward_traits(model.feed_forward).inner_tensors + bool(model.dropout)
         elements += tokens * model.inner_width * inner_tensors
         if not attends(self.kind):
-            elements += self.lanes * self._deltanet.kept_elements
+            elements += self.lanes * self._deltanet.kept_elements + self._deltanet.joined_elements
             return float(self.width * elements)
         elements += 2 * tokens * h + 2 * keys * k  # queries and what they read; keys and values
         if model.query_key_norm:

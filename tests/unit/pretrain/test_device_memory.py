@@ -18,10 +18,13 @@ from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
+from pretrain.costs.deltanet import DeltaNetCosts
 from pretrain.costs.device_memory import LayerActivations, memory_parts, total_bytes
 from pretrain.kernels.triton.settings import CAPABILITIES
 from pretrain.kernels.triton.tiling import built_in_tiles
 from pretrain.kernels.triton.workspace import WORKSPACE_BYTES
+from pretrain.model.gated_deltanet import GatedDeltaNet
+from pretrain.model.lane_state import LaneState
 
 DEEP = {"vocab_size": 1000, "num_layers": 8, "d_model": 256, "num_heads": 4, "memory_length": 128}
 LONG = {"vocab_size": 500, "num_layers": 4, "d_model": 128, "num_heads": 4, "memory_length": 512}
@@ -187,3 +190,28 @@ def test_a_model_that_no_memory_can_hold_is_refused_before_it_is_drawn(corpus, t
     assert said.count("\n") == 1
     assert re.search(r"a model of [\d,]+ parameters takes [\d,.]+ GiB of this node", said)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_deltanet_keeps_a_copy_of_its_joined_weights_once_for_all_lanes():
+    model = ModelConfig(vocab_size=10, d_model=64, num_heads=4, layer_kinds=("deltanet",))
+
+    def kept_bytes(lanes: int) -> int:
+        """Bytes kept for the backward pass, without the parameters themselves."""
+        deltanet, empty = GatedDeltaNet(model, 0), LaneState(model).empty(lanes, torch.zeros(1))
+        own = {each.data_ptr() for each in deltanet.parameters()}
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        hidden_BLD = torch.randn(lanes, 8, model.d_model, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            deltanet(hidden_BLD, *empty[:2], None, dropout=None)
+        return sum(kept[each].untyped_storage().nbytes() for each in kept.keys() - own)
+
+    run = RunConfig(model=model, data=DataConfig(segment_length=8))
+    one, two = (LayerActivations(run, lanes, 4, False, "deltanet", 0).kept for lanes in (1, 2))
+    expected = 2 * one - two
+    assert expected == 4 * DeltaNetCosts(model, 8).joined_elements
+    assert 2 * kept_bytes(1) - kept_bytes(2) == pytest.approx(expected, rel=0.01)
