@@ -64,7 +64,7 @@ def training_tasks(
                 before_batch()
             return {}
         try:
-            with kept_random_state(), _evaluating(engine) as module:
+            with kept_random_state(), evaluating(engine) as module:
                 trained = TrainedModel(module, run, step, run.data.directory())
                 results = run_tasks(
                     trained,
@@ -104,11 +104,13 @@ def kept_random_state() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _evaluating(engine: Engine) -> Iterator[TransformerXL]:
-    """The model without dropout in the block; it keeps the mode it was in."""
+def evaluating(engine: Engine) -> Iterator[TransformerXL]:
+    """The model without dropout in the block; it keeps its mode, and the angles of training."""
     module = cast("TransformerXL", engine.module)
     was_training = module.training
     try:
         yield module.eval()
     finally:
         module.train(was_training)
+        module.trained_keys = 0
+        module.expect_keys(0)

@@ -13,7 +13,11 @@ from torch import Tensor
 
 from pretrain.cli import main
 from pretrain.config.choices import RopeExtension
+from pretrain.config.engine import EngineConfig
 from pretrain.config.run import RunConfig
+from pretrain.distributed.world import World
+from pretrain.engines.engine import TorchEngine
+from pretrain.evaluation.training_tasks import evaluating
 from pretrain.model.cached import CachedStream, HiddenStateStream, new_stream
 from pretrain.model.positions import Stretch, sinusoids_XD
 from pretrain.model.transformer_xl import TransformerXL
@@ -116,6 +120,21 @@ def test_up_to_the_keys_of_training_nothing_changes_by_a_bit(
     found = read(CachedStream(model_of(kind, trained_keys), 24, max(LENGTHS)))
     plain = read(CachedStream(model_of("none", 0), 24, max(LENGTHS)))
     assert torch.equal(found, plain)
+
+
+def test_training_goes_on_with_its_own_angles_after_an_evaluation_of_tasks() -> None:
+    """A phase may begin with an evaluation, whose segments are longer than those before."""
+    model, tokens_BL = model_of("ntk", trained_keys=0), random_tokens(2, 9)
+    run = RunConfig(model=model.config, engine=EngineConfig(kind="torch"))
+    engine = TorchEngine(run, model, World(0, 1, 0, torch.device("cpu")), 1)
+    before, _ = model(tokens_BL, tokens_BL)
+    with evaluating(engine) as module:
+        module.trained_keys = 2
+        module.expect_keys(100)
+        during, _ = module(tokens_BL, tokens_BL)
+    after, _ = model(tokens_BL, tokens_BL)
+    assert torch.equal(after, before)
+    assert not torch.allclose(during, before, rtol=1e-3)
 
 
 def test_which_positions_extend_changes_no_function_of_the_weights() -> None:
