@@ -35,6 +35,7 @@ MOST_WEIGHTS = 1 << 26  # of one layer at a time
 class AttentionMass:
     """Means over queries, per layer and head; a row's weights sum to 1 over parts and bins."""
 
+    layers: tuple[int, ...]  # those of the model that attend, counted from 0
     first_distances: tuple[int, ...]  # of each bin, which ends before the next; in keys
     mass: dict[str, list[list[list[float]]]]  # of PARTS: [layer][head][bin]
     entropy: list[list[float]]  # nats
@@ -167,10 +168,15 @@ def attention_mass(
             _, memory, _ = module.hidden_states(
                 tokens_BL, memory, starts_BL, memory_length=memory_length
             )
-    return _means(sums, rows[0], rows[1])
+    layers = tuple(
+        number for number, layer in enumerate(module.layers) if isinstance(layer, TransformerLayer)
+    )
+    return _means(layers, sums, rows[0], rows[1])
 
 
-def _means(sums: _Sums, memory_length: int, compressed_length: int) -> AttentionMass:
+def _means(
+    layers: tuple[int, ...], sums: _Sums, memory_length: int, compressed_length: int
+) -> AttentionMass:
     mass = torch.stack([sums.mass[layer] for layer in sorted(sums.mass)]) / sums.queries
     mass_PINX = mass.unflatten(2, (len(PARTS), sums.num_bins)).permute(2, 0, 1, 3)
     used = int(mass_PINX.sum((0, 1, 2)).nonzero().max()) + 1
@@ -179,6 +185,7 @@ def _means(sums: _Sums, memory_length: int, compressed_length: int) -> Attention
         for of_layer in (sums.entropy, sums.distance)
     )
     return AttentionMass(
+        layers=layers,
         first_distances=first_distances(used),
         mass={part: mass_PINX[index, ..., :used].tolist() for index, part in enumerate(PARTS)},
         entropy=entropy,

@@ -93,7 +93,7 @@ def mass_chart(attention: AttentionMass, borders: Borders, effective_context: in
         means = [fmean(values) for values in zip(*heads, strict=True)]
         places = [number + 0.5 for number in range(len(means))]
         is_named = len(totals) <= MOST_LAYERS_NAMED or layer in (0, len(totals) - 1)
-        label = f"layer {layer}" if is_named else None
+        label = f"layer {attention.layers[layer]}" if is_named else None
         axes.plot(places, means, "o-", color=color, markersize=3, linewidth=1.4, label=label)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:.0%}")
@@ -126,8 +126,8 @@ def heads_chart(attention: AttentionMass, borders: Borders) -> str:
     for layer in range(1, len(totals)):
         axes.axhline(layer * per_layer, color=PAGE.surface, linewidth=2.5)
     step = -(-len(totals) // MOST_TICKS)
-    named = range(0, len(totals), step)
-    axes.set_yticks([(layer + 0.5) * per_layer for layer in named], list(map(str, named)))
+    places = [(layer + 0.5) * per_layer for layer in range(0, len(totals), step)]
+    axes.set_yticks(places, [str(number) for number in attention.layers[::step]])
     axes.set_ylim(len(rows), 0)
     axes.set_xlim(0, len(attention.first_distances))
     _mark_borders(axes, borders, 0)
@@ -142,11 +142,15 @@ def largest_cell(attention: AttentionMass) -> float:
 
 
 def layers_chart(
-    values: Sequence[Sequence[float]], y_label: str, limit: float, limit_label: str, form: str
+    layers: Sequence[int],
+    values: Sequence[Sequence[float]],
+    y_label: str,
+    limit: float,
+    limit_label: str,
+    form: str,
 ) -> str:
-    """Return a dot per head and the mean of each layer, below a limit."""
+    """Return a dot per head and the mean of each of the layers, below a limit."""
     figure, axes = _canvas(2.1, "layer", y_label)
-    layers = range(len(values))
     dots = [(layer, value) for layer, heads in zip(layers, values, strict=True) for value in heads]
     axes.plot(*zip(*dots, strict=True), "o", color=PAGE.second, alpha=0.45, markersize=5,
               label="a head", markeredgewidth=0)  # fmt: skip
@@ -156,8 +160,8 @@ def layers_chart(
     axes.axhline(limit, color=PAGE.faint, linestyle=DASHED, linewidth=1.2, label=limit_label)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(form)
-    axes.set_xticks([layer for layer in layers if layer % -(-len(values) // MOST_TICKS) == 0])
-    axes.set_xlim(-0.5, len(values) - 0.5)
+    axes.set_xticks(layers[:: -(-len(values) // MOST_TICKS)])
+    axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
     legend_above(figure, axes, PAGE, "")
     return _svg(figure, f"{y_label} by layer")
 

@@ -173,19 +173,20 @@ def _attention(attention: AttentionMass, borders: Borders, recl: int) -> list[st
         "Low: a head looks at few keys. At the dashed line it looks at all keys it can see "
         "alike; exp(entropy) is about the number of keys it uses."
     )
-    share = layers_chart(older, "attention to memory", 1.0, "all of it", "{x:.0%}")
+    layers = attention.layers
+    share = layers_chart(layers, older, "attention to memory", 1.0, "all of it", "{x:.0%}")
     limit = attention.uniform_entropy
-    dots = layers_chart(attention.entropy, "entropy, nats", limit, "equal weights", "{x:g}")
+    dots = layers_chart(layers, attention.entropy, "entropy, nats", limit, "equal weights", "{x:g}")
     heads = ["layer", "to memory", "mean distance", "entropy", "keys used"]
     table_rows = [
         [
-            str(layer),
+            str(number),
             f"{fmean(older[layer]):.1%}",
             f"{fmean(attention.mean_distance[layer]):,.1f}",
             f"{fmean(attention.entropy[layer]):.2f}",
             f"{fmean(map(math.exp, attention.entropy[layer])):,.1f}",
         ]
-        for layer in range(len(older))
+        for layer, number in enumerate(layers)
     ]
     return [
         section("Attention by distance", paragraph(words), mass_chart(attention, borders, recl)),

@@ -196,7 +196,8 @@ def probe_rows(results: ProbeResults) -> list[tuple[str, ...]]:
             rows.append(("position", name, f"loss {loss:.4f}", interval, without))
     if (attention := results.attention) is not None:
         shares = attention.share("memory")
-        for number, (share, entropy) in enumerate(zip(shares, attention.entropy, strict=True)):
+        found_of_layers = zip(attention.layers, shares, attention.entropy, strict=True)
+        for number, share, entropy in found_of_layers:
             words = f"entropy {fmean(entropy):.2f} of {attention.uniform_entropy:.2f} nats"
             layer, found = f"layer {number}", f"{fmean(share):.1%} in memory"
             rows.append(("attention", layer, found, "-", words))

@@ -13,8 +13,11 @@ from pretrain.config.run import RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.evaluation.evaluate import TrainedScorer, evaluate
 from pretrain.evaluation.probes.attention_mass import AttentionMass, attention_mass, measured_stream
-from pretrain.evaluation.probes.distances import bin_names, bins_of, first_distances
+from pretrain.evaluation.probes.distances import bin_names, bins_of, borders_of, first_distances
 from pretrain.evaluation.probes.document_position import document_positions, loss_by_position
+from pretrain.evaluation.probes.probe_page import render
+from pretrain.evaluation.probes.probe_run import ProbeResults, probe_rows
+from pretrain.evaluation.probes.probe_settings import ProbeSettings
 from pretrain.model.lane_state import num_compressed_rows
 from pretrain.model.layer import TransformerLayer
 from pretrain.model.transformer_xl import TransformerXL
@@ -186,6 +189,22 @@ def direct_attention(model: TransformerXL, corpus, found: AttentionMass) -> dict
             for part in found.mass
         },
     }  # fmt: skip
+
+
+def test_layers_keep_their_numbers_beside_deltanets(corpus):
+    model = model_for(corpus, num_layers=4, layer_kinds=("deltanet", "attention"))
+    found = attention_mass(model, corpus, memory_length=MEMORY, segment_length=SEGMENT)
+    assert found.layers == (1, 3)
+    settings = ProbeSettings(
+        names=("attention",), memory_length=MEMORY, segment_length=SEGMENT, lanes=1,
+        max_tokens=0, trials=1, longest_distance=0, seed=0,
+    )  # fmt: skip
+    borders = borders_of(model.config, MEMORY, SEGMENT)
+    results = ProbeResults(settings=settings, borders=borders, text="", recalls={}, attention=found)
+    assert [row[1] for row in probe_rows(results)[1:]] == ["layer 1", "layer 3"]
+    page = render("run", 1, results)
+    assert page.count("<tr><td>1</td>") == page.count("<tr><td>3</td>") == 1
+    assert "<tr><td>0</td>" not in page
 
 
 def test_attention_is_measured_with_the_angles_of_its_own_memory(corpus):
