@@ -67,11 +67,17 @@ class RowBuffer:
     attention reads them, [..., B, X, H].
     """
 
-    def __init__(self, like: Tensor, memory_length: int, longest_segment: int) -> None:
-        """`like` [B, X, ...] determines lanes, shape of a row, dtype and device."""
+    def __init__(
+        self, like: Tensor, memory_length: int, longest_segment: int, num_tokens: int | None = None
+    ) -> None:
+        """`like` [B, X, ...] determines lanes, shape of a row, dtype and device.
+
+        `num_tokens`: of the whole stream, if that is known; the buffer is no longer.
+        """
         spare = max(SPARE_SEGMENTS * longest_segment, memory_length // 4)
+        num_rows = min(memory_length + spare, num_tokens or memory_length + spare)
         between, width = like.shape[2:-1], like.shape[2:][-1:]
-        store = like.new_empty(*between, like.shape[0], memory_length + spare, *width)
+        store = like.new_empty(*between, like.shape[0], num_rows, *width)
         ahead = len(between)
         self._rows = store.permute(ahead, ahead + 1, *range(ahead), *range(ahead + 2, store.dim()))
         self._memory_length = memory_length
@@ -104,10 +110,16 @@ class KeyValueCache:
     """The memory of a layer with attention: projected keys and values, and what distances add."""
 
     def __init__(
-        self, module: TransformerXL, layer: TransformerLayer, length: int, longest_segment: int
+        self,
+        module: TransformerXL,
+        layer: TransformerLayer,
+        length: int,
+        longest_segment: int,
+        num_tokens: int | None,
     ) -> None:
         self._module, self._layer = module, layer
         self._length, self._longest_segment = length, longest_segment
+        self._num_tokens = num_tokens
         self._rows: RowBuffer | None = None
         self._terms: DistanceTerms | None = None  # of the largest possible number of keys
 
@@ -128,7 +140,8 @@ class KeyValueCache:
 
     def _remember(self, new_BL2GH: Tensor) -> Tensor:
         if self._rows is None:
-            self._rows = RowBuffer(new_BL2GH, self._length, self._longest_segment)
+            lengths = (self._length, self._longest_segment, self._num_tokens)
+            self._rows = RowBuffer(new_BL2GH, *lengths)
         return self._rows.append(new_BL2GH)
 
     def _all_terms(self, keys: SegmentKeys) -> DistanceTerms:
@@ -179,7 +192,6 @@ class CachedStream:
         longest_segment: int,
         num_tokens: int | None = None,
     ) -> None:
-        """With `num_tokens`, those of the whole stream, buffers are no longer than it."""
         assert not module.config.compressed_length, (
             "compressed rows are computed from hidden states"
         )
@@ -191,6 +203,7 @@ class CachedStream:
             )
         self._memory_length = memory_length
         self._longest_segment = longest_segment
+        self._num_tokens = num_tokens
         self._state = LaneState(module.config, memory_length)
         self._caches = [self._cache_of(*numbered) for numbered in enumerate(module.layers)]
         self._documents: RowBuffer | None = None
@@ -222,7 +235,8 @@ class CachedStream:
             return CarriedState(layer, index, self._state)
         assert isinstance(layer, TransformerLayer)
         length = self._state.parts.layers[index][0].length
-        return KeyValueCache(self._module, layer, length, self._longest_segment)
+        lengths = (length, self._longest_segment, self._num_tokens)
+        return KeyValueCache(self._module, layer, *lengths)
 
     def _hidden_states(self, tokens_BL: Tensor, starts_BL: Tensor | None) -> Tensor:
         assert tokens_BL.shape[1] <= self._longest_segment, (tokens_BL.shape, self._longest_segment)
@@ -241,7 +255,8 @@ class CachedStream:
         if self._documents is None or self._document_B is None:
             self._document_B = tokens_BL.new_zeros(len(tokens_BL), dtype=torch.int32)
             empty = torch.empty_like(tokens_BL, dtype=torch.int32)
-            self._documents = RowBuffer(empty, self._memory_length, self._longest_segment)
+            lengths = (self._memory_length, self._longest_segment, self._num_tokens)
+            self._documents = RowBuffer(empty, *lengths)
         new_BL = self._document_B[:, None].expand_as(tokens_BL)
         if starts_BL is not None:
             new_BL = new_BL + starts_BL.cumsum(1, dtype=torch.int32)

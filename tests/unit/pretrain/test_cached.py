@@ -54,3 +54,14 @@ def test_a_row_buffer_returns_memory_and_new_rows_in_order_and_never_grows():
         end += length
         assert torch.equal(rows, rows_of_stream[:, max(0, end - length - 10) : end])
     assert buffer._rows.data_ptr() == size
+
+
+@pytest.mark.parametrize("memory_length", [0, 3, 400])
+def test_a_row_buffer_of_a_short_stream_is_no_longer_than_it(memory_length):
+    rows_of_stream = torch.arange(12.0).view(1, 12, 1)
+    buffer = RowBuffer(rows_of_stream, memory_length, longest_segment=8, num_tokens=12)
+    for end in (8, 9, 10, 11, 12):
+        length = 8 if end == 8 else 1
+        rows = buffer.append(rows_of_stream[:, end - length : end])
+        assert torch.equal(rows, rows_of_stream[:, max(0, end - length - memory_length) : end])
+    assert buffer._rows.shape[1] == 12
