@@ -151,7 +151,10 @@ def load_memory(found: Checkpoint, lanes: range) -> dict[str, Tensor] | None:
     if not parts or not parts[0]:
         return None
     if any(part.keys() != parts[0].keys() for part in parts):
-        raise CheckpointError(f"{found.directory}: found other parts of memory in each rank's file")
+        raise CheckpointError(
+            f"{found.directory}: found memories of unlike parts in the ranks' files, expected the "
+            "same in all; remove this checkpoint"
+        )
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
