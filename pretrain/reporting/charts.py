@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import io
+import math
 import re
 import textwrap
 from collections.abc import Callable, Sequence
@@ -137,8 +138,19 @@ def _make_quiet(axes: Axes, palette: Palette) -> None:
 
 
 def spread_colors(count: int) -> list[str]:
-    """As many colors as there are values, in an order that follows theirs."""
-    return [SPECTRUM[round(i * (len(SPECTRUM) - 1) / max(1, count - 1))] for i in range(count)]
+    """As many different colors as there are values, in an order that follows theirs."""
+    places = [i * (len(SPECTRUM) - 1) / max(1, count - 1) for i in range(count)]
+    if count <= len(SPECTRUM):
+        return [SPECTRUM[round(place)] for place in places]
+    return [
+        _blended(SPECTRUM[int(place)], SPECTRUM[math.ceil(place)], place % 1) for place in places
+    ]
+
+
+def _blended(first: str, second: str, part: float) -> str:
+    """The color that is `part` of the way from the first to the second."""
+    pairs = zip(bytes.fromhex(first[1:]), bytes.fromhex(second[1:]), strict=True)
+    return "#" + bytes(round(low + part * (high - low)) for low, high in pairs).hex()
 
 
 def log_ticks(axis: Axis, text: Callable[[float], str] = "{:g}".format) -> None:

@@ -270,10 +270,11 @@ def _held_out(axes: Axes, fit: Fit, palette: Palette) -> None:
     ends = np.array([(each.low, each.high) for each in predicted])
     bounded = (np.isfinite(ends) & (ends > 0)).all(axis=1)
     axes.vlines(np.array(flops)[bounded], *ends[bounded].T, color=color, linewidth=1.0)
-    dashes = {"color": color, "markersize": 9, "markeredgewidth": 1.6, "zorder": 5}
-    axes.plot(flops, [each.value for each in predicted], "_", label="its prediction", **dashes)
+    dashes = {"color": color, "markersize": 13, "markeredgewidth": 1.8, "zorder": 5}
+    label = "prediction for that run"
     measured = [item.measured for item in fit.holdouts]
     axes.plot(flops, measured, "D", color=palette.ink, markersize=4, label="run held out", zorder=6)
+    axes.plot(flops, [each.value for each in predicted], "_", label=label, **dashes)
 
 
 def _cloud(axes: Axes, x_K: Array, y_K: Array, color: str, label: str) -> None:

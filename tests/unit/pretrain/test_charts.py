@@ -63,3 +63,12 @@ def test_a_legend_is_outside_of_the_curves_however_many_there_are(monkeypatch, t
             assert not any(box.shrunk(0.99, 0.99).overlaps(axes.bbox) for axes in figure.axes)
             assert box.x1 <= figure.bbox.x1
     assert page.axes[0].bbox.height > 100
+
+
+def test_every_value_has_a_color_of_its_own_between_the_same_ends():
+    for count in (1, 3, 8, 12, 30):
+        colors = charts.spread_colors(count)
+        assert len({*colors}) == count
+        assert all(re.fullmatch("#[0-9a-f]{6}", color) for color in colors)
+        assert colors[0] == charts.SPECTRUM[0]
+        assert count == 1 or colors[-1] == charts.SPECTRUM[-1]

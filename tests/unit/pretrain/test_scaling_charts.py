@@ -99,9 +99,11 @@ def test_held_out_runs_are_drawn_with_their_own_predictions():
     held = fit_all(replace(points, holdout_P=points.budget_P == points.budgets[-1]))
     axes = charts.frontier(held, PRINT).axes[0]
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
-    assert drawn["its prediction"] == [item.predicted.value for item in held.holdouts]
+    assert drawn["prediction for that run"] == [item.predicted.value for item in held.holdouts]
     assert drawn["run held out"] == [item.measured for item in held.holdouts]
-    assert min(drawn["its prediction"]) < max(drawn["its prediction"]), "not the frontier's loss"
+    assert min(drawn["prediction for that run"]) < max(drawn["prediction for that run"]), (
+        "not the frontier's loss"
+    )
     (intervals,) = [each for each in axes.collections if hasattr(each, "get_segments")]
     assert [segment[1][1] for segment in intervals.get_segments()] == [
         item.predicted.high for item in held.holdouts
