@@ -164,8 +164,7 @@ class CarriedState:
         """Return the layer's output, and carry its state on."""
         parts = self._parts
         if parts is None or self._state.parts.is_forgotten:
-            empty = self._state.empty(len(hidden_BLD), hidden_BLD)
-            parts = self._state.taken_apart(empty).layers[self._index]
+            parts = self._state.empty_layer(self._index, len(hidden_BLD), hidden_BLD)
         documents_BL = None
         if keys.isolated_documents_BL is not None:
             before_B1 = 0 if self._document_B1 is None else self._document_B1

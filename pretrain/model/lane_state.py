@@ -47,10 +47,11 @@ class LaneState:
 
     def empty(self, num_lanes: int, like: Tensor) -> Memory:
         """Return the memory at the start of a stream; `like` has device and type of activations."""
-        return tuple(
-            like.new_zeros(_shape(part, num_lanes, 0), dtype=_dtype(part, like.dtype))
-            for part in self.parts
-        )
+        return tuple(_empty(part, num_lanes, like) for part in self.parts)
+
+    def empty_layer(self, layer: int, num_lanes: int, like: Tensor) -> LayerParts:
+        """Return what one layer carries at the start of a stream, as in `empty`."""
+        return tuple(_empty(part, num_lanes, like) for part in self.parts.layers[layer])
 
     def usable(self, memory: Memory | None, num_lanes: int, like: Tensor) -> Carried:
         """Return what the next segment reads: no more rows than the parts have when full."""
@@ -156,6 +157,10 @@ def selected_lanes(memory: Memory, lanes: Tensor | slice) -> Memory:
 def joined_lanes(memories: Sequence[Memory]) -> Memory:
     """Return one memory with the lanes of all, in this order."""
     return tuple(torch.cat(parts) for parts in zip(*memories, strict=True))
+
+
+def _empty(part: LanePart, num_lanes: int, like: Tensor) -> Tensor:
+    return like.new_zeros(_shape(part, num_lanes, 0), dtype=_dtype(part, like.dtype))
 
 
 def _shape(part: LanePart, num_lanes: int, rows: int) -> tuple[int, ...]:

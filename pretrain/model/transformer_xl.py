@@ -208,8 +208,7 @@ class TransformerXL(nn.Module):
         """Return a layer's output, what it carries on, and the error of its compression."""
         layer = self.layers[index]
         if isinstance(layer, DeltaNetLayer):
-            documents_BL = segment.documents_BL if self.config.isolate_documents else None
-            inputs = (hidden_BLD, *parts, documents_BL)
+            inputs = (hidden_BLD, *parts, segment.keys.isolated_documents_BL)
             output_BLD, *carried = self._run(index, layer, *inputs, dropout=segment.dropout)
             return output_BLD, tuple(carried), None
         num_keys = sum(part.shape[1] for part in parts) + hidden_BLD.shape[1]
