@@ -51,9 +51,11 @@ class GuardedAdamW(torch.optim.AdamW):
     meter: LayerMeter | None = None
 
     def step(self, closure: Any = None) -> Any:
-        if self.skips():
-            return
-        super().step(closure)
+        if not self.skips():
+            self._update()
+
+    def _update(self) -> None:
+        super().step()
         if self.index is not None and self.meter is not None and self.meter.is_on:
             for group in self.param_groups:
                 self._measure(group, self.index, self.meter)

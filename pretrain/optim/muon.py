@@ -49,9 +49,7 @@ class Muon(GuardedAdamW):
         self._settings = optim.muon
         self._exchanges: dict[tuple[str, ...], MatrixExchange] = {}
 
-    def step(self, closure: Any = None) -> Any:
-        if self.skips():
-            return
+    def _update(self) -> None:
         groups = self.param_groups
         for group in groups:
             if group["orthogonalizes"]:
@@ -59,7 +57,7 @@ class Muon(GuardedAdamW):
         # AdamW updates every group that it sees.
         self.param_groups = [group for group in groups if not group["orthogonalizes"]]
         try:
-            super().step(closure)
+            super()._update()
         finally:
             self.param_groups = groups
 
