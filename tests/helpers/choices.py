@@ -22,10 +22,9 @@ def is_list(hint: Any) -> bool:
     return get_origin(hint) is tuple
 
 
+HINTS = {each.name: each.hint for each in settings_of(ModelConfig)}
 MODEL_CHOICES: list[tuple[str, Any]] = [
-    (each.name, (value,) if is_list(each.hint) else value)
-    for each in settings_of(ModelConfig)
+    (name, (value,) if is_list(HINTS[name]) else value)
     for name, values in choices_of(ModelConfig)
     for value in values
-    if name == each.name
 ]
