@@ -93,11 +93,10 @@ class Muon(GuardedAdamW):
         self, group: dict[str, Any], fragments: Sequence[Fragment], orthogonal: Mapping[str, Tensor]
     ) -> None:
         rate, decay = group["lr"], group["weight_decay"]
-        shapes = dict(zip(group["names"], group["shapes"], strict=True))
         measured = self.meter is not None and self.meter.is_on
         updates: list[Tensor] = []
         for each in fragments:
-            rows, width = shapes[each.name]
+            rows, width = group["shapes"][each.name]
             scale = update_scale(self._settings.scaling, rows // stacked_matrices(each.name), width)
             weight, update = each.values["weight"], orthogonal[each.name].to(each.master.device)
             if measured:
@@ -117,8 +116,7 @@ class Muon(GuardedAdamW):
         """Return the exchange of the matrices in `masters`: under ZeRO-3 a part of the group."""
         names = index.names_in(masters)
         if names not in self._exchanges:
-            of_group = dict(zip(group["names"], group["shapes"], strict=True))
-            shapes = {name: of_group[name] for name in names}
+            shapes = {name: group["shapes"][name] for name in names}
             costs = {name: _cost(name, *shape) for name, shape in shapes.items()}
             spans = {
                 each.name: (each.start, each.start + each.values["weight"].numel())

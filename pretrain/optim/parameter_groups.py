@@ -135,15 +135,14 @@ def stacked_matrices(name: str) -> int:
 
 
 def parameter_groups(module: TransformerXL, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, with the parameters of each, their names and shapes."""
+    """Return the optimizer's groups, with the parameters of each and their shapes by name."""
     groups: dict[GroupTraits, dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
         traits = group_traits(role_of(name), optim, module.config)
-        group = groups.setdefault(traits, {**vars(traits), "params": [], "names": [], "shapes": []})
+        group = groups.setdefault(traits, {**vars(traits), "params": [], "shapes": {}})
         group["params"].append(parameter)
-        group["names"].append(name)
         # Under ZeRO-3 a parameter is an empty vector between its uses; `ds_shape` has its shape.
-        group["shapes"].append(tuple(getattr(parameter, "ds_shape", parameter.shape)))
+        group["shapes"][name] = tuple(getattr(parameter, "ds_shape", parameter.shape))
     return list(groups.values())
 
 
@@ -155,4 +154,4 @@ def set_learning_rate(groups: Iterable[dict[str, Any]], rate: float) -> None:
 
 def state_of_parameters(groups: Iterable[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
     """Return the kinds of the optimizer's state by the name of the parameter."""
-    return {name: group["state"] for group in groups for name in group["names"]}
+    return {name: group["state"] for group in groups for name in group["shapes"]}
