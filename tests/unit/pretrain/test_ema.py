@@ -6,38 +6,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
-from data_pipeline.lanes.lane_stream import LaneStream
-from pretrain.config.data import DataConfig
-from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RecoveryConfig, RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.ema import EMA
 from pretrain.run import build_engine
-from tests.helpers.corpora import make_tiny_corpus
+from tests.helpers.tiny_runs import tiny_run, training_stream
 
 DECAY = 0.75
 
 
 @pytest.fixture
 def run(tmp_path: Path):
-    corpus = make_tiny_corpus(tmp_path / "corpus", documents=30)
-    yield RunConfig(
-        model=ModelConfig(vocab_size=257, num_layers=2, d_model=16, num_heads=2, memory_length=4),
-        data=DataConfig(path=corpus, lanes=2, segment_length=8),
-        optim=OptimConfig(learning_rate=1e-2, ema_decay=DECAY),
-        engine=EngineConfig(kind="torch"),
-    )
+    yield tiny_run(tmp_path, OptimConfig(learning_rate=1e-2, ema_decay=DECAY))
     destroy_process_group()
 
 
 def train(run: RunConfig, steps: int = 4):
     """The engine after some steps, and the weights before each and after the last."""
     engine, memory = build_engine(run, init_world()), None
-    stream = LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2))
+    stream = training_stream(run)
     weights = [parameters_of(engine)]
     for step in range(steps):
         _, memory = engine.forward_backward(next(stream), memory, step)

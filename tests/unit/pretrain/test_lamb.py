@@ -11,21 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
-from data_pipeline.lanes.lane_stream import LaneStream
-from pretrain.config.data import DataConfig
-from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
-from pretrain.config.run import RecoveryConfig, RunConfig
-from pretrain.distributed.world import World, destroy_process_group, init_world
+from pretrain.config.run import RunConfig
+from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.optim.fragments import FragmentIndex, create_state, fragment_of
 from pretrain.optim.lamb import Lamb
 from pretrain.optim.parameter_groups import decays, role_of
 from pretrain.run import build_engine
 from pretrain.rundir.run_dir import RunDir
-from tests.helpers.corpora import make_tiny_corpus
+from tests.helpers.tiny_runs import ALONE, tiny_run, training_stream
 
 STEPS, RATE, DECAY, BETAS, EPSILON = 20, 0.02, 0.1, (0.9, 0.98), 1e-6
 SHAPES = {"matrix": (6, 4), "other": (3, 5), "bias": (7,)}
@@ -125,30 +120,20 @@ def optimizer_of(
             )
             offset += weights[name].numel()
     optimizer.index = FragmentIndex(
-        fragments,
-        dict(masters.values()),
-        is_sharded=False,
-        world=World(0, 1, 0, torch.device("cpu")),
+        fragments, dict(masters.values()), is_sharded=False, world=ALONE
     )
     return optimizer, list(masters.values())
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunConfig]:
-    yield RunConfig(
-        model=ModelConfig(vocab_size=257, num_layers=2, d_model=16, num_heads=2, memory_length=4),
-        data=DataConfig(
-            path=make_tiny_corpus(tmp_path / "corpus", documents=30), lanes=2, segment_length=8
-        ),
-        optim=OptimConfig(name="lamb", clip_norm=0.05),
-        engine=EngineConfig(kind="torch"),
-    )
+    yield tiny_run(tmp_path, OptimConfig(name="lamb", clip_norm=0.05))
     destroy_process_group()
 
 
 def test_each_matrix_moves_by_the_learning_rate_times_its_norm(run: RunConfig) -> None:
     engine = build_engine(run, init_world())
-    batch = next(LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2)))
+    batch = next(training_stream(run))
     before = {name: each.detach().clone() for name, each in engine.module.named_parameters()}
     engine.forward_backward(batch, None, 0)
     engine.step(RATE)
@@ -162,25 +147,13 @@ def test_each_matrix_moves_by_the_learning_rate_times_its_norm(run: RunConfig) -
 
 def test_gradients_are_clipped_before_the_moments_see_them(run: RunConfig) -> None:
     engine = build_engine(run, init_world())
-    batch = next(LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2)))
+    batch = next(training_stream(run))
     engine.forward_backward(batch, None, 0)
     grad_norm = engine.step(RATE).grad_norm
     assert grad_norm is not None
     assert float(grad_norm) > 2 * run.optim.clip_norm
     exp_avgs = torch.cat([fragment.values["exp_avg"] for fragment in engine.fragments()])
     torch.testing.assert_close(exp_avgs.norm().item(), 0.1 * run.optim.clip_norm, rtol=1e-4, atol=0)
-
-
-def test_a_skipped_step_changes_nothing(run: RunConfig) -> None:
-    engine = build_engine(replace(run, recovery=RecoveryConfig(skip_grad_norm=1e-9)), init_world())
-    batch = next(LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2)))
-    before = {fragment.name: fragment.values["weight"].clone() for fragment in engine.fragments()}
-    engine.forward_backward(batch, None, 0)
-    assert engine.step(RATE).skipped
-    assert engine.optimizer_step_count() == 0
-    for fragment in engine.fragments():
-        assert torch.equal(fragment.values["weight"], before[fragment.name])
-        assert not fragment.values["exp_avg"].any()
 
 
 def test_a_run_cannot_resume_with_another_optimizer(run: RunConfig, tmp_path: Path) -> None:

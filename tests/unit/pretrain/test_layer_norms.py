@@ -12,12 +12,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.lane_stream import LaneStream
 from pretrain.config.choices import OptimizerName
-from pretrain.config.data import DataConfig
-from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.resolve import resolve
 from pretrain.config.run import (
@@ -32,7 +27,7 @@ from pretrain.engines.engine import StepResult
 from pretrain.optim.layer_norms import layer_metrics, layer_of
 from pretrain.run import build_engine, run_training
 from pretrain.rundir.run_dir import RunDir
-from tests.helpers.corpora import make_tiny_corpus
+from tests.helpers.tiny_runs import tiny_run, training_stream
 
 RATE = 1e-2
 LAYERS = {"shared", "embedding", "layer.0", "layer.1", "output"}
@@ -40,14 +35,7 @@ LAYERS = {"shared", "embedding", "layer.0", "layer.1", "output"}
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunConfig]:
-    yield RunConfig(
-        model=ModelConfig(vocab_size=257, num_layers=2, d_model=16, num_heads=2, memory_length=4),
-        data=DataConfig(
-            path=make_tiny_corpus(tmp_path / "corpus", documents=30), lanes=2, segment_length=8
-        ),
-        optim=OptimConfig(weight_decay=0.1, clip_norm=0.05),
-        engine=EngineConfig(kind="torch"),
-    )
+    yield tiny_run(tmp_path, OptimConfig(weight_decay=0.1, clip_norm=0.05))
     destroy_process_group()
 
 
@@ -65,7 +53,7 @@ def test_norms_and_ratios_equal_those_of_gradients_and_weights(
 ) -> None:
     run = replace(run, optim=replace(run.optim, name=name, clip_norm=clip_norm))
     engine, memory = build_engine(run, init_world()), None
-    stream = LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2))
+    stream = training_stream(run)
     for step in range(4):
         _, memory = engine.forward_backward(next(stream), memory, step)
         before = {key: each.detach().clone() for key, each in engine.module.named_parameters()}
@@ -98,7 +86,7 @@ def test_measuring_changes_no_bit_and_only_requested_steps_are_measured(run: Run
     ends = []
     for asked in (False, True):
         engine, memory = build_engine(run, init_world()), None
-        stream = LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2))
+        stream = training_stream(run)
         for step in range(3):
             _, memory = engine.forward_backward(next(stream), memory, step)
             assert (engine.step(RATE, measure_layers=asked).layers is not None) == asked
@@ -112,7 +100,7 @@ def test_measuring_changes_no_bit_and_only_requested_steps_are_measured(run: Run
 
 def test_a_skipped_step_has_no_norms_and_leaves_none_to_the_next(run: RunConfig) -> None:
     engine = build_engine(replace(run, recovery=RecoveryConfig(skip_grad_norm=1e-9)), init_world())
-    batch = next(LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2)))
+    batch = next(training_stream(run))
     engine.forward_backward(batch, None, 0)
     assert engine.step(RATE, measure_layers=True).layers is None
 

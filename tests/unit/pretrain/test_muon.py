@@ -12,18 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
-from data_pipeline.lanes.lane_stream import LaneStream
 from pretrain.cli import main
 from pretrain.config.choices import OptimizerName
-from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
 from pretrain.config.optim import MuonConfig, OptimConfig
-from pretrain.config.run import RecoveryConfig, RunConfig
+from pretrain.config.run import RunConfig
 from pretrain.costs.muon import moment_bytes, orthogonalizing_flops
-from pretrain.distributed.world import World, destroy_process_group, init_world
+from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import TorchEngine
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.matrix_exchange import owners
@@ -31,19 +27,13 @@ from pretrain.optim.muon import orthogonalized, update_scale
 from pretrain.optim.optimizers import build_optimizer
 from pretrain.optim.parameter_groups import role_of, set_learning_rate, stacked_matrices
 from pretrain.run import build_engine
-from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.models import TINY
+from tests.helpers.tiny_runs import ALONE, tiny_run, training_stream
 
 STEPS, RATE, DECAY = 10, 0.02, 0.1
 VARIED = replace(  # tall, wide and stacked matrices; projections and tables that Muon leaves alone
     TINY, num_key_heads=1, feed_forward="swiglu", d_inner=40, cutoffs=(20,), div_val=2
 )
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    yield init_world()
-    destroy_process_group()
 
 
 def gradients_of(module: nn.Module, step: int) -> dict[str, Tensor]:
@@ -101,7 +91,7 @@ def torch_optimizers(
     ],
     ids=["defaults", "the original's scaling", "without Nesterov"],
 )
-def test_ten_steps_are_bit_for_bit_those_of_torch(world: World, muon: MuonConfig) -> None:
+def test_ten_steps_are_bit_for_bit_those_of_torch(muon: MuonConfig) -> None:
     torch.manual_seed(3)
     optim = OptimConfig(
         name="muon", learning_rate=RATE, weight_decay=DECAY, clip_norm=0.0, muon=muon
@@ -110,7 +100,7 @@ def test_ten_steps_are_bit_for_bit_those_of_torch(world: World, muon: MuonConfig
     before = {name: each.detach().clone() for name, each in module.named_parameters()}
     parts, references = torch_optimizers(module, optim)
     run = RunConfig(model=VARIED, optim=optim, engine=EngineConfig(kind="torch"))
-    engine = TorchEngine(run, module, world, accumulation_steps=1)
+    engine = TorchEngine(run, module, ALONE, accumulation_steps=1)
     for step in range(STEPS):
         for name, gradient in gradients_of(module, step).items():
             module.get_parameter(name).grad = gradient.clone()
@@ -139,14 +129,7 @@ def test_in_fp32_the_iteration_is_the_published_one(shape: tuple[int, int]) -> N
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunConfig]:
-    yield RunConfig(
-        model=ModelConfig(vocab_size=257, num_layers=2, d_model=16, num_heads=2, memory_length=4),
-        data=DataConfig(
-            path=make_tiny_corpus(tmp_path / "corpus", documents=30), lanes=2, segment_length=8
-        ),
-        optim=OptimConfig(name="muon"),
-        engine=EngineConfig(kind="torch"),
-    )
+    yield tiny_run(tmp_path, OptimConfig(name="muon"))
     destroy_process_group()
 
 
@@ -163,7 +146,7 @@ def run(tmp_path: Path) -> Iterator[RunConfig]:
 def test_flops_and_state_are_those_of_an_update(run: RunConfig, options: dict[str, Any]) -> None:
     run = replace(run, model=replace(run.model, feed_forward="swiglu", **options))
     engine = build_engine(run, init_world())
-    batch = next(LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2)))
+    batch = next(training_stream(run))
     engine.forward_backward(batch, None, 0)
     with FlopCounterMode(display=False) as counter:
         engine.step(RATE)
@@ -177,7 +160,7 @@ def test_flops_and_state_are_those_of_an_update(run: RunConfig, options: dict[st
 def singular_values_of_the_update(run: RunConfig) -> Tensor:
     """Those of all matrices of the layers, in one step, without the factor of their shape."""
     engine = build_engine(run, init_world())
-    batch = next(LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2)))
+    batch = next(training_stream(run))
     before = {name: each.detach().clone() for name, each in engine.module.named_parameters()}
     engine.forward_backward(batch, None, 0)
     engine.step(RATE)
@@ -199,18 +182,6 @@ def is_orthogonal(singular_values: Tensor) -> bool:
 def test_only_muon_makes_orthogonal_updates(run: RunConfig, name: OptimizerName) -> None:
     found = singular_values_of_the_update(replace(run, optim=replace(run.optim, name=name)))
     assert is_orthogonal(found) == (name == "muon"), found
-
-
-def test_a_skipped_step_changes_nothing(run: RunConfig) -> None:
-    engine = build_engine(replace(run, recovery=RecoveryConfig(skip_grad_norm=1e-9)), init_world())
-    batch = next(LaneStream(Corpus.open(run.data.path / "train"), 2, run.seed, 8, range(2)))
-    before = {each.name: each.values["weight"].clone() for each in engine.fragments()}
-    engine.forward_backward(batch, None, 0)
-    assert engine.step(RATE).skipped
-    assert engine.optimizer_step_count() == 0
-    for fragment in engine.fragments():
-        assert torch.equal(fragment.values["weight"], before[fragment.name])
-        assert not any(fragment.values[kind].any() for kind in fragment.values.keys() - {"weight"})
 
 
 def test_the_learning_rate_of_adamw_follows_the_same_schedule() -> None:

@@ -22,12 +22,12 @@ from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import MuonConfig, OptimConfig
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import World
 from pretrain.engines.engine import TorchEngine
 from pretrain.model.layer import DeltaNetLayer, TransformerLayer
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim import parameter_groups
 from pretrain.optim.parameter_groups import GroupTraits
+from tests.helpers.tiny_runs import ALONE
 
 BASE = ModelConfig(vocab_size=40, num_layers=2, d_model=32, num_heads=4, memory_length=16)
 WIDTHS = (32, 64, 128, 256)
@@ -90,7 +90,7 @@ def sizes(config: ModelConfig, optim: OptimConfig, seed: int) -> Sizes:
     torch.manual_seed(seed)
     module = TransformerXL(config)
     run = RunConfig(model=config, optim=optim, engine=EngineConfig(kind="torch"))
-    engine = TorchEngine(run, module, World(0, 1, 0, torch.device("cpu")), 1)
+    engine = TorchEngine(run, module, ALONE, 1)
     parts: dict[str, nn.Module] = {"embedding": module.embedding}
     for index, layer in enumerate(module.layers):
         assert isinstance(layer, DeltaNetLayer | TransformerLayer)

@@ -15,7 +15,6 @@ from pretrain.cli import main
 from pretrain.config.choices import RopeExtension
 from pretrain.config.engine import EngineConfig
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import World
 from pretrain.engines.engine import TorchEngine
 from pretrain.evaluation.training_tasks import evaluating
 from pretrain.model.cached import CachedStream, HiddenStateStream, new_stream
@@ -23,6 +22,7 @@ from pretrain.model.positions import Stretch, sinusoids_XD
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.export import write_export
 from tests.helpers.models import VARIANTS, random_starts, random_tokens, tiny_model
+from tests.helpers.tiny_runs import ALONE
 
 KINDS: list[RopeExtension] = ["ntk", "yarn"]
 WIDTH, TRAINED, LENGTHS = 16, 660, [9, 9, 4, 9, 9]
@@ -126,7 +126,7 @@ def test_training_goes_on_with_its_own_angles_after_an_evaluation_of_tasks() -> 
     """A phase may begin with an evaluation, whose segments are longer than those before."""
     model, tokens_BL = model_of("ntk", trained_keys=0), random_tokens(2, 9)
     run = RunConfig(model=model.config, engine=EngineConfig(kind="torch"))
-    engine = TorchEngine(run, model, World(0, 1, 0, torch.device("cpu")), 1)
+    engine = TorchEngine(run, model, ALONE, 1)
     before, _ = model(tokens_BL, tokens_BL)
     with evaluating(engine) as module:
         module.trained_keys = 2
