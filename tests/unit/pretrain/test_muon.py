@@ -44,6 +44,10 @@ def gradients_of(module: nn.Module, step: int) -> dict[str, Tensor]:
     }
 
 
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    return parameter.dim() == 2 and not name.endswith(("content_bias", "position_bias"))
+
+
 def torch_optimizers(
     module: TransformerXL, optim: OptimConfig
 ) -> tuple[dict[str, list[nn.Parameter]], list[torch.optim.Optimizer]]:
@@ -59,14 +63,9 @@ def torch_optimizers(
     }
     matrices = [part for name in parts if role_of(name) == "matrix" for part in parts[name]]
     others = [
-        {"params": parts[name], "weight_decay": DECAY if parts[name][0].dim() == 2 else 0.0}
+        {"params": parts[name], "weight_decay": DECAY if is_decayed(name, parts[name][0]) else 0.0}
         for name in parts
-        if role_of(name) != "matrix" and not name.endswith(("content_bias", "position_bias"))
-    ]
-    others += [
-        {"params": parts[name], "weight_decay": 0.0}
-        for name in parts
-        if name.endswith(("content_bias", "position_bias"))
+        if role_of(name) != "matrix"
     ]
     muon = torch.optim.Muon(
         matrices,
