@@ -6,7 +6,7 @@ Legend: K curves of a confidence region, F places (budgets) on the frontier.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,19 +74,20 @@ class Approach:
 
     def powers(self, flops_law: FlopsLaw) -> tuple[Interval, Interval]:
         """The exponents a and b."""
-        a, b = (
-            self.interval(lambda line, index=index: line.exponents(flops_law)[index])
-            for index in range(2)
-        )
+        a, b = self.intervals(lambda line: line.exponents(flops_law))
         return a, b
 
     def interval(self, value_of: Callable[[Line], Array]) -> Interval:
         """Any quantity of the line, with its range over the region."""
-        value = value_of(self.line)
+        return self.intervals(lambda line: (value_of(line),))[0]
+
+    def intervals(self, values_of: Callable[[Line], Sequence[Array]]) -> list[Interval]:
+        """Quantities that are found together, each with its range over the region."""
+        values = values_of(self.line)
         if self.region is None:
-            return Interval(float(value), np.nan, np.nan)
+            return [Interval(float(value), np.nan, np.nan) for value in values]
         with np.errstate(over="ignore"):  # an end that is infinite is open
-            return range_of(value, value_of(self.region))
+            return [range_of(*pair) for pair in zip(values, values_of(self.region), strict=True)]
 
 
 FEWEST_FOR_FLOOR = 4  # places on the frontier, to tell a floor of the loss from a plain power law

@@ -25,7 +25,7 @@ GRID, REFINEMENTS = 65, 6  # each refinement is 32 times as fine
 SIZES = (1.0, 0.71, 0.5, 0.35, 0.25, 0.18, 0.12)  # of the optimum, in a table of equal losses
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Lifetime:
     """A run and what it costs; every number with its interval."""
 
@@ -87,28 +87,14 @@ def tokens_at_loss(theta: Array, log_of_loss: Array, log_parameters: Array) -> A
 def _lifetime(
     law: Approach, run_of: Callable[[LawLine], tuple[Array, Array]], served: float
 ) -> Lifetime:
-    def quantity(value: Callable[[LawLine, Array, Array], Array]) -> Interval:
-        def of(line: Line) -> Array:
-            assert isinstance(line, LawLine)
-            return value(line, *run_of(line))
+    def numbers(line: Line) -> tuple[Array, ...]:
+        assert isinstance(line, LawLine)
+        n, d = run_of(line)
+        training = np.exp(line.flops_law.log_flops(n, d))
+        serving = served * SERVED * _flops_per_token(line.flops_law, n)
+        return np.exp(n), np.exp(d), training, serving, training + serving, _loss(line.theta, n, d)
 
-        return law.interval(of)
-
-    def training(line: LawLine, n: Array, d: Array) -> Array:
-        return np.exp(line.flops_law.log_flops(n, d))
-
-    def serving(line: LawLine, n: Array, d: Array) -> Array:
-        del d
-        return served * SERVED * _flops_per_token(line.flops_law, n)
-
-    return Lifetime(
-        parameters=quantity(lambda _, n, d: np.exp(n)),
-        tokens=quantity(lambda _, n, d: np.exp(d)),
-        training=quantity(training),
-        serving=quantity(serving),
-        total=quantity(lambda line, n, d: training(line, n, d) + serving(line, n, d)),
-        loss=quantity(lambda line, n, d: _loss(line.theta, n, d)),
-    )
+    return Lifetime(*law.intervals(numbers))  # in the order of its fields
 
 
 def _cheapest(line: LawLine, flops: float, served: float) -> tuple[Array, Array]:

@@ -89,17 +89,14 @@ def best_with_repeats(law: Approach, flops: float, unique: float) -> Constrained
 
         return lowest(loss, n_star - np.log(1e3), n_star + np.log(1e2))
 
-    def tokens(line: LawLine) -> Array:
-        return line.flops_law.log_tokens(log_flops, size(line))
+    def numbers(line: Line) -> tuple[Array, Array, Array]:
+        n = size(_law(line))
+        d = _law(line).flops_law.log_tokens(log_flops, n)
+        return np.exp(n), np.exp(d), loss_with_repeats(_law(line), n, d, unique)
 
-    return Constrained(
-        parameters=law.interval(lambda line: np.exp(size(_law(line)))),
-        tokens=law.interval(lambda line: np.exp(tokens(_law(line)))),
-        loss=law.interval(
-            lambda line: loss_with_repeats(_law(line), size(_law(line)), tokens(_law(line)), unique)
-        ),
-        unlimited=law.loss(float(log_flops)),
-    )
+    parameters, tokens, loss = law.intervals(numbers)
+    unlimited = law.loss(float(log_flops))
+    return Constrained(parameters=parameters, tokens=tokens, loss=loss, unlimited=unlimited)
 
 
 def loss_of_run_with_repeats(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,11 +58,12 @@ def law_intervals(fit: Fit) -> dict[str, Interval]:
     if law is None:
         return {}
 
-    def number(line: Line, index: int) -> Array:
+    def numbers(line: Line) -> list[Array]:
         assert isinstance(line, LawLine)
-        return np.exp(line.theta[..., index]) if index < 3 else line.theta[..., index]
+        *logs, alpha, beta = (line.theta[..., index] for index in range(len(NAMES)))
+        return [*map(np.exp, logs), alpha, beta]
 
-    return {name: law.interval(partial(number, index=index)) for index, name in enumerate(NAMES)}
+    return dict(zip(NAMES, law.intervals(numbers), strict=True))
 
 
 def fit_lines(fit: Fit) -> list[str]:
