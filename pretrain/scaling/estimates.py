@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
@@ -66,6 +67,19 @@ def estimate(
     )
 
 
+Below = Callable[[float], Estimates]
+
+
+def estimates_below(points: Points, reach: float) -> Below:
+    """Return what fits the budgets below one; whoever asks for the same split shares its fit."""
+
+    @cache
+    def below(budget: float) -> Estimates:
+        return estimate(points.take(points.budget_P < budget), reach=reach)
+
+    return below
+
+
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
     """The prediction of the largest budget from the runs at smaller ones."""
@@ -81,16 +95,18 @@ class LeftOut:
     )  # N*, loss: the budget's vertex, else its lowest run; None below 3 sizes
 
 
-def leave_largest_out(points: Points, flops_law: FlopsLaw, reach: float = REACH) -> LeftOut | None:
-    """Fit without the largest budget and predict it; None with fewer than three budgets."""
+def leave_largest_out(
+    points: Points, flops_law: FlopsLaw, isoflop: IsoflopFit | None, below: Below
+) -> LeftOut | None:
+    """Predict the largest budget from those below; None with fewer than three budgets.
+
+    `isoflop` is the fit of all budgets.
+    """
     budgets = points.budgets
     if len(budgets) < 3:
         return None
-    rest, last = (
-        points.take(points.budget_P < budgets[-1]),
-        points.take(points.budget_P == budgets[-1]),
-    )
-    estimates = estimate(rest, reach=reach)
+    last = points.take(points.budget_P == budgets[-1])
+    estimates = below(float(budgets[-1]))
     log_flops = float(np.log(last.flops_P).mean())
     optimum = {
         key: (float(np.exp(line.log_parameters(log_flops))), float(line.loss(log_flops)))
@@ -105,25 +121,19 @@ def leave_largest_out(points: Points, flops_law: FlopsLaw, reach: float = REACH)
         law_error=law_error,
         optimum=optimum,
         unavailable=estimates.unavailable,
-        measured=measured_optimum(points, last, reach),
+        measured=measured_optimum(isoflop, last),
     )
 
 
-def measured_optimum(
-    points: Points, last: Points, reach: float = REACH
-) -> tuple[float, float] | None:
-    """N* and its loss at the one budget of `last`: its vertex, else its lowest run.
+def measured_optimum(isoflop: IsoflopFit | None, last: Points) -> tuple[float, float] | None:
+    """N* and its loss at the one budget of `last`: its vertex in the fit, else its lowest run.
 
     None below 3 sizes.
     """
     if len(np.unique(last.parameters_P)) < FEWEST_SIZES:
         return None
-    try:
-        valleys = fit_isoflop(points, reach).valleys
-        valley = next(item for item in valleys if item.budget == last.budget_P[0])
-        if valley.is_used:
+    for valley in isoflop.valleys if isoflop else ():
+        if valley.budget == last.budget_P[0] and valley.is_used:
             return valley.parameters, valley.loss
-    except DataError:
-        pass  # no parabolas at all: the lowest run stands for the valley
     lowest = int(last.loss_P.argmin())
     return float(last.parameters_P[lowest]), float(last.loss_P[lowest])

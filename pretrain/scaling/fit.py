@@ -9,7 +9,14 @@ from functools import partial
 from data_pipeline.errors import DataError
 from pretrain.scaling.checks import Prediction, predict_holdouts, warnings_of
 from pretrain.scaling.envelope import NO_INTERVAL
-from pretrain.scaling.estimates import TITLES, Estimates, LeftOut, estimate, leave_largest_out
+from pretrain.scaling.estimates import (
+    TITLES,
+    Estimates,
+    LeftOut,
+    estimate,
+    estimates_below,
+    leave_largest_out,
+)
 from pretrain.scaling.frontier import Approach, LawLine, Line
 from pretrain.scaling.isoflop import REACH
 from pretrain.scaling.isoflop_region import isoflop_region
@@ -77,14 +84,15 @@ def fit_all(
         report("predicting held-out runs")
         holdouts = predict_holdouts(runs, law)
     report("predicting the largest budgets from the others")
+    below = estimates_below(points, reach)
     fit = Fit(
         points=points,
         flops_law=flops_law,
         approaches=approaches,
         estimates=estimates,
-        left_out=leave_largest_out(points, flops_law, reach),
+        left_out=leave_largest_out(points, flops_law, estimates.isoflop, below),
         holdouts=holdouts,
-        ranking=rank(points, runs, estimates, flops_law),
+        ranking=rank(points, runs, estimates, flops_law, below),
         warnings=(),
     )
     report("looking for outliers and trends")

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pretrain.scaling.checks import relative_error
-from pretrain.scaling.estimates import TITLES, Estimates, estimate, measured_optimum
-from pretrain.scaling.isoflop import REACH
+from pretrain.scaling.estimates import TITLES, Below, Estimates, measured_optimum
+from pretrain.scaling.isoflop import IsoflopFit
 from pretrain.scaling.law import FlopsLaw
 from pretrain.scaling.points import Array, Points
 
@@ -74,11 +74,12 @@ class Ranking:
         return "it predicted best what was left out"
 
 
-def rank(points: Points, runs: Points, estimates: Estimates, flops_law: FlopsLaw) -> Ranking:
+def rank(
+    points: Points, runs: Points, estimates: Estimates, flops_law: FlopsLaw, below: Below
+) -> Ranking:
     """Rank the approaches that `points` allow; `runs` has the held-out runs."""
     lines = estimates.lines(flops_law)
-    reach = estimates.isoflop.reach if estimates.isoflop else REACH
-    sizes, losses = _left_out_errors(points, flops_law, reach)
+    sizes, losses = _left_out_errors(points, flops_law, estimates.isoflop, below)
     for key, errors in _holdout_errors(runs, estimates).items():
         losses.setdefault(key, []).extend(errors)
     standings = [_standing(key, sizes, losses) for key in PREFERRED if key in lines]
@@ -109,18 +110,19 @@ def best_of(standings: Sequence[Standing]) -> Standing:
     return next(item for item in standings if item.error is not None and item.error <= most)
 
 
-def _left_out_errors(points: Points, flops_law: FlopsLaw, reach: float) -> tuple[Errors, Errors]:
+def _left_out_errors(
+    points: Points, flops_law: FlopsLaw, isoflop: IsoflopFit | None, below: Below
+) -> tuple[Errors, Errors]:
     """Errors of N* and of the least loss at budgets above those fitted, per approach."""
     budgets = points.budgets
     fewest = min(FEWEST_FITTED, len(budgets) - 1)
     sizes: Errors = {}
     losses: Errors = {}
     for count in range(len(budgets) - 1, max(fewest, 2) - 1, -1)[:MOST_SPLITS]:
-        fitted = points.take(points.budget_P < budgets[count])
-        lines = estimate(fitted, reach=reach).lines(flops_law)
+        lines = below(float(budgets[count])).lines(flops_law)
         for budget in budgets[count:]:
             mine = points.take(points.budget_P == budget)
-            measured = measured_optimum(points, mine, reach)
+            measured = measured_optimum(isoflop, mine)
             if measured is None:
                 continue
             log_flops = float(np.log(mine.flops_P).mean())
