@@ -23,7 +23,7 @@ from pretrain.reporting.charts import (
 )
 from pretrain.scaling.checks import beyond, relative_error
 from pretrain.scaling.fit import Fit
-from pretrain.scaling.frontier import LawLine
+from pretrain.scaling.frontier import law_of
 from pretrain.scaling.intervals import LEVEL, Interval
 from pretrain.scaling.isoflop import Valley
 from pretrain.scaling.points import Array
@@ -156,11 +156,11 @@ def exponent_cloud(fit: Fit, palette: Palette) -> Figure:
     figure, axes = canvas(palette, 3.6, *labels)
     law = fit.approach("parametric")
     assert law
-    assert isinstance(law.line, LawLine)
-    assert isinstance(law.region, LawLine)
-    alpha_K, beta_K = law.region.theta[:, 3], law.region.theta[:, 4]
+    assert law.region
+    alpha_K, beta_K = law_of(law.region).theta[:, 3:].T
     _cloud(axes, alpha_K, beta_K, APPROACH_COLORS["parametric"], "confidence region")
-    found = [law.line.theta[3]], [law.line.theta[4]]
+    alpha, beta = law_of(law.line).theta[3:]
+    found = [alpha], [beta]
     axes.plot(*found, "*", color=palette.ink, markersize=10, label="fit of all runs")
     outside = _keep_to_the_middle(axes, alpha_K, beta_K)
     legend(axes, palette, title=outside)

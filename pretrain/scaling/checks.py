@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from pretrain.scaling.frontier import Approach, LawLine, Line
+from pretrain.scaling.frontier import Approach, law_of
 from pretrain.scaling.intervals import Interval, as_loss, shown
-from pretrain.scaling.law import log_loss
+from pretrain.scaling.law import loss_at
 from pretrain.scaling.points import Array, Points
 
 Number = TypeVar("Number", float, Array)
@@ -61,12 +61,8 @@ def predict_holdouts(runs: Points, law: Approach) -> tuple[Prediction, ...]:
 
 def loss_interval(law: Approach, parameters: float, tokens: float) -> Interval:
     """L(N, D) by approach 3, with its interval."""
-
-    def loss_of(line: Line) -> Array:
-        assert isinstance(line, LawLine)
-        return np.exp(log_loss(line.theta, np.log([parameters]), np.log([tokens]))[..., 0])
-
-    return law.interval(loss_of)
+    n, d = np.log(parameters), np.log(tokens)
+    return law.interval(lambda line: loss_at(law_of(line).theta, n, d))
 
 
 DISAGREEMENT = 1.5  # ratio of the approaches' N* from which there is a warning

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from pretrain.scaling.intervals import Interval, range_of
-from pretrain.scaling.law import FlopsLaw, exponents, log_loss, log_optimum
+from pretrain.scaling.law import FlopsLaw, exponents, log_optimum, loss_at
 from pretrain.scaling.points import Array
 
 
@@ -41,11 +41,17 @@ class LawLine:
     def loss(self, log_flops: float | Array) -> Array:
         """L(N*, D*) at C FLOPs."""
         n, d = log_optimum(self.theta, log_flops, self.flops_law)
-        return np.exp(log_loss(self.theta, n[..., None], d[..., None])[..., 0])
+        return loss_at(self.theta, n, d)
 
     def exponents(self, flops_law: FlopsLaw) -> tuple[Array, Array]:
         """The powers a, b of C in N* ~ C^a and D* ~ C^b."""
         return exponents(self.theta, flops_law)
+
+
+def law_of(line: Line) -> LawLine:
+    """The line as approach 3's, whose lines and regions are all of laws."""
+    assert isinstance(line, LawLine)
+    return line
 
 
 @dataclass(frozen=True)

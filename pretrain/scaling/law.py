@@ -95,6 +95,11 @@ def log_loss(theta: Array, log_parameters: float | Array, log_tokens: float | Ar
     return value[..., 0] if np.ndim(log_parameters) == np.ndim(log_tokens) == 0 else value
 
 
+def loss_at(theta: Array, log_parameters: Array, log_tokens: Array) -> Array:
+    """L of laws theta [..., 5], each at a size and tokens of its own [...]."""
+    return np.exp(log_loss(theta, log_parameters[..., None], log_tokens[..., None])[..., 0])
+
+
 def exponents(theta: Array, flops_law: FlopsLaw) -> tuple[Array, Array]:
     """The powers a, b of C in N* ~ C^a and D* ~ C^b."""
     alpha, beta = theta[..., 3], theta[..., 4]

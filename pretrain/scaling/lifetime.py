@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pretrain.scaling.frontier import Approach, LawLine, Line
+from pretrain.scaling.frontier import Approach, LawLine, Line, law_of
 from pretrain.scaling.intervals import Interval
-from pretrain.scaling.law import FlopsLaw, log_loss, log_optimum
+from pretrain.scaling.law import FlopsLaw, log_optimum, loss_at
 from pretrain.scaling.points import Array
 
 SERVED = 1 / 3  # FLOPs of a served token over those of a trained one
@@ -88,11 +88,11 @@ def _lifetime(
     law: Approach, run_of: Callable[[LawLine], tuple[Array, Array]], served: float
 ) -> Lifetime:
     def numbers(line: Line) -> tuple[Array, ...]:
-        assert isinstance(line, LawLine)
-        n, d = run_of(line)
-        training = np.exp(line.flops_law.log_flops(n, d))
-        serving = served * SERVED * _flops_per_token(line.flops_law, n)
-        return np.exp(n), np.exp(d), training, serving, training + serving, _loss(line.theta, n, d)
+        laws = law_of(line)
+        n, d = run_of(laws)
+        training = np.exp(laws.flops_law.log_flops(n, d))
+        serving = served * SERVED * _flops_per_token(laws.flops_law, n)
+        return np.exp(n), np.exp(d), training, serving, training + serving, _loss(laws.theta, n, d)
 
     return Lifetime(*law.intervals(numbers))  # in the order of its fields
 
@@ -138,7 +138,7 @@ def lowest(value_of: Callable[[Array], Array], low: Array, high: Array) -> Array
 
 def _loss(theta: Array, n: Array, d: Array) -> Array:
     with np.errstate(invalid="ignore", over="ignore"):
-        return np.exp(log_loss(theta, n[..., None], d[..., None])[..., 0])
+        return loss_at(theta, n, d)
 
 
 def _flops_per_token(flops_law: FlopsLaw, n: Array) -> Array:

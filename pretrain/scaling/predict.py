@@ -15,7 +15,7 @@ from pretrain.scaling.checks import disagreement, loss_interval
 from pretrain.scaling.fit import Fit
 from pretrain.scaling.frontier import Approach, LawLine, Line
 from pretrain.scaling.intervals import Interval, as_loss, as_size, range_of, shown
-from pretrain.scaling.law import FlopsLaw, log_loss
+from pretrain.scaling.law import FlopsLaw, log_loss, loss_at
 from pretrain.scaling.points import Array
 from pretrain.scaling.ranking import PREFERRED
 
@@ -204,7 +204,7 @@ def _loss(line: Line, log_flops: Array) -> Array:
     if isinstance(line, LawLine):
         n = _log_size(line, log_flops)
         d = line.flops_law.log_tokens(log_flops, n)
-        return np.exp(log_loss(line.theta, n[..., None], d[..., None])[..., 0])
+        return loss_at(line.theta, n, d)
     return line.loss(log_flops)
 
 

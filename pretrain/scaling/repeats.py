@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pretrain.scaling.frontier import Approach, LawLine, Line
+from pretrain.scaling.frontier import Approach, LawLine, Line, law_of
 from pretrain.scaling.intervals import Interval, amount
-from pretrain.scaling.law import log_loss, log_optimum
+from pretrain.scaling.law import log_optimum, loss_at
 from pretrain.scaling.lifetime import lowest
 from pretrain.scaling.plan import PlannedRun
 from pretrain.scaling.points import Array
@@ -90,9 +90,10 @@ def best_with_repeats(law: Approach, flops: float, unique: float) -> Constrained
         return lowest(loss, n_star - np.log(1e3), n_star + np.log(1e2))
 
     def numbers(line: Line) -> tuple[Array, Array, Array]:
-        n = size(_law(line))
-        d = _law(line).flops_law.log_tokens(log_flops, n)
-        return np.exp(n), np.exp(d), loss_with_repeats(_law(line), n, d, unique)
+        laws = law_of(line)
+        n = size(laws)
+        d = laws.flops_law.log_tokens(log_flops, n)
+        return np.exp(n), np.exp(d), loss_with_repeats(laws, n, d, unique)
 
     parameters, tokens, loss = law.intervals(numbers)
     unlimited = law.loss(float(log_flops))
@@ -104,11 +105,13 @@ def loss_of_run_with_repeats(
 ) -> Interval:
     """L(N, D) of a run that reads D tokens, `unique` of them once or more."""
     n, d = np.log(parameters), np.log(tokens)
-    return law.interval(
-        lambda line: loss_with_repeats(
-            _law(line), n + 0 * _law(line).theta[..., 0], d + 0 * _law(line).theta[..., 0], unique
-        )
-    )
+
+    def loss(line: Line) -> Array:
+        laws = law_of(line)
+        zero = 0 * laws.theta[..., 0]
+        return loss_with_repeats(laws, n + zero, d + zero, unique)
+
+    return law.interval(loss)
 
 
 def loss_with_repeats(line: LawLine, n: Array, d: Array, unique: float) -> Array:
@@ -118,9 +121,7 @@ def loss_with_repeats(line: LawLine, n: Array, d: Array, unique: float) -> Array
     size = effective(np.exp(n), fitting, EXCESS_PARAMETERS)
     tokens = effective(np.exp(d), unique, REPEATED_TOKENS)
     with np.errstate(invalid="ignore"):
-        return np.exp(
-            log_loss(line.theta, np.log(size)[..., None], np.log(tokens)[..., None])[..., 0]
-        )
+        return loss_at(line.theta, np.log(size), np.log(tokens))
 
 
 def _log_size_for_tokens(line: LawLine, log_tokens: Array) -> Array:
@@ -129,8 +130,3 @@ def _log_size_for_tokens(line: LawLine, log_tokens: Array) -> Array:
     a, b = line.exponents(line.flops_law)
     log_flops = (log_tokens + np.log(line.flops_law.scale) + line.flops_law.power * start) / b
     return start + a * log_flops
-
-
-def _law(line: Line) -> LawLine:
-    assert isinstance(line, LawLine)
-    return line

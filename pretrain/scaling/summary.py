@@ -11,7 +11,7 @@ import numpy as np
 from pretrain.scaling.checks import beyond, disagreement, relative_error
 from pretrain.scaling.estimates import TITLES, LeftOut
 from pretrain.scaling.fit import Fit
-from pretrain.scaling.frontier import LawLine, Line
+from pretrain.scaling.frontier import Line, law_of
 from pretrain.scaling.intervals import (
     ERRORS,
     LEVEL,
@@ -59,8 +59,7 @@ def law_intervals(fit: Fit) -> dict[str, Interval]:
         return {}
 
     def numbers(line: Line) -> list[Array]:
-        assert isinstance(line, LawLine)
-        *logs, alpha, beta = (line.theta[..., index] for index in range(len(NAMES)))
+        *logs, alpha, beta = np.moveaxis(law_of(line).theta, -1, 0)
         return [*map(np.exp, logs), alpha, beta]
 
     return dict(zip(NAMES, law.intervals(numbers), strict=True))
