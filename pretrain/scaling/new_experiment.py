@@ -20,7 +20,7 @@ from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import EvaluationConfig, RunConfig
 from pretrain.costs.flops import cost_of
-from pretrain.scaling.family import Family
+from pretrain.scaling.family import Family, power_of_two
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.recipe import with_steps
 
@@ -120,12 +120,8 @@ def _with_parts_of_the_paper(base: RunConfig) -> RunConfig:
 def _batch(base: RunConfig, text: TrainingText) -> tuple[int, int]:
     """Return lanes and segment length, powers of two that the corpus can fill."""
     possible = comfortable_lanes(text.tokens, text.longest_document)
-    lanes = _power_of_two(min(base.data.lanes, possible))
-    return lanes, _power_of_two(min(base.data.segment_length, text.tokens // lanes))
-
-
-def _power_of_two(most: int) -> int:
-    return 1 << (max(1, most).bit_length() - 1)
+    lanes = power_of_two(min(base.data.lanes, possible))
+    return lanes, power_of_two(min(base.data.segment_length, text.tokens // lanes))
 
 
 def as_file(run: RunConfig, file: Path, text: TrainingText) -> str:
