@@ -2,7 +2,7 @@
 
 A task's loss follows L(N, D) (approach 3), and its accuracy a sigmoid of that loss. Accuracies
 alone follow no power law: they are flat at chance for small models, and flat again at the top.
-Source: Bhagia et al. 2024 (the OLMo ladder). Legend: P runs, K draws.
+Source: Bhagia et al. 2024 (the OLMo ladder). Legend: P runs.
 """
 
 from __future__ import annotations
@@ -110,11 +110,12 @@ def backtest(
     points = usable(runs)
     is_last_P = points.budget_P == points.budgets[-1]
     rest, last = points.take(~is_last_P), points.take(is_last_P)
-    law = estimate(rest).parametric
-    if law is None:
-        raise DataError(f"without the largest budget: {estimate(rest).unavailable['parametric']}")
+    estimates = estimate(rest)
+    if estimates.parametric is None:
+        raise DataError(f"without the largest budget: {estimates.unavailable['parametric']}")
+    law = estimates.parametric.law
     sigmoid = fit_sigmoid(*_pairs(rest, accuracies), chance)
-    predicted_P = law.law.loss(last.parameters_P, last.tokens_P)
+    predicted_P = law.loss(last.parameters_P, last.tokens_P)
     loss_P, accuracy_P = _pairs(last, accuracies)
     return [
         Backtest(
