@@ -62,9 +62,12 @@ def spread_sizes(
     if num_sizes < 1 or spread <= 1:
         raise ConfigError("a plan needs at least one size, and a spread above 1")
     middle = (num_sizes - 1) / 2
-    return lambda budget: [
-        optimum(budget) * spread ** (index - middle) for index in range(num_sizes)
-    ]
+
+    def sizes(budget: float) -> list[float]:
+        best = optimum(budget)
+        return [best * spread ** (index - middle) for index in range(num_sizes)]
+
+    return sizes
 
 
 def plan_runs(
