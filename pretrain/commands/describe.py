@@ -8,6 +8,7 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.fitted import print_fitted
 from data_pipeline.program import add_experiment
 from data_pipeline.progress import duration
+from pretrain.commands.describe_failures import failure_rows
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.config.choices import precision_traits
 from pretrain.config.model import DELTANET_CHUNK
@@ -99,6 +100,7 @@ def describe(
         *_memory_lines(config, hardware, explain),
         "",
         *_time_lines(config, hardware, mfu, explain),
+        *_failure_lines(config, hardware, mfu, explain),
         *(["", *_letter_lines(config, world_size)] if explain else ()),
     ]
 
@@ -264,6 +266,15 @@ def _evaluation_line(config: RunConfig, time: RunTime) -> str:
     tasks = ", without evaluation.tasks" if config.evaluation.tasks else ""
     words = f"({time.evaluations:,} times {time.tokens:,} tokens{twice}{sets}{tasks})"
     return _row("  evaluation", duration(time.evaluation), words)
+
+
+def _failure_lines(
+    config: RunConfig, hardware: Hardware, mfu: float | None, explain: bool
+) -> list[str]:
+    flops_per_second = hardware.device.peak(config.engine) * hardware.assumed_mfu(mfu)
+    of_step = run_time(config, hardware.world_size, flops_per_second).of_step[0]
+    rows = [_row(*row) for row in failure_rows(config, hardware, of_step, explain)]
+    return ["", *rows] if rows else []
 
 
 def _letter_lines(config: RunConfig, world_size: int) -> list[str]:

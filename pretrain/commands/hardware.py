@@ -37,7 +37,7 @@ def hardware_of(arguments: argparse.Namespace) -> Hardware:
     for name in ("nodes", "gpus_per_node"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}={value} must be 1 or more")
-    ranks, gpu = arguments.gpus_per_node, arguments.gpu
+    ranks, gpu, node = arguments.gpus_per_node, arguments.gpu, None
     if arguments.cluster is not None:
         # The launcher checks the file's other settings, which are Slurm's.
         names = {field.name for field in fields(NodeConfig)}
@@ -49,4 +49,4 @@ def hardware_of(arguments: argparse.Namespace) -> Hardware:
                 "set it, or use --gpu"
             )
         ranks, gpu = ranks or node.tasks_per_node, gpu or node.gpu_model
-    return Hardware(nodes=arguments.nodes, ranks_per_node=ranks or 1, name=gpu or "cpu")
+    return Hardware(nodes=arguments.nodes, ranks_per_node=ranks or 1, name=gpu or "cpu", node=node)

@@ -65,6 +65,7 @@ class Hardware:
     nodes: int
     ranks_per_node: int
     name: str  # of DEVICES
+    node: NodeConfig | None = None  # of the cluster file, if there is one
 
     @property
     def world_size(self) -> int:
@@ -109,6 +110,12 @@ class NodeConfig:
     """Kind of GPU, to estimate memory and time; empty: what `gpus_per_node` names."""
     ranks_per_node: int = setting(0, Range(0, MOST_RANKS), unit="ranks")
     """Processes on each node; 0: one per GPU."""
+    mtbf_hours: float = setting(0.0, Range(0, 1e9), unit="hours")
+    """Mean time between failures of one node, for the best checkpoint interval; 0: not known."""
+    disk_mib_per_second: float = setting(500.0, Range(1, 1e9), unit="MiB per second")
+    """What a node writes to the run directory and reads from it, all nodes at once."""
+    restart_seconds: float = setting(600.0, Range(0, 1e7), unit="seconds")
+    """From a failure to training again, without reading the checkpoint."""
 
     def __post_init__(self) -> None:
         check_ranges("", self)  # those of a subclass, too

@@ -1,0 +1,49 @@
+"""What `pretrain describe` says of failures, for a cluster file with `mtbf_hours`. Torch-free."""
+
+from __future__ import annotations
+
+from data_pipeline.progress import duration
+from pretrain.config.run import RunConfig
+from pretrain.costs.devices import Hardware
+from pretrain.costs.failures import SLOWER_WHILE_WRITING, failure_costs
+from pretrain.terminal.text import counted
+
+FORMULAS = (
+    "M = 3600 mtbf_hours / nodes",
+    "w = checkpoint / nodes / disk_mib_per_second; p = its part that training loses",
+    "(1 - t/M) e^((t+p)/M) = 1, at least w; about sqrt(2 p M)",
+    "t e^(-(w+s)/M) / ((e^((t+p)/M) - 1) (M + d)), d = restart_seconds, s = w",
+)
+
+
+def failure_rows(
+    run: RunConfig, hardware: Hardware, step_seconds: float, explain: bool = False
+) -> list[tuple[str, str, str]]:
+    """Return rows of name, value and note; none if it is not known how often nodes fail."""
+    node = hardware.node
+    costs = failure_costs(run, hardware, node) if node is not None else None
+    if node is None or costs is None:
+        return []
+    best = max(1, round(costs.best_interval / step_seconds))
+    given = run.checkpoint.interval
+    at_best, at_given = (costs.goodput(steps * step_seconds) for steps in (best, given))
+    saving = f"of {counted(hardware.nodes, 'node')} at {node.disk_mib_per_second:g} MiB/s each"
+    if run.checkpoint.asynchronous:
+        saving += f", training {SLOWER_WHILE_WRITING:.0%} slower meanwhile (assumed)"
+    notes = (
+        f"on average, one of {counted(hardware.nodes, 'node')}",
+        saving,
+        f"({duration(best * step_seconds)}, for checkpoint.interval)",
+        f"at best; {at_given:.1%} with checkpoint.interval={given} "
+        f"({duration(given * step_seconds)})",
+    )
+    names = "a failure every", "  a save takes", "  best interval", "  goodput"
+    values = (
+        duration(costs.between_failures),
+        duration(costs.write or costs.pause),
+        counted(best, "step"),
+        f"{at_best:.1%}",
+    )
+    if explain:
+        notes = tuple(f"{note}; {text}" for note, text in zip(notes, FORMULAS, strict=True))
+    return list(zip(names, values, notes, strict=True))
