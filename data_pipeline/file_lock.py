@@ -55,9 +55,10 @@ def exclusive_lock(path: Path, seconds: float) -> Iterator[None]:
                 yield
                 return
         if time.monotonic() > deadline:
+            holder = OwnerFile(path).holder() or f"`fuser {path}`"
             raise DataError(
                 f"another process has held {path} for {seconds:.0f} seconds; look for a "
-                f"stopped one (`fuser {path}`), end it, and run the same command again"
+                f"stopped one ({holder}), end it, and run the same command again"
             )
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)

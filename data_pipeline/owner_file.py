@@ -26,6 +26,7 @@ import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from data_pipeline.checked_fields import shown
 from data_pipeline.files import named_errors, read_json
 from data_pipeline.typed_json import from_json
 
@@ -78,6 +79,11 @@ class OwnerFile:
         """Whether the process `pid` of this machine is its holder; None as in `is_held`."""
         owner = _read(self.path)
         return self.is_held() if owner is None or owner.pid == pid else False
+
+    def holder(self) -> str:
+        """Return which process has the lock, for a message; "" if there is no file that says it."""
+        owner = _read(self.path)
+        return "" if owner is None else f"process {owner.pid} on {shown(owner.hostname)}"
 
     def _create(self) -> bool:
         owner = Owner(

@@ -92,6 +92,17 @@ def test_without_flock_one_of_many_threads_holds_the_lock_at_a_time(tmp_path, nu
     assert most == [1]
 
 
+def test_without_flock_who_waits_too_long_for_a_lock_names_its_holder(tmp_path):
+    with (
+        without_flock(),
+        exclusive_lock(tmp_path / "lock", seconds=1),
+        pytest.raises(DataError, match=rf"a stopped one \(process {os.getpid()} on '") as error,
+        exclusive_lock(tmp_path / "lock", seconds=0),
+    ):
+        pass
+    assert socket.gethostname() in str(error.value)
+
+
 def test_a_lock_of_another_machine_is_taken_over_only_after_a_long_silence(tmp_path):
     def leave(silence: float) -> OwnerFile:
         owner = OwnerFile(tmp_path / "lock")
