@@ -5,9 +5,11 @@ It is written after everything that it names, so a directory with a manifest is 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
+import time
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +26,8 @@ FileState = tuple[int, int, int]
 SPLITS = ("train", "validation")
 DTYPES = {"uint16": 1 << 16, "uint32": 1 << 32}  # of tokens, and how many tokens they can tell
 LARGEST_MANIFEST_BYTES = 1 << 26  # with 300 for each shard: 200,000 of them
+MANIFESTS_KEPT = 8  # of one process
+SETTLED_NS = 100_000_000
 LARGEST_FILE_BYTES = 1 << 40  # of a shard; a build writes shards of 2 GiB and one document at most
 REMOTE_NAME = "remote.json"  # marks a cached corpus whose shards are fetched when they are read
 
@@ -94,16 +98,29 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a split; DataError if it is absent, corrupted, or edited by hand."""
+    """Read the manifest of a split; DataError if it is absent, corrupted, or edited by hand.
+
+    A process parses a file once, unless it changes: that of 100,000 shards takes seconds.
+    """
     path = directory / MANIFEST_NAME
     try:
-        tree = _tree_of(path)
+        status = path.stat()
+        state = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        # Its times would not tell a second change that follows at once.
+        is_settled = time.time_ns() - status.st_ctime_ns > SETTLED_NS
+        return (_parsed if is_settled else _parsed.__wrapped__)(path.absolute(), state)
     except FileNotFoundError:
         raise DataError(_missing_manifest(directory)) from None
     except NotADirectoryError:
         raise DataError(
             f"{directory} is a file; give the directory that `data-pipeline build` wrote"
         ) from None
+
+
+@functools.lru_cache(maxsize=MANIFESTS_KEPT)
+def _parsed(path: Path, state: tuple[int, ...]) -> Manifest:
+    """Return the manifest in a file; `state` is what changes with its contents."""
+    tree = _tree_of(path)
     manifest = _parse(tree, path)
     if manifest.hash != tree.get("hash"):
         raise DataError(

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from data_pipeline.corpora import manifest
 from data_pipeline.corpora.manifest import MANIFEST_NAME, Manifest, ShardInfo, read_manifest
 from data_pipeline.errors import DataError
 
@@ -28,6 +29,17 @@ def test_it_reads_back_what_was_written_and_sums_its_shards(tmp_path):
         150,
     )
     assert MANIFEST.longest_document == 15
+
+
+def test_a_process_parses_a_manifest_once_until_it_changes(tmp_path, monkeypatch):
+    MANIFEST.write(tmp_path)
+    monkeypatch.setattr(manifest, "SETTLED_NS", 0)
+    first = read_manifest(tmp_path)
+    assert read_manifest(tmp_path) is first
+    replace(MANIFEST, end_id=2).write(tmp_path)
+    assert read_manifest(tmp_path).end_id == 2
+    monkeypatch.setattr(manifest, "SETTLED_NS", 1 << 62)
+    assert read_manifest(tmp_path) is not read_manifest(tmp_path)
 
 
 def test_a_manifest_too_large_for_memory_is_refused_by_its_size(tmp_path):
