@@ -117,6 +117,7 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
         world.rank,
         config.engine.watchdog_timeout_seconds,
         last_words=lambda: write_last_collectives(logs, world.rank, os.environ),
+        local_rank=world.local_rank,
     )
     token, data = os.environ.get(VARIABLE), {}
     with contextlib.ExitStack() as stack:

@@ -43,6 +43,7 @@ VERDICT_STYLES = {
 }
 WIDTH_OF_PIPES = 200
 LEAST_FULL_WIDTH = 140  # below it the reasons would be squeezed into a few characters per line
+MOST_NODES = 16  # that are named one by one
 FEW_NUMBERS = ("step", "%", TRAIN_LOSS, "left", "saved")
 NUMBERS = ("step", "%", TRAIN_LOSS, RECENT_SPEED, "goodput", "left", "checkpoint", "tries")
 
@@ -197,7 +198,13 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
 
 def _attempts(state: RunState) -> str:
     ranks = "" if state.ranks is None else f", {counted(state.ranks, 'rank')}"
-    return f"{state.attempts}{ranks}" + (f" on {' '.join(state.nodes)}" if state.nodes else "")
+    return f"{state.attempts}{ranks}" + (f" on {_nodes(state.nodes)}" if state.nodes else "")
+
+
+def _nodes(names: Sequence[str]) -> str:
+    if len(names) <= MOST_NODES:
+        return " ".join(names)
+    return f"{len(names)} nodes, {names[0]} to {names[-1]}"
 
 
 def _reason(state: RunState) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pretrain.checkpoint.directory import MARKER, step_directory
 from pretrain.checkpoint.marker import latest_step
-from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
+from pretrain.rundir.heartbeat_files import HeartbeatRecord, read_heartbeats
 from pretrain.rundir.lock import Lock
 from pretrain.rundir.metrics_summary import MetricsSummary, summarize_file
 from pretrain.rundir.run_dir import RunDir

@@ -9,7 +9,7 @@ from enum import Enum
 
 from data_pipeline.progress import duration
 from launcher.status.evidence import Evidence
-from pretrain.rundir.heartbeat import HeartbeatRecord
+from pretrain.rundir.heartbeat_files import HeartbeatRecord
 from pretrain.rundir.launch_events import (
     UNEVENTFUL,
     AttemptEnded,

@@ -13,7 +13,8 @@ from launcher.slurm import client as slurm
 from launcher.slurm.client import JobRecord, QueuedJob
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState, read_state
-from pretrain.rundir.heartbeat import SECOND_LOOK_SECONDS, read_heartbeats
+from pretrain.rundir.heartbeat import SECOND_LOOK_SECONDS
+from pretrain.rundir.heartbeat_files import read_heartbeats
 from pretrain.rundir.run_dir import RunDir
 
 # Slurm's reasons why a job waits.
@@ -88,7 +89,7 @@ def _read_anything(path: Path) -> RunState:
 
     To open a FIFO or a device could wait forever.
     """
-    for pattern in ("*", "heartbeats/*", "slurm/*"):
+    for pattern in ("*", "slurm/*"):
         for file in path.glob(pattern):
             if file.exists() and not file.is_file() and not file.is_dir():
                 raise UserError(f"{file} is not a regular file; remove it")

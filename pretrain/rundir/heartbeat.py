@@ -1,18 +1,14 @@
-"""Heartbeats of ranks: a small file with step and phase, and the Python stacks when a step takes
-too long.
+"""Heartbeats of ranks: step and phase, and the Python stacks when a step takes too long.
 
-    RUN/heartbeats/rank-00003.json    the fields of HeartbeatRecord, replaced at most once a second
-                                      and at least every 5 seconds
-
-The file is removed when a rank exits cleanly. A killed rank leaves it behind; `pid` tells whether
-the rank lives.
+A rank writes its record (`heartbeat_files.py`) at most once a second and at least every 5 seconds,
+and removes it when it exits cleanly. A killed rank leaves it behind; `pid` tells whether the rank
+lives.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import logging
 import os
 import socket
@@ -20,13 +16,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from data_pipeline.errors import UserError, os_error_text
-from data_pipeline.files import atomic_write, named_errors, read_json
-from data_pipeline.typed_json import from_json
+from data_pipeline.errors import DataError, UserError, os_error_text
+from pretrain.rundir.heartbeat_files import NODE_SECONDS, HeartbeatRecord, NodeHeartbeats
 from pretrain.rundir.watchdog import STACKS_SIGNAL, Watchdog
 
 logger = logging.getLogger(__name__)
@@ -35,41 +29,8 @@ Phase = Literal["start", "train", "evaluate", "save", "wait"]
 
 WRITE_SECONDS = 1.0
 REWRITE_SECONDS = 5.0  # without a beat: the host's own clock says for how long there was none
-SECOND_LOOK_SECONDS = 6.0  # after which the file of a rank that runs has changed
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeartbeatRecord:
-    """The content of the file."""
-
-    time: float  # when the rank last made progress
-    written: float  # when the file was written; by the same clock, which may differ from others
-    step: int
-    phase: str  # one of Phase
-    hostname: str
-    pid: int
-
-    @property
-    def is_alive(self) -> bool | None:
-        """Whether the rank's process exists; None where only its own host could tell."""
-        is_here = self.hostname == socket.gethostname()
-        return Path(f"/proc/{self.pid}").exists() if is_here else None
-
-    def seconds_without_progress(self, now: float) -> float:
-        """By the clock of the rank's host; `now` is this host's."""
-        return (now if self.is_alive else self.written) - self.time
-
-
-def read_heartbeats(directory: Path) -> list[HeartbeatRecord]:
-    """The ranks' heartbeats in rank order.
-
-    A file that is being replaced or is damaged is skipped.
-    """
-    records = []
-    for path in sorted(directory.glob("rank-*.json")):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            records.append(from_json(HeartbeatRecord, read_json(path)))
-    return records
+# After which the file of a node that runs has changed.
+SECOND_LOOK_SECONDS = NODE_SECONDS + WRITE_SECONDS + 1.0
 
 
 class Heartbeat:
@@ -87,8 +48,10 @@ class Heartbeat:
         rank: int,
         watchdog_timeout_seconds: float,
         last_words: Callable[[], object] = lambda: None,
+        local_rank: int = 0,
     ) -> None:
-        self._path = directory / f"rank-{rank:05d}.json"
+        self._rank = rank
+        self._node = NodeHeartbeats(directory, rank - local_rank)
         self._watchdog_timeout_seconds = watchdog_timeout_seconds
         self._last_words = last_words
         self._watchdog: Watchdog | None = None
@@ -109,15 +72,15 @@ class Heartbeat:
 
     def __enter__(self) -> Heartbeat:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._node.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"{self._path.parent}: cannot be created ({error.strerror}); "
+                f"{self._node.path.parent}: cannot be created ({error.strerror}); "
                 "make the run directory writable"
             ) from None
         faulthandler.register(STACKS_SIGNAL, file=sys.__stderr__ or sys.stderr, all_threads=True)
         if self._watchdog_timeout_seconds:
-            self._watchdog = Watchdog(self._watchdog_timeout_seconds, self._last_words)
+            self._watchdog = Watchdog(self._watchdog_timeout_seconds, self._end)
         self._writer.start()
         return self
 
@@ -127,22 +90,43 @@ class Heartbeat:
         if self._watchdog is not None:
             self._watchdog.close()
         faulthandler.unregister(STACKS_SIGNAL)
-        self._path.unlink(missing_ok=True)
+        self._node.remove(self._rank)
+
+    def _end(self) -> None:
+        """Write what others need to know when this rank is gone."""
+        try:
+            self._last_words()
+        finally:
+            with contextlib.suppress(OSError, DataError):
+                self._node.publish()
 
     def _write_beats(self) -> None:
         known, written, failed = None, 0.0, False
+        must_publish = not self._node.path.exists()
         while True:
             beat = self._beat
             if beat != known and self._watchdog is not None:
                 self._watchdog.feed()
-            if beat != known or time.monotonic() - written >= REWRITE_SECONDS:
-                known, written = beat, time.monotonic()
-                failed = not self._write(*beat, is_known_to_fail=failed)
+            try:
+                if beat != known or time.monotonic() - written >= REWRITE_SECONDS:
+                    known, written = beat, time.monotonic()
+                    self._node.write(self._record(*beat))
+                if must_publish or self._node.is_due():
+                    must_publish = False
+                    self._node.publish()
+                    failed = False
+            except (OSError, DataError) as error:
+                # A full disk must not end a rank that still trains.
+                if not failed:
+                    text = os_error_text(error) if isinstance(error, OSError) else str(error)
+                    logger.warning("heartbeat not written: %s", text)
+                failed = True
             if self._closing.wait(WRITE_SECONDS):
                 return
 
-    def _write(self, when: float, step: int, phase: Phase, is_known_to_fail: bool) -> bool:
-        record = HeartbeatRecord(
+    def _record(self, when: float, step: int, phase: Phase) -> HeartbeatRecord:
+        return HeartbeatRecord(
+            rank=self._rank,
             time=when,
             written=time.time(),
             step=step,
@@ -150,13 +134,3 @@ class Heartbeat:
             hostname=socket.gethostname(),
             pid=os.getpid(),
         )
-        try:
-            # Not synced: after a power cut nobody asks whether a rank is alive.
-            with named_errors(self._path), atomic_write(self._path, sync=False) as file:
-                file.write(json.dumps(asdict(record)).encode())
-        except OSError as error:
-            # A full disk must not end a rank that still trains.
-            if not is_known_to_fail:
-                logger.warning("heartbeat not written: %s", os_error_text(error))
-            return False
-        return True

@@ -20,7 +20,7 @@ from pretrain import cli as pretrain
 from pretrain.mirror.layout import ROOT, RUN_FILES, MirrorIndex
 from pretrain.mirror.restore import restore_run
 from pretrain.mirror.upload import stored_form
-from pretrain.rundir.heartbeat import HeartbeatRecord
+from pretrain.rundir.heartbeat_files import HeartbeatRecord
 from pretrain.rundir.run_dir import RunDir
 from pretrain.weights.export import load_export
 from tests.fuzz.mutations import json_text
@@ -30,8 +30,10 @@ from tests.helpers.stores import QUICK, FileServer
 
 def run_targets(run: Path, experiment: Path) -> dict[str, Target]:
     step = sorted((run / "checkpoints").iterdir())[-1].relative_to(run)
-    attempt, heartbeat = "attempt", "heartbeats/rank-00000.json"
-    record = HeartbeatRecord(time=1.0, written=2.0, step=1, phase="train", hostname="n1", pid=1)
+    attempt, heartbeat = "attempt", "heartbeats/ranks-from-00000.jsonl"
+    record = HeartbeatRecord(
+        rank=0, time=1.0, written=2.0, step=1, phase="train", hostname="n1", pid=1
+    )
     (run / heartbeat).write_text(json.dumps(vars(record)))
 
     def resume(copy: Path) -> object:
@@ -90,7 +92,7 @@ def run_targets(run: Path, experiment: Path) -> dict[str, Target]:
         "metrics": seen("metrics.jsonl", *lines),
         "run.json": seen("run.json"),
         "config.yaml": seen("config.yaml", yaml.safe_load),
-        "heartbeat": seen(heartbeat),
+        "heartbeat": seen(heartbeat, *lines),
         "lock": seen("train.lock"),
         "index in a list": seen(f"{step}/index.json"),
         "ledger in a report": reported("ledger.jsonl", *lines),

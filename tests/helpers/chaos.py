@@ -16,7 +16,6 @@ import argparse
 import collections
 import contextlib
 import itertools
-import json
 import os
 import random
 import resource
@@ -31,6 +30,7 @@ from pathlib import Path
 from pretrain.checkpoint import directory as files
 from pretrain.cli import main
 from pretrain.commands.same_run import differences, summary
+from pretrain.rundir.heartbeat_files import read_heartbeats
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
@@ -194,10 +194,9 @@ def _kill(pids: list[int], run_dir: RunDir, moment: Moment, left_behind: set[str
 
 def _last_phase(pid: int, run_dir: RunDir) -> str:
     """The phase of the process at its last heartbeat."""
-    with contextlib.suppress(OSError, ValueError):
-        beat = json.loads((run_dir.heartbeats / "rank-00000.json").read_text())
-        if beat["pid"] == pid:
-            return f"in {beat['phase']}"
+    for beat in read_heartbeats(run_dir.heartbeats):
+        if beat.pid == pid:
+            return f"in {beat.phase}"
     return "before the first heartbeat"
 
 

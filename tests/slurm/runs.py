@@ -24,7 +24,7 @@ from pretrain.rundir.launch_events import (
     JobStarted,
     NextAction,
 )
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.ledger import events_of, last_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event, TrainingBegan
 from tests.slurm.lab import SlurmLab
@@ -184,7 +184,9 @@ class SlurmRun:
         return steps_on_disk(self.dir.checkpoints)
 
     def _num_ranks(self) -> int:
-        return len(list(self.dir.heartbeats.glob("rank-*.json")))
+        began = last_of(self.dir.ledger.read(), TrainingBegan)
+        assert began is not None
+        return began.world_size
 
     def _process_of(self, rank: int) -> int:
         """Its id as seen from outside of the lab."""

@@ -10,7 +10,7 @@ from launcher.status.evidence import Evidence
 from launcher.status.infer_status import UNRESPONSIVE_SECONDS, infer_status
 from launcher.status.run_state import read_state
 from pretrain.config.run import RunConfig
-from pretrain.rundir.heartbeat import HeartbeatRecord
+from pretrain.rundir.heartbeat_files import HeartbeatRecord
 from pretrain.rundir.launch_events import (
     AttemptEnded,
     AttemptReason,
@@ -57,7 +57,7 @@ def beat(
     time = NOW - seconds_ago
     written = time if since_written is None else NOW - since_written
     return HeartbeatRecord(
-        time=time, written=written, step=7, phase=phase, hostname=hostname, pid=pid
+        rank=0, time=time, written=written, step=7, phase=phase, hostname=hostname, pid=pid
     )
 
 

@@ -14,7 +14,7 @@ from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
 from launcher.status.slurm_queue import Queue, ask, joined, read_states, with_queue
 from pretrain.config.run import RunConfig
-from pretrain.rundir.heartbeat import HeartbeatRecord
+from pretrain.rundir.heartbeat_files import HeartbeatRecord
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Started
 
@@ -252,9 +252,15 @@ def test_a_run_whose_heartbeats_change_runs_however_far_our_clock_is_ahead(tmp_p
 
     def write(after: float) -> None:
         record = HeartbeatRecord(
-            time=behind, written=behind + after, step=7, phase="train", hostname="n1", pid=1
+            rank=0,
+            time=behind,
+            written=behind + after,
+            step=7,
+            phase="train",
+            hostname="n1",
+            pid=1,
         )
-        (run_dir.heartbeats / "rank-00000.json").write_text(json.dumps(vars(record)))
+        (run_dir.heartbeats / "ranks-from-00000.jsonl").write_text(json.dumps(vars(record)))
 
     write(after=0)
     (silent,) = read_states([run_dir.path])

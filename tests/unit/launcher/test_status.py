@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import RunResults
+from pretrain.rundir import heartbeat_files
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.time_spent import TimeSpent
+from pretrain.rundir.training_events import Started
 
 
 @pytest.fixture
@@ -58,6 +61,30 @@ def test_a_damaged_run_takes_a_row_of_a_table_but_is_an_error_alone(runs, capsys
     assert "run.json is damaged" in capsys.readouterr().err
 
 
+def test_the_status_of_512_nodes_takes_a_file_of_each(runs, capsys, monkeypatch):
+    run_dir = RunDir(runs / "alone")
+    run_dir.ledger.append(Started(step=0, world_size=4096))
+    run_dir.heartbeats.mkdir()
+    for node in range(512):
+        of_node = [
+            {"rank": rank, "time": time.time() - 20, "written": time.time(), "phase": "save",
+             "step": 100 + node // 8, "hostname": f"n{node:03}", "pid": 1}
+            for rank in range(8 * node, 8 * node + 8)
+        ]  # fmt: skip
+        text = "".join(f"{json.dumps(record)}\n" for record in of_node)
+        (run_dir.heartbeats / f"ranks-from-{8 * node:05}.jsonl").write_text(text)
+    read = []
+    monkeypatch.setattr(
+        heartbeat_files, "read_regular", lambda path: read.append(path) or path.read_bytes()
+    )
+    assert main(["status", str(run_dir.path)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "state running saving a checkpoint" in lines
+    assert "attempts 1, 4,096 ranks on 512 nodes, n000 to n511" in lines
+    assert [line for line in lines if line.startswith("step 163 of ")], "the latest"
+    assert len(read) == 512
+
+
 @pytest.mark.parametrize("damage", ["fifo", "device", "metrics", "ledger", "nested"])
 def test_one_bad_directory_does_not_hide_the_other_runs(runs, capsys, damage):
     bad = RunDir(runs / "alone")
@@ -65,7 +92,7 @@ def test_one_bad_directory_does_not_hide_the_other_runs(runs, capsys, damage):
         os.mkfifo(bad.metrics)
     elif damage == "device":
         bad.heartbeats.mkdir()
-        (bad.heartbeats / "rank-00000.json").symlink_to("/dev/zero")
+        (bad.heartbeats / "ranks-from-00000.jsonl").symlink_to("/dev/zero")
     elif damage == "metrics":
         bad.metrics.write_text('{"kind": "train", "tokens_per_second": []}\n')
     elif damage == "ledger":

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.rundir import heartbeat_files
 from pretrain.rundir.heartbeat import Heartbeat
+from pretrain.rundir.heartbeat_files import HeartbeatRecord, NodeHeartbeats, read_heartbeats
 from pretrain.rundir.watchdog import await_last_words
 
 STEPS_THEN_WAITS = """
@@ -28,7 +31,10 @@ def wait_for_ever():
 
 stop = StopRequest()
 say = lambda: print("last words", file=sys.stderr)
-with Heartbeat(Path(sys.argv[1]), 3, float(sys.argv[2]), last_words=say) as heartbeat:
+heartbeats = Path(sys.argv[1])
+with Heartbeat(heartbeats, 3, float(sys.argv[2]), last_words=say, local_rank=1) as heartbeat:
+    while not (heartbeats / "ranks-from-00002.jsonl").exists():
+        time.sleep(0.02)
     heartbeat.beat(5, "save")
     wait_for_ever()
 """
@@ -45,42 +51,96 @@ def start(directory: Path, watchdog_timeout_seconds: float) -> subprocess.Popen[
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def read_when_step(path: Path, step: int) -> dict[str, object]:
+def read_when_step(directory: Path, step: int) -> HeartbeatRecord:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        if path.exists() and (beat := json.loads(path.read_text()))["step"] == step:
-            return beat
+        for record in read_heartbeats(directory):
+            if record.step == step:
+                return record
         time.sleep(0.02)
-    raise AssertionError(f"{path} never said step {step}")
+    raise AssertionError(f"no rank in {directory} said step {step}")
+
+
+def record_of(rank: int, step: int = 7) -> HeartbeatRecord:
+    hostname, now = socket.gethostname(), time.time()
+    return HeartbeatRecord(
+        rank=rank, time=now, written=now, step=step, phase="save", hostname=hostname, pid=1
+    )
+
+
+def published(path: Path) -> list[tuple[int, int]]:
+    """Rank and step in each line of a node's file."""
+    lines = map(json.loads, path.read_text().splitlines())
+    return [(line["rank"], line["step"]) for line in lines]
 
 
 def test_a_heartbeat_overwrites_no_file_that_a_link_leads_to(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    (tmp_path / "rank-00000.tmp").symlink_to(precious)
-    (tmp_path / "rank-00000.json").symlink_to(precious)
+    (tmp_path / f".ranks-from-00000.jsonl.{os.getpid()}.tmp").symlink_to(precious)
+    (tmp_path / "ranks-from-00000.jsonl").symlink_to(precious)
     with Heartbeat(tmp_path, rank=0, watchdog_timeout_seconds=0):
         pass
     assert precious.read_text() == "mine"
 
 
 def test_a_heartbeat_says_where_the_rank_is_and_is_removed_when_it_exits_cleanly(tmp_path):
-    begin = time.time()
-    with Heartbeat(tmp_path / "heartbeats", rank=12, watchdog_timeout_seconds=0) as heartbeat:
+    begin, directory = time.time(), tmp_path / "heartbeats"
+    with Heartbeat(directory, rank=12, watchdog_timeout_seconds=0, local_rank=4) as heartbeat:
         heartbeat.beat(7, "evaluate")
-        path = tmp_path / "heartbeats" / "rank-00012.json"
-        beat = read_when_step(path, 7)
-    assert beat["phase"] == "evaluate"
-    assert beat["pid"] == os.getpid()
-    assert begin <= float(str(beat["time"])) <= time.time()
-    assert not list(path.parent.iterdir())
+        beat = read_when_step(directory, 7)
+        assert [path.name for path in directory.iterdir()] == ["ranks-from-00008.jsonl"]
+    assert (beat.rank, beat.phase, beat.pid) == (12, "evaluate", os.getpid())
+    assert begin <= beat.time <= time.time()
+    assert not list(directory.iterdir())
+
+
+def test_of_all_ranks_of_a_node_one_writes_its_file_once_in_ten_seconds(tmp_path):
+    ranks = [NodeHeartbeats(tmp_path, first_rank=8) for _ in range(8)]
+    writers = []
+    for seconds in (0, 0, 5, 9, 11):
+        for number, node in enumerate(ranks):
+            node.write(record_of(8 + number, step=seconds))
+            if node.is_due():
+                node.publish()
+                writers.append((seconds, number))
+        marker = ranks[0]._slots / "published"
+        os.utime(marker, (then := time.time() - seconds - 1, then))
+    assert writers == [(0, 0), (11, 0)], "at 0 s the first, at 11 s the first that found it older"
+    assert published(ranks[3].path) == [(8, 11), *((rank, 9) for rank in range(9, 16))]
+    assert [record.step for record in read_heartbeats(tmp_path)] == [11] * 8, "newer on the node"
+    for number, node in enumerate(ranks):
+        assert node.path.exists()
+        node.remove(8 + number)
+    assert not list(tmp_path.iterdir())
+    assert not ranks[0]._slots.exists()
+
+
+def test_readers_elsewhere_see_the_files_of_all_nodes_and_a_rank_that_moved_once(
+    tmp_path, monkeypatch
+):
+    for first in (0, 2):
+        node = NodeHeartbeats(tmp_path, first)
+        for rank in (first, first + 1):
+            node.write(record_of(rank))
+        node.publish()
+    moved = {**vars(record_of(3, step=9)), "hostname": "n9"}
+    (tmp_path / "ranks-from-00003.jsonl").write_text(json.dumps(moved))
+    here = socket.gethostname()
+    monkeypatch.setattr(heartbeat_files.socket, "gethostname", lambda: "login")
+    found = read_heartbeats(tmp_path)
+    assert [(each.rank, each.hostname) for each in found] == [
+        *((rank, here) for rank in range(3)),
+        (3, "n9"),
+    ]
+    assert {each.is_alive for each in found} == {None}
 
 
 def test_a_rank_without_a_heartbeat_writes_its_stack_and_ends_but_suspended_time_does_not_count(
     tmp_path,
 ):
     with start(tmp_path, watchdog_timeout_seconds=2.0) as process:
-        read_when_step(tmp_path / "rank-00003.json", 5)
+        read_when_step(tmp_path, 5)
         os.killpg(process.pid, signal.SIGSTOP)  # as Slurm suspends a job: the watchdog, too
         time.sleep(2.5)
         os.killpg(process.pid, signal.SIGCONT)
@@ -91,14 +151,15 @@ def test_a_rank_without_a_heartbeat_writes_its_stack_and_ends_but_suspended_time
     assert re.search(r"^Timeout \(0:00:02\)!$", errors, re.MULTILINE)
     assert "wait_for_ever" in errors
     assert errors.rstrip().endswith("last words")
-    assert json.loads((tmp_path / "rank-00003.json").read_text())["phase"] == "save"
+    # Other nodes see where it stood, although its node's file was not ten seconds old.
+    assert published(tmp_path / "ranks-from-00002.jsonl") == [(3, 5)]
 
 
 def test_sigquit_writes_the_stacks_of_a_process_that_continues_and_sigusr2_requests_a_stop(
     tmp_path,
 ):
     with start(tmp_path, watchdog_timeout_seconds=0) as process:
-        read_when_step(tmp_path / "rank-00003.json", 5)
+        read_when_step(tmp_path, 5)
         process.send_signal(signal.SIGQUIT)
         assert process.stderr is not None
         while "wait_for_ever" not in process.stderr.readline():

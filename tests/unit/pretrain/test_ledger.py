@@ -11,7 +11,7 @@ import pytest
 from data_pipeline.errors import UserError
 from data_pipeline.patience import Patience
 from pretrain.rundir.fence import Fence
-from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
+from pretrain.rundir.heartbeat_files import HeartbeatRecord, read_heartbeats
 from pretrain.rundir.launch_events import (
     AttemptEnded,
     AttemptReason,
@@ -339,9 +339,11 @@ def test_a_job_that_found_the_run_in_use_leaves_no_events():
 
 
 def test_a_damaged_heartbeat_is_skipped(tmp_path):
-    (tmp_path / "rank-00000.json").write_text("{")
-    record = HeartbeatRecord(time=1.5, written=2.5, step=3, phase="train", hostname="n1", pid=4)
-    (tmp_path / "rank-00001.json").write_text(json.dumps(vars(record)))
+    record = HeartbeatRecord(
+        rank=1, time=1.5, written=2.5, step=3, phase="train", hostname="n1", pid=4
+    )
+    (tmp_path / "ranks-from-00000.jsonl").write_text(f"{{\n{json.dumps(vars(record))}\n{{")
+    (tmp_path / "ranks-from-00002.jsonl").write_bytes(b"\xff")
     assert read_heartbeats(tmp_path) == [record]
     assert record.is_alive is None
 
