@@ -3,6 +3,7 @@
 It needs no GPU. Limits that are missed are listed and make the status 1. The window of
 `same_length` is an argument of every kernel, and rope turns queries and keys before attention, so
 neither has kernels of its own: rope is `no_position`, alibi and t5 are that with `distance_bias`.
+Sinks concern the forward kernel alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.helpers.triton_compiler import compiling
 HEAD_WIDTHS = (41, 64, 80, 96, 128)  # 41: the paper's model of WikiText-103, rows not aligned
 _SCORES = ("", "documents", "dropout", "documents,dropout", "grouped", "no_position")
 OPTIONS_OF = {
-    "forward": (*_SCORES, "distance_bias,no_position"),
+    "forward": (*_SCORES, "distance_bias,no_position", "sinks"),
     "key_gradient": (*_SCORES, "distance_bias,no_position"),
     "query_gradient": ("", "documents", "grouped", "no_position", "adds_positions"),
     "position_gradient": ("", "documents", "grouped", "distance_bias,no_position"),

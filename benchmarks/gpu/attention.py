@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu.context import wait_for
 from pretrain.model.attention_paths import (
     AttentionPath,
-    DistanceTerms,
+    ScoreTerms,
     Visibility,
     WeightDropout,
     path_for,
@@ -91,9 +91,9 @@ class AttentionInputs:
     def relative(self, path: AttentionPath) -> Tensor:
         """Return the paper's attention [B, L, N, H] by one of the paths."""
         if self.shape.adds_distance_bias:
-            terms = DistanceTerms(distance_bias_CN=self.distance_bias_CN)
+            terms = ScoreTerms(distance_bias_CN=self.distance_bias_CN)
         else:
-            terms = DistanceTerms(
+            terms = ScoreTerms(
                 position_CNH=self.position_CNH,
                 content_bias_NH=self.biases_NH[0],
                 position_bias_NH=self.biases_NH[1],

@@ -80,6 +80,8 @@ class ModelConfig:
     """Distance from which on all share the last bucket of `positions: t5`."""
     query_key_norm: bool = False
     """Normalize queries and keys within each head."""
+    attention_sinks: bool = False
+    """Learn a score per head that takes part of the attention and reads nothing, at first 0."""
     feed_forward: FeedForwardKind = "relu"
     """Activation of the feed-forward layer."""
     norm: NormKind = "layernorm"

@@ -38,7 +38,7 @@ class Parameters:
     deltanet: int
     feed_forward: int
     norms: int
-    biases: int  # u and v, or T5's table
+    biases: int  # u and v, or T5's table, and sinks
     compression: int  # the convolutions of a compressed memory
 
     @property
@@ -182,7 +182,7 @@ def parameters_of(model: ModelConfig) -> Parameters:
         feed_forward=layers * _feed_forward_parameters(model),
         norms=layers * 2 * per_norm
         + (attending * 2 * model.head_width if model.query_key_norm else 0),
-        biases=_position_biases(model),
+        biases=_position_biases(model) + attending * model.num_heads * model.attention_sinks,
         compression=attending * (model.compression_rate * d * d + d)
         if _learns_to_compress(model)
         else 0,

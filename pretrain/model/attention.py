@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.choices import AttentionKernel, position_traits
 from pretrain.config.model import ModelConfig
-from pretrain.model.attention_paths import DistanceTerms, Visibility, WeightDropout, path_for
+from pretrain.model.attention_paths import ScoreTerms, Visibility, WeightDropout, path_for
 from pretrain.model.dropout import DropoutStream, Site, drop
-from pretrain.model.parameters import RMSNorm, normal
+from pretrain.model.parameters import RMSNorm, normal, zeros
 from pretrain.model.positions import rotated_BXNH
 
 
@@ -27,7 +27,8 @@ class RelativeAttention(nn.Module):
     The paper's score of query i and key j is [(q_i + u) . k_j + (q_i + v) . (W_R R_dist)] /
     sqrt(H). With `untie_biases`, u and v are parameters of this layer, else arguments. Other
     positions use q_i . k_j / sqrt(H), with both rotated (rope) or plus a bias of the distance
-    (alibi, t5).
+    (alibi, t5). With `attention_sinks` the softmax has one more score, a parameter of each head,
+    whose value is zero.
     """
 
     def __init__(self, config: ModelConfig, layer: int, kernel: AttentionKernel = "auto") -> None:
@@ -56,6 +57,7 @@ class RelativeAttention(nn.Module):
             self.position_bias = normal(*shape, std=config.init_std)
         self.query_norm = RMSNorm(config.head_width) if config.query_key_norm else None
         self.key_norm = RMSNorm(config.head_width) if config.query_key_norm else None
+        self.sinks = zeros(config.num_heads) if config.attention_sinks else None
 
     def forward(
         self,
@@ -85,7 +87,7 @@ class RelativeAttention(nn.Module):
         positions_CX: Tensor,
         content_bias_NH: Tensor | None,
         position_bias_NH: Tensor | None,
-    ) -> tuple[Tensor, list[Tensor], DistanceTerms]:
+    ) -> tuple[Tensor, list[Tensor], ScoreTerms]:
         """Return queries, keys and values of memory and segment, and terms, as `read` takes them.
 
         The arguments are those of `forward`.
@@ -128,25 +130,26 @@ class RelativeAttention(nn.Module):
 
     def terms(
         self, positions_CX: Tensor, content_bias_NH: Tensor | None, position_bias_NH: Tensor | None
-    ) -> DistanceTerms:
-        """Return what distances add to the scores."""
+    ) -> ScoreTerms:
+        """Return what distances add to the scores, and the sinks."""
         if self._positions.adds_bias:
-            return DistanceTerms(distance_bias_CN=positions_CX)
+            return ScoreTerms(distance_bias_CN=positions_CX, sinks_N=self.sinks)
         if not self._positions.projects_encodings:
-            return DistanceTerms()
+            return ScoreTerms(sinks_N=self.sinks)
         if content_bias_NH is None or position_bias_NH is None:
             content_bias_NH, position_bias_NH = self.content_bias, self.position_bias
-        return DistanceTerms(
+        return ScoreTerms(
             position_CNH=self._split_heads(linear(positions_CX, self.position_weight)),
             content_bias_NH=self._scaled(content_bias_NH),
             position_bias_NH=self._scaled(position_bias_NH),
+            sinks_N=self.sinks,
         )
 
     def read(
         self,
         query_BLNH: Tensor,
         parts: Sequence[Tensor],
-        terms: DistanceTerms,
+        terms: ScoreTerms,
         *,
         visibility: Visibility,
         dropout: DropoutStream | None,

@@ -24,13 +24,17 @@ from pretrain.model.dropout import DropoutStream, Site, drop, realized_rate
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistanceTerms:
-    """What distances add to the scores: the paper's encodings, a bias per distance, or nothing."""
+class ScoreTerms:
+    """What softmax gets besides products of queries and keys: terms of the distance, and sinks.
+
+    Of the distance there are the paper's encodings, a bias, or nothing.
+    """
 
     position_CNH: Tensor | None = None  # W_R R
     content_bias_NH: Tensor | None = None  # u
     position_bias_NH: Tensor | None = None  # v
     distance_bias_CN: Tensor | None = None
+    sinks_N: Tensor | None = None  # a score of each head that joins the softmax and has no value
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,7 @@ def forbidden_LC(
 
 # From queries [B, L, N, H] and projected keys and values [B, rows, 2, G, H], memory's rows first,
 # to what the queries read, [B, L, N, H].
-AttentionPath = Callable[
-    [Tensor, Sequence[Tensor], DistanceTerms, Visibility, WeightDropout], Tensor
-]
+AttentionPath = Callable[[Tensor, Sequence[Tensor], ScoreTerms, Visibility, WeightDropout], Tensor]
 
 
 def path_for(
@@ -106,7 +108,7 @@ def path_for(
 def fused_attention(
     query_BLNH: Tensor,
     parts: Sequence[Tensor],
-    terms: DistanceTerms,
+    terms: ScoreTerms,
     visibility: Visibility,
     dropout: WeightDropout,
     is_bitwise: bool = True,
@@ -133,6 +135,7 @@ def fused_attention(
         documents_BC=visibility.documents_BC,
         dropout=rate,
         dropout_keys_B=lane_keys_B,
+        sinks_N=terms.sinks_N,
         deterministic=is_bitwise,
     )
 
@@ -140,7 +143,7 @@ def fused_attention(
 def tiled_attention(
     query_BLNH: Tensor,
     parts: Sequence[Tensor],
-    terms: DistanceTerms,
+    terms: ScoreTerms,
     visibility: Visibility,
     dropout: WeightDropout,
 ) -> Tensor:
@@ -157,6 +160,7 @@ def tiled_attention(
         terms.content_bias_NH,
         terms.position_bias_NH,
         distance_bias_CN=terms.distance_bias_CN,
+        sinks_N=terms.sinks_N,
         max_distance=visibility.window or None,
         documents_BC=visibility.documents_BC,
         keep_NBLC=keep_NBLC,
@@ -167,7 +171,7 @@ def tiled_attention(
 def plain_attention(
     query_BLNH: Tensor,
     parts: Sequence[Tensor],
-    terms: DistanceTerms,
+    terms: ScoreTerms,
     visibility: Visibility,
     dropout: WeightDropout,
 ) -> Tensor:
@@ -180,9 +184,12 @@ def plain_attention(
 
 
 def weights_and_values(
-    query_BLNH: Tensor, parts: Sequence[Tensor], terms: DistanceTerms, visibility: Visibility
+    query_BLNH: Tensor, parts: Sequence[Tensor], terms: ScoreTerms, visibility: Visibility
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention weights [N, B, L, C], without dropout, and what they are weights of."""
+    """Return the attention weights [N, B, L, C], without dropout, and what they are weights of.
+
+    With sinks the weights of a query sum to less than 1.
+    """
     query_NBLH = query_BLNH.permute(2, 0, 1, 3).contiguous()
     key_value = torch.cat([part.permute(2, 3, 0, 1, 4) for part in parts], dim=3)
     heads_per_key = len(query_NBLH) // key_value.shape[1]
@@ -190,10 +197,14 @@ def weights_and_values(
         key_value = key_value.repeat_interleave(heads_per_key, dim=1)
     key_NBCH, value_NBCH = key_value.unbind(0)
     scores_NBLC = _scores_NBLC(query_NBLH, key_NBCH, terms).add_(visibility.mask)
-    return torch.softmax(scores_NBLC, dim=-1), value_NBCH
+    if terms.sinks_N is None:
+        return torch.softmax(scores_NBLC, dim=-1), value_NBCH
+    sinks_NBL1 = terms.sinks_N[:, None, None, None].expand(*scores_NBLC.shape[:3], 1)
+    weights_NBLX = torch.softmax(torch.cat([scores_NBLC, sinks_NBL1], dim=-1), dim=-1)
+    return weights_NBLX[..., :-1], value_NBCH
 
 
-def _scores_NBLC(query_NBLH: Tensor, key_NBCH: Tensor, terms: DistanceTerms) -> Tensor:
+def _scores_NBLC(query_NBLH: Tensor, key_NBCH: Tensor, terms: ScoreTerms) -> Tensor:
     """Return the scores of section 3.3; keys after the query hold leftovers of the shift."""
     scale = 1.0 / math.sqrt(query_NBLH.shape[3])
     key_NBHC = key_NBCH.transpose(2, 3)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pretrain.model.attention_paths import DistanceTerms
+from pretrain.model.attention_paths import ScoreTerms
 from pretrain.model.lane_state import LaneState, LayerParts, Memory, selected_lanes
 from pretrain.model.layer import DeltaNetLayer, TransformerLayer
 from pretrain.model.segment_keys import SegmentKeys
@@ -121,7 +121,7 @@ class KeyValueCache:
         self._length, self._longest_segment = length, longest_segment
         self._num_tokens = num_tokens
         self._rows: RowBuffer | None = None
-        self._terms: DistanceTerms | None = None  # of the largest possible number of keys
+        self._terms: ScoreTerms | None = None  # of the largest possible number of keys
 
     def read(self, hidden_BLD: Tensor, keys: SegmentKeys) -> Tensor:
         """Return the layer's output, and remember the segment."""
@@ -144,7 +144,7 @@ class KeyValueCache:
             self._rows = RowBuffer(new_BL2GH, *lengths)
         return self._rows.append(new_BL2GH)
 
-    def _all_terms(self, keys: SegmentKeys) -> DistanceTerms:
+    def _all_terms(self, keys: SegmentKeys) -> ScoreTerms:
         if self._terms is None:
             biases_NH = (self._module.content_bias, self._module.position_bias)
             positions_CX = keys.positions_CX(self._length + self._longest_segment)
@@ -282,7 +282,7 @@ def new_stream(
     return CachedStream(module, memory_length, longest_segment, num_tokens)
 
 
-def _heads_first(terms: DistanceTerms) -> DistanceTerms:
+def _heads_first(terms: ScoreTerms) -> ScoreTerms:
     """Return the terms with projected positions laid out as attention reads them."""
     if terms.position_CNH is None:
         return terms
@@ -290,7 +290,7 @@ def _heads_first(terms: DistanceTerms) -> DistanceTerms:
     return replace(terms, position_CNH=position_NCH.transpose(0, 1))
 
 
-def _nearest(terms: DistanceTerms, num_keys: int) -> DistanceTerms:
+def _nearest(terms: ScoreTerms, num_keys: int) -> ScoreTerms:
     """Return the terms of the `num_keys` shortest distances."""
     positions, biases = terms.position_CNH, terms.distance_bias_CN
     return replace(

@@ -19,7 +19,7 @@ from pretrain.config.choices import (
 )
 from pretrain.config.model import ModelConfig
 from pretrain.model.attention import RelativeAttention
-from pretrain.model.attention_paths import DistanceTerms, Visibility
+from pretrain.model.attention_paths import ScoreTerms, Visibility
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.gated_deltanet import GatedDeltaNet
 from pretrain.model.parameters import Norm, norm_of, normal, zeros
@@ -167,7 +167,7 @@ class TransformerLayer(ResidualLayer):
         hidden_BLD: Tensor,
         remember: Callable[[Tensor], Tensor],
         positions_CX: Tensor,
-        terms: DistanceTerms,
+        terms: ScoreTerms,
         *,
         visibility: Visibility,
     ) -> Tensor:

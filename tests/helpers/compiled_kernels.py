@@ -29,6 +29,7 @@ DROPOUT = "dropout:0:"  # which knows no heads
 FLOAT32_POINTERS = {
     "key_biases",
     "distance_biases",
+    "sinks",
     "log_sums",
     "deltas",
     "query_sums",
@@ -46,6 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dropout": {"drop_threshold": 6554},
     "key_bias": {"has_key_bias": True},
     "distance_bias": {"has_distance_bias": True},
+    "sinks": {"has_sinks": True},
     "no_position": {"has_position": False},
     "adds_positions": {"adds_positions": True},
     "grouped": {"num_groups": 4},
@@ -141,6 +143,7 @@ def plain_variant(head_width: int, tile: Tile, **options: Any) -> Variant:
         "has_starts": False,
         "has_key_bias": False,
         "has_distance_bias": False,
+        "has_sinks": False,
         "drop_threshold": 0,
         "adds_positions": False,
         "precision": "tf32",

@@ -25,6 +25,7 @@ def exact_attention(
     *,
     key_bias_BNC: Tensor | None = None,
     distance_bias_CN: Tensor | None = None,
+    sinks_N: Tensor | None = None,
     max_distance: int | None = None,
     documents_BC: Tensor | None = None,
     keep_BNLC: Tensor | None = None,
@@ -53,7 +54,11 @@ def exact_attention(
         hidden_BNLC = hidden_BNLC | (distance_LC >= max_distance)
     if documents_BC is not None:
         hidden_BNLC = hidden_BNLC | (documents_BC[:, -L:, None] != documents_BC[:, None])[:, None]
-    weights_BNLC = scores_BNLC.masked_fill(hidden_BNLC, -math.inf).softmax(-1)
+    scores_BNLC = scores_BNLC.masked_fill(hidden_BNLC, -math.inf)
+    weights_BNLC = scores_BNLC.softmax(-1)
+    if sinks_N is not None:  # what is left of the rows' sums when the sink has its part
+        sums_BNL1 = scores_BNLC.logsumexp(-1, keepdim=True)
+        weights_BNLC = weights_BNLC * torch.sigmoid(sums_BNL1 - sinks_N[:, None, None])
     if keep_BNLC is not None:
         weights_BNLC = weights_BNLC * keep_BNLC / (1.0 - dropout)
     return torch.einsum("bnlc,bcnh->blnh", weights_BNLC, value_BCNH)

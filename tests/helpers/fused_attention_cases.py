@@ -19,7 +19,7 @@ from tests.helpers.triton_interpreter import patch_language_once
 if TYPE_CHECKING:
     from pretrain.kernels.triton.tiling import Tiles
 
-ARGUMENTS = ("query", "key", "value", "position", "u", "v", "key_bias", "distance_bias")
+ARGUMENTS = ("query", "key", "value", "position", "u", "v", "key_bias", "distance_bias", "sinks")
 LANE_KEYS = [7, -3, 2**62 + 5, 123_456_789_012]
 
 
@@ -39,6 +39,7 @@ class Case:
     positions: bool = True
     key_bias: bool = False
     distance_bias: bool = False
+    sinks: bool = False
     deterministic: bool = False
     from_table: bool = False  # tiles of a table beside the kernels
     wide: bool = False
@@ -104,6 +105,10 @@ CASES: dict[str, Case] = {
         B=2, L=37, M=23, dropout=0.3, wide=True, deterministic=True
     ),
     "dropout of grouped queries": Case(B=3, N=4, G=2, L=20, M=11, dropout=0.5, deterministic=True),
+    "sinks": Case(B=2, L=37, M=23, sinks=True, positions=False, wide=True),
+    "sinks, deterministic": Case(
+        B=3, N=4, G=2, L=37, M=23, sinks=True, documents=3, dropout=0.3, deterministic=True
+    ),
     "everything": Case(
         B=2,
         N=4,
@@ -116,6 +121,7 @@ CASES: dict[str, Case] = {
         dropout=0.2,
         key_bias=True,
         distance_bias=True,
+        sinks=True,
         wide=True,
     ),
     "tiles of a table": Case(L=37, M=23, deterministic=True, from_table=True),
@@ -143,6 +149,7 @@ def errors_of(case: Case) -> dict[str, float]:
         *exact_inputs[:6],
         key_bias_BNC=exact_inputs[6],
         distance_bias_CN=exact_inputs[7],
+        sinks_N=exact_inputs[8],
         documents_BC=documents_BC,
         max_distance=case.max_distance,
         keep_BNLC=keep,
@@ -183,6 +190,7 @@ def fused(case: Case, inputs: list[Tensor | None], documents_BC: Tensor | None) 
         *inputs[:6],
         key_bias_BNC=inputs[6],
         distance_bias_CN=inputs[7],
+        sinks_N=inputs[8],
         max_distance=case.max_distance,
         documents_BC=documents_BC,
         dropout=case.dropout,
@@ -225,6 +233,7 @@ def _inputs(case: Case, generator: torch.Generator) -> list[Tensor | None]:
         *position,
         key_bias,
         normal(C, N) if case.distance_bias else None,
+        3 * normal(N) if case.sinks else None,
     ]
 
 

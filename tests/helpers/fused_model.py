@@ -28,6 +28,7 @@ VARIANTS = {
     "alibi": {"positions": "alibi", "num_key_heads": 1},
     "t5": {"positions": "t5", "isolate_documents": True},
     "compressive": {"compressed_length": 5},
+    "sinks": {"positions": "rope", "attention_sinks": True},
 }
 
 

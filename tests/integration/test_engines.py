@@ -109,6 +109,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "feed_forward": "swiglu",
         "num_key_heads": 1,
         "query_key_norm": True,
+        "attention_sinks": True,
         "z_loss": 1e-3,
     },
     "adaptive": {

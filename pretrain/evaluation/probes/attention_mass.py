@@ -33,13 +33,16 @@ MOST_WEIGHTS = 1 << 26  # of one layer at a time
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMass:
-    """Means over queries, per layer and head; a row's weights sum to 1 over parts and bins."""
+    """Means over queries, per layer and head.
+
+    A row's weights sum to 1 over parts and bins, less what a sink takes.
+    """
 
     layers: tuple[int, ...]  # those of the model that attend, counted from 0
     first_distances: tuple[int, ...]  # of each bin, which ends before the next; in keys
     mass: dict[str, list[list[list[float]]]]  # of PARTS: [layer][head][bin]
     entropy: list[list[float]]  # nats
-    mean_distance: list[list[float]]  # keys
+    mean_distance: list[list[float]]  # keys, of the mass that no sink takes
     # Of equal weights on all keys that a query sees, with the longest memory.
     uniform_entropy: float
     queries: int
@@ -180,10 +183,11 @@ def _means(
     mass = torch.stack([sums.mass[layer] for layer in sorted(sums.mass)]) / sums.queries
     mass_PINX = mass.unflatten(2, (len(PARTS), sums.num_bins)).permute(2, 0, 1, 3)
     used = int(mass_PINX.sum((0, 1, 2)).nonzero().max()) + 1
-    entropy, distance = (
-        [(of_layer[layer] / sums.queries).tolist() for layer in sorted(of_layer)]
-        for of_layer in (sums.entropy, sums.distance)
-    )
+    entropy = [(sums.entropy[layer] / sums.queries).tolist() for layer in sorted(sums.entropy)]
+    distance = [
+        (sums.distance[layer] / sums.mass[layer].sum(-1)).tolist()
+        for layer in sorted(sums.distance)
+    ]
     return AttentionMass(
         layers=layers,
         first_distances=first_distances(used),

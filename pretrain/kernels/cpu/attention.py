@@ -5,7 +5,8 @@ The score of query i and key j at distance t = i + M - j is
     [(q_i + u) . k_j + (q_i + v) . r_t] / sqrt(H) + b_t
 
 The paper's positions have u, v and r; a bias per distance has b; rotated queries and keys need
-neither. Letters of shapes as in `pretrain.model` and `tiles`.
+neither. A sink is one more score of each head's softmax, whose value is zero. Letters of shapes as
+in `pretrain.model` and `tiles`.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ def relative_attention(
     position_bias_NH: Tensor | None,
     *,
     distance_bias_CN: Tensor | None = None,
+    sinks_N: Tensor | None = None,
     max_distance: int | None = None,
     documents_BC: Tensor | None = None,
     keep_NBLC: Tensor | None = None,
     keep_probability: float = 1.0,
     tiling: Tiling = DEFAULT_TILING,
 ) -> Tensor:
-    """Return what each query reads, [B, L, N, H]; gradients flow to the first six arguments.
+    """Return what each query reads, [B, L, N, H]; gradients flow to the tensors up to `sinks_N`.
 
     `key_value_parts` are [B, rows, 2, G, H], keys and values as projected: memory's rows, then the
     segment's. Together they are the C keys, of which the queries are the last L. Consecutive heads
@@ -68,7 +70,8 @@ def relative_attention(
     assert (position_CNH is None) == (position_bias_NH is None)
     assert N % G == 0, (N, G)
     plan = groups(query_BLNH, G, C, first_keys(L, C, max_distance, documents_BC), tiling)
-    inputs = (query_BLNH, position_CNX, content_bias_NH, position_bias_NH, *key_value_parts)
+    biases = (content_bias_NH, position_bias_NH, sinks_N)
+    inputs = (query_BLNH, position_CNX, *biases, *key_value_parts)
     return _RelativeAttention.apply(
         plan, 1.0 / keep_probability, torch.is_grad_enabled(), keep_NBLC, *inputs
     )
@@ -142,7 +145,7 @@ class Gradients:
     """The gradients of the inputs, summed over tiles in an order that depends on the plan alone."""
 
     def __init__(self, inputs: Sequence[Any], scratch: Scratch, *, wants_positions: bool) -> None:
-        query_BLNH, position_CNX, content_bias_NH, position_bias_NH, *parts = inputs
+        query_BLNH, position_CNX, content_bias_NH, position_bias_NH, sinks_N, *parts = inputs
         self._scratch = scratch
         self._scale = query_BLNH.shape[3] ** -0.5
         self._query_BLNH = torch.empty_like(query_BLNH, memory_format=torch.contiguous_format)
@@ -154,6 +157,7 @@ class Gradients:
             None if bias_NH is None else torch.zeros_like(bias_NH)
             for bias_NH in (content_bias_NH, position_bias_NH)
         )
+        self._sinks_N = None if sinks_N is None else torch.zeros_like(sinks_N)
         self._sums: dict[str, Tensor] = {}  # of the current group
         self._parts = [
             torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts
@@ -164,7 +168,7 @@ class Gradients:
         positions_CNX = None if self._position_NXC is None else self._position_NXC.permute(2, 0, 1)
         biases = (self._content_bias_NH, self._position_bias_NH)
         scaled = (None if bias_NH is None else bias_NH.mul_(self._scale) for bias_NH in biases)
-        return (self._query_BLNH, positions_CNX, *scaled, *self._parts)
+        return (self._query_BLNH, positions_CNX, *scaled, self._sinks_N, *self._parts)
 
     def add_tile(
         self,
@@ -192,6 +196,10 @@ class Gradients:
         torch.ops.aten._softmax_backward_data.out(
             work_PRS, weights_PRS, -1, weights_PRS.dtype, grad_input=scores_PRS
         )
+        if self._sinks_N is not None:
+            # One number added to all scores of a row, the sink among them, changes nothing, so
+            # their gradients sum to zero.
+            self._sinks_N[group.heads] -= scores_PRS.view(operands.num_heads, -1).sum(1)
         content_query_PRH = operands.content_query_PLH[:, block.rows]
         self._add_to_keys(
             "key gradient", operands.key_PCH.shape, block, scores_PRS, content_query_PRH

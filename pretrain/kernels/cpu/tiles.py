@@ -160,11 +160,12 @@ class Operands:
     value_PCH: Tensor
     position_query_nBLX: Tensor | None
     position_nCX: Tensor | None
+    sinks_n: Tensor | None
 
     @classmethod
     def read(cls, group: Group, inputs: Sequence[Any], scratch: Scratch) -> Operands:
         """Gather the group's part of the inputs, heads first."""
-        query_BLNH, position_CNX, content_bias_NH, position_bias_NH, *parts = inputs
+        query_BLNH, position_CNX, content_bias_NH, position_bias_NH, sinks_N, *parts = inputs
         query = query_BLNH.permute(2, 0, 1, 3)[group.heads, group.lanes]
         heads, lanes, _, width = query.shape
         views = group_parts(group, parts)
@@ -179,8 +180,9 @@ class Operands:
         content = scratch.take("content query", *query.shape)
         content = _scaled(query, content_bias_NH, group, content)
         operands = (heads, content.flatten(0, 1), key_PCH, value_PCH)
+        sinks_n = None if sinks_N is None else sinks_N[group.heads]
         if position_CNX is None:
-            return cls(*operands, None, None)
+            return cls(*operands, None, None, sinks_n)
         if position_bias_NH is None:
             position_query = query.new_ones(()).expand(*query.shape[:3], 1)
         else:
@@ -189,7 +191,7 @@ class Operands:
         position_nCX = position_CNX.transpose(0, 1)[group.heads]
         if position_nCX.stride(1) != position_nCX.shape[2]:
             position_nCX = scratch.take("position", *position_nCX.shape).copy_(position_nCX)
-        return cls(*operands, position_query, position_nCX)
+        return cls(*operands, position_query, position_nCX, sinks_n)
 
     def positions(self, block: Block) -> tuple[Tensor, Tensor] | None:
         """Return the block's position queries [n, B * R, X] and positions [n, S, X], if any."""
@@ -228,7 +230,8 @@ def attend(
     """
     content_query_PRH = operands.content_query_PLH[:, block.rows]
     P, R, H = content_query_PRH.shape
-    shape = (P, R, block.num_keys)
+    S = block.num_keys
+    shape = (P, R, S)
     scores = scratch.take("scores", *shape)
     positions = operands.positions(block)
     if positions is not None:
@@ -241,10 +244,22 @@ def attend(
         weights_PRS.add_(shifted(scores))
     masked = weights_PRS.view(operands.num_heads, -1, R, block.num_keys)
     masked[..., -block.mask.shape[-1] :].add_(block.mask)
-    torch.softmax(weights_PRS, dim=-1, out=weights_PRS)
+    if operands.sinks_n is None:
+        torch.softmax(weights_PRS, dim=-1, out=weights_PRS)
+    else:
+        _softmax_with_sinks_(weights_PRS.view(operands.num_heads, -1, S), operands.sinks_n)
     kept_PRS = weights_PRS if keep is None else dropped(weights_PRS, keep, out=scores)
     read_PRH = scratch.take("read", P, R, H)
     return weights_PRS, torch.bmm(kept_PRS, operands.value_PCH[:, block.keys], out=read_PRH)
+
+
+def _softmax_with_sinks_(scores_nYS: Tensor, sinks_n: Tensor) -> None:
+    """Replace the scores by their softmax, whose denominators include the heads' sinks."""
+    sinks_n11 = sinks_n[:, None, None]
+    highest_nY1 = torch.maximum(scores_nYS.amax(-1, keepdim=True), sinks_n11)
+    scores_nYS.sub_(highest_nY1).exp_()
+    sums_nY1 = scores_nYS.sum(-1, keepdim=True).add_((sinks_n11 - highest_nY1).exp_())
+    scores_nYS.div_(sums_nY1)
 
 
 def dropped(tile_PRS: Tensor, keep: Tensor, *, out: Tensor) -> Tensor:

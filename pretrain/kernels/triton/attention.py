@@ -32,6 +32,7 @@ def fused_relative_attention(
     dropout: float = 0.0,
     key_bias_BNC: Tensor | None = None,
     distance_bias_CN: Tensor | None = None,
+    sinks_N: Tensor | None = None,
     deterministic: bool = True,
     tiles: Tiles | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
@@ -40,7 +41,8 @@ def fused_relative_attention(
 
     The scores are [(q_i + u) . k_j + (q_i + v) . r_ij] / sqrt(H) + biases. The queries are the last
     L of the C keys. `position_CNH` are the projected encodings W_R R, row j for distance C - 1 - j;
-    `distance_bias_CN` has the same order. Without positions, u and v are None as well.
+    `distance_bias_CN` has the same order. Without positions, u and v are None as well. `sinks_N`
+    are scores that join the softmax of every row and have no value.
 
     Hidden are keys after the query, keys at `max_distance` or more (`same_length`) and keys of
     other documents, whose ids `documents_BC` never fall along C. `dropout` drops weights by a pure
@@ -53,7 +55,7 @@ def fused_relative_attention(
     """
     biases = (key_bias_BNC, distance_bias_CN)
     relative = (position_CNH, content_bias_NH, position_bias_NH)
-    inputs = Inputs(query_BLNH, key_BCGH, value_BCGH, *relative, *biases)
+    inputs = Inputs(query_BLNH, key_BCGH, value_BCGH, *relative, *biases, sinks_N)
     _check(inputs)
     assert dropout == 0.0 or dropout_keys_B is not None, "dropout needs a key per lane"
     C, L = key_BCGH.shape[1], query_BLNH.shape[1]
@@ -106,7 +108,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def _check(inputs: Inputs) -> None:
     """Assert that shapes and types are consistent; they are the caller's, never the user's."""
-    query, key, value, position, u, v, key_bias, distance_bias = inputs
+    query, key, value, position, u, v, key_bias, distance_bias, sinks = inputs
     B, L, N, H = query.shape
     C, G = key.shape[1:3]
     assert key.shape == value.shape == (B, C, G, H), (query.shape, key.shape, value.shape)
@@ -119,6 +121,7 @@ def _check(inputs: Inputs) -> None:
         (v, (N, H)),
         (key_bias, (B, N, C)),
         (distance_bias, (C, N)),
+        (sinks, (N,)),
     ):
         assert tensor is None or tensor.shape == shape, (tuple(tensor.shape), shape)
     assert key.dtype == value.dtype == query.dtype, (query.dtype, key.dtype, value.dtype)

@@ -139,7 +139,7 @@ def _visit_keys(
 @triton.jit
 def forward_kernel(
     content_queries, position_queries, keys, values, positions, key_biases, distance_biases,
-    first_keys, dropout_keys, outputs, log_sums, key_lane, value_lane, L, M, window,
+    first_keys, dropout_keys, sinks, outputs, log_sums, key_lane, value_lane, L, M, window,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
     """Write outputs [B, L, N, H] and log_sums [B, N, L], log2 of the softmax's denominators."""
@@ -186,6 +186,10 @@ def forward_kernel(
     output = tl.zeros([ROWS, PADDED], dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     maximum = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    if VARIANT.has_sinks:
+        # As after a key with the sink's score and a value of zeros.
+        maximum = tl.zeros([ROWS], dtype=tl.float32) + tl.load(sinks + head)
+        total += 1.0
     position_query = content_query
     left = total
     before = total

@@ -6,6 +6,7 @@ Letters of shapes as in `pretrain.model`; X are tiles or shares of the lanes.
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ class Inputs(NamedTuple):
     position_bias_NH: Tensor | None
     key_bias_BNC: Tensor | None
     distance_bias_CN: Tensor | None
+    sinks_N: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ class Call:
         self.arguments = self._arguments()
 
     def _arguments(self) -> dict[str, Any]:
-        query, key, value, position, u, v, key_bias, distance_bias = self.inputs
+        query, key, value, position, u, v, key_bias, distance_bias, _ = self.inputs
         scale = self.variant(SUM_TILE).scale
         # Added here, u and v cost little. In the kernels they would break the direct path from
         # memory to the tensor cores.
@@ -109,6 +111,7 @@ class Call:
             has_starts=self.options.first_keys_BL is not None,
             has_key_bias=self.inputs.key_bias_BNC is not None,
             has_distance_bias=self.inputs.distance_bias_CN is not None,
+            has_sinks=self.inputs.sinks_N is not None,
             drop_threshold=self.options.drop_threshold,
             adds_positions=adds_positions,
             precision="ieee" if self.inputs.query_BLNH.dtype == torch.float32 else "tf32",
@@ -171,8 +174,21 @@ def launch_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     output_BLNH = inputs.query_BLNH.new_empty(inputs.query_BLNH.shape)
     log_sums_BNL = call.float32(call.B, call.N, call.L)
     programs = cdiv(call.L, tile.rows) * call.B * call.N
-    call.launch(forward_kernel, programs, tile, outputs=output_BLNH, log_sums=log_sums_BNL)
+    sinks_N = _sinks_log2(inputs)
+    call.launch(
+        forward_kernel,
+        programs,
+        tile,
+        sinks=output_BLNH if sinks_N is None else sinks_N,  # it does not read absent ones
+        outputs=output_BLNH,
+        log_sums=log_sums_BNL,
+    )
     return output_BLNH, log_sums_BNL
+
+
+def _sinks_log2(inputs: Inputs) -> Tensor | None:
+    """Return the sinks as the kernels' sums have them, logarithms to base 2."""
+    return None if inputs.sinks_N is None else inputs.sinks_N.float() * math.log2(math.e)
 
 
 def launch_backward(
@@ -214,10 +230,20 @@ def launch_backward(
         v_gradient,
         backward.score_sums_BNC,
         backward.distance_bias_NC.T,
+        _sink_gradients(inputs, log_sums_BNL, call.arguments["deltas"]),
     )
     return Inputs(
         *(_like(gradient, argument) for gradient, argument in zip(gradients, inputs, strict=True))
     )
+
+
+def _sink_gradients(inputs: Inputs, log_sums_BNL: Tensor, deltas_BNL: Tensor) -> Tensor | None:
+    """Return the sums over all rows of minus the sink's weight times delta: its value is zero."""
+    sinks_N = _sinks_log2(inputs)
+    if sinks_N is None:
+        return None
+    weights_BNL = torch.exp2(sinks_N[:, None] - log_sums_BNL)
+    return -(weights_BNL * deltas_BNL).sum((0, 2))
 
 
 class Backward:

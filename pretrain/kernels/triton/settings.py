@@ -86,6 +86,7 @@ class Variant:
     has_starts: bool  # documents are isolated
     has_key_bias: bool
     has_distance_bias: bool
+    has_sinks: bool  # in the softmax's denominators
     drop_threshold: int  # of DROPOUT_LEVELS
     adds_positions: bool  # in the kernel of the queries' gradient
     precision: str  # of products of float32; "ieee" or "tf32"

@@ -30,6 +30,7 @@ WANTED = [
         for kernel in ("forward", "key_gradient")
         for width in (64, 128)
     ),
+    "forward:128:90:sinks",
     "forward:41:100:documents,dropout",  # rows that are no multiples of 16 bytes
     "key_gradient:41:80:documents,dropout",
     "forward:64:90:distance_bias,no_position",

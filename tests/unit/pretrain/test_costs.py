@@ -60,9 +60,11 @@ VARIANTS = {
     "alibi, gelu, one key head": {"positions": "alibi", "feed_forward": "gelu", "num_key_heads": 1},
     "t5, query-key norm": {"positions": "t5", "query_key_norm": True},
     "compressive": {"compressed_length": 4},
+    "sinks": {"attention_sinks": True},
     "compressive, mean": {"compressed_length": 4, "compression": "mean"},
     "deltanet": {"layer_kinds": ("deltanet", "attention"), "deltanet_expansion": 3},
     "deltanet, untied biases": {"layer_kinds": ("deltanet", "attention"), "untie_biases": True},
+    "deltanet, sinks": {"layer_kinds": ("deltanet", "attention"), "attention_sinks": True},
     "div_val, nothing tied": {"cutoffs": (10, 30), "div_val": 2, "tie_embeddings": False},
 }
 

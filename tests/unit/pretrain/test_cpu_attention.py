@@ -35,6 +35,7 @@ class Case:
     keep_probability: float = 1.0
     clamp: int = 0
     positions: Literal["encodings", "biases", "none"] = "encodings"
+    sinks: bool = False
     tiling: Tiling = SMALL_TILES
 
     @property
@@ -70,7 +71,11 @@ CASES = {
     "contents_only_and_everything": Case(
         positions="none", key_heads=1, max_distance=6, documents=True, keep_probability=0.5
     ),
-    "everything": Case(key_heads=2, max_distance=6, documents=True, keep_probability=0.5, clamp=5),
+    "sinks": Case(sinks=True),
+    "sinks_of_contents": Case(sinks=True, positions="none", key_heads=2, documents=True),
+    "everything": Case(
+        key_heads=2, max_distance=6, documents=True, keep_probability=0.5, clamp=5, sinks=True
+    ),
 }
 
 
@@ -93,6 +98,7 @@ def inputs_of(case: Case, dtype: torch.dtype) -> list[Tensor]:
     inputs = [
         values(case.lanes, case.queries, *heads),
         *(values(*shape) for shape in positions[case.positions]),
+        *([values(case.heads)] if case.sinks else []),
         values(case.lanes, case.memory, *key_heads),
         values(case.lanes, case.queries, *key_heads),
     ]
@@ -127,15 +133,20 @@ def distance_terms(case: Case, inputs: list[Tensor]) -> tuple[list[Tensor | None
     return [None, None, None], inputs[1] if case.positions == "biases" else None
 
 
+def sinks_of(case: Case, inputs: list[Tensor]) -> Tensor | None:
+    return inputs[-3] if case.sinks else None
+
+
 def fast(case: Case, inputs: list[Tensor]) -> Tensor:
     encodings, bias = distance_terms(case, inputs)
-    options = {"distance_bias_CN": bias, "tiling": case.tiling, **options_of(case)}
+    options = {"distance_bias_CN": bias, "sinks_N": sinks_of(case, inputs), **options_of(case)}
+    options |= {"tiling": case.tiling}
     return relative_attention(inputs[0], inputs[-2:], *encodings, **options)
 
 
 def exact(case: Case, inputs: list[Tensor]) -> Tensor:
     encodings, bias = distance_terms(case, inputs)
-    options = {"distance_bias_CN": bias, **options_of(case)}
+    options = {"distance_bias_CN": bias, "sinks_N": sinks_of(case, inputs), **options_of(case)}
     keep_NBLC, keep_probability = (
         options.pop("keep_NBLC", None),
         options.pop("keep_probability", 1.0),

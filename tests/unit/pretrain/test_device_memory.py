@@ -52,6 +52,11 @@ CASES = {
         {"activation_checkpointing": "full", "checkpoint_every_n_layers": 2},
     ),
     "long memory, plain attention": (LONG, (4, 512), {"attention_kernel": "plain"}),
+    "long memory, sinks": (
+        {**LONG, "attention_sinks": True},
+        (4, 512),
+        {"attention_kernel": "plain"},
+    ),
     "many words": (WORDY, (16, 64), {}),
     "many words, output layer in chunks": (WORDY, (16, 64), {"logits_chunk_tokens": 128}),
     "slots": (DEEP, (8, 128), {"micro_batch_lanes": 2}),
@@ -150,7 +155,9 @@ def launched_workspace_bytes(run: RunConfig, capability: tuple[int, int]) -> int
         tiles=built_in_tiles(H, capability),
         workspace_bytes=WORKSPACE_BYTES,
     )
-    call = Call(Inputs(empty(B, L, N, H), key_BCGH, value_BCGH, *relative, None, None), options)
+    call = Call(
+        Inputs(empty(B, L, N, H), key_BCGH, value_BCGH, *relative, None, None, None), options
+    )
     call.arguments["output_gradients"] = empty(B, L, N, H)
     return Backward(call, adds_positions=False).workspace.nbytes
 

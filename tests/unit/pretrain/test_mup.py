@@ -55,6 +55,7 @@ MORE_HEADS: dict[str, dict[str, Any]] = {
         "feed_forward": "gelu",
         "positions": "t5",
         "query_key_norm": True,
+        "attention_sinks": True,
     },
     "compressive": {
         "compressed_length": 8,
