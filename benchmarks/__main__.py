@@ -1,4 +1,5 @@
-"""`python -m benchmarks model | data | kernels | gpu | gpu-bundle | peers | recovery`."""
+"""`python -m benchmarks model | data | kernels | gpu | gpu-bundle | peers | recovery |
+scale`."""
 
 from __future__ import annotations
 
@@ -24,6 +25,10 @@ COMMANDS = {
     "recovery": (
         "benchmarks.recovery",
         "false alarms and detected loss spikes of automatic recovery, on small runs",
+    ),
+    "scale": (
+        "benchmarks.scale.command",
+        "how costs grow with the number of ranks, and what failing nodes cost",
     ),
     "peers": (
         "benchmarks.peers",

@@ -1,10 +1,20 @@
 from __future__ import annotations
 
+import math
+import subprocess
 from itertools import repeat
 
 import pytest
 
+from benchmarks.__main__ import main
+from benchmarks.scale.command import END, START, write_page
+from benchmarks.scale.costs import Cost, table_of
+from benchmarks.scale.failure_table import HOUR_COSTS, spare_nodes
 from benchmarks.scale.failures import exponential, simulate, uniform, weibull
+from benchmarks.scale.growth import growth_of
+from benchmarks.scale.instruments import counted_files
+from data_pipeline.errors import UserError
+from data_pipeline.files import write_text
 from pretrain.costs.failures import FailureCosts
 
 HOUR = FailureCosts(between_failures=3600.0, pause=30.0, write=100.0, down=200.0, start=300.0)
@@ -70,7 +80,76 @@ def test_a_run_without_a_spare_node_waits_for_the_repair():
 
 def test_the_hour_of_kills_is_predicted():
     # docs/log.md, "100M parameters for an hour, killed every few minutes": 83%.
-    costs = FailureCosts(between_failures=270.0, pause=0.014, write=11.3, start=24.5)
-    found = [simulate(costs, 23.6, uniform(180.0, 360.0, seed), 3660.0) for seed in range(100)]
+    found = [simulate(HOUR_COSTS, 23.6, uniform(180.0, 360.0, seed), 3660.0) for seed in range(100)]
     goodput = sorted(each.goodput for each in found)
     assert goodput[5] < 0.83 < goodput[-6]
+
+
+@pytest.mark.parametrize(
+    ("law", "cost"),
+    [
+        ("constant", lambda size: 7.0),
+        ("constant", lambda size: 9 - 0.01 * size),
+        ("log", lambda size: 1 + 2 * math.log2(size)),
+        ("linear", lambda size: 3 + 0.5 * size),
+        ("linear", lambda size: (3 + 0.5 * size) * (1.05 if size == 16 else 0.96)),
+    ],
+)
+def test_the_law_of_growth_is_found_and_extrapolated(law, cost):
+    found = growth_of({size: cost(size) for size in (4, 16, 64, 256)})
+    assert found.law == law
+    if cost(4) < cost(8):
+        assert found.at(4096) == pytest.approx(cost(4096), rel=0.1)
+
+
+def test_a_goal_is_judged_at_4096_ranks():
+    measured = {4: 4.0, 16: 16.0, 64: 64.0}
+    met, missed = (
+        Cost(name="files", measured=measured, at_most=goal, detail="counted")
+        for goal in (4096.5, 2048.0)
+    )
+    assert met.is_met
+    assert not missed.is_met
+    rows = [line.split("|") for line in table_of([met, missed]).splitlines()[2:]]
+    assert [row[8].strip() for row in rows] == ["met", "MISSED, 2x"]
+    assert [cell.strip() for cell in rows[0][4:7]] == ["64", "512", "4,096"]
+
+
+def test_sizes_other_than_ranks_have_their_own_targets():
+    shards = Cost(
+        name="plan", measured={10: 1.0, 100: 10.0, 1000: 100.0}, of="shards",
+        targets=(1600, 12_500, 100_000), at_most=20_000,
+    )  # fmt: skip
+    assert shards.at_4096 == pytest.approx(10_000)
+
+
+def test_opened_files_are_counted_in_whatever_language_opens_them(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).touch()
+    with counted_files(tmp_path) as counts:
+        (tmp_path / "one").read_bytes()
+        subprocess.run(["cat", str(tmp_path / "two"), str(tmp_path / "one")], check=True)
+        write_text(tmp_path / "three", "text")
+    assert counts == {"opened": 4, "created": 1, "moved in": 1}
+
+
+def test_a_page_gets_new_tables_between_its_marks_and_keeps_the_rest(tmp_path):
+    page = tmp_path / "scale.md"
+    page.write_text(f"before\n{START}old\n{END}after\n")
+    for report in ("first", "second \\1"):
+        write_page(page, report)
+    assert page.read_text() == f"before\n{START}\nsecond \\1\n\n{END}after\n"
+    page.write_text("no marks")
+    with pytest.raises(UserError, match="found no line <!-- python -m benchmarks scale -->"):
+        write_page(page, "report")
+
+
+def test_as_many_spare_nodes_are_named_as_are_rarely_not_enough():
+    # Of a Poisson distribution with mean 2, 0.0166 is above 5 and 0.0045 above 6.
+    assert spare_nodes(2.0) == 6
+    assert spare_nodes(0.005) == 0
+
+
+def test_another_subject_than_those_there_are_is_named(capsys):
+    assert main(["scale", "--only", "speed"]) == 2
+    assert "found no such subject, expected one of" in capsys.readouterr().err

@@ -1,0 +1,93 @@
+"""`python -m benchmarks.scale.ranks N ...`: gloo ranks that do what every step does; prints JSON.
+
+A program of its own, because ranks are forked, and what forks may not have threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+STEPS, STEP_SECONDS = 30, 0.05
+FIRST_STEPS = 3  # in which ranks connect to each other
+
+
+def rank_program(results: Path) -> int:
+    """Exchange stop requests as the training loop does; write what this rank measured."""
+    from pretrain.distributed.world import destroy_process_group, gather_values, init_world
+    from pretrain.recovery.stop_requests import StopRequest
+
+    world, stop = init_world(), StopRequest()
+    exchange = timed(lambda: stop.ask(no_flags)())
+    started, waits = time.thread_time(), []
+    for _ in range(STEPS):
+        answer = stop.ask(no_flags)
+        time.sleep(STEP_SECONDS)  # the last micro-batch; it leaves the cores to other ranks
+        before = time.perf_counter()
+        answer()
+        waits.append(time.perf_counter() - before)
+    cpu = (time.thread_time() - started) / STEPS
+    gather_values(world.rank, int)
+    measured = {
+        # On a busy machine most of them wait for a rank that got no core, not for its answer.
+        "wait": statistics.quantiles(waits)[0],
+        "exchange": exchange,
+        "cpu": cpu,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+    (results / f"{world.rank}.json").write_text(json.dumps(measured))
+    gather_values(world.rank, int)  # none leaves before all have counted
+    destroy_process_group()
+    return 0
+
+
+def no_flags() -> list[bool]:
+    """What ranks ask besides a stop."""
+    return [False, False]
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds of the work, the median of many, once ranks are connected."""
+    seconds = []
+    for _ in range(FIRST_STEPS + STEPS):
+        before = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - before)
+    return statistics.median(seconds[FIRST_STEPS:])
+
+
+def measure(num_ranks: int) -> dict[str, float]:
+    """Fork the ranks; return the medians over them, and rank 0's descriptors."""
+    from tests.helpers.forked_ranks import all_ended, fork_ranks
+
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        results = Path(directory)
+        pids = fork_ranks(num_ranks, lambda: rank_program(results), results)
+        while not all_ended(pids):
+            time.sleep(0.05)
+        found = [json.loads((results / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    return {
+        "wait": statistics.median(each["wait"] for each in found),
+        "exchange": statistics.median(each["exchange"] for each in found),
+        "cpu": statistics.median(each["cpu"] for each in found),
+        "rank 0": found[0]["descriptors"],
+        "rank 1": found[1]["descriptors"],
+    }
+
+
+def main(sizes: list[int]) -> None:
+    """Measure each size after the other."""
+    import pretrain.distributed.world
+    import pretrain.recovery.stop_requests  # noqa: F401
+
+    print(json.dumps({size: measure(size) for size in sizes}))
+
+
+if __name__ == "__main__":
+    main([int(each) for each in sys.argv[1:]])
