@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 WIDTH_INCHES = 6.2
 # Of a single chart on a page: narrow, so that its text is large enough on a phone 400 px wide.
-CHART_WIDTH_INCHES, CHART_WIDTH_PIXELS = 4.6, 520
+CHART_WIDTH_INCHES = 4.6
+PIXELS_PER_INCH, WIDEST_PIXELS = 113, 620  # on a page, at most
 PANEL_INCHES = (6.0, 3.2)  # of several charts in one PNG
 PANELS_IN_A_ROW = 3  # of several axes in one chart
 DPI = 150
@@ -47,8 +48,20 @@ SERIES = (
     "#3aa0b8",
     "#86a03a",
 )
-# ... and the same from blue over green and red to purple, for series that have one.
-SPECTRUM = tuple(SERIES[index] for index in (0, 6, 2, 7, 4, 1, 5, 3))
+# ... and from purple over blue and green to amber, for series that have one: each is lighter than
+# the one before, so that they can be told apart in grey, too ...
+SPECTRUM = (
+    "#5a2695",
+    "#3550ab",
+    "#1b77ac",
+    "#229298",
+    "#39a776",
+    "#7fa841",
+    "#bca828",
+    "#efa63c",
+)
+# ... with a marker for each of a dozen.
+MARKERS = "osD^vPX<>ph8"
 # Decades that an axis spans at most -> where within a decade it has ticks
 TICKS_OF_A_DECADE = (
     (0.7, (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)),
@@ -87,13 +100,10 @@ class Panel:
 
 
 def canvas(
-    palette: Palette,
-    height_inches: float,
-    x_label: str,
-    y_label: str,
-    width_inches: float = WIDTH_INCHES,
+    palette: Palette, height_inches: float, x_label: str, y_label: str
 ) -> tuple[Figure, Axes]:
     """A figure with quiet axes, and its axes."""
+    width_inches = CHART_WIDTH_INCHES if palette is PAGE else WIDTH_INCHES
     figure, (axes,) = panels(palette, height_inches, 1, x_label, y_label, width_inches)
     return figure, axes
 
@@ -147,6 +157,11 @@ def spread_colors(count: int) -> list[str]:
     ]
 
 
+def spread_markers(count: int) -> list[str]:
+    """A marker for each value, which repeat after a dozen."""
+    return [MARKERS[index % len(MARKERS)] for index in range(count)]
+
+
 def _blended(first: str, second: str, part: float) -> str:
     """The color that is `part` of the way from the first to the second."""
     pairs = zip(bytes.fromhex(first[1:]), bytes.fromhex(second[1:]), strict=True)
@@ -192,10 +207,12 @@ def legend(axes: Axes, palette: Palette, title: str = "", **options: Any) -> Non
     shown.get_title().set(color=palette.faint, fontsize=8)
 
 
-def legend_above(figure: Figure, axes: Axes, palette: Palette, title: str) -> None:
+def legend_above(
+    figure: Figure, axes: Axes, palette: Palette, title: str, most_columns: int = 3
+) -> None:
     """The legend of these axes outside of them, where it covers nothing."""
     handles, labels = axes.get_legend_handles_labels()
-    columns = _legend_columns(figure, labels)
+    columns = _legend_columns(figure, labels, most_columns)
     shown = figure.legend(
         handles, labels, loc="outside upper center", ncols=columns, frameon=False,
         fontsize=8, labelcolor=palette.ink, handlelength=1.8, title=title,
@@ -203,10 +220,10 @@ def legend_above(figure: Figure, axes: Axes, palette: Palette, title: str) -> No
     shown.get_title().set(color=palette.faint, fontsize=8)
 
 
-def _legend_columns(figure: Figure, labels: Sequence[str]) -> int:
-    """How many columns of a legend's labels are no wider than the figure; at most 3."""
+def _legend_columns(figure: Figure, labels: Sequence[str], most: int = 3) -> int:
+    """How many columns of a legend's labels are no wider than the figure."""
     characters = LEGEND_CHARACTERS_PER_INCH * figure.get_figwidth()
-    return max(1, min(3, len(labels), int(characters // (max(map(len, labels), default=0) + 6))))
+    return max(1, min(most, len(labels), int(characters // (max(map(len, labels), default=0) + 6))))
 
 
 def _take_texts_literally(figure: Figure) -> None:
@@ -240,7 +257,9 @@ def chart_html(figure: Figure, alternative: str) -> str:
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg)
     svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(alternative)}"', 1)
+    widest = min(WIDEST_PIXELS, round(PIXELS_PER_INCH * figure.get_figwidth()))
+    shown = f'role="img" aria-label="{html.escape(alternative)}" style="max-width: {widest}px"'
+    svg = svg.replace("<svg", f"<svg {shown}", 1)
     for name, placeholder in vars(PAGE).items():
         svg = svg.replace(placeholder, f"var(--{name})")
     return svg
@@ -248,14 +267,13 @@ def chart_html(figure: Figure, alternative: str) -> str:
 
 def panel_html(panel: Panel, height_inches: float, alternative: str) -> str:
     """One panel as inline SVG."""
-    figure, axes = canvas(PAGE, height_inches, panel.x_label, panel.y_label, CHART_WIDTH_INCHES)
+    figure, axes = canvas(PAGE, height_inches, panel.x_label, panel.y_label)
     panel.draw(axes, PAGE)
     if labels := axes.get_legend_handles_labels()[1]:
         legend_above(figure, axes, PAGE, "")
         rows = -(-len(labels) // _legend_columns(figure, labels))
         figure.set_figheight(height_inches + LEGEND_ROW_INCHES * rows)
-    svg = chart_html(figure, alternative)
-    return svg.replace("<svg", f'<svg style="max-width: {CHART_WIDTH_PIXELS}px"', 1)
+    return chart_html(figure, alternative)
 
 
 def save_png(path: Path, figure: Figure) -> None:

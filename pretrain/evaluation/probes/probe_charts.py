@@ -12,8 +12,6 @@ from pretrain.evaluation.probes.distances import Borders
 from pretrain.evaluation.probes.document_position import PositionLoss
 from pretrain.evaluation.probes.recall import Recall
 from pretrain.reporting.charts import (
-    CHART_WIDTH_INCHES,
-    CHART_WIDTH_PIXELS,
     PAGE,
     SERIES,
     canvas,
@@ -24,7 +22,6 @@ from pretrain.reporting.charts import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 DASHED, DOTTED, DASH_DOTTED = (0, (4, 3)), (0, (1, 2)), (0, (5, 2, 1, 2))
 MOST_TICKS = 11
@@ -41,7 +38,7 @@ def recall_chart(
     name: str, recalls: Sequence[Recall], borders: Borders, effective_context: int
 ) -> str:
     """Return accuracy over distance, with intervals, chance, and the borders of what is seen."""
-    figure, axes = _canvas(2.6, "distance d (tokens)", "recalled")
+    figure, axes = canvas(PAGE, 2.6, "distance d (tokens)", "recalled")
     places = [place_of(each.distance) for each in recalls]
     values = [each.accuracy for each in recalls]
     below = [max(0.0, each.accuracy - each.low) for each in recalls]
@@ -57,12 +54,12 @@ def recall_chart(
     _mark_borders(axes, borders, effective_context)
     _power_ticks(axes, math.floor(places[0]), math.ceil(places[-1]))
     legend_above(figure, axes, PAGE, "")
-    return _svg(figure, f"{name}: accuracy over distance")
+    return chart_html(figure, f"{name}: accuracy over distance")
 
 
 def position_chart(losses: Sequence[PositionLoss], borders: Borders, effective_context: int) -> str:
     """Return loss over the position in the document, a line per memory length."""
-    figure, axes = _canvas(2.6, "position in the document (tokens)", "loss, nats per token")
+    figure, axes = canvas(PAGE, 2.6, "position in the document (tokens)", "loss, nats per token")
     styles = zip(losses, (PAGE.second, SERIES[1]), ("o-", "s--"), strict=False)
     for each, color, style in styles:
         filled = [number for number, count in enumerate(each.tokens) if count]
@@ -81,12 +78,12 @@ def position_chart(losses: Sequence[PositionLoss], borders: Borders, effective_c
     _mark_borders(axes, borders, effective_context)
     _power_ticks(axes, 0, num_bins)
     legend_above(figure, axes, PAGE, "")
-    return _svg(figure, "Loss over the position in the document")
+    return chart_html(figure, "Loss over the position in the document")
 
 
 def mass_chart(attention: AttentionMass, borders: Borders, effective_context: int) -> str:
     """Return the mean mass of a layer's heads over distance, a line per layer."""
-    figure, axes = _canvas(2.6, "distance of the key", "attention in the bin")
+    figure, axes = canvas(PAGE, 2.6, "distance of the key", "attention in the bin")
     totals = attention.total()
     colors = spread_colors(len(totals))
     for layer, (heads, color) in enumerate(zip(totals, colors, strict=True)):
@@ -101,7 +98,7 @@ def mass_chart(attention: AttentionMass, borders: Borders, effective_context: in
     _mark_borders(axes, borders, effective_context)
     _power_ticks(axes, 0, len(attention.first_distances))
     legend_above(figure, axes, PAGE, "")
-    return _svg(figure, "Attention by distance, a line per layer")
+    return chart_html(figure, "Attention by distance, a line per layer")
 
 
 def heads_chart(attention: AttentionMass, borders: Borders) -> str:
@@ -112,7 +109,7 @@ def heads_chart(attention: AttentionMass, borders: Borders) -> str:
     totals = attention.total()
     rows = [head for layer in totals for head in layer]
     height = min(MOST_INCHES, max(LEAST_INCHES, 0.7 + HEAD_INCHES * len(rows)))
-    figure, axes = _canvas(height, "distance of the key", "layer")
+    figure, axes = canvas(PAGE, height, "distance of the key", "layer")
     axes.grid(visible=False)
     highest = largest_cell(attention)
     squares, colors = [], []
@@ -133,7 +130,7 @@ def heads_chart(attention: AttentionMass, borders: Borders) -> str:
     _mark_borders(axes, borders, 0)
     _power_ticks(axes, 0, len(attention.first_distances))
     legend_above(figure, axes, PAGE, "")
-    return _svg(figure, "Attention by distance, a row of cells per head")
+    return chart_html(figure, "Attention by distance, a row of cells per head")
 
 
 def largest_cell(attention: AttentionMass) -> float:
@@ -150,7 +147,7 @@ def layers_chart(
     form: str,
 ) -> str:
     """Return a dot per head and the mean of each of the layers, below a limit."""
-    figure, axes = _canvas(2.1, "layer", y_label)
+    figure, axes = canvas(PAGE, 2.1, "layer", y_label)
     dots = [(layer, value) for layer, heads in zip(layers, values, strict=True) for value in heads]
     axes.plot(*zip(*dots, strict=True), "o", color=PAGE.second, alpha=0.45, markersize=5,
               label="a head", markeredgewidth=0)  # fmt: skip
@@ -163,11 +160,7 @@ def layers_chart(
     axes.set_xticks(layers[:: -(-len(values) // MOST_TICKS)])
     axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
     legend_above(figure, axes, PAGE, "")
-    return _svg(figure, f"{y_label} by layer")
-
-
-def _canvas(height: float, x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    return canvas(PAGE, height, x_label, y_label, CHART_WIDTH_INCHES)
+    return chart_html(figure, f"{y_label} by layer")
 
 
 def _mark_borders(axes: Axes, borders: Borders, effective_context: int) -> None:
@@ -194,8 +187,3 @@ def _power_ticks(axes: Axes, first: int, last: int) -> None:
     places = range(first, last + 1, step)
     texts = [str((1 << place) >> 1) for place in places]
     axes.set_xticks(list(places), texts)
-
-
-def _svg(figure: Figure, alternative: str) -> str:
-    svg = chart_html(figure, alternative)
-    return svg.replace("<svg", f'<svg style="max-width: {CHART_WIDTH_PIXELS}px"', 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -72,3 +73,13 @@ def test_every_value_has_a_color_of_its_own_between_the_same_ends():
         assert all(re.fullmatch("#[0-9a-f]{6}", color) for color in colors)
         assert colors[0] == charts.SPECTRUM[0]
         assert count == 1 or colors[-1] == charts.SPECTRUM[-1]
+
+
+def test_ordered_colors_are_told_apart_in_grey_and_a_dozen_by_their_markers():
+    grey = [
+        sum(part * int(color[at : at + 2], 16) for part, at in ((0.3, 1), (0.59, 3), (0.11, 5)))
+        for color in charts.spread_colors(12)
+    ]
+    assert all(second - first > 3 for first, second in pairwise(grey))
+    assert len({*charts.spread_markers(12)}) == 12
+    assert len(charts.spread_markers(30)) == 30
