@@ -66,7 +66,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="ROLE=NAME",
         help="name of the column of a role: parameters, tokens, loss, flops, budget, name, "
-        "progress, holdout, error or excluded",
+        "progress, holdout, bits, error or excluded",
     )
     add("--where", action="append", default=[], metavar="COLUMN=VALUE", help="use only these rows")
     add(

@@ -1,17 +1,18 @@
 """The charts of a scaling report, each drawn in the palette of the page or of print.
 
-Legend: K curves of a region, P points, X positions on an axis.
+Legend: P points, X positions on an axis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pretrain.reporting.charts import (
     SERIES,
+    SMALL,
     Palette,
     canvas,
     legend,
@@ -20,14 +21,13 @@ from pretrain.reporting.charts import (
     log_ticks,
     plain_ticks,
     spread_colors,
+    spread_markers,
 )
 from pretrain.scaling.checks import beyond, relative_error
 from pretrain.scaling.fit import Fit
-from pretrain.scaling.frontier import law_of
 from pretrain.scaling.intervals import LEVEL, Interval
 from pretrain.scaling.isoflop import Valley
 from pretrain.scaling.points import Array
-from pretrain.terminal.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,30 +37,24 @@ APPROACH_COLORS = {"envelope": SERIES[1], "isoflop": SERIES[2], "parametric": SE
 LOSS = "loss (nats per token)"
 FLOPS = "training FLOPs C"
 BANDS = f"by each approach, in a band of its {LEVEL}% interval"
-FEW_LABELS = 9
+MOST_LABELS = 12  # of budgets in a legend
+BITS = "bits per byte"
 BAND_POINTS = 60
-SHOWN_PERCENTILES = (1.0, 99.0)  # of a region that the axes of a cloud hold, with a margin
-MOST_DOTS = 1500
-CLOUD_MARGIN = 0.25
 
 Chart = Callable[[Fit, Palette], "Figure"]
 
 
 def valleys(fit: Fit, palette: Palette) -> Figure:
     """The runs of each budget over their size, with approach 2's parabolas and vertices."""
-    figure, axes = canvas(palette, 3.9, "parameters N", LOSS)
+    figure, axes = canvas(palette, 4.4, "parameters N", LOSS)
     points, isoflop = fit.points, fit.estimates.isoflop
-    budgets = points.budgets
-    has_labels = len(budgets) <= FEW_LABELS
     parabolas = {valley.budget: valley for valley in isoflop.valleys} if isoflop else {}
-    for budget, color in zip(budgets, spread_colors(len(budgets)), strict=True):
+    for budget, style in budget_styles(points.budgets).items():
         mine = points.budget_P == budget
-        runs = points.parameters_P[mine], points.loss_P[mine]
-        label = f"{budget:.3g}" if has_labels else None
-        axes.plot(*runs, "o", color=color, markersize=4, label=label)
+        axes.plot(points.parameters_P[mine], points.loss_P[mine], linestyle="", **style)
         valley = parabolas.get(budget)
         if valley and np.isfinite(valley.parameters):
-            _parabola(axes, valley, color)
+            _parabola(axes, valley, style["color"])
         if valley and valley.is_used:
             lowest = [valley.parameters], [valley.loss]
             axes.plot(*lowest, "*", color=palette.ink, markersize=9, zorder=5)
@@ -69,8 +63,38 @@ def valleys(fit: Fit, palette: Palette) -> Figure:
     axes.set_xscale("log")
     log_amount_ticks(axes.xaxis)
     plain_ticks(axes.yaxis)
-    legend(axes, palette, title=FLOPS if has_labels else "")
+    add_bits_per_byte(axes, fit, palette)
+    legend_above(figure, axes, palette, f"budget, {FLOPS}", most_columns=4)
     return figure
+
+
+def budget_styles(budgets: Array) -> dict[float, dict[str, Any]]:
+    """Color, marker and label of each budget; of many budgets only some have a label."""
+    count = len(budgets)
+    every = -(-count // MOST_LABELS)
+    looks = zip(budgets.tolist(), spread_colors(count), spread_markers(count), strict=True)
+    return {
+        budget: {
+            "color": color,
+            "marker": marker,
+            "markersize": 4.5,
+            "label": None if index % every else f"{budget:.3g}",
+        }
+        for index, (budget, color, marker) in enumerate(looks)
+    }
+
+
+def add_bits_per_byte(axes: Axes, fit: Fit, palette: Palette) -> None:
+    """The losses in bits per byte on a second axis, where the runs' table has both."""
+    factor = fit.points.bits_per_nat
+    if not np.isfinite(factor):
+        return
+    functions = (lambda loss: loss * factor, lambda bits: bits / factor)
+    right = axes.secondary_yaxis("right", functions=functions)
+    right.set_ylabel(BITS, color=palette.faint, fontsize=SMALL)
+    right.tick_params(which="both", colors=palette.faint, labelsize=SMALL, length=0)
+    right.spines["right"].set_visible(False)
+    plain_ticks(right.yaxis)
 
 
 def frontier(fit: Fit, palette: Palette) -> Figure:
@@ -83,6 +107,7 @@ def frontier(fit: Fit, palette: Palette) -> Figure:
         _held_out(axes, fit, palette)
     _mark_largest_run(axes, fit, palette)
     _log_flops_and_loss(axes)
+    add_bits_per_byte(axes, fit, palette)
     legend_above(figure, axes, palette, f"least loss {BANDS}")
     return figure
 
@@ -109,21 +134,26 @@ def residuals(fit: Fit, palette: Palette) -> Figure:
 
     figure, axes = canvas(palette, 3.4, FLOPS, "(predicted - measured) / measured loss, %")
     assert fit.estimates.parametric
-    points = fit.points
+    points, held = fit.points, fit.holdouts
     predicted_P = fit.estimates.parametric.law.loss(points.parameters_P, points.tokens_P)
     error_P = 100 * relative_error(predicted_P, points.loss_P)
     ratio_P = points.tokens_P / points.parameters_P
-    norm = LogNorm(ratio_P.min(), max(ratio_P.max(), 1.01 * ratio_P.min()))
-    shown = axes.scatter(
-        points.flops_P, error_P, c=ratio_P, cmap="viridis", norm=norm, s=18, linewidths=0
-    )
+    held_ratios = [item.tokens / item.parameters for item in held]
+    low, high = (end([*ratio_P, *held_ratios]) for end in (min, max))
+    look: dict[str, Any] = {"cmap": "viridis", "norm": LogNorm(low, max(high, 1.01 * low))}
+    shown = axes.scatter(points.flops_P, error_P, c=ratio_P, s=18, linewidths=0, **look)
+    if held:
+        errors, label = [100 * item.error for item in held], "run held out"
+        look |= {"marker": "D", "edgecolors": palette.ink, "linewidths": 0.8, "label": label}
+        axes.scatter([item.flops for item in held], errors, c=held_ratios, s=24, **look)
+        legend(axes, palette)
     axes.axhline(0, color=palette.faint, linewidth=0.8)
     axes.set_xscale("log")
     log_ticks(axes.xaxis, flops_text)
     bar = figure.colorbar(shown, ax=axes, pad=0.02, aspect=30)
-    bar.set_label("tokens per parameter D/N", color=palette.faint, fontsize=8.5)
+    bar.set_label("tokens per parameter D/N", color=palette.faint, fontsize=SMALL)
     log_amount_ticks(bar.ax.yaxis)
-    bar.ax.tick_params(which="both", colors=palette.faint, labelsize=8, length=0)
+    bar.ax.tick_params(which="both", colors=palette.faint, labelsize=SMALL, length=0)
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     return figure
 
@@ -147,54 +177,6 @@ def envelope_curves(fit: Fit, palette: Palette) -> Figure:
     axes.plot(*lowest, "o", color=APPROACH_COLORS["envelope"], markersize=3.5, label=label)
     _log_flops_and_loss(axes)
     legend(axes, palette)
-    return figure
-
-
-def exponent_cloud(fit: Fit, palette: Palette) -> Figure:
-    """The region's alpha and beta: how well the runs determine the two exponents."""
-    labels = "alpha, exponent of the size N", "beta, exponent of the data D"
-    figure, axes = canvas(palette, 3.6, *labels)
-    law = fit.approach("parametric")
-    assert law
-    assert law.region
-    alpha_K, beta_K = law_of(law.region).theta[:, 3:].T
-    _cloud(axes, alpha_K, beta_K, APPROACH_COLORS["parametric"], "confidence region")
-    alpha, beta = law_of(law.line).theta[3:]
-    found = [alpha], [beta]
-    axes.plot(*found, "*", color=palette.ink, markersize=10, label="fit of all runs")
-    outside = _keep_to_the_middle(axes, alpha_K, beta_K)
-    legend(axes, palette, title=outside)
-    return figure
-
-
-def optimum_cloud(fit: Fit, palette: Palette) -> Figure:
-    """The optimum beyond the largest budget: size against loss, by every approach with a region."""
-    flops, _ = beyond(float(fit.points.budgets[-1]))
-    log_flops = float(np.log(flops))
-    labels = f"optimal parameters N* at {flops:.3g} FLOPs", f"its {LOSS}"
-    figure, axes = canvas(palette, 3.6, *labels)
-    clouds = []
-    for approach in fit.approaches:
-        if approach.region is None:
-            continue
-        with np.errstate(over="ignore"):  # infinite ones are outside the axes
-            size_K = np.exp(approach.region.log_parameters(log_flops))
-            loss_K = approach.region.loss(log_flops)
-        clouds.append((size_K, loss_K))
-        _cloud(axes, size_K, loss_K, APPROACH_COLORS[approach.key], f"{approach.title}, region")
-    for index, approach in enumerate(fit.approaches):
-        size, loss = np.exp(approach.line.log_parameters(log_flops)), approach.line.loss(log_flops)
-        axes.plot(
-            [size], [loss], "*", color=APPROACH_COLORS[approach.key], markeredgecolor=palette.ink,
-            markeredgewidth=0.8, markersize=11, zorder=5,
-            label=None if index else "fit of all runs",
-        )  # fmt: skip
-    axes.set_xscale("log")
-    size_K, loss_K = (np.concatenate(column) for column in zip(*clouds, strict=True))
-    outside = _keep_to_the_middle(axes, size_K, loss_K)
-    log_amount_ticks(axes.xaxis)
-    plain_ticks(axes.yaxis)
-    legend(axes, palette, title=outside)
     return figure
 
 
@@ -275,28 +257,3 @@ def _held_out(axes: Axes, fit: Fit, palette: Palette) -> None:
     measured = [item.measured for item in fit.holdouts]
     axes.plot(flops, measured, "D", color=palette.ink, markersize=4, label="run held out", zorder=6)
     axes.plot(flops, [each.value for each in predicted], "_", label=label, **dashes)
-
-
-def _cloud(axes: Axes, x_K: Array, y_K: Array, color: str, label: str) -> None:
-    every = slice(None, None, max(1, len(x_K) // MOST_DOTS))
-    axes.scatter(x_K[every], y_K[every], s=7, color=color, alpha=0.35, linewidths=0)
-    axes.plot([], [], "o", color=color, markersize=4, label=label)
-
-
-def _keep_to_the_middle(axes: Axes, x_K: Array, y_K: Array) -> str:
-    """Limit the axes to most dots, so that far ones do not compress them; count the others."""
-    inside_K = np.isfinite(x_K) & np.isfinite(y_K)
-    x_K, y_K, inside_K = x_K[inside_K], y_K[inside_K], np.ones(int(inside_K.sum()), bool)
-    count = int(inside_K.sum())
-    for values_K, set_limits, is_log in (
-        (x_K, axes.set_xlim, axes.get_xscale() == "log"),
-        (y_K, axes.set_ylim, axes.get_yscale() == "log"),
-    ):
-        scaled_K = np.log(values_K) if is_log else values_K
-        low, high = np.percentile(scaled_K[np.isfinite(scaled_K)], SHOWN_PERCENTILES)
-        margin = CLOUD_MARGIN * max(high - low, 1e-3)
-        limits = np.array([low - margin, high + margin])
-        inside_K &= (scaled_K >= limits[0]) & (scaled_K <= limits[1])
-        set_limits(*(np.exp(limits) if is_log else limits))
-    outside = count - int(inside_K.sum())
-    return f"{counted(outside, 'dot')} outside the axes" if outside else ""

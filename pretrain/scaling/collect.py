@@ -20,9 +20,9 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.task_metrics import task_columns
 from pretrain.rundir.training_events import TrainingBegan
 from pretrain.scaling.intervals import amount
-from pretrain.scaling.point_files import csv_rows
 from pretrain.scaling.points import Array
 from pretrain.scaling.repeats import effective_tokens
+from pretrain.scaling.run_tables import csv_rows
 from pretrain.scaling.sweep_file import Cell, Sweep
 from pretrain.terminal.text import flops_text
 
@@ -43,6 +43,7 @@ class Row:
     C: float | str = ""
     C_6ND: float | str = ""
     loss: float | str = ""  # infinite if it diverged
+    bits_per_byte: float | str = ""  # the same loss, per byte of the text
     loss_error: float | str = ""  # standard error, of an average over the last evaluations
     budget: float | str = ""
     seed: int | str = ""
@@ -186,6 +187,7 @@ def row_of(cell: Cell, directory: Path, last: int = 1) -> Row:
         C=cost.flops,
         C_6ND=6.0 * cost.parameters * cost.tokens,
         loss=_final_loss(loss) if evaluations else "",
+        bits_per_byte=_bits_per_byte(evaluations[-1], loss) if evaluations else "",
         loss_error=loss_error,
         budget=budget,
         seed=config.seed,
@@ -226,6 +228,14 @@ def _averaged(measured: Sequence[Any], last: int) -> tuple[float, float | str]:
     ][-last:]
     error = float(np.std(losses, ddof=1) / np.sqrt(len(losses))) if len(losses) > 1 else ""
     return float(np.mean(losses)), error
+
+
+def _bits_per_byte(evaluation: Mapping[str, Any], loss: Any) -> float | str:
+    """The loss in bits per byte, at the evaluation's bytes per token; empty if it has none."""
+    bits, of_last = evaluation.get("bits_per_byte"), evaluation.get("loss")
+    if not (_is_finite(loss) and _is_finite(bits) and of_last):
+        return ""
+    return float(loss * bits / of_last)
 
 
 def _final_loss(loss: Any) -> float:

@@ -27,8 +27,8 @@ from pretrain.scaling.context_cells import (
     recipe_id,
 )
 from pretrain.scaling.plan import PlannedRun, planned_run
-from pretrain.scaling.point_files import csv_rows, flag
 from pretrain.scaling.recipe import refuse_unsuited, with_steps
+from pretrain.scaling.run_tables import csv_rows, flag
 from pretrain.scaling.sweep_file import Cell, Sweep, require_fact
 from pretrain.terminal.text import counted
 

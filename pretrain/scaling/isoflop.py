@@ -154,11 +154,9 @@ def _valley(points: Points, budget: float) -> Valley:
 
 
 def _warnings(valleys: tuple[Valley, ...]) -> list[str]:
-    found = [
-        f"budget {valley.budget:.3g} is not used: {valley.reason}"
-        for valley in valleys
-        if valley.reason
-    ]
+    unused = [f"{valley.budget:.3g}: {valley.reason}" for valley in valleys if valley.reason]
+    budgets = counted(len(unused), "budget")
+    found = [f"{budgets} not used ({'; '.join(unused)})"] if unused else []
     used = [valley for valley in valleys if valley.is_used]
 
     def budgets_where(is_so: Callable[[Valley], bool]) -> str:

@@ -41,6 +41,7 @@ class Points:
     error_P: Array  # standard errors of the losses; 0 where unknown
     excluded: tuple[Exclusion, ...] = ()
     notes: tuple[str, ...] = ()
+    bits_per_nat: float = np.nan  # bits per byte of a loss of 1 nat per token; NaN: unknown
     source: str = "points"
 
     def __len__(self) -> int:

@@ -11,7 +11,6 @@ from data_pipeline.files import write_json, write_text
 from pretrain.reporting.charts import PAGE, PRINT, chart_html, save_png
 from pretrain.reporting.html import Card, folded, page, paragraph, section, table
 from pretrain.reporting.page_files import write_page
-from pretrain.scaling import charts
 from pretrain.scaling.checks import beyond, disagreement, relative_error
 from pretrain.scaling.estimates import TITLES
 from pretrain.scaling.fit import Fit
@@ -28,6 +27,7 @@ from pretrain.scaling.intervals import (
 )
 from pretrain.scaling.predict import BAND, near_optimal_band, preferred
 from pretrain.scaling.ranking import ranking_line, ranking_table
+from pretrain.scaling.report_charts import charts_of
 from pretrain.scaling.summary import (
     approach_table,
     fit_lines,
@@ -36,10 +36,12 @@ from pretrain.scaling.summary import (
     lost_lines,
     no_interval_lines,
     unavailable_lines,
+    warnings_by_subject,
 )
 from pretrain.terminal.text import counted, flops_text
 
 MOST_ROWS = 60
+FEW_WARNINGS = 3  # about one subject; more are folded
 FEW_ROWS = 12  # of costs; a longer table is folded
 
 
@@ -47,7 +49,7 @@ def write_report(fit: Fit, runs: Path, directory: Path, title: str) -> Path:
     """Write report.html about the table `runs`, Markdown, JSON and PNGs; return the page's path."""
     directory.mkdir(parents=True, exist_ok=True)
     drawn: dict[str, str] = {}
-    shown_charts = _charts(fit)
+    shown_charts = charts_of(fit)
     for name, (chart, caption) in shown_charts.items():
         drawn[name] = chart_html(chart(fit, PAGE), caption) + paragraph(caption + ".")
         save_png(directory / f"{name}.png", chart(fit, PRINT))
@@ -66,7 +68,8 @@ def render(fit: Fit, title: str, drawn: dict[str, str]) -> str:
     lead = (
         f"{counted(len(points), 'run')} at {counted(len(points.budgets), 'budget')} from "
         f"{points.flops_P.min():.3g} to "
-        f"{points.flops_P.max():.3g} training FLOPs. Intervals are {LEVEL}% profile intervals."
+        f"{points.flops_P.max():.3g} training FLOPs. Intervals are {LEVEL}% profile intervals, "
+        "losses in nats per token."
     )
     sections = [
         _approaches(fit),
@@ -82,65 +85,12 @@ def render(fit: Fit, title: str, drawn: dict[str, str]) -> str:
         _runs(fit),
     ]
     footer = (
-        "Written by 'pretrain scale report'. Losses in nats per token; all numbers are in fit.json."
+        "Written by 'pretrain scale report'. The same as text is in report.md, as numbers in "
+        "fit.json."
     )
     return page(
         title, "Scaling laws", lead, _cards(fit), [part for part in sections if part], footer
     )
-
-
-def _charts(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
-    """Name -> (chart, caption); only those that these runs allow."""
-    _, where = beyond(float(fit.points.budgets[-1]))
-    bands = f"Bands are {LEVEL}% intervals; right of the dashed line is extrapolation"
-    found: dict[str, tuple[charts.Chart, str]] = {
-        "isoflop": (
-            charts.valleys,
-            "Final loss over parameters N, one color per budget of training FLOPs: a dot is a "
-            "run, a curve approach "
-            "2's parabola in ln N, a star its lowest point if that is inside the sizes",
-        ),
-        "frontier": (
-            charts.frontier,
-            f"The least loss that C training FLOPs can buy, by each approach. {bands}. A diamond "
-            "is a run that was held out, a dash what approach 3 predicts for it, with its interval",
-        ),
-        "sizes": (
-            charts.optimal_sizes,
-            f"The compute-optimal number of parameters N* at C FLOPs. {bands}",
-        ),
-        "tokens": (
-            charts.optimal_tokens,
-            f"The compute-optimal number of training tokens D* at C FLOPs. {bands}",
-        ),
-    }
-    if any(item.region for item in fit.approaches):
-        found["optimum"] = (
-            charts.optimum_cloud,
-            f"The optimum at {where}: its size and loss (stars), and all pairs within their "
-            "confidence regions (dots)",
-        )
-    law = fit.approach("parametric")
-    if law:
-        found["residuals"] = (
-            charts.residuals,
-            "Prediction of approach 3's law minus measured loss of every fitted run, in percent "
-            "of the measured "
-            "loss. A trend with FLOPs or color is an effect that the law does not describe",
-        )
-    if law and law.region:
-        found["exponents"] = (
-            charts.exponent_cloud,
-            "The exponents of approach 3's law L(N, D) = E + A/N^alpha + B/D^beta, and all "
-            "pairs within the confidence region",
-        )
-    if fit.estimates.envelope and fit.estimates.envelope.kind != "minimum":
-        found["envelope"] = (
-            charts.envelope_curves,
-            "The loss curves of approach 1 over FLOPs, and where the lowest one lies between "
-            "smaller and larger sizes",
-        )
-    return found
 
 
 def _chart_section(title: str, drawn: dict[str, str], *names: str) -> str:
@@ -166,10 +116,14 @@ def _cards(fit: Fit) -> list[Card]:
         words = "mean absolute error of the law of the smaller budgets on the runs at "
         words += f"{fit.left_out.budget:.3g} FLOPs"
         cards.append(Card(f"{fit.left_out.law_error:.2%}", words))
-    if fit.holdouts:
-        furthest = max(fit.holdouts, key=lambda item: item.flops)
-        words = f"error of the predicted loss of the run held out at {furthest.flops:.3g} FLOPs "
-        cards.append(Card(f"{furthest.error:+.2%}", words + "(+: predicted too high)"))
+    if len(fit.holdouts) == 1:
+        (item,) = fit.holdouts
+        words = f"error of the predicted loss of the run held out at {item.flops:.3g} FLOPs "
+        cards.append(Card(f"{item.error:+.2%}", words + "(+: predicted too high)"))
+    elif fit.holdouts:
+        error = np.mean([abs(item.error) for item in fit.holdouts])
+        words = f"mean absolute error of the predicted losses of {len(fit.holdouts)} held-out runs"
+        cards.append(Card(f"{error:.2%}", words))
     return cards
 
 
@@ -220,6 +174,7 @@ def _law(fit: Fit, drawn: dict[str, str]) -> str:
         paragraph(words),
         table(["", "estimate", "low", "high"], rows, "named"),
         drawn["residuals"],
+        drawn["contours"],
     )
 
 
@@ -300,11 +255,15 @@ def _costs(fit: Fit) -> str:
 
 
 def _warnings(fit: Fit) -> str:
-    rows = [["the runs", warning] for warning in fit.warnings]
-    rows += [
-        [approach.title, warning] for approach in fit.approaches for warning in approach.warnings
-    ]
-    return section("Warnings", table(["about", "warning"], rows, "words")) if rows else ""
+    rows, more = [], []
+    for subject, lines in warnings_by_subject(fit).items():
+        rows += [[subject, line] for line in lines[:FEW_WARNINGS]]
+        if rest := [[subject, line] for line in lines[FEW_WARNINGS:]]:
+            heading = f"{counted(len(rest), 'more warning')}: {subject}"
+            more.append(folded(heading, table([], rest, "words")))
+    parts = [table(["about", "warning"], rows, "words")] if rows else []
+    parts += [*more, *(paragraph(f"{note}.") for note in fit.points.notes)]
+    return section("Warnings" if rows else "Notes", *parts) if parts else ""
 
 
 def _left_out(fit: Fit) -> str:

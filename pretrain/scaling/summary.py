@@ -193,14 +193,20 @@ def lost_lines(fit: Fit) -> list[str]:
     return [f"{title}: not available without that budget: {why}" for title, why in lost.items()]
 
 
+def warnings_by_subject(fit: Fit) -> dict[str, tuple[str, ...]]:
+    """All warnings by what they are about: the runs, or one approach."""
+    found = {"the runs": fit.warnings}
+    found |= {f"approach {approach.title}": approach.warnings for approach in fit.approaches}
+    return {subject: lines for subject, lines in found.items() if lines}
+
+
 def warning_lines(fit: Fit) -> list[str]:
     """All warnings, each with the approach it is about."""
-    own = [
-        f"approach {approach.title}: {warning}"
-        for approach in fit.approaches
-        for warning in approach.warnings
+    return [
+        f"warning: {line}" if subject == "the runs" else f"warning: {subject}: {line}"
+        for subject, lines in warnings_by_subject(fit).items()
+        for line in lines
     ]
-    return [f"warning: {warning}" for warning in (*fit.warnings, *own)]
 
 
 def fit_tree(fit: Fit) -> dict[str, Any]:
@@ -230,13 +236,19 @@ def fit_tree(fit: Fit) -> dict[str, Any]:
             for item in fit.holdouts
         ],
         "excluded": [vars(item) for item in fit.points.excluded],
-        "warnings": warning_lines(fit),
+        "warnings": {subject: list(lines) for subject, lines in warnings_by_subject(fit).items()},
+        "notes": list(fit.points.notes),
+        "bits_per_byte_of_a_nat": _finite(fit.points.bits_per_nat),
     }
 
 
 def _interval_tree(interval: Interval) -> dict[str, float | None]:
     """An interval with null for an end that there is not; JSON has no NaN and no infinity."""
-    return {name: value if math.isfinite(value) else None for name, value in vars(interval).items()}
+    return {name: _finite(value) for name, value in vars(interval).items()}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def forecast_table(forecasts: Sequence[Forecast], asked: str) -> tuple[list[str], list[list[str]]]:

@@ -18,6 +18,7 @@ LARGEST_LOSS = 13.0  # nats per token: guessing among 440,000 tokens; a larger o
 PLAIN_RATIO = (0.3, 4.0)  # of C/6ND: for a Transformer-XL it is 0.65 to 2.4
 MOST_TOKENS_PER_PARAMETER = 1e5
 NEAR = 4.0  # a ratio within this factor of 1000^k is a matter of units
+SAME_TEXT = 0.01  # relative spread of bits per nat: what is scored differs a little in its length
 SCALABLE = ("parameters", "tokens", "flops", "loss")
 
 
@@ -82,6 +83,21 @@ def tokens_note(parameters_P: Array, tokens_P: Array) -> str:
         f"{ratio:.3g} tokens per parameter: is N or D in other units? Say so with "
         "--unit parameters=1e6 or --unit tokens=1e9"
     )
+
+
+def bits_per_nat(bits_P: Array, loss_P: Array) -> float:
+    """Bits per byte of a loss of 1 nat per token; NaN unless it is the same in all runs."""
+    known_P = (bits_P > 0) & (bits_P < LARGEST_LOSS)  # not NaN
+    ratio_P = bits_P[known_P] / loss_P[known_P]
+    if not len(ratio_P) or np.ptp(ratio_P) > SAME_TEXT * ratio_P.min():
+        return np.nan
+    return float(np.median(ratio_P))
+
+
+def bits_note(factor: float) -> str:
+    """What a loss in nats per token is in bits per byte."""
+    bytes_per_token = 1 / (np.log(2) * factor)
+    return f"1 nat per token is {factor:.4g} bits per byte ({bytes_per_token:.3g} bytes per token)"
 
 
 def scaled(values_P: Array, units: Mapping[str, float], role: str) -> Array:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from pretrain.reporting.charts import PRINT
-from pretrain.scaling import charts
+from pretrain.scaling import charts, region_charts
 from pretrain.scaling.context import ContextRow
 from pretrain.scaling.context_report import loss_by_evaluated_memory, loss_by_memory
+from pretrain.scaling.contours import equal_losses
 from pretrain.scaling.fit import fit_all
 from tests.helpers.scaling import HOFFMANN, simulated
 
@@ -23,9 +24,10 @@ CHARTS = [
     charts.optimal_sizes,
     charts.optimal_tokens,
     charts.residuals,
-    charts.exponent_cloud,
-    charts.optimum_cloud,
     charts.envelope_curves,
+    equal_losses,
+    region_charts.exponent_cloud,
+    region_charts.optimum_cloud,
 ]
 
 
@@ -94,9 +96,15 @@ def test_bands_are_explained_in_a_legend_that_covers_no_line(fit, chart):
     assert legend.get_window_extent().y0 >= figure.axes[0].get_window_extent().y1
 
 
-def test_held_out_runs_are_drawn_with_their_own_predictions():
+@pytest.fixture(scope="module")
+def held():
+    """Runs at four budgets of which the largest is held out, with losses in bits per byte."""
     points = simulated(noise=0.004, budgets=(1e18, 1e20, 4), num_sizes=5, seed=1)
-    held = fit_all(replace(points, holdout_P=points.budget_P == points.budgets[-1]))
+    is_last_P = points.budget_P == points.budgets[-1]
+    return fit_all(replace(points, holdout_P=is_last_P, bits_per_nat=0.35))
+
+
+def test_held_out_runs_are_drawn_with_their_own_predictions(held):
     axes = charts.frontier(held, PRINT).axes[0]
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
     assert drawn["prediction for that run"] == [item.predicted.value for item in held.holdouts]
@@ -110,9 +118,47 @@ def test_held_out_runs_are_drawn_with_their_own_predictions():
     ]
 
 
+def test_errors_of_held_out_runs_are_among_the_residuals(held):
+    _, diamonds = charts.residuals(held, PRINT).axes[0].collections
+    errors = [100 * item.error for item in held.holdouts]
+    assert np.asarray(diamonds.get_offsets())[:, 1].tolist() == pytest.approx(errors)
+
+
+def test_a_contour_has_the_loss_that_it_is_labeled_with(held):
+    axes = equal_losses(held, PRINT).axes[0]
+    (contours,) = [each for each in axes.collections if hasattr(each, "levels")]
+    law = held.estimates.parametric.law
+    found = 0
+    for level, path in zip(contours.levels, contours.get_paths(), strict=True):
+        tokens_X, size_X = path.vertices.T
+        found += len(size_X)
+        assert law.loss(size_X, tokens_X) == pytest.approx(level, rel=2e-3)
+    assert found > 100
+    assert axes.get_xlim()[1] > max(item.tokens for item in held.holdouts)
+
+
+def test_bits_per_byte_have_an_axis_where_they_are_known(fit, held):
+    for chart in (charts.valleys, charts.frontier):
+        assert not chart(fit, PRINT).axes[0].child_axes
+        figure = chart(held, PRINT)
+        figure.draw_without_rendering()
+        axes = figure.axes[0]
+        (right,) = axes.child_axes
+        assert (axes.get_ylabel(), right.get_ylabel()) == ("loss (nats per token)", "bits per byte")
+        assert right.get_ylim() == pytest.approx([0.35 * end for end in axes.get_ylim()])
+
+
+def test_a_dozen_budgets_have_a_color_a_marker_and_a_label_each_and_more_some_labels():
+    styles = charts.budget_styles(np.geomspace(1e18, 1e21, 12)).values()
+    for name in ("color", "marker", "label"):
+        assert len({style[name] for style in styles} - {None}) == 12
+    many = charts.budget_styles(np.geomspace(1e18, 1e21, 30)).values()
+    assert len([style for style in many if style["label"]]) == 10
+
+
 def test_dots_outside_of_a_cloud_are_counted(fit):
     law = fit.approach("parametric")
-    axes = charts.exponent_cloud(fit, PRINT).axes[0]
+    axes = region_charts.exponent_cloud(fit, PRINT).axes[0]
     inside = [
         (axes.get_xlim()[0] <= alpha <= axes.get_xlim()[1])
         and (axes.get_ylim()[0] <= beta <= axes.get_ylim()[1])

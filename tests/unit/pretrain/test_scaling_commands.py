@@ -51,7 +51,7 @@ def train_by_the_law(
         lines.append(train_line(step, value, tokens=tokens, seconds=2.0))
     if until == 1.0:
         final = lines[-1]["loss"] if loss is None else loss
-        more = {"loss/code": final + 1, "tasks/quiz/acc": 0.5}
+        more = {"loss/code": final + 1, "tasks/quiz/acc": 0.5, "bits_per_byte": 0.4 * final}
         lines.append({"kind": "evaluation", "step": last, "loss": final, **more})
     write_text(run_dir.metrics, "".join(json.dumps(line) + "\n" for line in lines))
     run_dir.ledger.append(Started(step=0, world_size=1, code="v1-7-gabc"))
@@ -124,6 +124,7 @@ def test_collected_table_has_exact_costs_and_the_last_evaluations_loss(collected
         )
         assert (row["D_effective"], row["tasks/quiz/acc"]) == (row["D"], "0.5")
         assert float(row["loss/code"]) == pytest.approx(float(row["loss"]) + 1)
+        assert float(row["bits_per_byte"]) == pytest.approx(0.4 * float(row["loss"]))
         assert float(row["C"]) == pytest.approx(cost.flops)
         assert float(row["C_6ND"]) == pytest.approx(6 * cost.parameters * cost.tokens)
         assert float(row["loss"]) == pytest.approx(
@@ -210,6 +211,7 @@ def test_the_last_evaluations_are_averaged_where_asked_for(collected, tmp_path, 
     row = next(csv.DictReader((tmp_path / "runs.csv").read_text().splitlines()))
     assert float(row["loss"]) == pytest.approx(4.0)
     assert float(row["loss_error"]) == pytest.approx(1 / 3**0.5)
+    assert float(row["bits_per_byte"]) == pytest.approx(0.4 * 4.0)
     assert "nothing to average" not in capsys.readouterr().out
     write_text(metrics, text.partition("\n")[2].partition("\n")[2])
     assert command("collect", sweep_path, *output, "--average-last", 3) == 0
@@ -274,6 +276,7 @@ def test_report_is_one_file_that_needs_no_network_with_its_pictures_beside_it(co
         "sizes",
         "tokens",
         "residuals",
+        "contours",
         "exponents",
         "optimum",
         "envelope",
@@ -289,7 +292,12 @@ def test_report_is_one_file_that_needs_no_network_with_its_pictures_beside_it(co
         "run held out at 1e+17",
     ):
         assert words in page
-    assert json.loads((out / "fit.json").read_text())["num_runs"] == 18
+    numbers = json.loads((out / "fit.json").read_text())
+    assert numbers["num_runs"] == 18
+    assert numbers["bits_per_byte_of_a_nat"] == pytest.approx(0.4)
+    note = "1 nat per token is 0.4 bits per byte (3.61 bytes per token)"
+    assert note in page
+    assert numbers["notes"] == [note]
     printed = (out / "report.md").read_text()
     assert printed.startswith("# Books\n\n```\n18 runs at 3 budgets")
     assert set(re.findall(r"^!\[.+\]\((\w+)\.png\)$", printed, re.M)) == pictures

@@ -50,7 +50,7 @@ def test_vertex_outside_the_sizes_is_not_used_and_said():
     fit = fit_isoflop(kept)
     assert [valley.is_used for valley in fit.valleys] == [True] * 5 + [False]
     assert "is above the sizes" in fit.valleys[-1].reason
-    assert any(warning.startswith("budget 1e+20 is not used: vertex") for warning in fit.warnings)
+    assert any(line.startswith("1 budget not used (1e+20: vertex") for line in fit.warnings)
 
 
 def test_few_sizes_wide_grids_and_vertices_near_the_edge_are_said():

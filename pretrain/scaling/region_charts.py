@@ -1,0 +1,99 @@
+"""Charts of confidence regions: how well the runs determine the law and the optimum.
+
+Legend: K curves of a region.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pretrain.reporting.charts import Palette, canvas, legend, log_amount_ticks, plain_ticks
+from pretrain.scaling.charts import APPROACH_COLORS, LOSS
+from pretrain.scaling.checks import beyond
+from pretrain.scaling.fit import Fit
+from pretrain.scaling.frontier import law_of
+from pretrain.scaling.points import Array
+from pretrain.terminal.text import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SHOWN_PERCENTILES = (1.0, 99.0)  # of a region that the axes of a cloud hold, with a margin
+MOST_DOTS = 1500
+CLOUD_MARGIN = 0.25
+
+
+def exponent_cloud(fit: Fit, palette: Palette) -> Figure:
+    """The region's alpha and beta: how well the runs determine the two exponents."""
+    labels = "alpha, exponent of the size N", "beta, exponent of the data D"
+    figure, axes = canvas(palette, 3.6, *labels)
+    law = fit.approach("parametric")
+    assert law
+    assert law.region
+    alpha_K, beta_K = law_of(law.region).theta[:, 3:].T
+    _cloud(axes, alpha_K, beta_K, APPROACH_COLORS["parametric"], "confidence region")
+    alpha, beta = law_of(law.line).theta[3:]
+    found = [alpha], [beta]
+    axes.plot(*found, "*", color=palette.ink, markersize=10, label="fit of all runs")
+    outside = _keep_to_the_middle(axes, alpha_K, beta_K)
+    legend(axes, palette, title=outside)
+    return figure
+
+
+def optimum_cloud(fit: Fit, palette: Palette) -> Figure:
+    """The optimum beyond the largest budget: size against loss, by every approach with a region."""
+    flops, _ = beyond(float(fit.points.budgets[-1]))
+    log_flops = float(np.log(flops))
+    labels = f"optimal parameters N* at {flops:.3g} FLOPs", f"its {LOSS}"
+    figure, axes = canvas(palette, 3.6, *labels)
+    clouds = []
+    for approach in fit.approaches:
+        if approach.region is None:
+            continue
+        with np.errstate(over="ignore"):  # infinite ones are outside the axes
+            size_K = np.exp(approach.region.log_parameters(log_flops))
+            loss_K = approach.region.loss(log_flops)
+        clouds.append((size_K, loss_K))
+        _cloud(axes, size_K, loss_K, APPROACH_COLORS[approach.key], f"{approach.title}, region")
+    for index, approach in enumerate(fit.approaches):
+        size, loss = np.exp(approach.line.log_parameters(log_flops)), approach.line.loss(log_flops)
+        axes.plot(
+            [size], [loss], "*", color=APPROACH_COLORS[approach.key], markeredgecolor=palette.ink,
+            markeredgewidth=0.8, markersize=11, zorder=5,
+            label=None if index else "fit of all runs",
+        )  # fmt: skip
+    axes.set_xscale("log")
+    size_K, loss_K = (np.concatenate(column) for column in zip(*clouds, strict=True))
+    outside = _keep_to_the_middle(axes, size_K, loss_K)
+    log_amount_ticks(axes.xaxis)
+    plain_ticks(axes.yaxis)
+    legend(axes, palette, title=outside)
+    return figure
+
+
+def _cloud(axes: Axes, x_K: Array, y_K: Array, color: str, label: str) -> None:
+    every = slice(None, None, max(1, len(x_K) // MOST_DOTS))
+    axes.scatter(x_K[every], y_K[every], s=7, color=color, alpha=0.35, linewidths=0)
+    axes.plot([], [], "o", color=color, markersize=4, label=label)
+
+
+def _keep_to_the_middle(axes: Axes, x_K: Array, y_K: Array) -> str:
+    """Limit the axes to most dots, so that far ones do not compress them; count the others."""
+    inside_K = np.isfinite(x_K) & np.isfinite(y_K)
+    x_K, y_K, inside_K = x_K[inside_K], y_K[inside_K], np.ones(int(inside_K.sum()), bool)
+    count = int(inside_K.sum())
+    for values_K, set_limits, is_log in (
+        (x_K, axes.set_xlim, axes.get_xscale() == "log"),
+        (y_K, axes.set_ylim, axes.get_yscale() == "log"),
+    ):
+        scaled_K = np.log(values_K) if is_log else values_K
+        low, high = np.percentile(scaled_K[np.isfinite(scaled_K)], SHOWN_PERCENTILES)
+        margin = CLOUD_MARGIN * max(high - low, 1e-3)
+        limits = np.array([low - margin, high + margin])
+        inside_K &= (scaled_K >= limits[0]) & (scaled_K <= limits[1])
+        set_limits(*(np.exp(limits) if is_log else limits))
+    outside = count - int(inside_K.sum())
+    return f"{counted(outside, 'dot')} outside the axes" if outside else ""

@@ -1,0 +1,53 @@
+"""What the page of a fit folds and groups."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+
+from pretrain.scaling.fit import fit_all
+from pretrain.scaling.isoflop import fit_isoflop
+from pretrain.scaling.report import render
+from pretrain.scaling.summary import warnings_by_subject
+from tests.helpers.scaling import simulated
+
+
+@pytest.fixture(scope="module")
+def fit():
+    return fit_all(simulated(noise=0.002, budgets=(1e18, 1e20, 13), num_sizes=5))
+
+
+def page_of(fit) -> str:
+    return render(fit, "Books", defaultdict(str))
+
+
+def test_many_warnings_about_one_subject_are_folded_behind_the_first(fit):
+    first, *others = fit.approaches
+    about = replace(first, warnings=("it steps",))
+    many = replace(
+        fit,
+        warnings=tuple(f"doubt {number}" for number in range(5)),
+        approaches=(about, *(replace(each, warnings=()) for each in others)),
+    )
+    assert list(warnings_by_subject(many)) == ["the runs", f"approach {first.title}"]
+    shown, _, folded = page_of(many).partition("<details><summary>2 more warnings: the runs<")
+    assert re.findall("doubt .", shown) == ["doubt 0", "doubt 1", "doubt 2"]
+    assert "it steps" in shown
+    assert re.findall("doubt .", folded) == ["doubt 3", "doubt 4"]
+
+
+def test_a_long_table_of_costs_is_folded_and_a_short_one_is_not(fit):
+    assert "<summary>13 budgets, " in page_of(fit)
+    short = replace(fit, points=fit.points.take(fit.points.budget_P < 5e19))
+    assert "budgets, " not in page_of(short).partition("<h2>Cost</h2>")[2]
+
+
+def test_budgets_without_a_vertex_are_one_warning():
+    points = simulated(budgets=(1e18, 1e20, 5), num_sizes=5)
+    is_cut_P = (points.budget_P < 5e18) & (points.parameters_P > 7e7)
+    fit = fit_isoflop(points.take(~is_cut_P))
+    (line,) = [each for each in fit.warnings if "not used" in each]
+    assert line.startswith("2 budgets not used (1e+18: 2 sizes, a parabola needs 3; 3.16e+18: ")
