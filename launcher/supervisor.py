@@ -165,7 +165,8 @@ def latest_step(run_dir: RunDir) -> int:
 
 def next_attempt_number(run_dir: RunDir) -> int:
     """One more than the highest attempt that left logs, so that no log is written twice."""
-    numbers = [log.name.split("-")[1] for log in run_dir.logs.glob("attempt-*-*.log")]
+    # Those of older versions left files instead of a directory.
+    numbers = [path.name.split("-")[1] for path in run_dir.logs.glob("attempt-*")]
     return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
 
 

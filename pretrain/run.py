@@ -64,6 +64,7 @@ from pretrain.recovery.spike_detector import Spike
 from pretrain.recovery.starts import checked_data, record_start
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.recovery.suspects import name_suspects
+from pretrain.rundir.collective_traces import make_trace_directory
 from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.rundir.fence import VARIABLE, Fence
 from pretrain.rundir.heartbeat import Heartbeat
@@ -135,6 +136,7 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
                     check_initial_weights(config)
                 stack.enter_context(run_dir.locked(is_fenced=token is not None))
                 RunDir.create_or_resume(directory, config)
+                make_trace_directory(logs, os.environ)
                 data = checked_data(run_dir, config)
         fence = Fence(run_dir.path, broadcast_value(token or secrets.token_hex(4), str))
         with raise_on_all_ranks():

@@ -19,6 +19,7 @@ from pretrain.processes.core_binding import (
     cores_beside,
 )
 from pretrain.processes.last_collectives import write_last_collectives
+from pretrain.rundir.collective_traces import make_trace_directory
 
 BLOCKED_CYCLES = 10_000_000_000  # of the GPU's clock: about five seconds
 LAST_WORDS_GOAL = 3.0  # seconds; the watchdog waits for five
@@ -53,6 +54,7 @@ def recorder(context: Context) -> None:
             torch.cuda._sleep(BLOCKED_CYCLES)
         work = dist.all_reduce(ones, async_op=True)
         start = time.monotonic()
+        make_trace_directory(context.work, {})
         paths = write_last_collectives(context.work, 0, {})
         seconds = time.monotonic() - start
         assert work is not None
@@ -64,7 +66,7 @@ def recorder(context: Context) -> None:
     # Our own process wrote them a moment ago.
     records = {path.name: pickle.loads(path.read_bytes())["entries"] for path in paths}
     last = [{key: record[key] for key in ("profiling_name", "state", "retired")}
-            for record in records.get(f"attempt-0-{backend}-rank-0", [])[-2:]]  # fmt: skip
+            for record in records.get(f"{backend}-rank-0", [])[-2:]]  # fmt: skip
     context.report.check(
         "recorder", len(last) == 2 and seconds < LAST_WORDS_GOAL, seconds=seconds, last=last
     )

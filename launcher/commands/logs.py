@@ -19,6 +19,7 @@ from data_pipeline.files import open_regular
 from launcher.error_lines import error_lines
 from launcher.status.infer_status import State
 from launcher.status.slurm_queue import read_states
+from pretrain.rundir.attempt_files import AttemptFiles, attempts_of
 from pretrain.rundir.collective_traces import traces_of_attempt
 from pretrain.rundir.launch_events import AttemptEnded
 from pretrain.rundir.ledger import events_of
@@ -27,7 +28,6 @@ from pretrain.rundir.run_paths import run_path
 
 _POLL_SECONDS = 0.3
 _STATE_SECONDS = 3.0  # between two looks at whether the run is still active
-_LOG = re.compile(r"attempt-(\d+)-(?:rank-(\d+)|srun)\.log")
 _MARK = re.compile(r"supervisor: attempt (\d+): ")  # what the supervisor logs when one starts
 _NUM_LAST_LINES = 10  # of the logs of a run that failed without an error line
 
@@ -111,33 +111,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def attempts(logs: Path) -> dict[int, RankLogs]:
-    """The logs of each attempt, oldest first, also of those in which no rank started."""
-    found: dict[int, dict[int, Path]] = {}
-    for path in logs.glob("attempt-*.log"):
-        if match := _LOG.fullmatch(path.name):
-            ranks = found.setdefault(int(match[1]), {})
-            if match[2] is not None:
-                ranks[int(match[2])] = path
-    return {
-        attempt: RankLogs(attempt, dict(sorted(paths.items())))
-        for attempt, paths in sorted(found.items())
-    }
-
-
 def latest_attempt(logs: Path) -> RankLogs | None:
     """The logs of the last attempt; None if there are none yet."""
     return _chosen(logs, None)
 
 
 def _chosen(logs: Path, number: int | None) -> RankLogs | None:
-    found = attempts(logs)
-    if number is None:
-        return found[max(found)] if found else None
-    if number not in found:
-        known = f"the attempts {min(found)} to {max(found)}" if found else "no attempts yet"
-        raise ConfigError(f"--attempt={number}: the run has {known}")
-    return found[number]
+    attempts = {attempt.number: attempt for attempt in attempts_of(logs)}
+    if number is None and not attempts:
+        return None
+    chosen = max(attempts) if number is None else number
+    if chosen not in attempts:
+        known = "no attempts yet"
+        if attempts:
+            known = f"the attempts {min(attempts)} to {max(attempts)}"
+        raise ConfigError(f"--attempt={chosen}: the run has {known}")
+    return RankLogs(chosen, attempts[chosen].logged_ranks())
 
 
 def _job_logs(logs: Path) -> list[Path]:
@@ -156,18 +145,21 @@ def _print_errors(arguments: argparse.Namespace, run_dir: RunDir, chosen: RankLo
         for line in deque(error_lines(lines), maxlen=arguments.lines or None):
             print(printable(f"[{name}] {line.rstrip()}"))
             found_any = True
-    for prefix, ranks in traces_of_attempt(run_dir.logs, chosen.attempt).items() if chosen else ():
-        print(f"[collectives] {describe_traces(run_dir.logs, prefix, ranks)}")
+    if chosen is None:
+        return found_any
+    directory = AttemptFiles(run_dir.logs, chosen.attempt).directory
+    for prefix, ranks in traces_of_attempt(run_dir.logs, chosen.attempt).items():
+        print(f"[collectives] {describe_traces(directory, prefix, ranks)}")
         found_any = True
     return found_any
 
 
-def describe_traces(logs: Path, prefix: str, ranks: Sequence[int]) -> str:
+def describe_traces(directory: Path, prefix: str, ranks: Sequence[int]) -> str:
     """Where the ranks' last collectives are, and what reads them."""
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
     return (
-        f"the last of {which} are in {logs / prefix}*; compare them with: "
-        f"{shlex.join(['torchfrtrace', '--prefix', prefix, '-j', str(logs)])}"
+        f"the last of {which} are in {directory / prefix}*; compare them with: "
+        f"{shlex.join(['torchfrtrace', '--prefix', prefix, '-j', str(directory)])}"
     )
 
 
@@ -182,7 +174,7 @@ def _sources(
     if chosen and (first := _first_failure(run_dir, chosen.attempt)) in ranks:
         ranks.remove(first)
         yield f"rank {first}", _lines(chosen.paths[first])
-    if chosen and (srun := run_dir.logs / f"attempt-{chosen.attempt}-srun.log").exists():
+    if chosen and (srun := AttemptFiles(run_dir.logs, chosen.attempt).srun_log).exists():
         yield "srun", _lines(srun)
     is_latest = arguments.attempt is None
     yield (
@@ -220,7 +212,7 @@ def _first_failure(run_dir: RunDir, attempt: int) -> int:
 
 def _print_ends(logs: Path, chosen: RankLogs | None) -> None:
     """Print the last lines of a failed run's logs, which say something nobody would expect."""
-    srun = logs / f"attempt-{chosen.attempt}-srun.log" if chosen else None
+    srun = AttemptFiles(logs, chosen.attempt).srun_log if chosen else None
     for name, path in (("srun", srun), ("job", _job_log(logs))):
         for line in _last_lines(path, _NUM_LAST_LINES) if path and path.exists() else ():
             print(printable(f"[{name}] {line.rstrip()}"))

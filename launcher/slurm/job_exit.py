@@ -22,6 +22,7 @@ from data_pipeline.errors import UserError
 from launcher.restart_policy import cut_starts, refusal_of_futile_starts
 from launcher.slurm import client as slurm
 from launcher.supervisor import StopSignals, latest_step
+from pretrain.rundir.attempt_files import attempts_of
 from pretrain.rundir.event_times import in_order
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.launch_events import JobEnded, JobEndReason
@@ -211,7 +212,7 @@ class JobExit:
     def _ending(self) -> JobEnding:
         fields = _retry_unreachable(lambda: slurm.details(self._job.id))
         self._time_limit = fields.get("TimeLimit", self._time_limit)
-        logs = [*sorted(self._run_dir.logs.glob("attempt-*-srun.log"))[-1:]]
+        logs = [attempt.srun_log for attempt in attempts_of(self._run_dir.logs)[-1:]]
         logs.append(Path(fields.get("StdOut", "/dev/null")))
         was_warned = signal.SIGUSR1 in self._stop.received
         deadline = time.monotonic() + NODE_NAME_SECONDS

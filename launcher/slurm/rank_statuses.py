@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.errors import EXIT_USER_ERROR
+from data_pipeline.many_files import read_together
 from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 
 _LOST = -signal.SIGKILL  # a rank without a status file was killed together with its task
@@ -34,22 +37,60 @@ class RankEnd:
         return self.status not in (0, EXIT_STOPPED)
 
 
-def read_ends(logs: Sequence[Path]) -> dict[int, RankEnd]:
-    """The ends of the ranks that have written theirs; `logs` are in rank order."""
-    files = {rank: log.with_suffix(".status") for rank, log in enumerate(logs)}
-    return {
-        rank: RankEnd(int(file.read_text()), file.stat().st_mtime)
-        for rank, file in files.items()
-        if file.exists()
-    }
+class RankEnds:
+    """The ends that ranks have written, each read once, while the others still run.
+
+    `logs` are in rank order, all in one directory.
+    """
+
+    def __init__(self, logs: Sequence[Path]) -> None:
+        self.found: dict[int, RankEnd] = {}
+        self._logs = logs
+
+    def look(self) -> None:
+        """Read those that are new, which a listing of the directory names."""
+        with contextlib.suppress(OSError):  # storage that is away tells of no new end
+            names = set(os.listdir(self._logs[0].parent))
+            self._read(
+                rank for rank in self._missing if _status_file(self._logs[rank]).name in names
+            )
+
+    def read_rest(self) -> None:
+        """Read those that a network file system may not list yet, too."""
+        self._read(self._missing)
+
+    def statuses(self) -> list[int]:
+        """Exit statuses in rank order; a rank without a log never started."""
+        missing = self._missing
+        has_log = read_together(Path.exists, [self._logs[rank] for rank in missing])
+        lost = {
+            rank: _LOST if started else NEVER_STARTED
+            for rank, started in zip(missing, has_log, strict=True)
+        }
+        known = {rank: end.status for rank, end in self.found.items()}
+        return [status for _, status in sorted({**known, **lost}.items())]
+
+    @property
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(len(self._logs)) if rank not in self.found]
+
+    def _read(self, ranks: Iterable[int]) -> None:
+        ranks = list(ranks)
+        ends = read_together(_end_in, [_status_file(self._logs[rank]) for rank in ranks])
+        self.found |= {rank: end for rank, end in zip(ranks, ends, strict=True) if end}
 
 
-def statuses(ends: Mapping[int, RankEnd], logs: Sequence[Path]) -> list[int]:
-    """Exit statuses in rank order; a rank without a log never started."""
-    return [
-        ends[rank].status if rank in ends else _LOST if log.exists() else NEVER_STARTED
-        for rank, log in enumerate(logs)
-    ]
+def _status_file(log: Path) -> Path:
+    return log.with_suffix(".status")
+
+
+def _end_in(file: Path) -> RankEnd | None:
+    try:
+        with open(file) as opened:
+            # The file system's time: clocks of nodes differ.
+            return RankEnd(int(opened.read()), os.fstat(opened.fileno()).st_mtime)
+    except FileNotFoundError:
+        return None
 
 
 def first_failure(ends: Mapping[int, RankEnd], num_ranks: int, srun_log: str) -> int | None:
@@ -84,18 +125,20 @@ def seconds_left_to_srun(ends: Mapping[int, RankEnd], num_ranks: int) -> float:
 class SrunPatience:
     """Tells when srun waits in vain: for a node's slurmstepd that was killed, it would forever."""
 
-    def __init__(self, logs: Sequence[Path]) -> None:
-        self._logs = logs
+    def __init__(self, ends: RankEnds, num_ranks: int) -> None:
+        self._ends = ends
+        self._num_ranks = num_ranks
         self._num_ends = 0
         self._changed = self._looked = time.monotonic()
 
     def is_exhausted(self) -> bool:
-        """Call this often; it looks at the files every few seconds."""
+        """Call this often; it looks for new files every few seconds."""
         now = time.monotonic()
         if now - self._looked < _LOOK_SECONDS:
             return False
         self._looked = now
-        ends = read_ends(self._logs)
+        self._ends.look()
+        ends = self._ends.found
         if len(ends) != self._num_ends:
             self._num_ends, self._changed = len(ends), now
-        return now - self._changed > seconds_left_to_srun(ends, len(self._logs))
+        return now - self._changed > seconds_left_to_srun(ends, self._num_ranks)

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.errors import UserError
-from data_pipeline.files import folder_below, own_file
+from data_pipeline.files import own_file
 from data_pipeline.own_programs import code_that_runs, copied_arguments
 from launcher.error_lines import error_lines
 from launcher.slurm.cluster import ClusterConfig, in_container
-from launcher.slurm.rank_statuses import SrunPatience, first_failure, read_ends, statuses
+from launcher.slurm.rank_statuses import RankEnds, SrunPatience, first_failure
 from launcher.slurm.snapshot import Snapshot
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
+from pretrain.rundir.attempt_files import AttemptFiles
 from pretrain.rundir.collective_traces import variables_of_attempt
 from pretrain.rundir.exit_status import NEVER_STARTED
 from pretrain.rundir.run_dir import RunDir
@@ -61,7 +62,7 @@ def training_command(code: Path, run_dir: Path) -> list[str]:
 
 def rank_task(code: Path, run_dir: Path, attempt: int, command: Sequence[str]) -> list[str]:
     """The arguments of Python that run `command` as one rank, with a log of its own."""
-    log = RunDir(run_dir).logs / f"attempt-{attempt}-rank-{{rank}}.log"
+    log = AttemptFiles(RunDir(run_dir).logs, attempt).rank_log("{rank}")
     return copied_arguments(code, "launcher.slurm.task", str(log), *command)
 
 
@@ -69,7 +70,7 @@ def meeting_point(step: Step, run_dir: Path, attempt: int) -> dict[str, str]:
     """The environment variables by which the ranks of an attempt find each other."""
     return {
         "MASTER_ADDR": step.nodes[0],
-        PORT_FILE_VARIABLE: str(RunDir(run_dir).logs / f"attempt-{attempt}.port"),
+        PORT_FILE_VARIABLE: str(AttemptFiles(RunDir(run_dir).logs, attempt).port),
         **variables_of_attempt(RunDir(run_dir).logs, attempt),
         "PYTHONUNBUFFERED": "1",
     }
@@ -117,15 +118,14 @@ class SlurmRanks:
     ) -> None:
         self._check_fence = check_fence
         self.first_failure: int | None = None
-        folder_below(run_dir.path, run_dir.logs.name)
-        self.logs = [
-            run_dir.logs / f"attempt-{attempt}-rank-{rank}.log" for rank in range(step.ranks)
-        ]
+        files = AttemptFiles(run_dir.logs, attempt)
+        files.create()
+        self.logs = files.rank_logs(step.ranks)
         meeting = meeting_point(step, run_dir.path, attempt)
         Path(meeting[PORT_FILE_VARIABLE]).unlink(missing_ok=True)
         task = rank_task(code_that_runs(), run_dir.path, attempt, command)
         line = srun_command(step, task, [run_dir.path], Path.cwd())
-        self._log = run_dir.logs / f"attempt-{attempt}-srun.log"
+        self._log = files.srun_log
         with open(self._log, "ab", opener=own_file) as log:
             log.write(f"{shlex.join(line)}\n".encode())
             log.flush()
@@ -145,7 +145,8 @@ class SlurmRanks:
 
         Raises what the fence check raises.
         """
-        patience = SrunPatience(self.logs)
+        rank_ends = RankEnds(self.logs)
+        patience = SrunPatience(rank_ends, len(self.logs))
         while self._srun.poll() is None:
             try:
                 # If this node was cut off, Slurm has restarted the job elsewhere. An srun that is
@@ -160,11 +161,12 @@ class SlurmRanks:
                 _log.warning("srun still waits although its ranks have ended: ending it")
                 self._end_srun()
             time.sleep(_POLL_SECONDS)
-        ends = read_ends(self.logs)
+        rank_ends.look()
+        rank_ends.read_rest()
         self.first_failure = first_failure(
-            ends, len(self.logs), self._log.read_text(errors="replace")
+            rank_ends.found, len(self.logs), self._log.read_text(errors="replace")
         )
-        return statuses(ends, self.logs)
+        return rank_ends.statuses()
 
     def terminate(self) -> None:
         self._srun.send_signal(SAVE_AND_STOP)

@@ -7,6 +7,7 @@ not.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,11 +15,13 @@ import sys
 import time
 from pathlib import Path
 
-from data_pipeline.errors import exit_status_of
+from data_pipeline.errors import DataError, exit_status_of
 from data_pipeline.files import own_file, write_text
 from data_pipeline.patience import Patience, outlast
 from pretrain.distributed.slurm_variables import rank_variables
+from pretrain.rundir import heartbeat_files
 from pretrain.rundir.exit_status import EXIT_STOPPED
+from pretrain.rundir.heartbeat_files import NodeHeartbeats
 
 GRACE_SECONDS = 2.0
 PATIENCE_SECONDS = 1800.0  # with a run directory that cannot be written
@@ -52,10 +55,21 @@ def main() -> int:
         ).wait()
     # Whole or absent, and waiting for a full disk: the supervisor decides by it.
     outlast(Patience(PATIENCE_SECONDS), lambda: write_text(log.with_suffix(".status"), str(status)))
+    if status < 0:
+        _publish_heartbeats(log.parents[2], int(rank))
     if status not in (0, EXIT_STOPPED):
         # When this task fails, srun kills the others. Until then they can log the error they see.
         time.sleep(GRACE_SECONDS)
     return 0 if status == 0 else 1
+
+
+def _publish_heartbeats(run_dir: Path, rank: int) -> None:
+    """Let others see now where a killed rank stood: its node's file may be ten seconds old."""
+    local_rank = int(os.environ["SLURM_LOCALID"])
+    node = NodeHeartbeats(run_dir / heartbeat_files.DIRECTORY, rank - local_rank)
+    with contextlib.suppress(OSError, DataError):
+        if node.read():
+            node.publish()
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import IO
 
 from data_pipeline.errors import EXIT_USER_ERROR
-from data_pipeline.files import folder_below, own_file
+from data_pipeline.files import own_file
 from data_pipeline.own_programs import own_command
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
+from pretrain.rundir.attempt_files import AttemptFiles
 from pretrain.rundir.collective_traces import variables_of_attempt
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.fence import VARIABLE
@@ -45,8 +46,7 @@ class RankGroup:
     """`command` as `num_ranks` processes, each in its own process group; they die with this process
     at the latest.
 
-    Each writes to LOGS/attempt-N-rank-R.log; `echo_rank_zero` shows here what rank 0
-    logs. Use it
+    Each writes to LOGS/attempt-N/rank-R.log; `echo_rank_zero` shows here what rank 0 logs. Use it
     as a context manager: no rank outlives the block, also after Ctrl-C. Create it in a thread that
     stays: to the kernel, the death of that thread is the death of the parent.
     """
@@ -60,8 +60,9 @@ class RankGroup:
         environment: Mapping[str, str] | None = None,
         echo_rank_zero: bool = False,
     ) -> None:
-        folder_below(logs.parent, logs.name)
-        self.logs = [logs / f"attempt-{attempt}-rank-{rank}.log" for rank in range(num_ranks)]
+        files = AttemptFiles(logs, attempt)
+        files.create()
+        self.logs = files.rank_logs(num_ranks)
         self.first_failure: int | None = None  # the rank that failed before any other did
         self._echo: threading.Thread | None = None
         self._processes: list[subprocess.Popen[bytes]] = []

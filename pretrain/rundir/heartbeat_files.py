@@ -28,6 +28,7 @@ from data_pipeline.many_files import read_together
 from data_pipeline.ownership import private_directory
 from data_pipeline.typed_json import from_json
 
+DIRECTORY = "heartbeats"  # in that of the run
 NODE_SECONDS = 10.0
 _NAME = re.compile(r"ranks-from-\d+\.jsonl")
 _RAM = Path("/dev/shm")

@@ -29,6 +29,8 @@ from pretrain.checkpoint.directory import INDEX, step_directory
 from pretrain.checkpoint.marker import latest_step
 from pretrain.config.resume_rules import may_change
 from pretrain.config.run import RunConfig
+from pretrain.rundir import heartbeat_files
+from pretrain.rundir.attempt_files import attempts_of
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, exclusive_lock, read_lock
 from pretrain.rundir.metrics_file import cut_measurements_after, read_measurements
@@ -82,7 +84,7 @@ class RunDir:
         self.matmul_peaks = self.path / "matmul_peaks.json"  # that MFU refers to
         self.wandb = self.path / "wandb"
         self.traces = self.path / "traces"
-        self.heartbeats = self.path / "heartbeats"
+        self.heartbeats = self.path / heartbeat_files.DIRECTORY
         self._identity_file = self.path / "run.json"
         self.config_file = self.path / "config.yaml"
 
@@ -212,9 +214,11 @@ class RunDir:
 
     def remove_unused(self) -> None:
         """Delete the directory if no run came into being: it holds only locks and logs."""
-        for path in (*self.logs.glob("attempt-*-rank-*.log"), *self.path.glob("*.lock")):
+        attempts = attempts_of(self.logs)
+        logs = [log for attempt in attempts for log in attempt.logged_ranks().values()]
+        for path in (*logs, *self.path.glob("*.lock")):
             path.unlink()
-        for directory in (self.logs, self.path):
+        for directory in (*(attempt.directory for attempt in attempts), self.logs, self.path):
             if directory.is_dir() and not any(directory.iterdir()):
                 directory.rmdir()
 

@@ -55,11 +55,11 @@ def test_ranks_wait_for_a_stopped_one_and_name_it_but_not_forever(
     assert "Timeout" in log
     assert "in train" in log
     # The rank that waited says in which collective; the stopped one cannot say anything.
-    (trace,) = run_dir.logs.glob("attempt-3-gloo-*")
-    assert traces_of_attempt(run_dir.logs, 3) == {"attempt-3-gloo-rank-": [0]}
+    (trace,) = run_dir.logs.glob("attempt-3/gloo-*")
+    assert traces_of_attempt(run_dir.logs, 3) == {"gloo-rank-": [0]}
     records = pickle.loads(trace.read_bytes())["entries"]
     assert records[0]["retired"]
     assert not records[-1]["retired"]
     assert any(frame["filename"].endswith("pretrain/train.py") for frame in records[-1]["frames"])
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
-    assert f"--prefix attempt-3-gloo-rank- -j {run_dir.logs}" in capsys.readouterr().out
+    assert f"--prefix gloo-rank- -j {run_dir.logs}/attempt-3\n" in capsys.readouterr().out

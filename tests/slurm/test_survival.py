@@ -394,7 +394,7 @@ def test_killed_killed_while_saving_killed_again_and_hanging_costs_steps_since_t
     assert run.ends() == ["finished"]
     assert_status(run, "done", attempts=5, last_failure=hung.cause)
     assert run.begun_at() == [0, *(event.step for event in (killed, saving, again, hung))]
-    logs = [(run.dir.logs / f"attempt-3-rank-{rank}.log").read_text() for rank in (0, 2, 3)]
+    logs = [(run.dir.logs / "attempt-3" / f"rank-{rank}.log").read_text() for rank in (0, 2, 3)]
     # the first to lose patience says so; the others lose their peer a moment later
     assert any("Timeout" in log for log in logs)
     assert all("in train" in log for log in logs)

@@ -12,6 +12,7 @@ from launcher.cli import main
 from launcher.commands.logs import lines_of_attempt
 from launcher.error_lines import error_lines
 from pretrain.config.run import RunConfig
+from pretrain.rundir.attempt_files import AttemptFiles
 from pretrain.rundir.launch_events import AttemptEnded, AttemptReason, NextAction
 from pretrain.rundir.run_dir import RunDir
 
@@ -33,7 +34,9 @@ def run_dir(tmp_path: Path) -> RunDir:
         (10, 0, "step 1\nstep 2\nstep 3\n"),
         (10, 1, f"step 1\n{TRACEBACK}step 2\n{STACKS}"),
     ):
-        (run_dir.logs / f"attempt-{attempt}-rank-{rank}.log").write_text(text)
+        files = AttemptFiles(run_dir.logs, attempt)
+        files.create()
+        files.rank_log(rank).write_text(text)
     return run_dir
 
 
@@ -69,8 +72,8 @@ def ended(attempt: int, first_failure: int | None, then: NextAction) -> AttemptE
 
 
 def test_the_rank_that_failed_first_is_shown_first_then_srun_and_the_job(run_dir, capsys):
-    (run_dir.logs / "attempt-10-rank-0.log").write_text("ConnectionError: peer gone\n")
-    (run_dir.logs / "attempt-10-srun.log").write_text("srun: error: n1: task 1: Exited\n")
+    (run_dir.logs / "attempt-10/rank-0.log").write_text("ConnectionError: peer gone\n")
+    (run_dir.logs / "attempt-10/srun.log").write_text("srun: error: n1: task 1: Exited\n")
     (run_dir.logs / "slurm-17.log").write_text("slurmstepd: error: killed\n")
     run_dir.ledger.append(ended(10, 1, NextAction.RETRY))
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
@@ -81,7 +84,8 @@ def test_the_rank_that_failed_first_is_shown_first_then_srun_and_the_job(run_dir
 def test_a_container_that_does_not_start_is_an_error_although_no_rank_wrote_anything(
     run_dir, capsys
 ):
-    (run_dir.logs / "attempt-11-srun.log").write_text(
+    AttemptFiles(run_dir.logs, 11).create()
+    (run_dir.logs / "attempt-11/srun.log").write_text(
         "srun --nodes=2 python\nslurmstepd: error: pyxis: couldn't start container\n"
     )
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
@@ -98,26 +102,26 @@ def test_what_the_batch_script_says_before_its_supervisor_starts_is_shown(run_di
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
     assert "[job] /spool/script: line 9: module: command not found" in capsys.readouterr().out
     log.write_text("the licence server said no\n")
-    (run_dir.logs / "attempt-10-rank-1.log").write_text("fine\n")
+    (run_dir.logs / "attempt-10/rank-1.log").write_text("fine\n")
     run_dir.ledger.append(ended(10, None, NextAction.GIVE_UP))
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
     assert capsys.readouterr().out == "[job] the licence server said no\n"
 
 
 def test_the_last_collectives_of_ranks_that_hung_are_named(run_dir, capsys):
-    (run_dir.logs / "attempt-10-rank-1.log").write_text("fine\n")
-    for name in ("10-gloo-rank-0", "10-nccl-rank-1", "10-nccl-rank-12", "2-gloo-rank-0"):
+    (run_dir.logs / "attempt-10/rank-1.log").write_text("fine\n")
+    for name in ("10/gloo-rank-0", "10/nccl-rank-1", "10/nccl-rank-12", "2/gloo-rank-0"):
         (run_dir.logs / f"attempt-{name}").touch()
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert lines[0].startswith(
-        f"[collectives] the last of rank 0 are in {run_dir.logs}/attempt-10-gl"
+        f"[collectives] the last of rank 0 are in {run_dir.logs}/attempt-10/gl"
     )
     assert lines[1].startswith(
-        f"[collectives] the last of 2 ranks are in {run_dir.logs}/attempt-10-nc"
+        f"[collectives] the last of 2 ranks are in {run_dir.logs}/attempt-10/nc"
     )
-    assert lines[1].endswith(f"torchfrtrace --prefix attempt-10-nccl-rank- -j {run_dir.logs}")
+    assert lines[1].endswith(f"torchfrtrace --prefix nccl-rank- -j {run_dir.logs}/attempt-10")
 
 
 def test_an_earlier_attempt_can_be_chosen(run_dir, capsys):
@@ -139,7 +143,7 @@ def test_a_jobs_log_is_cut_where_attempts_start(attempt, is_latest, expected):
 
 
 def test_a_quiet_run_has_no_errors(run_dir, capsys):
-    (run_dir.logs / "attempt-10-rank-1.log").write_text("fine\n")
+    (run_dir.logs / "attempt-10/rank-1.log").write_text("fine\n")
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
     assert capsys.readouterr().out == "no errors in attempt 10\n"
 
@@ -192,12 +196,13 @@ def test_following_prints_what_comes_goes_over_to_the_next_attempt_and_ends_with
     )
     assert follower.stdout is not None
     assert follower.stdout.readline() == "step 3\n"
-    with open(run_dir.logs / "attempt-10-rank-0.log", "a") as file:
+    with open(run_dir.logs / "attempt-10/rank-0.log", "a") as file:
         file.write("step 4\n")
     assert follower.stdout.readline() == "step 4\n"
-    (run_dir.logs / "attempt-11-rank-1.log").touch()  # the others may begin before
+    AttemptFiles(run_dir.logs, 11).create()
+    (run_dir.logs / "attempt-11/rank-1.log").touch()  # the others may begin before
     time.sleep(0.5)
-    (run_dir.logs / "attempt-11-rank-0.log").write_text("step 5\n")
+    (run_dir.logs / "attempt-11/rank-0.log").write_text("step 5\n")
     assert follower.stdout.readline() == "--- attempt 11\n"
     assert follower.stdout.readline() == "step 5\n"
     run_dir.ledger.append(
@@ -218,7 +223,7 @@ def test_following_prints_what_comes_goes_over_to_the_next_attempt_and_ends_with
     assert follower.returncode == 0
 
 
-@pytest.mark.parametrize("name", ["attempt-10-rank-0.log", "attempt-10-srun.log", "slurm-17.log"])
+@pytest.mark.parametrize("name", ["attempt-10/rank-0.log", "attempt-10/srun.log", "slurm-17.log"])
 def test_a_pipe_in_place_of_a_log_makes_nobody_wait(run_dir, capsys, name):
     (run_dir.logs / name).unlink(missing_ok=True)
     os.mkfifo(run_dir.logs / name)
@@ -230,7 +235,7 @@ def test_a_pipe_in_place_of_a_log_makes_nobody_wait(run_dir, capsys, name):
 
 
 def test_escape_sequences_in_logs_are_shown_as_text(run_dir, capsys):
-    log = run_dir.logs / "attempt-10-rank-0.log"
+    log = run_dir.logs / "attempt-10/rank-0.log"
     log.write_text("error: \x1b]0;title\x07\x9b31m\tred\n")
     for arguments in ([], ["--errors", "--rank=0"]):
         assert main(["logs", str(run_dir.path), *arguments]) == 0

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import pytest
 
+from launcher.slurm import rank_statuses
 from launcher.slurm.rank_statuses import (
     RankEnd,
+    RankEnds,
+    _end_in,
     first_failure,
-    read_ends,
     seconds_left_to_srun,
-    statuses,
 )
 from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 
@@ -22,7 +24,40 @@ def test_a_rank_without_a_status_was_killed_with_its_task_and_one_without_a_log_
     for log in logs[:2]:
         log.touch()
     logs[0].with_suffix(".status").write_text("75")
-    assert statuses(read_ends(logs), logs) == [EXIT_STOPPED, -9, NEVER_STARTED]
+    ends = RankEnds(logs)
+    ends.read_rest()
+    assert ends.statuses() == [EXIT_STOPPED, -9, NEVER_STARTED]
+
+
+def test_each_of_4096_statuses_is_read_once_as_it_comes_and_many_at_a_time(tmp_path, monkeypatch):
+    logs = [tmp_path / f"rank-{rank}.log" for rank in range(4096)]
+    ends, opened, at_work, most = RankEnds(logs), [], [], 0
+
+    def end_in(file: Path) -> RankEnd | None:
+        nonlocal most
+        opened.append(file)
+        at_work.append(file)
+        most = max(most, len(at_work))
+        time.sleep(1e-4)  # as a server that is asked
+        at_work.remove(file)
+        return _end_in(file)
+
+    monkeypatch.setattr(rank_statuses, "_end_in", end_in)
+    ends.look()
+    for rank in range(1, 4096, 2):
+        logs[rank].with_suffix(".status").write_text("-15")
+    ends.look()
+    assert sorted(ends.found) == list(range(1, 4096, 2))
+    for rank in range(0, 4096, 2):
+        logs[rank].touch()
+        if rank:
+            logs[rank].with_suffix(".status").write_text("1")
+    ends.look()
+    assert len(opened) == len(set(opened)) == 4095
+    assert most > 8
+    ends.read_rest()
+    assert opened[4095:] == [logs[0].with_suffix(".status")], "the one that is missing"
+    assert ends.statuses() == [-9, *([-15, 1] * 2048)[:-1]]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def submit(files: Path, *more: str) -> int:
 
 def test_a_dry_run_prints_the_script_and_touches_nothing(files, capsys):
     assert submit(files, "--nodes=2", "--dry-run") == 0
-    assert "attempt-0-rank-{rank}.log" in capsys.readouterr().out, "the number of a first attempt"
+    assert "attempt-0/rank-{rank}.log" in capsys.readouterr().out, "the number of a first attempt"
     assert submit(files, "--nodes=2", "--dry-run") == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash\n")
     assert not (files / "run").exists()

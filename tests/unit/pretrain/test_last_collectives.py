@@ -12,11 +12,16 @@ from pretrain.processes.last_collectives import (
     set_trace_files,
     write_last_collectives,
 )
-from pretrain.rundir.collective_traces import traces_of_attempt, variables_of_attempt
+from pretrain.rundir.collective_traces import (
+    make_trace_directory,
+    traces_of_attempt,
+    variables_of_attempt,
+)
 
 
 def test_the_collectives_of_a_group_are_written_and_nothing_is_without_any(tmp_path: Path) -> None:
     variables = variables_of_attempt(tmp_path, 7)
+    make_trace_directory(tmp_path, variables)
     assert not write_last_collectives(tmp_path, 5, variables)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -25,8 +30,8 @@ def test_the_collectives_of_a_group_are_written_and_nothing_is_without_any(tmp_p
         (path,) = write_last_collectives(tmp_path, 5, variables)
     finally:
         dist.destroy_process_group()
-    assert path == tmp_path / "attempt-7-gloo-rank-5"
-    assert traces_of_attempt(tmp_path, 7) == {"attempt-7-gloo-rank-": [5]}
+    assert path == tmp_path / "attempt-7" / "gloo-rank-5"
+    assert traces_of_attempt(tmp_path, 7) == {"gloo-rank-": [5]}
     names = [record["profiling_name"] for record in pickle.loads(path.read_bytes())["entries"]]
     assert names[-2:] == ["gloo:all_reduce"] * 2
 
@@ -35,7 +40,7 @@ def test_the_collectives_of_a_group_are_written_and_nothing_is_without_any(tmp_p
 def test_torch_writes_its_own_beside_them_unless_the_user_chose(tmp_path: Path, name: str) -> None:
     environment = variables_of_attempt(tmp_path, 7)
     set_trace_files(environment, tmp_path)
-    assert environment[name] == f"{tmp_path}/attempt-7-nccl-rank-"
+    assert environment[name] == f"{tmp_path}/attempt-7/nccl-rank-"
     chosen = {name: "/elsewhere/"}
     set_trace_files(chosen, tmp_path)
     assert chosen == {name: "/elsewhere/"}

@@ -47,21 +47,22 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("trap", ["link", "pipe", "link of the folder"])
+@pytest.mark.parametrize("trap", ["link", "pipe", "link of the folder", "link of the last folder"])
 def test_a_rank_s_log_is_written_through_no_link_and_waits_for_no_pipe(tmp_path, trap):
     precious, logs = tmp_path / "precious", tmp_path / "run" / "logs"
     precious.mkdir()
-    (precious / "attempt-0-rank-0.log").write_text("mine\n")
-    if trap == "link of the folder":
-        logs.parent.mkdir()
-        logs.symlink_to(precious)
+    (precious / "rank-0.log").write_text("mine\n")
+    if trap.endswith("folder"):
+        folder = logs / "attempt-0" if trap == "link of the last folder" else logs
+        folder.parent.mkdir(parents=True)
+        folder.symlink_to(precious)
     else:
-        logs.mkdir(parents=True)
-        log = logs / "attempt-0-rank-0.log"
+        log = logs / "attempt-0" / "rank-0.log"
+        log.parent.mkdir(parents=True)
         log.symlink_to(precious / log.name) if trap == "link" else os.mkfifo(log)
     with pytest.raises(DataError, match="is a link"):
         group_of("print('ours')", 1, logs)
-    assert (precious / "attempt-0-rank-0.log").read_text() == "mine\n"
+    assert (precious / "rank-0.log").read_text() == "mine\n"
 
 
 def test_each_rank_learns_who_it_is_and_writes_its_own_log(tmp_path, monkeypatch):
@@ -74,7 +75,7 @@ def test_each_rank_learns_who_it_is_and_writes_its_own_log(tmp_path, monkeypatch
         assert group.wait(timeout=30) == [0, 0]
     for rank in (0, 1):
         expected = f"{rank} {rank} 2 2 127.0.0.1 True False\n"
-        assert (tmp_path / f"attempt-3-rank-{rank}.log").read_text() == expected
+        assert (tmp_path / "attempt-3" / f"rank-{rank}.log").read_text() == expected
 
 
 def test_cores_are_divided_over_the_ranks_unless_threads_are_set():
