@@ -18,10 +18,11 @@ from benchmarks.measure import machine
 from benchmarks.scale.costs import Row, Subject, table_of
 from benchmarks.scale.failure_table import failure_table, hour_of_kills
 from benchmarks.scale.processes import process_costs
+from benchmarks.scale.status import status_costs
 from data_pipeline.errors import UserError
 from data_pipeline.files import write_text
 
-SUBJECTS = (Subject("processes", process_costs),)
+SUBJECTS = (Subject("processes", process_costs), Subject("status", status_costs))
 START, END = "<!-- python -m benchmarks scale -->\n", "<!-- end -->\n"
 
 

@@ -29,25 +29,28 @@ class Cost:
     detail: str = ""
 
     def row(self) -> list[str]:
-        growth = growth_of(self.measured)
-        last = self.at_4096
+        growth, last = growth_of(self.measured), self.at_4096
         at = ", ".join(f"{size:,}: {_digits(cost)}" for size, cost in self.measured.items())
         goal = "" if self.at_most is None else f"at most {_digits(self.at_most)}"
         result = "" if self.at_most is None else "met" if self.is_met else "MISSED"
         if result == "MISSED" and self.at_most:
             result += f", {last / self.at_most:.2g}x"
         unit = f" ({self.unit})" if self.unit else ""
-        cells = [_digits(max(0.0, growth.at(size))) for size in self.targets]
+        cells = [_digits(self._at(size)) for size in self.targets]
         return [self.name + unit, at, growth.describe(self.of), *cells, goal, result, self.detail]
 
     @property
     def at_4096(self) -> float:
-        return max(0.0, growth_of(self.measured).at(self.targets[-1]))
+        return self._at(self.targets[-1])
 
     @property
     def is_met(self) -> bool:
         """Whether the goal is reached; without one there is nothing to miss."""
         return self.at_most is None or self.at_4096 <= self.at_most
+
+    def _at(self, size: int) -> float:
+        """The cost at a size: what was measured, or else what its growth predicts."""
+        return self.measured.get(size, max(0.0, growth_of(self.measured).at(size)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,8 @@ class Growth:
         if not self.slope:
             return "constant"
         term = f"log2({of})" if self.law == "log" else of
+        if abs(self.base) < 1e-6 * self.slope:
+            return f"{self.slope:.3g} {term}"
         sign = "+" if self.base >= 0 else "-"
         return f"{self.slope:.3g} {term} {sign} {abs(self.base):.3g}"
 

@@ -1,0 +1,115 @@
+"""What watching a run costs: heartbeats of its ranks, and `launcher status`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.scale.costs import RANKS, RANKS_OF_NODE, Cost, Row
+from benchmarks.scale.instruments import bytes_read, counted_files
+from launcher.status.run_state import read_state
+from pretrain.config.run import RunConfig
+from pretrain.rundir.heartbeat import Heartbeat
+from pretrain.rundir.heartbeat_files import NODE_SECONDS, HeartbeatRecord, NodeHeartbeats
+from pretrain.rundir.run_dir import RunDir
+from tests.helpers.metrics import train_line
+
+NODES = (2, 4, 8)  # whose ranks beat at the same time
+FIRST_SECONDS = 5.0  # in which every node writes its file at once
+STEPS = (8_000, 64_000, 500_000)  # of a run, at RANKS
+STATUS_SECONDS = 2.0
+FIFTY_RUNS_SECONDS = 1.0
+ROUNDS = 5
+
+
+def status_costs(directory: Path) -> Iterator[Row]:
+    """Yield the costs of heartbeats and of `launcher status`."""
+    yield Cost(
+        name="heartbeats: files written per second", of="ranks", measured=heartbeats(directory),
+        at_most=1.02 * RANKS[-1] / RANKS_OF_NODE / NODE_SECONDS,
+        detail=f"nodes of {RANKS_OF_NODE} real ranks' heartbeats, {2 * NODE_SECONDS:g} s of them",
+    )  # fmt: skip
+    opened, seconds = {}, {}
+    for ranks in RANKS:
+        run = RunDir.create(directory / f"run-{ranks}", RunConfig(name="run"))
+        write_heartbeats(run, ranks)
+        with counted_files(run.heartbeats) as counts:
+            read_state(run.path)
+        opened[ranks], seconds[ranks] = counts["opened"], cpu_seconds(run)
+    yield Cost(
+        name="status: heartbeat files opened", measured=opened, at_most=RANKS[-1] / RANKS_OF_NODE
+    )
+    yield Cost(
+        name="status: time of one run", unit="s of CPU", measured=seconds, at_most=STATUS_SECONDS,
+        detail="on a local disk; on a network one 32 files are read at a time",
+    )  # fmt: skip
+    amounts, seconds = {}, {}
+    for steps in STEPS:
+        run = RunDir.create(directory / f"long-{steps}", RunConfig(name="run"))
+        write_metrics(run, steps)
+        before = bytes_read()
+        read_state(run.path)
+        amounts[steps], seconds[steps] = bytes_read() - before, cpu_seconds(run)
+    yield Cost(name="status of a long run: bytes read", of="steps", measured=amounts, targets=STEPS)
+    yield Cost(
+        name="status of fifty long runs", unit="s of CPU", of="steps", targets=STEPS,
+        measured={steps: 50 * each for steps, each in seconds.items()},
+        at_most=FIFTY_RUNS_SECONDS, detail="fifty times one",
+    )  # fmt: skip
+
+
+def heartbeats(directory: Path) -> dict[int, float]:
+    """Return how many files per second the ranks of so many nodes write, by number of ranks."""
+    homes = {nodes: directory / f"beats-{nodes}" for nodes in NODES}
+    with contextlib.ExitStack() as stack:
+        # The first rank of each node comes first, as threads of one process write to one temporary
+        # file where ranks have their own.
+        for local in range(RANKS_OF_NODE):
+            for nodes, home in homes.items():
+                for first in range(0, nodes * RANKS_OF_NODE, RANKS_OF_NODE):
+                    stack.enter_context(Heartbeat(home, first + local, 0.0, local_rank=local))
+            time.sleep(FIRST_SECONDS if local == 0 else 0.0)
+        with contextlib.ExitStack() as watches:
+            counts = {n: watches.enter_context(counted_files(h)) for n, h in homes.items()}
+            time.sleep(2 * NODE_SECONDS)
+    return {n * RANKS_OF_NODE: c["moved in"] / (2 * NODE_SECONDS) for n, c in counts.items()}
+
+
+def write_heartbeats(run: RunDir, ranks: int) -> None:
+    """Write what the ranks of other nodes would write."""
+    run.heartbeats.mkdir()
+    for first in range(0, ranks, RANKS_OF_NODE):
+        node, now = NodeHeartbeats(run.heartbeats, first), time.time()
+        for rank in range(first, first + RANKS_OF_NODE):
+            node.write(HeartbeatRecord(
+                rank=rank, time=now, written=now, step=7, phase="train",
+                hostname=f"node-{first}", pid=os.getpid(),
+            ))  # fmt: skip
+        node.publish()
+        content = node.path.read_bytes()
+        for rank in range(first, first + RANKS_OF_NODE):
+            node.remove(rank)  # from this node's own memory, and the file with the last one
+        node.path.write_bytes(content)
+
+
+def write_metrics(run: RunDir, steps: int) -> None:
+    """Write the measurements of so many steps, ten of them in an interval."""
+    interval = {"tokens_per_second": 8.0, "seconds": 10.0, "train_loss": 1.0, "time": 1e9}
+    with run.metrics.open("w") as file:
+        for step in range(1, steps + 1):
+            more = {**interval, "totals": {"seconds": float(step)}} if step % 10 == 0 else {}
+            file.write(json.dumps(train_line(step, **more)) + "\n")
+
+
+def cpu_seconds(run: RunDir) -> float:
+    """Return the CPU seconds of reading a run's state, the least of a few."""
+    seconds = []
+    for _ in range(ROUNDS):
+        start = time.process_time()
+        read_state(run.path)
+        seconds.append(time.process_time() - start)
+    return min(seconds)
