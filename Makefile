@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv lock demo scaling-demo check test test-slurm fuzz golden coverage chaos bench gpu gpu-bundle bench-gpu
+.PHONY: help venv lock demo scaling-demo compare-variants check test test-slurm fuzz golden coverage chaos bench gpu gpu-bundle bench-gpu
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -63,6 +63,29 @@ scaling-demo: $(STAMP)  ## scaling laws from plan to report on two cores: 15 sma
 	pretrain scale predict $(SCALING)/runs.csv --flops 7.2e11 --inference-tokens 20M --force
 	@echo "This demonstrates the workflow: 15 small runs at three small budgets say nothing about large models."
 	@echo "Open $(SCALING)/report/report.html"
+
+JOBS := 2
+MEMBERS := configs/comparisons/variants$(if $(QUICK),-quick).yaml
+VARIANTS := runs/variants$(if $(CORPUS),-$(notdir $(CORPUS:/=)))$(if $(QUICK),-quick)
+VARIANTS_TEXT := runs/variants-text
+VARIANTS_CELLS = $(VARIANTS)/sweep.yaml --runs-dir $(VARIANTS)/cells
+VARIANTS_PLAN = pretrain scale variants plan $(MEMBERS) --output $(VARIANTS_CELLS) \
+	--set data.path=$(abspath $(or $(CORPUS),$(VARIANTS_TEXT)/data))
+VARIANTS_RUN = launcher sweep submit $(VARIANTS_CELLS) $(if $(CLUSTER),--cluster $(CLUSTER),--local -j $(JOBS))
+
+# The second plan adds the other seeds at the best rates.
+compare-variants: $(STAMP)  ## members of the family at equal training FLOPs; QUICK=1 CORPUS=DIR MEMBERS=FILE JOBS=N CLUSTER=FILE
+ifndef CORPUS
+	test -f $(VARIANTS_TEXT)/text.jsonl || python -m pretrain.demo.texts $(VARIANTS_TEXT)/text.jsonl
+	test -f $(VARIANTS_TEXT)/data/build.json || data-pipeline build configs/data/bytes.yaml \
+		--input $(VARIANTS_TEXT)/text.jsonl --validation-fraction 0.06 --shard-bytes 524288 --output $(VARIANTS_TEXT)/data
+endif
+	$(VARIANTS_PLAN)
+	$(VARIANTS_RUN)
+	$(VARIANTS_PLAN)
+	$(VARIANTS_RUN)
+	pretrain scale variants measure $(VARIANTS_CELLS)
+	pretrain scale variants report $(VARIANTS_CELLS) --output $(VARIANTS)/report
 
 check: $(DEV_STAMP)  ## format, lint and types
 	ruff format --check .

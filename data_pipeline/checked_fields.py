@@ -54,6 +54,15 @@ class Fields:
             raise self._wrong(name, "a number")
         return float(value)
 
+    def numbers(self, name: str) -> list[float]:
+        """Return the finite numbers of a list."""
+        value = self._value(name)
+        if not isinstance(value, list):
+            raise self._wrong(name, "a list of numbers")
+        return [
+            Fields({f"{name}[{n}]": each}).number(f"{name}[{n}]") for n, each in enumerate(value)
+        ]
+
     def flag(self, name: str) -> bool:
         """Return a truth value, which may be 0 or 1."""
         value = self._value(name)

@@ -50,6 +50,10 @@ PROGRAM = Program(
             "pretrain.commands.scale_context",
             "compare segment and memory lengths in a separate sweep: plan, collect, report",
         ),
+        "variants": (
+            "pretrain.commands.scale_variants",
+            "compare variants of a model at equal FLOPs: plan, measure, report",
+        ),
     },
 )
 

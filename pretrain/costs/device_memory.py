@@ -105,7 +105,12 @@ def checkpoint_bytes(run: RunConfig) -> float:
     parameters = parameters_of(run.model).total
     elements = float(MASTER_BYTES + _ema_bytes(run)) * parameters
     elements += moment_bytes(run.model, run.optim, parameters)
-    return elements + run.data.lanes * lane_parts(run.model).num_bytes(_width(run))
+    return elements + run.data.lanes * lane_bytes(run)
+
+
+def lane_bytes(run: RunConfig) -> int:
+    """Return the bytes that each lane carries from segment to segment when its memory is full."""
+    return lane_parts(run.model).num_bytes(_width(run))
 
 
 def offloaded_bytes(run: RunConfig, world_size: int) -> float:
@@ -161,7 +166,7 @@ def _weights_and_optimizer(run: RunConfig, world_size: int) -> list[Part]:
 
 
 def _recurrent_memory(run: RunConfig, world_size: int, on_gpu: bool) -> Part:
-    of_one_lane = lane_parts(run.model).num_bytes(_width(run))
+    of_one_lane = lane_bytes(run)
     if run.engine.offload_memories and on_gpu:  # on a CPU, host memory is what is counted
         lanes = lanes_of_pass(run, world_size)
         formula = (

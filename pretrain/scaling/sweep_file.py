@@ -119,6 +119,8 @@ def reader_of(sweep: Sweep) -> tuple[str, str]:
         return "for the best learning rate", "pretrain scale tune report"
     if all("same_tokens" in cell.facts for cell in sweep.cells):
         return "to compare the contexts", "pretrain scale context collect"
+    if all("variant_rate" in cell.facts for cell in sweep.cells):
+        return "to compare the variants", "pretrain scale variants measure"
     return "to fit scaling laws", "pretrain scale collect"
 
 

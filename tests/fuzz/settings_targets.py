@@ -22,6 +22,7 @@ from pretrain.config.run import RunConfig
 from pretrain.kernels.triton.tile_table import kernels_version, tiles_in
 from pretrain.scaling.point_files import read_points
 from pretrain.scaling.sweep_file import read_sweep
+from pretrain.scaling.variants.probed import PROBES, read_probed
 from tests.fuzz.mutations import json_text
 from tests.fuzz.target import ROOT, Target, command
 
@@ -73,6 +74,14 @@ def settings_targets(directory: Path, experiment: Path, corpus: Path) -> dict[st
         "notes": ["a"],
         "cells": [{"name": "x", "experiment": str(experiment), "overrides": ["seed=1"]}],
     }
+    variants = {
+        "name": "fuzz",
+        "experiment": str(experiment),
+        "flops": 1e8,
+        "rates": [1e-3, 2e-3],
+        "seeds": [1, 2],
+        "members": {"short": ["model.memory_length=4"], "long": []},
+    }
     text = {"input": ["x"], "output": "y", "threads": 1, "tokenizer": {"kind": "bytes"}}
     full = ClusterConfig(
         gpus_per_node="8",
@@ -97,6 +106,7 @@ def settings_targets(directory: Path, experiment: Path, corpus: Path) -> dict[st
         "cluster": target("cluster", to_tree(full), _read_cluster),
         "grid of a sweep": target("grid", sweep, _read_sweep),
         "cells of a sweep": target("cells", cells, _read_sweep),
+        "comparison of variants": target("variants", variants, _plan_variants),
         "settings of a corpus": target("corpus", text, _plan_corpus),
     }
 
@@ -129,6 +139,13 @@ def _read_sweep(path: Path) -> None:
     command(launcher.main, "sweep", "plan", path, "--runs-dir", path.parent / "runs")
 
 
+def _plan_variants(path: Path) -> None:
+    output = path.parent / "planned.yaml"
+    output.unlink(missing_ok=True)
+    plan = ["scale", "variants", "plan", path, "--output", output, "--runs-dir", path.parent / "r"]
+    command(pretrain.main, *plan, "--set", "optim.schedule.shape=cosine")
+
+
 def _plan_corpus(path: Path) -> None:
     load_config(CorpusConfig, path)
 
@@ -148,7 +165,13 @@ def result_targets(directory: Path) -> dict[str, Target]:
     (home / "tiles.json").write_text(
         json.dumps({"format": 1, "kernels": kernels_version(), "tiles": tiles})
     )
+    needle = {"distance": 8, "accuracy": 0.5, "chance": 0.1}
+    position = {"first_positions": [0, 1], "losses": [3.0, 2.5], "tokens": [4, 60]}
+    (home / PROBES).write_text(
+        json.dumps({"step": 3, "probes": {"needle": [needle], "position": [position]}})
+    )
     return {
+        "probes of a run": Target(home, PROBES, read_probed, is_protected=False),
         "tiles of the fused kernels": Target(
             home,
             "tiles.json",

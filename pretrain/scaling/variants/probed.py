@@ -1,0 +1,48 @@
+"""What the comparison takes of a run's probes.json, which may be another user's. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.checked_fields import Fields, InvalidField
+from data_pipeline.errors import DataError
+from data_pipeline.files import read_json
+
+PROBES = "probes.json"
+
+
+@dataclass(frozen=True)
+class Probed:
+    """Loss by position in the document with the training's memory, X bins, and needles."""
+
+    first_positions_X: tuple[int, ...]  # each bin ends before the next
+    losses_X: tuple[float, ...]
+    tokens_X: tuple[int, ...]
+    needle: dict[int, float]  # distance, a power of two -> accuracy
+    chance: float
+
+
+def read_probed(run: Path) -> Probed:
+    """Return the probes of a run; DataError if they are missing or damaged."""
+    path = run / PROBES
+    remedy = "'pretrain scale variants measure' writes it"
+    try:
+        return _parsed(Fields(read_json(path)).object("probes"))
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; {remedy}") from None
+    except (OSError, ValueError, InvalidField) as error:
+        raise DataError(f"{path} is damaged ({error}); remove it: {remedy}") from None
+
+
+def _parsed(probes: Fields) -> Probed:
+    positions, needles = probes.items("position"), probes.items("needle")
+    if not positions or not needles:
+        raise InvalidField("position or needle is empty")
+    first, tokens = (positions[0].integers(name) for name in ("first_positions", "tokens"))
+    losses = positions[0].numbers("losses")
+    if not len(first) == len(tokens) == len(losses) > 0:
+        raise InvalidField("position has lists of different lengths")
+    found = {each.integer("distance", 1): each.number("accuracy") for each in needles}
+    needle = {each: accuracy for each, accuracy in found.items() if not each & (each - 1)}
+    return Probed(tuple(first), tuple(losses), tuple(tokens), needle, needles[0].number("chance"))

@@ -1,0 +1,262 @@
+"""`pretrain scale variants`: equal FLOPs, best rates, and plan, training, probes and report for
+real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import io
+import json
+import math
+import re
+import shlex
+import subprocess
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_pipeline.files import write_text
+from launcher.commands import sweep as launcher_sweep
+from pretrain.cli import main
+from pretrain.commands.scale_variants import PROGRAM
+from pretrain.costs.flops import computed_flops_of_step
+from pretrain.scaling.collect import Row
+from pretrain.scaling.sweep_file import read_sweep, reader_of
+from pretrain.scaling.variants.comparison import (
+    cell_name,
+    member_of,
+    member_runs,
+    planned_cells,
+    read_comparison,
+)
+from pretrain.scaling.variants.report import variant_notes, variant_table
+from pretrain.scaling.variants.results import MemberResult, MemberRun, best_rates
+from tests.helpers.corpora import make_tiny_corpus
+
+REPOSITORY = Path(__file__).parents[3]
+COMPARISONS = sorted((REPOSITORY / "configs" / "comparisons").glob("*.yaml"))
+TINY = """name: tiny
+model: {num_layers: 2, d_model: 16, num_heads: 2, memory_length: 8}
+data: {path: CORPUS, lanes: 2, segment_length: 8}
+engine: {kind: torch, threads: 1}
+evaluation: {interval: 0, max_tokens: 200, lanes: 2}
+metrics: {tensorboard: false}
+"""
+TWO = """name: two
+experiment: tiny.yaml
+flops: 1e8
+rates: [1e-5, 4e-3]
+seeds: [3, 4]
+members:
+  no-memory: [model.memory_length=0]
+  long: ["model.memory_length=[8, 32]"]
+"""
+
+
+@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
+def test_members_of_the_shipped_comparisons_differ_and_train_for_as_many_flops(path):
+    comparison = read_comparison(path)
+    experiment = path.parent / comparison.experiment
+    runs = member_runs(comparison, experiment, ["model.vocab_size=257"])
+    assert list(runs) == list(comparison.members)
+    for member, run in runs.items():
+        flops = computed_flops_of_step(run, 1) * run.optim.steps
+        assert flops == pytest.approx(comparison.flops, rel=0.01), member
+        assert run.tokens_per_step == runs["transformer-xl"].tokens_per_step
+    assert len({str(run) for run in runs.values()}) == len(runs)
+    cells = list(planned_cells(comparison, runs, dict.fromkeys(runs, comparison.rates[0])))
+    assert len(cells) == len(runs) * (len(comparison.rates) + len(comparison.seeds) - 1)
+    assert [member_of(cell.name) for cell in cells[: len(runs)]] == list(runs), "they take turns"
+
+
+@pytest.mark.parametrize("member", ["xl", "a-lr-b", "k2-s1"])
+def test_a_cells_name_tells_its_member_and_every_number(member):
+    name = cell_name(member, 4e11, 2e-3, 7)
+    assert member_of(name) == member
+    others = [(5e11, 2e-3, 7), (4e11, 4e-3, 7), (4e11, 2e-3, 8)]
+    assert name not in {cell_name(member, *numbers) for numbers in others}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("seeds: [3, 4]|seeds: [3, 3]", "expected different numbers of 0 or more"),
+        ("rates: [1e-5, 4e-3]|rates: [0]", "expected different positive numbers"),
+        ("flops: 1e8|flops: 0", "flops=0 must be 1 or more"),
+        ("flops: 1e8|flops: 1e6", "pay for 1 steps of 16 tokens of no-memory"),
+        ("  no-memory: [model.memory_length=0]\n|", "found 1 members, expected two"),
+        ("model.memory_length=0|optim.steps=9", "optim.steps=9 is the same for all members"),
+        ("model.memory_length=0|model.memory=0", "member no-memory (over"),
+        ("no-memory:|no/memory:", "members"),
+    ],
+)
+def test_a_wrong_comparison_is_refused_in_a_line(tmp_path, capsys, text, said):
+    before, after = text.split("|")
+    assert before in TWO
+    write_text(tmp_path / "tiny.yaml", TINY.replace("CORPUS", str(tmp_path / "absent")))
+    write_text(tmp_path / "two.yaml", TWO.replace(before, after))
+    out = tmp_path / "sweep.yaml"
+    plan = ["scale", "variants", "plan", str(tmp_path / "two.yaml"), "--output", str(out)]
+    assert main([*plan, "--set", "model.vocab_size=300"]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+def ended(member: str, rate: float, loss: float | str, seed: int = 1) -> MemberRun:
+    row = Row(name="x", progress=1.0 if loss else 0.5, loss=loss)
+    return MemberRun(member=member, rate=rate, seed=seed, path=Path("x"), row=row)
+
+
+def test_a_best_rate_is_that_of_the_lowest_loss_once_all_rates_have_ended():
+    good = [ended("a", 1e-3, 2.0), ended("a", 2e-3, 1.9), ended("a", 4e-3, math.inf)]
+    running = [ended("b", 1e-3, 1.0), ended("b", 2e-3, "")]
+    diverged = [ended("c", 1e-3, math.inf)]
+    other_seed = [ended("a", 1e-3, 0.1, seed=2)]
+    assert best_rates([*good, *running, *diverged, *other_seed]) == {"a": 2e-3}
+
+
+def result(member: str, losses: tuple[float, ...], **values) -> MemberResult:
+    defaults = {
+        "parameters": 1000,
+        "tokens": 5000,
+        "flops": 1e9,
+        "rate": 1e-3,
+        "is_edge": False,
+        "lane_bytes": 2048,
+        "tokens_per_second": 10.0,
+        "first_positions_X": (0, 1, 256, 512, 1024, 2048),
+        "position_losses_X": (5.0, 4.0, 3.0, 2.0, 1.0, 0.0),
+        "position_tokens_X": (1, 1, 9, 3, 1, 0),
+        "needle": {8: 0.5, 16: 0.25},
+        "needle_chance": 0.1,
+    }
+    return MemberResult(member=member, losses_S=losses, **{**defaults, **values})
+
+
+def test_the_table_has_means_over_seeds_the_far_tokens_and_the_edge_of_the_rates():
+    results = [result("worse", (2.0, 2.25), is_edge=True), result("better", (1.0,))]
+    heads, *rows = variant_table(results)
+    better, worse = (dict(zip(heads, row, strict=True)) for row in rows)
+    assert [better["member"], worse["member"]] == ["better", "worse"]
+    assert [worse["loss"], worse["+-"], better["+-"]] == ["2.1250", "0.1250", "-"]
+    assert better["loss from token 512"] == "1.7500"
+    assert [better["needle"], better["rate"], worse["rate"]] == ["37.5%", "0.001", "0.001*"]
+    assert any("lowest or highest rate" in line for line in variant_notes(results))
+    assert not any("lowest or highest rate" in line for line in variant_notes(results[1:]))
+
+
+def call(*words: object) -> str:
+    with redirect_stdout(io.StringIO()) as said:
+        assert main(["scale", "variants", *map(str, words)]) == 0
+    return said.getvalue()
+
+
+def train(directory: Path) -> list[str]:
+    """Train the cells that are new; return their names."""
+    trained = []
+    for cell in read_sweep(directory / "sweep.yaml").cells:
+        run_dir = directory / "cells" / cell.name
+        if not run_dir.exists():
+            command = ["train", str(directory / "tiny.yaml"), "--run-dir", str(run_dir)]
+            assert main([*command, *cell.overrides]) == 0
+            trained.append(cell.name)
+    torch.set_flush_denormal(False)  # training sets it for its process
+    return trained
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> Path:
+    """A comparison whose cells were planned, trained and probed as `make` does it."""
+    directory = tmp_path_factory.mktemp("variants")
+    corpus = make_tiny_corpus(directory / "corpus")
+    write_text(directory / "tiny.yaml", TINY.replace("CORPUS", str(corpus)))
+    write_text(directory / "two.yaml", TWO)
+    cells = [directory / "sweep.yaml", "--runs-dir", directory / "cells"]
+    plan = ["plan", directory / "two.yaml", "--output", *cells]
+    assert "this command again" in call(*plan)
+    first = train(directory)
+    assert "pretrain scale variants measure" in call(*plan)
+    assert len(first) == 4
+    assert all(name.endswith("-s3") for name in first)
+    assert [re.sub("^c1e08-", "", name) for name in train(directory)] == [
+        "no-memory-lr0.004-s4",
+        "long-lr0.004-s4",
+    ]
+    said = call("measure", *cells, "--trials", 4, "--longest-distance", 32)
+    assert "4 runs probed" in said
+    assert said.count(": needle ") == 4
+    return directory
+
+
+def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared):
+    assert reader_of(read_sweep(compared / "sweep.yaml"))[1] == "pretrain scale variants measure"
+    cells = [compared / "sweep.yaml", "--runs-dir", compared / "cells"]
+    out = compared / "report"
+    said = call("report", *cells, "--output", out)
+    assert "means of 2 seeds" in said
+    found = {each["member"]: each for each in json.loads((out / "variants.json").read_text())}
+    assert set(found) == {"no-memory", "long"}
+    assert found["long"]["lane_bytes"] == 4 * 16 * (8 + 32) + 4 * 32, "two layers, documents"
+    assert found["no-memory"]["lane_bytes"] == 0
+    assert found["no-memory"]["tokens"] > found["long"]["tokens"], "as many FLOPs"
+    for each in found.values():
+        assert len(each["losses_S"]) == 2
+        assert (each["rate"], each["is_edge"]) == (4e-3, True)
+        assert set(each["needle"]) == {"8", "16", "32"}
+        assert each["tokens_per_second"] > 0
+    rows = list(csv.DictReader((out / "variants.csv").open()))
+    assert [row["member"] for row in rows] == ["no-memory", "long"]
+    markdown = (out / "variants.md").read_text()
+    assert markdown.count("\n| ") == 3
+    assert "![" in markdown
+    assert (out / "variants.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_that_were_probed_are_not_probed_again_but_with_other_trials(compared):
+    cells = [compared / "sweep.yaml", "--runs-dir", compared / "cells"]
+    assert ": needle " not in call("measure", *cells, "--trials", 4, "--longest-distance", 32)
+    assert ": needle " in call("measure", *cells, "--trials", 5, "--longest-distance", 32)
+
+
+def test_a_run_with_other_settings_than_its_cell_is_refused(compared, tmp_path, capsys):
+    write_text(tmp_path / "tiny.yaml", (compared / "tiny.yaml").read_text())
+    write_text(tmp_path / "two.yaml", TWO.replace("[8, 32]", "[32, 8]"))
+    plan = ["plan", str(tmp_path / "two.yaml"), "--output", str(tmp_path / "sweep.yaml")]
+    assert main(["scale", "variants", *plan, "--runs-dir", str(compared / "cells")]) == 2
+    assert "model.memory_length" in capsys.readouterr().err
+
+
+def test_without_a_finished_member_there_is_no_table(compared, tmp_path, capsys):
+    (tmp_path / "cells").mkdir()
+    cells = [str(compared / "sweep.yaml"), "--runs-dir", str(tmp_path / "cells")]
+    assert main(["scale", "variants", "report", *cells]) == 2
+    assert "no member has ended at all of its rates" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["QUICK=1"], ["CORPUS=x/books/", "CLUSTER=c.yaml"]])
+def test_every_command_of_make_compare_variants_is_understood(options):
+    recipe = ["make", "--dry-run", "--old-file=.venv/.installed", "compare-variants", *options]
+    done = subprocess.run(recipe, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
+    commands = [shlex.split(line) for line in done.stdout.replace("\\\n", " ").splitlines()]
+    actions = []
+    for words in commands:
+        parser = argparse.ArgumentParser()
+        if words[:3] == ["pretrain", "scale", "variants"]:
+            module, _, name = PROGRAM.commands[words[3]][0].partition(":")
+            getattr(importlib.import_module(module), f"add_{name}_arguments")(parser)
+            parsed = parser.parse_args(words[4:])
+            actions.append(words[3])
+            if words[3] == "plan":
+                assert (REPOSITORY / parsed.comparison).is_file()
+        elif words[0] == "launcher":
+            launcher_sweep.add_submit_arguments(parser)
+            assert bool(parser.parse_args(words[3:]).cluster) == ("CLUSTER=c.yaml" in options)
+            actions.append("submit")
+    assert actions == ["plan", "submit", "plan", "submit", "measure", "report"]
+    assert any("data-pipeline" in words for words in commands) == ("CORPUS=x/books/" not in options)
