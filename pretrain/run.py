@@ -322,7 +322,8 @@ def _open_lanes(
     lanes = lanes_of_rank(config, world.rank, world.world_size)
     corpus.check_capacity(ranks_on_this_node() * (len(lanes) + SHARDS_BESIDE_LANES))
     name_suspects(process.config, process.run_dir, engine, corpus, state, lanes)
-    stream = LaneStream(corpus, data.lanes, seed, data.segment_length, lanes, state.cursor)
+    length = config.lane_tokens_per_step
+    stream = LaneStream(corpus, data.lanes, seed, length, lanes, state.cursor)
     if stream.advice and world.is_main:
         logger.warning(stream.advice)
     return stream

@@ -157,16 +157,24 @@ class SegmentBatch:
             f"{len(self.lanes)} lanes do not divide into {count} slots"
         )
         size = len(self.lanes) // count
-        return [self._slot(slice(row, row + size)) for row in range(0, len(self.lanes), size)]
+        starts = range(0, len(self.lanes), size)
+        return [self._part(rows=slice(row, row + size)) for row in starts]
 
-    def _slot(self, rows: slice) -> SegmentBatch:
-        valid_BL = None if self.valid_BL is None else self.valid_BL[rows]
+    def segments(self, count: int) -> list[SegmentBatch]:
+        """Return `count` batches of all lanes, each with its L / count tokens of every lane."""
+        length = self.tokens_BL.shape[1]
+        assert length % count == 0, f"{length} tokens do not divide into {count} segments"
+        size = length // count
+        starts = range(0, length, size)
+        return [self._part(columns=slice(column, column + size)) for column in starts]
+
+    def _part(self, rows: slice = slice(None), columns: slice = slice(None)) -> SegmentBatch:
         return SegmentBatch(
-            self.tokens_BL[rows],
-            self.targets_BL[rows],
-            self.starts_BL[rows],
+            self.tokens_BL[rows, columns],
+            self.targets_BL[rows, columns],
+            self.starts_BL[rows, columns],
             self.lanes[rows],
-            valid_BL,
+            None if self.valid_BL is None else self.valid_BL[rows, columns],
         )
 
 

@@ -81,7 +81,8 @@ def describe(
     engine, world_size = config.engine, hardware.world_size
     precision = engine.number_format + (f" ({setting})" if setting != engine.precision else "")
     parameters = parameters_of(config.model)
-    flops = flops_of(config.model, config.data.segment_length, lanes_of_pass(config, world_size))
+    segment, segments = config.data.segment_length, config.optim.gradient_segments
+    flops = flops_of(config.model, segment, lanes_of_pass(config, world_size), segments)
     every = engine.checkpoint_every_n_layers
     return [
         (
@@ -92,6 +93,7 @@ def describe(
         ),
         *_attention_lines(config, hardware),
         *_width_lines(config),
+        *_segment_lines(config),
         "",
         *_parameter_lines(parameters, explain),
         "",
@@ -124,6 +126,16 @@ def _width_lines(config: RunConfig) -> list[str]:
         f"{model.base_width}, whose rates and initial weights hold",
         f"     heads {model.head_width / base:g}x as wide as its heads of {base} channels "
         "(model.base_head_width)",
+    ]
+
+
+def _segment_lines(config: RunConfig) -> list[str]:
+    segments = config.optim.gradient_segments
+    if segments == 1:
+        return []
+    return [
+        f"a step reads {segments} segments of each lane (optim.gradient_segments), whose memories "
+        "carry gradients"
     ]
 
 
@@ -230,7 +242,7 @@ def _time_lines(
         lines.append(_row("  Muon", f"{update / flops:.1%}", words))
     if len(spans) > 1:
         for number, ((phase, count), seconds) in enumerate(zip(spans, time.of_step, strict=True)):
-            words = f"({phase.data.lanes} lanes x {phase.data.segment_length} = "
+            words = f"({phase.data.lanes} lanes x {phase.lane_tokens_per_step} = "
             words += f"{phase.tokens_per_step:,} tokens, {count:,} steps)"
             lines.append(_row(f"  phase {number}", step_time(seconds), words))
     if words := advice_on_phases(config):
@@ -249,7 +261,8 @@ def _time_lines(
     if explain:
         lines += [
             "  tokens/s = ranks x peak FLOPs per second x MFU / (FLOPs per token + recomputed)",
-            "  step = data.lanes x data.segment_length tokens / tokens per second; "
+            "  step = data.lanes x data.segment_length x optim.gradient_segments tokens / tokens "
+            "per second; "
             "training = optim.steps of them, by phase",
             "  evaluation = forward passes of the busiest rank, with its part of evaluation.lanes",
         ]
@@ -298,6 +311,7 @@ def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
         "V": ("vocabulary; adaptive softmax: in bins", model.vocab_size),
         "c": ("compression rate of a compressed memory", model.compression_rate),
         "T": ("segment length", segment),
+        "G": ("optim.gradient_segments, segments of a step", config.optim.gradient_segments),
         "M": (f"memory length with its compressed rows{of_layers}", memory),
         "K": ("keys, T + M", segment + memory),
         "B": ("lanes of one forward pass on a rank", lanes_of_pass(config, world_size)),

@@ -34,7 +34,7 @@ class PhaseConfig:
     lanes: int = setting(0, Range(0, MOST_LANES), unit="lanes")
     """Lanes from then on; 0: as before."""
     segment_length: int = setting(0, Range(0, MOST_ROWS), unit="tokens")
-    """Tokens of a lane and step from then on; 0: as before."""
+    """Tokens of a segment from then on; 0: as before."""
     mixture: tuple[MixturePart, ...] = ()
     """Corpora from then on; []: as before."""
 
@@ -54,7 +54,7 @@ class PhaseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which corpus, in how many lanes. A batch is `lanes` rows of `segment_length` tokens."""
+    """Which corpus, in how many lanes. A segment is `lanes` rows of `segment_length` tokens."""
 
     path: Path = changeable(Path("data"))
     """Corpus: directory (relative: to the working directory), or URL uploaded to; it may move."""
@@ -65,7 +65,7 @@ class DataConfig:
     lanes: int = fixed(16, Range(1, MOST_LANES), unit="lanes")
     """Streams of text read side by side over all ranks: the rows of a batch."""
     segment_length: int = fixed(64, Range(1, MOST_ROWS), unit="tokens")
-    """Tokens that each lane reads in a step."""
+    """Tokens of a segment; in a step each lane reads one, or `optim.gradient_segments`."""
     cache: CacheConfig = changeable(default_factory=CacheConfig)
     """Cache of corpora named by a URL."""
     phases: tuple[PhaseConfig, ...] = changeable(())

@@ -17,6 +17,8 @@ from pretrain.config.choices import (
 )
 from pretrain.config.resume_rules import changeable
 
+MOST_SEGMENTS = 4096
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
@@ -72,6 +74,8 @@ class OptimConfig:
     """Decoupled weight decay, which leaves norms and biases alone."""
     clip_norm: float = setting(0.25, Range(0, MOST))
     """Largest norm of a gradient; larger ones are scaled down to it; 0: no clipping."""
+    gradient_segments: int = setting(1, Range(1, MOST_SEGMENTS), unit="segments")
+    """Segments of each lane in a step; through memory, later ones teach earlier; 1: the paper's."""
     ema_decay: float = setting(0.0, Range(0, 1, below=True))
     """Decay of an exponential moving average of the weights, say 0.999; 0: none."""
     muon: MuonConfig = field(default_factory=MuonConfig)

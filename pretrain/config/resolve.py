@@ -63,7 +63,7 @@ def _problems(phase: RunConfig, corpus: Corpus | Mixture) -> list[str]:
     """Why the phase cannot read the corpus; what else would go wrong with it only if it cannot."""
     from data_pipeline.lanes.lane_stream import LaneStream
 
-    lanes, segment = phase.data.lanes, phase.data.segment_length
+    lanes, segment = phase.data.lanes, phase.lane_tokens_per_step
     problem = _error_of(lambda: LaneStream(corpus, lanes, phase.seed, segment, range(1)))
     if not problem:
         return []
@@ -71,10 +71,12 @@ def _problems(phase: RunConfig, corpus: Corpus | Mixture) -> list[str]:
     share = manifest.tokens // max(1, manifest.tokens // max(1, manifest.longest_document))
     if segment <= share:
         return [problem]
+    number = phase.optim.gradient_segments
+    what = f"{number} segments of a step, {segment}" if number > 1 else f"segments of {segment}"
     return [
         problem,
-        f"segments of {segment} tokens are longer than the {share} tokens of a lane; use "
-        f"data.segment_length={share} or less",
+        f"{what} tokens are longer than the {share} tokens of a lane; use "
+        f"data.segment_length={share // number} or less",
     ]
 
 

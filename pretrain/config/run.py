@@ -244,8 +244,13 @@ class RunConfig:
             )
 
     @property
+    def lane_tokens_per_step(self) -> int:
+        """Tokens that each lane reads in a step, in `optim.gradient_segments` segments."""
+        return self.data.segment_length * self.optim.gradient_segments
+
+    @property
     def tokens_per_step(self) -> int:
-        return self.data.lanes * self.data.segment_length
+        return self.data.lanes * self.lane_tokens_per_step
 
 
 def lanes_of_rank(run: RunConfig, rank: int, world_size: int) -> range:

@@ -39,10 +39,10 @@ class DeltaNetCosts:
         products = size * (6 * w + 4 * v) + 6 * v * self.model.head_width
         return self._padding * products + self._decay_flops
 
-    @property
-    def flops_without_gradient(self) -> float:
-        """Per token: the carried state has none, and nothing of the loss reads the final one."""
-        return 4 * self._last_state_flops + self._decay_flops
+    def flops_without_gradient(self, gradient_segments: int) -> float:
+        """Per token: the state that a backward pass's first segment reads has no gradient, and
+        nothing of the loss reads the one that its last segment leaves."""
+        return 4 * self._last_state_flops / gradient_segments + self._decay_flops
 
     @property
     def recomputed_flops(self) -> float:

@@ -1,8 +1,9 @@
 """Device memory of a rank by part, in bytes, and the size of a checkpoint. Torch-free.
 
-P parameters, R ranks, L layers, A of them with attention, B lanes of one forward pass, T segment, M
-memory with its compressed rows (the mean of the layers), K = T + M keys, d d_model, h heads times
-head width, k key heads times head width, f inner width, V vocabulary, b bytes of an activation.
+P parameters, R ranks, L layers, A of them with attention, B lanes of one forward pass, T segment, G
+gradient segments, M memory with its compressed rows (the mean of the layers), K = T + M keys, d
+d_model, h heads times head width, k key heads times head width, f inner width, V vocabulary, b
+bytes of an activation.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Part:
 
 def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[Part]:
     """Return the parts of one rank's memory at its peak under the run's settings."""
-    pass_rows = lanes_of_pass(run, world_size) * run.data.segment_length
+    pass_rows = lanes_of_pass(run, world_size) * run.lane_tokens_per_step
     rows = min(run.engine.logits_chunk_tokens or pass_rows, pass_rows)
     bins = bins_of(run.model)
     logits = LOGIT_COPIES * MASTER_BYTES * rows * (bins[0][0] + len(bins) - 1)
@@ -66,7 +67,9 @@ def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[
         _recurrent_memory(run, world_size, on_gpu),
         _activations(run, world_size, on_gpu, logits, buffers.gradients),
         Part(
-            "logits", logits, f"{LOGIT_COPIES} * 4 T B V; in chunks, less of T B, and in bf16 4 d V"
+            "logits",
+            logits,
+            f"{LOGIT_COPIES} * 4 G T B V; in chunks, less of G T B, and in bf16 4 d V",
         ),
     ]
 
@@ -167,21 +170,25 @@ def _weights_and_optimizer(run: RunConfig, world_size: int) -> list[Part]:
 
 def _recurrent_memory(run: RunConfig, world_size: int, on_gpu: bool) -> Part:
     of_one_lane = lane_bytes(run)
+    # Between the segments of a step; kept for the backward pass.
+    between = (run.optim.gradient_segments - 1) * of_one_lane * lanes_of_pass(run, world_size)
+    further = ", and G - 1 more in a forward pass" if between else ""
     if run.engine.offload_memories and on_gpu:  # on a CPU, host memory is what is counted
         lanes = lanes_of_pass(run, world_size)
         formula = (
             "3 (A M d b + states) for each lane of a forward pass: old, new, on its way to the host"
         )
-        return Part("recurrent memory", 3 * of_one_lane * lanes, formula)
+        return Part("recurrent memory", 3 * of_one_lane * lanes + between, formula + further)
     lanes = len(lanes_of_rank(run, 0, world_size))
     formula = "2 (A M d b + states) for each of the rank's lanes, old and new"
-    return Part("recurrent memory", 2 * of_one_lane * lanes, formula)
+    return Part("recurrent memory", 2 * of_one_lane * lanes + between, formula + further)
 
 
 def _activations(
     run: RunConfig, world_size: int, on_gpu: bool, logits: float, gradients: float
 ) -> Part:
     """Return what is kept for the backward pass, plus what that pass of one layer needs."""
+    segments = run.optim.gradient_segments
     width, every = _width(run), run.engine.checkpoint_every_n_layers
     lanes, compressed = lanes_of_pass(run, world_size), run.model.compressed_length
     numbered = enumerate(run.model.memory_lengths())
@@ -191,25 +198,25 @@ def _activations(
     workspace = max(layer.workspace for layer in layers)
     scores = f", {workspace / 2**20:,.0f} MiB of score gradients" if workspace else ""
     checkpointed = layers[::every]
-    freed = kept = sum(layer.kept for layer in layers)
+    freed = kept = segments * sum(layer.kept for layer in layers)
     working = max(layer.working for layer in layers)
     repeated = recomputation_traits(run.engine.activation_checkpointing)
     if repeated.layers:
-        inputs = len(checkpointed) * run.data.segment_length * lanes * run.model.d_model * width
-        kept -= sum(layer.kept for layer in checkpointed)
+        inputs = len(checkpointed) * run.lane_tokens_per_step * lanes * run.model.d_model * width
+        kept -= segments * sum(layer.kept for layer in checkpointed)
         freed = kept = inputs + kept
         # A layer runs again when the logits are already freed, so only what exceeds them adds to
         # the peak.
         working = max(0.0, max(layer.kept + layer.working for layer in checkpointed) - logits)
         other = "" if every == 1 else ", all of it in the layers that are not checkpointed"
-        formula = f"L T B d b + beyond the logits {formula}, twice{other}"
+        formula = f"G L T B d b + beyond the logits {formula}, twice{other}"
     else:
         if repeated.scores:
             weights = [layer.weights for layer in checkpointed]
-            kept -= sum(weights) - max(weights)
+            kept -= segments * sum(weights) - max(weights)
             some = "all" if every == 1 else "some"
             formula += f", the weights of {some} layers but one left out"
-        freed, formula = kept - layers[-1].kept, f"L + 1 times {formula}"
+        freed, formula = kept - layers[-1].kept, f"G L + 1 times {formula}"
     is_unsharded = not shards(run.engine.kind)
     if is_unsharded and width == 4 and accumulation_steps(run, world_size) == 1:
         # The backward pass allocates gradients while it frees activations, so the two do not peak

@@ -1,9 +1,9 @@
 """Parameters and training FLOPs of a run, exactly, from its settings. Torch-free.
 
-T segment length, M memory length with its compressed rows (the mean of the layers), K = T + M keys,
-B lanes of one forward pass, d d_model, w heads times head width, k key heads times head width, f
-inner width, c compression rate, V vocabulary. One multiplication and addition are two FLOPs; norms,
-rotations, softmax and dropout are not counted.
+T segment length, G gradient segments, M memory length with its compressed rows (the mean of the
+layers), K = T + M keys, B lanes of one forward pass, d d_model, w heads times head width, k key
+heads times head width, f inner width, c compression rate, V vocabulary. One multiplication and
+addition are two FLOPs; norms, rotations, softmax and dropout are not counted.
 """
 
 from __future__ import annotations
@@ -121,7 +121,11 @@ def cost_of(run: RunConfig, steps: int | None = None) -> RunCost:
 
 
 def _flops_per_token(run: RunConfig) -> float:
-    return flops_of(run.model, run.data.segment_length, run.data.lanes).training
+    return _training_flops(run, run.data.lanes).training
+
+
+def _training_flops(run: RunConfig, lanes: int) -> Flops:
+    return flops_of(run.model, run.data.segment_length, lanes, run.optim.gradient_segments)
 
 
 def flops_of_step(run: RunConfig, world_size: int) -> float:
@@ -129,15 +133,14 @@ def flops_of_step(run: RunConfig, world_size: int) -> float:
 
     These are what MFU counts: without what is computed a second time to save memory.
     """
-    flops = flops_of(run.model, run.data.segment_length, lanes_of_pass(run, world_size))
-    return run.tokens_per_step * flops.training
+    return run.tokens_per_step * _training_flops(run, lanes_of_pass(run, world_size)).training
 
 
 def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
     """Return `flops_of_step`, Muon's, and what checkpointing and chunks of logits repeat."""
     model, engine, T = run.model, run.engine, run.data.segment_length
     lanes = lanes_of_pass(run, world_size)
-    flops, w = flops_of(model, T, lanes), _attention_widths(model)[0]
+    flops, w = _training_flops(run, lanes), _attention_widths(model)[0]
     of_layers = 0.0
     repeated = recomputation_traits(engine.activation_checkpointing)
     if repeated.layers:
@@ -149,7 +152,7 @@ def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
         of_layers = flops.attention - model.num_attention_layers * 2 * w * keys
         of_layers += model.num_deltanet_layers * DeltaNetCosts(model, T).recomputed_flops
     checkpointed = -(-model.num_layers // engine.checkpoint_every_n_layers) / model.num_layers
-    in_chunks = 0 < engine.logits_chunk_tokens < lanes * T
+    in_chunks = 0 < engine.logits_chunk_tokens < lanes * run.lane_tokens_per_step
     per_token = of_layers * checkpointed + (_output_flops(model) if in_chunks else 0.0)
     update = orthogonalizing_flops(model, run.optim)
     return flops_of_step(run, world_size) + run.tokens_per_step * per_token + update
@@ -189,7 +192,9 @@ def parameters_of(model: ModelConfig) -> Parameters:
     )
 
 
-def flops_of(model: ModelConfig, segment_length: int, lanes: int) -> Flops:
+def flops_of(
+    model: ModelConfig, segment_length: int, lanes: int, gradient_segments: int = 1
+) -> Flops:
     """Return the FLOPs per token of training, with `lanes` per forward pass and full memories."""
     _need_vocabulary(model)
     d, layers = model.d_model, model.num_attention_layers
@@ -209,11 +214,13 @@ def flops_of(model: ModelConfig, segment_length: int, lanes: int) -> Flops:
         feed_forward=model.num_layers * (6 if is_gated else 4) * d * model.inner_width,
         head=_embedding_flops(model) + _output_flops(model),
         compression=layers * compression,
-        # Memory rows have no gradient. With pre-norm, the parameters of their norm have.
+        # What the first of G segments remembers has no gradient. With pre-norm, the parameters of
+        # its norm have.
         without_gradient=positions
         + (0.0 if norms_inputs(model.norm_position) else layers * 4 * d * k * remembered)
+        / gradient_segments
         + layers * still
-        + deltanets * deltanet.flops_without_gradient,
+        + deltanets * deltanet.flops_without_gradient(gradient_segments),
     )
 
 

@@ -93,7 +93,10 @@ class DeepSpeedEngine:
     ) -> tuple[Tensor, Memory]:
         tokens_BL, targets_BL, starts_BL = batch_tensors(slot, self.world.device)
         dropout = dropout_stream(self._run, slot, step)
-        nll_BL, memory = self._engine(tokens_BL, targets_BL, memory, starts_BL, dropout=dropout)
+        segments = self._run.optim.gradient_segments
+        nll_BL, memory = self._engine(
+            tokens_BL, targets_BL, memory, starts_BL, dropout=dropout, num_segments=segments
+        )
         loss = nll_BL.mean()
         self._backward(loss)
         self._slots_done += 1

@@ -205,7 +205,10 @@ class TorchEngine:
     ) -> tuple[Tensor, Memory]:
         tokens_BL, targets_BL, starts_BL = batch_tensors(slot, self.world.device)
         dropout = dropout_stream(self._run, slot, step)
-        nll_BL, memory = self.module(tokens_BL, targets_BL, memory, starts_BL, dropout=dropout)
+        segments = self._run.optim.gradient_segments
+        nll_BL, memory = self.module(
+            tokens_BL, targets_BL, memory, starts_BL, dropout=dropout, num_segments=segments
+        )
         loss = nll_BL.mean()
         scale = 1.0
         if self.loss_scaler is not None:

@@ -22,6 +22,7 @@ from pretrain.kernels.triton.settings import has_triton, missing_for_compiling
 
 LEVELS = 1 << 16  # values of 16 random bits
 WORD = (1 << 64) - 1
+SEGMENT_BITS = 40  # a step's number is below 2**40; above it is that of a segment in the step
 ALL_LANES = -1  # replaces the lane in a mask that all lanes share
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # of SplitMix64
 
@@ -52,6 +53,12 @@ class DropoutStream:
         self.lanes = [int(lane) for lane in lanes]
         self._lanes_on_device: Tensor | None = None
         self._philox: np.random.Philox | None = None
+
+    def of_segment(self, number: int) -> DropoutStream:
+        """Return the masks of a further segment of the same step; 0 is the first."""
+        if not number:
+            return self
+        return DropoutStream(self.seed, self.step + (number << SEGMENT_BITS), self.lanes)
 
     def drop(
         self, values: Tensor, rate: float, site: Site, layer: int = 0, lane_axis: int = 0

@@ -65,11 +65,13 @@ class GatedDeltaNet(nn.Module):
         documents_BL: Tensor | None,
         *,
         dropout: DropoutStream | None,
+        carries_gradient: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output [B, L, D], and state and tail after the segment, without gradient.
+        """Return the output [B, L, D], and state and tail after the segment.
 
-        The tail is what the convolution still reads of the last three tokens. With documents,
-        counted from that of the token before the segment, nothing of an earlier one is read.
+        These two have a gradient only if `carries_gradient`. The tail is what the convolution still
+        reads of the last three tokens. With documents, counted from that of the token before the
+        segment, nothing of an earlier one is read.
         """
         # The gates, too: a product with as few columns as heads is rounded by the number of lanes.
         weights = (self.query_weight, self.key_weight, self.value_weight)
@@ -92,7 +94,9 @@ class GatedDeltaNet(nn.Module):
             normed_BLX * silu(linear(segment_BLD, self.gate_weight)), self.output_weight
         )
         output_BLD = drop(output_BLD, self._rate, dropout, Site.ATTENTION_OUTPUT, self._layer)
-        return output_BLD, state_BNHX.detach(), _tail(rows_BXY.detach(), documents_BL)
+        if not carries_gradient:
+            state_BNHX, rows_BXY = state_BNHX.detach(), rows_BXY.detach()
+        return output_BLD, state_BNHX, _tail(rows_BXY, documents_BL)
 
     def _convolved(self, rows_BXY: Tensor, documents_BL: Tensor | None) -> Tensor:
         """Return each token's convolution over itself and the three before, in its document."""

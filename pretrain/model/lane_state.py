@@ -38,7 +38,7 @@ class Carried:
 
 
 class LaneState:
-    """Makes, takes apart and changes the memories of a model, without gradient."""
+    """Makes, takes apart and changes the memories of a model."""
 
     def __init__(self, config: ModelConfig, memory_length: int | None = None) -> None:
         """`memory_length` replaces the configured one."""
@@ -60,7 +60,7 @@ class LaneState:
         assert len(memory) == len([*self.parts]), (len(memory), len([*self.parts]))
         assert lanes_of(memory) == num_lanes, (lanes_of(memory), num_lanes)
         return self.taken_apart(
-            tuple(_cut(part, each.detach()) for part, each in zip(self.parts, memory, strict=True))
+            tuple(_cut(part, each) for part, each in zip(self.parts, memory, strict=True))
         )
 
     def taken_apart(self, memory: Memory) -> Carried:
@@ -147,6 +147,11 @@ def num_compressed_rows(config: ModelConfig, memory: Memory | None) -> int:
 def lanes_of(memory: Memory) -> int:
     """Return B, the number of lanes."""
     return memory[-1].shape[0]
+
+
+def detached(memory: Memory) -> Memory:
+    """Return the same memory, through which no gradient goes."""
+    return tuple(part.detach() for part in memory)
 
 
 def selected_lanes(memory: Memory, lanes: Tensor | slice) -> Memory:

@@ -114,11 +114,17 @@ class DeltaNetLayer(ResidualLayer):
         documents_BL: Tensor | None,
         *,
         dropout: DropoutStream | None,
+        carries_gradient: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the layer's output, and the state and the tail after it (see `GatedDeltaNet`)."""
         segment_BLD = self.attention_norm(hidden_BLD) if self._norms_inputs else hidden_BLD
         read_BLD, state_BNHX, tail_BXY = self.deltanet(
-            segment_BLD, state_BNHX, tail_BXY, documents_BL, dropout=dropout
+            segment_BLD,
+            state_BNHX,
+            tail_BXY,
+            documents_BL,
+            dropout=dropout,
+            carries_gradient=carries_gradient,
         )
         return self._completed(hidden_BLD, read_BLD, dropout), state_BNHX, tail_BXY
 

@@ -1,7 +1,7 @@
 """The rows of memory, and the compressed memory of the Compressive Transformer (Rae et al. 2019).
 
-A layer with attention remembers its inputs for the last M tokens of each lane, without gradient
-(section 3.2 of the paper). M grows from 0 to the memory length.
+A layer with attention remembers its inputs for the last M tokens of each lane (section 3.2 of the
+paper). M grows from 0 to the memory length. Compressed rows never have a gradient.
 
 With compression, rows that leave the memory are compressed instead of dropped. They leave
 `compression_rate` at a time, oldest first, and each such group becomes one compressed row. So M may
@@ -38,12 +38,12 @@ def document_starts(tokens_BL: Tensor, end_id: int) -> Tensor:
 
 
 def last_rows(old_BMX: Tensor, new_BLX: Tensor, length: int) -> Tensor:
-    """Return the last `length` of the old rows and the new ones, without gradient."""
+    """Return the last `length` of the old rows and the new ones."""
     surplus = old_BMX.shape[1] + new_BLX.shape[1] - length
     # A new tensor of exactly the rows kept: a view would keep the whole segment's activations
     # alive.
     first_new = max(0, surplus - old_BMX.shape[1])
-    return torch.cat([old_BMX[:, max(0, surplus) :], new_BLX[:, first_new:].detach()], dim=1)
+    return torch.cat([old_BMX[:, max(0, surplus) :], new_BLX[:, first_new:]], dim=1)
 
 
 def num_leaving_rows(num_recent: int, num_tokens: int, memory_length: int, rate: int) -> int:
@@ -58,7 +58,7 @@ def num_leaving_rows(num_recent: int, num_tokens: int, memory_length: int, rate:
 def leaving_rows(recent_BMX: Tensor, segment_BLX: Tensor, count: int) -> Tensor:
     """Return the first `count` rows of memory and segment, without gradient."""
     from_segment = max(0, count - recent_BMX.shape[1])
-    return torch.cat([recent_BMX[:, :count], segment_BLX[:, :from_segment].detach()], dim=1)
+    return torch.cat([recent_BMX[:, :count], segment_BLX[:, :from_segment]], dim=1).detach()
 
 
 def grouped_documents(documents_BX: Tensor, rate: int) -> tuple[Tensor, Tensor]:

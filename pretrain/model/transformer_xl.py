@@ -5,6 +5,7 @@ Letters of shapes as in `pretrain.model`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from pretrain.config.choices import (
 from pretrain.config.model import ModelConfig
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.embedding_and_softmax import AdaptiveSoftmax, Embedding, with_gradient_of
-from pretrain.model.lane_state import Carried, LaneState, LayerParts, Memory
+from pretrain.model.lane_state import Carried, LaneState, LayerParts, Memory, detached
 from pretrain.model.layer import DeltaNetLayer, TransformerLayer, layer_of
 from pretrain.model.memory import (
     Compression,
@@ -47,6 +48,7 @@ class Segment:
     leaving_BX: Tensor  # documents of the rows that leave the memory to be compressed
     compresses: bool
     dropout: DropoutStream | None
+    carries_gradient: bool  # to a next segment, which is part of the same backward pass
 
     def kept(self, old_BMX: Tensor, new_BLX: Tensor, length: int) -> Tensor:
         """Return the rows of a memory that stay; with compression, rows leave in groups."""
@@ -109,15 +111,17 @@ class TransformerXL(nn.Module):
         starts_BL: Tensor | None = None,
         dropout: DropoutStream | None = None,
         memory_length: int | None = None,
+        num_segments: int = 1,
     ) -> tuple[Tensor, Memory]:
         """Return the NLL [B, L] in float32 (float64 in a float64 model) and the next memory.
 
         `starts_BL` marks the first tokens of documents. Dropout acts only in training mode and if a
         stream is given. `memory_length` replaces the configured one for this call; with
         `same_length` it is also the number of keys seen, except that 0 means the segment alone.
+        `num_segments`: see `hidden_states`.
         """
         hidden_BLD, memory, error = self.hidden_states(
-            tokens_BL, memory, starts_BL, dropout, memory_length
+            tokens_BL, memory, starts_BL, dropout, memory_length, num_segments
         )
         nll_BL = self.head(hidden_BLD, targets_BL)
         return (nll_BL if error is None else with_gradient_of(nll_BL, error)), memory
@@ -146,21 +150,55 @@ class TransformerXL(nn.Module):
         starts_BL: Tensor | None = None,
         dropout: DropoutStream | None = None,
         memory_length: int | None = None,
+        num_segments: int = 1,
     ) -> tuple[Tensor, Memory, Tensor | None]:
-        """Return the output layer's input [B, L, D], the next memory, the compression's error."""
-        dropout = dropout if self.training else None
+        """Return the output layer's input [B, L, D], the next memory, the compression's error.
+
+        The tokens are `num_segments` segments, read one after the other. The gradient of a later
+        one reaches the earlier through memory; none reaches the given memory. The error is the mean
+        of the segments'.
+        """
+        assert tokens_BL.shape[1] % num_segments == 0, (tokens_BL.shape, num_segments)
         state = LaneState(self.config, memory_length)
+        memory = None if memory is None else detached(memory)
+        starts: Sequence[Tensor | None] = [None] * num_segments
+        if starts_BL is not None:
+            starts = starts_BL.chunk(num_segments, dim=1)
+        hidden, errors = [], []
+        for number, part_BL in enumerate(tokens_BL.chunk(num_segments, dim=1)):
+            masks = dropout.of_segment(number) if dropout and self.training else None
+            is_last = number == num_segments - 1
+            hidden_BLD, memory, found = self._read_segment(
+                part_BL, memory, starts[number], masks, state, carries_gradient=not is_last
+            )
+            hidden.append(hidden_BLD)
+            errors += found
+        assert memory is not None
+        hidden_BLD = hidden[0] if num_segments == 1 else torch.cat(hidden, dim=1)
+        error = torch.stack(errors).sum() / num_segments if errors else None
+        return hidden_BLD, detached(memory), error
+
+    def _read_segment(
+        self,
+        tokens_BL: Tensor,
+        memory: Memory | None,
+        starts_BL: Tensor | None,
+        dropout: DropoutStream | None,
+        state: LaneState,
+        *,
+        carries_gradient: bool,
+    ) -> tuple[Tensor, Memory, list[Tensor]]:
+        """Return the output layer's input [B, L, D], the next memory, the compressions' errors."""
         hidden_BLD = drop(self.embedding(tokens_BL), self.config.dropout, dropout, Site.EMBEDDING)
         carried = state.usable(memory, len(hidden_BLD), hidden_BLD)
-        segment = self._segment(state, carried, hidden_BLD, starts_BL, dropout)
+        segment = self._segment(state, carried, hidden_BLD, starts_BL, dropout, carries_gradient)
         layers, errors = [], []
         for index in range(len(self.layers)):
             hidden_BLD, parts, error = self._read(index, hidden_BLD, carried.layers[index], segment)
             layers.append(parts)
             errors += [] if error is None else [error]
         hidden_BLD = drop(hidden_BLD, self.config.dropout, dropout, Site.FINAL)
-        memory = state.joined(self._remembered(carried, layers, segment))
-        return hidden_BLD, memory, torch.stack(errors).sum() if errors else None
+        return hidden_BLD, state.joined(self._remembered(carried, layers, segment)), errors
 
     def _run(self, index: int, module: nn.Module, *inputs: Tensor | None, **options: Any) -> Any:
         """Run a layer's module, with full activation checkpointing for every n-th layer if set."""
@@ -181,6 +219,7 @@ class TransformerXL(nn.Module):
         hidden_BLD: Tensor,
         starts_BL: Tensor | None,
         dropout: DropoutStream | None,
+        carries_gradient: bool,
     ) -> Segment:
         """Return what all layers need to know of the segment."""
         num_rows, num_tokens = carried.documents_BM.shape[1], hidden_BLD.shape[1]
@@ -200,6 +239,7 @@ class TransformerXL(nn.Module):
             leaving_BX=leaving_rows(carried.documents_BM, documents_BL, num_leaving),
             compresses=compressed_BK is not None,
             dropout=dropout,
+            carries_gradient=carries_gradient,
         )
 
     def _read(
@@ -209,7 +249,8 @@ class TransformerXL(nn.Module):
         layer = self.layers[index]
         if isinstance(layer, DeltaNetLayer):
             inputs = (hidden_BLD, *parts, segment.keys.isolated_documents_BL)
-            output_BLD, *carried = self._run(index, layer, *inputs, dropout=segment.dropout)
+            options = {"dropout": segment.dropout, "carries_gradient": segment.carries_gradient}
+            output_BLD, *carried = self._run(index, layer, *inputs, **options)
             return output_BLD, tuple(carried), None
         num_keys = sum(part.shape[1] for part in parts) + hidden_BLD.shape[1]
         # Compressed rows are older.
@@ -245,7 +286,7 @@ class TransformerXL(nn.Module):
             layer=self.layers[index],
         )
         length = segment.state.parts.layers[index][1].length
-        return last_rows(compressed_BKD, new_BKD, length), error
+        return last_rows(compressed_BKD, new_BKD.detach(), length), error
 
     def _remembered(self, carried: Carried, layers: list[LayerParts], segment: Segment) -> Carried:
         """Return what is carried on, with documents that count back from the segment's last."""

@@ -143,7 +143,7 @@ def lane_lengths(run: RunConfig, step: int, windows: Sequence[range]) -> Segment
     first = segments_consumed(start, windows)
     changes = (phase.from_step for phase in run.data.phases if start < phase.from_step <= step)
     lengths = {
-        segments_consumed(each, windows) - first: run_at(run, each).data.segment_length
+        segments_consumed(each, windows) - first: run_at(run, each).lane_tokens_per_step
         for each in (start, *changes)
     }
     return SegmentLengths(lengths.pop(0), tuple(lengths.items()))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
+
+import torch
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.audit import ReadSpan, audit_steps
@@ -52,22 +55,27 @@ def name_suspects(
     window = range(max(window.start, phase.start), min(window.stop, phase.stop))
     if not window:
         return  # it is in a later phase
-    data, seed = run_at(run, state.step).data, lane_seed_at(run, state.step)
-    stream = LaneStream(corpus, data.lanes, seed, data.segment_length, lanes, state.cursor)
+    current, seed = run_at(run, state.step), lane_seed_at(run, state.step)
+    length, num_lanes = current.lane_tokens_per_step, current.data.lanes
+    stream = LaneStream(corpus, num_lanes, seed, length, lanes, state.cursor)
     for _ in range(segments_consumed(state.step, earlier), window.start):
         next(stream)
     lanes_start = segments_consumed(lanes_since(run, state.step), earlier)
     since_then = range(window.start - lanes_start, window.stop - lanes_start)
     lengths = lane_lengths(run, state.step, earlier)
-    spans = audit_steps(corpus, data.lanes, seed, lengths, since_then, lanes)
+    spans = audit_steps(corpus, num_lanes, seed, lengths, since_then, lanes)
     sums: LossSums = {}
     # Memories start empty: those of the checkpoint belong to the text before the window.
     memories: list[Memory | None] = [None] * len(state.memories)
+    read = partial(engine.evaluate, memory_length=run.model.longest_memory)
     for _ in window:
         losses = []
         for slot, part in enumerate(next(stream).split(len(memories))):
-            nll_BL, memories[slot] = engine.evaluate(part, memories[slot], run.model.longest_memory)
-            losses += nll_BL.flatten().tolist()
+            found = []
+            for segment in part.segments(run.optim.gradient_segments):
+                nll_BL, memories[slot] = read(segment, memories[slot])
+                found.append(nll_BL)
+            losses += torch.cat(found, dim=1).flatten().tolist()
         _add_losses(sums, spans, losses)
     _write_suspects(run_dir, engine.world, sums, window)
 

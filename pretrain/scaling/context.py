@@ -68,7 +68,7 @@ def plan_contexts(
 
 
 def _with_context(base: RunConfig, segment: int, memory: int) -> RunConfig:
-    lanes, rest = divmod(base.tokens_per_step, segment)
+    lanes, rest = divmod(base.tokens_per_step, segment * base.optim.gradient_segments)
     if rest:
         raise ConfigError(
             f"segments of {segment} do not divide the {base.tokens_per_step} tokens of a step "

@@ -129,7 +129,7 @@ def wanted_lanes(run: RunConfig, budget: float, rule: Rule) -> float:
     """Return the lanes of the rule's batch, not whole; 0 where it keeps those of the run."""
     tokens = budget / cost_of(run).flops_per_token
     _, batch = rule(run, tokens)
-    segment = run.data.segment_length
+    segment = run.lane_tokens_per_step
     return min(batch / segment, tokens / (FEWEST_STEPS * segment))
 
 

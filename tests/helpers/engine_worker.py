@@ -130,7 +130,7 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         Corpus.open(corpus / "train"),
         run.data.lanes,
         run.seed,
-        run.data.segment_length,
+        run.lane_tokens_per_step,
         lanes,
         state.cursor,
     )

@@ -59,7 +59,7 @@ def take_steps(run: RunConfig, world: World) -> None:
     memories: list[Memory | None] = [None] * accumulation_steps(run, world.world_size)
     for step in range(STEPS):
         tokens_BX = generator.integers(
-            0, run.model.vocab_size, (run.data.lanes, run.data.segment_length + 1)
+            0, run.model.vocab_size, (run.data.lanes, run.lane_tokens_per_step + 1)
         )
         starts_BL = np.zeros_like(tokens_BX[:, 1:], dtype=bool)
         batch = SegmentBatch(tokens_BX[:, :-1], tokens_BX[:, 1:], starts_BL, range(run.data.lanes))

@@ -102,7 +102,7 @@ HARMFUL = {
 
 # What differs between models in the eyes of an engine: parameters that lie elsewhere, are shared,
 # or learn from a loss of their own; each under the stage that partitions them.
-VARIANTS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "modern": {
         "positions": "rope",
         "norm": "rmsnorm",
@@ -121,6 +121,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "compressive": {"compressed_length": 6},
     "deltanet": {"layer_kinds": ("deltanet", "attention"), "isolate_documents": True},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {"model": model} for name, model in MODELS.items()},
+    # Segments of a step that teach each other through rows and states.
+    "segments": {
+        "model": {"layer_kinds": ("deltanet", "attention")},
+        "optim": {"gradient_segments": 3},
+    },
 }
 
 
@@ -254,13 +262,13 @@ def variants(tiny_corpus: Path, output: Path) -> Results:
     engine = {**engine_settings(3, "fp32", "full", micro=2), "logits_chunk_tokens": 6}
     plain = {"kind": "torch", **engine_settings(1, "fp32", "none", micro=0)}
     on_two = [
-        {**each, "model": model}
-        for name, model in VARIANTS.items()
-        for each in whole_and_resumed(f"{name}-zero3", engine)
+        each
+        for name, settings in VARIANTS.items()
+        for each in whole_and_resumed(f"{name}-zero3", engine, **settings)
     ]
     on_two += whole_and_resumed("ema-zero2", engine_settings(2, "fp32", "none", micro=2), **EMA)
     train_cells(tiny_corpus, output, on_two, num_ranks=2)
-    on_one = [cell(f"{name}-torch", plain, model=model) for name, model in VARIANTS.items()]
+    on_one = [cell(f"{name}-torch", plain, **settings) for name, settings in VARIANTS.items()]
     on_one.append(cell("ema-on-one", engine, resume="ema-zero2-half", **EMA))
     train_cells(tiny_corpus, output, on_one, num_ranks=1)
     return {each["name"]: read_result(output / f"{each['name']}.json") for each in on_two + on_one}

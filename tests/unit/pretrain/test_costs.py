@@ -192,7 +192,8 @@ def flop_counter() -> FlopCounterMode:
     ],
     ids=str,
 )
-def test_flops_are_what_pytorch_counts(norm_position, options):
+@pytest.mark.parametrize("segments", [1, 3])
+def test_flops_are_what_pytorch_counts(norm_position, options, segments):
     model = ModelConfig(**{**SMALL, "norm_position": norm_position, **options})
     lanes, length = 3, 6
     module = TransformerXL(model, attention_kernel="plain")
@@ -201,8 +202,9 @@ def test_flops_are_what_pytorch_counts(norm_position, options):
     with torch.no_grad():
         for _ in range(5):
             _, memory = module(tokens_BL, tokens_BL, memory)
+    tokens_BL = tokens_BL.repeat(1, segments)
     with flop_counter() as counter:
-        nll_BL, _ = module(tokens_BL, tokens_BL, memory)
+        nll_BL, _ = module(tokens_BL, tokens_BL, memory, num_segments=segments)
         forward = counter.get_total_flops()
         nll_BL.mean().backward()
     # The shift's padding column is a product the formula leaves out.
@@ -214,8 +216,8 @@ def test_flops_are_what_pytorch_counts(norm_position, options):
         * model.head_width
         * (model.positions == "relative")
     )
-    counted = flops_of(model, length, lanes)
-    tokens = lanes * length
+    counted = flops_of(model, length, lanes, segments)
+    tokens = lanes * length * segments
     assert forward / tokens == pytest.approx(counted.forward + padding / 3, rel=1e-12)
     assert counter.get_total_flops() / tokens == pytest.approx(
         counted.training + padding, rel=1e-12

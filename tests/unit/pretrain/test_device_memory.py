@@ -8,15 +8,18 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
 from data_pipeline.config_loader import to_tree
 from pretrain.cli import main
+from pretrain.config.choices import ActivationCheckpointing
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.deltanet import DeltaNetCosts
 from pretrain.costs.device_memory import LayerActivations, memory_parts, total_bytes
@@ -72,15 +75,23 @@ CASES = {
         {"activation_checkpointing": "selective"},
     ),
     "today's parts": ({**DEEP, **MODERN}, (8, 128), {}),
+    **{
+        f"three segments, {checkpointing}": (
+            {**DEEP, "layer_kinds": ("attention", "deltanet"), "num_layers": 4},
+            (4, 64, 3),
+            {"activation_checkpointing": checkpointing},
+        )
+        for checkpointing in get_args(ActivationCheckpointing)
+    },
 }
 
 
 def run_of(name: str) -> RunConfig:
-    model, (lanes, segment_length), engine = CASES[name]
-    data = DataConfig(lanes=lanes, segment_length=segment_length)
+    model, (lanes, segment_length, *segments), engine = CASES[name]
     return RunConfig(
         model=ModelConfig(**model),
-        data=data,
+        data=DataConfig(lanes=lanes, segment_length=segment_length),
+        optim=OptimConfig(gradient_segments=segments[0] if segments else 1),
         engine=EngineConfig(kind="torch", threads=1, **engine),
     )
 
