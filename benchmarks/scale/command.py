@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.measure import machine
+from benchmarks.scale.attempts import attempt_costs
 from benchmarks.scale.costs import Row, Subject, table_of
 from benchmarks.scale.failure_table import failure_table, hour_of_kills
 from benchmarks.scale.processes import process_costs
@@ -22,7 +23,11 @@ from benchmarks.scale.status import status_costs
 from data_pipeline.errors import UserError
 from data_pipeline.files import write_text
 
-SUBJECTS = (Subject("processes", process_costs), Subject("status", status_costs))
+SUBJECTS = (
+    Subject("processes", process_costs),
+    Subject("status", status_costs),
+    Subject("attempts", attempt_costs),
+)
 START, END = "<!-- python -m benchmarks scale -->\n", "<!-- end -->\n"
 
 
