@@ -109,7 +109,7 @@ class NodeHeartbeats:
 
     @property
     def _slots(self) -> Path:
-        return _slots_of_user() / self._key
+        return slots_of_user() / self._key
 
     def _slot(self, slots: Path, rank: int) -> Path:
         return slots / f"rank-{rank:05d}.json"
@@ -117,7 +117,7 @@ class NodeHeartbeats:
     def _make_slots(self) -> Path:
         """Create the directory, also again: systemd empties /dev/shm when a user logs out."""
         if not self._slots.is_dir():
-            _remove_forgotten(private_directory(_slots_of_user()))
+            _remove_forgotten(private_directory(slots_of_user()))
             self._slots.mkdir(exist_ok=True)
         return self._slots
 
@@ -161,7 +161,8 @@ def _key_of(directory: Path) -> str:
     return hashlib.sha256(os.fsencode(where)).hexdigest()[:16]
 
 
-def _slots_of_user() -> Path:
+def slots_of_user() -> Path:
+    """This host's directory of the slots of all runs of this user."""
     root = _RAM if os.access(_RAM, os.W_OK) else Path(tempfile.gettempdir())
     return root / f"xl-pretrain-{os.geteuid()}"
 

@@ -2,8 +2,8 @@
 
 A reader may return, or refuse in words. It may not raise anything else, take longer than
 LIMIT_SECONDS, use more than LIMIT_BYTES more than before, write or remove anything but its own
-directories, start a process, unpickle, send control characters to a terminal, or accept a changed
-file whose checksums are wrong and read something else.
+directories and slots of heartbeats, start a process, unpickle, send control characters to a
+terminal, or accept a changed file whose checksums are wrong and read something else.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from data_pipeline.errors import exit_status_of
 from launcher.status import slurm_queue
+from pretrain.rundir.heartbeat_files import slots_of_user
 from tests.fuzz.mutations import CANARY, Change
 from tests.fuzz.target import Refused, Target, changes_of
 
@@ -242,7 +243,8 @@ def _watched(work: Path, may_read: bool) -> Iterator[_Watch]:
     if not _hook_added:
         _hook_added.append(True)
         sys.addaudithook(_on_event)
-    allowed = tuple(f"{os.path.realpath(work / name)}" for name in OWN)
+    own = [*(work / name for name in OWN), slots_of_user()]
+    allowed = tuple(map(os.path.realpath, own))
     before, tempfile.tempdir = tempfile.tempdir, str(work / "scratch")
     _watch = watch = _Watch(work, allowed, may_read, [])
     try:
