@@ -92,7 +92,14 @@ def fit_all(
         estimates=estimates,
         left_out=leave_largest_out(points, flops_law, estimates.isoflop, below),
         holdouts=holdouts,
-        ranking=rank(points, runs, estimates, flops_law, below),
+        ranking=rank(
+            points,
+            runs,
+            estimates,
+            flops_law,
+            below,
+            {approach.key for approach in approaches if approach.region is not None},
+        ),
         warnings=(),
     )
     report("looking for outliers and trends")

@@ -230,7 +230,7 @@ def fit_tree(fit: Fit) -> dict[str, Any]:
         "unavailable": fit.estimates.unavailable,
         "no_interval": {item.key: item.no_interval for item in fit.approaches if item.no_interval},
         "left_out": vars(fit.left_out) if fit.left_out else None,
-        "ranking": [{**vars(item), "error": item.error} for item in fit.ranking.standings],
+        "ranking": [item.tree() for item in fit.ranking.standings],
         "holdouts": [
             {**vars(item), "predicted": _interval_tree(item.predicted), "error": item.error}
             for item in fit.holdouts

@@ -20,7 +20,6 @@ from pretrain.scaling.intervals import Interval
 from pretrain.scaling.isoflop import fit_isoflop
 from pretrain.scaling.law import log_optimum
 from pretrain.scaling.predict import forecast
-from pretrain.scaling.report import render
 from pretrain.scaling.seeds import seed_spread
 from pretrain.scaling.summary import check_lines, fit_lines
 from tests.helpers.scaling import HOFFMANN, SIX_N, make_points, simulated
@@ -275,14 +274,6 @@ def test_the_check_on_the_largest_budget_takes_the_sizes_that_the_fit_takes():
     assert found[6.0] != pytest.approx(found[math.inf], rel=1e-3)
 
 
-def test_a_page_of_runs_without_intervals_says_so():
-    fit = fit_all(simulated(num_sizes=3, budgets=(1e18, 1e19, 2), noise=0.005, seed=1))
-    assert not any(approach.region for approach in fit.approaches)
-    page = render(fit, "title", {"residuals": ""})
-    assert "exponent a of N* ~ C^a (no interval)" in page
-    assert not re.search(r"\bnan\b", page)
-
-
 def test_intervals_without_an_end_cost_no_warning():
     points = simulated(num_sizes=3, budgets=(1e18, 1e20, 3), noise=0.005, seed=1)
     loss_P = points.loss_P.copy()
@@ -293,12 +284,3 @@ def test_intervals_without_an_end_cost_no_warning():
         assert fit_lines(fit)
         found = forecast(fit.approach("parametric"), fit.flops_law, flops=1e21)
     assert found.parameters.high == math.inf
-
-
-def test_a_long_table_of_costs_is_folded():
-    few, many = (
-        render(fit_all(simulated(budgets=(1e18, 1e20, count), num_sizes=5)), "", {"residuals": ""})
-        for count in (3, 13)
-    )
-    assert "<details>" not in few
-    assert "<details><summary>13 budgets, " in many

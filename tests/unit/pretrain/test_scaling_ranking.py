@@ -17,6 +17,7 @@ from pretrain.scaling.ranking import (
     Ranking,
     Standing,
     best_of,
+    ranked,
 )
 from tests.helpers.scaling import BESIROGLU, HOFFMANN, make_points, simulated
 
@@ -33,15 +34,17 @@ def joint_law(noise: float = 0.002, seed: int = 0):
     return replace(points, loss_P=loss_P * np.exp(noise_P))
 
 
-def standing(key: str, size: float | None, loss: float | None = 0.0) -> Standing:
-    return Standing(key=key, size=size, loss=loss, num_sizes=1, num_losses=1)
+def standing(key: str, *sizes: float, **more) -> Standing:
+    """The errors of N* at the largest budget, the one before, and so on."""
+    named = {f"budget {index}": size for index, size in enumerate(sizes)}
+    return Standing(key=key, sizes=named, losses={}, **more)
 
 
 def test_approach_3_answers_where_its_law_holds():
     fit = fit_all(simulated(noise=0.002))
     assert fit.ranking.order[0] == "parametric"
     assert preferred(fit).key == "parametric"
-    assert fit.ranking.standings[0].num_sizes == 1 + 2 + 3
+    assert len(fit.ranking.standings[0].sizes) == 1 + 2 + 3
 
 
 def test_an_approach_that_predicts_left_out_budgets_better_answers():
@@ -66,6 +69,24 @@ def test_an_earlier_approach_stays_unless_another_is_clearly_better():
     assert Ranking(near).reason == f"no other one's error is clearly smaller ({CLEARLY}x)"
 
 
+def test_approaches_are_compared_on_the_splits_that_both_predicted():
+    law, valleys = standing("parametric", 0.1, 0.9), standing("isoflop", 0.1)
+    assert law.error > CLEARLY * valleys.error, "its second split was harder"
+    assert best_of((law, valleys)).key == "parametric"
+    assert best_of((standing("parametric", 0.2, 0.1), valleys)).key == "isoflop"
+    assert best_of((law, standing("isoflop"))).key == "parametric", "nothing to compare"
+    assert Ranking((law, valleys)).reason == "it predicted best what was left out"
+
+
+def test_an_approach_without_intervals_comes_after_those_with_some_so_that_predict_answers():
+    law, valleys = standing("parametric", 0.9), standing("isoflop", 0.1, has_interval=False)
+    assert [item.key for item in ranked((law, valleys))] == ["parametric", "isoflop"]
+    reason = "no other approach predicts what was left out and has intervals"
+    assert Ranking((law, valleys)).reason == reason
+    neither = ranked(replace(each, has_interval=False) for each in (law, valleys))
+    assert [item.key for item in neither] == ["isoflop", "parametric"]
+
+
 def test_two_budgets_and_no_hold_out_compare_nothing():
     fit = fit_all(simulated(budgets=(1e18, 1e19, 2)))
     assert fit.ranking.order[0] == "parametric"
@@ -78,7 +99,7 @@ def test_held_out_runs_count_for_the_approaches_that_predict_them():
     three = points.take(~top)
     held = replace(points, holdout_P=top)
     alone, checked = fit_all(three), fit_all(held)
-    count = {item.key: item.num_losses for item in checked.ranking.standings}
+    count = {item.key: len(item.losses) for item in checked.ranking.standings}
     assert count["parametric"] == count["isoflop"] == int(top.sum()) + 1
     assert count["envelope"] == 1
     errors = {item.key: item.loss for item in checked.ranking.standings}
@@ -95,8 +116,11 @@ def test_approaches_are_compared_by_the_held_out_runs_that_both_predict():
     size_P, tokens_P = points.parameters_P.copy(), points.tokens_P.copy()
     size_P[far], tokens_P[far] = size_P[far] / 50, tokens_P[far] * 50  # over-trained
     fit = fit_all(replace(points, parameters_P=size_P, tokens_P=tokens_P, holdout_P=held_P))
-    count = {item.key: item.num_losses for item in fit.ranking.standings}
-    assert count["parametric"] == count["isoflop"] == 9 + 1, "one of ten is too far for approach 2"
+    by_key = {item.key: item for item in fit.ranking.standings}
+    law, valleys = by_key["parametric"], by_key["isoflop"]
+    assert len(law.losses) == 10 + 1
+    assert len(valleys.losses) == 9 + 1, "one of ten is too far for approach 2"
+    assert law.on_what(valleys).losses.keys() == valleys.losses.keys()
 
 
 def test_the_band_of_sizes_is_that_of_the_approach_that_answers():

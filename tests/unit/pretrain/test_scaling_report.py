@@ -45,6 +45,14 @@ def test_a_long_table_of_costs_is_folded_and_a_short_one_is_not(fit):
     assert "budgets, " not in page_of(short).partition("<h2>Cost</h2>")[2]
 
 
+def test_a_page_of_runs_without_intervals_says_so():
+    fit = fit_all(simulated(num_sizes=3, budgets=(1e18, 1e19, 2), noise=0.005, seed=1))
+    assert not any(approach.region for approach in fit.approaches)
+    page = page_of(fit)
+    assert "exponent a of N* ~ C^a (no interval)" in page
+    assert not re.search(r"\bnan\b", page)
+
+
 def test_budgets_without_a_vertex_are_one_warning():
     points = simulated(budgets=(1e18, 1e20, 5), num_sizes=5)
     is_cut_P = (points.budget_P < 5e18) & (points.parameters_P > 7e7)
