@@ -16,6 +16,7 @@ LayerKind = Literal["attention", "deltanet"]
 FeedForwardKind = Literal["relu", "relu2", "gelu", "swiglu"]
 Positions = Literal["relative", "rope", "alibi", "t5"]
 RopeExtension = Literal["none", "ntk", "yarn"]
+SoftmaxScaling = Literal["none", "log_length"]
 CompressionKind = Literal["conv", "mean", "max"]
 NormKind = Literal["layernorm", "rmsnorm"]
 NormPosition = Literal["post", "pre"]
@@ -97,6 +98,17 @@ def position_traits(positions: Positions) -> PositionTraits:
             return PositionTraits(adds_bias=True, learns_bias=True)
         case _:
             assert_never(positions)
+
+
+def scales_with_length(scaling: SoftmaxScaling) -> bool:
+    """Whether queries are multiplied by a learned factor of the number of keys they see."""
+    match scaling:
+        case "log_length":
+            return True
+        case "none":
+            return False
+        case _:
+            assert_never(scaling)
 
 
 def learns_to_compress(compression: CompressionKind) -> bool:

@@ -18,6 +18,7 @@ from pretrain.config.choices import (
     NormPosition,
     Positions,
     RopeExtension,
+    SoftmaxScaling,
     attends,
     feed_forward_traits,
     position_traits,
@@ -80,6 +81,8 @@ class ModelConfig:
     """Distance from which on all share the last bucket of `positions: t5`."""
     query_key_norm: bool = False
     """Normalize queries and keys within each head."""
+    softmax_scaling: SoftmaxScaling = "none"
+    """What multiplies queries; log_length: a number per head times the logarithm of keys seen."""
     attention_sinks: bool = False
     """Learn a score per head that takes part of the attention and reads nothing, at first 0."""
     feed_forward: FeedForwardKind = "relu"

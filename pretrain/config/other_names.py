@@ -21,6 +21,7 @@ RUN_NAMES = {
     "model.positions": "position_embedding pos_emb position_embedding_type pos_encoding",
     "model.t5_buckets": "num_buckets relative_attention_num_buckets",
     "model.t5_max_distance": "relative_attention_max_distance",
+    "model.softmax_scaling": "ssmax scalable_softmax scale_with_length",
     "model.attention_sinks": "sinks learnable_sinks softmax_offset off_by_one",
     "model.query_key_norm": "qk_norm qk_layernorm",
     "model.feed_forward": "activation hidden_act activation_function act_fn ffn mlp",

@@ -23,6 +23,7 @@ from pretrain.config.choices import (
     position_traits,
     precision_traits,
     recomputation_traits,
+    scales_with_length,
     shards,
 )
 from pretrain.config.lane_parts import lane_parts
@@ -292,6 +293,8 @@ class LayerActivations:
         elements += 2 * tokens * h + 2 * keys * k  # queries and what they read; keys and values
         if model.query_key_norm:
             elements += 2 * tokens * h + 3 * keys * k
+        if scales_with_length(model.softmax_scaling):
+            elements += tokens * h
         if position_traits(model.positions).projects_encodings:
             elements += (T + M) * h
         return float(self.width * elements)

@@ -20,6 +20,7 @@ from pretrain.config.choices import (
     norms_inputs,
     position_traits,
     recomputation_traits,
+    scales_with_length,
 )
 from pretrain.config.model import ModelConfig
 from pretrain.config.phases import spans_of_phases
@@ -38,7 +39,7 @@ class Parameters:
     deltanet: int
     feed_forward: int
     norms: int
-    biases: int  # u and v, or T5's table, and sinks
+    biases: int  # u and v, or T5's table; sinks and scales of heads
     compression: int  # the convolutions of a compressed memory
 
     @property
@@ -185,7 +186,8 @@ def parameters_of(model: ModelConfig) -> Parameters:
         feed_forward=layers * _feed_forward_parameters(model),
         norms=layers * 2 * per_norm
         + (attending * 2 * model.head_width if model.query_key_norm else 0),
-        biases=_position_biases(model) + attending * model.num_heads * model.attention_sinks,
+        biases=_position_biases(model)
+        + attending * model.num_heads * (model.attention_sinks + _scales(model)),
         compression=attending * (model.compression_rate * d * d + d)
         if _learns_to_compress(model)
         else 0,
@@ -249,6 +251,10 @@ def _position_biases(model: ModelConfig) -> int:
             * (model.num_attention_layers if model.untie_biases else 1)
         )
     return 0
+
+
+def _scales(model: ModelConfig) -> bool:
+    return scales_with_length(model.softmax_scaling)
 
 
 def _learns_to_compress(model: ModelConfig) -> bool:

@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from pretrain.config.choices import AttentionKernel, position_traits
+from pretrain.config.choices import AttentionKernel, position_traits, scales_with_length
 from pretrain.config.model import ModelConfig
 from pretrain.model.attention_paths import ScoreTerms, Visibility, WeightDropout, path_for
 from pretrain.model.dropout import DropoutStream, Site, drop
-from pretrain.model.parameters import RMSNorm, normal, zeros
+from pretrain.model.parameters import RMSNorm, constant, normal, zeros
 from pretrain.model.positions import rotated_BXNH
+
+# The inverse of the mean of log n for n up to 1024: queries that see about 400 keys keep their
+# size.
+INITIAL_LENGTH_SCALE = 0.168
 
 
 class RelativeAttention(nn.Module):
@@ -57,6 +61,9 @@ class RelativeAttention(nn.Module):
             self.position_bias = normal(*shape, std=config.init_std)
         self.query_norm = RMSNorm(config.head_width) if config.query_key_norm else None
         self.key_norm = RMSNorm(config.head_width) if config.query_key_norm else None
+        self.length_scale = None
+        if scales_with_length(config.softmax_scaling):
+            self.length_scale = constant(config.num_heads, value=INITIAL_LENGTH_SCALE)
         self.sinks = zeros(config.num_heads) if config.attention_sinks else None
 
     def forward(
@@ -76,7 +83,12 @@ class RelativeAttention(nn.Module):
         t5).
         """
         query_BLNH, parts, terms = self.inputs(
-            segment_BLD, memory_BMD, positions_CX, content_bias_NH, position_bias_NH
+            segment_BLD,
+            memory_BMD,
+            positions_CX,
+            content_bias_NH,
+            position_bias_NH,
+            visibility=visibility,
         )
         return self.read(query_BLNH, parts, terms, visibility=visibility, dropout=dropout)
 
@@ -87,6 +99,8 @@ class RelativeAttention(nn.Module):
         positions_CX: Tensor,
         content_bias_NH: Tensor | None,
         position_bias_NH: Tensor | None,
+        *,
+        visibility: Visibility,
     ) -> tuple[Tensor, list[Tensor], ScoreTerms]:
         """Return queries, keys and values of memory and segment, and terms, as `read` takes them.
 
@@ -101,17 +115,17 @@ class RelativeAttention(nn.Module):
             )
             if source_BXD.shape[1]
         ]
-        query_BLNH = self.queries(segment_BLD, positions_CX)
+        query_BLNH = self.queries(segment_BLD, positions_CX, visibility)
         return query_BLNH, parts, self.terms(positions_CX, content_bias_NH, position_bias_NH)
 
-    def queries(self, segment_BLD: Tensor, positions_CX: Tensor) -> Tensor:
+    def queries(self, segment_BLD: Tensor, positions_CX: Tensor, visibility: Visibility) -> Tensor:
         """Return the queries, [B, L, N, H]."""
         query_BLNH = self._split_heads(linear(segment_BLD, self.query_weight))
         if self.query_norm is not None:
             query_BLNH = self.query_norm(query_BLNH)
         if self._positions.rotates:
             query_BLNH = rotated_BXNH(query_BLNH, positions_CX[-segment_BLD.shape[1] :])
-        return self._scaled(query_BLNH)
+        return self._scaled(self._scaled_by_length(query_BLNH, visibility))
 
     def keys_and_values(self, source_BXD: Tensor) -> Tensor:
         """Return keys and values of X rows, [B, X, 2, G, H], regardless of their positions."""
@@ -167,6 +181,15 @@ class RelativeAttention(nn.Module):
             attended_BLNH = attend(*inputs)
         output_BLD = linear(attended_BLNH.flatten(2), self.output_weight)
         return drop(output_BLD, self._rate, dropout, Site.ATTENTION_OUTPUT, self._layer)
+
+    def _scaled_by_length(self, query_BLNH: Tensor, visibility: Visibility) -> Tensor:
+        """Multiply queries that see n keys by s log n (Nakanishi 2025), with s of their head."""
+        if self.length_scale is None:
+            return query_BLNH
+        precise = torch.promote_types(query_BLNH.dtype, torch.float32)
+        logs_BL1 = visibility.num_visible_BL.to(precise).log()[:, :, None]
+        factors_BLN = logs_BL1 * self.length_scale.to(precise)
+        return query_BLNH * factors_BLN.to(query_BLNH.dtype)[..., None]
 
     def _scaled(self, query_side: Tensor) -> Tensor:
         """Apply `score_scale` to queries, u or v, whose products are the scores."""

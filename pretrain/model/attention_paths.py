@@ -67,6 +67,18 @@ class Visibility:
         zeros = torch.zeros(forbidden.shape, dtype=self.dtype, device=self.device)
         return zeros.masked_fill_(forbidden, float("-inf"))
 
+    @cached_property
+    def num_visible_BL(self) -> Tensor:
+        """How many keys each query sees; [1, L] or [B, L]."""
+        ends = torch.arange(self.num_keys - self.num_queries, self.num_keys, device=self.device) + 1
+        counts_BL = (ends.clamp(max=self.window) if self.window else ends)[None]
+        if self.documents_BC is None:
+            return counts_BL
+        # Document ids ascend, so a document's first key is where its id would be inserted.
+        documents_BC = self.documents_BC.contiguous()
+        of_queries_BL = documents_BC[:, -self.num_queries :].contiguous()
+        return torch.minimum(counts_BL, ends - torch.searchsorted(documents_BC, of_queries_BL))
+
 
 def forbidden_LC(
     num_queries: int, num_keys: int, window: int = 0, device: torch.device | None = None

@@ -185,7 +185,7 @@ class TransformerLayer(ResidualLayer):
         segment_BLD = self.attention_norm(hidden_BLD) if self._norms_inputs else hidden_BLD
         key_values = remember(self.attention.keys_and_values(segment_BLD))
         attended_BLD = self.attention.read(
-            self.attention.queries(segment_BLD, positions_CX),
+            self.attention.queries(segment_BLD, positions_CX, visibility),
             [self.attention.placed(key_values, positions_CX)],
             terms,
             visibility=visibility,

@@ -50,6 +50,11 @@ def zeros(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.zeros(shape))
 
 
+def constant(*shape: int, value: float) -> nn.Parameter:
+    """Return a parameter whose entries are all `value`."""
+    return nn.Parameter(torch.full(shape, value))
+
+
 class LayerNorm(nn.Module):
     """Layer normalization; the gain is drawn from normal(1, std) as in the original code."""
 

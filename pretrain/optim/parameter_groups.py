@@ -27,9 +27,10 @@ _ROLES: dict[Role, str] = {
     "projection": r"(embedding|(embedding|head)\.bins\.\d+)\.projection",
     # A row of channels for each token, or for each cluster of tokens.
     "table": r"(embedding|head)\.bins\.\d+\.weight|head\.bins\.\d+\.cluster_weight",
-    # Gains, biases, u and v, sinks, T5's table of distances, a deltanet's convolution and gates.
+    # Gains, biases, u and v, sinks and scales of heads, T5's table of distances, a deltanet's
+    # convolution and gates.
     "vector": r"layers\.\d+\.(attention|feed_forward)_norm\.(gain|bias)"
-    r"|layers\.\d+\.attention\.((query|key)_norm\.gain|sinks)"
+    r"|layers\.\d+\.attention\.((query|key)_norm\.gain|sinks|length_scale)"
     r"|layers\.\d+\.deltanet\.(convolution_weight|decay_rate|decay_bias|output_norm\.gain)"
     r"|layers\.\d+\.feed_forward\.(inner|output)_bias"
     r"|(layers\.\d+\.attention\.)?(content|position)_bias"

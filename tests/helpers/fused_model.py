@@ -29,6 +29,7 @@ VARIANTS = {
     "t5": {"positions": "t5", "isolate_documents": True},
     "compressive": {"compressed_length": 5},
     "sinks": {"positions": "rope", "attention_sinks": True},
+    "scaled": {"softmax_scaling": "log_length", "isolate_documents": True},
 }
 
 

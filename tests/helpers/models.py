@@ -60,6 +60,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_key_heads": 2,
         "memory_length": (3, 8),
     },
+    "scaled": {"softmax_scaling": "log_length", "isolate_documents": True},
     "deltanet": {"layer_kinds": ("deltanet", "attention")},
     "deltanet_alone": {
         "layer_kinds": ("deltanet",),
@@ -81,6 +82,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "compression": "max",
         "isolate_documents": True,
         "norm_position": "pre",
+    },
+    "compressive_scaled": {
+        "softmax_scaling": "log_length",
+        "attention_sinks": True,
+        "positions": "alibi",
+        "isolate_documents": True,
+        "compressed_length": 4,
+        "compression_rate": 2,
     },
 }
 

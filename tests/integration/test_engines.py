@@ -110,6 +110,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_heads": 1,
         "query_key_norm": True,
         "attention_sinks": True,
+        "softmax_scaling": "log_length",
         "z_loss": 1e-3,
     },
     "adaptive": {

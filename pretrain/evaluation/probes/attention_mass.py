@@ -107,7 +107,7 @@ def _observed(
     def hook_of(layer: int) -> Any:
         def hook(attention: RelativeAttention, inputs: Any, options: dict[str, Any]) -> None:
             visibility = options["visibility"]
-            made = attention.inputs(*inputs)
+            made = attention.inputs(*inputs, visibility=visibility)
             weights_NBLC, _ = weights_and_values(*made, visibility)
             sums.add(layer, weights_NBLC, valid_BL, num_compressed)
             if layer == longest:

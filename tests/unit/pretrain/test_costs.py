@@ -64,7 +64,11 @@ VARIANTS = {
     "compressive, mean": {"compressed_length": 4, "compression": "mean"},
     "deltanet": {"layer_kinds": ("deltanet", "attention"), "deltanet_expansion": 3},
     "deltanet, untied biases": {"layer_kinds": ("deltanet", "attention"), "untie_biases": True},
-    "deltanet, sinks": {"layer_kinds": ("deltanet", "attention"), "attention_sinks": True},
+    "deltanet, sinks": {
+        "layer_kinds": ("deltanet", "attention"),
+        "attention_sinks": True,
+        "softmax_scaling": "log_length",
+    },
     "div_val, nothing tied": {"cutoffs": (10, 30), "div_val": 2, "tie_embeddings": False},
 }
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from pretrain.config.choices import FeedForwardKind, feed_forward_traits
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
+from pretrain.model.attention_paths import Visibility
 from pretrain.model.layer import FeedForward
 from pretrain.model.memory import num_leaving_rows
 from pretrain.model.parameters import RMSNorm
@@ -42,6 +43,33 @@ def gradients_of(model: TransformerXL, segments: int = 4) -> dict[str, Tensor]:
         )
         nll_BL.mean().backward()
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 20])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(6, 15), (6, 6), (1, 8)])
+def test_queries_are_scaled_by_the_logarithm_of_the_keys_they_see(
+    window: int, documents: bool, num_queries: int, num_keys: int
+) -> None:
+    of_keys_BC = random_starts(3, num_keys).cumsum(1, dtype=torch.int32) - 2
+    visibility = Visibility(
+        num_queries=num_queries,
+        num_keys=num_keys,
+        window=window,
+        documents_BC=of_keys_BC if documents else None,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+    )
+    seen_BLC = (visibility.mask == 0).expand(3, num_queries, num_keys)
+    rows_BLD = torch.randn(3, num_queries, 16, dtype=torch.float64)
+    attentions = [
+        tiny_model(softmax_scaling=scaling).layers[0].attention
+        for scaling in ("none", "log_length")
+    ]
+    attentions[0].query_weight = attentions[1].query_weight
+    plain, scaled = (each.queries(rows_BLD, rows_BLD[0], visibility) for each in attentions)
+    factors_BLN = seen_BLC.sum(2).double().log()[:, :, None] * attentions[1].length_scale
+    torch.testing.assert_close(scaled, plain * factors_BLN[..., None], rtol=1e-12, atol=1e-12)
 
 
 @settings(max_examples=30, deadline=None)
@@ -165,7 +193,13 @@ def test_z_loss_changes_gradients_but_not_the_loss_shown(cutoffs: tuple[int, ...
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"norm_position": "pre", "norm": "rmsnorm", "query_key_norm": True}], ids=str
+    "options",
+    [
+        {},
+        {"norm_position": "pre", "norm": "rmsnorm", "query_key_norm": True},
+        {"attention_sinks": True, "softmax_scaling": "log_length"},
+    ],
+    ids=str,
 )
 def test_reconstruction_teaches_the_convolution_and_nothing_else(options) -> None:
     model = tiny_model(**COMPRESSIVE, **options)

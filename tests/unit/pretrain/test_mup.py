@@ -73,6 +73,7 @@ WIDER_HEADS: dict[str, dict[str, Any]] = {
         "norm_position": "pre",
         "num_key_heads": 2,
         "tie_embeddings": False,
+        "softmax_scaling": "log_length",
     },
     "relative": {"clamp_length": 20},
 }
@@ -103,7 +104,7 @@ def sizes(config: ModelConfig, optim: OptimConfig, seed: int) -> Sizes:
     found: Sizes = {}
     for name, part in parts.items():
         part.register_forward_hook(keeping(name, found))
-    module.layers[1].register_forward_hook(keeping_scores(found))
+    module.layers[1].register_forward_hook(keeping_scores(found), with_kwargs=True)
     generator = torch.Generator().manual_seed(seed)
     tokens_BT = torch.randint(config.vocab_size, (4, 17), generator=generator)
     memory, start = None, None
@@ -129,11 +130,13 @@ def keeping(name: str, found: Sizes) -> Callable[..., None]:
 def keeping_scores(found: Sizes) -> Callable[..., None]:
     """The scores by content, of the segment's tokens."""
 
-    def hook(layer: TransformerLayer, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
+    def hook(
+        layer: TransformerLayer, inputs: tuple[Tensor, ...], options: dict[str, Any], _: Tensor
+    ) -> None:
         hidden_BLD, _, positions_CX = inputs[:3]
         if layer.input_norm is not None:
             hidden_BLD = layer.input_norm(hidden_BLD)
-        query_BLNH = layer.attention.queries(hidden_BLD, positions_CX)
+        query_BLNH = layer.attention.queries(hidden_BLD, positions_CX, options["visibility"])
         keys = layer.attention.keys_and_values(hidden_BLD)
         key_BLGH = layer.attention.placed(keys, positions_CX[-hidden_BLD.shape[1] :])[:, :, 0]
         key_BLNH = key_BLGH.repeat_interleave(query_BLNH.shape[2] // key_BLGH.shape[2], 2)

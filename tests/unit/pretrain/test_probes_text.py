@@ -137,7 +137,8 @@ def direct_attention(model: TransformerXL, corpus, found: AttentionMass) -> dict
     taken: list[tuple] = []
 
     def take(module, inputs, options):
-        taken.append((module.inputs(*inputs), options["visibility"]))
+        visibility = options["visibility"]
+        taken.append((module.inputs(*inputs, visibility=visibility), visibility))
 
     handles = [
         layer.attention.register_forward_pre_hook(take, with_kwargs=True)
