@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import mmap
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -89,7 +88,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def latest_measurements(path: Path) -> Iterator[dict[str, Any]]:
     """Measurements, latest first, of the last few megabytes of a file that may have gigabytes."""
-    with _opened(path) as file:
+    with open_measurements(path) as file:
         start = file.seek(0, os.SEEK_END)
         end, rest = max(0, start - _TAIL_BYTES), b""
         while start > end:
@@ -102,7 +101,7 @@ def latest_measurements(path: Path) -> Iterator[dict[str, Any]]:
             yield first
 
 
-def _opened(path: Path) -> BinaryIO:
+def open_measurements(path: Path) -> BinaryIO:
     """The file, or an empty one if there is none; DataError if it is no regular file."""
     try:
         return open_regular(path)
@@ -115,21 +114,6 @@ def _opened(path: Path) -> BinaryIO:
 def is_longer_than_its_end(path: Path) -> bool:
     """Whether `latest_measurements` leaves out the file's first part."""
     return path.exists() and path.stat().st_size > _TAIL_BYTES
-
-
-def latest_evaluation(path: Path) -> dict[str, Any] | None:
-    """The latest evaluation, wherever it is in a file that is not empty."""
-    with (
-        _opened(path) as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-    ):
-        end = len(content)
-        while (place := content.rfind(b'"kind": "evaluation"', 0, end)) >= 0:
-            start, stop = content.rfind(b"\n", 0, place) + 1, content.find(b"\n", place)
-            if found := measurement_of(content[start : stop if stop >= 0 else len(content)]):
-                return found
-            end = start
-    return None
 
 
 def has_evaluation(path: Path, step: int) -> bool:
@@ -151,7 +135,7 @@ def measurements_of(path: Path) -> Iterator[dict[str, Any]]:
     """The measurements, oldest first, one after the other; a line that a crash cut short is
     skipped, too."""
     damaged: list[int] = []
-    with _opened(path) as file:
+    with open_measurements(path) as file:
         for number, line in enumerate(file, start=1):
             if found := measurement_of(line):
                 yield found

@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from pretrain.rundir.latest_evaluation import latest_evaluation
 from pretrain.rundir.metrics_file import (
     is_longer_than_its_end,
     is_number,
-    latest_evaluation,
     latest_measurements,
 )
 from pretrain.rundir.speeds import RECENT_INTERVALS, recent_speed
@@ -101,7 +101,7 @@ def summarize_file(path: Path) -> MetricsSummary:
         return summary
     summary = replace(summary, **vars(sums or TimeSums()))
     if summary.evaluation is None and summary.evaluation_seconds:
-        summary = replace(summary, evaluation=latest_evaluation(path))
+        summary = replace(summary, evaluation=latest_evaluation(path, summary.evaluation_seconds))
     return summary
 
 

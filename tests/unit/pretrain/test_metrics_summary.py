@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
+
+import pytest
 
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import results_of
+from pretrain.rundir.latest_evaluation import latest_evaluation
 from pretrain.rundir.metrics_file import latest_measurements
-from pretrain.rundir.metrics_summary import MetricsSummary, summarize, summarize_file
+from pretrain.rundir.metrics_summary import MetricsSummary, TimeSums, summarize, summarize_file
 from pretrain.rundir.speeds import recent_speed, run_speed
 from tests.helpers.metrics import train_line
 
@@ -46,10 +50,10 @@ def test_status_reads_only_the_end_of_a_long_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     totals = {"seconds": 9.0, "evaluation_seconds": 3.0}
     line = train_line(7, 2.0, train_loss=2.5, tokens_per_second=1e3, seconds=1.0, totals=totals)
+    first = {**line, "totals": {**totals, "evaluation_seconds": 2.5}}
     evaluation = {"kind": "evaluation", "step": 7, "loss": 1.0, "seconds": 0.5}
-    path.write_text(
-        "".join(json.dumps(each) + "\n" for each in [line, evaluation, *40_000 * [line]])
-    )
+    lines = [first, evaluation, *40_000 * [line]]
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
 
     def bytes_read() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])
@@ -63,6 +67,32 @@ def test_status_reads_only_the_end_of_a_long_file(tmp_path):
         file.write(json.dumps(evaluation) + "\n")
     assert summarize_file(path).evaluation_seconds == 3.5
     assert summarize_file(path).seconds == 9.0
+
+
+@pytest.mark.parametrize("interval", [1, 7, 900])
+@pytest.mark.parametrize("num_damaged", [0, 2])
+def test_the_latest_evaluation_is_found_wherever_it_is_in_the_file(tmp_path, interval, num_damaged):
+    path, random = tmp_path / "metrics.jsonl", Random(interval)
+    for at in [*(random.sample(range(30, 3000), 3) for _ in range(6)), [30, 31, 3000]]:
+        lines, sums, step = [], TimeSums(), 0
+        evaluations = []
+        for step in range(1, 3001):
+            line = train_line(step)
+            if step % interval == 0:
+                line |= {"tokens_per_second": 9.0, "seconds": 0.1, "train_loss": 2.0}
+                sums.add(line)
+                line["totals"] = {name: round(each, 6) for name, each in vars(sums).items()}
+            lines.append(json.dumps(line))
+            if step in [10, *at]:
+                evaluation = {"kind": "evaluation", "step": step, "loss": 1 / step, "seconds": 0.3}
+                sums.add(evaluation)
+                evaluations.append(evaluation)
+                is_damaged = len(evaluations) > 4 - num_damaged
+                lines.append(json.dumps(evaluation)[: 30 if is_damaged else None])
+        path.write_text("\n".join(lines) + "\n")
+        assert latest_evaluation(path, sums.evaluation_seconds) == evaluations[-1 - num_damaged]
+    path.write_text(f"{json.dumps(train_line(1))}\n" * 500)
+    assert latest_evaluation(path, 1.0) is None
 
 
 def test_a_line_longer_than_what_is_read_at_once_is_read_whole(tmp_path):
