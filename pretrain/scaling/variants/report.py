@@ -158,9 +158,7 @@ def _states(results: Sequence[MemberResult]):
         for index, each in enumerate(results):
             axes.plot([each.lane_bytes], [each.loss], "o", color=_color(index), markersize=6,
                       label=each.member)  # fmt: skip
-        axes.set_xscale("symlog", linthresh=1024, base=2)
-        ticks = sorted({each.lane_bytes for each in results})
-        axes.set_xticks(ticks, [f"{si(value)}B".replace(" ", "") for value in ticks])
+        axes.xaxis.set_major_formatter(lambda value, _: f"{si(value)}B")
         plain_ticks(axes.yaxis)
 
     return draw
