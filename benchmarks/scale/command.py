@@ -19,6 +19,7 @@ from benchmarks.scale.attempts import attempt_costs
 from benchmarks.scale.costs import Row, Subject, table_of
 from benchmarks.scale.failure_table import failure_table, hour_of_kills
 from benchmarks.scale.processes import process_costs
+from benchmarks.scale.startup import startup_costs
 from benchmarks.scale.status import status_costs
 from data_pipeline.errors import UserError
 from data_pipeline.files import write_text
@@ -27,6 +28,7 @@ SUBJECTS = (
     Subject("processes", process_costs),
     Subject("status", status_costs),
     Subject("attempts", attempt_costs),
+    Subject("startup", startup_costs),
 )
 START, END = "<!-- python -m benchmarks scale -->\n", "<!-- end -->\n"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.scale.growth import growth_of
@@ -18,6 +18,7 @@ class Cost:
     """What was measured at some sizes, ranks if not said otherwise.
 
     `targets` are the sizes that belong to RANKS. `at_most` is the goal for the last of them.
+    `expected` is what other rows say of a size at which this cost is not what its growth predicts.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Cost:
     unit: str = ""
     of: str = "ranks"
     targets: Sequence[int] = RANKS
+    expected: Mapping[int, float] = field(default_factory=dict)
     at_most: float | None = None
     detail: str = ""
 
@@ -49,20 +51,24 @@ class Cost:
         return self.at_most is None or self.at_4096 <= self.at_most
 
     def _at(self, size: int) -> float:
-        """The cost at a size: what was measured, or else what its growth predicts."""
-        return self.measured.get(size, max(0.0, growth_of(self.measured).at(size)))
+        """The cost at a size: what was measured or is expected, else what its growth predicts."""
+        known = {**self.expected, **self.measured}
+        return known.get(size, max(0.0, growth_of(self.measured).at(size)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reasoned:
-    """A cost that cannot be measured here, and what is expected of it why."""
+    """A cost that is not measured at several sizes, and why it is what it is."""
 
     name: str
     reason: str
+    at_ranks: Sequence[float | None] = (None, None, None)  # RANKS
     is_met: bool = True
 
     def row(self) -> list[str]:
-        return [self.name, "reasoned", "", "", "", "", "", "", self.reason]
+        cells = ["" if value is None else _digits(value) for value in self.at_ranks]
+        result = "" if self.is_met else "MISSED"
+        return [self.name, "reasoned", "", *cells, "", result, self.reason]
 
 
 Row = Cost | Reasoned

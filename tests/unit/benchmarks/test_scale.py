@@ -7,15 +7,21 @@ from itertools import repeat
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.scale.attempts import explain, write_ends
 from benchmarks.scale.command import END, START, write_page
 from benchmarks.scale.costs import Cost, table_of
 from benchmarks.scale.failure_table import HOUR_COSTS, spare_nodes
 from benchmarks.scale.failures import exponential, simulate, uniform, weibull
 from benchmarks.scale.growth import growth_of
 from benchmarks.scale.instruments import counted_files
+from benchmarks.scale.status import write_heartbeats
 from data_pipeline.errors import UserError
 from data_pipeline.files import write_text
+from pretrain.config.run import RunConfig
 from pretrain.costs.failures import FailureCosts
+from pretrain.rundir.attempt_files import AttemptFiles
+from pretrain.rundir.heartbeat_files import read_heartbeats
+from pretrain.rundir.run_dir import RunDir
 
 HOUR = FailureCosts(between_failures=3600.0, pause=30.0, write=100.0, down=200.0, start=300.0)
 NO_FAILURES = repeat(float("inf"))
@@ -153,3 +159,26 @@ def test_as_many_spare_nodes_are_named_as_are_rarely_not_enough():
 def test_another_subject_than_those_there_are_is_named(capsys):
     assert main(["scale", "--only", "speed"]) == 2
     assert "found no such subject, expected one of" in capsys.readouterr().err
+
+
+def test_what_other_rows_say_of_a_size_replaces_its_extrapolation_but_no_measurement():
+    measured = {4: 1.0, 8: 1.0, 64: 1.0}
+    wait = Cost(name="wait", measured=measured, expected={64: 9.0, 4096: 30.0}, at_most=20)
+    cells = [cell.strip() for cell in table_of([wait]).splitlines()[2].split("|")]
+    assert cells[4:9] == ["1", "1", "30", "at most 20", "MISSED, 1.5x"]
+
+
+def test_a_killed_rank_is_found_among_many_by_opening_each_status_once(tmp_path):
+    attempt = AttemptFiles(tmp_path / "logs", 0)
+    attempt.directory.mkdir(parents=True)
+    write_ends(attempt, 40)
+    with counted_files(attempt.directory) as counts:
+        explain(attempt, 40)
+    assert counts["opened"] == 41
+
+
+def test_heartbeats_of_other_nodes_are_read_as_their_ranks_wrote_them(tmp_path):
+    run = RunDir.create(tmp_path / "run", RunConfig(name="run"))
+    write_heartbeats(run, 24)
+    assert [beat.rank for beat in read_heartbeats(run.heartbeats)] == list(range(24))
+    assert len(list(run.heartbeats.iterdir())) == 3
