@@ -3,7 +3,7 @@
 CACHE/shards/SHA256        complete and checked; share-locked while a reader has it open
 CACHE/incoming/SHA256.N    N bytes reserved by a download, whose process holds the shard's lock
 CACHE/locks/000 ... fff    one lock per shard, by the first digits of its SHA-256
-CACHE/room.lock            held while a process evicts and reserves
+CACHE/room.lock            held while a process evicts and reserves, see cache_space.py
 
 The cache removes nothing in these directories but what has such a name, and is a directory of this
 user into which no other can write. Locks are released when their process
@@ -19,11 +19,11 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from data_pipeline.config import CacheConfig
+from data_pipeline.corpora.cache_space import CacheSpace
 from data_pipeline.corpora.fetch import fetch_shard
 from data_pipeline.corpora.manifest import FileState, ShardInfo, file_state, mismatch_of
 from data_pipeline.corpora.stores import Store
@@ -36,7 +36,6 @@ EVICTION_SECONDS = 120.0  # eviction takes a few milliseconds
 EVICTION_PAUSE = 0.02
 WAITERS = 4  # processes that may fail to fetch a shard one after another while this one waits
 GIB = 1 << 30
-SHARD_NAME = re.compile(r"[0-9a-f]{64}")
 RESERVATION_NAME = re.compile(r"([0-9a-f]{64})\.([0-9]{1,16})")
 
 
@@ -56,6 +55,7 @@ class ShardCache:
         self._verified: dict[str, FileState] = {}  # as each shard was when it was checked
         for directory in (self.directory, self._shards, self._incoming, self._locks):
             private_directory(directory)
+        self._space = CacheSpace(self._shards, self.limit, _evict, self._reserved)
 
     def open(self, store: Store, info: ShardInfo, is_urgent: bool = True) -> BinaryIO:
         """Open the shard's file, fetched if absent. It is kept as long as it is open or mapped.
@@ -132,7 +132,7 @@ class ShardCache:
         deadline = time.monotonic() + seconds
         while True:
             with exclusive_lock(self.directory / "room.lock", EVICTION_SECONDS):
-                if self._make_space(info.size):
+                if self._space.make(info.size):
                     reserved.mkdir()
                     return reserved
             if time.monotonic() > deadline:
@@ -142,15 +142,6 @@ class ShardCache:
                     "data.cache.gib in all runs that share it"
                 )
             time.sleep(EVICTION_PAUSE)
-
-    def _make_space(self, size: int) -> bool:
-        """Evict the least recently used shards until `size` bytes fit; whether they do."""
-        stored = sum(entry.stat().st_size for entry in self._entries())
-        excess = self._reserved() + stored + size - self.limit
-        for path, freed in self._oldest_first() if excess > 0 else ():
-            if excess > 0 and _evict(path):
-                excess -= freed
-        return excess <= 0
 
     def _reserved(self) -> int:
         """Return the bytes of active downloads, and remove those of killed processes."""
@@ -164,15 +155,6 @@ class ShardCache:
                 else:
                     total += int(match[2])
         return total
-
-    def _oldest_first(self) -> list[tuple[Path, int]]:
-        found = [(entry.stat(), entry.path) for entry in self._entries()]
-        found.sort(key=lambda item: item[0].st_atime_ns)
-        return [(Path(path), status.st_size) for status, path in found]
-
-    def _entries(self) -> Iterator[os.DirEntry[str]]:
-        with os.scandir(self._shards) as entries:
-            yield from (entry for entry in entries if SHARD_NAME.fullmatch(entry.name))
 
 
 def _evict(path: Path) -> bool:
