@@ -23,6 +23,7 @@ from typing import Any
 
 from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.config_loader import differences
+from data_pipeline.corpora.lengths import files_of
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, ShardInfo, checked_shard
 from data_pipeline.corpora.mixing import DomainOfShard, Mixing, mixing_of_tree
 from data_pipeline.errors import ConfigError, DataError, UserError
@@ -104,18 +105,19 @@ class BuildJournal:
         return None
 
     def _add(self, shard: FinishedShard) -> None:
-        path = self.output / shard.split / shard.info.path
-        found = path.stat().st_size if path.exists() else None
-        if found != shard.info.size:
-            raise DataError(
-                f"shard {path} of the unfinished build has {found} bytes, its journal expects "
-                f"{shard.info.size}; remove {self.output} and build again"
-            )
+        for name, expected in files_of(shard.info).items():
+            path = self.output / shard.split / name
+            found = path.stat().st_size if path.exists() else None
+            if found != expected:
+                raise DataError(
+                    f"shard {path} of the unfinished build has {found} bytes, its journal expects "
+                    f"{expected}; remove {self.output} and build again"
+                )
         self.shards.append(shard)
 
     def record(self, shard: FinishedShard) -> None:
         """Record a shard that is on disk, so that a restart keeps it."""
-        self._append(asdict(shard))
+        self._append({**asdict(shard), "info": shard.info.tree()})
         self.shards.append(shard)
 
     def _append(self, record: dict[str, Any]) -> None:

@@ -44,6 +44,7 @@ from data_pipeline.builder.splits import (
 )
 from data_pipeline.builder.train_tokenizer import needs_training
 from data_pipeline.config import CorpusConfig
+from data_pipeline.corpora.lengths import files_of, lengths_beside
 from data_pipeline.corpora.manifest import (
     TOKENIZER_DIRECTORY,
     ShardInfo,
@@ -226,10 +227,13 @@ def _merge_split(config: CorpusConfig, parts: list[Path], target: Path) -> None:
         index = read_index(part, len(manifest.shards))
         for shard, entry in zip(manifest.shards, index, strict=True):
             name = shard_name(len(shards), config.shard_format)
-            if (part / shard.path).exists():  # else a killed merge has moved it already
-                (part / shard.path).replace(target / name)
+            moved = replace(shard, path=name)
+            for old, new in zip(files_of(shard), files_of(moved), strict=True):
+                if (part / old).exists():  # else a killed merge has moved it already
+                    (part / old).replace(target / new)
             check_shard(target / name, shard, with_hash=False)
-            shards.append(replace(shard, path=name))
+            lengths_beside(target, moved)
+            shards.append(moved)
             entries.append(renamed(entry, name))
     fsync_directory(target)
     write_index(target, entries)

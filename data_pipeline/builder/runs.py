@@ -42,7 +42,7 @@ class SortedRuns:
     """The files of a split in a build that shuffles, see ShardFiles in split_writer.py."""
 
     def __init__(self, config: CorpusConfig, keeps_order: bool = False) -> None:
-        self.limit = config.shuffle_bytes
+        self.limit, self.has_lengths = config.shuffle_bytes, False
         self._seed = config.shuffle_seed
         self._keeps_order = keeps_order
 

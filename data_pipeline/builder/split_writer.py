@@ -14,6 +14,7 @@ import numpy as np
 from data_pipeline.builder.journal import BuildJournal, FinishedShard
 from data_pipeline.builder.records import Document
 from data_pipeline.config import CorpusConfig, ShardFormat
+from data_pipeline.corpora.lengths import write_lengths
 from data_pipeline.corpora.manifest import Manifest, ShardInfo
 from data_pipeline.corpora.mixing import DomainOfShard
 from data_pipeline.files import sha256_of
@@ -58,6 +59,7 @@ class ShardFiles(Protocol):
     """The kind of files that a split is written to."""
 
     limit: int  # bytes of a shard of more than one document
+    has_lengths: bool  # whether each has a file of its documents' lengths beside it
 
     def name(self, number: int) -> str:
         """Return the name of shard `number`."""
@@ -78,7 +80,7 @@ class CorpusShards:
     """Shards of a corpus, in the order of their documents."""
 
     def __init__(self, config: CorpusConfig) -> None:
-        self.limit = config.shard_bytes
+        self.limit, self.has_lengths = config.shard_bytes, True
         self._format: ShardFormat = config.shard_format
 
     def name(self, number: int) -> str:
@@ -143,15 +145,17 @@ class SplitWriter:
         domains: defaultdict[str, DomainOfShard] = defaultdict(DomainOfShard)
         for each, length in zip(self._pending, lengths, strict=True):
             domains[each.domain].add(length)
+        sha256 = sha256_of(path)
         info = ShardInfo(
             path=path.name,
             documents=len(lengths),
             tokens=sum(lengths),
             longest_document=max(lengths),
             size=path.stat().st_size,
-            sha256=sha256_of(path),
+            sha256=sha256,
             text_bytes=sum(each.text_bytes for each in self._pending),
             characters=sum(each.characters for each in self._pending),
+            lengths=write_lengths(path, sha256, lengths) if self._files.has_lengths else "",
         )
         shard = FinishedShard(self.split, info, entry, dict(domains))
         self._journal.record(shard)

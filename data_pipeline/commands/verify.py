@@ -83,12 +83,22 @@ def verify_split(path: Path, report: Callable[[str], None]) -> list[str]:
     manifest = read_manifest(path)
     problems = []
     for number in range(len(manifest.shards)):
-        try:
-            _check_tokens(Corpus(path, manifest, LocalShards(path)).shard(number), manifest)
-        except DataError as error:
-            problems.append(str(error))
+        problems += _shard_problems(path, manifest, number)
         report(f"{path.name}: {number + 1}/{len(manifest.shards)} shards")
     return problems + _tokenizer_problems(path, manifest.tokenizer)
+
+
+def _shard_problems(path: Path, manifest: Manifest, number: int) -> Iterator[str]:
+    """Yield what is wrong with a shard, and with the file of its documents' lengths."""
+    source = LocalShards(path)
+    try:
+        _check_tokens(Corpus(path, manifest, source).shard(number), manifest)
+    except DataError as error:
+        yield str(error)
+    try:
+        source.lengths(manifest.shards[number])
+    except DataError as error:
+        yield str(error)
 
 
 def _check_tokens(shard: ShardReader, manifest: Manifest) -> None:

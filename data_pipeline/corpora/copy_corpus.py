@@ -20,18 +20,21 @@ from typing import TypeVar
 from data_pipeline.corpora.fetch import (
     Check,
     NotFetchedError,
+    fetch_lengths,
     fetch_manifest,
     fetch_once,
     fetch_shard,
     fetch_tokenizer,
     retry,
 )
+from data_pipeline.corpora.lengths import files_of, lengths_beside, lengths_problem
 from data_pipeline.corpora.manifest import (
     MANIFEST_NAME,
     SPLITS,
     TOKENIZER_DIRECTORY,
     ShardInfo,
     check_shard,
+    lengths_name,
     mismatch,
     read_manifest,
     splits_of,
@@ -75,6 +78,9 @@ def fetch_corpus(
                 path = path_below(target, info.path)
                 if not path.exists() or mismatch(path, info):
                     fetch_shard(store, info, path, scratch)
+                lengths = path_below(target, lengths_name(info.path))
+                if info.lengths and (not lengths.exists() or lengths_problem(lengths, info)):
+                    fetch_lengths(store, info, lengths, scratch)
 
             in_parallel(fetch, manifest.shards, split, report)
             tokenizer = folder_below(directory, TOKENIZER_DIRECTORY)
@@ -120,12 +126,13 @@ def problems_at(url: str, report: Report, retry_policy: RetryPolicy | None = Non
                 continue
 
             def read(info: ShardInfo, store: Store = store) -> None:
-                copy = path_below(scratch, info.path)
-                try:
-                    fetch_shard(store, info, copy, scratch)
-                    copy.unlink()
-                except NotFetchedError as error:
-                    problems.append(str(error))
+                for fetch in (fetch_shard, fetch_lengths)[: len(files_of(info))]:
+                    copy = path_below(scratch, info.path)
+                    try:
+                        fetch(store, info, copy, scratch)
+                        copy.unlink()
+                    except NotFetchedError as error:
+                        problems.append(str(error))
 
             in_parallel(read, manifest.shards, split, report)
     return problems
@@ -141,9 +148,15 @@ class _Upload:
         self._store = store_at(url, policy)
 
     def shard(self, split: str, info: ShardInfo) -> None:
-        """Upload a shard; DataError if the local file is corrupted."""
+        """Upload a shard and its lengths; DataError if a local file is corrupted."""
         check_shard(self._directory / split / info.path, info)
-        self._upload(f"{split}/{info.path}", info.size, lambda path: mismatch(path, info))
+        lengths_beside(self._directory / split, info)
+        checks: tuple[Check, ...] = (
+            partial(mismatch, info=info),
+            partial(lengths_problem, info=info),
+        )
+        for (name, size), check in zip(files_of(info).items(), checks, strict=False):
+            self._upload(f"{split}/{name}", size, check)
 
     def file(self, name: str) -> None:
         """Upload a file that no manifest describes."""

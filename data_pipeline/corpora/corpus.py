@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from data_pipeline.corpora.corpus_tokenizer import check_tokenizer
+from data_pipeline.corpora.lengths import check_lengths_of, lengths_beside
 from data_pipeline.corpora.manifest import (
     MANIFEST_NAME,
     REMOTE_NAME,
@@ -39,6 +40,17 @@ class ShardSource(Protocol):
 
     def open(self, info: ShardInfo, dtype: str) -> ShardReader:
         """Open the shard, checked against `info`; DataError if it cannot be read."""
+        ...
+
+    def lengths(self, info: ShardInfo) -> np.ndarray | None:
+        """Return the tokens of each document, int64 [D]; None if only the shard has them.
+
+        DataError if they are listed and cannot be read.
+        """
+        ...
+
+    def prefetch_lengths(self, shards: Sequence[ShardInfo]) -> None:
+        """Start to fetch what `lengths` returns for these shards, or else the shards."""
         ...
 
     def prefetch(self, shards: Sequence[ShardInfo]) -> None:
@@ -69,6 +81,13 @@ class LocalShards:
             check_opened(path, file, info, with_hash=self._check_hashes and is_new)
             self._verified[info.path] = state
             return ShardReader(path, dtype, file)
+
+    def lengths(self, info: ShardInfo) -> np.ndarray | None:
+        """Return those of the file beside the shard, if the manifest lists one."""
+        return lengths_beside(self._directory, info)
+
+    def prefetch_lengths(self, shards: Sequence[ShardInfo]) -> None:
+        """Do nothing, as `prefetch`."""
 
     def prefetch(self, shards: Sequence[ShardInfo]) -> None:
         """Do nothing: the operating system reads ahead."""
@@ -108,7 +127,7 @@ class Corpus:
 
             return cls(path, manifest, cached_shards(path))
         present = set(os.listdir(path))
-        missing = [shard.path for shard in manifest.shards if shard.path not in present]
+        missing = [name for name in manifest.file_names if name not in present]
         if missing:
             others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise DataError(
@@ -160,8 +179,17 @@ class Corpus:
             return reader
 
     def document_lengths(self, index: int) -> np.ndarray:
-        """Return the tokens of each document of shard `index`, in the order of storage."""
-        return self.shard(index).lengths
+        """Return the tokens of each document of shard `index`, in the order of storage.
+
+        The shard is read only if it is the only one to have them.
+        """
+        reader = self._open.get(index)
+        lengths = None if reader else self._source.lengths(self.manifest.shards[index])
+        return self.shard(index).lengths if lengths is None else lengths
+
+    def prefetch_lengths(self, indices: Iterable[int]) -> None:
+        """Start to fetch the lengths of the documents of remote shards."""
+        self._source.prefetch_lengths([self.manifest.shards[index] for index in indices])
 
     def prefetch(self, indices: Iterable[int]) -> None:
         """Start to fetch remote shards that are read soon."""
@@ -181,6 +209,7 @@ class Corpus:
                 f"the manifest expects {info.documents} and {info.tokens}; "
                 "restore it or build the corpus again"
             )
+        check_lengths_of(info, reader.lengths, path_text(reader.path))
         return reader
 
 

@@ -1,7 +1,7 @@
 """One hash of a whole corpus, for `data.manifest_hash`: whoever names it trusts no store.
 
-A manifest has the hashes of its shards and of the tokenizer, so the hash of a corpus' manifests
-covers every byte of all its splits.
+A manifest has the hashes of its shards, of their documents' lengths and of the tokenizer, so the
+hash of a corpus' manifests covers every byte of all its splits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from data_pipeline.config import CacheConfig
-from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, read_manifest
+from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, Manifest, read_manifest
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.errors import DataError
 from data_pipeline.files import path_text
@@ -20,16 +20,22 @@ VALIDATION = SPLITS[1]
 
 
 def split_hash(corpus: Path, split: str) -> str:
-    """Return the hash of a split's manifest; "" if the corpus has no such split."""
-    directory = corpus / split
-    return read_manifest(directory).hash if (directory / MANIFEST_NAME).exists() else ""
+    """Return the hash of a split's tokens; "" if the corpus has no such split."""
+    manifest = _manifest_of(corpus, split)
+    return manifest.hash if manifest else ""
 
 
 def corpus_hash(corpus: Path) -> str:
     """Return the hash of all splits of the corpus in a directory; "" if it has none."""
-    hashes = {split: split_hash(corpus, split) for split in SPLITS}
+    manifests = {split: _manifest_of(corpus, split) for split in SPLITS}
+    hashes = {split: found.file_hash if found else "" for split, found in manifests.items()}
     canonical = json.dumps(hashes, sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest() if any(hashes.values()) else ""
+
+
+def _manifest_of(corpus: Path, split: str) -> Manifest | None:
+    directory = corpus / split
+    return read_manifest(directory) if (directory / MANIFEST_NAME).exists() else None
 
 
 def pinned_directory(path: Path, cache: CacheConfig, manifest_hash: str) -> Path:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +21,12 @@ from data_pipeline.errors import DataError
 from data_pipeline.files import open_regular, read_json, sha256_of_file, write_json
 
 MANIFEST_NAME = "manifest.json"
-MANIFEST_FORMAT = 1
+FORMAT, FORMAT_WITH_LENGTHS = 1, 2  # of a manifest that lists no files of lengths, and some
 TOKENIZER_DIRECTORY = "tokenizer"
 FileState = tuple[int, int, int]
 SPLITS = ("train", "validation")
 DTYPES = {"uint16": 1 << 16, "uint32": 1 << 32}  # of tokens, and how many tokens they can tell
-LARGEST_MANIFEST_BYTES = 1 << 26  # with 300 for each shard: 200,000 of them
+LARGEST_MANIFEST_BYTES = 1 << 26  # with 400 for each shard: 160,000 of them
 MANIFESTS_KEPT = 8  # of one process
 SETTLED_NS = 100_000_000
 LARGEST_FILE_BYTES = 1 << 40  # of a shard; a build writes shards of 2 GiB and one document at most
@@ -34,7 +35,10 @@ REMOTE_NAME = "remote.json"  # marks a cached corpus whose shards are fetched wh
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """One shard. `size` is that of the file; `text_bytes` and `characters` those of its text."""
+    """One shard. `size` is that of the file; `text_bytes` and `characters` those of its text.
+
+    `lengths` is the SHA-256 of the file of its documents' lengths (lengths.py), "" without one.
+    """
 
     path: str  # relative to the manifest
     documents: int
@@ -44,6 +48,21 @@ class ShardInfo:
     sha256: str
     text_bytes: int  # UTF-8
     characters: int
+    lengths: str = ""
+
+    def tree(self, with_lengths: bool = True) -> dict[str, Any]:
+        """Return the entry in a manifest."""
+        found = {name: getattr(self, name) for name in _SHARD_FIELDS}  # asdict is slow
+        return {**found, LENGTHS: self.lengths} if self.lengths and with_lengths else found
+
+
+LENGTHS = "lengths"
+_SHARD_FIELDS = tuple(field.name for field in fields(ShardInfo) if field.name != LENGTHS)
+
+
+def lengths_name(shard: str) -> str:
+    """Return the name of the file of the lengths of a shard's documents."""
+    return f"{shard}.{LENGTHS}"
 
 
 @dataclass(frozen=True)
@@ -76,25 +95,44 @@ class Manifest:
     def longest_document(self) -> int:
         return max((shard.longest_document for shard in self.shards), default=0)
 
+    @property
+    def file_names(self) -> Iterator[str]:
+        """The names of all files that it lists: shards, and those of lengths."""
+        for shard in self.shards:
+            yield shard.path
+            if shard.lengths:
+                yield lengths_name(shard.path)
+
     @cached_property
     def hash(self) -> str:
-        """The corpus' identity: changes whenever the tokens or their order could have changed."""
-        canonical = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        """The corpus' identity: changes whenever the tokens or their order could have changed.
 
-    def _content(self) -> dict[str, Any]:
+        The files of lengths follow from the tokens: with and without them it is the same.
+        """
+        return _hash_of(self._content(with_lengths=False))
+
+    @cached_property
+    def file_hash(self) -> str:
+        """Changes with everything that the manifest lists, also with the files of lengths."""
+        has_lengths = any(shard.lengths for shard in self.shards)
+        return _hash_of(self._content()) if has_lengths else self.hash
+
+    def _content(self, with_lengths: bool = True) -> dict[str, Any]:
         content = {field.name: getattr(self, field.name) for field in fields(self)}
-        names = [field.name for field in fields(ShardInfo)]  # asdict is slow for 60,000 shards
-        content["shards"] = [
-            {name: getattr(shard, name) for name in names} for shard in self.shards
-        ]
-        return {**content, "format": MANIFEST_FORMAT}
+        shards = [shard.tree(with_lengths) for shard in self.shards]
+        is_new = any(LENGTHS in shard for shard in shards)
+        return {**content, "shards": shards, "format": FORMAT_WITH_LENGTHS if is_new else FORMAT}
 
     def write(self, directory: Path) -> None:
         """Mark the split in `directory` as complete; everything named must be on disk already."""
         totals = {"documents": self.documents, "tokens": self.tokens}
-        tree = {**self._content(), "hash": self.hash, "totals": totals}
+        tree = {**self._content(), "hash": self.file_hash, "totals": totals}
         write_json(directory / MANIFEST_NAME, tree)
+
+
+def _hash_of(content: dict[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -122,9 +160,9 @@ def _parsed(path: Path, state: tuple[int, ...]) -> Manifest:
     """Return the manifest in a file; `state` is what changes with its contents."""
     tree = _tree_of(path)
     manifest = _parse(tree, path)
-    if manifest.hash != tree.get("hash"):
+    if (found := manifest.file_hash) != tree.get("hash"):
         raise DataError(
-            f"{path} was changed after it was written: its contents hash to {manifest.hash[:16]}, "
+            f"{path} was changed after it was written: its contents hash to {found[:16]}, "
             f"it records {shown(tree.get('hash'))}; restore it or build the corpus again"
         )
     return manifest
@@ -147,10 +185,10 @@ def _tree_of(path: Path) -> Any:
 
 def _parse(tree: Any, path: Path) -> Manifest:
     found = tree.get("format") if isinstance(tree, dict) else None
-    if found != MANIFEST_FORMAT:
+    if type(found) is not int or found not in (FORMAT, FORMAT_WITH_LENGTHS):
         raise DataError(
-            f"{path} has format {shown(found)}, this version reads format {MANIFEST_FORMAT}; "
-            "build the corpus again"
+            f"{path} has format {shown(found)}, this version reads formats {FORMAT} and "
+            f"{FORMAT_WITH_LENGTHS}; build the corpus again"
         )
     try:
         return _checked_manifest(Fields(tree))
@@ -172,7 +210,7 @@ def _checked_manifest(tree: Fields) -> Manifest:
 
 def checked_shard(tree: Fields) -> ShardInfo:
     """Return the entry of a shard; InvalidField unless each of its fields is what it says."""
-    tree.only([field.name for field in fields(ShardInfo)])
+    tree.only((*_SHARD_FIELDS, LENGTHS))
     tokens = tree.integer("tokens", 1)
     return ShardInfo(
         path=tree.file_name("path"),
@@ -183,6 +221,7 @@ def checked_shard(tree: Fields) -> ShardInfo:
         sha256=tree.sha256("sha256"),
         text_bytes=tree.integer("text_bytes"),
         characters=tree.integer("characters"),
+        lengths=tree.sha256(LENGTHS) if tree.has(LENGTHS) else "",
     )
 
 

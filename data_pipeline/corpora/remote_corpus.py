@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.fetch import NotFetchedError, fetch_manifest, fetch_tokenizer
 from data_pipeline.corpora.manifest import (
@@ -107,16 +109,33 @@ class CachedShards:
         self.location = store.url
         self.cache = cache
         self._store = store
-        self._prefetcher = ShardPrefetcher(partial(cache.fetch, store))
+        self._prefetcher = ShardPrefetcher(self._fetch)
+        self._length_prefetcher = ShardPrefetcher(partial(cache.lengths.get, store))
 
     def open(self, info: ShardInfo, dtype: str) -> ShardReader:
         """Open a shard; waits for the store unless the cache has it."""
         file = self.cache.open(self._store, info)
-        return ShardReader(Path(f"{self.location}/{info.path}"), dtype, file)
+        reader = ShardReader(Path(f"{self.location}/{info.path}"), dtype, file)
+        self.cache.lengths.keep(info, reader.lengths)
+        return reader
+
+    def lengths(self, info: ShardInfo) -> np.ndarray | None:
+        """Return the lengths of a shard's documents, if the store or the cache has them."""
+        return self.cache.lengths.get(self._store, info)
+
+    def prefetch_lengths(self, shards: Sequence[ShardInfo]) -> None:
+        """Start to fetch lengths, or the shards that alone have them."""
+        self._length_prefetcher.request([info for info in shards if info.lengths])
+        unlisted = [info for info in shards if not info.lengths]
+        self.prefetch([info for info in unlisted if self.cache.lengths.find(info) is None])
 
     def prefetch(self, shards: Sequence[ShardInfo]) -> None:
         """Start to fetch the shards that the cache does not have."""
         self._prefetcher.request(shards)
+
+    def _fetch(self, info: ShardInfo) -> None:
+        self.cache.fetch(self._store, info)
+        self.cache.lengths.get(self._store, info)  # the lane's walk asks for them first
 
     def check_capacity(self, num_shards: int, largest: int) -> None:
         """Raise DataError unless the cache can hold them."""
@@ -130,7 +149,7 @@ class ShardPrefetcher:
     """
 
     def __init__(
-        self, fetch: Callable[[ShardInfo], None], num_threads: int = PREFETCH_THREADS
+        self, fetch: Callable[[ShardInfo], object], num_threads: int = PREFETCH_THREADS
     ) -> None:
         self._fetch = fetch
         self._num_threads = num_threads

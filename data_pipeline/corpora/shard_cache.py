@@ -2,6 +2,7 @@
 
 CACHE/shards/SHA256        complete and checked; share-locked while a reader has it open
 CACHE/incoming/SHA256.N    N bytes reserved by a download, whose process holds the shard's lock
+CACHE/lengths/SHA256       the lengths of its documents, see length_cache.py
 CACHE/locks/000 ... fff    one lock per shard, by the first digits of its SHA-256
 CACHE/room.lock            held while a process evicts and reserves, see cache_space.py
 
@@ -25,6 +26,7 @@ from typing import BinaryIO
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.cache_space import CacheSpace
 from data_pipeline.corpora.fetch import fetch_shard
+from data_pipeline.corpora.length_cache import LengthCache
 from data_pipeline.corpora.manifest import FileState, ShardInfo, file_state, mismatch_of
 from data_pipeline.corpora.stores import Store
 from data_pipeline.errors import DataError
@@ -36,6 +38,7 @@ EVICTION_SECONDS = 120.0  # eviction takes a few milliseconds
 EVICTION_PAUSE = 0.02
 WAITERS = 4  # processes that may fail to fetch a shard one after another while this one waits
 GIB = 1 << 30
+LENGTHS_SHARE = 16  # of the limit, in addition to it
 RESERVATION_NAME = re.compile(r"([0-9a-f]{64})\.([0-9]{1,16})")
 
 
@@ -56,6 +59,7 @@ class ShardCache:
         for directory in (self.directory, self._shards, self._incoming, self._locks):
             private_directory(directory)
         self._space = CacheSpace(self._shards, self.limit, _evict, self._reserved)
+        self.lengths = LengthCache(self.directory, self._locks, self.limit // LENGTHS_SHARE)
 
     def open(self, store: Store, info: ShardInfo, is_urgent: bool = True) -> BinaryIO:
         """Open the shard's file, fetched if absent. It is kept as long as it is open or mapped.

@@ -60,7 +60,7 @@ class EvaluationStream:
         # A plan of one lane gives the order; its first num_tokens are cut into the lanes here.
         plan = plan_of(corpus, 1, EVALUATION_SEED)
         cuts = [lane * self.num_tokens // num_lanes for lane in range(num_lanes)]
-        corpus.prefetch(dict.fromkeys(plan.unit_at(0, cut) for cut in cuts))
+        corpus.prefetch_lengths(dict.fromkeys(plan.unit_at(0, cut) for cut in cuts))
         starts = [min(plan.document_start(0, cut), self.num_tokens) for cut in cuts]
         starts.append(self.num_tokens)
         longest = max(end - start for start, end in pairwise(starts))

@@ -123,7 +123,7 @@ class LanePlan:
         The even cut is moved to the next start of a document. Both neighbors of a cut compute it
         in the same way, so no document is read twice or left out.
         """
-        return self.document_start(epoch, lane * self.epoch_tokens(epoch) // self.num_lanes)
+        return self.document_start(epoch, self._even_cut(epoch, lane))
 
     def document_start(self, epoch: int, offset: int) -> int:
         """Return the first offset at or after `offset` where a document, or the end, is."""
@@ -147,15 +147,22 @@ class LanePlan:
         first = int(np.searchsorted(offsets, start, "right")) - 1
         return units[first : int(np.searchsorted(offsets, end, "left"))].tolist()
 
-    def first_units(self, lane: int, epoch: int, position: int = 0) -> list[int]:
-        """Return the units at the start and the end of the lane's share, and at a position in it.
+    def border_units(self, lane: int, epoch: int) -> list[int]:
+        """Return the units at the start and the end of the lane's share: their lengths decide it.
 
-        Computed without document lengths, so that these units can be prefetched before any is
-        opened. The last may therefore be the neighbor of the right one.
+        Needs no document lengths, so that those of many lanes can be prefetched.
         """
-        tokens = self.epoch_tokens(epoch)
-        start, end = (number * tokens // self.num_lanes for number in (lane, lane + 1))
-        return [self.unit_at(epoch, offset) for offset in (start, end, start + position)]
+        return [self.unit_at(epoch, self._even_cut(epoch, each)) for each in (lane, lane + 1)]
+
+    def first_unit(self, lane: int, epoch: int, position: int = 0) -> int:
+        """Return the unit at a position in the lane's share, or its neighbor.
+
+        As `border_units`, it needs no document lengths; therefore it may be the neighbor.
+        """
+        return self.unit_at(epoch, self._even_cut(epoch, lane) + position)
+
+    def _even_cut(self, epoch: int, lane: int) -> int:
+        return lane * self.epoch_tokens(epoch) // self.num_lanes
 
     def lane_length(self, epoch: int, lane: int) -> int:
         """Return the tokens that the lane reads in that epoch."""
@@ -233,18 +240,19 @@ class LaneWalk:
             count -= spans.num_tokens
         return taken
 
-    def units_ahead(self, count: int) -> list[int]:
+    def units_ahead(self, count: int) -> tuple[list[int], list[int]]:
         """Return the units after the current one that `count` tokens need, and at least one.
 
-        If the lane's share ends in the current unit: those of its next share that are known
-        without document lengths.
+        If the lane's share ends in the current unit, this is the first of its next share, and the
+        units at the borders of that share come second; else none do.
         """
         end = self._start + self.length
         if self._unit_end >= end:
-            return self._plan.first_units(self.lane, self.epoch + 1)
+            plan, epoch = self._plan, self.epoch + 1
+            return [plan.first_unit(self.lane, epoch)], plan.border_units(self.lane, epoch)
         units, offsets = self._plan.epoch_order(self.epoch)
         last = int(np.searchsorted(offsets, min(self._unit_end + count, end), "left"))
-        return units[self._index + 1 : last].tolist()
+        return units[self._index + 1 : last].tolist(), []
 
     def _take_from_unit(self, count: int) -> DocumentSpans:
         documents, offsets = self._layout

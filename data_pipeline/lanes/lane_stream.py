@@ -52,9 +52,10 @@ class LaneStream:
         self.advice = check_lanes(self._plan, corpus.manifest.longest_document)
         state = _checked_cursor(cursor, lanes, self._plan, corpus) if cursor else None
         starts = _positions(state) if state else [(0, 0)] * len(lanes)
-        # Request the first units of all lanes before the first one is opened and waited for.
+        # Request what all lanes need first before any of it is waited for.
         for lane, (epoch, position) in zip(lanes, starts, strict=True):
-            corpus.prefetch(self._plan.first_units(lane, epoch, position))
+            corpus.prefetch_lengths(self._plan.border_units(lane, epoch))
+            corpus.prefetch([self._plan.first_unit(lane, epoch, position)])
         if state:
             _check_tokens(state, self._plan, corpus)
         self._reader = _BlockReader(corpus, self._plan, lanes, starts, segment_length)
@@ -169,9 +170,10 @@ class _BlockReader:
                 copy_spans(self._reader_of(row, spans.unit), spans, out[column * itemsize :])
                 self.starts_BK[row, column + spans.document_starts] = True
                 column += spans.num_tokens
-            units = walk.units_ahead(self._block_tokens)
+            units, borders = walk.units_ahead(self._block_tokens)
             if units != self._prefetched[row]:
                 self._prefetched[row] = units
+                self._corpus.prefetch_lengths(borders)
                 self._corpus.prefetch(units)
         check_tokens(self.tokens_BK[:, first:], self._corpus.manifest)
 

@@ -63,7 +63,14 @@ class Mixture:
 
     def document_lengths(self, unit: int) -> np.ndarray:
         """Return the tokens of each document of a unit, in the order of storage."""
-        return self.shard(unit).lengths
+        part = self.part_of(unit)
+        return self.corpora[part].document_lengths(unit - int(self.first_units[part]))
+
+    def prefetch_lengths(self, units: Iterable[int]) -> None:
+        """Start to fetch the lengths of the documents of remote units."""
+        for unit in units:
+            part = self.part_of(unit)
+            self.corpora[part].prefetch_lengths([unit - int(self.first_units[part])])
 
     def prefetch(self, units: Iterable[int]) -> None:
         """Start to fetch remote units that are read soon."""

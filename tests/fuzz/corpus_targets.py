@@ -18,6 +18,7 @@ from data_pipeline.builder.given_tokenizer import given_tokenizer
 from data_pipeline.builder.train_tokenizer import make_tokenizer, train_tokenizer
 from data_pipeline.config import CacheConfig, CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.lengths import HASH_BYTES, HEADER_BYTES
 from data_pipeline.corpora.manifest import read_manifest
 from data_pipeline.corpora.remote_corpus import CachedShards, local_corpus_directory
 from data_pipeline.corpora.shard_cache import ShardCache
@@ -59,7 +60,12 @@ def corpus_targets(corpus: Path) -> dict[str, Target]:
 def shard_targets(directory: Path, corpus: Path) -> dict[str, Target]:
     tars = _built(directory / "tars", shard_format="webdataset")
     shard = "train/shard.00000"
+    lengths = f"{shard}.mds.lengths"
     return {
+        "lengths": Target(corpus, lengths, _read_corpus, None, seal=_seal_lengths(lengths)),
+        "lengths over HTTP": Target(
+            corpus, lengths, _read_remote_corpus, None, seal=_seal_lengths(lengths), seconds=0.1
+        ),
         "MDS shard": Target(
             corpus, f"{shard}.mds", _read_corpus, None, seal=_seal_shard(f"{shard}.mds")
         ),
@@ -118,6 +124,23 @@ def _seal_shard(name: str) -> Callable[[Path], None]:
         tree = json.loads(path.read_bytes())
         entry = next(each for each in tree["shards"] if each["path"] == shard.name)
         entry |= {"size": shard.stat().st_size, "sha256": sha256_of(shard)}
+        del entry["lengths"]  # the shard's own are read then
+        tree["format"] = 2 if any("lengths" in each for each in tree["shards"]) else 1
+        path.write_bytes(json_text(tree))
+        _seal_manifest(copy)
+
+    return seal
+
+
+def _seal_lengths(name: str) -> Callable[[Path], None]:
+    def seal(copy: Path) -> None:
+        path, lengths = copy / "train" / "manifest.json", copy / name
+        content, head = lengths.read_bytes(), HEADER_BYTES - HASH_BYTES
+        values = content[HEADER_BYTES:]
+        lengths.write_bytes(content[:head] + hashlib.sha256(values).digest() + values)
+        tree = json.loads(path.read_bytes())
+        entry = next(each for each in tree["shards"] if f"{each['path']}.lengths" == lengths.name)
+        entry["lengths"] = sha256_of(lengths)
         path.write_bytes(json_text(tree))
         _seal_manifest(copy)
 

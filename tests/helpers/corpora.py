@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.lengths import write_lengths
 from data_pipeline.corpora.manifest import Manifest, ShardInfo
 from data_pipeline.files import sha256_of
 from data_pipeline.shards.shards import ShardFormat, shard_name, write_shard
@@ -91,13 +93,16 @@ def make_tiny_corpus(
 
 
 def write_numbered_corpus(
-    directory: Path, shards: list[list[int]], shard_format: ShardFormat = "mds"
+    directory: Path,
+    shards: list[list[int]],
+    shard_format: ShardFormat = "mds",
+    has_lengths: bool = False,
 ) -> Corpus:
     """A split whose documents have the given lengths and whose tokens are 0, 1, 2, ... in the order
     of storage.
 
     A token's value thus says where it is from. Only the text is missing: shards and manifest are
-    the real ones.
+    the real ones. Without `has_lengths` it is as corpora were before builds wrote lengths.
     """
     directory.mkdir(parents=True, exist_ok=True)
     infos, first = [], 0
@@ -111,11 +116,11 @@ def write_numbered_corpus(
             first += length
         write_shard(path, documents, directory / "scratch")
         size = path.stat().st_size
-        infos.append(
-            ShardInfo(
-                path.name, len(lengths), sum(lengths), max(lengths), size, sha256_of(path), 0, 0
-            )
-        )
+        sha256 = sha256_of(path)
+        info = ShardInfo(path.name, len(lengths), sum(lengths), max(lengths), size, sha256, 0, 0)
+        if has_lengths:
+            info = replace(info, lengths=write_lengths(path, sha256, lengths))
+        infos.append(info)
     Manifest(
         dtype="uint32", tokenizer="0" * 64, end_id=1 << 31, vocab_size=1 << 32, shards=tuple(infos)
     ).write(directory)

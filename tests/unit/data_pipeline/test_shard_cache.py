@@ -259,7 +259,7 @@ def test_a_cache_whose_parent_lets_every_user_replace_it_is_refused(tmp_path):
 
 def test_a_new_cache_is_private(tmp_path):
     cache_of(tmp_path / "deep" / "cache")
-    for name in (".", "shards", "incoming", "locks"):
+    for name in (".", "shards", "incoming", "locks", "lengths"):
         assert (tmp_path / "deep" / "cache" / name).stat().st_mode & 0o777 == 0o700
 
 
