@@ -1,4 +1,4 @@
-"""GET requests of corpora: with credentials by reference, and redirects that stay on the web.
+"""Requests of corpora: with credentials by reference, and redirects that stay on the web.
 
 A server may redirect to another (stores do, to signed URLs), but neither to files or other
 protocols, nor from https to http, nor, from a server of the open internet, to addresses that only
@@ -27,15 +27,15 @@ _LAST_BYTES = tuple(map(ipaddress.IPv6Network, ("::/96", "64:ff9b::/96", "64:ff9
 _LENGTH = re.compile(r"[0-9]{1,18}")
 
 
-def open_url(url: str, timeout: float) -> HTTPResponse:
-    """Return the answer to a GET; what urllib raises, and DataError for a variable not set."""
+def open_url(url: str, timeout: float, method: str = "GET") -> HTTPResponse:
+    """Return the answer to a request; what urllib raises, and DataError for a variable not set."""
     try:
         plain, user, password = user_and_password(url)
     except KeyError as error:
         raise DataError(
             f"{url} needs the variable {error.args[0]} with PASSWORD@HOST, for this host; export it"
         ) from None
-    request = urllib.request.Request(plain)
+    request = urllib.request.Request(plain, method=method)
     if user:
         token = base64.b64encode(f"{user}:{password}".encode()).decode()
         # Not redirected: another server must not get the password.

@@ -178,7 +178,10 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(self.server.upstream, Path):
             path = self.server.upstream / self.path.lstrip("/")
             content = path.read_bytes() if path.is_file() else b""
-            return 200 if path.is_file() else 404, {"Content-Length": str(len(content))}, content
+            headers = {"Content-Length": str(len(content))}
+            if path.is_file():
+                headers["ETag"] = f'"{path.stat().st_mtime_ns:x}-{len(content):x}"'
+            return 200 if path.is_file() else 404, headers, content
         connection = http.client.HTTPConnection(self.server.upstream.removeprefix("http://"))
         with contextlib.closing(connection):
             connection.request(self.command, self.path, headers=dict(self.headers))

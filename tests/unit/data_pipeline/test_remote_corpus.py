@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from data_pipeline.config import CacheConfig, MixturePart
 from data_pipeline.config_loader import parse_config, to_tree
 from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.manifest import read_manifest
 from data_pipeline.corpora.remote_corpus import (
     CachedShards,
     ShardPrefetcher,
@@ -231,6 +233,57 @@ def test_a_denied_validation_split_is_an_error_and_an_absent_one_names_the_setti
     shutil.copytree(built / "train", tmp_path / "local" / "train")
     with pytest.raises(DataError, match=r"data\.path=.*/local has no validation split; "):
         Corpus.open(tmp_path / "local" / "validation")
+
+
+@pytest.mark.parametrize("kind", ["http", "s3"])
+def test_a_manifest_is_fetched_again_only_when_the_store_has_another_version(
+    built, tmp_path, kind, monkeypatch, s3_endpoint, bucket
+):
+    store = tmp_path / "store"
+    shutil.copytree(built, store)
+    if kind == "s3":
+        put_directory(s3_endpoint, store, f"{bucket}/c")
+    with FileServer(s3_endpoint if kind == "s3" else store) as server:
+        url = Path(server.url if kind == "http" else f"{bucket}/c")
+        if kind == "s3":
+            monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
+        cache = CacheConfig(directory=tmp_path / "cache")
+
+        def fetched() -> int:
+            before = server.requests["manifest.json"]
+            directory = local_corpus_directory(url, cache, QUICK)
+            assert Corpus.open(directory / "train").manifest == read_manifest(expected)
+            return server.requests["manifest.json"] - before
+
+        expected = built / "train"
+        assert fetched() == 2, "of both splits"
+        assert fetched() == 0
+        copy = next((tmp_path / "cache").rglob("train/manifest.json"))
+        copy.write_text(copy.read_text().replace("1", "2"))
+        assert fetched() == 1, "a copy that was changed is no copy"
+        expected = store / "train"
+        replace(read_manifest(built / "train"), end_id=3).write(expected)
+        if kind == "s3":
+            put_directory(s3_endpoint, store, f"{bucket}/c")
+        # Its tokenizer is another now: only the manifests are looked at.
+        assert fetched() == 1
+
+
+def test_ranks_that_ask_at_the_same_time_ask_the_store_once_or_twice(built, tmp_path):
+    cache, start = CacheConfig(directory=tmp_path), threading.Barrier(8)
+    with FileServer(built) as server:
+
+        def rank() -> None:
+            start.wait(10)
+            local_corpus_directory(Path(server.url), cache, QUICK)
+
+        ranks = [threading.Thread(target=rank) for _ in range(8)]
+        for thread in ranks:
+            thread.start()
+        for thread in ranks:
+            thread.join(60)
+        assert server.requests["manifest.json"] == 2, "of both splits"
+        assert server.requests["tokenizer.json"] == 1
 
 
 def test_local_paths_are_returned_unchanged(tmp_path):
