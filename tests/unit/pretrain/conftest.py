@@ -9,6 +9,9 @@ import pytest
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.files import write_text
+from pretrain.scaling.sweep_file import config_of, read_sweep
+from tests.helpers.scaling_runs import EXPERIMENT, command, train_by_the_law
 
 TEXTS = [
     f"entry {number}: na\u00efve \u2192 {'ab' * (number % 7)}\n" * (1 + number % 5)
@@ -32,3 +35,26 @@ def corpus(tmp_path_factory) -> Corpus:
         )
     )
     return Corpus.open(root / "data" / "validation")
+
+
+@pytest.fixture(scope="session")
+def swept(tmp_path_factory) -> Path:
+    """The folder of a planned scaling sweep whose cells have all run."""
+    directory = tmp_path_factory.mktemp("sweep")
+    write_text(directory / "books.yaml", EXPERIMENT)
+    sweep_path = directory / "sweep.yaml"
+    budgets = ("--budgets", "1e14", "1e15", "1e16", "--holdout-budgets", "1e17")
+    assert (
+        command("plan", directory / "books.yaml", *budgets, "--sizes", 6, "--out", sweep_path) == 0
+    )
+    for cell in read_sweep(sweep_path).cells:
+        train_by_the_law(directory / "runs" / cell.name, config_of(cell, sweep_path))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def collected(swept) -> Path:
+    """The same with the tables that `pretrain scale collect` writes."""
+    outputs = ("--out", swept / "runs.csv", "--curves-out", swept / "curves.csv")
+    assert command("collect", swept / "sweep.yaml", "--runs-dir", swept / "runs", *outputs) == 0
+    return swept

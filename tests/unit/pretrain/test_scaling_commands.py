@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,85 +13,11 @@ import pytest
 from data_pipeline.config_loader import load_config
 from data_pipeline.files import write_text
 from pretrain import scaling
-from pretrain.commands import scale
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
-from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Resumed, Started
-from pretrain.scaling.collect import read_curves
-from pretrain.scaling.sweep_file import config_of, read_sweep
-from tests.helpers.metrics import train_line
+from pretrain.scaling.sweep_file import read_sweep
 from tests.helpers.scaling import HOFFMANN, PUBLISHED_DATA
-
-EXPERIMENT = """
-name: books
-model: {vocab_size: 512, num_layers: 4, d_model: 128, num_heads: 8, memory_length: 64}
-data: {segment_length: 64, lanes: 16, path: absent}
-"""
-
-
-def command(*arguments: object) -> int:
-    return scale.PROGRAM.main([str(item) for item in arguments])
-
-
-def train_by_the_law(
-    directory, config: RunConfig, until: float = 1.0, loss: float | None = None
-) -> None:
-    """A run directory as training leaves it, with the losses that the law gives; `until` is the
-    part that was done.
-    """
-    run_dir, cost = RunDir.create(directory, config), cost_of(config)
-    last = round(until * config.optim.steps)
-    lines = []
-    for step in sorted({*range(1, last, max(1, last // 40)), last}):
-        tokens = step * cost.tokens_per_step
-        value = float(HOFFMANN.loss(cost.parameters, tokens))
-        lines.append(train_line(step, value, tokens=tokens, seconds=2.0))
-    if until == 1.0:
-        final = lines[-1]["loss"] if loss is None else loss
-        more = {"loss/code": final + 1, "tasks/quiz/acc": 0.5, "bits_per_byte": 0.4 * final}
-        lines.append({"kind": "evaluation", "step": last, "loss": final, **more})
-    write_text(run_dir.metrics, "".join(json.dumps(line) + "\n" for line in lines))
-    run_dir.ledger.append(Started(step=0, world_size=1, code="v1-7-gabc"))
-
-
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory):
-    """A planned sweep whose cells have all run."""
-    directory = tmp_path_factory.mktemp("sweep")
-    write_text(directory / "books.yaml", EXPERIMENT)
-    sweep_path = directory / "sweep.yaml"
-    budgets = ("--budgets", "1e14", "1e15", "1e16", "--holdout-budgets", "1e17")
-    assert (
-        command("plan", directory / "books.yaml", *budgets, "--sizes", 6, "--out", sweep_path) == 0
-    )
-    for cell in read_sweep(sweep_path).cells:
-        train_by_the_law(directory / "runs" / cell.name, config_of(cell, sweep_path))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def collected(swept):
-    outputs = ("--out", swept / "runs.csv", "--curves-out", swept / "curves.csv")
-    assert command("collect", swept / "sweep.yaml", "--runs-dir", swept / "runs", *outputs) == 0
-    return swept
-
-
-def test_tables_and_pages_are_beside_the_sweeps_runs_unless_told_otherwise(
-    collected, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(collected / "runs", tmp_path / "mine")
-    assert command("collect", collected / "sweep.yaml", "--runs-dir", "mine") == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^cell +N +D +C +loss\nc1e14-", said, re.M)
-    table = Path("mine/runs.csv")
-    assert f"next: pretrain scale fit {table}, then pretrain scale report {table}\n" in said
-    assert command("report", table) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^approach +a: N\* ~ C\^a", said, re.M)
-    assert said.endswith("report: mine/scaling-report/report.html\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+from tests.helpers.scaling_runs import command
 
 
 def test_plan_prints_shapes_costs_and_the_total(swept, capsys):
@@ -109,29 +33,6 @@ def test_plan_prints_shapes_costs_and_the_total(swept, capsys):
     )
     assert "learning rate and lanes of the Step Law; --rule base keeps those\n" in said
     assert re.search(r"c1e15-d\d+-l\d+ .* [+-]0\.\d\d%", said)
-
-
-def test_collected_table_has_exact_costs_and_the_last_evaluations_loss(collected):
-    rows = list(csv.DictReader((collected / "runs.csv").read_text().splitlines()))
-    sweep = read_sweep(collected / "sweep.yaml")
-    assert [row["name"] for row in rows] == [cell.name for cell in sweep.cells]
-    for row, cell in zip(rows, sweep.cells, strict=True):
-        cost = cost_of(config_of(cell, collected / "sweep.yaml"))
-        assert (int(row["N"]), int(row["N_body"]), int(row["D"])) == (
-            cost.parameters,
-            cost.body_parameters,
-            cost.tokens,
-        )
-        assert (row["D_effective"], row["tasks/quiz/acc"]) == (row["D"], "0.5")
-        assert float(row["loss/code"]) == pytest.approx(float(row["loss"]) + 1)
-        assert float(row["bits_per_byte"]) == pytest.approx(0.4 * float(row["loss"]))
-        assert float(row["C"]) == pytest.approx(cost.flops)
-        assert float(row["C_6ND"]) == pytest.approx(6 * cost.parameters * cost.tokens)
-        assert float(row["loss"]) == pytest.approx(
-            float(HOFFMANN.loss(cost.parameters, cost.tokens))
-        )
-        assert (row["schedule"], row["code"], row["progress"]) == ("cosine", "v1-7-gabc", "1.0")
-    assert [row["holdout"] for row in rows].count("yes") == 1
 
 
 def test_fit_of_the_collected_table_finds_the_law_and_predicts_the_hold_out(collected, capsys):
@@ -153,74 +54,6 @@ def test_fit_of_the_collected_table_finds_the_law_and_predicts_the_hold_out(coll
         "at 1e+17 FLOPs, 10 times the largest budget, the largest N* of an approach is 1." in said
     )
     assert re.search(r"left out: c1e17-\S+-holdout: held out: predicted, not fitted", said)
-
-
-def test_training_curves_feed_approach_1(collected, capsys):
-    curves = read_curves(collected / "curves.csv")
-    assert len(set(curves["run"])) == 18
-    assert command("fit", collected / "runs.csv", "--curves", collected / "curves.csv") == 0
-    assert "approach 1 envelope: training curves" in capsys.readouterr().out
-
-
-def test_cells_without_a_final_loss_are_in_the_table_with_their_reason(collected, tmp_path, capsys):
-    sweep_path = collected / "sweep.yaml"
-    cells = read_sweep(sweep_path).cells
-    runs = tmp_path / "runs"
-    shutil.copytree(collected / "runs", runs)
-    for cell in cells[:4]:
-        shutil.rmtree(runs / cell.name)
-    train_by_the_law(runs / cells[1].name, config_of(cells[1], sweep_path), until=0.5)
-    train_by_the_law(runs / cells[2].name, config_of(cells[2], sweep_path), loss=float("nan"))
-    train_by_the_law(runs / cells[3].name, config_of(cells[3], sweep_path))
-    metrics = RunDir(runs / cells[3].name).metrics
-    write_text(
-        metrics,
-        "".join(line for line in metrics.read_text().splitlines(True) if "evaluation" not in line),
-    )
-    RunDir(runs / cells[4].name).ledger.append(Resumed(step=9, world_size=1, code="v1-8-gdef"))
-    assert command("collect", sweep_path, "--runs-dir", runs, "--out", tmp_path / "runs.csv") == 0
-    reasons = {
-        row["name"]: row["excluded"]
-        for row in csv.DictReader((tmp_path / "runs.csv").read_text().splitlines())
-    }
-    assert "not started" in reasons[cells[0].name]
-    assert re.fullmatch(r"stopped at step \d+ of \d+: mid-schedule", reasons[cells[1].name])
-    assert reasons[cells[2].name] == "diverged: its last evaluation's loss is NaN or infinite"
-    assert reasons[cells[3].name] == "finished without a last evaluation"
-    said = capsys.readouterr().out
-    assert "15 of 19 cells have a final loss" in said
-    assert "note: 2 versions of the code trained these cells" in said
-    assert command("fit", tmp_path / "runs.csv") == 0
-    said = capsys.readouterr().out
-    assert all(
-        f"left out: {cells[index].name}: {reasons[cells[index].name]}" in said for index in range(4)
-    )
-
-
-def test_the_last_evaluations_are_averaged_where_asked_for(collected, tmp_path, capsys):
-    sweep_path = collected / "sweep.yaml"
-    cell = read_sweep(sweep_path).cells[0]
-    runs = tmp_path / "runs"
-    train_by_the_law(runs / cell.name, config_of(cell, sweep_path), loss=3.0)
-    metrics = RunDir(runs / cell.name).metrics
-    earlier = [{"kind": "evaluation", "step": step, "loss": 3.0 + step} for step in (1, 2)]
-    text = "".join(json.dumps(line) + "\n" for line in earlier) + metrics.read_text()
-    write_text(metrics, text)
-    output = ("--runs-dir", runs, "--out", tmp_path / "runs.csv")
-    assert command("collect", sweep_path, *output, "--average-last", 3) == 0
-    row = next(csv.DictReader((tmp_path / "runs.csv").read_text().splitlines()))
-    assert float(row["loss"]) == pytest.approx(4.0)
-    assert float(row["loss_error"]) == pytest.approx(1 / 3**0.5)
-    assert float(row["bits_per_byte"]) == pytest.approx(0.4 * 4.0)
-    assert "nothing to average" not in capsys.readouterr().out
-    write_text(metrics, text.partition("\n")[2].partition("\n")[2])
-    assert command("collect", sweep_path, *output, "--average-last", 3) == 0
-    assert "note: nothing to average in 1 cell with one evaluation" in capsys.readouterr().out
-    assert command("collect", sweep_path, *output) == 0
-    row = next(csv.DictReader((tmp_path / "runs.csv").read_text().splitlines()))
-    assert (float(row["loss"]), row["loss_error"]) == (3.0, "")
-    assert command("collect", sweep_path, *output, "--average-last", 0) == 2
-    assert "--average-last 0 must be 1 or more" in capsys.readouterr().err
 
 
 def test_predict_writes_an_experiment_that_is_the_optimum(collected, capsys):
@@ -261,46 +94,6 @@ def test_predict_answers_for_one_run_and_refuses_wild_questions(collected, capsy
     )
     assert command("predict", collected / "runs.csv", "--flops", "1e22", "--force") == 0
     assert "doubt: 1e+22 FLOPs are" in capsys.readouterr().out
-
-
-def test_report_is_one_file_that_needs_no_network_with_its_pictures_beside_it(collected, capsys):
-    out = collected / "report"
-    arguments = ("--curves", collected / "curves.csv", "--title", "Books")
-    assert command("report", collected / "runs.csv", "--out", out, *arguments) == 0
-    page = (out / "report.html").read_text()
-    assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|url\((?!#)', page)
-    pictures = {path.stem for path in out.glob("*.png")}
-    assert pictures == {
-        "isoflop",
-        "frontier",
-        "sizes",
-        "tokens",
-        "residuals",
-        "contours",
-        "exponents",
-        "optimum",
-        "envelope",
-    }
-    assert page.count("<svg") == len(pictures)
-    for picture in out.glob("*.png"):
-        assert picture.read_bytes().startswith(b"\x89PNG")
-    for words in (
-        "<h1>Books</h1>",
-        "Three approaches side by side",
-        "Cost",
-        "Left out",
-        "run held out at 1e+17",
-    ):
-        assert words in page
-    numbers = json.loads((out / "fit.json").read_text())
-    assert numbers["num_runs"] == 18
-    assert numbers["bits_per_byte_of_a_nat"] == pytest.approx(0.4)
-    note = "1 nat per token is 0.4 bits per byte (3.61 bytes per token)"
-    assert note in page
-    assert numbers["notes"] == [note]
-    printed = (out / "report.md").read_text()
-    assert printed.startswith("# Books\n\n```\n18 runs at 3 budgets")
-    assert set(re.findall(r"^!\[.+\]\((\w+)\.png\)$", printed, re.M)) == pictures
 
 
 def test_no_part_of_it_needs_torch_and_reading_a_sweep_needs_no_numpy():

@@ -1,7 +1,8 @@
-"""What the page of a fit folds and groups."""
+"""The page of a fit: its files, and what it folds and groups."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pretrain.scaling.isoflop import fit_isoflop
 from pretrain.scaling.report import render
 from pretrain.scaling.summary import warnings_by_subject
 from tests.helpers.scaling import simulated
+from tests.helpers.scaling_runs import command
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +61,43 @@ def test_budgets_without_a_vertex_are_one_warning():
     fit = fit_isoflop(points.take(~is_cut_P))
     (line,) = [each for each in fit.warnings if "not used" in each]
     assert line.startswith("2 budgets not used (1e+18: 2 sizes, a parabola needs 3; 3.16e+18: ")
+
+
+def test_report_is_one_file_that_needs_no_network_with_its_pictures_beside_it(collected):
+    out = collected / "report"
+    arguments = ("--curves", collected / "curves.csv", "--title", "Books")
+    assert command("report", collected / "runs.csv", "--out", out, *arguments) == 0
+    page = (out / "report.html").read_text()
+    assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|url\((?!#)', page)
+    pictures = {path.stem for path in out.glob("*.png")}
+    assert pictures == {
+        "isoflop",
+        "frontier",
+        "sizes",
+        "tokens",
+        "residuals",
+        "contours",
+        "exponents",
+        "optimum",
+        "envelope",
+    }
+    assert page.count("<svg") == len(pictures)
+    for picture in out.glob("*.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    for words in (
+        "<h1>Books</h1>",
+        "Three approaches side by side",
+        "Cost",
+        "Left out",
+        "run held out at 1e+17",
+    ):
+        assert words in page
+    numbers = json.loads((out / "fit.json").read_text())
+    assert numbers["num_runs"] == 18
+    assert numbers["bits_per_byte_of_a_nat"] == pytest.approx(0.4)
+    note = "1 nat per token is 0.4 bits per byte (3.61 bytes per token)"
+    assert note in page
+    assert numbers["notes"] == [note]
+    printed = (out / "report.md").read_text()
+    assert printed.startswith("# Books\n\n```\n18 runs at 3 budgets")
+    assert set(re.findall(r"^!\[.+\]\((\w+)\.png\)$", printed, re.M)) == pictures

@@ -1,0 +1,128 @@
+"""`pretrain scale collect`: the table of a sweep's runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.files import write_text
+from pretrain.costs.flops import cost_of
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Resumed
+from pretrain.scaling.collect import read_curves
+from pretrain.scaling.sweep_file import config_of, read_sweep
+from tests.helpers.scaling import HOFFMANN
+from tests.helpers.scaling_runs import command, train_by_the_law
+
+
+def test_collected_table_has_exact_costs_and_the_last_evaluations_loss(collected):
+    rows = list(csv.DictReader((collected / "runs.csv").read_text().splitlines()))
+    sweep = read_sweep(collected / "sweep.yaml")
+    assert [row["name"] for row in rows] == [cell.name for cell in sweep.cells]
+    for row, cell in zip(rows, sweep.cells, strict=True):
+        cost = cost_of(config_of(cell, collected / "sweep.yaml"))
+        assert (int(row["N"]), int(row["N_body"]), int(row["D"])) == (
+            cost.parameters,
+            cost.body_parameters,
+            cost.tokens,
+        )
+        assert (row["D_effective"], row["tasks/quiz/acc"]) == (row["D"], "0.5")
+        assert float(row["loss/code"]) == pytest.approx(float(row["loss"]) + 1)
+        assert float(row["bits_per_byte"]) == pytest.approx(0.4 * float(row["loss"]))
+        assert float(row["C"]) == pytest.approx(cost.flops)
+        assert float(row["C_6ND"]) == pytest.approx(6 * cost.parameters * cost.tokens)
+        assert float(row["loss"]) == pytest.approx(
+            float(HOFFMANN.loss(cost.parameters, cost.tokens))
+        )
+        assert (row["schedule"], row["code"], row["progress"]) == ("cosine", "v1-7-gabc", "1.0")
+    assert [row["holdout"] for row in rows].count("yes") == 1
+
+
+def test_cells_without_a_final_loss_are_in_the_table_with_their_reason(collected, tmp_path, capsys):
+    sweep_path = collected / "sweep.yaml"
+    cells = read_sweep(sweep_path).cells
+    runs = tmp_path / "runs"
+    shutil.copytree(collected / "runs", runs)
+    for cell in cells[:4]:
+        shutil.rmtree(runs / cell.name)
+    train_by_the_law(runs / cells[1].name, config_of(cells[1], sweep_path), until=0.5)
+    train_by_the_law(runs / cells[2].name, config_of(cells[2], sweep_path), loss=float("nan"))
+    train_by_the_law(runs / cells[3].name, config_of(cells[3], sweep_path))
+    metrics = RunDir(runs / cells[3].name).metrics
+    write_text(
+        metrics,
+        "".join(line for line in metrics.read_text().splitlines(True) if "evaluation" not in line),
+    )
+    RunDir(runs / cells[4].name).ledger.append(Resumed(step=9, world_size=1, code="v1-8-gdef"))
+    assert command("collect", sweep_path, "--runs-dir", runs, "--out", tmp_path / "runs.csv") == 0
+    reasons = {
+        row["name"]: row["excluded"]
+        for row in csv.DictReader((tmp_path / "runs.csv").read_text().splitlines())
+    }
+    assert "not started" in reasons[cells[0].name]
+    assert re.fullmatch(r"stopped at step \d+ of \d+: mid-schedule", reasons[cells[1].name])
+    assert reasons[cells[2].name] == "diverged: its last evaluation's loss is NaN or infinite"
+    assert reasons[cells[3].name] == "finished without a last evaluation"
+    said = capsys.readouterr().out
+    assert "15 of 19 cells have a final loss" in said
+    assert "note: 2 versions of the code trained these cells" in said
+    assert command("fit", tmp_path / "runs.csv") == 0
+    said = capsys.readouterr().out
+    assert all(
+        f"left out: {cells[index].name}: {reasons[cells[index].name]}" in said for index in range(4)
+    )
+
+
+def test_the_last_evaluations_are_averaged_where_asked_for(collected, tmp_path, capsys):
+    sweep_path = collected / "sweep.yaml"
+    cell = read_sweep(sweep_path).cells[0]
+    runs = tmp_path / "runs"
+    train_by_the_law(runs / cell.name, config_of(cell, sweep_path), loss=3.0)
+    metrics = RunDir(runs / cell.name).metrics
+    earlier = [{"kind": "evaluation", "step": step, "loss": 3.0 + step} for step in (1, 2)]
+    text = "".join(json.dumps(line) + "\n" for line in earlier) + metrics.read_text()
+    write_text(metrics, text)
+    output = ("--runs-dir", runs, "--out", tmp_path / "runs.csv")
+    assert command("collect", sweep_path, *output, "--average-last", 3) == 0
+    row = next(csv.DictReader((tmp_path / "runs.csv").read_text().splitlines()))
+    assert float(row["loss"]) == pytest.approx(4.0)
+    assert float(row["loss_error"]) == pytest.approx(1 / 3**0.5)
+    assert float(row["bits_per_byte"]) == pytest.approx(0.4 * 4.0)
+    assert "nothing to average" not in capsys.readouterr().out
+    write_text(metrics, text.partition("\n")[2].partition("\n")[2])
+    assert command("collect", sweep_path, *output, "--average-last", 3) == 0
+    assert "note: nothing to average in 1 cell with one evaluation" in capsys.readouterr().out
+    assert command("collect", sweep_path, *output) == 0
+    row = next(csv.DictReader((tmp_path / "runs.csv").read_text().splitlines()))
+    assert (float(row["loss"]), row["loss_error"]) == (3.0, "")
+    assert command("collect", sweep_path, *output, "--average-last", 0) == 2
+    assert "--average-last 0 must be 1 or more" in capsys.readouterr().err
+
+
+def test_training_curves_feed_approach_1(collected, capsys):
+    curves = read_curves(collected / "curves.csv")
+    assert len(set(curves["run"])) == 18
+    assert command("fit", collected / "runs.csv", "--curves", collected / "curves.csv") == 0
+    assert "approach 1 envelope: training curves" in capsys.readouterr().out
+
+
+def test_tables_and_pages_are_beside_the_sweeps_runs_unless_told_otherwise(
+    collected, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(collected / "runs", tmp_path / "mine")
+    assert command("collect", collected / "sweep.yaml", "--runs-dir", "mine") == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^cell +N +D +C +loss\nc1e14-", said, re.M)
+    table = Path("mine/runs.csv")
+    assert f"next: pretrain scale fit {table}, then pretrain scale report {table}\n" in said
+    assert command("report", table) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^approach +a: N\* ~ C\^a", said, re.M)
+    assert said.endswith("report: mine/scaling-report/report.html\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
