@@ -133,6 +133,7 @@ class ModelConfig:
                 f"model.d_model={self.d_model} does not divide into num_heads={self.num_heads}; "
                 "set model.d_head or change one of them"
             )
+        self._check_kinds()
         self._check_memory()
         if self.base_head_width and not self.base_width:
             raise ConfigError(
@@ -143,6 +144,14 @@ class ModelConfig:
         self._check_positions()
         self._check_compression()
         self._check_adaptive()
+
+    def _check_kinds(self) -> None:
+        if self.layer_kinds and self.num_layers % len(self.layer_kinds):
+            raise ConfigError(
+                f"model.layer_kinds={list(self.layer_kinds)} has {len(self.layer_kinds)} entries, "
+                f"which do not repeat over num_layers={self.num_layers}; use a list of a length "
+                "that divides the layers"
+            )
 
     def _check_memory(self) -> None:
         pattern = self._memory_pattern
@@ -301,6 +310,11 @@ class ModelConfig:
     def layer_kind(self, layer: int) -> LayerKind:
         """Return the kind of a layer, counted from 0."""
         return self.layer_kinds[layer % len(self.layer_kinds)] if self.layer_kinds else "attention"
+
+    @property
+    def period(self) -> int:
+        """After how many layers kinds and memory lengths are the same again."""
+        return math.lcm(len(self.layer_kinds) or 1, len(self._memory_pattern))
 
     @property
     def num_attention_layers(self) -> int:

@@ -130,7 +130,7 @@ class Family:
     ) -> tuple[tuple[float, Shape], float]:
         """The best depth of a width with its distance, and the fewest parameters of that width."""
         model = self.base.model
-        period = max(1, len(model.layer_kinds))
+        period = model.period
         one, two = (
             parameters_of(with_shape(self.base, Shape(num_heads, depth)).model).total
             for depth in (period, 2 * period)
@@ -140,10 +140,9 @@ class Family:
             return one + (depth - period) * (two - one) / period
 
         ideal = model.num_layers * num_heads / model.num_heads
-        unit = 1 if model.num_layers % period else period  # whole patterns, if the base has them
-        fewest = max(1, math.ceil(ideal / DEPTH_FREEDOM / unit))
-        most = max(fewest, math.floor(ideal * DEPTH_FREEDOM / unit))
-        depths = [unit * count for count in range(fewest, most + 1)]
+        fewest = max(1, math.ceil(ideal / DEPTH_FREEDOM / period))
+        most = max(fewest, math.floor(ideal * DEPTH_FREEDOM / period))
+        depths = [period * count for count in range(fewest, most + 1)]
         if self.keep_layers:
             depths, ideal = [model.num_layers], model.num_layers
         scores = [

@@ -69,7 +69,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "isolate_documents": True,
     },
     "deltanet_compressive": {
-        "layer_kinds": ("attention", "deltanet"),
+        "layer_kinds": ("attention", "deltanet", "attention"),
         "num_layers": 3,
         "compressed_length": 4,
         "compression_rate": 2,

@@ -46,6 +46,7 @@ PUBLISHED = {
 }
 LADDER = {"10m": 10e6, "30m": 30e6, "100m": 100e6, "300m": 300e6, "1b": 1e9, "3b": 3e9, "7b": 7e9}
 SMALL = {"vocab_size": 60, "num_layers": 3, "d_model": 16, "num_heads": 2, "memory_length": 8}
+KINDS = ("deltanet", "attention", "attention")
 VARIANTS = {
     "plain": {},
     **{f"{name}={value}": {name: value} for name, value in MODEL_CHOICES},
@@ -62,10 +63,10 @@ VARIANTS = {
     "compressive": {"compressed_length": 4},
     "sinks": {"attention_sinks": True},
     "compressive, mean": {"compressed_length": 4, "compression": "mean"},
-    "deltanet": {"layer_kinds": ("deltanet", "attention"), "deltanet_expansion": 3},
-    "deltanet, untied biases": {"layer_kinds": ("deltanet", "attention"), "untie_biases": True},
+    "deltanet": {"layer_kinds": KINDS, "deltanet_expansion": 3},
+    "deltanet, untied biases": {"layer_kinds": KINDS, "untie_biases": True},
     "deltanet, sinks": {
-        "layer_kinds": ("deltanet", "attention"),
+        "layer_kinds": KINDS,
         "attention_sinks": True,
         "softmax_scaling": "log_length",
     },
@@ -181,7 +182,7 @@ def flop_counter() -> FlopCounterMode:
         {"num_key_heads": 1, "feed_forward": "swiglu"},
         {"positions": "rope", "num_key_heads": 1},
         {"positions": "t5", "feed_forward": "gelu"},
-        {"layer_kinds": ("deltanet", "attention"), "query_key_norm": True},
+        {"layer_kinds": KINDS, "query_key_norm": True},
         {"layer_kinds": ("deltanet",), "isolate_documents": True},
         {"memory_length": (4, 9, 0)},
         {"memory_length": (4, 0, 9), "layer_kinds": ("attention", "deltanet", "attention")},

@@ -21,6 +21,10 @@ from pretrain.model.transformer_xl import TransformerXL
         ({"div_val": 0}, "div_val=0"),
         ({"cutoffs": (10,), "tie_projections": (True,)}, "has 1 entries; expected 2"),
         ({"d_model": 7}, "odd"),
+        (
+            {"layer_kinds": ("deltanet", "deltanet", "attention")},
+            "layer_kinds=.*which do not repeat over num_layers=4",
+        ),
         ({"same_length": True, "memory_length": 0}, "same_length needs"),
         ({"dropout": 1.0}, "below 1"),
         ({"positions": "rope", "clamp_length": 5}, "clamp_length belongs to positions=relative"),

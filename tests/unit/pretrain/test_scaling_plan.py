@@ -117,12 +117,12 @@ def test_widths_and_numbers_of_heads_are_round_at_every_size():
     assert len(seen) > 15
 
 
-def test_layers_of_several_kinds_come_in_whole_patterns():
-    kinds = ("deltanet", "deltanet", "attention")
-    family = Family(base=replace(BASE, model=replace(BASE.model, layer_kinds=kinds)))
+def test_layers_of_several_kinds_and_memory_lengths_come_in_whole_patterns():
+    patterns = {"layer_kinds": ("deltanet", "deltanet", "attention"), "memory_length": (0, 512)}
+    family = Family(base=replace(BASE, model=replace(BASE.model, **patterns)))
     for size in (3e7, 2e8, 2e9):
         run = family.nearest(size)
-        assert run.model.num_layers % 3 == 0
+        assert run.model.num_layers % 6 == 0
         assert cost_of(run).parameters == pytest.approx(size, rel=0.2)
 
 
