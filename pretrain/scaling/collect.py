@@ -196,7 +196,10 @@ def row_of(cell: Cell, directory: Path, last: int = 1) -> Row:
         schedule=config.optim.schedule.shape,
         learning_rate=config.optim.learning_rate,
         tokens_per_step=cost.tokens_per_step,
-        seconds=sum(item["seconds"] for item in measured if item.get("seconds")) or "",
+        seconds=sum(
+            item["seconds"] for item in measured if item["kind"] == "train" and item.get("seconds")
+        )
+        or "",
         code=" ".join(
             dict.fromkeys(
                 event.code
