@@ -66,7 +66,7 @@ scaling-demo: $(STAMP)  ## scaling laws from plan to report on two cores: 15 sma
 
 JOBS := 2
 MEMBERS := configs/comparisons/variants$(if $(QUICK),-quick).yaml
-VARIANTS := runs/variants$(if $(CORPUS),-$(notdir $(CORPUS:/=)))$(if $(QUICK),-quick)
+VARIANTS := runs/$(basename $(notdir $(MEMBERS)))$(if $(CORPUS),-$(notdir $(CORPUS:/=)))
 VARIANTS_TEXT := runs/variants-text
 VARIANTS_CELLS = $(VARIANTS)/sweep.yaml --runs-dir $(VARIANTS)/cells
 VARIANTS_PLAN = pretrain scale variants plan $(MEMBERS) --output $(VARIANTS_CELLS) \
