@@ -45,12 +45,16 @@ demo: $(STAMP)  ## the whole story in minutes: build, train, kill, resume, evalu
 	pretrain demo
 
 SCALING := runs/scaling-demo
-SCALING_FAMILY := --rule base --keep-layers
+SCALING_FAMILY := --tuned $(SCALING)/tune.yaml=$(SCALING)/tune --keep-layers
 
-scaling-demo: $(STAMP)  ## scaling laws from plan to report on two cores: 15 small runs, a hold-out, docs/scaling.md
+scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 20 small runs, one held out, docs/scaling.md
 	test -f $(SCALING)/text.jsonl || python -m pretrain.demo.texts $(SCALING)/text.jsonl
 	test -f $(SCALING)/data/build.json || data-pipeline build configs/data/bytes.yaml --input $(SCALING)/text.jsonl \
 		--validation-fraction 0.04 --shard-bytes 524288 --output $(SCALING)/data
+	pretrain scale tune plan configs/experiments/scaling-demo.yaml --rates 6e-3 1.2e-2 2.4e-2 4.8e-2 --steps 1500 \
+		--name scaling-demo-tune --output $(SCALING)/tune.yaml model.d_model=16 model.num_heads=4
+	launcher sweep submit $(SCALING)/tune.yaml --local -j 2 --runs-dir $(SCALING)/tune
+	pretrain scale tune report $(SCALING)/tune.yaml --runs-dir $(SCALING)/tune
 	pretrain scale plan configs/experiments/scaling-demo.yaml --budgets 8e10 2.4e11 7.2e11 --sizes 5 --spread 1.7 \
 		--tokens-per-parameter 45 --holdout-budgets 2.2e12 $(SCALING_FAMILY) --output $(SCALING)/sweep.yaml
 	launcher sweep submit $(SCALING)/sweep.yaml --local -j 2 --runs-dir $(SCALING)/cells
