@@ -12,7 +12,7 @@ from benchmarks.scale.costs import Cost, Row
 from benchmarks.scale.instruments import counted_files
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest
+from data_pipeline.corpora.manifest import MANIFEST_NAME, SETTLED_NS, read_manifest
 from data_pipeline.corpora.shard_cache import ShardCache
 from data_pipeline.corpora.stores import store_at
 from data_pipeline.lanes.lane_stream import LaneStream
@@ -37,6 +37,7 @@ def corpus_costs(directory: Path) -> Iterator[Row]:
         split = directory / f"{shards}" / "train"
         write_numbered_corpus(split, [DOCUMENTS] * shards, has_lengths=True)
         os.utime(split / MANIFEST_NAME)  # else this process remembers it
+        time.sleep(2e-9 * SETTLED_NS)  # else it is parsed whenever it is read
         with (
             counted_files(split, ".mds") as of_shards,
             counted_files(split, ".lengths") as of_lengths,
