@@ -47,7 +47,7 @@ demo: $(STAMP)  ## the whole story in minutes: build, train, kill, resume, evalu
 SCALING := runs/scaling-demo
 SCALING_FAMILY := --tuned $(SCALING)/tune.yaml=$(SCALING)/tune --keep-layers
 
-scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 20 small runs, one held out, docs/scaling.md
+scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 20 small runs, one held out, docs/scaling-example.md
 	test -f $(SCALING)/text.jsonl || python -m pretrain.demo.texts $(SCALING)/text.jsonl
 	test -f $(SCALING)/data/build.json || data-pipeline build configs/data/bytes.yaml --input $(SCALING)/text.jsonl \
 		--validation-fraction 0.04 --shard-bytes 524288 --output $(SCALING)/data

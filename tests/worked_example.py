@@ -1,6 +1,6 @@
-"""Writes what `make scaling-demo` found into docs/scaling.md: `python -m tests.worked_example`.
+"""Writes what `make scaling-demo` found into a page: `python -m tests.worked_example`.
 
-A block of the page is between `<!-- scaling-demo: NAME -->` and `<!-- end -->`.
+A block of docs/scaling-example.md is between `<!-- scaling-demo: NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def filled(page: str, blocks: Mapping[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE = DOCS / "scaling.md"
+    PAGE = DOCS / "scaling-example.md"
     PAGE.write_text(filled(PAGE.read_text(), blocks_of(DEMO)))
     for chart in CHARTS:
         shutil.copy(DEMO / "report" / f"{chart}.png", DOCS / "images" / f"scaling-{chart}.png")

@@ -103,7 +103,7 @@ def test_the_demo_tunes_plans_fits_predicts_a_held_out_run_and_what_serving_cost
     assert tuning < 0.05 * sum(cell.facts["flops"] for cell in cells)
 
     blocks = blocks_of(tmp_path)
-    page = (REPOSITORY / "docs" / "scaling.md").read_text()
+    page = (REPOSITORY / "docs" / "scaling-example.md").read_text()
     assert {found[2] for found in BLOCK.finditer(page)} == blocks.keys()
     assert all(block in filled(page, blocks) for block in blocks.values())
     assert re.search(r"^    2 IsoFLOP +0\.5", blocks["fit"], re.M)

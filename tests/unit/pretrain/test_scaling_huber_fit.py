@@ -14,7 +14,15 @@ from data_pipeline.errors import DataError
 from pretrain.scaling.huber_fit import fit_parametric, huber_sum, minimize
 from pretrain.scaling.law import FlopsLaw, Law, exponents, fit_flops_law, log_loss, log_optimum
 from pretrain.scaling.point_files import Columns, read_points
-from tests.helpers.scaling import BESIROGLU, HOFFMANN, PUBLISHED_DATA, cs336, make_points, simulated
+from tests.helpers.scaling import (
+    BESIROGLU,
+    HOFFMANN,
+    PUBLISHED_DATA,
+    SIX_N,
+    cs336,
+    make_points,
+    simulated,
+)
 
 TINY = Law(E=0.9, A=12.0, B=900.0, alpha=0.21, beta=0.55)
 
@@ -152,3 +160,22 @@ def test_flops_per_token_are_fitted_as_a_power_and_kept_exact_for_6n():
     found = fit_flops_law(points.parameters_P, points.tokens_P, points.flops_P)
     assert (found.scale, found.power) == pytest.approx((40.0, 0.93), rel=1e-9)
     assert found.largest_error < 1e-9
+
+
+CHINCHILLA = 5.76e23  # FLOPs, spent on 70B parameters and 1.4T tokens
+UNROUNDED = Law(
+    E=np.exp(0.5267228), A=np.exp(6.0073404), B=np.exp(6.0179186), alpha=0.33917084, beta=0.2849083
+)
+
+
+@pytest.mark.parametrize(
+    ("law", "parameters", "tokens"),
+    [
+        (BESIROGLU, 70e9, 1.4e12),  # agrees with approaches 1 and 2, as Besiroglu et al. found
+        (UNROUNDED, 40e9, 2.4e12),  # what Hoffmann et al. published of approach 3
+        (HOFFMANN, 32e9, 3.0e12),  # its rounded exponents
+    ],
+)
+def test_published_laws_have_their_published_optimum_at_chinchillas_budget(law, parameters, tokens):
+    n, d = log_optimum(law.theta, np.log(CHINCHILLA), SIX_N)
+    assert np.exp([n, d]) == pytest.approx([parameters, tokens], rel=0.06)
