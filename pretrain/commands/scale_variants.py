@@ -73,7 +73,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     name = arguments.name or comparison.name
     path = sweep_path(arguments.output, name)
     check_output_file("--output", path, f"{name}.yaml")
-    base = load_config(RunConfig, experiment, arguments.set)
+    base = load_config(RunConfig, experiment, [*comparison.settings, *arguments.set])
     runs = member_runs(comparison, experiment, arguments.set)
     notes = [f"{flops_text(comparison.flops)} FLOPs for each run of {', '.join(runs)}"]
 

@@ -5,6 +5,7 @@ experiment: ../experiments/variants.yaml    # relative to this file
 flops: 6e11                 # of training, of every run
 rates: [2e-3, 4e-3, 8e-3]   # every member is trained with each, with the first seed
 seeds: [1, 2]               # the others train each member at its best rate alone
+settings: [model.d_model=64]                # of all members; may be left out
 members:                    # settings by which each differs from the experiment
   no-memory: [model.memory_length=0]
   transformer-xl: []
@@ -29,7 +30,7 @@ from pretrain.scaling.recipe import refuse_unsuited, with_steps
 
 FEWEST_STEPS = 50  # so that whole steps miss the FLOPs by at most 1%
 RATE_FACT, SEED_FACT, FLOPS_FACT = "variant_rate", "variant_seed", "variant_flops"
-_PLANNED = ("name", "seed", "optim.steps", "optim.learning_rate")  # the same for all members
+_PLANNED = ("name", "seed", "optim.steps", "optim.learning_rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class Comparison:
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
     members: Mapping[str, tuple[str, ...]]
+    settings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_name("name", self.name)
@@ -55,11 +57,11 @@ class Comparison:
             raise ConfigError(f"rates={list(self.rates)}: expected different positive numbers")
         if not self.seeds or min(self.seeds) < 0 or len({*self.seeds}) < len(self.seeds):
             raise ConfigError(f"seeds={list(self.seeds)}: expected different numbers of 0 or more")
-        for member, overrides in self.members.items():
+        for overrides in (self.settings, *self.members.values()):
             if planned := [each for each in overrides if each.partition("=")[0] in _PLANNED]:
                 raise ConfigError(
-                    f"members.{member}: {planned[0]} is the same for all members; use flops, "
-                    "rates and seeds, and leave it out here"
+                    f"{planned[0]} follows from flops, rates and seeds; leave it out of settings "
+                    "and members"
                 )
 
 
@@ -71,16 +73,15 @@ def read_comparison(path: Path) -> Comparison:
 def member_runs(
     comparison: Comparison, experiment: Path, settings: Sequence[str]
 ) -> dict[str, RunConfig]:
-    """Return every member with the steps that its FLOPs pay for; `settings` hold for all.
+    """Return every member with the steps that its FLOPs pay for; `settings` replace the file's.
 
     Steps count all that is computed: also what Muon takes, and what is computed a second time.
     Raises ConfigError for settings that do not go together, and for too few FLOPs.
     """
     found = {}
     for member, overrides in comparison.members.items():
-        run = load_config(
-            RunConfig, experiment, [*settings, *overrides], overridden_by=f"member {member}"
-        )
+        changed = [*comparison.settings, *settings, *overrides]
+        run = load_config(RunConfig, experiment, changed, overridden_by=f"member {member}")
         refuse_unsuited(run)
         run = with_vocabulary(run)
         steps = round(comparison.flops / computed_flops_of_step(run, 1))

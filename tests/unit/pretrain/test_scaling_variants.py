@@ -43,7 +43,7 @@ TINY = """name: tiny
 model: {num_layers: 2, d_model: 16, num_heads: 2, memory_length: 8}
 data: {path: CORPUS, lanes: 2, segment_length: 8}
 engine: {kind: torch, threads: 1}
-evaluation: {interval: 0, max_tokens: 200, lanes: 2}
+evaluation: {interval: 0, lanes: 2}
 metrics: {tensorboard: false}
 """
 TWO = """name: two
@@ -51,6 +51,7 @@ experiment: tiny.yaml
 flops: 1e8
 rates: [1e-5, 4e-3]
 seeds: [3, 4]
+settings: [evaluation.max_tokens=200]
 members:
   no-memory: [model.memory_length=0]
   long: ["model.memory_length=[8, 32]"]
@@ -89,7 +90,8 @@ def test_a_cells_name_tells_its_member_and_every_number(member):
         ("flops: 1e8|flops: 0", "flops=0 must be 1 or more"),
         ("flops: 1e8|flops: 1e6", "pay for 1 steps of 16 tokens of no-memory"),
         ("  no-memory: [model.memory_length=0]\n|", "found 1 members, expected two"),
-        ("model.memory_length=0|optim.steps=9", "optim.steps=9 is the same for all members"),
+        ("model.memory_length=0|optim.steps=9", "optim.steps=9 follows from flops"),
+        ("evaluation.max_tokens=200|seed=9", "seed=9 follows from flops"),
         ("model.memory_length=0|model.memory=0", "member no-memory (over"),
         ("no-memory:|no/memory:", "members"),
     ],
@@ -210,6 +212,7 @@ def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared):
         assert (each["rate"], each["is_edge"]) == (4e-3, True)
         assert set(each["needle"]) == {"8", "16", "32"}
         assert each["tokens_per_second"] > 0
+        assert sum(each["position_tokens_X"]) < 300, "settings hold for all members"
     rows = list(csv.DictReader((out / "variants.csv").open()))
     assert [row["member"] for row in rows] == ["no-memory", "long"]
     markdown = (out / "variants.md").read_text()
