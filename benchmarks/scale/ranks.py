@@ -53,13 +53,13 @@ def no_flags() -> list[bool]:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the seconds of the work, the median of many, once ranks are connected."""
+    """Return the seconds of the work, the shortest tenth of many, once ranks are connected."""
     seconds = []
     for _ in range(FIRST_STEPS + STEPS):
         before = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - before)
-    return statistics.median(seconds[FIRST_STEPS:])
+    return statistics.quantiles(seconds[FIRST_STEPS:], n=10)[0]
 
 
 def measure(num_ranks: int) -> dict[str, float]:
