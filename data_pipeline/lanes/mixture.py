@@ -40,7 +40,7 @@ class Mixture:
         num_shards = [len(corpus.manifest.shards) for corpus in corpora]
         self.first_units = np.cumsum([0, *num_shards])  # [P + 1]
         shards = tuple(
-            replace(shard, path=str(corpus.directory / shard.path))
+            replace(shard, path=f"{corpus.directory}/{shard.path}")
             for corpus in corpora
             for shard in corpus.manifest.shards
         )

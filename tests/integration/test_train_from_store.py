@@ -9,10 +9,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data_pipeline.cli import main as data_pipeline
+from data_pipeline.corpora import manifest
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.shard_cache import GIB
 from pretrain.cli import main as pretrain
@@ -120,6 +122,14 @@ def test_a_run_with_a_password_resumes_and_no_file_or_line_shows_it(
     password = "correct-horse"
     experiment = tmp_path / "tiny.yaml"
     experiment.write_text(SETTINGS)
+    parsed: list[Path] = []
+    parse = manifest._parse
+
+    def counted(tree: Any, path: Path) -> manifest.Manifest:
+        parsed.append(path)
+        return parse(tree, path)
+
+    monkeypatch.setattr(manifest, "_parse", counted)
     with FileServer(corpus) as server:
         server.authorization = f"Basic {base64.b64encode(f'me:{password}'.encode()).decode()}"
         host = server.url.removeprefix("http://")
@@ -134,6 +144,8 @@ def test_a_run_with_a_password_resumes_and_no_file_or_line_shows_it(
         monkeypatch.setenv("BUCKET_PASSWORD", f"{password}@{host}")
         for steps in (2, 4):
             assert pretrain([*by_reference, f"optim.steps={steps}"]) == 0
+        assert server.requests["manifest.json"] == 2, "of both splits"
+        assert 4 <= len(parsed) < 10, "two of them as they arrived"
     shown = "".join(capfd.readouterr())
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"me:env:BUCKET_PASSWORD@" in written

@@ -76,7 +76,8 @@ def test_a_walk_in_steps_or_from_the_middle_reads_the_same_tokens(shards, num_la
     assert stepwise == whole
 
 
-def test_document_lengths_are_needed_only_for_units_that_a_lane_touches():
+@pytest.mark.parametrize("num_units", [500, 100_000])
+def test_document_lengths_are_needed_only_for_units_that_a_lane_touches(num_units):
     requested = []
     lengths = np.full(100, 10)
 
@@ -84,7 +85,7 @@ def test_document_lengths_are_needed_only_for_units_that_a_lane_touches():
         requested.append(unit)
         return lengths
 
-    plan = LanePlan([1000] * 500, 50, 1, document_lengths)
+    plan = LanePlan([1000] * num_units, num_units // 10, 1, document_lengths)
     plan.walk(7, 0, 5000).take(64)
     assert (
         len(set(requested)) <= 3
