@@ -61,13 +61,14 @@ def resolve(config: RunConfig) -> RunConfig:
 
 def _problems(phase: RunConfig, corpus: Corpus | Mixture) -> list[str]:
     """Why the phase cannot read the corpus; what else would go wrong with it only if it cannot."""
-    from data_pipeline.lanes.lane_stream import LaneStream
+    from data_pipeline.lanes.lane_plan import check_lanes
+    from data_pipeline.lanes.mixture import plan_of
 
-    lanes, segment = phase.data.lanes, phase.lane_tokens_per_step
-    problem = _error_of(lambda: LaneStream(corpus, lanes, phase.seed, segment, range(1)))
-    if not problem:
+    lanes, segment, manifest = phase.data.lanes, phase.lane_tokens_per_step, corpus.manifest
+    # Reads no shard: every rank does this for all lanes, and reads its own later.
+    plan = plan_of(corpus, lanes, phase.seed)
+    if not (problem := _error_of(lambda: check_lanes(plan, manifest.longest_document))):
         return []
-    manifest = corpus.manifest
     share = manifest.tokens // max(1, manifest.tokens // max(1, manifest.longest_document))
     if segment <= share:
         return [problem]
