@@ -107,6 +107,7 @@ test-slurm: $(DEV_STAMP)  ## runs on a real Slurm of four nodes on this machine 
 
 coverage: $(DEV_STAMP)  ## how often the intervals of scaling fits hold the truth, on simulated sweeps
 	python -m tests.interval_coverage
+	python -m tests.task_coverage
 
 chaos: $(DEV_STAMP)  ## a two-rank run disturbed and killed at 30 random moments, compared bitwise with the undisturbed one
 	OMP_NUM_THREADS=1 python -m tests.helpers.chaos --kills 30

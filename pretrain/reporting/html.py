@@ -72,7 +72,7 @@ footer { color: var(--faint); font-size: 13px; margin-top: 28px; }
   svg { width: calc(100% + 20px); margin-left: -10px; }
   .scroll { margin: 12px 0 4px; padding: 0; }
   th, td { padding-left: 12px; }
-  .named td:first-child { white-space: normal; }
+  .named td:first-child, .words td:first-child { white-space: normal; }
 }
 @media print { body { background: #fff; } section, .card { break-inside: avoid; } }
 """

@@ -21,6 +21,7 @@ from pretrain.scaling.points import Array, Points
 from pretrain.terminal.text import counted
 
 FEWEST_SIZES = 3
+MOST_NAMED = 3  # budgets without a vertex
 GOOD_SIZES = 5
 REACH = 6.0  # a parabola goes through the sizes within this factor of its budget's lowest run
 WIDE_GRID = (
@@ -88,11 +89,11 @@ def fit_isoflop(points: Points, reach: float = REACH) -> IsoflopFit:
     used = [valley for valley in valleys if valley.is_used]
     if len(used) < 2:
         reasons = [f"{valley.budget:.3g}: {valley.reason}" for valley in valleys if valley.reason]
-        more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+        more = f"; and {len(reasons) - MOST_NAMED} more" if len(reasons) > MOST_NAMED else ""
         raise DataError(
             f"{points.source}: {len(used)} of {len(valleys)} budgets have a vertex, approach 2 "
             "needs two "
-            f"({'; '.join(reasons[:3])}{more})"
+            f"({'; '.join(reasons[:MOST_NAMED])}{more})"
         )
     log_flops_F, n_F, loss_F = (
         np.array([getattr(valley, name) for valley in used])
@@ -156,7 +157,8 @@ def _valley(points: Points, budget: float) -> Valley:
 def _warnings(valleys: tuple[Valley, ...]) -> list[str]:
     unused = [f"{valley.budget:.3g}: {valley.reason}" for valley in valleys if valley.reason]
     budgets = counted(len(unused), "budget")
-    found = [f"{budgets} not used ({'; '.join(unused)})"] if unused else []
+    more = f"; and {len(unused) - MOST_NAMED} more" if len(unused) > MOST_NAMED else ""
+    found = [f"{budgets} not used ({'; '.join(unused[:MOST_NAMED])}{more})"] if unused else []
     used = [valley for valley in valleys if valley.is_used]
 
     def budgets_where(is_so: Callable[[Valley], bool]) -> str:

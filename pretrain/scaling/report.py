@@ -42,7 +42,7 @@ from pretrain.terminal.text import counted, flops_text
 
 MOST_ROWS = 60
 FEW_WARNINGS = 3  # about one subject; more are folded
-FEW_ROWS = 12  # of costs; a longer table is folded
+FEW_ROWS = 12  # of costs or runs; a longer table is folded
 
 
 def write_report(fit: Fit, runs: Path, directory: Path, title: str) -> Path:
@@ -248,10 +248,8 @@ def _costs(fit: Fit) -> str:
     )
     law = f"FLOPs per token of these runs: {fit.flops_law.scale:.4g} N^{fit.flops_law.power:.4g}."
     heads = ["budget", "runs", "parameters", "tokens", "FLOPs", "share"]
-    costs = table(heads, rows, "named")
-    if len(rows) > FEW_ROWS:
-        costs = folded(f"{counted(len(points.budgets), 'budget')}, {rows[-1][4]} FLOPs", costs)
-    return section("Cost", paragraph(law), costs)
+    heading = f"{counted(len(points.budgets), 'budget')}, {rows[-1][4]} FLOPs"
+    return section("Cost", paragraph(law), _table(heading, heads, rows, "named"))
 
 
 def _warnings(fit: Fit) -> str:
@@ -267,8 +265,10 @@ def _warnings(fit: Fit) -> str:
 
 
 def _left_out(fit: Fit) -> str:
-    rows = [[item.name, item.reason] for item in fit.points.excluded]
-    return section("Left out", table(["run", "reason"], rows, "words")) if rows else ""
+    excluded = fit.points.excluded
+    rows = [[item.name, item.reason] for item in excluded[:MOST_ROWS]]
+    heading = _heading(len(rows), len(excluded))
+    return section("Left out", _table(heading, ["run", "reason"], rows, "words")) if rows else ""
 
 
 def _runs(fit: Fit) -> str:
@@ -283,9 +283,15 @@ def _runs(fit: Fit) -> str:
         ]
         for i in order
     ]
-    more = (
-        f"The first {MOST_ROWS} of {len(points)}."
-        if len(points) > MOST_ROWS
-        else f"All {len(points)}."
-    )
-    return section("Runs", paragraph(more), table(["run", "N", "D", "C", "loss"], rows, "named"))
+    heads = ["run", "N", "D", "C", "loss"]
+    return section("Runs", _table(_heading(len(rows), len(points)), heads, rows, "named"))
+
+
+def _heading(count: int, total: int) -> str:
+    return f"The first {count} of {total}" if count < total else f"All {total}"
+
+
+def _table(heading: str, heads: list[str], rows: list[list[str]], style: str) -> str:
+    """The table, folded behind the heading where it is long."""
+    shown = table(heads, rows, style)
+    return folded(heading, shown) if len(rows) > FEW_ROWS else shown

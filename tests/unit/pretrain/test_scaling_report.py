@@ -11,6 +11,7 @@ import pytest
 
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.isoflop import fit_isoflop
+from pretrain.scaling.points import Exclusion
 from pretrain.scaling.report import render
 from pretrain.scaling.summary import warnings_by_subject
 from tests.helpers.scaling import simulated
@@ -41,10 +42,15 @@ def test_many_warnings_about_one_subject_are_folded_behind_the_first(fit):
     assert re.findall("doubt .", folded) == ["doubt 3", "doubt 4"]
 
 
-def test_a_long_table_of_costs_is_folded_and_a_short_one_is_not(fit):
-    assert "<summary>13 budgets, " in page_of(fit)
-    short = replace(fit, points=fit.points.take(fit.points.budget_P < 5e19))
-    assert "budgets, " not in page_of(short).partition("<h2>Cost</h2>")[2]
+def test_long_tables_of_costs_and_runs_are_folded_and_short_ones_are_not(fit):
+    page = page_of(fit)
+    assert "<summary>13 budgets, " in page
+    assert "<summary>The first 60 of 65</summary>" in page
+    short = page_of(replace(fit, points=fit.points.take(fit.points.budget_P < 2e18)))
+    assert "<details>" not in short.partition("<h2>Cost</h2>")[2]
+    held = fit.points.take(fit.points.budget_P > 9e19)
+    many = replace(held, excluded=tuple(Exclusion(f"x{index}", "bad") for index in range(70)))
+    assert page_of(replace(fit, points=many)).count("<summary>The first 60 of 70</summary>") == 1
 
 
 def test_a_page_of_runs_without_intervals_says_so():

@@ -1,0 +1,78 @@
+"""How often the interval of a task's accuracy holds the truth, on simulated sweeps.
+
+`python -m tests.task_coverage --replicates N`, part of `make coverage`: the loss follows a known
+law and the accuracy a known sigmoid of it, each with noise. Asked is the accuracy of the
+compute-optimal run at the largest budget and at ten times that. Ends with status 1 if a share is
+below FEWEST.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import numpy as np
+
+from pretrain.scaling.law import Law, log_optimum
+from pretrain.scaling.points import Points
+from pretrain.scaling.task_fit import Sigmoid, fit_task
+from pretrain.terminal.text import fitted_table
+from tests.helpers.scaling import BESIROGLU, HOFFMANN, SIX_N, simulated
+
+LAWS = (HOFFMANN, BESIROGLU)
+CHANCE = 0.25
+TRUTH = Sigmoid(floor=CHANCE, ceiling=0.85, steepness=6.0, middle=2.7)
+LOSS_NOISE = 0.005
+NOISES = (0.01, 0.03)  # standard deviations of an accuracy: 2,000 and 200 questions
+RANGE, BUDGETS, SIZES = (1e18, 1e20), 4, 5
+FACTORS = (1.0, 10.0)  # of the largest budget
+REPLICATES = 25
+FEWEST = 0.9
+
+
+def accuracies_of(law: Law, points: Points, noise: float, seed: int) -> dict[str, float]:
+    """The runs' accuracies by their true losses, with noise."""
+    true_P = TRUTH.at(law.loss(points.parameters_P, points.tokens_P))
+    noise_P = noise * np.random.default_rng(seed).standard_normal(len(points))
+    return dict(zip(points.names, np.clip(true_P + noise_P, 0, 1).tolist(), strict=True))
+
+
+def answers(law: Law, noise: float, seed: int) -> Iterator[tuple[float, bool, float]]:
+    """For each factor: whether the interval holds the true accuracy, and how wide it is."""
+    points = simulated(
+        law, budgets=(*RANGE, BUDGETS), num_sizes=SIZES, noise=LOSS_NOISE, seed=2 * seed
+    )
+    task = fit_task(points, accuracies_of(law, points, noise, 2 * seed + 1), CHANCE)
+    for factor in FACTORS:
+        n, d = np.exp(log_optimum(law.theta, np.log(factor * RANGE[1]), SIX_N))
+        true = float(TRUTH.at(law.loss(n, d)))
+        _, accuracy = task.predict(float(n), float(d))
+        yield factor, accuracy.low <= true <= accuracy.high, accuracy.high - accuracy.low
+
+
+def main() -> int:
+    """Print the table; status 1 if a share is too low."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--replicates", type=int, default=REPLICATES, help="per law and noise")
+    replicates = parser.parse_args().replicates
+    rows = [["noise of the accuracy", "times the largest budget", "sweeps", "held", "mean width"]]
+    shares: list[float] = []
+    for noise in NOISES:
+        found = [
+            answer
+            for seed in range(replicates)
+            for law in LAWS
+            for answer in answers(law, noise, seed)
+        ]
+        for factor in FACTORS:
+            held = [is_held for at, is_held, _ in found if at == factor]
+            width = float(np.mean([wide for at, _, wide in found if at == factor]))
+            shares.append(float(np.mean(held)))
+            cells = [f"{noise:.0%}", f"{factor:g}", str(len(held)), f"{shares[-1]:.0%}"]
+            rows.append([*cells, f"{100 * width:.1f} points"])
+    print(fitted_table(rows))
+    return int(min(shares) < FEWEST)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
