@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -167,18 +167,22 @@ def fsync_file(path: Path) -> None:
     fsync_directory(path)  # the same calls: open read-only, fsync, close
 
 
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file's contents as hexadecimal text."""
+def sha256_of(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
+    """Return the SHA-256 of a file's contents as hexadecimal text.
+
+    `on_bytes` is told how many bytes more are hashed.
+    """
     with open(path, "rb") as file:
-        return sha256_of_file(file)
+        return sha256_of_file(file, on_bytes)
 
 
-def sha256_of_file(file: BinaryIO) -> str:
+def sha256_of_file(file: BinaryIO, on_bytes: Callable[[int], None] = lambda count: None) -> str:
     """Return the SHA-256 of an opened file, whatever has its name by now."""
     digest = hashlib.sha256()
     file.seek(0)
     while block := file.read(HASH_BLOCK_BYTES):
         digest.update(block)
+        on_bytes(len(block))
     return digest.hexdigest()
 
 

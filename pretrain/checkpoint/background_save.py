@@ -29,6 +29,7 @@ from torch import Tensor
 from data_pipeline.errors import UserError, os_error_text, remedy_of
 from data_pipeline.files import write_json
 from pretrain.checkpoint.directory import MEMORY, rank_file
+from pretrain.checkpoint.pieces import key_of, report_of
 from pretrain.checkpoint.tensor_files import Layout, Pieces, copy_to_host, layout_of, write_file
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
@@ -86,7 +87,7 @@ class RankFile:
 def files_of_rank(engine: Engine, state: TrainState, lane_state: LaneState) -> list[RankFile]:
     """Return what this rank saves: fragments, memories in lane order, random-number state."""
     fragments: Pieces = {
-        f"{fragment.name}|{fragment.start}|{kind}": [value]
+        key_of(fragment.name, fragment.start, kind): [value]
         for fragment in engine.fragments()
         if fragment.owned
         for kind, value in fragment.values.items()
@@ -111,6 +112,17 @@ def files_of(
     ]
 
 
+def pieces_in(rank_files: list[RankFile], rank: int) -> dict[str, Any]:
+    """Return what the rank reports of the pieces in its files."""
+    elements = {
+        key: sum(piece.numel() for piece in pieces)
+        for each in rank_files
+        if each.name.startswith("engine-")
+        for key, pieces in each.tensors.items()
+    }
+    return report_of(elements, rank)
+
+
 class Save(threading.Thread):
     """Writes `rank_files` and the rank's `report`; rank 0 then waits for all ranks in `publish`."""
 
@@ -129,6 +141,7 @@ class Save(threading.Thread):
         self.step = step
         self._rank_files = rank_files
         self._report = report
+        self._pieces = pieces_in(rank_files, world.rank)
         self._buffers = buffers
         self._world = world
         self._publish = publish
@@ -206,7 +219,7 @@ class Save(threading.Thread):
             for each, buffer in zip(self._rank_files, host, strict=True)
         }
         # Last: it tells rank 0 that both files are whole and on disk.
-        report = {**self._report, "files": described}
+        report = {**self._report, "files": described, "pieces": self._pieces}
         write_json(self.partial / rank_file("rank", self._world.rank), report)
 
     def _raise_if_canceled(self) -> None:

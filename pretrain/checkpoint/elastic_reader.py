@@ -6,7 +6,8 @@ A checkpoint of 2 ranks, read by 3 (one parameter of 12 elements):
     in the engine   rank 0: [0, 4)    rank 1: [4, 8), from both files    rank 2: [8, 12)
 
 A key is PARAMETER|START|KIND, so the files say which elements they hold, and neither the writer's
-world size nor its stage matters. Each rank opens all files but reads only the slices that it needs.
+world size nor its stage matters. The index lists these pieces, so a rank opens only the files of
+which it needs some: its own if ranks and stage are those of the save.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from torch import Tensor
 from data_pipeline.errors import CheckpointError
 from pretrain.checkpoint.directory import MEMORY, rank_file
 from pretrain.checkpoint.marker import Checkpoint
-from pretrain.checkpoint.pieces import opened, pieces_of
+from pretrain.checkpoint.pieces import key_of, opened
 from pretrain.engines.ema import EMA
 from pretrain.engines.engine import Engine
 from pretrain.optim.fragments import Fragment
 
 
-def load_fragments(engine: Engine, found: Checkpoint) -> None:
-    """Fill the engine's fragments from the checkpoint."""
+def load_fragments(engine: Engine, found: Checkpoint) -> list[int]:
+    """Fill the engine's fragments; returns the ranks of the checkpoint whose files were opened."""
     with FragmentReader(found) as reader:
         for fragment in engine.fragments():
             name, start = fragment.name, fragment.start
@@ -36,6 +37,7 @@ def load_fragments(engine: Engine, found: Checkpoint) -> None:
                 name, start = local_name(fragment), 0
             for kind, view in fragment.values.items():
                 reader.copy_into(view, name, start, kind)
+        return reader.opened_ranks
 
 
 def local_name(fragment: Fragment) -> str:
@@ -53,16 +55,17 @@ def restore_counters(engine: Engine, found: Checkpoint) -> None:
 
 
 class FragmentReader:
-    """Random access to the stored elements of every parameter, over the files of all ranks."""
+    """Random access to the stored elements of every parameter, over the files of all ranks.
+
+    A file is opened when the first of its elements is read; `opened_ranks` are those whose files
+    are.
+    """
 
     def __init__(self, found: Checkpoint) -> None:
         self._directory = found.directory
+        self._pieces = found.pieces
         self._stack = ExitStack()
-        names = [name for name in found.index["files"] if name.startswith("engine-")]
-        handles = {
-            name: self._stack.enter_context(opened(found.directory / name)) for name in names
-        }
-        self._pieces = pieces_of(found.directory, handles)
+        self._handles: dict[int, Any] = {}
 
     def __enter__(self) -> FragmentReader:
         return self
@@ -70,23 +73,26 @@ class FragmentReader:
     def __exit__(self, *details: Any) -> None:
         self._stack.__exit__(*details)
 
+    @property
+    def opened_ranks(self) -> list[int]:
+        return sorted(self._handles)
+
     def parameter_names(self) -> set[str]:
-        return {parameter for parameter, _ in self._pieces}
+        return set(self._pieces)
 
     def kinds(self) -> set[str]:
-        return {kind for _, kind in self._pieces}
+        return {kind for held in self._pieces.values() for kind in held.kinds}
 
     def pieces(self) -> set[tuple[str, str]]:
         """Return what there is, as pairs of a parameter and a kind."""
-        return set(self._pieces)
+        return {(name, kind) for name, held in self._pieces.items() for kind in held.kinds}
 
     def num_elements(self, parameter: str) -> int:
-        start, piece = self._pieces[parameter, "weight"][-1]
-        return start + piece.get_shape()[0]
+        return self._pieces[parameter].num_elements
 
     def whole(self, parameter: str, kind: str) -> Tensor:
         """Return a flat copy of all elements; CheckpointError if some are missing."""
-        if (parameter, "weight") not in self._pieces:
+        if parameter not in self._pieces:
             raise CheckpointError(f"{self._directory}: found no {parameter}")
         whole = torch.empty(self.num_elements(parameter), dtype=torch.float32)
         self.copy_into(whole, parameter, 0, kind)
@@ -94,20 +100,24 @@ class FragmentReader:
 
     def copy_into(self, view: Tensor, parameter: str, start: int, kind: str) -> None:
         """Fill the 1-D `view` with a parameter's elements from `start`, of the given kind."""
-        copied = 0
-        for piece_start, piece in self._pieces.get((parameter, kind), []):
-            low = max(start, piece_start)
-            high = min(start + view.numel(), piece_start + piece.get_shape()[0])
-            if low < high:
-                view[low - start : high - start].copy_(
-                    piece[low - piece_start : high - piece_start]
-                )
-                copied += high - low
+        copied, end = 0, start + view.numel()
+        held = self._pieces.get(parameter)
+        for piece in held.between(start, end) if held and kind in held.kinds else ():
+            low, high = max(start, piece.start), min(end, piece.end)
+            stored = self._handle(piece.rank).get_slice(key_of(parameter, piece.start, kind))
+            view[low - start : high - start].copy_(stored[low - piece.start : high - piece.start])
+            copied += high - low
         if copied != view.numel():
             raise CheckpointError(
                 f"{self._directory}: found {copied} elements of {parameter} ({kind}), expected "
                 f"{view.numel()}; the checkpoint belongs to a model of another shape"
             )
+
+    def _handle(self, rank: int) -> Any:
+        if rank not in self._handles:
+            path = self._directory / rank_file("engine", rank)
+            self._handles[rank] = self._stack.enter_context(opened(path))
+        return self._handles[rank]
 
 
 def load_weights(module: torch.nn.Module, found: Checkpoint, ema: bool = False) -> None:

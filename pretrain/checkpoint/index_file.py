@@ -2,6 +2,7 @@
 
 format, run, step, world_size, config     which checkpoint it is
 files      name -> bytes and sha256       of every file but index and marker
+pieces     parameter -> kinds and runs    which rank's file has which elements (`pieces.py`)
 ranks      first_lane, num_lanes, cursor  of every rank, in their order
 tokens_seen, optimizer_steps, loss_scale, validation_loss
 """
@@ -15,8 +16,9 @@ from typing import Any
 from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.errors import CheckpointError
 from data_pipeline.files import parse_json
+from pretrain.checkpoint import pieces
 
-FORMAT = 4  # of a checkpoint: file names, keys of tensors and of the index
+FORMAT = 5  # of a checkpoint: file names, keys of tensors and of the index
 
 
 def parse_index(path: Path, content: bytes) -> dict[str, Any]:
@@ -57,6 +59,7 @@ def _check(fields: Fields, index: dict[str, Any]) -> None:
     reports, next_lane = fields.items("ranks"), 0
     if fields.integer("world_size", least=1) != len(reports):
         raise InvalidField(f"world_size is {index['world_size']}, ranks has {len(reports)}")
+    pieces.parsed(fields, len(reports))
     # Of a cursor, its reader checks what is in it; None before the first batch.
     if not all(isinstance(each.get("cursor", ...), (dict, NoneType)) for each in index["ranks"]):
         raise InvalidField("a rank has no cursor")

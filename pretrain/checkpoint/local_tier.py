@@ -32,6 +32,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import HostBuffers, Save, files_of
 from pretrain.checkpoint.elastic_reader import local_name
+from pretrain.checkpoint.pieces import key_of
 from pretrain.checkpoint.replicas import require_equal_replicas
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, broadcast_value, gather_values
@@ -127,7 +128,7 @@ class LocalTier:
         if broadcast_value(obstacle() if self._world.is_main else "", str) or self._root is None:
             return
         pieces = {
-            f"{local_name(fragment)}|0|{kind}": [value]
+            key_of(local_name(fragment), 0, kind): [value]
             for fragment in engine.fragments()
             for kind, value in fragment.values.items()
         }

@@ -29,10 +29,11 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.checked_fields import shown
+from data_pipeline.checked_fields import Fields, shown
 from data_pipeline.errors import STORAGE_FAILS, CheckpointError, UnreadableError
 from data_pipeline.files import fsync_directory, sha256_of, write_json, write_text
 from pretrain.checkpoint.directory import (
@@ -46,7 +47,14 @@ from pretrain.checkpoint.directory import (
     steps_on_disk,
 )
 from pretrain.checkpoint.index_file import FORMAT, parse_index
-from pretrain.checkpoint.pieces import opened, pieces_of
+from pretrain.checkpoint.pieces import (
+    Pieces,
+    elements_of_rank,
+    merged,
+    parsed,
+    require_pieces,
+)
+from pretrain.checkpoint.shares import Progress, share_of_rank
 
 POLL_SECONDS = 0.02
 
@@ -73,6 +81,11 @@ class Checkpoint:
         """The size of all files that the index lists."""
         return sum(entry["bytes"] for entry in self.index["files"].values())
 
+    @cached_property
+    def pieces(self) -> Pieces:
+        """Which rank's file has which elements."""
+        return parsed(Fields(self.index), self.index["world_size"])
+
 
 def publish(
     partial: Path,
@@ -96,7 +109,9 @@ def publish(
         reports.append(json.loads(content))
         files |= reports[-1].pop("files")
         files[path.name] = {"bytes": len(content), "sha256": _sha256(content)}
-    write_json(partial / INDEX, {**index, "format": FORMAT, "files": files, "ranks": reports})
+    pieces = merged([report.pop("pieces") for report in reports])
+    lists = {"files": files, "pieces": pieces, "ranks": reports}
+    write_json(partial / INDEX, {**index, "format": FORMAT, **lists})
     write_text(partial / MARKER, sha256_of(partial / INDEX) + "\n")
     before_rename()
     if final.exists():  # an invalid one that resuming skipped, or one from before a rewind
@@ -105,27 +120,36 @@ def publish(
     fsync_directory(final.parent)
 
 
-def verify(directory: Path, run_id: str = "", rank: int = 0, world_size: int = 1) -> Checkpoint:
+def verify(directory: Path, run_id: str = "") -> Checkpoint:
     """Read and check a checkpoint of the run; CheckpointError names the first file that is wrong.
 
-    Whatever keeps a file from being read is an error of that kind, too. Ranks that verify together
-    each read marker, index and their share of the other files: every `world_size`-th, from
-    `rank` on. Rank 0 also checks that the files together have every element of what they hold.
+    Whatever keeps a file from being read is an error of that kind, too.
     """
-    found = read_index(directory)
-    if run_id and found.index.get("run") != run_id:
-        raise CheckpointError(
-            f"{directory}: found a checkpoint of run {found.index.get('run')}, "
-            f"expected run {run_id}"
-        )
-    for name in sorted(found.index["files"])[rank::world_size]:
-        _check_file(directory, name, found.index["files"])
-    if rank == 0:
-        _check_pieces(found)
+    found = read_index(directory, run_id)
+    check_share(found)
     return found
 
 
-def read_index(directory: Path) -> Checkpoint:
+def check_share(
+    found: Checkpoint, rank: int = 0, world_size: int = 1, is_shown: bool = False
+) -> None:
+    """Read and check a rank's share of the files that the index lists; CheckpointError as above.
+
+    Ranks that verify together call it after one of them has read the index for all.
+    """
+    files = found.index["files"]
+    names = share_of_rank(files, rank, world_size)
+    progress = Progress(found.step, found.num_bytes, world_size, is_shown)
+    progress.begin(sum(files[name]["bytes"] for name in names))
+    for name in names:
+        _check_file(found.directory, name, files, progress.add)
+        kind, _, owner = name.partition(".")[0].partition("-")
+        if kind == "engine":
+            expected = elements_of_rank(found.pieces, int(owner))
+            require_pieces(found.directory / name, expected)
+
+
+def read_index(directory: Path, run_id: str = "") -> Checkpoint:
     """Read the index and check it against marker and directory; CheckpointError as in `verify`."""
     path = directory / INDEX
     marker, content = _contents(directory / MARKER), _contents(path)
@@ -135,6 +159,10 @@ def read_index(directory: Path) -> Checkpoint:
     named = STEP_NAME.fullmatch(directory.name)
     if named and int(named.group(1)) != index["step"]:
         raise CheckpointError(f"{directory}: contains the checkpoint of step {index['step']}")
+    if run_id and index["run"] != run_id:
+        raise CheckpointError(
+            f"{directory}: found a checkpoint of run {index['run']}, expected run {run_id}"
+        )
     unknown = set(index["files"])
     for rank in range(index["world_size"]):
         expected = {rank_file(kind, rank) for kind in ("engine", "state", "rank")}
@@ -246,21 +274,13 @@ def remember(directory: Path, refused: str) -> None:
             (directory / REFUSED).unlink(missing_ok=True)
 
 
-def _check_pieces(found: Checkpoint) -> None:
-    with contextlib.ExitStack() as stack:
-        handles = {
-            name: stack.enter_context(opened(found.directory / name, framework="numpy"))
-            for name in sorted(found.index["files"])
-            if name.startswith("engine-")
-        }
-        pieces_of(found.directory, handles)
-
-
-def _check_file(directory: Path, name: str, files: dict[str, Any]) -> None:
+def _check_file(
+    directory: Path, name: str, files: dict[str, Any], on_bytes: Callable[[int], None]
+) -> None:
     path, expected = directory / name, files[name]
     _check_size(path, expected["bytes"])
     with _refusing(path):
-        found = sha256_of(path)
+        found = sha256_of(path, on_bytes)
     if found == expected["sha256"]:
         return
     # A common accident is a copy of a directory that mixed up the ranks: say so.

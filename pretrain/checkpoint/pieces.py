@@ -1,24 +1,190 @@
-"""The pieces of parameters in the files of a checkpoint, and that nothing between them is missing.
+"""The pieces of parameters in the files of a checkpoint: which elements each rank's file holds.
 
-A key is PARAMETER|START|KIND: the tensor has the elements of the flat parameter from START on.
-Torch-free.
+A key in a file is PARAMETER|START|KIND: the tensor has the elements of the flat parameter from
+START on. The index lists the pieces of all files, so that a reader opens only those it needs:
+
+    "pieces": {"w": {"kinds": ["exp_avg", "weight"], "runs": [[0, 0, 6, 2], [2, 12, 1, 1]]}}
+
+A run [RANK, START, ELEMENTS, RANKS] stands for RANKS pieces of as many elements each, one after the
+other from START on, in the files of consecutive ranks from RANK on. Here ranks 0 and 1 hold 6
+elements each, rank 2 the last one. Slices of any ZeRO stage are a few runs per parameter, whatever
+the number of ranks. Torch-free.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from data_pipeline.checked_fields import shown
+from data_pipeline.checked_fields import Fields, InvalidField, shown
 from data_pipeline.errors import CheckpointError, UnreadableError
 
 _KEY = re.compile(r"([^|]+)\|([0-9]{1,15})\|([^|]+)")
+HOLE = "a piece of {} starts at element {}, expected {}"
 
-# (parameter, kind) -> (start, slice) in order of their starts
-Pieces = dict[tuple[str, str], list[tuple[int, Any]]]
+
+class Run(NamedTuple):
+    """`ranks` pieces of `elements` each, from element `start` on, in files from `rank` on."""
+
+    rank: int
+    start: int
+    elements: int
+    ranks: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.elements * self.ranks
+
+
+class Piece(NamedTuple):
+    """The elements [start, end) of a parameter, in the file of `rank`."""
+
+    rank: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """Where a parameter is: the same pieces for each of its kinds (weight, moments, EMA)."""
+
+    kinds: tuple[str, ...]
+    runs: tuple[Run, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return self.runs[-1].end
+
+    def between(self, start: int, end: int) -> Iterator[Piece]:
+        """Yield the pieces that have some of the elements [start, end), in their order."""
+        for run in self.runs:
+            first = max(0, (start - run.start) // run.elements)
+            last = min(run.ranks, -(-(end - run.start) // run.elements))
+            for n in range(first, last):
+                at = run.start + n * run.elements
+                yield Piece(run.rank + n, at, at + run.elements)
+
+
+Pieces = dict[str, Held]  # by the parameter's name
+
+
+def key_of(parameter: str, start: int, kind: str) -> str:
+    """Return the key of a piece in its file."""
+    return f"{parameter}|{start}|{kind}"
+
+
+def report_of(elements: Mapping[str, int], rank: int) -> dict[str, Any]:
+    """Return what a rank reports of the keys in its file and their numbers of elements.
+
+    A piece is [OFFSET, ELEMENTS], from element rank x ELEMENTS + OFFSET on: so the reports of ranks
+    that hold equal slices of every parameter (stage 3) are equal, and rank 0 merges them as one.
+    """
+    kinds: dict[str, dict[str, list[tuple[int, int]]]] = {}
+    for key, count in elements.items():
+        parameter, start, kind = _parsed_key(key)
+        pieces = kinds.setdefault(parameter, {}).setdefault(kind, [])
+        pieces.append((start - rank * count, count))
+    report = {}
+    for parameter, by_kind in kinds.items():
+        (pieces,) = {tuple(sorted(each)) for each in by_kind.values()}
+        report[parameter] = {"kinds": sorted(by_kind), "pieces": [list(each) for each in pieces]}
+    return report
+
+
+def merged(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the index's `pieces` from the ranks' reports, in rank order."""
+    kinds: dict[str, list[str]] = {}
+    runs: dict[str, list[Run]] = {}
+    rank = 0
+    for report, equal in itertools.groupby(reports):
+        ranks = len(list(equal))
+        for parameter, held in report.items():
+            assert kinds.setdefault(parameter, held["kinds"]) == held["kinds"], parameter
+            runs.setdefault(parameter, []).extend(
+                Run(rank, rank * elements + offset, elements, ranks)
+                for offset, elements in held["pieces"]
+            )
+        rank += ranks
+    return {
+        name: {"kinds": kinds[name], "runs": [list(run) for run in _joined(each)]}
+        for name, each in runs.items()
+    }
+
+
+def _joined(runs: list[Run]) -> list[Run]:
+    """Return the runs in order of their starts, those that continue each other as one."""
+    found: list[Run] = []
+    for run in sorted(runs, key=lambda each: each.start):
+        last = found[-1] if found else None
+        if last and (last.rank + last.ranks, last.end, last.elements) == run[:3]:
+            found[-1] = last._replace(ranks=last.ranks + run.ranks)
+        else:
+            found.append(run)
+    return found
+
+
+def parsed(fields: Fields, world_size: int) -> Pieces:
+    """Return the pieces in an index; InvalidField unless all fields are right.
+
+    Also if elements of a parameter are missing or there twice: counts may add up even so, and what
+    a piece does not fill is whatever was in memory.
+    """
+    found: Pieces = {}
+    for name, entry in fields.tree("pieces").items():
+        if not isinstance(entry, dict) or entry.keys() != {"kinds", "runs"}:
+            raise InvalidField(f"pieces.{shown(name)} is {shown(entry)}, expected kinds and runs")
+        kinds, runs = entry["kinds"], entry["runs"]
+        if not _are_names(kinds) or not isinstance(runs, list) or not runs:
+            raise InvalidField(f"pieces.{shown(name)} is {shown(entry)}, expected kinds and runs")
+        end, held = 0, Held(tuple(kinds), tuple(_parsed_run(each, world_size) for each in runs))
+        for run in held.runs:
+            if run.start != end:
+                raise InvalidField(HOLE.format(shown(name), run.start, end))
+            end = run.end
+        found[name] = held
+    return found
+
+
+def _are_names(kinds: object) -> bool:
+    return isinstance(kinds, list) and bool(kinds) and all(isinstance(n, str) for n in kinds)
+
+
+def _parsed_run(value: object, world_size: int) -> Run:
+    if isinstance(value, list) and len(value) == 4 and all(type(n) is int for n in value):
+        run = Run(*value)
+        fits = run.rank >= 0 and run.ranks >= 1 and run.rank + run.ranks <= world_size
+        if fits and run.start >= 0 and run.elements >= 1 and run.end < 1 << 53:
+            return run
+    raise InvalidField(f"pieces has the run {shown(value)}, expected pieces of ranks")
+
+
+def elements_of_rank(pieces: Pieces, rank: int) -> dict[str, int]:
+    """Return the keys that are in the file of a rank, and their numbers of elements."""
+    return {
+        key_of(name, run.start + (rank - run.rank) * run.elements, kind): run.elements
+        for name, held in pieces.items()
+        for run in held.runs
+        if run.rank <= rank < run.rank + run.ranks
+        for kind in held.kinds
+    }
+
+
+def require_pieces(path: Path, expected: Mapping[str, int]) -> None:
+    """Raise CheckpointError unless the file has these keys, each with so many elements."""
+    with opened(path, framework="numpy") as handle:
+        shapes = {key: handle.get_slice(key).get_shape() for key in handle.keys()}  # noqa: SIM118
+    wanted = {key: [count] for key, count in expected.items()}
+    for key in sorted(shapes.keys() | wanted.keys()):
+        if shapes.get(key) != wanted.get(key):
+            raise CheckpointError(
+                f"{path}: found {shown(key)} of shape {shapes.get(key, 'none')}, the index has "
+                f"{wanted.get(key, 'none')}; use another checkpoint"
+            )
 
 
 @contextlib.contextmanager
@@ -40,37 +206,7 @@ def opened(path: Path, framework: str = "pt") -> Iterator[Any]:
         raise CheckpointError(f"{path}: not the tensors of a checkpoint ({reason})") from None
 
 
-def pieces_of(directory: Path, handles: Mapping[str, Any]) -> Pieces:
-    """Return the pieces in the opened files, by their names in `directory`.
-
-    CheckpointError if elements of a parameter are missing or there twice: counts may add up even
-    so, and what a piece does not fill is whatever was in memory.
-    """
-    found: Pieces = {}
-    for name, handle in handles.items():
-        for key in handle.keys():  # noqa: SIM118  (not a mapping)
-            parameter, start, kind = _parsed_key(directory / name, key)
-            piece = handle.get_slice(key)
-            if len(shape := piece.get_shape()) != 1:
-                raise CheckpointError(
-                    f"{directory / name}: found {key} of shape {shape}, expected one dimension"
-                )
-            found.setdefault((parameter, kind), []).append((start, piece))
-    for (parameter, kind), pieces in found.items():
-        pieces.sort(key=lambda piece: (piece[0], piece[1].get_shape()))
-        end = 0
-        for start, piece in pieces:
-            if start != end:
-                raise CheckpointError(
-                    f"{directory}: found a piece of {parameter} ({kind}) from element {start}, "
-                    f"expected {end}; use another checkpoint"
-                )
-            end += piece.get_shape()[0]
-    return found
-
-
-def _parsed_key(path: Path, key: str) -> tuple[str, int, str]:
+def _parsed_key(key: str) -> tuple[str, int, str]:
     match = _KEY.fullmatch(key)
-    if not match:
-        raise CheckpointError(f"{path}: found the key {shown(key)}, expected NAME|START|KIND")
+    assert match, key
     return match[1], int(match[2]), match[3]

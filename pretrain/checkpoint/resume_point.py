@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.errors import CheckpointError, UnreadableError
 from data_pipeline.patience import Outage, Patience
@@ -30,9 +31,10 @@ def find_resume_point(
 
     `nearer` gets the latest step here and `before`; what it finds after that step is taken instead.
 
-    Each rank hashes its share of the files. A checkpoint is refused on all ranks if one of them
-    refuses it; it is named, and remembered (`marker.remember`). CheckpointError if there are
-    checkpoints and none is valid; where storage fails, only after the `patience`.
+    Rank 0 reads the index for all; each rank hashes its share of the files. A checkpoint is refused
+    on all ranks if one of them refuses it; it is named, and remembered (`marker.remember`).
+    CheckpointError if there are checkpoints and none is valid; where storage fails, only after the
+    `patience`.
     """
     outage = Outage(patience or Patience())
     outage.run_waits()
@@ -76,10 +78,13 @@ def _find(
 ) -> marker.Checkpoint | None:
     def verify(directory: Path) -> marker.Checkpoint:
         start = time.monotonic()
-        found = None
+        index: dict[str, Any] = {}
         with raise_on_all_ranks():
-            found = marker.verify(directory, run_id, world.rank, world.world_size)
-        assert found is not None
+            if world.is_main:
+                index = marker.read_index(directory, run_id).index
+        found = marker.Checkpoint(directory, broadcast_value(index, dict[str, Any]))
+        with raise_on_all_ranks():
+            marker.check_share(found, world.rank, world.world_size, is_shown=world.is_main)
         if world.is_main:
             marker.remember(directory, refused="")
             logger.info("resuming from %s, %s", directory, _cost(found, start, world))

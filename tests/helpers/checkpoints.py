@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
@@ -10,6 +11,7 @@ from safetensors.numpy import save
 from data_pipeline.files import sha256_of, write_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
+from pretrain.checkpoint.pieces import key_of, report_of
 
 
 def index_of(step: int, num_ranks: int) -> dict[str, object]:
@@ -21,7 +23,13 @@ def index_of(step: int, num_ranks: int) -> dict[str, object]:
 
 def engine_file(step: int, rank: int, gap: int = 0) -> bytes:
     """A rank's 100 elements of the only parameter; `gap` elements after them are nobody's."""
-    return save({f"w|{rank * (100 + gap)}|weight": np.full(100, step, np.float32)})
+    key = key_of("w", rank * (100 + gap), "weight")
+    return save({key: np.full(100, step, np.float32)})
+
+
+def pieces_of_rank(rank: int, gap: int = 0) -> dict[str, Any]:
+    """What a rank reports of `engine_file`."""
+    return report_of({key_of("w", rank * (100 + gap), "weight"): 100}, rank)
 
 
 def publish_step(root: Path, step: int, num_ranks: int = 2, gap: int = 0, **more: object) -> Path:
@@ -37,6 +45,7 @@ def publish_step(root: Path, step: int, num_ranks: int = 2, gap: int = 0, **more
             for name in names
         }
         report = {"files": written, "first_lane": rank, "num_lanes": 1, "cursor": None}
+        report["pieces"] = pieces_of_rank(rank, gap)
         write_json(partial / files.rank_file("rank", rank), report)
     final = files.step_directory(root, step)
     marker.publish(partial, final, {**index_of(step, num_ranks), **more}, num_ranks)

@@ -28,6 +28,7 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import CheckpointError, UserError
 from data_pipeline.lanes.lane_stream import LaneStream
 from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.elastic_reader import load_fragments
 from pretrain.checkpoint.marker import latest_step
 from pretrain.checkpoint.replicas import replicated_values
 from pretrain.checkpoint.resume_point import find_resume_point
@@ -118,12 +119,13 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
     fault = Fault(**cell.get("fault", {"step": 0}))
     engine = fault.wrap(build_engine(run, world))
     num_slots = accumulation_steps(run, world.world_size)
-    state = None
+    state, opened = None, []
     if "resume" in cell:
         root = output / cell["resume"]
         found = find_resume_point(root, world, run_id="")
         assert found is not None, f"no checkpoint in {cell['resume']}"
         state = Checkpointer(run, root, world, "resume", "").restore(engine, found)
+        opened = gather_values(load_fragments(engine, found), list[int])
     state = state or TrainState.fresh(num_slots)
     lanes = lanes_of_rank(run, world.rank, world.world_size)
     stream = LaneStream(
@@ -135,7 +137,7 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         state.cursor,
     )
     checkpointer = Checkpointer(run, output / cell["name"], world, cell["name"], "")
-    losses, norms, scales, layers = {}, {}, {}, {}
+    losses, norms, scales, layers = {}, {}, {}, {"opened": opened}
     validation: dict[int, str] = {}
 
     def measure_validation() -> None:

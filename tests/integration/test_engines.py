@@ -313,6 +313,7 @@ def test_each_variant_resumes_bitwise(variants: Results, output: Path, name: str
         variants[f"{name}-zero3-{part}"] for part in ("whole", "half", "resumed")
     )
     assert {**half["losses"], **resumed["losses"]} == whole["losses"]
+    assert resumed["opened"] == [[0], [1]], "each rank opens its own engine file only"
     ends = [
         marker.verify(files.step_directory(output / f"{name}-zero3-{part}", STEPS))
         for part in ("whole", "resumed")

@@ -62,7 +62,7 @@ def test_a_checkpoint_with_a_hole_that_readers_refuse_is_not_valid(run_dir, caps
     assert main(["checkpoint", "verify", str(run_dir.path)]) == 1
     said = capsys.readouterr().out
     assert "step 50: CORRUPTED" in said
-    assert "found a piece of w (weight) from element 101, expected 100" in said
+    assert "a piece of 'w' starts at element 101, expected 100" in said
     found = marker.latest_valid(run_dir.checkpoints, lambda line: None)
     assert found is not None
     assert found.step == 40, "a resume takes the one before"

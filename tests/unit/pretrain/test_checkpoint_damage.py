@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from data_pipeline.errors import CheckpointError, UnreadableError
 from data_pipeline.patience import Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.checkpoint.elastic_reader import FragmentReader
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, destroy_process_group, init_world
@@ -205,6 +202,14 @@ INDEXES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a checksum that is a number": lambda index: index["files"]["state-00001.safetensors"].update(
         sha256=1.5
     ),
+    "no pieces": lambda index: index.pop("pieces"),
+    "pieces of another kind": lambda index: index.update(pieces=[]),
+    "a parameter without kinds": lambda index: index["pieces"]["w"].update(kinds=[]),
+    "pieces of a rank that is none": lambda index: index["pieces"]["w"].update(
+        runs=[[1, 0, 100, 2]]
+    ),
+    "pieces without elements": lambda index: index["pieces"]["w"].update(runs=[[0, 0, 0, 2]]),
+    "a run that is text": lambda index: index["pieces"]["w"].update(runs=["0001"]),
     "a world of minus one": lambda index: index.update(world_size=-1),
 }
 
@@ -217,6 +222,15 @@ def test_an_index_of_another_form_is_refused_by_name_and_the_one_before_used(roo
     assert found is not None
     assert found.step == 1
     assert files.INDEX in said[0]
+
+
+def test_a_file_with_other_pieces_than_the_index_says_is_refused_by_name(root):
+    """Its checksum is right; a reader would take other elements than the index says."""
+    directory = files.step_directory(root, 2)
+    swapped = [[1, 0, 100, 1], [0, 100, 100, 1]]
+    rewrite_index(directory, lambda index: index["pieces"]["w"].update(runs=swapped))
+    with pytest.raises(CheckpointError, match=r"engine-00000.*found 'w\|0\|weight' of shape"):
+        marker.verify(directory)
 
 
 @pytest.mark.parametrize("content", [b"[]", b"3", b"\xff", b"{", b"[" * 100_000])
@@ -236,7 +250,7 @@ def test_ranks_that_share_the_reading_read_every_file_once(root, name):
     refusing = []
     for rank in range(3):
         try:
-            marker.verify(directory, rank=rank, world_size=3)
+            marker.check_share(marker.read_index(directory), rank, world_size=3)
         except CheckpointError:
             refusing.append(rank)
     assert len(refusing) == (3 if name in (files.INDEX, files.MARKER) else 1)
@@ -314,19 +328,15 @@ def found_step(root: Path, world: World) -> int:
 
 
 @pytest.mark.parametrize(
-    ("starts", "missing"),
-    [((0, 1, 7), "from element 1, expected 4"), ((0, 5, 8), "from element 5, expected 4")],
+    ("starts", "missing"), [((0, 1, 7), "1, expected 4"), ((0, 5, 8), "5, expected 4")]
 )
 def test_pieces_whose_counts_add_up_but_that_overlap_or_leave_a_hole_are_refused(
-    tmp_path, starts, missing
+    root, starts, missing
 ):
     """12 elements: [0, 4) [1, 4) [7, 12) would leave [4, 7) as memory happened to be."""
     ends = {1: 4, 5: 8}
-    pieces = {
-        f"w|{start}|weight": torch.ones((4 if start == 0 else ends.get(start, 12)) - start)
-        for start in starts
-    }
-    save_file(pieces, tmp_path / files.rank_file("engine", 0))
-    found = marker.Checkpoint(tmp_path, {"files": {files.rank_file("engine", 0): {}}})
-    with pytest.raises(CheckpointError, match=missing):
-        FragmentReader(found)
+    runs = [[0, start, (4 if start == 0 else ends.get(start, 12)) - start, 1] for start in starts]
+    directory = files.step_directory(root, 2)
+    rewrite_index(directory, lambda index: index["pieces"]["w"].update(runs=runs))
+    with pytest.raises(CheckpointError, match=f"a piece of 'w' starts at element {missing}"):
+        marker.verify(directory)

@@ -28,7 +28,7 @@ from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, lanes_of_rank
 from pretrain.rundir.run_dir import RunDir
-from tests.helpers.checkpoints import engine_file, index_of
+from tests.helpers.checkpoints import engine_file, index_of, pieces_of_rank
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.metrics import train_line
 
@@ -162,6 +162,7 @@ class Run:
             lanes = lanes_of_rank(RUN, rank, self.world_size)
             report = {"files": sizes, "first_lane": lanes.start, "num_lanes": len(lanes)}
             report["cursor"] = cursors[rank].to_tree()
+            report["pieces"] = pieces_of_rank(rank)
             write_json(partial / files.rank_file("rank", rank), report)
         final = files.step_directory(self.run_dir.checkpoints, self.step)
         marker.publish(partial, final, index_of(self.step, self.world_size), self.world_size)
