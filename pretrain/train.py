@@ -99,12 +99,13 @@ def train(parts: Parts, process: RankProcess) -> Ending:
         learning_rate = learning_rate_at(config.optim, state.step)
         ends_interval = (state.step + 1) % config.metrics.interval == 0
         result = engine.step(learning_rate, measure_layers=ends_interval)
-        if result.skipped and not result.overflowed:
+        is_forgotten = result.skipped and not result.overflowed
+        if is_forgotten:
             # What a harmful segment left in memory would spoil all later steps. An overflow is only
             # the gradients' business: the loss scale was too large, but the forward pass was sound.
             offload.wait()
             state.memories = memories_without(LaneState(config.model), batch, memories_before)
-        state.advance(batch, config.tokens_per_step)
+        state.advance(batch, config.tokens_per_step, is_forgotten)
         metrics.end_step(state, result, learning_rate)
 
         # Agree with the other ranks on what follows.
@@ -203,7 +204,7 @@ def _save(
         # Not before its metrics are on disk: a run resumed from it would lack them.
         suspected_since = parts.spike_monitor.suspected_since
         what = (parts.engine, parts.state, validation_loss, parts.metrics.unwritten)
-        save = partial(parts.checkpointer.save, *what, suspected_since)
+        save = partial(parts.checkpointer.save, *what, suspected_since, ending is not None)
         save() if ending is None else parts.checkpointer.until_published(save)
     if ending is not None:  # it is uploaded during the last evaluation
         parts.mirror.agree(

@@ -8,6 +8,7 @@ There is no pickle.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -103,28 +104,44 @@ class Checkpointer:
         validation_loss: float | None = None,
         obstacle: Callable[[], str] = lambda: "",
         suspected_since: int | None = None,
+        is_last: bool = False,
     ) -> bool:
         """Start a checkpoint of `state.step`; without `checkpoint.asynchronous`, also finish it.
 
         The one before is finished first. Call `wait_for_copy` before the engine's next update. The
         latest checkpoint from before step `suspected_since` is kept for a rewind. Returns False if
         the disk is too full, or rank 0's `obstacle` says that something else must be on disk first.
+        Memories are left out as `checkpoint.memories_interval` says, but not of the `is_last`.
         Raises on every rank if replicas differ.
         """
         self.finish()
         require_equal_replicas(engine, state)
-        rank_files = files_of_rank(engine, state, self._lane_state)
+        if not is_last and self._leaves_out_memories(state):
+            saved, past = dataclasses.replace(state, memories=[]), state.past.steps[0].before
+            rebuild = state.past.to_tree()
+        else:
+            saved, past, rebuild = state, None, None
+        rank_files = files_of_rank(engine, saved, self._lane_state)
         if problem := self._problem_ahead(rank_files, obstacle):
             self._give_up_save(state.step, problem)
             return False
         partial = files.partial_directory(self._root, state.step, self._attempt)
-        publish = self._publication(partial, engine, state, validation_loss, suspected_since)
-        report = self._report(state)
+        publish = self._publication(
+            partial, engine, state, validation_loss, suspected_since, rebuild
+        )
+        report = {**self._report(state), "past": past.to_tree() if past else None}
         self._save = Save(
             state.step, partial, rank_files, report, self._buffers, self._world, publish
         )
         self._save.start()
         return self._run.checkpoint.asynchronous or self.finish()
+
+    def _leaves_out_memories(self, state: TrainState) -> bool:
+        """Whether they are to be rebuilt, and what that takes has been read."""
+        kept = self._run.checkpoint
+        every = kept.memories_interval * kept.interval
+        is_due = kept.memories_interval == 1 or bool(every and state.step % every == 0)
+        return not is_due and state.past.is_complete
 
     def note_validation_loss(self, step: int, loss: float) -> None:
         """Add the loss to the published checkpoint of `step`, and remove what is not kept then.
@@ -258,6 +275,7 @@ class Checkpointer:
         state: TrainState,
         validation_loss: float | None,
         suspected_since: int | None,
+        rebuild: dict[str, Any] | None,
     ) -> Callable[[Callable[[], None]], None]:
         """Return what rank 0's thread calls after writing its files.
 
@@ -271,6 +289,7 @@ class Checkpointer:
             "optimizer_steps": engine.optimizer_step_count(),
             "loss_scale": engine.loss_scaler.to_tree() if engine.loss_scaler is not None else None,
             "validation_loss": validation_loss,
+            "rebuild": rebuild,
             "world_size": self._world.world_size,
             "config": to_tree(self._run),
         }

@@ -3,7 +3,8 @@
 format, run, step, world_size, config     which checkpoint it is
 files      name -> bytes and sha256       of every file but index and marker
 pieces     parameter -> kinds and runs    which rank's file has which elements (`pieces.py`)
-ranks      first_lane, num_lanes, cursor  of every rank, in their order
+ranks      first_lane, num_lanes, cursor  of every rank, in their order; `past`, an earlier cursor
+rebuild    steps, forgotten               null, or what memories that are not here are rebuilt from
 tokens_seen, optimizer_steps, loss_scale, validation_loss
 """
 
@@ -61,8 +62,19 @@ def _check(fields: Fields, index: dict[str, Any]) -> None:
         raise InvalidField(f"world_size is {index['world_size']}, ranks has {len(reports)}")
     pieces.parsed(fields, len(reports))
     # Of a cursor, its reader checks what is in it; None before the first batch.
-    if not all(isinstance(each.get("cursor", ...), (dict, NoneType)) for each in index["ranks"]):
-        raise InvalidField("a rank has no cursor")
+    for name in ("cursor", "past"):
+        if not all(isinstance(each.get(name, ...), (dict, NoneType)) for each in index["ranks"]):
+            raise InvalidField(f"a rank has no {name}")
+    _check_rebuild(fields, index)
     for report in reports:
         report.integer("first_lane", next_lane, next_lane)
         next_lane += report.integer("num_lanes", least=1)
+
+
+def _check_rebuild(fields: Fields, index: dict[str, Any]) -> None:
+    if "rebuild" not in index:
+        raise InvalidField("rebuild is missing")
+    if index["rebuild"] is not None:
+        rebuild = fields.object("rebuild").only(("steps", "forgotten"))
+        steps = rebuild.integer("steps", 1, index["step"])
+        rebuild.integers("forgotten", steps - 1)

@@ -149,6 +149,7 @@ class LocalTier:
         assert state.cursor is not None
         cursor = state.cursor.to_tree()
         report = {"first_lane": 0, "num_lanes": len(state.cursor.lanes), "cursor": cursor}
+        report["past"] = None
         alone = replace(self._world, rank=0, world_size=1)
         self._save = Save(state.step, partial, rank_files, report, self._buffers, alone, publish)
         self._save.start()
@@ -273,6 +274,7 @@ class LocalTier:
             "optimizer_steps": engine.optimizer_step_count(),
             "loss_scale": scaler.to_tree() if scaler is not None else None,
             "validation_loss": None,
+            "rebuild": None,
             "world_size": 1,
             "config": self._config,
             "local": {

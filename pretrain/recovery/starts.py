@@ -86,6 +86,7 @@ def record_start(
     data: Mapping[str, Any],
     where: dict[str, Any],
     is_local: bool = False,
+    rebuilt_steps: int = 0,
 ) -> None:
     """Write to the ledger where and in which environment training starts; log what changed."""
     environment = environment_of_ranks(world)
@@ -105,7 +106,7 @@ def record_start(
         return
     before = last_of(ledger.read(), TrainingBegan)
     changes = environment_changes(before.environment if before else {}, environment)
-    resumed = Resumed(**began, changes=changes, local=is_local)
+    resumed = Resumed(**began, changes=changes, local=is_local, rebuilt_steps=rebuilt_steps)
     if changes:
         logger.warning(resumed.not_bitwise)
     ledger.append(resumed)

@@ -18,6 +18,7 @@ def index_of(step: int, num_ranks: int) -> dict[str, object]:
     """What rank 0 knows of a checkpoint."""
     counts = dict.fromkeys(("tokens_seen", "optimizer_steps"), step)
     rest = {"run": "run", "config": {}, "loss_scale": None, "validation_loss": None}
+    rest["rebuild"] = None
     return {"step": step, "world_size": num_ranks, **counts, **rest}
 
 
@@ -45,6 +46,7 @@ def publish_step(root: Path, step: int, num_ranks: int = 2, gap: int = 0, **more
             for name in names
         }
         report = {"files": written, "first_lane": rank, "num_lanes": 1, "cursor": None}
+        report["past"] = None
         report["pieces"] = pieces_of_rank(rank, gap)
         write_json(partial / files.rank_file("rank", rank), report)
     final = files.step_directory(root, step)

@@ -162,6 +162,7 @@ class Run:
             lanes = lanes_of_rank(RUN, rank, self.world_size)
             report = {"files": sizes, "first_lane": lanes.start, "num_lanes": len(lanes)}
             report["cursor"] = cursors[rank].to_tree()
+            report["past"] = None
             report["pieces"] = pieces_of_rank(rank)
             write_json(partial / files.rank_file("rank", rank), report)
         final = files.step_directory(self.run_dir.checkpoints, self.step)
