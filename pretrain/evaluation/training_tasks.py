@@ -112,5 +112,5 @@ def evaluating(engine: Engine) -> Iterator[TransformerXL]:
         yield module.eval()
     finally:
         module.train(was_training)
-        module.trained_keys = 0
-        module.expect_keys(0)
+        module.trained_keys = ()
+        module.expect_keys(0, 0)

@@ -28,7 +28,7 @@ class HiddenStateStream:
     def __init__(self, module: TransformerXL, memory_length: int, longest_segment: int) -> None:
         self._module = module.eval()
         self._memory_length = memory_length
-        self._most_keys = module.config.most_keys(memory_length, longest_segment)
+        self._longest_segment = longest_segment
         self._memory: Memory | None = None
 
     @torch.no_grad()
@@ -36,7 +36,7 @@ class HiddenStateStream:
         self, tokens_BL: Tensor, targets_BL: Tensor, starts_BL: Tensor | None = None
     ) -> Tensor:
         """Return negative log-likelihoods in float32, and remember the segment."""
-        self._module.expect_keys(self._most_keys)
+        self._module.expect_keys(self._memory_length, self._longest_segment)
         nll_BL, self._memory = self._module(
             tokens_BL, targets_BL, self._memory, starts_BL, memory_length=self._memory_length
         )
@@ -47,7 +47,7 @@ class HiddenStateStream:
         self, tokens_BL: Tensor, starts_BL: Tensor | None = None, num_last: int | None = None
     ) -> Tensor:
         """Return log-probabilities after each of the last `num_last` tokens (default: all)."""
-        self._module.expect_keys(self._most_keys)
+        self._module.expect_keys(self._memory_length, self._longest_segment)
         logits_BLV, self._memory = self._module.logits_BLV(
             tokens_BL, self._memory, starts_BL, self._memory_length, num_last
         )
@@ -112,12 +112,13 @@ class KeyValueCache:
     def __init__(
         self,
         module: TransformerXL,
+        index: int,
         layer: TransformerLayer,
         length: int,
         longest_segment: int,
         num_tokens: int | None,
     ) -> None:
-        self._module, self._layer = module, layer
+        self._module, self._index, self._layer = module, index, layer
         self._length, self._longest_segment = length, longest_segment
         self._num_tokens = num_tokens
         self._rows: RowBuffer | None = None
@@ -129,7 +130,7 @@ class KeyValueCache:
         return self._layer.read_cached(
             hidden_BLD,
             self._remember,
-            keys.positions_CX(num_keys),
+            keys.positions_CX(self._index, num_keys),
             _nearest(self._all_terms(keys), num_keys),
             visibility=keys.visibility(num_keys, self._length),
         )
@@ -147,7 +148,8 @@ class KeyValueCache:
     def _all_terms(self, keys: SegmentKeys) -> ScoreTerms:
         if self._terms is None:
             biases_NH = (self._module.content_bias, self._module.position_bias)
-            positions_CX = keys.positions_CX(self._length + self._longest_segment)
+            num_keys = self._length + self._longest_segment
+            positions_CX = keys.positions_CX(self._index, num_keys)
             self._terms = _heads_first(self._layer.attention.terms(positions_CX, *biases_NH))
         return self._terms
 
@@ -195,7 +197,7 @@ class CachedStream:
             "compressed rows are computed from hidden states"
         )
         self._module = module.eval()
-        self._most_keys = module.config.most_keys(memory_length, longest_segment)
+        self._expected = (memory_length, longest_segment)
         if num_tokens is not None:
             memory_length, longest_segment = (
                 min(each, num_tokens) for each in (memory_length, longest_segment)
@@ -207,7 +209,8 @@ class CachedStream:
         self._caches = [self._cache_of(*numbered) for numbered in enumerate(module.layers)]
         self._documents: RowBuffer | None = None
         self._document_B: Tensor | None = None
-        self._positions_CX: Tensor | None = None  # for the largest possible number of keys
+        # Of each layer, for the largest possible number of keys.
+        self._positions: list[Tensor] | None = None
 
     @torch.no_grad()
     def nll_BL(
@@ -235,17 +238,17 @@ class CachedStream:
         assert isinstance(layer, TransformerLayer)
         length = self._state.parts.layers[index][0].length
         lengths = (length, self._longest_segment, self._num_tokens)
-        return KeyValueCache(self._module, layer, *lengths)
+        return KeyValueCache(self._module, index, layer, *lengths)
 
     def _hidden_states(self, tokens_BL: Tensor, starts_BL: Tensor | None) -> Tensor:
         assert tokens_BL.shape[1] <= self._longest_segment, (tokens_BL.shape, self._longest_segment)
         hidden_BLD = self._module.embedding(tokens_BL)
-        if self._positions_CX is None:
-            self._module.expect_keys(self._most_keys)
+        if self._positions is None:
+            self._module.expect_keys(*self._expected)
             num_keys = self._memory_length + self._longest_segment
-            self._positions_CX = self._module.positions_CX(num_keys, hidden_BLD)
+            self._positions = self._module.positions(num_keys, hidden_BLD)
         documents_BC = self._documents_BC(tokens_BL, starts_BL)
-        keys = SegmentKeys(self._module.config, hidden_BLD, self._positions_CX, documents_BC)
+        keys = SegmentKeys(self._module.config, hidden_BLD, self._positions, documents_BC)
         for each in self._caches:
             hidden_BLD = each.read(hidden_BLD, keys)
         return hidden_BLD

@@ -5,6 +5,8 @@ Letters of shapes as in `pretrain.model`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from pretrain.config.model import ModelConfig
@@ -15,12 +17,19 @@ class SegmentKeys:
     """Positions and visibility of a segment's keys, which layers with as many keys share."""
 
     def __init__(
-        self, config: ModelConfig, hidden_BLD: Tensor, positions_CX: Tensor, documents_BC: Tensor
+        self,
+        config: ModelConfig,
+        hidden_BLD: Tensor,
+        positions: Sequence[Tensor],
+        documents_BC: Tensor,
     ) -> None:
-        """C is the number of keys of the layers that remember the most, farthest first."""
+        """`positions` [C, X] are those of each layer, farthest first.
+
+        C is the number of keys of the layers that remember the most.
+        """
         self._config = config
         self._num_queries, self._dtype = hidden_BLD.shape[1], hidden_BLD.dtype
-        self._positions_CX = positions_CX
+        self._positions = positions
         self._documents_BC = documents_BC
         self._visibility: dict[tuple[int, int], Visibility] = {}
 
@@ -30,9 +39,9 @@ class SegmentKeys:
         isolates = self._config.isolate_documents
         return self._documents_BC[:, -self._num_queries :] if isolates else None
 
-    def positions_CX(self, num_keys: int) -> Tensor:
+    def positions_CX(self, layer: int, num_keys: int) -> Tensor:
         """Return encodings or biases of the nearest keys."""
-        return _last(self._positions_CX, num_keys, dim=0)
+        return _last(self._positions[layer], num_keys, dim=0)
 
     def visibility(self, num_keys: int, memory_length: int) -> Visibility:
         """Return which of the nearest keys the queries see in a layer with this memory length."""

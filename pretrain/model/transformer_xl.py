@@ -99,9 +99,10 @@ class TransformerXL(nn.Module):
                 else nn.Identity()  # a layer without rows; the others keep their numbers
                 for layer in layers
             )
-        self._encodings = self._encodings_of(None)
-        # Most keys of a segment in training, where `rope_extension` is to act; else 0.
-        self.trained_keys = 0
+        self._stretches: tuple[Stretch | None, ...] = (None,) * config.num_layers
+        self._encodings: dict[Stretch | None, RelativePositions] = {None: self._encodings_of(None)}
+        # Each layer's most keys of a segment in training, where `rope_extension` is to act.
+        self.trained_keys: tuple[int, ...] = ()
 
     def forward(
         self,
@@ -227,14 +228,14 @@ class TransformerXL(nn.Module):
         compressed_BK = carried.compressed_documents_BK
         documents = (compressed_BK, carried.documents_BM, documents_BL)
         documents_BC = torch.cat([each for each in documents if each is not None], dim=1)
-        positions_CX = self.positions_CX(documents_BC.shape[1], hidden_BLD, dropout)
+        positions = self.positions(documents_BC.shape[1], hidden_BLD, dropout)
         length, num_leaving = state.parts.memory_length, 0
         if compressed_BK is not None and length:
             rate = self.config.compression_rate
             num_leaving = num_leaving_rows(num_rows, num_tokens, length, rate)
         return Segment(
             state=state,
-            keys=SegmentKeys(self.config, hidden_BLD, positions_CX, documents_BC),
+            keys=SegmentKeys(self.config, hidden_BLD, positions, documents_BC),
             documents_BL=documents_BL,
             leaving_BX=leaving_rows(carried.documents_BM, documents_BL, num_leaving),
             compresses=compressed_BK is not None,
@@ -259,7 +260,7 @@ class TransformerXL(nn.Module):
         output_BLD = self._run(
             index,
             layer,
-            *(hidden_BLD, memory_BMD, segment.keys.positions_CX(num_keys)),
+            *(hidden_BLD, memory_BMD, segment.keys.positions_CX(index, num_keys)),
             *(self.content_bias, self.position_bias),
             visibility=segment.keys.visibility(num_keys, length),
             dropout=segment.dropout,
@@ -298,26 +299,50 @@ class TransformerXL(nn.Module):
             compressed_BK = last_rows(compressed_BK, new_BK, parts.shared[0].length) - last_B1
         return Carried(tuple(layers), documents_BM - last_B1, compressed_BK)
 
-    def positions_CX(
+    def positions(
         self, num_keys: int, hidden_BLD: Tensor, dropout: DropoutStream | None = None
+    ) -> list[Tensor]:
+        """Return each layer's encodings [C, D or H] or biases [C, N], farthest first, dropped."""
+        made = {
+            stretch: self._positions_CX(encodings, num_keys, hidden_BLD, dropout)
+            for stretch, encodings in self._encodings.items()
+        }
+        return [made[stretch] for stretch in self._stretches]
+
+    def _positions_CX(
+        self,
+        encodings: RelativePositions,
+        num_keys: int,
+        hidden_BLD: Tensor,
+        dropout: DropoutStream | None,
     ) -> Tensor:
-        """Return encodings [C, D or H] or biases [C, N], farthest first, with dropout."""
         if self.distance_bias is not None:
             return self.distance_bias(num_keys, hidden_BLD.dtype, hidden_BLD.device)
-        positions_CX = self._encodings.encodings_CD(num_keys, hidden_BLD.dtype, hidden_BLD.device)
+        positions_CX = encodings.encodings_CD(num_keys, hidden_BLD.dtype, hidden_BLD.device)
         drops = position_traits(self.config.positions).projects_encodings
         if dropout is None or self.config.dropout == 0.0 or not drops:
             return positions_CX
         return dropout.drop_shared(positions_CX, self.config.dropout, Site.POSITIONS)
 
-    def expect_keys(self, num_keys: int) -> None:
-        """Read with up to `num_keys` keys: beyond those of training, as `rope_extension` says."""
-        stretch = None
-        if position_traits(self.config.positions).rotates and 0 < self.trained_keys < num_keys:
-            factor = num_keys / self.trained_keys
-            stretch = Stretch(self.config.rope_extension, factor, self.trained_keys)
-        if stretch != self._encodings.stretch:
-            self._encodings = self._encodings_of(stretch)
+    def expect_keys(self, longest_memory: int, segment_length: int) -> None:
+        """Read with memories and segments of up to these lengths.
+
+        Where a layer then sees more keys than in training, `rope_extension` acts.
+        """
+        if not position_traits(self.config.positions).rotates:
+            return
+        trained = self.trained_keys or (0,) * self.config.num_layers
+        lengths = self.config.memory_lengths(longest_memory)
+        expected = (self.config.most_keys(length, segment_length) for length in lengths)
+        kind = self.config.rope_extension
+        self._stretches = tuple(
+            Stretch(kind, keys / before, before) if 0 < before < keys else None
+            for keys, before in zip(expected, trained, strict=True)
+        )
+        self._encodings = {
+            stretch: self._encodings.get(stretch) or self._encodings_of(stretch)
+            for stretch in self._stretches
+        }
 
     def _encodings_of(self, stretch: Stretch | None) -> RelativePositions:
         rotates = position_traits(self.config.positions).rotates

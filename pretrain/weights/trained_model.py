@@ -49,10 +49,12 @@ class TrainedModel:
         self.module.trained_keys = self.trained_keys
 
     @property
-    def trained_keys(self) -> int:
-        """The most keys that a segment saw in training."""
+    def trained_keys(self) -> tuple[int, ...]:
+        """The most keys that a segment saw in training, in each layer."""
         model = self.config.model
-        return model.most_keys(model.longest_memory, self.segment_length)
+        return tuple(
+            model.most_keys(length, self.segment_length) for length in model.memory_lengths()
+        )
 
     @property
     def segment_length(self) -> int:

@@ -97,7 +97,7 @@ def test_rotations_are_stretched_for_more_keys_than_in_training_as_ours(exported
     settings = {"memory_length": 24, "rope_extension": "yarn"}
     theirs, plain = load(directory, **settings), load(directory, memory_length=24)
     trained = trained_model(**VARIANTS["rope"], rope_extension="yarn")
-    assert trained.trained_keys == theirs.config.trained_keys == SEGMENT + 8
+    assert trained.trained_keys == theirs.config.trained_keys == (SEGMENT + 8,) * 2
     stream, tokens = new_stream(trained.module, 24, SEGMENT), some_tokens(2, 6 * SEGMENT)
     starts = torch.zeros_like(tokens, dtype=torch.bool)
     starts[:, 1:] = tokens[:, :-1] == END

@@ -154,7 +154,7 @@ def attention_mass(
     module.eval()
     config, device = module.config, next(module.parameters()).device
     stream, first = measured_stream(corpus, config, memory_length, segment_length)
-    module.expect_keys(config.most_keys(memory_length, segment_length))
+    module.expect_keys(memory_length, segment_length)
     num_keys = segment_length + memory_length + config.compressed_length + config.compression_rate
     sums = _Sums(int(bins_of(torch.tensor(num_keys))) + 1)
     memory: Memory | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -24,7 +25,7 @@ class XLPretrainConfig(PretrainedConfig):
     """The settings of `ModelConfig`, the length of a segment, and the token that ends a document.
 
     `memory_length` may be another one than in training; `rope_extension` (ntk or yarn) then counts
-    from `trained_keys`, the most keys that a segment saw.
+    from `trained_keys`, the most keys that a segment saw in each layer.
     """
 
     model_type = "xl-pretrain"
@@ -39,11 +40,11 @@ class XLPretrainConfig(PretrainedConfig):
         self,
         segment_length: int = 128,
         document_end_id: int = 0,
-        trained_keys: int = 0,
+        trained_keys: Sequence[int] = (),
         **settings: Any,
     ) -> None:
         self.segment_length = segment_length
-        self.trained_keys = trained_keys
+        self.trained_keys = tuple(trained_keys)
         self.document_end_id = document_end_id
         for each in fields(ModelConfig):
             value = settings.pop(each.name, each.default)

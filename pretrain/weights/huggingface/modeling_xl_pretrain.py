@@ -171,9 +171,7 @@ class XLPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the logits, and the memory followed by the last tokens."""
         memory, last_B = (None, None) if mems is None else (mems[:-1], mems[-1])
         config = self.transformer.config
-        self.transformer.expect_keys(
-            config.most_keys(config.longest_memory, self.config.segment_length)
-        )
+        self.transformer.expect_keys(config.longest_memory, self.config.segment_length)
 
         def read(tokens_BL: Tensor, starts_BL: Tensor, num_last: int) -> Tensor:
             nonlocal memory

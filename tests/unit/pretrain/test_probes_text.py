@@ -215,12 +215,12 @@ def test_layers_keep_their_numbers_beside_deltanets(corpus):
 def test_attention_is_measured_with_the_angles_of_its_own_memory(corpus):
     options = {**VARIANTS["rope"], "rope_extension": "ntk"}
     model = model_for(corpus, **options)
-    model.trained_keys = 3
+    model.trained_keys = (3,) * len(model.layers)
     found = attention_mass(model, corpus, memory_length=MEMORY, segment_length=SEGMENT)
-    model.expect_keys(1000)  # of another probe
+    model.expect_keys(1000, 0)  # of another probe
     again = attention_mass(model, corpus, memory_length=MEMORY, segment_length=SEGMENT)
     assert again == found
-    model.trained_keys = 0
+    model.trained_keys = ()
     plain = attention_mass(model, corpus, memory_length=MEMORY, segment_length=SEGMENT)
     assert plain.mean_distance != found.mean_distance
 

@@ -71,10 +71,13 @@ def test_the_fastest_pair_keeps_its_frequency_and_the_slowest_is_divided_by_the_
     assert float(slow) == pytest.approx(10_000 ** -((WIDTH - 2) / WIDTH) / 8)
 
 
-def model_of(kind: RopeExtension, trained_keys: int) -> TransformerXL:
+def model_of(kind: RopeExtension, trained_keys: int, *memory_length: int) -> TransformerXL:
+    """Layers of memory length 8 saw `trained_keys` in training, others as many fewer."""
     options = {**VARIANTS["rope"], "num_heads": 1}  # of 16 channels
-    model = tiny_model(**options, rope_extension=kind).eval()
-    model.trained_keys = trained_keys
+    model = tiny_model(**options, rope_extension=kind, memory_length=memory_length or 8).eval()
+    if trained_keys:
+        lengths = model.config.memory_lengths()
+        model.trained_keys = tuple(trained_keys - 8 + length for length in lengths)
     return model
 
 
@@ -89,17 +92,36 @@ def read(stream: CachedStream | HiddenStateStream) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
+@pytest.mark.parametrize("lengths", [(8,), (3, 8)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_cached_keys_are_stretched_as_those_of_remembered_hidden_states(
-    kind: RopeExtension,
+    kind: RopeExtension, lengths: tuple[int, ...]
 ) -> None:
-    model = model_of(kind, trained_keys=9)
+    model = model_of(kind, 17, *lengths)
     cached = read(CachedStream(model, 24, max(LENGTHS)))
-    model.expect_keys(0)  # another stream on the same model
+    model.expect_keys(0, 0)  # another stream on the same model
     remembered = read(HiddenStateStream(model, 24, max(LENGTHS)))
     torch.testing.assert_close(cached, remembered, rtol=1e-10, atol=1e-10)
-    plain = read(CachedStream(model_of("none", trained_keys=9), 24, max(LENGTHS)))
+    plain = read(CachedStream(model_of("none", 17, *lengths), 24, max(LENGTHS)))
     assert not torch.allclose(cached[:, 9:], plain[:, 9:], rtol=1e-3)
+
+
+def test_only_layers_that_see_more_keys_than_in_training_are_stretched() -> None:
+    model, plain = (model_of(kind, 17, 3, 8) for kind in ("ntk", "none"))
+    hidden_BLD = torch.zeros(1, 9, 16, dtype=torch.float64)
+    for memory, segment, factors in (
+        (8, 9, (1.0, 1.0)),
+        (24, 9, (1.0, 33 / 17)),
+        (24, 15, (18 / 12, 39 / 17)),
+    ):
+        model.expect_keys(memory, segment)
+        usual_CH = plain.positions(39, hidden_BLD)[0]
+        distances_C = torch.arange(38, -1, -1, dtype=torch.float64)
+        for layer, found_CH in enumerate(model.positions(39, hidden_BLD)):
+            assert torch.equal(found_CH, usual_CH) == (factors[layer] == 1.0)
+            stretch = Stretch("ntk", factors[layer], model.trained_keys[layer])
+            expected_CH = sinusoids_XD(distances_C, WIDTH, stretch)
+            torch.testing.assert_close(found_CH, expected_CH, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,8 +151,8 @@ def test_training_goes_on_with_its_own_angles_after_an_evaluation_of_tasks() -> 
     engine = TorchEngine(run, model, ALONE, 1)
     before, _ = model(tokens_BL, tokens_BL)
     with evaluating(engine) as module:
-        module.trained_keys = 2
-        module.expect_keys(100)
+        module.trained_keys = (2, 2)
+        module.expect_keys(100, 0)
         during, _ = module(tokens_BL, tokens_BL)
     after, _ = model(tokens_BL, tokens_BL)
     assert torch.equal(after, before)
