@@ -22,6 +22,7 @@ from launcher.slurm.job_checks import check_request, check_run
 from launcher.slurm.sbatch import Job, parse_nodes, quote, render
 from launcher.slurm.shared_paths import path_notes
 from launcher.slurm.snapshot import Snapshot, replaced_snapshot
+from launcher.slurm.staging import DEFAULT_DIRECTORY, check_staging, pack
 from launcher.status.run_state import is_done_already
 from launcher.supervisor import latest_step
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
@@ -61,6 +62,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_mirror_argument(parser)
     add_policy_arguments(parser)
     parser.add_argument(
+        "--stage-environment",
+        action="store_true",
+        help="copy code and Python environment to each node's own disk; ranks import from there",
+    )
+    parser.add_argument(
+        "--stage-directory",
+        type=Path,
+        default=DEFAULT_DIRECTORY,
+        metavar="DIR",
+        help="where on the nodes (default %(default)s)",
+    )
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="print the batch script and the step that it runs; write and submit nothing",
@@ -74,6 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.name:
         config = replace(config, name=arguments.name)
     job = planned(arguments, config)
+    is_staged = arguments.stage_environment
+    if is_staged:
+        check_staging(job.cluster, arguments.stage_directory)
     notes = check_run(with_vocabulary(config), job.cluster, job.nodes, job.run_dir)
     notes += path_notes(config, job.cluster, job.run_dir, job.python)
     if arguments.dry_run:
@@ -86,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         from pretrain.mirror.restore import restore_run  # it takes a while
 
         restore_run(arguments.mirror, job.run_dir)
-    number = submit(job, config)
+    number = submit(job, config, arguments.stage_directory if is_staged else None)
     _print_notes(notes)
     print(f"job {number} ({job.name}), run directory {job.run_dir}")
     print(f"Status: launcher status {job.run_dir}\nLogs:   launcher logs {job.run_dir} --follow")
@@ -127,22 +143,27 @@ def refuse_done(job: Job, config: RunConfig) -> None:
         )
 
 
-def submit(job: Job, config: RunConfig) -> str:
-    """Save what the job runs, submit it once, record it in the ledger; returns the job's id."""
+def submit(job: Job, config: RunConfig, stage_in: Path | None = None) -> str:
+    """Save what the job runs, submit it once, record it in the ledger; returns the job's id.
+
+    `stage_in`: the directory on the nodes from which ranks import; None for no copy.
+    """
     run_dir, script = RunDir(job.run_dir), render(job)
     refuse_done(job, config)
     check_request(job.cluster, job.nodes, slurm.retry_unreachable(slurm.partitions))
     existed = run_dir.path.exists()
     try:
         with run_dir.locked("submit"):
-            return _submit_once(job, config, script, run_dir)
+            return _submit_once(job, config, script, run_dir, stage_in)
     except ConfigError:
         if not existed:
             run_dir.remove_unused()
         raise
 
 
-def _submit_once(job: Job, config: RunConfig, script: str, run_dir: RunDir) -> str:
+def _submit_once(
+    job: Job, config: RunConfig, script: str, run_dir: RunDir, stage_in: Path | None
+) -> str:
     if live := slurm.live_jobs(job.name):
         raise ConfigError(
             f"job {live[0].id} ({live[0].state.lower()}) has the run {job.run_dir} already; "
@@ -150,6 +171,8 @@ def _submit_once(job: Job, config: RunConfig, script: str, run_dir: RunDir) -> s
         )
     with replaced_snapshot(run_dir) as snapshot:
         snapshot.take(config, job.cluster, script)
+        if stage_in is not None:
+            pack(run_dir.path, stage_in)
         number = slurm.submit(snapshot.script, job.name)
     run_dir.ledger.append(Submitted(job=number, job_name=job.name))
     return number

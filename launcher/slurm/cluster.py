@@ -193,14 +193,18 @@ def seconds_of(time_limit: str) -> float:
 
 
 def in_container(
-    cluster: ClusterConfig, task: Sequence[str], mounts: Sequence[Path], workdir: Path
+    cluster: ClusterConfig,
+    task: Sequence[str],
+    mounts: Sequence[Path],
+    workdir: Path,
+    python: str = sys.executable,
 ) -> tuple[list[str], list[str]]:
     """The flags of srun, and the command, that run Python with the arguments `task`.
 
-    In the cluster's container if it has one; this interpreter otherwise.
+    In the cluster's container if it has one; by `python` of the nodes otherwise.
     """
     if not cluster.container_image:
-        return [], [sys.executable, *task]
+        return [], [python, *task]
     command = [cluster.container_python, *task]
     seen = [str(mount) for mount in (*mounts, *cluster.container_mounts)]
     match cluster.container_runtime:

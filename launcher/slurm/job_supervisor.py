@@ -13,7 +13,6 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.own_programs import code_that_runs
 from data_pipeline.patience import Patience
 from launcher.restart_policy import (
     AttemptResult,
@@ -37,6 +36,7 @@ from launcher.slurm.srun import (
     nodes_that_miss,
     training_command,
 )
+from launcher.slurm.staging import with_staged_program
 from launcher.supervisor import StopSignals, latest_step, supervise
 from pretrain.config.run import RunConfig
 from pretrain.rundir.exit_status import EXIT_STOPPED
@@ -266,12 +266,13 @@ def starter(
     step = Step(
         nodes=job.nodes, num_nodes=count, ranks=count * cluster.tasks_per_node, cluster=cluster
     )
-    command = training_command(code_that_runs(), run_dir.path)
     if blind := nodes_that_miss(step, run_dir.path):
         raise ConfigError(
             f"{', '.join(blind)} cannot see {run_dir.path}; "
             "put the run on a disk that all nodes share"
         )
+    step = with_staged_program(step, run_dir.path)
+    command = training_command(step.code, run_dir.path)
 
     def start(number: int) -> SlurmRanks:
         node = node_to_blame(run_dir, job, step)

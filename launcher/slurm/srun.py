@@ -8,9 +8,10 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_pipeline.errors import UserError
@@ -43,6 +44,8 @@ class Step:
     num_nodes: int  # how many of them are used, from the first on
     ranks: int
     cluster: ClusterConfig
+    python: str = sys.executable  # that runs the ranks' program unless a container does
+    code: Path = field(default_factory=code_that_runs)
 
     @property
     def tasks_per_node(self) -> int:
@@ -97,7 +100,7 @@ def srun_command(
     # There is one attempt at a time. A step that Slurm believes to run, because the slurmstepd that
     # would end it was killed, must not keep the next one waiting.
     command += ["--overlap"]
-    flags, line = in_container(cluster, task, mounts, workdir)
+    flags, line = in_container(cluster, task, mounts, workdir, step.python)
     return [*command, *flags, *line]
 
 
@@ -123,7 +126,7 @@ class SlurmRanks:
         self.logs = files.rank_logs(step.ranks)
         meeting = meeting_point(step, run_dir.path, attempt)
         Path(meeting[PORT_FILE_VARIABLE]).unlink(missing_ok=True)
-        task = rank_task(code_that_runs(), run_dir.path, attempt, command)
+        task = rank_task(step.code, run_dir.path, attempt, command)
         line = srun_command(step, task, [run_dir.path], Path.cwd())
         self._log = files.srun_log
         with open(self._log, "ab", opener=own_file) as log:
@@ -210,15 +213,21 @@ def nodes_that_miss(step: Step, path: Path) -> list[str]:
 def nodes_that_cannot_start(step: Step, run_dir: Path) -> list[str]:
     """The nodes of the step on which Python does not start where the ranks would run."""
     own_name = ["-c", "import os; print(os.environ['SLURMD_NODENAME'])"]
-    flags, line = in_container(step.cluster, own_name, [run_dir], Path.cwd())
+    flags, line = in_container(step.cluster, own_name, [run_dir], Path.cwd(), step.python)
     started = _printed_by_each_node(step, flags, line)
     return [node for node in step.nodes[: step.num_nodes] if node not in started]
 
 
 def _printed_by_each_node(step: Step, flags: Sequence[str], command: Sequence[str]) -> list[str]:
-    """The words that a task on each node prints; a failure of one leaves the others alone."""
+    """The words that a task on each node prints."""
+    return run_on_each_node(step, flags, command).stdout.split()
+
+
+def run_on_each_node(
+    step: Step, flags: Sequence[str], command: Sequence[str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a task on each node of the step; a failure of one leaves the others alone."""
     srun = ["srun", f"--nodes={step.num_nodes}", f"--ntasks={step.num_nodes}"]
     srun += [f"--nodelist={','.join(step.nodes[: step.num_nodes])}"]
     srun += ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--overlap", *flags, *command]
-    result = subprocess.run(srun, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    return result.stdout.split()
+    return subprocess.run(srun, stdin=subprocess.DEVNULL, capture_output=True, text=True)

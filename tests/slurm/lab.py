@@ -41,7 +41,8 @@ while :; do sleep 60 & wait $!; done
 BOOT = r"""
 D=$1; I=$2
 setsid unshare --net --uts --ipc --mount --pid --fork --kill-child --mount-proc bash -c '
-  hostname n$2; ip link set lo up; until ip link show eth0 >/dev/null 2>&1; do sleep 0.02; done
+  hostname n$2; mount -t tmpfs disk-of-n$2 /mnt
+  ip link set lo up; until ip link show eth0 >/dev/null 2>&1; do sleep 0.02; done
   ip addr add 10.206.0.$2/24 dev eth0; ip link set eth0 up
   export SLURM_CONF=$1/slurm.conf
   /usr/sbin/slurmd -D -N n$2 -f $1/slurm.conf & while :; do sleep 60 & wait $!; done' host $D $I \

@@ -88,6 +88,10 @@ class Runs:
         """Submit a run; its job waits or runs when this returns."""
         result = self.try_submit(name, *more, **options)
         assert result.returncode == 0, result.stderr
+        return self.submitted(name, result)
+
+    def submitted(self, name: str, result: subprocess.CompletedProcess[str]) -> SlurmRun:
+        """The run that a command has submitted."""
         return SlurmRun(self.lab, self.path / name, job=result.stdout.split()[1])
 
 
@@ -149,7 +153,7 @@ class SlurmRun:
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         """To the rank's own process, at once, wherever in the lab it runs."""
-        os.kill(self._process_of(rank), number)
+        os.kill(self.process_of(rank), number)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -161,7 +165,7 @@ class SlurmRun:
 
     def kill_while_saving(self) -> None:
         """SIGKILL to rank 0 in the middle of writing a checkpoint: begun, not published."""
-        victim = self._process_of(0)
+        victim = self.process_of(0)
         while True:
             before = self._published()
             while not list(self.dir.checkpoints.glob(".partial-*")):
@@ -188,7 +192,7 @@ class SlurmRun:
         assert began is not None
         return began.world_size
 
-    def _process_of(self, rank: int) -> int:
+    def process_of(self, rank: int) -> int:
         """Its id as seen from outside of the lab."""
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
