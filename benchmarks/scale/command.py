@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.measure import machine
 from benchmarks.scale.attempts import attempt_costs
+from benchmarks.scale.checkpoints import checkpoint_costs
 from benchmarks.scale.corpus import corpus_costs
 from benchmarks.scale.costs import Row, Subject, table_of
 from benchmarks.scale.failure_table import failure_table, hour_of_kills
@@ -31,6 +32,7 @@ SUBJECTS = (
     Subject("attempts", attempt_costs),
     Subject("startup", startup_costs),
     Subject("corpus", corpus_costs),
+    Subject("checkpoints", checkpoint_costs),
 )
 START, END = "<!-- python -m benchmarks scale -->\n", "<!-- end -->\n"
 

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.scale.attempts import explain, write_ends
+from benchmarks.scale.checkpoints import costs_of
 from benchmarks.scale.command import END, START, write_page
 from benchmarks.scale.costs import Cost, table_of
 from benchmarks.scale.failure_table import HOUR_COSTS, spare_nodes
@@ -186,3 +187,10 @@ def test_heartbeats_of_other_nodes_are_read_as_their_ranks_wrote_them(tmp_path):
     write_heartbeats(run, 24)
     assert [beat.rank for beat in read_heartbeats(run.heartbeats)] == list(range(24))
     assert len(list(run.heartbeats.iterdir())) == 3
+
+
+def test_the_costs_of_a_checkpoint_are_those_of_its_files(tmp_path):
+    found = dict(costs_of(tmp_path, 12))
+    assert found["files"] == 12 * 3 + 2
+    assert (found["opened"], found["share"]) == (1, pytest.approx(1.0, rel=0.02))
+    assert not any(tmp_path.iterdir()), "the checkpoint was removed"

@@ -1,0 +1,116 @@
+"""What a checkpoint of many ranks costs: its files, publishing, verifying, reading, removing it.
+
+Names, index and marker are those of a real one; a rank's file has a hundred elements.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.scale.costs import Cost, Row
+from benchmarks.scale.instruments import counted_files
+from data_pipeline.config_loader import load_config
+from data_pipeline.own_programs import code_that_runs
+from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
+from pretrain.checkpoint.elastic_reader import FragmentReader
+from pretrain.checkpoint.shares import share_of_rank
+from pretrain.config.resolve import with_precision
+from pretrain.config.run import RunConfig
+from pretrain.costs.device_memory import checkpoint_bytes, lane_bytes
+from tests.helpers.checkpoints import publish_step
+
+MODEL = code_that_runs() / "configs" / "models" / "xl_modern_7b.yaml"
+SIZES = (16, 64, 256)
+ELEMENTS = 100  # of a rank's file
+SECONDS = 2.0  # from the last byte to the published checkpoint
+MOST_OF_SHARE = 2.0  # files are hashed whole
+
+
+def checkpoint_costs(directory: Path) -> Iterator[Row]:
+    """Yield the costs of one checkpoint."""
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for ranks in SIZES:
+        for name, value in costs_of(directory, ranks):
+            found[name][ranks] = value
+    yield from sizes_of_checkpoints()
+    yield Cost(name="checkpoint: files", measured=found["files"])
+    yield Cost(name="checkpoint: index", unit="bytes", measured=found["index"])
+    yield Cost(
+        name="publication: CPU time of rank 0 after the last byte", unit="s",
+        measured=found["publication"], at_most=SECONDS,
+    )  # fmt: skip
+    yield Cost(
+        name="restore: bytes that the busiest rank hashes, over all bytes / ranks", unit="x",
+        measured=found["share"], at_most=MOST_OF_SHARE,
+    )  # fmt: skip
+    yield Cost(
+        name="restore: files that a rank opens to verify its share", measured=found["verified"]
+    )
+    yield Cost(
+        name="restore: files that a rank opens for its weights, as many ranks as saved",
+        measured=found["opened"], at_most=1,
+    )  # fmt: skip
+    yield Cost(name="removal: CPU time", unit="s", measured=found["removal"])
+
+
+def sizes_of_checkpoints() -> Iterator[Row]:
+    """Yield the bytes of a 7B model's checkpoint, a lane for each rank, as `describe` has them."""
+    with_memories, without = {}, {}
+    for ranks in SIZES:
+        run = load_config(RunConfig, MODEL, [f"data.lanes={ranks}"])
+        run = with_precision(run, best="bf16")
+        with_memories[ranks] = checkpoint_bytes(run) / 1e9
+        without[ranks] = with_memories[ranks] - ranks * lane_bytes(run) / 1e9
+    yield Cost(
+        name="checkpoint: size with memories, 7B, a lane per rank", unit="GB",
+        measured=with_memories, detail="the estimate of `describe`",
+    )  # fmt: skip
+    yield Cost(
+        name="checkpoint: size without (checkpoint.memories_interval)", unit="GB",
+        measured=without, detail="the same",
+    )  # fmt: skip
+
+
+def costs_of(directory: Path, ranks: int) -> Iterator[tuple[str, float]]:
+    """Yield name and value of each cost of a checkpoint of so many ranks."""
+    seconds: list[float] = []
+    with patch.object(marker, "publish", timed(marker.publish, seconds)):
+        path = publish_step(directory, ranks, num_ranks=ranks)
+    yield "publication", seconds[0]
+    yield "files", len(list(path.iterdir()))
+    found = marker.read_index(path)
+    yield "index", (path / files.INDEX).stat().st_size
+    shares = [share_of_rank(found.index["files"], rank, ranks) for rank in range(ranks)]
+    assert sorted(chain(*shares)) == sorted(found.index["files"]), "every file by one rank"
+    sizes = [sum(found.index["files"][name]["bytes"] for name in share) for share in shares]
+    yield "share", max(sizes) * ranks / sum(sizes)
+    with counted_files(path) as counts:
+        marker.check_share(found, ranks // 2, ranks)
+    yield "verified", counts["opened"]
+    with counted_files(path) as counts, FragmentReader(found) as reader:
+        reader.copy_into(torch.empty(ELEMENTS), "w", ELEMENTS * (ranks // 2), "weight")
+    yield "opened", counts["opened"]
+    start = time.process_time()
+    files.remove(path)
+    yield "removal", time.process_time() - start
+
+
+def timed(work: Callable[..., object], seconds: list[float]) -> Callable[..., object]:
+    """Return `work` with its CPU time added to `seconds`."""
+
+    def timing(*arguments: object, **named: object) -> object:
+        start = time.process_time()
+        try:
+            return work(*arguments, **named)
+        finally:
+            seconds.append(time.process_time() - start)
+
+    return timing
