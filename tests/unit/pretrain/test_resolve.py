@@ -56,7 +56,10 @@ def test_the_first_error_about_a_small_corpus_names_everything_to_change(tmp_pat
         )
     )
     fitting = DataConfig(path=tmp_path / "d", lanes=1, segment_length=62)
-    assert resolve(RunConfig(data=fitting)).model.vocab_size == 257
+    (shard,) = (tmp_path / "d" / "train").glob("*.mds")
+    shard.write_bytes(bytes(shard.stat().st_size))
+    resolved = resolve(RunConfig(data=fitting))  # reads no shard: each rank reads its own later
+    assert resolved.model.vocab_size == 257
 
 
 def test_a_missing_corpus_is_named_by_its_absolute_path(tmp_path: Path, monkeypatch) -> None:
