@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -10,8 +11,9 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.scale.costs import RANKS, Reasoned, Row
+from benchmarks.scale.costs import RANKS, RANKS_OF_NODE, Reasoned, Row
 from data_pipeline.own_programs import code_that_runs
+from launcher.slurm import stage_node
 
 # What a rank imports (tests/helpers/forked_ranks.py says why the last one).
 MODULES = (
@@ -27,18 +29,28 @@ def startup_costs(directory: Path) -> Iterator[Row]:
     if shutil.which("strace") is None:
         yield Reasoned(name=name, reason="strace is not installed, so they are not counted")
         return
-    calls = calls_of_imports(directory / "calls")
+    calls = calls_of(directory / "calls", "-c", f"import {', '.join(MODULES)}")
     yield Reasoned(
         name=name, at_ranks=[calls * ranks for ranks in RANKS],
         reason=f"{calls:,} of one rank are counted (strace); every rank makes as many",
     )  # fmt: skip
+    program = Path(stage_node.__file__).absolute()
+    staged = directory / "staged.json"
+    staged.write_text(json.dumps({"directory": str(directory), "archives": []}))
+    calls = calls_of(directory / "calls", "-I", "-S", str(program), "check", str(staged))
+    yield Reasoned(
+        name="imports: the same with --stage-environment",
+        at_ranks=[calls * ranks // RANKS_OF_NODE for ranks in RANKS],
+        reason=f"{calls:,} of the program that looks for the copy are counted, once per node; "
+        "ranks import from the node's own disk",
+    )  # fmt: skip
 
 
-def calls_of_imports(log: Path) -> int:
-    """Return how many calls name a path in the environment or in this checkout."""
-    code = f"import {', '.join(MODULES)}"
-    command = ["strace", "-f", "-e", "trace=%file", "-o", str(log), sys.executable, "-c", code]
-    subprocess.run(command, check=True, capture_output=True, cwd=code_that_runs())
+def calls_of(log: Path, *arguments: str) -> int:
+    """Return how many file-system calls of this Python name a path in the environment or in this
+    checkout."""
+    traced = ["strace", "-f", "-e", "trace=%file", "-o", str(log), sys.executable, *arguments]
+    subprocess.run(traced, check=True, capture_output=True, cwd=code_that_runs())
     roots = (str(code_that_runs()), sys.prefix, sysconfig.get_path("purelib"))
     named = (_PATH.match(line) for line in log.read_text(errors="replace").splitlines())
     return sum(bool(found and found[1].startswith(roots)) for found in named)
