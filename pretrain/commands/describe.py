@@ -149,7 +149,7 @@ def _parameter_lines(parameters: Parameters, explain: bool) -> list[str]:
         "norms": "L 4 d; rmsnorm: L 2 d",
         "biases": "u and v, 2 h, once or per layer; t5: buckets times heads",
         "compression": "A (c d d + d), learned compression only",
-        "embedding": "V d, by bin",
+        "embedding": "V d, by bin; + m d of memory tokens",
         "head": "biases, cluster rows, projections; weights are the embedding's when tied",
     }
     rows = _rows({name: f"{getattr(parameters, name):,}" for name in formulas}, formulas, explain)
@@ -310,10 +310,11 @@ def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
         "f": ("inner width of the feed-forward part", model.inner_width),
         "V": ("vocabulary; adaptive softmax: in bins", model.vocab_size),
         "c": ("compression rate of a compressed memory", model.compression_rate),
-        "T": ("segment length", segment),
+        "T": ("segment length, with 2 m memory tokens", model.read_tokens(segment)),
+        "m": ("memory tokens; layers take T / (T - 2 m) times their FLOPs", model.memory_tokens),
         "G": ("optim.gradient_segments, segments of a step", config.optim.gradient_segments),
         "M": (f"memory length with its compressed rows{of_layers}", memory),
-        "K": ("keys, T + M", segment + memory),
+        "K": ("keys, T + M", model.read_tokens(segment) + memory),
         "B": ("lanes of one forward pass on a rank", lanes_of_pass(config, world_size)),
         "R": ("ranks", world_size),
         "P": ("parameters", parameters_of(model).total),

@@ -50,7 +50,8 @@ class LaneParts:
     """The parts of a memory in the order of its tensors: layer by layer, then what layers share."""
 
     layers: tuple[tuple[LanePart, ...], ...]
-    shared: tuple[LanePart, ...]  # documents of compressed rows if there are any, and of rows
+    # Memory tokens and documents of compressed rows, if there are any; documents of rows.
+    shared: tuple[LanePart, ...]
     is_forgotten: bool = False  # nothing is carried, not even states
 
     @property
@@ -80,6 +81,9 @@ def lane_parts(model: ModelConfig, memory_length: int | None = None) -> LanePart
     if model.compressed_length:
         compressed = model.compressed_length if length else 0
         shared = (_documents("compressed_documents", compressed), documents)
+    if model.memory_tokens:
+        shape = (model.memory_tokens, model.d_model)
+        shared = (LanePart(name="memory_tokens", kind="state", shape=shape), *shared)
     layers = tuple(_parts_of_layer(model, *each) for each in enumerate(lengths))
     return LaneParts(layers, shared, is_forgotten=length == 0 < model.longest_memory)
 

@@ -71,6 +71,8 @@ class ModelConfig:
     """How many states that leave the memory become one row of compressed memory (c)."""
     compression: CompressionKind = "conv"
     """How states are compressed; conv is learned, by attention reconstruction."""
+    memory_tokens: int = setting(0, Range(0, MOST_ROWS), unit="tokens")
+    """Tokens that a segment reads from the one before, and as many that it writes; 0: none."""
     positions: Positions = "relative"
     """How attention encodes distances; relative is the paper's."""
     rope_extension: RopeExtension = "none"
@@ -160,6 +162,11 @@ class ModelConfig:
                 f"model.memory_length={list(pattern)} has {len(pattern)} entries, which do not "
                 f"repeat over num_layers={self.num_layers}; use a number, or a list of a length "
                 "that divides the layers"
+            )
+        if self.same_length and self.memory_tokens:
+            raise ConfigError(
+                f"model.memory_tokens={self.memory_tokens} are out of sight of most queries with "
+                "model.same_length, which shows each memory_length keys; remove one of them"
             )
         if self.same_length and not min(self.attended_lengths):
             raise ConfigError(
@@ -276,7 +283,11 @@ class ModelConfig:
 
     def most_keys(self, longest_memory: int, segment_length: int) -> int:
         """Return how many keys the queries of such segments see when the memory is full."""
-        return longest_memory + self.compressed_length + segment_length
+        return longest_memory + self.compressed_length + self.read_tokens(segment_length)
+
+    def read_tokens(self, segment_length: int) -> int:
+        """Return how many tokens layers read of such a segment: its own, and memory tokens."""
+        return segment_length + 2 * self.memory_tokens
 
     @property
     def longest_memory(self) -> int:

@@ -239,6 +239,11 @@ class RunConfig:
                 "them; use stage 2, or `pretrain evaluate RUN --tasks` on checkpoints"
             )
         self._check_memories()
+        if self.model.memory_tokens and self.optim.gradient_segments < 2:
+            raise ConfigError(
+                f"model.memory_tokens={self.model.memory_tokens} needs optim.gradient_segments of "
+                "2 or more, found 1: only a later segment's loss teaches what to write"
+            )
         saved, evaluated = self.checkpoint.interval, self.evaluation.interval
         if self.checkpoint.keep_best and (not evaluated or saved % evaluated):
             raise ConfigError(
@@ -253,8 +258,9 @@ class RunConfig:
         if interval != 1 and segments_remembered(self.model, length) is None:
             raise ConfigError(
                 f"checkpoint.memories_interval={interval}: the memories of other checkpoints are "
-                "rebuilt from the segments before, and a state (deltanet) or compressed rows "
-                "depend on all that a lane has read; use checkpoint.memories_interval=1"
+                "rebuilt from the segments before, and a state (deltanet, memory tokens) or "
+                "compressed rows depend on all that a lane has read; use "
+                "checkpoint.memories_interval=1"
             )
 
     @property

@@ -1,9 +1,9 @@
 """Device memory of a rank by part, in bytes, and the size of a checkpoint. Torch-free.
 
-P parameters, R ranks, L layers, A of them with attention, B lanes of one forward pass, T segment, G
-gradient segments, M memory with its compressed rows (the mean of the layers), K = T + M keys, d
-d_model, h heads times head width, k key heads times head width, f inner width, V vocabulary, b
-bytes of an activation.
+P parameters, R ranks, L layers, A of them with attention, B lanes of one forward pass, T segment
+with its memory tokens, G gradient segments, M memory with its compressed rows (the mean of the
+layers), K = T + M keys, d d_model, h heads times head width, k key heads times head width, f inner
+width, V vocabulary, b bytes of an activation.
 """
 
 from __future__ import annotations
@@ -203,7 +203,8 @@ def _activations(
     working = max(layer.working for layer in layers)
     repeated = recomputation_traits(run.engine.activation_checkpointing)
     if repeated.layers:
-        inputs = len(checkpointed) * run.lane_tokens_per_step * lanes * run.model.d_model * width
+        tokens = segments * lanes * run.model.read_tokens(run.data.segment_length)
+        inputs = len(checkpointed) * tokens * run.model.d_model * width
         kept -= segments * sum(layer.kept for layer in checkpointed)
         freed = kept = inputs + kept
         # A layer runs again when the logits are already freed, so only what exceeds them adds to
@@ -262,7 +263,7 @@ class LayerActivations:
         """Gradients of the scores of a few heads, which the fused kernels pass to each other."""
         if not self.on_gpu or self._is_plain or not attends(self.kind):
             return 0.0
-        model, T = self.run.model, self.run.data.segment_length
+        model, T = self.run.model, self._tokens
         needed = workspace_of(
             lanes=self.lanes,
             queries=T,
@@ -277,7 +278,7 @@ class LayerActivations:
     @property
     def _rows(self) -> float:
         """All tensors with a row per token, key or distance; a deltanet's joined weights."""
-        model, T, M = self.run.model, self.run.data.segment_length, self.memory
+        model, T, M = self.run.model, self._tokens, self.memory
         d, h = model.d_model, model.num_heads * model.head_width
         k = model.key_heads * model.head_width
         tokens, keys = T * self.lanes, (T + M) * self.lanes
@@ -302,7 +303,7 @@ class LayerActivations:
     @property
     def _pairs(self) -> float:
         """Attention's weights."""
-        T, M, heads = self.run.data.segment_length, self.memory, self.run.model.num_heads
+        T, M, heads = self._tokens, self.memory, self.run.model.num_heads
         if self.on_gpu and not self._is_plain:
             return 4.0 * T * heads * self.lanes  # the fused kernel keeps one number per query
         keys = T + M if self._is_plain else M + (T + min(T, TILE_ROWS)) / 2
@@ -313,7 +314,7 @@ class LayerActivations:
         """Dropout's masks, a byte per element; a GPU draws them again in the backward pass."""
         if self.on_gpu:
             return 0.0
-        model, T = self.run.model, self.run.data.segment_length
+        model, T = self.run.model, self._tokens
         rows = 2 * model.d_model + model.inner_width if model.dropout else 0
         drops = self._drops_weights and attends(self.kind)
         pairs = model.num_heads * (T + self.memory) if drops else 0
@@ -324,8 +325,13 @@ class LayerActivations:
         return bool(self.run.model.attention_dropout)
 
     @property
+    def _tokens(self) -> int:
+        """Of a segment, with its memory tokens."""
+        return self.run.model.read_tokens(self.run.data.segment_length)
+
+    @property
     def _deltanet(self) -> DeltaNetCosts:
-        return DeltaNetCosts(self.run.model, self.run.data.segment_length)
+        return DeltaNetCosts(self.run.model, self._tokens)
 
     @property
     def _is_plain(self) -> bool:

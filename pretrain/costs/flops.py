@@ -139,19 +139,20 @@ def flops_of_step(run: RunConfig, world_size: int) -> float:
 
 def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
     """Return `flops_of_step`, Muon's, and what checkpointing and chunks of logits repeat."""
-    model, engine, T = run.model, run.engine, run.data.segment_length
-    lanes = lanes_of_pass(run, world_size)
+    model, engine, tokens = run.model, run.engine, run.model.read_tokens(run.data.segment_length)
+    factor, lanes = tokens / run.data.segment_length, lanes_of_pass(run, world_size)
     flops, w = _training_flops(run, lanes), _attention_widths(model)[0]
     of_layers = 0.0
     repeated = recomputation_traits(engine.activation_checkpointing)
     if repeated.layers:
         of_layers = flops.forward - flops.head
         if norms_inputs(model.norm_position):  # only a norm after it needs a layer's last product
-            of_layers -= model.num_layers * 2 * model.d_model * model.inner_width
+            of_layers -= model.num_layers * 2 * model.d_model * model.inner_width * factor
     elif repeated.scores:  # the scores, not what they weight; the delta rule
-        keys = T + mean_memory(model)
-        of_layers = flops.attention - model.num_attention_layers * 2 * w * keys
-        of_layers += model.num_deltanet_layers * DeltaNetCosts(model, T).recomputed_flops
+        keys = tokens + mean_memory(model)
+        of_layers = flops.attention - model.num_attention_layers * 2 * w * keys * factor
+        repeated_rule = DeltaNetCosts(model, tokens).recomputed_flops
+        of_layers += model.num_deltanet_layers * repeated_rule * factor
     checkpointed = -(-model.num_layers // engine.checkpoint_every_n_layers) / model.num_layers
     in_chunks = 0 < engine.logits_chunk_tokens < lanes * run.lane_tokens_per_step
     per_token = of_layers * checkpointed + (_output_flops(model) if in_chunks else 0.0)
@@ -178,14 +179,14 @@ def parameters_of(model: ModelConfig) -> Parameters:
     embedding, head = _vocabulary_parameters(model)
     position = d * w if position_traits(model.positions).projects_encodings else 0
     per_norm = norm_traits(model.norm).vectors * d
+    norms = 2 * layers + (model.memory_tokens > 0 and norms_inputs(model.norm_position))
     return Parameters(
-        embedding=embedding,
+        embedding=embedding + model.memory_tokens * d,
         head=head,
         attention=attending * (2 * d * w + 2 * d * k + position),
         deltanet=model.num_deltanet_layers * DeltaNetCosts(model, 1).parameters,
         feed_forward=layers * _feed_forward_parameters(model),
-        norms=layers * 2 * per_norm
-        + (attending * 2 * model.head_width if model.query_key_norm else 0),
+        norms=norms * per_norm + (attending * 2 * model.head_width if model.query_key_norm else 0),
         biases=_position_biases(model)
         + attending * model.num_heads * (model.attention_sinks + _scales(model)),
         compression=attending * (model.compression_rate * d * d + d)
@@ -201,19 +202,23 @@ def flops_of(
     _need_vocabulary(model)
     d, layers = model.d_model, model.num_attention_layers
     w, k = _attention_widths(model)
-    deltanet, deltanets = DeltaNetCosts(model, segment_length), model.num_deltanet_layers
+    # Layers read memory tokens, too: what they cost per token they read is per token of the text
+    # more by this factor.
+    tokens = model.read_tokens(segment_length)
+    factor = tokens / segment_length
+    deltanet, deltanets = DeltaNetCosts(model, tokens), model.num_deltanet_layers
     projects = position_traits(model.positions).projects_encodings
     memory = mean_memory(model)
-    keys, remembered = segment_length + memory, memory / segment_length
+    keys, remembered = tokens + memory, memory / segment_length
     positions = layers * 2 * d * w * keys / (segment_length * lanes) if projects else 0.0
     compression, still = _compression_flops(model, segment_length)
     is_gated = feed_forward_traits(model.feed_forward).is_gated
     return Flops(
-        projections=layers * 4 * d * (w + k * (1 + remembered)),
+        projections=layers * 4 * d * ((w + k) * factor + k * remembered),
         positions=positions,
-        attention=layers * (6 if projects else 4) * w * keys,
-        deltanet=deltanets * (deltanet.projection_flops + deltanet.rule_flops),
-        feed_forward=model.num_layers * (6 if is_gated else 4) * d * model.inner_width,
+        attention=layers * (6 if projects else 4) * w * keys * factor,
+        deltanet=deltanets * (deltanet.projection_flops + deltanet.rule_flops) * factor,
+        feed_forward=model.num_layers * (6 if is_gated else 4) * d * model.inner_width * factor,
         head=_embedding_flops(model) + _output_flops(model),
         compression=layers * compression,
         # What the first of G segments remembers has no gradient. With pre-norm, the parameters of
@@ -222,7 +227,7 @@ def flops_of(
         + (0.0 if norms_inputs(model.norm_position) else layers * 4 * d * k * remembered)
         / gradient_segments
         + layers * still
-        + deltanets * deltanet.flops_without_gradient(gradient_segments),
+        + deltanets * deltanet.flops_without_gradient(gradient_segments) * factor,
     )
 
 

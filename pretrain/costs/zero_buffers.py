@@ -103,7 +103,7 @@ def largest_parameter(model: ModelConfig) -> int:
     learns = model.compressed_length and learns_to_compress(model.compression)
     compressed = model.compression_rate * model.d_model if learns else 0
     values = model.num_heads * model.deltanet_value_width if model.num_deltanet_layers else 0
-    rows = max(attention, values, model.inner_width, compressed)
+    rows = max(attention, values, model.inner_width, compressed, model.memory_tokens)
     bins = (size * width for size, width in bins_of(model))
     return max(rows * model.d_model, *bins)
 

@@ -14,49 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.model.attention_paths import ScoreTerms
-from pretrain.model.lane_state import LaneState, LayerParts, Memory, selected_lanes
+from pretrain.model.hidden_state_streams import HiddenStateStream, SegmentStream
+from pretrain.model.lane_state import LaneState, LayerParts, selected_lanes
 from pretrain.model.layer import DeltaNetLayer, TransformerLayer
 from pretrain.model.segment_keys import SegmentKeys
 from pretrain.model.transformer_xl import TransformerXL
 
 SPARE_SEGMENTS = 8  # fit into the buffer after the memory before its rows move to the front
-
-
-class HiddenStateStream:
-    """A stream that remembers hidden states, as in training."""
-
-    def __init__(self, module: TransformerXL, memory_length: int, longest_segment: int) -> None:
-        self._module = module.eval()
-        self._memory_length = memory_length
-        self._longest_segment = longest_segment
-        self._memory: Memory | None = None
-
-    @torch.no_grad()
-    def nll_BL(
-        self, tokens_BL: Tensor, targets_BL: Tensor, starts_BL: Tensor | None = None
-    ) -> Tensor:
-        """Return negative log-likelihoods in float32, and remember the segment."""
-        self._module.expect_keys(self._memory_length, self._longest_segment)
-        nll_BL, self._memory = self._module(
-            tokens_BL, targets_BL, self._memory, starts_BL, memory_length=self._memory_length
-        )
-        return nll_BL
-
-    @torch.no_grad()
-    def logits_BLV(
-        self, tokens_BL: Tensor, starts_BL: Tensor | None = None, num_last: int | None = None
-    ) -> Tensor:
-        """Return log-probabilities after each of the last `num_last` tokens (default: all)."""
-        self._module.expect_keys(self._memory_length, self._longest_segment)
-        logits_BLV, self._memory = self._module.logits_BLV(
-            tokens_BL, self._memory, starts_BL, self._memory_length, num_last
-        )
-        return logits_BLV
-
-    def select(self, rows_B: Tensor) -> None:
-        """Continue with these of the present rows, in this order; one may occur several times."""
-        if self._memory is not None:
-            self._memory = selected_lanes(self._memory, rows_B)
 
 
 class RowBuffer:
@@ -266,7 +230,7 @@ class CachedStream:
         return self._documents.append(new_BL)
 
 
-Stream = HiddenStateStream | CachedStream
+Stream = HiddenStateStream | SegmentStream | CachedStream
 
 
 def new_stream(
@@ -280,6 +244,8 @@ def new_stream(
     A stream of `num_tokens` in all takes no more space than they need. What it computes does not
     depend on it: positions are those of the memory length and segments that were asked for.
     """
+    if module.config.memory_tokens:
+        return SegmentStream(module, memory_length, longest_segment)
     if module.config.compressed_length:  # compressed rows are computed from hidden states
         return HiddenStateStream(module, memory_length, longest_segment)
     return CachedStream(module, memory_length, longest_segment, num_tokens)

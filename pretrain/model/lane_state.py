@@ -7,6 +7,7 @@ of a layer, or lanes. Lanes are the first dimension of every tensor.
     memory          layers.0.hidden [B, M, D], layers.1.hidden [B, M, D], ..., documents [B, M]
     with compressed layers.0.hidden, layers.0.compressed [B, K, D], layers.1.hidden, ...,
                     compressed_documents [B, K], documents
+    memory tokens   before the first part of documents: memory_tokens [B, X, D]
 
 The rows of all parts end at the lane's last token. `documents` has the document of each row, int32
 and relative to the last row's: 0 is the same, -1 the one before. All lanes have as many rows.
@@ -35,6 +36,7 @@ class Carried:
     layers: tuple[LayerParts, ...]
     documents_BM: Tensor
     compressed_documents_BK: Tensor | None = None
+    tokens_BXD: Tensor | None = None  # what memory tokens have written; zeros: nothing
 
 
 class LaneState:
@@ -69,15 +71,19 @@ class LaneState:
         for parts in self.parts.layers:
             layers.append(tuple(rest[: len(parts)]))
             del rest[: len(parts)]
-        *compressed, documents_BM = rest
-        return Carried(tuple(layers), documents_BM, *compressed)
+        shared = dict(zip((part.name for part in self.parts.shared), rest, strict=True))
+        return Carried(
+            tuple(layers),
+            shared["documents"],
+            shared.get("compressed_documents"),
+            shared.get("memory_tokens"),
+        )
 
     def joined(self, carried: Carried) -> Memory:
         """Return the memory that `taken_apart` takes apart."""
-        compressed_BK = carried.compressed_documents_BK
-        compressed = () if compressed_BK is None else (compressed_BK,)
         layers = (each for parts in carried.layers for each in parts)
-        return (*layers, *compressed, carried.documents_BM)
+        shared = (carried.tokens_BXD, carried.compressed_documents_BK, carried.documents_BM)
+        return (*layers, *(each for each in shared if each is not None))
 
     def named(self, memory: Memory) -> dict[str, Tensor]:
         """Return the tensors by the names of their parts."""

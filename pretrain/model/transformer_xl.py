@@ -6,7 +6,7 @@ Letters of shapes as in `pretrain.model`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from pretrain.model.memory import (
     num_leaving_rows,
     segment_documents,
 )
+from pretrain.model.memory_tokens import MemoryTokens, documents_with_tokens
 from pretrain.model.parameters import normal
 from pretrain.model.positions import DistanceBias, RelativePositions, Stretch
 from pretrain.model.segment_keys import SegmentKeys
@@ -49,6 +50,11 @@ class Segment:
     compresses: bool
     dropout: DropoutStream | None
     carries_gradient: bool  # to a next segment, which is part of the same backward pass
+
+    def own(self, hidden_BLD: Tensor) -> Tensor:
+        """Return the rows of the segment's tokens, between those of its memory tokens."""
+        surplus = (hidden_BLD.shape[1] - self.documents_BL.shape[1]) // 2
+        return hidden_BLD[:, surplus:-surplus] if surplus else hidden_BLD
 
     def kept(self, old_BMX: Tensor, new_BLX: Tensor, length: int) -> Tensor:
         """Return the rows of a memory that stay; with compression, rows leave in groups."""
@@ -99,6 +105,7 @@ class TransformerXL(nn.Module):
                 else nn.Identity()  # a layer without rows; the others keep their numbers
                 for layer in layers
             )
+        self.memory_tokens = MemoryTokens(config) if config.memory_tokens else None
         self._stretches: tuple[Stretch | None, ...] = (None,) * config.num_layers
         self._encodings: dict[Stretch | None, RelativePositions] = {None: self._encodings_of(None)}
         # Each layer's most keys of a segment in training, where `rope_extension` is to act.
@@ -192,14 +199,22 @@ class TransformerXL(nn.Module):
         """Return the output layer's input [B, L, D], the next memory, the compressions' errors."""
         hidden_BLD = drop(self.embedding(tokens_BL), self.config.dropout, dropout, Site.EMBEDDING)
         carried = state.usable(memory, len(hidden_BLD), hidden_BLD)
-        segment = self._segment(state, carried, hidden_BLD, starts_BL, dropout, carries_gradient)
+        documents_BL = segment_documents(carried.documents_BM, tokens_BL.shape[1], starts_BL)
+        if self.memory_tokens is not None:
+            is_new_B = documents_BL[:, -1] > 0 if self.config.isolate_documents else None
+            hidden_BLD = self.memory_tokens(hidden_BLD, carried.tokens_BXD, is_new_B)
+        segment = self._segment(state, carried, hidden_BLD, documents_BL, dropout, carries_gradient)
         layers, errors = [], []
         for index in range(len(self.layers)):
             hidden_BLD, parts, error = self._read(index, hidden_BLD, carried.layers[index], segment)
             layers.append(parts)
             errors += [] if error is None else [error]
+        remembered = self._remembered(carried, layers, segment)
+        if self.memory_tokens is not None:
+            hidden_BLD, written_BXD = self.memory_tokens.split(hidden_BLD)
+            remembered = replace(remembered, tokens_BXD=written_BXD)
         hidden_BLD = drop(hidden_BLD, self.config.dropout, dropout, Site.FINAL)
-        return hidden_BLD, state.joined(self._remembered(carried, layers, segment)), errors
+        return hidden_BLD, state.joined(remembered), errors
 
     def _run(self, index: int, module: nn.Module, *inputs: Tensor | None, **options: Any) -> Any:
         """Run a layer's module, with full activation checkpointing for every n-th layer if set."""
@@ -218,15 +233,15 @@ class TransformerXL(nn.Module):
         state: LaneState,
         carried: Carried,
         hidden_BLD: Tensor,
-        starts_BL: Tensor | None,
+        documents_BL: Tensor,
         dropout: DropoutStream | None,
         carries_gradient: bool,
     ) -> Segment:
         """Return what all layers need to know of the segment."""
-        num_rows, num_tokens = carried.documents_BM.shape[1], hidden_BLD.shape[1]
-        documents_BL = segment_documents(carried.documents_BM, num_tokens, starts_BL)
+        num_rows, num_tokens = carried.documents_BM.shape[1], documents_BL.shape[1]
         compressed_BK = carried.compressed_documents_BK
-        documents = (compressed_BK, carried.documents_BM, documents_BL)
+        read_BL = documents_with_tokens(documents_BL, self.config.memory_tokens)
+        documents = (compressed_BK, carried.documents_BM, read_BL)
         documents_BC = torch.cat([each for each in documents if each is not None], dim=1)
         positions = self.positions(documents_BC.shape[1], hidden_BLD, dropout)
         length, num_leaving = state.parts.memory_length, 0
@@ -265,6 +280,7 @@ class TransformerXL(nn.Module):
             visibility=segment.keys.visibility(num_keys, length),
             dropout=segment.dropout,
         )
+        hidden_BLD = segment.own(hidden_BLD)
         recent_BMD = segment.kept(parts[0], hidden_BLD, length)
         if self.compressions is None:
             return output_BLD, (recent_BMD,), None
@@ -296,7 +312,7 @@ class TransformerXL(nn.Module):
         documents_BM = segment.kept(carried.documents_BM, documents_BL, parts.memory_length)
         if compressed_BK is not None:
             new_BK, _ = grouped_documents(segment.leaving_BX, self.config.compression_rate)
-            compressed_BK = last_rows(compressed_BK, new_BK, parts.shared[0].length) - last_B1
+            compressed_BK = last_rows(compressed_BK, new_BK, parts.shared[-2].length) - last_B1
         return Carried(tuple(layers), documents_BM - last_B1, compressed_BK)
 
     def positions(

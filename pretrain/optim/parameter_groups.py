@@ -25,8 +25,9 @@ _ROLES: dict[Role, str] = {
     r"|compressions\.\d+\.weight",
     # Between the width of an embedding and the model's.
     "projection": r"(embedding|(embedding|head)\.bins\.\d+)\.projection",
-    # A row of channels for each token, or for each cluster of tokens.
-    "table": r"(embedding|head)\.bins\.\d+\.weight|head\.bins\.\d+\.cluster_weight",
+    # A row of channels for each token, for each cluster of tokens, or for each memory token.
+    "table": r"(embedding|head)\.bins\.\d+\.weight|head\.bins\.\d+\.cluster_weight"
+    r"|memory_tokens\.initial",
     # Gains, biases, u and v, sinks and scales of heads, T5's table of distances, a deltanet's
     # convolution and gates.
     "vector": r"layers\.\d+\.(attention|feed_forward)_norm\.(gain|bias)"
@@ -35,6 +36,7 @@ _ROLES: dict[Role, str] = {
     r"|layers\.\d+\.feed_forward\.(inner|output)_bias"
     r"|(layers\.\d+\.attention\.)?(content|position)_bias"
     r"|distance_bias\.bucket_bias"
+    r"|memory_tokens\.norm\.(gain|bias)"
     r"|compressions\.\d+\.bias",
     # One number for each token or cluster.
     "output_bias": r"head\.bins\.\d+\.(bias|cluster_bias)",

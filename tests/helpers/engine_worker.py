@@ -72,10 +72,21 @@ MODEL: dict[str, Any] = {
     "attention_dropout": 0.1,
     "norm_position": "pre",
 }
+OPTIM: dict[str, Any] = {
+    "steps": 20,
+    "learning_rate": 3e-3,
+    "weight_decay": 0.1,
+    "clip_norm": 0.5,
+    "schedule": ScheduleConfig(warmup_steps=5),
+}
 
 
 def run_of_cell(
-    corpus: Path, settings: dict[str, Any], model: dict[str, Any], healing: dict[str, Any]
+    corpus: Path,
+    settings: dict[str, Any],
+    model: dict[str, Any],
+    healing: dict[str, Any],
+    optim: dict[str, Any],
 ) -> RunConfig:
     """Return a tiny run with 8 lanes, dropout and a low clip_norm; `settings` are the engine's.
 
@@ -88,13 +99,7 @@ def run_of_cell(
         seed=5,
         model=ModelConfig(**{**MODEL, **model}),
         data=DataConfig(path=corpus, lanes=8, segment_length=8),
-        optim=OptimConfig(
-            steps=20,
-            learning_rate=3e-3,
-            weight_decay=0.1,
-            clip_norm=0.5,
-            schedule=ScheduleConfig(warmup_steps=5),
-        ),
+        optim=OptimConfig(**{**OPTIM, **optim}),
         engine=EngineConfig(
             deepspeed_extra={"zero_optimization": zero},
             **own,
@@ -109,9 +114,9 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
 
     If it resumes from a step of `save_at`, it first saves what it has just loaded.
     """
-    run = run_of_cell(corpus, cell["engine"], cell.get("model", {}), cell.get("recovery", {}))
     optim = {**cell.get("optim", {}), "muon": MuonConfig(**cell.get("muon", {}))}
-    run = dataclasses.replace(run, optim=dataclasses.replace(run.optim, **optim))
+    model, healing = cell.get("model", {}), cell.get("recovery", {})
+    run = run_of_cell(corpus, cell["engine"], model, healing, optim)
     if cell.get("dropout") is False:
         run = dataclasses.replace(
             run, model=dataclasses.replace(run.model, dropout=0.0, attention_dropout=0.0)

@@ -74,6 +74,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "compressed_length": 4,
         "compression_rate": 2,
     },
+    "memory_tokens": {"memory_tokens": 2, "isolate_documents": True},
+    "memory_tokens_alone": {"memory_tokens": 3, "memory_length": 0, "norm_position": "pre"},
+    "memory_tokens_deltanet": {
+        "memory_tokens": 1,
+        "layer_kinds": ("deltanet", "attention"),
+        "positions": "rope",
+        "compressed_length": 4,
+        "compression": "mean",
+    },
     "memory_per_layer": {"memory_length": (3, 8)},
     "compressive": {"compressed_length": 4, "compression_rate": 2},
     "compressive_rope": {
@@ -92,6 +101,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "compression_rate": 2,
     },
 }
+
+# With enough memory it does not matter where segments end; memory tokens come once per segment.
+CUT_ANYWHERE = [name for name, options in VARIANTS.items() if "memory_tokens" not in options]
 
 
 def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any) -> TransformerXL:

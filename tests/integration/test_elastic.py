@@ -71,13 +71,15 @@ def cell(name: str, ranks: int, stage: int, precision: str = "fp32", **more: Any
         "activation_checkpointing": "none",
         "micro_batch_lanes": 2,
     }
-    # A layer whose lanes carry a state, and two whose lanes carry rows, as many as each needs.
+    # A layer whose lanes carry a state, two whose lanes carry rows, as many as each needs, and
+    # memory tokens, which segments of a step teach each other to write.
     model = {
         "num_layers": 3,
         "layer_kinds": ("deltanet", "attention", "attention"),
         "memory_length": (12, 12, 5),
+        "memory_tokens": 2,
     }
-    optim = {"ema_decay": 0.9}
+    optim = {"ema_decay": 0.9, "gradient_segments": 2}
     return {"name": name, "ranks": ranks, "engine": engine, "optim": optim, "model": model, **more}
 
 

@@ -125,9 +125,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"model": model} for name, model in MODELS.items()},
-    # Segments of a step that teach each other through rows and states.
+    # Segments of a step that teach each other through rows, states and memory tokens.
     "segments": {
-        "model": {"layer_kinds": ("deltanet", "attention")},
+        "model": {"layer_kinds": ("deltanet", "attention"), "memory_tokens": 2},
         "optim": {"gradient_segments": 3},
     },
 }

@@ -17,6 +17,7 @@ import torch
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.cli import main
 from pretrain.config.data import DataConfig
+from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
 from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
 from pretrain.model.cached import new_stream
@@ -37,7 +38,9 @@ def trained_model(**options: Any) -> TrainedModel:
     """A tiny model of bytes whose weights are large enough for every part to matter."""
     module = tiny_model(dtype=torch.float32, **{"vocab_size": BYTES.vocab_size, **options}).eval()
     data = DataConfig(path=Path("/data/books"), segment_length=SEGMENT)
-    return TrainedModel(module, RunConfig(name="tiny", model=module.config, data=data), 7, Path())
+    optim = OptimConfig(gradient_segments=2)
+    run = RunConfig(name="tiny", model=module.config, data=data, optim=optim)
+    return TrainedModel(module, run, 7, Path())
 
 
 @pytest.fixture(scope="module")

@@ -101,6 +101,11 @@ def run_probes(
     assert corpus is not None or not settings.needs_text()
     if ATTENTION in names and not module.config.num_attention_layers:
         raise ConfigError("--probe attention: the model has no attention layers; leave it out")
+    if ATTENTION in names and module.config.memory_tokens:
+        raise ConfigError(
+            "--probe attention: found a model with memory tokens, which are at no distance in the "
+            "text; leave it out"
+        )
     memory, segment = settings.memory_length, settings.segment_length
     borders = borders_of(module.config, memory, segment)
     settings = replace(settings, longest_distance=settings.longest_distance or 2 * borders.direct)

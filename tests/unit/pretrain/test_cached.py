@@ -30,7 +30,8 @@ def test_the_losses_are_those_of_remembered_hidden_states(variant, memory_length
     model = tiny_model(**options).eval()
     tokens_BT, starts_BT = random_tokens(3, sum(LENGTHS) + 1), random_starts(3, sum(LENGTHS) + 1)
     stream = new_stream(model, memory_length, max(LENGTHS))
-    assert isinstance(stream, CachedStream) == (not options.get("compressed_length"))
+    plain = options.get("compressed_length") or options.get("memory_tokens")
+    assert isinstance(stream, CachedStream) == (not plain)
     memory, start = None, 0
     for length in LENGTHS:
         segment, targets = slice(start, start + length), slice(start + 1, start + length + 1)

@@ -61,6 +61,8 @@ VARIANTS = {
     "alibi, gelu, one key head": {"positions": "alibi", "feed_forward": "gelu", "num_key_heads": 1},
     "t5, query-key norm": {"positions": "t5", "query_key_norm": True},
     "compressive": {"compressed_length": 4},
+    "memory tokens": {"memory_tokens": 5},
+    "memory tokens, pre-norm": {"memory_tokens": 5, "norm_position": "pre"},
     "sinks": {"attention_sinks": True},
     "compressive, mean": {"compressed_length": 4, "compression": "mean"},
     "deltanet": {"layer_kinds": KINDS, "deltanet_expansion": 3},
@@ -187,6 +189,8 @@ def flop_counter() -> FlopCounterMode:
         {"memory_length": (4, 9, 0)},
         {"memory_length": (4, 0, 9), "layer_kinds": ("attention", "deltanet", "attention")},
         {"memory_length": 9, "compressed_length": 4},
+        {"memory_length": 9, "compressed_length": 4, "memory_tokens": 2},
+        {"memory_tokens": 3, "layer_kinds": ("deltanet", "attention", "attention")},
         {
             "memory_length": 9,
             "compressed_length": 4,
@@ -220,6 +224,7 @@ def test_flops_are_what_pytorch_counts(norm_position, options, segments):
         * model.num_heads
         * model.head_width
         * (model.positions == "relative")
+        * (model.read_tokens(length) / length)
     )
     counted = flops_of(model, length, lanes, segments)
     tokens = lanes * length * segments

@@ -7,13 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.models import VARIANTS, random_starts, random_tokens, stream_nll, tiny_model
+from tests.helpers.models import (
+    CUT_ANYWHERE,
+    VARIANTS,
+    random_starts,
+    random_tokens,
+    stream_nll,
+    tiny_model,
+)
 
 LENGTH = 24
 ALL_VARIANTS = pytest.mark.parametrize("variant", VARIANTS)
 
 
-@ALL_VARIANTS
+@pytest.mark.parametrize("variant", CUT_ANYWHERE)
 def test_with_memory_as_long_as_the_stream_segment_length_does_not_matter(variant: str) -> None:
     model = tiny_model(**{**VARIANTS[variant], "memory_length": LENGTH})
     stream_BT, starts_BT = random_tokens(2, LENGTH + 1), random_starts(2, LENGTH + 1)
@@ -23,7 +30,7 @@ def test_with_memory_as_long_as_the_stream_segment_length_does_not_matter(varian
         torch.testing.assert_close(cut, whole, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if "compressive" not in name])
+@pytest.mark.parametrize("variant", [name for name in CUT_ANYWHERE if "compressive" not in name])
 @pytest.mark.parametrize("memory_length", [1, 8])
 def test_with_same_length_segment_length_does_not_matter_for_any_memory(
     variant: str, memory_length: int
@@ -47,7 +54,7 @@ def test_without_same_length_a_short_memory_makes_segments_matter() -> None:
 @settings(max_examples=25, deadline=None)
 @given(
     cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6),
-    variant=st.sampled_from(sorted(VARIANTS)),
+    variant=st.sampled_from(sorted(CUT_ANYWHERE)),
 )
 def test_unequal_segments_give_what_one_segment_gives(cuts: list[int], variant: str) -> None:
     # At least 2: the memory has to hold what is compressed into one row.
@@ -92,7 +99,7 @@ def test_no_token_sees_the_future_bitwise(variant: str, changed: int) -> None:
 
 
 @pytest.mark.parametrize("start", [5, 8, 11])
-@pytest.mark.parametrize("variant", ["isolated", "adaptive"])
+@pytest.mark.parametrize("variant", ["isolated", "adaptive", "memory_tokens"])
 def test_an_isolated_document_is_bitwise_blind_to_the_one_before(variant: str, start: int) -> None:
     model = tiny_model(**{**VARIANTS[variant], "isolate_documents": True, "memory_length": 16})
     stream_BT, starts_BT = (

@@ -25,6 +25,7 @@ LENGTH = 12
 MEMORIES: dict[str, dict[str, Any]] = {
     "rows": {},
     "deltanet": {"layer_kinds": ("deltanet", "attention")},
+    "tokens": {"layer_kinds": ("attention", "deltanet"), "memory_tokens": 2},
     **{
         kind: {"compressed_length": 3, "compression_rate": rate, "compression": kind}
         for kind, rate in zip(get_args(CompressionKind), cycle((2, 3)))
@@ -187,7 +188,7 @@ def test_window_of_same_length_makes_segment_length_irrelevant(positions: str) -
         )
 
 
-@EVERY_MEMORY
+@pytest.mark.parametrize("memory_kind", [name for name in MEMORIES if name != "tokens"])
 def test_what_is_remembered_does_not_depend_on_how_the_stream_is_cut(memory_kind: str) -> None:
     """One layer: its inputs are the embeddings, the same for every cut."""
     model = tiny_model(**{**SMALL, **MEMORIES[memory_kind], "num_layers": 1, "memory_length": 4})

@@ -64,6 +64,7 @@ MORE_HEADS: dict[str, dict[str, Any]] = {
         "norm_position": "pre",
     },
     "deltanet": {"layer_kinds": ("deltanet", "attention"), "norm_position": "pre"},
+    "memory_tokens": {"memory_tokens": 2, "norm_position": "pre"},
 }
 WIDER_HEADS: dict[str, dict[str, Any]] = {
     "modern": {
@@ -91,6 +92,8 @@ def sizes(config: ModelConfig, optim: OptimConfig, seed: int) -> Sizes:
     """The mean absolute value of what each part returns, before the first step and after some."""
     torch.manual_seed(seed)
     module = TransformerXL(config)
+    segments = 2 if config.memory_tokens else 1
+    optim = replace(optim, gradient_segments=segments)
     run = RunConfig(model=config, optim=optim, engine=EngineConfig(kind="torch"))
     engine = TorchEngine(run, module, ALONE, 1)
     parts: dict[str, nn.Module] = {"embedding": module.embedding}
@@ -101,6 +104,8 @@ def sizes(config: ModelConfig, optim: OptimConfig, seed: int) -> Sizes:
     parts |= {f"logits {index}": part for index, part in enumerate(module.head.bins)}
     if module.compressions is not None:
         parts["compression"] = module.compressions[0]
+    if module.memory_tokens is not None and module.memory_tokens.norm is not None:
+        parts["written"] = module.memory_tokens.norm
     found: Sizes = {}
     for name, part in parts.items():
         part.register_forward_hook(keeping(name, found))
@@ -109,7 +114,8 @@ def sizes(config: ModelConfig, optim: OptimConfig, seed: int) -> Sizes:
     tokens_BT = torch.randint(config.vocab_size, (4, 17), generator=generator)
     memory, start = None, None
     for _ in range(STEPS + 1):
-        nll_BL, memory = module(tokens_BT[:, :-1], tokens_BT[:, 1:], memory)
+        inputs = (tokens_BT[:, :-1], tokens_BT[:, 1:], memory)
+        nll_BL, memory = module(*inputs, num_segments=segments)
         start = start or dict(found)
         nll_BL.mean().backward()
         engine.step(optim.learning_rate)

@@ -24,7 +24,7 @@ from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.trained_model import TrainedModel
 from tests.helpers.exact_attention import exact_attention
 from tests.helpers.induction import induction_model
-from tests.helpers.models import VARIANTS, tiny_model
+from tests.helpers.models import CUT_ANYWHERE, VARIANTS, tiny_model
 
 MEMORY, SEGMENT = 8, 6
 
@@ -109,7 +109,7 @@ def test_each_position_has_the_losses_of_its_documents(corpus, world):
             assert found.margins[number] == pytest.approx(margin, rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(set(VARIANTS) - {"deltanet_alone"}))  # without attention
+@pytest.mark.parametrize("name", sorted(set(CUT_ANYWHERE) - {"deltanet_alone"}))
 def test_attention_by_distance_equals_that_of_each_pair_in_float64(corpus, name):
     model = model_for(corpus, **VARIANTS[name])
     found = attention_mass(model, corpus, memory_length=MEMORY, segment_length=SEGMENT)
