@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,16 @@ import torch
 from torch import Tensor
 
 from data_pipeline.errors import UserError, os_error_text, remedy_of
-from data_pipeline.files import write_json
 from pretrain.checkpoint.directory import MEMORY, rank_file
 from pretrain.checkpoint.pieces import key_of, report_of
+from pretrain.checkpoint.rank_reports import RankReports, Report
 from pretrain.checkpoint.tensor_files import Layout, Pieces, copy_to_host, layout_of, write_file
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState
 
-# After all ranks have written: how long their files may take to become visible to rank 0 (network
-# file systems).
+# After all ranks have written: how long rank 0 may take to write index and marker.
 PUBLISH_SECONDS = 600.0
 
 
@@ -124,7 +123,10 @@ def pieces_in(rank_files: list[RankFile], rank: int) -> dict[str, Any]:
 
 
 class Save(threading.Thread):
-    """Writes `rank_files` and the rank's `report`; rank 0 then waits for all ranks in `publish`."""
+    """Writes `rank_files` and adds the rank's to the `reports`; rank 0 then publishes with all.
+
+    Nobody waits for what rank 0 does `afterwards`, which raises nothing.
+    """
 
     def __init__(
         self,
@@ -134,7 +136,9 @@ class Save(threading.Thread):
         report: dict[str, Any],
         buffers: HostBuffers,
         world: World,
-        publish: Callable[[Callable[[], None]], None],
+        reports: RankReports,
+        publish: Callable[[list[Report]], None],
+        afterwards: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name="save", daemon=True)
         self.partial = partial
@@ -144,9 +148,10 @@ class Save(threading.Thread):
         self._pieces = pieces_in(rank_files, world.rank)
         self._buffers = buffers
         self._world = world
-        self._publish = publish
+        self._reports, self._publish, self._afterwards = reports, publish, afterwards
         self._computed = _event_on(world.device)
         self._copied, self._written = threading.Event(), threading.Event()
+        self._published = threading.Event()
         self._canceled = threading.Event()
         self.is_published = False  # as far as this rank knows: rank 0 knows first
         self._problem: SaveProblem | None = None
@@ -162,12 +167,9 @@ class Save(threading.Thread):
 
     def wait_for_publication(self) -> SaveProblem | None:
         """Return when rank 0 has published (on other ranks at once), or with the problem."""
-        self.join(PUBLISH_SECONDS)
-        if self.is_alive():
+        if not self._published.wait(PUBLISH_SECONDS):
             self.cancel()
-            return SaveProblem(
-                f"{self.partial}: files of some ranks are missing after {PUBLISH_SECONDS:.0f} s"
-            )
+            return SaveProblem(f"{self.partial}: not published after {PUBLISH_SECONDS:.0f} s")
         return self._problem
 
     @property
@@ -188,8 +190,10 @@ class Save(threading.Thread):
             self._write(host)
             self._written.set()
             if self._world.is_main:
-                self._publish(self._raise_if_canceled)
+                self._publish(self._reports.collect(self._raise_if_canceled))
                 self.is_published = True
+                self._published.set()
+                self._afterwards()
         except OSError as error:
             self._problem = SaveProblem.of(error)
         except Exception as error:  # the loop asks for it, and every rank then raises it
@@ -199,6 +203,7 @@ class Save(threading.Thread):
             # Also after an error: whoever waits must wake up and find it.
             self._copied.set()
             self._written.set()
+            self._published.set()
 
     def _copy(self) -> list[Tensor]:
         with _separate_stream(self._world.device, self._computed):
@@ -208,6 +213,8 @@ class Save(threading.Thread):
             ]
             for each, buffer in zip(self._rank_files, host, strict=True):
                 copy_to_host(each.tensors, each.layout, buffer)
+        # What was live is not kept until the files are written, or the next save.
+        self._rank_files = [replace(each, tensors={}) for each in self._rank_files]
         return host
 
     def _write(self, host: list[Tensor]) -> None:
@@ -219,8 +226,7 @@ class Save(threading.Thread):
             for each, buffer in zip(self._rank_files, host, strict=True)
         }
         # Last: it tells rank 0 that both files are whole and on disk.
-        report = {**self._report, "files": described, "pieces": self._pieces}
-        write_json(self.partial / rank_file("rank", self._world.rank), report)
+        self._reports.post({**self._report, "files": described}, self._pieces)
 
     def _raise_if_canceled(self) -> None:
         if self._canceled.is_set():

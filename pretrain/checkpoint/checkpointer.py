@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Collection
+from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from pretrain.checkpoint.elastic_reader import (
     restore_counters,
     restore_random_state,
 )
+from pretrain.checkpoint.rank_reports import RankReports, Report
 from pretrain.checkpoint.replicas import require_equal_replicas
 from pretrain.config.phases import restarts_lanes
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
@@ -49,7 +52,9 @@ from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState, Memory, selected_lanes
 from pretrain.state import TrainState
 
-# Space for a rank's JSON with its cursors, which is in its own file and in the index.
+logger = logging.getLogger(__name__)
+
+# Space for what the index has of a rank, with its cursors.
 INDEX_BYTES_PER_RANK = 1 << 16
 
 
@@ -86,6 +91,8 @@ class Checkpointer:
         self._lane_state = LaneState(run.model)
         self._buffers = HostBuffers(world.device)
         self._save: Save | None = None
+        self._saves = 0  # that were started
+        self._former: Save | None = None  # published; it may still remove old checkpoints
         self._outage = Outage(patience or Patience())
         self._held = held
         self._published_step = 0  # of the last save that all ranks finished, or were restored from
@@ -96,6 +103,7 @@ class Checkpointer:
     def __exit__(self, *exception: object) -> None:
         if self._save is not None:
             self._save.cancel()
+        self._wait_for_removal()
 
     def save(
         self,
@@ -126,15 +134,19 @@ class Checkpointer:
             self._give_up_save(state.step, problem)
             return False
         partial = files.partial_directory(self._root, state.step, self._attempt)
-        publish = self._publication(
-            partial, engine, state, validation_loss, suspected_since, rebuild
-        )
+        publish = self._publication(partial, engine, state, validation_loss, rebuild)
         report = {**self._report(state), "past": past.to_tree() if past else None}
-        self._save = Save(
-            state.step, partial, rank_files, report, self._buffers, self._world, publish
-        )
+        self._saves += 1
+        reports = RankReports(f"{self._attempt}/{self._saves}", self._world)
+        what = (state.step, partial, rank_files, report, self._buffers, self._world, reports)
+        former, self._former = self._former, None
+        self._save = Save(*what, publish, partial_of(self._prune_after, former, suspected_since))
         self._save.start()
         return self._run.checkpoint.asynchronous or self.finish()
+
+    def _wait_for_removal(self) -> None:
+        if self._former is not None and self._former.ident is not None:
+            self._former.join()
 
     def _leaves_out_memories(self, state: TrainState) -> bool:
         """Whether they are to be rebuilt, and what that takes has been read."""
@@ -149,6 +161,7 @@ class Checkpointer:
         Not if storage does not take it: then no checkpoint is kept for its sake.
         """
         if self._world.is_main:
+            self._wait_for_removal()
             with contextlib.suppress(OSError, UserError):
                 self._may_write()
                 noted = files.step_directory(self._root, step) / files.VALIDATION_LOSS
@@ -205,6 +218,7 @@ class Checkpointer:
         problems = list(filter(None, gather_values(save.wait_for_files(), kind)))
         problems = problems or list(filter(None, gather_values(save.wait_for_publication(), kind)))
         if not problems:
+            self._former = save
             self._outage.ended()
             self._published_step = save.step
             return True
@@ -274,9 +288,8 @@ class Checkpointer:
         engine: Engine,
         state: TrainState,
         validation_loss: float | None,
-        suspected_since: int | None,
         rebuild: dict[str, Any] | None,
-    ) -> Callable[[Callable[[], None]], None]:
+    ) -> Callable[[list[Report]], None]:
         """Return what rank 0's thread calls after writing its files.
 
         The index is built here, on the loop's thread: engine and state will have changed when it is
@@ -295,12 +308,19 @@ class Checkpointer:
         }
         final = files.step_directory(self._root, state.step)
 
-        def publish(while_waiting: Callable[[], None]) -> None:
-            num_ranks = self._world.world_size
-            marker.publish(partial, final, index, num_ranks, while_waiting, self._may_write)
-            self._prune(suspected_since)
+        def publish(reports: list[Report]) -> None:
+            marker.publish(partial, final, index, reports, self._may_write)
 
         return publish
+
+    def _prune_after(self, former: Save | None, suspected_since: int | None) -> None:
+        """Remove what is not kept once the save before has; what fails is left to the next one."""
+        if former is not None:
+            former.join()
+        try:
+            self._prune(suspected_since)
+        except (OSError, UserError) as error:
+            logger.warning("old checkpoints stay: %s", error)
 
     def _prune(self, suspected_since: int | None) -> None:
         kept, valid = self._run.checkpoint, marker.steps_that_count(self._root)

@@ -3,8 +3,8 @@
 RUN/checkpoints/step-00000100/
     engine-00000.safetensors   fragments of weights and moments, one file per rank
     state-00000.safetensors    lane memories and random-number state, one file per rank
-    rank-00000.json            sizes and SHA-256 of this rank's two files, its lanes, their cursor
-    index.json                 all rank-*.json merged, and the run's id, step and settings
+    index.json                 sizes and SHA-256 of all files, what is in them, the ranks' lanes and
+                               their cursor, and the run's id, step and settings
     COMPLETE                   the marker: SHA-256 of index.json (`marker.py`)
     REFUSED                    only if a start could not resume from it: the reason
     VALIDATION_LOSS            only if it was saved before its evaluation ended: the loss
@@ -12,12 +12,14 @@ RUN/checkpoints/step-00000100/
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from data_pipeline.errors import STORAGE_FAILS, CheckpointError, UnreadableError
@@ -30,6 +32,7 @@ INDEX = "index.json"
 REFUSED = "REFUSED"
 VALIDATION_LOSS = "VALIDATION_LOSS"
 MEMORY = "memory."  # starts the keys of lane memories in state files; then comes the part's name
+MANY_FILES, REMOVERS = 64, 16  # from which on a directory is removed by so many threads
 STEP_NAME = re.compile(r"step-(\d{8})")
 
 
@@ -48,8 +51,8 @@ def partial_directory(root: Path, step: int, attempt: str) -> Path:
 
 
 def rank_file(kind: str, rank: int) -> str:
-    """Return the name of one rank's file; `kind` is engine, state or rank."""
-    return f"{kind}-{rank:05d}.{'json' if kind == 'rank' else 'safetensors'}"
+    """Return the name of one rank's file; `kind` is engine or state."""
+    return f"{kind}-{rank:05d}.safetensors"
 
 
 def steps_on_disk(root: Path) -> list[int]:
@@ -164,7 +167,7 @@ def discard_from(root: Path, step: int) -> None:
 def remove_partial(root: Path) -> None:
     """Remove what interrupted saves and removals left (rank 0, before an attempt's first save)."""
     for entry in root.glob(".partial-*"):
-        shutil.rmtree(entry, ignore_errors=True)
+        _delete(entry)
 
 
 def remove(directory: Path) -> None:
@@ -174,9 +177,26 @@ def remove(directory: Path) -> None:
     checkpoint. What cannot be deleted then is left to `remove_partial`.
     """
     renamed = directory.with_name(f".partial-{directory.name}-removed")
-    shutil.rmtree(renamed, ignore_errors=True)
+    _delete(renamed)
     directory.rename(renamed)
     if renamed.is_dir():
-        shutil.rmtree(renamed, ignore_errors=True)
+        _delete(renamed)
     else:
         renamed.unlink()
+
+
+def _delete(directory: Path) -> None:
+    """Remove a directory as far as possible, many files at a time: each waits for a file server."""
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        names = []
+
+    def unlink(name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(directory / name)
+
+    if len(names) >= MANY_FILES:
+        with ThreadPoolExecutor(REMOVERS) as pool:
+            list(pool.map(unlink, names))
+    shutil.rmtree(directory, ignore_errors=True)

@@ -33,6 +33,7 @@ from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import HostBuffers, Save, files_of
 from pretrain.checkpoint.elastic_reader import local_name
 from pretrain.checkpoint.pieces import key_of
+from pretrain.checkpoint.rank_reports import RankReports, Report
 from pretrain.checkpoint.replicas import require_equal_replicas
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, broadcast_value, gather_values
@@ -142,8 +143,8 @@ class LocalTier:
         partial = files.partial_directory(root, state.step, self._attempt)
         final = files.step_directory(root, state.step)
 
-        def publish(while_waiting: Callable[[], None]) -> None:
-            marker.publish(partial, final, index, 1, while_waiting)
+        def publish(reports: list[Report]) -> None:
+            marker.publish(partial, final, index, reports)
             files.prune(root, files.steps_on_disk(root), KEPT)
 
         assert state.cursor is not None
@@ -151,7 +152,8 @@ class LocalTier:
         report = {"first_lane": 0, "num_lanes": len(state.cursor.lanes), "cursor": cursor}
         report["past"] = None
         alone = replace(self._world, rank=0, world_size=1)
-        self._save = Save(state.step, partial, rank_files, report, self._buffers, alone, publish)
+        what = (state.step, partial, rank_files, report, self._buffers, alone)
+        self._save = Save(*what, RankReports("", alone), publish)
         self._save.start()
         if not self._kept.asynchronous:
             self._finish()

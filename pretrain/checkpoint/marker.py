@@ -3,8 +3,8 @@
 A save writes into a hidden directory, in this order:
 
     1. every rank: its two safetensors files, each hashed while it is written and then fsynced
-    2. every rank: rank-N.json, with sizes and hashes of those two, once both are on disk
-    3. rank 0, once it sees every rank-N.json: index.json, which merges them and has their hashes
+    2. every rank: its report to rank 0, with sizes and hashes of those two, once both are on disk
+    3. rank 0, once it has all reports: index.json, which merges them
     4. rank 0: COMPLETE, the marker, which holds the SHA-256 of index.json
     5. rank 0: the rename to step-N, and an fsync of the parent directory
 
@@ -24,10 +24,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import stat
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -56,8 +54,6 @@ from pretrain.checkpoint.pieces import (
 )
 from pretrain.checkpoint.shares import Progress, share_of_rank
 
-POLL_SECONDS = 0.02
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -73,7 +69,7 @@ class Checkpoint:
 
     @property
     def rank_reports(self) -> list[dict[str, Any]]:
-        """The lanes and cursor of each rank-N.json, in rank order."""
+        """The lanes and cursor of each rank, in rank order."""
         return self.index["ranks"]
 
     @property
@@ -91,26 +87,22 @@ def publish(
     partial: Path,
     final: Path,
     index: dict[str, Any],
-    num_ranks: int,
-    while_waiting: Callable[[], None] = lambda: None,
+    reports: Sequence[Mapping[str, Any]],
     before_rename: Callable[[], None] = lambda: None,
 ) -> None:
-    """Wait for the files of all ranks, write index and marker, rename to `final` (rank 0 only).
+    """Write index and marker from the reports of all ranks, rename to `final` (rank 0 only).
 
-    `while_waiting` is called on every poll and may raise to cancel. `before_rename` is called once,
-    at the last moment at which the checkpoint can still be withheld.
+    `before_rename` is called once, at the last moment at which the checkpoint can still be
+    withheld.
     """
-    # Ranks share nothing but the file system here: a collective in this thread would race with
-    # those of the loop.
-    reports, files = [], {}
-    for rank in range(num_ranks):
-        path = partial / rank_file("rank", rank)
-        content = _wait_for(path, while_waiting)
-        reports.append(json.loads(content))
-        files |= reports[-1].pop("files")
-        files[path.name] = {"bytes": len(content), "sha256": _sha256(content)}
-    pieces = merged([report.pop("pieces") for report in reports])
-    lists = {"files": files, "pieces": pieces, "ranks": reports}
+    lists = {
+        "files": {name: entry for each in reports for name, entry in each["files"].items()},
+        "pieces": merged(each["pieces"] for each in reports),
+        "ranks": [
+            {name: value for name, value in each.items() if name not in ("files", "pieces")}
+            for each in reports
+        ],
+    }
     write_json(partial / INDEX, {**index, "format": FORMAT, **lists})
     write_text(partial / MARKER, sha256_of(partial / INDEX) + "\n")
     before_rename()
@@ -165,7 +157,7 @@ def read_index(directory: Path, run_id: str = "") -> Checkpoint:
         )
     unknown = set(index["files"])
     for rank in range(index["world_size"]):
-        expected = {rank_file(kind, rank) for kind in ("engine", "state", "rank")}
+        expected = {rank_file(kind, rank) for kind in ("engine", "state")}
         if not expected <= index["files"].keys():
             raise CheckpointError(f"{path}: rank {rank} of {index['world_size']} is missing")
         unknown -= expected
@@ -325,10 +317,3 @@ def _refusing(path: Path) -> Iterator[None]:
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _wait_for(path: Path, while_waiting: Callable[[], None]) -> bytes:
-    while not path.exists():
-        while_waiting()
-        time.sleep(POLL_SECONDS)
-    return path.read_bytes()

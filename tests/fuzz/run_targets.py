@@ -68,9 +68,6 @@ def run_targets(run: Path, experiment: Path) -> dict[str, Target]:
     return {
         "checkpoint index": resumed(f"{step}/index.json", json.loads, seal_index),
         "marker": resumed(f"{step}/COMPLETE"),
-        "report of a rank": resumed(
-            f"{step}/rank-00000.json", json.loads, seal_file("rank-00000.json")
-        ),
         "fragments": resumed(
             f"{step}/engine-00000.safetensors", None, seal_file("engine-00000.safetensors")
         ),

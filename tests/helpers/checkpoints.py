@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from data_pipeline.files import sha256_of, write_json
+from data_pipeline.files import sha256_of
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.pieces import key_of, report_of
@@ -28,27 +28,26 @@ def engine_file(step: int, rank: int, gap: int = 0) -> bytes:
     return save({key: np.full(100, step, np.float32)})
 
 
-def pieces_of_rank(rank: int, gap: int = 0) -> dict[str, Any]:
-    """What a rank reports of `engine_file`."""
-    return report_of({key_of("w", rank * (100 + gap), "weight"): 100}, rank)
-
-
 def publish_step(root: Path, step: int, num_ranks: int = 2, gap: int = 0, **more: object) -> Path:
     """A published checkpoint of a parameter that no model has."""
     partial = files.partial_directory(root, step, "attempt")
     partial.mkdir(parents=True)
+    reports = []
     for rank in range(num_ranks):
         (partial / files.rank_file("engine", rank)).write_bytes(engine_file(step, rank, gap))
         (partial / files.rank_file("state", rank)).write_bytes(bytes([step % 256, rank]) * 100)
-        names = [files.rank_file(kind, rank) for kind in ("engine", "state")]
-        written = {
-            name: {"bytes": (partial / name).stat().st_size, "sha256": sha256_of(partial / name)}
-            for name in names
-        }
-        report = {"files": written, "first_lane": rank, "num_lanes": 1, "cursor": None}
-        report["past"] = None
-        report["pieces"] = pieces_of_rank(rank, gap)
-        write_json(partial / files.rank_file("rank", rank), report)
+        report = {"first_lane": rank, "num_lanes": 1, "cursor": None, "past": None}
+        reports.append({**report, **report_of_files(partial, rank, gap)})
     final = files.step_directory(root, step)
-    marker.publish(partial, final, {**index_of(step, num_ranks), **more}, num_ranks)
+    marker.publish(partial, final, {**index_of(step, num_ranks), **more}, reports)
     return final
+
+
+def report_of_files(partial: Path, rank: int, gap: int = 0) -> dict[str, Any]:
+    """What a rank reports of its files, of which `engine_file` is one."""
+    paths = [partial / files.rank_file(kind, rank) for kind in ("engine", "state")]
+    written = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths
+    }
+    key = key_of("w", rank * (100 + gap), "weight")
+    return {"files": written, "pieces": report_of({key: 100}, rank)}

@@ -44,7 +44,7 @@ def test_list_names_every_step_even_if_its_index_is_unreadable(run_dir, capsys):
     assert "unreadable" in lines[2]
 
 
-@pytest.mark.parametrize("name", ["engine-00001.safetensors", "rank-00000.json"])
+@pytest.mark.parametrize("name", ["engine-00001.safetensors", "state-00000.safetensors"])
 def test_verify_names_the_corrupted_file_and_fails(run_dir, capsys, name):
     assert main(["checkpoint", "verify", str(run_dir.path)]) == 0
     flip_a_bit(run_dir.checkpoints / "step-00000030" / name)

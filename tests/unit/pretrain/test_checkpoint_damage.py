@@ -28,7 +28,7 @@ from tests.helpers.checkpoints import publish_step
 from tests.unit.pretrain.test_checkpoint_marker import rewrite_index
 
 NAMES = (
-    *(files.rank_file(kind, rank) for kind in ("engine", "state", "rank") for rank in (0, 1)),
+    *(files.rank_file(kind, rank) for kind in ("engine", "state") for rank in (0, 1)),
     files.INDEX,
     files.MARKER,
 )
@@ -191,10 +191,10 @@ INDEXES: dict[str, Callable[[dict[str, Any]], object]] = {
     "files of another kind": lambda index: index.update(files=["engine-00000.safetensors"]),
     "a file without a size": lambda index: index["files"]["state-00001.safetensors"].pop("bytes"),
     "a file elsewhere": lambda index: index["files"].update(
-        {"../../../etc/passwd": index["files"]["rank-00000.json"]}
+        {"../../../etc/passwd": index["files"]["state-00000.safetensors"]}
     ),
     "an engine file elsewhere": lambda index: index["files"].update(
-        {"engine-/../../x": index["files"]["rank-00000.json"]}
+        {"engine-/../../x": index["files"]["state-00000.safetensors"]}
     ),
     "a size that is text": lambda index: index["files"]["state-00001.safetensors"].update(
         bytes="9" * 5000

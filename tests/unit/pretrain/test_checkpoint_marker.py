@@ -108,7 +108,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "unknown field of a file": (
         lambda step: rewrite_index(
-            step, lambda index: index["files"]["rank-00000.json"].update(mode=4095)
+            step, lambda index: index["files"]["state-00000.safetensors"].update(mode=4095)
         ),
         "'mode' is unknown",
     ),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from data_pipeline.errors import CheckpointError, UnreadableError, UserError
 from data_pipeline.patience import Patience
@@ -20,6 +21,7 @@ from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import HostBuffers, Save, files_of_rank
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.elastic_reader import load_fragments, restore_counters
+from pretrain.checkpoint.rank_reports import RankReports
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
@@ -106,7 +108,7 @@ def test_an_asynchronous_save_writes_the_bytes_of_a_blocking_one_while_the_loop_
         for name in ("blocking", "background")
     )
     assert found.index["files"] == blocking.index["files"]
-    assert len(found.index["files"]) == 3
+    assert len(found.index["files"]) == 2
 
 
 def test_a_save_starts_when_the_one_before_is_published(engine, world, tmp_path):
@@ -233,9 +235,8 @@ def test_a_save_that_waits_for_another_rank_can_be_canceled(engine, world, tmp_p
         {},
         HostBuffers(torch.device("cpu")),
         world,
-        publish=lambda while_waiting: marker.publish(
-            partial, final, {}, num_ranks=2, while_waiting=while_waiting
-        ),
+        RankReports("4", dataclasses.replace(world, world_size=2), HashStore()),
+        publish=lambda reports: marker.publish(partial, final, {}, reports),
     )
     save.start()
     assert save.wait_for_files() is None
@@ -284,6 +285,7 @@ def test_an_engine_that_a_checkpoint_fills_draws_nothing_and_has_every_bit_of_it
 
 def test_a_save_whose_thread_could_not_start_can_be_canceled(tmp_path):
     world = world_from_environment({})
-    save = Save(1, tmp_path, [], {}, HostBuffers(world.device), world, lambda stop: None)
+    buffers, reports = HostBuffers(world.device), RankReports("", world)
+    save = Save(1, tmp_path, [], {}, buffers, world, reports, lambda found: None)
     save.cancel()
     assert not save.is_alive()

@@ -20,7 +20,7 @@ from unittest import mock
 import numpy as np
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.files import atomic_write, sha256_of, write_json
+from data_pipeline.files import atomic_write, write_json
 from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
@@ -28,7 +28,7 @@ from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, lanes_of_rank
 from pretrain.rundir.run_dir import RunDir
-from tests.helpers.checkpoints import engine_file, index_of, pieces_of_rank
+from tests.helpers.checkpoints import engine_file, index_of, report_of_files
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.metrics import train_line
 
@@ -144,6 +144,7 @@ class Run:
         """Save as the ranks do: each its files, then its report, in any order; rank 0 publishes."""
         partial = files.partial_directory(self.run_dir.checkpoints, self.step, "attempt")
         partial.mkdir(parents=True, exist_ok=True)
+        reports: dict[int, dict[str, Any]] = {}
         for rank in random.Random(self.step).sample(range(self.world_size), self.world_size):
             names = [files.rank_file(kind, rank) for kind in ("engine", "state")]
             held = {
@@ -152,21 +153,13 @@ class Run:
             with atomic_write(partial / names[0]) as file:
                 file.write(engine_file(self.step, rank))
             write_json(partial / names[1], held)
-            sizes = {
-                name: {
-                    "bytes": (partial / name).stat().st_size,
-                    "sha256": sha256_of(partial / name),
-                }
-                for name in names
-            }
             lanes = lanes_of_rank(RUN, rank, self.world_size)
-            report = {"files": sizes, "first_lane": lanes.start, "num_lanes": len(lanes)}
+            report = {"first_lane": lanes.start, "num_lanes": len(lanes), "past": None}
             report["cursor"] = cursors[rank].to_tree()
-            report["past"] = None
-            report["pieces"] = pieces_of_rank(rank)
-            write_json(partial / files.rank_file("rank", rank), report)
+            reports[rank] = report | report_of_files(partial, rank)
         final = files.step_directory(self.run_dir.checkpoints, self.step)
-        marker.publish(partial, final, index_of(self.step, self.world_size), self.world_size)
+        in_order = [reports[rank] for rank in range(self.world_size)]
+        marker.publish(partial, final, index_of(self.step, self.world_size), in_order)
         root = self.run_dir.checkpoints
         files.prune(root, marker.steps_that_count(root), keep_last=2)
 

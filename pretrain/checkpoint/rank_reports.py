@@ -1,0 +1,78 @@
+"""What each rank reports of its files to rank 0, once they are on disk: over the network.
+
+The threads of a save use no collectives, and to look for files of thousands of ranks is slow: a
+network file system answers for a minute from its cache that a name does not exist. So reports go
+through the store where the ranks met. Rank 0 asks it how many there are, then takes all at once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
+
+from pretrain.distributed.world import World
+
+POLL_SECONDS = 0.02
+Report = dict[str, Any]
+
+
+class RankReports:
+    """The reports of one save, which all ranks give the same `name`, unlike that of any other."""
+
+    def __init__(self, name: str, world: World, store: Store | None = None) -> None:
+        """`store` is by default that of the ranks' process group."""
+        self._world = world
+        self._own: bytes | None = None
+        self._store: Store | None = None
+        if world.world_size > 1:
+            assert store is not None or dist.is_initialized()
+            store = store or distributed_c10d._get_default_store()
+            self._store = PrefixStore(f"save/{name}", store)
+
+    def post(self, report: Mapping[str, Any], pieces: Mapping[str, Any]) -> None:
+        """Report what this rank has written; does not wait for rank 0."""
+        content = encoded(report, pieces)
+        if self._store is None:
+            self._own = content
+            return
+        self._store.set(str(self._world.rank), cast("str", content))  # bytes are as good
+        self._store.add("count", 1)
+
+    def collect(self, while_waiting: Callable[[], None]) -> list[Report]:
+        """Return the reports of all ranks, in their order (rank 0); `while_waiting` may raise."""
+        if self._store is None:
+            assert self._own is not None, "collect() before post()"
+            return decoded([self._own])
+        num_ranks = self._world.world_size
+        while self._store.add("count", 0) < num_ranks:
+            while_waiting()
+            time.sleep(POLL_SECONDS)
+        names = [str(rank) for rank in range(num_ranks)]
+        contents = self._store.multi_get(names)
+        for name in (*names, "count"):
+            self._store.delete_key(name)
+        return decoded(contents)
+
+
+def encoded(report: Mapping[str, Any], pieces: Mapping[str, Any]) -> bytes:
+    """Return a rank's message: a line of JSON each for the report and the pieces, compressed."""
+    texts = (json.dumps(each, sort_keys=True) for each in (report, pieces))
+    return zlib.compress("\n".join(texts).encode(), level=1)
+
+
+def decoded(contents: Sequence[bytes]) -> list[Report]:
+    """Return the reports with their `pieces`; equal ones are read once, and the same object."""
+    known: dict[bytes, Any] = {}
+    reports = []
+    for content in contents:
+        first, _, pieces = zlib.decompress(content).partition(b"\n")
+        if pieces not in known:
+            known[pieces] = json.loads(pieces)
+        reports.append({**json.loads(first), "pieces": known[pieces]})
+    return reports
