@@ -34,7 +34,7 @@ from pretrain.costs.deltanet import DeltaNetCosts
 from pretrain.costs.devices import GIB
 from pretrain.costs.flops import bins_of, lanes_of_pass, parameters_of
 from pretrain.costs.muon import MOMENT_BYTES, moment_bytes
-from pretrain.costs.zero_buffers import buffers_of, largest_parameter, stage_of
+from pretrain.costs.zero_buffers import Buffers, buffers_of, largest_parameter, stage_of
 from pretrain.kernels.triton.tiling import built_in_tiles
 from pretrain.kernels.triton.workspace import workspace_of
 
@@ -63,7 +63,7 @@ def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[
     buffers = buffers_of(run, world_size, on_gpu)
     return [
         *_weights_and_optimizer(run, world_size),
-        Part("gradients", buffers.gradients, buffers.gradients_formula),
+        _gradients(run, buffers),
         Part("gradient buckets", buffers.buckets, buffers.buckets_formula),
         _recurrent_memory(run, world_size, on_gpu),
         _activations(run, world_size, on_gpu, logits, buffers.gradients),
@@ -141,6 +141,25 @@ def check_host_memory(run: RunConfig, world_size: int, ranks_on_node: int, on_gp
         )
 
 
+def _gradients(run: RunConfig, buffers: Buffers) -> Part:
+    """Return what a rank keeps of gradients, under ZeRO-3 also before all segments have theirs."""
+    waiting, formula = 0, buffers.gradients_formula
+    if _has_segments(run) and stage_of(run) == 3:
+        # A gradient is complete, and can be reduced, when the first segment's is there.
+        waiting = _width(run) * parameters_of(run.model).total
+        formula += f"; {_width(run)} P of all segments, before they are reduced"
+    return Part("gradients", buffers.gradients + waiting, formula)
+
+
+def _has_segments(run: RunConfig) -> bool:
+    return run.optim.gradient_segments > 1
+
+
+def _checkpoints_all(run: RunConfig) -> bool:
+    repeated = recomputation_traits(run.engine.activation_checkpointing)
+    return repeated.layers and run.engine.checkpoint_every_n_layers == 1
+
+
 def _weights_and_optimizer(run: RunConfig, world_size: int) -> list[Part]:
     parameters, stage, width = parameters_of(run.model), stage_of(run), _width(run)
     # float32 weights that ZeRO does not shard are their own masters.
@@ -158,6 +177,9 @@ def _weights_and_optimizer(run: RunConfig, world_size: int) -> list[Part]:
         shares = 1 / world_size + (1 / sharers if sharers > 1 else 0)
         formula = f"{width} P / R, two gathered layers and the largest matrix"
         formula += f", and {width} P / {sharers} once more" if sharers > 1 else ""
+        if _has_segments(run) and not _checkpoints_all(run):
+            # DeepSpeed frees what it gathered for the last segment, and not for those before.
+            gathered, formula = parameters.total, f"{width} P / R and {width} P, all gathered"
         weights = Part("weights", width * (parameters.total * shares + gathered), formula)
     return [
         weights,

@@ -104,7 +104,7 @@ def peak_of_training(run: RunConfig, engine: Engine) -> dict[str, Any]:
     """The bytes of all tensors at the peak of a second step's passes; DeepSpeed's optimizer."""
     slots = accumulation_steps(run, engine.world.world_size)
     lanes = lanes_of_rank(run, engine.world.rank, engine.world.world_size)
-    tokens = np.ones((len(lanes), run.data.segment_length), np.int64)
+    tokens = np.ones((len(lanes), run.lane_tokens_per_step), np.int64)
     batch = SegmentBatch(tokens, tokens, np.zeros_like(tokens, bool), lanes)
     memories: list[Memory | None] = [None] * slots
     peak = 0

@@ -31,6 +31,7 @@ CELLS = {
     **{f"zero{stage}-fp32": cell(stage, "fp32") for stage in (1, 2)},
     "zero2-offloaded": cell(2, "bf16", offload_optimizer=True),
     "zero3-shared": cell(3, "bf16", secondary_shard_ranks=RANKS),
+    "zero3-segments": {**cell(3, "bf16"), "optim": {"gradient_segments": 3}},
 }
 
 
