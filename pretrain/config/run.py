@@ -257,10 +257,9 @@ class RunConfig:
         interval, length = self.checkpoint.memories_interval, self.data.segment_length
         if interval != 1 and segments_remembered(self.model, length) is None:
             raise ConfigError(
-                f"checkpoint.memories_interval={interval}: the memories of other checkpoints are "
-                "rebuilt from the segments before, and a state (deltanet, memory tokens) or "
-                "compressed rows depend on all that a lane has read; use "
-                "checkpoint.memories_interval=1"
+                f"checkpoint.memories_interval={interval}: other checkpoints' memories are rebuilt "
+                "from the segments before; a state (deltanet, memory tokens) or compressed rows "
+                "depend on all that a lane has read; use checkpoint.memories_interval=1"
             )
 
     @property

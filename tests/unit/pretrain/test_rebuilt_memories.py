@@ -72,6 +72,7 @@ def world() -> Iterator[World]:
 
 # As one step of two segments each: three steps are the first to have five segments.
 TWO_SEGMENTS = 3
+TWICE = OptimConfig(gradient_segments=2)
 
 
 def lanes_from(run: RunConfig, state: TrainState, rebuild: Rebuild, world: World) -> LaneStream:
@@ -214,12 +215,13 @@ def test_the_reach_is_that_of_each_layer_on_top_of_the_one_below(lengths, segmen
     [
         ModelConfig(num_layers=2, layer_kinds=("deltanet", "attention")),
         ModelConfig(num_layers=2, compressed_length=8, compression_rate=2),
+        ModelConfig(num_layers=2, memory_tokens=2),
     ],
 )
 def test_what_depends_on_all_that_a_lane_has_read_is_not_left_out(model):
     with pytest.raises(ConfigError, match=r"checkpoint.memories_interval=2: .*use .*=1"):
-        RunConfig(model=model, checkpoint=CheckpointConfig(memories_interval=2))
-    RunConfig(model=model)
+        RunConfig(model=model, optim=TWICE, checkpoint=CheckpointConfig(memories_interval=2))
+    RunConfig(model=model, optim=TWICE)
 
 
 def has_memories(run_dir: RunDir, step: int) -> bool:
