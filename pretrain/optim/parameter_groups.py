@@ -42,6 +42,8 @@ _ROLES: dict[Role, str] = {
     "output_bias": r"head\.bins\.\d+\.(bias|cluster_bias)",
 }
 
+_PER_HEAD = r"layers\.\d+\.deltanet\.(decay|write)_weight"
+
 
 def role_of(name: str) -> Role:
     """Return what the parameter of this name is; a new parameter must be added to the table."""
@@ -73,8 +75,12 @@ class GroupTraits:
     orthogonalizes: bool = False  # updates as Muon does
 
 
-def group_traits(role: Role, optim: OptimConfig, model: ModelConfig) -> GroupTraits:
+def group_traits(
+    role: Role, optim: OptimConfig, model: ModelConfig, *, per_head: bool = False
+) -> GroupTraits:
     """Return how parameters of this role are treated: with `model.base_width`, as muP says.
+
+    `per_head`: a matrix that has a row for each head, instead of for each channel of a head.
 
     The rate of what maps hidden channels to hidden channels is multiplied by a power of the width
     over the base's, m, and its weight decay is divided by that: their product is what decays a
@@ -94,6 +100,10 @@ def group_traits(role: Role, optim: OptimConfig, model: ModelConfig) -> GroupTra
     by_muon = role == "matrix" and optimizer_traits(optim.name).orthogonalizes
     exponent = muon_rate_exponent(optim.muon.scaling) if by_muon else rate_exponent(optim.name)
     factor = width**exponent if grows else 1.0
+    if by_muon and per_head:
+        # An orthogonal update gives each row as much as the input has: what wider heads add to the
+        # width of the input but not to the rows, must not add to what they return.
+        factor *= (model.base_head_width / model.head_width) ** 0.5 if model.base_head_width else 1
     epsilon = optim.epsilon if role == "output_bias" else optim.epsilon / width
     decay = optim.weight_decay / factor if decays(role) else 0.0
     if by_muon:
@@ -141,7 +151,9 @@ def parameter_groups(module: TransformerXL, optim: OptimConfig) -> list[dict[str
     """Return the optimizer's groups, with the parameters of each and their shapes by name."""
     groups: dict[GroupTraits, dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
-        traits = group_traits(role_of(name), optim, module.config)
+        traits = group_traits(
+            role_of(name), optim, module.config, per_head=bool(re.fullmatch(_PER_HEAD, name))
+        )
         group = groups.setdefault(traits, {**vars(traits), "params": [], "shapes": {}})
         group["params"].append(parameter)
         # Under ZeRO-3 a parameter is an empty vector between its uses; `ds_shape` has its shape.

@@ -276,6 +276,25 @@ def test_rate_decay_and_epsilon_of_each_role_follow_the_width() -> None:
     assert parameter_groups.group_traits("projection", optim, fixed) == found["table"]
 
 
+@pytest.mark.parametrize(
+    ("scaling", "rates"), [("match_rms_adamw", (0.5, 0.25)), ("original", (1, 0.5))]
+)
+def test_gates_of_wider_deltanet_heads_learn_more_slowly_with_muon(
+    scaling: str, rates: tuple[float, float]
+) -> None:
+    """The width and a head's width are 4 times the base's: a gate has as many rows as before."""
+    model = replace(widened(WIDER_HEADS["modern"], 4 * BASE.d_model), layer_kinds=("deltanet",))
+    groups = parameter_groups.parameter_groups(TransformerXL(model), MUON[scaling])
+    found = {name: group["rate_factor"] for group in groups for name in group["shapes"]}
+    name = "layers.0.deltanet"
+    assert found[f"{name}.query_weight"] == rates[0]
+    assert found[f"{name}.decay_weight"] == found[f"{name}.write_weight"] == rates[1]
+    more = replace(model, num_heads=16, base_head_width=0)
+    groups = parameter_groups.parameter_groups(TransformerXL(more), MUON[scaling])
+    found = {name: group["rate_factor"] for group in groups for name in group["shapes"]}
+    assert found[f"{name}.write_weight"] == rates[0]
+
+
 def test_a_width_of_the_base_s_heads_needs_a_base() -> None:
     with pytest.raises(ConfigError, match=r"base_head_width=8 has no effect without model.base_w"):
         replace(BASE, base_head_width=8)
