@@ -58,7 +58,13 @@ def read_result(path: Path) -> dict[str, dict[int, float]]:
     return {
         key: {int(step): float.fromhex(value) for step, value in steps.items()}
         for key, steps in tree.items()
+        if key != "opened"
     }
+
+
+def opened_files(path: Path) -> list[list[int]]:
+    """Return the ranks whose engine files each rank of a resumed cell opened."""
+    return json.loads(path.read_text())["opened"]
 
 
 def largest_difference(left: dict[int, float], right: dict[int, float]) -> float:
