@@ -113,7 +113,7 @@ def test_the_demo_names_one_train_and_one_validation_loss(story):
     """Progress, summaries, table and end; a newcomer saw three final losses."""
     directory, _, said = story
     results = read_history(directory / "killed").results
-    logs = sorted((directory / "killed" / "logs").glob("*-rank-*.log"))  # by attempt
+    logs = sorted((directory / "killed" / "logs").glob("attempt-*/rank-*.log"))
     progress = "".join(log.read_text() for log in logs)
     for name, loss in (("train", results.train_loss), ("validation", results.validation_loss)):
         pattern = rf"{name} loss (\d\.\d{{4}})"

@@ -111,7 +111,7 @@ def _check_that_all_places_show_the_same_losses(
     steps = losses(runs, cell)[-10:]
     train = f"{sum(steps) / len(steps):.4f}"
     assert train != f"{steps[-1]:.4f}"
-    log = max((run / "logs").glob("*-rank-*.log")).read_text()
+    log = max((run / "logs").glob("attempt-*/rank-*.log")).read_text()
     validation = re.findall(r"validation loss (\d\.\d{4})", log)[-1]
     assert re.findall(r"train loss (\d\.\d{4})", log)[-1] == train
     assert launcher(["status", str(run)]) == 0
