@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.errors import ConfigError
+from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.intervals import Interval, amount, as_exponent, as_size, shown
@@ -67,7 +68,7 @@ def _rung_of(file: str, runs_dir: str) -> Rung:
             "'pretrain scale tune report' prints what to add"
         )
     best: Tuned = min(known, key=lambda item: item.optimum.loss)
-    run = config_of(sweep.cells[0], path)
+    run = with_vocabulary(config_of(sweep.cells[0], path))
     cost = cost_of(run)
     return Rung(
         name=sweep.name,
