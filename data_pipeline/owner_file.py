@@ -81,7 +81,7 @@ class OwnerFile:
         return self.is_held() if owner is None or owner.pid == pid else False
 
     def holder(self) -> str:
-        """Return which process has the lock, for a message; "" if there is no file that says it."""
+        """Return the process that has the lock, for messages; "" if no file names one."""
         owner = _read(self.path)
         return "" if owner is None else f"process {owner.pid} on {shown(owner.hostname)}"
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -63,8 +62,7 @@ class LengthCache:
             if (found := self.find(info)) is not None:
                 return found
             path = path_below(self._directory, info.sha256)
-            with self._space_for(info):
-                pass
+            self._make_space(info)
             fetch_lengths(store, info, path, self._directory)
             return read_lengths(path, info)
 
@@ -74,19 +72,15 @@ class LengthCache:
         path = path_below(self._directory, info.sha256)
         if info.lengths or path.exists() or int(lengths_D.max()) > LARGEST_LENGTH:
             return
-        with (
-            contextlib.suppress(OSError, DataError),
-            self._space_for(info),
-            atomic_write(path, sync=False) as file,
-        ):
-            file.write(lengths_content(info.sha256, lengths_D))
+        with contextlib.suppress(OSError, DataError):
+            self._make_space(info)
+            with atomic_write(path, sync=False) as file:
+                file.write(lengths_content(info.sha256, lengths_D))
 
-    @contextlib.contextmanager
-    def _space_for(self, info: ShardInfo) -> Iterator[None]:
+    def _make_space(self, info: ShardInfo) -> None:
         """Remove other lengths until those of the shard fit; one that never does is kept alone."""
         with exclusive_lock(self._space_lock, SPACE_SECONDS):
             self._space.make(lengths_bytes(info))
-            yield
 
 
 def _remove(path: Path) -> bool:

@@ -47,8 +47,8 @@ def listing_of(root: Path) -> str:
     return hashlib.sha256("".join(sorted(lines)).encode(errors="surrogateescape")).hexdigest()
 
 
-class _Hashing:
-    """A file that hashes what is read from it."""
+class Hashing:
+    """A file that hashes what is read from it, or written to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -58,6 +58,10 @@ class _Hashing:
         content = self._file.read(size)
         self.digest.update(content)
         return content
+
+    def write(self, content: bytes) -> int:
+        self.digest.update(content)
+        return self._file.write(content)
 
 
 def unpack(archive: Path, sha256: str, target: Path) -> None:
@@ -69,7 +73,7 @@ def unpack(archive: Path, sha256: str, target: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with open(archive, "rb") as file:
-            hashing: Any = _Hashing(file)
+            hashing: Any = Hashing(file)
             trusted: Any = {"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}
             with tarfile.open(fileobj=hashing, mode="r|", bufsize=_BLOCK_BYTES) as content:
                 content.extractall(partial, **trusted)

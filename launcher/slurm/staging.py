@@ -151,21 +151,9 @@ def _packed(directory: Path, name: str, archives: Path, by_content: bool) -> Arc
     return Archive(name=name, path=str(path), sha256=str(read_json(sha256_file)))
 
 
-class _Hashing:
-    """A file that hashes what is written to it."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.digest = hashlib.sha256()
-
-    def write(self, content: bytes) -> int:
-        self.digest.update(content)
-        return self._file.write(content)
-
-
 def _write_tar(directory: Path, file: IO[bytes]) -> str:
     """Write the directory's contents, with the bytecode beside its modules; returns the hash."""
-    hashing: Any = _Hashing(file)
+    hashing: Any = stage_node.Hashing(file)
     with tarfile.open(fileobj=hashing, mode="w|") as tar:
         for entry in sorted(directory.iterdir()):
             tar.add(entry, entry.name)
