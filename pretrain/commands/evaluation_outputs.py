@@ -12,7 +12,6 @@ from typing import Any
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.errors import ConfigError
 from pretrain.commands.probe_outputs import (
-    NUMBERS,
     PAGE,
     probe_directory,
     probe_settings,
@@ -26,6 +25,7 @@ from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.evaluation import context_length, harness, sliding_window
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
 from pretrain.evaluation.probes.probe_run import probe_rows
+from pretrain.scaling.variants.probed import PROBES
 from pretrain.terminal.text import counted
 from pretrain.weights.trained_model import TrainedModel, load_tokenizer, load_trained
 
@@ -253,7 +253,7 @@ def _probes(
         values = write_probes(directory, path, trained.step, results)
         title = (
             f"{path}: step {trained.step}, segments of {segment} with a memory of {memory}; "
-            f"{directory / PAGE} and {NUMBERS}"
+            f"{directory / PAGE} and {PROBES}"
         )
         outputs.append(EvaluationOutput(title, probe_rows(results), values))
     return outputs

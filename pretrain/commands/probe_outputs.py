@@ -16,10 +16,11 @@ from pretrain.evaluation.evaluate import TrainedScorer
 from pretrain.evaluation.probes.probe_page import render
 from pretrain.evaluation.probes.probe_run import ProbeResults, run_probes
 from pretrain.evaluation.probes.probe_settings import ProbeSettings
+from pretrain.scaling.variants.probed import PROBES
 from pretrain.weights.export import is_export
 from pretrain.weights.trained_model import TrainedModel, load_tokenizer
 
-PAGE, NUMBERS = "probes.html", "probes.json"
+PAGE = "probes.html"
 
 
 def probe_settings(
@@ -70,5 +71,5 @@ def write_probes(directory: Path, path: Path, step: int, results: ProbeResults) 
         html = render(path.name, step, results)
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / PAGE, html)
-    write_json(directory / NUMBERS, values)
+    write_json(directory / PROBES, values)
     return values

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.files import read_json
-from pretrain.commands.probe_outputs import NUMBERS, probe_with_status, write_probes
+from pretrain.commands.probe_outputs import probe_with_status, write_probes
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.evaluation.evaluate import TrainedScorer
 from pretrain.evaluation.probes.probe_settings import ProbeSettings
 from pretrain.rundir.run_dir import RunDir
+from pretrain.scaling.variants.probed import PROBES
 from pretrain.weights.trained_model import load_trained
 
 
@@ -32,7 +33,7 @@ def probe_runs(runs: Sequence[Path], trials: int, longest_distance: int) -> None
                 longest_distance=longest_distance,
                 seed=0,
             )
-            if _is_probed(path / NUMBERS, config.optim.steps, settings):
+            if _is_probed(path / PROBES, config.optim.steps, settings):
                 continue
             trained = load_trained(path, world.device)
             corpus = Corpus.open(trained.corpus_directory() / "validation")

@@ -88,12 +88,9 @@ def fit_isoflop(points: Points, reach: float = REACH) -> IsoflopFit:
     valleys = tuple(_valley(points, budget) for budget in points.budgets)
     used = [valley for valley in valleys if valley.is_used]
     if len(used) < 2:
-        reasons = [f"{valley.budget:.3g}: {valley.reason}" for valley in valleys if valley.reason]
-        more = f"; and {len(reasons) - MOST_NAMED} more" if len(reasons) > MOST_NAMED else ""
         raise DataError(
             f"{points.source}: {len(used)} of {len(valleys)} budgets have a vertex, approach 2 "
-            "needs two "
-            f"({'; '.join(reasons[:MOST_NAMED])}{more})"
+            f"needs two ({_reasons(_unused(valleys))})"
         )
     log_flops_F, n_F, loss_F = (
         np.array([getattr(valley, name) for valley in used])
@@ -154,11 +151,21 @@ def _valley(points: Points, budget: float) -> Valley:
     return replace(valley, parameters=size, loss=bottom, bend=bend / half**2, reason=reason)
 
 
+def _unused(valleys: tuple[Valley, ...]) -> list[Valley]:
+    return [valley for valley in valleys if valley.reason]
+
+
+def _reasons(unused: list[Valley]) -> str:
+    """Why these budgets are not used, but for some of many."""
+    more = len(unused) - MOST_NAMED
+    named = [f"{valley.budget:.3g}: {valley.reason}" for valley in unused[:MOST_NAMED]]
+    return "; ".join([*named, f"and {more} more"] if more > 0 else named)
+
+
 def _warnings(valleys: tuple[Valley, ...]) -> list[str]:
-    unused = [f"{valley.budget:.3g}: {valley.reason}" for valley in valleys if valley.reason]
-    budgets = counted(len(unused), "budget")
-    more = f"; and {len(unused) - MOST_NAMED} more" if len(unused) > MOST_NAMED else ""
-    found = [f"{budgets} not used ({'; '.join(unused[:MOST_NAMED])}{more})"] if unused else []
+    unused, found = _unused(valleys), list[str]()
+    if unused:
+        found.append(f"{counted(len(unused), 'budget')} not used ({_reasons(unused)})")
     used = [valley for valley in valleys if valley.is_used]
 
     def budgets_where(is_so: Callable[[Valley], bool]) -> str:

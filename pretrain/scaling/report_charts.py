@@ -42,13 +42,12 @@ def charts_of(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
         )
     law = fit.approach("parametric")
     if law:
+        held = ". A diamond is a run that was held out" if fit.holdouts else ""
         found["residuals"] = (
             charts.residuals,
-            "Prediction of approach 3's law minus measured loss of every fitted run, in percent "
-            "of the measured "
-            "loss. A trend with FLOPs or color is an effect that the law does not describe"
-            + ". A diamond is a run that was held out"
-            * bool(fit.holdouts),
+            "Prediction of approach 3's law minus measured loss of every fitted run, in percent of "
+            "the measured loss. A trend with FLOPs or color is an effect that the law does not "
+            f"describe{held}",
         )
         found["contours"] = (
             equal_losses,
