@@ -131,8 +131,8 @@ def check_share(
     """
     files = found.index["files"]
     names = share_of_rank(files, rank, world_size)
-    progress = Progress(found.step, found.num_bytes, world_size, is_shown)
-    progress.begin(sum(files[name]["bytes"] for name in names))
+    own_bytes = sum(files[name]["bytes"] for name in names)
+    progress = Progress(found.step, found.num_bytes, world_size, own_bytes, is_shown)
     for name in names:
         _check_file(found.directory, name, files, progress.add)
         kind, _, owner = name.partition(".")[0].partition("-")

@@ -35,17 +35,18 @@ def share_of_rank(files: Mapping[str, Any], rank: int, world_size: int) -> list[
 
 
 class Progress:
-    """How much of a rank's share is hashed; a line at most every few seconds if it `is_shown`."""
+    """How much of a rank's share is hashed; a line at most every few seconds if it `is_shown`.
 
-    def __init__(self, step: int, num_bytes: int, world_size: int, is_shown: bool) -> None:
+    The rank hashes `own_bytes` of the checkpoint's `num_bytes`.
+    """
+
+    def __init__(
+        self, step: int, num_bytes: int, world_size: int, own_bytes: int, is_shown: bool
+    ) -> None:
         self._what = f"{num_bytes / 2**30:,.1f} GiB by {counted(world_size, 'rank')}"
         self._step, self._is_shown = step, is_shown
-        self._own_bytes, self._done = 0, 0
+        self._own_bytes, self._done = own_bytes, 0
         self._started = self._shown = time.monotonic()
-
-    def begin(self, own_bytes: int) -> None:
-        """Say how many bytes this rank hashes."""
-        self._own_bytes = own_bytes
 
     def add(self, num_bytes: int) -> None:
         """Note that so many bytes more are hashed."""

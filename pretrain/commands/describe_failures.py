@@ -21,7 +21,7 @@ def failure_rows(
 ) -> list[tuple[str, str, str]]:
     """Return rows of name, value and note; none if it is not known how often nodes fail."""
     node = hardware.node
-    costs = failure_costs(run, hardware, node) if node is not None else None
+    costs = failure_costs(run, hardware)
     if node is None or costs is None:
         return []
     best = max(1, round(costs.best_interval / step_seconds))

@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 
 from pretrain.config.run import RunConfig
-from pretrain.costs.devices import Hardware, NodeConfig
+from pretrain.costs.devices import Hardware
 from pretrain.costs.footprint import footprint_of
 
 # Part of the speed that training loses while a checkpoint is being written. Assumed: copies,
@@ -62,13 +62,13 @@ class FailureCosts:
         return max(low * self.between_failures, self.write)
 
 
-def failure_costs(run: RunConfig, hardware: Hardware, node: NodeConfig) -> FailureCosts | None:
-    """Return what failures cost the run on such nodes; None if it is not known how often they
-    fail.
+def failure_costs(run: RunConfig, hardware: Hardware) -> FailureCosts | None:
+    """Return what failures cost the run there; None if it is not known how often nodes fail.
 
     Every node reads and writes its part of a checkpoint at `disk_mib_per_second`.
     """
-    if not node.mtbf_hours:
+    node = hardware.node
+    if node is None or not node.mtbf_hours:
         return None
     saved = footprint_of(run, hardware.world_size, hardware.on_gpu).checkpoint
     transfer = saved / hardware.nodes / (node.disk_mib_per_second * (1 << 20))

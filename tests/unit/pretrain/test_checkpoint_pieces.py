@@ -141,9 +141,7 @@ def test_ranks_of_the_same_world_hash_the_files_that_they_will_read():
 def test_progress_is_a_line_every_few_seconds_on_one_rank(monkeypatch, caplog):
     now = [0.0]
     monkeypatch.setattr(shares.time, "monotonic", lambda: now[0])
-    shown, silent = (Progress(7, 8 << 30, 4, is_shown) for is_shown in (True, False))
-    for progress in (shown, silent):
-        progress.begin(2 << 30)
+    shown, silent = (Progress(7, 8 << 30, 4, 2 << 30, is_shown) for is_shown in (True, False))
     caplog.set_level("INFO")
     for _ in range(10):
         now[0] += 4.0

@@ -81,10 +81,10 @@ def test_costs_follow_from_the_cluster_and_the_size_of_a_checkpoint():
     hardware = Hardware(nodes=4, ranks_per_node=2, name="cpu", node=node)
     transfer = checkpoint_bytes(RUN) / 4 / (1 << 20)
     blocking = replace(RUN, checkpoint=CheckpointConfig(asynchronous=False))
-    assert failure_costs(blocking, hardware, node) == FailureCosts(
+    assert failure_costs(blocking, hardware) == FailureCosts(
         between_failures=900_000.0, pause=transfer, down=50.0, start=transfer
     )
-    assert failure_costs(RUN, hardware, node) == FailureCosts(
+    assert failure_costs(RUN, hardware) == FailureCosts(
         between_failures=900_000.0, pause=SLOWER_WHILE_WRITING * transfer, write=transfer,
         down=50.0, start=transfer,
     )  # fmt: skip
