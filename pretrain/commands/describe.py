@@ -32,6 +32,7 @@ from pretrain.costs.flops import (
 from pretrain.costs.footprint import footprint_of
 from pretrain.costs.muon import moment_bytes, orthogonalizing_flops
 from pretrain.costs.run_time import RunTime, run_time
+from pretrain.costs.saves import saves_of
 from pretrain.rundir.own_names import refuse_foreign_urls
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
@@ -192,7 +193,9 @@ def _memory_lines(run: RunConfig, hardware: Hardware, explain: bool) -> list[str
         words += counted(micro, "lane")
     else:
         words = f"DOES NOT FIT in {_gib(capacity)}"
-    of_checkpoint = f"({kept} kept, one being written: {_gib(found.disk)} of disk)"
+    saves = saves_of(found.run)
+    at_most = "at most " if saves.leaves_out_memories else ""
+    of_checkpoint = f"({kept} kept, one being written: {at_most}{_gib(found.disk)} of disk)"
     if explain:
         parameters = parameters_of(run.model).total
         per_parameter = 8 if run.optim.ema_decay else 4
@@ -212,6 +215,11 @@ def _memory_lines(run: RunConfig, hardware: Hardware, explain: bool) -> list[str
     if not fits:
         lines.append(_row("  to fit", "", advice(run, world_size, capacity, hardware.on_gpu)))
     lines.append(_row("checkpoint", _gib(found.checkpoint), of_checkpoint))
+    if saves.leaves_out_memories:
+        words = f"{saves.part_without:.0%} of saves (checkpoint.memories_interval="
+        words += f"{found.run.checkpoint.memories_interval}); a resume reads "
+        words += f"{counted(saves.rebuilt_steps, 'step')} again"
+        lines.append(_row("  without memories", _gib(saves.without), words))
     if found.copy:
         lines.append(_row("  copy", _gib(found.copy), "of host memory per rank, while saving"))
     return lines

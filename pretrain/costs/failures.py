@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pretrain.config.run import RunConfig
 from pretrain.costs.devices import Hardware
 from pretrain.costs.footprint import footprint_of
+from pretrain.costs.saves import saves_of
 
 # Part of the speed that training loses while a checkpoint is being written. Assumed: copies,
 # hashing and writing take host memory's bandwidth, cores and the network.
@@ -37,7 +38,7 @@ class FailureCosts:
     pause: float  # in which a save keeps the loop from training
     write: float = 0.0  # from there until the checkpoint is published; training continues
     down: float = 0.0  # detection and requeueing: nothing runs that could fail
-    start: float = 0.0  # start of the ranks and reading the checkpoint
+    start: float = 0.0  # start of the ranks, reading the checkpoint, rebuilding memories
 
     def goodput(self, interval: float) -> float:
         """Return the part of the time that goes into training that is not done again.
@@ -62,21 +63,24 @@ class FailureCosts:
         return max(low * self.between_failures, self.write)
 
 
-def failure_costs(run: RunConfig, hardware: Hardware) -> FailureCosts | None:
+def failure_costs(run: RunConfig, hardware: Hardware, step_seconds: float) -> FailureCosts | None:
     """Return what failures cost the run there; None if it is not known how often nodes fail.
 
-    Every node reads and writes its part of a checkpoint at `disk_mib_per_second`.
+    Every node reads and writes its part of a checkpoint at `disk_mib_per_second`. Where some have
+    no memories, bytes and the time to rebuild memories are those of all saves, on average.
     """
     node = hardware.node
     if node is None or not node.mtbf_hours:
         return None
-    saved = footprint_of(run, hardware.world_size, hardware.on_gpu).checkpoint
-    transfer = saved / hardware.nodes / (node.disk_mib_per_second * (1 << 20))
+    world_size = hardware.world_size
+    saves = saves_of(footprint_of(run, world_size, hardware.on_gpu).run)
+    transfer = saves.mean_bytes / hardware.nodes / (node.disk_mib_per_second * (1 << 20))
+    rebuild = saves.rebuild_seconds(run, world_size, step_seconds)
     in_background = run.checkpoint.asynchronous
     return FailureCosts(
         between_failures=3600 * node.mtbf_hours / hardware.nodes,
         pause=SLOWER_WHILE_WRITING * transfer if in_background else transfer,
         write=transfer if in_background else 0.0,
         down=node.restart_seconds,
-        start=transfer,
+        start=transfer + saves.part_without * rebuild,
     )

@@ -137,6 +137,11 @@ def flops_of_step(run: RunConfig, world_size: int) -> float:
     return run.tokens_per_step * _training_flops(run, lanes_of_pass(run, world_size)).training
 
 
+def forward_flops_of_step(run: RunConfig, world_size: int) -> float:
+    """Return the FLOPs of all ranks in the forward passes of one step."""
+    return run.tokens_per_step * _training_flops(run, lanes_of_pass(run, world_size)).forward
+
+
 def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
     """Return `flops_of_step`, Muon's, and what checkpointing and chunks of logits repeat."""
     model, engine, tokens = run.model, run.engine, run.model.read_tokens(run.data.segment_length)
