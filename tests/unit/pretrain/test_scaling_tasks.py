@@ -11,6 +11,7 @@ from data_pipeline.csv_files import write_csv
 from data_pipeline.errors import DataError
 from pretrain.commands import scale
 from pretrain.scaling.task_fit import Sigmoid, backtest, fit_sigmoid, fit_task
+from tests import task_coverage
 from tests.helpers.scaling import HOFFMANN, simulated
 
 TRUTH = Sigmoid(floor=0.25, ceiling=0.85, steepness=6.0, middle=2.7)
@@ -134,3 +135,20 @@ def test_mistakes_are_one_line(table, words, said, capsys):
     assert said in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_the_coverage_of_accuracies_fails_where_intervals_miss_the_truth(monkeypatch, capsys):
+    def too_high(*asked) -> dict[str, float]:
+        return {name: value + 0.1 for name, value in measured(*asked).items()}
+
+    measured = task_coverage.accuracies_of
+    monkeypatch.setattr("sys.argv", ["task_coverage", "--replicates", "1"])
+    monkeypatch.setattr(task_coverage, "LAWS", (HOFFMANN,))
+    monkeypatch.setattr(task_coverage, "NOISES", (0.01,))
+    assert task_coverage.main() == 0
+    held = r"^1% +(1|10) +1 +{} +(\d+\.\d) points"
+    widths = dict(re.findall(held.format("100%"), capsys.readouterr().out, re.M))
+    assert 0 < float(widths["1"]) < float(widths["10"])
+    monkeypatch.setattr(task_coverage, "accuracies_of", too_high)
+    assert task_coverage.main() == 1
+    assert re.findall(held.format("0%"), capsys.readouterr().out, re.M)
