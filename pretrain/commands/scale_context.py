@@ -112,7 +112,10 @@ def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale context collect`."""
     add_sweep_input(parser, None, shown="context.csv in --runs-dir")
     words = "tokens to score per run (default: as its evaluations do)"
-    parser.add_argument("--max-tokens", type=size_of("tokens"), default=0, metavar="N", help=words)
+    add = parser.add_argument
+    add("--max-tokens", type=size_of("tokens"), default=0, metavar="N", help=words)
+    own = "measure with the memory of training alone, which is all that 'context optimum' reads"
+    add("--own-memory", action="store_true", help=own)
 
 
 def run_collect(arguments: argparse.Namespace) -> int:
@@ -125,7 +128,7 @@ def run_collect(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--max-tokens {arguments.max_tokens} must be 0 or more")
     output = arguments.output or runs / "context.csv"
     check_output_file("--output", output, "context.csv")
-    plans = plan_evaluations(sweep, runs, output, arguments.max_tokens)
+    plans = plan_evaluations(sweep, runs, output, arguments.max_tokens, arguments.own_memory)
     warn_if_replaced(output, [cell.name for cell in sweep.cells])
     print(cost_line(plans), flush=True)
     rows: list[ContextRow] = []

@@ -123,9 +123,15 @@ class ContextRow:
     loss: float | str = ""
     evaluated_tokens: int | str = ""
     run: str = ""  # the run's own id: a run that was started again has another
-    recipe: str = ""  # equal for runs that differ in segment, memory and length alone
+    recipe: str = ""  # equal for runs that differ in segment, memory, length and seed alone
+    seed: int | str = ""  # nothing: a table of an earlier version, whose recipes contain it
     differs: str = ""  # settings besides those in which it differs from others of the sweep
     excluded: str = ""  # why the run takes no part
+
+    @property
+    def series(self) -> str:
+        """What runs that a line may join have in common."""
+        return f"{self.recipe} {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -139,14 +145,27 @@ class CellPlan:
     lengths: Mapping[int, float]  # memory lengths to evaluate with -> multiple of training's
 
 
-def plan_evaluations(sweep: Sweep, runs: Path, table: Path, max_tokens: int) -> list[CellPlan]:
+def plan_evaluations(
+    sweep: Sweep, runs: Path, table: Path, max_tokens: int, own_memory: bool = False
+) -> list[CellPlan]:
     """What to evaluate; DataError unless `scale context plan` wrote the sweep.
 
-    `table` is what an earlier collection wrote, if it exists.
+    `table` is what an earlier collection wrote, if it exists. With `own_memory` losses with other
+    memories than in training are taken where they are there, and none is measured.
     """
     require_fact(sweep, "same_tokens", "context", "scale context plan")
     earlier = _losses_in(table)
-    return [_planned(cell, runs / cell.name, earlier, max_tokens) for cell in sweep.cells]
+    plans = [_planned(cell, runs / cell.name, earlier, max_tokens) for cell in sweep.cells]
+    return [_own_or_known(plan) for plan in plans] if own_memory else plans
+
+
+def _own_or_known(plan: CellPlan) -> CellPlan:
+    known = plan.trained.known if plan.trained else {}
+    own = int(plan.cell.facts["memory_length"])
+    lengths = {
+        length: times for length, times in plan.lengths.items() if length == own or length in known
+    }
+    return replace(plan, lengths=lengths)
 
 
 def cost_line(plans: Sequence[CellPlan]) -> str:
@@ -250,6 +269,7 @@ def _rows(plan: CellPlan, evaluate: Evaluate, differs: str) -> list[ContextRow]:
             evaluated_tokens=trained.max_tokens,
             run=trained.run_id,
             recipe=recipe_id(trained.config),
+            seed=trained.config.seed,
             differs=differs,
         )
         for length, times in plan.lengths.items()
@@ -285,5 +305,6 @@ def _parsed(row: dict[str, str], where: str) -> ContextRow:
         times=values["times"],
         loss=values["loss"],
         recipe=row["recipe"],
+        seed=row.get("seed") or "",
         differs=row["differs"],
     )

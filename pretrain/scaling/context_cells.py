@@ -21,9 +21,9 @@ from pretrain.costs.flops import cost_of, flops_of
 from pretrain.rundir.metrics_summary import summarize_file
 from pretrain.rundir.run_dir import RunDir
 
-# Settings that a context sweep varies, with those that follow from them.
+# Settings that a context sweep varies, with those that follow from them, and the seed of repeats.
 AXES = frozenset(
-    ("name", "model.memory_length", "data.segment_length", "data.lanes")
+    ("name", "seed", "model.memory_length", "data.segment_length", "data.lanes")
     + ("optim.schedule.warmup_steps", "optim.schedule.decay_steps")
 )
 

@@ -36,15 +36,19 @@ OTHER_MEMORY = "Other memory than in training"
 
 
 def models_of(rows: Sequence[ContextRow]) -> dict[str, str]:
-    """Return each recipe with what tells it from the others; empty if there is only one."""
-    names = {row.recipe: row.differs or f"N={amount(float(row.N))}" for row in rows}
+    """Return each series with what tells it from the others; empty if there is only one."""
+    seeded = len({row.seed for row in rows}) > 1
+    names = {
+        row.series: (row.differs or f"N={amount(float(row.N))}") + f" seed={row.seed}" * seeded
+        for row in rows
+    }
     if len(names) < 2:
         return dict.fromkeys(names, "")
-    first = {row.recipe: row.name for row in reversed(rows)}
+    first = {row.series: row.name for row in reversed(rows)}
     told = list(names.values())
     return {
-        recipe: name if told.count(name) == 1 else f"{name} (as {first[recipe]})"
-        for recipe, name in names.items()
+        series: name if told.count(name) == 1 else f"{name} (as {first[series]})"
+        for series, name in names.items()
     }
 
 
@@ -52,7 +56,7 @@ def refuse_repeats(rows: Sequence[ContextRow]) -> None:
     """Raise DataError for two runs that would share a point of a line."""
     seen: dict[tuple[object, ...], str] = {}
     for row in rows:
-        series = (row.same_tokens, row.same_flops, row.recipe)
+        series = (row.same_tokens, row.same_flops, row.series)
         key = (*series, row.segment_length, row.memory_length, row.evaluated_memory)
         if (other := seen.setdefault(key, row.name)) != row.name:
             raise DataError(
@@ -68,10 +72,10 @@ def loss_by_memory(rows: Sequence[ContextRow], palette: Palette) -> Figure:
     )
     memories = sorted({row.memory_length for row in rows})
     models = models_of(rows)
-    lines = sorted({(row.segment_length, models[row.recipe], row.recipe) for row in rows})
-    for (segment, model, recipe), color in zip(lines, spread_colors(len(lines)), strict=True):
+    lines = sorted({(row.segment_length, models[row.series], row.series) for row in rows})
+    for (segment, model, series), color in zip(lines, spread_colors(len(lines)), strict=True):
         mine = sorted(
-            (row for row in rows if (row.segment_length, row.recipe) == (segment, recipe)),
+            (row for row in rows if (row.segment_length, row.series) == (segment, series)),
             key=lambda row: row.memory_length,
         )
         places = [memories.index(row.memory_length) for row in mine]
@@ -97,14 +101,14 @@ def loss_by_evaluated_memory(rows: Sequence[ContextRow], palette: Palette) -> Fi
         for name in ("segment_length", "evaluated_memory")
     )
     models = models_of(rows)
-    lines = sorted({(row.memory_length, models[row.recipe], row.recipe) for row in rows})
+    lines = sorted({(row.memory_length, models[row.series], row.series) for row in rows})
     x_label = "memory length in evaluation (tokens)"
     figure, all_axes = panels(palette, 3.2, len(segments), x_label, LOSS)
     for axes, segment in zip(all_axes, segments, strict=True):
         axes.set_title(f"segments of {segment}", color=palette.ink, fontsize=8.5)
-        for (memory, model, recipe), color in zip(lines, spread_colors(len(lines)), strict=True):
+        for (memory, model, series), color in zip(lines, spread_colors(len(lines)), strict=True):
             trained = [row for row in rows if row.segment_length == segment]
-            mine = [row for row in trained if (row.memory_length, row.recipe) == (memory, recipe)]
+            mine = [row for row in trained if (row.memory_length, row.series) == (memory, series)]
             _line(axes, mine, evaluated, color, palette, f"{memory}{', ' * bool(model)}{model}")
         every = -(-len(evaluated) // MOST_LABELS)
         axes.set_xticks(
@@ -221,7 +225,7 @@ def trained_table(rows: Sequence[ContextRow], name: str) -> list[list[str]]:
     heads = _HEADS if len(models) > 1 else _HEADS[:-1]
     cells = [
         [row.name, str(row.segment_length), str(row.memory_length), amount(float(row.N)),
-         amount(float(row.D)), flops_text(float(row.C)), f"{row.loss:.4f}", models[row.recipe]]
+         amount(float(row.D)), flops_text(float(row.C)), f"{row.loss:.4f}", models[row.series]]
         for row in sorted(mine, key=lambda row: float(row.loss))
     ]  # fmt: skip
     return [list(heads), *(row[: len(heads)] for row in cells)]

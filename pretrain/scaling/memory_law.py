@@ -94,7 +94,7 @@ def keys_of(memory: float | Array, segment_length: int) -> Array:
 
 
 def trained_runs(rows: Sequence[ContextRow], segment_length: int = 0) -> Trained:
-    """The runs of one segment length (0: that of most) with their own memory.
+    """The runs of one segment length (0: that of most) with their own memory, means over seeds.
 
     DataError if they do not determine a law, or differ in more than size, memory and tokens.
     """
@@ -116,18 +116,19 @@ def trained_runs(rows: Sequence[ContextRow], segment_length: int = 0) -> Trained
             "the runs have two sizes, which determine no power of N: give tables of one size, or "
             f"of {FEWEST}"
         )
-    numbers = 5 + 2 * (sizes >= FEWEST)
-    if len(own) < numbers + SPARE:
-        raise DataError(
-            f"segments of {segment}: {counted(len(own), 'run')}, a law of {numbers} numbers needs "
-            f"{numbers + SPARE}"
-        )
     for size in {row.N for row in own}:
         if len({row.recipe for row in own if size == row.N}) > 1:
             raise DataError(
                 f"the runs of {size} parameters differ in settings besides memory and tokens "
                 "(column recipe); give tables of one recipe"
             )
+    own = _means_over_seeds(own)
+    numbers = 5 + 2 * (sizes >= FEWEST)
+    if len(own) < numbers + SPARE:
+        raise DataError(
+            f"segments of {segment}: {counted(len(own), 'run')}, a law of {numbers} numbers needs "
+            f"{numbers + SPARE}"
+        )
     return Trained(
         parameters_P=np.array([float(row.N) for row in own]),
         tokens_P=np.array([float(row.D) for row in own]),
@@ -136,6 +137,20 @@ def trained_runs(rows: Sequence[ContextRow], segment_length: int = 0) -> Trained
         loss_P=np.array([float(row.loss) for row in own]),
         segment_length=segment,
     )
+
+
+def _means_over_seeds(rows: Sequence[ContextRow]) -> list[ContextRow]:
+    """Runs that differ in their seed alone as one run with the mean of their losses.
+
+    Repeats that counted as single runs would narrow the intervals as if the law were exact.
+    """
+    cells: dict[tuple[object, ...], list[ContextRow]] = {}
+    for row in rows:
+        cells.setdefault((row.N, row.D, row.memory_length), []).append(row)
+    return [
+        replace(same[0], loss=float(np.mean([float(row.loss) for row in same])))
+        for same in cells.values()
+    ]
 
 
 def fit_memory_law(runs: Trained) -> MemoryLaw:

@@ -31,7 +31,7 @@ from pretrain.reporting.charts import PAGE
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.context import ContextRow, plan_contexts
 from pretrain.scaling.context_cells import differences_of, recipe_id
-from pretrain.scaling.context_report import loss_by_memory
+from pretrain.scaling.context_report import loss_by_memory, refuse_repeats
 from pretrain.scaling.sweep_file import config_of, read_sweep
 from tests.helpers.corpora import make_tiny_corpus
 
@@ -178,6 +178,41 @@ def test_every_run_is_evaluated_with_0_to_8_times_its_memory(swept, capsys):
     assert collect(swept) == 0
     assert "0 evaluations to make, 12 made already\n" in capsys.readouterr().out
     assert (swept / "context.csv").read_text() == before
+
+
+def test_own_memory_measures_nothing_that_the_runs_have_and_drops_nothing_that_was_measured(
+    swept, tmp_path, capsys
+):
+    shutil.copytree(swept / "runs", tmp_path / "runs")
+    shutil.copy(swept / "sweep.yaml", tmp_path)
+    shutil.copy(swept / "tiny.yaml", tmp_path)
+    assert collect(tmp_path, "--own-memory") == 0
+    assert "0 evaluations to make, 3 made already\n" in capsys.readouterr().out
+    table = tmp_path / "context.csv"
+    rows = [row for row in csv.DictReader(table.read_text().splitlines()) if row["recipe"]]
+    found = {(row["name"], row["evaluated_memory"], row["seed"]) for row in rows}
+    assert found == {
+        ("t8-m0-same-tokens", "0", "1"), ("t8-m8", "0", "1"), ("t8-m8", "8", "1")
+    }  # fmt: skip
+    assert main(["scale", "context", "report", str(table)]) == 0
+    assert collect(tmp_path) == 0
+    assert collect(tmp_path, "--own-memory") == 0
+    assert "0 evaluations to make, 12 made already\n" in capsys.readouterr().out
+
+
+def test_runs_of_two_seeds_get_a_line_each_and_are_one_recipe():
+    assert recipe_id(BASE) == recipe_id(replace(BASE, seed=7))
+    rows = [
+        ContextRow(
+            name=f"m{memory}", same_tokens="yes", segment_length=32, N=100, D=100, C=1e9,
+            times=1.0, memory_length=memory, evaluated_memory=memory, loss=2.0, recipe="r",
+            seed=seed,
+        )
+        for seed in (1, 2) for memory in (0, 64)
+    ]  # fmt: skip
+    refuse_repeats(rows)
+    lines = loss_by_memory(rows, PAGE).axes[0].get_lines()
+    assert [str(line.get_label()) for line in lines] == ["32, N=100 seed=1", "32, N=100 seed=2"]
 
 
 def test_runs_of_other_models_get_a_line_each_and_are_named():

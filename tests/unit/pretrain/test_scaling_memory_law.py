@@ -118,6 +118,23 @@ def test_runs_that_determine_no_law_are_refused():
         trained_runs(mixed)
 
 
+def test_runs_that_differ_in_their_seed_alone_count_as_one_with_their_mean():
+    once, twice = (
+        trained_runs(rows_of()),
+        trained_runs(rows_of(noise=0.01, seed=1) + rows_of(noise=0.01, seed=2)),
+    )
+    both = [[row.loss for row in rows_of(noise=0.01, seed=seed)] for seed in (1, 2)]
+    assert twice.loss_P == pytest.approx(np.mean(both, axis=0))
+    assert (twice.tokens_P == once.tokens_P).all()
+    few = [
+        row
+        for row in rows_of()
+        if row.memory_length <= 64 or (row.memory_length == 128 and row.D == 10**7)
+    ][1:]
+    with pytest.raises(DataError, match="6 runs, a law of 5 numbers needs 7"):
+        trained_runs(few + few)
+
+
 def test_the_command_reads_tables_and_answers_for_each_budget(tmp_path, capsys):
     paths = []
     for tokens in (10**7, 3 * 10**7, 10**8):
