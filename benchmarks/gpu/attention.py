@@ -5,7 +5,7 @@ B lanes, L queries, M memory rows, C = M + L keys, N heads, G key heads, H head 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.context import wait_for
+from pretrain.kernels.triton.settings import DROPOUT_LEVELS
 from pretrain.model.attention_paths import (
     AttentionPath,
     ScoreTerms,
@@ -23,8 +24,11 @@ from pretrain.model.attention_paths import (
     WeightDropout,
     path_for,
     plain_attention,
+    tiled_attention,
+    weights_and_values,
 )
-from pretrain.model.dropout import DropoutStream
+from pretrain.model.dropout import DropoutStream, Site
+from tests.helpers.exact_attention import kept_weights
 
 ERROR_MARGIN = 1.5  # times the error of plain operations in the same precision
 NAMES = ("output", "query", "keys and values", "positions", "u", "v")
@@ -143,9 +147,12 @@ def errors(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, 
         for leaf, rounded in zip(exact.leaves, inputs.leaves, strict=True):
             leaf.copy_(rounded)
         exact.gradient_BLNH.copy_(inputs.gradient_BLNH)
-    expected = output_and_gradients(exact, plain_attention)
-    ours = output_and_gradients(inputs, path_for("auto", device, dtype, shape.H))
-    plain = output_and_gradients(inputs, plain_attention)
+    path = path_for("auto", device, dtype, shape.H)
+    draws_own_masks = shape.dropout and path not in (plain_attention, tiled_attention)
+    reference = attention_with_fused_masks if draws_own_masks else plain_attention
+    expected = output_and_gradients(exact, reference)
+    ours = output_and_gradients(inputs, path)
+    plain = output_and_gradients(inputs, reference)
     names = (*NAMES[:3], "distance bias") if shape.adds_distance_bias else NAMES
     found = {}
     for name, right, *both in zip(names, expected, ours, plain, strict=True):
@@ -153,6 +160,25 @@ def errors(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, 
         passed = error <= ERROR_MARGIN * plain_error
         found[name] = {"passed": passed, "error": error, "plain": plain_error}
     return found
+
+
+def attention_with_fused_masks(
+    query_BLNH: Tensor,
+    parts: Sequence[Tensor],
+    terms: ScoreTerms,
+    visibility: Visibility,
+    dropout: WeightDropout,
+) -> Tensor:
+    """Attend with plain operations, and drop the weights that the fused kernels drop."""
+    weights_NBLC, value_NBCH = weights_and_values(query_BLNH, parts, terms, visibility)
+    assert dropout.stream is not None
+    keys_B = dropout.stream.lane_keys(Site.ATTENTION, dropout.layer, query_BLNH.device)
+    words = [key % (1 << 64) for key in keys_B.tolist()]
+    threshold = round(dropout.rate * DROPOUT_LEVELS)
+    N, _, L, C = weights_NBLC.shape
+    keep_BNLC = kept_weights(words, N, L, C, threshold).to(weights_NBLC)
+    kept_NBLC = weights_NBLC * keep_BNLC.transpose(0, 1) / (1 - threshold / DROPOUT_LEVELS)
+    return torch.matmul(kept_NBLC, value_NBCH).permute(1, 2, 0, 3)
 
 
 def output_and_gradients(inputs: AttentionInputs, path: AttentionPath) -> list[Tensor]:

@@ -54,10 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
             left = 60 * arguments.minutes - (time.monotonic() - start) - ENOUGH_FOR_RESULTS
         if left < step.expected:
             waiting.append(step.name)
-            break  # the next steps matter less
+            continue  # a shorter one may fit
         _run(step, Context(out, corpus, is_dry, step.name), min(step.limit, left))
     if waiting:
-        print(f"no time left for {waiting[0]} and what follows; rerun the command to continue")
+        print(f"no time left for {', '.join(waiting)}; rerun the command to continue")
     results = results_in(out)
     print(summary(steps, results), flush=True)
     done = [results[step.name].status for step in steps if step.name in results]

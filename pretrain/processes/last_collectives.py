@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -31,38 +32,45 @@ def set_trace_files(environment: MutableMapping[str, str], logs: Path) -> None:
 
 
 def write_last_collectives(logs: Path, rank: int, environment: Mapping[str, str]) -> list[Path]:
-    """Write a file for each backend that was used; returns their paths."""
-    paths = []
-    for backend, content in _dumps():
-        path = Path(f"{trace_prefix(logs, backend, environment)}{rank}")
-        with atomic_write(path, sync=False) as file:
-            file.write(content)
-        logger.warning("wrote the last collectives of %s to %s", backend, path)
-        paths.append(path)
-    return paths
+    """Write a file for each backend that was used; returns their paths.
+
+    First without the lines of code that started the collectives: to find the first of those, torch
+    reads the symbols of its libraries, which took 6 s on a machine that had not read them yet.
+    """
+    paths: dict[str, Path] = {}
+    for has_stacks in (False, True):
+        for backend, content in dumps(has_stacks):
+            path = Path(f"{trace_prefix(logs, backend, environment)}{rank}")
+            with atomic_write(path, sync=False) as file:
+                file.write(content)
+            if backend not in paths:
+                logger.warning("wrote the last collectives of %s to %s", backend, path)
+            paths[backend] = path
+    return list(paths.values())
 
 
-def _dumps() -> Iterator[tuple[str, bytes]]:
-    """The pickled records of each backend that has any."""
+def dumps(has_stacks: bool) -> Iterator[tuple[str, bytes]]:
+    """The pickled records of each backend that has any, with or without Python's stacks."""
     if not dist.is_initialized():
         return
-    for backend, dumps in _recorders().items():
-        content = next((found for dump in dumps if _ENTRY in (found := dump())), None)
+    for backend, recorders in _recorders().items():
+        found = (dump(includeStackTraces=has_stacks) for dump in recorders)
+        content = next((each for each in found if _ENTRY in each), None)
         if content is not None:
             yield backend, content
 
 
-def _recorders() -> dict[str, list[Callable[[], bytes]]]:
+def _recorders() -> dict[str, list[Callable[..., bytes]]]:
     """What may know the collectives of each backend, by version of torch."""
     of_nccl, of_hooks = (getattr(c10d, f"_dump_{name}_trace", None) for name in ("nccl", "fr"))
 
-    def recorded_by(name: str) -> bytes:
+    def recorded_by(name: str, **options: bool) -> bytes:
         try:
-            return of_hooks(backend=name) if of_hooks else b""
+            return of_hooks(backend=name, **options) if of_hooks else b""
         except TypeError:  # older versions know gloo's alone
-            return of_hooks() if of_hooks and name == "gloo" else b""
+            return of_hooks(**options) if of_hooks and name == "gloo" else b""
 
-    nccl: list[Callable[[], bytes]] = [lambda: recorded_by("nccl2")]
+    nccl: list[Callable[..., bytes]] = [partial(recorded_by, "nccl2")]
     if of_nccl:  # the process group of older versions, and of TORCH_DIST_USE_NCCL2=0
         nccl.append(of_nccl)
-    return {"nccl": nccl, "gloo": [lambda: recorded_by("gloo")]}
+    return {"nccl": nccl, "gloo": [partial(recorded_by, "gloo")]}

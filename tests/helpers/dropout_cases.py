@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pretrain.model.dropout import LEVELS, DropoutStream, Site
-from tests.helpers.triton_interpreter import patch_language_once
+from tests.helpers.triton_interpreter import prepare_interpreter
 
 LANES = [7, -1, 1 << 40]  # -1 is the mask that all lanes share
 
@@ -78,6 +78,6 @@ def _by_kernel(stream: DropoutStream, values: Tensor, case: Case) -> Tensor:
 
 
 if __name__ == "__main__":
-    patch_language_once()
+    prepare_interpreter()
     cpu = torch.device("cpu")
     print(json.dumps({name: differences_of(case, cpu) for name, case in CASES.items()}))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data_pipeline.files import write_json
 from tests.helpers.exact_attention import exact_attention, kept_weights
-from tests.helpers.triton_interpreter import patch_language_once
+from tests.helpers.triton_interpreter import prepare_interpreter
 
 if TYPE_CHECKING:
     from pretrain.kernels.triton.tiling import Tiles
@@ -260,5 +260,5 @@ def _relative(value: Tensor, exact: Tensor) -> float:
 if __name__ == "__main__":
     # New tensors are filled with NaN, so that nothing the kernels have not written is used.
     torch.use_deterministic_algorithms(True)
-    patch_language_once()
+    prepare_interpreter()
     print(json.dumps({name: errors_of(CASES[name]) for name in sys.argv[1:] or CASES}))

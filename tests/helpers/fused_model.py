@@ -14,7 +14,7 @@ from pretrain.config.choices import AttentionKernel
 from pretrain.config.model import ModelConfig
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL
-from tests.helpers.triton_interpreter import patch_language_once
+from tests.helpers.triton_interpreter import prepare_interpreter
 
 LANES, LENGTH, SEGMENTS = 2, 9, 3
 SMALL = {"vocab_size": 50, "num_layers": 2, "d_model": 32, "num_heads": 2, "memory_length": 13}
@@ -78,7 +78,7 @@ def dropout_depends_on(model: ModelConfig) -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    patch_language_once()
+    prepare_interpreter()
     result = {
         name: largest_error(ModelConfig(**{**SMALL, **options}))
         for name, options in VARIANTS.items()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
+LAUNCH_OPTIONS = ("num_warps", "num_stages")
 SECONDS = 850  # the interpreter is slow, and slower on a busy machine
 
 
@@ -27,14 +28,32 @@ def interpreted(module: str) -> Any:
     return json.loads(finished.stdout)
 
 
-def patch_language_once() -> None:
-    """In such a process, patch `triton.language` once for each module of kernels, and for good.
+def prepare_interpreter() -> None:
+    """In such a process, make the interpreter as strict as the compiler, and faster."""
+    from triton.runtime import interpreter
+
+    _refuse_unknown_arguments(interpreter)
+    _patch_language_once(interpreter)
+
+
+def _refuse_unknown_arguments(interpreter: Any) -> None:
+    """Fail where a launch names an argument that its kernel lacks; the interpreter ignores it."""
+    run = interpreter.GridExecutor.__call__
+
+    def run_known(executor: Any, *values: Any, **named: Any) -> Any:
+        unknown = named.keys() - {*executor.arg_names, *LAUNCH_OPTIONS}
+        assert not unknown, f"{executor.fn.__name__} has no {sorted(unknown)}"
+        return run(executor, *values, **named)
+
+    interpreter.GridExecutor.__call__ = run_known
+
+
+def _patch_language_once(interpreter: Any) -> None:
+    """Patch `triton.language` once for each module of kernels, and for good.
 
     The interpreter does so whenever one jitted function calls another, which is more than half of
     its work.
     """
-    from triton.runtime import interpreter
-
     patch, patched = interpreter._patch_lang, set()
 
     def patch_once(function: Any) -> Any:

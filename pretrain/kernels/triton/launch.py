@@ -136,10 +136,9 @@ class Call:
                 num_stages=tile.stages,
             )
 
-    def deltas(self, output_BLNH: Tensor) -> Tensor:
+    def deltas(self, output_BLNH: Tensor, gradient_BLNH: Tensor) -> Tensor:
         """Return the sums over H of output times gradient of the output: [B, N, L]."""
         deltas_BNL = self.float32(self.B, self.N, self.L)
-        gradient_BLNH = self.arguments["output_gradients"]
         grid = (cdiv(self.L, SUM_TILE.rows) * self.B * self.N,)
         with self._device():
             delta_kernel[grid](
@@ -203,16 +202,14 @@ def launch_backward(
 ) -> Inputs:
     """Return the gradients of all inputs; of positions and distance biases only if needed."""
     call = Call(inputs, options)
-    call.arguments["log_sums"] = log_sums_BNL
-    call.arguments["output_gradients"] = output_gradient_BLNH
-    call.arguments["deltas"] = call.deltas(output_BLNH)
+    deltas_BNL = call.deltas(output_BLNH, output_gradient_BLNH)
     # The kernel of the queries can add the positions' gradient atomically. The kernel for positions
     # is needed for a fixed order, and for distance biases, which it sums on the way.
     adds_positions = needs_position and not needs_distance_bias and not options.deterministic
     backward = Backward(call, adds_positions)
     for chunk in backward.chunks:
         # One workspace serves all chunks, since the launches run in order.
-        backward.launch_keys(chunk)
+        backward.launch_keys(chunk, output_gradient_BLNH, log_sums_BNL, deltas_BNL)
         backward.launch_queries(chunk)
         if needs_distance_bias or (needs_position and not adds_positions):
             backward.launch_positions(chunk)
@@ -230,7 +227,7 @@ def launch_backward(
         v_gradient,
         backward.score_sums_BNC,
         backward.distance_bias_NC.T,
-        _sink_gradients(inputs, log_sums_BNL, call.arguments["deltas"]),
+        _sink_gradients(inputs, log_sums_BNL, deltas_BNL),
     )
     return Inputs(
         *(_like(gradient, argument) for gradient, argument in zip(gradients, inputs, strict=True))
@@ -258,7 +255,7 @@ class Backward:
         tiles, inputs = call.options.tiles, call.inputs
         query_tiles = cdiv(call.L, tiles.query_gradient.rows)
         padded_width = call.variant(tiles.query_gradient).padded_width
-        self.query_BLNH = torch.empty_like(call.arguments["output_gradients"])
+        self.query_BLNH = inputs.query_BLNH.new_empty(inputs.query_BLNH.shape)
         self.query_sums_BNXH = call.float32(call.B, call.N, query_tiles, padded_width)
         self.key_BCGH = inputs.key_BCGH.new_empty(inputs.key_BCGH.shape)
         self.value_BCGH = inputs.key_BCGH.new_empty(inputs.key_BCGH.shape)
@@ -278,7 +275,13 @@ class Backward:
         self.chunks, self.score_row = needed.chunks, needed.score_row
         self.workspace = inputs.query_BLNH.new_empty(needed.elements)
 
-    def launch_keys(self, chunk: Chunk) -> None:
+    def launch_keys(
+        self,
+        chunk: Chunk,
+        output_gradient_BLNH: Tensor,
+        log_sums_BNL: Tensor,
+        deltas_BNL: Tensor,
+    ) -> None:
         tile = self.call.options.tiles.key_gradient
         query_ends_BC = self.call.options.query_ends_BC
         self._launch(
@@ -287,6 +290,9 @@ class Backward:
             tile,
             chunk,
             query_ends=self.key_BCGH if query_ends_BC is None else query_ends_BC,
+            output_gradients=output_gradient_BLNH,
+            log_sums=log_sums_BNL,
+            deltas=deltas_BNL,
             key_gradients=self.key_BCGH,
             value_gradients=self.value_BCGH,
             score_sums=self.score_sums_BNC,
