@@ -11,11 +11,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.files import open_regular
+from data_pipeline.many_files import read_together
 from launcher.error_lines import error_lines
 from launcher.status.infer_status import State
 from launcher.status.slurm_queue import read_states
@@ -141,9 +143,9 @@ def _job_log(logs: Path) -> Path | None:
 def _print_errors(arguments: argparse.Namespace, run_dir: RunDir, chosen: RankLogs | None) -> bool:
     """Print the errors of an attempt, the rank that failed first at the top; whether any."""
     found_any = False
-    for name, lines in _sources(run_dir, chosen, arguments):
-        for line in deque(error_lines(lines), maxlen=arguments.lines or None):
-            print(printable(f"[{name}] {line.rstrip()}"))
+    for name, errors in _sources(run_dir, chosen, arguments):
+        for line in errors:
+            print(printable(f"[{name}] {line.rstrip()}"), flush=True)
             found_any = True
     if chosen is None:
         return found_any
@@ -165,29 +167,35 @@ def describe_traces(directory: Path, prefix: str, ranks: Sequence[int]) -> str:
 
 def _sources(
     run_dir: RunDir, chosen: RankLogs | None, arguments: argparse.Namespace
-) -> Iterator[tuple[str, list[str]]]:
-    """Names and lines of all logs: of the rank that failed first, of srun, the job, other ranks."""
+) -> Iterator[tuple[str, Sequence[str]]]:
+    """Names and last errors of all logs: of the rank that failed first, srun, the job, other ranks.
+
+    Those of other ranks are read together, once what came before them has been shown.
+    """
+    errors_of = partial(_errors, count=arguments.lines)
     ranks = list(chosen.paths) if chosen else []
     if chosen and arguments.rank is not None:
         chosen.path_of(arguments.rank)
         ranks = [arguments.rank]
     if chosen and (first := _first_failure(run_dir, chosen.attempt)) in ranks:
         ranks.remove(first)
-        yield f"rank {first}", _lines(chosen.paths[first])
+        yield f"rank {first}", errors_of(_lines(chosen.paths[first]))
     if chosen and (srun := AttemptFiles(run_dir.logs, chosen.attempt).srun_log).exists():
-        yield "srun", _lines(srun)
-    is_latest = arguments.attempt is None
-    yield (
-        "job",
-        lines_of_attempt(
-            [_lines(path) for path in _job_logs(run_dir.logs)],
-            chosen.attempt if chosen else None,
-            is_latest,
-        ),
+        yield "srun", errors_of(_lines(srun))
+    jobs = lines_of_attempt(
+        [_lines(path) for path in _job_logs(run_dir.logs)],
+        chosen.attempt if chosen else None,
+        is_latest=arguments.attempt is None,
     )
-    for rank in ranks:
-        assert chosen is not None  # it has these ranks
-        yield f"rank {rank}", _lines(chosen.paths[rank])
+    yield "job", errors_of(jobs)
+    paths = [chosen.paths[rank] for rank in ranks] if chosen else []
+    others = read_together(lambda path: errors_of(_lines(path)), paths)
+    yield from ((f"rank {rank}", errors) for rank, errors in zip(ranks, others, strict=True))
+
+
+def _errors(lines: Sequence[str], count: int) -> Sequence[str]:
+    """The last `count` lines that speak of an error; 0: all."""
+    return deque(error_lines(lines), maxlen=count or None)
 
 
 def lines_of_attempt(logs: Sequence[list[str]], attempt: int | None, is_latest: bool) -> list[str]:

@@ -3,11 +3,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
+from data_pipeline.files import open_regular
 from launcher.cli import main
 from launcher.commands.logs import lines_of_attempt
 from launcher.error_lines import error_lines
@@ -79,6 +83,30 @@ def test_the_rank_that_failed_first_is_shown_first_then_srun_and_the_job(run_dir
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
     marks = [line.split("]")[0][1:] for line in capsys.readouterr().out.splitlines()]
     assert list(dict.fromkeys(marks)) == ["rank 1", "srun", "job", "rank 0"]
+
+
+def test_logs_of_many_ranks_are_read_together_once_the_first_failure_is_shown(
+    run_dir, capsys, monkeypatch
+):
+    files = AttemptFiles(run_dir.logs, 11)
+    files.create()
+    for rank in range(9):
+        files.rank_log(rank).write_text(f"ValueError: of rank {rank}\n")
+    run_dir.ledger.append(replace(ended(11, 5, NextAction.RETRY), statuses=(1,) * 9))
+    others, shown = threading.Barrier(8), []
+
+    def wait_for_others(path: Path) -> BinaryIO:
+        if path == files.rank_log(5):
+            return open_regular(path)
+        if others.wait(timeout=20) == 0:  # broken if one is read after the other
+            shown.append(capsys.readouterr().out)
+        return open_regular(path)
+
+    monkeypatch.setattr("launcher.commands.logs.open_regular", wait_for_others)
+    assert main(["logs", str(run_dir.path), "--errors"]) == 0
+    assert shown == ["[rank 5] ValueError: of rank 5\n"]
+    rest = [f"[rank {rank}] ValueError: of rank {rank}" for rank in range(9) if rank != 5]
+    assert capsys.readouterr().out.splitlines() == rest
 
 
 def test_a_container_that_does_not_start_is_an_error_although_no_rank_wrote_anything(
