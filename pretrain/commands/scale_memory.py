@@ -18,6 +18,7 @@ from pretrain.scaling.memory_law import (
     Trained,
     best_memory,
     fit_memory_law,
+    mean_power,
     memory_region,
     trained_runs,
 )
@@ -56,26 +57,38 @@ def run(arguments: argparse.Namespace) -> int:
     found = [best_memory(law, region, runs, flops) for flops in budgets]
     heads = ["FLOPs", f"best memory, {LEVEL}% interval", "N", "D", "loss", "without memory"]
     print("\n".join(_law_lines(law, runs)))
+    print(f"{fitted_table(_errors(law, runs))}\n")
     print(fitted_table([heads, *map(_row, found)]))
     return 0
 
 
 def _law_lines(law: MemoryLaw, runs: Trained) -> list[str]:
-    error = np.abs(law.loss(runs.parameters_P, runs.tokens_P, runs.keys_P) / runs.loss_P - 1)
-    scales = law.coefficients[1:] * law.reference**law.exponents
-    terms = [
-        f"{scale:.4g} / {letter}^{power:.3f}"
-        for scale, letter, power in zip(scales, "NDK", law.exponents, strict=True)
-        if scale > 0
-    ]
+    error = np.abs(law.loss(*runs.values) / runs.loss_P - 1)
+    alpha, beta, gamma = law.exponents
+    shortest = mean_power(law.reference[2], law.segment_length, gamma)
+    scales = law.coefficients[1:] * [*law.reference[:2] ** law.exponents[:2], 1 / shortest]
+    forms = (f"/ N^{alpha:.3f}", f"/ D^{beta:.3f}", f"<k^-{gamma:.3f}>")
+    terms = [f"{scale:.4g} {form}" for scale, form in zip(scales, forms, strict=True) if scale > 0]
     lines = [
         f"{counted(len(runs.loss_P), 'run')} with segments of {runs.segment_length}: loss = "
-        f"{' + '.join([f'{law.coefficients[0]:.4g}', *terms])}, K = memory + "
-        f"{(runs.segment_length + 1) / 2:g}; mean absolute error {error.mean():.2%}"
+        f"{' + '.join([f'{law.coefficients[0]:.4g}', *terms])}, a mean over tokens with k = "
+        f"memory + 1 to {runs.segment_length} keys; mean absolute error {error.mean():.2%}"
     ]
     if not law.coefficients[3] > 0:
         lines.append("a longer memory does not lower the loss of these runs")
     return lines
+
+
+def _errors(law: MemoryLaw, runs: Trained) -> list[list[str]]:
+    """The law's mean error at each memory length, heads first."""
+    error_P = law.loss(*runs.values) / runs.loss_P - 1
+    lengths = np.unique(runs.memory_P)
+    each = [error_P[runs.memory_P == length] for length in lengths]
+    return [
+        ["memory", *(f"{length:.0f}" for length in lengths)],
+        ["runs", *(str(len(errors)) for errors in each)],
+        ["predicted - measured", *(f"{errors.mean():+.2%}" for errors in each)],
+    ]
 
 
 def _row(found: Optimum) -> list[str]:

@@ -1,9 +1,10 @@
 """How long a memory pays: a law of the loss over size, data and context, fitted to context sweeps.
 
-L(N, D, M) = E + A / N^alpha + B / D^beta + G / K^gamma, where K = M + (T + 1) / 2 is the mean
-number of keys that a token of a segment of T attends to. With runs of one size the second term is
-part of E. A longer memory lowers the last term and costs FLOPs, which the runs' own counts give
-exactly: they are linear in M. So each budget has a memory length of lowest loss.
+L(N, D, M) = E + A / N^alpha + B / D^beta + G <k^-gamma>, the mean over the tokens of a segment of
+T, which attend to k = M + 1 to M + T keys. The power of the mean number of keys instead would miss
+that without memory the first tokens of every segment have nearly none. With runs of one size the
+second term is part of E. A longer memory lowers the last term and costs FLOPs, which the runs' own
+counts give exactly: they are linear in M. So each budget has a memory length of lowest loss.
 Legend: P runs, K draws, X memory lengths, N sizes.
 """
 
@@ -24,7 +25,7 @@ from pretrain.terminal.text import counted
 FEWEST = 3  # different memory lengths, numbers of tokens, and (for the term of N) sizes
 SPARE = 2  # runs beyond the numbers that are fitted
 EXPONENTS = np.geomspace(0.05, 2.0, 10)
-STEEPEST = 4.0
+STEEPEST = 8.0
 FLATTEST = 1e-3
 GAMMA = 6  # its place among the seven numbers
 CENTERS, SPAN = 24, 12.0  # gammas of the confidence region, and how far they reach
@@ -47,9 +48,9 @@ class Trained:
     segment_length: int
 
     @property
-    def keys_P(self) -> Array:
-        """K of each run."""
-        return keys_of(self.memory_P, self.segment_length)
+    def values(self) -> tuple[Array, Array, Array]:
+        """N, D and M of each run."""
+        return self.parameters_P, self.tokens_P, self.memory_P
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,21 +59,41 @@ class MemoryLaw:
 
     coefficients: Array  # E, A, B, G >= 0, of the terms below; A is 0 for runs of one size
     exponents: Array  # alpha, beta, gamma
-    reference: Array  # N, D, K
+    reference: Array  # N, D, M at which the terms are 1
+    segment_length: int
 
-    def loss(self, parameters: Array, tokens: Array, keys: Array) -> Array:
-        """The loss at sizes, tokens and keys that broadcast."""
-        numbers = np.concatenate([self.coefficients, self.exponents])
-        return _losses(numbers, self.reference, (parameters, tokens, keys))
+    def loss(self, parameters: Array, tokens: Array, memory: Array) -> Array:
+        """The loss at sizes, tokens and memory lengths that broadcast."""
+        return self.losses_of(self.numbers, (parameters, tokens, memory))
+
+    @property
+    def numbers(self) -> Array:
+        """All seven."""
+        return np.concatenate([self.coefficients, self.exponents])
+
+    def losses_of(self, numbers: Array, values: Sequence[Array]) -> Array:
+        """Losses by other seven numbers, the last axis; their other axes broadcast with values."""
+        terms = self.terms(values, np.moveaxis(numbers[..., 4:], -1, 0))
+        weights = np.moveaxis(numbers[..., :4], -1, 0)
+        return np.asarray(weights[0] + sum(w * t for w, t in zip(weights[1:], terms, strict=True)))
+
+    def terms(self, values: Sequence[Array], exponents: Array) -> list[Array]:
+        """Those of N, D and M; the exponents are the first axis."""
+        (parameters, tokens, memory), (alpha, beta, gamma) = values, exponents
+        shortest = mean_power(self.reference[2], self.segment_length, gamma)
+        return [
+            (parameters / self.reference[0]) ** -alpha,
+            (tokens / self.reference[1]) ** -beta,
+            mean_power(memory, self.segment_length, gamma) / shortest,
+        ]
 
 
-def _losses(numbers: Array, reference: Array, values: Sequence[Array]) -> Array:
-    """Losses of laws, whose seven numbers are the last axis; others broadcast with the values."""
-    total = numbers[..., 0]
-    for index, value in enumerate(values):
-        part = (value / reference[index]) ** -numbers[..., 4 + index]
-        total = total + numbers[..., 1 + index] * part
-    return np.asarray(total)
+def mean_power(memory: Array | float, segment_length: int, power: Array | float) -> Array:
+    """The mean of k^-power over the keys k = M + 1 ... M + T, as an integral from M + 1/2 on."""
+    low = np.asarray(memory) + 0.5
+    span, rest = np.log1p(segment_length / low), 1 - np.asarray(power)
+    rest = np.where(np.abs(rest) < FLATTEST / 1000, FLATTEST / 1000, rest)  # 1/k has a logarithm
+    return low**rest * np.expm1(rest * span) / (rest * segment_length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +107,6 @@ class Optimum:
     loss: Interval
     without: float  # the lowest loss without memory
     is_edge: bool  # the longest memory that is answered with: a longer one may be better
-
-
-def keys_of(memory: float | Array, segment_length: int) -> Array:
-    """The mean number of keys of a token, with a memory of that length."""
-    return np.asarray(memory) + (segment_length + 1) / 2
 
 
 def trained_runs(rows: Sequence[ContextRow], segment_length: int = 0) -> Trained:
@@ -158,16 +174,19 @@ def fit_memory_law(runs: Trained) -> MemoryLaw:
     linear and not negative, then a solver."""
     from scipy.optimize import nnls
 
-    columns = (runs.parameters_P, runs.tokens_P, runs.keys_P)
-    reference = np.array([float(np.exp(np.log(column).mean())) for column in columns])
+    law = MemoryLaw(
+        coefficients=np.ones(4),
+        exponents=np.ones(3),
+        reference=np.array([*_middle(runs), runs.memory_P.min()]),
+        segment_length=runs.segment_length,
+    )
     has_sizes = len(np.unique(runs.parameters_P)) >= FEWEST
-    ratios = [column / ref for column, ref in zip(columns, reference, strict=True)]
     best, least = None, np.inf
     for alpha in EXPONENTS if has_sizes else EXPONENTS[:1]:
         for beta in EXPONENTS:
             for gamma in EXPONENTS:
                 exponents = np.array([alpha, beta, gamma])
-                terms = [x**-power for x, power in zip(ratios, exponents, strict=True)]
+                terms = law.terms(runs.values, exponents)
                 if not has_sizes:
                     terms[0] = np.zeros_like(terms[0])
                 design = np.stack([np.ones_like(runs.loss_P), *terms], axis=-1)
@@ -175,8 +194,11 @@ def fit_memory_law(runs: Trained) -> MemoryLaw:
                 if error < least:
                     best, least = (solution, exponents), error
     assert best is not None
-    start = MemoryLaw(coefficients=best[0], exponents=best[1], reference=reference)
-    return _refined(start, runs, _free(runs))
+    return _refined(replace(law, coefficients=best[0], exponents=best[1]), runs, _free(runs))
+
+
+def _middle(runs: Trained) -> list[float]:
+    return [float(np.exp(np.log(each).mean())) for each in (runs.parameters_P, runs.tokens_P)]
 
 
 def _free(runs: Trained) -> Array:
@@ -189,8 +211,7 @@ def _refined(start: MemoryLaw, runs: Trained, free: Array) -> MemoryLaw:
     """The law of least squares of relative errors, in the `free` numbers."""
     from scipy.optimize import least_squares
 
-    numbers = np.concatenate([start.coefficients, start.exponents])
-    values = (runs.parameters_P, runs.tokens_P, runs.keys_P)
+    numbers = start.numbers
 
     def all_numbers(chosen: Array) -> Array:
         every = numbers.copy()
@@ -200,7 +221,7 @@ def _refined(start: MemoryLaw, runs: Trained, free: Array) -> MemoryLaw:
     low = np.array([0.0] * 4 + [FLATTEST] * 3)[free]
     high = np.array([np.inf] * 4 + [STEEPEST] * 3)[free]
     found = least_squares(
-        lambda chosen: _losses(all_numbers(chosen), start.reference, values) / runs.loss_P - 1,
+        lambda chosen: start.losses_of(all_numbers(chosen), runs.values) / runs.loss_P - 1,
         np.clip(numbers[free], low + 1e-9, high - 1e-9),
         bounds=(low, high),
     )
@@ -229,17 +250,16 @@ def memory_region(law: MemoryLaw, runs: Trained) -> Array:
 
 
 def _squares(law: MemoryLaw, runs: Trained) -> float:
-    predicted_P = law.loss(runs.parameters_P, runs.tokens_P, runs.keys_P)
+    predicted_P = law.loss(*runs.values)
     return float(((predicted_P / runs.loss_P - 1) ** 2).sum())
 
 
 def _border(law: MemoryLaw, runs: Trained, free: Array, allowed: float) -> Array:
     """Laws around this one at which the sum of squares is what is allowed."""
-    best = np.concatenate([law.coefficients, law.exponents])
-    values = (runs.parameters_P, runs.tokens_P, runs.keys_P)
+    best = law.numbers
 
     def errors(numbers_KJ: Array) -> Array:
-        return _losses(numbers_KJ[:, None], law.reference, values) / runs.loss_P - 1
+        return law.losses_of(numbers_KJ[:, None], runs.values) / runs.loss_P - 1
 
     steps_JJ = 1e-6 * np.eye(len(best))[free]
     slopes_PJ = ((errors(best + steps_JJ) - errors(best[None])) / 1e-6).T
@@ -277,12 +297,12 @@ def best_memory(law: MemoryLaw, region_KJ: Array, runs: Trained, flops: float) -
     if high > low:
         size_N = np.geomspace(low / FURTHEST_SIZE, high * FURTHEST_SIZE, SIZES)
     tokens_NX = flops / flops_per_token(runs, size_N, memory_X)
-    values = (size_N[:, None], tokens_NX, keys_of(memory_X, runs.segment_length)[None])
+    values = (size_N[:, None], tokens_NX, memory_X[None])
     loss_NX = law.loss(*values)
     size, memory = np.unravel_index(int(loss_NX.argmin()), loss_NX.shape)
     by_memory_KX = np.concatenate(
         [
-            _losses(part_KJ[:, None, None], law.reference, values).min(axis=1)
+            law.losses_of(part_KJ[:, None, None], values).min(axis=1)
             for part_KJ in np.array_split(region_KJ, PARTS)
         ]
     )

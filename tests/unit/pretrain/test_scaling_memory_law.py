@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import cache
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from pretrain.scaling.memory_law import (
     best_memory,
     fit_memory_law,
     flops_per_token,
+    mean_power,
     memory_region,
     trained_runs,
 )
@@ -26,8 +28,14 @@ SIZE = 1_000_000
 
 
 def true_loss(size: float, tokens: float, memory: float) -> float:
-    keys = memory + (SEGMENT + 1) / 2
-    return 1.5 + 20 / size**0.3 + 60 / tokens**0.3 + 2 / keys**0.4
+    return 1.5 + 20 / size**0.3 + 60 / tokens**0.3 + 2 * mean_of_powers(memory, 0.4)
+
+
+@cache
+def mean_of_powers(memory: float, power: float) -> float:
+    """By quadrature."""
+    keys = memory + 0.5 + SEGMENT * (np.arange(20_000) + 0.5) / 20_000
+    return float((keys**-power).mean())
 
 
 def true_cost(size: float, memory: float) -> float:
@@ -70,7 +78,7 @@ def true_best(flops: float, sizes=(SIZE,)) -> int:
 def test_without_noise_the_best_memory_of_a_budget_is_found(flops):
     runs = trained_runs(rows_of())
     law = fit_memory_law(runs)
-    predicted_P = law.loss(runs.parameters_P, runs.tokens_P, runs.keys_P)
+    predicted_P = law.loss(*runs.values)
     assert predicted_P == pytest.approx(runs.loss_P, rel=1e-4)
     found = best_memory(law, memory_region(law, runs), runs, flops)
     assert found.memory.value == pytest.approx(true_best(flops), rel=0.1)
@@ -135,6 +143,13 @@ def test_runs_that_differ_in_their_seed_alone_count_as_one_with_their_mean():
         trained_runs(few + few)
 
 
+@pytest.mark.parametrize("power", [0.02, 1.0, 1.4, 4.5])
+def test_the_mean_of_powers_is_right_for_any_power_also_of_a_logarithm(power):
+    for memory in (0, 8, 500):
+        exact = mean_of_powers(memory, power)
+        assert mean_power(memory, SEGMENT, power) == pytest.approx(exact, rel=1e-4)
+
+
 def test_the_command_reads_tables_and_answers_for_each_budget(tmp_path, capsys):
     paths = []
     for tokens in (10**7, 3 * 10**7, 10**8):
@@ -145,7 +160,11 @@ def test_the_command_reads_tables_and_answers_for_each_budget(tmp_path, capsys):
     words = [str(path) for path in paths]
     assert scale_context.PROGRAM.main(["optimum", *words, "--flops", "1e14", "6e14"]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"^15 runs with segments of 64: loss = .* K = memory \+ 32.5; mean", said)
+    assert re.search(
+        r"^memory +0 +64 +128 +256 +512\nruns +3 +3 +3 +3 +3\npredicted - ", said, re.M
+    )
+    law = r"<k\^-0\.\d+>, a mean over tokens with k = memory \+ 1 to 64 keys; mean absolute error"
+    assert re.search(rf"^15 runs with segments of 64: loss = .* {law}", said)
     found = re.findall(r"^([16]\.00e\+14) +(\d+) \[(\d+), (\d+)\]", said, re.M)
     assert len(found) == 2
     for flops, value, low, high in found:
