@@ -167,10 +167,12 @@ class Save(threading.Thread):
 
     def wait_for_publication(self) -> SaveProblem | None:
         """Return when rank 0 has published (on other ranks at once), or with the problem."""
-        if not self._published.wait(PUBLISH_SECONDS):
+        if is_late := not self._published.wait(PUBLISH_SECONDS):
             self.cancel()
-            return SaveProblem(f"{self.partial}: not published after {PUBLISH_SECONDS:.0f} s")
-        return self._problem
+        if self.is_published:  # maybe late, while the thread was awaited
+            return None
+        late = SaveProblem(f"{self.partial}: not published after {PUBLISH_SECONDS:.0f} s")
+        return late if is_late else self._problem
 
     @property
     def has_failed(self) -> bool:
@@ -198,7 +200,7 @@ class Save(threading.Thread):
             self._problem = SaveProblem.of(error)
         except Exception as error:  # the loop asks for it, and every rank then raises it
             text = (str(error) if isinstance(error, UserError) else "") or repr(error)
-            self._problem = SaveProblem(text, may_pass=False)
+            self._problem = SaveProblem(text, may_pass=False, remedy="")
         finally:
             # Also after an error: whoever waits must wake up and find it.
             self._copied.set()

@@ -229,15 +229,28 @@ class Checkpointer:
 
     def _give_up_save(self, step: int, problem: SaveProblem) -> None:
         """Let a later save try again; CheckpointError, on every rank, if none would help."""
+        problem = broadcast_value(self._cause_of(problem), SaveProblem)
         if problem.may_pass:
             text = f"step {step} not saved: {problem.text}"
             self._outage.failed(text, "training continues", problem.remedy)
-        # Rank 0's clock decides. By now no rank writes any more, so that its files can go.
+        # Rank 0's clock decides. By now no rank writes any more, so that its files can go: only
+        # this attempt's, since a newer one may be saving.
         is_hopeless = broadcast_value(self._outage.is_over_patience, bool) or not problem.may_pass
         if self._world.is_main:
-            files.remove_partial(self._root)
+            files.discard_partial(files.partial_directory(self._root, step, self._attempt))
         if is_hopeless:
             raise _could_not_save(step, problem)
+
+    def _cause_of(self, problem: SaveProblem) -> SaveProblem:
+        """Why a save failed: a newer attempt removes what this one was writing (rank 0)."""
+        if self._world.is_main and problem.may_pass:
+            try:
+                self._may_write()
+            except OSError:
+                pass  # storage that is away tells of no newer attempt
+            except UserError as error:
+                return SaveProblem(str(error), may_pass=False, remedy="")
+        return problem
 
     def restore(self, engine: Engine, found: marker.Checkpoint) -> TrainState:
         """Load a verified checkpoint into the engine; returns the rest of its state.
@@ -372,7 +385,7 @@ class Checkpointer:
 
 
 def _could_not_save(step: int, problem: SaveProblem) -> CheckpointError:
-    return CheckpointError(
-        f"could not save step {step}: {problem.text}; older checkpoints are untouched, "
-        f"{problem.remedy} and rerun the command to resume from the latest"
-    )
+    text = f"could not save step {step}: {problem.text}; older checkpoints are untouched"
+    if problem.remedy:
+        text += f", {problem.remedy} and rerun the command to resume from the latest"
+    return CheckpointError(text)

@@ -32,6 +32,7 @@ INDEX = "index.json"
 REFUSED = "REFUSED"
 VALIDATION_LOSS = "VALIDATION_LOSS"
 MEMORY = "memory."  # starts the keys of lane memories in state files; then comes the part's name
+REMOVED = "-removed"  # ends the names of directories that are being removed
 MANY_FILES, REMOVERS = 64, 16  # from which on a directory is removed by so many threads
 STEP_NAME = re.compile(r"step-(\d{8})")
 
@@ -167,7 +168,22 @@ def discard_from(root: Path, step: int) -> None:
 def remove_partial(root: Path) -> None:
     """Remove what interrupted saves and removals left (rank 0, before an attempt's first save)."""
     for entry in root.glob(".partial-*"):
-        _delete(entry)
+        discard_partial(entry)
+
+
+def discard_partial(partial: Path) -> None:
+    """Remove an unpublished checkpoint, as far as possible.
+
+    The rename comes first: a rank 0 of an older attempt may be about to publish it. It then finds
+    nothing, or has been faster; it never publishes a part.
+    """
+    renamed = partial
+    if not partial.name.endswith(REMOVED):
+        renamed = partial.with_name(partial.name + REMOVED)
+        _delete(renamed)
+        with contextlib.suppress(OSError):
+            partial.rename(renamed)
+    _delete(renamed)
 
 
 def remove(directory: Path) -> None:
@@ -176,13 +192,13 @@ def remove(directory: Path) -> None:
     The rename comes first: a removal that is interrupted must not leave what looks like a corrupted
     checkpoint. What cannot be deleted then is left to `remove_partial`.
     """
-    renamed = directory.with_name(f".partial-{directory.name}-removed")
+    renamed = directory.with_name(f".partial-{directory.name}{REMOVED}")
     _delete(renamed)
     directory.rename(renamed)
     if renamed.is_dir():
         _delete(renamed)
     else:
-        renamed.unlink()
+        renamed.unlink(missing_ok=True)  # another attempt's start may have been faster
 
 
 def _delete(directory: Path) -> None:

@@ -297,7 +297,7 @@ class LocalTier:
 
     def _failed(self, step: int, problem: str) -> None:
         if self._root is not None:
-            files.remove_partial(self._root)
+            files.discard_partial(files.partial_directory(self._root, step, self._attempt))
         if not self._has_failed:
             logger.warning("no local checkpoint of step %d: %s; training continues", step, problem)
         self._has_failed = True
