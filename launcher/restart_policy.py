@@ -25,6 +25,7 @@ from pretrain.rundir.launch_events import (
     JobEndReason,
     JobStarted,
     NextAction,
+    NodeReplaced,
     SupervisorKilled,
 )
 from pretrain.rundir.ledger import last_of
@@ -215,7 +216,7 @@ def past_attempts(ledger: Sequence[Event], job: str) -> list[AttemptResult]:
 
 def no_rank_started(ledger: Sequence[Event], job: str) -> bool:
     """Whether no rank's program was run in the last attempt of this start of the job."""
-    last = last_of(ledger, JobStarted, AttemptEnded)
+    last = last_of(ledger, JobStarted, NodeReplaced, AttemptEnded)
     if not isinstance(last, AttemptEnded) or last.job != job:
         return False
     return all(status == NEVER_STARTED for status in last.statuses)
@@ -234,12 +235,12 @@ def node_to_exclude(ledger: Sequence[Event], job: str, node_of: Callable[[int], 
     """The node whose ranks failed first in the last two attempts of this start of the job, both
     without progress.
 
-    `node_of` maps a rank to its node; that mapping holds for one start only, so earlier starts do
-    not count.
+    `node_of` maps a rank to its node; that mapping holds until the job starts again or replaces a
+    node, so earlier attempts do not count.
     """
     attempts: list[AttemptEnded] = []
     for event in ledger:
-        if isinstance(event, JobStarted) and event.job == job:
+        if isinstance(event, (JobStarted, NodeReplaced)) and event.job == job:
             attempts = []
         elif isinstance(event, AttemptEnded) and event.job == job:
             attempts.append(event)

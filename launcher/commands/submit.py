@@ -51,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster", type=Path, required=True, help="cluster file (configs/clusters/*.yaml)"
     )
     parser.add_argument(
-        "--nodes", default="1", metavar="N|A:B", help="nodes; 4:16 takes what is free (default 1)"
+        "--nodes",
+        default="1",
+        metavar="N|A:B|N+S",
+        help="nodes; 4:16 takes what is free, 4+1 has a spare one (default 1)",
     )
     parser.add_argument("--name", help="name of the run (default: the experiment's)")
     parser.add_argument(

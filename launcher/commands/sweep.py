@@ -212,6 +212,11 @@ def _submit(
     sweep: Sweep, cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path
 ) -> int:
     cluster, nodes = load_cluster(arguments.cluster), parse_nodes(arguments.nodes)
+    if nodes.spare:
+        raise ConfigError(
+            f"--nodes={arguments.nodes}: found spare nodes, expected N or A:B; cells of "
+            "a sweep have none"
+        )
     waiting = [cell for cell in cells if cell.is_waiting]
     for count, group in classes(waiting, cluster, nodes).items():
         after = None

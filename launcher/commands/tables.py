@@ -183,6 +183,7 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
         ("checkpoint", checkpoint),
         ("attempts", _attempts(state)),
     ]
+    lines += [("replaced", description) for description in state.replaced_nodes]
     if state.mirrored is not None or state.mirror_problem:
         stored = "nothing yet" if state.mirrored is None else f"step {state.mirrored:,}"
         lines.append(("in the store", "; ".join(filter(None, (stored, state.mirror_problem)))))

@@ -31,6 +31,8 @@ _UNREACHABLE = re.compile(
 _NO_SLURM = (
     "'{}' found no Slurm cluster on this host; run it on a login node, or use 'launcher local'"
 )
+# States of nodes, which end in * where a node does not respond.
+_UNAVAILABLE = re.compile(r"\*$|^(down|drain|fail)", re.IGNORECASE)
 _HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT")  # after `scontrol requeuehold`
 _COMMAND_SECONDS = 120.0
 # A controller that comes back answers queries before it has processed the submissions in its
@@ -229,6 +231,13 @@ def largest_array() -> int:
     settings = _checked(["scontrol", "show", "config"])
     limits = re.findall(r"(?:^MaxArraySize\s*= |max_array_tasks=)(\d+)", settings, re.MULTILINE)
     return min(map(int, limits), default=USUAL_ARRAY)
+
+
+def unavailable_nodes(names: Sequence[str]) -> list[str]:
+    """Those of the nodes that do not respond, or that Slurm or an administrator has taken out."""
+    listed = _checked(["sinfo", "-h", "-N", "-n", ",".join(names), "-o", "%N|%T"]).splitlines()
+    states = dict(line.split("|") for line in listed)  # a line for each partition
+    return [name for name in names if _UNAVAILABLE.search(states.get(name, ""))]
 
 
 def cancel(job: str) -> None:

@@ -15,6 +15,7 @@ from launcher.supervisor import next_attempt_number
 from pretrain.config.run import RunConfig
 from pretrain.rundir.fence import VARIABLE
 from pretrain.rundir.run_dir import RunDir
+from pretrain.terminal.text import counted
 
 
 def step_lines(job: Job, config: RunConfig, step_before: int) -> list[str]:
@@ -22,7 +23,6 @@ def step_lines(job: Job, config: RunConfig, step_before: int) -> list[str]:
     count = usable_nodes(config, job.cluster.tasks_per_node, job.nodes.least)
     step = Step(
         nodes=tuple(f"NODE{number}" for number in range(1, count + 1)),
-        num_nodes=count,
         ranks=count * job.cluster.tasks_per_node,
         cluster=job.cluster,
     )
@@ -37,6 +37,7 @@ def step_lines(job: Job, config: RunConfig, step_before: int) -> list[str]:
         f"Before: code, settings and cluster file are copied into {Snapshot(job.run_dir).path}.",
         f"The run {start} of {config.optim.steps:,}.",
         f"In the job, each attempt is one step; here the first, on {nodes}, NODE1 and so on:",
+        *_spare_lines(job.nodes.spare),
         "",
         *_folded(command),
         "",
@@ -46,6 +47,13 @@ def step_lines(job: Job, config: RunConfig, step_before: int) -> list[str]:
         *(f"  export {name}={shlex.quote(value)}" for name, value in variables.items()),
     ]
     return [f"# {line}".rstrip() for line in lines]
+
+
+def _spare_lines(spare: int) -> list[str]:
+    if not spare:
+        return []
+    replace = "it replaces one that fails" if spare == 1 else "each replaces one that fails"
+    return [f"Spare: {counted(spare, 'node')}; {replace}, in the same job."]
 
 
 def _container(cluster: ClusterConfig) -> str:

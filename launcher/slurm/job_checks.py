@@ -65,7 +65,7 @@ def check_request(
 def _never_fits(cluster: ClusterConfig, nodes: NodeRange, partition: Partition) -> str:
     """Why the partition can never run the job; empty if it can."""
     wanted = {
-        "nodes": (nodes.least, partition.num_nodes),
+        "nodes": (nodes.least_of_job, partition.num_nodes),
         "CPUs per node": (cluster.tasks_per_node * cluster.cpus_per_rank, partition.cpus_per_node),
         "GPUs per node": (cluster.num_gpus, partition.gpus_per_node),
     }

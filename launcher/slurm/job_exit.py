@@ -21,6 +21,7 @@ from typing import TypeVar
 from data_pipeline.errors import UserError
 from launcher.restart_policy import cut_starts, refusal_of_futile_starts
 from launcher.slurm import client as slurm
+from launcher.slurm.rank_statuses import failed_nodes
 from launcher.supervisor import StopSignals, latest_step
 from pretrain.rundir.attempt_files import attempts_of
 from pretrain.rundir.event_times import in_order
@@ -40,7 +41,6 @@ _REASONS = {
     "JOB REQUEUE": JobEndReason.REQUEUED_BY_USER,
     "TIME LIMIT": JobEndReason.TIME_LIMIT,
 }
-_FAILED_NODE = re.compile(r"Node failure on (\S+)")
 # srun may name the node after slurmstepd has said that one failed; Slurm kills seconds later.
 NODE_NAME_SECONDS = 1.0
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def ending_of(
     """
     if int(job.get("Restarts", "0")) > restart:
         reason = _announced(log)
-        nodes = _FAILED_NODE.findall(log) if reason is JobEndReason.NODE_FAILED else []
+        nodes = failed_nodes(log) if reason is JobEndReason.NODE_FAILED else []
         return JobEnding(reason, requeue=False, node=nodes[-1] if nodes else None)
     reason, is_immediate = _reason(job, log, was_warned)
     continues = reason is not JobEndReason.CANCELED
@@ -191,9 +191,9 @@ class JobExit:
         if not self._is_written:
             self._end(JobEnding(JobEndReason.ERROR, requeue=False), message)
 
-    def exclude(self, node: str) -> None:
-        """Requeue the job, to start without this node."""
-        self._end(JobEnding(JobEndReason.NODE_EXCLUDED, requeue=True, node=node))
+    def leave(self, node: str, reason: JobEndReason) -> None:
+        """Requeue the job, because this node failed or is to be left out."""
+        self._end(JobEnding(reason, requeue=True, node=node))
 
     def can_exclude(self, node: str) -> bool:
         """Whether the job can run without this node: not requested by name, and the partition has

@@ -19,35 +19,25 @@ from launcher.restart_policy import (
     RestartPolicy,
     add_policy_arguments,
     attempts_without_progress,
-    no_rank_started,
-    node_to_exclude,
     past_attempts,
     policy_of,
 )
 from launcher.slurm import client as slurm
+from launcher.slurm.attempt_starter import AttemptStarter, LeaveNode
 from launcher.slurm.cluster import load_cluster
-from launcher.slurm.job_checks import usable_nodes
+from launcher.slurm.first_node_guard import FirstNodeGuard
 from launcher.slurm.job_exit import JobExit, ThisJob
 from launcher.slurm.snapshot import Snapshot
-from launcher.slurm.srun import (
-    SlurmRanks,
-    Step,
-    nodes_that_cannot_start,
-    nodes_that_miss,
-    training_command,
-)
-from launcher.slurm.staging import with_staged_program
 from launcher.supervisor import StopSignals, latest_step, supervise
 from pretrain.config.run import RunConfig
 from pretrain.rundir.exit_status import EXIT_STOPPED
-from pretrain.rundir.fence import VARIABLE, Fence, StaleAttempt
+from pretrain.rundir.fence import Fence, StaleAttempt
 from pretrain.rundir.launch_events import JobEnded, JobEndReason, JobStarted, SupervisorKilled
 from pretrain.rundir.ledger import events_of, last_of
 from pretrain.rundir.own_names import refuse_foreign_run
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event, Finished, TrainingBegan
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
-from pretrain.terminal.text import counted
 
 _POLL_SECONDS = 1.0
 _log = logging.getLogger(__name__)
@@ -57,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher batch`."""
     parser.add_argument("run_dir", type=Path, help="run directory")
     add_policy_arguments(parser)
+    parser.add_argument(
+        "--spare-nodes", type=int, default=0, metavar="S", help="nodes of the job that only replace"
+    )
     add_log_level_argument(parser)
 
 
@@ -86,13 +79,23 @@ def run(arguments: argparse.Namespace) -> int:
         past = past_attempts(run_dir.ledger.read(), job.id)
         try:
             refuse_without_progress(past, policy)
-            with run_dir.locked("launcher", is_fenced=True):
-                start = starter(job, run_dir, job_exit, fences)
-                status = supervise(
-                    run_dir, start, policy, stop, past, meanwhile=job_exit.poll, job=job.id
+            spare = arguments.spare_nodes
+            guard = FirstNodeGuard(job.id, job.restart, is_needed=spare > 0)
+            with run_dir.locked("launcher", is_fenced=True), guard:
+                can_exclude = job_exit.can_exclude
+                starter = AttemptStarter(
+                    job, spare, run_dir, can_exclude, fences.claim, fences.check
                 )
-        except ExcludeNode as found:
-            job_exit.exclude(found.node)
+
+                def meanwhile() -> None:
+                    job_exit.poll()
+                    guard.watch()
+
+                status = supervise(
+                    run_dir, starter.start, policy, stop, past, meanwhile, job=job.id
+                )
+        except LeaveNode as found:
+            job_exit.leave(found.node, found.reason)
             return EXIT_STOPPED
         except StaleAttempt:
             raise  # the ledger belongs to a newer attempt
@@ -130,14 +133,6 @@ class AttemptFences:
         if self._fence is not None:
             with contextlib.suppress(OSError):  # storage that is away tells of no newer attempt
                 self._fence.check()
-
-
-class ExcludeNode(Exception):
-    """The job should restart without this node."""
-
-    def __init__(self, node: str) -> None:
-        super().__init__(node)
-        self.node = node
 
 
 def await_former_ranks(job: ThisJob, run_dir: RunDir, meanwhile: Callable[[], None]) -> None:
@@ -246,60 +241,3 @@ def other_jobs(ledger: Sequence[Event], job: str) -> list[str]:
         elif isinstance(event, JobEnded) and not event.requeued:
             open_jobs.pop(event.job, None)
     return list(reversed(open_jobs))
-
-
-def starter(
-    job: ThisJob, run_dir: RunDir, job_exit: JobExit, fences: AttemptFences
-) -> Callable[[int], SlurmRanks]:
-    """Returns the function that starts attempts as steps of this job."""
-    snapshot = Snapshot(run_dir.path)
-    config, cluster = load_config(RunConfig, snapshot.experiment), load_cluster(snapshot.cluster)
-    lanes = config.data.lanes
-    count = usable_nodes(config, cluster.tasks_per_node, len(job.nodes))
-    if not count:
-        raise ConfigError(
-            f"data.lanes={lanes} does not divide over the ranks of {len(job.nodes)} nodes"
-        )
-    if count < len(job.nodes):
-        unused = f"{count} of {len(job.nodes)} nodes"
-        _log.warning("using %s so that data.lanes=%d divides evenly", unused, lanes)
-    step = Step(
-        nodes=job.nodes, num_nodes=count, ranks=count * cluster.tasks_per_node, cluster=cluster
-    )
-    if blind := nodes_that_miss(step, run_dir.path):
-        raise ConfigError(
-            f"{', '.join(blind)} cannot see {run_dir.path}; "
-            "put the run on a disk that all nodes share"
-        )
-    step = with_staged_program(step, run_dir.path)
-    command = training_command(step.code, run_dir.path)
-
-    def start(number: int) -> SlurmRanks:
-        node = node_to_blame(run_dir, job, step)
-        if node and job_exit.can_exclude(node):
-            raise ExcludeNode(node)
-        shared = {VARIABLE: fences.claim(number)}
-        where = ", ".join(job.nodes[:count])
-        _log.info("attempt %d: %s on %s", number, counted(step.ranks, "rank"), where)
-        return SlurmRanks(command, step, run_dir, number, shared, fences.check)
-
-    return start
-
-
-def node_to_blame(run_dir: RunDir, job: ThisJob, step: Step) -> str | None:
-    """The node to leave out in the next attempt; ConfigError if no node at all can start ranks.
-
-    Where the trainer was not even started, a container or an interpreter is missing. That is the
-    fault of a node only if others have what it lacks.
-    """
-    ledger = run_dir.ledger.read()
-    node = node_to_exclude(ledger, job.id, step.node_of)
-    if not no_rank_started(ledger, job.id):
-        return node
-    unable = nodes_that_cannot_start(step, run_dir.path)
-    if len(unable) == step.num_nodes and last_of(ledger, TrainingBegan) is None:
-        raise ConfigError(
-            f"the ranks' program does not start on any node ({', '.join(unable)}); "
-            f"'launcher logs {run_dir.path} --errors' says why"
-        )
-    return node if node in unable else None

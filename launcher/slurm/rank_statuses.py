@@ -18,6 +18,7 @@ from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 
 _LOST = -signal.SIGKILL  # a rank without a status file was killed together with its task
 _NAMED_FIRST = re.compile(r"^srun: error: \S+: tasks? (\d+)", re.MULTILINE)
+_FAILED_NODE = re.compile(r"Node failure on (\S+)")
 # How long srun may run on when all ranks have ended, and when one has failed: then srun kills the
 # others, which takes Slurm's KillWait (30 s).
 _SECONDS_AFTER_ALL = 30.0
@@ -108,6 +109,11 @@ def first_failure(ends: Mapping[int, RankEnd], num_ranks: int, srun_log: str) ->
     named = _NAMED_FIRST.search(srun_log)
     any_failed = len(ends) < num_ranks or any(end.is_failure for end in ends.values())
     return int(named[1]) if named and any_failed else None
+
+
+def failed_nodes(log: str) -> list[str]:
+    """The nodes that Slurm or srun names as failed in this log, in its order."""
+    return _FAILED_NODE.findall(log)
 
 
 def _failed_first_hand(end: RankEnd) -> bool:

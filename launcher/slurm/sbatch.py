@@ -15,29 +15,47 @@ from launcher.slurm.cluster import ClusterConfig, control_characters
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _LONGEST_VALUE = 4000  # sbatch copies a value into 8 KiB without looking at its length
-_NODES = re.compile(r"([0-9]{1,6})(?::([0-9]{1,6}))?")
+_NODES = re.compile(r"([0-9]{1,6})(?:([:+])([0-9]{1,6}))?")
 _MOST_NODES = 65_536  # Slurm's own limit
 
 
 @dataclass(frozen=True)
 class NodeRange:
-    """How many nodes a run uses: as many as are free, from `least` to `most`."""
+    """How many nodes a run uses: as many as are free, from `least` to `most`; and how many more its
+    job has, to replace those that fail."""
 
     least: int
     most: int
+    spare: int = 0
+
+    @property
+    def least_of_job(self) -> int:
+        """The fewest nodes that the job needs."""
+        return self.least + self.spare
 
     def __str__(self) -> str:
-        return str(self.least) if self.least == self.most else f"{self.least}-{self.most}"
+        """What Slurm is asked for."""
+        least, most = self.least_of_job, self.most + self.spare
+        return str(least) if least == most else f"{least}-{most}"
 
 
 def parse_nodes(text: str) -> NodeRange:
-    """`4` or `4:16`."""
+    """`4`, `4:16` or `4+1`."""
     found = _NODES.fullmatch(text)
     if not found:
         raise ConfigError(
-            f"--nodes={text[:40]} is neither a number nor a range; write 4, or 4:16 for 4 to 16"
+            f"--nodes={text[:40]} is neither a number nor a range; write 4, 4:16 for 4 to 16, or "
+            "4+1 for 4 and a spare one"
         )
-    nodes = NodeRange(int(found[1]), int(found[2] or found[1]))
+    first, sign, second = int(found[1]), found[2], int(found[3] or found[1])
+    if sign == "+":
+        if not (first and second and first + second <= _MOST_NODES):
+            raise ConfigError(
+                f"--nodes={text}: expected 1 or more nodes to train and 1 or more spare ones, at "
+                f"most {_MOST_NODES:,} in all; write 4+1 for 4 and a spare one"
+            )
+        return NodeRange(first, first, spare=second)
+    nodes = NodeRange(first, second)
     if not 1 <= nodes.least <= nodes.most <= _MOST_NODES:
         raise ConfigError(
             f"--nodes={text}: expected 1 to {_MOST_NODES:,}, the smaller number first"
@@ -173,7 +191,10 @@ def _script(
     derived = {**_options(job), **options}
     _refuse_taken(derived, job.cluster)
     wanted = {name: value for name, value in derived.items() if value}
-    flags = ["--requeue", *option_flags(wanted, quote)]
+    # With spare nodes the job outlives a node, and its supervisor replaces it.
+    survives = ["--no-kill"] if job.nodes.spare else []
+    spare = f" --spare-nodes={job.nodes.spare}" if job.nodes.spare else ""
+    flags = ["--requeue", *survives, *option_flags(wanted, quote)]
     text = [
         "#!/bin/bash",
         head,
@@ -186,7 +207,7 @@ def _script(
         "",
         "# exec: Slurm signals this process only (--signal=B:), so it becomes the one that",
         "# starts the supervisor, and starts it again if a signal kills it.",
-        f"exec {command} {run} --attempts-without-progress={job.attempts_without_progress}",
+        f"exec {command} {run} --attempts-without-progress={job.attempts_without_progress}{spare}",
     ]
     return "\n".join(text) + "\n"
 

@@ -19,7 +19,7 @@ from data_pipeline.files import own_file
 from data_pipeline.own_programs import code_that_runs, copied_arguments
 from launcher.error_lines import error_lines
 from launcher.slurm.cluster import ClusterConfig, in_container
-from launcher.slurm.rank_statuses import RankEnds, SrunPatience, first_failure
+from launcher.slurm.rank_statuses import RankEnds, SrunPatience, failed_nodes, first_failure
 from launcher.slurm.snapshot import Snapshot
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
@@ -40,12 +40,15 @@ _log = logging.getLogger(__name__)
 class Step:
     """What srun is asked for."""
 
-    nodes: tuple[str, ...]  # all of the job's, in order
-    num_nodes: int  # how many of them are used, from the first on
+    nodes: tuple[str, ...]  # in rank order
     ranks: int
     cluster: ClusterConfig
     python: str = sys.executable  # that runs the ranks' program unless a container does
     code: Path = field(default_factory=code_that_runs)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.nodes)
 
     @property
     def tasks_per_node(self) -> int:
@@ -54,6 +57,11 @@ class Step:
     def node_of(self, rank: int) -> str:
         """Where a rank runs: with --distribution=block, srun fills one node after the other."""
         return self.nodes[rank // self.tasks_per_node]
+
+    def first_rank_of(self, nodes: Sequence[str]) -> int | None:
+        """The first rank on the first of these nodes that the step has; None if it has none."""
+        places = [self.nodes.index(node) for node in nodes if node in self.nodes]
+        return places[0] * self.tasks_per_node if places else None
 
 
 def training_command(code: Path, run_dir: Path) -> list[str]:
@@ -94,7 +102,7 @@ def srun_command(
     ]
     command += [
         f"--cpus-per-task={cluster.cpus_per_rank}",
-        f"--nodelist={','.join(step.nodes[: step.num_nodes])}",
+        f"--nodelist={','.join(step.nodes)}",
     ]
     command += ["--kill-on-bad-exit=1", "--wait=0", "--label", "--distribution=block"]
     # There is one attempt at a time. A step that Slurm believes to run, because the slurmstepd that
@@ -120,6 +128,7 @@ class SlurmRanks:
         check_fence: Callable[[], None],
     ) -> None:
         self._check_fence = check_fence
+        self._step = step
         self.first_failure: int | None = None
         files = AttemptFiles(run_dir.logs, attempt)
         files.create()
@@ -158,7 +167,7 @@ class SlurmRanks:
                 self._check_fence()
                 meanwhile()
             except UserError:
-                _kill_silently(self._srun.pid)
+                kill_silently(self._srun.pid)
                 raise
             if patience.is_exhausted():
                 _log.warning("srun still waits although its ranks have ended: ending it")
@@ -166,9 +175,11 @@ class SlurmRanks:
             time.sleep(_POLL_SECONDS)
         rank_ends.look()
         rank_ends.read_rest()
-        self.first_failure = first_failure(
-            rank_ends.found, len(self.logs), self._log.read_text(errors="replace")
-        )
+        log = self._log.read_text(errors="replace")
+        # Where a node failed, srun kills the ranks of the others, and names those alone.
+        lost = self._step.first_rank_of(failed_nodes(log))
+        of_ranks = first_failure(rank_ends.found, len(self.logs), log)
+        self.first_failure = of_ranks if lost is None else lost
         return rank_ends.statuses()
 
     def terminate(self) -> None:
@@ -195,7 +206,7 @@ class SlurmRanks:
         return list(error_lines(self._log.read_text(errors="replace").splitlines()))
 
 
-def _kill_silently(srun: int) -> None:
+def kill_silently(srun: int) -> None:
     """Kill srun, and before it the helper process that would end the step by its number when srun
     dies."""
     helpers = Path(f"/proc/{srun}/task/{srun}/children")
@@ -215,7 +226,7 @@ def nodes_that_cannot_start(step: Step, run_dir: Path) -> list[str]:
     own_name = ["-c", "import os; print(os.environ['SLURMD_NODENAME'])"]
     flags, line = in_container(step.cluster, own_name, [run_dir], Path.cwd(), step.python)
     started = _printed_by_each_node(step, flags, line)
-    return [node for node in step.nodes[: step.num_nodes] if node not in started]
+    return [node for node in step.nodes if node not in started]
 
 
 def _printed_by_each_node(step: Step, flags: Sequence[str], command: Sequence[str]) -> list[str]:
@@ -228,6 +239,6 @@ def run_on_each_node(
 ) -> subprocess.CompletedProcess[str]:
     """Run a task on each node of the step; a failure of one leaves the others alone."""
     srun = ["srun", f"--nodes={step.num_nodes}", f"--ntasks={step.num_nodes}"]
-    srun += [f"--nodelist={','.join(step.nodes[: step.num_nodes])}"]
+    srun += [f"--nodelist={','.join(step.nodes)}"]
     srun += ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--overlap", *flags, *command]
     return subprocess.run(srun, stdin=subprocess.DEVNULL, capture_output=True, text=True)

@@ -120,8 +120,7 @@ def _lacking(step: Step, mode: str, description: Path) -> tuple[list[str], str]:
     result = run_on_each_node(step, ["--chdir=/"], [*program, mode, str(description)])
     ready = result.stdout.split()
     errors = [line for line in result.stderr.splitlines() if not line.startswith("srun:")]
-    nodes = step.nodes[: step.num_nodes]
-    return [node for node in nodes if node not in ready], next(iter(errors), "")
+    return [node for node in step.nodes if node not in ready], next(iter(errors), "")
 
 
 def _broadcast(staged: Staged) -> None:

@@ -18,8 +18,8 @@ from pretrain.config.phases import tokens_of_steps
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import RunResults, results_of
-from pretrain.rundir.launch_events import JobEnded, JobStarted, Submitted
-from pretrain.rundir.ledger import interruptions, last_of, num_attempts
+from pretrain.rundir.launch_events import JobEnded, JobStarted, NodeReplaced, Submitted
+from pretrain.rundir.ledger import events_of, interruptions, last_of, num_attempts
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.time_spent import TimeSpent
 from pretrain.rundir.training_events import (
@@ -46,6 +46,7 @@ class RunState:
     attempts: int = 0
     ranks: int | None = None
     nodes: tuple[str, ...] = ()
+    replaced_nodes: tuple[str, ...] = ()  # those that a spare node replaced, and why
     job: str | None = None  # Slurm's id
     step: int = 0
     steps: int = 0
@@ -136,6 +137,9 @@ def read_state(path: Path, is_beating: bool = False) -> RunState:
         attempts=num_attempts(evidence.ledger, is_running),
         ranks=None if began is None else began.world_size,
         nodes=_nodes(evidence),
+        replaced_nodes=tuple(
+            event.description for event in events_of(evidence.ledger, NodeReplaced)
+        ),
         job=None if job is None else job.job,
         step=evidence.latest_step,
         steps=evidence.steps,

@@ -54,6 +54,15 @@ class JobEndReason(Enum):
     ENDED_BY_SLURM = "ended_by_slurm"
 
 
+class ReplacedBecause(Enum):
+    """Why a node of a job trains no more."""
+
+    NODE_FAILED = "node_failed"
+    NOT_RESPONDING = "not_responding"
+    RANKS_FAILED = "ranks_failed"
+    RUN_DIRECTORY_UNSEEN = "run_directory_unseen"
+
+
 # How a job ended when nothing interrupted the run, or when other events say what did.
 UNEVENTFUL = (JobEndReason.FINISHED, JobEndReason.GAVE_UP, JobEndReason.CANCELED)
 # Interruptions that belong to sharing a cluster; every other one is a failure.
@@ -200,6 +209,20 @@ class JobEnded(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeReplaced(Event):
+    """The next attempts of this start of the job use a spare node instead of one of theirs."""
+
+    job: str
+    node: str
+    spare: str
+    reason: ReplacedBecause
+
+    @property
+    def description(self) -> str:
+        return f"{_REPLACEMENT_CAUSES[self.reason].format(self.node)}; spare node {self.spare} used"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SupervisorKilled(Event):
     """The supervisor of a job's start was killed. Its successor in that start writes this."""
 
@@ -217,6 +240,12 @@ class SupervisorKilled(Event):
         return f"the supervisor of job {self.job} was killed and started again"
 
 
+_REPLACEMENT_CAUSES = {
+    ReplacedBecause.NODE_FAILED: "node {} failed",
+    ReplacedBecause.NOT_RESPONDING: "node {} is drained or does not respond",
+    ReplacedBecause.RANKS_FAILED: "ranks on node {} failed twice in a row",
+    ReplacedBecause.RUN_DIRECTORY_UNSEEN: "node {} does not see the run directory",
+}
 _JOB_CAUSES = {
     JobEndReason.GAVE_UP: "the supervisor gave up",
     JobEndReason.STOP_REQUESTED: "asked to stop",

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ from pretrain.rundir.launch_events import (
     JobEndReason,
     JobStarted,
     NextAction,
+    NodeReplaced,
     Submitted,
     SupervisorKilled,
 )
@@ -66,7 +67,7 @@ EVENTS: dict[str, type[Event]] = {
     for kind in (Started, Resumed, Stopped, Finished, PhaseFinished, SettingsChanged, OutOfMemory,
                  Straggler, Stalled, Rewind, WindowDropped, GaveUp, SuspectDocuments, Mirrored,
                  MirrorFailed, Restored, AttemptEnded, Interrupted, Submitted, Canceled, JobStarted,
-                 JobEnded, SupervisorKilled)
+                 JobEnded, NodeReplaced, SupervisorKilled)
 }  # fmt: skip
 _FAILED = (NextAction.RETRY, NextAction.GIVE_UP, NextAction.REFUSED)
 _log = logging.getLogger(__name__)
@@ -231,7 +232,7 @@ def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruptio
     open_attempt: TrainingBegan | None = None
     inside: OutOfMemory | GaveUp | None = None  # why the open attempt is about to end
     ended_job, step = "", 0
-    for event in ledger:
+    for before, event in zip([None, *ledger], ledger, strict=False):
         step = getattr(event, "step", None) or step
         if isinstance(event, TrainingBegan) and not (ended_job and began_in(event, ended_job)):
             if inside is not None:  # restarted within the process, without a supervisor's word
@@ -254,6 +255,9 @@ def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruptio
                 is_failure = event.reason not in PLANNED
                 found.append(Interruption(event.time, step, event.cause, is_failure))
             open_attempt, inside, ended_job = None, None, f"{event.job}.{event.restart}"
+        elif isinstance(event, NodeReplaced):
+            if found and isinstance(before, AttemptEnded):  # this is why that attempt ended
+                found[-1] = replace(found[-1], description=event.description)
         elif isinstance(event, SupervisorKilled):
             found.append(Interruption(event.time, step, event.cause))
             open_attempt = inside = None

@@ -212,3 +212,11 @@ class SlurmRun:
         files = sorted(self.dir.logs.glob("*.log"))
         shown = [f"--- {file.name}\n{file.read_text(errors='replace')[-1500:]}" for file in files]
         return "\n".join([*shown, self.timeline(), self.lab.run("squeue").stdout])
+
+
+def assert_status(run: SlurmRun, state: str, **expected: object) -> None:
+    """What `launcher status` says of the run."""
+    command = [sys.executable, "-m", "launcher", "status", str(run.dir.path), "--json"]
+    status = json.loads(run.lab.run(*command).stdout)
+    assert status["state"] == state
+    assert {key: status[key] for key in expected} == expected

@@ -7,7 +7,6 @@ looked at last. All is in one file, for one cluster to serve it.
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import threading
@@ -28,21 +27,13 @@ from pretrain.rundir.launch_events import (
 )
 from pretrain.rundir.training_events import Finished, Resumed, Started, Stopped
 from tests.slurm.lab import SlurmLab
-from tests.slurm.runs import FAR, INTERVAL, NEAR, STEPS, Runs, SlurmRun
+from tests.slurm.runs import FAR, INTERVAL, NEAR, STEPS, Runs, SlurmRun, assert_status
 
 
 def in_background(work: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
-
-
-def assert_status(run: SlurmRun, state: str, **expected: object) -> None:
-    """What `launcher status` says of the run."""
-    command = [sys.executable, "-m", "launcher", "status", str(run.dir.path), "--json"]
-    status = json.loads(run.lab.run(*command).stdout)
-    assert status["state"] == state
-    assert {key: status[key] for key in expected} == expected
 
 
 @pytest.fixture(scope="module")

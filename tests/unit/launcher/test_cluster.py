@@ -138,13 +138,47 @@ def test_an_option_that_the_launcher_sets_itself_is_refused():
         render(job(dataclasses.replace(CPU, options={"nodes": "3"})))
 
 
-@pytest.mark.parametrize(("text", "nodes"), [("4", NodeRange(4, 4)), ("4:16", NodeRange(4, 16))])
-def test_nodes_are_a_number_or_a_range(text, nodes):
+def test_a_job_with_spare_nodes_asks_for_all_and_outlives_one():
+    script = render(job(GPU, parse_nodes("2+1")))
+    assert "#SBATCH --nodes=3\n" in script
+    assert "#SBATCH --no-kill\n" in script
+    assert script.endswith(" --spare-nodes=1\n")
+    assert "spare" not in render(job(GPU, TWO))
+    assert "no-kill" not in render(job(GPU, TWO))
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [
+        ("4", NodeRange(4, 4)),
+        ("4:16", NodeRange(4, 16)),
+        ("4+2", NodeRange(4, 4, spare=2)),
+    ],
+)
+def test_nodes_are_a_number_a_range_or_have_spare_ones(text, nodes):
     assert parse_nodes(text) == nodes
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "-1", "4:2", "1:2:3", "two", "1:99999", "1:" + "9" * 5000, "\u0664", "1:"]
+    "text",
+    [
+        "",
+        "0",
+        "-1",
+        "4:2",
+        "1:2:3",
+        "two",
+        "1:99999",
+        "1:" + "9" * 5000,
+        "\u0664",
+        "1:",
+        "0+1",
+        "2+0",
+        "2+",
+        "2+one",
+        "2:3+1",
+        "65536+1",
+    ],
 )
 def test_nodes_that_are_neither_are_refused(text):
     with pytest.raises(ConfigError, match="--nodes"):

@@ -30,6 +30,8 @@ from pretrain.rundir.launch_events import (
     JobEndReason,
     JobStarted,
     NextAction,
+    NodeReplaced,
+    ReplacedBecause,
     Submitted,
     SupervisorKilled,
 )
@@ -210,7 +212,8 @@ def test_of_two_jobs_only_the_later_one_finds_the_other():
     assert other_jobs([first, requeued, started("8")], "8") == ["7"]
 
 
-STEP = Step(nodes=("n1", "n2"), num_nodes=2, ranks=4, cluster=ClusterConfig(ranks_per_node=2))
+REPLACED = NodeReplaced(job="7", node="n2", spare="n3", reason=ReplacedBecause.NODE_FAILED)
+STEP = Step(nodes=("n1", "n2"), ranks=4, cluster=ClusterConfig(ranks_per_node=2))
 
 
 @pytest.mark.parametrize(
@@ -229,6 +232,7 @@ STEP = Step(nodes=("n1", "n2"), num_nodes=2, ranks=4, cluster=ClusterConfig(rank
         ),
         ([attempt("7", RETRY, 0, 5, 2), attempt("7", RETRY, 5, 9, 2)], None),
         ([attempt("8", RETRY, 5, 5, 2), attempt("7", RETRY, 5, 5, 3)], None),
+        ([attempt("7", RETRY, 5, 5, 2), REPLACED, attempt("7", RETRY, 5, 5, 3)], None),
     ],
 )
 def test_a_node_that_fails_twice_in_a_row_without_progress_is_excluded(attempts, node):
@@ -245,6 +249,7 @@ def test_a_node_that_fails_twice_in_a_row_without_progress_is_excluded(attempts,
         ([NEVER, attempt("7", RETRY, 0, 0)], False),
         ([replace(NEVER, statuses=(-9, 127))], False),  # there the node did it
         ([NEVER, started("7", 1)], False),
+        ([NEVER, REPLACED], False),
         ([replace(NEVER, job="8")], False),
     ],
 )

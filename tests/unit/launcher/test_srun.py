@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from launcher.slurm.cluster import ClusterConfig, ContainerRuntime
+from launcher.slurm.rank_statuses import failed_nodes
 from launcher.slurm.srun import Step, srun_command
 from pretrain.distributed.slurm_variables import rank_variables
 
 STEP = Step(
-    nodes=("n1", "n2", "n3"),
-    num_nodes=2,
+    nodes=("n1", "n2"),
     ranks=4,
     cluster=ClusterConfig(ranks_per_node=2, cpus_per_rank=3),
 )
@@ -33,6 +33,12 @@ def test_a_step_has_one_task_per_rank_on_as_many_hosts_as_are_used():
         "--nodelist=n1,n2",
     }
     assert wanted | {"--kill-on-bad-exit=1", "--wait=0"} <= set(command)
+
+
+def test_where_a_node_failed_its_first_rank_is_the_one_that_failed():
+    log = "srun: error: Node failure on n2\nsrun: error: n1: tasks 0-1: Killed\n"
+    assert STEP.first_rank_of(failed_nodes(log)) == 2
+    assert STEP.first_rank_of(["n9"]) is None
 
 
 def in_container(runtime: ContainerRuntime, **settings) -> list[str]:

@@ -83,6 +83,14 @@ def test_a_dry_run_shows_the_step_with_container_mounts_and_environment(files, c
     assert "note: data.path: " in found.err
 
 
+def test_a_dry_run_shows_spare_nodes(files, capsys):
+    assert submit(files, "--nodes=2+1", "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert "#SBATCH --nodes=3\n" in out
+    assert "on 2 of 3 nodes, NODE1 and so on" in out
+    assert "# Spare: 1 node; it replaces one that fails, in the same job.\n" in out
+
+
 def test_an_image_needs_the_runtime_that_starts_it(files, capsys):
     with open(files / "cluster.yaml", "a") as cluster:
         cluster.write("container_image: /x.sif\n")

@@ -21,6 +21,8 @@ from pretrain.rundir.launch_events import (
     JobEndReason,
     JobStarted,
     NextAction,
+    NodeReplaced,
+    ReplacedBecause,
     Submitted,
     SupervisorKilled,
 )
@@ -69,6 +71,7 @@ START, RESUME = Started(step=0, world_size=1), Resumed(step=10, world_size=1)
 JOB_STARTED = JobStarted(job="17", restart=0, nodes=("n1",), step=0)
 PREEMPTED = JobEnded(job="17", restart=0, reason=JobEndReason.PREEMPTED, requeued=True)
 NODE_FAILED = replace(PREEMPTED, reason=JobEndReason.NODE_FAILED, node="n2", requeued=False)
+REPLACED = NodeReplaced(job="17", node="n2", spare="n3", reason=ReplacedBecause.NODE_FAILED)
 KILLED_SUPERVISOR = SupervisorKilled(job="17", restart=0, step_before=0, step=10)
 LOST = "the processes were killed, or their node went down"
 KILLED = "rank 1 was killed by SIGKILL"
@@ -77,6 +80,7 @@ KILLED = "rank 1 was killed by SIGKILL"
 EXAMPLES = [
     (START, "started on 1 rank"),
     (RESUME, "resumed from step 10 on 1 rank"),
+    (REPLACED, "node n2 failed; spare node n3 used"),
     (Stopped(step=7, tokens_of_corpora={"a": 3}), "stopped on request after step 7"),
     (Finished(step=7), "finished after step 7"),
     (PhaseFinished(step=7), "finished a phase after step 7"),
@@ -301,6 +305,12 @@ def test_attempts_are_starts_and_those_that_ended_before_one():
             True,
             ["its first node was lost"],
         ),
+        (
+            [JOB_STARTED, START, RETRY, REPLACED, RESUME],
+            True,
+            ["node n2 failed; spare node n3 used"],
+        ),
+        ([JOB_STARTED, START, RETRY, RESUME, REPLACED], True, [KILLED]),
         (
             [JOB_STARTED, START, KILLED_SUPERVISOR, JOB_STARTED, RESUME],
             True,

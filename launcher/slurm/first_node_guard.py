@@ -1,0 +1,102 @@
+"""Requeues a job with spare nodes whose first node is lost.
+
+Such a job outlives its nodes (`--no-kill`), also the one with its batch script and supervisor:
+Slurm 22.05 then lets it hold the others until its time limit, with nothing running. So a small
+process on another node of the job asks Slurm, and requeues the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from data_pipeline.errors import UserError, exit_status_of
+from data_pipeline.own_programs import own_command
+from launcher.slurm import client as slurm
+from launcher.slurm.srun import kill_silently
+from pretrain.processes.local_ranks import set_parent_death_signal
+
+_POLL_SECONDS = 10.0
+_RESTART_SECONDS = 30.0
+
+
+class FirstNodeGuard:
+    """That process, on the last node that is there; call `watch` often.
+
+    A context manager. It ends with the job's start or with the supervisor.
+    """
+
+    def __init__(self, job: str, restart: int, is_needed: bool) -> None:
+        self._job, self._restart, self._is_needed = job, restart, is_needed
+        self._srun: subprocess.Popen[bytes] | None = None
+        self._started = -_RESTART_SECONDS
+
+    def __enter__(self) -> FirstNodeGuard:
+        self.watch()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Silently: if this node was cut off, the job has restarted elsewhere, with a step of the
+        # same number.
+        if self._srun is not None and self._srun.poll() is None:
+            kill_silently(self._srun.pid)
+            self._srun.wait()
+
+    def watch(self) -> None:
+        """Start the process if it does not run, which may be because its node was lost."""
+        if not self._is_needed or (self._srun is not None and self._srun.poll() is None):
+            return
+        if time.monotonic() - self._started < _RESTART_SECONDS:
+            return
+        self._started = time.monotonic()
+        with contextlib.suppress(UserError):  # without an answer: later
+            if nodes := others_of(slurm.details(self._job)):
+                self._srun = self._start(nodes[-1])
+
+    def _start(self, node: str) -> subprocess.Popen[bytes]:
+        srun = ["srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}"]
+        srun += ["--cpus-per-task=1", "--overlap", "--chdir=/"]
+        guard = own_command("launcher.slurm.first_node_guard", self._job, str(self._restart))
+        parent = os.getpid()
+        return subprocess.Popen(
+            [*srun, *guard],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=lambda: set_parent_death_signal(parent),
+        )
+
+
+def others_of(fields: Mapping[str, str]) -> Sequence[str]:
+    """The job's nodes except for its first one, where its batch script runs."""
+    nodes = slurm.node_names(fields["NodeList"]) if fields.get("NodeList") else []
+    return [node for node in nodes if node != fields.get("BatchHost")]
+
+
+def has_lost_first_node(fields: Mapping[str, str], nodes: Sequence[str]) -> bool:
+    """Whether Slurm has taken the node of the batch script from a job that still runs."""
+    return fields.get("JobState") == "RUNNING" and fields.get("BatchHost") not in nodes
+
+
+def main() -> int:
+    """`launcher.slurm.first_node_guard JOB RESTART`, as a step of the job."""
+    job, restart = sys.argv[1:]
+    while True:
+        time.sleep(_POLL_SECONDS)
+        try:
+            fields = slurm.details(job)
+            if fields.get("Restarts") != restart or not fields.get("NodeList"):
+                return 0
+            if has_lost_first_node(fields, slurm.node_names(fields["NodeList"])):
+                slurm.requeue(job)
+                return 0
+        except slurm.SlurmUnreachable:
+            continue
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status_of(main))
