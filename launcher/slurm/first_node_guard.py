@@ -8,6 +8,7 @@ process on another node of the job asks Slurm, and requeues the job.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from launcher.slurm.srun import kill_silently
 from pretrain.processes.local_ranks import set_parent_death_signal
 
 _POLL_SECONDS = 10.0
-_RESTART_SECONDS = 30.0
+_RESTART_SECONDS = 60.0
+_log = logging.getLogger(__name__)
 
 
 class FirstNodeGuard:
@@ -53,6 +55,8 @@ class FirstNodeGuard:
         if time.monotonic() - self._started < _RESTART_SECONDS:
             return
         self._started = time.monotonic()
+        if self._srun is not None:
+            _log.warning("starting the watch over the first node again: its node was lost, or srun")
         with contextlib.suppress(UserError):  # without an answer: later
             if nodes := others_of(slurm.details(self._job)):
                 self._srun = self._start(nodes[-1])
