@@ -20,8 +20,8 @@ def prepare_descriptors(rank: int, world_size: int) -> None:
     """Raise this process's limit as far as its connections need; ConfigError if it may not be.
 
     From more than LARGEST_MESH ranks on, gloo connects two ranks when a collective first needs it:
-    those are a few per rank, whatever their number. Smaller worlds connect all at once, because
-    then a rank that dies before the first collective is noticed at once.
+    those are a few per rank, and two more where their number doubles. Smaller worlds connect all at
+    once, because then a rank that dies before the first collective is noticed at once.
     """
     if world_size > LARGEST_MESH:
         os.environ.setdefault(LAZY_VARIABLE, "1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from data_pipeline.errors import (
 )
 from data_pipeline.typed_json import from_json, to_json
 from pretrain.distributed.descriptors import prepare_descriptors
+from pretrain.distributed.dissemination import on_any_rank
 from pretrain.distributed.rendezvous import (
     collective_timeout,
     meeting_store,
@@ -152,31 +153,8 @@ def destroy_process_group() -> None:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether `flag` is true on any rank. It uses gloo, so the accelerator does not wait."""
+    """Whether `flag` is true on any rank."""
     return on_any_rank([flag])[0]
-
-
-def on_any_rank(flags: Sequence[bool]) -> list[bool]:
-    """Return `any_rank` of several flags, in one collective."""
-    return start_on_any_rank(lambda: flags)()
-
-
-def start_on_any_rank(flags: Callable[[], Sequence[bool]]) -> Callable[[], list[bool]]:
-    """Start `on_any_rank` behind what the ranks compute meanwhile; the result waits for its answer.
-
-    With more ranks than one, `flags` are those of now; one rank is asked when it wants the answer.
-    """
-    if dist.get_world_size() == 1:
-        return lambda: list(flags())
-    values = torch.tensor(flags(), dtype=torch.int32)
-    exchange = dist.all_reduce(values, op=dist.ReduceOp.MAX, async_op=True)
-
-    def answer() -> list[bool]:
-        assert exchange is not None
-        exchange.wait()
-        return values.bool().tolist()
-
-    return answer
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:

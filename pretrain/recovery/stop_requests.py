@@ -7,7 +7,10 @@ import signal
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from pretrain.distributed.world import any_rank, start_on_any_rank
+import torch.distributed as dist
+
+from pretrain.distributed.dissemination import BackgroundExchanges
+from pretrain.distributed.world import any_rank
 
 # NCCL may catch SIGUSR1, and Slurm's notice before a time limit can be any of these: so all three
 # mean the same.
@@ -24,6 +27,7 @@ class StopRequest:
     def __init__(self) -> None:
         self._requested = False
         self._count = 0
+        self._exchanges = BackgroundExchanges()
         self._previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
 
     @property
@@ -37,8 +41,14 @@ class StopRequest:
 
     def ask(self, flags: Callable[[], Sequence[bool]]) -> Callable[[], list[bool]]:
         """Start to ask whether any rank was asked to stop, and which flags any has: in one
-        exchange, as `start_on_any_rank`."""
-        return start_on_any_rank(lambda: [self._requested, *flags()])
+        exchange, behind what the ranks compute meanwhile. The result waits for the answer.
+
+        With more ranks than one, the flags are those of now; one rank is asked when it wants the
+        answer.
+        """
+        if dist.get_world_size() == 1:
+            return lambda: [self._requested, *flags()]
+        return self._exchanges.start([self._requested, *flags()])
 
     def raise_if_requested(self) -> None:
         """Raise StopRequested, on every rank, if any was asked to stop. A collective."""

@@ -1,0 +1,98 @@
+"""`python -m tests.helpers.stop_ranks`: gloo ranks that agree on stops; prints what each found.
+
+A program of its own, because ranks are forked, and what forks may not have threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch  # noqa: F401  before the forks
+
+from pretrain.distributed.descriptors import LAZY_VARIABLE
+from pretrain.distributed.dissemination import on_any_rank
+from pretrain.distributed.world import World, gather_values, init_world
+from pretrain.recovery.stop_requests import StopRequest
+from tests.helpers.forked_ranks import all_ended, fork_ranks
+
+ASKED_AT = 3
+MOST_ASKED = 5  # ranks
+
+
+def agree(world: World) -> list[object]:
+    """Ask one rank after the other to stop; the steps at which this one did, and wrong flags."""
+    found: list[object] = []
+    for asked in range(min(world.world_size, MOST_ASKED)):
+        stop, step, stopping = StopRequest(), 0, False
+        while not stopping and step < 9:
+            is_asked = step == ASKED_AT and asked == world.rank
+            if asked % 2 and is_asked:
+                os.kill(os.getpid(), signal.SIGTERM)
+            answer = stop.ask(lambda: [world.rank == asked, False])  # noqa: B023
+            if not asked % 2 and is_asked:
+                os.kill(os.getpid(), signal.SIGTERM)  # too late for this step
+            # What a step itself asks, before it wants the answer.
+            inside = on_any_rank([False, world.rank == world.world_size - 1])
+            stopping, *flags = answer()
+            if [*flags, *inside] != [True, False, False, True]:
+                found.append([*flags, *inside])
+            step += 1
+        found.append(step - 1)
+        stop.restore_handlers()
+    return found
+
+
+def lose_a_rank(world: World) -> str:
+    """Return what a rank raises after rank 1 has ended."""
+    stop = StopRequest()
+    stop.ask(list)()
+    if world.rank == 1:
+        os._exit(0)
+    try:
+        stop.ask(list)()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def run(num_ranks: int, program: Callable[[World], object]) -> list[object]:
+    """What the program returned on each rank; None where it did not return."""
+
+    def rank_program() -> int:
+        world = init_world()
+        found = program(world)
+        (results / f"{world.rank}.json").write_text(json.dumps(found))
+        if program is agree:
+            gather_values(0, int)  # none leaves before all have finished
+        return 0
+
+    with tempfile.TemporaryDirectory(prefix="stops-") as directory:
+        results = Path(directory)
+        pids = fork_ranks(num_ranks, rank_program, results)
+        try:
+            while not all_ended(pids):
+                time.sleep(0.02)
+        except SystemExit:
+            sys.exit("\n".join(log.read_text() for log in results.glob("*.log")))
+        paths = [results / f"{rank}.json" for rank in range(num_ranks)]
+        return [json.loads(path.read_text()) if path.exists() else None for path in paths]
+
+
+def main() -> None:
+    """Small worlds that connect at once, and a larger one on demand."""
+    found = {str(size): run(size, agree) for size in (2, 3, 4, 5)}
+    os.environ[LAZY_VARIABLE] = "1"
+    found["16 on demand"] = run(16, agree)
+    found["lost"] = run(3, lose_a_rank)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

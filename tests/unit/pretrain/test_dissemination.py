@@ -1,0 +1,65 @@
+"""The exchange of flags: real gloo ranks, powers of two and others, that are asked to stop."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from pretrain.distributed.dissemination import rounds_of
+from pretrain.distributed.world import any_rank, destroy_process_group, init_world
+from pretrain.recovery.stop_requests import StopRequest
+from tests.helpers.stop_ranks import ASKED_AT, MOST_ASKED
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.stop_ranks"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("world", ["2", "3", "4", "5", "16 on demand"])
+def test_all_ranks_stop_at_one_step_whichever_was_asked_and_agree_on_its_flags(found, world):
+    ranks = found[world]
+    assert len(ranks) == int(world.split()[0])
+    # One that is asked after it has told the others takes part in the next step.
+    steps = [
+        ASKED_AT if asked % 2 else ASKED_AT + 1 for asked in range(min(len(ranks), MOST_ASKED))
+    ]
+    assert ranks == [steps] * len(ranks)
+
+
+def test_the_others_raise_that_a_rank_has_gone(found):
+    first, gone, last = found["lost"]
+    assert gone is None
+    for error in (first, last):
+        assert "Connection closed by peer" in error or "Connection reset by peer" in error
+
+
+def test_one_rank_starts_no_thread_and_says_what_is_true_when_asked():
+    init_world()
+    try:
+        before, flags = threading.active_count(), [False]
+        stop = StopRequest()
+        answer = stop.ask(lambda: flags)
+        flags = [True]
+        assert answer() == [False, True]
+        assert [any_rank(True), any_rank(False)] == [True, False]
+        assert threading.active_count() == before
+        stop.restore_handlers()
+    finally:
+        destroy_process_group()
+
+
+def test_rounds_grow_with_the_logarithm():
+    assert [rounds_of(size) for size in (1, 2, 3, 4, 5, 64, 4096)] == [0, 1, 2, 2, 3, 6, 12]
