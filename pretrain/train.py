@@ -13,8 +13,7 @@ from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.local_tier import LocalTier
 from pretrain.config.phases import starts_phase
 from pretrain.config.run import RunConfig
-from pretrain.distributed.dissemination import on_any_rank
-from pretrain.distributed.world import World
+from pretrain.distributed.world import World, on_any_rank
 from pretrain.engines.engine import Engine
 from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.metrics.recorder import MetricsRecorder

@@ -23,7 +23,6 @@ from data_pipeline.errors import (
 )
 from data_pipeline.typed_json import from_json, to_json
 from pretrain.distributed.descriptors import prepare_descriptors
-from pretrain.distributed.dissemination import on_any_rank
 from pretrain.distributed.rendezvous import (
     collective_timeout,
     meeting_store,
@@ -153,8 +152,17 @@ def destroy_process_group() -> None:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether `flag` is true on any rank."""
+    """Whether `flag` is true on any rank. It uses gloo, so the accelerator does not wait."""
     return on_any_rank([flag])[0]
+
+
+def on_any_rank(flags: Sequence[bool]) -> list[bool]:
+    """Return `any_rank` of several flags, in one collective."""
+    if dist.get_world_size() == 1:
+        return list(flags)
+    values = torch.tensor(flags, dtype=torch.int32)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values.bool().tolist()
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:

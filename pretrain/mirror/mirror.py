@@ -21,8 +21,7 @@ from tempfile import TemporaryDirectory
 from data_pipeline.corpora.writable_store import WritableStore
 from pretrain.checkpoint import directory as files
 from pretrain.config.run import RunConfig
-from pretrain.distributed.dissemination import on_any_rank
-from pretrain.distributed.world import World, broadcast_value
+from pretrain.distributed.world import World, broadcast_value, on_any_rank
 from pretrain.mirror.upload import Check, Publication, Retried, upload_share
 from pretrain.rundir.ledger import Ledger, last_of
 from pretrain.rundir.run_dir import RunDir

@@ -17,8 +17,7 @@ from pathlib import Path
 import torch  # noqa: F401  before the forks
 
 from pretrain.distributed.descriptors import LAZY_VARIABLE
-from pretrain.distributed.dissemination import on_any_rank
-from pretrain.distributed.world import World, gather_values, init_world
+from pretrain.distributed.world import World, gather_values, init_world, on_any_rank
 from pretrain.recovery.stop_requests import StopRequest
 from tests.helpers.forked_ranks import all_ended, fork_ranks
 
