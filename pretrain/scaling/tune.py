@@ -32,6 +32,7 @@ from pretrain.terminal.text import counted
 
 NEAR = 4.0  # rates within this factor of the one with the lowest loss shape the parabola
 FEWEST_RATES = 3
+DIVERGED = 1.5  # times the lowest loss: a run that ends above has left every valley
 TOLERABLE = 0.005  # of the loss: what a rate in the reported range may lose
 
 
@@ -123,7 +124,7 @@ class Tuned:
     tokens_per_step: int
     rates_S: Array  # of every run that ended well, seeds included
     loss_S: Array
-    diverged: tuple[float, ...]  # rates at which a run ended without a finite loss
+    diverged: tuple[float, ...]  # rates at which a run ended without a loss, or far above the lowest
     near_S: Array  # which runs shaped the parabola
     optimum: Optimum
 
@@ -136,15 +137,17 @@ def fit_rates(
     num_draws: int = 1000,
     seed: int = 0,
 ) -> Tuned:
-    """The valley of the losses over the rates; a loss that is not finite counts as diverged.
+    """The valley of the losses over the rates, without those of runs that diverged.
 
+    Their loss is not finite or above DIVERGED times the lowest; one of them would bend the parabola.
     Raises DataError if fewer than three rates ended with a loss.
     """
     pairs = sorted(zip(rates, losses, strict=True))
     rates_S, loss_S = (np.array(x) for x in zip(*pairs, strict=True))
-    finite_S = np.isfinite(loss_S)
-    diverged = tuple(sorted({float(rate) for rate in rates_S[~finite_S]}))
-    rates_S, loss_S = rates_S[finite_S], loss_S[finite_S]
+    lowest = loss_S[np.isfinite(loss_S)].min(initial=math.inf)
+    usable_S = np.isfinite(loss_S) & (loss_S <= DIVERGED * lowest)
+    diverged = tuple(sorted({float(rate) for rate in rates_S[~usable_S]}))
+    rates_S, loss_S = rates_S[usable_S], loss_S[usable_S]
     if len(np.unique(rates_S)) < FEWEST_RATES:
         ended = counted(len(np.unique(rates_S)), "rate")
         raise DataError(
