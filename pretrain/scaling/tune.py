@@ -124,7 +124,7 @@ class Tuned:
     tokens_per_step: int
     rates_S: Array  # of every run that ended well, seeds included
     loss_S: Array
-    diverged: tuple[float, ...]  # rates at which a run ended without a loss, or far above the lowest
+    diverged: tuple[float, ...]  # rates of runs without a loss, or with a far higher one
     near_S: Array  # which runs shaped the parabola
     optimum: Optimum
 
@@ -139,7 +139,7 @@ def fit_rates(
 ) -> Tuned:
     """The valley of the losses over the rates, without those of runs that diverged.
 
-    Their loss is not finite or above DIVERGED times the lowest; one of them would bend the parabola.
+    Their loss is not finite or above DIVERGED times the lowest, which would bend the parabola.
     Raises DataError if fewer than three rates ended with a loss.
     """
     pairs = sorted(zip(rates, losses, strict=True))
