@@ -324,7 +324,7 @@ def _line(step: _Step, loss: float) -> dict[str, Any]:
         "step": step.step,
         "tokens": step.tokens,
         "loss": _finite(loss),
-        "perplexity": perplexity(loss) if math.isfinite(loss) else None,
+        "perplexity": _finite(perplexity(loss)),
         "learning_rate": step.learning_rate,
         "grad_norm": None if norm is None else _finite(float(norm)),
         "skipped": step.result.skipped,

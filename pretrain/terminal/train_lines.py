@@ -60,5 +60,5 @@ def evaluation_line(
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where that overflows."""
-    return math.exp(loss) if loss < 700 else math.inf
+    """exp(loss), infinite where it is more than a measurement may be (1e50)."""
+    return math.exp(loss) if loss < 115 else math.inf

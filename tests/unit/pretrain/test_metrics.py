@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import time
 from dataclasses import replace
@@ -315,6 +316,7 @@ def test_numbers_for_people():
         "1,000 ranks",
     ]
     assert perplexity(0.0) == 1.0
+    assert perplexity(114.9) < 1e50 and math.isinf(perplexity(118.0))
 
 
 def test_an_interval_ends_with_the_runs_sums_also_after_a_resume(run_dir):
