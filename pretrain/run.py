@@ -102,10 +102,12 @@ def run_training(config: RunConfig, directory: Path, world: World) -> int:
         accumulation_steps(phase, world.world_size)
     with _rank_process(config, directory, world) as process:
         token, number = process.fence.token, 0
-        while (status := _start(process, f"{token}.{number}" if number else token)) is None:
+        ended = _start(process, token)
+        while not isinstance(ended, int):
             gc.collect()  # the old engine refers to itself, so its memory would not be free
             number += 1
-    return status
+            ended = _start(process, f"{token}.{number}", verified=ended)
+    return ended
 
 
 @contextlib.contextmanager
@@ -150,9 +152,15 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
 
 
 def _start(
-    process: RankProcess, attempt: str, before: int | None = None, reads_local: bool = True
-) -> int | None:
+    process: RankProcess,
+    attempt: str,
+    before: int | None = None,
+    reads_local: bool = True,
+    verified: Checkpoint | None = None,
+) -> int | Checkpoint | None:
     """Train from the latest checkpoint; the exit status, or None to restart in this process.
+
+    After a rewind, not None but the checkpoint to restart from, to be given as `verified`.
 
     `attempt` is a token that all ranks share for this start and no other start has. With `before`
     the checkpoints of that step and later ones cannot be read any more; without `reads_local`,
@@ -163,13 +171,9 @@ def _start(
     shortages = broadcast_value(events_of(ledger, OutOfMemory), list[OutOfMemory])
     standing = broadcast_value(steps_that_stand(ledger), dict[str, int])
     local = LocalTier(process.config, run_dir.identity.id, world, attempt, standing)
+    nearer, where = local.find if reads_local else None, (run_dir.checkpoints, world)
     found = find_resume_point(
-        run_dir.checkpoints,
-        world,
-        run_dir.identity.id,
-        before,
-        run_dir.patience,
-        nearer=local.find if reads_local else None,
+        *where, run_dir.identity.id, before, run_dir.patience, nearer, verified
     )
     if before is not None and found is None:
         raise CheckpointError(
@@ -209,8 +213,7 @@ def _start(
             return _start(process, attempt, before, reads_local=False)
         return _start(process, attempt, found.step)
     assert spike is not None
-    rewind(process.config, run_dir, world, spike)
-    return None
+    return rewind(process.config, run_dir, world, spike)
 
 
 def _train_from(

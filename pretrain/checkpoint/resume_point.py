@@ -26,10 +26,13 @@ def find_resume_point(
     before: int | None = None,
     patience: Patience | None = None,
     nearer: Callable[[int, int | None], marker.Checkpoint | None] | None = None,
+    verified: marker.Checkpoint | None = None,
 ) -> marker.Checkpoint | None:
     """Return the latest valid checkpoint (of a step below `before`); None if the run has none yet.
 
-    `nearer` gets the latest step here and `before`; what it finds after that step is taken instead.
+    The files of the `verified` one, which a rewind in this process has just hashed, are not hashed
+    again. `nearer` gets the latest step here and `before`; what it finds after that step is taken
+    instead.
 
     Rank 0 reads the index for all; each rank hashes its share of the files. A checkpoint is refused
     on all ranks if one of them refuses it; it is named, and remembered (`marker.remember`).
@@ -41,7 +44,7 @@ def find_resume_point(
     while True:
         refusals: list[Refusal] = []
         try:
-            found = _find(root, world, run_id, before, refusals, nearer)
+            found = _find(root, world, run_id, before, refusals, nearer, verified)
         except UnreadableError as error:
             problem = refusals[0].reason if refusals else str(error)
             outage.failed(problem, "the run waits", remedy="check the disk or file server")
@@ -75,6 +78,7 @@ def _find(
     before: int | None,
     refusals: list[Refusal],
     nearer: Callable[[int, int | None], marker.Checkpoint | None] | None,
+    verified: marker.Checkpoint | None,
 ) -> marker.Checkpoint | None:
     def verify(directory: Path) -> marker.Checkpoint:
         start = time.monotonic()
@@ -83,6 +87,8 @@ def _find(
             if world.is_main:
                 index = marker.read_index(directory, run_id).index
         found = marker.Checkpoint(directory, broadcast_value(index, dict[str, Any]))
+        if found == verified:  # also its index, with the hashes
+            return found
         with raise_on_all_ranks():
             marker.check_share(found, world.rank, world.world_size, is_shown=world.is_main)
         if world.is_main:

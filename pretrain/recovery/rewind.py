@@ -16,6 +16,7 @@ from data_pipeline.config import SegmentLengths
 from data_pipeline.errors import TrainingError
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint.marker import Checkpoint
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.phases import first_step_at, lanes_since, run_at
 from pretrain.config.run import RunConfig
@@ -30,8 +31,8 @@ logger = logging.getLogger(__name__)
 _TURN_OFF = "set recovery.spike_threshold=0 to train without rewinding"
 
 
-def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
-    """Let the next start resume from before the spike and skip its data.
+def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> Checkpoint | None:
+    """Let the next start resume from before the spike and skip its data; returns from where.
 
     Raises TrainingError after `recovery.max_rewinds` rewinds, or if no checkpoint is from before
     the spike: to start from scratch is for the user to decide. CheckpointError, with nothing
@@ -42,7 +43,7 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
     )
     with raise_on_all_ranks():
         if not world.is_main:
-            return
+            return before
         ledger = run_dir.ledger.read()
         rewinds = events_of(ledger, Rewind)  # not windows: those that touch are one
         at: dict[str, Any] = {
@@ -70,6 +71,7 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
             spike.describe(), step, window.start, window.stop - 1, len(rewinds) + 1,
             run.recovery.max_rewinds,
         )  # fmt: skip
+    return before
 
 
 def inherited_windows(run: RunConfig, run_dir: RunDir, world: World, step: int) -> list[range]:

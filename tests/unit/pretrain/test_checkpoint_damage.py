@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from data_pipeline.errors import CheckpointError, UnreadableError
+from data_pipeline.files import sha256_of
 from data_pipeline.patience import Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
@@ -340,3 +342,24 @@ def test_pieces_whose_counts_add_up_but_that_overlap_or_leave_a_hole_are_refused
     rewrite_index(directory, lambda index: index["pieces"]["w"].update(runs=runs))
     with pytest.raises(CheckpointError, match=f"a piece of 'w' starts at element {missing}"):
         marker.verify(directory)
+
+
+def test_what_a_rewind_has_verified_is_not_hashed_again_unless_it_is_another(
+    root, world, monkeypatch
+):
+    hashed: list[int] = []
+
+    def counting(path: Path, on_bytes: Callable[[int], None]) -> str:
+        hashed.append(path.stat().st_size)
+        return sha256_of(path, on_bytes)
+
+    monkeypatch.setattr(marker, "sha256_of", counting)
+    found = find_resume_point(root, world, "", before=2)
+    assert found is not None
+    assert sum(hashed) == found.num_bytes
+    shutil.rmtree(root / "step-00000002")  # as the rewind does
+    assert find_resume_point(root, world, "", verified=found) == found
+    assert sum(hashed) == found.num_bytes, "once"
+    other = dataclasses.replace(found, index={**found.index, "tokens_seen": 99})
+    find_resume_point(root, world, "", verified=other)
+    assert sum(hashed) == 2 * found.num_bytes
