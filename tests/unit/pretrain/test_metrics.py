@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import re
 import time
 from dataclasses import replace
@@ -292,13 +291,14 @@ def test_an_engine_without_a_gradient_norm_is_recorded_as_such(world, run_dir):
     assert run_dir.read_metrics()[0]["grad_norm"] is None
 
 
-def test_a_diverged_loss_is_written_and_read_back(world, run_dir):
+@pytest.mark.parametrize("loss", [118.0, 1e6])
+def test_a_diverged_loss_is_written_and_read_back_without_a_perplexity(world, run_dir, loss):
     recorder = Recorder(world, run_dir)
-    recorder.make_step(1e6)
+    recorder.make_step(loss)
     recorder.close()
-    line = json.loads(run_dir.metrics.read_text())
-    assert line["loss"] == 1e6
-    assert line["perplexity"] == float("inf")
+    (line,) = run_dir.read_metrics()
+    assert line["loss"] == loss
+    assert line["perplexity"] is None
 
 
 def test_numbers_for_people():
@@ -316,7 +316,6 @@ def test_numbers_for_people():
         "1,000 ranks",
     ]
     assert perplexity(0.0) == 1.0
-    assert perplexity(114.9) < 1e50 and math.isinf(perplexity(118.0))
 
 
 def test_an_interval_ends_with_the_runs_sums_also_after_a_resume(run_dir):
