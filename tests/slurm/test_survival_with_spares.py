@@ -1,4 +1,7 @@
-"""A run with a spare host on a real Slurm; it has to end as the undisturbed one did."""
+"""A run with a spare host on a real Slurm; it has to end as the undisturbed one did.
+
+Named to come after test_survival.py, which looks at the undisturbed run while it runs.
+"""
 
 from __future__ import annotations
 
