@@ -32,7 +32,7 @@ from pretrain.terminal.text import counted
 
 NEAR = 4.0  # rates within this factor of the one with the lowest loss shape the parabola
 FEWEST_RATES = 3
-DIVERGED = 1.5  # times the lowest loss: a run that ends above has left every valley
+DIVERGED = 1.5  # times the lowest loss: a higher rate whose run ends above has diverged
 TOLERABLE = 0.005  # of the loss: what a rate in the reported range may lose
 
 
@@ -139,13 +139,15 @@ def fit_rates(
 ) -> Tuned:
     """The valley of the losses over the rates, without those of runs that diverged.
 
-    Their loss is not finite or above DIVERGED times the lowest, which would bend the parabola.
+    Their loss is not finite, or far above the lowest one at a higher rate than that of the lowest,
+    which would bend the parabola. A far lower rate that ends as high only learns slowly.
     Raises DataError if fewer than three rates ended with a loss.
     """
     pairs = sorted(zip(rates, losses, strict=True))
     rates_S, loss_S = (np.array(x) for x in zip(*pairs, strict=True))
-    lowest = loss_S[np.isfinite(loss_S)].min(initial=math.inf)
-    usable_S = np.isfinite(loss_S) & (loss_S <= DIVERGED * lowest)
+    finite_S = np.where(np.isfinite(loss_S), loss_S, math.inf)
+    is_slower_S = rates_S <= rates_S[finite_S.argmin()]
+    usable_S = np.isfinite(loss_S) & (is_slower_S | (loss_S <= DIVERGED * finite_S.min()))
     diverged = tuple(sorted({float(rate) for rate in rates_S[~usable_S]}))
     rates_S, loss_S = rates_S[usable_S], loss_S[usable_S]
     if len(np.unique(rates_S)) < FEWEST_RATES:
@@ -156,7 +158,7 @@ def fit_rates(
         )
     best = _lowest_rate(rates_S, loss_S)
     near_S = (rates_S <= best * NEAR * 1.001) & (rates_S >= best / NEAR / 1.001)
-    doubt, missing = _missing_rates(rates_S, near_S, best)
+    doubt, missing = _missing_rates(rates_S, near_S, best, diverged)
     optimum = _optimum(rates_S[near_S], loss_S[near_S], num_draws, seed) if not doubt else _NONE
     return Tuned(
         tokens_per_step=tokens_per_step,
@@ -174,16 +176,22 @@ def _lowest_rate(rates_S: Array, loss_S: Array) -> float:
     return float(min(means, key=means.__getitem__))
 
 
-def _missing_rates(rates_S: Array, near_S: Array, best: float) -> tuple[str, tuple[float, ...]]:
+def _missing_rates(
+    rates_S: Array, near_S: Array, best: float, diverged: Sequence[float]
+) -> tuple[str, tuple[float, ...]]:
     """Why the lowest loss cannot be enclosed, and by which rates it could be.
 
     Empty if there are rates on both sides of it.
     """
     lower, higher = best / 2, best * 2
+    too_high = min((rate for rate in diverged if rate > best), default=math.inf)
     if best == rates_S.min():
         return f"{best:g} is the lowest rate tried: add {lower:g}", (lower,)
     if best == rates_S.max():
-        return f"{best:g} is the highest rate tried: add {higher:g}", (higher,)
+        if too_high <= higher * 1.001:
+            higher = float(f"{math.sqrt(best * too_high):.2g}")
+        what = "that did not diverge" if math.isfinite(too_high) else "tried"
+        return f"{best:g} is the highest rate {what}: add {higher:g}", (higher,)
     near = rates_S[near_S]
     if near.min() == best or near.max() == best:
         return f"rates near {best:g} are missing: add {lower:g} and {higher:g}", (lower, higher)

@@ -108,6 +108,26 @@ def test_rates_at_which_a_run_diverged_do_not_bend_the_valley(rate):
     assert found.diverged == (rate, 6.4e-2)
 
 
+def test_a_low_rate_that_ends_far_above_the_lowest_loss_is_slow_and_has_not_diverged():
+    found = fit_rates(512, [1e-5, *RATES], [5.0, *losses_at(RATES)])
+    assert found.diverged == ()
+    assert found.rates_S.min() == 1e-5
+    assert found.optimum.rate.value == pytest.approx(BEST, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("diverged", "said"),
+    [
+        (8e-3, "0.004 is the highest rate that did not diverge: add 0.0057"),
+        (6.4e-2, "0.004 is the highest rate that did not diverge: add 0.008"),
+    ],
+)
+def test_a_rate_that_diverged_is_not_advised_again(diverged, said):
+    found = fit_rates(512, [1e-3, 2e-3, 4e-3, diverged], [3.3, 3.1, 3.0, math.inf])
+    assert said in verdicts([found])[0]
+    assert diverged not in found.optimum.missing_rates
+
+
 @pytest.mark.parametrize(
     ("rates", "losses", "said"),
     [
