@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
@@ -24,10 +24,15 @@ from launcher.slurm.srun import (
 from launcher.slurm.staging import with_staged_program
 from pretrain.config.run import RunConfig
 from pretrain.rundir.fence import VARIABLE
-from pretrain.rundir.launch_events import JobEndReason, NodeReplaced, ReplacedBecause
+from pretrain.rundir.launch_events import (
+    JobEndReason,
+    JobStarted,
+    NodeReplaced,
+    ReplacedBecause,
+)
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import TrainingBegan
+from pretrain.rundir.training_events import Event, TrainingBegan
 from pretrain.terminal.text import counted
 
 _log = logging.getLogger(__name__)
@@ -68,6 +73,8 @@ class AttemptStarter:
             job.nodes,
             num_spare,
         )
+        for node in replaced_nodes(run_dir.ledger.read(), job):
+            self._nodes = self._nodes.without(node) or self._nodes
         self._replace_failed()
         self._step = self._checked_step()
 
@@ -90,13 +97,13 @@ class AttemptStarter:
         """Use spare nodes for those that Slurm has taken from the job, or that do not respond."""
         if not self._outlives_nodes:  # Slurm ends the job with any of its nodes
             return
-        fields = slurm.retry_unreachable(lambda: slurm.details(self._job.id))
+        fields = slurm.retry_until_reachable(lambda: slurm.details(self._job.id))
         left = slurm.node_names(fields["NodeList"]) if fields.get("NodeList") else self._job.nodes
         known = (*self._nodes.spare, *self._nodes.training)  # first the spare: they are to replace
         for node in [each for each in known if each not in left]:
             self._replace(node, ReplacedBecause.NODE_FAILED)
         known = (*self._nodes.spare, *self._nodes.training)
-        for node in slurm.retry_unreachable(lambda: slurm.unavailable_nodes(known)):
+        for node in slurm.retry_until_reachable(lambda: slurm.unavailable_nodes(known)):
             if self._nodes.without(node) is not None:  # else it may come back, or Slurm takes it
                 self._replace(node, ReplacedBecause.NOT_RESPONDING)
 
@@ -145,6 +152,21 @@ def _first_nodes(
         unused = f"{count} of {most} nodes"
         _log.warning("using %s so that data.lanes=%d divides evenly", unused, lanes)
     return JobNodes(names[:count], names[count:])
+
+
+def replaced_nodes(ledger: Sequence[Event], job: ThisJob) -> list[str]:
+    """The nodes that spare ones replaced in this start of the job, in order.
+
+    A supervisor that was killed may have replaced them; the one after it starts from all nodes.
+    """
+    nodes: list[str] = []
+    restart = None
+    for event in ledger:
+        if isinstance(event, JobStarted) and event.job == job.id:
+            restart = event.restart
+        elif isinstance(event, NodeReplaced) and (event.job, restart) == (job.id, job.restart):
+            nodes.append(event.node)
+    return nodes
 
 
 def node_to_blame(run_dir: RunDir, job: ThisJob, step: Step) -> str | None:

@@ -6,6 +6,7 @@ Output is requested field by field, because the JSON of Slurm's commands varies 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import signal
@@ -124,6 +125,11 @@ def retry_unreachable(ask: Callable[[], T], timeout: float = 300.0) -> T:
                 raise
             _log.warning("%s; retrying", error)
             _wait_for_controller(deadline)
+
+
+def retry_until_reachable(ask: Callable[[], T]) -> T:
+    """What Slurm answers, without a timeout: Slurm ends the job's processes when it is time."""
+    return retry_unreachable(ask, timeout=math.inf)
 
 
 def submit(script: Path, name: str) -> str:

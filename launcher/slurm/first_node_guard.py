@@ -83,7 +83,8 @@ def others_of(fields: Mapping[str, str]) -> Sequence[str]:
 
 def has_lost_first_node(fields: Mapping[str, str], nodes: Sequence[str]) -> bool:
     """Whether Slurm has taken the node of the batch script from a job that still runs."""
-    return fields.get("JobState") == "RUNNING" and fields.get("BatchHost") not in nodes
+    first = fields.get("BatchHost")
+    return fields.get("JobState") == "RUNNING" and first is not None and first not in nodes
 
 
 def main() -> int:

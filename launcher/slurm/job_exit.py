@@ -8,7 +8,6 @@ in the ledger.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 import signal
@@ -16,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from data_pipeline.errors import UserError
 from launcher.restart_policy import cut_starts, refusal_of_futile_starts
@@ -31,7 +29,6 @@ from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event
 
-T = TypeVar("T")
 # Slurm writes this into the job's log and into the logs of its steps when it ends them; after
 # `scancel` without a reason.
 _NOTICE = re.compile(r"\*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT \S+(?: DUE TO (.+?))? \*\*\*")
@@ -181,7 +178,7 @@ class JobExit:
         """Do what is left of an end of this start of the job whose supervisor was killed after it
         wrote it; the exit status."""
         self._is_written = True
-        fields = _retry_unreachable(lambda: slurm.details(self._job.id))
+        fields = slurm.retry_until_reachable(lambda: slurm.details(self._job.id))
         if ended.requeued and int(fields.get("Restarts", "0")) == self._job.restart:
             self._requeue()
         return 0 if ended.reason is JobEndReason.FINISHED else EXIT_STOPPED
@@ -198,7 +195,7 @@ class JobExit:
     def can_exclude(self, node: str) -> bool:
         """Whether the job can run without this node: not requested by name, and the partition has
         enough others."""
-        fields = _retry_unreachable(lambda: slurm.details(self._job.id))
+        fields = slurm.retry_until_reachable(lambda: slurm.details(self._job.id))
         if node in _names(fields.get("ReqNodeList")):
             return False
         excluded = {
@@ -206,11 +203,13 @@ class JobExit:
             *excluded_nodes(self._run_dir.ledger.read(), self._job.id),
             *_names(fields.get("ExcNodeList")),
         }
-        sizes = {each.name: each.num_nodes for each in _retry_unreachable(slurm.partitions)}
+        sizes = {
+            each.name: each.num_nodes for each in slurm.retry_until_reachable(slurm.partitions)
+        }
         return sizes.get(fields.get("Partition", ""), 0) - len(excluded) >= len(self._job.nodes)
 
     def _ending(self) -> JobEnding:
-        fields = _retry_unreachable(lambda: slurm.details(self._job.id))
+        fields = slurm.retry_until_reachable(lambda: slurm.details(self._job.id))
         self._time_limit = fields.get("TimeLimit", self._time_limit)
         logs = [attempt.srun_log for attempt in attempts_of(self._run_dir.logs)[-1:]]
         logs.append(Path(fields.get("StdOut", "/dev/null")))
@@ -261,12 +260,7 @@ class JobExit:
 
     def _requeue(self) -> None:
         exclude = excluded_nodes(self._run_dir.ledger.read(), self._job.id)
-        _retry_unreachable(lambda: slurm.requeue(self._job.id, exclude))
-
-
-def _retry_unreachable(ask: Callable[[], T]) -> T:
-    """What Slurm answers, without a timeout: Slurm ends this process when it is time."""
-    return slurm.retry_unreachable(ask, timeout=math.inf)
+        slurm.retry_until_reachable(lambda: slurm.requeue(self._job.id, exclude))
 
 
 def _names(node_list: str | None) -> list[str]:

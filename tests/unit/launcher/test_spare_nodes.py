@@ -2,8 +2,16 @@ from __future__ import annotations
 
 import pytest
 
+from launcher.slurm.attempt_starter import replaced_nodes
 from launcher.slurm.first_node_guard import has_lost_first_node
+from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.job_nodes import JobNodes
+from pretrain.rundir.launch_events import (
+    JobStarted,
+    NodeReplaced,
+    ReplacedBecause,
+    SupervisorKilled,
+)
 
 THREE = JobNodes(("n1", "n2"), ("n3",))
 
@@ -41,3 +49,20 @@ def test_a_job_has_lost_its_first_node_if_it_runs_without_the_one_of_its_script(
     state, nodes, expected
 ):
     assert has_lost_first_node({"JobState": state, "BatchHost": "n1"}, nodes) is expected
+    assert not has_lost_first_node({"JobState": state}, nodes)  # not known: no reason to requeue
+
+
+def test_a_supervisor_after_one_that_was_killed_leaves_out_the_nodes_replaced_in_this_start():
+    def started(restart: int) -> JobStarted:
+        return JobStarted(job="7", restart=restart, nodes=("n1", "n2", "n3"), step=0)
+
+    def replaced(node: str, job: str = "7") -> NodeReplaced:
+        reason = ReplacedBecause.RANKS_FAILED
+        return NodeReplaced(job=job, node=node, spare="n3", reason=reason)
+
+    job = ThisJob(id="7", number=7, restart=1, nodes=("n1", "n2", "n3"))
+    killed = SupervisorKilled(job="7", restart=1, step_before=0, step=0)
+    former = [started(0), replaced("n1")]
+    assert replaced_nodes([*former, started(1)], job) == []
+    ledger = [*former, started(1), replaced("n2"), replaced("n1", job="8"), killed, started(1)]
+    assert replaced_nodes(ledger, job) == ["n2"]
