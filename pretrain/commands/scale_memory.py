@@ -72,7 +72,7 @@ def _law_lines(law: MemoryLaw, runs: Trained) -> list[str]:
     lines = [
         f"{counted(len(runs.loss_P), 'run')} with segments of {runs.segment_length}: loss = "
         f"{' + '.join([f'{law.coefficients[0]:.4g}', *terms])}, a mean over tokens with k = "
-        f"memory + 1 to {runs.segment_length} keys; mean absolute error {error.mean():.2%}"
+        f"memory + 1 to memory + {runs.segment_length} keys; mean absolute error {error.mean():.2%}"
     ]
     if not law.coefficients[3] > 0:
         lines.append("a longer memory does not lower the loss of these runs")

@@ -163,7 +163,7 @@ def test_the_command_reads_tables_and_answers_for_each_budget(tmp_path, capsys):
     assert re.search(
         r"^memory +0 +64 +128 +256 +512\nruns +3 +3 +3 +3 +3\npredicted - ", said, re.M
     )
-    law = r"<k\^-0\.\d+>, a mean over tokens with k = memory \+ 1 to 64 keys; mean absolute error"
+    law = r"<k\^-0\.\d+>, a mean over tokens with k = memory \+ 1 to memory \+ 64 keys; mean"
     assert re.search(rf"^15 runs with segments of 64: loss = .* {law}", said)
     found = re.findall(r"^([16]\.00e\+14) +(\d+) \[(\d+), (\d+)\]", said, re.M)
     assert len(found) == 2
