@@ -6,6 +6,7 @@ from data_pipeline.progress import duration
 from pretrain.config.run import RunConfig
 from pretrain.costs.devices import Hardware
 from pretrain.costs.failures import SLOWER_WHILE_WRITING, failure_costs
+from pretrain.costs.footprint import footprint_of
 from pretrain.costs.saves import Saves, saves_of
 from pretrain.terminal.text import counted
 
@@ -34,7 +35,7 @@ def failure_rows(
     saving = f"of {counted(hardware.nodes, 'node')} at {node.disk_mib_per_second:g} MiB/s each"
     if run.checkpoint.asynchronous:
         saving += f", training {SLOWER_WHILE_WRITING:.0%} slower meanwhile (assumed)"
-    saves = saves_of(run)
+    saves = saves_of(footprint_of(run, hardware.world_size, hardware.on_gpu).run)
     if saves.leaves_out_memories:
         saving += f", on average: {saves.part_without:.0%} without memories"
     notes = (

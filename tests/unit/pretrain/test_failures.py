@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,3 +138,12 @@ def test_describe_counts_saves_without_memories_and_their_rebuilding(capsys, tmp
     assert "in a resume without memories" in found
     seconds = [float(text.partition("a save takes")[2].split()[0]) for text in (whole, found)]
     assert seconds[1] < seconds[0]
+
+
+def test_describe_counts_rebuilt_steps_in_one_phase_wherever_it_names_them(capsys, tmp_path):
+    phases = "data.phases=[{from_step: 9, segment_length: 4096}]"
+    options = ("checkpoint.memories_interval=4", "data.segment_length=512", phases)
+    found = described(capsys, tmp_path, "mtbf_hours: 63", options=options)
+    (read,) = re.findall(r"a resume reads (\d+) steps again", found)
+    (passed,) = re.findall(r"forward passes of (\d+) steps", found)
+    assert read == passed
