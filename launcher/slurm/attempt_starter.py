@@ -120,6 +120,9 @@ class AttemptStarter:
             event = NodeReplaced(job=self._job.id, node=node, spare=spare, reason=reason)
             self._run_dir.ledger.append(event)
             _log.warning("%s; %s left", event.description, counted(len(after.spare), "spare node"))
+        elif after != self._nodes:
+            left = counted(len(after.spare), "spare node")
+            _log.warning("spare node %s is left out (%s); %s left", node, reason.value, left)
         self._nodes = after
 
     def _checked_step(self) -> Step:

@@ -243,7 +243,12 @@ def unavailable_nodes(names: Sequence[str]) -> list[str]:
     """Those of the nodes that do not respond, or that Slurm or an administrator has taken out."""
     listed = _checked(["sinfo", "-h", "-N", "-n", ",".join(names), "-o", "%N|%T"]).splitlines()
     states = dict(line.split("|") for line in listed)  # a line for each partition
-    return [name for name in names if _UNAVAILABLE.search(states.get(name, ""))]
+    return [name for name in names if is_unavailable(states.get(name, ""))]
+
+
+def is_unavailable(state: str) -> bool:
+    """Whether sinfo's state of a node means that it cannot train, or soon no more."""
+    return _UNAVAILABLE.search(state) is not None
 
 
 def cancel(job: str) -> None:

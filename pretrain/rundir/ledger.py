@@ -36,6 +36,7 @@ from pretrain.rundir.launch_events import (
     JobStarted,
     NextAction,
     NodeReplaced,
+    ReplacedBecause,
     Submitted,
     SupervisorKilled,
 )
@@ -256,8 +257,11 @@ def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruptio
                 found.append(Interruption(event.time, step, event.cause, is_failure))
             open_attempt, inside, ended_job = None, None, f"{event.job}.{event.restart}"
         elif isinstance(event, NodeReplaced):
-            if found and isinstance(before, AttemptEnded):  # this is why that attempt ended
-                found[-1] = replace(found[-1], description=event.description)
+            if found and isinstance(before, AttemptEnded):
+                words = event.description
+                if event.reason is not ReplacedBecause.NODE_FAILED:  # else this is why it ended
+                    words = f"{found[-1].description}; {words}"
+                found[-1] = replace(found[-1], description=words)
         elif isinstance(event, SupervisorKilled):
             found.append(Interruption(event.time, step, event.cause))
             open_attempt = inside = None

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.slurm.attempt_starter import replaced_nodes
+from launcher.slurm.client import is_unavailable
 from launcher.slurm.first_node_guard import has_lost_first_node
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.job_nodes import JobNodes
@@ -50,6 +51,18 @@ def test_a_job_has_lost_its_first_node_if_it_runs_without_the_one_of_its_script(
 ):
     assert has_lost_first_node({"JobState": state, "BatchHost": "n1"}, nodes) is expected
     assert not has_lost_first_node({"JobState": state}, nodes)  # not known: no reason to requeue
+
+
+@pytest.mark.parametrize(
+    ("state", "is_lost"),
+    [
+        ("idle", False), ("mixed", False), ("allocated", False), ("idle~", False),
+        ("allocated*", True), ("mixed*", True), ("down", True), ("down*", True),
+        ("draining", True), ("drained@", True), ("failing", True),
+    ],
+)  # fmt: skip
+def test_nodes_in_these_states_are_replaced(state, is_lost):
+    assert is_unavailable(state) is is_lost
 
 
 def test_a_supervisor_after_one_that_was_killed_leaves_out_the_nodes_replaced_in_this_start():

@@ -72,6 +72,7 @@ JOB_STARTED = JobStarted(job="17", restart=0, nodes=("n1",), step=0)
 PREEMPTED = JobEnded(job="17", restart=0, reason=JobEndReason.PREEMPTED, requeued=True)
 NODE_FAILED = replace(PREEMPTED, reason=JobEndReason.NODE_FAILED, node="n2", requeued=False)
 REPLACED = NodeReplaced(job="17", node="n2", spare="n3", reason=ReplacedBecause.NODE_FAILED)
+BLAMED = replace(REPLACED, reason=ReplacedBecause.RANKS_FAILED)
 KILLED_SUPERVISOR = SupervisorKilled(job="17", restart=0, step_before=0, step=10)
 LOST = "the processes were killed, or their node went down"
 KILLED = "rank 1 was killed by SIGKILL"
@@ -309,6 +310,11 @@ def test_attempts_are_starts_and_those_that_ended_before_one():
             [JOB_STARTED, START, RETRY, REPLACED, RESUME],
             True,
             ["node n2 failed; spare node n3 used"],
+        ),
+        (
+            [JOB_STARTED, START, RETRY, BLAMED, RESUME],
+            True,
+            [f"{KILLED}; {BLAMED.description}"],
         ),
         ([JOB_STARTED, START, RETRY, RESUME, REPLACED], True, [KILLED]),
         (
