@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not is_dry:
         _require_gpu()
     out.mkdir(parents=True, exist_ok=True)
-    known = set(results_in(out)) - again
+    known = set(results_in(out, is_dry)) - again
     for name in (step.name for step in steps if step.name in known):
         print(f"{name}: has a result; repeat it with --again {name}", flush=True)
     to_run = [step for step in steps if step.name not in known]
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         _run(step, Context(out, corpus, is_dry, step.name), min(step.limit, left))
     if waiting:
         print(f"no time left for {', '.join(waiting)}; rerun the command to continue")
-    results = results_in(out)
+    results = results_in(out, is_dry)
     print(summary(steps, results), flush=True)
     done = [results[step.name].status for step in steps if step.name in results]
     return 0 if done.count("ok") == len(steps) else 1

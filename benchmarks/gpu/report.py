@@ -70,11 +70,12 @@ def append_result(out: Path, result: Result) -> None:
         file.write(json.dumps(asdict(result)) + "\n")
 
 
-def results_in(out: Path) -> dict[str, Result]:
-    """Return the latest result of each step that has one."""
+def results_in(out: Path, is_dry: bool = False) -> dict[str, Result]:
+    """Return the latest result of each step that has one, of dry runs or of those on a GPU."""
     path = out / RESULTS_NAME
     lines = path.read_text().splitlines() if path.exists() else []
-    return {each.step: each for each in (Result(**json.loads(line)) for line in lines)}
+    results = (Result(**json.loads(line)) for line in lines)
+    return {each.step: each for each in results if (each.device == "cpu") == is_dry}
 
 
 def _finite(value: Any) -> Any:

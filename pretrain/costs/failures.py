@@ -27,6 +27,8 @@ from pretrain.costs.saves import saves_of
 # Part of the speed that training loses while a checkpoint is being written. Assumed: copies,
 # hashing and writing take host memory's bandwidth, cores and the network.
 SLOWER_WHILE_WRITING = 0.05
+_LONGEST_PERIOD = 700.0  # mean times between failures: exp of more overflows
+_BELOW_ONE = 1.0 - 2.0**-53
 _HALVINGS = 60  # of an interval between 0 and 1: to the precision of a float
 
 
@@ -47,13 +49,15 @@ class FailureCosts:
         """
         mean = self.between_failures
         period = (max(interval, self.write) + self.pause) / mean
+        if period > _LONGEST_PERIOD:
+            return 0.0
         kept = interval / mean * math.exp(-self.write / mean) / math.expm1(period)
         return kept * math.exp(-self.start / mean) / (1 + self.down / mean)
 
     @property
     def best_interval(self) -> float:
         """The seconds of training between two saves with the highest goodput."""
-        low, high, pause = 0.0, 1.0, self.pause / self.between_failures
+        low, high, pause = 0.0, _BELOW_ONE, self.pause / self.between_failures
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             if math.log1p(-middle) + middle + pause > 0:

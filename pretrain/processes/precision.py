@@ -30,7 +30,7 @@ def with_precision_of_run(config: RunConfig, directory: Path, world: World) -> R
     recorded = broadcast_value(recorded, str)
     kept = resolved_precision(recorded, best)
     resolved = with_precision(config, kept)
-    if world.is_main and resolved != config and kept is not best:
+    if world.is_main and resolved != config and kept != best:
         logger.info(
             "engine.precision=auto: %s, as the run has it, although %s suits this device",
             kept,

@@ -144,18 +144,14 @@ def fit_rates(
     Raises DataError if fewer than three rates ended with a loss.
     """
     pairs = sorted(zip(rates, losses, strict=True))
+    _require_enough(tokens_per_step, [rate for rate, loss in pairs if math.isfinite(loss)])
     rates_S, loss_S = (np.array(x) for x in zip(*pairs, strict=True))
     finite_S = np.where(np.isfinite(loss_S), loss_S, math.inf)
     is_slower_S = rates_S <= rates_S[finite_S.argmin()]
     usable_S = np.isfinite(loss_S) & (is_slower_S | (loss_S <= DIVERGED * finite_S.min()))
     diverged = tuple(sorted({float(rate) for rate in rates_S[~usable_S]}))
     rates_S, loss_S = rates_S[usable_S], loss_S[usable_S]
-    if len(np.unique(rates_S)) < FEWEST_RATES:
-        ended = counted(len(np.unique(rates_S)), "rate")
-        raise DataError(
-            f"{tokens_per_step:,} tokens per step: {ended} ended with a loss, a valley needs "
-            f"{FEWEST_RATES}; let the sweep finish, or add lower rates"
-        )
+    _require_enough(tokens_per_step, rates_S)
     best = _lowest_rate(rates_S, loss_S)
     near_S = (rates_S <= best * NEAR * 1.001) & (rates_S >= best / NEAR / 1.001)
     doubt, missing = _missing_rates(rates_S, near_S, best, diverged)
@@ -168,6 +164,14 @@ def fit_rates(
         near_S=near_S,
         optimum=replace(optimum, doubt=doubt or optimum.doubt, missing_rates=missing),
     )
+
+
+def _require_enough(tokens_per_step: int, rates: Sequence[float] | Array) -> None:
+    if (count := len({*rates})) < FEWEST_RATES:
+        raise DataError(
+            f"{tokens_per_step:,} tokens per step: {counted(count, 'rate')} ended with a loss, a "
+            f"valley needs {FEWEST_RATES}; let the sweep finish, or add lower rates"
+        )
 
 
 def _lowest_rate(rates_S: Array, loss_S: Array) -> float:

@@ -115,9 +115,9 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_others(
     monkeypatch.setattr("benchmarks.gpu.command.prepare", lambda _: None)
     arguments = ["gpu", "--dry-run", "--out", str(tmp_path), "--corpus", str(tmp_path)]
     assert main([*arguments, "--minutes", "0.1"]) == 1  # no time for a step
-    assert results_in(tmp_path).keys() == set()
+    assert results_in(tmp_path, is_dry=True).keys() == set()
     assert main(arguments) == 1
-    results = results_in(tmp_path)
+    results = results_in(tmp_path, is_dry=True)
     assert [each.status for each in results.values()] == ["failed", "timed out", "missed"]
     assert results["s0"].error.startswith("TypeError: int() argument must be")
     assert results["s1"].found == {"before": {"passed": True}}
@@ -137,7 +137,8 @@ def test_what_a_step_found_before_it_was_killed_counts(tmp_path: Path) -> None:
     assert status_of(1, {}) == "failed"
     append_result(tmp_path, Result(step="a", status="failed", seconds=1.0, device="cpu"))
     append_result(tmp_path, Result(step="a", status="ok", seconds=2.0, device="cpu"))
-    assert results_in(tmp_path)["a"].status == "ok"  # the latest one
+    assert results_in(tmp_path, is_dry=True)["a"].status == "ok"  # the latest one
+    assert not results_in(tmp_path)  # a dry run is no result of a GPU
 
 
 def test_no_warp_of_a_candidate_repeats_the_work_of_another() -> None:

@@ -176,6 +176,8 @@ def test_a_parabola_that_contradicts_the_lowest_measured_loss_is_warned_of():
 def test_fewer_than_three_rates_that_ended_well_are_no_valley():
     with pytest.raises(DataError, match="2 rates ended with a loss, a valley needs 3"):
         fit_rates(512, [1e-3, 2e-3, 4e-3], [3.0, 3.1, math.inf])
+    with pytest.raises(DataError, match="0 rates ended with a loss, a valley needs 3"):
+        fit_rates(512, [], [])
 
 
 def test_a_real_sweep_is_planned_trained_and_reported(tmp_path: Path, capsys):
