@@ -96,12 +96,13 @@ def run_plan(arguments: argparse.Namespace) -> int:
     print("\n".join([*notes, *unchecked]))
     print(f"sweep: {path} ({counted(len(sweep.cells), 'cell')})")
     is_complete = len(best) == len(runs) or len(comparison.seeds) == 1
+    where = f"{path}{f' --runs-dir {arguments.runs_dir}' if arguments.runs_dir else ''}"
     then = (
-        f"pretrain scale variants measure {path}"
+        f"pretrain scale variants measure {where}"
         if is_complete
         else ("this command again, which adds the other seeds at the best rates")
     )
-    print(f"next: launcher sweep submit {path} --local (or --cluster FILE), then {then}")
+    print(f"next: launcher sweep submit {where} --local (or --cluster FILE), then {then}")
     return 0
 
 

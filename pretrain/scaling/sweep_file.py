@@ -120,7 +120,10 @@ def reader_of(sweep: Sweep) -> tuple[str, str]:
     if all("same_tokens" in cell.facts for cell in sweep.cells):
         return "to compare the contexts", "pretrain scale context collect"
     if all("variant_rate" in cell.facts for cell in sweep.cells):
-        return "to compare the variants", "pretrain scale variants measure"
+        return (
+            "to compare the variants, once 'scale variants plan' adds no cells",
+            "pretrain scale variants measure",
+        )
     return "to fit scaling laws", "pretrain scale collect"
 
 
