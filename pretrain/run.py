@@ -171,9 +171,9 @@ def _start(
     shortages = broadcast_value(events_of(ledger, OutOfMemory), list[OutOfMemory])
     standing = broadcast_value(steps_that_stand(ledger), dict[str, int])
     local = LocalTier(process.config, run_dir.identity.id, world, attempt, standing)
-    nearer, where = local.find if reads_local else None, (run_dir.checkpoints, world)
+    nearer = local.find if reads_local else None
     found = find_resume_point(
-        *where, run_dir.identity.id, before, run_dir.patience, nearer, verified
+        run_dir.checkpoints, world, run_dir.identity.id, before, run_dir.patience, nearer, verified
     )
     if before is not None and found is None:
         raise CheckpointError(

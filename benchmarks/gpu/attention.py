@@ -173,10 +173,9 @@ def attention_with_fused_masks(
     weights_NBLC, value_NBCH = weights_and_values(query_BLNH, parts, terms, visibility)
     assert dropout.stream is not None
     keys_B = dropout.stream.lane_keys(Site.ATTENTION, dropout.layer, query_BLNH.device)
-    words = [key % (1 << 64) for key in keys_B.tolist()]
     threshold = round(dropout.rate * DROPOUT_LEVELS)
     N, _, L, C = weights_NBLC.shape
-    keep_BNLC = kept_weights(words, N, L, C, threshold).to(weights_NBLC)
+    keep_BNLC = kept_weights(keys_B.tolist(), N, L, C, threshold).to(weights_NBLC)
     kept_NBLC = weights_NBLC * keep_BNLC.transpose(0, 1) / (1 - threshold / DROPOUT_LEVELS)
     return torch.matmul(kept_NBLC, value_NBCH).permute(1, 2, 0, 3)
 

@@ -69,11 +69,12 @@ def kept_weights(
 ) -> Tensor:
     """[B, N, L, C], 1 where dropout keeps a weight: where its 16 bits reach the threshold.
 
+    `keys` are the lanes' signed integers of 64 bits, as the kernels get them.
     Query bit 3 and key bits 3 and 4 say which of the eight halves of Philox' four words; without
     them query and key are the counter.
     """
     key, head, query, column = np.meshgrid(
-        np.array(keys, dtype=np.uint64),
+        np.array([key % (1 << 64) for key in keys], dtype=np.uint64),
         *(np.arange(size, dtype=np.uint64) for size in (num_heads, num_queries, num_keys)),
         indexing="ij",
     )

@@ -141,7 +141,7 @@ def errors_of(case: Case) -> dict[str, float]:
     gradient_BLNH = torch.randn(case.B, case.L, case.N, case.H, generator=generator).to(case.dtype)
     threshold = round(case.dropout * 65536)
     keep = (
-        kept_weights(_words(case.B), case.N, case.L, case.L + case.M, threshold)
+        kept_weights(LANE_KEYS[: case.B], case.N, case.L, case.L + case.M, threshold)
         if threshold
         else None
     )
@@ -243,10 +243,6 @@ def _documents(case: Case, generator: torch.Generator) -> Tensor:
     for lane in starts_BC:
         lane[torch.randperm(C, generator=generator)[: case.documents]] = 1
     return starts_BC.cumsum(1, dtype=torch.int32) - 5
-
-
-def _words(num_lanes: int) -> list[int]:
-    return [key % 2**64 for key in LANE_KEYS[:num_lanes]]
 
 
 def _relative(value: Tensor, exact: Tensor) -> float:
