@@ -24,6 +24,8 @@ T = TypeVar("T")
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between two tries; doubled after each
 ANY_REMEDY = "free disk space or make it writable,"
 SETTING = "checkpoint.storage_patience_seconds"
+WAITS = "the run waits"
+HOW_TO_STOP = "a request to stop (Ctrl-C, SIGTERM, scancel) ends the wait"
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +38,15 @@ class StorageError(UserError):
 class Patience:
     """How long to outlast storage.
 
-    In a pause `while_waiting` is called about once a second. `stop_requests` counts the requests to
-    stop so far; one that comes while the run waits ends the wait.
+    In a pause `while_waiting` is called about once a second; what it raises ends the wait.
+    `stop_requests` counts the requests to stop so far; one that comes while the run waits ends the
+    wait. `note` is told what the run waits for, after each try that failed, and "" at the end.
     """
 
     seconds: float = 0.0
     while_waiting: Callable[[], None] = lambda: None
     stop_requests: Callable[[], int] = lambda: 0
+    note: Callable[[str], None] = lambda problem: None
 
 
 class Outage:
@@ -80,9 +84,11 @@ class Outage:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         if is_news and not self.is_over_patience:
             limit = duration(self._since + self._patience.seconds - now)
-            what = "the run waits" if waits else meanwhile
-            logger.warning("%s; %s, and tries again for up to %s", problem, what, limit)
+            what, end = (WAITS, f"; {HOW_TO_STOP}") if waits else (meanwhile, "")
+            logger.warning("%s; %s, and tries again for up to %s%s", problem, what, limit, end)
             self._told = waits
+        if waits:
+            self._patience.note(problem)
         # not beyond the patience: the last try comes at its end
         self._next_try = min(now + self._pause, max(now, self._since + self._patience.seconds))
 
@@ -95,6 +101,8 @@ class Outage:
         if self._since is not None:
             away = duration(time.monotonic() - self._since)
             logger.warning("works again after %s: %s", away, self._problem)
+            if self._stop_requests is not None:
+                self._patience.note("")
         self._since, self._told = None, False
 
     def pause(self) -> None:
@@ -131,7 +139,7 @@ def outlast(patience: Patience, write: Callable[[], T]) -> T:
         except OSError as error:
             if not patience.seconds:
                 raise
-            outage.failed(os_error_text(error), "the run waits", remedy_of(error))
+            outage.failed(os_error_text(error), WAITS, remedy_of(error))
             if outage.is_over_patience:
                 raise outage.error() from error
             outage.pause()

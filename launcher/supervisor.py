@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
 from data_pipeline.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
@@ -25,10 +24,13 @@ from launcher.restart_policy import (
     decide,
     unresponsive_rank,
 )
+from launcher.stop_signals import StopSignals
+from launcher.storage_waits import StopWhileWaiting
 from pretrain.checkpoint import marker
 from pretrain.rundir.exit_status import EXIT_STOPPED, ended_by_watchdog
 from pretrain.rundir.launch_events import AttemptEnded, Interrupted, NextAction
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.training_events import Event
 
 EXIT_STATUS = {
     NextAction.FINISHED: 0,
@@ -65,37 +67,6 @@ class Ranks(Protocol):
         ...
 
 
-class StopSignals:
-    """Counts the signals that ask to stop, instead of dying of them.
-
-    The supervisor has to outlive its ranks, which save a checkpoint first, and to record how they
-    ended. So: SIGINT and SIGTERM ask the ranks to save and stop; a second SIGINT (Ctrl-C) kills
-    them. A second SIGTERM does not: Slurm sends several while a job ends. SIGUSR1, which `sbatch
-    --signal` sends ahead of the time limit, asks too. SIGUSR2 goes to the ranks alone (see
-    srun.py). `received` has all signals in order.
-    """
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.received: list[int] = []
-        self._previous: dict[signal.Signals, signal._HANDLER] = {}
-
-    def __enter__(self) -> StopSignals:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            self._previous[number] = signal.signal(number, self._count)
-        # In a batch job they were blocked until now (launcher/slurm/batch_process.py).
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _count(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
-        self.requests += 1 if number == signal.SIGINT or not self.requests else 0
-
-
 def supervise(
     run_dir: RunDir,
     start: Callable[[int], Ranks],
@@ -115,9 +86,12 @@ def supervise(
     attempts = list(past)
     for number in itertools.count(next_attempt_number(run_dir)):
         before = latest_step(run_dir)
-        if run_dir.exists():  # else the first attempt tells what is wrong
-            outlast(run_dir.patience, run_dir.check_writable)
-        ranks = start(number)
+        try:
+            if run_dir.exists():  # else the first attempt tells what is wrong
+                outlast(run_dir.patience, run_dir.check_writable)
+            ranks = start(number)
+        except StopWhileWaiting:
+            return _stopped_between_attempts(run_dir, stop, job)
         statuses = tuple(ranks.wait(meanwhile=_stopper(ranks, stop, meanwhile)))
         hung = any(map(ended_by_watchdog, statuses))
         attempts.append(
@@ -131,7 +105,7 @@ def supervise(
         decision = decide(attempts, policy, stop_requested=stop.requests > 0)
         ended = _event(number, attempts, decision, job)
         if run_dir.exists() or run_dir.ledger.path.exists():  # else refused before there was a run
-            run_dir.ledger.append(ended)
+            _record(run_dir, ended)
         if decision.action in (NextAction.RETRY, NextAction.GIVE_UP):
             _log.error("%s", ranks.describe_failure(statuses))
         if decision.action is not NextAction.RETRY:
@@ -150,11 +124,7 @@ def supervise(
             ended.step,
         )
         if not _pause(decision.delay, stop):
-            if job is None:  # the end of a job is recorded with its reason
-                name = signal.Signals(stop.received[-1]).name
-                run_dir.ledger.append(Interrupted(signal=name, step=ended.step))
-            _log_stopped(run_dir, job)
-            return _status_of(NextAction.STOPPED, run_dir, job)
+            return _stopped_between_attempts(run_dir, stop, job)
     raise AssertionError("itertools.count does not end")
 
 
@@ -197,6 +167,23 @@ def _pause(seconds: float, stop: StopSignals) -> bool:
             return False
         time.sleep(0.05)
     return not stop.requests
+
+
+def _record(run_dir: RunDir, event: Event) -> None:
+    """Write an event; if the supervisor is asked to stop before storage takes it, only log it."""
+    try:
+        run_dir.ledger.append(event)
+    except StopWhileWaiting as problem:
+        _log.warning("not in the ledger, because of %s: %s", problem, event.description)
+
+
+def _stopped_between_attempts(run_dir: RunDir, stop: StopSignals, job: str | None) -> int:
+    """Say that no further attempt is made; the exit status."""
+    if job is None:  # the end of a job is recorded with its reason
+        name = signal.Signals(stop.received[-1]).name
+        _record(run_dir, Interrupted(signal=name, step=latest_step(run_dir)))
+    _log_stopped(run_dir, job)
+    return _status_of(NextAction.STOPPED, run_dir, job)
 
 
 def _event(

@@ -17,7 +17,7 @@ from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.job_checks import check_request, check_run
 from launcher.slurm.sbatch import Job, NodeRange, render_array
 from launcher.slurm.snapshot import Snapshot, replaced_snapshot
-from launcher.supervisor import StopSignals
+from launcher.stop_signals import StopSignals
 from launcher.sweep_cells import CellRun
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.processes.local_ranks import RankGroup, describe_failure

@@ -7,12 +7,13 @@ import contextlib
 import errno
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from data_pipeline.checked_fields import shown
-from data_pipeline.errors import ConfigError, UserError
+from data_pipeline.errors import ConfigError, UserError, os_error_text
 from data_pipeline.owner_file import start_of
 from launcher.slurm import client as slurm
 from launcher.slurm.client import QueuedJob
@@ -45,7 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_other_jobs(live, run_dir.ledger.read())
         # First the ledger, then Slurm: what the job's ranks write while they end comes after this
         # event.
-        run_dir.ledger.append(Canceled(job=state.job, step=state.step))
+        try:
+            run_dir.ledger.append(Canceled(job=state.job, step=state.step))
+        except OSError as error:  # a run that waits for its storage can be canceled
+            print(f"warning: not in the ledger: {os_error_text(error)}", file=sys.stderr)
         slurm.cancel(state.job)
         print(f"job {state.job} is canceled; {_way_back(arguments.run, state)}")
         return 0

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
-from data_pipeline.patience import Patience
 from data_pipeline.program import add_experiment
 from launcher.restart_policy import add_policy_arguments, policy_of
 from launcher.status.run_state import is_done_already
-from launcher.supervisor import StopSignals, supervise
+from launcher.stop_signals import StopSignals
+from launcher.storage_waits import HOLDER, StorageWaits
+from launcher.supervisor import supervise
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
@@ -76,8 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     policy = policy_of(arguments)
     config = load_config(RunConfig, arguments.experiment, arguments.overrides)
     accumulation_steps(config, arguments.ranks)  # ConfigError before anything starts
-    patience = Patience(config.checkpoint.storage_patience_seconds)
-    run_dir = RunDir(arguments.run_dir or Path("runs") / config.name, patience)
+    path, stop = arguments.run_dir or Path("runs") / config.name, StopSignals()
+    waits = StorageWaits(path, stop)
+    run_dir = RunDir(path, waits.patience(config.checkpoint.storage_patience_seconds))
     command = train_command(arguments.experiment, run_dir.path, *arguments.overrides)
     existed = run_dir.path.exists()
     if arguments.mirror:
@@ -93,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if note := change_of_ranks(run_dir, arguments.ranks):
         _log.info("%s", note)
-    with StopSignals() as stop, run_dir.locked("launcher"), live_bar():
+    with stop, run_dir.locked(HOLDER), live_bar():
         status = supervise(run_dir, starter(command, arguments.ranks, run_dir), policy, stop)
     if not existed and not run_dir.exists():
         run_dir.remove_unused()

@@ -16,7 +16,7 @@ from launcher.commands.watch import add_watch_argument, watch
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import load_cluster
 from launcher.slurm.sbatch import parse_nodes
-from launcher.supervisor import StopSignals
+from launcher.stop_signals import StopSignals
 from launcher.sweep_cells import (
     CellRun,
     describe,

@@ -7,6 +7,7 @@ in the ledger.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -16,11 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data_pipeline.errors import UserError
+from data_pipeline.errors import UserError, os_error_text
 from launcher.restart_policy import cut_starts, refusal_of_futile_starts
 from launcher.slurm import client as slurm
 from launcher.slurm.rank_statuses import failed_nodes
-from launcher.supervisor import StopSignals, latest_step
+from launcher.stop_signals import StopSignals
+from launcher.supervisor import latest_step
 from pretrain.rundir.attempt_files import attempts_of
 from pretrain.rundir.event_times import in_order
 from pretrain.rundir.exit_status import EXIT_STOPPED
@@ -40,6 +42,7 @@ _REASONS = {
 }
 # srun may name the node after slurmstepd has said that one failed; Slurm kills seconds later.
 NODE_NAME_SECONDS = 1.0
+_RECORD_AGAIN_SECONDS = 1.0  # after which a ledger that could not be written is tried once more
 _log = logging.getLogger(__name__)
 
 
@@ -134,19 +137,20 @@ class JobExit:
 
     `check_fence` raises StaleAttempt if the job has restarted elsewhere: then this start may not
     write any more. After `most_futile` starts in a row that lost more time than they gained before
-    the time limit, the job is not requeued.
+    the time limit, the job is not requeued. An end that storage does not take is only logged: what
+    matters is that the job is requeued in time.
     """
 
     def __init__(
         self,
         job: ThisJob,
-        run_dir: RunDir,
+        run_dir: Path,
         stop: StopSignals,
         check_fence: Callable[[], None],
         most_futile: int,
     ) -> None:
         self._job = job
-        self._run_dir = run_dir
+        self._run_dir = RunDir(run_dir)  # without patience
         self._stop = stop
         self._check_fence = check_fence
         self._most_futile = most_futile
@@ -180,7 +184,7 @@ class JobExit:
         self._is_written = True
         fields = slurm.retry_until_reachable(lambda: slurm.details(self._job.id))
         if ended.requeued and int(fields.get("Restarts", "0")) == self._job.restart:
-            self._requeue()
+            self._requeue(ended)
         return 0 if ended.reason is JobEndReason.FINISHED else EXIT_STOPPED
 
     def give_up(self, message: str) -> None:
@@ -234,23 +238,40 @@ class JobExit:
             node=ending.node,
             message=message,
             is_final=ending.is_final,
-            step=latest_step(self._run_dir),
         )
+        event = self._recorded(event)
+        _log.info("%s%s", event.description, self._advice(event))
+        if event.requeued:
+            try:
+                self._requeue(event)
+            except UserError as error:
+                _log.error("%s", error)
+                self._run_dir.ledger.append(replace(event, requeued=False, is_final=True))
+
+    def _recorded(self, event: JobEnded) -> JobEnded:
+        """The end as it is in the ledger, if that can be written."""
+        for is_last in (False, True):
+            try:
+                event = self._weighed(replace(event, step=latest_step(self._run_dir)))
+                self._run_dir.ledger.append(event)
+                break
+            except OSError as error:
+                if is_last:  # the next start notes an end that is not there
+                    _log.error("the job's end is not in the ledger: %s", os_error_text(error))
+                else:
+                    time.sleep(_RECORD_AGAIN_SECONDS)
+        return event
+
+    def _weighed(self, event: JobEnded) -> JobEnded:
+        """The end without its requeue if the last starts lost more time than they gained."""
         now = time.time()
         events, _ = in_order([*self._run_dir.ledger.read(), replace(event, time=now)], now)
         starts = cut_starts(events, self._job.id)
         if event.requeued and (
             refusal := refusal_of_futile_starts(starts, self._most_futile, self._time_limit)
         ):
-            event = replace(event, reason=JobEndReason.ERROR, requeued=False, message=refusal)
-        self._run_dir.ledger.append(event)
-        _log.info("%s%s", event.description, self._advice(event))
-        if event.requeued:
-            try:
-                self._requeue()
-            except UserError as error:
-                _log.error("%s", error)
-                self._run_dir.ledger.append(replace(event, requeued=False, is_final=True))
+            return replace(event, reason=JobEndReason.ERROR, requeued=False, message=refusal)
+        return event
 
     def _advice(self, event: JobEnded) -> str:
         """What a person has to do for the run to continue; empty if nothing."""
@@ -258,8 +279,11 @@ class JobExit:
             return f"; 'launcher resume {self._run_dir.path}' continues the run"
         return ""
 
-    def _requeue(self) -> None:
-        exclude = excluded_nodes(self._run_dir.ledger.read(), self._job.id)
+    def _requeue(self, event: JobEnded) -> None:
+        ends: list[Event] = [event]  # which may not be in the ledger
+        with contextlib.suppress(OSError):
+            ends = [*self._run_dir.ledger.read(), event]
+        exclude = list(dict.fromkeys(excluded_nodes(ends, self._job.id)))
         slurm.retry_until_reachable(lambda: slurm.requeue(self._job.id, exclude))
 
 

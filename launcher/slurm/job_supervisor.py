@@ -13,7 +13,6 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.patience import Patience
 from launcher.restart_policy import (
     AttemptResult,
     RestartPolicy,
@@ -28,12 +27,15 @@ from launcher.slurm.cluster import load_cluster
 from launcher.slurm.first_node_guard import FirstNodeGuard
 from launcher.slurm.job_exit import JobExit, ThisJob
 from launcher.slurm.snapshot import Snapshot
-from launcher.supervisor import StopSignals, latest_step, supervise
+from launcher.stop_signals import StopSignals
+from launcher.storage_waits import HOLDER, StopWhileWaiting, StorageWaits
+from launcher.supervisor import latest_step, supervise
 from pretrain.config.run import RunConfig
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.fence import Fence, StaleAttempt
 from pretrain.rundir.launch_events import JobEnded, JobEndReason, JobStarted, SupervisorKilled
 from pretrain.rundir.ledger import events_of, last_of
+from pretrain.rundir.lock import read_lock
 from pretrain.rundir.own_names import refuse_foreign_run
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event, Finished, TrainingBegan
@@ -61,49 +63,66 @@ def run(arguments: argparse.Namespace) -> int:
     set_up_logging("supervisor", arguments.log_level)
     refuse_foreign_run(arguments.run_dir)  # also a cell's, which others than its array may have
     config = load_config(RunConfig, Snapshot(arguments.run_dir).experiment)
-    patience = Patience(config.checkpoint.storage_patience_seconds)
-    job, run_dir = ThisJob.from_environment(), RunDir(arguments.run_dir, patience)
+    job, stop = ThisJob.from_environment(), StopSignals()
+    waits = StorageWaits(arguments.run_dir, stop)
+    patience = waits.patience(config.checkpoint.storage_patience_seconds)
+    run_dir = RunDir(arguments.run_dir, patience)
     policy = policy_of(arguments)
-    with StopSignals() as stop:
+    with stop:
         fences = AttemptFences(run_dir.path, f"{job.id}.{job.restart}")
         job_exit = JobExit(
-            job, run_dir, stop, fences.check, most_futile=policy.attempts_without_progress
+            job, run_dir.path, stop, fences.check, most_futile=policy.attempts_without_progress
         )
+        waits.meanwhile = fences.checking(job_exit.poll)
         if ended := end_of_start(run_dir.ledger.read(), job):
             return job_exit.complete(ended)
         if is_complete(run_dir, config):  # the job was requeued after its end
             _log.info("%s is done: there is nothing to do", run_dir.path)
             return 0
         await_former_ranks(job, run_dir, job_exit.poll)
-        begin(job, run_dir)
-        past = past_attempts(run_dir.ledger.read(), job.id)
         try:
-            refuse_without_progress(past, policy)
-            spare = arguments.spare_nodes
-            guard = FirstNodeGuard(job.id, job.restart, is_needed=spare > 0)
-            with run_dir.locked("launcher", is_fenced=True), guard:
-                can_exclude = job_exit.can_exclude
-                starter = AttemptStarter(
-                    job, spare, run_dir, can_exclude, fences.claim, fences.check
-                )
-
-                def meanwhile() -> None:
-                    job_exit.poll()
-                    guard.watch()
-
-                status = supervise(
-                    run_dir, starter.start, policy, stop, past, meanwhile, job=job.id
-                )
-        except LeaveNode as found:
-            job_exit.leave(found.node, found.reason)
-            return EXIT_STOPPED
-        except StaleAttempt:
-            raise  # the ledger belongs to a newer attempt
-        except UserError as error:
-            job_exit.give_up(str(error))
-            raise
+            begin(job, run_dir)
+            status = _make_attempts(
+                job, run_dir, policy, stop, job_exit, fences, arguments.spare_nodes
+            )
+        except StopWhileWaiting:
+            status = EXIT_STOPPED
         job_exit.finish(status)
     return status
+
+
+def _make_attempts(
+    job: ThisJob,
+    run_dir: RunDir,
+    policy: RestartPolicy,
+    stop: StopSignals,
+    job_exit: JobExit,
+    fences: AttemptFences,
+    num_spare: int,
+) -> int:
+    """Train as long as this start of the job does; the exit status."""
+    past = past_attempts(run_dir.ledger.read(), job.id)
+    try:
+        refuse_without_progress(past, policy)
+        guard = FirstNodeGuard(job.id, job.restart, is_needed=num_spare > 0)
+        with run_dir.locked(HOLDER, is_fenced=True), guard:
+            starter = AttemptStarter(
+                job, num_spare, run_dir, job_exit.can_exclude, fences.claim, fences.check
+            )
+
+            def meanwhile() -> None:
+                job_exit.poll()
+                guard.watch()
+
+            return supervise(run_dir, starter.start, policy, stop, past, meanwhile, job=job.id)
+    except LeaveNode as found:
+        job_exit.leave(found.node, found.reason)
+        return EXIT_STOPPED
+    except StaleAttempt:
+        raise  # the ledger belongs to a newer attempt
+    except UserError as error:
+        job_exit.give_up(str(error))
+        raise
 
 
 class AttemptFences:
@@ -133,6 +152,15 @@ class AttemptFences:
         if self._fence is not None:
             with contextlib.suppress(OSError):  # storage that is away tells of no newer attempt
                 self._fence.check()
+
+    def checking(self, poll: Callable[[], None]) -> Callable[[], None]:
+        """A function that checks, then polls."""
+
+        def check_and_poll() -> None:
+            self.check()
+            poll()
+
+        return check_and_poll
 
 
 def await_former_ranks(job: ThisJob, run_dir: RunDir, meanwhile: Callable[[], None]) -> None:
@@ -171,7 +199,9 @@ def begin(job: ThisJob, run_dir: RunDir) -> None:
     """Record that this job has the run; ConfigError if another live job has it."""
     ledger, step = run_dir.ledger.read(), latest_step(run_dir)
     if lost := open_start(ledger, job.id):
-        run_dir.ledger.append(end_of_lost(lost, job, step))
+        lock = read_lock(run_dir.path / f"{HOLDER}.lock")
+        waited = lock is not None and bool(lock.stopped_by) and lock.waits_since > lost.time
+        run_dir.ledger.append(end_of_lost(lost, job, step, waited))
     run_dir.ledger.append(JobStarted(job=job.id, restart=job.restart, nodes=job.nodes, step=step))
     # Each job writes its start before it looks for others, so of two jobs at least one sees the
     # other.
@@ -192,15 +222,17 @@ def begin(job: ThisJob, run_dir: RunDir) -> None:
             )
 
 
-def end_of_lost(lost: JobStarted, job: ThisJob, step: int) -> JobEnded | SupervisorKilled:
+def end_of_lost(
+    lost: JobStarted, job: ThisJob, step: int, waited: bool = False
+) -> JobEnded | SupervisorKilled:
     """What `job` writes about a start whose supervisor could not: killed if it is this very start,
-    else lost with the node."""
+    else lost with the node, unless it `waited` for storage when it was asked to stop."""
     if lost.restart == job.restart:
         return SupervisorKilled(job=job.id, restart=job.restart, step_before=lost.step, step=step)
     return JobEnded(
         job=job.id,
         restart=lost.restart,
-        reason=JobEndReason.FIRST_NODE_LOST,
+        reason=JobEndReason.STORAGE_FAILED if waited else JobEndReason.FIRST_NODE_LOST,
         requeued=True,
         step_before=lost.step,
         step=step,

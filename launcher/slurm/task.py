@@ -17,14 +17,15 @@ from pathlib import Path
 
 from data_pipeline.errors import DataError, exit_status_of
 from data_pipeline.files import own_file, write_text
-from data_pipeline.patience import Patience, outlast
+from data_pipeline.patience import Patience, StorageError, outlast
 from pretrain.distributed.slurm_variables import rank_variables
 from pretrain.rundir import heartbeat_files
-from pretrain.rundir.exit_status import EXIT_STOPPED
+from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.heartbeat_files import NodeHeartbeats
 
 GRACE_SECONDS = 2.0
 PATIENCE_SECONDS = 1800.0  # with a run directory that cannot be written
+STOPPING_SECONDS = 10.0  # the same after a request to stop: then nothing depends on the status
 
 
 def main() -> int:
@@ -44,8 +45,9 @@ def main() -> int:
         return 2
     # Slurm signals every process of the step. This one has to outlive the trainer, to write its
     # exit status.
+    stops: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, lambda number, _: stops.append(number))
     with open(log, "ab", opener=own_file) as file:
         status = subprocess.Popen(
             [sys.executable, *command],
@@ -54,7 +56,12 @@ def main() -> int:
             stderr=file,
         ).wait()
     # Whole or absent, and waiting for a full disk: the supervisor decides by it.
-    outlast(Patience(PATIENCE_SECONDS), lambda: write_text(log.with_suffix(".status"), str(status)))
+    seconds = STOPPING_SECONDS if stops else PATIENCE_SECONDS
+    patience = Patience(seconds, stop_requests=lambda: len(stops))
+    try:
+        outlast(patience, lambda: write_text(log.with_suffix(".status"), str(status)))
+    except StorageError as error:
+        print(f"error: rank {rank} {describe_exit(status)}, not written: {error}", file=sys.stderr)
     if status < 0:
         _publish_heartbeats(log.parents[2], int(rank))
     if status not in (0, EXIT_STOPPED):

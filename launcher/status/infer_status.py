@@ -22,6 +22,7 @@ from pretrain.rundir.launch_events import (
     Submitted,
 )
 from pretrain.rundir.ledger import began_in, interruptions, is_finished, is_stopped, last_of
+from pretrain.rundir.lock import Lock
 from pretrain.rundir.training_events import Event, Finished, Stopped, TrainingBegan
 
 # A rank on another host without a heartbeat for longer may be gone; one on this host is looked up
@@ -76,7 +77,9 @@ def infer_status(evidence: Evidence) -> Status:
     heartbeats = [
         each for each in evidence.heartbeats if last is None or not is_over or each.time > last.time
     ]
-    running = Status(State.RUNNING, _activity(last, heartbeats, evidence.now))
+    waits = [lock for lock in evidence.locks if lock.waits_for]
+    waiting = _storage_wait([lock for lock in waits if lock.is_held is not False], evidence.now)
+    running = Status(State.RUNNING, waiting or _activity(last, heartbeats, evidence.now))
     if any(lock.is_held for lock in evidence.locks) or any(each.is_alive for each in heartbeats):
         return running
     silence = _seconds_since_remote_heartbeat(evidence, heartbeats)
@@ -89,7 +92,8 @@ def infer_status(evidence: Evidence) -> Status:
             ahead = duration(-silence)
             reason = f"no heartbeat from {hostname}, whose clock is {ahead} ahead of this one"
         return Status(State.UNRESPONSIVE, reason)
-    return _waiting_or_canceled(evidence, last) or _ended(evidence, last)
+    ended = _waiting_or_canceled(evidence, last) or _ended(evidence, last)
+    return _ended_waiting(waits[0], evidence) if waits and ended.is_lost else ended
 
 
 def last_turn(ledger: Sequence[Event]) -> Event | None:
@@ -105,6 +109,23 @@ def last_turn(ledger: Sequence[Event]) -> Event | None:
     turn = last_of(timely, TrainingBegan, *ends, JobStarted, JobEnded)
     of_job = last_of(timely, TrainingBegan, Submitted, JobStarted, JobEnded)
     return of_job if isinstance(of_job, JobEnded) else turn
+
+
+def _storage_wait(waits: Sequence[Lock], now: float) -> str:
+    """For what the supervisor, or the rank, that has such a lock waits; empty without one."""
+    if not waits:
+        return ""
+    since = duration(max(0.0, now - waits[0].waits_since))
+    return f"waiting for storage: {waits[0].waits_for} (since {since})"
+
+
+def _ended_waiting(left: Lock, evidence: Evidence) -> Status:
+    """The end of a supervisor that could write it into its lock alone."""
+    what = f"waited for storage: {left.waits_for}"
+    if not left.stopped_by:
+        return Status(State.FAILED, f"ended while it {what}", is_lost=True)
+    how = Interrupted(signal=left.stopped_by, step=evidence.checkpoint or 0).description
+    return Status(State.STOPPED, f"{how}; it {what}")
 
 
 def _waiting_or_canceled(evidence: Evidence, last: Event | None) -> Status | None:

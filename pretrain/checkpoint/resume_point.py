@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import CheckpointError, UnreadableError
-from data_pipeline.patience import Outage, Patience
+from data_pipeline.patience import WAITS, Outage, Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.distributed.world import World, broadcast_value, raise_on_all_ranks
@@ -47,7 +47,7 @@ def find_resume_point(
             found = _find(root, world, run_id, before, refusals, nearer, verified)
         except UnreadableError as error:
             problem = refusals[0].reason if refusals else str(error)
-            outage.failed(problem, "the run waits", remedy="check the disk or file server")
+            outage.failed(problem, WAITS, remedy="check the disk or file server")
             if broadcast_value(outage.is_over_patience, bool):  # rank 0's clock decides
                 _report(refusals, world)
                 raise

@@ -50,6 +50,7 @@ class JobEndReason(Enum):
     REQUEUED_BY_USER = "requeued_by_user"
     NODE_FAILED = "node_failed"
     FIRST_NODE_LOST = "first_node_lost"  # and the supervisor with it: the next start writes this
+    STORAGE_FAILED = "storage_failed"  # so its end could not be written: the next start does
     NODE_EXCLUDED = "node_excluded"  # requeued to start without this node
     ENDED_BY_SLURM = "ended_by_slurm"
 
@@ -187,7 +188,7 @@ class JobEnded(Event):
     message: str = ""
     is_final: bool = False  # Slurm does not requeue it: 'launcher resume' continues the run
     step: int | None = None  # of the latest checkpoint
-    step_before: int | None = None  # with FIRST_NODE_LOST: when the lost start began
+    step_before: int | None = None  # when a start began whose end the next one writes
 
     @property
     def cause(self) -> str:
@@ -251,5 +252,6 @@ _JOB_CAUSES = {
     JobEndReason.STOP_REQUESTED: "asked to stop",
     JobEndReason.REQUEUED_BY_USER: "requeued by a user",
     JobEndReason.FIRST_NODE_LOST: "its first node was lost",
+    JobEndReason.STORAGE_FAILED: "ended while storage failed",
     JobEndReason.ENDED_BY_SLURM: "ended by Slurm",
 }

@@ -3,6 +3,8 @@
     {"pid": 4711, "holder": "launcher", "hostname": "n1"}
 
 The file stays when its holder ends; the kernel then drops the lock, whatever ended the process.
+Its one block is written whole when the lock is taken. So a holder can still say there what it waits
+for (`note_wait`) where the disk is full and nothing else can be written.
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.checked_fields import Fields, InvalidField
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, printable
 from data_pipeline.file_lock import held_lock, is_locked_by
 from data_pipeline.files import read_json
+
+_BLOCK = 4096
+_LONGEST_NOTE = 500  # characters, each up to 6 bytes as JSON
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,9 @@ class Lock:
     hostname: str
     since: float
     is_held: bool | None  # None where only its own host could tell
+    waits_for: str = ""  # the storage that fails, if its holder waits for it, or did at its end
+    waits_since: float = 0.0
+    stopped_by: str = ""  # the signal that ended the wait
 
 
 @contextlib.contextmanager
@@ -51,10 +59,38 @@ def exclusive_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator
                 "wait for it, stop it, or choose another run directory"
             )
         file.truncate(0)
-        owner = {"pid": os.getpid(), "holder": holder, "hostname": socket.gethostname()}
-        file.write(json.dumps(owner).encode() + b"\n")
+        file.write(_block(holder))
         file.flush()
         yield
+
+
+def note_wait(
+    path: Path, holder: str, problem: str, since: float = 0.0, stopped_by: str = ""
+) -> None:
+    """Write into our lock that its holder waits since a time for storage to work again, or no more
+    if there is no `problem`, or stopped waiting because of the signal `stopped_by`.
+
+    Nothing is written if that needs space, or if the lock is another process's.
+    """
+    owner = read_lock(path)
+    if owner is None or (owner.pid, owner.hostname) != (os.getpid(), socket.gethostname()):
+        return
+    note: dict[str, str | float] = {}
+    if problem:
+        line = " ".join(printable(problem).split())
+        note = {"waits_for": line[:_LONGEST_NOTE], "waits_since": since}
+        note |= {"stopped_by": stopped_by} if stopped_by else {}
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+        try:
+            os.pwrite(descriptor, _block(holder, **note), 0)
+        finally:
+            os.close(descriptor)
+
+
+def _block(holder: str, **note: str | float) -> bytes:
+    owner = {"pid": os.getpid(), "holder": holder, "hostname": socket.gethostname(), **note}
+    return json.dumps(owner).encode().ljust(_BLOCK - 1) + b"\n"
 
 
 def _name_of(lock: Lock | None) -> str:
@@ -73,9 +109,21 @@ def read_lock(path: Path) -> Lock | None:
         owner, since = Fields(read_json(path)), path.stat().st_mtime
         pid, hostname = owner.integer("pid"), owner.text("hostname")
         holder = owner.text("holder")
+        waits_for = owner.text("waits_for") if owner.has("waits_for") else ""
+        waits_since = owner.number("waits_since") if waits_for else 0.0
+        stopped_by = owner.text("stopped_by") if owner.has("stopped_by") else ""
     except (FileNotFoundError, PermissionError):
         return None
     except (ValueError, InvalidField):  # it is being taken now, or damaged
         return None
     is_held = is_locked_by(pid, path) if hostname == socket.gethostname() else None
-    return Lock(pid=pid, holder=holder, hostname=hostname, since=since, is_held=is_held)
+    return Lock(
+        pid=pid,
+        holder=holder,
+        hostname=hostname,
+        since=since,
+        is_held=is_held,
+        waits_for=waits_for,
+        waits_since=waits_since,
+        stopped_by=stopped_by,
+    )

@@ -26,6 +26,7 @@ from pretrain.recovery.faults import VARIABLE
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Straggler
+from tests.helpers.full_disk import full_disk
 
 RANKS = 2
 STEPS = 400
@@ -198,6 +199,15 @@ def test_ctrl_c_saves_and_resume_goes_on(experiment, undisturbed, tmp_path):
     assert f"step {stopped_after}; rerun the same command to resume from there" in output
     stopped = read_state(run_dir.path)
     assert (stopped.state, stopped.checkpoint) == ("stopped", stopped_after)
+    with full_disk(8192):  # also for what is started here: no rank is, because it could not write
+        process = launch(experiment, run_dir.path)
+    assert process.stdout is not None
+    while "File too large; the run waits" not in (said := process.stdout.readline()):
+        assert process.poll() is None, said
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == EXIT_STOPPED, output
+    assert output.endswith(f"step {stopped_after}; rerun the same command to resume from there\n")
     second = subprocess.run(
         [sys.executable, "-m", "launcher", "resume", str(run_dir.path)], timeout=120
     )

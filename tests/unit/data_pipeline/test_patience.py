@@ -49,3 +49,18 @@ def test_an_outage_is_logged_when_it_begins_and_when_it_ends(clock, caplog):
         ]
         * 2
     )
+
+
+def test_who_waits_notes_each_failure_and_the_end_and_says_how_to_stop(clock, caplog):
+    notes, tries = [], iter([OSError("away"), OSError("full"), None])
+
+    def write() -> None:
+        if error := next(tries):
+            raise error
+
+    outlast(Patience(600.0, note=notes.append), write)
+    assert notes == ["away", "full", ""]
+    assert caplog.messages[0] == (
+        "away; the run waits, and tries again for up to 10 min; "
+        "a request to stop (Ctrl-C, SIGTERM, scancel) ends the wait"
+    )

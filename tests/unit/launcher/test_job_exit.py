@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -12,8 +14,9 @@ from launcher.restart_policy import (
     past_attempts,
 )
 from launcher.slurm.cluster import ClusterConfig
-from launcher.slurm.job_exit import JobEnding, ThisJob, ending_of, excluded_nodes
+from launcher.slurm.job_exit import JobEnding, JobExit, ThisJob, ending_of, excluded_nodes
 from launcher.slurm.job_supervisor import (
+    begin,
     end_of_lost,
     end_of_start,
     open_start,
@@ -22,7 +25,10 @@ from launcher.slurm.job_supervisor import (
 )
 from launcher.slurm.srun import Step
 from launcher.status.infer_status import last_turn
-from pretrain.rundir.exit_status import NEVER_STARTED
+from launcher.stop_signals import StopSignals
+from launcher.storage_waits import StopWhileWaiting, StorageWaits
+from pretrain.config.run import RunConfig
+from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.launch_events import (
     AttemptEnded,
     AttemptReason,
@@ -35,7 +41,10 @@ from pretrain.rundir.launch_events import (
     Submitted,
     SupervisorKilled,
 )
+from pretrain.rundir.lock import read_lock
+from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Stopped
+from tests.helpers.full_disk import full_disk
 
 PREEMPT_TIME = {"PreemptTime": "2026-11-21T07:57:06"}
 RUNNING = {"JobState": "RUNNING", "Reason": "None", "PreemptTime": "None", "Restarts": "2"}
@@ -183,6 +192,10 @@ def test_a_supervisor_killed_in_this_start_of_the_job_is_told_from_one_lost_with
     lost = end_of_lost(started("7", 0, 40), this, step=60)
     assert isinstance(lost, JobEnded)
     assert lost.reason is JobEndReason.FIRST_NODE_LOST
+    waited = end_of_lost(started("7", 0, 40), this, step=60, waited=True)
+    assert isinstance(waited, JobEnded)
+    assert waited.reason is JobEndReason.STORAGE_FAILED
+    assert not past_attempts([started("7"), waited], "7"), "no failure of the run"
 
 
 def test_a_start_of_the_job_whose_end_is_written_is_not_begun_again():
@@ -281,3 +294,42 @@ def test_what_ranks_write_after_the_end_of_their_job_is_no_turn_of_the_run():
     assert last_turn(over) is over[1]
     again = [*over, Submitted(job="8"), started("8")]
     assert last_turn(again) is again[-1]
+
+
+SCONTROL = """#!/bin/bash
+: > "$0.$1"
+echo "JobId=7 JobState=RUNNING Reason=None PreemptTime=None Restarts=0 Requeue=1"
+"""
+
+
+def test_a_job_that_is_to_stop_is_requeued_although_nothing_can_be_written(
+    tmp_path, monkeypatch, caplog
+):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(SCONTROL)
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run_dir = RunDir.create(tmp_path / "run", RunConfig())
+    run_dir.ledger.append(started("7"))
+    with open(run_dir.ledger.path, "a") as ledger:
+        ledger.write(" " * 4096 + "\n")
+    stop = StopSignals()
+    stop.requests, stop.received = 1, [signal.SIGUSR1]  # ahead of the time limit
+    this = ThisJob(id="7", number=7, restart=0, nodes=("n1",))
+    job_exit = JobExit(this, run_dir.path, stop, check_fence=lambda: None, most_futile=3)
+    waits = StorageWaits(run_dir.path, stop)
+    waits.meanwhile = job_exit.poll
+    patient = RunDir(run_dir.path, waits.patience(600))
+    with run_dir.locked("launcher"), full_disk(4096):
+        with pytest.raises(StopWhileWaiting):
+            patient.ledger.append(attempt("7", RETRY, 0, 0))
+        job_exit.finish(EXIT_STOPPED)
+    assert (tmp_path / "scontrol.requeue").exists()
+    assert any("the job's end is not in the ledger: " in each for each in caplog.messages)
+    lock = read_lock(run_dir.path / "launcher.lock")
+    assert lock is not None
+    assert lock.stopped_by == "SIGUSR1"
+    this = replace(this, restart=1)
+    begin(this, run_dir)
+    ends = [event for event in run_dir.ledger.read() if isinstance(event, JobEnded)]
+    assert [end.reason for end in ends] == [JobEndReason.STORAGE_FAILED]

@@ -14,7 +14,7 @@ from launcher.restart_policy import (
     unresponsive_rank,
 )
 from launcher.slurm.job_exit import JobEnding, JobExit, ThisJob
-from launcher.supervisor import StopSignals
+from launcher.stop_signals import StopSignals
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.launch_events import (
     AttemptReason,

@@ -85,6 +85,8 @@ def evidence(
 
 HELD = Lock(pid=1, holder="train", hostname="here", since=NOW - 100, is_held=True)
 LEFT = replace(HELD, is_held=False)
+WAITS = replace(HELD, holder="launcher", waits_for="/run/x: full", waits_since=NOW - 180)
+FULL = "waiting for storage: /run/x: full"
 KILLED = "rank 1 was killed by SIGKILL"
 RETRY = attempt_ended(NextAction.RETRY)
 GIVEN_UP = attempt_ended(NextAction.GIVE_UP)
@@ -162,6 +164,24 @@ def elsewhere(seconds_ago: float) -> Lock:
             "ended silently",
         ),
         (evidence(START, RETRY, locks=[LEFT]), "failed", "ended silently"),
+        (evidence(START, RETRY, locks=[WAITS]), "running", f"{FULL} (since 3.0 min)"),
+        (
+            evidence(START, RETRY, locks=[replace(elsewhere(20), waits_for="full")]),
+            "running",
+            "waiting for storage: full",
+        ),
+        (
+            evidence(START, RETRY, locks=[replace(WAITS, is_held=False)]),
+            "failed",
+            "ended while it waited for storage: /run/x: full",
+        ),
+        (
+            evidence(START, RETRY, locks=[replace(WAITS, is_held=False, stopped_by="SIGINT")]),
+            "stopped",
+            "stopped by Ctrl-C; nothing is saved; it waited for storage: /run/x: full",
+        ),
+        (evidence(START, RETRY, locks=[HELD, replace(WAITS, is_held=False)]), "running", KILLED),
+        (evidence(START, STOPPED, locks=[replace(WAITS, is_held=False)]), "stopped", "1,200"),
         (evidence(locks=[elsewhere(20)]), "running", "starting"),
         (
             evidence(START, RETRY, locks=[elsewhere(20)]),

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -131,9 +135,10 @@ def test_a_host_that_does_not_see_the_run_says_so(tmp_path):
     assert "put the run on a disk that all nodes share" in result.stderr
 
 
-def test_a_rank_s_exit_status_is_whole_or_absent_and_outlasts_a_full_disk(tmp_path):
+@contextlib.contextmanager
+def waiting_task(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """The task of a rank that has exited with status 75, and cannot write that."""
     command = [sys.executable, "-m", "launcher.slurm.task", str(tmp_path / "r{rank}.log")]
-    status = tmp_path / "r3.status"
     full = (0, resource.RLIM_INFINITY)
     with subprocess.Popen(
         [*command, "-c", "import sys; sys.exit(75)"],
@@ -143,9 +148,27 @@ def test_a_rank_s_exit_status_is_whole_or_absent_and_outlasts_a_full_disk(tmp_pa
         text=True,
     ) as task:
         assert task.stderr is not None
+        status = tmp_path / "r3.status"
         assert f"{status}: File too large; the run waits" in task.stderr.readline()
         assert not status.exists()
+        yield task
+
+
+def test_a_rank_s_exit_status_is_whole_or_absent_and_outlasts_a_full_disk(tmp_path):
+    with waiting_task(tmp_path) as task:
         room = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
         resource.prlimit(task.pid, resource.RLIMIT_FSIZE, room)
         task.wait(timeout=30)
-    assert status.read_text() == "75"
+    assert (tmp_path / "r3.status").read_text() == "75"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_request_to_stop_ends_the_wait_to_write_an_exit_status(tmp_path, number):
+    with waiting_task(tmp_path) as task:
+        began = time.monotonic()
+        task.send_signal(number)
+        _, said = task.communicate(timeout=30)
+    assert task.returncode == 1
+    assert time.monotonic() - began < 5
+    assert said.startswith("error: rank 3 exited with status 75, not written: ")
+    assert said.count("\n") == 1

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +17,15 @@ from data_pipeline.patience import Patience
 from launcher.commands.local import change_of_ranks, starter
 from launcher.restart_policy import RestartPolicy
 from launcher.status.run_state import read_state
-from launcher.supervisor import Ranks, StopSignals, supervise
+from launcher.stop_signals import StopSignals
+from launcher.storage_waits import StorageWaits
+from launcher.supervisor import Ranks, supervise
 from pretrain.config.run import RunConfig
 from pretrain.rundir.exit_status import EXIT_STOPPED
-from pretrain.rundir.launch_events import AttemptEnded
+from pretrain.rundir.launch_events import AttemptEnded, AttemptReason, NextAction
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Started
+from tests.helpers.full_disk import full_disk
 
 
 @pytest.fixture
@@ -72,6 +78,99 @@ def test_a_supervisor_outlasts_a_disk_that_is_full_before_and_after_an_attempt(
     assert status == 0
     assert waited == [1, 1], "before the attempt, and until its end is written"
     assert isinstance(run_dir.ledger.read()[-1], AttemptEnded)
+
+
+def patient(run_dir: RunDir, stop: StopSignals) -> RunDir:
+    return RunDir(run_dir.path, StorageWaits(run_dir.path, stop).patience(600))
+
+
+@contextlib.contextmanager
+def signal_when(condition: Callable[[], bool], stop: StopSignals) -> Iterator[None]:
+    """Send this process SIGTERM as soon as the condition holds."""
+
+    def send() -> None:
+        deadline = time.monotonic() + 30
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+    with stop:
+        sender.start()
+        try:
+            yield
+        finally:
+            sender.join()
+
+
+def test_sigterm_ends_the_wait_for_a_full_disk_and_status_says_what_it_waited_for(run_dir, caplog):
+    caplog.set_level("INFO")
+    failed = AttemptEnded(
+        attempt_number=0, statuses=(1,), step_before=0, step=0,
+        reason=AttemptReason.RANK_FAILED, next=NextAction.RETRY,
+    )  # fmt: skip
+    run_dir.ledger.append(failed)
+    stop, seen = StopSignals(), []
+
+    def waits() -> bool:
+        state = read_state(run_dir.path)
+        seen.append((str(state.state), state.reason))
+        return "storage" in state.reason
+
+    began = time.monotonic()
+    with full_disk(4096), run_dir.locked("launcher"), signal_when(waits, stop):
+        status = supervise(patient(run_dir, stop), must_not_start, RestartPolicy(), stop)
+    assert time.monotonic() - began < 10
+    assert status == EXIT_INTERRUPTED
+    problem = f"{run_dir.path}/.writable.{os.getpid()}.tmp: File too large"
+    assert caplog.messages[0] == (
+        f"{problem}; the run waits, and tries again for up to 10 min; "
+        "a request to stop (Ctrl-C, SIGTERM, scancel) ends the wait"
+    )
+    assert caplog.messages[-1].startswith("stopped before the first checkpoint; nothing was saved")
+    state, reason = seen[-1]
+    assert state == "running"
+    assert reason.startswith(f"waiting for storage: {problem} (since ")
+    # the ledger's few bytes still fit
+    after = read_state(run_dir.path)
+    assert (after.state, after.reason) == ("stopped", "stopped by SIGTERM; nothing is saved")
+
+
+def test_a_stop_that_no_ledger_can_take_is_in_the_log_and_in_the_lock(run_dir, caplog):
+    caplog.set_level("INFO")
+    stop = StopSignals()
+
+    def start(number: int) -> Ranks:
+        fill.enter_context(full_disk(4096))
+        return starter(["false"], 1, run_dir)(number)
+
+    def waits() -> bool:
+        return any("the run waits" in message for message in caplog.messages)
+
+    run_dir.ledger.path.write_bytes(run_dir.ledger.path.read_bytes() + b" " * 4096 + b"\n")
+    with (
+        contextlib.ExitStack() as fill,
+        run_dir.locked("launcher"),
+        signal_when(waits, stop),
+    ):
+        status = supervise(patient(run_dir, stop), start, RestartPolicy(), stop)
+    assert status == EXIT_INTERRUPTED
+    unwritten = [each for each in caplog.messages if each.startswith("not in the ledger")]
+    assert len(unwritten) == 2
+    assert (
+        "ledger.jsonl: File too large: attempt 0 ended: rank 0 exited with status 1" in unwritten[0]
+    )
+    assert "stopped by SIGTERM" in unwritten[1]
+    state = read_state(run_dir.path)
+    assert state.state == "stopped"
+    assert state.reason == (
+        "stopped by SIGTERM; nothing is saved; it waited for storage: "
+        f"{run_dir.ledger.path}: File too large"
+    )
+
+
+def must_not_start(number: int) -> Ranks:
+    raise AssertionError("the disk is full")
 
 
 @pytest.mark.parametrize("job", [None, "17"])

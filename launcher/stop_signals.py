@@ -1,0 +1,37 @@
+"""The signals that ask a program of the launcher to stop what it has started."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+
+class StopSignals:
+    """Counts the signals that ask to stop, instead of dying of them.
+
+    The supervisor has to outlive its ranks, which save a checkpoint first, and to record how they
+    ended. So: SIGINT and SIGTERM ask the ranks to save and stop; a second SIGINT (Ctrl-C) kills
+    them. A second SIGTERM does not: Slurm sends several while a job ends. SIGUSR1, which `sbatch
+    --signal` sends ahead of the time limit, asks too. SIGUSR2 goes to the ranks alone (see
+    srun.py). `received` has all signals in order.
+    """
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.received: list[int] = []
+        self._previous: dict[signal.Signals, signal._HANDLER] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            self._previous[number] = signal.signal(number, self._count)
+        # In a batch job they were blocked until now (launcher/slurm/batch_process.py).
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _count(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+        self.requests += 1 if number == signal.SIGINT or not self.requests else 0
