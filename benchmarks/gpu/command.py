@@ -14,7 +14,8 @@ from benchmarks.gpu.context import Context, run_step
 from benchmarks.gpu.processes import last_line, prepare, run_process
 from benchmarks.gpu.report import Result, append_result, findings_in, results_in, status_of
 from benchmarks.gpu.steps import Step, selected
-from data_pipeline.errors import UserError
+from data_pipeline.errors import ConfigError, UserError
+from pretrain.commands.scale import check_output_directory
 from pretrain.terminal.text import markdown_table
 
 # One rank talks to nobody; without this it would look for the address of its own name.
@@ -39,6 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the steps; 0 if every selected step has a result and holds, 1 if not."""
     start, is_dry, out = time.monotonic(), arguments.dry_run, arguments.out.absolute()
     steps, again = selected(arguments.steps), _again(arguments.again)
+    if not arguments.minutes >= 0:
+        raise ConfigError(f"--minutes={arguments.minutes:g} must be 0 (no end) or more")
+    check_output_directory("--out", out)
     if not is_dry:
         _require_gpu()
     out.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from data_pipeline.errors import DataError
+from data_pipeline.files import append_whole, parse_json, read_lines
+
 RESULTS_NAME = "results.jsonl"
 # "missed": it ran, and something it checks does not hold. "failed": it did not reach its end.
 Status = Literal["ok", "missed", "failed", "timed out"]
@@ -65,17 +68,27 @@ def status_of(exit_status: int | None, found: dict[str, dict[str, Any]]) -> Stat
 
 
 def append_result(out: Path, result: Result) -> None:
-    """Add the line of a step."""
-    with (out / RESULTS_NAME).open("a") as file:
-        file.write(json.dumps(asdict(result)) + "\n")
+    """Add the line of a step, or nothing."""
+    append_whole(out / RESULTS_NAME, (json.dumps(asdict(result)) + "\n").encode(), sync=True)
 
 
 def results_in(out: Path, is_dry: bool = False) -> dict[str, Result]:
-    """Return the latest result of each step that has one, of dry runs or of those on a GPU."""
-    path = out / RESULTS_NAME
-    lines = path.read_text().splitlines() if path.exists() else []
-    results = (Result(**json.loads(line)) for line in lines)
-    return {each.step: each for each in results if (each.device == "cpu") == is_dry}
+    """Return the latest result of each step that has one, of dry runs or of those on a GPU.
+
+    DataError for a line that is no result: another one would be appended to a line cut short.
+    """
+    path, found = out / RESULTS_NAME, {}
+    for number, line in enumerate(read_lines(path), start=1):
+        try:
+            result = Result(**parse_json(line))
+        except (ValueError, TypeError):
+            raise DataError(
+                f"{path}: line {number} is damaged, expected the result of a step; remove the line "
+                "and run the same command again"
+            ) from None
+        if (result.device == "cpu") == is_dry:
+            found[result.step] = result
+    return found
 
 
 def _finite(value: Any) -> Any:

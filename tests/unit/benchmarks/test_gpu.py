@@ -141,6 +141,26 @@ def test_what_a_step_found_before_it_was_killed_counts(tmp_path: Path) -> None:
     assert not results_in(tmp_path)  # a dry run is no result of a GPU
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--out=OUT", "--minutes=-1"], "--minutes=-1 must be 0 (no end) or more"),
+        (["--out=OUT/results.jsonl"], "results.jsonl is a file; name a directory"),
+        (["--out=OUT"], "results.jsonl: line 2 is damaged, expected the result of a step; remove"),
+    ],
+)
+def test_wrong_options_and_damaged_results_are_told_in_a_line(tmp_path, capsys, arguments, said):
+    append_result(tmp_path, Result(step="a", status="ok", seconds=1.0, device="cpu"))
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"step": "b", "sta')
+    words = [each.replace("OUT", str(tmp_path)) for each in arguments]
+    assert main(["gpu", "--dry-run", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_no_warp_of_a_candidate_repeats_the_work_of_another() -> None:
     for shape in speed.SHAPES:
         found = list(tiles.candidates(shape))
