@@ -308,10 +308,12 @@ def check_lanes(plan: LanePlan, longest_document: int) -> str:
     most = comfortable_lanes(plan.num_tokens, longest_document)
     if share < COMFORTABLE_RATIO * longest_document and plan.num_lanes > most:
         lanes = "1 lane" if most == 1 else f"up to {most:,} lanes"
+        is_even = plan.num_tokens // most >= COMFORTABLE_RATIO * longest_document
         return (
             f"{plan.num_lanes:,} lanes of {share:,} tokens may differ in length by the longest "
-            f"document, {longest_document:,} tokens, and then enter epochs at different steps; "
-            f"lanes of {COMFORTABLE_RATIO} times its length are about even; use {lanes}"
+            f"document, {longest_document:,} tokens, and then enter epochs at different steps; use "
+            f"{lanes}{':' if is_even else ', or so much more text that they are even:'} lanes of "
+            f"{COMFORTABLE_RATIO} times its length are about even"
         )
     return ""
 
