@@ -139,8 +139,17 @@ def _report(error: OSError) -> str:
 
 
 def _path_of(error: OSError) -> str:
-    """The file that an error is about, or ''; a descriptor is no name."""
-    return os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
+    """The file that an error is about, or the folder that keeps it from being read; '' if unknown.
+
+    A descriptor is no name.
+    """
+    if not isinstance(error.filename, str | bytes):
+        return ""
+    name = os.fsdecode(error.filename)
+    for folder in reversed(Path(name).parents) if error.errno == errno.EACCES else ():
+        if folder.is_dir() and not os.access(folder, os.X_OK):
+            return str(folder)
+    return name
 
 
 def _is_out_of_inodes(error: OSError) -> bool:

@@ -25,12 +25,16 @@ _URL = re.compile(r"([a-z][a-z0-9-]+):/+(.*)")
 
 
 @contextlib.contextmanager
-def named_errors(path: Path) -> Iterator[None]:
-    """Add `path` to the block's OSErrors that name no file, such as those of a full disk."""
+def named_errors(path: Path, temporary: Path | None = None) -> Iterator[None]:
+    """Name `path` in the block's OSErrors that name no file, such as those of a full disk.
+
+    Also in those about a file whose path begins as `temporary`: users do not know such names.
+    """
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno is not None:
+        is_temporary = temporary is not None and str(error.filename).startswith(str(temporary))
+        if (error.filename is None or is_temporary) and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
@@ -51,7 +55,7 @@ def atomic_write(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[B
         return os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, mode)
 
     try:
-        with named_errors(path):
+        with named_errors(path, temporary):
             with open(temporary, "wb", opener=opener) as file:
                 yield file
                 file.flush()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data_pipeline.errors import UserError
+from data_pipeline.errors import UserError, os_error_text, remedy_of
 from launcher.slurm import client as slurm
 from launcher.slurm.client import JobRecord, QueuedJob
 from launcher.status.infer_status import State
@@ -89,14 +89,16 @@ def _read_anything(path: Path) -> RunState:
 
     To open a FIFO or a device could wait forever.
     """
-    for pattern in ("*", "slurm/*"):
-        for file in path.glob(pattern):
-            if file.exists() and not file.is_file() and not file.is_dir():
-                raise UserError(f"{file} is not a regular file; remove it")
     try:
+        for pattern in ("*", "slurm/*"):
+            for file in path.glob(pattern):
+                if file.exists() and not file.is_file() and not file.is_dir():
+                    raise UserError(f"{file} is not a regular file; remove it")
         return read_state(path)
     except UserError:
         raise
+    except OSError as error:
+        raise UserError(f"{os_error_text(error)}; {remedy_of(error)}") from error
     except Exception as error:
         _log.debug("%s", path, exc_info=True)
         reason = " ".join(f"{type(error).__name__}: {error}".split())

@@ -149,7 +149,7 @@ class RunDir:
     def check_writable(self) -> None:
         """Raise OSError unless a small file can be written."""
         probe = self.path / f".writable.{os.getpid()}.tmp"
-        with named_errors(probe):
+        with named_errors(self.path, probe):
             try:
                 with open(probe, "wb", opener=own_file) as file:
                     file.write(b"x" * _PROBE_BYTES)

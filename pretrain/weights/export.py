@@ -29,6 +29,7 @@ from data_pipeline.errors import CheckpointError, ConfigError
 from data_pipeline.files import (
     fsync_directory,
     fsync_file,
+    named_errors,
     read_regular,
     sha256_of,
     write_json,
@@ -65,10 +66,11 @@ def refuse_existing(output: Path) -> None:
 def new_directory(output: Path) -> Iterator[Path]:
     """Yield a directory beside `output`, renamed to it if the block succeeds, else removed."""
     beside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    beside.mkdir(parents=True)
     try:
-        yield beside
-        os.rename(beside, output)
+        with named_errors(output, beside):
+            beside.mkdir(parents=True)
+            yield beside
+            os.rename(beside, output)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise

@@ -13,6 +13,7 @@ import pytest
 
 from data_pipeline.cli import main as data_pipeline
 from data_pipeline.errors import ConfigError, exit_status_of
+from data_pipeline.files import write_text
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from tests.helpers.small_disks import needs_mounts
@@ -61,6 +62,28 @@ def test_every_error_of_a_file_is_one_line_with_its_name_and_what_to_do(capsys):
         problem, _, remedy = line.partition("; ")
         assert problem == f"error: data/x: {os.strerror(number)}"
         assert len(remedy) > 10
+
+
+def test_a_folder_that_may_not_be_entered_is_named_in_place_of_a_file_in_it(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "closed").mkdir()
+    may_enter = os.access  # root may enter everything
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: Path(path).name != "closed" and may_enter(path, mode)
+    )
+    path = tmp_path / "closed" / "sub" / "manifest.json"
+    error = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    assert exit_status_of(raising(error)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path}/closed: Permission denied; give this user the")
+
+
+def test_a_file_that_cannot_be_written_is_named_and_not_its_temporary_one(tmp_path, capsys):
+    for path in (tmp_path / "absent" / "x.yaml", tmp_path / "folder"):
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        assert exit_status_of(lambda path=path: write_text(path, "x") or 0) == 2
+        assert capsys.readouterr().err.startswith(f"error: {path}: ")
 
 
 def test_a_mistake_of_ours_that_is_no_error_of_the_system_is_not_hidden():

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import errno
 import json
+import re
 import threading
 import time
 from dataclasses import replace
 
 import pytest
 
+from data_pipeline.errors import UserError
 from launcher.slurm import client as slurm
 from launcher.slurm.client import JobRecord, QueuedJob, SlurmUnreachable
 from launcher.status import slurm_queue
@@ -270,6 +273,19 @@ def test_a_run_whose_heartbeats_change_runs_however_far_our_clock_is_ahead(tmp_p
     (beating,) = read_states([run_dir.path])
     timer.join()
     assert (beating.state, beating.reason) == ("running", "")
+
+
+def test_a_run_that_may_not_be_read_is_told_as_other_files_are(tmp_path, monkeypatch):
+    def read_state(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path / "run.json"))
+
+    monkeypatch.setattr(slurm_queue, "read_state", read_state)  # root may read everything
+    closed, other = read_states([tmp_path, tmp_path])
+    said = f"{tmp_path}/run.json: Permission denied; give this user the permissions"
+    assert closed.reason.startswith(said)
+    assert closed.state == other.state == State.DAMAGED
+    with pytest.raises(UserError, match=f"^{re.escape(said)}"):
+        read_states([tmp_path])
 
 
 def test_without_an_answer_the_states_of_the_directories_stand_with_a_warning(monkeypatch, caplog):
