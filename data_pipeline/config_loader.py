@@ -16,6 +16,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from data_pipeline.credentials import problem_of
 from data_pipeline.errors import ConfigError
+from data_pipeline.file_kinds import names_of, refuse_other_kind
 from data_pipeline.files import path_text
 from data_pipeline.setting_fields import UNIT
 from data_pipeline.setting_tree import member_of, section_hint, section_of_list, suggestion
@@ -41,6 +42,7 @@ def load_config(
     ConfigError lists the invalid settings: those of the file, and those that `overridden_by` made.
     """
     tree = read_tree(Path(path))
+    refuse_other_kind(tree, Path(path), names_of(schema))
     for override in overrides:
         merge(tree, parse_override(override))
     value, problems = _checked(schema, tree)

@@ -35,10 +35,11 @@ from typing import Any, NoReturn
 
 from data_pipeline.errors import ConfigError, UserError, exit_status_of
 from data_pipeline.setting_tree import settings_of
-from data_pipeline.yaml_files import did_you_mean
+from data_pipeline.yaml_files import YAML_SUFFIXES, did_you_mean
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _UNKNOWN = "unrecognized arguments: "  # argparse's words
+_REQUIRED = "the following arguments are required: "
 
 
 @dataclass(frozen=True)
@@ -119,14 +120,16 @@ class _Parser(argparse.ArgumentParser):
         return [re.sub(r"^--out(?==|$)", "--output", each) for each in arguments]
 
     def with_overrides_first(self, arguments: Sequence[str]) -> list[str]:
-        """The arguments with overrides that follow a flag's several numbers moved before them."""
+        """The arguments with the file and overrides that follow a flag's several numbers moved
+        before them."""
         if not any(isinstance(action, _Overrides) for action in self._actions):
             return list(arguments)
         moved, kept, flag = [], [], None
         for word in arguments:
             flag = self._option_string_actions.get(word, None if word.startswith("--") else flag)
-            takes_numbers = flag is not None and flag.nargs == "+" and flag.type is not None
-            (moved if takes_numbers and _OVERRIDE.match(word) else kept).append(word)
+            takes = flag.type if flag is not None and flag.nargs == "+" else None
+            is_file = takes is not Path and word.endswith(YAML_SUFFIXES)
+            (moved if takes and (is_file or _OVERRIDE.match(word)) else kept).append(word)
         return moved + kept
 
     def error(self, message: str) -> NoReturn:
@@ -134,7 +137,21 @@ class _Parser(argparse.ArgumentParser):
         hint = self._hint(rest.split()[0].partition("=")[0], rest) if rest else ""
         if "expected one argument" in message and self._has_value_with_dash(message.split()[1]):
             hint = "; a value that starts with a dash follows an equals sign, as in --flag=-1"
+        if flag := self._flag_that_took(message):
+            hint = f"; {flag} takes all words up to the next flag, so write other arguments first"
+        message = message.replace(
+            ", KEY=VALUE", ""
+        )  # argparse takes what may be left out for required
         raise UserError(f"{message}{hint or f'; see {self.prog} --help'}")
+
+    def _flag_that_took(self, message: str) -> str:
+        """The flag of several values that may have taken an argument which is missing, or ""."""
+        known = self._option_string_actions
+        several = [word for word in self.words if word in known and known[word].nargs in ("+", "*")]
+        if re.match(f"{_REQUIRED}[^-]", message):
+            return several[-1] if several else ""
+        refused = message.partition(": expected")[0]  # of no value at all, argparse expects one
+        return next((flag for flag in several if refused.startswith(f"argument {flag}: ")), "")
 
     def _has_value_with_dash(self, names: str) -> bool:
         """Whether a word that is no flag, but begins like one, follows the flag `-n/--names:`."""
@@ -164,28 +181,32 @@ class _Parser(argparse.ArgumentParser):
 
 
 def add_experiment(
-    parser: argparse.ArgumentParser, schema: Any, words: str = "experiment file (YAML)"
+    parser: argparse.ArgumentParser,
+    schema: Any,
+    words: str = "experiment file (YAML)",
+    file: str = "experiment",
 ) -> None:
-    """Define `experiment`, a file with settings of `schema`, and `overrides` of them.
+    """Define the argument `file` and `overrides` of settings of `schema`.
 
     Overrides may also come first.
     """
-    parser.add_argument("experiment", type=Path, metavar="EXPERIMENT", help=words)
+    parser.add_argument(file, type=Path, metavar=file.upper(), help=words)
     overrides = parser.add_argument(
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
         action=_Overrides,
-        help="settings that override the file's, such as optim.steps=100",
+        help="settings that override the file's, such as model.dropout=0.1",
     )
     assert isinstance(overrides, _Overrides)
-    overrides.schema = schema
+    overrides.schema, overrides.file = schema, file
 
 
 class _Overrides(argparse.Action):
-    """Takes the one name that is no override as the experiment, wherever it stands."""
+    """Takes the one name that is no override as the file, wherever it stands."""
 
     schema: Any = None  # of the settings
+    file = ""  # the argument for it
 
     def __call__(
         self,
@@ -194,13 +215,16 @@ class _Overrides(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        names = [str(namespace.experiment), *values]
+        first = getattr(namespace, self.file)
+        names = [str(first), *values]
         files = [name for name in names if not _OVERRIDE.match(name)]
-        if len(files) != 1 and names[0] not in files and not namespace.experiment.exists():
+        if len(files) != 1 and names[0] not in files and not first.exists():
             found = " ".join(names)
-            raise UserError(f"found {found}, expected one experiment and overrides of its settings")
+            raise UserError(
+                f"found {found}, expected one {self.file} and overrides of its settings"
+            )
         if len(files) == 1:
-            namespace.experiment = Path(files[0])
+            setattr(namespace, self.file, Path(files[0]))
             names = files + [name for name in names if name != files[0]]
         namespace.overrides = names[1:]
 

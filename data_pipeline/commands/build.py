@@ -16,6 +16,7 @@ from data_pipeline.config_loader import parse_config
 from data_pipeline.corpora.corpus_hash import corpus_hash
 from data_pipeline.corpora.mixing import Mixing
 from data_pipeline.errors import ConfigError, shown_id
+from data_pipeline.file_kinds import names_of, refuse_other_kind
 from data_pipeline.program import check_positive
 from data_pipeline.progress import StatusLine
 from data_pipeline.setting_pages import kind_of
@@ -47,6 +48,7 @@ PARSED_FLAGS = (
     *("validation_fraction", "max_rejects", "normalize_newlines", "drop_duplicates"),
     *("split_characters", "shuffle_seed", "shard_bytes", "threads", "tokenizer.vocab_size"),
 )
+_NAMED = {"input": "--input PATH", "output": "--output DIR"}  # what has no default
 _SWITCHES = ("true", "false", "yes", "no", "on", "off")
 TOKENS_PER_PIECE = 100  # of the training split, on average; with fewer a build says so
 WELL_MIXED = 2.0  # factor by which the share of a domain may vary before a build says so
@@ -200,13 +202,19 @@ def _corpus_config(arguments: argparse.Namespace) -> CorpusConfig:
             "let one extend the other"
         )
     tree = read_tree(Path(files[0])) if files else {}
+    for file in files:
+        refuse_other_kind(tree, Path(file), names_of(CorpusConfig))
     for text in arguments.settings:
         if "=" in text:
             merge(tree, parse_override(text))
     merge(tree, _tree_of_flags(arguments))
     if isinstance(tree.get("input"), str):
         tree["input"] = [tree["input"]]
-    return parse_config(CorpusConfig, tree, source=files[0] if files else "data-pipeline build")
+    source = files[0] if files else "data-pipeline build"
+    if missing := [name for name in _NAMED if tree.get(name) is None]:
+        flags = " ".join(_NAMED[name] for name in missing)
+        raise ConfigError(f"{source}: found no {' and no '.join(missing)}; add {flags}")
+    return parse_config(CorpusConfig, tree, source)
 
 
 def _free_settings_after_switches(arguments: argparse.Namespace) -> None:

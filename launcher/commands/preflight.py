@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError, UserError
+from data_pipeline.files import named_errors
 from data_pipeline.own_programs import copied_arguments, own_arguments, own_command
 from launcher.node_checks import NodeReport, gather, pair_up, rate_nodes
 from launcher.slurm import client as slurm
@@ -27,11 +28,13 @@ from launcher.slurm.sbatch import (
     quote,
 )
 from launcher.slurm.snapshot import Snapshot
+from pretrain.costs.devices import MOST_NODES, MOST_RANKS
 from pretrain.processes.local_ranks import RankGroup
 from pretrain.processes.node_findings import END, TOKEN
 
 EXIT_FOUND_DIFFERENCES = 1
 _CHECK = "pretrain.processes.node_check"
+_PREFIX = ".preflight-"
 _MINUTES = 15
 _LEAVE_SECONDS = 5.0
 _NOT_OF_SRUN = ("requeue", "no-requeue", "export-file")  # options that only sbatch has
@@ -61,11 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0 if all nodes are ok, 1 if one is busy, slow or broken."""
-    for name in ("nodes", "ranks"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name}={getattr(arguments, name)} must be 1 or more")
+    for name, most in (("nodes", MOST_NODES), ("ranks", MOST_RANKS)):
+        if not 1 <= (value := getattr(arguments, name)) <= most:
+            raise ConfigError(f"--{name}={value} must be from 1 to {most:,}")
     arguments.directory.mkdir(parents=True, exist_ok=True)
-    out = Path(tempfile.mkdtemp(prefix=".preflight-", dir=arguments.directory)).resolve()
+    with named_errors(arguments.directory, arguments.directory / _PREFIX):
+        out = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=arguments.directory)).resolve()
     out.chmod(0o755)
     try:
         reports = (

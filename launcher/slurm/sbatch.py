@@ -12,11 +12,11 @@ from data_pipeline.credentials import referenced_variable
 from data_pipeline.errors import ConfigError
 from data_pipeline.own_programs import copied_arguments
 from launcher.slurm.cluster import ClusterConfig, control_characters
+from pretrain.costs.devices import MOST_NODES
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _LONGEST_VALUE = 4000  # sbatch copies a value into 8 KiB without looking at its length
-_NODES = re.compile(r"([0-9]{1,6})(?:([:+])([0-9]{1,6}))?")
-_MOST_NODES = 65_536  # Slurm's own limit
+_NODES = re.compile(r"([0-9]{1,20})(?:([:+])([0-9]{1,20}))?")
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,15 @@ def parse_nodes(text: str) -> NodeRange:
         )
     first, sign, second = int(found[1]), found[2], int(found[3] or found[1])
     if sign == "+":
-        if not (first and second and first + second <= _MOST_NODES):
+        if not (first and second and first + second <= MOST_NODES):
             raise ConfigError(
                 f"--nodes={text}: expected 1 or more nodes to train and 1 or more spare ones, at "
-                f"most {_MOST_NODES:,} in all; write 4+1 for 4 and a spare one"
+                f"most {MOST_NODES:,} in all; write 4+1 for 4 and a spare one"
             )
         return NodeRange(first, first, spare=second)
     nodes = NodeRange(first, second)
-    if not 1 <= nodes.least <= nodes.most <= _MOST_NODES:
-        raise ConfigError(
-            f"--nodes={text}: expected 1 to {_MOST_NODES:,}, the smaller number first"
-        )
+    if not 1 <= nodes.least <= nodes.most <= MOST_NODES:
+        raise ConfigError(f"--nodes={text}: expected 1 to {MOST_NODES:,}, the smaller number first")
     return nodes
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from data_pipeline.config_loader import parse_config
 from data_pipeline.errors import ConfigError
+from data_pipeline.file_kinds import refuse_other_kind
 from data_pipeline.yaml_files import read_tree
-from pretrain.costs.devices import DEVICES, Hardware, NodeConfig
+from pretrain.costs.devices import DEVICES, MOST_NODES, MOST_RANKS, Hardware, NodeConfig
 
 
 def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,14 +35,16 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
 
 def hardware_of(arguments: argparse.Namespace) -> Hardware:
     """Return the hardware of the cluster file, if one is given; the other options win over it."""
-    for name in ("nodes", "gpus_per_node"):
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}={value} must be 1 or more")
+    for name, most in (("nodes", MOST_NODES), ("gpus_per_node", MOST_RANKS)):
+        if (value := getattr(arguments, name)) is not None and not 1 <= value <= most:
+            raise ConfigError(f"--{name.replace('_', '-')}={value} must be from 1 to {most:,}")
     ranks, gpu, node = arguments.gpus_per_node, arguments.gpu, None
     if arguments.cluster is not None:
         # The launcher checks the file's other settings, which are Slurm's.
         names = {field.name for field in fields(NodeConfig)}
-        tree = {key: value for key, value in read_tree(arguments.cluster).items() if key in names}
+        tree = read_tree(arguments.cluster)
+        refuse_other_kind(tree, arguments.cluster, names)
+        tree = {key: value for key, value in tree.items() if key in names}
         node = parse_config(NodeConfig, tree, source=str(arguments.cluster))
         if node.num_gpus and not (gpu or node.gpu_model):
             raise ConfigError(

@@ -147,10 +147,12 @@ def rule_name(arguments: argparse.Namespace) -> str:
     return f"tuned by {', '.join(arguments.tuned)}" if arguments.tuned else arguments.rule
 
 
-def add_sweep_output(parser: argparse.ArgumentParser) -> None:
-    """The flags of an action that writes a sweep file."""
+def add_sweep_output(
+    parser: argparse.ArgumentParser, name: str = "the experiment's and what is planned"
+) -> None:
+    """The flags of an action that writes a sweep file; `name` says what it is called."""
     add = parser.add_argument
-    add("--name", default="", help="name of the sweep (default: from the experiment's)")
+    add("--name", default="", help=f"name of the sweep (default: {name})")
     path = "sweep file to write (default configs/sweeps/NAME.yaml)"
     add("--output", type=Path, metavar="FILE", help=path)
     overrides = "the same as KEY=VALUE alone"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from data_pipeline.program import Program, add_experiment
+from data_pipeline.program import Program, add_experiment, check_positive
 from pretrain.commands.scale import (
     add_report_output,
     add_sweep,
@@ -50,12 +50,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     seeds = "train each run once per seed (default: the experiment's)"
     add("--seeds", type=int, nargs="+", default=[], metavar="SEED", help=seeds)
     steps = "steps with the experiment's lanes (default: the experiment's)"
-    add("--steps", type=int, default=0, metavar="N", help=steps)
+    add("--steps", type=int, metavar="N", help=steps)
     add_sweep_output(parser)
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan and write the sweep file."""
+    if arguments.steps is not None:
+        check_positive(arguments, "steps")
     base, name = sweep_base(arguments, "tune")
     runs = plan_rates(
         with_vocabulary(base),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
-from data_pipeline.program import Program
+from data_pipeline.program import Program, add_experiment
 from data_pipeline.yaml_files import find_config
 from pretrain.commands.scale import (
     add_report_output,
@@ -60,10 +60,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale variants plan`."""
     add = parser.add_argument
     words = "file of the comparison: experiment, FLOPs, rates, seeds, members"
-    add("comparison", type=Path, metavar="COMPARISON", help=words)
+    add_experiment(parser, RunConfig, words, file="comparison")
     words = "parent of the cells' run directories (default runs/NAME): where best rates are read"
     add("--runs-dir", type=Path, metavar="DIR", help=words)
-    add_sweep_output(parser)
+    add_sweep_output(parser, name="the comparison's")
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -73,8 +73,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
     name = arguments.name or comparison.name
     path = sweep_path(arguments.output, name)
     check_output_file("--output", path, f"{name}.yaml")
-    base = load_config(RunConfig, experiment, [*comparison.settings, *arguments.set])
-    runs = member_runs(comparison, experiment, arguments.set)
+    overrides = [*arguments.overrides, *arguments.set]
+    runs = member_runs(comparison, experiment, overrides)
+    base = load_config(RunConfig, experiment, [*comparison.settings, *overrides])
     notes = [f"{flops_text(comparison.flops)} FLOPs for each run of {', '.join(runs)}"]
 
     def sweep_with(best: Mapping[str, float]) -> Sweep:

@@ -14,6 +14,7 @@ from pretrain.config.engine import EngineConfig
 
 GIB = 1 << 30
 MOST_RANKS = 1024  # of a node
+MOST_NODES = 65_536  # of a cluster: Slurm's own limit
 # Fraction of a device's memory; the rest goes to driver, communication buffers and fragmentation.
 USABLE = 0.92
 CPU_MFU = 0.25  # assumed where nothing was measured, as is the next

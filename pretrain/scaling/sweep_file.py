@@ -32,6 +32,7 @@ from typing import Any
 
 from data_pipeline.config_loader import load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.file_kinds import refuse_other_kind
 from data_pipeline.files import write_text
 from data_pipeline.setting_fields import LONGEST_NAME, require_name
 from data_pipeline.yaml_files import (
@@ -91,6 +92,7 @@ class Sweep:
 def read_sweep(path: Path) -> Sweep:
     """A sweep file; ConfigError lists everything that is wrong with it."""
     tree = read_tree(path)
+    refuse_other_kind(tree, path, ("grid", "cells"))
     _check_form(tree, path)
     if "grid" in tree:
         tree = _expanded(tree, path)
@@ -160,11 +162,17 @@ def _check_form(tree: Tree, path: Path) -> None:
     if problem:
         raise ConfigError(f"{path}: {problem}")
     for number, cell in enumerate(cells if isinstance(cells, list) else ()):
-        if isinstance(cell, dict) and not isinstance(cell.get("overrides", []), list):
-            raise ConfigError(
-                f"{path}: cells[{number}]: overrides is {abbreviated(cell['overrides'])}; write "
-                "settings as on a command line: [seed=1, model.memory_length=64]"
-            )
+        if isinstance(cell, dict):
+            check_overrides(f"{path}: cells[{number}]: overrides", cell.get("overrides", []))
+
+
+def check_overrides(name: str, value: Any) -> None:
+    """Raise ConfigError unless the value in a file is a list of overrides."""
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise ConfigError(
+            f"{name} is {abbreviated(value)}; write settings as on a command line: "
+            "[seed=1, model.memory_length=64]"
+        )
 
 
 def _expanded(tree: Tree, path: Path) -> Tree:

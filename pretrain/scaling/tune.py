@@ -42,11 +42,11 @@ def plan_rates(
     *,
     lanes: Sequence[int] = (),
     seeds: Sequence[int] = (),
-    steps: int = 0,
+    steps: int | None = None,
 ) -> list[PlannedRun]:
     """The base with every rate, number of lanes and seed; all read as many tokens.
 
-    More lanes make fewer steps. `steps` are those with the base's lanes (0: the base's); warm-up
+    More lanes make fewer steps. `steps` are those with the base's lanes (None: the base's); warm-up
     and decay are in proportion to them. Raises ConfigError for rates that are no positive numbers,
     or fewer than three.
     """
@@ -57,7 +57,7 @@ def plan_rates(
         )
     if base.data.phases:
         raise ConfigError(f"{base.name} has phases (data.phases); take them out to tune its rate")
-    steps = steps or base.optim.steps
+    steps = base.optim.steps if steps is None else steps
     tokens = steps * base.tokens_per_step
     runs = []
     for count in sorted({*(lanes or [base.data.lanes])}):

@@ -21,16 +21,19 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
-from data_pipeline.setting_fields import require_name
+from data_pipeline.setting_fields import MOST, require_name
+from data_pipeline.yaml_files import read_tree
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import computed_flops_of_step, cost_of
 from pretrain.scaling.plan import PlannedRun, planned_run
 from pretrain.scaling.recipe import refuse_unsuited, with_steps
+from pretrain.scaling.sweep_file import check_overrides
 
 FEWEST_STEPS = 50  # so that whole steps miss the FLOPs by at most 1%
 RATE_FACT, SEED_FACT, FLOPS_FACT = "variant_rate", "variant_seed", "variant_flops"
-_PLANNED = ("name", "seed", "optim.steps", "optim.learning_rate")
+_PLANNED = ("name", "seed", "optim.steps", "optim.learning_rate", "evaluation.interval")
+_PLANNED += ("optim.schedule.warmup_steps", "optim.schedule.decay_steps", "checkpoint.interval")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +57,30 @@ class Comparison:
         if len(self.members) < 2:
             raise ConfigError(f"found {len(self.members)} members, expected two or more")
         if not self.rates or min(self.rates) <= 0 or len({*self.rates}) < len(self.rates):
-            raise ConfigError(f"rates={list(self.rates)}: expected different positive numbers")
+            raise ConfigError(
+                f"rates={list(self.rates)}: expected one or more different positive numbers"
+            )
         if not self.seeds or min(self.seeds) < 0 or len({*self.seeds}) < len(self.seeds):
-            raise ConfigError(f"seeds={list(self.seeds)}: expected different numbers of 0 or more")
+            raise ConfigError(
+                f"seeds={list(self.seeds)}: expected one or more different numbers of 0 or more"
+            )
         for overrides in (self.settings, *self.members.values()):
-            if planned := [each for each in overrides if each.partition("=")[0] in _PLANNED]:
-                raise ConfigError(
-                    f"{planned[0]} follows from flops, rates and seeds; leave it out of settings "
-                    "and members"
-                )
+            _refuse_planned(overrides)
+
+
+def _refuse_planned(overrides: Sequence[str]) -> None:
+    for each in overrides:
+        if each.partition("=")[0] in _PLANNED:
+            raise ConfigError(f"{each} follows from flops, rates and seeds; leave it out")
 
 
 def read_comparison(path: Path) -> Comparison:
     """Return the comparison in a file; ConfigError lists everything that is wrong with it."""
+    tree = read_tree(path)
+    members = tree.get("members")
+    for member, overrides in members.items() if isinstance(members, dict) else ():
+        check_overrides(f"{path}: members.{member}", overrides)
+    check_overrides(f"{path}: settings", tree.get("settings", []))
     return load_config(Comparison, path)
 
 
@@ -76,8 +90,10 @@ def member_runs(
     """Return every member with the steps that its FLOPs pay for; `settings` replace the file's.
 
     Steps count all that is computed: also what Muon takes, and what is computed a second time.
-    Raises ConfigError for settings that do not go together, and for too few FLOPs.
+    Raises ConfigError for settings that do not go together or follow from the FLOPs, and for too
+    few or too many FLOPs.
     """
+    _refuse_planned(settings)
     found = {}
     for member, overrides in comparison.members.items():
         changed = [*comparison.settings, *settings, *overrides]
@@ -90,6 +106,11 @@ def member_runs(
                 f"flops={comparison.flops:g} pay for {steps} steps of {run.tokens_per_step:,} "
                 f"tokens of {member} ({cost_of(run).parameters:,} parameters), expected at least "
                 f"{FEWEST_STEPS}; use more FLOPs or fewer lanes"
+            )
+        if steps > MOST:
+            raise ConfigError(
+                f"flops={comparison.flops:g} pay for {steps:.2g} steps of {member}, expected at "
+                f"most {MOST:g}; use fewer FLOPs"
             )
         found[member] = with_steps(run, steps)
     return found

@@ -85,14 +85,21 @@ def best_rates(runs: Sequence[MemberRun]) -> dict[str, float]:
 
 
 def compared_runs(runs: Sequence[MemberRun]) -> dict[str, list[MemberRun]]:
-    """Return the finished runs of each member at its best rate, a run per seed."""
-    best = best_rates(runs)
-    return {
-        member: [
-            run for run in runs if (run.member, run.rate) == (member, rate) and not run.row.excluded
-        ]
-        for member, rate in best.items()
-    }
+    """Return the finished runs of each member at its best rate, a run per seed.
+
+    DataError if there are none.
+    """
+    compared = {}
+    for member, rate in best_rates(runs).items():
+        at_best = [run for run in runs if (run.member, run.rate) == (member, rate)]
+        if finished := [run for run in at_best if not run.row.excluded]:
+            compared[member] = finished
+    if not compared:
+        raise DataError(
+            "no member has ended at all of its rates; let the sweep finish, or run the same "
+            "command again to continue it"
+        )
+    return compared
 
 
 def missing_lines(runs: Sequence[MemberRun]) -> list[str]:
@@ -156,15 +163,9 @@ def results_of(runs: Sequence[MemberRun]) -> list[MemberResult]:
 
     DataError if there are none, or a run has not been probed.
     """
-    compared = {member: found for member, found in compared_runs(runs).items() if found}
-    if not compared:
-        raise DataError(
-            "no member has ended at all of its rates; let the sweep finish, or run the same "
-            "command again to continue it"
-        )
     return [
         _result(found, [run for run in runs if run.member == member])
-        for member, found in compared.items()
+        for member, found in compared_runs(runs).items()
     ]
 
 

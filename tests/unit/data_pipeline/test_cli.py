@@ -46,6 +46,15 @@ def test_flags_win_over_overrides_and_overrides_over_the_config_file(tmp_path, c
     assert f"{corpus.num_documents} documents" in out
 
 
+def test_a_build_without_input_or_output_is_told_the_flags(tmp_path, capsys):
+    for flags, missing in ([], "input and no output"), (["--input=x"], "output"):
+        status, out, error = run(capsys, "build", "--tokenizer=bytes", *flags)
+        named = {"input": "--input PATH ", "output": "--output DIR"}
+        added = "".join(named[word] for word in missing.split() if word in named)
+        assert (status, out) == (2, "")
+        assert error == f"error: data-pipeline build: found no {missing}; add {added}\n"
+
+
 def test_a_fraction_that_leaves_no_validation_text_is_told_the_smallest_that_works(
     tmp_path, capsys
 ):

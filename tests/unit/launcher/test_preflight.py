@@ -151,7 +151,9 @@ def test_ranks_that_can_not_start_are_told_with_their_last_line(tmp_path, monkey
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--local", "--ranks=0"], "--ranks=0 must be 1 or more"),
+        (["--local", "--ranks=0"], "--ranks=0 must be from 1 to 1,024"),
+        (["--cluster=cluster.yaml", "--nodes=99999999999"], "must be from 1 to 65,536"),
+        (["--local", "--directory=/proc"], "/proc: No such file or directory"),
         (["--cluster=nowhere.yaml"], "nowhere.yaml does not exist"),
         (["--cluster=cluster.yaml"], "found no Slurm cluster on this host"),
     ],

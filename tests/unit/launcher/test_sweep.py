@@ -426,6 +426,7 @@ def test_only_status_can_be_watched_and_only_on_a_terminal(grid, capsys):
             ["--cluster={folder}/cluster.yaml", "--nodes=x"],
             "--nodes=x is neither a number nor a range",
         ),
+        (["--cluster={folder}/cluster.yaml", "--nodes=99999999999"], "expected 1 to 65,536"),
         (["--cluster={folder}/cluster.yaml", "--nodes=2+1"], "--nodes=2+1: found spare nodes"),
         (["--cluster=nowhere.yaml"], "nowhere.yaml does not exist"),
     ],

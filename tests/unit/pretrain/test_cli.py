@@ -148,6 +148,24 @@ def test_overrides_may_stand_before_the_experiment_too(tmp_path, capsys):
         )
 
 
+def test_a_file_may_follow_a_flag_of_several_numbers_and_another_argument_is_told_the_order(
+    tmp_path, capsys
+):
+    experiment, sweep = tmp_path / "x.yaml", tmp_path / "sweep.yaml"
+    experiment.write_text("name: mine\nmodel: {vocab_size: 100}\n")
+    plan = ["scale", "tune", "plan", "--output", str(sweep), "--rates", "1e-3", "2e-3", "4e-3"]
+    assert main([*plan, str(experiment), "data.lanes=8"]) == 0
+    assert "data.lanes=8" in sweep.read_text()
+    capsys.readouterr()
+    order = "takes all words up to the next flag, so write other arguments first\n"
+    assert main([*plan, "runs/mine"]) == 2
+    assert capsys.readouterr().err.endswith(f"'runs/mine'; --rates {order}")
+    assert main([*plan[:3], "--rates", "1e-3", "--seeds"]) == 2
+    assert "--seeds: expected at least one argument; see" in capsys.readouterr().err
+    assert main(["scale", "plan", "--budgets", "1e15", "--ladder", str(experiment)]) == 2
+    assert capsys.readouterr().err.endswith(f"are required: EXPERIMENT; --ladder {order}")
+
+
 def test_a_misspelt_flag_is_named_also_where_it_should_have_been_a_required_one(capsys):
     assert main(["train", "x.yaml", "--rundir", "runs/x"]) == 2
     expected = "error: unrecognized arguments: --rundir; did you mean '--run-dir'?\n"

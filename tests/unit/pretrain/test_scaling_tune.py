@@ -243,6 +243,7 @@ def test_plans_for_which_the_corpus_is_too_small_are_refused_with_their_own_advi
     )
     for command, advice in (
         (["tune", "plan", "--rates", "0.1", "0.2", "0.4", "--steps", "9999"], "use fewer --steps"),
+        (["tune", "plan", "--rates", "0.1", "0.2", "0.4", "--steps", "0"], "--steps=0 must be"),
         (["context", "plan", "--segments", "1", "32", "--memories", "8"], "longer --segments"),
     ):
         kind, plan, *flags = command

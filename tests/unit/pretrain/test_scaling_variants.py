@@ -85,8 +85,8 @@ def test_a_cells_name_tells_its_member_and_every_number(member):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("seeds: [3, 4]|seeds: [3, 3]", "expected different numbers of 0 or more"),
-        ("rates: [1e-5, 4e-3]|rates: [0]", "expected different positive numbers"),
+        ("seeds: [3, 4]|seeds: [3, 3]", "different numbers of 0 or more"),
+        ("rates: [1e-5, 4e-3]|rates: [0]", "different positive numbers"),
         ("flops: 1e8|flops: 0", "flops=0 must be 1 or more"),
         ("flops: 1e8|flops: 1e6", "pay for 1 steps of 16 tokens of no-memory"),
         ("  no-memory: [model.memory_length=0]\n|", "found 1 members, expected two"),
@@ -94,6 +94,10 @@ def test_a_cells_name_tells_its_member_and_every_number(member):
         ("evaluation.max_tokens=200|seed=9", "seed=9 follows from flops"),
         ("model.memory_length=0|model.memory=0", "member no-memory (over"),
         ("no-memory:|no/memory:", "members"),
+        ("rates: [1e-5, 4e-3]|rates: []", "expected one or more different positive numbers"),
+        ("seeds: [3, 4]|seeds: []", "expected one or more different numbers of 0 or more"),
+        ("flops: 1e8|flops: 5e25", "steps of no-memory, expected at most 1e+12; use fewer FLOPs"),
+        ("[model.memory_length=0]|3", "members.no-memory is 3; write settings as on a command"),
     ],
 )
 def test_a_wrong_comparison_is_refused_in_a_line(tmp_path, capsys, text, said):
@@ -108,6 +112,23 @@ def test_a_wrong_comparison_is_refused_in_a_line(tmp_path, capsys, text, said):
     assert said in error
     assert error.count("\n") == 1
     assert not out.exists()
+
+
+def test_overrides_hold_for_all_members_and_those_that_the_plan_makes_are_refused(tmp_path, capsys):
+    write_text(tmp_path / "tiny.yaml", TINY.replace("CORPUS", str(tmp_path / "absent")))
+    write_text(tmp_path / "two.yaml", TWO)
+    out = tmp_path / "sweep.yaml"
+    plan = ["scale", "variants", "plan", "--output", str(out), "model.vocab_size=300"]
+    for refused in (["optim.steps=9"], ["--set", "checkpoint.interval=9"]):
+        assert main([*plan, str(tmp_path / "two.yaml"), *refused]) == 2
+        assert capsys.readouterr().err == (
+            f"error: {refused[-1]} follows from flops, rates and seeds; leave it out\n"
+        )
+        assert not out.exists()
+    assert main([*plan, str(tmp_path / "two.yaml"), "model.d_model=8"]) == 0
+    cells = read_sweep(out).cells
+    assert len(cells) == 4
+    assert all({"model.d_model=8", "model.vocab_size=300"} <= {*x.overrides} for x in cells)
 
 
 def ended(member: str, rate: float, loss: float | str, seed: int = 1) -> MemberRun:
@@ -235,11 +256,14 @@ def test_a_run_with_other_settings_than_its_cell_is_refused(compared, tmp_path, 
     assert "model.memory_length" in capsys.readouterr().err
 
 
-def test_without_a_finished_member_there_is_no_table(compared, tmp_path, capsys):
+def test_without_a_finished_member_there_is_nothing_to_measure_and_no_table(
+    compared, tmp_path, capsys
+):
     (tmp_path / "cells").mkdir()
     cells = [str(compared / "sweep.yaml"), "--runs-dir", str(tmp_path / "cells")]
-    assert main(["scale", "variants", "report", *cells]) == 2
-    assert "no member has ended at all of its rates" in capsys.readouterr().err
+    for action in ("measure", "report"):
+        assert main(["scale", "variants", action, *cells]) == 2
+        assert "no member has ended at all of its rates" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [[], ["QUICK=1"], ["CORPUS=x/books/", "CLUSTER=c.yaml"]])
