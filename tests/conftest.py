@@ -6,10 +6,14 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.helpers.stores import CREDENTIALS, make_bucket, s3_server
+
+if TYPE_CHECKING:
+    from pretrain.distributed.world import World
 
 # One thread per process: workers and ranks share the cores, and threads that wait for each other
 # cost many times more.
@@ -54,6 +58,15 @@ def _threads_end_with_the_test() -> Iterator[None]:
         if torch.get_num_threads() != THREADS:
             torch.set_num_threads(THREADS)
         torch.set_flush_denormal(False)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """This process as the only rank."""
+    from pretrain.distributed.world import destroy_process_group, init_world  # late: it takes torch
+
+    yield init_world()
+    destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,6 @@ from pretrain.checkpoint import marker
 from pretrain.commands.same_run import differing_losses
 from pretrain.config.resolve import resolve
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.model.lane_state import Memory
 from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.processes.local_ranks import train_command
@@ -142,12 +141,6 @@ WARM_UP = (
     "engine.offload_memories=true",  # the loop that never stops leaves them where they are
     "checkpoint.asynchronous=false",  # so that step 10 is there when the kill comes
 )
-
-
-@pytest.fixture
-def world():
-    yield init_world()
-    destroy_process_group()
 
 
 def test_a_killed_run_with_ever_longer_segments_equals_a_loop_that_never_stops(

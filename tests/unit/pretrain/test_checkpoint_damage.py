@@ -22,7 +22,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import World, destroy_process_group, init_world
+from pretrain.distributed.world import World
 from pretrain.recovery.rewind import rewind
 from pretrain.recovery.spike_detector import Spike
 from pretrain.rundir.run_dir import RunDir
@@ -268,12 +268,6 @@ def test_a_file_in_place_of_a_checkpoint_is_refused(root):
 
 
 # ------------------------------------------------------------------------- what a refusal means
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    yield init_world()
-    destroy_process_group()
 
 
 def test_a_refused_checkpoint_is_no_progress_until_it_can_be_read_again(root, world):

@@ -28,8 +28,6 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.distributed.world import (
     World,
-    destroy_process_group,
-    init_world,
     world_from_environment,
 )
 from pretrain.engines.engine import Engine
@@ -45,12 +43,6 @@ RUN = RunConfig(
     data=DataConfig(lanes=4, segment_length=8),
     engine=EngineConfig(kind="torch", zero_stage=0, micro_batch_lanes=2),
 )
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    yield init_world()
-    destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.lane_parts import LanePart, LaneParts
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.distributed.world import World, destroy_process_group, init_world
+from pretrain.distributed.world import World
 from pretrain.model.lane_state import LaneState, Memory, joined_lanes, lanes_of, selected_lanes
 from pretrain.run import build_engine
 from pretrain.state import TrainState
@@ -25,12 +24,6 @@ from tests.helpers.models import TINY
 
 LANES = 4
 LIKE = torch.zeros(1, dtype=torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    yield init_world()
-    destroy_process_group()
 
 
 def lane_state(*, isolate_documents: bool = True) -> LaneState:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,17 +10,11 @@ import pytest
 from data_pipeline.errors import ConfigError
 from pretrain.checkpoint.local_tier import DAYS_KEPT, LocalTier
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.distributed.world import World, destroy_process_group, init_world
+from pretrain.distributed.world import World
 from pretrain.rundir.history import LAST, steps_that_stand
 from pretrain.rundir.training_events import Restored, Resumed, Rewind, Started
 
 ID = "0123456789ab"
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    yield init_world()
-    destroy_process_group()
 
 
 def tier(disk: Path, world: World, run_id: str = ID) -> LocalTier:

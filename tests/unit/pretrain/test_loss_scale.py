@@ -3,14 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.optim.loss_scale import LossScaler
 
-
-@pytest.fixture(autouse=True)
-def world():
-    yield init_world()
-    destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def step(scaler: LossScaler, grad_norm: float, loss: float = 2.0, applied: bool = True) -> bool:

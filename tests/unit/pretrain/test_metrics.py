@@ -19,7 +19,6 @@ from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import MetricsConfig, RunConfig
-from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import StepResult
 from pretrain.metrics.peak import peak_of_run
 from pretrain.metrics.recorder import MetricsRecorder
@@ -39,12 +38,6 @@ RUN = RunConfig(
     optim=OptimConfig(steps=10),
     metrics=MetricsConfig(interval=2),
 )
-
-
-@pytest.fixture
-def world():
-    yield init_world()
-    destroy_process_group()
 
 
 class Recorder:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from data_pipeline.corpora.writable_store import WritableStore
 from data_pipeline.errors import CheckpointError, ConfigError
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.mirror.layout import ROOT
 from pretrain.mirror.mirror import Mirror
 from pretrain.mirror.upload import Publication
@@ -24,12 +22,6 @@ from tests.helpers.mirrors import FAST, names_in, over_http, restored, run_in, s
 @pytest.fixture
 def url(bucket: str) -> str:
     return f"{bucket}/runs/tiny"
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    yield init_world()
-    destroy_process_group()
 
 
 def test_a_mirror_of_another_run_is_neither_overwritten_nor_deleted(

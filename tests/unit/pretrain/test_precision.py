@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,7 +19,6 @@ from pretrain.costs.attention_kernel import (
     plain_attention_reason,
     unordered_reason,
 )
-from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.engines.engine import dtype_of
 from pretrain.kernels.triton.settings import DTYPES, LARGEST_HEAD, unsupported_reason
 from pretrain.model.attention_paths import path_for
@@ -34,12 +32,6 @@ GPU = torch.device("cuda", 0)
 
 def run_in(precision: str, **engine) -> RunConfig:
     return RunConfig(engine=EngineConfig(precision=precision, **engine))  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    yield init_world()
-    destroy_process_group()
 
 
 def test_a_new_run_on_a_cpu_gets_fp32_for_auto(world, tmp_path):

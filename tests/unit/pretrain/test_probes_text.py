@@ -10,7 +10,6 @@ import torch
 
 from pretrain.config.data import DataConfig
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.evaluation.evaluate import TrainedScorer, evaluate
 from pretrain.evaluation.probes.attention_mass import AttentionMass, attention_mass, measured_stream
 from pretrain.evaluation.probes.distances import bin_names, bins_of, borders_of, first_distances
@@ -27,12 +26,6 @@ from tests.helpers.induction import induction_model
 from tests.helpers.models import CUT_ANYWHERE, VARIANTS, tiny_model
 
 MEMORY, SEGMENT = 8, 6
-
-
-@pytest.fixture
-def world():
-    yield init_world()
-    destroy_process_group()
 
 
 def scorer_of(model: TransformerXL, corpus, world) -> TrainedScorer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from pretrain.config.run import (
     RunConfig,
     lanes_of_rank,
 )
-from pretrain.distributed.world import World, destroy_process_group, init_world
+from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState, Memory, joined_lanes
 from pretrain.recovery.rebuilt_memories import Rebuild, rebuild_memories, rebuild_of
@@ -62,12 +61,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
             metrics=MetricsConfig(interval=1, tensorboard=False),
         )
     )
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    yield init_world()
-    destroy_process_group()
 
 
 # As one step of two segments each: three steps are the first to have five segments.

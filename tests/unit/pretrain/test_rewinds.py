@@ -7,7 +7,6 @@ its history of 10 steps is complete.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from pretrain.config.run import (
     RecoveryConfig,
     RunConfig,
 )
-from pretrain.distributed.world import World, destroy_process_group, init_world
+from pretrain.distributed.world import World, init_world
 from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
 from pretrain.run import run_training
 from pretrain.rundir.ledger import events_of, skipped_windows
@@ -66,12 +65,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
             recovery=HARMFUL,
         )
     )
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    yield init_world()
-    destroy_process_group()
 
 
 @pytest.fixture
@@ -255,6 +248,7 @@ def test_a_run_whose_corpus_has_another_tokenizer_is_neither_resumed_nor_evaluat
     (tmp_path / "train").rename(corpora[0] / "train")
     assert main(["generate", str(directory), "--prompt=a"]) == 2
     assert "manifest.json expects" in capsys.readouterr().err
+    init_world()  # for the tests after this one: the commands have left it
 
 
 class Lose(logging.Handler):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.distributed.world import World, destroy_process_group, init_world
+from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.run import build_engine
 from pretrain.rundir.fence import Fence
@@ -33,12 +32,6 @@ RUN = RunConfig(
     checkpoint=CheckpointConfig(keep_last=9),
 )
 SECONDS = 20
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    yield init_world()
-    destroy_process_group()
 
 
 @pytest.fixture(scope="module")
