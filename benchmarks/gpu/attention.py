@@ -5,7 +5,7 @@ B lanes, L queries, M memory rows, C = M + L keys, N heads, G key heads, H head 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,6 @@ from pretrain.model.attention_paths import (
     path_for,
     plain_attention,
     tiled_attention,
-    weights_and_values,
 )
 from pretrain.model.dropout import DropoutStream, Site
 from tests.helpers.exact_attention import kept_weights
@@ -57,7 +56,13 @@ class Shape:
 class AttentionInputs:
     """Random inputs of one shape with gradients, and the ways of computing attention from them."""
 
-    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device,
+        dtype: torch.dtype,
+        masks: type[DropoutStream] = DropoutStream,
+    ) -> None:
         self.shape = shape
         keys = shape.M + shape.L
         generator = torch.Generator(device).manual_seed(shape.L)
@@ -82,7 +87,7 @@ class AttentionInputs:
             dtype=dtype,
             device=device,
         )
-        stream = DropoutStream(seed=1, step=1, lanes=range(shape.B)) if shape.dropout else None
+        stream = masks(seed=1, step=1, lanes=range(shape.B)) if shape.dropout else None
         self._dropout = WeightDropout(rate=shape.dropout, layer=0, stream=stream)
 
     @property
@@ -141,18 +146,17 @@ def errors(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, 
 
     None may be much larger than that of plain operations in the same precision.
     """
-    inputs = AttentionInputs(shape, device, dtype)
-    exact = AttentionInputs(shape, device, torch.float64)
+    path = path_for("auto", device, dtype, shape.H)
+    masks = DropoutStream if path in (plain_attention, tiled_attention) else FusedMasks
+    inputs = AttentionInputs(shape, device, dtype, masks)
+    exact = AttentionInputs(shape, device, torch.float64, masks)
     with torch.no_grad():
         for leaf, rounded in zip(exact.leaves, inputs.leaves, strict=True):
             leaf.copy_(rounded)
         exact.gradient_BLNH.copy_(inputs.gradient_BLNH)
-    path = path_for("auto", device, dtype, shape.H)
-    draws_own_masks = shape.dropout and path not in (plain_attention, tiled_attention)
-    reference = attention_with_fused_masks if draws_own_masks else plain_attention
-    expected = output_and_gradients(exact, reference)
+    expected = output_and_gradients(exact, plain_attention)
     ours = output_and_gradients(inputs, path)
-    plain = output_and_gradients(inputs, reference)
+    plain = output_and_gradients(inputs, plain_attention)
     names = (*NAMES[:3], "distance bias") if shape.adds_distance_bias else NAMES
     found = {}
     for name, right, *both in zip(names, expected, ours, plain, strict=True):
@@ -162,22 +166,18 @@ def errors(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, 
     return found
 
 
-def attention_with_fused_masks(
-    query_BLNH: Tensor,
-    parts: Sequence[Tensor],
-    terms: ScoreTerms,
-    visibility: Visibility,
-    dropout: WeightDropout,
-) -> Tensor:
-    """Attend with plain operations, and drop the weights that the fused kernels drop."""
-    weights_NBLC, value_NBCH = weights_and_values(query_BLNH, parts, terms, visibility)
-    assert dropout.stream is not None
-    keys_B = dropout.stream.lane_keys(Site.ATTENTION, dropout.layer, query_BLNH.device)
-    threshold = round(dropout.rate * DROPOUT_LEVELS)
-    N, _, L, C = weights_NBLC.shape
-    keep_BNLC = kept_weights(keys_B.tolist(), N, L, C, threshold).to(weights_NBLC)
-    kept_NBLC = weights_NBLC * keep_BNLC.transpose(0, 1) / (1 - threshold / DROPOUT_LEVELS)
-    return torch.matmul(kept_NBLC, value_NBCH).permute(1, 2, 0, 3)
+class FusedMasks(DropoutStream):
+    """Drops, by plain operations, the attention weights that the fused kernels drop."""
+
+    def drop(
+        self, values: Tensor, rate: float, site: Site, layer: int = 0, lane_axis: int = 0
+    ) -> Tensor:
+        """Return the weights [N, B, L, C] without those that the kernels drop, rescaled."""
+        keys_B = self.lane_keys(site, layer, values.device)
+        threshold = round(rate * DROPOUT_LEVELS)
+        N, _, L, C = values.shape
+        keep_BNLC = kept_weights(keys_B.tolist(), N, L, C, threshold).to(values)
+        return values * keep_BNLC.movedim(0, lane_axis) / (1 - threshold / DROPOUT_LEVELS)
 
 
 def output_and_gradients(inputs: AttentionInputs, path: AttentionPath) -> list[Tensor]:

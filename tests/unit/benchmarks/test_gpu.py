@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.gpu import cost, kernels, processes, speed, tiles
-from benchmarks.gpu.attention import AttentionInputs, Shape, errors
+from benchmarks.gpu.attention import AttentionInputs, FusedMasks, Shape, errors
 from benchmarks.gpu.bundle import BUILT, DOWNLOADED, ROOT, locked_versions
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.report import Report, Result, append_result, findings_in, results_in, status_of
@@ -20,8 +20,11 @@ from benchmarks.gpu.steps import LONGEST_STEP, STEPS, Step, selected
 from benchmarks.gpu.training import large_run
 from data_pipeline.errors import UserError
 from pretrain.costs.flops import cost_of
+from pretrain.kernels.triton.settings import DROPOUT_LEVELS
 from pretrain.kernels.triton.tile_table import FORMAT, KERNELS, kernels_version
 from pretrain.model.attention_paths import plain_attention
+from pretrain.model.dropout import Site
+from tests.helpers.exact_attention import kept_weights
 
 CPU = torch.device("cpu")
 SMALL = Shape(B=2, L=12, M=7, N=2, H=16)
@@ -34,6 +37,14 @@ def test_both_sides_attend_to_the_same_keys() -> None:
         for leaf in (inputs.position_CNH, *inputs.biases_NH):
             leaf.zero_()
     torch.testing.assert_close(inputs.without_positions(), inputs.relative(plain_attention))
+
+
+def test_plain_operations_drop_what_the_fused_kernels_drop() -> None:
+    stream, sizes = FusedMasks(seed=1, step=1, lanes=[3, 5]), (2, 9, 11)
+    dropped_NBLC = stream.drop(torch.ones(2, *sizes), 0.5, Site.ATTENTION, layer=1, lane_axis=1)
+    keys = stream.lane_keys(Site.ATTENTION, 1, CPU).tolist()
+    kept_BNLC = kept_weights(keys, *sizes, DROPOUT_LEVELS // 2)
+    assert torch.equal(dropped_NBLC, 2.0 * kept_BNLC.transpose(0, 1))
 
 
 @pytest.mark.parametrize("name", kernels.DRY_CASES)
