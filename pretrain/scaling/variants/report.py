@@ -13,7 +13,7 @@ from pretrain.reporting.charts import SERIES, Palette, Panel, plain_ticks, save_
 from pretrain.scaling.charts import LOSS
 from pretrain.scaling.intervals import amount, as_loss
 from pretrain.scaling.variants.results import FAR, MemberResult
-from pretrain.terminal.text import counted, flops_text, number, si
+from pretrain.terminal.text import counted, flops_text, markdown_table, number, si
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,11 +51,11 @@ def variant_notes(results: Sequence[MemberResult]) -> list[str]:
     first = results[0]
     distances = ", ".join(map(str, first.needle)) or "none"
     notes = [
-        f"Every run trained for {flops_text(first.flops)} FLOPs. Losses are of the validation "
-        f"split in nats per token, means of {counted(seeds, 'seed')} at the member's best rate; "
-        "+- is half the range of the seeds.",
-        f"The needle's accuracy is the mean over distances of {distances} tokens; chance is "
-        f"{first.needle_chance:.1%}. tokens/s is the median of the member's runs.",
+        f"Every run trained for {flops_text(first.flops)} FLOPs.",
+        "Losses are of the validation split in nats per token,",
+        f"means of {counted(seeds, 'seed')} at the member's best rate; +- is half their range.",
+        f"Needle is the mean accuracy over distances of {distances} tokens;",
+        f"chance is {first.needle_chance:.1%}. tokens/s is the median of the member's runs.",
     ]
     if any(each.is_edge for each in results):
         notes.append(
@@ -74,19 +74,11 @@ def write_variant_report(
     write_json(paths["json"], trees)
     write_csv(paths["csv"], _COLUMNS, [{name: tree[name] for name in _COLUMNS} for tree in trees])
     save_panels(paths["png"], title, variant_panels(results))
-    table = "\n".join(_markdown(row) for row in _with_rule(variant_table(results)))
+    table = markdown_table(variant_table(results))
     notes = "\n".join(variant_notes(results))
     picture = f"![Loss, loss by position, needle and state of each member]({NAME}.png)"
     write_text(paths["md"], f"{table}\n\n{notes}\n\n{picture}\n")
     return paths
-
-
-def _with_rule(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    return [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-
-
-def _markdown(row: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
 
 
 def variant_panels(results: Sequence[MemberResult]) -> list[Panel]:
