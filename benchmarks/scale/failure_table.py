@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 
 from benchmarks.scale.costs import RANKS, RANKS_OF_NODE
 from benchmarks.scale.failures import exponential, simulate, uniform, weibull
-from pretrain.costs.failures import SLOWER_WHILE_WRITING, FailureCosts
+from pretrain.costs.devices import NodeConfig
+from pretrain.costs.failures import FailureCosts, costs_on
 from pretrain.terminal.text import markdown_table
 
 CHECKPOINT_BYTES = 840e9  # 70B parameters: fp32 weights and two moments
-NODE_BYTES_PER_SECOND = 500 * (1 << 20)
-DOWN_SECONDS = 600.0
+NODE = NodeConfig(
+    gpus_per_node=str(RANKS_OF_NODE), disk_mib_per_second=500.0, restart_seconds=600.0
+)
 MTBF_HOURS = (600.0, 6300.0, 50_000.0)  # of a node; the second is that of Llama 3 on H100
 FAILURES = 150  # of each simulation
 WEIBULL_SHAPE = 0.7
@@ -42,19 +45,6 @@ def hour_of_kills() -> str:
     )
 
 
-def costs_at(ranks: int, mtbf_hours: float) -> FailureCosts:
-    """What failures cost the run of the table."""
-    nodes = ranks // RANKS_OF_NODE
-    transfer = CHECKPOINT_BYTES / nodes / NODE_BYTES_PER_SECOND
-    return FailureCosts(
-        between_failures=3600 * mtbf_hours / nodes,
-        pause=SLOWER_WHILE_WRITING * transfer,
-        write=transfer,
-        down=DOWN_SECONDS,
-        start=transfer,
-    )
-
-
 def spare_nodes(in_repair: float) -> int:
     """Return how many spare nodes are enough but for MOST_WAITING of the time.
 
@@ -78,7 +68,8 @@ def failure_table() -> str:
     rows = [header]
     for ranks in RANKS:
         for hours in MTBF_HOURS:
-            costs = costs_at(ranks, hours)
+            node = replace(NODE, mtbf_hours=hours)
+            costs = costs_on(node, ranks // RANKS_OF_NODE, CHECKPOINT_BYTES)
             mean, best = costs.between_failures, costs.best_interval
             seconds = FAILURES * mean
             spares = spare_nodes(3600 * REPAIR_HOURS / mean)

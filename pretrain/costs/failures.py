@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 
 from pretrain.config.run import RunConfig
-from pretrain.costs.devices import Hardware
+from pretrain.costs.devices import Hardware, NodeConfig
 from pretrain.costs.footprint import footprint_of
 from pretrain.costs.saves import saves_of
 
@@ -78,13 +78,24 @@ def failure_costs(run: RunConfig, hardware: Hardware, step_seconds: float) -> Fa
         return None
     world_size = hardware.world_size
     saves = saves_of(footprint_of(run, world_size, hardware.on_gpu).run)
-    transfer = saves.mean_bytes / hardware.nodes / (node.disk_mib_per_second * (1 << 20))
-    rebuild = saves.rebuild_seconds(run, world_size, step_seconds)
+    rebuild = saves.part_without * saves.rebuild_seconds(run, world_size, step_seconds)
     in_background = run.checkpoint.asynchronous
+    return costs_on(node, hardware.nodes, saves.mean_bytes, in_background, rebuild)
+
+
+def costs_on(
+    node: NodeConfig,
+    nodes: int,
+    checkpoint_bytes: float,
+    in_background: bool = True,
+    rebuild_seconds: float = 0.0,
+) -> FailureCosts:
+    """Return what failures cost a run with checkpoints of that size on such nodes."""
+    transfer = checkpoint_bytes / nodes / (node.disk_mib_per_second * (1 << 20))
     return FailureCosts(
-        between_failures=3600 * node.mtbf_hours / hardware.nodes,
+        between_failures=3600 * node.mtbf_hours / nodes,
         pause=SLOWER_WHILE_WRITING * transfer if in_background else transfer,
         write=transfer if in_background else 0.0,
         down=node.restart_seconds,
-        start=transfer + saves.part_without * rebuild,
+        start=transfer + rebuild_seconds,
     )
