@@ -27,6 +27,7 @@ from launcher.slurm.cluster import load_cluster
 from launcher.slurm.first_node_guard import FirstNodeGuard
 from launcher.slurm.job_exit import JobExit, ThisJob
 from launcher.slurm.snapshot import Snapshot
+from launcher.slurm.step_numbers import use_up_old_numbers
 from launcher.stop_signals import StopSignals
 from launcher.storage_waits import HOLDER, StopWhileWaiting, StorageWaits
 from launcher.supervisor import latest_step, supervise
@@ -82,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         await_former_ranks(job, run_dir, job_exit.poll)
         try:
             begin(job, run_dir)
+            use_up_old_numbers(run_dir.ledger.read(), job)
             status = _make_attempts(
                 job, run_dir, policy, stop, job_exit, fences, arguments.spare_nodes
             )

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from launcher.slurm.attempt_starter import replaced_nodes
@@ -7,8 +9,14 @@ from launcher.slurm.client import is_unavailable
 from launcher.slurm.first_node_guard import has_lost_first_node
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.job_nodes import JobNodes
+from launcher.slurm.step_numbers import num_old_steps
 from pretrain.rundir.launch_events import (
+    AttemptEnded,
+    AttemptReason,
+    JobEnded,
+    JobEndReason,
     JobStarted,
+    NextAction,
     NodeReplaced,
     ReplacedBecause,
     SupervisorKilled,
@@ -79,3 +87,32 @@ def test_a_supervisor_after_one_that_was_killed_leaves_out_the_nodes_replaced_in
     assert replaced_nodes([*former, started(1)], job) == []
     ledger = [*former, started(1), replaced("n2"), replaced("n1", job="8"), killed, started(1)]
     assert replaced_nodes(ledger, job) == ["n2"]
+
+
+def test_a_start_after_a_lost_node_uses_no_number_of_an_old_step():
+    def started(restart: int, job: str = "7") -> JobStarted:
+        return JobStarted(job=job, restart=restart, nodes=("n1", "n2"), step=0)
+
+    def ended(reason: JobEndReason, restart: int = 0) -> JobEnded:
+        return JobEnded(job="7", restart=restart, reason=reason, requeued=True)
+
+    failed = AttemptEnded(
+        attempt_number=0,
+        statuses=(1,),
+        step_before=0,
+        step=0,
+        reason=AttemptReason.RANK_FAILED,
+        next=NextAction.RETRY,
+        job="7",
+    )
+    replaced = NodeReplaced(job="7", node="n2", spare="n3", reason=ReplacedBecause.NODE_FAILED)
+    job = ThisJob(id="7", number=7, restart=1, nodes=("n1", "n2"))
+    lost, limit = ended(JobEndReason.FIRST_NODE_LOST), ended(JobEndReason.TIME_LIMIT)
+    assert num_old_steps([started(0)], replace(job, restart=0)) == 0
+    assert num_old_steps([started(0), failed, limit, started(1)], job) == 0
+    # The steps of one recorded attempt, of one that ended with its node, and of the start itself.
+    assert num_old_steps([started(0), failed, lost, started(1)], job) == 12
+    assert num_old_steps([started(0), failed, replaced, limit, started(1)], job) == 12
+    assert num_old_steps([started(0), lost, started(1), replaced], job) == 8
+    assert num_old_steps([started(0), limit, started(1), replaced], job) == 0
+    assert num_old_steps([started(0), *[failed] * 50, lost, started(1)], job) == 40

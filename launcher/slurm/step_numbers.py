@@ -1,0 +1,69 @@
+"""Keeps the steps of a requeued job apart from those of its earlier starts.
+
+A requeued job counts its steps from 0 again. If a node was lost, Slurm may still have a signal for
+it that ends an old step; it delivers it up to a minute after the node is back, and then ends the
+new step of the same number. No option of srun chooses a number, so empty steps use up the old ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from launcher.slurm.job_exit import ThisJob
+from pretrain.rundir.launch_events import (
+    AttemptEnded,
+    JobEnded,
+    JobEndReason,
+    JobStarted,
+    NodeReplaced,
+)
+from pretrain.rundir.training_events import Event
+
+# At most: the ranks' own step, one that looks for nodes that miss the run directory or cannot start
+# the ranks, one that stages the code on the nodes, and a new guard of the first node.
+_STEPS_PER_ATTEMPT = 4
+_MOST = 40
+_SECONDS = 60.0  # that all of them may take
+_NODE_LOST = (JobEndReason.FIRST_NODE_LOST, JobEndReason.NODE_FAILED)
+_log = logging.getLogger(__name__)
+
+
+def use_up_old_numbers(ledger: Sequence[Event], job: ThisJob) -> None:
+    """Call before the first step of a start of the job."""
+    count = num_old_steps(ledger, job)
+    if not count:
+        return
+    _log.info("a node was lost: %d empty steps, so that no old step's number is used again", count)
+    srun = ["srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={job.nodes[0]}"]
+    srun += ["--overlap", "--quiet", "--chdir=/", "true"]
+    no = subprocess.DEVNULL
+    steps = [subprocess.Popen(srun, stdin=no, stdout=no, stderr=no) for _ in range(count)]
+    deadline = time.monotonic() + _SECONDS
+    for step in steps:  # one that fails has used a number, too
+        try:
+            step.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            step.kill()
+            step.wait()
+
+
+def num_old_steps(ledger: Sequence[Event], job: ThisJob) -> int:
+    """How many steps an earlier start of the job has had at most; 0 if none lost a node."""
+    attempts: Counter[int] = Counter()
+    has_lost_node, restart = False, job.restart
+    for event in ledger:
+        if isinstance(event, JobStarted) and event.job == job.id:
+            restart = event.restart
+            attempts[restart] += 1  # the last one may have ended with the supervisor, unrecorded
+        elif isinstance(event, AttemptEnded) and event.job == job.id:
+            attempts[restart] += 1
+        elif isinstance(event, NodeReplaced) and event.job == job.id:
+            has_lost_node |= restart < job.restart
+        elif isinstance(event, JobEnded) and event.job == job.id:
+            has_lost_node |= event.reason in _NODE_LOST and event.restart < job.restart
+    most = max((n for start, n in attempts.items() if start < job.restart), default=0)
+    return min(_MOST, _STEPS_PER_ATTEMPT * (most + 1)) if has_lost_node and most else 0
