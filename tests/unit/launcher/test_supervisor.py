@@ -122,7 +122,7 @@ def test_sigterm_ends_the_wait_for_a_full_disk_and_status_says_what_it_waited_fo
         status = supervise(patient(run_dir, stop), must_not_start, RestartPolicy(), stop)
     assert time.monotonic() - began < 10
     assert status == EXIT_INTERRUPTED
-    problem = f"{run_dir.path}/.writable.{os.getpid()}.tmp: File too large"
+    problem = f"{run_dir.path}: File too large"
     assert caplog.messages[0] == (
         f"{problem}; the run waits, and tries again for up to 10 min; "
         "a request to stop (Ctrl-C, SIGTERM, scancel) ends the wait"
