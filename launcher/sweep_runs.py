@@ -15,11 +15,13 @@ from launcher.restart_policy import RestartPolicy
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.job_checks import check_request, check_run
-from launcher.slurm.sbatch import Job, NodeRange, render_array
+from launcher.slurm.sbatch import Job, render_array
+from launcher.slurm.shared_paths import missing_notes
 from launcher.slurm.snapshot import Snapshot, replaced_snapshot
 from launcher.stop_signals import StopSignals
 from launcher.sweep_cells import CellRun
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
+from pretrain.costs.node_range import NodeRange
 from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.launch_events import Submitted
@@ -98,6 +100,12 @@ def classes(
     for cell in cells:
         found.setdefault(_fewest_nodes(cell, cluster, nodes), []).append(cell)
     return dict(sorted(found.items()))
+
+
+def missing_data(cells: Sequence[CellRun]) -> list[str]:
+    """A line for every corpus of these cells that is not on this host."""
+    lines = (missing_notes(with_absolute_paths(cell.config)) for cell in cells)
+    return sorted({line for each in lines for line in each})
 
 
 def parts_of(cells: Sequence[CellRun], largest: int) -> Iterator[Sequence[CellRun]]:

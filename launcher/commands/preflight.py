@@ -20,15 +20,10 @@ from launcher.node_checks import NodeReport, gather, pair_up, rate_nodes
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import ClusterConfig, in_container, load_cluster
 from launcher.slurm.job_checks import check_request
-from launcher.slurm.sbatch import (
-    NodeRange,
-    environment_lines,
-    host_lines,
-    option_flags,
-    quote,
-)
+from launcher.slurm.sbatch import environment_lines, host_lines, option_flags, quote
 from launcher.slurm.snapshot import Snapshot
-from pretrain.costs.devices import MOST_NODES, MOST_RANKS
+from pretrain.costs.devices import MOST_RANKS
+from pretrain.costs.node_range import NodeRange, training_nodes
 from pretrain.processes.local_ranks import RankGroup
 from pretrain.processes.node_findings import END, TOKEN
 
@@ -48,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     place.add_argument("--local", action="store_true", help="only this machine")
     parser.add_argument(
-        "--nodes", type=int, default=2, help="with --cluster: number of nodes (default %(default)s)"
+        "--nodes",
+        default="2",
+        metavar="N|N+S",
+        help="with --cluster: nodes; of 4+1, with a spare one, 4 are checked (default %(default)s)",
     )
     parser.add_argument(
         "--ranks",
@@ -64,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0 if all nodes are ok, 1 if one is busy, slow or broken."""
-    for name, most in (("nodes", MOST_NODES), ("ranks", MOST_RANKS)):
-        if not 1 <= (value := getattr(arguments, name)) <= most:
-            raise ConfigError(f"--{name}={value} must be from 1 to {most:,}")
+    if not 1 <= arguments.ranks <= MOST_RANKS:
+        raise ConfigError(f"--ranks={arguments.ranks} must be from 1 to {MOST_RANKS:,}")
+    training_nodes(arguments.nodes)  # ConfigError before anything is made
     arguments.directory.mkdir(parents=True, exist_ok=True)
     with named_errors(arguments.directory, arguments.directory / _PREFIX):
         out = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=arguments.directory)).resolve()
@@ -99,16 +97,17 @@ def _check_here(num_ranks: int, out: Path) -> list[NodeReport]:
 
 def _check_cluster(arguments: argparse.Namespace, out: Path) -> list[NodeReport]:
     cluster = load_cluster(arguments.cluster)
-    check_request(cluster, NodeRange(arguments.nodes, arguments.nodes), slurm.partitions())
+    nodes = training_nodes(arguments.nodes)
+    check_request(cluster, NodeRange(nodes, nodes), slurm.partitions())
     name = f"preflight-{secrets.token_hex(4)}"
     if cluster.container_image:  # which has this project's dependencies, but not its code
         Snapshot(out).take_code(script="")
-    with _step(srun_line(cluster, arguments.nodes, name, out), out) as srun:
+    with _step(srun_line(cluster, nodes, name, out), out) as srun:
 
         def is_running() -> bool:
             return srun.poll() is None
 
-        return _led(out, arguments.nodes * cluster.tasks_per_node, [name], is_running)
+        return _led(out, nodes * cluster.tasks_per_node, [name], is_running)
 
 
 def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[str]:

@@ -19,14 +19,15 @@ from launcher.slurm import client as slurm
 from launcher.slurm.cluster import load_cluster
 from launcher.slurm.dry_run import step_lines
 from launcher.slurm.job_checks import check_request, check_run
-from launcher.slurm.sbatch import Job, parse_nodes, quote, render
-from launcher.slurm.shared_paths import path_notes
+from launcher.slurm.sbatch import Job, quote, render
+from launcher.slurm.shared_paths import missing_notes, path_notes
 from launcher.slurm.snapshot import Snapshot, replaced_snapshot
 from launcher.slurm.staging import DEFAULT_DIRECTORY, check_staging, pack
 from launcher.status.run_state import is_done_already
 from launcher.supervisor import latest_step
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
+from pretrain.costs.node_range import parse_nodes
 from pretrain.rundir.launch_events import Submitted
 from pretrain.rundir.run_dir import RunDir
 
@@ -93,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
     is_staged = arguments.stage_environment
     if is_staged:
         check_staging(job.cluster, arguments.stage_directory)
-    notes = check_run(with_vocabulary(config), job.cluster, job.nodes, job.run_dir)
+    notes = missing_notes(config)
+    notes += check_run(with_vocabulary(config), job.cluster, job.nodes, job.run_dir)
     notes += path_notes(config, job.cluster, job.run_dir, job.python)
     if arguments.dry_run:
         refuse_done(job, config)

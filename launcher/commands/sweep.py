@@ -6,6 +6,7 @@ Finished cells are never repeated.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from data_pipeline.program import Program
 from launcher.commands.watch import add_watch_argument, watch
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import load_cluster
-from launcher.slurm.sbatch import parse_nodes
 from launcher.stop_signals import StopSignals
 from launcher.sweep_cells import (
     CellRun,
@@ -26,7 +26,8 @@ from launcher.sweep_cells import (
     settings_of,
     write_results,
 )
-from launcher.sweep_runs import array_of, classes, parts_of, run_cells, submit_array
+from launcher.sweep_runs import array_of, classes, missing_data, parts_of, run_cells, submit_array
+from pretrain.costs.node_range import parse_nodes
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import Sweep, read_sweep, reader_of
@@ -237,6 +238,8 @@ def _submit(
                 f"each{limit}",
                 flush=True,
             )
+    for line in missing_data(waiting):
+        print(line, file=sys.stderr)
     if waiting and not arguments.dry_run:
         print(f"Status: launcher sweep status {cells_flags(sweep, arguments)}")
     return 0

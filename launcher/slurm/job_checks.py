@@ -9,7 +9,6 @@ from pathlib import Path
 from data_pipeline.errors import ConfigError
 from launcher.slurm.client import Partition
 from launcher.slurm.cluster import ClusterConfig, check_references, seconds_of
-from launcher.slurm.sbatch import NodeRange
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig, accumulation_steps
@@ -22,6 +21,7 @@ from pretrain.costs.device_memory import (
 from pretrain.costs.devices import DEVICES, GIB, GPU_MFU, USABLE
 from pretrain.costs.fitting import advice
 from pretrain.costs.flops import computed_flops_of_step
+from pretrain.costs.node_range import NodeRange
 
 
 def check_run(

@@ -12,53 +12,10 @@ from data_pipeline.credentials import referenced_variable
 from data_pipeline.errors import ConfigError
 from data_pipeline.own_programs import copied_arguments
 from launcher.slurm.cluster import ClusterConfig, control_characters
-from pretrain.costs.devices import MOST_NODES
+from pretrain.costs.node_range import NodeRange
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _LONGEST_VALUE = 4000  # sbatch copies a value into 8 KiB without looking at its length
-_NODES = re.compile(r"([0-9]{1,20})(?:([:+])([0-9]{1,20}))?")
-
-
-@dataclass(frozen=True)
-class NodeRange:
-    """How many nodes a run uses: as many as are free, from `least` to `most`; and how many more its
-    job has, to replace those that fail."""
-
-    least: int
-    most: int
-    spare: int = 0
-
-    @property
-    def least_of_job(self) -> int:
-        """The fewest nodes that the job needs."""
-        return self.least + self.spare
-
-    def __str__(self) -> str:
-        """What Slurm is asked for."""
-        least, most = self.least_of_job, self.most + self.spare
-        return str(least) if least == most else f"{least}-{most}"
-
-
-def parse_nodes(text: str) -> NodeRange:
-    """`4`, `4:16` or `4+1`."""
-    found = _NODES.fullmatch(text)
-    if not found:
-        raise ConfigError(
-            f"--nodes={text[:40]} is neither a number nor a range; write 4, 4:16 for 4 to 16, or "
-            "4+1 for 4 and a spare one"
-        )
-    first, sign, second = int(found[1]), found[2], int(found[3] or found[1])
-    if sign == "+":
-        if not (first and second and first + second <= MOST_NODES):
-            raise ConfigError(
-                f"--nodes={text}: expected 1 or more nodes to train and 1 or more spare ones, at "
-                f"most {MOST_NODES:,} in all; write 4+1 for 4 and a spare one"
-            )
-        return NodeRange(first, first, spare=second)
-    nodes = NodeRange(first, second)
-    if not 1 <= nodes.least <= nodes.most <= MOST_NODES:
-        raise ConfigError(f"--nodes={text}: expected 1 to {MOST_NODES:,}, the smaller number first")
-    return nodes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,16 @@ is exported, and a host that is the only node of its cluster is warned without n
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS
 from data_pipeline.files import url_of
 from launcher.slurm.cluster import ClusterConfig
+from pretrain.config.evaluation_sets import split_of
 from pretrain.config.run import RunConfig
 
 LOCAL_TYPES = frozenset(
@@ -65,6 +68,32 @@ def paths_of(config: RunConfig, run_dir: Path, python: str) -> dict[str, Path]:
     # The code is copied into the run directory; what it imports is where this Python is.
     named["Python"] = Path(python)
     return {name: Path(path) for name, path in named.items() if url_of(Path(path)) is None}
+
+
+def missing_notes(config: RunConfig) -> list[str]:
+    """Return a line for every local path that the run reads and that is not there on this host.
+
+    No error: nodes may have disks that this host lacks, or another job may build the corpus first.
+    """
+    return [
+        f"warning: {name}: found no {what} at {path} on this host; the run is refused when its job "
+        "starts, unless the nodes see it there: build it, or correct the path"
+        for name, (path, needed, what) in _read_paths(config).items()
+        if url_of(path) is None and not os.path.isfile(path / needed)
+    ]
+
+
+def _read_paths(config: RunConfig) -> dict[str, tuple[Path, str, str]]:
+    """By name of the setting: a path, the file that it must have below it, and what it then is."""
+    train, validation = (f"{split}/{MANIFEST_NAME}" for split in SPLITS)
+    data, corpus = config.data, "finished corpus"
+    read = {"data.path": (Path(data.path), validation if data.mixture else train, corpus)}
+    for part in data.all_parts:
+        read[f"mixture of {part.path}"] = (Path(part.path), train, corpus)
+    for name, path in config.evaluation.sets.items():
+        split = split_of(Path(path))
+        read[f"evaluation.sets.{name}"] = (split, MANIFEST_NAME, "finished split of a corpus")
+    return read
 
 
 def path_notes(

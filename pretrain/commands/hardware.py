@@ -10,7 +10,8 @@ from data_pipeline.config_loader import parse_config
 from data_pipeline.errors import ConfigError
 from data_pipeline.file_kinds import refuse_other_kind
 from data_pipeline.yaml_files import read_tree
-from pretrain.costs.devices import DEVICES, MOST_NODES, MOST_RANKS, Hardware, NodeConfig
+from pretrain.costs.devices import DEVICES, MOST_RANKS, Hardware, NodeConfig
+from pretrain.costs.node_range import training_nodes
 
 
 def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +19,12 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster", type=Path, help="cluster file (configs/clusters/*.yaml) with GPUs per node"
     )
-    parser.add_argument("--nodes", type=int, default=1, help="number of nodes (default 1)")
+    parser.add_argument(
+        "--nodes",
+        default="1",
+        metavar="N|N+S",
+        help="nodes; of 4+1, with a spare one, 4 train and count (default 1)",
+    )
     parser.add_argument(
         "--gpus-per-node",
         "--gpus",
@@ -35,10 +41,10 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
 
 def hardware_of(arguments: argparse.Namespace) -> Hardware:
     """Return the hardware of the cluster file, if one is given; the other options win over it."""
-    for name, most in (("nodes", MOST_NODES), ("gpus_per_node", MOST_RANKS)):
-        if (value := getattr(arguments, name)) is not None and not 1 <= value <= most:
-            raise ConfigError(f"--{name.replace('_', '-')}={value} must be from 1 to {most:,}")
-    ranks, gpu, node = arguments.gpus_per_node, arguments.gpu, None
+    nodes = training_nodes(arguments.nodes)
+    if (ranks := arguments.gpus_per_node) is not None and not 1 <= ranks <= MOST_RANKS:
+        raise ConfigError(f"--gpus-per-node={ranks} must be from 1 to {MOST_RANKS:,}")
+    gpu, node = arguments.gpu, None
     if arguments.cluster is not None:
         # The launcher checks the file's other settings, which are Slurm's.
         names = {field.name for field in fields(NodeConfig)}
@@ -52,4 +58,4 @@ def hardware_of(arguments: argparse.Namespace) -> Hardware:
                 "set it, or use --gpu"
             )
         ranks, gpu = ranks or node.tasks_per_node, gpu or node.gpu_model
-    return Hardware(nodes=arguments.nodes, ranks_per_node=ranks or 1, name=gpu or "cpu", node=node)
+    return Hardware(nodes=nodes, ranks_per_node=ranks or 1, name=gpu or "cpu", node=node)

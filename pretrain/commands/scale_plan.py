@@ -176,7 +176,7 @@ def _machine(family: Family, rule: Rule, arguments: argparse.Namespace) -> Machi
     """The machine that the flags name; None without any. ConfigError for half of one."""
     named = (arguments.cluster, arguments.gpu, arguments.gpus_per_node)
     if all(each is None for each in named):
-        if arguments.nodes != 1 or arguments.mfu is not None or arguments.measured:
+        if arguments.nodes != "1" or arguments.mfu is not None or arguments.measured:
             raise ConfigError(
                 "--nodes, --mfu and --measured need a machine: add --cluster FILE, or --gpu H100 "
                 "--gpus 8"

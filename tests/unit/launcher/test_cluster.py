@@ -10,7 +10,7 @@ from data_pipeline.errors import ConfigError
 from launcher.slurm.client import Partition
 from launcher.slurm.cluster import ClusterConfig, load_cluster, seconds_of
 from launcher.slurm.job_checks import check_request, check_run, usable_nodes
-from launcher.slurm.sbatch import Job, NodeRange, parse_nodes, render
+from launcher.slurm.sbatch import Job, render
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
@@ -18,6 +18,7 @@ from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.costs.device_memory import memory_parts, total_bytes
 from pretrain.costs.devices import DEVICES, GPU_MFU, USABLE
 from pretrain.costs.flops import flops_of_step
+from pretrain.costs.node_range import NodeRange, parse_nodes, training_nodes
 
 CLUSTERS = sorted((Path(__file__).parents[3] / "configs" / "clusters").glob("*.yaml"))
 CPU = ClusterConfig(ranks_per_node=2)
@@ -183,6 +184,12 @@ def test_nodes_are_a_number_a_range_or_have_spare_ones(text, nodes):
 def test_nodes_that_are_neither_are_refused(text):
     with pytest.raises(ConfigError, match="--nodes"):
         parse_nodes(text)
+
+
+def test_costs_and_checks_count_the_nodes_that_train_and_need_one_number():
+    assert [training_nodes(text) for text in ("4", "4:4", "4+2")] == [4, 4, 4]
+    with pytest.raises(ConfigError, match=r"found a range, expected one number .* write 4 or 16"):
+        training_nodes("4:16")
 
 
 def test_a_run_that_fits_its_cluster_gets_no_words(tmp_path):

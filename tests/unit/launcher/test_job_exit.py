@@ -314,7 +314,7 @@ def test_a_job_that_is_to_stop_is_requeued_although_nothing_can_be_written(
     with open(run_dir.ledger.path, "a") as ledger:
         ledger.write(" " * 4096 + "\n")
     stop = StopSignals()
-    stop.requests, stop.received = 1, [signal.SIGUSR1]  # ahead of the time limit
+    stop.requests, stop.received = 1, [int(signal.SIGUSR1)]  # ahead of the time limit
     this = ThisJob(id="7", number=7, restart=0, nodes=("n1",))
     job_exit = JobExit(this, run_dir.path, stop, check_fence=lambda: None, most_futile=3)
     waits = StorageWaits(run_dir.path, stop)

@@ -11,7 +11,8 @@ from launcher.commands.new_cluster import as_file
 from launcher.slurm.client import Partition
 from launcher.slurm.cluster import load_cluster
 from launcher.slurm.job_checks import check_request
-from launcher.slurm.sbatch import Job, NodeRange, render
+from launcher.slurm.sbatch import Job, render
+from pretrain.costs.node_range import NodeRange
 
 
 @pytest.mark.parametrize(

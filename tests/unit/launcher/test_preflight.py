@@ -155,7 +155,8 @@ def test_ranks_that_can_not_start_are_told_with_their_last_line(tmp_path, monkey
         (["--cluster=cluster.yaml", "--nodes=99999999999"], "must be from 1 to 65,536"),
         (["--local", "--directory=/proc"], "/proc: No such file or directory"),
         (["--cluster=nowhere.yaml"], "nowhere.yaml does not exist"),
-        (["--cluster=cluster.yaml"], "found no Slurm cluster on this host"),
+        (["--cluster=cluster.yaml", "--nodes=2:4"], "--nodes=2:4: found a range"),
+        (["--cluster=cluster.yaml", "--nodes=2+1"], "found no Slurm cluster on this host"),
     ],
 )
 def test_bad_input_gets_one_line_and_leaves_nothing(

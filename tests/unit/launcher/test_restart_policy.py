@@ -148,7 +148,7 @@ def test_a_job_whose_starts_are_futile_is_not_requeued_and_the_ledger_says_why(
         run_dir.ledger.append(event)
     publish_step(run_dir.checkpoints, 21)
     job = ThisJob(id="7", number=7, restart=2, nodes=("n1",))
-    job_exit = JobExit(job, run_dir, StopSignals(), check_fence=lambda: None, most_futile=3)
+    job_exit = JobExit(job, run_dir.path, StopSignals(), check_fence=lambda: None, most_futile=3)
     # To requeue the job would fail: there is no Slurm here.
     job_exit._end(JobEnding(JobEndReason.TIME_LIMIT_NEAR, requeue=True))
     ended = run_dir.ledger.read()[-1]

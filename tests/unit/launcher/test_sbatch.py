@@ -15,7 +15,8 @@ from data_pipeline.errors import ConfigError
 from launcher.cli import main
 from launcher.slurm.cluster import ClusterConfig, load_cluster
 from launcher.slurm.job_checks import check_request
-from launcher.slurm.sbatch import Job, NodeRange, quote, render, render_array
+from launcher.slurm.sbatch import Job, quote, render, render_array
+from pretrain.costs.node_range import NodeRange
 
 CPU = ClusterConfig(ranks_per_node=2)
 # What bash, and sbatch in its #SBATCH lines, give a meaning to; and any other character.

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.config import MixturePart
 from launcher.slurm.cluster import ClusterConfig
-from launcher.slurm.shared_paths import mount_of, parse_mounts, path_notes
+from launcher.slurm.shared_paths import missing_notes, mount_of, parse_mounts, path_notes
 from pretrain.config.data import DataConfig
 from pretrain.config.run import RunConfig
 
@@ -49,6 +50,33 @@ def test_paths_on_disks_of_one_host_are_noted_and_shared_ones_are_not():
     assert "data.path: /srv/corpus is on ext4 (mounted at /)" in data
     (run_dir,) = notes("/big data/corpus", run_dir=Path("/home/fast/run"))
     assert "run directory: /home/fast/run is on tmpfs" in run_dir
+
+
+def test_corpora_that_are_not_on_this_host_are_warned_of_and_urls_are_not(tmp_path):
+    def finished(directory: Path) -> Path:
+        directory.mkdir(parents=True)
+        (directory / "manifest.json").touch()
+        return directory
+
+    run = RunConfig(data=DataConfig(path=tmp_path / "books"))
+    (warning,) = missing_notes(run)
+    assert warning.startswith(
+        f"warning: data.path: found no finished corpus at {tmp_path}/books on this host; "
+    )
+    finished(tmp_path / "books" / "train")
+    assert missing_notes(run) == []
+    paths = (tmp_path / "books", Path("s3://bucket/web"))
+    parts = tuple(MixturePart(path=path, weight=1.0) for path in paths)
+    mixed = replace(run, data=replace(run.data, mixture=parts))
+    assert len(missing_notes(mixed)) == 1, "the validation split is of data.path"
+    finished(tmp_path / "books" / "validation")
+    assert missing_notes(mixed) == []
+    sets = {"books": tmp_path / "books", "code": tmp_path / "code"}
+    evaluated = replace(run, evaluation=replace(run.evaluation, sets=sets))
+    (warning,) = missing_notes(evaluated)
+    assert (
+        f"evaluation.sets.code: found no finished split of a corpus at {tmp_path}/code" in warning
+    )
 
 
 def test_an_image_that_is_not_there_and_data_that_is_not_mounted_are_noted(tmp_path):

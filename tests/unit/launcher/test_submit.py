@@ -52,7 +52,10 @@ def submit(files: Path, *more: str) -> int:
 
 def test_a_dry_run_prints_the_script_and_touches_nothing(files, capsys):
     assert submit(files, "--nodes=2", "--dry-run") == 0
-    assert "attempt-0/rank-{rank}.log" in capsys.readouterr().out, "the number of a first attempt"
+    found = capsys.readouterr()
+    assert "attempt-0/rank-{rank}.log" in found.out, "the number of a first attempt"
+    corpus = Path("corpus").absolute()
+    assert f"warning: data.path: found no finished corpus at {corpus} on this host;" in found.err
     assert submit(files, "--nodes=2", "--dry-run") == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash\n")
     assert not (files / "run").exists()

@@ -21,12 +21,12 @@ from launcher.cli import main
 from launcher.commands.sweep import cells_flags
 from launcher.commands.sweep_tables import sweep_status
 from launcher.slurm.cluster import ClusterConfig
-from launcher.slurm.sbatch import NodeRange
 from launcher.sweep_cells import CellRun, describe, longest_first, read_cells
 from launcher.sweep_runs import array_of, classes, end_of, parts_of
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.costs.flops import cost_of
+from pretrain.costs.node_range import NodeRange
 from pretrain.reporting.results import HEADS
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
@@ -426,7 +426,7 @@ def test_only_status_can_be_watched_and_only_on_a_terminal(grid, capsys):
             ["--cluster={folder}/cluster.yaml", "--nodes=x"],
             "--nodes=x is neither a number nor a range",
         ),
-        (["--cluster={folder}/cluster.yaml", "--nodes=99999999999"], "expected 1 to 65,536"),
+        (["--cluster={folder}/cluster.yaml", "--nodes=99999999999"], "must be from 1 to 65,536"),
         (["--cluster={folder}/cluster.yaml", "--nodes=2+1"], "--nodes=2+1: found spare nodes"),
         (["--cluster=nowhere.yaml"], "nowhere.yaml does not exist"),
     ],

@@ -347,6 +347,7 @@ def first_line(capsys, *arguments: str) -> str:
 def test_a_cluster_file_gives_ranks_and_accelerator(capsys):
     cluster = ("--cluster", str(CLUSTERS / "8xh100.yaml"))
     assert "16 ranks (H100)" in first_line(capsys, WT103, LANES, *cluster, "--nodes", "2")
+    assert "16 ranks (H100)" in first_line(capsys, WT103, LANES, *cluster, "--nodes", "2+1")
     cpu = ("--cluster", str(CLUSTERS / "cpu.yaml"))
     assert "2 ranks (cpu)" in first_line(capsys, WT103, LANES, *cpu)
 
