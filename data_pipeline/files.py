@@ -9,6 +9,7 @@ import json
 import os
 import re
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -171,21 +172,33 @@ def fsync_file(path: Path) -> None:
     fsync_directory(path)  # the same calls: open read-only, fsync, close
 
 
-def sha256_of(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
-    """Return the SHA-256 of a file's contents as hexadecimal text.
+def sha256_of(
+    path: Path,
+    on_bytes: Callable[[int], None] = lambda count: None,
+    start: int = 0,
+    num_bytes: int | None = None,
+) -> str:
+    """Return the SHA-256 of a file's contents as hexadecimal text, or of a part of them.
 
     `on_bytes` is told how many bytes more are hashed.
     """
     with open(path, "rb") as file:
-        return sha256_of_file(file, on_bytes)
+        return sha256_of_file(file, on_bytes, start, num_bytes)
 
 
-def sha256_of_file(file: BinaryIO, on_bytes: Callable[[int], None] = lambda count: None) -> str:
+def sha256_of_file(
+    file: BinaryIO,
+    on_bytes: Callable[[int], None] = lambda count: None,
+    start: int = 0,
+    num_bytes: int | None = None,
+) -> str:
     """Return the SHA-256 of an opened file, whatever has its name by now."""
     digest = hashlib.sha256()
-    file.seek(0)
-    while block := file.read(HASH_BLOCK_BYTES):
+    left = sys.maxsize if num_bytes is None else num_bytes
+    file.seek(start)
+    while block := file.read(min(left, HASH_BLOCK_BYTES)):
         digest.update(block)
+        left -= len(block)
         on_bytes(len(block))
     return digest.hexdigest()
 

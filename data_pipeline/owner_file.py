@@ -158,7 +158,12 @@ def _read(path: Path) -> Owner | None:
 
 
 def _machine() -> str:
-    return f"{_BOOT_ID.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{boot_of_machine()} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def boot_of_machine() -> str:
+    """Return what all processes under this kernel have in common, and none of another machine."""
+    return _BOOT_ID.read_text().strip()
 
 
 def start_of(pid: int) -> str:

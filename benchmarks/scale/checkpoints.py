@@ -1,6 +1,6 @@
 """What a checkpoint of many ranks costs: its files, publishing, verifying, reading, removing it.
 
-Names, index and marker are those of a real one; a rank's file has a hundred elements.
+Names, index and marker are those of a real one; a rank's engine file has a hundred elements.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.scale.costs import Cost, Row
+from benchmarks.scale.costs import RANKS, RANKS_OF_NODE, Cost, Row
 from benchmarks.scale.instruments import counted_files
 from data_pipeline.config_loader import load_config
 from data_pipeline.own_programs import code_that_runs
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import FragmentReader
-from pretrain.checkpoint.shares import share_of_rank
+from pretrain.checkpoint.shares import parts_in, share_of_rank
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import checkpoint_bytes, lane_bytes
@@ -30,8 +30,9 @@ from tests.helpers.checkpoints import publish_step
 MODEL = code_that_runs() / "configs" / "models" / "xl_modern_7b.yaml"
 SIZES = (16, 64, 256)
 ELEMENTS = 100  # of a rank's file
+MOST_FILES = RANKS[-1] + RANKS[-1] // RANKS_OF_NODE + 2  # with index and marker
 SECONDS = 2.0  # from the last byte to the published checkpoint
-MOST_OF_SHARE = 2.0  # files are hashed whole
+MOST_OF_SHARE = 2.0  # what a rank has written of a file is hashed whole
 
 
 def checkpoint_costs(directory: Path) -> Iterator[Row]:
@@ -41,7 +42,10 @@ def checkpoint_costs(directory: Path) -> Iterator[Row]:
         for name, value in costs_of(directory, ranks):
             found[name][ranks] = value
     yield from sizes_of_checkpoints()
-    yield Cost(name="checkpoint: files", measured=found["files"])
+    yield Cost(
+        name="checkpoint: files", measured=found["files"], at_most=MOST_FILES,
+        detail="an engine file per rank, a file of lane memories per node",
+    )  # fmt: skip
     yield Cost(name="checkpoint: index", unit="bytes", measured=found["index"])
     yield Cost(
         name="publication: CPU time of rank 0 after the last byte", unit="s",
@@ -83,14 +87,15 @@ def costs_of(directory: Path, ranks: int) -> Iterator[tuple[str, float]]:
     """Yield name and value of each cost of a checkpoint of so many ranks."""
     seconds: list[float] = []
     with patch.object(marker, "publish", timed(marker.publish, seconds)):
-        path = publish_step(directory, ranks, num_ranks=ranks)
+        path = publish_step(directory, ranks, num_ranks=ranks, node_ranks=RANKS_OF_NODE)
     yield "publication", seconds[0]
     yield "files", len(list(path.iterdir()))
     found = marker.read_index(path)
     yield "index", (path / files.INDEX).stat().st_size
-    shares = [share_of_rank(found.index["files"], rank, ranks) for rank in range(ranks)]
-    assert sorted(chain(*shares)) == sorted(found.index["files"]), "every file by one rank"
-    sizes = [sum(found.index["files"][name]["bytes"] for name in share) for share in shares]
+    parts = parts_in(found.index)
+    shares = [share_of_rank(parts, rank, ranks) for rank in range(ranks)]
+    assert list(chain(*shares)) == parts, "every byte by one rank"
+    sizes = [sum(part.bytes for part in share) for share in shares]
     yield "share", max(sizes) * ranks / sum(sizes)
     with counted_files(path) as counts:
         marker.check_share(found, ranks // 2, ranks)

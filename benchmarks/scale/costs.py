@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +49,9 @@ class Cost:
     @property
     def is_met(self) -> bool:
         """Whether the goal is reached; without one there is nothing to miss."""
-        return self.at_most is None or self.at_4096 <= self.at_most
+        if self.at_most is None:
+            return True
+        return self.at_4096 <= self.at_most or math.isclose(self.at_4096, self.at_most)
 
     def _at(self, size: int) -> float:
         """The cost at a size: what was measured or is expected, else what its growth predicts."""

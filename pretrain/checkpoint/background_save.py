@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,16 @@ from data_pipeline.errors import UserError, os_error_text, remedy_of
 from pretrain.checkpoint.directory import MEMORY, rank_file
 from pretrain.checkpoint.pieces import key_of, report_of
 from pretrain.checkpoint.rank_reports import RankReports, Report
-from pretrain.checkpoint.tensor_files import Layout, Pieces, copy_to_host, layout_of, write_file
+from pretrain.checkpoint.tensor_files import (
+    FilePart,
+    Layout,
+    Pieces,
+    copy_to_host,
+    layout_of,
+    part_of_file,
+    whole_file,
+    write_file,
+)
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState
@@ -76,26 +85,32 @@ class HostBuffers:
 
 @dataclass(frozen=True)
 class RankFile:
-    """A file to be written, and the live tensors that go into it."""
+    """A file to be written by these `ranks`, and the live tensors of this one that go into it."""
 
     name: str
     tensors: Pieces
     layout: Layout
+    ranks: Sequence[int]
 
 
-def files_of_rank(engine: Engine, state: TrainState, lane_state: LaneState) -> list[RankFile]:
-    """Return what this rank saves: fragments, memories in lane order, random-number state."""
+def files_of_rank(
+    engine: Engine, state: TrainState, lane_state: LaneState, node: Sequence[int]
+) -> list[RankFile]:
+    """Return what this rank saves: fragments, memories in lane order, random-number state.
+
+    The ranks of its `node` save the last two in one file.
+    """
     fragments: Pieces = {
         key_of(fragment.name, fragment.start, kind): [value]
         for fragment in engine.fragments()
         if fragment.owned
         for kind, value in fragment.values.items()
     }
-    return files_of(fragments, state, lane_state, engine.world.rank)
+    return files_of(fragments, state, lane_state, engine.world.rank, node)
 
 
 def files_of(
-    fragments: Pieces, state: TrainState, lane_state: LaneState, rank: int
+    fragments: Pieces, state: TrainState, lane_state: LaneState, rank: int, node: Sequence[int]
 ) -> list[RankFile]:
     """Return the files of `rank` that hold these fragments and the state."""
     memories = [memory for memory in state.memories if memory is not None]
@@ -104,10 +119,13 @@ def files_of(
     random = {"random.cpu": [torch.get_rng_state()]}
     if torch.cuda.is_available():
         random["random.cuda"] = [torch.cuda.get_rng_state()]
-    named: dict[str, Pieces] = {"engine": fragments, "state": {**slots, **random}}
+    named: dict[str, tuple[Pieces, Sequence[int]]] = {
+        "engine": (fragments, (rank,)),
+        "state": ({**slots, **random}, node),
+    }
     return [
-        RankFile(rank_file(kind, rank), tensors, layout_of(tensors))
-        for kind, tensors in named.items()
+        RankFile(rank_file(kind, ranks[0]), tensors, layout_of(tensors), ranks)
+        for kind, (tensors, ranks) in named.items()
     ]
 
 
@@ -187,6 +205,9 @@ class Save(threading.Thread):
 
     def run(self) -> None:
         try:
+            for each in self._rank_files:
+                if len(each.ranks) > 1:  # now, so that nobody waits for it once all have copied
+                    self._reports.post_header(each.layout.header, each.ranks)
             host = self._copy()
             self._copied.set()
             self._write(host)
@@ -223,12 +244,19 @@ class Save(threading.Thread):
         self.partial.mkdir(parents=True, exist_ok=True)
         described = {
             each.name: write_file(
-                self.partial / each.name, each.layout, buffer, self._raise_if_canceled
+                self.partial / each.name, self._part_of(each), buffer, self._raise_if_canceled
             )
             for each, buffer in zip(self._rank_files, host, strict=True)
         }
-        # Last: it tells rank 0 that both files are whole and on disk.
+        # Last: it tells rank 0 that all this rank writes is on disk.
         self._reports.post({**self._report, "files": described}, self._pieces)
+
+    def _part_of(self, file: RankFile) -> FilePart:
+        """What this rank writes of the file."""
+        if len(file.ranks) == 1:
+            return whole_file(file.layout)
+        headers = self._reports.headers(file.ranks, self._raise_if_canceled)
+        return part_of_file(headers, self._world.rank)
 
     def _raise_if_canceled(self) -> None:
         if self._canceled.is_set():

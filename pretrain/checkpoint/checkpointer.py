@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from pretrain.distributed.world import (
     broadcast_value,
     gather_values,
     raise_on_all_ranks,
+    ranks_of_node,
     sum_over_ranks,
 )
 from pretrain.engines.engine import Engine
@@ -92,6 +93,7 @@ class Checkpointer:
         self._buffers = HostBuffers(world.device)
         self._save: Save | None = None
         self._saves = 0  # that were started
+        self._node: Sequence[int] = ()  # the ranks of this node
         self._former: Save | None = None  # published; it may still remove old checkpoints
         self._outage = Outage(patience or Patience())
         self._held = held
@@ -129,7 +131,8 @@ class Checkpointer:
             rebuild = state.past.to_tree()
         else:
             saved, past, rebuild = state, None, None
-        rank_files = files_of_rank(engine, saved, self._lane_state)
+        self._node = self._node or ranks_of_node(self._world)
+        rank_files = files_of_rank(engine, saved, self._lane_state, self._node)
         if problem := self._problem_ahead(rank_files, obstacle):
             self._give_up_save(state.step, problem)
             return False
@@ -346,7 +349,7 @@ class Checkpointer:
         if found.index["world_size"] == num_ranks:
             # Nothing that a run computes draws from it (dropout is a function of step and lane), so
             # with another number of ranks it can start from the seed.
-            restore_random_state(found.directory / files.rank_file("state", rank))
+            restore_random_state(found, rank)
         cursor = None
         if not restarts_lanes(self._run, found.index["step"]):
             cursors = [LaneCursor.from_tree(report["cursor"]) for report in found.rank_reports]

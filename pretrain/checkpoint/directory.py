@@ -2,7 +2,8 @@
 
 RUN/checkpoints/step-00000100/
     engine-00000.safetensors   fragments of weights and moments, one file per rank
-    state-00000.safetensors    lane memories and random-number state, one file per rank
+    state-00000.safetensors    lane memories and random-number state, one file per node, by the
+                               number of its first rank
     index.json                 sizes and SHA-256 of all files, what is in them, the ranks' lanes and
                                their cursor, and the run's id, step and settings
     COMPLETE                   the marker: SHA-256 of index.json (`marker.py`)
@@ -27,6 +28,7 @@ from data_pipeline.files import read_json
 
 logger = logging.getLogger(__name__)
 
+KINDS = ("engine", "state")
 MARKER = "COMPLETE"
 INDEX = "index.json"
 REFUSED = "REFUSED"
@@ -52,7 +54,7 @@ def partial_directory(root: Path, step: int, attempt: str) -> Path:
 
 
 def rank_file(kind: str, rank: int) -> str:
-    """Return the name of one rank's file; `kind` is engine or state."""
+    """Return the name of a file whose first rank is `rank`; `kind` is one of KINDS."""
     return f"{kind}-{rank:05d}.safetensors"
 
 

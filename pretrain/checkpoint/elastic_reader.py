@@ -157,7 +157,7 @@ def load_memory(found: Checkpoint, lanes: range) -> dict[str, Tensor] | None:
         high = min(lanes.stop, report["first_lane"] + report["num_lanes"])
         if low < high:
             own = slice(low - report["first_lane"], high - report["first_lane"])
-            parts.append(_memory_of(found.directory / rank_file("state", rank), own))
+            parts.append(_memory_of(found, rank, own))
     if not parts or not parts[0]:
         return None
     if any(part.keys() != parts[0].keys() for part in parts):
@@ -168,16 +168,26 @@ def load_memory(found: Checkpoint, lanes: range) -> dict[str, Tensor] | None:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _memory_of(path: Path, lanes: slice) -> dict[str, Tensor]:
-    """Return the parts of the memories of these lanes in a rank's file, by name."""
+def _memory_of(found: Checkpoint, rank: int, lanes: slice) -> dict[str, Tensor]:
+    """Return the parts of the memories of these lanes, which a rank has saved, by name."""
+    path, prefix = state_of_rank(found, rank)
     with opened(path) as handle:
-        keys = [key for key in handle.keys() if key.startswith(MEMORY)]  # noqa: SIM118
-        return {key.removeprefix(MEMORY): handle.get_slice(key)[lanes] for key in keys}
+        start = prefix + MEMORY
+        keys = [key for key in handle.keys() if key.startswith(start)]  # noqa: SIM118
+        return {key.removeprefix(start): handle.get_slice(key)[lanes] for key in keys}
 
 
-def restore_random_state(path: Path) -> None:
-    """Set the random-number state to the one in a rank's state file."""
+def restore_random_state(found: Checkpoint, rank: int) -> None:
+    """Set the random-number state to the one that a rank has saved."""
+    path, prefix = state_of_rank(found, rank)
     with opened(path) as handle:
-        torch.set_rng_state(handle.get_tensor("random.cpu"))
-        if torch.cuda.is_available() and "random.cuda" in handle.keys():  # noqa: SIM118
-            torch.cuda.set_rng_state(handle.get_tensor("random.cuda"))
+        torch.set_rng_state(handle.get_tensor(prefix + "random.cpu"))
+        if torch.cuda.is_available() and (key := prefix + "random.cuda") in handle.keys():  # noqa: SIM118
+            torch.cuda.set_rng_state(handle.get_tensor(key))
+
+
+def state_of_rank(found: Checkpoint, rank: int) -> tuple[Path, str]:
+    """Return the file with a rank's memories and random-number state, and how their keys start."""
+    name = found.rank_reports[rank]["state"]
+    is_shared = len(found.index["files"][name]) > 1
+    return found.directory / name, f"{rank}|" if is_shared else ""

@@ -133,7 +133,7 @@ class LocalTier:
             for fragment in engine.fragments()
             for kind, value in fragment.values.items()
         }
-        rank_files = files_of(pieces, state, self._lane_state, rank=0)
+        rank_files = files_of(pieces, state, self._lane_state, rank=0, node=(0,))
         try:
             files.require_space(self._root, sum(each.layout.file_bytes for each in rank_files))
         except (OSError, UserError) as error:

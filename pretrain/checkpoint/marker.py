@@ -2,7 +2,8 @@
 
 A save writes into a hidden directory, in this order:
 
-    1. every rank: its two safetensors files, each hashed while it is written and then fsynced
+    1. every rank: its safetensors file and its part of that of its node, hashed while they are
+       written and then fsynced
     2. every rank: its report to rank 0, with sizes and hashes of those two, once both are on disk
     3. rank 0, once it has all reports: index.json, which merges them
     4. rank 0: COMPLETE, the marker, which holds the SHA-256 of index.json
@@ -31,7 +32,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.checked_fields import Fields, shown
+from data_pipeline.checked_fields import Fields
 from data_pipeline.errors import STORAGE_FAILS, CheckpointError, UnreadableError
 from data_pipeline.files import fsync_directory, sha256_of, write_json, write_text
 from pretrain.checkpoint.directory import (
@@ -39,7 +40,6 @@ from pretrain.checkpoint.directory import (
     MARKER,
     REFUSED,
     STEP_NAME,
-    rank_file,
     remove,
     step_directory,
     steps_on_disk,
@@ -52,7 +52,7 @@ from pretrain.checkpoint.pieces import (
     parsed,
     require_pieces,
 )
-from pretrain.checkpoint.shares import Progress, share_of_rank
+from pretrain.checkpoint.shares import Part, Progress, parts_in, share_of_rank
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Checkpoint:
     @property
     def num_bytes(self) -> int:
         """The size of all files that the index lists."""
-        return sum(entry["bytes"] for entry in self.index["files"].values())
+        return sum(map(_bytes_of, self.index["files"].values()))
 
     @cached_property
     def pieces(self) -> Pieces:
@@ -96,10 +96,11 @@ def publish(
     withheld.
     """
     lists = {
-        "files": {name: entry for each in reports for name, entry in each["files"].items()},
+        "files": _files_of(reports),
         "pieces": merged(each["pieces"] for each in reports),
         "ranks": [
             {name: value for name, value in each.items() if name not in ("files", "pieces")}
+            | {"state": next(name for name in each["files"] if name.startswith("state"))}
             for each in reports
         ],
     }
@@ -110,6 +111,22 @@ def publish(
         remove(final)
     partial.rename(final)
     fsync_directory(final.parent)
+
+
+def _files_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the index's `files` from what each rank has written of which file."""
+    parts: dict[str, list[Mapping[str, Any]]] = {}
+    for each in reports:
+        for name, part in each["files"].items():
+            parts.setdefault(name, []).append(part)
+    files = {}
+    for name, written in parts.items():
+        end = 0
+        for part in written:
+            assert part["start"] == end, f"{name}: parts of ranks in another order"
+            end += part["bytes"]
+        files[name] = [{"bytes": each["bytes"], "sha256": each["sha256"]} for each in written]
+    return files
 
 
 def verify(directory: Path, run_id: str = "") -> Checkpoint:
@@ -129,16 +146,15 @@ def check_share(
 
     Ranks that verify together call it after one of them has read the index for all.
     """
-    files = found.index["files"]
-    names = share_of_rank(files, rank, world_size)
-    own_bytes = sum(files[name]["bytes"] for name in names)
+    parts = parts_in(found.index)
+    share = share_of_rank(parts, rank, world_size)
+    own_bytes = sum(part.bytes for part in share)
     progress = Progress(found.step, found.num_bytes, world_size, own_bytes, is_shown)
-    for name in names:
-        _check_file(found.directory, name, files, progress.add)
-        kind, _, owner = name.partition(".")[0].partition("-")
-        if kind == "engine":
-            expected = elements_of_rank(found.pieces, int(owner))
-            require_pieces(found.directory / name, expected)
+    for part in share:
+        _check_part(found, part, parts, progress.add)
+        if part.engine_rank is not None:
+            expected = elements_of_rank(found.pieces, part.engine_rank)
+            require_pieces(found.directory / part.name, expected)
 
 
 def read_index(directory: Path, run_id: str = "") -> Checkpoint:
@@ -155,16 +171,6 @@ def read_index(directory: Path, run_id: str = "") -> Checkpoint:
         raise CheckpointError(
             f"{directory}: found a checkpoint of run {index['run']}, expected run {run_id}"
         )
-    unknown = set(index["files"])
-    for rank in range(index["world_size"]):
-        expected = {rank_file(kind, rank) for kind in ("engine", "state")}
-        if not expected <= index["files"].keys():
-            raise CheckpointError(f"{path}: rank {rank} of {index['world_size']} is missing")
-        unknown -= expected
-    if unknown:  # whatever is listed is opened, so nothing but these names may be
-        raise CheckpointError(
-            f"{path}: found the file {shown(min(unknown))}, expected those of ranks only"
-        )
     return Checkpoint(directory, index)
 
 
@@ -172,8 +178,8 @@ def counts(directory: Path) -> bool:
     """Whether marker, index and sizes are right and no start has refused the checkpoint."""
     try:
         found = read_index(directory)
-        for name, entry in found.index["files"].items():
-            _check_size(directory / name, entry["bytes"])
+        for name, parts in found.index["files"].items():
+            _check_size(directory / name, _bytes_of(parts))
         return not (directory / REFUSED).exists()
     except (CheckpointError, OSError):
         return False
@@ -266,20 +272,26 @@ def remember(directory: Path, refused: str) -> None:
             (directory / REFUSED).unlink(missing_ok=True)
 
 
-def _check_file(
-    directory: Path, name: str, files: dict[str, Any], on_bytes: Callable[[int], None]
+def _bytes_of(parts: Sequence[Mapping[str, Any]]) -> int:
+    return sum(part["bytes"] for part in parts)
+
+
+def _check_part(
+    found: Checkpoint, part: Part, parts: Sequence[Part], on_bytes: Callable[[int], None]
 ) -> None:
-    path, expected = directory / name, files[name]
-    _check_size(path, expected["bytes"])
-    with _refusing(path):
-        found = sha256_of(path, on_bytes)
-    if found == expected["sha256"]:
+    path = found.directory / part.name
+    file_bytes = _bytes_of(found.index["files"][part.name])
+    _check_size(path, file_bytes)
+    is_last = part.start + part.bytes == file_bytes
+    with _refusing(path):  # the last part to the end, wherever that is by now
+        sha256 = sha256_of(path, on_bytes, part.start, None if is_last else part.bytes)
+    if sha256 == part.sha256:
         return
     # A common accident is a copy of a directory that mixed up the ranks: say so.
-    owner = next((other for other, entry in files.items() if entry["sha256"] == found), None)
+    owner = next((each.name for each in parts if each.sha256 == sha256), part.name)
     raise CheckpointError(
         f"{path}: contains the data of {owner}"
-        if owner
+        if owner != part.name
         else f"{path}: its contents changed since it was written"
     )
 

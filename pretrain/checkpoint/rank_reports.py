@@ -3,6 +3,7 @@
 The threads of a save use no collectives, and to look for files of thousands of ranks is slow: a
 network file system answers for a minute from its cache that a name does not exist. So reports go
 through the store where the ranks met. Rank 0 asks it how many there are, then takes all at once.
+The same store tells the ranks of a node what each of them writes into their file.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.distributed import PrefixStore, Store, distributed_c10d  # pyright: i
 from pretrain.distributed.world import World
 
 POLL_SECONDS = 0.02
+LONGEST_POLL_SECONDS = 1.0  # of a rank among thousands that ask rank 0's store
 Report = dict[str, Any]
 
 
@@ -43,6 +45,27 @@ class RankReports:
             return
         self._store.set(str(self._world.rank), cast("str", content))  # bytes are as good
         self._store.add("count", 1)
+
+    def post_header(self, header: bytes, ranks: Sequence[int]) -> None:
+        """Tell the `ranks`, this one and others, what this one writes into the file of all."""
+        assert self._store is not None
+        self._store.set(f"header/{self._world.rank}", cast("str", zlib.compress(header, level=1)))
+        self._store.add(f"headers/{ranks[0]}", 1)
+
+    def headers(self, ranks: Sequence[int], while_waiting: Callable[[], None]) -> dict[int, bytes]:
+        """Return what each of the `ranks` has posted; `while_waiting` may raise."""
+        assert self._store is not None
+        pause = POLL_SECONDS
+        while self._store.add(f"headers/{ranks[0]}", 0) < len(ranks):
+            while_waiting()
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST_POLL_SECONDS)
+        names = [f"header/{rank}" for rank in ranks]
+        found = map(zlib.decompress, self._store.multi_get(names))
+        if self._store.add(f"read/{ranks[0]}", 1) == len(ranks):
+            for name in (*names, f"headers/{ranks[0]}", f"read/{ranks[0]}"):
+                self._store.delete_key(name)
+        return dict(zip(ranks, found, strict=True))
 
     def collect(self, while_waiting: Callable[[], None]) -> list[Report]:
         """Return the reports of all ranks, in their order (rank 0); `while_waiting` may raise."""

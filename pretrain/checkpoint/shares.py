@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+from pretrain.checkpoint.directory import rank_file
 from pretrain.terminal.text import counted
 
 logger = logging.getLogger(__name__)
@@ -17,20 +18,44 @@ logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 10.0
 
 
-def share_of_rank(files: Mapping[str, Any], rank: int, world_size: int) -> list[str]:
-    """Return the files of the index that a rank hashes: consecutive ranks' files, of equal bytes.
+class Part(NamedTuple):
+    """What one rank has written of a file: the bytes from `start` on. `engine_rank`: of pieces."""
+
+    name: str
+    start: int
+    bytes: int
+    sha256: str
+    engine_rank: int | None = None
+
+
+def parts_in(index: Mapping[str, Any]) -> list[Part]:
+    """Return all parts that an index lists, those of each rank together; IndexError or KeyError
+    if a rank has none."""
+    found = []
+    ends: dict[str, tuple[int, int]] = {}
+    for rank, report in enumerate(index["ranks"]):
+        for kind, name in ("engine", rank_file("engine", rank)), ("state", report["state"]):
+            number, start = ends.get(name, (0, 0))
+            part = index["files"][name][number]
+            engine_rank = rank if kind == "engine" else None
+            found.append(Part(name, start, part["bytes"], part["sha256"], engine_rank))
+            ends[name] = (number + 1, start + part["bytes"])
+    return found
+
+
+def share_of_rank(parts: Sequence[Part], rank: int, world_size: int) -> list[Part]:
+    """Return the parts that a rank hashes: those of consecutive ranks, of equal bytes.
 
     With as many ranks as saved it, a rank hashes about what it will read, so that its node has that
-    in memory by then. A file is hashed by one rank: with more ranks than files, some have nothing.
+    in memory by then. A part is hashed by one rank: with more ranks than parts, some have nothing.
     """
-    total = sum(entry["bytes"] for entry in files.values()) or 1
+    total = sum(part.bytes for part in parts) or 1
     share, before = [], 0
-    for name in sorted(files, key=lambda name: (name.partition("-")[2].partition(".")[0], name)):
-        size = files[name]["bytes"]
-        middle = min(before + size / 2, total - 0.5)
+    for part in parts:
+        middle = min(before + part.bytes / 2, total - 0.5)
         if int(middle * world_size / total) == rank:
-            share.append(name)
-        before += size
+            share.append(part)
+        before += part.bytes
     return share
 
 

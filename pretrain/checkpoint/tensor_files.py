@@ -4,6 +4,8 @@ The safetensors library reads them: the header's length (8 bytes, little-endian)
 type, shape and offsets of each tensor), then the tensors' bytes without gaps. The library's own
 writer would copy everything once more, and a hash would read the file back. Here both happen on the
 way to the disk, without the interpreter lock, so that the loop keeps training.
+
+Several ranks of a node can write one file: all know its header beforehand, each writes its part.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from data_pipeline.files import named_errors, own_file
 
 BLOCK_BYTES = 1 << 24
 ALIGNMENT = 8
+PART_ALIGNMENT = 4096
 TYPE_NAMES = {
     torch.float64: "F64",
     torch.int64: "I64",
@@ -51,6 +54,56 @@ class Layout:
         return len(self.header) + self.num_bytes
 
 
+@dataclass(frozen=True)
+class FilePart:
+    """The part of a file that one rank writes: a header or none, its tensors' bytes, zeros."""
+
+    header: bytes
+    start: int
+    num_bytes: int
+    padding: int
+    file_bytes: int
+
+    @property
+    def part_bytes(self) -> int:
+        return len(self.header) + self.num_bytes + self.padding
+
+
+def whole_file(layout: Layout) -> FilePart:
+    """The part of a rank that writes the file alone."""
+    return FilePart(layout.header, 0, layout.num_bytes, 0, layout.file_bytes)
+
+
+def part_of_file(headers: Mapping[int, bytes], rank: int) -> FilePart:
+    """The part of `rank` in a file of the ranks whose own tensors the `headers` describe.
+
+    A tensor's key is RANK|NAME. Parts follow each other in the headers' order, the first one with
+    the file's header. Each ends with a multiple of `PART_ALIGNMENT`, so that no two ranks write to
+    the same page: what fills it is a tensor, because the library takes no file with gaps.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    ranges: dict[int, tuple[int, int, int]] = {}
+    start = 0
+    for each, header in headers.items():
+        end = start
+        for name, entry in json.loads(header[8:]).items():
+            low, high = (start + offset for offset in entry["data_offsets"])
+            entries[f"{each}|{name}"] = {**entry, "data_offsets": [low, high]}
+            end = max(end, high)
+        padding = -end % PART_ALIGNMENT
+        if padding:
+            filled = {"dtype": "U8", "shape": [padding], "data_offsets": [end, end + padding]}
+            entries[f"{each}|padding"] = filled
+        ranges[each] = (start, end - start, padding)
+        start = end + padding
+    header = _header_of(entries, PART_ALIGNMENT)
+    file_bytes = len(header) + start
+    start, num_bytes, padding = ranges[rank]
+    if rank == next(iter(headers)):
+        return FilePart(header, 0, num_bytes, padding, file_bytes)
+    return FilePart(b"", len(header) + start, num_bytes, padding, file_bytes)
+
+
 def layout_of(tensors: Pieces) -> Layout:
     """Lay out the widest types first, so that every tensor is aligned; by name within a type."""
     entries: dict[str, dict[str, Any]] = {}
@@ -66,9 +119,14 @@ def layout_of(tensors: Pieces) -> Layout:
             "shape": shape,
             "data_offsets": [start, end],
         }
+    return Layout(_header_of(entries, ALIGNMENT), offsets, end)
+
+
+def _header_of(entries: Mapping[str, Any], alignment: int) -> bytes:
+    """The bytes of a file before its tensors, a multiple of `alignment`."""
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    return Layout(len(text).to_bytes(8, "little") + text, offsets, end)
+    text += b" " * (-(len(text) + 8) % alignment)
+    return len(text).to_bytes(8, "little") + text
 
 
 def copy_to_host(tensors: Pieces, layout: Layout, host: Tensor) -> None:
@@ -83,18 +141,28 @@ def copy_to_host(tensors: Pieces, layout: Layout, host: Tensor) -> None:
 
 
 def write_file(
-    path: Path, layout: Layout, host: Tensor, between_blocks: Callable[[], None]
+    path: Path, part: FilePart, host: Tensor, between_blocks: Callable[[], None]
 ) -> dict[str, Any]:
-    """Write and fsync the file; returns size and SHA-256. `between_blocks` may raise to cancel."""
+    """Write and fsync a part of the file; returns start, size and SHA-256 of the part.
+
+    `between_blocks` may raise to cancel.
+    """
     digest = hashlib.sha256()
-    body = host[: layout.num_bytes].numpy().data
-    with named_errors(path), open(path, "wb", opener=own_file) as file:
-        for source in (memoryview(layout.header), body):
+    body = host[: part.num_bytes].numpy().data
+    with named_errors(path), open(path, "r+b", opener=_own_new_file) as file:
+        file.seek(part.start)
+        for source in (memoryview(part.header), body, memoryview(bytes(part.padding))):
             for start in range(0, len(source), BLOCK_BYTES):
                 between_blocks()
                 block = source[start : start + BLOCK_BYTES]
                 digest.update(block)
                 file.write(block)
+        file.truncate(part.file_bytes)  # the same on all ranks: cuts what a former try has left
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": layout.file_bytes, "sha256": digest.hexdigest()}
+    return {"start": part.start, "bytes": part.part_bytes, "sha256": digest.hexdigest()}
+
+
+def _own_new_file(path: str, flags: int) -> int:
+    """Not truncated: other ranks may have written their parts."""
+    return own_file(path, flags | os.O_CREAT)

@@ -21,6 +21,7 @@ from data_pipeline.errors import (
     UnreadableError,
     UserError,
 )
+from data_pipeline.owner_file import boot_of_machine
 from data_pipeline.typed_json import from_json, to_json
 from pretrain.distributed.descriptors import prepare_descriptors
 from pretrain.distributed.rendezvous import (
@@ -224,6 +225,12 @@ def gather_values(value: T, kind: Any) -> list[T]:
     gathered = [torch.empty_like(padded) for _ in ranks]
     dist.all_gather(gathered, padded)
     return [_value_of(rank, gathered[rank][: lengths[rank]], kind) for rank in ranks]
+
+
+def ranks_of_node(world: World) -> Sequence[int]:
+    """Return the ranks on this rank's node, itself among them; all ranks call it together."""
+    boots = gather_values(boot_of_machine(), str)
+    return [rank for rank, boot in enumerate(boots) if boot == boots[world.rank]]
 
 
 @contextlib.contextmanager

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.corpora.writable_store import Content
 from data_pipeline.errors import CheckpointError
-from data_pipeline.files import LARGEST_LOG_BYTES, parse_json
+from data_pipeline.files import LARGEST_LOG_BYTES, parse_json, sha256_of
 from pretrain.checkpoint.directory import INDEX, MARKER, best_of, steps_to_prune
 from pretrain.config.run import CheckpointConfig
 
@@ -36,6 +38,33 @@ RUN_FILES = {
     "metrics.jsonl": LARGEST_LOG_BYTES,
 }
 _IN_A_STEP = re.compile(r"(step-(\d{8})-[0-9a-f]{16})/[^/]+")
+
+
+@dataclass(frozen=True)
+class ListedContent:
+    """What a file of a checkpoint has to contain: parts, one after the other."""
+
+    parts: tuple[Content, ...]
+
+    @classmethod
+    def of(cls, parts: Iterable[Mapping[str, Any]]) -> ListedContent:
+        """As an index lists the file."""
+        return cls(tuple(Content(**part) for part in parts))
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def mismatch(self, path: Path) -> str | None:
+        """Return how the file differs; None if it does not."""
+        if (size := path.stat().st_size) != self.bytes:
+            return f"{size} bytes arrived, expected {self.bytes}"
+        start = 0
+        for part in self.parts:
+            if problem := part.hash_mismatch(sha256_of(path, start=start, num_bytes=part.bytes)):
+                return problem
+            start += part.bytes
+        return None
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from pretrain.config.run import RunConfig
 from pretrain.mirror.layout import (
     LARGEST_ROOT_BYTES,
     ROOT,
+    ListedContent,
     MirrorIndex,
     StoredCheckpoint,
     parse,
@@ -150,7 +151,7 @@ class _Fetch:
             self._content(found.folder, name, self.scratch, content)
 
         def fetch(name: str) -> None:
-            self._content(found.folder, name, target, Content(**listed[name]))
+            self._content(found.folder, name, target, ListedContent.of(listed[name]))
 
         in_parallel(fetch, sorted(listed), f"step {found.step}", logger.info)
         marker.verify(target, run_id)
@@ -167,7 +168,9 @@ class _Fetch:
         if found != run_id:
             raise CheckpointError(f"{run_dir.path}: found run {found}, expected run {run_id}")
 
-    def _content(self, folder: str, name: str, directory: Path, content: Content) -> None:
+    def _content(
+        self, folder: str, name: str, directory: Path, content: Content | ListedContent
+    ) -> None:
         """Fetch a file of known content, unless it is there; CheckpointError if the store has
         another."""
         path = path_below(directory, name)

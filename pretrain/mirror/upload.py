@@ -12,6 +12,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.corpora.writable_store import Content, WritableStore, content_of
 from data_pipeline.errors import CheckpointError, UserError, os_error_text
@@ -24,6 +25,7 @@ from pretrain.mirror.layout import (
     LARGEST_ROOT_BYTES,
     ROOT,
     RUN_FILES,
+    ListedContent,
     MirrorIndex,
     StoredCheckpoint,
     parse,
@@ -107,7 +109,17 @@ def upload_share(
     folder = stored_form(directory).folder
     for name in share_of_rank(listed, rank, world_size):
         check()
-        store.put(f"{folder}/{name}", directory / name, Content(**listed[name]))
+        store.put(f"{folder}/{name}", directory / name, _content(directory / name, listed[name]))
+
+
+def _content(path: Path, parts: list[dict[str, Any]]) -> Content:
+    """Return what the file contains, which is what the index lists; CheckpointError if not."""
+    expected = ListedContent.of(parts)
+    if len(expected.parts) == 1:
+        return expected.parts[0]  # the store is compared with it
+    if problem := expected.mismatch(path):
+        raise CheckpointError(f"{path}: {problem}")
+    return content_of(path)
 
 
 class Publication:

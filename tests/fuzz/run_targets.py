@@ -49,7 +49,8 @@ def run_targets(run: Path, experiment: Path) -> dict[str, Target]:
         def seal(copy: Path) -> None:
             path = copy / step / name
             index = json.loads((copy / step / "index.json").read_bytes())
-            index["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+            size = path.stat().st_size
+            index["files"][name] = [{"bytes": size, "sha256": sha256_of(path)}]
             (copy / step / "index.json").write_bytes(json_text(index))
             seal_index(copy)
 

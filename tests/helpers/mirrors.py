@@ -41,7 +41,8 @@ def run_in(directory: Path, steps: list[int]) -> RunDir:
 def save(run_dir: RunDir, step: int) -> Path:
     with open(run_dir.metrics, "a") as file:
         file.write(json.dumps(train_line(step)) + "\n")
-    return publish_step(run_dir.checkpoints, step, RANKS, run=run_dir.identity.id)
+    root, run = run_dir.checkpoints, run_dir.identity.id
+    return publish_step(root, step, RANKS, node_ranks=RANKS, run=run)
 
 
 def upload(

@@ -34,6 +34,7 @@ NAMES = (
     files.INDEX,
     files.MARKER,
 )
+STATE_1 = "state-00001.safetensors"
 NOBODY = 65534
 
 
@@ -171,7 +172,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(root, name, h
 def test_a_file_whose_reading_fails_is_named_and_the_checkpoint_before_is_used(root, name):
     step_2 = files.step_directory(root, 2)
     if name not in (files.INDEX, files.MARKER):  # else its size is refused before it is read
-        rewrite_index(step_2, lambda index: index["files"][name].update(bytes=0))
+        rewrite_index(step_2, lambda index: index["files"][name][0].update(bytes=0))
     (step_2 / name).unlink()
     (step_2 / name).symlink_to("/proc/self/mem")  # EIO, as from a disk that breaks
     said: list[str] = []
@@ -191,19 +192,26 @@ INDEXES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a rank without a cursor": lambda index: index["ranks"][0].pop("cursor"),
     "a report too few": lambda index: index["ranks"].pop(),
     "files of another kind": lambda index: index.update(files=["engine-00000.safetensors"]),
-    "a file without a size": lambda index: index["files"]["state-00001.safetensors"].pop("bytes"),
+    "a file without a size": lambda index: index["files"][STATE_1][0].pop("bytes"),
     "a file elsewhere": lambda index: index["files"].update(
         {"../../../etc/passwd": index["files"]["state-00000.safetensors"]}
     ),
     "an engine file elsewhere": lambda index: index["files"].update(
         {"engine-/../../x": index["files"]["state-00000.safetensors"]}
     ),
-    "a size that is text": lambda index: index["files"]["state-00001.safetensors"].update(
-        bytes="9" * 5000
+    "a size that is text": lambda index: index["files"][STATE_1][0].update(bytes="9" * 5000),
+    "a checksum that is a number": lambda index: index["files"][STATE_1][0].update(sha256=1.5),
+    "a file without parts": lambda index: index["files"].update({STATE_1: []}),
+    "parts of another kind": lambda index: index["files"].update({STATE_1: {"bytes": 1}}),
+    "a part of nobody": lambda index: index["files"][STATE_1].append(index["files"][STATE_1][0]),
+    "a rank without a part": lambda index: index["ranks"][1].update(
+        state="state-00000.safetensors"
     ),
-    "a checksum that is a number": lambda index: index["files"]["state-00001.safetensors"].update(
-        sha256=1.5
+    "a state file elsewhere": lambda index: (
+        index["ranks"][1].update(state="../x"),
+        index["files"].update({"../x": index["files"].pop(STATE_1)}),
     ),
+    "a state file that is a list": lambda index: index["ranks"][1].update(state=[]),
     "no pieces": lambda index: index.pop("pieces"),
     "pieces of another kind": lambda index: index.update(pieces=[]),
     "a parameter without kinds": lambda index: index["pieces"]["w"].update(kinds=[]),
@@ -343,9 +351,9 @@ def test_what_a_rewind_has_verified_is_not_hashed_again_unless_it_is_another(
 ):
     hashed: list[int] = []
 
-    def counting(path: Path, on_bytes: Callable[[int], None]) -> str:
-        hashed.append(path.stat().st_size)
-        return sha256_of(path, on_bytes)
+    def counting(path: Path, on_bytes: Callable[[int], None], start: int, _: int | None) -> str:
+        hashed.append(path.stat().st_size - start)
+        return sha256_of(path, on_bytes, start)
 
     monkeypatch.setattr(marker, "sha256_of", counting)
     found = find_resume_point(root, world, "", before=2)

@@ -61,7 +61,7 @@ def forget_a_rank(directory: Path) -> None:
 
 
 def set_older_format(directory: Path) -> None:
-    rewrite_index(directory, lambda index: index.update(format=marker.FORMAT - 1))
+    rewrite_index(directory, lambda index: index.update(format=4))
 
 
 def rename_step_1(directory: Path) -> None:
@@ -83,7 +83,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda step: (step / "engine-00000.safetensors").unlink(),
         "engine-00000.safetensors: missing",
     ),
-    "missing rank": (forget_a_rank, "rank 1 of 2 is missing"),
+    "missing rank": (forget_a_rank, "'engine-00001.safetensors' has 0 parts, expected 1"),
     "another rank's file": (
         exchange_ranks,
         "engine-00000.safetensors: contains the data of engine-00001",
@@ -104,11 +104,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "corrupted index": (lambda step: flip_a_bit(step / files.INDEX), "index.json"),
     "older format": (
         set_older_format,
-        f"found format {marker.FORMAT - 1}, expected format {marker.FORMAT}; resume with the",
+        f"found format 4, expected format {marker.FORMAT}; resume with the",
     ),
     "unknown field of a file": (
         lambda step: rewrite_index(
-            step, lambda index: index["files"]["state-00000.safetensors"].update(mode=4095)
+            step, lambda index: index["files"]["state-00000.safetensors"][0].update(mode=4095)
         ),
         "'mode' is unknown",
     ),

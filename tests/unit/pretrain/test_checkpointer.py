@@ -223,7 +223,7 @@ def test_a_save_that_waits_for_another_rank_can_be_canceled(engine, world, tmp_p
     save = Save(
         4,
         partial,
-        files_of_rank(engine, state_of(engine, 4), LaneState(RUN.model)),
+        files_of_rank(engine, state_of(engine, 4), LaneState(RUN.model), (0,)),
         {},
         HostBuffers(torch.device("cpu")),
         world,

@@ -68,9 +68,10 @@ def test_an_upload_that_is_killed_anywhere_leaves_the_checkpoint_before_it_and_t
     def second() -> None:
         upload(run_dir, url, 200, tmp_path / "scratch", keep_last=1)
 
-    last = 2 * RANKS + 4 + 2 + 1  # its files, the run's, index and marker, mirror.json
+    own = RANKS + 1  # an engine file per rank, one state file
+    last = own + 4 + 2 + 1  # its files, the run's, index and marker, mirror.json
     mirror = over_http(url, s3_endpoint)
-    for number in (1, 2, 2 * RANKS + 1, last - 2, last - 1, last):
+    for number in (1, 2, own + 1, last - 2, last - 1, last):
         assert killed_at(number, "put", WritableStore, second)
         assert restored(mirror, tmp_path / f"restored-{number}") == 100
     for number in (1, 2):  # mirror.json is there: from now on the new one counts
@@ -132,6 +133,12 @@ def damaged(stored: Path, copy: Path, change: Callable[[Path], object]) -> Path:
     return copy
 
 
+def flip_last_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
 def newest(home: Path) -> Path:
     return max(home.glob("step-*"))
 
@@ -147,11 +154,19 @@ def change_root(home: Path, change: Callable[[dict], object]) -> None:
     [
         lambda home: (newest(home) / "engine-00001.safetensors").unlink(),
         lambda home: (newest(home) / "state-00000.safetensors").write_bytes(b"x"),
+        lambda home: flip_last_bit(newest(home) / "state-00000.safetensors"),
         lambda home: (newest(home) / "index.json").write_bytes(b"{}"),
         lambda home: (newest(home) / "ledger.jsonl").write_bytes(b"\n"),
         lambda home: shutil.rmtree(newest(home)),
     ],
-    ids=["a file gone", "another file", "another index", "another ledger", "all gone"],
+    ids=[
+        "a file gone",
+        "another file",
+        "another part",
+        "another index",
+        "another ledger",
+        "all gone",
+    ],
 )
 def test_a_checkpoint_that_is_not_what_the_index_says_gives_way_to_the_one_before(
     change, tmp_path, stored, caplog

@@ -64,6 +64,41 @@ def test_what_a_save_that_was_given_up_has_left_is_not_taken_for_the_next(store)
     assert [each["save"] for each in second[0].collect(cancel)] == [2] * RANKS
 
 
+def test_ranks_of_a_node_get_each_others_headers_and_leave_nothing_in_the_store(store):
+    nodes = ((0, 2, 5), (1, 3))
+    ranks = {rank: reports_of(store, "a/1", rank) for node in nodes for rank in node}
+    found: dict[int, dict[int, bytes]] = {}
+    waits: list[int] = []
+
+    def ask(rank: int, node: tuple[int, ...]) -> None:
+        found[rank] = ranks[rank].headers(node, lambda: waits.append(rank))
+
+    asking = [threading.Thread(target=ask, args=(n, node)) for node in nodes for n in node]
+    for thread in asking:
+        thread.start()
+    for node in nodes:
+        for rank in reversed(node):
+            assert not found.keys() & set(node), "before all of the node have posted"
+            ranks[rank].post_header(b"header of %d" % rank, node)
+    for thread in asking:
+        thread.join(30)
+    for node in nodes:
+        for rank in node:
+            assert list(found[rank].items()) == [(each, b"header of %d" % each) for each in node]
+    assert store.num_keys() <= 1
+
+
+def test_a_rank_that_waits_for_the_header_of_one_that_ended_can_be_canceled(store):
+    first = reports_of(store, "a/1", 0)
+    first.post_header(b"alone", (0, 1))
+
+    def cancel() -> None:
+        raise SaveCanceled
+
+    with pytest.raises(SaveCanceled):
+        first.headers((0, 1), cancel)
+
+
 def test_equal_pieces_of_thousands_of_ranks_are_read_once():
     found = decoded([encoded({"rank": rank}, PIECES) for rank in range(4096)])
     assert found[-1] == {"rank": 4095, "pieces": PIECES}
