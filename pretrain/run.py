@@ -42,6 +42,7 @@ from pretrain.distributed.world import (
     gather_values,
     raise_on_all_ranks,
     ranks_on_this_node,
+    sharing_lanes,
     sum_over_ranks,
 )
 from pretrain.engines.engine import Engine, check_precision
@@ -98,8 +99,8 @@ def run_training(config: RunConfig, directory: Path, world: World) -> int:
     on_gpu = world.device.type == "cuda"
     check_host_memory(config, world.world_size, ranks_on_this_node(), on_gpu)
     for phase in runs_of_phases(config):
-        lanes_of_rank(phase, world.rank, world.world_size)
         accumulation_steps(phase, world.world_size)
+    world = sharing_lanes(world, config.engine.sequence_ranks)
     with _rank_process(config, directory, world) as process:
         token, number = process.fence.token, 0
         ended = _start(process, token)
@@ -261,19 +262,8 @@ def _train_from(
             config, run_dir, world, state, prefetcher, clock, process.fence.check
         )
         monitor = SpikeMonitor(config, run_dir, world, state)
-        evaluate = _evaluator(process, config, engine, state)
-        parts = Parts(
-            config,
-            engine,
-            state,
-            prefetcher,
-            checkpointer,
-            metrics,
-            monitor,
-            evaluate,
-            mirror,
-            local,
-        )
+        measures = (metrics, monitor, _evaluator(process, config, engine, state))
+        parts = Parts(config, engine, state, prefetcher, checkpointer, *measures, mirror, local)
         try:
             ending = train(parts, process)
         except SpikeFound:
@@ -329,7 +319,8 @@ def _open_lanes(
     world, data, seed = process.world, config.data, lane_seed_at(config, state.step)
     corpus = open_training_data(data.path, data.mixture, data.cache, data.manifest_hash)
     lanes = lanes_of_rank(config, world.rank, world.world_size)
-    corpus.check_capacity(ranks_on_this_node() * (len(lanes) + SHARDS_BESIDE_LANES))
+    streams = -(-ranks_on_this_node() // config.engine.sequence_ranks)
+    corpus.check_capacity(streams * len(lanes) + ranks_on_this_node() * SHARDS_BESIDE_LANES)
     name_suspects(process.config, process.run_dir, engine, corpus, state, lanes)
     length = config.lane_tokens_per_step
     stream = LaneStream(corpus, data.lanes, seed, length, lanes, rebuild.before)
@@ -342,7 +333,8 @@ def _tokens_of_corpora(stream: LaneStream, state: TrainState, world: World) -> d
     """How many tokens of each corpus, by directory, all lanes have read since they started."""
     counts = stream.tokens_read(state.cursor)
     own = torch.tensor(list(counts.values()), dtype=torch.int64, device=world.device)
-    return dict(zip(counts, sum_over_ranks(own).tolist(), strict=True))
+    total = sum_over_ranks(own * world.counts_lanes)
+    return dict(zip(counts, total.tolist(), strict=True))
 
 
 def _log_ending(ending: Ending, config: RunConfig, run_dir: RunDir, step: int) -> None:

@@ -20,7 +20,6 @@ import torch
 from data_pipeline.config_loader import to_tree
 from data_pipeline.errors import CheckpointError, UserError
 from data_pipeline.files import write_text
-from data_pipeline.lanes.lane_stream import LaneCursor
 from data_pipeline.patience import ANY_REMEDY, Outage, Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
@@ -32,6 +31,7 @@ from pretrain.checkpoint.background_save import (
     files_of_rank,
 )
 from pretrain.checkpoint.elastic_reader import (
+    load_cursor,
     load_fragments,
     load_memory,
     restore_counters,
@@ -39,6 +39,7 @@ from pretrain.checkpoint.elastic_reader import (
 )
 from pretrain.checkpoint.rank_reports import RankReports, Report
 from pretrain.checkpoint.replicas import require_equal_replicas
+from pretrain.checkpoint.whole_lanes import own_rows, report_of_lanes, with_whole_lanes
 from pretrain.config.phases import restarts_lanes
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import (
@@ -126,11 +127,11 @@ class Checkpointer:
         """
         self.finish()
         require_equal_replicas(engine, state)
+        past, rebuild, saved = None, None, state
         if not is_last and self._leaves_out_memories(state):
             saved, past = dataclasses.replace(state, memories=[]), state.past.steps[0].before
             rebuild = state.past.to_tree()
-        else:
-            saved, past, rebuild = state, None, None
+        saved = with_whole_lanes(saved, self._run, self._world)
         self._node = self._node or ranks_of_node(self._world)
         rank_files = files_of_rank(engine, saved, self._lane_state, self._node)
         if problem := self._problem_ahead(rank_files, obstacle):
@@ -138,7 +139,7 @@ class Checkpointer:
             return False
         partial = files.partial_directory(self._root, state.step, self._attempt)
         publish = self._publication(partial, engine, state, validation_loss, rebuild)
-        report = {**self._report(state), "past": past.to_tree() if past else None}
+        report = report_of_lanes(saved.cursor, past, self._run, self._world)
         self._saves += 1
         reports = RankReports(f"{self._attempt}/{self._saves}", self._world)
         what = (state.step, partial, rank_files, report, self._buffers, self._world, reports)
@@ -290,14 +291,6 @@ class Checkpointer:
                 problem = SaveProblem(str(error))
         return broadcast_value(problem, SaveProblem | None)
 
-    def _report(self, state: TrainState) -> dict[str, Any]:
-        lanes = lanes_of_rank(self._run, self._world.rank, self._world.world_size)
-        return {
-            "first_lane": lanes.start,
-            "num_lanes": len(lanes),
-            "cursor": state.cursor.to_tree() if state.cursor else None,
-        }
-
     def _publication(
         self,
         partial: Path,
@@ -352,8 +345,7 @@ class Checkpointer:
             restore_random_state(found, rank)
         cursor = None
         if not restarts_lanes(self._run, found.index["step"]):
-            cursors = [LaneCursor.from_tree(report["cursor"]) for report in found.rank_reports]
-            cursor = LaneCursor.join(cursors).take(lanes)
+            cursor = load_cursor(found).take(lanes)
         return TrainState(
             step=found.index["step"],
             tokens_seen=found.index["tokens_seen"],
@@ -373,6 +365,8 @@ class Checkpointer:
         tensors = load_memory(found, lanes) if lanes_before == lanes_now else None
         if tensors is None:
             return [None] * num_slots
+        if not found.is_local:
+            tensors = own_rows(self._lane_state, tensors, self._world.sequence)
         memory = self._lane_state.of_named(tensors, len(lanes))
         if memory is None:
             raise CheckpointError(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.errors import CheckpointError
+from data_pipeline.lanes.lane_stream import LaneCursor
 from pretrain.checkpoint.directory import MEMORY, rank_file
 from pretrain.checkpoint.marker import Checkpoint
 from pretrain.checkpoint.pieces import key_of, opened
@@ -144,6 +145,12 @@ def load_weights(module: torch.nn.Module, found: Checkpoint, ema: bool = False) 
                 )
             whole = reader.whole(name, EMA if ema else "weight")
             parameter.copy_(whole.view_as(parameter))
+
+
+def load_cursor(found: Checkpoint, name: str = "cursor") -> LaneCursor:
+    """Return the cursor of all lanes from the ranks' reports: `cursor`, or `past`."""
+    reports = [report for report in found.rank_reports if report["num_lanes"]]
+    return LaneCursor.join([LaneCursor.from_tree(report[name]) for report in reports])
 
 
 def load_memory(found: Checkpoint, lanes: range) -> dict[str, Tensor] | None:

@@ -77,6 +77,8 @@ def _check(fields: Fields, index: dict[str, Any]) -> None:
     for report in reports:
         report.integer("first_lane", next_lane, next_lane)
         next_lane += report.integer("num_lanes")
+    if not next_lane:
+        raise InvalidField("ranks have no lanes")
     _check_files(index["files"], [report.text("state") for report in reports])
 
 

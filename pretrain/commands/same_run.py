@@ -15,9 +15,8 @@ import torch
 from safetensors import safe_open
 
 from data_pipeline.errors import CheckpointError
-from data_pipeline.lanes.lane_stream import LaneCursor
 from pretrain.checkpoint.directory import step_directory
-from pretrain.checkpoint.elastic_reader import FragmentReader, load_memory
+from pretrain.checkpoint.elastic_reader import FragmentReader, load_cursor, load_memory
 from pretrain.checkpoint.marker import Checkpoint, verify
 from pretrain.rundir.run_dir import RunDir
 
@@ -124,8 +123,7 @@ def _differing_counters(left: Checkpoint, right: Checkpoint, keys: tuple[str, ..
 
 
 def _joined_cursor(found: Checkpoint) -> dict[str, Any]:
-    cursors = [LaneCursor.from_tree(report["cursor"]) for report in found.rank_reports]
-    return LaneCursor.join(cursors).to_tree()
+    return load_cursor(found).to_tree()
 
 
 def _differing_memories(left: Checkpoint, right: Checkpoint, tolerance: float) -> list[str]:

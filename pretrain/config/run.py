@@ -32,6 +32,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.other_names import RUN_NAMES
 from pretrain.config.resume_rules import changeable, fixed
+from pretrain.config.sequence_ranks import check_sequence_ranks
 from pretrain.terminal.text import counted
 
 
@@ -239,6 +240,7 @@ class RunConfig:
                 "them; use stage 2, or `pretrain evaluate RUN --tasks` on checkpoints"
             )
         self._check_memories()
+        check_sequence_ranks(self.engine, self.model, self.data.segment_length)
         if self.model.memory_tokens and self.optim.gradient_segments < 2:
             raise ConfigError(
                 f"model.memory_tokens={self.model.memory_tokens} needs optim.gradient_segments of "
@@ -273,17 +275,33 @@ class RunConfig:
 
 
 def lanes_of_rank(run: RunConfig, rank: int, world_size: int) -> range:
-    """The contiguous lanes that `rank` owns; ConfigError if lanes do not divide over the ranks.
+    """The contiguous lanes that `rank` reads; ConfigError if lanes do not divide over the ranks.
 
-    Lanes are global: what they read does not depend on the number of ranks.
+    Lanes are global: what they read does not depend on the number of ranks. Ranks that share lanes
+    (`engine.sequence_ranks`) follow each other, and all read the same.
     """
-    if run.data.lanes % world_size:
+    shared = run.engine.sequence_ranks
+    if world_size % shared:
         raise ConfigError(
-            f"data.lanes={run.data.lanes} does not divide over {counted(world_size, 'rank')}; "
-            f"use a multiple of {world_size} lanes or another number of ranks"
+            f"engine.sequence_ranks={shared} does not divide {counted(world_size, 'rank')}; use a "
+            f"multiple of {shared} ranks or another engine.sequence_ranks"
         )
-    count = run.data.lanes // world_size
-    return range(rank * count, (rank + 1) * count)
+    groups = world_size // shared
+    if run.data.lanes % groups:
+        among = counted(groups, "rank") if shared == 1 else f"{groups} groups of {shared} ranks"
+        raise ConfigError(
+            f"data.lanes={run.data.lanes} does not divide over {among}; "
+            f"use a multiple of {groups} lanes or another number of ranks"
+        )
+    count, group = run.data.lanes // groups, rank // shared
+    return range(group * count, (group + 1) * count)
+
+
+def saved_lanes_of_rank(run: RunConfig, rank: int, world_size: int) -> range:
+    """The lanes that `rank` saves: its part of those that it shares with other ranks, or none."""
+    lanes, ranks = lanes_of_rank(run, rank, world_size), run.engine.sequence_ranks
+    first, stop = (len(lanes) * place // ranks for place in (rank % ranks, rank % ranks + 1))
+    return lanes[first:stop]
 
 
 def accumulation_steps(run: RunConfig, world_size: int) -> int:

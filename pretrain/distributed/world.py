@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +29,7 @@ from pretrain.distributed.rendezvous import (
     meeting_store,
     set_default_timeout,
 )
+from pretrain.distributed.sequence import SequenceShare, sequence_share
 from pretrain.distributed.slurm_variables import is_slurm_task, number_in, rank_variables
 
 T = TypeVar("T")
@@ -51,10 +52,16 @@ class World:
     world_size: int
     local_rank: int
     device: torch.device
+    sequence: SequenceShare | None = None  # if it shares its lanes with other ranks
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def counts_lanes(self) -> bool:
+        """Whether this rank counts for its lanes: one of those that share them does."""
+        return self.sequence is None or self.sequence.place == 0
 
 
 def world_from_environment(environment: Mapping[str, str]) -> World:
@@ -142,6 +149,11 @@ def init_world(watchdog_timeout_seconds: float = 0.0) -> World:
         device_id=world.device if world.device.type == "cuda" else None,
     )
     return world
+
+
+def sharing_lanes(world: World, ranks: int) -> World:
+    """Return the world in which every so many consecutive ranks share lanes. A collective."""
+    return replace(world, sequence=sequence_share(world.rank, ranks))
 
 
 def destroy_process_group() -> None:

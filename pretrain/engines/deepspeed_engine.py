@@ -16,12 +16,11 @@ from pretrain.engines.deepspeed_settings import check_settings, deepspeed_settin
 from pretrain.engines.engine import (
     Memory,
     StepResult,
-    batch_tensors,
     clip_gradients,
-    dropout_stream,
     dtype_of,
     evaluate_module,
     loss_scaler_of,
+    read_slot,
     step_result,
 )
 from pretrain.engines.zero3_init import InitialWeights, build_replicated, build_sharded
@@ -91,18 +90,12 @@ class DeepSpeedEngine:
     def forward_backward(
         self, slot: SegmentBatch, memory: Memory | None, step: int
     ) -> tuple[Tensor, Memory]:
-        tokens_BL, targets_BL, starts_BL = batch_tensors(slot, self.world.device)
-        dropout = dropout_stream(self._run, slot, step)
-        segments = self._run.optim.gradient_segments
-        nll_BL, memory = self._engine(
-            tokens_BL, targets_BL, memory, starts_BL, dropout=dropout, num_segments=segments
-        )
+        nll_BL, memory = read_slot(self._engine, self._run, slot, memory, step, self.world)
         loss = nll_BL.mean()
         self._backward(loss)
         self._slots_done += 1
         if self._slots_done < self._accumulation_steps:
             self._engine.step()  # only counts the micro-batch: nothing is updated yet
-        assert memory is not None
         return loss.detach(), memory
 
     def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:

@@ -21,9 +21,11 @@ def deepspeed_settings(
     run: RunConfig, world_size: int, accumulation_steps: int, on_gpu: bool
 ) -> dict[str, Any]:
     """Return DeepSpeed's settings; `engine.deepspeed_extra` is merged in (no contradictions)."""
+    # Ranks that share lanes count theirs once each, for DeepSpeed: its numbers only have to fit.
+    batch = run.data.lanes * run.engine.sequence_ranks
     derived: dict[str, Any] = {
-        "train_batch_size": run.data.lanes,
-        "train_micro_batch_size_per_gpu": run.data.lanes // (world_size * accumulation_steps),
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": batch // (world_size * accumulation_steps),
         "gradient_accumulation_steps": accumulation_steps,
         "gradient_clipping": 0.0 if is_unwrapped(run) else run.optim.clip_norm,
         "steps_per_print": None,

@@ -17,6 +17,7 @@ from data_pipeline.setting_fields import assert_never
 from pretrain.config.choices import Precision, precision_traits
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
+from pretrain.distributed.sequence import SequenceShare
 from pretrain.distributed.world import World, sum_over_ranks
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.lane_state import Memory
@@ -123,11 +124,39 @@ def batch_tensors(slot: SegmentBatch, device: torch.device) -> tuple[Tensor, Ten
     return on_device(slot.tokens_BL), on_device(slot.targets_BL), on_device(slot.starts_BL)
 
 
-def dropout_stream(run: RunConfig, slot: SegmentBatch, step: int) -> DropoutStream | None:
+def dropout_stream(
+    run: RunConfig, slot: SegmentBatch, step: int, sequence: SequenceShare | None
+) -> DropoutStream | None:
     """Return the masks of this step for these lanes, or None if the model has no dropout."""
     if run.model.dropout == 0.0 and run.model.attention_dropout == 0.0:
         return None
-    return DropoutStream(seed=run.seed, step=step, lanes=list(slot.lanes))
+    return DropoutStream(run.seed, step, list(slot.lanes), sequence)
+
+
+def read_slot(
+    module: nn.Module,
+    run: RunConfig,
+    slot: SegmentBatch,
+    memory: Memory | None,
+    step: int,
+    world: World,
+) -> tuple[Tensor, Memory]:
+    """Run a slot's forward pass of this step; returns the losses of this rank's tokens, and memory.
+
+    The ranks that share the slot's lanes all call it.
+    """
+    tokens_BL, targets_BL, starts_BL = batch_tensors(slot, world.device)
+    nll_BL, memory = module(
+        tokens_BL,
+        targets_BL,
+        memory,
+        starts_BL,
+        dropout=dropout_stream(run, slot, step, world.sequence),
+        num_segments=run.optim.gradient_segments,
+        sequence=world.sequence,
+    )
+    assert memory is not None
+    return nll_BL, memory
 
 
 def evaluate_module(
@@ -203,12 +232,7 @@ class TorchEngine:
     def forward_backward(
         self, slot: SegmentBatch, memory: Memory | None, step: int
     ) -> tuple[Tensor, Memory]:
-        tokens_BL, targets_BL, starts_BL = batch_tensors(slot, self.world.device)
-        dropout = dropout_stream(self._run, slot, step)
-        segments = self._run.optim.gradient_segments
-        nll_BL, memory = self.module(
-            tokens_BL, targets_BL, memory, starts_BL, dropout=dropout, num_segments=segments
-        )
+        nll_BL, memory = read_slot(self.module, self._run, slot, memory, step, self.world)
         loss = nll_BL.mean()
         scale = 1.0
         if self.loss_scaler is not None:
@@ -217,7 +241,6 @@ class TorchEngine:
         (loss * scale / self._accumulation_steps).backward()
         if self.module is not self._master:
             self._move_gradients_to_master()
-        assert memory is not None
         return loss.detach(), memory
 
     def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:

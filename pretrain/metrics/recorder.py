@@ -100,7 +100,7 @@ class MetricsRecorder:
         self._world = world
         self._prefetcher = prefetcher
         self._forward_clock = forward_clock
-        self._lane_meter = LaneMeter(run, state)
+        self._lane_meter = LaneMeter(run, state, world.counts_lanes)
         self._stragglers = StragglerWatch(run.recovery.straggler_ratio)
         self._files: MetricsFiles | None = None
         self._profiler: StepProfiler | None = None

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.choices import AttentionKernel, position_traits, scales_with_length
 from pretrain.config.model import ModelConfig
+from pretrain.distributed.sequence import SequenceShare
 from pretrain.model.attention_paths import ScoreTerms, Visibility, WeightDropout, path_for
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.parameters import RMSNorm, constant, normal, zeros
@@ -76,11 +77,13 @@ class RelativeAttention(nn.Module):
         *,
         visibility: Visibility,
         dropout: DropoutStream | None,
+        sequence: SequenceShare | None = None,
     ) -> Tensor:
         """Return the attended values [B, L, D].
 
         `positions_CX` are encodings of width D (relative) or H (rope), or biases per head (alibi,
-        t5).
+        t5). With a `sequence`, this rank has some rows of segment and memory, and of what is
+        returned, and attends with some of the heads; positions and visibility are of all rows.
         """
         query_BLNH, parts, terms = self.inputs(
             segment_BLD,
@@ -89,8 +92,11 @@ class RelativeAttention(nn.Module):
             content_bias_NH,
             position_bias_NH,
             visibility=visibility,
+            sequence=sequence,
         )
-        return self.read(query_BLNH, parts, terms, visibility=visibility, dropout=dropout)
+        return self.read(
+            query_BLNH, parts, terms, visibility=visibility, dropout=dropout, sequence=sequence
+        )
 
     def inputs(
         self,
@@ -101,31 +107,40 @@ class RelativeAttention(nn.Module):
         position_bias_NH: Tensor | None,
         *,
         visibility: Visibility,
+        sequence: SequenceShare | None = None,
     ) -> tuple[Tensor, list[Tensor], ScoreTerms]:
         """Return queries, keys and values of memory and segment, and terms, as `read` takes them.
 
         The arguments are those of `forward`.
         """
         # Memory and segment are projected separately: memory needs no query and mostly no gradient.
-        parts = [
-            self.placed(self.keys_and_values(source_BXD), part_XX)
-            for source_BXD, part_XX in (
-                (memory_BMD, positions_CX[: memory_BMD.shape[1]]),
-                (segment_BLD, positions_CX[memory_BMD.shape[1] :]),
-            )
-            if source_BXD.shape[1]
-        ]
-        query_BLNH = self.queries(segment_BLD, positions_CX, visibility)
-        return query_BLNH, parts, self.terms(positions_CX, content_bias_NH, position_bias_NH)
+        sources = [source for source in (memory_BMD, segment_BLD) if source.shape[1]]
+        parts = [self.keys_and_values(source_BXD) for source_BXD in sources]
+        query_BLNH = self.projected_queries(segment_BLD)
+        if sequence is not None:
+            query_BLNH, *parts = sequence.to_heads([query_BLNH, *parts])
+        query_BLNH = self.queries(query_BLNH, positions_CX, visibility, sequence)
+        num_rows = [part.shape[1] for part in parts]
+        placed = zip(parts, positions_CX.split(num_rows), strict=True)
+        terms = self.terms(positions_CX, content_bias_NH, position_bias_NH, sequence)
+        return query_BLNH, [self.placed(*each) for each in placed], terms
 
-    def queries(self, segment_BLD: Tensor, positions_CX: Tensor, visibility: Visibility) -> Tensor:
-        """Return the queries, [B, L, N, H]."""
+    def projected_queries(self, segment_BLD: Tensor) -> Tensor:
+        """Return the queries regardless of their positions, [B, L, N, H]."""
         query_BLNH = self._split_heads(linear(segment_BLD, self.query_weight))
-        if self.query_norm is not None:
-            query_BLNH = self.query_norm(query_BLNH)
+        return query_BLNH if self.query_norm is None else self.query_norm(query_BLNH)
+
+    def queries(
+        self,
+        query_BLNH: Tensor,
+        positions_CX: Tensor,
+        visibility: Visibility,
+        sequence: SequenceShare | None = None,
+    ) -> Tensor:
+        """Return `projected_queries` as `read` takes them, rotated and scaled."""
         if self._positions.rotates:
-            query_BLNH = rotated_BXNH(query_BLNH, positions_CX[-segment_BLD.shape[1] :])
-        return self._scaled(self._scaled_by_length(query_BLNH, visibility))
+            query_BLNH = rotated_BXNH(query_BLNH, positions_CX[-query_BLNH.shape[1] :])
+        return self._scaled(self._scaled_by_length(query_BLNH, visibility, sequence))
 
     def keys_and_values(self, source_BXD: Tensor) -> Tensor:
         """Return keys and values of X rows, [B, X, 2, G, H], regardless of their positions."""
@@ -143,20 +158,27 @@ class RelativeAttention(nn.Module):
         return torch.stack((rotated_BXNH(key_BXGH, positions_XX), value_BXGH), dim=2)
 
     def terms(
-        self, positions_CX: Tensor, content_bias_NH: Tensor | None, position_bias_NH: Tensor | None
+        self,
+        positions_CX: Tensor,
+        content_bias_NH: Tensor | None,
+        position_bias_NH: Tensor | None,
+        sequence: SequenceShare | None = None,
     ) -> ScoreTerms:
         """Return what distances add to the scores, and the sinks."""
+        sinks_N = None if self.sinks is None else _own_heads(self.sinks, sequence)
         if self._positions.adds_bias:
-            return ScoreTerms(distance_bias_CN=positions_CX, sinks_N=self.sinks)
+            distance_bias_CN = _own_heads(positions_CX, sequence, dim=1)
+            return ScoreTerms(distance_bias_CN=distance_bias_CN, sinks_N=sinks_N)
         if not self._positions.projects_encodings:
-            return ScoreTerms(sinks_N=self.sinks)
+            return ScoreTerms(sinks_N=sinks_N)
         if content_bias_NH is None or position_bias_NH is None:
             content_bias_NH, position_bias_NH = self.content_bias, self.position_bias
+        position_weight = _own_heads(self.position_weight, sequence)
         return ScoreTerms(
-            position_CNH=self._split_heads(linear(positions_CX, self.position_weight)),
-            content_bias_NH=self._scaled(content_bias_NH),
-            position_bias_NH=self._scaled(position_bias_NH),
-            sinks_N=self.sinks,
+            position_CNH=self._split_heads(linear(positions_CX, position_weight)),
+            content_bias_NH=self._scaled(_own_heads(content_bias_NH, sequence)),
+            position_bias_NH=self._scaled(_own_heads(position_bias_NH, sequence)),
+            sinks_N=sinks_N,
         )
 
     def read(
@@ -167,6 +189,7 @@ class RelativeAttention(nn.Module):
         *,
         visibility: Visibility,
         dropout: DropoutStream | None,
+        sequence: SequenceShare | None = None,
     ) -> Tensor:
         """Return what the queries read from the C keys and values in `parts`, [B, L, D]."""
         attend = path_for(self._kernel, query_BLNH.device, query_BLNH.dtype, self._head_width)
@@ -179,16 +202,20 @@ class RelativeAttention(nn.Module):
             )
         else:
             attended_BLNH = attend(*inputs)
+        if sequence is not None:
+            attended_BLNH = sequence.to_rows(attended_BLNH)
         output_BLD = linear(attended_BLNH.flatten(2), self.output_weight)
         return drop(output_BLD, self._rate, dropout, Site.ATTENTION_OUTPUT, self._layer)
 
-    def _scaled_by_length(self, query_BLNH: Tensor, visibility: Visibility) -> Tensor:
+    def _scaled_by_length(
+        self, query_BLNH: Tensor, visibility: Visibility, sequence: SequenceShare | None
+    ) -> Tensor:
         """Multiply queries that see n keys by s log n (Nakanishi 2025), with s of their head."""
         if self.length_scale is None:
             return query_BLNH
         precise = torch.promote_types(query_BLNH.dtype, torch.float32)
         logs_BL1 = visibility.num_visible_BL.to(precise).log()[:, :, None]
-        factors_BLN = logs_BL1 * self.length_scale.to(precise)
+        factors_BLN = logs_BL1 * _own_heads(self.length_scale, sequence).to(precise)
         return query_BLNH * factors_BLN.to(query_BLNH.dtype)[..., None]
 
     def _scaled(self, query_side: Tensor) -> Tensor:
@@ -197,3 +224,7 @@ class RelativeAttention(nn.Module):
 
     def _split_heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self._head_width))
+
+
+def _own_heads(of_heads: Tensor, sequence: SequenceShare | None, dim: int = 0) -> Tensor:
+    return of_heads if sequence is None else sequence.own_heads(of_heads, dim)

@@ -212,7 +212,13 @@ class CachedStream:
             num_keys = self._memory_length + self._longest_segment
             self._positions = self._module.positions(num_keys, hidden_BLD)
         documents_BC = self._documents_BC(tokens_BL, starts_BL)
-        keys = SegmentKeys(self._module.config, hidden_BLD, self._positions, documents_BC)
+        keys = SegmentKeys(
+            self._module.config,
+            hidden_BLD.dtype,
+            self._positions,
+            documents_BC,
+            hidden_BLD.shape[1],
+        )
         for each in self._caches:
             hidden_BLD = each.read(hidden_BLD, keys)
         return hidden_BLD

@@ -18,6 +18,7 @@ from pretrain.config.choices import (
     norms_inputs,
 )
 from pretrain.config.model import ModelConfig
+from pretrain.distributed.sequence import SequenceShare
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.attention_paths import ScoreTerms, Visibility
 from pretrain.model.dropout import DropoutStream, Site, drop
@@ -152,6 +153,7 @@ class TransformerLayer(ResidualLayer):
         *,
         visibility: Visibility,
         dropout: DropoutStream | None,
+        sequence: SequenceShare | None = None,
     ) -> Tensor:
         segment_BLD = hidden_BLD
         if self._norms_inputs:
@@ -165,6 +167,7 @@ class TransformerLayer(ResidualLayer):
             position_bias_NH,
             visibility=visibility,
             dropout=dropout,
+            sequence=sequence,
         )
         return self._completed(hidden_BLD, attended_BLD, dropout)
 
@@ -185,7 +188,9 @@ class TransformerLayer(ResidualLayer):
         segment_BLD = self.attention_norm(hidden_BLD) if self._norms_inputs else hidden_BLD
         key_values = remember(self.attention.keys_and_values(segment_BLD))
         attended_BLD = self.attention.read(
-            self.attention.queries(segment_BLD, positions_CX, visibility),
+            self.attention.queries(
+                self.attention.projected_queries(segment_BLD), positions_CX, visibility
+            ),
             [self.attention.placed(key_values, positions_CX)],
             terms,
             visibility=visibility,

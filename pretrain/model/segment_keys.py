@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from pretrain.config.model import ModelConfig
@@ -19,16 +20,17 @@ class SegmentKeys:
     def __init__(
         self,
         config: ModelConfig,
-        hidden_BLD: Tensor,
+        dtype: torch.dtype,
         positions: Sequence[Tensor],
         documents_BC: Tensor,
+        num_queries: int,
     ) -> None:
-        """`positions` [C, X] are those of each layer, farthest first.
+        """`positions` [C, X] are those of each layer, farthest first; `dtype` is that of scores.
 
         C is the number of keys of the layers that remember the most.
         """
         self._config = config
-        self._num_queries, self._dtype = hidden_BLD.shape[1], hidden_BLD.dtype
+        self._num_queries, self._dtype = num_queries, dtype
         self._positions = positions
         self._documents_BC = documents_BC
         self._visibility: dict[tuple[int, int], Visibility] = {}

@@ -18,12 +18,13 @@ import torch
 
 from data_pipeline.errors import CheckpointError, ConfigError
 from data_pipeline.lanes.lane_stream import LaneCursor, SegmentBatch
+from pretrain.checkpoint.elastic_reader import load_cursor
 from pretrain.checkpoint.marker import Checkpoint
 from pretrain.config.lane_parts import segments_remembered
 from pretrain.config.phases import starts_phase
 from pretrain.config.run import RunConfig, lanes_of_rank
 from pretrain.distributed.world import raise_on_all_ranks
-from pretrain.engines.engine import Engine, batch_tensors, dropout_stream
+from pretrain.engines.engine import Engine, read_slot
 from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.model.lane_state import LaneState
 from pretrain.state import Past, PastStep, TrainState, memories_without
@@ -58,11 +59,9 @@ def rebuild_of(
             f"data.phases: a phase starts at step {state.step}, and {found.directory} is without "
             "the lanes' memories; let it start at a later step"
         )
-    cursors = [report["past"] for report in found.rank_reports]
     before = None
-    if all(cursor is not None for cursor in cursors):
-        whole = LaneCursor.join([LaneCursor.from_tree(cursor) for cursor in cursors])
-        before = whole.take(lanes_of_rank(config, rank, world_size))
+    if any(report["past"] is not None for report in found.rank_reports):
+        before = load_cursor(found, "past").take(lanes_of_rank(config, rank, world_size))
     return Rebuild(tree["steps"], before, frozenset(tree["forgotten"]))
 
 
@@ -116,12 +115,7 @@ def _remember(
     steps_from_here: int,
 ) -> None:
     """Set a slot's memory to the one after the segments, as the step's forward pass computed it."""
-    tokens_BL, targets_BL, starts_BL = batch_tensors(part, engine.world.device)
-    dropout = dropout_stream(config, part, state.step + steps_from_here)
-    memory = offload.fetch(slot, state.memories[slot])
+    memory, step = offload.fetch(slot, state.memories[slot]), state.step + steps_from_here
     with torch.no_grad():
-        segments = config.optim.gradient_segments
-        _, memory = engine.module(
-            tokens_BL, targets_BL, memory, starts_BL, dropout=dropout, num_segments=segments
-        )
+        _, memory = read_slot(engine.module, config, part, memory, step, engine.world)
     state.memories[slot] = offload.store(slot, memory)

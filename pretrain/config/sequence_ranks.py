@@ -1,0 +1,50 @@
+"""Which runs can share lanes among ranks (`engine.sequence_ranks`). Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from data_pipeline.errors import ConfigError
+from pretrain.config.choices import kernel_traits
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+
+
+def check_sequence_ranks(engine: EngineConfig, model: ModelConfig, segment_length: int) -> None:
+    """Raise ConfigError if ranks cannot share segments, memories and heads evenly and exactly."""
+    ranks = engine.sequence_ranks
+    if ranks == 1:
+        return
+    divided = {
+        "data.segment_length": segment_length,
+        **{f"model.memory_length: {length}": length for length in model.memory_lengths()},
+        "model.num_heads": model.num_heads,
+        "model.num_key_heads": model.key_heads,
+    }
+    for name, number in divided.items():
+        if number % ranks:
+            found = name if ":" in name else f"{name}={number}"
+            raise ConfigError(
+                f"{found} does not divide by engine.sequence_ranks={ranks}, the ranks that share "
+                f"it; use a multiple of {ranks}, or fewer ranks"
+            )
+    for problem in _unsupported(engine, model):
+        raise ConfigError(f"engine.sequence_ranks={ranks} {problem}; change one of them")
+
+
+def _unsupported(engine: EngineConfig, model: ModelConfig) -> Iterator[str]:
+    if model.compressed_length:
+        yield f"excludes compressed memory, found model.compressed_length={model.compressed_length}"
+    if model.memory_tokens:
+        yield f"excludes memory tokens, found model.memory_tokens={model.memory_tokens}"
+    if model.num_deltanet_layers:
+        yield (
+            "needs attention in all layers, found a deltanet in model.layer_kinds, whose state "
+            "passes from token to token"
+        )
+    if model.attention_dropout and kernel_traits(engine.attention_kernel).is_fused:
+        yield (
+            f"with model.attention_dropout={model.attention_dropout:g} needs "
+            f"engine.attention_kernel=plain, found {engine.attention_kernel}: the fused kernels "
+            "draw masks of all heads"
+        )
