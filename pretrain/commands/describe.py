@@ -14,7 +14,7 @@ from pretrain.config.choices import precision_traits
 from pretrain.config.model import DELTANET_CHUNK
 from pretrain.config.phases import advice_on_phases, spans_of_phases
 from pretrain.config.resolve import resolve_if_built, with_precision
-from pretrain.config.run import RunConfig
+from pretrain.config.run import RunConfig, lanes_of_rank
 from pretrain.costs.attention_kernel import plain_attention_reason, unordered_reason
 from pretrain.costs.device_memory import largest_micro_batch
 from pretrain.costs.devices import GIB, Hardware
@@ -33,6 +33,7 @@ from pretrain.costs.footprint import footprint_of
 from pretrain.costs.muon import moment_bytes, orthogonalizing_flops
 from pretrain.costs.run_time import RunTime, run_time
 from pretrain.costs.saves import saves_of
+from pretrain.costs.sequence_exchange import exchanged_bytes
 from pretrain.rundir.own_names import refuse_foreign_urls
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
@@ -95,6 +96,7 @@ def describe(
         *_attention_lines(config, hardware),
         *_width_lines(config),
         *_segment_lines(config),
+        *_sequence_lines(config, world_size),
         "",
         *_parameter_lines(parameters, explain),
         "",
@@ -137,6 +139,17 @@ def _segment_lines(config: RunConfig) -> list[str]:
     return [
         f"a step reads {segments} segments of each lane (optim.gradient_segments), whose memories "
         "carry gradients"
+    ]
+
+
+def _sequence_lines(config: RunConfig, world_size: int) -> list[str]:
+    ranks = config.engine.sequence_ranks
+    if ranks == 1:
+        return []
+    lanes = counted(len(lanes_of_rank(config, 0, world_size)), "lane")
+    return [
+        f"every {ranks} ranks share {lanes} (engine.sequence_ranks); a rank sends "
+        f"{_gib(exchanged_bytes(config, world_size))} of activations to the others in a step"
     ]
 
 
@@ -328,6 +341,8 @@ def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
         "P": ("parameters", parameters_of(model).total),
         "b": ("bytes of an activation", precision_traits(config.engine.number_format).bytes),
     }
+    if (ranks := config.engine.sequence_ranks) > 1:
+        letters["s"] = ("engine.sequence_ranks, ranks that share lanes", ranks)
     lines = ["letters" + (", with their values in the first phase" if config.data.phases else "")]
     for letter, (meaning, value) in letters.items():
         lines.append(_row(f"  {letter}", f"{value:,.15g}", meaning))

@@ -3,7 +3,8 @@
 P parameters, R ranks, L layers, A of them with attention, B lanes of one forward pass, T segment
 with its memory tokens, G gradient segments, M memory with its compressed rows (the mean of the
 layers), K = T + M keys, d d_model, h heads times head width, k key heads times head width, f inner
-width, V vocabulary, b bytes of an activation.
+width, V vocabulary, b bytes of an activation, s ranks that share lanes, among which rows and heads
+are divided.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.attention_kernel import plain_attention_reason
 from pretrain.costs.deltanet import DeltaNetCosts
 from pretrain.costs.devices import GIB
-from pretrain.costs.flops import bins_of, lanes_of_pass, parameters_of
+from pretrain.costs.flops import bins_of, lanes_of_pass, parameters_of, tokens_of_pass
 from pretrain.costs.muon import MOMENT_BYTES, moment_bytes
 from pretrain.costs.zero_buffers import Buffers, buffers_of, largest_parameter, stage_of
 from pretrain.kernels.triton.tiling import built_in_tiles
@@ -54,7 +55,7 @@ class Part:
 
 def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[Part]:
     """Return the parts of one rank's memory at its peak under the run's settings."""
-    pass_rows = lanes_of_pass(run, world_size) * run.lane_tokens_per_step
+    pass_rows = tokens_of_pass(run, world_size)
     rows = min(run.engine.logits_chunk_tokens or pass_rows, pass_rows)
     bins = bins_of(run.model)
     logits = LOGIT_COPIES * MASTER_BYTES * rows * (bins[0][0] + len(bins) - 1)
@@ -70,7 +71,8 @@ def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[
         Part(
             "logits",
             logits,
-            f"{LOGIT_COPIES} * 4 G T B V; in chunks, less of G T B, and in bf16 4 d V",
+            f"{LOGIT_COPIES} * 4 {_shared(run, 'G T B V')}; in chunks, less of G T B, and in bf16 "
+            "4 d V",
         ),
     ]
 
@@ -192,19 +194,21 @@ def _weights_and_optimizer(run: RunConfig, world_size: int) -> list[Part]:
 
 
 def _recurrent_memory(run: RunConfig, world_size: int, on_gpu: bool) -> Part:
-    of_one_lane = lane_bytes(run)
+    ranks = run.engine.sequence_ranks
+    of_one_lane = lane_parts(run.model).shared_by(ranks).num_bytes(_width(run))
+    each = _shared(run, "(A M d b + states)")
     # Between the segments of a step; kept for the backward pass.
     between = (run.optim.gradient_segments - 1) * of_one_lane * lanes_of_pass(run, world_size)
     further = ", and G - 1 more in a forward pass" if between else ""
     if run.engine.offload_memories and on_gpu:  # on a CPU, host memory is what is counted
         lanes = lanes_of_pass(run, world_size)
-        formula = (
-            "3 (A M d b + states) for each lane of a forward pass: old, new, on its way to the host"
-        )
+        formula = f"3 {each} for each lane of a forward pass: old, new, on its way to the host"
         return Part("recurrent memory", 3 * of_one_lane * lanes + between, formula + further)
     lanes = len(lanes_of_rank(run, 0, world_size))
-    formula = "2 (A M d b + states) for each of the rank's lanes, old and new"
-    return Part("recurrent memory", 2 * of_one_lane * lanes + between, formula + further)
+    # Ranks that share lanes exchange them for whole ones to save, which are there until written.
+    copies, which = (2, "old and new") if ranks == 1 else (3, "old, new and being saved")
+    formula = f"{copies} {each} for each of the rank's lanes, {which}"
+    return Part("recurrent memory", copies * of_one_lane * lanes + between, formula + further)
 
 
 def _activations(
@@ -217,7 +221,8 @@ def _activations(
     numbered = enumerate(run.model.memory_lengths())
     made = cache(partial(LayerActivations, run, lanes, width, on_gpu))
     layers = [made(run.model.layer_kind(index), each + compressed) for index, each in numbered]
-    formula = "what a layer keeps (rows of T B d, T B h, K B k and T B f, attention's weights)"
+    rows = _shared(run, "(rows of T B d, T B h, K B k and T B f, attention's weights)")
+    formula = f"what a layer keeps {rows}"
     workspace = max(layer.workspace for layer in layers)
     scores = f", {workspace / 2**20:,.0f} MiB of score gradients" if workspace else ""
     checkpointed = layers[::every]
@@ -226,7 +231,7 @@ def _activations(
     repeated = recomputation_traits(run.engine.activation_checkpointing)
     if repeated.layers:
         tokens = segments * lanes * run.model.read_tokens(run.data.segment_length)
-        inputs = len(checkpointed) * tokens * run.model.d_model * width
+        inputs = len(checkpointed) * tokens * run.model.d_model * width / run.engine.sequence_ranks
         kept -= segments * sum(layer.kept for layer in checkpointed)
         freed = kept = inputs + kept
         # A layer runs again when the logits are already freed, so only what exceeds them adds to
@@ -290,8 +295,8 @@ class LayerActivations:
             lanes=self.lanes,
             queries=T,
             keys=T + self.memory,
-            heads=model.num_heads,
-            groups=model.key_heads,
+            heads=model.num_heads // self._ranks,
+            groups=model.key_heads // self._ranks,
             tiles=built_in_tiles(model.head_width, TILE_CAPABILITY),
             element_bytes=self.width,
         )
@@ -320,12 +325,12 @@ class LayerActivations:
             elements += tokens * h
         if position_traits(model.positions).projects_encodings:
             elements += (T + M) * h
-        return float(self.width * elements)
+        return self.width * elements / self._ranks
 
     @property
     def _pairs(self) -> float:
         """Attention's weights."""
-        T, M, heads = self._tokens, self.memory, self.run.model.num_heads
+        T, M, heads = self._tokens, self.memory, self.run.model.num_heads // self._ranks
         if self.on_gpu and not self._is_plain:
             return 4.0 * T * heads * self.lanes  # the fused kernel keeps one number per query
         keys = T + M if self._is_plain else M + (T + min(T, TILE_ROWS)) / 2
@@ -340,11 +345,16 @@ class LayerActivations:
         rows = 2 * model.d_model + model.inner_width if model.dropout else 0
         drops = self._drops_weights and attends(self.kind)
         pairs = model.num_heads * (T + self.memory) if drops else 0
-        return float(T * self.lanes * (rows + pairs))
+        return T * self.lanes * (rows + pairs) / self._ranks
 
     @property
     def _drops_weights(self) -> bool:
         return bool(self.run.model.attention_dropout)
+
+    @property
+    def _ranks(self) -> int:
+        """That share the lanes: each has its part of the rows, or of the heads."""
+        return self.run.engine.sequence_ranks
 
     @property
     def _tokens(self) -> int:
@@ -359,6 +369,10 @@ class LayerActivations:
     def _is_plain(self) -> bool:
         on_gpu = self.on_gpu and bool(plain_attention_reason(self.run))
         return on_gpu or not kernel_traits(self.run.engine.attention_kernel).is_fused
+
+
+def _shared(run: RunConfig, formula: str) -> str:
+    return formula if run.engine.sequence_ranks == 1 else f"{formula} / s"
 
 
 def _ema_bytes(run: RunConfig) -> int:

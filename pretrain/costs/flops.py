@@ -159,7 +159,7 @@ def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
         repeated_rule = DeltaNetCosts(model, tokens).recomputed_flops
         of_layers += model.num_deltanet_layers * repeated_rule * factor
     checkpointed = -(-model.num_layers // engine.checkpoint_every_n_layers) / model.num_layers
-    in_chunks = 0 < engine.logits_chunk_tokens < lanes * run.lane_tokens_per_step
+    in_chunks = 0 < engine.logits_chunk_tokens < tokens_of_pass(run, world_size)
     per_token = of_layers * checkpointed + (_output_flops(model) if in_chunks else 0.0)
     update = orthogonalizing_flops(model, run.optim)
     return flops_of_step(run, world_size) + run.tokens_per_step * per_token + update
@@ -174,6 +174,12 @@ def mean_memory(model: ModelConfig) -> float:
 def lanes_of_pass(run: RunConfig, world_size: int) -> int:
     """Return the lanes of one forward pass on a rank."""
     return len(lanes_of_rank(run, 0, world_size)) // accumulation_steps(run, world_size)
+
+
+def tokens_of_pass(run: RunConfig, world_size: int) -> int:
+    """Return the tokens of one forward pass on a rank: its part where it shares lanes."""
+    tokens = lanes_of_pass(run, world_size) * run.lane_tokens_per_step
+    return tokens // run.engine.sequence_ranks
 
 
 def parameters_of(model: ModelConfig) -> Parameters:

@@ -123,7 +123,8 @@ class DropoutStream:
         whole = [*shape]
         whole[axis] *= sequence.places
         alone = DropoutStream(self.seed, self.step, self.lanes)
-        return own(alone.keep(whole, rate, site, layer, lane_axis), axis)
+        # A view would keep the mask of the whole.
+        return own(alone.keep(whole, rate, site, layer, lane_axis), axis).clone()
 
     def drop_shared(self, values: Tensor, rate: float, site: Site) -> Tensor:
         """Like `drop`, for values that all lanes share: the mask depends on (seed, step, site)."""
