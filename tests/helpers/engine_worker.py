@@ -88,8 +88,9 @@ def run_of_cell(
     model: dict[str, Any],
     healing: dict[str, Any],
     optim: dict[str, Any],
+    lanes: int = 8,
 ) -> RunConfig:
-    """Return a tiny run with 8 lanes, dropout and a low clip_norm; `settings` are the engine's.
+    """Return a tiny run with dropout and a low clip_norm; `settings` are the engine's.
 
     Their "zero" is merged into DeepSpeed's zero_optimization.
     """
@@ -99,7 +100,7 @@ def run_of_cell(
     return RunConfig(
         seed=5,
         model=ModelConfig(**{**MODEL, **model}),
-        data=DataConfig(path=corpus, lanes=8, segment_length=8),
+        data=DataConfig(path=corpus, lanes=lanes, segment_length=8),
         optim=OptimConfig(**{**OPTIM, **optim}),
         engine=EngineConfig(
             deepspeed_extra={"zero_optimization": zero},
@@ -117,7 +118,7 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
     """
     optim = {**cell.get("optim", {}), "muon": MuonConfig(**cell.get("muon", {}))}
     model, healing = cell.get("model", {}), cell.get("recovery", {})
-    run = run_of_cell(corpus, cell["engine"], model, healing, optim)
+    run = run_of_cell(corpus, cell["engine"], model, healing, optim, cell.get("lanes", 8))
     if cell.get("dropout") is False:
         run = dataclasses.replace(
             run, model=dataclasses.replace(run.model, dropout=0.0, attention_dropout=0.0)
