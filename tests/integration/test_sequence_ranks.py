@@ -1,4 +1,4 @@
-"""Sequence parallelism (`engine.sequence_ranks`): ranks that share lanes train what one rank does."""
+"""Sequence parallelism (`engine.sequence_ranks`): ranks that share lanes train as one rank does."""
 
 from __future__ import annotations
 
