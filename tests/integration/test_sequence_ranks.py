@@ -75,9 +75,9 @@ def test_a_chain_of_shares_and_world_sizes_keeps_losses_and_state(output: Path) 
     }
     assert losses.keys() == expected.keys() == set(range(1, END + 1))
     assert largest_difference(losses, expected) < TOLERANCE
-    ends = [checkpoint_of(output, each["name"], END) for each in (whole, links[-1])]
-    assert not differing_progress(*ends)
-    assert not differing_values(*ends, STATE_TOLERANCE)
+    left, right = (checkpoint_of(output, each["name"], END) for each in (whole, links[-1]))
+    assert not differing_progress(left, right)
+    assert not differing_values(left, right, STATE_TOLERANCE)
 
 
 @pytest.mark.slow
@@ -98,8 +98,8 @@ def test_a_resumed_run_of_ranks_that_share_lanes_is_bitwise(output: Path) -> Non
     through, resumed = (losses_of(output, name) for name in ("through", "resumed"))
     assert len(resumed) == 3
     assert largest_difference(resumed, through) == 0.0
-    ends = [checkpoint_of(output, name, 6) for name in ("through", "resumed")]
-    problems = differing_state(*ends)
+    left, right = (checkpoint_of(output, name, 6) for name in ("through", "resumed"))
+    problems = differing_state(left, right)
     assert not problems, summary(problems)
 
 
@@ -143,8 +143,8 @@ def test_a_run_killed_and_resumed_from_its_nodes_disks_measures_what_one_rank_do
     assert ends[0].tokens_of_corpora == ends[1].tokens_of_corpora
     starts = [each for each in ledgers[1] if isinstance(each, TrainingBegan)]
     assert [each.step for each in starts] == [0, 8]
-    checkpoints = [checkpoint_of(output / name, "checkpoints", 12) for name in ("alone", "shared")]
-    assert not differing_values(*checkpoints, STATE_TOLERANCE)
+    left, right = (checkpoint_of(output / name, "checkpoints", 12) for name in ("alone", "shared"))
+    assert not differing_values(left, right, STATE_TOLERANCE)
 
 
 @pytest.mark.slow
