@@ -71,6 +71,8 @@ RUN_NAMES = {
     "engine.zero_stage": "zero stage zero_optimization_stage",
     "engine.reduction_precision": "reduce_dtype communication_data_type grad_reduce_in_fp32",
     "engine.secondary_shard_ranks": "zero_hpz_partition_size hpz",
+    "engine.sequence_ranks": "sequence_parallel_size ulysses_sequence_parallel_size sp_size "
+    "context_parallel_size",
     "engine.precision": "dtype mixed_precision bf16 fp16 torch_dtype",
     "engine.initial_loss_scale": "initial_scale_power",
     "engine.activation_checkpointing": "gradient_checkpointing recompute checkpoint_activations",
