@@ -233,7 +233,9 @@ def all_cells() -> list[dict[str, Any]]:
 
 
 SHARED = ("engine.sequence_ranks=2", "engine.attention_kernel=plain", "metrics.interval=1")
+# Weights that stand still, large enough that memories matter at once.
 REBUILT = ("checkpoint.memories_interval=0", "checkpoint.local=null", "optim.learning_rate=1e-12")
+REBUILT = (*REBUILT, "model.init_std=0.2")
 
 
 def run_all(corpus: Path, output: Path) -> None:

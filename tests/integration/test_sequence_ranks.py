@@ -154,4 +154,5 @@ def test_memories_are_rebuilt_by_the_ranks_that_share_them(output: Path) -> None
     assert len(before) == 8
     for step in (7, 8):  # after the checkpoint of step 6
         assert after[step]["time"] > before[step]["time"]
-        assert math.isclose(after[step]["loss"], before[step]["loss"], rel_tol=TOLERANCE)
+        for key in ("loss", "grad_norm"):
+            assert math.isclose(after[step][key], before[step][key], rel_tol=1e-6), (step, key)
