@@ -283,7 +283,7 @@ class LayerActivations:
         """During its backward pass only: about the gradients of what was kept."""
         if not attends(self.kind):  # the delta rule's tensors are freed as its gradients come
             return self._rows - self.width * self.lanes * self._deltanet.kept_elements
-        return self._rows + self._pairs * self._is_plain + self.workspace
+        return self._rows + self._pairs * self._is_plain + self._exchanged + self.workspace
 
     @cached_property
     def workspace(self) -> float:
@@ -326,6 +326,15 @@ class LayerActivations:
         if position_traits(model.positions).projects_encodings:
             elements += (T + M) * h
         return self.width * elements / self._ranks
+
+    @property
+    def _exchanged(self) -> float:
+        """Gradients of queries, keys and values, sent and received by ranks that share lanes."""
+        if self._ranks == 1:
+            return 0.0
+        model, T, M = self.run.model, self._tokens, self.memory
+        rows = T * model.num_heads + 2 * (T + M) * model.key_heads
+        return 2.0 * self.width * self.lanes * rows * model.head_width / self._ranks
 
     @property
     def _pairs(self) -> float:

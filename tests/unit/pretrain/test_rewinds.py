@@ -28,8 +28,10 @@ from pretrain.config.run import (
     RecoveryConfig,
     RunConfig,
 )
+from pretrain.distributed.sequence import SequenceShare
 from pretrain.distributed.world import World, init_world
 from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
+from pretrain.recovery.suspects import _write_suspects
 from pretrain.run import run_training
 from pretrain.rundir.ledger import events_of, skipped_windows
 from pretrain.rundir.run_dir import RunDir
@@ -38,6 +40,7 @@ from pretrain.rundir.training_events import (
     GaveUp,
     Rewind,
     Started,
+    SuspectDocuments,
     WindowDropped,
 )
 from pretrain.state import TrainState
@@ -136,6 +139,15 @@ def test_a_run_that_skips_nearly_all_updates_ends_with_an_error(run, run_dir, wo
     assert "recovery.max_skipped_fraction=0.5" in error
     assert "recovery.skip_grad_norm=1e-09" in error
     assert [event.step for event in events_of(run_dir.ledger.read(), GaveUp)] == [last]
+
+
+@pytest.mark.parametrize(("place", "named"), [(0, 1), (1, 0)])
+def test_of_ranks_that_share_lanes_one_names_their_documents(run_dir, world, place, named):
+    run_dir.path.mkdir()
+    share = SequenceShare(place, 2, group=world)  # nothing is exchanged
+    _write_suspects(run_dir, replace(world, sequence=share), {("a", 3): (9.0, 2)}, range(4, 6))
+    (event,) = events_of(run_dir.ledger.read(), SuspectDocuments)
+    assert [each.loss for each in event.documents] == [4.5] * named
 
 
 def lines(first: int, last: int, **more: bool) -> list[dict]:

@@ -119,8 +119,9 @@ def test_ranks_that_share_lanes_divide_what_one_holds_of_them(checkpointing: Any
         {part.name: part.bytes for part in memory_parts(run_of(ranks, **settings), ranks)}
         for ranks in (1, 4)
     )
-    for name in ("activations", "logits"):
-        assert shared[name] == pytest.approx(alone[name] / 4)
+    assert shared["logits"] == alone["logits"] / 4
+    # What is sent and received comes on top.
+    assert alone["activations"] / 4 < shared["activations"] < alone["activations"] / 4 * 1.2
     # Besides old and new rows those being saved; documents are not divided.
     assert alone["recurrent memory"] * 3 / 8 < shared["recurrent memory"]
     assert shared["recurrent memory"] < alone["recurrent memory"] * 3 / 8 * 1.2
