@@ -37,7 +37,11 @@ def check_run(
     if cluster.gpu_model:
         _check_memory(config, cluster, ranks)
     _check_disk(config, run_dir)
-    return [*_uneven_sizes(config, cluster, nodes), *_slow_checkpoints(config, cluster, ranks)]
+    return [
+        *_uneven_sizes(config, cluster, nodes),
+        *_split_groups(config, cluster),
+        *_slow_checkpoints(config, cluster, ranks),
+    ]
 
 
 def check_request(
@@ -125,9 +129,22 @@ def _uneven_sizes(config: RunConfig, cluster: ClusterConfig, nodes: NodeRange) -
     used = usable_nodes(config, cluster.tasks_per_node, nodes.most)
     if used == nodes.most:
         return []
+    shared = config.engine.sequence_ranks
+    among = f" over groups of {shared} ranks (engine.sequence_ranks)" if shared > 1 else ""
     return [
         f"note: of {nodes.most} nodes only {used} would be used, so that "
-        f"data.lanes={config.data.lanes} divides evenly"
+        f"data.lanes={config.data.lanes} divides evenly{among}"
+    ]
+
+
+def _split_groups(config: RunConfig, cluster: ClusterConfig) -> list[str]:
+    """A note where ranks that share lanes are on several nodes."""
+    if cluster.tasks_per_node % config.engine.sequence_ranks == 0:
+        return []
+    return [
+        f"note: engine.sequence_ranks={config.engine.sequence_ranks} does not divide the "
+        f"{cluster.tasks_per_node} ranks of a node, so that every layer exchanges activations "
+        "between nodes"
     ]
 
 
