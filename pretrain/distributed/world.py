@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -167,6 +167,21 @@ def destroy_process_group() -> None:
 def any_rank(flag: bool) -> bool:
     """Whether `flag` is true on any rank. It uses gloo, so the accelerator does not wait."""
     return on_any_rank([flag])[0]
+
+
+def any_rank_later(flag: bool) -> Callable[[], bool]:
+    """Start to ask `any_rank`; the result waits for the answer."""
+    if dist.get_world_size() == 1:
+        return lambda: flag
+    value = torch.tensor(flag, dtype=torch.int32)
+    work = dist.all_reduce(value, op=dist.ReduceOp.MAX, async_op=True)
+    assert work is not None  # None on ranks outside of the group, and all are in it
+
+    def answer() -> bool:
+        work.wait()
+        return bool(value)
+
+    return answer
 
 
 def on_any_rank(flags: Sequence[bool]) -> list[bool]:

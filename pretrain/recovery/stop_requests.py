@@ -10,7 +10,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from pretrain.distributed.dissemination import BackgroundExchanges
-from pretrain.distributed.world import any_rank
+from pretrain.distributed.world import any_rank, any_rank_later
 
 # NCCL may catch SIGUSR1, and Slurm's notice before a time limit can be any of these: so all three
 # mean the same.
@@ -28,6 +28,7 @@ class StopRequest:
         self._requested = False
         self._count = 0
         self._exchanges = BackgroundExchanges()
+        self._answer: Callable[[], bool] = lambda: False  # to the last `raise_if_requested`
         self._previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
 
     @property
@@ -51,9 +52,13 @@ class StopRequest:
         return self._exchanges.start([self._requested, *flags()])
 
     def raise_if_requested(self) -> None:
-        """Raise StopRequested, on every rank, if any was asked to stop. A collective."""
-        if self.requested_on_any_rank():
+        """Raise StopRequested, on every rank, if any was asked to stop before the last call.
+
+        A collective, which goes on behind what the ranks compute until the next call.
+        """
+        if self._answer():
             raise StopRequested
+        self._answer = any_rank_later(self._requested)
 
     def restore_handlers(self) -> None:
         """Put back the handlers that were there before."""

@@ -5,6 +5,7 @@ A program of its own, because ranks are forked, and what forks may not have thre
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ import torch  # noqa: F401  before the forks
 
 from pretrain.distributed.descriptors import LAZY_VARIABLE
 from pretrain.distributed.world import World, gather_values, init_world, on_any_rank
-from pretrain.recovery.stop_requests import StopRequest
+from pretrain.recovery.stop_requests import StopRequest, StopRequested
 from tests.helpers.forked_ranks import all_ended, fork_ranks
 
 ASKED_AT = 3
@@ -48,6 +49,23 @@ def agree(world: World) -> list[object]:
     return found
 
 
+def stop_evaluation(world: World) -> list[int]:
+    """Ask the last rank to stop in the second of two evaluations; the batches that this one makes
+    of each."""
+    stop, made = StopRequest(), []
+    for asked_at in (None, ASKED_AT):
+        batch = 0
+        with contextlib.suppress(StopRequested):
+            for batch in range(9):
+                stop.raise_if_requested()
+                if batch == asked_at and world.rank == world.world_size - 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                on_any_rank([False])  # what a batch itself may ask
+        made.append(batch)
+    stop.restore_handlers()
+    return made
+
+
 def lose_a_rank(world: World) -> str:
     """Return what a rank raises after rank 1 has ended."""
     stop = StopRequest()
@@ -68,7 +86,7 @@ def run(num_ranks: int, program: Callable[[World], object]) -> list[object]:
         world = init_world()
         found = program(world)
         (results / f"{world.rank}.json").write_text(json.dumps(found))
-        if program is agree:
+        if program is not lose_a_rank:
             gather_values(0, int)  # none leaves before all have finished
         return 0
 
@@ -87,6 +105,7 @@ def run(num_ranks: int, program: Callable[[World], object]) -> list[object]:
 def main() -> None:
     """Small worlds that connect at once, and a larger one on demand."""
     found = {str(size): run(size, agree) for size in (2, 3, 4, 5)}
+    found["evaluation"] = run(3, stop_evaluation)
     os.environ[LAZY_VARIABLE] = "1"
     found["16 on demand"] = run(16, agree)
     found["lost"] = run(3, lose_a_rank)

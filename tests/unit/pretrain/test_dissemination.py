@@ -39,6 +39,11 @@ def test_all_ranks_stop_at_one_step_whichever_was_asked_and_agree_on_its_flags(f
     assert ranks == [steps] * len(ranks)
 
 
+def test_all_ranks_end_an_evaluation_at_the_same_batch(found):
+    # Asked in a batch, the rank says so before the next one, and all learn of it one later.
+    assert found["evaluation"] == [[8, ASKED_AT + 2]] * 3
+
+
 def test_the_others_raise_that_a_rank_has_gone(found):
     first, gone, last = found["lost"]
     assert gone is None
