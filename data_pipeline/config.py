@@ -165,7 +165,7 @@ class CacheConfig:
     """Where this node caches shards of remote corpora; all its ranks share the directory."""
 
     directory: Path | None = None
-    """Directory on a local disk; null: `xl-pretrain-UID` in the temporary files."""
+    """Directory, best on a local disk; null: `xl-pretrain-UID` in the temporary files."""
     gib: float = setting(20.0, Range(0, 1e9, above=True), unit="GiB")
     """Size limit; the least recently used shards are evicted."""
 

@@ -3,6 +3,7 @@
 The only module that calls `flock`. Such a lock belongs to one opening of a file: a second opening
 in the same process has to wait for it too, and closing the file releases it. On file systems
 without `flock`, `held_lock` and `exclusive_lock` use an owner file instead, see `owner_file.py`.
+There the shard cache marks what it has open instead of `open_shared`, see `use_marks.py`.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _flock(file: IO, operation: int) -> bool:
             raise
         raise NoFileLocksError(
             f"{file.name}: found a file system without file locks (flock: {error.strerror}), "
-            "expected one with them; use a local disk, for the cache with data.cache.directory"
+            "expected one with them; use a local disk"
         ) from None
     return True
 

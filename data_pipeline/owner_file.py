@@ -57,7 +57,7 @@ class OwnerFile:
 
     def try_acquire(self) -> bool:
         """Whether this object holds the lock now."""
-        return self._create() or (self._remove_left() and self._create())
+        return self._create() or (self.remove_left() and self._create())
 
     def release(self) -> None:
         """Let others take the lock; done once."""
@@ -84,6 +84,26 @@ class OwnerFile:
         """Return the process that has the lock, for messages; "" if no file names one."""
         owner = _read(self.path)
         return "" if owner is None else f"process {owner.pid} on {shown(owner.hostname)}"
+
+    def remove_left(self) -> bool:
+        """Whether the file of a dead holder was there and is removed now."""
+        left = _read(self.path)
+        is_held = self.is_held()
+        if is_held or (is_held is None and self._silence() < PATIENCE_SECONDS):
+            return False
+        aside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            self.path.rename(aside)
+            if _read(aside) != left:  # another process was faster and holds it now: put it back
+                os.link(aside, self.path)
+                return False
+        except FileNotFoundError:
+            return True  # released, or removed by another process
+        except OSError:
+            return False
+        finally:
+            aside.unlink(missing_ok=True)
+        return True
 
     def _create(self) -> bool:
         owner = Owner(
@@ -117,26 +137,6 @@ class OwnerFile:
 
     def _is_ours(self) -> bool:
         return self._owner is not None and _read(self.path) == self._owner
-
-    def _remove_left(self) -> bool:
-        """Whether the file of a dead holder was there and is removed now."""
-        left = _read(self.path)
-        is_held = self.is_held()
-        if is_held or (is_held is None and self._silence() < PATIENCE_SECONDS):
-            return False
-        aside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            self.path.rename(aside)
-            if _read(aside) != left:  # another process was faster and holds it now: put it back
-                os.link(aside, self.path)
-                return False
-        except FileNotFoundError:
-            return True  # released, or removed by another process
-        except OSError:
-            return False
-        finally:
-            aside.unlink(missing_ok=True)
-        return True
 
     def _silence(self) -> float:
         """Seconds since the holder touched the file, by the clock that wrote both times."""

@@ -5,12 +5,13 @@ CACHE/incoming/SHA256.N    N bytes reserved by a download, whose process holds t
 CACHE/lengths/SHA256       the lengths of its documents, see length_cache.py
 CACHE/locks/000 ... fff    one lock per shard, by the first digits of its SHA-256
 CACHE/room.lock            held while a process evicts and reserves, see cache_space.py
+CACHE/readers/SHA256.X     only without flock: a process that has the shard open, see use_marks.py
 
 The cache removes nothing in these directories but what has such a name, and is a directory of this
 user into which no other can write. Locks are released when their process
 dies, so a reservation whose lock is free was left by a killed process. An open shard is never
-evicted: the lock on the file itself, taken before the file gets its name, protects it. The
-directory must be on a local file system.
+evicted: the lock on the file itself, taken before the file gets its name, protects it. Without
+flock its marks do, which processes make and look for while they hold room.lock.
 """
 
 from __future__ import annotations
@@ -30,9 +31,16 @@ from data_pipeline.corpora.length_cache import LengthCache
 from data_pipeline.corpora.manifest import FileState, ShardInfo, file_state, mismatch_of
 from data_pipeline.corpora.stores import Store
 from data_pipeline.errors import DataError
-from data_pipeline.file_lock import exclusive_lock, held_lock, open_shared, try_lock
+from data_pipeline.file_lock import (
+    NoFileLocksError,
+    exclusive_lock,
+    held_lock,
+    open_shared,
+    try_lock,
+)
 from data_pipeline.files import fsync_directory, path_below
 from data_pipeline.ownership import private_directory
+from data_pipeline.use_marks import is_in_use, open_marked
 
 EVICTION_SECONDS = 120.0  # eviction takes a few milliseconds
 EVICTION_PAUSE = 0.02
@@ -52,13 +60,14 @@ class ShardCache:
     def __init__(self, config: CacheConfig) -> None:
         self.directory = config.path
         self.limit = int(config.gib * GIB)
-        self._shards, self._incoming, self._locks = (
-            self.directory / name for name in ("shards", "incoming", "locks")
+        self._shards, self._incoming, self._locks, self._readers = (
+            self.directory / name for name in ("shards", "incoming", "locks", "readers")
         )
         self._verified: dict[str, FileState] = {}  # as each shard was when it was checked
-        for directory in (self.directory, self._shards, self._incoming, self._locks):
+        private_directory(self.directory)
+        for directory in (self._shards, self._incoming, self._locks, self._readers):
             private_directory(directory)
-        self._space = CacheSpace(self._shards, self.limit, _evict, self._reserved)
+        self._space = CacheSpace(self._shards, self.limit, self._evict, self._reserved)
         self.lengths = LengthCache(self.directory, self._locks, self.limit // LENGTHS_SHARE)
 
     def open(self, store: Store, info: ShardInfo, is_urgent: bool = True) -> BinaryIO:
@@ -94,7 +103,7 @@ class ShardCache:
         """Open the shard's file if it is in the cache and valid; the caller holds its lock."""
         path = path_below(self._shards, info.sha256)
         try:
-            file = open_shared(path)
+            file = self._open_in_use(path)
         except FileNotFoundError:
             return None
         # No link left: it was evicted between the opening and the locking.
@@ -116,7 +125,7 @@ class ShardCache:
         try:
             fetch_shard(store, info, arrived, reserved)
             # Lock it before it gets its name: no other process can evict it in between.
-            file = open_shared(arrived)
+            file = self._open_in_use(arrived)
             os.replace(arrived, self._shards / info.sha256)
             fsync_directory(self._shards)
         finally:
@@ -135,7 +144,7 @@ class ShardCache:
         shutil.rmtree(reserved, ignore_errors=True)  # left by a killed process: we hold its lock
         deadline = time.monotonic() + seconds
         while True:
-            with exclusive_lock(self.directory / "room.lock", EVICTION_SECONDS):
+            with self._room():
                 if self._space.make(info.size):
                     reserved.mkdir()
                     return reserved
@@ -146,6 +155,28 @@ class ShardCache:
                     "data.cache.gib in all runs that share it"
                 )
             time.sleep(EVICTION_PAUSE)
+
+    def _room(self) -> contextlib.AbstractContextManager[None]:
+        return exclusive_lock(self.directory / "room.lock", EVICTION_SECONDS)
+
+    def _open_in_use(self, path: Path) -> BinaryIO:
+        """Open a shard that then is not evicted as long as it is open or mapped."""
+        try:
+            return open_shared(path)
+        except NoFileLocksError:
+            with self._room():
+                return open_marked(path, self._readers)
+
+    def _evict(self, path: Path) -> bool:
+        """Remove a shard, unless a process has it open; whether it was removed."""
+        with open(path, "rb") as file:
+            try:
+                is_free = try_lock(file)
+            except NoFileLocksError:
+                is_free = not is_in_use(self._readers, path.name)
+            if is_free:
+                path.unlink()
+            return is_free
 
     def _reserved(self) -> int:
         """Return the bytes of active downloads, and remove those of killed processes."""
@@ -159,12 +190,3 @@ class ShardCache:
                 else:
                     total += int(match[2])
         return total
-
-
-def _evict(path: Path) -> bool:
-    """Remove a shard, unless a process has it open; whether it was removed."""
-    with open(path, "rb") as file:
-        if not try_lock(file):
-            return False
-        path.unlink()
-        return True

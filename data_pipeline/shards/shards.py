@@ -6,7 +6,6 @@ a part of them is one copy.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +19,7 @@ from data_pipeline.files import path_text
 from data_pipeline.shards import mds, wds
 from data_pipeline.shards.mds import InvalidShard
 from data_pipeline.shards.tar import TarError
+from data_pipeline.use_marks import mapped
 
 # Modules with the same functions: SUFFIX, sample_bytes, write_shard, read_layout.
 FORMATS: dict[ShardFormat, ModuleType] = {"mds": mds, "webdataset": wds}
@@ -70,7 +70,7 @@ class ShardReader:
         self._dtype = dtype
         try:
             with file or open(path, "rb") as opened:
-                self._memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+                self._memory = mapped(opened)
         except FileNotFoundError:
             raise DataError(
                 f"shard {path} is missing; restore it or build the corpus again"
