@@ -183,6 +183,8 @@ def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: _Problems
             name, found = _dotted((*where, *item["loc"])), abbreviated(item["input"])
             expected = item["msg"].replace("Input should be", "expected", 1)
             expected = expected.replace(_UNPARSED, ", such as 1000, without commas")
+            if item["type"] == "path_type":
+                expected = "expected a path"
             if item["type"] == "tuple_type" and item["input"] is not None:
                 expected = f"expected a list, such as [{found}]"
             found = "no value" if item["input"] is None else found

@@ -127,6 +127,8 @@ def remedy_of(error: OSError) -> str:
         return "delete files" if _is_out_of_inodes(error) else "free disk space"
     if number in NO_PERMISSION:
         return "give this user the permissions, or choose another path"
+    if number == errno.EEXIST:
+        return "choose another path, or remove it"
     if number in TOO_MANY_OPEN:
         return "allow more open files (ulimit -n)"
     return "check the disk or file server" if number in STORAGE_FAILS else "check the path"

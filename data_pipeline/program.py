@@ -147,6 +147,8 @@ class _Parser(argparse.ArgumentParser):
     def _flag_that_took(self, message: str) -> str:
         """The flag of several values that may have taken an argument which is missing, or ""."""
         known = self._option_string_actions
+        if not self.words or not self.words[0].startswith("-"):
+            return ""  # what comes first is not missing
         several = [word for word in self.words if word in known and known[word].nargs in ("+", "*")]
         if re.match(f"{_REQUIRED}[^-]", message):
             return several[-1] if several else ""
@@ -167,7 +169,7 @@ class _Parser(argparse.ArgumentParser):
             return f"; {self.hints[kind]}" if kind in self.hints else ""
         if name in self.hints:
             return f"; {self.hints[name]}"
-        flags = list(self._option_string_actions)
+        flags = [flag for flag in self._option_string_actions if flag not in ("-h", "--help")]
         settings = {
             setting.name
             for action in self._actions
@@ -229,8 +231,10 @@ class _Overrides(argparse.Action):
         namespace.overrides = names[1:]
 
 
-def check_positive(arguments: argparse.Namespace, *names: str) -> None:
-    """Raise ConfigError for the first of these flags whose value is below one."""
+def check_least(arguments: argparse.Namespace, least: int, *names: str) -> None:
+    """Raise ConfigError for the first of these flags with a value below `least`; None is none."""
     for name in names:
-        if (value := getattr(arguments, name)) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}={value} must be positive")
+        value = getattr(arguments, name)
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and not each >= least:
+                raise ConfigError(f"--{name.replace('_', '-')}={each} must be {least} or more")

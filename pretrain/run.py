@@ -137,6 +137,7 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
                 check_wandb(config.metrics.wandb)
                 check_training_tasks(config)
                 if not run_dir.exists():
+                    run_dir.refuse_strangers()  # before the lock puts a file there
                     check_initial_weights(config)
                 stack.enter_context(run_dir.locked(is_fenced=token is not None))
                 RunDir.create_or_resume(directory, config)

@@ -15,7 +15,7 @@ from benchmarks.gpu.processes import last_line, prepare, run_process
 from benchmarks.gpu.report import Result, append_result, findings_in, results_in, status_of
 from benchmarks.gpu.steps import Step, selected
 from data_pipeline.errors import ConfigError, UserError
-from pretrain.commands.scale import check_output_directory
+from pretrain.commands.output_paths import check_output_directory
 from pretrain.terminal.text import markdown_table
 
 # One rank talks to nobody; without this it would look for the address of its own name.

@@ -94,7 +94,7 @@ def build_part(
     `is_checked`: no split of the whole corpus is empty, see `check_sources`.
     """
     if not 1 <= part <= num_parts:
-        raise ConfigError(f"found part {part} of {num_parts}, expected 1 to {num_parts}")
+        raise ConfigError(f"found part {part} of {num_parts}, expected I/N with I from 1 to N")
     if needs_training(config.tokenizer):
         raise ConfigError(
             "parts need an existing tokenizer; set tokenizer.path to one, such as that of a "

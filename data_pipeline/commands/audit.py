@@ -15,7 +15,8 @@ from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.errors import ConfigError, shown_id
 from data_pipeline.lanes.audit import ReadSpan, audit_steps, find_document
 from data_pipeline.lanes.mixture import Mixture, exact_repeats, repeats_of_weights
-from data_pipeline.program import check_positive
+from data_pipeline.program import check_least
+from data_pipeline.setting_fields import MOST_ROWS
 from data_pipeline.sizes import size_of
 
 
@@ -75,9 +76,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    check_positive(arguments, "lanes", "segment_length", "ranks")
+    check_least(arguments, 1, "lanes", "segment_length", "ranks")
+    if arguments.segment_length > MOST_ROWS:
+        raise ConfigError(
+            f"--segment-length={arguments.segment_length} must be at most {MOST_ROWS:,}"
+        )
     if arguments.epochs is not None:
-        check_positive(arguments, "epochs")
+        check_least(arguments, 1, "epochs")
     if arguments.lanes % arguments.ranks:
         raise ConfigError(
             f"--lanes={arguments.lanes} does not divide over {arguments.ranks} ranks; "

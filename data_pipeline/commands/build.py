@@ -17,8 +17,9 @@ from data_pipeline.corpora.corpus_hash import corpus_hash
 from data_pipeline.corpora.mixing import Mixing
 from data_pipeline.errors import ConfigError, shown_id
 from data_pipeline.file_kinds import names_of, refuse_other_kind
-from data_pipeline.program import check_positive
+from data_pipeline.program import check_least
 from data_pipeline.progress import StatusLine
+from data_pipeline.setting_fields import MOST_THREADS
 from data_pipeline.setting_pages import kind_of
 from data_pipeline.setting_tree import settings_of
 from data_pipeline.yaml_files import merge, parse_override, read_tree
@@ -85,7 +86,11 @@ def run_build(arguments: argparse.Namespace) -> int:
                 shuffle_one(config, part, num_parts, status.show)
         elif arguments.processes is not None or config.shuffles:
             arguments.processes = 1 if arguments.processes is None else arguments.processes
-            check_positive(arguments, "processes")
+            check_least(arguments, 1, "processes")
+            if arguments.processes > MOST_THREADS:
+                raise ConfigError(
+                    f"--processes={arguments.processes} must be at most {MOST_THREADS:,}"
+                )
             result = build_in_processes(config, arguments.processes, status.show)
         else:
             result = build_corpus(config, status.show)
@@ -94,7 +99,7 @@ def run_build(arguments: argparse.Namespace) -> int:
 
 def run_merge(arguments: argparse.Namespace) -> int:
     """Merge finished parts."""
-    check_positive(arguments, "parts")
+    check_least(arguments, 1, "parts")
     config = _corpus_config(arguments)
     with StatusLine() as status:
         result = merge_parts(config, arguments.parts, status.show)

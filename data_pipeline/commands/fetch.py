@@ -8,6 +8,7 @@ from pathlib import Path
 from data_pipeline.corpora.copy_corpus import fetch_corpus, upload_corpus
 from data_pipeline.corpora.manifest import SPLITS
 from data_pipeline.corpora.raw_objects import fetch_objects
+from data_pipeline.corpora.stores import store_at
 from data_pipeline.errors import DataError
 from data_pipeline.progress import StatusLine
 
@@ -51,6 +52,7 @@ def run_fetch(arguments: argparse.Namespace) -> int:
             )
         print(f"{directory} holds the {count:,} objects under {url}; every object was checked")
         return 0
+    store_at(url)  # DataError for a location of another kind
     with StatusLine() as status:
         fetch_corpus(url, directory, arguments.splits, status.show)
     print(f"{directory} holds {' and '.join(arguments.splits)}; every shard was checked")

@@ -26,7 +26,7 @@ from data_pipeline.files import path_text, url_of
 from data_pipeline.fitted import print_fitted
 from data_pipeline.lanes.lane_plan import check_lanes
 from data_pipeline.lanes.mixture import plan_of
-from data_pipeline.program import check_positive
+from data_pipeline.program import check_least
 from data_pipeline.progress import StatusLine
 from data_pipeline.shards.shards import ShardReader
 from data_pipeline.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Print a description of each split. A run does not cut the validation split into its lanes."""
     if arguments.lanes is not None:
-        check_positive(arguments, "lanes")
+        check_least(arguments, 1, "lanes")
     directory = local_corpus_directory(arguments.directory, CacheConfig())
     for split in splits_of(directory):
         num_lanes = 0 if split.name == "validation" else arguments.lanes or _usual_lanes(split)

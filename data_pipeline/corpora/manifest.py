@@ -236,10 +236,11 @@ def _missing_manifest(directory: Path) -> str:
         )
     if (corpus / MANIFEST_NAME).exists():
         return f"{corpus} is one split of a corpus; name the corpus, {corpus.parent}"
+    if not directory.exists() and (splits := _splits_in(corpus)):
+        return f"{corpus} has no split {directory.name!r}, it has {', '.join(splits)}"
     if not directory.exists():
         return f"{directory} does not exist; build the corpus with `data-pipeline build`"
-    splits = sorted(found.parent.name for found in directory.glob(f"*/{MANIFEST_NAME}"))
-    if splits:
+    if splits := _splits_in(directory):
         return (
             f"{directory} holds the splits {', '.join(splits)}; give one of them, such as "
             f"{directory / splits[0]}"
@@ -248,6 +249,10 @@ def _missing_manifest(directory: Path) -> str:
         f"{directory} has no {MANIFEST_NAME}, so it is not a finished corpus; "
         "run `data-pipeline build` to its end"
     )
+
+
+def _splits_in(corpus: Path) -> list[str]:
+    return sorted(found.parent.name for found in corpus.glob(f"*/{MANIFEST_NAME}"))
 
 
 def _location(corpus: Path) -> str:

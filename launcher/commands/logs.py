@@ -45,7 +45,8 @@ class RankLogs:
         """One rank's log; ConfigError if there is no such rank."""
         if not self.paths:
             raise ConfigError(
-                f"no rank of attempt {self.attempt} started; 'launcher logs RUN --errors' says why"
+                f"attempt {self.attempt} has no logs of ranks: either none started, and 'launcher "
+                "logs RUN --errors' says why, or they were started without the launcher"
             )
         if rank not in self.paths:
             raise ConfigError(

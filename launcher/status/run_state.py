@@ -170,6 +170,7 @@ def state_of_mirror(ledger: Sequence[Event]) -> tuple[int | None, str]:
 def is_done_already(run_dir: RunDir, config: RunConfig) -> bool:
     """Whether the directory holds this run with all its steps; ConfigError if it holds another."""
     if not run_dir.exists():
+        run_dir.refuse_strangers()
         return False
     RunDir.open(run_dir.path).refuse_other_run(with_vocabulary(config))
     state = read_state(run_dir.path)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.program import check_least
 from data_pipeline.setting_fields import require_name
 from data_pipeline.sizes import parse_size, size_of
 from pretrain.commands.probe_flags import add_probe_flags, check_probe_flags
@@ -91,11 +92,7 @@ def _check(arguments: argparse.Namespace) -> None:
     memory_lengths = arguments.memory_length or []
     check_threads(arguments)
     _check_sets(arguments)
-    options = (arguments.segment_length, arguments.lanes, arguments.max_tokens, arguments.clamp)
-    if min(*memory_lengths, *(value or 0 for value in options)) < 0:
-        raise ConfigError(
-            "--memory-length, --segment-length, --clamp, --lanes and --max-tokens must be 0 or more"
-        )
+    check_least(arguments, 0, "memory_length", "segment_length", "lanes", "max_tokens", "clamp")
     for name, value in CONTEXT_DEFAULTS.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
@@ -115,8 +112,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--lanes goes with neither --context-length nor --compare-sliding-window")
     if not arguments.tasks and (arguments.limit, arguments.few_shot) != (None, None):
         raise ConfigError("--limit and --few-shot require --tasks")
-    if min(arguments.limit or 0, arguments.few_shot or 0) < 0:
-        raise ConfigError("--limit and --few-shot must be 0 or more")
+    check_least(arguments, 0, "limit", "few_shot")
     if arguments.tasks and (len(memory_lengths) > 1 or arguments.max_tokens):
         raise ConfigError("--tasks goes with one --memory-length, and with no --max-tokens")
     check_probe_flags(arguments)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_pipeline.errors import ConfigError, printable
+from data_pipeline.program import check_least
 from data_pipeline.sizes import size_of
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.commands.threads import add_threads, check_threads, use_threads
@@ -112,8 +113,8 @@ def _take_prompt_file(arguments: argparse.Namespace) -> None:
 
 def _check(arguments: argparse.Namespace) -> None:
     check_threads(arguments)
-    if arguments.tokens < 1 or arguments.samples < 1 or (arguments.memory_length or 0) < 0:
-        raise ConfigError("--tokens and --samples must be 1 or more, --memory-length 0 or more")
+    check_least(arguments, 1, "tokens", "samples")
+    check_least(arguments, 0, "memory_length")
     if not 0 <= arguments.seed < 2**63:
         raise ConfigError(f"--seed {arguments.seed} must be from 0 to 2^63 - 1")
     prompt = arguments.prompt

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.program import check_least
+from data_pipeline.setting_fields import MOST_ROWS
 from data_pipeline.sizes import size_of
+from pretrain.commands.output_paths import check_output_directory
 from pretrain.evaluation.probes.probe_settings import ProbeName
 
 TRIALS = 64
@@ -39,7 +42,13 @@ def check_probe_flags(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} requires --probe")
     if not arguments.probe:
         return
-    if arguments.trials < 1 or arguments.seed < 0:
-        raise ConfigError("--trials must be 1 or more, and --seed 0 or more")
+    check_least(arguments, 1, "trials")
+    check_least(arguments, 0, "seed")
+    if arguments.longest_distance > MOST_ROWS:
+        raise ConfigError(
+            f"--longest-distance={arguments.longest_distance} must be at most {MOST_ROWS:,}"
+        )
+    if arguments.output:
+        check_output_directory("--output", arguments.output)
     if len(arguments.memory_length or ()) > 1:
         raise ConfigError("--probe goes with one --memory-length; compare two calls")

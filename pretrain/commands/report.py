@@ -11,6 +11,7 @@ from data_pipeline.errors import printable
 from data_pipeline.progress import duration
 from data_pipeline.setting_pages import value_text
 from data_pipeline.yaml_files import dump_yaml
+from pretrain.commands.output_paths import check_output_directory
 from pretrain.config.run import RunConfig
 from pretrain.reporting.charts import panel_html, save_panels
 from pretrain.reporting.html import Card, page, paragraph, section, table, text
@@ -58,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write a report for each run and print where it is."""
+    if arguments.output:
+        check_output_directory("--output", arguments.output)
     paths = runs_of(arguments.runs)
     for history in read_histories(paths, at_least=1):
         directory = arguments.output or history.path

@@ -8,6 +8,7 @@ from pathlib import Path
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.program import Program
+from pretrain.commands.output_paths import check_sweep_output
 from pretrain.config.run import RunConfig
 from pretrain.scaling.family import WIDTH_MULTIPLE, Family, read_ladder
 from pretrain.scaling.recipe import RULES, Rule, step_law_rule
@@ -167,7 +168,7 @@ def sweep_base(arguments: argparse.Namespace, kind: str) -> tuple[RunConfig, str
     overrides = [*arguments.overrides, *arguments.set]
     base = load_config(RunConfig, arguments.experiment, overrides)
     name = arguments.name or f"{base.name}-{kind}"
-    check_output_file("--output", sweep_path(arguments.output, name), f"{name}.yaml")
+    check_sweep_output(sweep_path(arguments.output, name), name)
     return base, name
 
 
@@ -211,30 +212,3 @@ def runs_directory(sweep: Sweep, given: Path | None) -> Path:
             "with --runs-dir, or start the sweep with 'launcher sweep submit'"
         )
     return path
-
-
-# An output path is checked before the work: a fit takes seconds and an evaluation minutes.
-def check_output_file(option: str, path: Path | None, example: str) -> None:
-    """Raise ConfigError unless a file can be written at `path`."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise ConfigError(f"{option} {path} is a directory; name a file, such as {path / example}")
-    _check_parents(option, path)
-
-
-def check_output_directory(option: str, path: Path) -> None:
-    """Raise ConfigError unless `path` is a directory or can become one."""
-    if path.exists() and not path.is_dir():
-        raise ConfigError(
-            f"{option} {path} is a file; name a directory, since several files are written"
-        )
-    _check_parents(option, path)
-
-
-def _check_parents(option: str, path: Path) -> None:
-    nearest = next((parent for parent in path.parents if parent.exists()), None)
-    if nearest is not None and not nearest.is_dir():
-        raise ConfigError(
-            f"{option} {path}: {nearest} is a file, not a directory; choose another path"
-        )

@@ -10,12 +10,11 @@ from data_pipeline.csv_files import warn_if_replaced
 from data_pipeline.errors import ConfigError
 from data_pipeline.program import Program, add_experiment
 from data_pipeline.sizes import size_of
+from pretrain.commands.output_paths import check_output_directory, check_output_file
 from pretrain.commands.scale import (
     add_report_output,
     add_sweep_input,
     add_sweep_output,
-    check_output_directory,
-    check_output_file,
     runs_directory,
     sweep_base,
 )

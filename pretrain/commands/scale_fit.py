@@ -13,12 +13,11 @@ from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_json
 from data_pipeline.progress import StatusLine
 from data_pipeline.yaml_files import YAML_SUFFIXES
+from pretrain.commands.output_paths import check_output_directory, check_output_file
 from pretrain.commands.scale import (
     add_report_output,
     add_runs,
     add_sweep_input,
-    check_output_directory,
-    check_output_file,
     runs_directory,
 )
 from pretrain.scaling.fit import Fit, fit_all

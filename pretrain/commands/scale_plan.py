@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.program import add_experiment
+from data_pipeline.program import add_experiment, check_least
 from data_pipeline.sizes import amount_of
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.commands.scale import (
@@ -102,6 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"a budget of {budget} FLOPs is not positive and finite")
     if not 1 <= arguments.max_epochs < math.inf:
         raise ConfigError(f"--max-epochs {arguments.max_epochs:g} must be 1 or more")
+    check_least(arguments, 1, "lanes_multiple")
     base, name = sweep_base(arguments, "scaling")
     family = family_of(with_vocabulary(base), arguments)
     optimum, around = _center(family, arguments)

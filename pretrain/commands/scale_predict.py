@@ -13,10 +13,10 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from data_pipeline.sizes import amount_of
 from data_pipeline.yaml_files import dump_yaml
+from pretrain.commands.output_paths import check_output_file
 from pretrain.commands.scale import (
     add_family,
     add_runs,
-    check_output_file,
     family_of,
     rule_name,
     rule_of,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from data_pipeline.program import Program, add_experiment, check_positive
+from data_pipeline.program import Program, add_experiment, check_least
+from pretrain.commands.output_paths import check_output_directory
 from pretrain.commands.scale import (
     add_report_output,
     add_sweep,
     add_sweep_output,
-    check_output_directory,
     runs_directory,
     sweep_base,
 )
@@ -57,7 +57,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan and write the sweep file."""
     if arguments.steps is not None:
-        check_positive(arguments, "steps")
+        check_least(arguments, 1, "steps")
     base, name = sweep_base(arguments, "tune")
     runs = plan_rates(
         with_vocabulary(base),

@@ -10,12 +10,11 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from data_pipeline.program import Program, add_experiment
 from data_pipeline.yaml_files import find_config
+from pretrain.commands.output_paths import check_output_directory, check_sweep_output
 from pretrain.commands.scale import (
     add_report_output,
     add_sweep,
     add_sweep_output,
-    check_output_directory,
-    check_output_file,
     runs_directory,
 )
 from pretrain.config.run import RunConfig
@@ -72,7 +71,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     experiment = find_config(arguments.comparison.parent / comparison.experiment)
     name = arguments.name or comparison.name
     path = sweep_path(arguments.output, name)
-    check_output_file("--output", path, f"{name}.yaml")
+    check_sweep_output(path, name)
     overrides = [*arguments.overrides, *arguments.set]
     runs = member_runs(comparison, experiment, overrides)
     base = load_config(RunConfig, experiment, [*comparison.settings, *overrides])

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.program import add_experiment
+from data_pipeline.program import add_experiment, check_least
 from pretrain.checkpoint.marker import latest_step
+from pretrain.commands.output_paths import check_output_directory
 from pretrain.config.choices import precision_traits
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
@@ -61,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare a killed and resumed run with an uninterrupted one; 0 if they agree, 1 if not."""
+    check_least(arguments, 1, "ranks", "resume_ranks")
+    if arguments.work_dir:
+        check_output_directory("--work-dir", arguments.work_dir)
     if not 1 <= arguments.kill_at < arguments.steps:
         raise ConfigError(
             f"--kill-at={arguments.kill_at} must be at least 1 and below --steps={arguments.steps}"

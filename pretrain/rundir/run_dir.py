@@ -106,7 +106,7 @@ class RunDir:
                 f"{path} already holds the run {name!r}; "
                 "choose another run directory or resume that run"
             )
-        run_dir._refuse_strangers()
+        run_dir.refuse_strangers()
         make_run_directory(run_dir.path)
         for directory in (run_dir.checkpoints, run_dir.logs):
             directory.mkdir(exist_ok=True)
@@ -258,8 +258,9 @@ class RunDir:
             f"back a copy of it, or write into it {json.dumps(asdict(identity))}"
         )
 
-    def _refuse_strangers(self) -> None:
-        if not self.path.exists():
+    def refuse_strangers(self) -> None:
+        """Raise ConfigError if something else than a run is there."""
+        if not self.path.exists() or self.exists():
             return
         if not self.path.is_dir():
             raise ConfigError(

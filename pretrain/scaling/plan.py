@@ -26,6 +26,7 @@ from pretrain.scaling.recipe import refuse_unsuited
 from pretrain.scaling.sweep_file import FORMAT, Cell, Sweep, reader_of, sweep_path, write_sweep
 from pretrain.terminal.text import counted
 
+MOST_SIZES = 1000  # of a budget
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022; where nothing better is known
 
 
@@ -59,8 +60,11 @@ def spread_sizes(
     optimum: Callable[[float], float], num_sizes: int, spread: float
 ) -> Callable[[float], list[float]]:
     """Return the sizes of a budget: `num_sizes`, `spread` apart around its optimum."""
-    if num_sizes < 1 or spread <= 1:
-        raise ConfigError("a plan needs at least one size, and a spread above 1")
+    if not (1 <= num_sizes <= MOST_SIZES and 1 < spread < math.inf):
+        raise ConfigError(
+            f"found {num_sizes} sizes {spread:g}x apart, expected 1 to {MOST_SIZES} and a spread "
+            "above 1"
+        )
     middle = (num_sizes - 1) / 2
 
     def sizes(budget: float) -> list[float]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.setting_fields import MOST
 from pretrain.config.run import RunConfig
 from pretrain.scaling.collect import Row, row_of
 from pretrain.scaling.intervals import Interval, amount, as_loss, interval
@@ -58,6 +59,8 @@ def plan_rates(
     if base.data.phases:
         raise ConfigError(f"{base.name} has phases (data.phases); take them out to tune its rate")
     steps = base.optim.steps if steps is None else steps
+    if steps > MOST:
+        raise ConfigError(f"--steps={steps} must be at most {MOST:g}")
     tokens = steps * base.tokens_per_step
     runs = []
     for count in sorted({*(lanes or [base.data.lanes])}):

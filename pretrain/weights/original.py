@@ -189,6 +189,8 @@ def read_state(path: Path) -> dict[str, Tensor]:
             state = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; give a file written by torch.save") from None
+    except IsADirectoryError:
+        raise CheckpointError(f"{path} is a directory; give a file written by torch.save") from None
     except Exception as error:  # a file of another kind may raise anything in the reader
         reason = str(error).partition(". ")[0].partition("\n")[0] or type(error).__name__
         raise CheckpointError(

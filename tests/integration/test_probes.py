@@ -72,7 +72,7 @@ def test_needle_and_copy_of_an_export_need_no_corpus(export, tmp_path, capsys):
         (["--probe", "attention", "--output", "x"], "name a corpus with --data"),
         (["--trials", "5"], "--trials requires --probe"),
         (["--output", "x"], "--output requires --probe"),
-        (["--probe", "copy", "--trials", "0"], "--trials must be 1 or more"),
+        (["--probe", "copy", "--trials", "0"], "--trials=0 must be 1 or more"),
         (["--probe", "copy", "--memory-length", "1", "2"], "one --memory-length"),
         (["--probe", "copy", "--longest-distance", "7", "--output", "x"], "expected 8 or more"),
     ],

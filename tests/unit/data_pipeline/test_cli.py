@@ -115,6 +115,9 @@ def test_flags_alone_build_a_folder_of_text_with_an_existing_tokenizer(tmp_path,
             ["build", "--input=i", "--output=o", "--validation-fraction=2"],
             "must be at least 0 and below 1",
         ),
+        (["build", "--input=i", "--output=o", "--part=0/0"], "expected I/N with I from 1 to N"),
+        (["build", "--input=i", "--output=o", "--processes=9999"], "must be at most 4,096"),
+        (["fetch", "nowhere", "o"], "found the location nowhere, expected a URL"),
         (["verify", "nowhere"], "nowhere does not exist; build the corpus"),
         (["inspect", "i"], "has no manifest.json"),
         (["audit", "nowhere", "--lanes=4"], "nowhere does not exist"),
@@ -139,7 +142,8 @@ def test_a_mistake_of_the_user_is_one_line_and_status_2_and_leaves_no_files(
     ("arguments", "message"),
     [
         (["--lanes=6", "--ranks=4"], "--lanes=6 does not divide over 4 ranks; use a multiple of 4"),
-        (["--lanes=0"], "--lanes=0 must be positive"),
+        (["--lanes=0"], "--lanes=0 must be 1 or more"),
+        (["--segment-length=10T"], "--segment-length=10000000000000 must be at most 1,048,576"),
         (["--lanes=4000"], "tokens are too few for 4000 lanes"),
     ],
 )
@@ -147,6 +151,11 @@ def test_impossible_lanes_are_rejected(corpus, capsys, arguments, message):
     status, _, err = run(capsys, "audit", corpus, *arguments)
     assert status == 2
     assert message in err
+
+
+def test_a_misspelt_split_is_answered_with_those_that_there_are(corpus, capsys):
+    assert run(capsys, "audit", corpus / "tset")[0] == 2
+    assert "has no split 'tset', it has " in run(capsys, "audit", corpus / "tset")[2]
 
 
 @pytest.mark.parametrize(

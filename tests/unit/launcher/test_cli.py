@@ -29,6 +29,8 @@ def test_a_misspelt_command_is_answered_with_the_nearest(capsys):
         (["{experiment}", "--ranks", "3"], "data.lanes=8 does not divide over 3 ranks"),
         (["{experiment}", "--ranks", "0"], "--ranks=0 must be 1 or more"),
         (["{experiment}", "optim.stps=3"], "did you mean 'steps'"),
+        (["{experiment}", "--run-dir=x.yaml"], "x.yaml is a file, expected a directory"),
+        (["{experiment}", "--run-dir=."], "holds other files and no run (x.yaml)"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(

@@ -121,7 +121,7 @@ def test_a_container_that_does_not_start_is_an_error_although_no_rank_wrote_anyt
         "[srun] slurmstepd: error: pyxis: couldn't start container\n"
     )
     assert main(["logs", str(run_dir.path)]) == 2
-    assert "no rank of attempt 11 started" in capsys.readouterr().err
+    assert "attempt 11 has no logs of ranks: either none started" in capsys.readouterr().err
 
 
 def test_what_the_batch_script_says_before_its_supervisor_starts_is_shown(run_dir, capsys):
