@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.errors import ConfigError
 from data_pipeline.files import read_regular, write_text
+from data_pipeline.yaml_files import YAML_SUFFIXES
 
 _log = logging.getLogger(__name__)
 _NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
@@ -42,8 +44,14 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, An
     write_text(path, text.getvalue())
 
 
-def warn_if_replaced(path: Path, names: Iterable[str]) -> None:
-    """Warn if a table about to be replaced has other rows than these, by their first cells."""
+def check_table_path(path: Path, names: Iterable[str]) -> None:
+    """Warn if a table about to be replaced has other rows than these, by their first cells.
+
+    ConfigError for the name of a YAML file: nobody wants a table there, least of all in place of an
+    experiment.
+    """
+    if path.suffix in YAML_SUFFIXES:
+        raise ConfigError(f"{path} has the name of a YAML file, expected that of a table, x.csv")
     try:
         rows = read_csv(read_regular(path).decode())
     except (OSError, ValueError, csv.Error):  # there is none, or it is none

@@ -22,8 +22,10 @@ argparse's own subparsers do not support that.
 from __future__ import annotations
 
 import argparse
+import codecs
 import difflib
 import importlib
+import io
 import itertools
 import re
 import sys
@@ -53,6 +55,7 @@ class Program:
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run one command of the command line and return its exit status."""
+        _escape_what_cannot_be_encoded()
         return exit_status_of(
             lambda: self.dispatch(sys.argv[1:] if arguments is None else list(arguments))
         )
@@ -98,6 +101,13 @@ class Program:
         parser.words = rest
         parser.refuse_unknown_flags(rest)
         return run(parser.parse_intermixed_args(rest))
+
+
+def _escape_what_cannot_be_encoded() -> None:
+    """Show escapes on an output whose encoding lacks characters, instead of failing at them."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(errors="backslashreplace")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_pipeline.csv_files import warn_if_replaced
+from data_pipeline.csv_files import check_table_path
 from data_pipeline.errors import EXIT_USER_ERROR, ConfigError, UserError
 from data_pipeline.program import Program
 from launcher.commands.watch import add_watch_argument, watch
@@ -27,6 +27,7 @@ from launcher.sweep_cells import (
     write_results,
 )
 from launcher.sweep_runs import array_of, classes, missing_data, parts_of, run_cells, submit_array
+from pretrain.config.run import accumulation_steps
 from pretrain.costs.node_range import parse_nodes
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
@@ -159,7 +160,7 @@ def run_collect(arguments: argparse.Namespace) -> int:
 
     cells = _cells_of(arguments)
     output = arguments.output or _runs_of(arguments, read_sweep(arguments.sweep)) / "results.csv"
-    warn_if_replaced(output, [cell.cell.name for cell in cells])
+    check_table_path(output, [cell.cell.name for cell in cells])
     write_results(output, cells)
     console().print(ResultsTable(cells))
     print(f"{output}: {describe(cells)}")
@@ -258,6 +259,8 @@ def _run_here(
     sweep: Sweep, cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path
 ) -> int:
     waiting = [cell for cell in cells if cell.is_waiting]
+    for cell in waiting:
+        accumulation_steps(cell.config, arguments.ranks)  # one error here, not one of each cell
     order = longest_first(waiting) if (arguments.jobs or 1) > 1 else waiting
     if arguments.dry_run:
         if order:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_pipeline.csv_files import warn_if_replaced
+from data_pipeline.csv_files import check_table_path
 from data_pipeline.errors import ConfigError
 from data_pipeline.program import Program, add_experiment
 from data_pipeline.sizes import size_of
@@ -128,7 +128,7 @@ def run_collect(arguments: argparse.Namespace) -> int:
     output = arguments.output or runs / "context.csv"
     check_output_file("--output", output, "context.csv")
     plans = plan_evaluations(sweep, runs, output, arguments.max_tokens, arguments.own_memory)
-    warn_if_replaced(output, [cell.name for cell in sweep.cells])
+    check_table_path(output, [cell.name for cell in sweep.cells])
     print(cost_line(plans), flush=True)
     rows: list[ContextRow] = []
     for found in evaluated_rows(plans, _evaluator(arguments.max_tokens)):

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_pipeline.csv_files import warn_if_replaced
+from data_pipeline.csv_files import check_table_path
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import write_json
 from data_pipeline.progress import StatusLine
@@ -146,7 +146,7 @@ def run_collect(arguments: argparse.Namespace) -> int:
     if arguments.average_last < 1:
         raise ConfigError(f"--average-last {arguments.average_last} must be 1 or more")
     rows = collect_rows(sweep, runs, arguments.average_last)
-    warn_if_replaced(output, [row.name for row in rows])
+    check_table_path(output, [row.name for row in rows])
     write_rows(output, rows)
     left_out = [row for row in rows if row.excluded]
     print(fitted_table(shown_rows(rows)))

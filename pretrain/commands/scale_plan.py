@@ -110,10 +110,10 @@ def run(arguments: argparse.Namespace) -> int:
     machine = _machine(family, rule, arguments)
     runs = plan_runs(
         family,
-        sorted(arguments.budgets),
+        sorted({*arguments.budgets}),
         _sizes(family, optimum, arguments),
         machine.make if machine else _budget_only(rule, arguments.lanes_multiple),
-        seeds=arguments.seeds,
+        seeds=list(dict.fromkeys(arguments.seeds)),
         holdouts={budget: optimum(budget) for budget in arguments.holdout_budgets},
     )
     unchecked = check_corpus(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config, to_tree
 from data_pipeline.errors import ConfigError
-from data_pipeline.files import write_text
+from data_pipeline.files import refuse_overwrite, write_text
 from data_pipeline.sizes import amount_of
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.commands.output_paths import check_output_file
@@ -151,7 +151,9 @@ def _question(arguments: argparse.Namespace) -> dict[str, float]:
         raise ConfigError(
             "--write needs --experiment, the experiment whose family of shapes to choose from"
         )
-    check_output_file("--write", arguments.write, "best.yaml")
+    if arguments.write:
+        check_output_file("--write", arguments.write, "best.yaml")
+        refuse_overwrite(arguments.write)
     asked(arguments)
     idle = [name for name in ("approach", "experiment") if getattr(arguments, name)]
     if len(given) == 2 and idle:

@@ -28,6 +28,7 @@ from pretrain.scaling.repeats import best_with_repeats, effective_tokens, loss_o
 from pretrain.terminal.text import fitted_table, flops_text
 
 MOST_TRAINING = 10.0
+LARGEST = 1e30  # tokens, or tokens per parameter
 NEGLIGIBLE = 0.01  # of a loss: so little a run with repeats may lose to be called as good
 
 
@@ -43,11 +44,11 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
     """The flags of these questions."""
     add = parser.add_argument
     served = "the run of the same loss that is cheapest to train and to serve this many tokens"
-    add("--inference-tokens", type=amount_of("tokens"), default=0.0, metavar="T", help=served)
+    add("--inference-tokens", type=amount_of("tokens"), metavar="T", help=served)
     ratio = "the run that reads this many tokens per parameter"
-    add("--tokens-per-parameter", type=float, default=0.0, metavar="D/N", help=ratio)
+    add("--tokens-per-parameter", type=float, metavar="D/N", help=ratio)
     unique = "the best run over a corpus of this many tokens, repeated as often as it pays"
-    add("--unique-tokens", type=amount_of("tokens"), default=0.0, metavar="U", help=unique)
+    add("--unique-tokens", type=amount_of("tokens"), metavar="U", help=unique)
 
 
 def asked(arguments: argparse.Namespace) -> list[str]:
@@ -55,8 +56,9 @@ def asked(arguments: argparse.Namespace) -> list[str]:
     and for several with --write."""
     names = ("inference_tokens", "tokens_per_parameter", "unique_tokens")
     for name in names:
-        if not 0 <= (value := getattr(arguments, name)) < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')}={value} must be positive and finite")
+        if (value := getattr(arguments, name)) is not None and not 0 < value <= LARGEST:
+            flag = f"--{name.replace('_', '-')}={value:g}"
+            raise ConfigError(f"{flag} must be above 0 and at most {LARGEST:g}")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name)]
     if len(given) > 1 and arguments.write:
         raise ConfigError(f"{' and '.join(given)} have different answers; give one with --write")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.csv_files import read_csv, warn_if_replaced, write_csv
-from data_pipeline.errors import DataError
+from data_pipeline.csv_files import check_table_path, read_csv, write_csv
+from data_pipeline.errors import ConfigError, DataError
 from pretrain.scaling.collect import Row, write_rows
 from pretrain.scaling.run_tables import csv_rows
 
@@ -19,12 +19,14 @@ FORMULAS += ["a;=cmd|'/c calc'!A1", 'a; "=1;b;;-x', "a\n=1", "\ufeff=1+1", "\u20
 
 def test_a_table_of_other_rows_is_not_replaced_silently(tmp_path, caplog):
     path = tmp_path / "runs.csv"
-    warn_if_replaced(path, ["a"])
+    check_table_path(path, ["a"])
     write_csv(path, ["name", "loss"], [{"name": name, "loss": 1} for name in "abcde"])
-    warn_if_replaced(path, "abcdefg")
+    check_table_path(path, "abcdefg")
     assert not caplog.records
-    warn_if_replaced(path, ["a"])
+    check_table_path(path, ["a"])
     assert caplog.messages == [f"{path}: replaced a table that also had b, c, d and 1 more"]
+    with pytest.raises(ConfigError, match=r"x.yaml has the name of a YAML file, expected that of"):
+        check_table_path(tmp_path / "x.yaml", ["a"])
 
 
 @pytest.mark.parametrize("text", FORMULAS)

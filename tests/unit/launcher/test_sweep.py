@@ -422,6 +422,7 @@ def test_only_status_can_be_watched_and_only_on_a_terminal(grid, capsys):
         ([], "neither --local nor --cluster is given"),
         (["--local", "--jobs=0"], "--jobs=0 must be 1 or more"),
         (["--local", "--ranks=0"], "--ranks=0 must be 1 or more"),
+        (["--local", "--ranks=7", "--dry-run"], "does not divide over 7 ranks"),
         (
             ["--cluster={folder}/cluster.yaml", "--nodes=x"],
             "--nodes=x is neither a number nor a range",

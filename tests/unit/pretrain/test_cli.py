@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import subprocess
 import sys
@@ -130,6 +131,14 @@ def test_a_wrong_flag_is_answered_before_torch_is_imported():
         assert status == 2, line
         assert "--wrong" in error, line
         assert not has_torch, line
+
+
+def test_characters_that_an_output_cannot_encode_are_shown_as_escapes(corpus, monkeypatch):
+    output = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    assert data_main(["inspect", str(corpus.directory)]) == 0
+    output.flush()
+    assert rb"na\xefve \u2192" in output.buffer.getvalue()
 
 
 def test_overrides_may_stand_before_the_experiment_too(tmp_path, capsys):

@@ -197,7 +197,9 @@ def test_far_or_contradictory_questions_are_one_line(table, tmp_path, capsys):
     question = ("predict", table, "--flops", "1e20")
     for words, said in (
         (("--inference-tokens", "1000T"), "prediction rejected as extrapolation"),
-        (("--unique-tokens", "-1"), "error: --unique-tokens=-1.0 must be positive and finite"),
+        (("--unique-tokens", "-1"), "error: --unique-tokens=-1 must be above 0 and at most 1e+30"),
+        (("--tokens-per-parameter", "0"), "--tokens-per-parameter=0 must be above 0"),
+        (("--inference-tokens", "1e300"), "--inference-tokens=1e+300 must be above 0 and at most"),
         (
             ("--inference-tokens", "1T", "--unique-tokens", "1G", "--experiment", "absent.yaml")
             + ("--write", tmp_path / "x.yaml"),

@@ -50,6 +50,10 @@ def files_in(directory: Path) -> dict[str, str]:
         ((*PLAN, "--sizes=99999999"), "found 99999999 sizes 1.6x apart, expected 1 to 1000"),
         ((*PLAN, "--spread=nan"), "found 5 sizes nanx apart, expected 1 to 1000 and a spread"),
         ((*PLAN, "--lanes-multiple=0"), "--lanes-multiple=0 must be 1 or more"),
+        (
+            ("scale", "predict", "t", "--flops=1", "--experiment=x.yaml", "--write=x.yaml"),
+            "x.yaml exists already; choose another name",
+        ),
     ],
 )
 def test_a_value_that_cannot_be_used_is_one_line_and_writes_nothing(
@@ -69,10 +73,13 @@ def test_a_value_that_cannot_be_used_is_one_line_and_writes_nothing(
     assert files_in(tmp_path) == before
 
 
-def test_a_planned_sweep_may_be_planned_again(tmp_path, monkeypatch):
+def test_a_planned_sweep_may_be_planned_again_and_a_number_given_twice_counts_once(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     Path("x.yaml").write_text(EXPERIMENT)
     assert main([*TUNE, "--output=sweep.yaml"]) == 0
+    assert main([*PLAN, "--budgets", "1e12", "1e12", "--sizes=2", "--seeds", "1", "1"]) == 0
     assert main([*TUNE, "--output=sweep.yaml", "optim.steps=90"]) == 0
     assert "optim.steps=90" in Path("sweep.yaml").read_text()
 
