@@ -8,6 +8,7 @@ new step of the same number. No option of srun chooses a number, so empty steps 
 from __future__ import annotations
 
 import logging
+import math
 import subprocess
 import time
 from collections import Counter
@@ -52,18 +53,23 @@ def use_up_old_numbers(ledger: Sequence[Event], job: ThisJob) -> None:
 
 
 def num_old_steps(ledger: Sequence[Event], job: ThisJob) -> int:
-    """How many steps an earlier start of the job has had at most; 0 if none lost a node."""
-    attempts: Counter[int] = Counter()
-    has_lost_node, restart = False, job.restart
+    """How many steps earlier starts of the job have had at most; 0 if none lost a node."""
+    steps: Counter[int] = Counter()  # of each start, with those that used up numbers
+    first_loss, restart = math.inf, job.restart
+
+    def before(start: int) -> int:
+        most = max((n for each, n in steps.items() if each < start), default=0)
+        return min(_MOST, most + _STEPS_PER_ATTEMPT) if most and first_loss < start else 0
+
     for event in ledger:
         if isinstance(event, JobStarted) and event.job == job.id:
             restart = event.restart
-            attempts[restart] += 1  # the last one may have ended with the supervisor, unrecorded
+            # The last attempt may have ended with the supervisor, unrecorded.
+            steps[restart] += before(restart) + _STEPS_PER_ATTEMPT
         elif isinstance(event, AttemptEnded) and event.job == job.id:
-            attempts[restart] += 1
+            steps[restart] += _STEPS_PER_ATTEMPT
         elif isinstance(event, NodeReplaced) and event.job == job.id:
-            has_lost_node |= restart < job.restart
-        elif isinstance(event, JobEnded) and event.job == job.id:
-            has_lost_node |= event.reason in _NODE_LOST and event.restart < job.restart
-    most = max((n for start, n in attempts.items() if start < job.restart), default=0)
-    return min(_MOST, _STEPS_PER_ATTEMPT * (most + 1)) if has_lost_node and most else 0
+            first_loss = min(first_loss, restart)
+        elif isinstance(event, JobEnded) and event.job == job.id and event.reason in _NODE_LOST:
+            first_loss = min(first_loss, event.restart)
+    return before(job.restart)

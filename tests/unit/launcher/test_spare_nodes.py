@@ -116,3 +116,6 @@ def test_a_start_after_a_lost_node_uses_no_number_of_an_old_step():
     assert num_old_steps([started(0), lost, started(1), replaced], job) == 8
     assert num_old_steps([started(0), limit, started(1), replaced], job) == 0
     assert num_old_steps([started(0), *[failed] * 50, lost, started(1)], job) == 40
+    # The second start has used up 12 numbers itself, before the steps of its attempt.
+    again = [started(1), ended(JobEndReason.NODE_FAILED, restart=1), started(2)]
+    assert num_old_steps([started(0), failed, lost, *again], replace(job, restart=2)) == 20
