@@ -104,6 +104,9 @@ def sequence_share(rank: int, places: int) -> SequenceShare | None:
     """
     if places == 1:
         return None
-    group, _ = dist.new_subgroups(places)
-    assert group is not None
+    first = rank - rank % places
+    # Every rank makes its own group only. Made one after another, each by all ranks, thousands of
+    # groups would be as many splits of the communicator of all GPUs.
+    group = dist.new_group(range(first, first + places), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
     return SequenceShare(rank % places, places, group)
