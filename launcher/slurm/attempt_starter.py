@@ -19,6 +19,7 @@ from launcher.slurm.srun import (
     Step,
     nodes_that_cannot_start,
     nodes_that_miss,
+    nodes_without_launch,
     training_command,
 )
 from launcher.slurm.staging import with_staged_program
@@ -73,6 +74,7 @@ class AttemptStarter:
             job.nodes,
             num_spare,
         )
+        self._ranks: SlurmRanks | None = None  # of the last attempt
         for node in replaced_nodes(run_dir.ledger.read(), job):
             self._nodes = self._nodes.without(node) or self._nodes
         self._replace_failed()
@@ -91,7 +93,16 @@ class AttemptStarter:
         where = ", ".join(step.nodes)
         _log.info("attempt %d: %s on %s", number, counted(step.ranks, "rank"), where)
         command = training_command(step.code, self._run_dir.path)
-        return SlurmRanks(command, step, self._run_dir, number, shared, self._check_fence)
+        self._ranks = SlurmRanks(
+            command,
+            step,
+            self._run_dir,
+            number,
+            shared,
+            self._check_fence,
+            can_lose_nodes=bool(self._nodes.spare),
+        )
+        return self._ranks
 
     def _replace_failed(self) -> None:
         """Use spare nodes for those that Slurm has taken from the job, or that do not respond."""
@@ -102,10 +113,27 @@ class AttemptStarter:
         known = (*self._nodes.spare, *self._nodes.training)  # first the spare: they are to replace
         for node in [each for each in known if each not in left]:
             self._replace(node, ReplacedBecause.NODE_FAILED)
-        known = (*self._nodes.spare, *self._nodes.training)
-        for node in slurm.retry_until_reachable(lambda: slurm.unavailable_nodes(known)):
-            if self._nodes.without(node) is not None:  # else it may come back, or Slurm takes it
+        if not self._nodes.spare:  # then one may come back, or Slurm takes it
+            return
+        for node in self._unusable((*self._nodes.spare, *self._nodes.training)):
+            if self._nodes.without(node) is not None:
                 self._replace(node, ReplacedBecause.NOT_RESPONDING)
+
+    def _unusable(self, known: Sequence[str]) -> list[str]:
+        """Those of the nodes that were taken out, or on which no task can be launched.
+
+        sinfo's word that a node does not respond is a reason to try. It comes late, minutes after
+        the end of a node, and also for healthy nodes: the answers of several nodes to one message
+        come together, so one that is gone keeps those of others back.
+        """
+        states = slurm.retry_until_reachable(lambda: slurm.node_states(known))
+        named = self._ranks.failed_nodes if self._ranks is not None else []
+        out = [node for node in known if slurm.is_taken_out(states.get(node, ""))]
+        doubtful = [
+            node for node in known if slurm.is_silent(states.get(node, "")) or node in named
+        ]
+        silent = nodes_without_launch([node for node in doubtful if node not in out])
+        return [node for node in known if node in out or node in silent]
 
     def _replace(self, node: str, reason: ReplacedBecause) -> None:
         after = self._nodes.without(node)

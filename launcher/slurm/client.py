@@ -32,8 +32,7 @@ _UNREACHABLE = re.compile(
 _NO_SLURM = (
     "'{}' found no Slurm cluster on this host; run it on a login node, or use 'launcher local'"
 )
-# States of nodes, which end in * where a node does not respond.
-_UNAVAILABLE = re.compile(r"\*$|^(down|drain|fail)", re.IGNORECASE)
+_TAKEN_OUT = re.compile("down|drain|fail", re.IGNORECASE)  # states of nodes that begin so
 _HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT")  # after `scontrol requeuehold`
 _COMMAND_SECONDS = 120.0
 # A controller that comes back answers queries before it has processed the submissions in its
@@ -239,16 +238,20 @@ def largest_array() -> int:
     return min(map(int, limits), default=USUAL_ARRAY)
 
 
-def unavailable_nodes(names: Sequence[str]) -> list[str]:
-    """Those of the nodes that do not respond, or that Slurm or an administrator has taken out."""
+def node_states(names: Sequence[str]) -> dict[str, str]:
+    """The states of nodes as sinfo calls them, such as `idle` and `mixed*`."""
     listed = _checked(["sinfo", "-h", "-N", "-n", ",".join(names), "-o", "%N|%T"]).splitlines()
-    states = dict(line.split("|") for line in listed)  # a line for each partition
-    return [name for name in names if is_unavailable(states.get(name, ""))]
+    return dict(line.split("|") for line in listed)  # a line for each partition
 
 
-def is_unavailable(state: str) -> bool:
-    """Whether sinfo's state of a node means that it cannot train, or soon no more."""
-    return _UNAVAILABLE.search(state) is not None
+def is_taken_out(state: str) -> bool:
+    """Whether Slurm or an administrator has taken a node in this state out of service."""
+    return _TAKEN_OUT.match(state) is not None
+
+
+def is_silent(state: str) -> bool:
+    """Whether a node in this state has not answered the controller, for now."""
+    return state.endswith("*")
 
 
 def cancel(job: str) -> None:

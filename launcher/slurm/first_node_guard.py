@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -35,10 +37,14 @@ class FirstNodeGuard:
     def __init__(self, job: str, restart: int, is_needed: bool) -> None:
         self._job, self._restart, self._is_needed = job, restart, is_needed
         self._srun: subprocess.Popen[bytes] | None = None
-        self._started = -_RESTART_SECONDS
+        self._asked = -_RESTART_SECONDS
+        self._others: queue.SimpleQueue[Sequence[str]] = queue.SimpleQueue()
 
     def __enter__(self) -> FirstNodeGuard:
-        self.watch()
+        if self._is_needed:  # and at once: the first attempt may take minutes to start
+            self._asked = time.monotonic()
+            self._ask()
+            self.watch()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -49,17 +55,27 @@ class FirstNodeGuard:
             self._srun.wait()
 
     def watch(self) -> None:
-        """Start the process if it does not run, which may be because its node was lost."""
+        """Start the process if it does not run, which may be because its node was lost.
+
+        Returns at once: a controller that does not respond is asked in a thread.
+        """
         if not self._is_needed or (self._srun is not None and self._srun.poll() is None):
             return
-        if time.monotonic() - self._started < _RESTART_SECONDS:
-            return
-        self._started = time.monotonic()
-        if self._srun is not None:
-            _log.warning("starting the watch over the first node again: its node was lost, or srun")
-        with contextlib.suppress(UserError):  # without an answer: later
-            if nodes := others_of(slurm.details(self._job)):
+        with contextlib.suppress(queue.Empty):
+            # Started here and not in that thread, with which its children would die.
+            if nodes := self._others.get_nowait():
+                if self._srun is not None:
+                    what = "its node was lost, or srun"
+                    _log.warning("starting the watch over the first node again: %s", what)
                 self._srun = self._start(nodes[-1])
+            return
+        if time.monotonic() - self._asked >= _RESTART_SECONDS:
+            self._asked = time.monotonic()
+            threading.Thread(target=self._ask, name="first node guard", daemon=True).start()
+
+    def _ask(self) -> None:
+        with contextlib.suppress(UserError):  # without an answer: later
+            self._others.put(others_of(slurm.details(self._job)))
 
     def _start(self, node: str) -> subprocess.Popen[bytes]:
         srun = ["srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}"]

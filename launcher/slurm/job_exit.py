@@ -215,12 +215,11 @@ class JobExit:
     def _ending(self) -> JobEnding:
         fields = slurm.retry_until_reachable(lambda: slurm.details(self._job.id))
         self._time_limit = fields.get("TimeLimit", self._time_limit)
-        logs = [attempt.srun_log for attempt in attempts_of(self._run_dir.logs)[-1:]]
-        logs.append(Path(fields.get("StdOut", "/dev/null")))
+        job_log = Path(fields.get("StdOut", "/dev/null"))
         was_warned = signal.SIGUSR1 in self._stop.received
         deadline = time.monotonic() + NODE_NAME_SECONDS
         while True:
-            log = "".join(map(_tail, logs))
+            log = _said_by_slurm(self._run_dir.logs, job_log)
             ending = ending_of(fields, self._job.restart, log, was_warned)
             is_named = ending.reason is not JobEndReason.NODE_FAILED or ending.node
             if is_named or time.monotonic() > deadline:
@@ -289,6 +288,14 @@ class JobExit:
 
 def _names(node_list: str | None) -> list[str]:
     return slurm.node_names(node_list) if node_list else []
+
+
+def _said_by_slurm(logs: Path, job_log: Path) -> str:
+    """The ends of the last attempt's and the job's log; empty while storage is away."""
+    with contextlib.suppress(OSError):
+        srun_logs = [attempt.srun_log for attempt in attempts_of(logs)[-1:]]
+        return "".join(map(_tail, [*srun_logs, job_log]))
+    return ""
 
 
 def _tail(path: Path, size: int = 8192) -> str:

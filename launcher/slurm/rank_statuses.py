@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +18,12 @@ from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 
 _LOST = -signal.SIGKILL  # a rank without a status file was killed together with its task
 _NAMED_FIRST = re.compile(r"^srun: error: \S+: tasks? (\d+)", re.MULTILINE)
-_FAILED_NODE = re.compile(r"Node failure on (\S+)")
+_FAILED_NODE = re.compile(r"(?:Node failure on|Task launch for \S+ failed on node) ([^\s:]+)")
 # How long srun may run on when all ranks have ended, and when one has failed: then srun kills the
 # others, which takes Slurm's KillWait (30 s).
 _SECONDS_AFTER_ALL = 30.0
 _SECONDS_AFTER_FAILURE = 300.0
+_SECONDS_AFTER_LOSS = 60.0  # if those that have not ended are on nodes that do not respond
 _LOOK_SECONDS = 2.0
 
 
@@ -120,20 +121,29 @@ def _failed_first_hand(end: RankEnd) -> bool:
     return end.is_failure and end.status != -signal.SIGTERM
 
 
-def seconds_left_to_srun(ends: Mapping[int, RankEnd], num_ranks: int) -> float:
-    """How long srun may still run after the last of these ends."""
+def seconds_left_to_srun(
+    ends: Mapping[int, RankEnd], num_ranks: int, are_lost: bool = False
+) -> float:
+    """How long srun may still run after the last of these ends; `are_lost`: the nodes of all other
+    ranks do not respond."""
     if len(ends) == num_ranks:
         return _SECONDS_AFTER_ALL
-    any_failed = any(end.is_failure for end in ends.values())
-    return _SECONDS_AFTER_FAILURE if any_failed else math.inf
+    if not any(end.is_failure for end in ends.values()):
+        return math.inf
+    return _SECONDS_AFTER_LOSS if are_lost else _SECONDS_AFTER_FAILURE
 
 
 class SrunPatience:
-    """Tells when srun waits in vain: for a node's slurmstepd that was killed, it would forever."""
+    """Tells when srun waits in vain: for a node's slurmstepd that was killed, it would forever; for
+    a node that died, until Slurm gives it up. `are_lost`: whether the nodes of these ranks do not
+    respond."""
 
-    def __init__(self, ends: RankEnds, num_ranks: int) -> None:
+    def __init__(
+        self, ends: RankEnds, num_ranks: int, are_lost: Callable[[Sequence[int]], bool]
+    ) -> None:
         self._ends = ends
         self._num_ranks = num_ranks
+        self._are_lost = are_lost
         self._num_ends = 0
         self._changed = self._looked = time.monotonic()
 
@@ -147,4 +157,9 @@ class SrunPatience:
         ends = self._ends.found
         if len(ends) != self._num_ends:
             self._num_ends, self._changed = len(ends), now
-        return now - self._changed > seconds_left_to_srun(ends, self._num_ranks)
+        elapsed = now - self._changed
+        if elapsed > seconds_left_to_srun(ends, self._num_ranks):
+            return True
+        if elapsed <= seconds_left_to_srun(ends, self._num_ranks, are_lost=True):
+            return False
+        return self._are_lost([rank for rank in range(self._num_ranks) if rank not in ends])

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from data_pipeline.own_programs import code_that_runs, copied_arguments
 from launcher.error_lines import error_lines
 from launcher.slurm.cluster import ClusterConfig, in_container
 from launcher.slurm.rank_statuses import RankEnds, SrunPatience, failed_nodes, first_failure
+from launcher.slurm.silent_nodes import SilentNodes
 from launcher.slurm.snapshot import Snapshot
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
@@ -32,6 +33,7 @@ from pretrain.rundir.run_dir import RunDir
 SAVE_AND_STOP = signal.SIGUSR2
 _POLL_SECONDS = 0.2
 _END_SECONDS = 60.0
+_PROBE_SECONDS = 60.0
 _NUM_ERRORS = 5
 _log = logging.getLogger(__name__)
 
@@ -115,7 +117,8 @@ def srun_command(
 class SlurmRanks:
     """The ranks of one attempt, already started. All share the environment variables `variables`.
 
-    `check_fence` raises StaleAttempt once a newer attempt has claimed the run.
+    `check_fence` raises StaleAttempt once a newer attempt has claimed the run. `can_lose_nodes`:
+    whether spare nodes can replace those that do not respond, so that waiting for them is in vain.
     """
 
     def __init__(
@@ -126,10 +129,14 @@ class SlurmRanks:
         attempt: int,
         variables: Mapping[str, str],
         check_fence: Callable[[], None],
+        can_lose_nodes: bool = False,
     ) -> None:
         self._check_fence = check_fence
         self._step = step
+        self._can_lose_nodes = can_lose_nodes
+        self._silent = SilentNodes(step.nodes)
         self.first_failure: int | None = None
+        self.failed_nodes: list[str] = []  # by srun's or sinfo's word, known after `wait`
         files = AttemptFiles(run_dir.logs, attempt)
         files.create()
         self.logs = files.rank_logs(step.ranks)
@@ -158,7 +165,7 @@ class SlurmRanks:
         Raises what the fence check raises.
         """
         rank_ends = RankEnds(self.logs)
-        patience = SrunPatience(rank_ends, len(self.logs))
+        patience = SrunPatience(rank_ends, len(self.logs), self._are_lost)
         while self._srun.poll() is None:
             try:
                 # If this node was cut off, Slurm has restarted the job elsewhere. An srun that is
@@ -170,14 +177,14 @@ class SlurmRanks:
                 kill_silently(self._srun.pid)
                 raise
             if patience.is_exhausted():
-                _log.warning("srun still waits although its ranks have ended: ending it")
-                self._end_srun()
+                self._end_srun(rank_ends)
             time.sleep(_POLL_SECONDS)
         rank_ends.look()
         rank_ends.read_rest()
         log = self._log.read_text(errors="replace")
         # Where a node failed, srun kills the ranks of the others, and names those alone.
-        lost = self._step.first_rank_of(failed_nodes(log))
+        self.failed_nodes += failed_nodes(log)
+        lost = self._step.first_rank_of(self.failed_nodes)
         of_ranks = first_failure(rank_ends.found, len(self.logs), log)
         self.first_failure = of_ranks if lost is None else lost
         return rank_ends.statuses()
@@ -188,7 +195,21 @@ class SlurmRanks:
     def kill(self) -> None:
         self._srun.kill()
 
-    def _end_srun(self) -> None:
+    def _are_lost(self, ranks: Sequence[int]) -> bool:
+        return self._can_lose_nodes and self._nodes_of(ranks) <= self._silent.names()
+
+    def _nodes_of(self, ranks: Iterable[int]) -> set[str]:
+        return set(map(self._step.node_of, ranks))
+
+    def _end_srun(self, ends: RankEnds) -> None:
+        left = self._nodes_of(set(range(len(self.logs))) - set(ends.found))
+        if left and left <= self._silent.names():
+            self.failed_nodes = sorted(left)
+            _log.warning(
+                "srun still waits for %s, not responding: ending it", " ".join(sorted(left))
+            )
+        else:
+            _log.warning("srun still waits although its ranks have ended: ending it")
         self._srun.terminate()  # it waits for its step as long as Slurm's KillWait
         try:
             self._srun.wait(_END_SECONDS)
@@ -227,6 +248,34 @@ def nodes_that_cannot_start(step: Step, run_dir: Path) -> list[str]:
     flags, line = in_container(step.cluster, own_name, [run_dir], Path.cwd(), step.python)
     started = _printed_by_each_node(step, flags, line)
     return [node for node in step.nodes if node not in started]
+
+
+def nodes_without_launch(nodes: Sequence[str]) -> list[str]:
+    """Those of the nodes on which srun can launch no task, by its own words."""
+    srun = ["srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--overlap", "--chdir=/"]
+    probes = {
+        node: subprocess.Popen(
+            [*srun, f"--nodelist={node}", "true"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in nodes
+    }
+    deadline = time.monotonic() + _PROBE_SECONDS
+    return [node for node, probe in probes.items() if _names(probe, node, deadline)]
+
+
+def _names(probe: subprocess.Popen[str], node: str, deadline: float) -> bool:
+    """Whether a launch on the node fails; one that is not decided until then does not count."""
+    try:
+        _, said = probe.communicate(timeout=max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        kill_silently(probe.pid)
+        probe.communicate()
+        return False
+    return node in failed_nodes(said)
 
 
 def _printed_by_each_node(step: Step, flags: Sequence[str], command: Sequence[str]) -> list[str]:

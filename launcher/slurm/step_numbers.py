@@ -24,9 +24,10 @@ from pretrain.rundir.launch_events import (
 )
 from pretrain.rundir.training_events import Event
 
-# At most: the ranks' own step, one that looks for nodes that miss the run directory or cannot start
-# the ranks, one that stages the code on the nodes, and a new guard of the first node.
-_STEPS_PER_ATTEMPT = 4
+# The ranks' own step, one that looks for nodes that miss the run directory or cannot start the
+# ranks, one that stages the code on the nodes, a new guard of the first node; and trials of nodes
+# that may not respond, seldom more than two.
+_STEPS_PER_ATTEMPT = 6
 _MOST = 40
 _SECONDS = 60.0  # that all of them may take
 _NODE_LOST = (JobEndReason.FIRST_NODE_LOST, JobEndReason.NODE_FAILED)

@@ -8,6 +8,7 @@ controller can be stopped.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 CONTROLLER = "10.206.0.254"
@@ -172,6 +174,19 @@ class SlurmLab:
         """Undo `cut`, and let the host report to Slurm, which asks about once a minute."""
         self._checked("ip", "link", "set", f"ve{node[1:]}", "up")
         self.run_on(node, "pkill", "-HUP", "-x", "slurmd")
+
+    @contextlib.contextmanager
+    def slow_to_give_nodes_up(self) -> Iterator[None]:
+        """In the block Slurm waits for a node that does not respond as long as on usual sites."""
+        conf = self.path / "slurm.conf"
+        before = conf.read_text()
+        try:
+            conf.write_text(before.replace("SlurmdTimeout=10\n", "SlurmdTimeout=300\n"))
+            self._checked("scontrol", "reconfigure")
+            yield
+        finally:
+            conf.write_text(before)
+            self._checked("scontrol", "reconfigure")
 
     def stop_controller_at_next_sbatch(self, seconds: float) -> Path:
         """A directory for PATH whose sbatch finds slurmctld stopped, for so long, when it hands

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from launcher.slurm.attempt_starter import replaced_nodes
-from launcher.slurm.client import is_unavailable
-from launcher.slurm.first_node_guard import has_lost_first_node
+from launcher.slurm.client import is_silent, is_taken_out
+from launcher.slurm.first_node_guard import FirstNodeGuard, has_lost_first_node
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.job_nodes import JobNodes
 from launcher.slurm.step_numbers import num_old_steps
@@ -62,15 +65,16 @@ def test_a_job_has_lost_its_first_node_if_it_runs_without_the_one_of_its_script(
 
 
 @pytest.mark.parametrize(
-    ("state", "is_lost"),
+    ("state", "taken_out", "silent"),
     [
-        ("idle", False), ("mixed", False), ("allocated", False), ("idle~", False),
-        ("allocated*", True), ("mixed*", True), ("down", True), ("down*", True),
-        ("draining", True), ("drained@", True), ("failing", True),
+        ("idle", False, False), ("mixed", False, False), ("idle~", False, False),
+        ("allocated*", False, True), ("mixed*", False, True),
+        ("down", True, False), ("down*", True, True),
+        ("draining", True, False), ("drained@", True, False), ("failing", True, False),
     ],
 )  # fmt: skip
-def test_nodes_in_these_states_are_replaced(state, is_lost):
-    assert is_unavailable(state) is is_lost
+def test_nodes_in_these_states_are_replaced_or_tried_before(state, taken_out, silent):
+    assert (is_taken_out(state), is_silent(state)) == (taken_out, silent)
 
 
 def test_a_supervisor_after_one_that_was_killed_leaves_out_the_nodes_replaced_in_this_start():
@@ -111,11 +115,51 @@ def test_a_start_after_a_lost_node_uses_no_number_of_an_old_step():
     assert num_old_steps([started(0)], replace(job, restart=0)) == 0
     assert num_old_steps([started(0), failed, limit, started(1)], job) == 0
     # The steps of one recorded attempt, of one that ended with its node, and of the start itself.
-    assert num_old_steps([started(0), failed, lost, started(1)], job) == 12
-    assert num_old_steps([started(0), failed, replaced, limit, started(1)], job) == 12
-    assert num_old_steps([started(0), lost, started(1), replaced], job) == 8
+    assert num_old_steps([started(0), failed, lost, started(1)], job) == 18
+    assert num_old_steps([started(0), failed, replaced, limit, started(1)], job) == 18
+    assert num_old_steps([started(0), lost, started(1), replaced], job) == 12
     assert num_old_steps([started(0), limit, started(1), replaced], job) == 0
     assert num_old_steps([started(0), *[failed] * 50, lost, started(1)], job) == 40
-    # The second start has used up 12 numbers itself, before the steps of its attempt.
+    # The second start has used up 18 numbers itself, before the steps of its attempt.
     again = [started(1), ended(JobEndReason.NODE_FAILED, restart=1), started(2)]
-    assert num_old_steps([started(0), failed, lost, *again], replace(job, restart=2)) == 20
+    assert num_old_steps([started(0), failed, lost, *again], replace(job, restart=2)) == 30
+
+
+SCONTROL = """#!/bin/bash
+[ ! -e "$0.slow" ] || sleep 2
+[ "$2" != hostnames ] || { printf 'n1\\nn2\\nn3\\n'; exit; }
+echo "JobId=7 BatchHost=n1 NodeList=n[1-3]"
+"""
+SRUN = """#!/bin/bash
+echo "$@" >> "$0.started"
+exec sleep 60
+"""
+
+
+def test_a_controller_that_is_slow_keeps_nobody_waiting_who_looks_after_the_guard(
+    tmp_path, monkeypatch
+):
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("launcher.slurm.first_node_guard._RESTART_SECONDS", 0.0)
+    started = tmp_path / "srun.started"
+    started.touch()
+    with FirstNodeGuard("7", 0, is_needed=True) as guard:
+        until(lambda: "--nodelist=n3" in started.read_text())
+        assert guard._srun is not None
+        guard._srun.kill()
+        guard._srun.wait()
+        (tmp_path / "scontrol.slow").touch()
+        began = time.monotonic()
+        guard.watch()
+        assert time.monotonic() - began < 1.5
+        until(lambda: guard.watch() or len(started.read_text().splitlines()) == 2)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

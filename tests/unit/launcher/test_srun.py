@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launcher.slurm.cluster import ClusterConfig, ContainerRuntime
-from launcher.slurm.rank_statuses import failed_nodes
+from launcher.slurm.rank_statuses import failed_nodes, first_failure
 from launcher.slurm.srun import Step, srun_command
 from pretrain.distributed.slurm_variables import rank_variables
 
@@ -43,6 +43,21 @@ def test_where_a_node_failed_its_first_rank_is_the_one_that_failed():
     log = "srun: error: Node failure on n2\nsrun: error: n1: tasks 0-1: Killed\n"
     assert STEP.first_rank_of(failed_nodes(log)) == 2
     assert STEP.first_rank_of(["n9"]) is None
+
+
+def test_a_node_on_which_the_launch_failed_is_the_one_that_failed_and_not_one_that_was_killed():
+    """What srun 22.05 wrote when it launched a step on a node that had died a second before."""
+    log = """\
+srun: error: Task launch for StepId=1.3 failed on node n2: Communication connection failure
+srun: error: Application launch failed: Communication connection failure
+srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
+0: slurmstepd-n1: error: *** STEP 1.3 ON n1 CANCELLED AT 2026-11-23T14:42:43 ***
+srun: error: n1: tasks 0-1: Killed
+srun: launch/slurm: _step_signal: Terminating StepId=1.3
+"""
+    assert failed_nodes(log) == ["n2"]
+    assert STEP.first_rank_of(failed_nodes(log)) == 2
+    assert first_failure({}, 4, log) == 0, "srun's other line, which blames the healthy node"
 
 
 def in_container(runtime: ContainerRuntime, **settings) -> list[str]:
