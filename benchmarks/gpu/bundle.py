@@ -19,6 +19,7 @@ from benchmarks.gpu.processes import run_process
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.manifest import MANIFEST_NAME
 from data_pipeline.errors import UserError
+from pretrain.commands.output_paths import check_output_directory
 from pretrain.demo.texts import standard_library, write_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the bundle; 0 if it is complete and small enough."""
     out = arguments.out.absolute()
+    check_output_directory("--out", out)
     fetch_wheels(out / WHEELS, arguments.python)
     if not (out / CORPUS / "train" / MANIFEST_NAME).exists():
         text = out.with_name(f"{out.name}-text") / "text.jsonl"

@@ -54,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not subjects and not with_failures:
         names = ", ".join([*(each.name for each in SUBJECTS), "failures"])
         raise UserError(f"--only {arguments.only}: found no such subject, expected one of {names}")
+    if arguments.page is not None:
+        tables_of(arguments.page)  # UserError before the work
     rows: list[Row] = []
     for subject in subjects:
         print(subject.name, file=sys.stderr, flush=True)
@@ -71,10 +73,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if all(row.is_met for row in rows) else 1
 
 
+def tables_of(page: Path) -> re.Match[str]:
+    """Return what is between the marks START and END of the page; UserError if they are missing."""
+    marked = re.compile(re.escape(START) + ".*?" + re.escape(END), re.DOTALL)
+    if not (found := marked.search(page.read_text())):
+        raise UserError(f"{page}: found no line {START.strip()}, expected one before the tables")
+    return found
+
+
 def write_page(page: Path, report: str) -> None:
     """Replace what is between the marks START and END of the page."""
-    text = page.read_text()
-    marked = re.compile(re.escape(START) + ".*?" + re.escape(END), re.DOTALL)
-    if not marked.search(text):
-        raise UserError(f"{page}: found no line {START.strip()}, expected one before the tables")
-    write_text(page, marked.sub(lambda _: f"{START}\n{report}\n\n{END}", text))
+    found = tables_of(page)
+    before, after = found.string[: found.start()], found.string[found.end() :]
+    write_text(page, f"{before}{START}\n{report}\n\n{END}{after}")

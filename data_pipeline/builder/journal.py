@@ -165,8 +165,10 @@ def claimed_output(output: Path) -> Iterator[Path]:
 
 def check_is_free(output: Path) -> None:
     """Raise ConfigError unless `output` is absent, empty, or holds a corpus or started build."""
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"output {output} is a file; give a directory")
+    nearest = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        inside = "" if nearest == output else f" lies in {nearest}, which"
+        raise ConfigError(f"output {output}{inside} is a file; give a directory")
     has_build = (output / BUILD_DIRECTORY).exists() or is_finished(output)
     if output.exists() and any(output.iterdir()) and not has_build:
         raise ConfigError(

@@ -61,6 +61,8 @@ def library_errors(what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
+        if reason.startswith("INTERNAL: "):  # names a line of SentencePiece's own code
+            reason = "it cannot be parsed"
         raise InvalidVocabulary(f"not {what} ({reason}); restore it") from None
 
 

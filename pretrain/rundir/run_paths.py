@@ -13,6 +13,7 @@ from pathlib import Path
 from data_pipeline.yaml_files import YAML_SUFFIXES, did_you_mean
 
 RUNS = Path("runs")
+EXPORTED_WEIGHTS = "model.safetensors"  # in the directory of an export
 _MOST_SHOWN = 6  # runs of a sweep in an error message
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ def advice_on(path: Path) -> str:
     """What to do about a path that holds no run, for the end of an error message."""
     if path.suffix in YAML_SUFFIXES:
         return "name the run's directory, by default runs/NAME"
+    if (path / EXPORTED_WEIGHTS).is_file():
+        return "it is an export, which 'pretrain evaluate' and 'pretrain generate' take"
     if cells := runs_below(path):
         return f"it is a sweep; its runs are {_first_of(cells)} (name one)"
     if cells := _cells_named(path):

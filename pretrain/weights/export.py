@@ -40,9 +40,10 @@ from pretrain.costs.device_memory import MASTER_BYTES
 from pretrain.costs.flops import parameters_of
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.rundir.run_paths import EXPORTED_WEIGHTS
 
 FORMAT = 2
-WEIGHTS = "model.safetensors"
+WEIGHTS = EXPORTED_WEIGHTS
 CONFIG = "config.json"
 TOKENIZER = "tokenizer"
 # All that an export may have besides config.json.

@@ -151,6 +151,8 @@ def test_a_page_gets_new_tables_between_its_marks_and_keeps_the_rest(tmp_path):
         write_page(page, report)
     assert page.read_text() == f"before\n{START}\nsecond \\1\n\n{END}after\n"
     page.write_text("no marks")
+    assert main(["scale", "--only=processes", f"--page={page}"]) == 2, "before it measures"
+    assert page.read_text() == "no marks"
     with pytest.raises(UserError, match="found no line <!-- python -m benchmarks scale -->"):
         write_page(page, "report")
 

@@ -226,6 +226,8 @@ def test_an_output_that_parts_could_not_be_merged_into_is_rejected_before_they_a
         (tmp_path / "other" / "file").touch()
         with pytest.raises(ConfigError, match="is a file; give a directory"):
             build(replace(config, output=tmp_path / "other" / "file"))
+        with pytest.raises(ConfigError, match=r"new lies in .*/file, which is a file; give a dir"):
+            build(replace(config, output=tmp_path / "other" / "file" / "new"))
         with pytest.raises(ConfigError, match="does not hold a corpus; choose a new directory"):
             build(replace(config, output=tmp_path / "other"))
         started = replace(config, output=tmp_path / "started")

@@ -78,6 +78,9 @@ def test_the_advice_on_what_is_no_run_does_not_repeat_what_was_typed(here):
     assert advice_on(Path("first")) == "check the path or start a run"
     assert advice_on(Path("firs")) == "did you mean 'first'?"
     assert advice_on(Path("elsewhere/first")) == "did you mean 'first'?"
+    Path("export").mkdir()
+    Path("export/model.safetensors").touch()
+    assert advice_on(Path("export")).startswith("it is an export, which 'pretrain evaluate'")
 
 
 def test_a_folder_and_a_sweep_file_stand_for_the_cells_in_their_order(here):
