@@ -31,6 +31,7 @@ from pretrain.rundir.launch_events import Canceled, Submitted
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Finished
 from tests.helpers.checkpoints import publish_step
+from tests.helpers.full_disk import full_disk
 from tests.helpers.metrics import train_line
 from tests.helpers.owners import give_away
 
@@ -71,6 +72,29 @@ def test_cancelling_asks_the_launcher_to_save_and_stop_and_waits_for_it(run_dir,
     assert "stopped on request after step 40" in output
     assert f"launcher resume {run_dir.path}" in output
     assert holder.wait(10) == 0
+
+
+COMMANDS = {
+    "squeue": 'echo "7|7|N/A|run-1|RUNNING|None|n1|1:00|1:00|N/A"',
+    "scontrol": "echo n1",
+    "scancel": ': > "$0.$1"',
+}
+
+
+def test_a_job_is_cancelled_although_the_ledger_cannot_be_written(
+    run_dir, tmp_path, monkeypatch, capsys
+):
+    for name, line in COMMANDS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run_dir.ledger.append(Submitted(job="7", job_name="run-1"))
+    with full_disk():
+        assert main(["cancel", str(run_dir.path)]) == 0
+    assert (tmp_path / "scancel.7").exists()
+    said = capsys.readouterr()
+    assert said.err == f"warning: not in the ledger: {run_dir.ledger.path}: File too large\n"
+    assert said.out.startswith("job 7 is canceled; ")
 
 
 def test_a_process_that_does_not_hold_the_lock_is_not_signaled(run_dir, capsys):
