@@ -108,12 +108,15 @@ class Family:
         )
 
     def _allows(self, num_heads: int) -> bool:
-        """Whether so many heads make a round width, and group as the base's."""
+        """Whether so many heads make a round width, group as the base's, and can be shared so."""
         model = self.base.model
         if num_heads == model.num_heads:
             return True
         multiple = max(1, power_of_two(num_heads) // STEPS_PER_DOUBLING)
-        if num_heads % multiple or _key_heads(model, num_heads) is None:
+        key_heads = _key_heads(model, num_heads)
+        if num_heads % multiple or key_heads is None:
+            return False
+        if key_heads % self.base.engine.sequence_ranks:
             return False
         if model.d_model % model.num_heads:
             return True

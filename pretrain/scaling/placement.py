@@ -55,19 +55,23 @@ class Machine:
     def _on_ranks(self, shaped: RunConfig, budget: float) -> tuple[RunConfig, int]:
         """The run on as many nodes as its batch divides over, and its ranks."""
         on_node, wanted = self.hardware.ranks_per_node, wanted_lanes(shaped, budget, self.rule)
+        shared = shaped.engine.sequence_ranks
+        counts = [each * on_node for each in range(self.hardware.nodes, 0, -1)]
+        # Ranks that share lanes need as many lanes as there are groups of them.
+        groups = {ranks: ranks // shared for ranks in counts if ranks % shared == 0}
+        groups = groups or {counts[-1]: 1}  # which is refused by its number of ranks
         if not wanted:  # the experiment's own lanes
-            counts = [each * on_node for each in range(self.hardware.nodes, 0, -1)]
-            dividing = [ranks for ranks in counts if shaped.data.lanes % ranks == 0]
-            return with_budget(shaped, budget, self.rule), (dividing or counts[-1:])[0]
-        for nodes in range(self.hardware.nodes, 0, -1):
-            ranks = nodes * on_node
-            multiple = math.lcm(ranks, self.lanes_multiple)
+            dividing = [ranks for ranks in groups if shaped.data.lanes % groups[ranks] == 0]
+            ranks = (dividing or list(groups)[-1:])[0]
+            return with_budget(shaped, budget, self.rule), ranks
+        for ranks, owners in groups.items():
+            multiple = math.lcm(owners, self.lanes_multiple)
             # A round number of lanes on each rank: of 97 the only micro-batch that divides is 1.
             multiple *= max(1, power_of_two(wanted / multiple) // MICRO_BATCHES)
             lanes = multiple * max(1, round(wanted / multiple))
-            if abs(lanes / wanted - 1) <= ROUNDED or nodes == 1:
+            if abs(lanes / wanted - 1) <= ROUNDED or ranks == min(groups):
                 return with_budget(shaped, budget, self.rule, multiple), ranks
-        raise AssertionError("one node always ends the loop")
+        raise AssertionError("the fewest nodes always end the loop")
 
     def _fitted(self, run: RunConfig, ranks: int) -> RunConfig | None:
         accumulation_steps(run, ranks)  # raises where the experiment's lanes do not divide
