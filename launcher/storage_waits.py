@@ -8,13 +8,12 @@ supervisor's lock, whose block is on disk already (`pretrain/rundir/lock.py`), f
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from data_pipeline.patience import Patience
 from launcher.stop_signals import StopSignals
-from pretrain.rundir.lock import note_wait
+from pretrain.rundir.lock import WaitNote
 
 HOLDER = "launcher"  # of the lock RUN/launcher.lock
 
@@ -30,22 +29,20 @@ class StorageWaits:
 
     def __init__(self, run_dir: Path, stop: StopSignals) -> None:
         self.meanwhile: Callable[[], None] = lambda: None  # called about once a second
-        self._lock = run_dir / f"{HOLDER}.lock"
         self._stop = stop
-        self._problem, self._since = "", 0.0
+        self._note = WaitNote(run_dir, HOLDER)
+        self._problem = ""
 
     def patience(self, seconds: float) -> Patience:
         """A patience of so many seconds, whose waits end with a StopWhileWaiting."""
-        return Patience(seconds, while_waiting=self._poll, note=self._note)
+        return Patience(seconds, while_waiting=self._poll, note=self._failed)
 
     def _poll(self) -> None:
         self.meanwhile()
         if self._stop.requests:
-            by = signal.Signals(self._stop.received[-1]).name
-            note_wait(self._lock, HOLDER, self._problem, self._since, stopped_by=by)
+            self._note.write_stop(signal.Signals(self._stop.received[-1]).name)
             raise StopWhileWaiting(self._problem)
 
-    def _note(self, problem: str) -> None:
-        self._since = self._since if self._problem and problem else time.time()
+    def _failed(self, problem: str) -> None:
         self._problem = problem
-        note_wait(self._lock, HOLDER, problem, self._since)
+        self._note.write(problem)

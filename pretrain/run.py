@@ -72,6 +72,7 @@ from pretrain.rundir.fence import VARIABLE, Fence
 from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.rundir.history import steps_that_stand
 from pretrain.rundir.ledger import events_of
+from pretrain.rundir.lock import WaitNote
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Finished, OutOfMemory, PhaseFinished, Stopped
 from pretrain.state import TrainState
@@ -128,9 +129,8 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
     with contextlib.ExitStack() as stack:
         stop = StopRequest()  # before anything waits for storage
         stack.callback(stop.restore_handlers)
-        patience = Patience(
-            config.checkpoint.storage_patience_seconds, heartbeat.repeat, lambda: stop.count
-        )
+        seconds, note = config.checkpoint.storage_patience_seconds, WaitNote(directory, "train")
+        patience = Patience(seconds, heartbeat.repeat, lambda: stop.count, note.write)
         run_dir = RunDir(directory, patience)
         with raise_on_all_ranks():  # a run directory that is rejected is every rank's error
             if world.is_main:

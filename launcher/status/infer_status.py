@@ -78,7 +78,7 @@ def infer_status(evidence: Evidence) -> Status:
         each for each in evidence.heartbeats if last is None or not is_over or each.time > last.time
     ]
     waits = [lock for lock in evidence.locks if lock.waits_for]
-    waiting = _storage_wait([lock for lock in waits if lock.is_held is not False], evidence.now)
+    waiting = _storage_wait([lock for lock in waits if _is_fresh(lock, evidence.now)], evidence.now)
     running = Status(State.RUNNING, waiting or _activity(last, heartbeats, evidence.now))
     if any(lock.is_held for lock in evidence.locks) or any(each.is_alive for each in heartbeats):
         return running
@@ -109,6 +109,11 @@ def last_turn(ledger: Sequence[Event]) -> Event | None:
     turn = last_of(timely, TrainingBegan, *ends, JobStarted, JobEnded)
     of_job = last_of(timely, TrainingBegan, Submitted, JobStarted, JobEnded)
     return of_job if isinstance(of_job, JobEnded) else turn
+
+
+def _is_fresh(lock: Lock, now: float) -> bool:
+    """Whether its holder still waits; one on another host repeats its note every minute."""
+    return lock.is_held or (lock.is_held is None and now - lock.since < UNRESPONSIVE_SECONDS)
 
 
 def _storage_wait(waits: Sequence[Lock], now: float) -> str:

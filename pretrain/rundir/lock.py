@@ -4,7 +4,7 @@
 
 The file stays when its holder ends; the kernel then drops the lock, whatever ended the process.
 Its one block is written whole when the lock is taken. So a holder can still say there what it waits
-for (`note_wait`) where the disk is full and nothing else can be written.
+for (`WaitNote`) where the disk is full and nothing else can be written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,36 +60,50 @@ def exclusive_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator
                 "wait for it, stop it, or choose another run directory"
             )
         file.truncate(0)
-        file.write(_block(holder))
+        file.write(_block(holder, {}))
         file.flush()
         yield
 
 
-def note_wait(
-    path: Path, holder: str, problem: str, since: float = 0.0, stopped_by: str = ""
-) -> None:
-    """Write into our lock that its holder waits since a time for storage to work again, or no more
-    if there is no `problem`, or stopped waiting because of the signal `stopped_by`.
+class WaitNote:
+    """Notes in the lock of this process that it waits for storage, and since when.
 
     Nothing is written if that needs space, or if the lock is another process's.
     """
-    owner = read_lock(path)
-    if owner is None or (owner.pid, owner.hostname) != (os.getpid(), socket.gethostname()):
-        return
-    note: dict[str, str | float] = {}
-    if problem:
-        line = " ".join(printable(problem).split())
-        note = {"waits_for": line[:_LONGEST_NOTE], "waits_since": since}
-        note |= {"stopped_by": stopped_by} if stopped_by else {}
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
-        try:
-            os.pwrite(descriptor, _block(holder, **note), 0)
-        finally:
-            os.close(descriptor)
+
+    def __init__(self, run_dir: Path, holder: str) -> None:
+        self._path, self._holder = run_dir / f"{holder}.lock", holder
+        self._problem, self._since = "", 0.0
+
+    def write(self, problem: str) -> None:
+        """Note what the process waits for; "": no more."""
+        self._since = self._since if self._problem and problem else time.time()
+        self._problem = problem
+        self._write(self._note if problem else {})
+
+    def write_stop(self, signal_name: str) -> None:
+        """Note that the signal has ended the wait, and that storage does not work."""
+        self._write({**self._note, "stopped_by": signal_name})
+
+    @property
+    def _note(self) -> dict[str, str | float]:
+        line = " ".join(printable(self._problem).split())
+        return {"waits_for": line[:_LONGEST_NOTE], "waits_since": self._since}
+
+    def _write(self, note: Mapping[str, str | float]) -> None:
+        with contextlib.suppress(OSError):
+            owner = read_lock(self._path)
+            here = (os.getpid(), socket.gethostname())
+            if owner is None or (owner.pid, owner.hostname) != here:
+                return
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_NOFOLLOW)
+            try:
+                os.pwrite(descriptor, _block(self._holder, note), 0)
+            finally:
+                os.close(descriptor)
 
 
-def _block(holder: str, **note: str | float) -> bytes:
+def _block(holder: str, note: Mapping[str, str | float]) -> bytes:
     owner = {"pid": os.getpid(), "holder": holder, "hostname": socket.gethostname(), **note}
     return json.dumps(owner).encode().ljust(_BLOCK - 1) + b"\n"
 

@@ -171,6 +171,11 @@ def elsewhere(seconds_ago: float) -> Lock:
             "waiting for storage: full",
         ),
         (
+            evidence(START, beats=[beat(5)], locks=[replace(elsewhere(400), waits_for="full")]),
+            "running",
+            "",
+        ),
+        (
             evidence(START, RETRY, locks=[replace(WAITS, is_held=False)]),
             "failed",
             "ended while it waited for storage: /run/x: full",

@@ -33,7 +33,7 @@ from pretrain.rundir.ledger import (
     num_attempts,
     without_refused_jobs,
 )
-from pretrain.rundir.lock import note_wait, read_lock
+from pretrain.rundir.lock import WaitNote, read_lock
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import (
     Finished,
@@ -379,19 +379,24 @@ def test_a_lock_names_its_holder_and_whether_it_is_still_held(tmp_path):
     foreign = read_lock(path)
     assert foreign is not None
     assert (foreign.hostname, foreign.is_held) == ("another-host", None)
-    note_wait(path, "launcher", "not ours", since=1.0)
+    WaitNote(tmp_path, "launcher").write("not ours")
     assert read_lock(path) == foreign
 
 
 def test_a_holder_notes_in_its_lock_what_it_waits_for_also_where_no_file_can_grow(tmp_path):
     path = tmp_path / "launcher.lock"
     with RunDir(tmp_path).locked("launcher"), full_disk(path.stat().st_size):
-        note_wait(path, "launcher", "/run/\x1b[2J\u20ac" * 300 + "\n", since=17.0)
+        note = WaitNote(tmp_path, "launcher")
+        note.write("/run/\x1b[2J\u20ac" * 300 + "\n")
         waits = read_lock(path)
-        note_wait(path, "launcher", "")
+        note.write("still")
+        still = read_lock(path)
+        note.write("")
         works = read_lock(path)
     assert waits is not None
     assert waits.waits_for.startswith("/run/\\x1b[2J\u20ac/run/")
-    assert (waits.waits_since, waits.is_held) == (17.0, True)
+    assert waits.is_held
+    assert still is not None
+    assert (still.waits_for, still.waits_since) == ("still", waits.waits_since)
     assert works is not None
     assert (works.waits_for, works.is_held) == ("", True)
