@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -251,20 +250,21 @@ def test_an_unknown_command_is_an_error_with_the_closest_name(capsys):
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_imports_nothing_heavy_and_without_a_command_not_even_numpy(command):
     heavy = ["torch", "streaming", "sentencepiece", "pydantic", "yaml"]
+    most_modules = 500
     if not command:
         heavy.append("numpy")
+        most_modules = 200
     code = (
         "import sys; from data_pipeline.cli import main\n"
         f"try: main({[command, '--help'] if command else ['--help']!r})\n"
         "except SystemExit: pass\n"
         f"found = set({heavy!r}) & set(sys.modules)\n"
+        f"found = found or (len(sys.modules) > {most_modules} and len(sys.modules))\n"
         "sys.exit(f'imported {found}' if found else 0)"
     )
-    started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: data-pipeline {command}")
-    assert time.monotonic() - started < 3  # 0.05 s without numpy on an idle machine
 
 
 def test_reading_a_corpus_needs_neither_torch_nor_streaming(corpus):

@@ -236,7 +236,7 @@ def test_ctrl_c_stops_reading_texts_and_training_on_them(last_read, pause, statu
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
     assert process.returncode == status
-    assert time.monotonic() - began < 3  # the training takes minutes
+    assert time.monotonic() - began < 30  # the training takes minutes
     assert error == ("interrupted\n" if status == EXIT_INTERRUPTED else "")
 
 

@@ -126,7 +126,7 @@ def test_a_start_after_a_lost_node_uses_no_number_of_an_old_step():
 
 
 SCONTROL = """#!/bin/bash
-[ ! -e "$0.slow" ] || sleep 2
+[ ! -e "$0.slow" ] || sleep 5
 [ "$2" != hostnames ] || { printf 'n1\\nn2\\nn3\\n'; exit; }
 echo "JobId=7 BatchHost=n1 NodeList=n[1-3]"
 """
@@ -154,7 +154,7 @@ def test_a_controller_that_is_slow_keeps_nobody_waiting_who_looks_after_the_guar
         (tmp_path / "scontrol.slow").touch()
         began = time.monotonic()
         guard.watch()
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 4
         until(lambda: guard.watch() or len(started.read_text().splitlines()) == 2)
 
 
