@@ -28,6 +28,11 @@ COMMAND_LINE = "command line"
 MOST_PROBLEMS = 20  # in one message
 _LONGEST_NAME = 60  # characters of an unknown setting's name in a message
 _UNPARSED = ", unable to parse string as an integer"  # pydantic's words
+_EXPECTED = {  # instead of pydantic's words
+    "path_type": "expected a path",
+    "tuple_type": "expected a list",
+    "dict_type": "expected a section with names in it",
+}
 _WRONG = object()  # in place of an invalid value, whose reason is among the problems
 
 
@@ -183,8 +188,7 @@ def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: _Problems
             name, found = _dotted((*where, *item["loc"])), abbreviated(item["input"])
             expected = item["msg"].replace("Input should be", "expected", 1)
             expected = expected.replace(_UNPARSED, ", such as 1000, without commas")
-            if item["type"] == "path_type":
-                expected = "expected a path"
+            expected = _EXPECTED.get(item["type"], expected)
             if item["type"] == "tuple_type" and item["input"] is not None:
                 expected = f"expected a list, such as [{found}]"
             found = "no value" if item["input"] is None else found

@@ -69,6 +69,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Print the members and write the sweep file; again when runs have ended, with more cells."""
     comparison = read_comparison(arguments.comparison)
     experiment = find_config(arguments.comparison.parent / comparison.experiment)
+    if not experiment.exists():
+        raise ConfigError(
+            f"{arguments.comparison}: {experiment} does not exist (experiment is relative to the "
+            "comparison's file)"
+        )
     name = arguments.name or comparison.name
     path = sweep_path(arguments.output, name)
     check_sweep_output(path, name)

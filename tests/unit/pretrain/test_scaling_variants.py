@@ -95,6 +95,12 @@ def test_a_cells_name_tells_its_member_and_every_number(member):
         ("model.memory_length=0|model.memory=0", "member no-memory (over"),
         ("no-memory:|no/memory:", "members"),
         ("rates: [1e-5, 4e-3]|rates: []", "expected one or more different positive numbers"),
+        ("rates: [1e-5, 4e-3]|rates:", "rates: found no value, expected a list"),
+        (
+            f"{TWO[TWO.index('members') :]}|members: [a]\n",
+            "members: found ['a'], expected a section",
+        ),
+        ("experiment: tiny|experiment: absent", "does not exist (experiment is relative to the"),
         ("seeds: [3, 4]|seeds: []", "expected one or more different numbers of 0 or more"),
         ("flops: 1e8|flops: 5e25", "steps of no-memory, expected at most 1e+12; use fewer FLOPs"),
         ("[model.memory_length=0]|3", "members.no-memory is 3; write settings as on a command"),
