@@ -245,7 +245,7 @@ class JobExit:
                 self._requeue(event)
             except UserError as error:
                 _log.error("%s", error)
-                self._run_dir.ledger.append(replace(event, requeued=False, is_final=True))
+                self._recorded(replace(event, requeued=False, is_final=True))
 
     def _recorded(self, event: JobEnded) -> JobEnded:
         """The end as it is in the ledger, if that can be written."""

@@ -298,13 +298,16 @@ def test_what_ranks_write_after_the_end_of_their_job_is_no_turn_of_the_run():
 
 SCONTROL = """#!/bin/bash
 : > "$0.$1"
+if [ "$1 $ANSWER" = "requeue denied" ]; then echo "Access/permission denied" >&2; exit 1; fi
 echo "JobId=7 JobState=RUNNING Reason=None PreemptTime=None Restarts=0 Requeue=1"
 """
 
 
+@pytest.mark.parametrize("answer", ["requeued", "denied"])
 def test_a_job_that_is_to_stop_is_requeued_although_nothing_can_be_written(
-    tmp_path, monkeypatch, caplog
+    tmp_path, monkeypatch, caplog, answer
 ):
+    monkeypatch.setenv("ANSWER", answer)
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(SCONTROL)
     scontrol.chmod(0o755)
@@ -325,7 +328,8 @@ def test_a_job_that_is_to_stop_is_requeued_although_nothing_can_be_written(
             patient.ledger.append(attempt("7", RETRY, 0, 0))
         job_exit.finish(EXIT_STOPPED)
     assert (tmp_path / "scontrol.requeue").exists()
-    assert any("the job's end is not in the ledger: " in each for each in caplog.messages)
+    missing = [each for each in caplog.messages if "the job's end is not in the ledger: " in each]
+    assert len(missing) == (2 if answer == "denied" else 1)
     lock = read_lock(run_dir.path / "launcher.lock")
     assert lock is not None
     assert lock.stopped_by == "SIGUSR1"
