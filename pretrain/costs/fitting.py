@@ -150,8 +150,9 @@ def _passes(run: RunConfig, world_size: int) -> Iterator[tuple[int, int, float]]
             shared = replace(run, engine=replace(engine, sequence_ranks=sharing))
             phases = runs_of_phases(shared)
             own = min(len(lanes_of_rank(phase, 0, world_size)) for phase in phases)
-        except ConfigError:
-            return
+        except ConfigError:  # fewer lanes than ranks may be enough for larger groups
+            sharing *= 2
+            continue
         most = min(engine.micro_batch_lanes or own, own)
         before = before or own / most
         for lanes in (lanes for lanes in range(most, 0, -1) if own % lanes == 0):

@@ -265,6 +265,9 @@ def test_ranks_are_advised_to_share_segments_that_are_too_long_for_one():
     assert found.engine.micro_batch_lanes < 4, "of the lanes of a group"
     assert found.bytes <= capacity
     assert f"engine.sequence_ranks={found.engine.sequence_ranks}" in advice(run, 4, capacity, True)
+    fewer_lanes = cheapest_fit(run, 8, found.bytes, on_gpu=True)
+    assert fewer_lanes is not None
+    assert fewer_lanes.engine.sequence_ranks >= 2, "four lanes do not divide over eight ranks"
     one_head = replace(run, model=replace(run.model, num_heads=1))
     capacity = 0.7 * needed_of(replace(one_head, engine=strictest))
     assert cheapest_fit(one_head, 4, capacity, on_gpu=True) is None, "nothing to exchange"
