@@ -156,6 +156,8 @@ def _gib_of(found: Footprint, hardware: Hardware) -> dict[str, float]:
 def placement_table(runs: Sequence[PlannedRun]) -> list[list[str]]:
     """Heads and rows: where each cell runs, what it occupies and how long it takes."""
     heads = ["cell", "nodes", "ranks", "micro-batch", "ZeRO", "recomputed", "offloaded"]
+    shares = any(item.run.engine.sequence_ranks > 1 for item in runs)
+    heads += ["ranks of a lane"] if shares else []
     heads += ["GiB a rank", "host GiB a node", "checkpoint GiB", "disk GiB", "MFU", "hours"]
     rows = [heads]
     for item in runs:
@@ -170,6 +172,7 @@ def placement_table(runs: Sequence[PlannedRun]) -> list[list[str]]:
                 str(engine.zero_stage),
                 engine.activation_checkpointing,
                 ", ".join(filter(None, offloaded)) or "-",
+                *([str(engine.sequence_ranks)] if shares else []),
                 *(
                     f"{facts[f'{name}_gib']:,.1f}"
                     for name in ("device", "host", "checkpoint", "disk")
