@@ -289,9 +289,11 @@ def lanes_of_rank(run: RunConfig, rank: int, world_size: int) -> range:
     groups = world_size // shared
     if run.data.lanes % groups:
         among = counted(groups, "rank") if shared == 1 else f"{groups} groups of {shared} ranks"
+        is_short = run.data.lanes < groups
+        or_share = ", or let ranks share lanes (engine.sequence_ranks)" if is_short else ""
         raise ConfigError(
             f"data.lanes={run.data.lanes} does not divide over {among}; "
-            f"use a multiple of {groups} lanes or another number of ranks"
+            f"use a multiple of {groups} lanes or another number of ranks{or_share}"
         )
     count, group = run.data.lanes // groups, rank // shared
     return range(group * count, (group + 1) * count)

@@ -104,6 +104,7 @@ def test_ranks_read_the_lanes_of_their_group_and_save_each_once(
     [
         (6, "engine.sequence_ranks=4 does not divide 6 ranks; use a multiple of 4 ranks"),
         (12, "data.lanes=8 does not divide over 3 groups of 4 ranks; use a multiple of 3 lanes"),
+        (64, r"over 16 groups of 4 ranks; .*, or let ranks share lanes \(engine\.sequence_ranks\)"),
     ],
 )
 def test_worlds_without_whole_groups_or_lanes_for_each_are_refused(world: int, text: str) -> None:
