@@ -93,7 +93,10 @@ def infer_status(evidence: Evidence) -> Status:
             reason = f"no heartbeat from {hostname}, whose clock is {ahead} ahead of this one"
         return Status(State.UNRESPONSIVE, reason)
     ended = _waiting_or_canceled(evidence, last) or _ended(evidence, last)
-    return _ended_waiting(waits[0], evidence) if waits and ended.is_lost else ended
+    # A note from before the last start is of another process: ranks can start without the launcher.
+    began = last_of(evidence.ledger, TrainingBegan)
+    notes = [lock for lock in waits if began is None or lock.waits_since > began.time]
+    return _ended_waiting(notes[0], evidence) if notes and ended.is_lost else ended
 
 
 def last_turn(ledger: Sequence[Event]) -> Event | None:

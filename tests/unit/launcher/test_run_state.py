@@ -91,6 +91,7 @@ KILLED = "rank 1 was killed by SIGKILL"
 RETRY = attempt_ended(NextAction.RETRY)
 GIVEN_UP = attempt_ended(NextAction.GIVE_UP)
 START = Started(time=NOW - 100, step=0, world_size=2)
+EARLIER = replace(START, time=NOW - 200)
 REFUSED = attempt_ended(NextAction.REFUSED, AttemptReason.USER_ERROR)
 STOPPED = attempt_ended(NextAction.STOPPED, AttemptReason.STOP_REQUESTED, step=1200)
 FINISHED = attempt_ended(NextAction.FINISHED, AttemptReason.FINISHED)
@@ -176,12 +177,17 @@ def elsewhere(seconds_ago: float) -> Lock:
             "",
         ),
         (
-            evidence(START, RETRY, locks=[replace(WAITS, is_held=False)]),
+            evidence(EARLIER, RETRY, locks=[replace(WAITS, is_held=False)]),
             "failed",
             "ended while it waited for storage: /run/x: full",
         ),
         (
-            evidence(START, RETRY, locks=[replace(WAITS, is_held=False, stopped_by="SIGINT")]),
+            evidence(EARLIER, RETRY, START, locks=[replace(WAITS, is_held=False)]),
+            "failed",
+            "ended silently",
+        ),
+        (
+            evidence(EARLIER, RETRY, locks=[replace(WAITS, is_held=False, stopped_by="SIGINT")]),
             "stopped",
             "stopped by Ctrl-C; nothing is saved; it waited for storage: /run/x: full",
         ),
