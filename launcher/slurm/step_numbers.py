@@ -60,6 +60,7 @@ def num_old_steps(ledger: Sequence[Event], job: ThisJob) -> int:
 
     def before(start: int) -> int:
         most = max((n for each, n in steps.items() if each < start), default=0)
+        # As many more as an attempt has: of the start itself, and to try nodes in doubt.
         return min(_MOST, most + _STEPS_PER_ATTEMPT) if most and first_loss < start else 0
 
     for event in ledger:
