@@ -194,3 +194,9 @@ def test_a_lock_file_with_the_modes_of_a_copy_becomes_private_and_a_pipe_is_none
     os.mkfifo(path)
     with pytest.raises(DataError, match="is not a regular file, expected a lock"), held_lock(path):
         pass
+
+
+def test_a_machine_without_a_boot_id_goes_by_its_name(tmp_path, monkeypatch):
+    booted = owner_file.boot_of_machine()
+    monkeypatch.setattr(owner_file, "_BOOT_ID", tmp_path / "none")
+    assert owner_file.boot_of_machine() == socket.gethostname() != booted
