@@ -23,7 +23,7 @@ from launcher.slurm.job_checks import check_request
 from launcher.slurm.sbatch import environment_lines, host_lines, option_flags, quote
 from launcher.slurm.snapshot import Snapshot
 from pretrain.costs.devices import MOST_RANKS
-from pretrain.costs.node_range import NodeRange, training_nodes
+from pretrain.costs.node_range import NodeRange, fixed_nodes
 from pretrain.processes.local_ranks import RankGroup
 from pretrain.processes.node_findings import END, TOKEN
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes",
         default="2",
         metavar="N|N+S",
-        help="with --cluster: nodes; of 4+1, with a spare one, 4 are checked (default %(default)s)",
+        help="with --cluster: nodes; of 4+1, with a spare one, all 5 (default %(default)s)",
     )
     parser.add_argument(
         "--ranks",
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     """0 if all nodes are ok, 1 if one is busy, slow or broken."""
     if not 1 <= arguments.ranks <= MOST_RANKS:
         raise ConfigError(f"--ranks={arguments.ranks} must be from 1 to {MOST_RANKS:,}")
-    training_nodes(arguments.nodes)  # ConfigError before anything is made
+    fixed_nodes(arguments.nodes)  # ConfigError before anything is made
     arguments.directory.mkdir(parents=True, exist_ok=True)
     with named_errors(arguments.directory, arguments.directory / _PREFIX):
         out = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=arguments.directory)).resolve()
@@ -97,7 +97,7 @@ def _check_here(num_ranks: int, out: Path) -> list[NodeReport]:
 
 def _check_cluster(arguments: argparse.Namespace, out: Path) -> list[NodeReport]:
     cluster = load_cluster(arguments.cluster)
-    nodes = training_nodes(arguments.nodes)
+    nodes = fixed_nodes(arguments.nodes).least_of_job
     check_request(cluster, NodeRange(nodes, nodes), slurm.partitions())
     name = f"preflight-{secrets.token_hex(4)}"
     if cluster.container_image:  # which has this project's dependencies, but not its code

@@ -11,7 +11,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.file_kinds import refuse_other_kind
 from data_pipeline.yaml_files import read_tree
 from pretrain.costs.devices import DEVICES, MOST_RANKS, Hardware, NodeConfig
-from pretrain.costs.node_range import training_nodes
+from pretrain.costs.node_range import fixed_nodes
 
 
 def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
 
 def hardware_of(arguments: argparse.Namespace) -> Hardware:
     """Return the hardware of the cluster file, if one is given; the other options win over it."""
-    nodes = training_nodes(arguments.nodes)
+    nodes = fixed_nodes(arguments.nodes).least
     if (ranks := arguments.gpus_per_node) is not None and not 1 <= ranks <= MOST_RANKS:
         raise ConfigError(f"--gpus-per-node={ranks} must be from 1 to {MOST_RANKS:,}")
     gpu, node = arguments.gpu, None

@@ -55,12 +55,12 @@ def parse_nodes(text: str) -> NodeRange:
     return nodes
 
 
-def training_nodes(text: str) -> int:
-    """How many nodes of `4` or `4+1` train; ConfigError for a range, whose number Slurm chooses."""
+def fixed_nodes(text: str) -> NodeRange:
+    """`4` or `4+1`; ConfigError for a range, whose number Slurm chooses."""
     nodes = parse_nodes(text)
     if nodes.least != nodes.most:
         raise ConfigError(
-            f"--nodes={text}: found a range, expected one number of nodes (spare ones, as in 4+1, "
-            f"do not count); write {nodes.least} or {nodes.most}"
+            f"--nodes={text}: found a range, expected one number of nodes, or 4+1 with a spare "
+            f"one; write {nodes.least} or {nodes.most}"
         )
-    return nodes.least
+    return nodes

@@ -18,7 +18,7 @@ from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.costs.device_memory import memory_parts, total_bytes
 from pretrain.costs.devices import DEVICES, GPU_MFU, USABLE
 from pretrain.costs.flops import flops_of_step
-from pretrain.costs.node_range import NodeRange, parse_nodes, training_nodes
+from pretrain.costs.node_range import NodeRange, fixed_nodes, parse_nodes
 
 CLUSTERS = sorted((Path(__file__).parents[3] / "configs" / "clusters").glob("*.yaml"))
 CPU = ClusterConfig(ranks_per_node=2)
@@ -186,10 +186,11 @@ def test_nodes_that_are_neither_are_refused(text):
         parse_nodes(text)
 
 
-def test_costs_and_checks_count_the_nodes_that_train_and_need_one_number():
-    assert [training_nodes(text) for text in ("4", "4:4", "4+2")] == [4, 4, 4]
+def test_costs_count_the_nodes_that_train_checks_all_of_one_number():
+    found = [fixed_nodes(text) for text in ("4", "4:4", "4+2")]
+    assert [(nodes.least, nodes.least_of_job) for nodes in found] == [(4, 4), (4, 4), (4, 6)]
     with pytest.raises(ConfigError, match=r"found a range, expected one number .* write 4 or 16"):
-        training_nodes("4:16")
+        fixed_nodes("4:16")
 
 
 def test_a_run_that_fits_its_cluster_gets_no_words(tmp_path):
