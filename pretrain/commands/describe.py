@@ -57,13 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the description of the run."""
-    hardware = hardware_of(arguments)
     path = run_path(arguments.experiment)
     if is_run := path.is_dir():
         path = RunDir.open(path).config_file
     config = load_config(RunConfig, path, arguments.overrides)
     if is_run and not any(each.startswith("data.") for each in arguments.overrides):
         refuse_foreign_urls(path, config)
+    hardware = hardware_of(arguments, config.engine.sequence_ranks)
     config = resolve_if_built(config)
     if config.initial_weights is not None and not is_run:
         # Late: it imports torch, to compare shapes. A run that exists has its own weights.

@@ -29,7 +29,7 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-node",
         "--gpus",
         type=int,
-        help="ranks per node (default: the cluster's, else 1)",
+        help="ranks per node (default: the cluster's, else 1, or engine.sequence_ranks)",
     )
     parser.add_argument(
         "--gpu",
@@ -39,8 +39,11 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def hardware_of(arguments: argparse.Namespace) -> Hardware:
-    """Return the hardware of the cluster file, if one is given; the other options win over it."""
+def hardware_of(arguments: argparse.Namespace, fewest_ranks: int = 1) -> Hardware:
+    """Return the hardware of the cluster file, if one is given; the other options win over it.
+
+    Without either a node has `fewest_ranks`.
+    """
     nodes = fixed_nodes(arguments.nodes).least
     if (ranks := arguments.gpus_per_node) is not None and not 1 <= ranks <= MOST_RANKS:
         raise ConfigError(f"--gpus-per-node={ranks} must be from 1 to {MOST_RANKS:,}")
@@ -58,4 +61,4 @@ def hardware_of(arguments: argparse.Namespace) -> Hardware:
                 "set it, or use --gpu"
             )
         ranks, gpu = ranks or node.tasks_per_node, gpu or node.gpu_model
-    return Hardware(nodes=nodes, ranks_per_node=ranks or 1, name=gpu or "cpu", node=node)
+    return Hardware(nodes=nodes, ranks_per_node=ranks or fewest_ranks, name=gpu or "cpu", node=node)

@@ -21,7 +21,7 @@ from pathlib import Path
 from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.errors import ConfigError, printable
 from data_pipeline.file_lock import held_lock, is_locked_by
-from data_pipeline.files import read_json
+from data_pipeline.files import named_errors, read_json
 
 _BLOCK = 4096
 _LONGEST_NOTE = 500  # characters, each up to 6 bytes as JSON
@@ -59,9 +59,12 @@ def exclusive_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator
                 f"{path.parent} is in use by {_name_of(lock)}; "
                 "wait for it, stop it, or choose another run directory"
             )
-        file.truncate(0)
-        file.write(_block(holder, {}))
-        file.flush()
+        with named_errors(path.parent):
+            file.truncate(0)
+            # Past the buffer, which closing would try to write again, and fail without a name.
+            rest = memoryview(_block(holder, {}))
+            while rest:
+                rest = rest[os.pwrite(file.fileno(), rest, _BLOCK - len(rest)) :]
         yield
 
 

@@ -273,6 +273,14 @@ def test_ranks_are_advised_to_share_segments_that_are_too_long_for_one():
     assert cheapest_fit(one_head, 4, capacity, on_gpu=True) is None, "nothing to exchange"
 
 
+def test_ranks_that_share_lanes_are_the_fewest_that_are_described(capsys):
+    small = ["describe", "configs/experiments/books-laptop.yaml", "model.vocab_size=1000"]
+    assert main([*small, "engine.sequence_ranks=2"]) == 0
+    assert capsys.readouterr().out.startswith("books-laptop: 2 ranks (cpu)")
+    assert main([*small, "engine.sequence_ranks=2", "--gpus", "4"]) == 0
+    assert capsys.readouterr().out.startswith("books-laptop: 4 ranks (cpu)")
+
+
 def test_the_time_of_evaluations_is_that_of_their_forward_passes(capsys):
     command = ["describe", str(MODELS / "wt103-base.yaml"), "--gpu", "A100", "optim.steps=1000"]
     command += ["evaluation.interval=300", "evaluation.max_tokens=64000", "evaluation.lanes=8"]

@@ -383,6 +383,16 @@ def test_a_lock_names_its_holder_and_whether_it_is_still_held(tmp_path):
     assert read_lock(path) == foreign
 
 
+def test_a_lock_that_a_full_disk_does_not_take_names_the_run_directory(tmp_path):
+    with (
+        full_disk(),
+        pytest.raises(OSError, match="File too large") as raised,
+        RunDir(tmp_path).locked("launcher"),
+    ):
+        pass
+    assert raised.value.filename == str(tmp_path)
+
+
 def test_a_holder_notes_in_its_lock_what_it_waits_for_also_where_no_file_can_grow(tmp_path):
     path = tmp_path / "launcher.lock"
     with RunDir(tmp_path).locked("launcher"), full_disk(path.stat().st_size):
