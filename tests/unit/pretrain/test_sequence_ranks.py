@@ -10,6 +10,7 @@ import pytest
 
 from data_pipeline.errors import ConfigError
 from pretrain.cli import main
+from pretrain.commands.report import setup_of
 from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
@@ -141,3 +142,8 @@ def test_describe_says_who_shares_and_explains_the_letter(
     assert "(A M d b + states) / s" in said
     assert main([*command, "--explain"]) == 0
     assert "share lanes" not in capsys.readouterr().out
+
+
+def test_a_report_says_that_lanes_are_shared() -> None:
+    assert "8 lanes in segments of 16; ZeRO" in setup_of(run_of(1))
+    assert "8 lanes in segments of 16, shared by 2 ranks each; ZeRO" in setup_of(run_of(2))
