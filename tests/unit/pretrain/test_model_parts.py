@@ -67,7 +67,10 @@ def test_queries_are_scaled_by_the_logarithm_of_the_keys_they_see(
         for scaling in ("none", "log_length")
     ]
     attentions[0].query_weight = attentions[1].query_weight
-    plain, scaled = (each.queries(rows_BLD, rows_BLD[0], visibility) for each in attentions)
+    plain, scaled = (
+        each.queries(each.projected_queries(rows_BLD), rows_BLD[0], visibility)
+        for each in attentions
+    )
     factors_BLN = seen_BLC.sum(2).double().log()[:, :, None] * attentions[1].length_scale
     torch.testing.assert_close(scaled, plain * factors_BLN[..., None], rtol=1e-12, atol=1e-12)
 

@@ -142,7 +142,8 @@ def keeping_scores(found: Sizes) -> Callable[..., None]:
         hidden_BLD, _, positions_CX = inputs[:3]
         if layer.input_norm is not None:
             hidden_BLD = layer.input_norm(hidden_BLD)
-        query_BLNH = layer.attention.queries(hidden_BLD, positions_CX, options["visibility"])
+        projected_BLNH = layer.attention.projected_queries(hidden_BLD)
+        query_BLNH = layer.attention.queries(projected_BLNH, positions_CX, options["visibility"])
         keys = layer.attention.keys_and_values(hidden_BLD)
         key_BLGH = layer.attention.placed(keys, positions_CX[-hidden_BLD.shape[1] :])[:, :, 0]
         key_BLNH = key_BLGH.repeat_interleave(query_BLNH.shape[2] // key_BLGH.shape[2], 2)
