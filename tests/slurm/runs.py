@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.commands.same_run import differing_losses, summary
+from pretrain.rundir.collective_traces import VARIABLE
 from pretrain.rundir.launch_events import (
     AttemptEnded,
     JobEnded,
@@ -158,10 +159,11 @@ class SlurmRun:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """No step is made in the block: the last rank is stopped, the others wait for it."""
-        rank = self._num_ranks() - 1
-        self.signal_rank(rank, signal.SIGSTOP)
+        last = self.process_of(self._num_ranks() - 1)
+        os.kill(last, signal.SIGSTOP)
         yield
-        self.signal_rank(rank, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # where the block ended the attempt
+            os.kill(last, signal.SIGCONT)
 
     def kill_while_saving(self) -> None:
         """SIGKILL to rank 0 in the middle of writing a checkpoint: begun, not published."""
@@ -193,14 +195,21 @@ class SlurmRun:
         return began.world_size
 
     def process_of(self, rank: int) -> int:
-        """Its id as seen from outside of the lab."""
+        """Its id as seen from outside of the lab, in the newest attempt: on a host that was cut off
+        ranks of the one before may still run.
+        """
+        process_of_attempt: dict[int, int] = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 words = (entry / "cmdline").read_bytes().decode().split("\0")
-                is_rank = words[2:4] == ["pretrain", "train"] and str(self.dir.path) in words
-                if is_rank and f"\0RANK={rank}\0" in (entry / "environ").read_bytes().decode():
-                    return int(entry.name)
-        raise AssertionError(f"rank {rank} does not run\n{self.logs()}")
+                if words[2:4] != ["pretrain", "train"] or str(self.dir.path) not in words:
+                    continue
+                lines = (entry / "environ").read_bytes().decode().split("\0")
+                variables = dict(line.split("=", 1) for line in lines if "=" in line)
+                if variables.get("RANK") == str(rank):
+                    process_of_attempt[_attempt_of(variables)] = int(entry.name)
+        assert process_of_attempt, f"rank {rank} does not run\n{self.logs()}"
+        return process_of_attempt[max(process_of_attempt)]
 
     def timeline(self) -> str:
         """The ledger, a line per event, with the seconds since the first one."""
@@ -212,6 +221,11 @@ class SlurmRun:
         files = sorted(self.dir.logs.glob("*.log"))
         shown = [f"--- {file.name}\n{file.read_text(errors='replace')[-1500:]}" for file in files]
         return "\n".join([*shown, self.timeline(), self.lab.run("squeue").stdout])
+
+
+def _attempt_of(variables: Mapping[str, str]) -> int:
+    """The number of the attempt that a rank with these environment variables belongs to."""
+    return int(Path(variables[VARIABLE]).name.removeprefix("attempt-"))
 
 
 def assert_status(run: SlurmRun, state: str, **expected: object) -> None:

@@ -43,9 +43,10 @@ def test_a_spare_host_replaces_one_in_the_same_job_and_the_first_host_lost_reque
     lab.cut("n1")  # where the supervisor is: Slurm would let such a job hold its other nodes
     run.until(lambda: len(run.begun_at()) == 3)
     assert run.nodes() == ("n2", "n3", "n4")
-    lab.heal("n1")
-    with lab.slow_to_give_nodes_up():  # as usual sites: srun knows of a dead node minutes earlier
-        lose_a_host_before_the_next_launch(run, lab, "n3")
+    with run.paused():  # its last step would be made before Slurm has read its new patience
+        lab.heal("n1")
+        with lab.slow_to_give_nodes_up():  # as usual: srun knows of a dead node minutes earlier
+            lose_a_host_before_the_next_launch(run, lab, "n3")
     run.wait_until_finished()
     lab.boot("n3")
     lab.wait_until_idle("n1")
