@@ -24,7 +24,7 @@ def lose_a_host_before_the_next_launch(run: SlurmRun, lab: SlurmLab, node: str) 
     run.signal_rank(0, signal.SIGKILL)
     run.until(lambda: run.log().count("next attempt in") > retries)
     lab.power_off(node)
-    run.until(lambda: len(run.begun_at()) > attempts, seconds=100)
+    run.until(lambda: len(run.begun_at()) > attempts, seconds=200)
 
 
 def test_a_spare_host_replaces_one_in_the_same_job_and_the_first_host_lost_requeues_it(
