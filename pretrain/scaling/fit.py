@@ -193,7 +193,8 @@ def _warnings(fit: Fit) -> list[str]:
     if len(fit.points.budgets) == 2:
         found.append("two budgets: no budget is left to check the fit on")
     if fit.estimates.parametric:
-        found += misfit_warnings(fit.points, fit.estimates.parametric, fit.flops_law)
+        isoflop = fit.estimates.isoflop
+        found += misfit_warnings(fit.points, fit.estimates.parametric, fit.flops_law, isoflop)
     found += warnings_of(fit.approaches, float(fit.points.budgets[-1]))
     return found
 

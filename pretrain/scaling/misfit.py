@@ -15,6 +15,7 @@ from pretrain.scaling.checks import BEYOND, relative_error
 from pretrain.scaling.frontier import LawLine
 from pretrain.scaling.huber_fit import ParametricFit, fit_parametric
 from pretrain.scaling.intervals import as_exponent, as_factor, as_loss, as_size
+from pretrain.scaling.isoflop import IsoflopFit, fit_isoflop
 from pretrain.scaling.law import FlopsLaw
 from pretrain.scaling.law_region import NUMBERS, noise_of
 from pretrain.scaling.points import Array, Points
@@ -31,8 +32,13 @@ SMALLEST_ERROR = 1e-3  # relative: a smaller one is no outlier, however well the
 SMALLEST_TREND = 1e-4
 
 
-def misfit_warnings(points: Points, fit: ParametricFit, flops_law: FlopsLaw) -> list[str]:
-    """One line about the outliers, if there are any, and one about a trend."""
+def misfit_warnings(
+    points: Points, fit: ParametricFit, flops_law: FlopsLaw, isoflop: IsoflopFit | None = None
+) -> list[str]:
+    """One line about the outliers, if there are any, and one about a trend.
+
+    The outliers' effect on approach 2 is shown, too, where `isoflop` is its fit.
+    """
     predicted_P = fit.law.loss(points.parameters_P, points.tokens_P)
     error_P = relative_error(points.loss_P, predicted_P)
     is_gross_P = np.abs(error_P) > GROSS
@@ -42,7 +48,14 @@ def misfit_warnings(points: Points, fit: ParametricFit, flops_law: FlopsLaw) -> 
     if far_P.sum() > max(1, MOST_OUTLIERS * len(points)):
         far_P = np.zeros(len(points), bool)
     if far_P.any():
-        found.append(_outliers(points, fit, flops_law, far_P, error_P / noise))
+        text = _outliers(points, fit, flops_law, far_P, error_P / noise)
+        flops = BEYOND * float(points.budgets[-1])
+        effect = _effect_on_sizes(points.take(~far_P), isoflop, flops) if isoflop else ""
+        wrong = points.names[int(np.abs(np.where(far_P, error_P, 0)).argmax())]
+        found.append(
+            f"{text}{effect}; if a run went wrong, leave it out with "
+            f"--exclude 'name={wrong}: reason'"
+        )
     if text := _trend(points.take(~far_P), error_P[~far_P]):
         found.append(text)
     return found
@@ -81,9 +94,26 @@ def _outliers(
         ),
     ]
     effects = [f"{name} {show(old)} -> {show(new)}" for name, show, (old, new) in changes]
+    return f"{text}; without them {', '.join(effects)}"
+
+
+def _effect_on_sizes(others: Points, isoflop: IsoflopFit, flops: float) -> str:
+    """What approach 2 finds with and without the outliers; empty where it needs them."""
+    try:
+        without = fit_isoflop(others, isoflop.reach)
+    except DataError:
+        return ""
+    old, new = (
+        (
+            float(item.frontier.power),
+            float(np.exp(item.frontier.log_parameters(np.log(flops)))),
+            sum(valley.is_used for valley in item.valleys),
+        )
+        for item in (isoflop, without)
+    )
     return (
-        f"{text}; without them {', '.join(effects)}; if a run went wrong, leave it out with "
-        "--exclude 'name=NAME: reason'"
+        f"; approach 2: a {as_exponent(old[0])} -> {as_exponent(new[0])}, N* at {flops:.3g} "
+        f"{as_size(old[1])} -> {as_size(new[1])}, by {old[2]} -> {counted(new[2], 'budget')}"
     )
 
 

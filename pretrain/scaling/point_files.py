@@ -33,7 +33,7 @@ from pretrain.scaling.units import (
     is_perplexity,
     refuse_perplexities,
     scaled,
-    tokens_note,
+    sizes_note,
 )
 
 
@@ -76,7 +76,11 @@ def read_points(
     columns = columns or Columns()
     rows = rows_of(Path(path))
     _refuse_absent(rows, columns, path)
-    rows = [row for row in rows if all(matches(row, condition, path) for condition in where)]
+
+    def meets(row: Row, condition: str) -> bool:
+        return matches(row, condition, path, _name(row, columns))
+
+    rows = [row for row in rows if all(meets(row, condition) for condition in where)]
     if not rows:
         raise DataError(
             f"{path} contains no runs{' that match ' + ' and '.join(where) if where else ''}; "
@@ -88,18 +92,14 @@ def read_points(
         own = _reason_in(row, columns.excluded)
         reasons = [own] if own else []
         reasons += [
-            item.partition(":")[2].strip()
-            for item in exclude
-            if matches(row, item.partition(":")[0], path)
+            item.partition(":")[2].strip() for item in exclude if meets(row, item.partition(":")[0])
         ]
         if reasons:
             excluded.append(Exclusion(_name(row, columns), reasons[0] or "excluded by hand"))
         else:
             kept.append(row)
     held = [
-        {**row, columns.holdout: "yes"}
-        if any(matches(row, item, path) for item in holdout)
-        else row
+        {**row, columns.holdout: "yes"} if any(meets(row, item) for item in holdout) else row
         for row in kept
     ]
     points = _from_rows(held, columns, path, units or {})
@@ -198,20 +198,20 @@ def _sizes(
         role: scaled(numbers(rows, getattr(columns, role), role, path), units, role)
         for role in (*needed, *(["flops"] if has["flops"] else []))
     }
+    notes = []
     if "flops" not in found:
-        flops_P = 6 * found["parameters"] * found["tokens"]
+        found["flops"] = 6 * found["parameters"] * found["tokens"]
         notes = [f"no column {columns.flops!r}: C = 6ND"]
-        unusual = tokens_note(found["parameters"], found["tokens"])
-        return found["parameters"], found["tokens"], flops_P, notes + [unusual] * bool(unusual)
-    flops_P = found["flops"]
-    if "tokens" not in found:
-        tokens_P = flops_P / (6 * found["parameters"])
-        return found["parameters"], tokens_P, flops_P, [f"no column {columns.tokens!r}: D = C / 6N"]
-    if "parameters" not in found:
+    elif "tokens" not in found:
+        found["tokens"] = found["flops"] / (6 * found["parameters"])
+        notes = [f"no column {columns.tokens!r}: D = C / 6N"]
+    elif "parameters" not in found:
+        found["parameters"] = found["flops"] / (6 * found["tokens"])
         notes = [f"no column {columns.parameters!r}: N = C / 6D"]
-        return flops_P / (6 * found["tokens"]), found["tokens"], flops_P, notes
-    unusual = flops_note(found["parameters"], found["tokens"], flops_P, path)
-    return found["parameters"], found["tokens"], flops_P, [unusual] if unusual else []
+    parameters_P, tokens_P, flops_P = (found[role] for role in ("parameters", "tokens", "flops"))
+    unusual = flops_note(parameters_P, tokens_P, flops_P, path)
+    unusual = unusual or sizes_note(parameters_P, tokens_P)
+    return parameters_P, tokens_P, flops_P, notes + [unusual] * bool(unusual)
 
 
 def _refuse_absent(rows: Sequence[Row], columns: Columns, path: Path) -> None:

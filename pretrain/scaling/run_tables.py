@@ -89,14 +89,17 @@ def rows_of(path: Path) -> list[Row]:
     return [{**_stripped(row), "_line": number} for number, row in enumerate(tree, 1)]
 
 
-def matches(row: Row, condition: str, path: Path) -> bool:
-    """Whether the row meets a condition COLUMN=VALUE; DataError if it is none."""
+def matches(row: Row, condition: str, path: Path, name: str) -> bool:
+    """Whether the row of the run `name` meets a condition COLUMN=VALUE; DataError if it is none.
+
+    `name=VALUE` holds for the name that the run has in all output, also without such a column.
+    """
     column, equals, value = condition.partition("=")
     if not equals:
         raise DataError(f"{condition!r} is not a condition; write COLUMN=VALUE")
-    if column not in row:
+    if column not in row and column != "name":
         raise DataError(f"{path}: no column {column!r}{did_you_mean(column, column_names(row))}")
-    return str(row[column]) == value
+    return str(row.get(column, name)) == value
 
 
 def numbers(rows: Sequence[Row], column: str, role: str, path: Path) -> Array:

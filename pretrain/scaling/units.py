@@ -16,7 +16,8 @@ from pretrain.scaling.points import Array
 
 LARGEST_LOSS = 13.0  # nats per token: guessing among 440,000 tokens; a larger one is a perplexity
 PLAIN_RATIO = (0.3, 4.0)  # of C/6ND: for a Transformer-XL it is 0.65 to 2.4
-MOST_TOKENS_PER_PARAMETER = 1e5
+TOKENS_PER_PARAMETER = (0.01, 1e5)
+FEWEST_PARAMETERS, FEWEST_TOKENS = 1e3, 1e4  # of a model that anyone trains to fit a law
 NEAR = 4.0  # a ratio within this factor of 1000^k is a matter of units
 SAME_TEXT = 0.01  # relative spread of bits per nat: what is scored differs a little in its length
 SCALABLE = ("parameters", "tokens", "flops", "loss")
@@ -74,14 +75,16 @@ def flops_note(parameters_P: Array, tokens_P: Array, flops_P: Array, path: Path)
     )
 
 
-def tokens_note(parameters_P: Array, tokens_P: Array) -> str:
-    """What is unusual about D/N, empty if nothing."""
-    ratio = float(np.median(tokens_P / parameters_P))
-    if 1 / MOST_TOKENS_PER_PARAMETER < ratio < MOST_TOKENS_PER_PARAMETER:
+def sizes_note(parameters_P: Array, tokens_P: Array) -> str:
+    """What is unusual about N, D and D/N, empty if nothing."""
+    size, tokens = float(np.median(parameters_P)), float(np.median(tokens_P))
+    low, high = TOKENS_PER_PARAMETER
+    plain = low < tokens / size < high
+    if plain and size >= FEWEST_PARAMETERS and tokens >= FEWEST_TOKENS:
         return ""
     return (
-        f"{ratio:.3g} tokens per parameter: is N or D in other units? Say so with "
-        "--unit parameters=1e6 or --unit tokens=1e9"
+        f"the median run has {size:.3g} parameters and {tokens:.3g} tokens: is N, D or C in other "
+        "units? Say so with --unit parameters=1e6, tokens=1e9 or flops=1e15"
     )
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.huber_fit import fit_parametric
+from pretrain.scaling.intervals import as_size
+from pretrain.scaling.isoflop import fit_isoflop
 from pretrain.scaling.misfit import misfit_warnings
 from tests.helpers.scaling import HOFFMANN, SIX_N, simulated
 
@@ -33,7 +35,20 @@ def test_an_outlier_is_named_with_its_effect(factor):
     assert said.startswith("1 run off the law by over 4.5 standard deviations: point 17 (loss ")
     without = fit_parametric(points.take(np.arange(len(points)) != 17)).law
     assert re.search(rf"B \S+ -> {without.B:.4g};", said)
-    assert "--exclude 'name=NAME: reason'" in said
+    assert said.endswith(
+        "; if a run went wrong, leave it out with --exclude 'name=point 17: reason'"
+    )
+
+
+def test_an_outliers_effect_on_approach_2_is_shown():
+    points = simulated(noise=0.003, num_sizes=6, budgets=(1e18, 1e20, 5))
+    loss_P = points.loss_P.copy()
+    loss_P[9] = 100.0  # whose budget has no valley with it
+    fit = fit_all(replace(points, loss_P=loss_P))
+    said = "\n".join(fit.warnings)
+    without = fit_isoflop(points.take(np.arange(len(points)) != 9))
+    size = as_size(float(np.exp(without.frontier.log_parameters(np.log(1e21)))))
+    assert re.search(rf"; approach 2: a \S+ -> \S+, N\* at 1e\+21 \S+ -> {size}, by 4 -> 5 ", said)
 
 
 def test_a_kink_is_noticed_by_the_errors_trend():

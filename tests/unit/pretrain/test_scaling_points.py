@@ -22,10 +22,10 @@ def written(path: Path, text: str) -> Path:
 
 
 def test_columns_of_any_name_are_read_and_flops_default_to_6nd(tmp_path):
-    path = written(tmp_path / "runs.csv", "size,tokens,nll\n10,20,3.5\n30,40,3.25\n")
+    path = written(tmp_path / "runs.csv", "size,tokens,nll\n1e4,2e5,3.5\n3e4,4e5,3.25\n")
     points = read_points(path, Columns(parameters="size", tokens="tokens", loss="nll"))
-    assert points.parameters_P.tolist() == [10, 30]
-    assert points.flops_P.tolist() == [6 * 10 * 20, 6 * 30 * 40]
+    assert points.parameters_P.tolist() == [1e4, 3e4]
+    assert points.flops_P.tolist() == [6 * 1e4 * 2e5, 6 * 3e4 * 4e5]
     assert points.names == ("row 2", "row 3")
     assert points.notes == ("no column 'C': C = 6ND",)
 
@@ -188,8 +188,8 @@ def test_runs_within_a_tenth_share_a_budget_and_chains_do_not_grow():
 
 
 def test_parameters_follow_from_flops_and_tokens(tmp_path):
-    points = read_points(written(tmp_path / "runs.csv", "D,C,loss\n20,1200,3\n40,4800,2.9\n"))
-    assert points.parameters_P.tolist() == [10, 20]
+    points = read_points(written(tmp_path / "runs.csv", "D,C,loss\n2e5,1.2e10,3\n4e5,4.8e10,2.9\n"))
+    assert points.parameters_P.tolist() == [1e4, 2e4]
     assert points.notes == ("no column 'N': N = C / 6D",)
 
 
@@ -238,8 +238,32 @@ def test_unusual_flops_and_tokens_per_parameter_are_noted(tmp_path):
     forward = written(tmp_path / "forward.csv", "N,D,C,loss\n1e8,1e9,2e16,3\n2e8,1e9,4e16,2.9\n")
     (note,) = read_points(forward).notes
     assert note.startswith("C/6ND is 0.0333 to 0.0333: check that C is the training FLOPs")
-    millions = written(tmp_path / "millions.csv", "N,D,loss\n44,1e9,3\n60,1e9,2.9\n")
-    assert "tokens per parameter: is N or D in other units?" in read_points(millions).notes[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "in_plain_units"),
+    [
+        ("N,D,loss\n44,1e9,3\n", "N,D,loss\n44e6,1e9,3\n"),
+        ("N,D,loss\n44,1.2,3\n", "N,D,loss\n44e6,1.2e9,3\n"),
+        ("N,D,loss\n44e6,1200,3\n", "N,D,loss\n44e6,1.2e9,3\n"),
+        ("N,C,loss\n44,1e18,3\n", "N,C,loss\n44e6,1e18,3\n"),
+        ("D,C,loss\n1.2,1e18,3\n", "D,C,loss\n1.2e9,1e18,3\n"),
+    ],
+)
+def test_sizes_in_other_units_are_noted_whichever_column_is_missing(tmp_path, text, in_plain_units):
+    _, note = read_points(written(tmp_path / "runs.csv", text)).notes
+    assert "is N, D or C in other units? Say so with --unit" in note
+    assert len(read_points(written(tmp_path / "plain.csv", in_plain_units)).notes) == 1
+
+
+def test_a_run_is_left_out_by_the_name_that_is_printed_of_it(tmp_path):
+    path = written(tmp_path / "runs.csv", "N,D,loss\n1e6,2e8,3\n2e6,2e8,9\n")
+    points = read_points(path, exclude=["name=row 3: diverged"])
+    assert points.names == ("row 2",)
+    assert [(item.name, item.reason) for item in points.excluded] == [("row 3", "diverged")]
+    path = written(tmp_path / "runs.csv", "run,id,N,D,loss\na,x,1e6,2e8,3\nb,y,2e6,2e8,9\n")
+    assert read_points(path, where=["name=b"]).names == ("b",)
+    assert read_points(path, Columns(name="id"), where=["name=y"]).names == ("y",)
 
 
 def test_a_unit_is_a_role_and_a_positive_factor():
