@@ -42,7 +42,10 @@ _ROLES: dict[Role, str] = {
     "output_bias": r"head\.bins\.\d+\.(bias|cluster_bias)",
 }
 
-_PER_HEAD = r"layers\.\d+\.deltanet\.(decay|write)_weight"
+# Matrices whose orthogonal updates do not spread over a wider head. Decay and write have one row per
+# head. The output gate multiplies what a head reads, normalized over the head: both become large in
+# the same few channels, as many in a wide head as in a narrow one.
+_NOT_SPREAD = r"layers\.\d+\.deltanet\.(decay|write|gate)_weight"
 
 
 def role_of(name: str) -> Role:
@@ -76,11 +79,11 @@ class GroupTraits:
 
 
 def group_traits(
-    role: Role, optim: OptimConfig, model: ModelConfig, *, per_head: bool = False
+    role: Role, optim: OptimConfig, model: ModelConfig, *, spreads: bool = True
 ) -> GroupTraits:
     """Return how parameters of this role are treated: with `model.base_width`, as muP says.
 
-    `per_head`: a matrix that has a row for each head, instead of for each channel of a head.
+    `spreads`: whether the updates of a matrix spread over more rows where heads are wider.
 
     The rate of what maps hidden channels to hidden channels is multiplied by a power of the width
     over the base's, m, and its weight decay is divided by that: their product is what decays a
@@ -100,7 +103,7 @@ def group_traits(
     by_muon = role == "matrix" and optimizer_traits(optim.name).orthogonalizes
     exponent = muon_rate_exponent(optim.muon.scaling) if by_muon else rate_exponent(optim.name)
     factor = width**exponent if grows else 1.0
-    if by_muon and per_head:
+    if by_muon and not spreads:
         # An orthogonal update gives each row as much as the input has: what wider heads add to the
         # width of the input but not to the rows, must not add to what they return.
         factor *= (model.base_head_width / model.head_width) ** 0.5 if model.base_head_width else 1
@@ -151,9 +154,8 @@ def parameter_groups(module: TransformerXL, optim: OptimConfig) -> list[dict[str
     """Return the optimizer's groups, with the parameters of each and their shapes by name."""
     groups: dict[GroupTraits, dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
-        traits = group_traits(
-            role_of(name), optim, module.config, per_head=bool(re.fullmatch(_PER_HEAD, name))
-        )
+        spreads = re.fullmatch(_NOT_SPREAD, name) is None
+        traits = group_traits(role_of(name), optim, module.config, spreads=spreads)
         group = groups.setdefault(traits, {**vars(traits), "params": [], "shapes": {}})
         group["params"].append(parameter)
         # Under ZeRO-3 a parameter is an empty vector between its uses; `ds_shape` has its shape.

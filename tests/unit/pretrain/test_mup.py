@@ -77,7 +77,13 @@ WIDER_HEADS: dict[str, dict[str, Any]] = {
         "softmax_scaling": "log_length",
     },
     "relative": {"clamp_length": 20},
+    "deltanet, wider": {
+        "layer_kinds": ("deltanet", "attention"),
+        "norm": "rmsnorm",
+        "norm_position": "pre",
+    },
 }
+EVERY_NAME = [*MORE_HEADS, *WIDER_HEADS]
 
 
 def widened(options: Mapping[str, Any], width: int, *, mup: bool = True) -> ModelConfig:
@@ -176,7 +182,7 @@ def out_of_size(
     }
 
 
-@pytest.mark.parametrize("name", [*MORE_HEADS, *WIDER_HEADS])
+@pytest.mark.parametrize("name", EVERY_NAME)
 def test_activations_are_of_equal_size_at_every_width(name: str) -> None:
     options = (MORE_HEADS | WIDER_HEADS)[name]
     assert not out_of_size(options, widths=WIDTHS)
@@ -191,10 +197,15 @@ def test_activations_are_of_equal_size_with_lamb(name: str) -> None:
     assert not out_of_size((MORE_HEADS | WIDER_HEADS)[name], LAMB)
 
 
-@pytest.mark.parametrize("scaling", MUON)
-def test_activations_are_of_equal_size_with_muon(scaling: str) -> None:
-    found = out_of_size(WIDER_HEADS["modern"], MUON[scaling])
-    assert not found
+@pytest.mark.parametrize(
+    ("name", "scaling"),
+    [
+        *((name, "match_rms_adamw") for name in EVERY_NAME),
+        *((name, "original") for name in ("modern", "deltanet, wider")),
+    ],
+)
+def test_activations_are_of_equal_size_with_muon(name: str, scaling: str) -> None:
+    assert not out_of_size((MORE_HEADS | WIDER_HEADS)[name], MUON[scaling])
 
 
 def test_the_rate_of_updates_as_large_as_adamw_s_must_shrink_with_muon_too(
@@ -283,17 +294,18 @@ def test_rate_decay_and_epsilon_of_each_role_follow_the_width() -> None:
 def test_gates_of_wider_deltanet_heads_learn_more_slowly_with_muon(
     scaling: str, rates: tuple[float, float]
 ) -> None:
-    """The width and a head's width are 4 times the base's: a gate has as many rows as before."""
+    """The width and a head's width are 4 times the base's, the number of heads is not."""
     model = replace(widened(WIDER_HEADS["modern"], 4 * BASE.d_model), layer_kinds=("deltanet",))
     groups = parameter_groups.parameter_groups(TransformerXL(model), MUON[scaling])
     found = {name: group["rate_factor"] for group in groups for name in group["shapes"]}
     name = "layers.0.deltanet"
     assert found[f"{name}.query_weight"] == rates[0]
-    assert found[f"{name}.decay_weight"] == found[f"{name}.write_weight"] == rates[1]
+    gates = {found[f"{name}.{gate}_weight"] for gate in ("decay", "write", "gate")}
+    assert gates == {rates[1]}
     more = replace(model, num_heads=16, base_head_width=0)
     groups = parameter_groups.parameter_groups(TransformerXL(more), MUON[scaling])
     found = {name: group["rate_factor"] for group in groups for name in group["shapes"]}
-    assert found[f"{name}.write_weight"] == rates[0]
+    assert found[f"{name}.write_weight"] == found[f"{name}.gate_weight"] == rates[0]
 
 
 def test_a_width_of_the_base_s_heads_needs_a_base() -> None:
