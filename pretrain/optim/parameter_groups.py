@@ -42,9 +42,9 @@ _ROLES: dict[Role, str] = {
     "output_bias": r"head\.bins\.\d+\.(bias|cluster_bias)",
 }
 
-# Matrices whose orthogonal updates do not spread over a wider head. Decay and write have one row per
-# head. The output gate multiplies what a head reads, normalized over the head: both become large in
-# the same few channels, as many in a wide head as in a narrow one.
+# Matrices whose orthogonal updates do not spread over a wider head. Decay and write have one row
+# per head. The output gate multiplies what a head reads, normalized over the head: both become
+# large in the same few channels of it, in a wide head hardly more than in a narrow one.
 _NOT_SPREAD = r"layers\.\d+\.deltanet\.(decay|write|gate)_weight"
 
 
