@@ -19,6 +19,18 @@ TINY = ModelConfig(
     vocab_size=37, num_layers=2, d_model=16, num_heads=2, d_inner=24, memory_length=8
 )
 
+# Members of the family that do not exclude each other.
+TOGETHER: dict[str, Any] = {
+    "num_layers": 3,
+    "layer_kinds": ("attention", "deltanet", "attention"),
+    "memory_length": (3, 0, 8),
+    "attention_sinks": True,
+    "softmax_scaling": "log_length",
+    "isolate_documents": True,
+    "norm_position": "pre",
+    "base_width": 8,
+}
+
 # Every option of the model at least once, for properties that must hold for all of them.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -100,6 +112,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "compressed_length": 4,
         "compression_rate": 2,
     },
+    # Together with those above, every pair of members that a model can have.
+    "members_together": {**TOGETHER, "positions": "rope", "num_key_heads": 1},
+    "members_with_tokens": {**TOGETHER, "memory_tokens": 2},
 }
 
 # With enough memory it does not matter where segments end; memory tokens come once per segment.

@@ -18,8 +18,11 @@ from pretrain.evaluation.sampling import (
     generate,
     penalized,
     prompt_tokens,
+    seen_tokens,
 )
+from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
+from tests.helpers.models import TINY, VARIANTS, tiny_model
 
 END = 16
 GREEDY = Sampling(temperature=0.0)
@@ -45,23 +48,30 @@ def tokens_of(
     )
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"isolate_documents": True}, {"norm_position": "pre", "untie_biases": True}]
-)
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("segment_length", [1, 4, 100])
 def test_greedy_generation_equals_full_forward_passes_over_the_growing_text(
-    settings, segment_length
+    variant, segment_length
 ):
-    model = small_model(**settings)
-    generated = tokens_of(model, GREEDY, 20, segment_length=segment_length)[0].tolist()
-    text = list(PROMPT)
-    for token in generated:
-        starts = torch.tensor([[False] + [before == END for before in text[:-1]]])
-        with torch.no_grad():
-            logits_BLV, _ = model.logits_BLV(torch.tensor([text]), None, starts)
-        assert token == int(logits_BLV[0, -1].argmax())
-        text.append(token)
-    assert len(set(generated)) > 2, "a constant answer would prove little"
+    """In segments from the start: only what memory tokens write depends on where these end."""
+    model = tiny_model(**{**VARIANTS[variant], "memory_length": 64}).eval()
+    varied = Sampling(temperature=0.0, repetition_penalty=1e30)  # only ends twice
+    generated = tokens_of(model, varied, 20, segment_length=segment_length)[0].tolist()
+    text = torch.tensor([[*PROMPT, *generated]])
+    memory, found = None, []
+    starts = document_starts(text, END).split(segment_length, 1)
+    for part in zip(text.split(segment_length, 1), starts, strict=True):
+        logits_BLV, memory = model.logits_BLV(part[0], memory, part[1])
+        found.append(logits_BLV)
+    logits_BTV = torch.cat(found, dim=1)
+    for place, token in enumerate(generated, len(PROMPT)):
+        seen_BV = seen_tokens(text[:, :place], TINY.vocab_size)
+        seen_BV[:, END] = False
+        expected_BV = penalized(logits_BTV[:, place - 1], seen_BV, varied.repetition_penalty)
+        expected_BV[text[:, place - 1] == END, END] = -torch.inf  # no empty documents
+        assert token == int(expected_BV.argmax())
+    assert len(set(generated)) > 9, "a constant answer would prove little"
 
 
 def test_the_same_seed_gives_the_same_samples_and_another_seed_others():

@@ -99,7 +99,7 @@ def test_no_token_sees_the_future_bitwise(variant: str, changed: int) -> None:
 
 
 @pytest.mark.parametrize("start", [5, 8, 11])
-@pytest.mark.parametrize("variant", ["isolated", "adaptive", "memory_tokens"])
+@ALL_VARIANTS
 def test_an_isolated_document_is_bitwise_blind_to_the_one_before(variant: str, start: int) -> None:
     model = tiny_model(**{**VARIANTS[variant], "isolate_documents": True, "memory_length": 16})
     stream_BT, starts_BT = (
@@ -123,8 +123,10 @@ def test_an_isolated_document_is_bitwise_blind_to_the_one_before(variant: str, s
 
 
 @pytest.mark.parametrize("start", [5, 8, 11])
-def test_an_isolated_document_scores_as_if_it_stood_alone(start: int) -> None:
-    model = tiny_model(isolate_documents=True, memory_length=LENGTH)
+@pytest.mark.parametrize("variant", CUT_ANYWHERE)
+def test_an_isolated_document_scores_as_if_it_stood_alone(variant: str, start: int) -> None:
+    options = {**VARIANTS[variant], "isolate_documents": True, "memory_length": LENGTH}
+    model = tiny_model(**options)
     stream_BT, starts_BT = (
         random_tokens(2, LENGTH + 1),
         torch.zeros(2, LENGTH + 1, dtype=torch.bool),
