@@ -62,7 +62,9 @@ SPECTRUM = (
 )
 # ... with a marker for each of a dozen.
 MARKERS = "osD^vPX<>ph8"
-# Decades that an axis spans at most -> where within a decade it has ticks
+# Decades that an axis spans at most -> where within a decade it has ticks; shorter axes are as
+# good as linear
+SHORT_AXIS = 0.3
 TICKS_OF_A_DECADE = (
     (0.7, (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)),
     (2.2, (1.0, 2.0, 5.0)),
@@ -170,13 +172,13 @@ def _blended(first: str, second: str, part: float) -> str:
 
 def log_ticks(axis: Axis, text: Callable[[float], str] = "{:g}".format) -> None:
     """Ticks of a log axis whose labels do not overlap; call it when everything is drawn."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     low, high = axis.get_view_interval()
-    places = next(
-        places for decades, places in TICKS_OF_A_DECADE if np.log10(high / low) <= decades
-    )
-    axis.set_major_locator(LogLocator(subs=places, numticks=12))
+    span = np.log10(high / low)
+    places = next(places for decades, places in TICKS_OF_A_DECADE if span <= decades)
+    short = MaxNLocator(4, steps=[1, 2, 5, 10])
+    axis.set_major_locator(short if span <= SHORT_AXIS else LogLocator(subs=places, numticks=12))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
 

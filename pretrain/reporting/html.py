@@ -72,7 +72,9 @@ footer { color: var(--faint); font-size: 13px; margin-top: 28px; }
   svg { width: calc(100% + 20px); margin-left: -10px; }
   .scroll { margin: 12px 0 4px; padding: 0; }
   th, td { padding-left: 12px; }
-  .named td:first-child, .words td:first-child { white-space: normal; }
+  .named td:first-child, .words td:first-child, .ranges td { white-space: normal; }
+  .ranges th, .ranges td { white-space: normal; padding-left: 6px; font-size: 11px; }
+  .ranges th:first-child, .ranges td:first-child { padding-left: 0; }
 }
 @media print { body { background: #fff; } section, .card { break-inside: avoid; } }
 """

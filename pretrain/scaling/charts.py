@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 APPROACH_COLORS = {"envelope": SERIES[1], "isoflop": SERIES[2], "parametric": SERIES[0]}
+# Told apart in grey, too. The line at the largest run is dashed.
+APPROACH_LINES = {"envelope": (0, (1, 1)), "isoflop": (0, (4, 1.3, 1, 1.3)), "parametric": "solid"}
+APPROACH_MARKERS = {"envelope": "s", "isoflop": "+", "parametric": "o"}
 LOSS = "loss (nats per token)"
 FLOPS = "training FLOPs C"
 BANDS = f"by each approach, in a band of its {LEVEL}% interval"
@@ -234,7 +237,8 @@ def _lines_with_bands(axes: Axes, fit: Fit, values: Sequence[Callable[[float], I
     for approach, value_at in zip(fit.approaches, values, strict=True):
         items = [value_at(float(log_flops)) for log_flops in log_flops_X]
         color, line = APPROACH_COLORS[approach.key], [item.value for item in items]
-        axes.plot(flops_X, line, color=color, linewidth=1.5, label=approach.title)
+        look: Any = {"linestyle": APPROACH_LINES[approach.key], "linewidth": 1.5}
+        axes.plot(flops_X, line, color=color, label=approach.title, **look)
         lows, highs = [item.low for item in items], [item.high for item in items]
         axes.fill_between(flops_X, lows, highs, color=color, alpha=0.16, linewidth=0)
 

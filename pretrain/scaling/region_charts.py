@@ -5,12 +5,20 @@ Legend: K curves of a region.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pretrain.reporting.charts import Palette, canvas, legend, log_amount_ticks, plain_ticks
-from pretrain.scaling.charts import APPROACH_COLORS, LOSS
+from pretrain.reporting.charts import (
+    SMALL,
+    Palette,
+    canvas,
+    legend,
+    legend_above,
+    log_amount_ticks,
+    plain_ticks,
+)
+from pretrain.scaling.charts import APPROACH_COLORS, APPROACH_MARKERS, LOSS
 from pretrain.scaling.checks import beyond
 from pretrain.scaling.fit import Fit
 from pretrain.scaling.frontier import law_of
@@ -34,7 +42,7 @@ def exponent_cloud(fit: Fit, palette: Palette) -> Figure:
     assert law
     assert law.region
     alpha_K, beta_K = law_of(law.region).theta[:, 3:].T
-    _cloud(axes, alpha_K, beta_K, APPROACH_COLORS["parametric"], "confidence region")
+    _cloud(axes, alpha_K, beta_K, "parametric", "confidence region")
     alpha, beta = law_of(law.line).theta[3:]
     found = [alpha], [beta]
     axes.plot(*found, "*", color=palette.ink, markersize=10, label="fit of all runs")
@@ -57,27 +65,36 @@ def optimum_cloud(fit: Fit, palette: Palette) -> Figure:
             size_K = np.exp(approach.region.log_parameters(log_flops))
             loss_K = approach.region.loss(log_flops)
         clouds.append((size_K, loss_K))
-        _cloud(axes, size_K, loss_K, APPROACH_COLORS[approach.key], f"{approach.title}, region")
-    for index, approach in enumerate(fit.approaches):
+        _cloud(axes, size_K, loss_K, approach.key, f"{approach.title}, region")
+    star: dict[str, Any] = {
+        "markeredgecolor": palette.ink,
+        "markeredgewidth": 0.8,
+        "markersize": 11,
+        "zorder": 5,
+    }
+    axes.plot([], [], "*", color="none", label="fit of all runs", **star)
+    for approach in fit.approaches:
         size, loss = np.exp(approach.line.log_parameters(log_flops)), approach.line.loss(log_flops)
-        axes.plot(
-            [size], [loss], "*", color=APPROACH_COLORS[approach.key], markeredgecolor=palette.ink,
-            markeredgewidth=0.8, markersize=11, zorder=5,
-            label=None if index else "fit of all runs",
-        )  # fmt: skip
+        axes.plot([size], [loss], "*", color=APPROACH_COLORS[approach.key], **star)
+        number, _, _ = approach.title.partition(" ")
+        beside: Any = {"xytext": (5, 4), "textcoords": "offset points", "annotation_clip": True}
+        axes.annotate(number, (size, loss), color=palette.ink, fontsize=SMALL, zorder=6, **beside)
     axes.set_xscale("log")
     size_K, loss_K = (np.concatenate(column) for column in zip(*clouds, strict=True))
     outside = _keep_to_the_middle(axes, size_K, loss_K)
     log_amount_ticks(axes.xaxis)
     plain_ticks(axes.yaxis)
-    legend(axes, palette, title=outside)
+    legend_above(figure, axes, palette, outside)
     return figure
 
 
-def _cloud(axes: Axes, x_K: Array, y_K: Array, color: str, label: str) -> None:
+def _cloud(axes: Axes, x_K: Array, y_K: Array, key: str, label: str) -> None:
+    """The region of the approach `key`, in its color and by its marker."""
     every = slice(None, None, max(1, len(x_K) // MOST_DOTS))
-    axes.scatter(x_K[every], y_K[every], s=7, color=color, alpha=0.35, linewidths=0)
-    axes.plot([], [], "o", color=color, markersize=4, label=label)
+    color, marker = APPROACH_COLORS[key], APPROACH_MARKERS[key]
+    thin: Any = {"linewidths": 0.8 if marker == "+" else 0}
+    axes.scatter(x_K[every], y_K[every], s=9, color=color, marker=marker, alpha=0.35, **thin)
+    axes.plot([], [], marker, color=color, markersize=5, label=label)
 
 
 def _keep_to_the_middle(axes: Axes, x_K: Array, y_K: Array) -> str:

@@ -136,9 +136,9 @@ def _ends(interval: Interval, text: Callable[[float], str]) -> str:
 def _approaches(fit: Fit) -> str:
     heads, rows = approach_table(fit)
     transposed = [[head, *(row[index] for row in rows)] for index, head in enumerate(heads)]
-    parts = [table(transposed[0], transposed[1:], "named")]
+    parts = [table(transposed[0], [_whole(row) for row in transposed[1:]], "named ranges")]
     lines = (*unavailable_lines(fit), *no_interval_lines(fit))
-    parts += [paragraph(f"Approach {line}") for line in lines]
+    parts += [paragraph(f"Approach {line}.") for line in lines]
     largest = float(fit.points.budgets[-1])
     if len(fit.approaches) > 1:
         flops, where = beyond(largest)
@@ -157,6 +157,11 @@ def _approaches(fit: Fit) -> str:
             )
         )
     return section("Three approaches side by side", *parts)
+
+
+def _whole(row: list[str]) -> list[str]:
+    """The cells, whose lines on a narrow screen end before an interval and not inside of it."""
+    return [cell.replace(", ", ",\N{NO-BREAK SPACE}") for cell in row]
 
 
 def _law(fit: Fit, drawn: dict[str, str]) -> str:
@@ -194,7 +199,8 @@ def _checks(fit: Fit) -> str:
                 "budget:"
             )
         )
-        parts.append(table(["", "N*", "loss", "error of N*", "error of the loss"], rows, "named"))
+        heads = ["", "N*", "loss", "error of N*", "error of the loss"]
+        parts.append(table(heads, rows, "named ranges"))
         parts += [paragraph(f"{line}.") for line in lost_lines(fit)]
     if fit.holdouts:
         rows = [
@@ -208,10 +214,11 @@ def _checks(fit: Fit) -> str:
                 "single run:"
             )
         )
-        parts.append(table(["run", "N", "D", "measured", "predicted", "error"], rows, "named"))
+        heads = ["run", "N", "D", "measured", "predicted", "error"]
+        parts.append(table(heads, [_whole(row) for row in rows], "named ranges"))
     heads, *rows = ranking_table(fit.ranking)
     parts.append(paragraph(f"{ranking_line(fit.ranking).capitalize()}."))
-    parts.append(table(heads, rows, "named"))
+    parts.append(table(heads, rows, "named ranges"))
     errors = paragraph(f"{ERRORS[0].upper()}{ERRORS[1:]}.")
     return section("Validation", *parts, errors) if parts else ""
 

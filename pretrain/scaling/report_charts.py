@@ -13,6 +13,8 @@ def charts_of(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
     """Name -> (chart, caption); only those that these runs allow."""
     _, where = beyond(float(fit.points.budgets[-1]))
     bands = f"Bands are {LEVEL}% intervals; right of the dashed line is extrapolation"
+    held = ". A diamond is a run that was held out" if fit.holdouts else ""
+    dash = ", a dash what approach 3 predicts for it, with its interval" if held else ""
     found: dict[str, tuple[charts.Chart, str]] = {
         "isoflop": (
             charts.valleys,
@@ -22,8 +24,7 @@ def charts_of(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
         ),
         "frontier": (
             charts.frontier,
-            f"The least loss that C training FLOPs can buy, by each approach. {bands}. A diamond "
-            "is a run that was held out, a dash what approach 3 predicts for it, with its interval",
+            f"The least loss that C training FLOPs can buy, by each approach. {bands}{held}{dash}",
         ),
         "sizes": (
             charts.optimal_sizes,
@@ -37,12 +38,11 @@ def charts_of(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
     if any(item.region for item in fit.approaches):
         found["optimum"] = (
             region_charts.optimum_cloud,
-            f"The optimum at {where}: its size and loss (stars), and all pairs within their "
-            "confidence regions (dots)",
+            f"The optimum at {where}: its size and loss (stars with the approach's number), and "
+            "all pairs within the confidence regions",
         )
     law = fit.approach("parametric")
     if law:
-        held = ". A diamond is a run that was held out" if fit.holdouts else ""
         found["residuals"] = (
             charts.residuals,
             "Prediction of approach 3's law minus measured loss of every fitted run, in percent of "

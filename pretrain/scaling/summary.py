@@ -11,7 +11,7 @@ import numpy as np
 from pretrain.scaling.checks import beyond, disagreement, relative_error
 from pretrain.scaling.estimates import TITLES, LeftOut
 from pretrain.scaling.fit import Fit
-from pretrain.scaling.frontier import Line, law_of
+from pretrain.scaling.frontier import Approach, Line, law_of
 from pretrain.scaling.intervals import (
     ERRORS,
     LEVEL,
@@ -22,7 +22,7 @@ from pretrain.scaling.intervals import (
     as_size,
     shown,
 )
-from pretrain.scaling.isoflop import FEWEST_SIZES
+from pretrain.scaling.isoflop import FEWEST_SIZES, Valley
 from pretrain.scaling.law import NAMES
 from pretrain.scaling.points import Array
 from pretrain.scaling.predict import Forecast
@@ -211,22 +211,17 @@ def warning_lines(fit: Fit) -> list[str]:
 
 def fit_tree(fit: Fit) -> dict[str, Any]:
     """The fit as JSON-able values."""
-    largest = float(np.log(fit.points.budgets[-1]))
     return {
         "source": fit.points.source,
         "num_runs": len(fit.points),
         "budgets": fit.points.budgets.tolist(),
         "flops_per_token": {"scale": fit.flops_law.scale, "power": fit.flops_law.power},
         "law": {name: _interval_tree(value) for name, value in law_intervals(fit).items()},
-        "approaches": {
-            approach.key: {
-                "a": _interval_tree(approach.powers(fit.flops_law)[0]),
-                "b": _interval_tree(approach.powers(fit.flops_law)[1]),
-                "parameters_at_largest_budget": _interval_tree(approach.parameters(largest)),
-                "loss_at_largest_budget": _interval_tree(approach.loss(largest)),
-            }
-            for approach in fit.approaches
-        },
+        "law_error": law.mean_error if (law := fit.estimates.parametric) else None,
+        "approaches": {item.key: _approach_tree(fit, item) for item in fit.approaches},
+        "valleys": [_valley_tree(valley) for valley in isoflop.valleys]
+        if (isoflop := fit.estimates.isoflop)
+        else [],
         "unavailable": fit.estimates.unavailable,
         "no_interval": {item.key: item.no_interval for item in fit.approaches if item.no_interval},
         "left_out": vars(fit.left_out) if fit.left_out else None,
@@ -240,6 +235,29 @@ def fit_tree(fit: Fit) -> dict[str, Any]:
         "notes": list(fit.points.notes),
         "bits_per_byte_of_a_nat": _finite(fit.points.bits_per_nat),
     }
+
+
+def _approach_tree(fit: Fit, approach: Approach) -> dict[str, Any]:
+    """The numbers of the table: exponents, and the optimum at the largest budget and beyond it."""
+    a, b = approach.powers(fit.flops_law)
+    largest = float(fit.points.budgets[-1])
+    optima = []
+    for flops in (largest, beyond(largest)[0]):
+        log_flops = float(np.log(flops))
+        numbers = {
+            "parameters": approach.parameters(log_flops),
+            "tokens": approach.tokens(log_flops, fit.flops_law),
+            "loss": approach.loss(log_flops),
+        }
+        trees = {name: _interval_tree(value) for name, value in numbers.items()}
+        optima.append({"flops": flops, **trees})
+    return {"a": _interval_tree(a), "b": _interval_tree(b), "optima": optima}
+
+
+def _valley_tree(valley: Valley) -> dict[str, Any]:
+    """A budget's parabola; null where it has no lowest point."""
+    numbers = {name: _finite(getattr(valley, name)) for name in ("parameters", "loss", "bend")}
+    return {"budget": valley.budget, **numbers, "unused_because": valley.reason or None}
 
 
 def _interval_tree(interval: Interval) -> dict[str, float | None]:

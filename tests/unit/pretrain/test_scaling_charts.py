@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pretrain.reporting.charts import PRINT
+from pretrain.reporting.charts import PRINT, canvas, log_amount_ticks
 from pretrain.scaling import charts, region_charts
 from pretrain.scaling.context import ContextRow
 from pretrain.scaling.context_report import loss_by_evaluated_memory, loss_by_memory
@@ -94,6 +94,39 @@ def test_bands_are_explained_in_a_legend_that_covers_no_line(fit, chart):
     assert "its 95% interval" in legend.get_title().get_text()
     assert "largest run fitted" in {text.get_text() for text in legend.get_texts()}
     assert legend.get_window_extent().y0 >= figure.axes[0].get_window_extent().y1
+
+
+@pytest.mark.parametrize("chart", [charts.frontier, charts.optimal_sizes, charts.optimal_tokens])
+def test_approaches_are_told_apart_by_their_lines_too_which_grey_keeps(fit, chart):
+    titles = {approach.title for approach in fit.approaches}
+    lines = [line for line in chart(fit, PRINT).axes[0].lines if line.get_label() in titles]
+    assert len(lines) == 3
+    assert len({line.get_linestyle() + str(line._unscaled_dash_pattern) for line in lines}) == 3
+
+
+def test_regions_of_approaches_have_a_marker_each_and_their_fits_a_number(fit):
+    axes = region_charts.optimum_cloud(fit, PRINT).axes[0]
+    regions = [line for line in axes.lines if str(line.get_label()).endswith(", region")]
+    assert len({line.get_marker() for line in regions}) == len(regions) == 2
+    places = {text.get_text(): text.xy for text in axes.texts}
+    for approach in fit.approaches:
+        size = np.exp(approach.line.log_parameters(np.log(7.2e12)))
+        assert places[approach.title[0]][0] == pytest.approx(size)
+
+
+@pytest.mark.parametrize("span", [1.05, 1.3, 1.9, 3.0, 8.0, 1e3])
+def test_a_logarithmic_axis_of_any_length_has_several_numbers(span):
+    for start in (1e9, 3.3e9, 8e9):
+        figure, axes = canvas(PRINT, 3.0, "N", "loss")
+        axes.set_xscale("log")
+        axes.set_xlim(start, start * span)
+        log_amount_ticks(axes.xaxis)
+        figure.draw_without_rendering()
+        assert_labels_stand_apart(axes)
+        ticks = [each for each in axes.get_xticks() if start <= each <= start * span]
+        texts = [tick.label1.get_text() for tick in axes.xaxis.get_major_ticks()]
+        assert len(ticks) >= 2
+        assert len(set(texts)) == len(texts)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from pretrain.scaling.fit import fit_all
 from pretrain.scaling.isoflop import fit_isoflop
 from pretrain.scaling.points import Exclusion
 from pretrain.scaling.report import render
+from pretrain.scaling.report_charts import charts_of
 from pretrain.scaling.summary import warnings_by_subject
 from tests.helpers.scaling import simulated
 from tests.helpers.scaling_runs import command
@@ -61,6 +62,23 @@ def test_a_page_of_runs_without_intervals_says_so():
     assert not re.search(r"\bnan\b", page)
 
 
+def test_no_line_of_a_table_ends_within_an_interval(fit):
+    page = page_of(fit)
+    assert re.search(r"\[[\d.]+,\N{NO-BREAK SPACE}[\d.]+\]</td>", page)
+    assert not re.search(r"\[[\d.]+\w?, [\d.]+\w?\]</td>", page)
+
+
+def test_held_out_runs_are_explained_where_there_are_some(fit):
+    _, caption = charts_of(fit)["frontier"]
+    assert "held out" not in caption
+    is_last_P = fit.points.budget_P == fit.points.budgets[-1]
+    _, caption = charts_of(fit_all(replace(fit.points, holdout_P=is_last_P)))["frontier"]
+    assert caption.endswith(
+        "A diamond is a run that was held out, a dash what approach 3 predicts for it, with its "
+        "interval"
+    )
+
+
 def test_budgets_without_a_vertex_are_one_warning():
     points = simulated(budgets=(1e18, 1e20, 5), num_sizes=5)
     is_cut_P = (points.budget_P < 5e18) & (points.parameters_P > 7e7)
@@ -101,6 +119,12 @@ def test_report_is_one_file_that_needs_no_network_with_its_pictures_beside_it(co
     numbers = json.loads((out / "fit.json").read_text())
     assert numbers["num_runs"] == 18
     assert numbers["bits_per_byte_of_a_nat"] == pytest.approx(0.4)
+    for key, approach in numbers["approaches"].items():
+        assert [each["flops"] for each in approach["optima"]] == [1e16, 1e17], key
+        for optimum in approach["optima"]:
+            assert all(optimum[name]["value"] > 0 for name in ("parameters", "tokens", "loss"))
+    assert [valley["budget"] for valley in numbers["valleys"]] == numbers["budgets"]
+    assert all(valley["parameters"] > 0 for valley in numbers["valleys"])
     note = "1 nat per token is 0.4 bits per byte (3.61 bytes per token)"
     assert note in page
     assert numbers["notes"] == [note]
