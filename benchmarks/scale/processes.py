@@ -13,10 +13,11 @@ from benchmarks.scale.growth import growth_of
 from benchmarks.scale.ranks import STEP_SECONDS
 from data_pipeline.own_programs import own_command
 from pretrain.distributed.descriptors import LAZY_VARIABLE, needed_descriptors
-from pretrain.distributed.dissemination import rounds_of
+from pretrain.distributed.rounds import rounds_of
 
 SIZES = (2, 4, 8, 16)
 MOST_MILLISECONDS = 1.0
+MOST_MILLISECONDS_OF_A_SAVE = 50.0
 
 
 def process_costs(_: Path) -> Iterator[Row]:
@@ -35,6 +36,7 @@ def process_costs(_: Path) -> Iterator[Row]:
         return {size: factor * measured[name] for size, measured in found.items()}
 
     yield from _stop_requests(of)
+    yield _saves(of("saving", 1e3))
     yield from _descriptors(of("rank 0"), of("rank 1"))
 
 
@@ -51,6 +53,20 @@ def _descriptors(of_main: dict[int, float], of_another: dict[int, float]) -> Ite
     )  # fmt: skip
     limit = needed_descriptors(1, RANKS[-1], is_mesh=False)
     yield Cost(name="descriptors of another rank", measured=of_another, at_most=limit)
+
+
+def _saves(measured: dict[int, float]) -> Cost:
+    """Return what the loop waits for other ranks at a save, the copy of its tensors aside.
+
+    Of more ranks than cores it is the rounds, as with stop requests: a broadcast has as many.
+    """
+    return Cost(
+        name="save: exchanges that the loop waits for", unit="ms", measured=measured,
+        expected={ranks: rounds_of(ranks) * measured[2] for ranks in RANKS},
+        at_most=MOST_MILLISECONDS_OF_A_SAVE,
+        detail="the shortest tenth of four exchanges in log2(ranks) rounds and two broadcasts; "
+        "from 64 on the rounds, each as long as that of 2; a network adds its own latency",
+    )  # fmt: skip
 
 
 def _stop_requests(of: Callable[..., dict[int, float]]) -> Iterator[Row]:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 STEPS, STEP_SECONDS = 30, 0.05
+REPLICATED = 1000  # tensors of weights, as 70B parameters have
 FIRST_STEPS = 3  # in which ranks connect to each other
 
 
@@ -33,18 +34,34 @@ def rank_program(results: Path) -> int:
         answer()
         waits.append(time.perf_counter() - before)
     cpu = (time.thread_time() - started) / STEPS
-    gather_values(world.rank, int)
+    saving = timed(exchanges_of_a_save)
     measured = {
         # On a busy machine most of them wait for a rank that got no core, not for its answer.
         "wait": statistics.quantiles(waits)[0],
         "exchange": exchange,
         "cpu": cpu,
+        "saving": saving,
         "descriptors": len(os.listdir("/proc/self/fd")),
     }
     (results / f"{world.rank}.json").write_text(json.dumps(measured))
     gather_values(world.rank, int)  # none leaves before all have counted
     destroy_process_group()
     return 0
+
+
+def exchanges_of_a_save() -> None:
+    """Exchange what `Checkpointer.save` does in the loop: whether the save before has failed, sums
+    of replicated tensors, bytes, and rank 0's reason not to save."""
+    import torch
+
+    from pretrain.distributed.rounds import largest_of_ranks, rows_of_ranks
+    from pretrain.distributed.world import broadcast_value, gather_found
+
+    for _ in ("written", "published"):
+        gather_found(None, str)
+    largest_of_ranks(torch.zeros(2 * REPLICATED, dtype=torch.int64))
+    rows_of_ranks(torch.tensor(1))
+    broadcast_value(None, str | None)
 
 
 def no_flags() -> list[bool]:
@@ -76,6 +93,7 @@ def measure(num_ranks: int) -> dict[str, float]:
         "wait": statistics.median(each["wait"] for each in found),
         "exchange": statistics.median(each["exchange"] for each in found),
         "cpu": statistics.median(each["cpu"] for each in found),
+        "saving": statistics.median(each["saving"] for each in found),
         "rank 0": found[0]["descriptors"],
         "rank 1": found[1]["descriptors"],
     }

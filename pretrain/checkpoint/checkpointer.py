@@ -42,13 +42,13 @@ from pretrain.checkpoint.replicas import require_equal_replicas
 from pretrain.checkpoint.whole_lanes import own_rows, report_of_lanes, with_whole_lanes
 from pretrain.config.phases import restarts_lanes
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.distributed.rounds import rows_of_ranks
 from pretrain.distributed.world import (
     World,
     broadcast_value,
-    gather_values,
+    gather_found,
     raise_on_all_ranks,
     ranks_of_node,
-    sum_over_ranks,
 )
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState, Memory, selected_lanes
@@ -218,9 +218,8 @@ class Checkpointer:
         save, self._save = self._save, None
         # In two rounds: rank 0 would wait in vain for the files of a rank that failed, so all ranks
         # first exchange whether theirs are written. Only then does anyone wait for the publication.
-        kind = SaveProblem | None
-        problems = list(filter(None, gather_values(save.wait_for_files(), kind)))
-        problems = problems or list(filter(None, gather_values(save.wait_for_publication(), kind)))
+        problems = gather_found(save.wait_for_files(), SaveProblem)
+        problems = problems or gather_found(save.wait_for_publication(), SaveProblem)
         if not problems:
             self._former = save
             self._outage.ended()
@@ -277,7 +276,7 @@ class Checkpointer:
     ) -> SaveProblem | None:
         """Return rank 0's reason not to start a save, if it has one."""
         own_bytes = torch.tensor(sum(each.layout.file_bytes for each in rank_files))
-        wanted = int(sum_over_ranks(own_bytes)) + self._world.world_size * INDEX_BYTES_PER_RANK
+        wanted = int(rows_of_ranks(own_bytes).sum()) + self._world.world_size * INDEX_BYTES_PER_RANK
         problem = None
         if self._world.is_main:
             try:

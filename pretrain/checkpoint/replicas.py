@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from data_pipeline.errors import CheckpointError
-from pretrain.distributed.world import gather_values, max_over_ranks
+from pretrain.distributed.rounds import largest_of_ranks
+from pretrain.distributed.world import gather_values
 from pretrain.engines.engine import Engine
 from pretrain.state import TrainState
 
@@ -40,7 +41,7 @@ def require_equal_replicas(engine: Engine, state: TrainState) -> None:
     sums = [_sum_of_bits(value) for value in replicas.values()]
     own = torch.cat([torch.stack(sums).cpu() if sums else NOTHING, _counters(engine, state)])
     # The largest x and the largest -x: they add up to zero where all ranks have the same.
-    extremes = max_over_ranks(torch.cat([own, -own]))
+    extremes = largest_of_ranks(torch.cat([own, -own]))
     high, low = extremes.chunk(2)
     odd = (high + low).nonzero().flatten().tolist()
     if odd:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from pretrain.distributed.rendezvous import (
     meeting_store,
     set_default_timeout,
 )
+from pretrain.distributed.rounds import largest_of_ranks, rows_of_ranks
 from pretrain.distributed.sequence import SequenceShare, sequence_share
 from pretrain.distributed.slurm_variables import is_slurm_task, number_in, rank_variables
 
@@ -169,28 +170,9 @@ def any_rank(flag: bool) -> bool:
     return on_any_rank([flag])[0]
 
 
-def any_rank_later(flag: bool) -> Callable[[], bool]:
-    """Start to ask `any_rank`; the result waits for the answer."""
-    if dist.get_world_size() == 1:
-        return lambda: flag
-    value = torch.tensor(flag, dtype=torch.int32)
-    work = dist.all_reduce(value, op=dist.ReduceOp.MAX, async_op=True)
-    assert work is not None  # None on ranks outside of the group, and all are in it
-
-    def answer() -> bool:
-        work.wait()
-        return bool(value)
-
-    return answer
-
-
 def on_any_rank(flags: Sequence[bool]) -> list[bool]:
     """Return `any_rank` of several flags, in one collective."""
-    if dist.get_world_size() == 1:
-        return list(flags)
-    values = torch.tensor(flags, dtype=torch.int32)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return values.bool().tolist()
+    return largest_of_ranks(torch.tensor(flags, dtype=torch.uint8)).bool().tolist()
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
@@ -199,14 +181,6 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
     return total
-
-
-def max_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the largest value of each element over all ranks, on every rank."""
-    largest = tensor.clone()
-    if dist.get_world_size() > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest
 
 
 def exchange_parts(
@@ -244,14 +218,21 @@ def gather_values(value: T, kind: Any) -> list[T]:
     """Return the small values of all ranks, in rank order, as `broadcast_value` passes them."""
     if dist.get_world_size() == 1:
         return [value]
-    message, ranks = _message_of(value), range(dist.get_world_size())
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
-    dist.all_gather(sizes, torch.tensor([message.numel()]))
-    lengths = [_checked_size(rank, sizes[rank]) for rank in ranks]
-    padded = pad(message, (0, max(lengths) - message.numel()))
-    gathered = [torch.empty_like(padded) for _ in ranks]
-    dist.all_gather(gathered, padded)
-    return [_value_of(rank, gathered[rank][: lengths[rank]], kind) for rank in ranks]
+    message = _message_of(value)
+    sizes = rows_of_ranks(torch.tensor([message.numel()]))
+    lengths = [_checked_size(rank, size) for rank, size in enumerate(sizes)]
+    gathered = rows_of_ranks(pad(message, (0, max(lengths) - message.numel())))
+    return [_value_of(rank, gathered[rank][:size], kind) for rank, size in enumerate(lengths)]
+
+
+def gather_found(value: T | None, kind: Any) -> list[T]:
+    """Return the values of the ranks that have one, in rank order.
+
+    As nearly always none has, that is one exchange of a flag.
+    """
+    if not any_rank(value is not None):
+        return []
+    return [each for each in gather_values(value, kind | None) if each is not None]
 
 
 def ranks_of_node(world: World) -> Sequence[int]:
@@ -269,9 +250,8 @@ def raise_on_all_ranks() -> Iterator[None]:
     except UserError as error:
         kind = next(each.__name__ for each in type(error).__mro__ if each.__name__ in _KINDS)
         problem = Problem(kind, str(error))
-    for found in gather_values(problem, Problem | None):
-        if found is not None:
-            raise _KINDS.get(found.kind, UserError)(found.message)
+    for found in gather_found(problem, Problem):
+        raise _KINDS.get(found.kind, UserError)(found.message)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pretrain.distributed.world import World, exchange_parts, sum_over_ranks
+from pretrain.distributed.rounds import rows_of_ranks
+from pretrain.distributed.world import World, exchange_parts
 
 Span = tuple[int, int]  # the elements [start, stop) of a flattened matrix
 
@@ -39,7 +40,7 @@ class MatrixExchange:
         )
         self.owned = [name for name in shapes if owner_of[name] == rank]
         if is_sharded:
-            of_ranks = _spans_of_all_ranks([spans.get(name, (0, 0)) for name in shapes], world)
+            of_ranks = _spans_of_all_ranks([spans.get(name, (0, 0)) for name in shapes])
             held = [dict(zip(shapes, each, strict=True)) for each in of_ranks]
         else:
             held = [{name: (0, rows * width) for name, (rows, width) in shapes.items()}] * num_ranks
@@ -90,13 +91,10 @@ def owners(costs: Sequence[float], num_ranks: int) -> list[int]:
     return found
 
 
-def _spans_of_all_ranks(own: Sequence[Span], world: World) -> list[list[Span]]:
+def _spans_of_all_ranks(own: Sequence[Span]) -> list[list[Span]]:
     """Return the spans that each rank passes, in rank order. A collective."""
-    spans = torch.zeros(world.world_size, len(own), 2, dtype=torch.int64)
-    spans[world.rank] = torch.tensor(own)
-    return [
-        [(start, stop) for start, stop in of_rank] for of_rank in sum_over_ranks(spans).tolist()
-    ]
+    spans = rows_of_ranks(torch.tensor(own, dtype=torch.int64).view(-1, 2))
+    return [[(start, stop) for start, stop in of_rank] for of_rank in spans.tolist()]
 
 
 def _size_of(spans: Sequence[Span]) -> int:

@@ -2,7 +2,8 @@
 
 torch records the last 2,000 of gloo and of NCCL unless TORCH_FR_BUFFER_SIZE is 0, and writes them
 itself where NCCL fails or times out. The watchdog of a rank ends it earlier than that, so the rank
-writes them before.
+writes them before. Exchanges in rounds are not among them: a line in the log names the rank that
+one waits for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d  # the recorder has no public functions
 
 from data_pipeline.files import atomic_write
+from pretrain.distributed.rounds import describe_waits
 from pretrain.rundir.collective_traces import trace_prefix
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,8 @@ def write_last_collectives(logs: Path, rank: int, environment: Mapping[str, str]
     First without the lines of code that started the collectives: to find the first of those, torch
     reads the symbols of its libraries, which took 6 s on a machine that had not read them yet.
     """
+    for wait in describe_waits():
+        logger.warning(wait)
     paths: dict[str, Path] = {}
     for has_stacks in (False, True):
         for backend, content in dumps(has_stacks):

@@ -8,7 +8,7 @@ from typing import Any
 
 from data_pipeline.errors import TrainingError
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import World, any_rank, broadcast_value
+from pretrain.distributed.world import World, broadcast_value
 from pretrain.recovery.spike_detector import Spike, detector_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import GaveUp
@@ -51,14 +51,14 @@ class SpikeMonitor:
         Raises TrainingError on all ranks if too many of the last updates were skipped.
         """
         found = self._observe(lines) or self._too_many_skipped(ends_run)
-        if not any_rank(found is not None):
-            return
         found = broadcast_value(found, Spike | GaveUp | None)
         if isinstance(found, Spike):
             raise SpikeFound(found)
+        if found is None:
+            return
         if self._world.is_main:
-            self._run_dir.ledger.append(found)  # type: ignore[arg-type]  (some rank found it)
-        raise TrainingError(self._report(found))  # type: ignore[arg-type]
+            self._run_dir.ledger.append(found)
+        raise TrainingError(self._report(found))
 
     def _observe(self, lines: Iterable[dict[str, Any]]) -> Spike | None:
         found = None

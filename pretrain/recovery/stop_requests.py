@@ -9,8 +9,8 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from pretrain.distributed.dissemination import BackgroundExchanges
-from pretrain.distributed.world import any_rank, any_rank_later
+from pretrain.distributed.background_exchanges import BackgroundExchanges
+from pretrain.distributed.world import any_rank
 
 # NCCL may catch SIGUSR1, and Slurm's notice before a time limit can be any of these: so all three
 # mean the same.
@@ -28,7 +28,7 @@ class StopRequest:
         self._requested = False
         self._count = 0
         self._exchanges = BackgroundExchanges()
-        self._answer: Callable[[], bool] = lambda: False  # to the last `raise_if_requested`
+        self._answer: Callable[[], Sequence[bool]] = list  # to the last `raise_if_requested`
         self._previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
 
     @property
@@ -56,9 +56,9 @@ class StopRequest:
 
         A collective, which goes on behind what the ranks compute until the next call.
         """
-        if self._answer():
+        if any(self._answer()):
             raise StopRequested
-        self._answer = any_rank_later(self._requested)
+        self._answer = self.ask(list)
 
     def restore_handlers(self) -> None:
         """Put back the handlers that were there before."""

@@ -1,4 +1,5 @@
-"""`python -m tests.helpers.stop_ranks`: gloo ranks that agree on stops; prints what each found.
+"""`python -m tests.helpers.stop_ranks`: gloo ranks that agree on stops and exchange
+values; prints what each found.
 
 A program of its own, because ranks are forked, and what forks may not have threads.
 """
@@ -11,14 +12,26 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import torch  # noqa: F401  before the forks
+import torch
+import torch.distributed as dist
 
+from data_pipeline.errors import DataError
 from pretrain.distributed.descriptors import LAZY_VARIABLE
-from pretrain.distributed.world import World, gather_values, init_world, on_any_rank
+from pretrain.distributed.rounds import describe_waits, largest_of_ranks, rows_of_ranks
+from pretrain.distributed.world import (
+    World,
+    any_rank,
+    gather_values,
+    init_world,
+    on_any_rank,
+    raise_on_all_ranks,
+)
 from pretrain.recovery.stop_requests import StopRequest, StopRequested
 from tests.helpers.forked_ranks import all_ended, fork_ranks
 
@@ -47,6 +60,54 @@ def agree(world: World) -> list[object]:
         found.append(step - 1)
         stop.restore_handlers()
     return found
+
+
+def collect(world: World) -> dict[str, object]:
+    """What this rank gets of the others' values and errors, and how many messages it sent."""
+    sent, send = [0], dist.isend
+
+    def counted(*arguments: Any, **options: Any) -> dist.Work | None:
+        sent[0] += 1
+        return send(*arguments, **options)
+
+    dist.isend = counted
+    values = gather_values("r" * world.rank, str)
+    sums = rows_of_ranks(torch.tensor([[world.rank, 2]])).sum(0).tolist()
+    largest = largest_of_ranks(torch.tensor([world.rank, -world.rank])).tolist()
+    of_values, sent[0] = sent[0], 0
+    with raise_on_all_ranks():
+        pass
+    of_no_error, raised = sent[0], ""
+    try:
+        with raise_on_all_ranks():
+            if world.rank:
+                raise DataError(f"of rank {world.rank}")
+    except DataError as error:
+        raised = str(error)
+    dist.isend = send
+    return {
+        "values": values,
+        "numbers": [sums, largest],
+        "messages": [of_values, of_no_error],
+        "raised": raised,
+    }
+
+
+def agree_and_collect(world: World) -> list[object]:
+    """Return what `agree` and `collect` do."""
+    return [agree(world), collect(world)]
+
+
+def wait_for_the_last(world: World) -> list[str]:
+    """Return what a rank waits for while the last one is late."""
+    seen: list[str] = []
+    if world.rank == world.world_size - 1:
+        time.sleep(1.0)
+    else:
+        watch = threading.Timer(0.5, lambda: seen.extend(describe_waits()))
+        watch.start()
+    any_rank(False)
+    return [*seen, *describe_waits()]
 
 
 def stop_evaluation(world: World) -> list[int]:
@@ -104,10 +165,11 @@ def run(num_ranks: int, program: Callable[[World], object]) -> list[object]:
 
 def main() -> None:
     """Small worlds that connect at once, and a larger one on demand."""
-    found = {str(size): run(size, agree) for size in (2, 3, 4, 5)}
+    found = {str(size): run(size, agree_and_collect) for size in (2, 3, 4, 5)}
     found["evaluation"] = run(3, stop_evaluation)
+    found["late"] = run(3, wait_for_the_last)
     os.environ[LAZY_VARIABLE] = "1"
-    found["16 on demand"] = run(16, agree)
+    found["16 on demand"] = run(16, agree_and_collect)
     found["lost"] = run(3, lose_a_rank)
     print(json.dumps(found))
 

@@ -1,4 +1,4 @@
-"""The exchange of flags: real gloo ranks, powers of two and others, that are asked to stop."""
+"""Exchanges in log2(ranks) rounds: real gloo ranks, powers of two and others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.distributed.dissemination import rounds_of
+from pretrain.distributed.rounds import rounds_of
 from pretrain.distributed.world import any_rank, destroy_process_group, init_world
 from pretrain.recovery.stop_requests import StopRequest
 from tests.helpers.stop_ranks import ASKED_AT, MOST_ASKED
@@ -28,15 +28,37 @@ def found() -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("world", ["2", "3", "4", "5", "16 on demand"])
+WORLDS = ["2", "3", "4", "5", "16 on demand"]
+
+
+@pytest.mark.parametrize("world", WORLDS)
 def test_all_ranks_stop_at_one_step_whichever_was_asked_and_agree_on_its_flags(found, world):
-    ranks = found[world]
+    ranks = [stops for stops, _ in found[world]]
     assert len(ranks) == int(world.split()[0])
     # One that is asked after it has told the others takes part in the next step.
     steps = [
         ASKED_AT if asked % 2 else ASKED_AT + 1 for asked in range(min(len(ranks), MOST_ASKED))
     ]
     assert ranks == [steps] * len(ranks)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_ranks_get_all_values_and_the_first_error_in_log2_rounds(found, world):
+    ranks = [collected for _, collected in found[world]]
+    size, rounds = len(ranks), rounds_of(len(ranks))
+    for rank in ranks:
+        assert rank["values"] == ["r" * other for other in range(size)]
+        assert rank["numbers"] == [[[size * (size - 1) // 2, 2 * size]], [size - 1, 0]]
+        assert rank["raised"] == "of rank 1"
+        # Of the values: their sizes, themselves; a sum, a maximum. Without an error: one flag.
+        assert rank["messages"] == [4 * rounds, rounds]
+
+
+def test_a_rank_that_waits_names_the_one_that_is_late(found):
+    for waits in found["late"][:2]:
+        (line,) = waits
+        assert line.startswith("waiting for rank 2 in exchange 1 of the loop, ")
+    assert found["late"][2] == []
 
 
 def test_all_ranks_end_an_evaluation_at_the_same_batch(found):
