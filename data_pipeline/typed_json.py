@@ -39,6 +39,8 @@ def from_json(kind: Any, value: Any) -> Any:
     if isinstance(kind, UnionType):
         return _one_of(get_args(kind), value)
     outer, inner = get_origin(kind), get_args(kind)
+    if outer is tuple and inner == (int, ...) and _are_integers(value):
+        return tuple(value)
     if outer is tuple and isinstance(value, list):
         kinds = [inner[0]] * len(value) if inner[-1] is ... else inner
         return tuple(from_json(*each) for each in zip(kinds, value, strict=True))
@@ -65,6 +67,14 @@ def built(kind: type[Any], tree: Mapping[str, Any]) -> Any:
     if not isinstance(tree, Mapping) or not tree.keys() <= hints.keys():
         raise TypeError(f"found {tree!r}, expected {kind.__name__}")
     return kind(**{name: from_json(hints[name], value) for name, value in tree.items()})
+
+
+def _are_integers(value: Any) -> bool:
+    """Whether it is a list of what JSON calls integers of 64 bits: asked once of thousands, such as
+    the exit statuses of ranks."""
+    if not isinstance(value, list) or any(type(each) is not int for each in value):
+        return False
+    return not value or (min(value) >= -MOST and max(value) <= MOST)
 
 
 def _one_of(kinds: tuple[Any, ...], value: Any) -> Any:

@@ -1,4 +1,5 @@
-"""What the supervisor does between two attempts: read how every rank ended, and say why."""
+"""What the supervisor does between two attempts: read how every rank ended, say why, and look how
+far the run is."""
 
 from __future__ import annotations
 
@@ -7,14 +8,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.scale.costs import RANKS, Cost, Row
+from benchmarks.scale.costs import RANKS, RANKS_OF_NODE, Cost, Row
 from benchmarks.scale.instruments import counted_files
 from launcher.slurm.rank_statuses import RankEnds, first_failure
+from pretrain.checkpoint.marker import latest_step
 from pretrain.processes.local_ranks import describe_failure
 from pretrain.rundir.attempt_files import AttemptFiles
+from pretrain.rundir.launch_events import AttemptEnded, AttemptReason, NextAction
+from pretrain.rundir.ledger import Ledger
+from tests.helpers.checkpoints import publish_step
 
-SECONDS = 3.0
-AT_A_TIME, OPEN_SECONDS = 32, 0.005  # of a network file system, assumed
+SECONDS, PROGRESS_SECONDS, LEDGER_SECONDS = 3.0, 1.0, 1.0
+ATTEMPTS = 1000
+# Of a network file system, assumed.
+AT_A_TIME, OPEN_SECONDS, SIZE_SECONDS = 32, 0.005, 0.001
 LOG = "".join(f"INFO 12:00:{second:02} rank 0: step {second}\n" for second in range(60))
 
 
@@ -40,6 +47,41 @@ def attempt_costs(directory: Path) -> Iterator[Row]:
         name="after an attempt: time until its failure is explained", unit="s of CPU",
         measured=seconds, at_most=SECONDS,
     )  # fmt: skip
+    sizes = RANKS[-1] + RANKS[-1] // RANKS_OF_NODE
+    waits = sizes / AT_A_TIME * SIZE_SECONDS
+    yield Cost(
+        name="how far a run is: time to look at its latest checkpoint", unit="s of CPU",
+        measured={ranks: progress_seconds(directory / f"{ranks}", ranks) for ranks in RANKS},
+        at_most=PROGRESS_SECONDS,
+        detail=f"`status`, and the supervisor around each attempt; {sizes:,} sizes, {AT_A_TIME} at "
+        f"a time: {waits:.2g} s more where one takes 1 ms (reasoned)",
+    )  # fmt: skip
+    yield Cost(
+        name=f"ledger: time to read that of {ATTEMPTS:,} failed attempts", unit="s of CPU",
+        measured={ranks: ledger_seconds(directory, ranks) for ranks in RANKS},
+        at_most=LEDGER_SECONDS, detail="it has each rank's exit status",
+    )  # fmt: skip
+
+
+def progress_seconds(root: Path, ranks: int) -> float:
+    """Return the CPU seconds of finding the latest step on disk."""
+    publish_step(root, 7, num_ranks=ranks, node_ranks=RANKS_OF_NODE)
+    start = time.process_time()
+    assert latest_step(root) == 7
+    return time.process_time() - start
+
+
+def ledger_seconds(directory: Path, ranks: int) -> float:
+    """Return the CPU seconds of reading a ledger of many failed attempts."""
+    ledger = Ledger(directory / f"ledger-{ranks}.jsonl")
+    ledger.append(AttemptEnded(
+        attempt_number=1, statuses=(-signal.SIGTERM,) * ranks, step_before=0, step=10, job="17",
+        reason=AttemptReason.RANK_FAILED, next=NextAction.RETRY, first_failure=0,
+    ))  # fmt: skip
+    ledger.path.write_bytes(ledger.path.read_bytes() * ATTEMPTS)
+    start = time.process_time()
+    assert len(ledger.read()) == ATTEMPTS
+    return time.process_time() - start
 
 
 def write_ends(attempt: AttemptFiles, ranks: int) -> None:

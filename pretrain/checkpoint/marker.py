@@ -35,6 +35,7 @@ from typing import Any
 from data_pipeline.checked_fields import Fields
 from data_pipeline.errors import STORAGE_FAILS, CheckpointError, UnreadableError
 from data_pipeline.files import fsync_directory, sha256_of, write_json, write_text
+from data_pipeline.many_files import read_together
 from pretrain.checkpoint.directory import (
     INDEX,
     MARKER,
@@ -177,9 +178,11 @@ def read_index(directory: Path, run_id: str = "") -> Checkpoint:
 def counts(directory: Path) -> bool:
     """Whether marker, index and sizes are right and no start has refused the checkpoint."""
     try:
-        found = read_index(directory)
-        for name, parts in found.index["files"].items():
-            _check_size(directory / name, _bytes_of(parts))
+        sizes = {
+            directory / name: _bytes_of(parts)
+            for name, parts in read_index(directory).index["files"].items()
+        }
+        read_together(lambda path: _check_size(path, sizes[path]), list(sizes))
         return not (directory / REFUSED).exists()
     except (CheckpointError, OSError):
         return False

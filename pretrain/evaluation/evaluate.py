@@ -1,8 +1,8 @@
 """The loss of a model on a split, with memories of any length; every token is scored once.
 
 Each lane carries its memory from segment to segment. What is summed of each lane, in float64, and
-the exact sum over lanes do not depend on which rank has which lane. So any number of ranks gives
-the same result. N lanes of all ranks; other letters of shapes as in `pretrain.model`.
+the sum over lanes in their order do not depend on which rank has which lane. So any number of ranks
+gives the same result. N lanes of all ranks; other letters of shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations
@@ -129,13 +129,12 @@ def evaluate(
             sizes_N2[own, column] += sizes_V[targets_BL].where(valid_BL, 0).sum(1)
         advance(int(valid_BL.sum()) * num_lanes // len(lanes))
     sums_NX = torch.cat([losses_NL, tokens_NL, sizes_N2], dim=1).to(world.device)
-    # Each row is of one rank, so that nothing is rounded here; nor is it by the sums over lanes.
-    rows = sum_over_ranks(sums_NX).tolist()
-    *by_position, num_bytes, num_characters = (
-        math.fsum(column) for column in zip(*rows, strict=True)
-    )
+    # Each row is of one rank, so that nothing is rounded here. numpy then adds one row after the
+    # other: the same sums on all ranks, and of any number of them.
+    sums_X = sum_over_ranks(sums_NX).cpu().numpy().sum(axis=0)
+    *by_position, num_bytes, num_characters = sums_X.tolist()
     losses_L, tokens_L = by_position[:segment_length], by_position[segment_length:]
-    loss, tokens = math.fsum(row[x] for row in rows for x in range(segment_length)), sum(tokens_L)
+    loss, tokens = math.fsum(losses_L), sum(tokens_L)
     if tokens == corpus.num_tokens:
         num_bytes, num_characters = corpus.num_bytes, corpus.num_characters
     return EvaluationResult(

@@ -47,7 +47,8 @@ def name_suspects(
 
     `run` has all its phases; `corpus` and `lanes` are those of the state's phase.
     """
-    spans = broadcast_value(_open_case(run_dir), list[list[int]])
+    # Rank 0 alone reads the ledger: it has the exit status of every rank of every attempt.
+    spans = broadcast_value(_open_case(run_dir) if engine.world.is_main else [], list[list[int]])
     if not spans:
         return
     *earlier, window = [range(*span) for span in spans]

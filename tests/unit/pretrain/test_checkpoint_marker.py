@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -24,6 +25,18 @@ def flip_a_bit(path: Path) -> None:
 
 def test_a_published_checkpoint_verifies_and_knows_its_step(tmp_path: Path) -> None:
     assert marker.verify(publish_step(tmp_path, 7)).step == 7
+
+
+def test_sizes_of_many_files_are_asked_together(tmp_path, monkeypatch):
+    """Of thousands of files, each of which waits for a file server, the supervisor asks often."""
+    path, meeting, check = publish_step(tmp_path, 7, num_ranks=8), Barrier(8), marker._check_size
+
+    def met(*arguments: Any) -> None:
+        meeting.wait(timeout=20)
+        check(*arguments)
+
+    monkeypatch.setattr(marker, "_check_size", met)
+    assert marker.counts(path)
 
 
 def test_a_partial_checkpoint_is_never_listed(tmp_path: Path) -> None:
