@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from data_pipeline.errors import UserError, exit_status_of
 from data_pipeline.own_programs import own_command
 from launcher.slurm import client as slurm
-from launcher.slurm.srun import kill_silently
+from launcher.slurm.srun import kill_silently, task_command
 from pretrain.processes.local_ranks import set_parent_death_signal
 
 _POLL_SECONDS = 10.0
@@ -78,12 +78,10 @@ class FirstNodeGuard:
             self._others.put(others_of(slurm.details(self._job)))
 
     def _start(self, node: str) -> subprocess.Popen[bytes]:
-        srun = ["srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}"]
-        srun += ["--cpus-per-task=1", "--overlap", "--chdir=/"]
         guard = own_command("launcher.slurm.first_node_guard", self._job, str(self._restart))
         parent = os.getpid()
         return subprocess.Popen(
-            [*srun, *guard],
+            task_command(node, *guard, flags=["--cpus-per-task=1"]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         await_former_ranks(job, run_dir, job_exit.poll)
         try:
             begin(job, run_dir)
-            use_up_old_numbers(run_dir.ledger.read(), job)
+            use_up_old_numbers(run_dir.ledger.read(), job, job_exit.poll)
             status = _make_attempts(
                 job, run_dir, policy, stop, job_exit, fences, arguments.spare_nodes
             )

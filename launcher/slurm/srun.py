@@ -114,6 +114,12 @@ def srun_command(
     return [*command, *flags, *line]
 
 
+def task_command(node: str, *command: str, flags: Sequence[str] = ()) -> list[str]:
+    """The srun command line of one task on a node of the job, beside the job's other steps."""
+    srun = ["srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}"]
+    return [*srun, "--overlap", "--chdir=/", *flags, *command]
+
+
 class SlurmRanks:
     """The ranks of one attempt, already started. All share the environment variables `variables`.
 
@@ -252,10 +258,9 @@ def nodes_that_cannot_start(step: Step, run_dir: Path) -> list[str]:
 
 def nodes_without_launch(nodes: Sequence[str]) -> list[str]:
     """Those of the nodes on which srun can launch no task, by its own words."""
-    srun = ["srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--overlap", "--chdir=/"]
     probes = {
         node: subprocess.Popen(
-            [*srun, f"--nodelist={node}", "true"],
+            task_command(node, "true"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -12,9 +12,10 @@ import math
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from launcher.slurm.job_exit import ThisJob
+from launcher.slurm.srun import task_command
 from pretrain.rundir.launch_events import (
     AttemptEnded,
     JobEnded,
@@ -30,25 +31,31 @@ from pretrain.rundir.training_events import Event
 _STEPS_PER_ATTEMPT = 6
 _MOST = 40
 _SECONDS = 60.0  # that all of them may take
+_POLL_SECONDS = 0.1
 _NODE_LOST = (JobEndReason.FIRST_NODE_LOST, JobEndReason.NODE_FAILED)
 _log = logging.getLogger(__name__)
 
 
-def use_up_old_numbers(ledger: Sequence[Event], job: ThisJob) -> None:
-    """Call before the first step of a start of the job."""
+def use_up_old_numbers(
+    ledger: Sequence[Event], job: ThisJob, meanwhile: Callable[[], None]
+) -> None:
+    """Call before the first step of a start of the job; `meanwhile` is called many times a second.
+
+    What it raises ends the empty steps.
+    """
     count = num_old_steps(ledger, job)
     if not count:
         return
     _log.info("a node was lost: %d empty steps, so that no old step's number is used again", count)
-    srun = ["srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={job.nodes[0]}"]
-    srun += ["--overlap", "--quiet", "--chdir=/", "true"]
-    no = subprocess.DEVNULL
+    srun, no = task_command(job.nodes[0], "true", flags=["--quiet"]), subprocess.DEVNULL
     steps = [subprocess.Popen(srun, stdin=no, stdout=no, stderr=no) for _ in range(count)]
     deadline = time.monotonic() + _SECONDS
-    for step in steps:  # one that fails has used a number, too
-        try:
-            step.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+    try:
+        while any(step.poll() is None for step in steps) and time.monotonic() < deadline:
+            meanwhile()
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for step in steps:  # one that fails has used a number, too
             step.kill()
             step.wait()
 
