@@ -34,6 +34,7 @@ from pretrain.checkpoint.resume_point import find_resume_point, refuse
 from pretrain.config.evaluation_sets import check_same_sets, hashes_of_sets, splits_of_sets
 from pretrain.config.phases import describe_phase, lane_seed_at, run_at, runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.config.sequence_ranks import num_groups
 from pretrain.costs.device_memory import check_host_memory
 from pretrain.distributed.threads import set_threads
 from pretrain.distributed.world import (
@@ -320,8 +321,9 @@ def _open_lanes(
     world, data, seed = process.world, config.data, lane_seed_at(config, state.step)
     corpus = open_training_data(data.path, data.mixture, data.cache, data.manifest_hash)
     lanes = lanes_of_rank(config, world.rank, world.world_size)
-    streams = -(-ranks_on_this_node() // config.engine.sequence_ranks)
-    corpus.check_capacity(streams * len(lanes) + ranks_on_this_node() * SHARDS_BESIDE_LANES)
+    first, count = world.rank - world.local_rank, ranks_on_this_node()
+    groups = num_groups(range(first, first + count), config.engine.sequence_ranks)
+    corpus.check_capacity(groups * len(lanes) + count * SHARDS_BESIDE_LANES)
     name_suspects(process.config, process.run_dir, engine, corpus, state, lanes)
     length = config.lane_tokens_per_step
     stream = LaneStream(corpus, data.lanes, seed, length, lanes, rebuild.before)

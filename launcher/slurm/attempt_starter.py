@@ -10,7 +10,7 @@ from data_pipeline.errors import ConfigError
 from launcher.restart_policy import no_rank_started, node_to_exclude
 from launcher.slurm import client as slurm
 from launcher.slurm.cluster import load_cluster
-from launcher.slurm.job_checks import usable_nodes
+from launcher.slurm.job_checks import describe_evenly, usable_nodes
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.job_nodes import JobNodes
 from launcher.slurm.snapshot import Snapshot
@@ -23,7 +23,8 @@ from launcher.slurm.srun import (
     training_command,
 )
 from launcher.slurm.staging import with_staged_program
-from pretrain.config.run import RunConfig
+from pretrain.config.phases import runs_of_phases
+from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.rundir.fence import VARIABLE
 from pretrain.rundir.launch_events import (
     JobEndReason,
@@ -177,13 +178,13 @@ def _first_nodes(
     config: RunConfig, ranks_per_node: int, names: tuple[str, ...], num_spare: int
 ) -> JobNodes:
     """The nodes that train at first: as many as share the lanes evenly, but for the spare ones."""
-    lanes, most = config.data.lanes, len(names) - num_spare
+    most = len(names) - num_spare
     count = usable_nodes(config, ranks_per_node, most)
     if not count:
-        raise ConfigError(f"data.lanes={lanes} does not divide over the ranks of {most} nodes")
+        for phase in runs_of_phases(config):
+            accumulation_steps(phase, most * ranks_per_node)  # says what does not divide
     if count < most:
-        unused = f"{count} of {most} nodes"
-        _log.warning("using %s so that data.lanes=%d divides evenly", unused, lanes)
+        _log.warning("using %d of %d nodes so that %s", count, most, describe_evenly(config))
     return JobNodes(names[:count], names[count:])
 
 

@@ -100,6 +100,13 @@ def usable_nodes(config: RunConfig, ranks_per_node: int, nodes: int) -> int:
     return 0
 
 
+def describe_evenly(config: RunConfig) -> str:
+    """Return what divides evenly where `usable_nodes` are used."""
+    shared = config.engine.sequence_ranks
+    among = f" over groups of {shared} ranks (engine.sequence_ranks)" if shared > 1 else ""
+    return f"data.lanes={config.data.lanes} divides evenly{among}"
+
+
 def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None:
     capacity = USABLE * DEVICES[cluster.gpu_model].memory
     largest = largest_phase(config, ranks, on_gpu=True)
@@ -129,11 +136,8 @@ def _uneven_sizes(config: RunConfig, cluster: ClusterConfig, nodes: NodeRange) -
     used = usable_nodes(config, cluster.tasks_per_node, nodes.most)
     if used == nodes.most:
         return []
-    shared = config.engine.sequence_ranks
-    among = f" over groups of {shared} ranks (engine.sequence_ranks)" if shared > 1 else ""
     return [
-        f"note: of {nodes.most} nodes only {used} would be used, so that "
-        f"data.lanes={config.data.lanes} divides evenly{among}"
+        f"note: of {nodes.most} nodes only {used} would be used, so that {describe_evenly(config)}"
     ]
 
 

@@ -32,6 +32,11 @@ def check_sequence_ranks(engine: EngineConfig, model: ModelConfig, segment_lengt
         raise ConfigError(f"engine.sequence_ranks={ranks} {problem}; change one of them")
 
 
+def num_groups(ranks: range, shared: int) -> int:
+    """How many groups of ranks that share lanes have one among these consecutive `ranks`."""
+    return ranks[-1] // shared - ranks[0] // shared + 1
+
+
 def _unsupported(engine: EngineConfig, model: ModelConfig) -> Iterator[str]:
     if model.compressed_length:
         yield f"excludes compressed memory, found model.compressed_length={model.compressed_length}"

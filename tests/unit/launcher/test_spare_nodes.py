@@ -7,12 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.slurm.attempt_starter import replaced_nodes
+from data_pipeline.errors import ConfigError
+from launcher.slurm.attempt_starter import _first_nodes, replaced_nodes
 from launcher.slurm.client import is_silent, is_taken_out
 from launcher.slurm.first_node_guard import FirstNodeGuard, has_lost_first_node
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.job_nodes import JobNodes
-from launcher.slurm.step_numbers import num_old_steps
+from launcher.slurm.step_numbers import num_old_steps, use_up_old_numbers
+from pretrain.config.data import DataConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import RunConfig
+from pretrain.rundir.fence import StaleAttempt
 from pretrain.rundir.launch_events import (
     AttemptEnded,
     AttemptReason,
@@ -156,6 +162,49 @@ def test_a_controller_that_is_slow_keeps_nobody_waiting_who_looks_after_the_guar
         guard.watch()
         assert time.monotonic() - began < 4
         until(lambda: guard.watch() or len(started.read_text().splitlines()) == 2)
+
+
+def test_empty_steps_are_awaited_while_slurm_is_listened_to_and_end_with_what_that_raises(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "srun").write_text(SRUN.replace("$@", "$$ $@"))
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    started = tmp_path / "srun.started"
+    started.touch()
+
+    def stale() -> None:
+        if len(started.read_text().splitlines()) == 12:
+            raise StaleAttempt("a newer attempt")
+
+    job = ThisJob(id="7", number=7, restart=1, nodes=("n1", "n2"))
+    lost = JobEnded(job="7", restart=0, reason=JobEndReason.FIRST_NODE_LOST, requeued=True)
+    ledger = [JobStarted(job="7", restart=n, nodes=job.nodes, step=0) for n in range(2)]
+    with pytest.raises(StaleAttempt):
+        use_up_old_numbers([ledger[0], lost, ledger[1]], job, stale)
+    options = "--nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=n1 --overlap --chdir=/ --quiet"
+    for line in started.read_text().splitlines():
+        pid, _, rest = line.partition(" ")
+        assert rest == f"{options} true"
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "shared", "text"),
+    [
+        (5, 1, "data.lanes=5 does not divide over 6 ranks; use a multiple of 6 lanes"),
+        (6, 4, "engine.sequence_ranks=4 does not divide 6 ranks; use a multiple of 4 ranks"),
+    ],
+)
+def test_nodes_of_which_no_number_divides_the_lanes_are_refused_with_what_does_not(
+    lanes, shared, text
+):
+    model = ModelConfig(num_layers=2, d_model=32, num_heads=4, vocab_size=100, memory_length=64)
+    data, engine = DataConfig(lanes=lanes, segment_length=64), EngineConfig(sequence_ranks=shared)
+    config = RunConfig(model=model, data=data, engine=engine)
+    with pytest.raises(ConfigError, match=text):
+        _first_nodes(config, 6, ("n1", "n2"), num_spare=1)
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -21,6 +21,7 @@ from pretrain.config.run import (
     lanes_of_rank,
     saved_lanes_of_rank,
 )
+from pretrain.config.sequence_ranks import num_groups
 from pretrain.costs.device_memory import memory_parts
 from pretrain.costs.flops import computed_flops_of_step
 
@@ -111,6 +112,20 @@ def test_ranks_read_the_lanes_of_their_group_and_save_each_once(
 def test_worlds_without_whole_groups_or_lanes_for_each_are_refused(world: int, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         accumulation_steps(run_of(4), world)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shared", "groups"),
+    [
+        (range(8, 16), 1, 8),
+        (range(8, 16), 4, 2),
+        (range(8, 16), 16, 1),
+        (range(8, 16), 3, 4),  # 6 to 8, 9 to 11, 12 to 14, 15 to 17
+        (range(6), 4, 2),
+    ],
+)
+def test_a_node_reads_the_lanes_of_each_group_that_has_a_rank_on_it(ranks, shared, groups):
+    assert num_groups(ranks, shared) == groups
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
