@@ -40,13 +40,13 @@ class Patience:
 
     In a pause `while_waiting` is called about once a second; what it raises ends the wait.
     `stop_requests` counts the requests to stop so far; one that comes while the run waits ends the
-    wait. `note` is told what the run waits for, after each try that failed, and "" at the end.
+    wait. `note` is told, after each try that failed, why and whether the run waits; "" at the end.
     """
 
     seconds: float = 0.0
     while_waiting: Callable[[], None] = lambda: None
     stop_requests: Callable[[], int] = lambda: 0
-    note: Callable[[str], None] = lambda problem: None
+    note: Callable[[str, bool], None] = lambda problem, waits: None
 
 
 class Outage:
@@ -87,8 +87,7 @@ class Outage:
             what, end = (WAITS, f"; {HOW_TO_STOP}") if waits else (meanwhile, "")
             logger.warning("%s; %s, and tries again for up to %s%s", problem, what, limit, end)
             self._told = waits
-        if waits:
-            self._patience.note(problem)
+        self._patience.note(problem, waits)
         # not beyond the patience: the last try comes at its end
         self._next_try = min(now + self._pause, max(now, self._since + self._patience.seconds))
 
@@ -101,8 +100,7 @@ class Outage:
         if self._since is not None:
             away = duration(time.monotonic() - self._since)
             logger.warning("works again after %s: %s", away, self._problem)
-            if self._stop_requests is not None:
-                self._patience.note("")
+            self._patience.note("", False)
         self._since, self._told = None, False
 
     def pause(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from data_pipeline.patience import Patience
 from launcher.stop_signals import StopSignals
-from pretrain.rundir.lock import WaitNote
+from pretrain.rundir.lock import StorageNote
 
 HOLDER = "launcher"  # of the lock RUN/launcher.lock
 
@@ -30,7 +30,7 @@ class StorageWaits:
     def __init__(self, run_dir: Path, stop: StopSignals) -> None:
         self.meanwhile: Callable[[], None] = lambda: None  # called about once a second
         self._stop = stop
-        self._note = WaitNote(run_dir, HOLDER)
+        self._note = StorageNote(run_dir, HOLDER)
         self._problem = ""
 
     def patience(self, seconds: float) -> Patience:
@@ -43,6 +43,6 @@ class StorageWaits:
             self._note.write_stop(signal.Signals(self._stop.received[-1]).name)
             raise StopWhileWaiting(self._problem)
 
-    def _failed(self, problem: str) -> None:
+    def _failed(self, problem: str, waits: bool) -> None:
         self._problem = problem
-        self._note.write(problem)
+        self._note.write(problem, waits)

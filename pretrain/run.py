@@ -73,7 +73,7 @@ from pretrain.rundir.fence import VARIABLE, Fence
 from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.rundir.history import steps_that_stand
 from pretrain.rundir.ledger import events_of
-from pretrain.rundir.lock import WaitNote
+from pretrain.rundir.lock import StorageNote
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Finished, OutOfMemory, PhaseFinished, Stopped
 from pretrain.state import TrainState
@@ -130,7 +130,7 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
     with contextlib.ExitStack() as stack:
         stop = StopRequest()  # before anything waits for storage
         stack.callback(stop.restore_handlers)
-        seconds, note = config.checkpoint.storage_patience_seconds, WaitNote(directory, "train")
+        seconds, note = config.checkpoint.storage_patience_seconds, StorageNote(directory, "train")
         patience = Patience(seconds, heartbeat.repeat, lambda: stop.count, note.write)
         run_dir = RunDir(directory, patience)
         with raise_on_all_ranks():  # a run directory that is rejected is every rank's error

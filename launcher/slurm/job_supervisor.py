@@ -202,7 +202,7 @@ def begin(job: ThisJob, run_dir: RunDir) -> None:
     ledger, step = run_dir.ledger.read(), latest_step(run_dir)
     if lost := open_start(ledger, job.id):
         lock = read_lock(run_dir.path / f"{HOLDER}.lock")
-        waited = lock is not None and bool(lock.stopped_by) and lock.waits_since > lost.time
+        waited = lock is not None and bool(lock.stopped_by) and lock.failing_since > lost.time
         run_dir.ledger.append(end_of_lost(lost, job, step, waited))
     run_dir.ledger.append(JobStarted(job=job.id, restart=job.restart, nodes=job.nodes, step=step))
     # Each job writes its start before it looks for others, so of two jobs at least one sees the

@@ -77,9 +77,10 @@ def infer_status(evidence: Evidence) -> Status:
     heartbeats = [
         each for each in evidence.heartbeats if last is None or not is_over or each.time > last.time
     ]
-    waits = [lock for lock in evidence.locks if lock.waits_for]
-    waiting = _storage_wait([lock for lock in waits if _is_fresh(lock, evidence.now)], evidence.now)
-    running = Status(State.RUNNING, waiting or _activity(last, heartbeats, evidence.now))
+    failing = [lock for lock in evidence.locks if lock.failing_storage]
+    fresh = [lock for lock in failing if _is_fresh(lock, evidence.now)]
+    activity = _activity(last, heartbeats, evidence.now)
+    running = Status(State.RUNNING, _with_storage(activity, fresh, evidence.now))
     if any(lock.is_held for lock in evidence.locks) or any(each.is_alive for each in heartbeats):
         return running
     silence = _seconds_since_remote_heartbeat(evidence, heartbeats)
@@ -95,8 +96,8 @@ def infer_status(evidence: Evidence) -> Status:
     ended = _waiting_or_canceled(evidence, last) or _ended(evidence, last)
     # A note from before the last start is of another process: ranks can start without the launcher.
     began = last_of(evidence.ledger, TrainingBegan)
-    notes = [lock for lock in waits if began is None or lock.waits_since > began.time]
-    return _ended_waiting(notes[0], evidence) if notes and ended.is_lost else ended
+    notes = [lock for lock in failing if began is None or lock.failing_since > began.time]
+    return _ended_without_storage(notes[0], evidence) if notes and ended.is_lost else ended
 
 
 def last_turn(ledger: Sequence[Event]) -> Event | None:
@@ -115,25 +116,30 @@ def last_turn(ledger: Sequence[Event]) -> Event | None:
 
 
 def _is_fresh(lock: Lock, now: float) -> bool:
-    """Whether its holder still waits; one on another host repeats its note every minute."""
+    """Whether its note still holds; a holder on another host repeats it every minute."""
     return lock.is_held or (lock.is_held is None and now - lock.since < UNRESPONSIVE_SECONDS)
 
 
-def _storage_wait(waits: Sequence[Lock], now: float) -> str:
-    """For what the supervisor, or the rank, that has such a lock waits; empty without one."""
-    if not waits:
-        return ""
-    since = duration(max(0.0, now - waits[0].waits_since))
-    return f"waiting for storage: {waits[0].waits_for} (since {since})"
+def _with_storage(activity: str, notes: Sequence[Lock], now: float) -> str:
+    """The activity, or that the run waits; with what its supervisor or rank 0 cannot write."""
+    if not notes:
+        return activity
+    note = max(notes, key=lambda lock: lock.waits)
+    what = f"{note.failing_storage} (since {duration(max(0.0, now - note.failing_since))})"
+    if note.waits:
+        return f"waiting for storage: {what}"
+    return "; ".join(filter(None, [activity, f"storage fails: {what}"]))
 
 
-def _ended_waiting(left: Lock, evidence: Evidence) -> Status:
-    """The end of a supervisor that could write it into its lock alone."""
-    what = f"waited for storage: {left.waits_for}"
+def _ended_without_storage(left: Lock, evidence: Evidence) -> Status:
+    """The end of a process that could write it into its lock alone."""
+    what = f"it waited for storage: {left.failing_storage}"
+    if not left.waits:
+        what = f"storage failed: {left.failing_storage}"
     if not left.stopped_by:
-        return Status(State.FAILED, f"ended while it {what}", is_lost=True)
+        return Status(State.FAILED, f"ended while {what}", is_lost=True)
     how = Interrupted(signal=left.stopped_by, step=evidence.checkpoint or 0).description
-    return Status(State.STOPPED, f"{how}; it {what}")
+    return Status(State.STOPPED, f"{how}; {what}")
 
 
 def _waiting_or_canceled(evidence: Evidence, last: Event | None) -> Status | None:

@@ -3,8 +3,9 @@
     {"pid": 4711, "holder": "launcher", "hostname": "n1"}
 
 The file stays when its holder ends; the kernel then drops the lock, whatever ended the process.
-Its one block is written whole when the lock is taken. So a holder can still say there what it waits
-for (`WaitNote`) where the disk is full and nothing else can be written.
+Its one block is written whole when the lock is taken. So a holder can still say there which storage
+fails, and whether it waits for it (`StorageNote`), where the disk is full and nothing else can be
+written.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class Lock:
     hostname: str
     since: float
     is_held: bool | None  # None where only its own host could tell
-    waits_for: str = ""  # the storage that fails, if its holder waits for it, or did at its end
-    waits_since: float = 0.0
+    failing_storage: str = ""  # why its holder cannot write now, or could not at its end
+    failing_since: float = 0.0
+    waits: bool = False  # for storage; else it trains meanwhile
     stopped_by: str = ""  # the signal that ended the wait
 
 
@@ -68,20 +70,20 @@ def exclusive_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator
         yield
 
 
-class WaitNote:
-    """Notes in the lock of this process that it waits for storage, and since when.
+class StorageNote:
+    """Notes in the lock of this process that storage fails, and since when.
 
     Nothing is written if that needs space, or if the lock is another process's.
     """
 
     def __init__(self, run_dir: Path, holder: str) -> None:
         self._path, self._holder = run_dir / f"{holder}.lock", holder
-        self._problem, self._since = "", 0.0
+        self._problem, self._since, self._waits = "", 0.0, False
 
-    def write(self, problem: str) -> None:
-        """Note what the process waits for; "": no more."""
+    def write(self, problem: str, waits: bool) -> None:
+        """Note what fails, and whether the process waits for it; "": storage works again."""
         self._since = self._since if self._problem and problem else time.time()
-        self._problem = problem
+        self._problem, self._waits = problem, waits
         self._write(self._note if problem else {})
 
     def write_stop(self, signal_name: str) -> None:
@@ -90,8 +92,8 @@ class WaitNote:
 
     @property
     def _note(self) -> dict[str, str | float]:
-        line = " ".join(printable(self._problem).split())
-        return {"waits_for": line[:_LONGEST_NOTE], "waits_since": self._since}
+        line = " ".join(printable(self._problem).split())[:_LONGEST_NOTE]
+        return {"failing_storage": line, "failing_since": self._since, "waits": self._waits}
 
     def _write(self, note: Mapping[str, str | float]) -> None:
         with contextlib.suppress(OSError):
@@ -127,8 +129,9 @@ def read_lock(path: Path) -> Lock | None:
         owner, since = Fields(read_json(path)), path.stat().st_mtime
         pid, hostname = owner.integer("pid"), owner.text("hostname")
         holder = owner.text("holder")
-        waits_for = owner.text("waits_for") if owner.has("waits_for") else ""
-        waits_since = owner.number("waits_since") if waits_for else 0.0
+        failing = owner.text("failing_storage") if owner.has("failing_storage") else ""
+        failing_since = owner.number("failing_since") if failing else 0.0
+        waits = owner.flag("waits") if failing else False
         stopped_by = owner.text("stopped_by") if owner.has("stopped_by") else ""
     except (FileNotFoundError, PermissionError):
         return None
@@ -141,7 +144,8 @@ def read_lock(path: Path) -> Lock | None:
         hostname=hostname,
         since=since,
         is_held=is_held,
-        waits_for=waits_for,
-        waits_since=waits_since,
+        failing_storage=failing,
+        failing_since=failing_since,
+        waits=waits,
         stopped_by=stopped_by,
     )

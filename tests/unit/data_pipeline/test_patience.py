@@ -35,7 +35,8 @@ def test_pauses_between_tries_double_to_a_minute_and_the_last_try_is_at_the_end(
 
 
 def test_an_outage_is_logged_when_it_begins_and_when_it_ends(clock, caplog):
-    outage = Outage(Patience(600.0))
+    notes: list[tuple[str, bool]] = []
+    outage = Outage(Patience(600.0, note=lambda *note: notes.append(note)))
     for _ in range(2):
         for _ in range(3):
             outage.failed("/run: full", "training continues")
@@ -49,6 +50,7 @@ def test_an_outage_is_logged_when_it_begins_and_when_it_ends(clock, caplog):
         ]
         * 2
     )
+    assert notes == [*[("/run: full", False)] * 3, ("", False)] * 2
 
 
 def test_who_waits_notes_each_failure_and_the_end_and_says_how_to_stop(clock, caplog):
@@ -58,8 +60,8 @@ def test_who_waits_notes_each_failure_and_the_end_and_says_how_to_stop(clock, ca
         if error := next(tries):
             raise error
 
-    outlast(Patience(600.0, note=notes.append), write)
-    assert notes == ["away", "full", ""]
+    outlast(Patience(600.0, note=lambda *note: notes.append(note)), write)
+    assert notes == [("away", True), ("full", True), ("", False)]
     assert caplog.messages[0] == (
         "away; the run waits, and tries again for up to 10 min; "
         "a request to stop (Ctrl-C, SIGTERM, scancel) ends the wait"

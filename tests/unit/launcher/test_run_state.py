@@ -85,7 +85,8 @@ def evidence(
 
 HELD = Lock(pid=1, holder="train", hostname="here", since=NOW - 100, is_held=True)
 LEFT = replace(HELD, is_held=False)
-WAITS = replace(HELD, holder="launcher", waits_for="/run/x: full", waits_since=NOW - 180)
+FAILS = replace(HELD, failing_storage="step 20 not saved: full", failing_since=NOW - 180)
+WAITS = replace(FAILS, holder="launcher", failing_storage="/run/x: full", waits=True)
 FULL = "waiting for storage: /run/x: full"
 KILLED = "rank 1 was killed by SIGKILL"
 RETRY = attempt_ended(NextAction.RETRY)
@@ -167,14 +168,30 @@ def elsewhere(seconds_ago: float) -> Lock:
         (evidence(START, RETRY, locks=[LEFT]), "failed", "ended silently"),
         (evidence(START, RETRY, locks=[WAITS]), "running", f"{FULL} (since 3.0 min)"),
         (
-            evidence(START, RETRY, locks=[replace(elsewhere(20), waits_for="full")]),
+            evidence(START, RETRY, locks=[replace(WAITS, is_held=None, since=NOW - 20)]),
             "running",
-            "waiting for storage: full",
+            FULL,
         ),
         (
-            evidence(START, beats=[beat(5)], locks=[replace(elsewhere(400), waits_for="full")]),
+            evidence(START, beats=[beat(5)], locks=[replace(elsewhere(400), failing_storage="x")]),
             "running",
             "",
+        ),
+        (
+            evidence(START, beats=[beat(5)], locks=[FAILS]),
+            "running",
+            "storage fails: step 20 not saved: full (since 3.0 min)",
+        ),
+        (
+            evidence(START, beats=[beat(5, phase="evaluate")], locks=[FAILS]),
+            "running",
+            "evaluating; storage fails: step 20",
+        ),
+        (evidence(START, beats=[beat(5)], locks=[FAILS, WAITS]), "running", FULL),
+        (
+            evidence(EARLIER, locks=[replace(FAILS, is_held=False)]),
+            "failed",
+            "ended while storage failed: step 20 not saved: full",
         ),
         (
             evidence(EARLIER, RETRY, locks=[replace(WAITS, is_held=False)]),

@@ -33,7 +33,7 @@ from pretrain.rundir.ledger import (
     num_attempts,
     without_refused_jobs,
 )
-from pretrain.rundir.lock import WaitNote, read_lock
+from pretrain.rundir.lock import StorageNote, read_lock
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import (
     Finished,
@@ -379,7 +379,7 @@ def test_a_lock_names_its_holder_and_whether_it_is_still_held(tmp_path):
     foreign = read_lock(path)
     assert foreign is not None
     assert (foreign.hostname, foreign.is_held) == ("another-host", None)
-    WaitNote(tmp_path, "launcher").write("not ours")
+    StorageNote(tmp_path, "launcher").write("not ours", True)
     assert read_lock(path) == foreign
 
 
@@ -393,20 +393,21 @@ def test_a_lock_that_a_full_disk_does_not_take_names_the_run_directory(tmp_path)
     assert raised.value.filename == str(tmp_path)
 
 
-def test_a_holder_notes_in_its_lock_what_it_waits_for_also_where_no_file_can_grow(tmp_path):
+def test_a_holder_notes_in_its_lock_which_storage_fails_also_where_no_file_can_grow(tmp_path):
     path = tmp_path / "launcher.lock"
     with RunDir(tmp_path).locked("launcher"), full_disk(path.stat().st_size):
-        note = WaitNote(tmp_path, "launcher")
-        note.write("/run/\x1b[2J\u20ac" * 300 + "\n")
+        note = StorageNote(tmp_path, "launcher")
+        note.write("/run/\x1b[2J\u20ac" * 300 + "\n", False)
+        fails = read_lock(path)
+        note.write("still", True)
         waits = read_lock(path)
-        note.write("still")
-        still = read_lock(path)
-        note.write("")
+        note.write("", False)
         works = read_lock(path)
+    assert fails is not None
+    assert fails.failing_storage.startswith("/run/\\x1b[2J\u20ac/run/")
+    assert (fails.is_held, fails.waits) == (True, False)
     assert waits is not None
-    assert waits.waits_for.startswith("/run/\\x1b[2J\u20ac/run/")
-    assert waits.is_held
-    assert still is not None
-    assert (still.waits_for, still.waits_since) == ("still", waits.waits_since)
+    found = (waits.failing_storage, waits.failing_since, waits.waits)
+    assert found == ("still", fails.failing_since, True)
     assert works is not None
-    assert (works.waits_for, works.is_held) == ("", True)
+    assert (works.failing_storage, works.is_held) == ("", True)
