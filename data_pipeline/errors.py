@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data_pipeline.credentials import redacted
+from data_pipeline.interruption import EXIT_INTERRUPTED, say_interrupted
 
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or largest file exceeded
 NO_PERMISSION = (errno.EROFS, errno.EACCES, errno.EPERM)
 TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
@@ -103,7 +103,7 @@ def exit_status_of(command: Callable[[], int], report: Callable[[str], None] = _
             raise
         report(short(_report(cause)))
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say_interrupted()
         return EXIT_INTERRUPTED
     return EXIT_USER_ERROR
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from data_pipeline.interruption import ExitWhenInterrupted
 
-from data_pipeline.program import Program
-from pretrain.terminal.log import set_up_logging
+with ExitWhenInterrupted():
+    from collections.abc import Sequence
+
+    from data_pipeline.program import Program
+    from pretrain.terminal.log import set_up_logging
 
 # name -> (module, what it does)
 COMMANDS = {

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-from typing import NoReturn
+from data_pipeline.interruption import ExitWhenInterrupted
 
-from data_pipeline.program import Program
-from pretrain.distributed.threads import wait_briefly
-from pretrain.terminal.log import set_up_logging
+with ExitWhenInterrupted():
+    import contextlib
+    import os
+    import sys
+    from typing import NoReturn
+
+    from data_pipeline.program import Program
+    from pretrain.distributed.threads import wait_briefly
+    from pretrain.terminal.log import set_up_logging
 
 # name -> (module, what it does); the modules are imported when they are needed
 COMMANDS = {

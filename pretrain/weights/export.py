@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -50,6 +51,7 @@ TOKENIZER = "tokenizer"
 FILES = (WEIGHTS, f"{TOKENIZER}/{DESCRIPTION_NAME}", f"{TOKENIZER}/{MODEL_NAME}")
 LARGEST_CONFIG_BYTES = 1 << 24
 EXPORT_AGAIN = "export the run again"
+_OS_ERROR = re.compile(r"\(os error (\d+)\)$")
 
 
 def is_export(directory: Path) -> bool:
@@ -79,10 +81,14 @@ def new_directory(output: Path) -> Iterator[Path]:
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the tensors to a safetensors file and sync it; CheckpointError if that fails."""
+    """Write the tensors to a safetensors file and sync it; OSError if storage does not take it."""
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:  # also a full disk
+    except SafetensorError as error:
+        # The library has the number of the system's error in its text only.
+        if found := _OS_ERROR.search(str(error)):
+            number = int(found[1])
+            raise OSError(number, os.strerror(number), str(path)) from None
         raise CheckpointError(f"{path} cannot be written: {error}") from None
     # safetensors creates files that only their owner can read; give them the usual mode.
     shutil.copymode(path.parent, path)

@@ -20,6 +20,7 @@ from data_pipeline.errors import CheckpointError
 from pretrain.cli import main
 from pretrain.weights.export import load_export, load_model
 from pretrain.weights.trained_model import load_trained
+from tests.helpers.full_disk import full_disk
 from tests.helpers.owners import give_away
 
 
@@ -71,6 +72,18 @@ def test_evaluate_and_generate_read_an_export(exported, tiny_corpus, capsys):
     of_run = capsys.readouterr().out
     assert of_export.split('"seconds"')[0] == of_run.split('"seconds"')[0]
     assert main(["generate", str(output), "--tokens", "5"]) == 0
+
+
+@pytest.mark.parametrize("layout", ["own", "huggingface"])
+def test_a_full_disk_is_one_line_that_says_what_to_do_and_nothing_is_left(
+    exported, tmp_path, capsys, layout
+):
+    run, _ = exported
+    output = tmp_path / "out"
+    with full_disk(100_000 if layout == "huggingface" else 0):  # the code of the model fits
+        assert main(["export", str(run), "--output", str(output), "--format", layout]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {output}: File too large; allow larger")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_existing_output_is_refused_and_a_damaged_export_named(exported, tmp_path, capsys):

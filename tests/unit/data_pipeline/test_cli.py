@@ -267,6 +267,20 @@ def test_help_imports_nothing_heavy_and_without_a_command_not_even_numpy(command
     assert done.stdout.startswith(f"usage: data-pipeline {command}")
 
 
+@pytest.mark.parametrize("package", ["data_pipeline", "pretrain", "launcher"])
+def test_ctrl_c_while_a_program_imports_its_modules_is_one_line(package):
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'argparse': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        f"import {package}.cli"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_reading_a_corpus_needs_neither_torch_nor_streaming(corpus):
     code = (
         "import sys; from pathlib import Path\n"

@@ -24,6 +24,12 @@ def test_impossible_rank_variables_are_one_line(rank, world_size, local_rank):
         world_from_environment(environment)
 
 
+def test_a_world_size_without_a_rank_is_refused_where_it_would_train_alone():
+    with pytest.raises(ConfigError, match="found WORLD_SIZE=2 and no RANK; start ranks with"):
+        world_from_environment({"WORLD_SIZE": "2"})
+    assert world_from_environment({"WORLD_SIZE": "1"}).world_size == 1
+
+
 @pytest.mark.parametrize(
     ("local_rank", "visible", "index"),
     [(0, 1, 0), (0, 8, 0), (7, 8, 7), (3, 1, 0), (7, 1, 0), (1, 2, 1)],
