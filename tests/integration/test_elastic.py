@@ -71,15 +71,20 @@ def cell(name: str, ranks: int, stage: int, precision: str = "fp32", **more: Any
         "activation_checkpointing": "none",
         "micro_batch_lanes": 2,
     }
-    # A layer whose lanes carry a state, two whose lanes carry rows, as many as each needs, and
-    # memory tokens, which segments of a step teach each other to write.
+    # All that a lane can carry, but for compressed rows: a state, rows, as many as each layer needs,
+    # and memory tokens, which segments of a step teach each other to write. Muon's matrices.
     model = {
         "num_layers": 3,
         "layer_kinds": ("deltanet", "attention", "attention"),
         "memory_length": (12, 12, 5),
         "memory_tokens": 2,
+        "attention_sinks": True,
+        "softmax_scaling": "log_length",
+        "isolate_documents": True,
+        "base_width": 16,
     }
-    optim = {"ema_decay": 0.9, "gradient_segments": 2}
+    optim = {"name": "muon", "ema_decay": 0.9, "gradient_segments": 2}
+    more = {"muon": {"precision": "fp32"}, **more}
     return {"name": name, "ranks": ranks, "engine": engine, "optim": optim, "model": model, **more}
 
 
@@ -133,7 +138,7 @@ def test_each_link_of_the_chain_loads_every_bit(output: Path) -> None:
         assert_same_tensors(load_memory(left, LANES), load_memory(right, LANES))
         with FragmentReader(left) as ours, FragmentReader(right) as theirs:
             assert ours.pieces() == theirs.pieces()
-            assert ours.kinds() == {"weight", "exp_avg", "exp_avg_sq", "ema"}
+            assert ours.kinds() == {"weight", "momentum", "exp_avg", "exp_avg_sq", "ema"}
             for parameter, kind in ours.pieces():
                 assert torch.equal(ours.whole(parameter, kind), theirs.whole(parameter, kind))
 
@@ -147,13 +152,13 @@ def test_a_rank_whose_replica_drifts_is_named_before_anything_is_written(output:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_what_another_rank_sends_is_read_as_json_and_never_unpickled(output: Path) -> None:
     refused = json.loads((output / "drift.json").read_text())["pickle"]
     assert refused["error"].startswith("rank 1 sent no message of this program; make sure")
     assert [path.name for path in output.glob("executed-*")] in ([], ["executed-1"])
 
 
+@pytest.mark.slow
 def test_drift_of_the_weights_that_zero_gathers_is_noticed(output: Path) -> None:
     """Of two ranks, nobody can tell which is right."""
     link = chain_cells()[-1]
@@ -226,6 +231,7 @@ def test_the_chain_ends_with_the_state_of_the_run_in_one_go_to_rounding(output: 
 
 CHANGED = {
     "weight": ("engine-00001", "|weight", " (weight): differs by"),
+    "momentum": ("engine-00001", "|momentum", " (momentum): differs by"),
     "first moment": ("engine-00001", "|exp_avg", " (exp_avg): differs by"),
     "second moment": ("engine-00000", "|exp_avg_sq", " (exp_avg_sq): differs by"),
     "average": ("engine-00000", "|ema", " (ema): differs by"),
