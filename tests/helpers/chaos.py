@@ -38,10 +38,13 @@ from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
 RANKS = 2
 STEPS_PER_KILL = 30
 OUTLASTED_SECONDS = (0.2, 0.6)
+# Lanes carry rows of memory, a deltanet's state and memory tokens; the optimizer has two states.
 SETTINGS = (
     "model.num_layers=2", "model.d_model=32", "model.num_heads=2", "model.memory_length=8",
-    "model.dropout=0.1", "data.lanes=4", "data.segment_length=8", "engine.micro_batch_lanes=1",
-    "engine.zero_stage=2", "engine.threads=1", "checkpoint.interval=3", "checkpoint.keep_last=2",
+    "model.layer_kinds=[deltanet, attention]", "model.memory_tokens=1",
+    "optim.gradient_segments=2", "optim.name=muon", "model.dropout=0.1", "data.lanes=4",
+    "data.segment_length=8", "engine.micro_batch_lanes=1", "engine.zero_stage=2",
+    "engine.threads=1", "checkpoint.interval=3", "checkpoint.keep_last=2",
     "evaluation.interval=20", "evaluation.max_tokens=400", "metrics.interval=5",
     "metrics.tensorboard=false",
 )  # fmt: skip

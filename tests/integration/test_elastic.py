@@ -71,8 +71,8 @@ def cell(name: str, ranks: int, stage: int, precision: str = "fp32", **more: Any
         "activation_checkpointing": "none",
         "micro_batch_lanes": 2,
     }
-    # All that a lane can carry, but for compressed rows: a state, rows, as many as each layer needs,
-    # and memory tokens, which segments of a step teach each other to write. Muon's matrices.
+    # All that a lane can carry, but for compressed rows: a state, rows, as many as each layer
+    # needs, and memory tokens, which segments of a step teach each other to write. With Muon.
     model = {
         "num_layers": 3,
         "layer_kinds": ("deltanet", "attention", "attention"),

@@ -138,6 +138,7 @@ WARM_UP = (
     f"data.phases=[{{from_step: 6, segment_length: {LENGTHS[1]}}}, "
     f"{{from_step: 12, segment_length: {LENGTHS[2]}}}]",
     "engine.micro_batch_lanes=2",
+    "model.layer_kinds=[attention, deltanet]",
     "engine.offload_memories=true",  # the loop that never stops leaves them where they are
     "checkpoint.asynchronous=false",  # so that step 10 is there when the kill comes
 )

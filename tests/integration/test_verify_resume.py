@@ -23,6 +23,8 @@ def test_a_run_resumes_with_fewer_ranks_and_another_stage_within_rounding(
     warmup = "optim: {schedule: {warmup_steps: 100}}\n"  # longer than the run
     experiment.write_text(f"data: {{path: {tiny_corpus}}}\n{warmup}")
     settings = [each for each in SETTINGS if not each.startswith(("optim.steps", "engine.kind"))]
+    settings += ["model.layer_kinds=[deltanet, attention]", "model.memory_tokens=1"]
+    settings += ["optim.gradient_segments=2", "model.isolate_documents=true"]
     options = [
         "--steps=6",
         "--kill-at=4",
