@@ -36,7 +36,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from data_pipeline.errors import ConfigError, UserError, exit_status_of
-from data_pipeline.setting_tree import settings_of
+from data_pipeline.setting_tree import MOST_SUGGESTED, settings_called
 from data_pipeline.yaml_files import YAML_SUFFIXES, did_you_mean
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
@@ -179,17 +179,17 @@ class _Parser(argparse.ArgumentParser):
             return f"; {self.hints[kind]}" if kind in self.hints else ""
         if name in self.hints:
             return f"; {self.hints[name]}"
-        flags = [flag for flag in self._option_string_actions if flag not in ("-h", "--help")]
-        settings = {
-            setting.name
-            for action in self._actions
-            if isinstance(action, _Overrides)
-            for setting in settings_of(action.schema)
-        }
-        setting = name.lstrip("-")
-        if setting in settings and not difflib.get_close_matches(name, flags, n=1):
-            return f"; a setting has no dashes: {setting}=VALUE"
-        return did_you_mean(name, flags)
+        schemas = (action.schema for action in self._actions if isinstance(action, _Overrides))
+        setting = name.lstrip("-").replace("-", "_")
+        if meant := [
+            f"{each}=VALUE" for schema in schemas for each in settings_called(schema, setting)
+        ]:
+            return f"; a setting has no dashes: {' or '.join(meant[:MOST_SUGGESTED])}"
+        flags = {flag.lstrip("-"): flag for flag in self._option_string_actions}
+        del flags["h"], flags["help"]
+        # without their dashes, by which all flags are alike
+        close = difflib.get_close_matches(name.lstrip("-"), flags, n=1)
+        return did_you_mean(flags[close[0]] if close else name, list(flags.values()))
 
 
 def add_experiment(

@@ -74,6 +74,16 @@ def settings_of(schema: Any, prefix: str = "") -> Iterator[Setting]:
             yield from settings_of(setting.section, f"{setting.name}{mark}")
 
 
+def settings_called(root: Any, name: str) -> list[str]:
+    """Return the dotted names of the settings that are called so, here or else in other systems."""
+    known = [each for each in settings_of(root) if "[]" not in each.name and each.section is None]
+    others: Mapping[str, str] = getattr(root, OTHER_NAMES, {})
+    if name in (each.name for each in known):
+        return [name]
+    own = [each.name for each in known if name == each.leaf]
+    return own or [each.name for each in known if name in others.get(each.name, "").split()]
+
+
 def section_of_list(hint: Any) -> Any:
     """Return the schema of the sections of a list setting, or None for other settings."""
     items = get_args(hint) if get_origin(hint) is tuple else ()

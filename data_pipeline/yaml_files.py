@@ -101,7 +101,10 @@ def _read_text(path: Path, extended_by: tuple[Path, ...]) -> str:
         hint = did_you_mean(path.name, names)
         raise ConfigError(f"{path}{wanted_by} does not exist{hint}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}{wanted_by} is a directory; give a YAML file in it") from None
+        advice = "give a YAML file in it"
+        if (path / "run.json").is_file():
+            advice = f"it holds a run, which 'launcher resume {path}' continues; give a YAML file"
+        raise ConfigError(f"{path}{wanted_by} is a directory; {advice}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path}{wanted_by} is not UTF-8 text (byte {error.start}); is it a YAML file?"
@@ -321,6 +324,12 @@ def _dumper() -> Any:
 
     Dumper.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, _FIRST_OF_NUMBERS)
     return Dumper
+
+
+def require_yaml_name(file: Path) -> None:
+    """Raise ConfigError unless a file that is to be written has a YAML file's name."""
+    if file.suffix not in YAML_SUFFIXES:
+        raise ConfigError(f"{file} does not end in .yaml; name it {file}.yaml")
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:

@@ -201,6 +201,11 @@ def _corpus_config(arguments: argparse.Namespace) -> CorpusConfig:
     """Return the settings: the YAML file, then `a.b=value` overrides, then flags."""
     _free_settings_after_switches(arguments)
     files = [text for text in arguments.settings if "=" not in text]
+    if texts := [file for file in files if Path(file).is_dir()]:
+        raise ConfigError(
+            f"{texts[0]} is a directory, expected a settings file (YAML); give text as "
+            f"--input {texts[0]} and the new corpus as --output DIR"
+        )
     if len(files) > 1:
         raise ConfigError(
             f"found the settings files {', '.join(files)}, expected at most one; "

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from data_pipeline.errors import ConfigError, UserError
 from data_pipeline.files import refuse_overwrite, write_new
+from data_pipeline.yaml_files import require_yaml_name
 from launcher.slurm import client as slurm
 from launcher.slurm.client import Partition
 from launcher.slurm.cluster import seconds_of
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the file; print where its numbers come from."""
+    require_yaml_name(arguments.cluster)
     refuse_overwrite(arguments.cluster)
     partition = _partition_of(arguments.partition)
     write_new(arguments.cluster, as_file(partition, arguments.cluster))

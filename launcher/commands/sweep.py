@@ -61,6 +61,11 @@ PROGRAM = Program(
     },
 )
 
+HINTS = dict.fromkeys(
+    ("KEY=VALUE", "--set"),
+    "settings of all cells are in their experiment, or lists of one value in the sweep's grid",
+)
+
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher sweep plan`, with which the others begin."""

@@ -20,6 +20,9 @@ from pretrain.terminal.text import fitted_table
 CONTEXT_DEFAULTS = {"context_step": 50, "longest_context": 1000, "positions": 512}
 
 HINTS = {
+    **dict.fromkeys(
+        ("--step", "--checkpoint", "--ckpt"), "the latest valid checkpoint is used; leave it out"
+    ),
     **dict.fromkeys(("--corpus", "--dataset"), "use --data"),
     **dict.fromkeys(("--tokens", "--length"), "use --max-tokens"),
     **dict.fromkeys(("--memory", "--mem-length", "--mem-len"), "use --memory-length"),

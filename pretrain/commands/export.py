@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 
 HINTS = {
+    **dict.fromkeys(
+        ("--step", "--checkpoint", "--ckpt"), "the latest valid checkpoint is used; leave it out"
+    ),
     **dict.fromkeys(("--out-dir", "--output-dir", "--output_dir"), "use --output"),
     **dict.fromkeys(("--hf", "--huggingface"), "use --format huggingface"),
 }

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 HINTS = {
     **dict.fromkeys(
+        ("--step", "--checkpoint", "--ckpt"), "the latest valid checkpoint is used; leave it out"
+    ),
+    **dict.fromkeys(
         ("--length", "--max-length", "--max-tokens", "--max-new-tokens", "--num-tokens"),
         "use --tokens",
     ),

@@ -12,7 +12,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.files import absolute, refuse_overwrite, write_new
 from data_pipeline.setting_fields import require_name
 from data_pipeline.sizes import amount_of, size_of
-from data_pipeline.yaml_files import YAML_SUFFIXES
+from data_pipeline.yaml_files import require_yaml_name
 from pretrain.config.resolve import resolve
 from pretrain.scaling.new_experiment import TrainingText, as_file, new_experiment
 from pretrain.terminal.text import counted, si
@@ -44,8 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the file; print what it trains and the command that starts it."""
     file: Path = arguments.experiment
-    if file.suffix not in YAML_SUFFIXES:
-        raise ConfigError(f"{file} does not end in .yaml; name it {file}.yaml")
+    require_yaml_name(file)
     refuse_overwrite(file)
     require_name("the experiment's file name", file.stem)
     if not 0 < arguments.parameters < 1e12:

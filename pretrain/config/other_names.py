@@ -44,7 +44,7 @@ RUN_NAMES = {
     "data.mixture": "blend data_blend sources",
     "data.lanes": "batch batch_size global_batch_size train_batch_size",
     "data.segment_length": "tgt_len seq_len seq_length sequence_length context_length block_size "
-    "max_seq_len max_length bptt",
+    "max_seq_len max_length bptt ctx ctx_len n_ctx n_positions max_position_embeddings",
     "data.cache.directory": "cache_dir",
     "data.cache.gib": "cache_limit size_gib",
     "data.phases": "batch_size_warmup seq_len_warmup",
@@ -53,7 +53,7 @@ RUN_NAMES = {
     "max_epochs",
     "optim.name": "optimizer optimizer_type optim_type",
     "optim.learning_rate": "lr max_lr peak_lr",
-    "optim.betas": "adam_betas",
+    "optim.betas": "adam_betas adam_beta1 adam_beta2 beta1 beta2",
     "optim.epsilon": "eps adam_eps adam_epsilon",
     "optim.weight_decay": "wd",
     "optim.clip_norm": "clip grad_clip gradient_clipping max_grad_norm clip_grad",
@@ -73,7 +73,7 @@ RUN_NAMES = {
     "engine.secondary_shard_ranks": "zero_hpz_partition_size hpz",
     "engine.sequence_ranks": "sequence_parallel_size ulysses_sequence_parallel_size sp_size "
     "context_parallel_size",
-    "engine.precision": "dtype mixed_precision bf16 fp16 torch_dtype",
+    "engine.precision": "dtype mixed_precision bf16 fp16 torch_dtype amp autocast",
     "engine.initial_loss_scale": "initial_scale_power",
     "engine.activation_checkpointing": "gradient_checkpointing recompute checkpoint_activations",
     "engine.offload_optimizer": "cpu_offload",

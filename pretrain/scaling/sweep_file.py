@@ -189,6 +189,11 @@ def _expanded(tree: Tree, path: Path) -> Tree:
             f"{path}: grid is {abbreviated(grid)}; "
             "write it as {optim.learning_rate: [3e-4, 1e-3], ...}"
         )
+    if unknown := [key for key in tree if key not in ("format", "name", "notes")]:
+        raise ConfigError(
+            f"{path}: {unknown[0]}: unknown setting; beside a grid there are format, name, notes "
+            "and experiment; a setting of all cells is a list of one value in the grid"
+        )
     for key, values in grid.items():
         if not isinstance(key, str) or not isinstance(values, list) or not values:
             raise ConfigError(

@@ -63,7 +63,9 @@ def test_without_slurm_the_file_is_for_nodes_like_this_one(tmp_path, monkeypatch
     written = Path("c.yaml").read_text()
     assert main(["new-cluster", "c.yaml"]) == 2
     assert "c.yaml exists already" in capsys.readouterr().err
+    assert main(["new-cluster", "d"]) == 2
+    assert "d does not end in .yaml; name it d.yaml" in capsys.readouterr().err
     assert main(["new-cluster", "d.yaml", "--partition=main"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert Path("c.yaml").read_text() == written
-    assert not Path("d.yaml").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"c.yaml", "x.yaml"}

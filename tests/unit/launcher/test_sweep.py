@@ -249,6 +249,7 @@ def test_every_sweep_file_is_valid(path, tmp_path):
         ("grid: {seed: [1, !!set {x}]}\nexperiment: e.yaml", "found a YAML set"),
         ("grid: {1: [2]}\nexperiment: e.yaml", "under the name of a setting"),
         ("experiment: tiny.yaml\ngrid: {stps: [1]}", "grid.yaml: cell stps_1: "),
+        ("experiment: e.yaml\ngrid: {seed: [1]}\noverrides: []", "one value in the grid"),
         ("experiment: [a.yaml, b.yaml]\ngrid: {seed: [1]}", "for several, list '- {name"),
         ("experiment: e.yaml\ngrid: {experiment: [a.yaml]}", "for several, list '- {name"),
         ("experiment: e.yaml\ncells: [{name: a}]", "cells that each name their experiment"),
@@ -409,9 +410,11 @@ def test_sweep_status_shows_every_result_at_any_width(grid, width):
     assert max(map(len, output.splitlines())) <= width
 
 
-def test_only_status_can_be_watched_and_only_on_a_terminal(grid, capsys):
+def test_only_status_can_be_watched_and_only_on_a_terminal_and_none_takes_settings(grid, capsys):
     assert main(["sweep", "plan", str(grid), "--watch"]) == 2
     assert "unrecognized arguments: --watch" in capsys.readouterr().err
+    assert main(["sweep", "plan", str(grid), "optim.steps=9"]) == 2
+    assert "settings of all cells are in their experiment, or lists" in capsys.readouterr().err
     assert main(["sweep", "status", str(grid), "--watch"]) == 2
     assert "--watch needs a terminal" in capsys.readouterr().err
 

@@ -96,6 +96,7 @@ def test_settings_may_stand_before_between_and_after_options(tmp_path, capsys):
         ("--promt=x", "unrecognized arguments: --promt=x; did you mean '--prompt'?"),
         ("--prom=x", "did you mean '--prompt'?"),
         ("--length=9", "unrecognized arguments: --length=9; use --tokens"),
+        ("--step=9", "unrecognized arguments: --step=9; the latest valid checkpoint is used"),
         ("--prompt-file=/", "--prompt-file / cannot be read (Is a directory)"),
         ("optim.steps=9", "unrecognized arguments: optim.steps=9; a trained model keeps its sett"),
         ("Once upon", "unrecognized arguments: Once upon; give the text to continue with --prompt"),
@@ -188,13 +189,24 @@ def test_a_misspelt_command_is_answered_with_the_nearest(capsys):
     assert "did you mean 'train'" in capsys.readouterr().err
 
 
-def test_a_setting_with_dashes_is_told_to_have_none(capsys):
-    assert main(["train", "x.yaml", "--run-dir", "runs/x", "--name", "mine"]) == 2
-    expected = "error: unrecognized arguments: --name; a setting has no dashes: name=VALUE\n"
+@pytest.mark.parametrize(
+    ("flag", "setting"),
+    [
+        ("--name", "name=VALUE"),
+        ("--learning-rate", "optim.learning_rate=VALUE"),
+        ("--lr", "optim.learning_rate=VALUE"),
+        ("--optim.steps", "optim.steps=VALUE"),
+        ("--run-name", "name=VALUE"),
+        ("--lanes", "data.lanes=VALUE or evaluation.lanes=VALUE"),
+    ],
+)
+def test_a_setting_with_dashes_is_told_to_have_none(capsys, flag, setting):
+    assert main(["train", "x.yaml", "--run-dir", "runs/x", flag, "9"]) == 2
+    expected = f"error: unrecognized arguments: {flag}; a setting has no dashes: {setting}\n"
     assert capsys.readouterr().err == expected
 
 
-@pytest.mark.parametrize("flag", ["--dry-run", "--colors=2", "--learning_rate=1"])
+@pytest.mark.parametrize("flag", ["--dry-run", "--colors=2", "--data"])
 def test_a_flag_that_is_no_setting_is_answered_with_the_flags_that_there_are(capsys, flag):
     assert launcher(["local", "x.yaml", flag]) == 2
     error = capsys.readouterr().err
