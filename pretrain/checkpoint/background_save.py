@@ -143,7 +143,7 @@ def pieces_in(rank_files: list[RankFile], rank: int) -> dict[str, Any]:
 class Save(threading.Thread):
     """Writes `rank_files` and adds the rank's to the `reports`; rank 0 then publishes with all.
 
-    Nobody waits for what rank 0 does `afterwards`, which raises nothing.
+    Nobody waits for what rank 0 does `afterwards`, which raises nothing, and before, to clear them.
     """
 
     def __init__(
@@ -216,6 +216,7 @@ class Save(threading.Thread):
                 self._publish(self._reports.collect(self._raise_if_canceled))
                 self.is_published = True
                 self._published.set()
+                self._reports.clear()
                 self._afterwards()
         except OSError as error:
             self._problem = SaveProblem.of(error)

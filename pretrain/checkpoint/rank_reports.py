@@ -21,6 +21,7 @@ from pretrain.distributed.world import World
 
 POLL_SECONDS = 0.02
 LONGEST_POLL_SECONDS = 1.0  # of a rank among thousands that ask rank 0's store
+_LENGTH_BYTES = 8
 Report = dict[str, Any]
 
 
@@ -76,17 +77,22 @@ class RankReports:
         while self._store.add("count", 0) < num_ranks:
             while_waiting()
             time.sleep(POLL_SECONDS)
-        names = [str(rank) for rank in range(num_ranks)]
-        contents = self._store.multi_get(names)
-        for name in (*names, "count"):
-            self._store.delete_key(name)
-        return decoded(contents)
+        return decoded(self._store.multi_get([str(rank) for rank in range(num_ranks)]))
+
+    def clear(self) -> None:
+        """Remove from the store what has been collected: a request for each rank (rank 0)."""
+        if self._store is not None:
+            for name in (*map(str, range(self._world.world_size)), "count"):
+                self._store.delete_key(name)
 
 
 def encoded(report: Mapping[str, Any], pieces: Mapping[str, Any]) -> bytes:
-    """Return a rank's message: a line of JSON each for the report and the pieces, compressed."""
-    texts = (json.dumps(each, sort_keys=True) for each in (report, pieces))
-    return zlib.compress("\n".join(texts).encode(), level=1)
+    """Return a rank's message: report and pieces as JSON, compressed, after the report's length."""
+    own, others = (
+        zlib.compress(json.dumps(each, sort_keys=True).encode(), level=1)
+        for each in (report, pieces)
+    )
+    return len(own).to_bytes(_LENGTH_BYTES, "little") + own + others
 
 
 def decoded(contents: Sequence[bytes]) -> list[Report]:
@@ -94,8 +100,9 @@ def decoded(contents: Sequence[bytes]) -> list[Report]:
     known: dict[bytes, Any] = {}
     reports = []
     for content in contents:
-        first, _, pieces = zlib.decompress(content).partition(b"\n")
-        if pieces not in known:
-            known[pieces] = json.loads(pieces)
-        reports.append({**json.loads(first), "pieces": known[pieces]})
+        end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+        if (pieces := content[end:]) not in known:
+            known[pieces] = json.loads(zlib.decompress(pieces))
+        report = json.loads(zlib.decompress(content[_LENGTH_BYTES:end]))
+        reports.append({**report, "pieces": known[pieces]})
     return reports
