@@ -26,6 +26,7 @@ from pretrain.scaling.which_runs import cells_directory
 NORMAL_95 = 1.96  # standard deviations on either side that hold 95%
 UNKNOWN_SPREAD = math.log(2) / 2  # of ln rate, where a rung's sweep gave no interval
 FAR = 4.0  # times the smallest or largest rung: beyond, a rate is extrapolated
+FAR_TOKENS = 10.0  # times the fewest or most tokens of a rung: the best rate depends on them, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,19 +166,42 @@ class TunedRule:
                 for rung in self._with_batches
             )
             lines.append(f"batch: the best of those tried, {sizes}; {_words(batch, 'D')}")
-        low, high = (self.rungs[place].body_parameters for place in (0, -1))
-        far = [run for run in runs if not low / FAR <= cost_of(run).body_parameters <= high * FAR]
-        if far and not self.transfers:
-            lines.append(
+        return lines + self._doubts(runs)
+
+    def _doubts(self, runs: Sequence[RunConfig]) -> list[str]:
+        """A line for runs far from the rungs in size, and one for those far from them in tokens."""
+        found = []
+        sizes, tokens = (
+            [getattr(rung, name) for rung in self.rungs] for name in ("body_parameters", "tokens")
+        )
+        if not self.transfers and (
+            far := _far(runs, [cost_of(run).body_parameters for run in runs], sizes, FAR)
+        ):
+            found.append(
                 f"warning: the rates of {len(far)} of {len(runs)} cells are extrapolated over "
                 f"{FAR:g}x beyond the rungs, such as {far[0].name}'s: tune a rung nearer to them"
             )
-        return lines
+        if far := _far(runs, [cost_of(run).tokens for run in runs], tokens, FAR_TOKENS):
+            ends = " to ".join(dict.fromkeys(amount(end) for end in (min(tokens), max(tokens))))
+            found.append(
+                f"warning: {len(far)} of {len(runs)} cells, such as {far[0].name}, read over "
+                f"{FAR_TOKENS:g}x more or fewer tokens than the rungs ({ends}), and the best rate "
+                "depends on that, too: tune over about as many"
+            )
+        return found
 
     @property
     def _with_batches(self) -> tuple[Rung, ...]:
         """The rungs that compared batches."""
         return tuple(rung for rung in self.rungs if rung.num_batches > 1)
+
+
+def _far(
+    runs: Sequence[RunConfig], values: Sequence[float], known: Sequence[float], factor: float
+) -> list[RunConfig]:
+    """The runs whose value is over `factor` times outside of the known ones."""
+    low, high = min(known) / factor, max(known) * factor
+    return [run for run, value in zip(runs, values, strict=True) if not low <= value <= high]
 
 
 def _words(fitted: Power, letter: str) -> str:
