@@ -95,6 +95,9 @@ class CorpusConfig:
     """Which text becomes which corpus. The same text and settings give the same bytes."""
 
     OTHER_NAMES: ClassVar[Mapping[str, str]] = CORPUS_NAMES
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {
+        "give --processes to 'data-pipeline build'": "processes num_proc num_processes num_workers"
+    }
 
     input: tuple[Path, ...]
     """Files, or folders read recursively; dot files are ignored."""

@@ -188,7 +188,8 @@ class _Parser(argparse.ArgumentParser):
         flags = {flag.lstrip("-"): flag for flag in self._option_string_actions}
         del flags["h"], flags["help"]
         # without their dashes, by which all flags are alike
-        close = difflib.get_close_matches(name.lstrip("-"), flags, n=1)
+        begun = [flag for flag in flags if flag.startswith(name.lstrip("-"))]
+        close = begun or difflib.get_close_matches(name.lstrip("-"), flags, n=1)
         return did_you_mean(flags[close[0]] if close else name, list(flags.values()))
 
 

@@ -22,6 +22,7 @@ from data_pipeline.yaml_files import did_you_mean
 MOST_SUGGESTED = 3
 CLOSE = 0.75  # similarity from which a name of another system counts as misspelt
 OTHER_NAMES = "OTHER_NAMES"  # attribute of a schema: dotted name -> its names in other systems
+ELSEWHERE = "ELSEWHERE"  # attribute: what to do -> settings of other systems that ours do not have
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,12 @@ def meanings_of(schema: type) -> Mapping[str, str]:
 def suggestion(schema: Any, root: Any, where: Sequence[str], name: str, value: Any) -> str:
     """Return the end of an error about the unknown `name` in the section `where` of `root`.
 
-    It names the settings that are called so elsewhere, in the schema or in another system, or else
-    a close name.
+    It names the settings that are called so elsewhere, in the schema or in another system, what to
+    do instead, or else a close name.
     """
+    for advice, names in getattr(root, ELSEWHERE, {}).items():
+        if name in names.split():
+            return f"; {advice}"
     known = {each.name: each for each in settings_of(root)}
     others: Mapping[str, str] = getattr(root, OTHER_NAMES, {})
     meant = [each for each in known.values() if name in others.get(each.name, "").split()]

@@ -33,7 +33,7 @@ _SECRET = re.compile(
 _CLUSTER_NAMES = {  # setting -> what Slurm and other systems call it, for errors about such a name
     "gpus_per_node": "gpus num_gpus gres",
     "gpu": "gpu_type device accelerator",
-    "ranks_per_node": "tasks_per_node ntasks_per_node",
+    "ranks_per_node": "tasks_per_node ntasks_per_node ntasks gpus_per_task",
     "partition": "queue partitions",
     "account": "project",
     "cpus_per_rank": "cpus_per_task cpus_per_gpu",
@@ -57,6 +57,9 @@ class ClusterConfig(NodeConfig):
     """A file of configs/clusters. Empty text stands for the cluster's default."""
 
     OTHER_NAMES: ClassVar[Mapping[str, str]] = _CLUSTER_NAMES
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {
+        "give --nodes to 'launcher submit'": "nodes num_nodes node_count"
+    }
 
     partition: str = ""
     """Partition, or several (main,urgent): the first that can start the job."""

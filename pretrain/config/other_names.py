@@ -1,6 +1,7 @@
 """What settings are called in the paper's code and in other systems.
 
-An error about such a name says which setting to use. Names that are like ours need no entry.
+An error about such a name says which setting to use, or what to do where there is no setting. Names
+that are like ours need no entry.
 """
 
 RUN_NAMES = {
@@ -100,4 +101,17 @@ RUN_NAMES = {
     "metrics.wandb.entity": "wandb_entity",
     "metrics.wandb.group": "wandb_group",
     "metrics.profile_steps": "profile",
+}
+
+RUN_ELSEWHERE = {
+    "give --ranks to 'launcher local', or --nodes to 'launcher submit'": "ranks gpus nodes "
+    "num_gpus num_nodes n_gpu devices world_size nproc_per_node num_processes",
+    "give --run-dir to the command that trains (default runs/NAME)": "run_dir output_dir out_dir "
+    "save_dir checkpoint_dir work_dir log_dir",
+    "leave it out: the command that started a run resumes it": "resume auto_resume "
+    "resume_from_checkpoint",
+    "leave it out: ranks take GPUs where there are any": "device cuda use_cuda",
+    "leave it out: each rank reads ahead in a thread": "num_workers dataloader_num_workers",
+    "the corpus has it: set it in the file for 'data-pipeline build'": "tokenizer tokenizer_path "
+    "tokenizer_name vocab_file val_fraction validation_fraction val_split",
 }

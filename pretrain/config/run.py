@@ -30,7 +30,7 @@ from pretrain.config.engine import EngineConfig
 from pretrain.config.lane_parts import segments_remembered
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
-from pretrain.config.other_names import RUN_NAMES
+from pretrain.config.other_names import RUN_ELSEWHERE, RUN_NAMES
 from pretrain.config.resume_rules import changeable, fixed
 from pretrain.config.sequence_ranks import check_sequence_ranks
 from pretrain.terminal.text import counted
@@ -199,6 +199,7 @@ class RunConfig:
     """One training run. The same file, seed and corpus give the same run."""
 
     OTHER_NAMES: ClassVar[Mapping[str, str]] = RUN_NAMES
+    ELSEWHERE: ClassVar[Mapping[str, str]] = RUN_ELSEWHERE
 
     name: str = fixed("run")
     """Name of the run, of its directory in `runs/` and of its Slurm jobs."""

@@ -10,7 +10,7 @@ from data_pipeline.cli import main as data_pipeline
 from data_pipeline.config import CorpusConfig
 from data_pipeline.config_loader import parse_config
 from data_pipeline.errors import ConfigError
-from data_pipeline.setting_tree import OTHER_NAMES, settings_of
+from data_pipeline.setting_tree import ELSEWHERE, OTHER_NAMES, settings_of
 from data_pipeline.sizes import parse_size
 from launcher.cli import main as launcher
 from launcher.slurm.cluster import ClusterConfig
@@ -74,6 +74,8 @@ def test_the_settings_page_is_what_its_command_writes():
         ({"save_interval": 10}, "use checkpoint.interval ("),
         ({"model": {"activatoin": "relu"}}, "did you mean 'model.feed_forward'?"),
         ({"optim": {"lanes": 8}}, "did you mean 'data.lanes' or 'evaluation.lanes'?"),
+        ({"nodes": 4}, "give --ranks to 'launcher local', or --nodes to 'launcher submit'"),
+        ({"engine": {"num_workers": 4}}, "leave it out: each rank reads ahead in a thread"),
         ({"interval": 8}, "'checkpoint.interval', 'evaluation.interval' or 'metrics.interval'?"),
     ],
 )  # fmt: skip
@@ -89,7 +91,8 @@ def test_names_of_other_systems_lead_to_one_setting_each_and_are_none_of_ours():
         names = getattr(schema, OTHER_NAMES)
         known = {each.name for each in settings_of(schema)}
         assert set(names) <= known
-        foreign = [name for text in names.values() for name in text.split()]
+        elsewhere = getattr(schema, ELSEWHERE)
+        foreign = [name for text in (*names.values(), *elsewhere.values()) for name in text.split()]
         assert len(set(foreign)) == len(foreign)
         assert not set(foreign) & {name for name in known if "." not in name} - {"engine"}
 

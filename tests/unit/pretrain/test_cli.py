@@ -95,6 +95,7 @@ def test_settings_may_stand_before_between_and_after_options(tmp_path, capsys):
     [
         ("--promt=x", "unrecognized arguments: --promt=x; did you mean '--prompt'?"),
         ("--prom=x", "did you mean '--prompt'?"),
+        ("--temp=1", "did you mean '--temperature'?"),
         ("--length=9", "unrecognized arguments: --length=9; use --tokens"),
         ("--step=9", "unrecognized arguments: --step=9; the latest valid checkpoint is used"),
         ("--prompt-file=/", "--prompt-file / cannot be read (Is a directory)"),
