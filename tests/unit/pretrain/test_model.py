@@ -329,13 +329,16 @@ def test_dropout_acts_in_training_mode_with_a_stream_only() -> None:
 
 
 @ALL_VARIANTS
-def test_bfloat16_runs_with_float32_losses_close_to_the_exact_ones(variant: str) -> None:
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
+def test_half_precision_runs_with_float32_losses_close_to_the_exact_ones(
+    variant: str, dtype: torch.dtype, rounding: float
+) -> None:
     exact = tiny_model(**VARIANTS[variant], init_std=0.02)
     torch.manual_seed(0)
     exact = TransformerXL(replace(exact.config)).double()
     rounded = TransformerXL(exact.config)
     load_parameters(rounded, dict(exact.named_parameters()))
-    rounded = rounded.to(torch.bfloat16)
+    rounded = rounded.to(dtype)
     stream_BT, starts_BT = random_tokens(2, 25), random_starts(2, 25)
     expected, _ = stream_nll(exact, stream_BT, [8, 8, 8], starts_BT)
     found, memory = stream_nll(
@@ -345,8 +348,8 @@ def test_bfloat16_runs_with_float32_losses_close_to_the_exact_ones(variant: str)
     assert memory is not None
     for part, tensor in zip(lane_parts(rounded.config), memory, strict=True):
         if tensor.is_floating_point():
-            assert tensor.dtype == (torch.float32 if part.in_float32 else torch.bfloat16)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.05)
+            assert tensor.dtype == (torch.float32 if part.in_float32 else dtype)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=rounding)
     found.mean().backward()
     assert all(gradient.isfinite().all() for gradient in gradients(rounded).values())
     assert gradients(rounded).keys() == taught_by_segments_alone(rounded)
