@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -32,7 +33,9 @@ _EXPECTED = {  # instead of pydantic's words
     "path_type": "expected a path",
     "tuple_type": "expected a list",
     "dict_type": "expected a section with names in it",
+    "missing": "expected one more value",  # of a list with a fixed number
 }
+_PERCENT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)%")
 _WRONG = object()  # in place of an invalid value, whose reason is among the problems
 
 
@@ -190,10 +193,21 @@ def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: _Problems
             expected = expected.replace(_UNPARSED, ", such as 1000, without commas")
             expected = _EXPECTED.get(item["type"], expected)
             if item["type"] == "tuple_type" and item["input"] is not None:
-                expected = f"expected a list, such as [{found}]"
+                expected = f"expected a list, such as {_as_list(item['input'])}"
+            elif item["type"] == "float_parsing" and (
+                part := _PERCENT.fullmatch(str(item["input"]))
+            ):
+                expected = f"expected a fraction, such as {float(part[1]) / 100:g}"
             found = "no value" if item["input"] is None else found
             problems.append(f"{name}: found {found}, {expected}")
     return _WRONG
+
+
+def _as_list(value: Any) -> str:
+    """Return how to write a list that was written without brackets."""
+    if isinstance(value, str) and "," in value and len(value) <= _LONGEST_NAME:
+        return f"[{', '.join(each.strip() for each in value.split(','))}]"
+    return f"[{abbreviated(value)}]"
 
 
 def _texts_in(value: Any) -> Iterator[str]:

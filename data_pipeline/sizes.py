@@ -8,6 +8,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 BYTES = "bytes"
+_MEASURES = ("seconds", "hours", "GiB", "MiB per second")  # others are counts
 _COUNTS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 _DECIMAL = {name: factor for name, factor in _COUNTS.items() if name != "B"}
@@ -38,6 +39,8 @@ def size_example(unit: str) -> str:
     """Return how to write such a number, for an error message."""
     if unit == BYTES:
         return "8MiB or 2GB (kB, MB, GB, TB are powers of 1,000; KiB, MiB, GiB, TiB of 1,024)"
+    if unit in _MEASURES:
+        return "20, without a unit"
     return "4k or 10M (k, M, B or G, T are powers of 1,000; Ki, Mi, Gi, Ti of 1,024)"
 
 

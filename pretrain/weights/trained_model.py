@@ -23,6 +23,7 @@ from pretrain.config.run import RunConfig
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import run_path
 from pretrain.rundir.training_events import TrainingBegan
 from pretrain.weights.export import (
     is_export,
@@ -95,11 +96,14 @@ def load_trained(
 ) -> TrainedModel:
     """Load an export, or the latest valid checkpoint of a run; by default onto a GPU, if any.
 
+    A run is given as its directory, or as its name in runs/.
+
     `say` gets the name of each corrupted checkpoint that is skipped. `ema` selects the weight EMA;
     an export has it if it was made from it. `model_settings` replace those of training and must not
     change any weight's shape; ConfigError if they are inconsistent.
     """
     run, device = Path(run), device or inference_device()
+    run = run if is_export(run) else run_path(run)
     if is_export(run):
         if ema:
             raise ConfigError(

@@ -64,6 +64,13 @@ def test_the_export_has_the_runs_logits_bit_for_bit(exported):
     assert step == of_run.step == 20
 
 
+def test_a_run_is_loaded_by_its_name_in_runs(exported, tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/mine").symlink_to(exported[0])
+    monkeypatch.chdir(tmp_path)
+    assert load_trained("mine", torch.device("cpu")).step == 20
+
+
 def test_evaluate_and_generate_read_an_export(exported, tiny_corpus, capsys):
     run, output = exported
     assert main(["evaluate", str(output), "--data", str(tiny_corpus), "--json"]) == 0

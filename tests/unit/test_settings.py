@@ -131,6 +131,12 @@ def test_a_number_with_an_unknown_unit_is_told_which_there_are(text):
         parse_config(RunConfig, {"data": {"lanes": text}}, "file")
     expected = f"found {text!r}, expected a number of lanes, such as 4k or 10M (k, M, B or G, T"
     assert expected in str(caught.value)
+    with pytest.raises(
+        ConfigError, match=r"found '30m', expected a number of seconds, such as 20, w"
+    ):
+        parse_config(RunConfig, {"engine": {"watchdog_timeout_seconds": "30m"}}, "file")
+    with pytest.raises(ConfigError, match=r"found \[0\.9\], expected one more value"):
+        parse_config(RunConfig, {"optim": {"betas": [0.9]}}, "file")
     with pytest.raises(ConfigError, match=r"of bytes, such as 8MiB or 2GB \(kB, MB"):
         parse_config(CorpusConfig, {**CORPUS, "shard_bytes": "8Q"}, "file")
 
