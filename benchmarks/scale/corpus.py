@@ -12,10 +12,11 @@ from benchmarks.scale.costs import Cost, Row
 from benchmarks.scale.instruments import counted_files
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.corpora.manifest import MANIFEST_NAME, SETTLED_NS, read_manifest
+from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest
 from data_pipeline.corpora.shard_cache import ShardCache
 from data_pipeline.corpora.stores import store_at
 from data_pipeline.lanes.lane_stream import LaneStream
+from data_pipeline.settled_files import SETTLED_NS
 from tests.helpers.corpora import write_numbered_corpus
 from tests.helpers.stores import FileServer
 

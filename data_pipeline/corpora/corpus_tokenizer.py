@@ -6,11 +6,20 @@ and give other texts, prompts and bits per byte.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, TOKENIZER_DIRECTORY, read_manifest
 from data_pipeline.errors import DataError
-from data_pipeline.tokenizer import Tokenizer, read_fingerprint
+from data_pipeline.settled_files import settled_state
+from data_pipeline.tokenizer import (
+    DESCRIPTION_NAME,
+    MODEL_NAME,
+    Tokenizer,
+    read_fingerprint,
+)
+
+FINGERPRINTS_KEPT = 64
 
 
 def tokenizer_of(corpus: Path) -> Tokenizer:
@@ -40,9 +49,22 @@ def check_tokenizer(split: Path, expected: str) -> None:
     A corpus without a tokenizer can be trained on; what needs the tokenizer says that it is gone.
     """
     directory = split.parent / TOKENIZER_DIRECTORY
-    if directory.exists() and (found := read_fingerprint(directory)) != expected:
+    if directory.exists() and (found := _fingerprint_in(directory)) != expected:
         raise DataError(
             f"tokenizer {directory} has fingerprint {found[:16]}, {split / MANIFEST_NAME} expects "
             f"{expected[:16]}; restore the tokenizer that the corpus was built with, or build the "
             "corpus again"
         )
+
+
+def _fingerprint_in(directory: Path) -> str:
+    """Return a tokenizer's fingerprint; a process hashes its files once, unless they change."""
+    files = [directory / name for name in (DESCRIPTION_NAME, MODEL_NAME)]
+    states = tuple(settled_state(path) for path in files if path.exists())
+    read = _read_once if all(states) else _read_once.__wrapped__
+    return read(directory.absolute(), states)
+
+
+@functools.lru_cache(maxsize=FINGERPRINTS_KEPT)
+def _read_once(directory: Path, states: tuple[object, ...]) -> str:
+    return read_fingerprint(directory)

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 from data_pipeline.checked_fields import Fields, InvalidField, shown
 from data_pipeline.errors import DataError
 from data_pipeline.files import open_regular, read_json, sha256_of_file, write_json
+from data_pipeline.settled_files import settled_state
 
 MANIFEST_NAME = "manifest.json"
 FORMAT, FORMAT_WITH_LENGTHS = 1, 2  # of a manifest that lists no files of lengths, and some
@@ -28,7 +28,6 @@ SPLITS = ("train", "validation")
 DTYPES = {"uint16": 1 << 16, "uint32": 1 << 32}  # of tokens, and how many tokens they can tell
 LARGEST_MANIFEST_BYTES = 1 << 26  # with 400 for each shard: 160,000 of them
 MANIFESTS_KEPT = 8  # of one process
-SETTLED_NS = 100_000_000
 LARGEST_FILE_BYTES = 1 << 40  # of a shard; a build writes shards of 2 GiB and one document at most
 REMOTE_NAME = "remote.json"  # marks a cached corpus whose shards are fetched when they are read
 
@@ -142,11 +141,8 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_NAME
     try:
-        status = path.stat()
-        state = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-        # Its times would not tell a second change that follows at once.
-        is_settled = time.time_ns() - status.st_ctime_ns > SETTLED_NS
-        return (_parsed if is_settled else _parsed.__wrapped__)(path.absolute(), state)
+        state = settled_state(path)
+        return (_parsed if state else _parsed.__wrapped__)(path.absolute(), state)
     except FileNotFoundError:
         raise DataError(_missing_manifest(directory)) from None
     except NotADirectoryError:
@@ -156,7 +152,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 @functools.lru_cache(maxsize=MANIFESTS_KEPT)
-def _parsed(path: Path, state: tuple[int, ...]) -> Manifest:
+def _parsed(path: Path, state: tuple[int, ...] | None) -> Manifest:
     """Return the manifest in a file; `state` is what changes with its contents."""
     tree = _tree_of(path)
     manifest = _parse(tree, path)

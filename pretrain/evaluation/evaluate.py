@@ -7,6 +7,7 @@ gives the same result. N lanes of all ranks; other letters of shapes as in `pret
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +36,8 @@ from pretrain.rundir.losses import set_values
 from pretrain.rundir.speeds import SCORED_SPEED
 from pretrain.terminal.train_lines import perplexity
 from pretrain.weights.trained_model import TrainedModel
+
+TextSizes = tuple[np.ndarray, np.ndarray]
 
 
 class Scorer(Protocol):
@@ -94,8 +98,11 @@ def evaluate(
     max_tokens: int = 0,
     advance: Callable[[int], None] = lambda tokens: None,
     before_batch: Callable[[], None] = lambda: None,
+    text_sizes: TextSizes | None = None,
 ) -> EvaluationResult:
     """Score a split, or about its first `max_tokens` tokens, on all ranks together.
+
+    `text_sizes` are those of the corpus' tokenizer, which is loaded to know them.
 
     `advance` is called with the number of tokens of each batch. `before_batch` is called by every
     rank before each batch, of which all have equally many, and may raise. Bytes and characters are
@@ -107,9 +114,7 @@ def evaluate(
     # A rank without a lane computes one that is not counted: under ZeRO-3 every rank must run
     # every module.
     stream = EvaluationStream(corpus, num_lanes, segment_length, lanes or range(1), max_tokens)
-    bytes_V, characters_V = (
-        torch.from_numpy(sizes) for sizes in tokenizer_of(corpus.directory.parent).text_sizes()
-    )
+    bytes_V, characters_V = map(torch.from_numpy, text_sizes or text_sizes_of(corpus))
     remembered = min(memory_length, stream.num_tokens)  # there are no more tokens to remember
     start = time.perf_counter()
     # Of each lane: loss and tokens by position, bytes, characters. Rows of other ranks stay zero.
@@ -153,6 +158,11 @@ def evaluate(
     )
 
 
+def text_sizes_of(corpus: Corpus) -> TextSizes:
+    """Return the bytes and characters of text of each of its tokens."""
+    return tokenizer_of(corpus.directory.parent).text_sizes()
+
+
 def training_evaluator(
     run: RunConfig,
     engine: Engine,
@@ -170,6 +180,9 @@ def training_evaluator(
         directory: Corpus.open(directory) for directory in (validation, *(sets or {}).values())
     }
 
+    # To load a tokenizer takes a second, and thousands of ranks would read its file each time.
+    sizes_of = functools.cache(text_sizes_of)
+
     def measure(memory_length: int, directory: Path = validation) -> EvaluationResult:
         before_corpus()
         return evaluate(
@@ -180,6 +193,7 @@ def training_evaluator(
             num_lanes=run.evaluation.lanes,
             max_tokens=run.evaluation.max_tokens,
             before_batch=before_batch,
+            text_sizes=sizes_of(corpora[directory]),
         )
 
     def values() -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from data_pipeline import settled_files
 from data_pipeline.cli import main as data_pipeline
 from data_pipeline.corpora import manifest
 from data_pipeline.corpora.corpus import Corpus
@@ -130,7 +131,7 @@ def test_a_run_with_a_password_resumes_and_no_file_or_line_shows_it(
         return parse(tree, path)
 
     monkeypatch.setattr(manifest, "_parse", counted)
-    monkeypatch.setattr(manifest, "SETTLED_NS", 0)  # else a fast start parses a new file again
+    monkeypatch.setattr(settled_files, "SETTLED_NS", 0)  # else a fast start parses a new file again
     with FileServer(corpus) as server:
         server.authorization = f"Basic {base64.b64encode(f'me:{password}'.encode()).decode()}"
         host = server.url.removeprefix("http://")

@@ -3,6 +3,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +17,13 @@ from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
-from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
+from pretrain.evaluation.evaluate import (
+    EvaluationResult,
+    TrainedScorer,
+    evaluate,
+    loss_rows,
+    training_evaluator,
+)
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.terminal.text import text_table
 from pretrain.weights.trained_model import TrainedModel
@@ -107,6 +115,16 @@ def test_the_loss_is_the_mean_of_the_losses_by_position(scorer, corpus):
     assert len(result.loss_by_position) == 4
     assert sum(result.loss_by_position) / 4 == pytest.approx(result.loss, rel=0.05)
     assert len(set(result.loss_by_position)) == 4
+
+
+def test_evaluations_while_training_load_the_tokenizer_once(scorer, corpus, monkeypatch):
+    run = replace(scorer.trained.config, data=DataConfig(path=corpus.directory.parent, lanes=2))
+    measure = training_evaluator(run, scorer)
+    loads: list[Path] = []
+    load = Tokenizer.load
+    monkeypatch.setattr(Tokenizer, "load", lambda path: (loads.append(path), load(path))[1])
+    assert measure() == measure()
+    assert loads == [corpus.directory.parent / "tokenizer"]
 
 
 def test_progress_hears_of_every_token(scorer, corpus):
