@@ -139,7 +139,8 @@ def _valley(points: Points, budget: float) -> Valley:
     )
     if not bend > 0:
         return replace(valley, reason="the losses curve downward: there is no lowest size")
-    size = float(np.exp(center + half * vertex))
+    with np.errstate(over="ignore"):  # a nearly straight line has its vertex anywhere
+        size = float(np.exp(center + half * vertex))
     reason = ""
     if not bottom > 0:
         reason = "the parabola's lowest loss is negative: is a run an outlier?"

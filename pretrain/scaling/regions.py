@@ -21,6 +21,7 @@ from pretrain.scaling.points import Array
 
 SMALLEST_NOISE = 1e-6  # relative; a fit closer than this is exact for all that losses can say
 FEWEST_FREE = 2  # degrees of freedom; with one, Student's t is 12.7 and no interval says anything
+TWO_SIDED = 0.975  # quantile of Student's t for an interval of 95%
 ROUNDS = 14  # of finer grids
 ENOUGH = 1 / 8  # of a grid's cells inside
 MOST_CELLS = 300  # that become curves of the region
@@ -28,7 +29,9 @@ AROUND = {2: 16, 3: 64}  # directions that cover a circle, a sphere
 RIDGE = 1e-13
 
 
-def allowed_excess(least: float, free: int, noise: float = SMALLEST_NOISE) -> float:
+def allowed_excess(
+    least: float, free: int, noise: float = SMALLEST_NOISE, quantile: float = TWO_SIDED
+) -> float:
     """How far above the least sum of squares (relative errors) a curve of the region may be.
 
     `noise` is what single losses are known to err by; the errors of a fit may be smaller by chance.
@@ -36,7 +39,7 @@ def allowed_excess(least: float, free: int, noise: float = SMALLEST_NOISE) -> fl
     from scipy.special import stdtrit
 
     assert free > 0
-    return float(stdtrit(free, 0.975)) ** 2 * max(least / free, noise**2, SMALLEST_NOISE**2)
+    return float(stdtrit(free, quantile)) ** 2 * max(least / free, noise**2, SMALLEST_NOISE**2)
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,11 @@ class GridRegion:
 
 
 def grid_region(
-    axes: tuple[Array, Array], squares_of: Callable[[Array, Array], Array], free: int, noise: float
+    axes: tuple[Array, Array],
+    squares_of: Callable[[Array, Array], Array],
+    free: int,
+    noise: float,
+    quantile: float = TWO_SIDED,
 ) -> GridRegion:
     """Grids finer and finer around what is inside, until ENOUGH of its cells are."""
     least = np.inf
@@ -63,7 +70,7 @@ def grid_region(
     for _ in range(ROUNDS):
         squares_AB = squares_of(*axes)
         least = min(least, float(squares_AB.min()))
-        allowed = least + allowed_excess(least, free, noise)
+        allowed = least + allowed_excess(least, free, noise, quantile)
         inside_AB = (squares_AB <= allowed) | (squares_AB == squares_AB.min())
         region = GridRegion(axes, inside_AB, least, allowed)
         if inside_AB.mean() >= ENOUGH:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -76,6 +77,18 @@ def test_losses_that_bend_downwards_are_no_valley():
     points = make_points(size_P, budget_P / 6 / size_P, loss_P, budget=budget_P, source="runs.csv")
     with pytest.raises(DataError, match=r"0 of 2 budgets have a vertex.*curve downward"):
         fit_isoflop(points)
+
+
+def test_a_vertex_that_is_too_far_for_a_number_costs_no_warning():
+    points = simulated(budgets=(1e18, 1e20, 3), num_sizes=5)
+    straight_P = 3 - 0.01 * np.log(points.parameters_P) + 1e-7 * np.log(points.parameters_P) ** 2
+    is_first_P = points.budget_P == points.budgets[0]
+    loss_P = np.where(is_first_P, straight_P, points.loss_P)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit = fit_isoflop(replace(points, loss_P=loss_P))
+    assert np.isinf(fit.valleys[0].parameters)
+    assert not fit.valleys[0].is_used
 
 
 def test_a_wide_grid_biases_the_vertex_which_is_why_it_is_said():
