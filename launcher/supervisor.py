@@ -92,7 +92,7 @@ def supervise(
             ranks = start(number)
         except StopWhileWaiting:
             return _stopped_between_attempts(run_dir, stop, job)
-        statuses = tuple(ranks.wait(meanwhile=_stopper(ranks, stop, meanwhile)))
+        statuses = tuple(ranks.wait(meanwhile=_stopper(ranks, stop, meanwhile, job)))
         hung = any(map(ended_by_watchdog, statuses))
         attempts.append(
             AttemptResult(
@@ -140,21 +140,29 @@ def next_attempt_number(run_dir: RunDir) -> int:
     return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
 
 
-def _stopper(ranks: Ranks, stop: StopSignals, meanwhile: Callable[[], None]) -> Callable[[], None]:
-    """Passes the first request to stop on to the ranks; the second one kills them."""
-    passed_on = 0
+def _stopper(
+    ranks: Ranks, stop: StopSignals, meanwhile: Callable[[], None], job: str | None
+) -> Callable[[], None]:
+    """Passes the first request to stop on to the ranks; the second one kills them.
+
+    Another SIGTERM is passed on, too, which ends a wait of the ranks for storage; not in a job, to
+    which Slurm sends several.
+    """
+    passed_on = received = 0
 
     def poll() -> None:
-        nonlocal passed_on
+        nonlocal passed_on, received
         meanwhile()
-        if stop.requests == passed_on:
+        is_repeated = job is None and len(stop.received) > received
+        if stop.requests == passed_on and not is_repeated:
             return
         if passed_on == 0:
             _log.info("asking the ranks to save and stop; Ctrl-C again kills them")
+        if passed_on in (0, stop.requests):
             ranks.terminate()
         else:
             ranks.kill()
-        passed_on = stop.requests
+        passed_on, received = stop.requests, len(stop.received)
 
     return poll
 

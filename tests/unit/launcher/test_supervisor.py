@@ -23,6 +23,7 @@ from launcher.supervisor import Ranks, supervise
 from pretrain.config.run import RunConfig
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.launch_events import AttemptEnded, AttemptReason, NextAction
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Started
 from tests.helpers.full_disk import full_disk
@@ -85,14 +86,17 @@ def patient(run_dir: RunDir, stop: StopSignals) -> RunDir:
 
 
 @contextlib.contextmanager
-def signal_when(condition: Callable[[], bool], stop: StopSignals) -> Iterator[None]:
-    """Send this process SIGTERM as soon as the condition holds."""
+def signal_when(
+    condition: Callable[[], bool], stop: StopSignals, *later: Callable[[], bool]
+) -> Iterator[None]:
+    """Send this process SIGTERM as soon as the condition holds, and again for each later one."""
 
     def send() -> None:
         deadline = time.monotonic() + 30
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
+        for each in (condition, *later):
+            while not each() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     sender = threading.Thread(target=send)
     with stop:
@@ -199,3 +203,29 @@ def test_ctrl_c_before_the_ranks_are_up_promises_no_checkpoint(tmp_path, caplog)
     assert caplog.messages[-1] == (
         "stopped before the first step; nothing was saved; rerun the same command to start again"
     )
+
+
+# Stands for a rank whose last save waits for storage: the first request to stop it, the second ends
+# the wait.
+WAITS_FOR_STORAGE = """
+import pathlib, signal, sys, time
+got = []
+signal.signal(signal.SIGTERM, lambda *_: got.append(1))
+while len(got) < 2:
+    pathlib.Path(sys.argv[1]).write_text(str(len(got)))
+    time.sleep(0.02)
+raise SystemExit(75)
+"""
+
+
+def test_another_sigterm_reaches_ranks_that_wait_for_storage_and_kills_none(run_dir, tmp_path):
+    stop, seen = StopSignals(), tmp_path / "seen"
+    waits = starter([sys.executable, "-I", "-S", "-c", WAITS_FOR_STORAGE, str(seen)], 1, run_dir)
+
+    def has_got(count: str) -> Callable[[], bool]:
+        return lambda: seen.exists() and seen.read_text() == count
+
+    with signal_when(has_got("0"), stop, has_got("1")):
+        supervise(run_dir, waits, RestartPolicy(), stop)
+    (ended,) = events_of(run_dir.ledger.read(), AttemptEnded)
+    assert (ended.statuses, ended.reason) == ((75,), AttemptReason.STOP_REQUESTED)
