@@ -144,10 +144,9 @@ class SlurmRanks:
         self.first_failure: int | None = None
         self.failed_nodes: list[str] = []  # by srun's or sinfo's word, known after `wait`
         files = AttemptFiles(run_dir.logs, attempt)
-        files.create()
+        files.create_meeting()
         self.logs = files.rank_logs(step.ranks)
         meeting = meeting_point(step, run_dir.path, attempt)
-        Path(meeting[PORT_FILE_VARIABLE]).unlink(missing_ok=True)
         task = rank_task(step.code, run_dir.path, attempt, command)
         line = srun_command(step, task, [run_dir.path], Path.cwd())
         self._log = files.srun_log

@@ -1,7 +1,7 @@
 """Where the files of each attempt are. Torch-free.
 
 RUN/logs/attempt-3/rank-12.log    what rank 12 wrote      rank-12.status    how it ended (Slurm)
-                   srun.log       the same of its srun    port              where rank 0 listens
+                   srun.log       the same of its srun    meeting/port      where rank 0 listens
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class AttemptFiles:
 
     @property
     def port(self) -> Path:
-        return self.directory / "port"
+        """In a directory of its own: all ranks list it until rank 0 has written the file."""
+        return self.directory / "meeting" / "port"
 
     def rank_log(self, rank: int | str) -> Path:
         """The log of a rank; `{rank}` is a place for its number."""
@@ -45,6 +46,12 @@ class AttemptFiles:
     def create(self) -> None:
         """Create the directory; DataError if a link leads there."""
         folder_below(self.logs.parent, f"{self.logs.name}/{self.directory.name}")
+
+    def create_meeting(self) -> None:
+        """Create the directory of the port, which no rank has written yet."""
+        self.create()
+        folder_below(self.directory, self.port.parent.name)
+        self.port.unlink(missing_ok=True)
 
     def logged_ranks(self) -> dict[int, Path]:
         """The logs that ranks have begun, by rank."""

@@ -19,6 +19,7 @@ from pretrain.config.engine import EngineConfig
 from pretrain.distributed.rendezvous import collective_timeout, meeting_store
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.distributed.world import destroy_process_group, init_world
+from pretrain.rundir.attempt_files import AttemptFiles
 
 
 def met(number: int, file: Path, monkeypatch: pytest.MonkeyPatch) -> list[Store]:
@@ -58,6 +59,26 @@ def test_a_rank_that_looked_for_the_port_too_early_still_finds_it(tmp_path, monk
     first, second = met(0, tmp_path / "port", monkeypatch)
     assert second.get("run") == b"0"
     assert first.num_keys() == second.num_keys()
+
+
+def test_ranks_that_wait_for_the_port_list_nothing_else(tmp_path, monkeypatch):
+    """A listing of thousands of logs by each of thousands of ranks would stop a file server."""
+    files = AttemptFiles(tmp_path / "logs", 3)
+    files.create_meeting()
+    files.port.write_text("1\n")
+    files.create_meeting()  # the supervisor was killed, and its attempt's number is used again
+    for log in files.rank_logs(5):
+        log.touch()
+    listed: list[int] = []
+    names_in = os.listdir
+    monkeypatch.setattr(
+        os, "listdir", lambda path: (listed.append(len(names_in(path))), names_in(path))[1]
+    )
+    first, second = met(0, files.port, monkeypatch)
+    assert second.get("run") == b"0"
+    assert first.num_keys() == second.num_keys()
+    assert listed[0] == 0
+    assert max(listed) == 1
 
 
 def test_a_file_that_nobody_writes_is_waited_for_as_long_as_asked(tmp_path):
