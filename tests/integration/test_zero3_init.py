@@ -17,12 +17,13 @@ DEEP: dict[str, Any] = {
     "num_heads": 2,
     "d_inner": 64,
 }
-SHARING = (
+SHARING = (  # or not, in each its own way; and members that draw weights in theirs
     "untied_embedding",
     "adaptive_div2",
     "narrow_embedding",
     "compressive",
-)  # or not, in each its own way
+    "members_together",
+)
 TIED: dict[str, Any] = {
     "vocab_size": 37,
     "num_layers": 2,

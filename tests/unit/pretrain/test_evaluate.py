@@ -27,15 +27,16 @@ from pretrain.evaluation.evaluate import (
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.terminal.text import text_table
 from pretrain.weights.trained_model import TrainedModel
+from tests.helpers.models import VARIANTS
 
 
 @pytest.fixture
-def scorer(corpus):
+def scorer(corpus, request):
+    """Scores with a tiny model, of the variant that a test names as its parameter."""
     torch.manual_seed(1)
-    vocab_size = corpus.manifest.vocab_size
-    config = ModelConfig(
-        vocab_size=vocab_size, num_layers=2, d_model=16, num_heads=2, memory_length=16, init_std=0.3
-    )
+    given = {"num_layers": 2, "d_model": 16, "num_heads": 2, "memory_length": 16, "init_std": 0.3}
+    options = {**given, **VARIANTS[getattr(request, "param", "plain")]}
+    config = ModelConfig(vocab_size=corpus.manifest.vocab_size, **options)
     run = RunConfig(model=config, data=DataConfig(lanes=2))
     trained = TrainedModel(TransformerXL(config).double().eval(), run, 0, corpus.directory.parent)
     yield TrainedScorer(trained, init_world())
@@ -73,12 +74,15 @@ def test_every_token_is_scored_once_for_any_lanes_and_segments(scorer, corpus):
         assert result.tokens == corpus.num_tokens
 
 
+@pytest.mark.parametrize("scorer", ["plain", "deltanet", "deltanet_alone", "scaled"], indirect=True)
 def test_one_lane_with_a_memory_as_long_as_the_split_equals_one_forward_pass(scorer, corpus):
     tokens_L = targets_in_order(corpus)
     end = torch.tensor([corpus.manifest.end_id])
     inputs_BL = torch.cat([end, tokens_L[:-1]])[None]
     with torch.no_grad():
-        nll_BL, _ = scorer.trained.module(inputs_BL, tokens_L[None], memory_length=len(tokens_L))
+        nll_BL, _ = scorer.trained.module(
+            inputs_BL, tokens_L[None], None, inputs_BL == end, memory_length=len(tokens_L)
+        )
     result = measured(scorer, corpus, num_lanes=1, memory_length=corpus.num_tokens)
     assert result.loss == pytest.approx(float(nll_BL.mean()), abs=1e-9)
     assert result.perplexity == pytest.approx(math.exp(result.loss))
