@@ -24,6 +24,7 @@ from pretrain.evaluation.evaluate import (
     loss_rows,
     training_evaluator,
 )
+from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.terminal.text import text_table
 from pretrain.weights.trained_model import TrainedModel
@@ -79,9 +80,10 @@ def test_one_lane_with_a_memory_as_long_as_the_split_equals_one_forward_pass(sco
     tokens_L = targets_in_order(corpus)
     end = torch.tensor([corpus.manifest.end_id])
     inputs_BL = torch.cat([end, tokens_L[:-1]])[None]
+    starts_BL = document_starts(inputs_BL, corpus.manifest.end_id)
     with torch.no_grad():
         nll_BL, _ = scorer.trained.module(
-            inputs_BL, tokens_L[None], None, inputs_BL == end, memory_length=len(tokens_L)
+            inputs_BL, tokens_L[None], None, starts_BL, memory_length=len(tokens_L)
         )
     result = measured(scorer, corpus, num_lanes=1, memory_length=corpus.num_tokens)
     assert result.loss == pytest.approx(float(nll_BL.mean()), abs=1e-9)
