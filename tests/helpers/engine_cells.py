@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,23 @@ def train_cells(corpus: Path, output: Path, cells: list[dict[str, Any]], num_ran
     with RankGroup(command, num_ranks, output / f"logs-{cells[0]['name']}") as group:
         statuses = group.wait(timeout=280)
     assert not any(statuses), describe_failure(statuses, group.logs)
+
+
+def run_helper(module: str, output: Path, *words: str) -> None:
+    """Run a program of `tests.helpers` that forks ranks; `words` are its arguments.
+
+    It writes into `output`, also the ranks' logs.
+    """
+    command = [sys.executable, "-m", f"tests.helpers.{module}", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    logs = (log.read_text() for log in output.rglob("*.log"))
+    assert done.returncode == 0, done.stderr + "".join(logs)
+
+
+def losses_of(output: Path, name: str) -> dict[int, float]:
+    """Return the losses of a cell, by step."""
+    tree = json.loads((output / f"{name}.json").read_text())
+    return {int(step): float.fromhex(loss) for step, loss in tree["losses"].items()}
 
 
 def read_result(path: Path) -> dict[str, dict[int, float]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import FragmentReader, load_memory
 from pretrain.checkpoint.replicas import odd_ranks
 from pretrain.commands.same_run import STATE_TOLERANCE, differing_progress, differing_values
+from tests.helpers.engine_cells import losses_of, run_helper
 
 LANES = range(8)
 # (ranks, ZeRO stage, last step)
@@ -93,24 +92,8 @@ def output(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("elastic")
     path = output / "cells.json"
     path.write_text(json.dumps([*chain_cells(), drift_cell()]))
-    command = [
-        sys.executable,
-        "-m",
-        "tests.helpers.engine_worker",
-        str(tiny_corpus),
-        str(output),
-        str(path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr + "".join(
-        log.read_text() for log in output.glob("*.log")
-    )
+    run_helper("engine_worker", output, str(tiny_corpus), str(output), str(path))
     return output
-
-
-def losses_of(output: Path, name: str) -> dict[int, float]:
-    tree = json.loads((output / f"{name}.json").read_text())
-    return {int(step): float.fromhex(loss) for step, loss in tree["losses"].items()}
 
 
 @pytest.mark.slow

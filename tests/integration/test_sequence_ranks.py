@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from pretrain.commands.same_run import (
 )
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Finished, TrainingBegan
+from tests.helpers.engine_cells import largest_difference, losses_of, run_helper
 from tests.helpers.sequence_cells import CASES, CHAIN, END, chain_cells
 
 TOLERANCE = 1e-5
@@ -33,22 +32,8 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def output(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("sequence")
-    command = [sys.executable, "-m", "tests.helpers.sequence_cells", str(tiny_corpus), str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr + "".join(
-        log.read_text() for log in output.rglob("rank-*.log")
-    )
+    run_helper("sequence_cells", output, str(tiny_corpus), str(output))
     return output
-
-
-def losses_of(output: Path, name: str) -> dict[int, float]:
-    tree = json.loads((output / f"{name}.json").read_text())
-    return {int(step): float.fromhex(loss) for step, loss in tree["losses"].items()}
-
-
-def largest_difference(left: dict[int, float], right: dict[int, float]) -> float:
-    assert left.keys() <= right.keys()
-    return max(abs(left[step] - right[step]) for step in left)
 
 
 def checkpoint_of(output: Path, name: str, step: int) -> marker.Checkpoint:
