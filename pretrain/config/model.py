@@ -329,7 +329,8 @@ class ModelConfig:
 
     @property
     def num_attention_layers(self) -> int:
-        return sum(attends(self.layer_kind(layer)) for layer in range(self.num_layers))
+        kinds = self.layer_kinds or ("attention",)
+        return sum(map(attends, kinds)) * (self.num_layers // len(kinds))
 
     @property
     def num_deltanet_layers(self) -> int:

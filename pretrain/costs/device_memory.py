@@ -257,7 +257,10 @@ def _activations(
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Bytes of one layer from the forward to the backward pass, counted tensor by tensor."""
+    """Bytes of one layer from the forward to the backward pass, counted tensor by tensor.
+
+    Cached, because plans ask of thousands of settings, each for all layers of a kind.
+    """
 
     run: RunConfig
     lanes: int
@@ -266,19 +269,19 @@ class LayerActivations:
     kind: LayerKind
     memory: int  # M, rows that the layer remembers
 
-    @property
+    @cached_property
     def kept(self) -> float:
         """From forward to backward."""
         return self._rows + self.weights + self._masks
 
-    @property
+    @cached_property
     def weights(self) -> float:
         """What selective checkpointing computes again: attention's weights, the delta rule."""
         if not attends(self.kind):
             return self.lanes * self._deltanet.kept_by_rule(self.width)
         return self._pairs * (1 + self._drops_weights * self._is_plain)
 
-    @property
+    @cached_property
     def working(self) -> float:
         """During its backward pass only: about the gradients of what was kept."""
         if not attends(self.kind):  # the delta rule's tensors are freed as its gradients come
@@ -302,7 +305,7 @@ class LayerActivations:
         )
         return float(self.width * needed.elements)
 
-    @property
+    @cached_property
     def _rows(self) -> float:
         """All tensors with a row per token, key or distance; a deltanet's joined weights."""
         model, T, M = self.run.model, self._tokens, self.memory
@@ -336,7 +339,7 @@ class LayerActivations:
         rows = T * model.num_heads + 2 * (T + M) * model.key_heads
         return 2.0 * self.width * self.lanes * rows * model.head_width / self._ranks
 
-    @property
+    @cached_property
     def _pairs(self) -> float:
         """Attention's weights."""
         T, M, heads = self._tokens, self.memory, self.run.model.num_heads // self._ranks
@@ -374,7 +377,7 @@ class LayerActivations:
     def _deltanet(self) -> DeltaNetCosts:
         return DeltaNetCosts(self.run.model, self._tokens)
 
-    @property
+    @cached_property
     def _is_plain(self) -> bool:
         on_gpu = self.on_gpu and bool(plain_attention_reason(self.run))
         return on_gpu or not kernel_traits(self.run.engine.attention_kernel).is_fused
