@@ -47,11 +47,12 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, An
 def check_table_path(path: Path, names: Iterable[str]) -> None:
     """Warn if a table about to be replaced has other rows than these, by their first cells.
 
-    ConfigError for the name of a YAML file: nobody wants a table there, least of all in place of an
-    experiment.
+    ConfigError for the name of a YAML or JSON file: nobody wants a table there, least of all in
+    place of an experiment.
     """
-    if path.suffix in YAML_SUFFIXES:
-        raise ConfigError(f"{path} has the name of a YAML file, expected that of a table, x.csv")
+    if path.suffix in (*YAML_SUFFIXES, ".json"):
+        kind = "JSON" if path.suffix == ".json" else "YAML"
+        raise ConfigError(f"{path} has the name of a {kind} file, expected that of a table, x.csv")
     try:
         rows = read_csv(read_regular(path).decode())
     except (OSError, ValueError, csv.Error):  # there is none, or it is none

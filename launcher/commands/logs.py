@@ -33,6 +33,11 @@ _STATE_SECONDS = 3.0  # between two looks at whether the run is still active
 _MARK = re.compile(r"supervisor: attempt (\d+): ")  # what the supervisor logs when one starts
 _NUM_LAST_LINES = 10  # of the logs of a run that failed without an error line
 
+HINTS = {
+    **dict.fromkeys(("-n", "--tail", "--num-lines"), "use --lines"),
+    **dict.fromkeys(("--watch", "--live"), "use --follow"),
+}
+
 
 @dataclass(frozen=True)
 class RankLogs:

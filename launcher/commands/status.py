@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from launcher.commands.tables import RunsTable
 
+HINTS = dict.fromkeys(("--follow", "-f", "--live"), "use --watch")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher status`."""

@@ -27,6 +27,8 @@ def test_a_table_of_other_rows_is_not_replaced_silently(tmp_path, caplog):
     assert caplog.messages == [f"{path}: replaced a table that also had b, c, d and 1 more"]
     with pytest.raises(ConfigError, match=r"x.yaml has the name of a YAML file, expected that of"):
         check_table_path(tmp_path / "x.yaml", ["a"])
+    with pytest.raises(ConfigError, match=r"x.json has the name of a JSON file, expected that of"):
+        check_table_path(tmp_path / "x.json", ["a"])
 
 
 @pytest.mark.parametrize("text", FORMULAS)
