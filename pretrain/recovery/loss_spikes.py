@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import TrainingError
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, broadcast_value
 from pretrain.recovery.spike_detector import Spike, detector_of
+from pretrain.rundir.metrics_file import (
+    is_longer_than_its_end,
+    latest_measurements,
+    measurements_of,
+)
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import GaveUp
 from pretrain.state import TrainState
+
+# What is usual follows from the last window of losses. A detector that starts so many windows back
+# has forgotten by now where it started.
+WINDOWS_READ = 20
 
 
 class SpikeFound(Exception):
@@ -36,7 +46,7 @@ class SpikeMonitor:
         self._detector = detector_of(run)
         self._skipped: deque[tuple[int, bool]] = deque(maxlen=run.recovery.window)
         if world.is_main:
-            measured = [line for line in run_dir.read_metrics() if line["kind"] == "train"]
+            measured = _last_steps(run_dir.metrics, WINDOWS_READ * run.recovery.window)
             self._observe(line for line in measured if line["step"] <= state.step)
 
     @property
@@ -86,3 +96,12 @@ class SpikeMonitor:
             f"recovery.max_skipped_fraction={self._run.recovery.max_skipped_fraction:g} of the "
             "updates, so the run does not learn; lower optim.learning_rate or clean the data"
         )
+
+
+def _last_steps(metrics: Path, least: int) -> list[dict[str, Any]]:
+    """Return the lines of steps at the end of metrics.jsonl, oldest first: all of them, or from a
+    long file at least so many. To read those of 500,000 steps would keep every rank waiting."""
+    lines = [line for line in latest_measurements(metrics) if line["kind"] == "train"]
+    if len(lines) < least and is_longer_than_its_end(metrics):
+        return [line for line in measurements_of(metrics) if line["kind"] == "train"]
+    return lines[::-1]

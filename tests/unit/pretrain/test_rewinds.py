@@ -6,7 +6,9 @@ its history of 10 steps is complete.
 
 from __future__ import annotations
 
+import json
 import logging
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,10 +32,13 @@ from pretrain.config.run import (
 )
 from pretrain.distributed.sequence import SequenceShare
 from pretrain.distributed.world import World, init_world
+from pretrain.recovery import loss_spikes
 from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
+from pretrain.recovery.spike_detector import suspected_since
 from pretrain.recovery.suspects import _write_suspects
 from pretrain.run import run_training
 from pretrain.rundir.ledger import events_of, skipped_windows
+from pretrain.rundir.metrics_file import is_longer_than_its_end
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import (
     Finished,
@@ -173,6 +178,28 @@ def test_overflows_are_no_steps_of_a_spike_and_do_not_end_one(run, run_dir, worl
     assert monitor.suspected_since == 41
     with pytest.raises(SpikeFound, match="steps 41 to 51 were all skipped"):
         monitor.check(lines(51, 51, skipped=True))
+
+
+@pytest.mark.parametrize(("windows", "is_read_whole"), [(20, False), (10_000, True)])
+def test_a_long_run_resumes_with_the_suspicion_that_all_its_losses_raise(
+    run, run_dir, world, monkeypatch, windows, is_read_whole
+):
+    count, noise = 45_000, random.Random(1)
+    losses = [3.0 + noise.gauss(0, 0.05) for _ in range(count)] + [9.0, 9.0]
+    measured = [train_line(step, loss) for step, loss in enumerate(losses, start=1)]
+    run_dir.path.mkdir()
+    run_dir.metrics.write_text("".join(json.dumps(each) + "\n" for each in measured))
+    run = replace(run, optim=OptimConfig(steps=90_000))
+    monkeypatch.setattr(loss_spikes, "WINDOWS_READ", windows)
+    assert is_longer_than_its_end(run_dir.metrics)
+    whole: list[Path] = []
+    monkeypatch.setattr(
+        loss_spikes, "measurements_of", lambda path: (whole.append(path), measured)[1]
+    )
+    state = TrainState(step=count + 1)
+    assert SpikeMonitor(run, run_dir, world, state).suspected_since == count + 1
+    assert suspected_since(run, measured, state.step) == count + 1
+    assert bool(whole) == is_read_whole
 
 
 def test_a_run_takes_its_warm_up_and_its_phases_into_account(run, run_dir, world):
