@@ -106,7 +106,8 @@ class Machine:
         capacity, on_gpu = self.hardware.usable_memory, self.hardware.on_gpu
         known = self._with_precision(run)
         if cheapest_fit(known, ranks, capacity, on_gpu):
-            words = f"what is offloaded exceeds --host-memory, {self.host_memory / GIB:,.0f} GiB"
+            words = "what is offloaded, drawn or copied while saving exceeds --host-memory, "
+            words += f"{self.host_memory / GIB:,.0f} GiB"
         else:
             words = advice(known, ranks, capacity, on_gpu)
         largest = self._largest_that_fits(shaped, budget)

@@ -102,7 +102,7 @@ def test_host_memory_is_checked_if_it_is_known(tmp_path, capsys):
     assert 10 < cell.facts["host_gib"] < 1e12 / GIB
     assert plan(tmp_path, *arguments, "--host-memory", "150G") == 2
     assert (
-        "what is offloaded exceeds --host-memory, 140 GiB; the nearest size"
+        "what is offloaded, drawn or copied while saving exceeds --host-memory, 140 GiB; the "
         in capsys.readouterr().err
     )
 
