@@ -97,9 +97,11 @@ check: $(DEV_STAMP)  ## format, lint and types
 	pyright
 
 # In the order of collection: the integration tests, whose files take longest, start first. By default
-# xdist starts the files with the most tests first, and these have few.
+# xdist starts the files with the most tests first, and these have few. Tests of runs often wait for
+# their ranks to start, so there is a worker more than cores, and at most four.
+WORKERS = $(shell $(BIN)/python -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 test: $(DEV_STAMP)  ## the whole suite, but for what needs a GPU or a Slurm of its own
-	python -m pytest -q -m "not gpu and not slurm" -n auto --maxprocesses 4 --dist loadfile \
+	python -m pytest -q -m "not gpu and not slurm" -n $(WORKERS) --dist loadfile \
 		--no-loadscope-reorder --durations=10
 
 test-slurm: $(DEV_STAMP)  ## runs on a real Slurm of four nodes on this machine (docs/reliability.md says what it needs)
