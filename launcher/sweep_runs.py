@@ -92,13 +92,17 @@ ARRAYS = ".arrays"  # next to the cells' directories; no cell's name starts with
 
 
 def classes(
-    cells: Sequence[CellRun], cluster: ClusterConfig, nodes: NodeRange
+    cells: Sequence[CellRun],
+    cluster: ClusterConfig,
+    nodes: NodeRange,
+    *,
+    is_dry_run: bool = False,
 ) -> dict[int, list[CellRun]]:
     """Number of nodes -> the cells that need as many: each gets the fewest within `nodes` that can
     run it."""
     found: dict[int, list[CellRun]] = {}
     for cell in cells:
-        found.setdefault(_fewest_nodes(cell, cluster, nodes), []).append(cell)
+        found.setdefault(_fewest_nodes(cell, cluster, nodes, is_dry_run), []).append(cell)
     return dict(sorted(found.items()))
 
 
@@ -181,13 +185,15 @@ def was_array_task(run_dir: RunDir) -> bool:
     return event is not None and "_" in event.job
 
 
-def _fewest_nodes(cell: CellRun, cluster: ClusterConfig, nodes: NodeRange) -> int:
+def _fewest_nodes(cell: CellRun, cluster: ClusterConfig, nodes: NodeRange, is_dry_run: bool) -> int:
     config = with_vocabulary(with_absolute_paths(cell.config))
     problem = ""
     planned = cell.cell.facts.get("nodes", 1)  # by 'pretrain scale plan'
     for count in range(int(max(nodes.least, min(nodes.most, planned))), nodes.most + 1):
         try:
-            for line in check_run(config, cluster, NodeRange(count, count), cell.path.resolve()):
+            path = cell.path.resolve()
+            only = NodeRange(count, count)
+            for line in check_run(config, cluster, only, path, is_dry_run=is_dry_run):
                 print(f"{cell.cell.name}: {line}", file=sys.stderr)
             return count
         except ConfigError as error:

@@ -95,7 +95,13 @@ def run(arguments: argparse.Namespace) -> int:
     if is_staged:
         check_staging(job.cluster, arguments.stage_directory)
     notes = missing_notes(config)
-    notes += check_run(with_vocabulary(config), job.cluster, job.nodes, job.run_dir)
+    notes += check_run(
+        with_vocabulary(config),
+        job.cluster,
+        job.nodes,
+        job.run_dir,
+        is_dry_run=arguments.dry_run,
+    )
     notes += path_notes(config, job.cluster, job.run_dir, job.python)
     if arguments.dry_run:
         refuse_done(job, config)

@@ -225,7 +225,8 @@ def _submit(
             "a sweep have none"
         )
     waiting = [cell for cell in cells if cell.is_waiting]
-    for count, group in classes(waiting, cluster, nodes).items():
+    found = classes(waiting, cluster, nodes, is_dry_run=arguments.dry_run)
+    for count, group in found.items():
         after = None
         for part in parts_of(group, _largest_array(arguments.dry_run)):
             job, script = array_of(

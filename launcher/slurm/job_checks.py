@@ -25,19 +25,27 @@ from pretrain.costs.node_range import NodeRange
 
 
 def check_run(
-    config: RunConfig, cluster: ClusterConfig, nodes: NodeRange, run_dir: Path
+    config: RunConfig,
+    cluster: ClusterConfig,
+    nodes: NodeRange,
+    run_dir: Path,
+    *,
+    is_dry_run: bool = False,
 ) -> list[str]:
     """Raise ConfigError if the run cannot work there.
 
-    Returns warnings, a line each. `config` has its vocabulary size.
+    Returns warnings, a line each. `config` has its vocabulary size. A dry run may be on a host with
+    other disks than the cluster's: there, a full disk is a warning.
     """
     ranks = nodes.least * cluster.tasks_per_node
     accumulation_steps(config, ranks)
     config = with_precision(config, best="bf16" if cluster.num_gpus else "fp32")
     if cluster.gpu_model:
         _check_memory(config, cluster, ranks)
-    _check_disk(config, run_dir)
+    if (problem := _full_disk(config, run_dir)) and not is_dry_run:
+        raise ConfigError(problem)
     return [
+        *([f"note: {problem}"] if problem else []),
         *_uneven_sizes(config, cluster, nodes),
         *_split_groups(config, cluster),
         *_slow_checkpoints(config, cluster, ranks),
@@ -119,17 +127,19 @@ def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None
         )
 
 
-def _check_disk(config: RunConfig, run_dir: Path) -> None:
+def _full_disk(config: RunConfig, run_dir: Path) -> str:
+    """What to do if the run's checkpoints do not fit its disk; empty if they do."""
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     kept = config.checkpoint.keep_last + 1
     needed = kept * checkpoint_bytes(config)
-    if needed > free:
-        raise ConfigError(
-            f"{existing} has {free / GIB:.1f} GiB free, {kept} checkpoints need "
-            f"{needed / GIB:.1f} GiB; "
-            "free disk space, choose another run directory or lower checkpoint.keep_last"
-        )
+    if needed <= free:
+        return ""
+    return (
+        f"{existing} has {free / GIB:.1f} GiB free, {kept} checkpoints need "
+        f"{needed / GIB:.1f} GiB; "
+        "free disk space, choose another run directory or lower checkpoint.keep_last"
+    )
 
 
 def _uneven_sizes(config: RunConfig, cluster: ClusterConfig, nodes: NodeRange) -> list[str]:

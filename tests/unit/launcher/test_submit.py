@@ -61,6 +61,18 @@ def test_a_dry_run_prints_the_script_and_touches_nothing(files, capsys):
     assert not (files / "run").exists()
 
 
+def test_a_disk_too_small_is_a_note_of_a_dry_run_and_an_error_of_a_submission(files, capsys):
+    kept = "checkpoint.keep_last=1000000000"
+    assert submit(files, "--dry-run", kept) == 0
+    found = capsys.readouterr()
+    assert found.out.startswith("#!/bin/bash\n")
+    [note] = [line for line in found.err.splitlines() if "1000000001 checkpoints need" in line]
+    assert note.startswith(f"note: {files} has ")
+    assert submit(files, kept) == 2
+    assert f"error: {files} has " in capsys.readouterr().err
+    assert not (files / "run").exists()
+
+
 def test_a_dry_run_shows_the_step_with_container_mounts_and_environment(files, capsys):
     with open(files / "cluster.yaml", "a") as cluster:
         cluster.write("container_image: /x.sif\ncontainer_runtime: apptainer\n")

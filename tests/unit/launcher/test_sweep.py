@@ -89,6 +89,16 @@ def test_a_cell_gets_the_nodes_it_was_planned_for_within_those_allowed(sweep, pl
     assert list(found) == [given]
 
 
+def test_a_dry_run_of_cells_notes_a_disk_too_small(sweep, capsys):
+    [cell] = [cell for cell in cells_of(sweep) if cell.cell.name == "plain"]
+    kept = replace(cell.config.checkpoint, keep_last=10**9)
+    cell = replace(cell, config=replace(cell.config, checkpoint=kept))
+    assert classes([cell], CLUSTER, NodeRange(1, 1), is_dry_run=True) == {1: [cell]}
+    assert capsys.readouterr().err.startswith("plain: note: ")
+    with pytest.raises(ConfigError, match=r"cell plain: .* 1000000001 checkpoints need"):
+        classes([cell], CLUSTER, NodeRange(1, 1))
+
+
 def test_a_cell_that_no_number_of_nodes_holds_is_named(sweep, capsys):
     assert (
         main(
