@@ -15,6 +15,7 @@ from data_pipeline.setting_tree import OTHER_NAMES, Setting, settings_of, sugges
 
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path"}
 SHORTEST_PART = 4  # characters of a name that are looked for inside of others
+SHORTEST_BEGINNING = 3  # characters of a name that are looked for at the beginning of others
 # What a resume may do with a setting, by its name; empty for settings that no run has.
 ResumeRule = Callable[[str], str]
 
@@ -26,8 +27,9 @@ def no_resume(name: str) -> str:
 def matching(schema: Any, prefix: str) -> list[Setting]:
     """Return the settings that begin with `prefix`, or are called so here or in another system.
 
-    If there are none: those that have it as a choice, or else as a part of their name. ConfigError,
-    with a close name, if there are none either.
+    If there are none: those that have it as a choice, as a part of their name, or else as the
+    beginning of a name here or in another system. ConfigError, with a close name, if there are none
+    either.
     """
     known = list(settings_of(schema))
     others: Mapping[str, str] = getattr(schema, OTHER_NAMES, {})
@@ -36,6 +38,9 @@ def matching(schema: Any, prefix: str) -> list[Setting]:
     meant = meant or [name for name, text in others.items() if prefix in text.split()]
     meant = meant or [x.name for x in known if prefix and prefix in _choices_of(x.hint)]
     meant = meant or [x.name for x in known if len(prefix) >= SHORTEST_PART and prefix in x.leaf]
+    if len(prefix) >= SHORTEST_BEGINNING and not meant:
+        called = {x.name: (x.leaf, *others.get(x.name, "").split()) for x in known}
+        meant = [x for x, names in called.items() if any(y.startswith(prefix) for y in names)]
     if prefix and not meant:
         *sections, name = prefix.split(".")
         owners = [each.section for each in known if each.name == ".".join(sections)]

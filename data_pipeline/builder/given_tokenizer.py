@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.config import TokenizerConfig
+from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import LARGEST_DESCRIPTION_BYTES, read_json
 from data_pipeline.tokenizer import (
@@ -37,6 +38,9 @@ def given_tokenizer(path: Path, settings: TokenizerConfig) -> Tokenizer:
     if path.is_dir() and _holds_hugging_face(path):
         path = path / HUGGING_FACE_NAME
     if not path.is_file():
+        inside = path / TOKENIZER_DIRECTORY
+        if (inside / DESCRIPTION_NAME).is_file() and not (path / DESCRIPTION_NAME).exists():
+            raise DataError(f"{path} is a corpus, expected a tokenizer; give that in it, {inside}")
         return Tokenizer.load(path)
     if tokenizer_traits(settings.kind).is_list:
         return _of_words(path, settings)

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.errors import ConfigError
+from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.files import path_text
 from pretrain.commands.probe_outputs import (
     PAGE,
     probe_directory,
@@ -79,7 +81,17 @@ def _load(arguments: argparse.Namespace, path: Path, world: World) -> TrainedMod
 
 
 def _corpus(arguments: argparse.Namespace, trained: TrainedModel) -> Corpus:
-    corpus = Corpus.open(trained.corpus_directory(arguments.data) / arguments.split)
+    directory = trained.corpus_directory(arguments.data)
+    train, validation = SPLITS
+    is_all_train = (directory / train / MANIFEST_NAME).exists() and not any(
+        (directory / validation).glob("*")
+    )
+    if arguments.data and arguments.split == validation and is_all_train:
+        raise DataError(
+            f"--data={path_text(arguments.data)} has no validation split; use --split {train}, or "
+            "build the corpus with validation_fraction above 0 or with validation_input"
+        )
+    corpus = Corpus.open(directory / arguments.split)
     load_tokenizer(trained, corpus.directory.parent)
     return corpus
 

@@ -26,7 +26,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from data_pipeline.file_kinds import refuse_other_kind
 from data_pipeline.files import write_text
 from data_pipeline.setting_fields import LONGEST_NAME, require_name
 from data_pipeline.yaml_files import (
+    YAML_SUFFIXES,
     Tree,
     abbreviated,
     did_you_mean,
@@ -91,6 +92,7 @@ class Sweep:
 
 def read_sweep(path: Path) -> Sweep:
     """A sweep file; ConfigError lists everything that is wrong with it."""
+    _refuse_name(path)
     tree = read_tree(path)
     refuse_other_kind(tree, path, ("grid", "cells"))
     _check_form(tree, path)
@@ -141,6 +143,16 @@ def write_sweep(path: Path, sweep: Sweep) -> None:
         "# A sweep: cells to run, each an experiment file and overrides. Format: docs/scaling.md.\n"
     )
     write_text(path, header + dump_yaml(to_tree(sweep)))
+
+
+def _refuse_name(path: Path) -> None:
+    """Raise ConfigError, with the file of that name if there is one, for the name of a sweep."""
+    if path.suffix in YAML_SUFFIXES or path.exists():
+        return
+    beside = path.with_name(f"{path.name}.yaml")
+    found = [each for each in (beside, sweep_path(None, path.name)) if find_config(each).is_file()]
+    hint = f"; did you mean '{found[0]}'?" if found else ""
+    raise ConfigError(f"{path} does not exist; expected the file of a sweep (YAML){hint}")
 
 
 def _check_form(tree: Tree, path: Path) -> None:
@@ -200,6 +212,7 @@ def _expanded(tree: Tree, path: Path) -> Tree:
                 f"{path}: grid.{key} is {abbreviated(values)}; "
                 "expected a list of values, such as [1, 2], under the name of a setting"
             )
+    _refuse_bundles(grid, path)
     if (count := math.prod(map(len, grid.values()))) > MOST_CELLS:
         raise ConfigError(
             f"{path}: the grid has {count:,} combinations, expected at most {MOST_CELLS:,}"
@@ -208,6 +221,18 @@ def _expanded(tree: Tree, path: Path) -> Tree:
         dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
     ]
     return {**tree, "cells": [_cell_of(settings, experiment) for settings in combinations]}
+
+
+def _refuse_bundles(grid: Mapping[str, list[Any]], path: Path) -> None:
+    """Raise ConfigError for values that each set several settings, under a name of their own."""
+    known = [each.name for each in fields(RunConfig)]
+    for key, values in grid.items():
+        bundles = [each for each in values if isinstance(each, (dict, list))]
+        if bundles and "." not in key and key not in known:
+            raise ConfigError(
+                f"{path}: grid.{key}: unknown setting, found {abbreviated(bundles[0])}; a grid "
+                f"varies single settings; to vary several together, {_LIST_CELLS}"
+            )
 
 
 def _cell_of(settings: Mapping[str, Any], experiment: str) -> Tree:

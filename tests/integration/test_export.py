@@ -152,6 +152,18 @@ def test_evaluate_answers_for_a_run_and_its_export_alike(exported, tiny_corpus, 
     assert "positions=rope; remove one of them" in capsys.readouterr().err
 
 
+def test_a_corpus_without_a_validation_split_is_evaluated_with_split_train(
+    exported, tiny_corpus, tmp_path, capsys
+):
+    for name in ("train", "tokenizer"):
+        shutil.copytree(tiny_corpus / name, tmp_path / name)
+    command = ["evaluate", str(exported[1]), "--data", str(tmp_path), "--max-tokens=64"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert f"error: --data={tmp_path} has no validation split; use --split train, or " in error
+    assert main([*command, "--split", "train"]) == 0
+
+
 def test_context_lengths_and_the_sliding_window_of_a_run(exported, capsys):
     run = str(exported[0])
     contexts = [

@@ -155,6 +155,8 @@ def test_every_program_prints_its_settings_in_80_columns(capsys, monkeypatch):
         (pretrain, "schedule", "optim.schedule.shape = cosine"),
         (pretrain, "engine.precision", "auto, fp32, bf16 or fp16; a resume may change it"),
         (pretrain, "rope", "model.positions = relative"),
+        (pretrain, "pos", "model.positions = relative"),
+        (pretrain, "save", "checkpoint.interval = "),
         (data_pipeline, "vocab", "tokenizer.vocab_size = 16384"),
         (data_pipeline, "tokenizer", "tokenizer.vocab_size = 16384"),
         (launcher, "time", "time_limit = 24:00:00"),

@@ -228,6 +228,14 @@ def test_a_wrong_file_is_one_line(tmp_path, name, content, message):
     assert len(str(error.value)) < 500
 
 
+def test_a_corpus_in_place_of_a_tokenizer_is_refused_with_the_tokenizer_in_it(tmp_path):
+    Tokenizer("bytes").save(tmp_path / "tokenizer")
+    with pytest.raises(DataError) as error:
+        given_tokenizer(tmp_path, TokenizerConfig())
+    given = str(error.value).rpartition(", ")[2]
+    assert given_tokenizer(Path(given), TokenizerConfig()).kind == "bytes"
+
+
 @pytest.mark.parametrize("library", ["tokenizers", "tiktoken"])
 def test_a_missing_library_is_named_with_its_extra(files, monkeypatch, library):
     monkeypatch.setitem(__import__("sys").modules, library, None)

@@ -203,6 +203,22 @@ def test_status_shows_cells_that_have_not_begun_too(sweep, capsys):
     assert lines[-1] == "0 of 3 cells are done"
 
 
+@pytest.mark.parametrize("program", [["sweep", "status"], ["sweep", "plan"]])
+def test_the_name_of_a_sweep_is_refused_with_its_file(sweep, capsys, monkeypatch, program):
+    monkeypatch.chdir(sweep.parent)
+    wanted = "does not exist; expected the file of a sweep (YAML)"
+    Path("configs/sweeps").mkdir(parents=True)
+    Path("configs/sweeps/usual-0.1.yaml").write_text("")
+    Path("here.yaml").write_text("")
+    for name, hint in (
+        ("usual-0.1", "; did you mean 'configs/sweeps/usual-0.1.yaml'?"),
+        ("here", "; did you mean 'here.yaml'?"),
+        ("nowhere", ""),
+    ):
+        assert main([*program, name]) == 2
+        assert capsys.readouterr().err == f"error: {name} {wanted}{hint}\n"
+
+
 @pytest.fixture
 def grid(sweep: Path) -> Path:
     path = sweep.parent / "grid.yaml"
@@ -256,6 +272,12 @@ def test_every_sweep_file_is_valid(path, tmp_path):
         ("experiment: tiny.yaml\ngrid: {}", "grid is {}"),
         ("experiment: tiny.yaml\ngrid: {seed: [1]}\ncells: []", "found both cells and grid"),
         ("experiment: tiny.yaml\ngrid: {optim.stps: [1]}", "did you mean 'steps'"),
+        (
+            "experiment: tiny.yaml\ngrid: {parts: [{model.d_model: 8, optim.steps: 9}]}",
+            "grid.parts: unknown setting, found {'model.d_model': 8, 'optim.steps': 9}; a grid "
+            "varies single settings; to vary several together, list '- {name: ..., experiment: "
+            "FILE, overrides: [...]}' under cells",
+        ),
         ("grid: {seed: [1, !!set {x}]}\nexperiment: e.yaml", "found a YAML set"),
         ("grid: {1: [2]}\nexperiment: e.yaml", "under the name of a setting"),
         ("experiment: tiny.yaml\ngrid: {stps: [1]}", "grid.yaml: cell stps_1: "),
