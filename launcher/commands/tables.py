@@ -45,7 +45,7 @@ WIDTH_OF_PIPES = 200
 LEAST_FULL_WIDTH = 140  # below it the reasons would be squeezed into a few characters per line
 MOST_NODES = 16  # that are named one by one
 FEW_NUMBERS = ("step", "%", TRAIN_LOSS, "left", "saved")
-NUMBERS = ("step", "%", TRAIN_LOSS, RECENT_SPEED, "goodput", "left", "checkpoint", "tries")
+NUMBERS = ("step", "%", TRAIN_LOSS, RECENT_SPEED, "goodput", "left", "checkpoint", "attempts")
 
 
 def console() -> Console:
@@ -100,7 +100,7 @@ def _cells(state: RunState) -> dict[str, str]:
         "left": _left(state),
         "saved": "-" if saved is None else f"{saved:,}",
         "checkpoint": "-" if saved is None else f"{saved:,} ({age(state.checkpoint_age)})",
-        "tries": str(state.attempts),
+        "attempts": str(state.attempts),
     }
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from pretrain.checkpoint.directory import MARKER, step_directory
 from pretrain.checkpoint.marker import latest_step
 from pretrain.rundir.heartbeat_files import HeartbeatRecord, read_heartbeats
+from pretrain.rundir.ledger import last_of
 from pretrain.rundir.lock import Lock
 from pretrain.rundir.metrics_summary import MetricsSummary, summarize_file
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.time_spent import TimeSpent, time_spent
-from pretrain.rundir.training_events import Event
+from pretrain.rundir.training_events import Event, TrainingBegan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,13 @@ class Evidence:
         latest = max(self.heartbeats, key=lambda each: each.time, default=None)
         if latest is None or latest.phase != "evaluate":
             return 0.0
-        return max(0.0, end - latest.time)
+        if (self.metrics.evaluation or {}).get("step") == latest.step:
+            return 0.0  # it has just been written
+        since, began = latest.time, last_of(self.ledger, TrainingBegan)
+        if self.metrics.time is not None:
+            # Each batch of an evaluation beats, so the heartbeat does not say when it began.
+            since = min(since, max(self.metrics.time, began.time if began else 0.0))
+        return max(0.0, end - since)
 
     @property
     def _clock(self) -> float:

@@ -30,6 +30,7 @@ class MetricsSummary:
     evaluation_seconds: float = 0.0
     save_seconds: float = 0.0  # in which the loop waited for saves
     stall_seconds: float = 0.0
+    time: float | None = None  # when the last interval ended
 
 
 @dataclass(kw_only=True)
@@ -61,7 +62,7 @@ def sums_of(summary: MetricsSummary) -> TimeSums:
 
 def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
     """Sum up measurements, oldest first; steps within intervals may be left out."""
-    step, train_loss, evaluation = 0, None, None
+    step, train_loss, evaluation, when = 0, None, None, None
     speeds, sums = deque[float](maxlen=RECENT_INTERVALS), TimeSums()
     for line in measurements:
         sums.add(line)
@@ -71,6 +72,7 @@ def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
         step = line["step"]
         if "tokens_per_second" in line:
             speeds.append(line["tokens_per_second"])
+            when = line.get("time", when)
             train_loss = train_loss if line.get("train_loss") is None else line["train_loss"]
     return MetricsSummary(
         step=step,
@@ -78,6 +80,7 @@ def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
         evaluation=evaluation,
         recent_tokens_per_second=recent_speed(tuple(speeds)),
         **vars(sums),
+        time=when,
     )
 
 

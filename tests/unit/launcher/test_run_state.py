@@ -373,6 +373,19 @@ def test_an_evaluation_in_progress_or_ended_by_a_stop_request_is_no_restart():
     assert (spent.evaluation, spent.restarts) == (pytest.approx(20), pytest.approx(0))
 
 
+def test_an_evaluation_lasts_since_the_interval_before_it_not_since_its_latest_batch():
+    began, beats = replace(START, time=NOW - 50), [beat(1, phase="evaluate", since_written=0)]
+    metrics = MetricsSummary(seconds=30.0, time=NOW - 20)
+    spent = evidence(began, beats=beats, metrics=metrics).time_spent(True)
+    assert spent is not None
+    assert (spent.evaluation, spent.restarts) == (pytest.approx(20), pytest.approx(0))
+    line = {"kind": "evaluation", "step": beats[0].step, "seconds": 20.0}
+    written = replace(metrics, evaluation=line, evaluation_seconds=20.0)
+    spent = evidence(began, beats=beats, metrics=written).time_spent(True)
+    assert spent is not None
+    assert (spent.evaluation, spent.restarts) == (pytest.approx(20), pytest.approx(0))
+
+
 def test_the_time_of_a_run_is_told_apart_and_adds_up():
     metrics = MetricsSummary(
         seconds=30.0, data_seconds=3.0, evaluation_seconds=5.0, save_seconds=2.0, stall_seconds=4.0
