@@ -122,7 +122,7 @@ class EvaluationConfig:
     interval: int = setting(200, Range(0, MOST), unit="steps")
     """Steps between two evaluations; 0: only at the end."""
     lanes: int = setting(8, Range(1, MOST_LANES), unit="lanes")
-    """Streams into which the validation split is cut, over all ranks."""
+    """Streams of whole documents that share the validation split, over all ranks."""
     max_tokens: int = setting(100_000, Range(0, MOST), unit="tokens")
     """Tokens of the validation split to score; 0: all of it."""
     sets: dict[str, Path] = field(default_factory=dict)
