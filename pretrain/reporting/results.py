@@ -11,6 +11,7 @@ from typing import Any
 
 from data_pipeline.config_loader import differences, to_tree
 from data_pipeline.errors import ConfigError
+from pretrain.config.lane_parts import lane_parts
 from pretrain.config.phases import tokens_of_steps
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
@@ -60,6 +61,7 @@ def results_of(
 ) -> RunResults:
     """Return the results of a run with these measurements and events."""
     evaluation: Mapping[str, Any] = metrics.evaluation or {}
+    carries_memory = any(part.num_bytes(1) for part in lane_parts(config.model))
     try:
         cost = cost_of(config, min(metrics.step, config.optim.steps))
     except ConfigError:  # the vocabulary is not known before the run starts
@@ -68,7 +70,7 @@ def results_of(
         train_loss=metrics.train_loss,
         validation_loss=evaluation.get("loss"),
         bits_per_byte=evaluation.get("bits_per_byte"),
-        memory_gain=memory_gain(evaluation),
+        memory_gain=memory_gain(evaluation) if carries_memory else None,
         parameters=None if cost is None else cost.parameters,
         flops=None if cost is None else cost.flops,
         run_tokens_per_second=run_speed(

@@ -117,3 +117,18 @@ def test_the_speed_of_a_run_counts_every_step_and_the_recent_one_five_intervals(
     config = RunConfig(model=ModelConfig(vocab_size=50), data=DataConfig(lanes=2, segment_length=8))
     found = results_of(config, summarize(lines), [], None)
     assert found.run_tokens_per_second == 6 * 2 * 8 / 6.0
+
+
+@pytest.mark.parametrize(
+    ("model", "gain"),
+    [
+        ({}, 0.5),
+        ({"memory_length": 0}, None),
+        ({"memory_length": 0, "layer_kinds": ("deltanet",)}, 0.5),
+    ],
+)
+def test_only_what_carries_something_from_segment_to_segment_has_a_memory_gain(model, gain):
+    line = {"kind": "evaluation", "step": 2, "loss": 1.0, "loss_without_memory": 1.5}
+    summary = summarize([train_line(2), {**line, "seconds": 1.0}])
+    config = RunConfig(model=ModelConfig(vocab_size=50, **model))
+    assert results_of(config, summary, [], None).memory_gain == gain
