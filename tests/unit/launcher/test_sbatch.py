@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError
@@ -49,11 +49,12 @@ def run_script(script: str, python: Path, **variables: str) -> list[str]:
         ["bash", "-c", script], env={"PATH": "/usr/bin:/bin", **variables}, capture_output=True
     )
     assert result.returncode == 0, result.stderr
-    return os.fsdecode(result.stdout).splitlines()
+    return os.fsdecode(result.stdout).split("\n")  # splitlines knows more ends of lines
 
 
 @settings(max_examples=60, deadline=None)
 @given(value=TEXTS, directory=TEXTS.map(lambda text: text.replace("/", "").replace("\\", "")))
+@example(value="\u2028", directory="\u2028")
 def test_bash_hands_every_value_of_a_rendered_script_on_unchanged(
     tmp_path_factory, value, directory
 ):
