@@ -11,6 +11,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.program import check_least
 from data_pipeline.setting_fields import require_name
 from data_pipeline.sizes import parse_size, size_of
+from pretrain.commands.latest_checkpoint import LATEST_CHECKPOINT_HINTS
 from pretrain.commands.probe_flags import add_probe_flags, check_probe_flags
 from pretrain.commands.threads import add_threads, check_threads
 from pretrain.config.choices import RopeExtension
@@ -20,9 +21,7 @@ from pretrain.terminal.text import fitted_table
 CONTEXT_DEFAULTS = {"context_step": 50, "longest_context": 1000, "positions": 512}
 
 HINTS = {
-    **dict.fromkeys(
-        ("--step", "--checkpoint", "--ckpt"), "the latest valid checkpoint is used; leave it out"
-    ),
+    **LATEST_CHECKPOINT_HINTS,
     **dict.fromkeys(("--corpus", "--dataset"), "use --data"),
     **dict.fromkeys(("--tokens", "--length"), "use --max-tokens"),
     **dict.fromkeys(("--memory", "--mem-length", "--mem-len"), "use --memory-length"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from data_pipeline.setting_fields import assert_never
+from pretrain.commands.latest_checkpoint import LATEST_CHECKPOINT_HINTS
 from pretrain.config.choices import ExportFormat
 from pretrain.rundir.run_paths import run_path
 
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
 
 
 HINTS = {
-    **dict.fromkeys(
-        ("--step", "--checkpoint", "--ckpt"), "the latest valid checkpoint is used; leave it out"
-    ),
+    **LATEST_CHECKPOINT_HINTS,
     **dict.fromkeys(("--out-dir", "--output-dir", "--output_dir"), "use --output"),
     **dict.fromkeys(("--hf", "--huggingface"), "use --format huggingface"),
 }

@@ -12,6 +12,7 @@ from data_pipeline.errors import ConfigError, printable
 from data_pipeline.program import check_least
 from data_pipeline.sizes import size_of
 from data_pipeline.tokenizer import Tokenizer
+from pretrain.commands.latest_checkpoint import LATEST_CHECKPOINT_HINTS
 from pretrain.commands.threads import add_threads, check_threads, use_threads
 from pretrain.rundir.run_paths import run_path
 
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HINTS = {
-    **dict.fromkeys(
-        ("--step", "--checkpoint", "--ckpt"), "the latest valid checkpoint is used; leave it out"
-    ),
+    **LATEST_CHECKPOINT_HINTS,
     **dict.fromkeys(
         ("--length", "--max-length", "--max-tokens", "--max-new-tokens", "--num-tokens"),
         "use --tokens",
