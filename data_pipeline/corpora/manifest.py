@@ -27,6 +27,7 @@ FileState = tuple[int, int, int]
 SPLITS = ("train", "validation")
 DTYPES = {"uint16": 1 << 16, "uint32": 1 << 32}  # of tokens, and how many tokens they can tell
 LARGEST_MANIFEST_BYTES = 1 << 26  # with 400 for each shard: 160,000 of them
+HOW_TO_SPLIT = "build the corpus with validation_fraction above 0 or with validation_input"
 MANIFESTS_KEPT = 8  # of one process
 LARGEST_FILE_BYTES = 1 << 40  # of a shard; a build writes shards of 2 GiB and one document at most
 REMOTE_NAME = "remote.json"  # marks a cached corpus whose shards are fetched when they are read
@@ -221,15 +222,18 @@ def checked_shard(tree: Fields) -> ShardInfo:
     )
 
 
+def is_left_out(directory: Path) -> bool:
+    """Whether the corpus of this split was built without it."""
+    is_absent = not directory.exists() or not any(directory.iterdir())
+    has_train = (directory.parent / SPLITS[0] / MANIFEST_NAME).exists()
+    return is_absent and has_train and directory.name in SPLITS
+
+
 def _missing_manifest(directory: Path) -> str:
     directory = directory.absolute()  # the reader of the message may be in another directory
     corpus = directory.parent
-    is_absent = not directory.exists() or not any(directory.iterdir())
-    if is_absent and (corpus / SPLITS[0] / MANIFEST_NAME).exists() and directory.name in SPLITS:
-        return (
-            f"data.path={_location(corpus)} has no {directory.name} split; build the corpus with "
-            "validation_fraction above 0 or with validation_input"
-        )
+    if is_left_out(directory):
+        return f"data.path={_location(corpus)} has no {directory.name} split; {HOW_TO_SPLIT}"
     if (corpus / MANIFEST_NAME).exists():
         return f"{corpus} is one split of a corpus; name the corpus, {corpus.parent}"
     if not directory.exists() and (splits := _splits_in(corpus)):

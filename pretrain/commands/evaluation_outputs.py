@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS
+from data_pipeline.corpora.manifest import HOW_TO_SPLIT, SPLITS, is_left_out
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.files import path_text
 from pretrain.commands.probe_outputs import (
@@ -81,17 +81,13 @@ def _load(arguments: argparse.Namespace, path: Path, world: World) -> TrainedMod
 
 
 def _corpus(arguments: argparse.Namespace, trained: TrainedModel) -> Corpus:
-    directory = trained.corpus_directory(arguments.data)
-    train, validation = SPLITS
-    is_all_train = (directory / train / MANIFEST_NAME).exists() and not any(
-        (directory / validation).glob("*")
-    )
-    if arguments.data and arguments.split == validation and is_all_train:
+    directory = trained.corpus_directory(arguments.data) / arguments.split
+    if arguments.data and is_left_out(directory):
         raise DataError(
-            f"--data={path_text(arguments.data)} has no validation split; use --split {train}, or "
-            "build the corpus with validation_fraction above 0 or with validation_input"
+            f"--data={path_text(arguments.data)} has no {arguments.split} split; "
+            f"use --split {SPLITS[0]}, or {HOW_TO_SPLIT}"
         )
-    corpus = Corpus.open(directory / arguments.split)
+    corpus = Corpus.open(directory)
     load_tokenizer(trained, corpus.directory.parent)
     return corpus
 
