@@ -143,15 +143,18 @@ def corpus(tmp_path_factory):
     return directory
 
 
-def test_a_password_is_not_sent_to_where_its_server_redirects(corpus, tmp_path, monkeypatch):
+def test_neither_password_nor_request_goes_to_where_a_server_redirects(
+    corpus, tmp_path, monkeypatch
+):
     with FileServer(corpus) as other, FileServer(corpus) as server:
         host = server.url.removeprefix("http://")
         monkeypatch.setenv("STORE_PASSWORD", f"secret@{host}")
         server.redirect = other.url
         url = server.url.replace("//", "//me:env:STORE_PASSWORD@")
-        assert fetch_manifest(store_at(url, QUICK), tmp_path).documents
-    assert server.seen == ["Basic bWU6c2VjcmV0"]
-    assert other.seen == [""]
+        with pytest.raises(NotFetchedError, match=f"redirect to {other.url}.* expected http at"):
+            fetch_manifest(store_at(url, QUICK), tmp_path)
+    assert set(server.seen) == {"Basic bWU6c2VjcmV0"}
+    assert other.seen == []
 
 
 @pytest.mark.parametrize("value", ["secret", "secret@elsewhere", "@{host}", ""])
@@ -179,29 +182,18 @@ def test_a_redirect_that_leaves_the_web_is_refused_in_one_line(corpus, tmp_path,
 @pytest.mark.parametrize(
     ("before", "after", "is_refused"),
     [
-        ("https://8.8.8.8/a", "https://9.9.9.9/b?sig=1", False),
+        ("https://8.8.8.8/a", "https://8.8.8.8/b?sig=1", False),
+        ("http://Host:80/a", "https://host:80/a", False),
         ("https://8.8.8.8/a", "http://8.8.8.8/a", True),
-        ("http://8.8.8.8/a", "http://169.254.169.254/latest/meta-data/iam", True),
-        ("http://8.8.8.8/a", "http://2852039166/latest", True),
-        ("http://8.8.8.8/a", "http://[::ffff:169.254.169.254]/", True),
-        ("http://8.8.8.8/a", "http://0x7f.1/", True),
-        ("http://8.8.8.8/a", "http://localhost:8000/", True),
-        ("http://127.0.0.1:1/a", "http://127.0.0.1:2/b", False),
+        ("https://8.8.8.8/a", "https://9.9.9.9/a", True),
+        ("http://127.0.0.1:1/a", "http://127.0.0.1:2/b", True),
+        ("http://10.0.0.1/a", "http://169.254.169.254/latest", True),
+        ("http://8.8.8.8/a", "http://8.8.8.8@10.0.0.1/a", True),
         ("http://8.8.8.8/a", "file:///etc/passwd", True),
-        ("http://8.8.8.8/a", "http://10.0.0.1/", True),
-        ("http://8.8.8.8/a", "http://100.100.100.200/", True),
-        ("http://8.8.8.8/a", "http://[::10.0.0.1]/", True),
-        ("http://8.8.8.8/a", "http://[fd00:ec2::254]/", True),
-        ("http://8.8.8.8/a", "http://[2002:a9fe:a9fe::]/", True),
-        ("http://8.8.8.8/a", "http://[64:ff9b::169.254.169.254]/", True),
-        ("http://8.8.8.8/a", "http://[64:ff9b::9.9.9.9]/", False),
-        ("http://8.8.8.8/a", "http://[2002:909:909::]/", False),
-        ("http://10.0.0.1/a", "http://10.0.0.2/", False),
+        ("http://8.8.8.8/a", "file://8.8.8.8/etc/passwd", True),
     ],
 )
-def test_a_redirect_may_not_lead_to_what_only_this_machine_or_its_network_can_reach(
-    before, after, is_refused
-):
+def test_a_redirect_stays_at_its_host_and_keeps_its_protection(before, after, is_refused):
     assert (redirect_problem(before, after) is not None) == is_refused
 
 
