@@ -24,6 +24,12 @@ def private_directory(path: Path) -> Path:
     """
     refuse_open_parents(path)
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    check_private(path)
+    return path
+
+
+def check_private(path: Path) -> None:
+    """Raise DataError as `private_directory` does, for a directory that exists."""
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise DataError(f"{path} is a link, expected a directory of this user; remove it")
@@ -34,7 +40,6 @@ def private_directory(path: Path) -> Path:
             f"{_writable_by_others(path, status)}, expected 700; make sure that its contents are "
             f"yours, then `chmod 700 {path}`"
         )
-    return path
 
 
 def refuse_foreign(path: Path, with_contents: bool = True) -> None:

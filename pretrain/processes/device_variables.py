@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import stat
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from data_pipeline.errors import DataError
+from data_pipeline.ownership import private_directory
 from pretrain.distributed.slurm_variables import is_slurm_task
 
 TRITON_CACHE = "TRITON_CACHE_DIR"
@@ -25,16 +27,5 @@ def set_device_variables(environment: MutableMapping[str, str], local: Path) -> 
         environment[ALLOCATOR] = "expandable_segments:True"
     if is_slurm_task(environment) and TRITON_CACHE not in environment:
         cache = local / f"triton-{os.getuid()}"
-        if _is_private(cache):
-            environment[TRITON_CACHE] = str(cache)
-
-
-def _is_private(directory: Path) -> bool:
-    """Make the directory, and whether only this user can write: its files are executed."""
-    try:
-        directory.mkdir(mode=0o700, exist_ok=True)
-        found = directory.lstat()
-    except OSError:
-        return False
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    return is_own and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        with contextlib.suppress(OSError, DataError):  # its files are executed
+            environment[TRITON_CACHE] = str(private_directory(cache))

@@ -23,9 +23,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from data_pipeline.errors import DataError
 from data_pipeline.files import atomic_write, named_errors, parse_json, read_regular
 from data_pipeline.many_files import read_together
-from data_pipeline.ownership import private_directory
+from data_pipeline.ownership import check_private, private_directory
 from data_pipeline.typed_json import from_json
 
 DIRECTORY = "heartbeats"  # in that of the run
@@ -33,6 +34,7 @@ NODE_SECONDS = 10.0
 _NAME = re.compile(r"ranks-from-\d+\.jsonl")
 _RAM = Path("/dev/shm")
 _PUBLISHED = "published"  # an empty file beside the slots: when the node's file was written last
+_LARGEST_BYTES = 1 << 16  # of the heartbeats of a node
 _FORGOTTEN_SECONDS = 86400.0  # after which the slots of killed ranks are removed
 
 
@@ -78,19 +80,17 @@ class NodeHeartbeats:
 
     def remove(self, rank: int) -> None:
         """Remove a rank's slot; with the last one go the node's file and directory."""
-        slots = self._slots
-        self._slot(slots, rank).unlink(missing_ok=True)
-        if not list(slots.glob("rank-*.json")):
+        files = self._slot_files()
+        if (own := self._slot(self._slots, rank)) in files:
+            own.unlink(missing_ok=True)
+        if not self._slot_files():
             self.path.unlink(missing_ok=True)
-            shutil.rmtree(slots, ignore_errors=True)
+            if files:
+                shutil.rmtree(self._slots, ignore_errors=True)
 
     def read(self) -> list[HeartbeatRecord]:
         """What the ranks of this node said last, in rank order; empty on other hosts."""
-        found: list[HeartbeatRecord] = []
-        with contextlib.suppress(OSError):  # such as another user's
-            for path in sorted(self._slots.glob("rank-*.json")):
-                found += _records_in(path)
-        return found
+        return [record for path in self._slot_files() for record in _records_in(path)]
 
     def is_due(self) -> bool:
         """Whether the node's file has become old; the caller then has to `publish`."""
@@ -116,10 +116,18 @@ class NodeHeartbeats:
 
     def _make_slots(self) -> Path:
         """Create the directory, also again: systemd empties /dev/shm when a user logs out."""
-        if not self._slots.is_dir():
-            _remove_forgotten(private_directory(slots_of_user()))
-            self._slots.mkdir(exist_ok=True)
-        return self._slots
+        of_user = private_directory(slots_of_user())
+        if not self._slots.exists():
+            _remove_forgotten(of_user)
+        return private_directory(self._slots)
+
+    def _slot_files(self) -> list[Path]:
+        """The slots of this node's ranks; none in a directory that others could have filled."""
+        with contextlib.suppress(OSError, DataError):
+            check_private(slots_of_user())
+            check_private(self._slots)
+            return sorted(self._slots.glob("rank-*.json"))
+        return []
 
 
 def read_heartbeats(directory: Path) -> list[HeartbeatRecord]:
@@ -145,7 +153,7 @@ def _first_rank(path: Path) -> int:
 def _records_in(path: Path) -> list[HeartbeatRecord]:
     records = []
     with contextlib.suppress(OSError, ValueError):
-        for line in read_regular(path).splitlines():
+        for line in read_regular(path, _LARGEST_BYTES).splitlines():
             with contextlib.suppress(ValueError, TypeError):
                 records.append(from_json(HeartbeatRecord, parse_json(line)))
     return records

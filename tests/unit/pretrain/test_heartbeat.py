@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.errors import DataError
 from pretrain.rundir import heartbeat_files
 from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.rundir.heartbeat_files import HeartbeatRecord, NodeHeartbeats, read_heartbeats
@@ -114,6 +116,33 @@ def test_of_all_ranks_of_a_node_one_writes_its_file_once_in_ten_seconds(tmp_path
         node.remove(8 + number)
     assert not list(tmp_path.iterdir())
     assert not ranks[0]._slots.exists()
+
+
+@pytest.mark.parametrize("trap", ["link", "writable", "large"])
+def test_slots_that_others_could_have_made_are_neither_written_nor_read(tmp_path, trap):
+    node, outside = NodeHeartbeats(tmp_path / "run", first_rank=0), tmp_path / "outside"
+    outside.mkdir(mode=0o700)
+    node._make_slots().rmdir()
+    if trap == "link":
+        node._slots.symlink_to(outside)
+    else:
+        node._slots.mkdir()
+        node._slots.chmod(0o777 if trap == "writable" else 0o700)
+    try:
+        forged = node._slots / "rank-00000.json"
+        forged.write_text(json.dumps(vars(record_of(0))) + " " * (trap == "large") * 100_000)
+        assert node.read() == []
+        if trap != "large":
+            for act in (node.publish, lambda: node.write(record_of(0))):
+                with pytest.raises(DataError, match=r"is a link|written by other users"):
+                    act()
+            node.remove(0)
+            assert [path.name for path in node._slots.iterdir()] == [forged.name]
+    finally:
+        if trap == "link":
+            node._slots.unlink()
+        else:
+            shutil.rmtree(node._slots)
 
 
 def test_readers_elsewhere_see_the_files_of_all_nodes_and_a_rank_that_moved_once(
