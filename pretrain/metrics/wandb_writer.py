@@ -41,7 +41,8 @@ def wandb_writer(run_dir: RunDir, config: WandbConfig) -> Iterator[None]:
         return
     try:
         process = subprocess.Popen(
-            own_command("pretrain.metrics.wandb_process", str(run_dir.path)),
+            own_command("pretrain.metrics.wandb_process", str(run_dir.path.resolve())),
+            cwd="/",  # the library obeys ./wandb/settings, which may be another user's
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             bufsize=0,

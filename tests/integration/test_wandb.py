@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -62,14 +63,25 @@ def test_a_killed_and_resumed_run_is_one_run_with_every_measurement_once(
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in [name for name in os.environ if name.startswith(("WANDB", "NETRC"))]:
         monkeypatch.delenv(name)
-    # Somebody is here, but no server answers.
+    # Somebody is here, but no server answers; the working directory is another user's.
     fault = {VARIABLE: "sigkill@5", "WANDB_API_KEY": KEY, "WANDB_INIT_TIMEOUT": "3"}
-    fault["WANDB_BASE_URL"] = "http://127.0.0.1:9"
-    killed = subprocess.run(
-        train_command(experiment, run_dir.path), env={**os.environ, **fault}, capture_output=True
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    first = sessions_of(run_dir, 1)
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        port = foreign.getsockname()[1]
+        for settings, url_port in ((".config/wandb/settings", 9), ("foreign/wandb/settings", port)):
+            (tmp_path / settings).parent.mkdir(parents=True)
+            text = f"[default]\nbase_url = http://127.0.0.1:{url_port}\n"
+            (tmp_path / settings).write_text(text)
+        killed = subprocess.run(
+            train_command(experiment, run_dir.path),
+            env={**os.environ, **fault},
+            cwd=tmp_path / "foreign",
+            capture_output=True,
+        )
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        first = sessions_of(run_dir, 1)
+        foreign.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nobody has called
+            foreign.accept()
     # Nobody is logged in: the library is offline without having been asked.
     assert main(["train", str(experiment), "--run-dir", str(run_dir.path)]) == 0
     sessions = sessions_of(run_dir, 2)
