@@ -20,7 +20,7 @@ from data_pipeline.errors import ConfigError, DataError
 HASH_BLOCK_BYTES = 1 << 20
 LARGEST_READ_BYTES = 1 << 30  # of a file that is read at once
 LARGEST_DESCRIPTION_BYTES = 1 << 20  # of a small JSON file that came with a corpus
-LARGEST_LOG_BYTES = 1 << 36  # of one that a run appends to
+LARGEST_LINE_BYTES = 1 << 22  # of a file that a run appends to
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # between looks for a file, in seconds
 _URL = re.compile(r"([a-z][a-z0-9-]+):/+(.*)")
 
@@ -244,15 +244,20 @@ def read_json(path: Path, limit: int = LARGEST_READ_BYTES) -> Any:
     return parse_json(read_regular(path, limit))
 
 
-def read_lines(path: Path) -> list[bytes]:
-    """Return the lines, with their ends, of a file that others may have written; none without it.
+def lines_of(path: Path, longest: int = LARGEST_LINE_BYTES) -> Iterator[bytes]:
+    """The lines, with their ends, of a file that others may have written; none without it.
 
-    DataError if it is not a regular file.
+    One after the other. DataError if it is not a regular file or a line has more bytes than
+    `longest`: a file of holes costs its author nothing.
     """
     try:
-        return read_regular(path, LARGEST_LOG_BYTES).splitlines(keepends=True)
+        with open_regular(path) as file:
+            while line := file.readline(longest + 1):
+                if len(line) > longest:
+                    raise ValueError(f"a line has more than {longest:,} bytes")
+                yield line
     except FileNotFoundError:
-        return []
+        return
     except ValueError as error:
         raise DataError(f"{path} cannot be read ({error}); remove it") from None
 

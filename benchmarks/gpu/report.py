@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_pipeline.errors import DataError
-from data_pipeline.files import append_whole, parse_json, read_lines
+from data_pipeline.files import append_whole, lines_of, parse_json
 
 RESULTS_NAME = "results.jsonl"
 # "missed": it ran, and something it checks does not hold. "failed": it did not reach its end.
@@ -78,7 +78,7 @@ def results_in(out: Path, is_dry: bool = False) -> dict[str, Result]:
     DataError for a line that is no result: another one would be appended to a line cut short.
     """
     path, found = out / RESULTS_NAME, {}
-    for number, line in enumerate(read_lines(path), start=1):
+    for number, line in enumerate(lines_of(path), start=1):
         try:
             result = Result(**parse_json(line))
         except (ValueError, TypeError):

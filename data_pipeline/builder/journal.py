@@ -28,7 +28,14 @@ from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, ShardInfo, che
 from data_pipeline.corpora.mixing import DomainOfShard, Mixing, mixing_of_tree
 from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.file_lock import held_lock
-from data_pipeline.files import named_errors, parse_json, read_json, read_lines, write_json
+from data_pipeline.files import (
+    LARGEST_READ_BYTES,
+    lines_of,
+    named_errors,
+    parse_json,
+    read_json,
+    write_json,
+)
 from data_pipeline.yaml_files import abbreviated
 
 BUILD_DIRECTORY = ".build"
@@ -72,7 +79,7 @@ class BuildJournal:
     def _resume(self) -> None:
         # A kill may have cut the last line: drop everything from the first incomplete line on.
         records, complete_bytes = [], 0
-        for line in read_lines(self._path):
+        for line in lines_of(self._path, LARGEST_READ_BYTES):
             try:
                 record = parse_json(line)
             except ValueError:

@@ -21,7 +21,7 @@ from typing import Any
 from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.corpora.writable_store import Content
 from data_pipeline.errors import CheckpointError
-from data_pipeline.files import LARGEST_LOG_BYTES, parse_json, sha256_of
+from data_pipeline.files import parse_json, sha256_of
 from pretrain.checkpoint.directory import INDEX, MARKER, best_of, steps_to_prune
 from pretrain.config.run import CheckpointConfig
 
@@ -34,8 +34,8 @@ MOST_STEPS = 99_999_999  # a step has eight digits in names
 RUN_FILES = {
     "run.json": 1 << 20,
     "config.yaml": 1 << 20,
-    "ledger.jsonl": LARGEST_LOG_BYTES,
-    "metrics.jsonl": LARGEST_LOG_BYTES,
+    "ledger.jsonl": 1 << 36,
+    "metrics.jsonl": 1 << 36,
 }
 _IN_A_STEP = re.compile(r"(step-(\d{8})-[0-9a-f]{16})/[^/]+")
 

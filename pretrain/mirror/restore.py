@@ -25,7 +25,7 @@ from data_pipeline.corpora.fetch import NotFetchedError, fetch_file
 from data_pipeline.corpora.stores import RetryPolicy, store_at
 from data_pipeline.corpora.writable_store import Content, size_problem
 from data_pipeline.errors import CheckpointError, ConfigError, UserError
-from data_pipeline.files import fsync_directory, parse_json, path_below, read_lines, write_text
+from data_pipeline.files import fsync_directory, lines_of, parse_json, path_below, write_text
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.config.run import RunConfig
@@ -199,7 +199,7 @@ class _Fetch:
 
 def _move_into_place(scratch: Path, run_dir: RunDir, step: int, url: str) -> None:
     """Make the run directory of what has arrived, run.json last."""
-    lines = [line for each in read_lines(scratch / "ledger.jsonl") if (line := _line_here(each))]
+    lines = [line for each in lines_of(scratch / "ledger.jsonl") if (line := _line_here(each))]
     write_text(scratch / "ledger.jsonl", b"".join(lines).decode())
     Ledger(scratch / "ledger.jsonl").append(Restored(step=step, url=url))
     os.chmod(scratch / "config.yaml", 0o600)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from data_pipeline.files import LARGEST_LINE_BYTES
 from pretrain.rundir.metrics_file import is_number, measurement_of, open_measurements
 
 _NEAR_BYTES = 1 << 14  # which are read rather than searched
@@ -74,8 +75,10 @@ def _lines_with(
     # From one byte before: a line that begins exactly at the start is whole.
     place = file.seek(max(0, start - 1))
     if start:
-        place += len(file.readline())
-    while place < end and (content := file.readline()):
+        place += len(file.readline(LARGEST_LINE_BYTES))
+    while place < end and (content := file.readline(LARGEST_LINE_BYTES)):
+        if len(content) == LARGEST_LINE_BYTES:
+            return  # no line of a run: what follows is not searched
         place += len(content)
         if text in content and (line := measurement_of(content)):
             yield line, place

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data_pipeline.errors import os_error_text
-from data_pipeline.files import append_whole, open_regular, parse_json, read_lines
+from data_pipeline.files import append_whole, lines_of, open_regular, parse_json
 from data_pipeline.patience import Patience, outlast
 from data_pipeline.typed_json import built
 from pretrain.rundir.event_times import in_order
@@ -125,9 +125,8 @@ class Ledger:
 
         Lines that are damaged or unknown are skipped with one warning.
         """
-        lines = read_lines(self.path)
         events, unusable = [], []
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(lines_of(self.path), start=1):
             if not line.strip():
                 continue
             try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 from data_pipeline.errors import DataError
-from data_pipeline.files import atomic_write, open_regular, read_lines
+from data_pipeline.files import atomic_write, lines_of, open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -135,18 +135,17 @@ def measurements_of(path: Path) -> Iterator[dict[str, Any]]:
     """The measurements, oldest first, one after the other; a line that a crash cut short is
     skipped, too."""
     damaged: list[int] = []
-    with open_measurements(path) as file:
-        for number, line in enumerate(file, start=1):
-            if found := measurement_of(line):
-                yield found
-            elif _is_damaged(line):
-                damaged.append(number)
+    for number, line in enumerate(lines_of(path), start=1):
+        if found := measurement_of(line):
+            yield found
+        elif _is_damaged(line):
+            damaged.append(number)
     _warn_of_damaged(path, damaged)
 
 
 def cut_measurements_after(path: Path, step: int) -> int:
     """Remove every measurement after `step` and what is not a measurement; returns how many."""
-    lines = read_lines(path)
+    lines = list(lines_of(path))
     # A last line without its end belongs to a step that is repeated, however much of it is there.
     measured = [measurement_of(line) if line.endswith(b"\n") else None for line in lines]
     damaged = [

@@ -4,11 +4,12 @@ import json
 import os
 import socket
 import time
+import tracemalloc
 from dataclasses import replace
 
 import pytest
 
-from data_pipeline.errors import UserError
+from data_pipeline.errors import DataError, UserError
 from data_pipeline.patience import Patience
 from pretrain.rundir.fence import Fence
 from pretrain.rundir.heartbeat_files import HeartbeatRecord, read_heartbeats
@@ -34,6 +35,7 @@ from pretrain.rundir.ledger import (
     without_refused_jobs,
 )
 from pretrain.rundir.lock import StorageNote, read_lock
+from pretrain.rundir.metrics_file import read_measurements
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import (
     Finished,
@@ -411,3 +413,15 @@ def test_a_holder_notes_in_its_lock_which_storage_fails_also_where_no_file_can_g
     assert found == ("still", fails.failing_since, True)
     assert works is not None
     assert (works.failing_storage, works.is_held) == ("", True)
+
+
+@pytest.mark.parametrize("read", [lambda path: Ledger(path).read(), read_measurements])
+def test_a_file_of_holes_is_refused_without_reading_it(tmp_path, read):
+    path = tmp_path / "holes.jsonl"
+    with open(path, "wb") as file:
+        file.truncate(40 << 30)
+    tracemalloc.start()
+    with pytest.raises(DataError, match="a line has more than 4,194,304 bytes"):
+        read(path)
+    assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    tracemalloc.stop()
