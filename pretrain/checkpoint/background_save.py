@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_pipeline.errors import UserError, os_error_text, remedy_of
+from data_pipeline.errors import CheckpointError, UserError, os_error_text, remedy_of
 from pretrain.checkpoint.directory import MEMORY, rank_file
 from pretrain.checkpoint.pieces import key_of, report_of
 from pretrain.checkpoint.rank_reports import RankReports, Report
@@ -220,6 +220,8 @@ class Save(threading.Thread):
                 self._afterwards()
         except OSError as error:
             self._problem = SaveProblem.of(error)
+        except CheckpointError as error:  # a file that a rank has written is not there for rank 0
+            self._problem = SaveProblem(str(error), remedy="check the disk or file server")
         except Exception as error:  # the loop asks for it, and every rank then raises it
             text = (str(error) if isinstance(error, UserError) else "") or repr(error)
             self._problem = SaveProblem(text, may_pass=False, remedy="")

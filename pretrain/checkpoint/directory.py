@@ -204,7 +204,14 @@ def remove(directory: Path) -> None:
 
 
 def _delete(directory: Path) -> None:
-    """Remove a directory as far as possible, many files at a time: each waits for a file server."""
+    """Remove a directory as far as possible, many files at a time: each waits for a file server.
+
+    Of a link, nothing but the link itself.
+    """
+    if directory.is_symlink():
+        with contextlib.suppress(OSError):
+            directory.unlink()
+        return
     try:
         names = os.listdir(directory)
     except OSError:

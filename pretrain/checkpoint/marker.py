@@ -5,7 +5,7 @@ A save writes into a hidden directory, in this order:
     1. every rank: its safetensors file and its part of that of its node, hashed while they are
        written and then fsynced
     2. every rank: its report to rank 0, with sizes and hashes of those two, once both are on disk
-    3. rank 0, once it has all reports: index.json, which merges them
+    3. rank 0, once it has all reports and sees all their files: index.json, which merges them
     4. rank 0: COMPLETE, the marker, which holds the SHA-256 of index.json
     5. rank 0: the rename to step-N, and an fsync of the parent directory
 
@@ -106,6 +106,7 @@ def publish(
             for each in reports
         ],
     }
+    _check_sizes(partial, lists["files"])  # a rank may have written into a directory of its own
     write_text(partial / INDEX, _index_text({**index, "format": FORMAT, **lists}))
     write_text(partial / MARKER, sha256_of(partial / INDEX) + "\n")
     before_rename()
@@ -168,6 +169,10 @@ def check_share(
 
 def read_index(directory: Path, run_id: str = "") -> Checkpoint:
     """Read the index and check it against marker and directory; CheckpointError as in `verify`."""
+    if directory.is_symlink():
+        raise CheckpointError(
+            f"{directory}: found a link, expected a directory; move what it leads to into its place"
+        )
     path = directory / INDEX
     marker, content = _contents(directory / MARKER), _contents(path)
     if marker != f"{_sha256(content)}\n".encode():
@@ -186,11 +191,7 @@ def read_index(directory: Path, run_id: str = "") -> Checkpoint:
 def counts(directory: Path) -> bool:
     """Whether marker, index and sizes are right and no start has refused the checkpoint."""
     try:
-        sizes = {
-            directory / name: _bytes_of(parts)
-            for name, parts in read_index(directory).index["files"].items()
-        }
-        read_together(lambda path: _check_size(path, sizes[path]), list(sizes))
+        _check_sizes(directory, read_index(directory).index["files"])
         return not (directory / REFUSED).exists()
     except (CheckpointError, OSError):
         return False
@@ -305,6 +306,12 @@ def _check_part(
         if owner != part.name
         else f"{path}: its contents changed since it was written"
     )
+
+
+def _check_sizes(directory: Path, listed: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Raise CheckpointError unless all files that an index lists are there, with their sizes."""
+    sizes = {directory / name: _bytes_of(parts) for name, parts in listed.items()}
+    read_together(lambda path: _check_size(path, sizes[path]), list(sizes))
 
 
 def _check_size(path: Path, expected: int) -> None:

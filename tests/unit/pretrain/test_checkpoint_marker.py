@@ -14,7 +14,7 @@ from data_pipeline.errors import CheckpointError
 from data_pipeline.files import sha256_of, write_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from tests.helpers.checkpoints import publish_step
+from tests.helpers.checkpoints import index_of, publish_step
 
 
 def flip_a_bit(path: Path) -> None:
@@ -208,3 +208,39 @@ def test_publishing_again_replaces_an_invalid_checkpoint(tmp_path: Path) -> None
     flip_a_bit(publish_step(tmp_path, 3) / "engine-00000.safetensors")
     publish_step(tmp_path, 3)
     assert marker.verify(files.step_directory(tmp_path, 3)).step == 3
+
+
+@pytest.mark.parametrize(("content", "words"), [(None, "missing"), (b"cut", "found 3 bytes")])
+def test_a_file_that_rank_0_does_not_see_whole_is_not_published(tmp_path, content, words):
+    partial, final = tmp_path / ".partial-00000001-attempt", files.step_directory(tmp_path, 1)
+    partial.mkdir()
+    name = files.rank_file("engine", 0)
+    report = {"first_lane": 0, "num_lanes": 1, "cursor": None, "past": None}
+    written = {"start": 0, "bytes": 9, "sha256": "0" * 64}
+    report |= {"files": {name: written, files.rank_file("state", 0): written}, "pieces": {}}
+    (partial / files.rank_file("state", 0)).write_bytes(b"all of it")
+    if content is not None:
+        (partial / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{name}: {words}"):
+        marker.publish(partial, final, index_of(1, 1), [report])
+    assert not final.exists()
+    assert not (partial / files.MARKER).exists()
+
+
+@pytest.mark.parametrize("number", [2, files.MANY_FILES])
+def test_a_step_that_is_a_link_is_refused_and_what_it_leads_to_is_never_removed(tmp_path, number):
+    root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    root.mkdir()
+    publish_step(root, 1).rename(elsewhere)
+    for each in range(number):
+        (elsewhere / f"{each}").touch()
+    before = sorted(elsewhere.iterdir())
+    link = files.step_directory(root, 1)
+    link.symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match="found a link, expected a directory; move"):
+        marker.verify(link)
+    assert not marker.counts(link)
+    publish_step(root, 2)
+    assert files.prune(root, [2], keep_last=1) == [1]
+    assert [entry.name for entry in root.iterdir()] == ["step-00000002"]
+    assert sorted(elsewhere.iterdir()) == before
