@@ -39,8 +39,12 @@ _COMMAND_SECONDS = 120.0
 # sockets.
 _SETTLE_SECONDS = 2.0
 USUAL_ARRAY = 1001  # Slurm's default of MaxArraySize
-_JOB_FIELDS = "%A|%F|%K|%j|%T|%r|%N|%M|%L|%S"
-_RECORD_FIELDS = "JobIDRaw,JobID,JobName,State,ExitCode,Start,End,NodeList"
+_ACCOUNTING_SECONDS = 10.0  # the history is not worth a longer wait
+# Names are last, because users write them: they may contain the separator.
+_JOB_FIELDS = "%A|%F|%K|%T|%r|%N|%M|%L|%S|%j"
+_RECORD_FIELDS = "JobIDRaw,JobID,State,ExitCode,Start,End,NodeList,JobName"
+_TEXT_OF_USERS = re.compile(r"\b(JobName|\w*Comment|Command|WorkDir)=.*")  # to the line's end
+_JOB_NUMBER = re.compile(r"[0-9]+(_[0-9]+)?")
 
 _log = logging.getLogger(__name__)
 
@@ -175,6 +179,7 @@ def jobs(ids: Sequence[str]) -> list[QueuedJob]:
 
     One that is missing ended minutes ago, or never existed.
     """
+    ids = _job_numbers(ids)
     return _squeue("-j", ",".join(ids)) if ids else []
 
 
@@ -189,23 +194,30 @@ def details(job: str) -> dict[str, str]:
 
     Empty for a job unknown to Slurm.
     """
-    result = _run(["scontrol", "show", "job", "-o", job])
-    fields = re.findall(r"(\w+)=(\S*)", result.stdout) if result.returncode == 0 else []
-    return {name: value for name, value in fields if value != "(null)"}
+    result = _run(["scontrol", "show", "job", job])
+    text = _TEXT_OF_USERS.sub("", result.stdout) if result.returncode == 0 else ""
+    fields = re.findall(r"(\w+)=(\S*)", text)
+    first = dict(reversed(fields))  # a comment of several lines comes after what it could imitate
+    return {name: value for name, value in first.items() if value != "(null)"}
 
 
 def records(ids: Sequence[str]) -> list[JobRecord]:
     """Accounting's records of these jobs, oldest first.
 
-    None without accounting, or in a job's first second.
+    None without accounting, or in a job's first second; a warning if it does not respond.
     """
+    ids = _job_numbers(ids)
     if not ids:
         return []
-    result = _run(["sacct", "-D", "-X", "-n", "-P", "-o", _RECORD_FIELDS, "-j", ",".join(ids)])
-    lines = (
-        [line.split("|") for line in result.stdout.splitlines()] if result.returncode == 0 else []
-    )
-    keys = ("id", "array_task", "name", "state", "exit_code", "start", "end", "nodes")
+    command = ["sacct", "-D", "-X", "-n", "-P", "-o", _RECORD_FIELDS, "-j", ",".join(ids)]
+    try:
+        result = _run(command, _ACCOUNTING_SECONDS)
+    except SlurmUnreachable:
+        _log.warning("how earlier starts of jobs ended is unknown: sacct gets no answer")
+        return []
+    keys = ("id", "array_task", "state", "exit_code", "start", "end", "nodes", "name")
+    listed = result.stdout.splitlines() if result.returncode == 0 else []
+    lines = [line.split("|", len(keys) - 1) for line in listed]
     return [
         JobRecord(**dict(zip(keys, line, strict=True))) for line in lines if len(line) == len(keys)
     ]
@@ -300,13 +312,18 @@ def node_names(node_list: str) -> list[str]:
     return _checked(["scontrol", "show", "hostnames", node_list]).split()
 
 
+def _job_numbers(ids: Sequence[str]) -> list[str]:
+    """Those that Slurm can have given: ledgers may be written by others."""
+    return [number for number in ids if _JOB_NUMBER.fullmatch(number)]
+
+
 def _squeue(*which: str) -> list[QueuedJob]:
     result = _run(["squeue", "-h", "-r", "-t", "all", "-o", _JOB_FIELDS, *which])
     if result.returncode and "invalid job id" not in result.stderr.lower():
         raise UserError(f"squeue failed: {_one_line(result.stderr)}")
     found = []
     for line in result.stdout.splitlines():
-        number, array, index, name, state, reason, nodes, elapsed, left, start = line.split("|")
+        number, array, index, state, reason, nodes, elapsed, left, start, name = line.split("|", 9)
         found.append(
             QueuedJob(
                 id=number,
@@ -342,17 +359,19 @@ def _checked(command: Sequence[str]) -> str:
     return result.stdout
 
 
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run(
+    command: Sequence[str], seconds: float = _COMMAND_SECONDS
+) -> subprocess.CompletedProcess[str]:
     """The finished command; SlurmUnreachable if the controller did not respond."""
     try:
         result = subprocess.run(
-            command, env=_environment(), capture_output=True, text=True, timeout=_COMMAND_SECONDS
+            command, env=_environment(), capture_output=True, text=True, timeout=seconds
         )
     except FileNotFoundError:
         raise UserError(_NO_SLURM.format(command[0])) from None
     except subprocess.TimeoutExpired:
         raise SlurmUnreachable(
-            f"'{command[0]}': the Slurm controller did not respond in {_COMMAND_SECONDS:.0f} s"
+            f"'{command[0]}': the Slurm controller did not respond in {seconds:.0f} s"
         ) from None
     # Only the commands are installed, without a configuration.
     if result.returncode and "configuration source" in result.stderr:

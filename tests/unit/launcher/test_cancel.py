@@ -75,7 +75,7 @@ def test_cancelling_asks_the_launcher_to_save_and_stop_and_waits_for_it(run_dir,
 
 
 COMMANDS = {
-    "squeue": 'echo "7|7|N/A|run-1|RUNNING|None|n1|1:00|1:00|N/A"',
+    "squeue": 'echo "7|7|N/A|RUNNING|None|n1|1:00|1:00|N/A|run-1"',
     "scontrol": "echo n1",
     "scancel": ': > "$0.$1"',
 }

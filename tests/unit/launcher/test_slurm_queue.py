@@ -311,3 +311,22 @@ def test_accounting_is_asked_only_about_jobs_that_are_forgotten_or_may_have_run_
     monkeypatch.setattr(slurm, "records", lambda ids: asked.extend(ids) or [])
     assert ask(["17", "18", "19"]).jobs == {"17": running, "18": pending}
     assert asked == ["18", "19"]
+
+
+def test_what_users_write_is_no_field_of_a_job_and_breaks_no_answer(tmp_path, monkeypatch, caplog):
+    answers = {
+        "squeue": "echo '7|7|N/A|RUNNING|None|n1|1:00|1:00|N/A|run|1'; echo $* >> $0.asked",
+        "scontrol": "printf 'JobId=7 JobName=a Restarts=9\\n   Requeue=1 Restarts=0\\n"
+        "   Comment=by policy Requeue=0 Restarts=7\\n Restarts=8\\n   StdOut=/x\\n'",
+        "sacct": "echo 'sacct: error: Connection refused' >&2; exit 1",
+    }
+    for name, line in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    queue = ask(["7", "8,9", "8\n9", "10_2"])
+    assert queue.jobs["7"].name == "run|1"
+    assert "-j 7,10_2\n" in (tmp_path / "squeue.asked").read_text()
+    assert slurm.details("7") == {"JobId": "7", "Requeue": "1", "Restarts": "0", "StdOut": "/x"}
+    (warning,) = caplog.messages
+    assert "sacct gets no answer" in warning
