@@ -57,7 +57,7 @@ class Step:
         return self.ranks // self.num_nodes
 
     def node_of(self, rank: int) -> str:
-        """Where a rank runs: with --distribution=block, srun fills one node after the other."""
+        """Where a rank runs: by --distribution=block:block, srun fills one node after another."""
         return self.nodes[rank // self.tasks_per_node]
 
     def first_rank_of(self, nodes: Sequence[str]) -> int | None:
@@ -106,7 +106,8 @@ def srun_command(
         f"--cpus-per-task={cluster.cpus_per_rank}",
         f"--nodelist={','.join(step.nodes)}",
     ]
-    command += ["--kill-on-bad-exit=1", "--wait=0", "--label", "--distribution=block"]
+    command += ["--kill-on-bad-exit=1", "--wait=0", "--label"]
+    command += ["--distribution=block:block", "--export=ALL"]
     # There is one attempt at a time. A step that Slurm believes to run, because the slurmstepd that
     # would end it was killed, must not keep the next one waiting.
     command += ["--overlap"]
@@ -117,7 +118,7 @@ def srun_command(
 def task_command(node: str, *command: str, flags: Sequence[str] = ()) -> list[str]:
     """The srun command line of one task on a node of the job, beside the job's other steps."""
     srun = ["srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}"]
-    return [*srun, "--overlap", "--chdir=/", *flags, *command]
+    return [*srun, "--overlap", "--export=ALL", "--chdir=/", *flags, *command]
 
 
 class SlurmRanks:
@@ -293,5 +294,6 @@ def run_on_each_node(
     """Run a task on each node of the step; a failure of one leaves the others alone."""
     srun = ["srun", f"--nodes={step.num_nodes}", f"--ntasks={step.num_nodes}"]
     srun += [f"--nodelist={','.join(step.nodes)}"]
-    srun += ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--overlap", *flags, *command]
+    srun += ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--overlap", "--export=ALL"]
+    srun += [*flags, *command]
     return subprocess.run(srun, stdin=subprocess.DEVNULL, capture_output=True, text=True)

@@ -182,10 +182,10 @@ def test_empty_steps_are_awaited_while_slurm_is_listened_to_and_end_with_what_th
     ledger = [JobStarted(job="7", restart=n, nodes=job.nodes, step=0) for n in range(2)]
     with pytest.raises(StaleAttempt):
         use_up_old_numbers([ledger[0], lost, ledger[1]], job, stale)
-    options = "--nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=n1 --overlap --chdir=/ --quiet"
+    options = "--nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=n1 --overlap --export=ALL"
     for line in started.read_text().splitlines():
         pid, _, rest = line.partition(" ")
-        assert rest == f"{options} true"
+        assert rest == f"{options} --chdir=/ --quiet true"
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
 

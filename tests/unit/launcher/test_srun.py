@@ -36,6 +36,7 @@ def test_a_step_has_one_task_per_rank_on_as_many_hosts_as_are_used():
         "--cpus-per-task=3",
         "--nodelist=n1,n2",
     }
+    wanted |= {"--distribution=block:block", "--export=ALL"}
     assert wanted | {"--kill-on-bad-exit=1", "--wait=0"} <= set(command)
 
 
