@@ -133,10 +133,10 @@ class Compression(nn.Module):
         squares_BNLH = (found_BNLH - expected_BNLH).square()
         if seen_BLK is None:
             return compressed_BKD, squares_BNLH.mean()
-        # The mean over queries that see a compressed row.
+        # Queries that see no compressed row count as 0. The mean over the others would weigh a lane
+        # by those that share its forward pass.
         sees_B1L1 = seen_BLK.any(2)[:, None, :, None]
-        count = sees_B1L1.sum() * (squares_BNLH.shape[1] * squares_BNLH.shape[3])
-        return compressed_BKD, squares_BNLH.where(sees_B1L1, 0.0).sum() / count.clamp(min=1)
+        return compressed_BKD, squares_BNLH.where(sees_B1L1, 0.0).mean()
 
     def _compressed(self, groups_BKXD: Tensor, own_BKX: Tensor | None) -> Tensor:
         own_BKX1 = None if own_BKX is None else own_BKX[..., None]

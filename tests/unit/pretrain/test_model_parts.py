@@ -253,6 +253,31 @@ def test_reconstruction_of_an_isolated_document_is_bitwise_blind_to_the_one_befo
     assert results[False][0][0] != results[False][1][0]
 
 
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_reconstruction_is_the_same_for_any_grouping_of_lanes(lanes: int) -> None:
+    """Slots and ranks are averaged with equal weights; documents leave each lane other queries."""
+    model = tiny_model(**COMPRESSIVE, isolate_documents=True)
+    stream_BT, starts_BT = random_tokens(4, 17), random_starts(4, 17)
+    starts_BT[:2, 8] = True  # in these lanes no query sees a compressed row
+
+    def reconstruction(rows: slice) -> tuple[Tensor, list[Tensor]]:
+        _, memory = stream_nll(model, stream_BT[rows, :9], [8], starts_BT[rows])
+        _, _, error = model.hidden_states(stream_BT[rows, 8:16], memory, starts_BT[rows, 8:16])
+        assert error is not None
+        assert model.compressions is not None
+        return error, list(torch.autograd.grad(error, [
+            each for each in model.compressions.parameters() if each.requires_grad
+        ], allow_unused=True))  # fmt: skip
+
+    whole, gradients = reconstruction(slice(0, 4))
+    slots = [reconstruction(slice(first, first + lanes)) for first in range(0, 4, lanes)]
+    assert len({round(error.item(), 9) for error, _ in slots}) > 1
+    torch.testing.assert_close(torch.stack([error for error, _ in slots]).mean(), whole)
+    for gradient, *parts in zip(gradients, *[found for _, found in slots], strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(torch.stack(parts).mean(0), gradient, rtol=1e-10, atol=1e-14)
+
+
 def test_reconstruction_is_learned() -> None:
     torch.manual_seed(0)
     model = TransformerXL(
