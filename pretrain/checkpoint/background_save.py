@@ -143,7 +143,9 @@ def pieces_in(rank_files: list[RankFile], rank: int) -> dict[str, Any]:
 class Save(threading.Thread):
     """Writes `rank_files` and adds the rank's to the `reports`; rank 0 then publishes with all.
 
-    Nobody waits for what rank 0 does `afterwards`, which raises nothing, and before, to clear them.
+    Rank 0 has made `partial`: a rank that made one itself would write where no other rank looks,
+    under a lost mount. Nobody waits for what rank 0 does `afterwards`, which raises nothing, and
+    before, to clear the reports.
     """
 
     def __init__(
@@ -244,7 +246,6 @@ class Save(threading.Thread):
         return host
 
     def _write(self, host: list[Tensor]) -> None:
-        self.partial.mkdir(parents=True, exist_ok=True)
         described = {
             each.name: write_file(
                 self.partial / each.name, self._part_of(each), buffer, self._raise_if_canceled

@@ -134,10 +134,10 @@ class Checkpointer:
         saved = with_whole_lanes(saved, self._run, self._world)
         self._node = self._node or ranks_of_node(self._world)
         rank_files = files_of_rank(engine, saved, self._lane_state, self._node)
-        if problem := self._problem_ahead(rank_files, obstacle):
+        partial = files.partial_directory(self._root, state.step, self._attempt)
+        if problem := self._problem_ahead(partial, rank_files, obstacle):
             self._give_up_save(state.step, problem)
             return False
-        partial = files.partial_directory(self._root, state.step, self._attempt)
         publish = self._publication(partial, engine, state, validation_loss, rebuild)
         report = report_of_lanes(saved.cursor, past, self._run, self._world)
         self._saves += 1
@@ -272,9 +272,9 @@ class Checkpointer:
         return state
 
     def _problem_ahead(
-        self, rank_files: list[RankFile], obstacle: Callable[[], str]
+        self, partial: Path, rank_files: list[RankFile], obstacle: Callable[[], str]
     ) -> SaveProblem | None:
-        """Return rank 0's reason not to start a save, if it has one."""
+        """Return rank 0's reason not to start a save; without one, it has made `partial`."""
         own_bytes = torch.tensor(sum(each.layout.file_bytes for each in rank_files))
         wanted = int(rows_of_ranks(own_bytes).sum()) + self._world.world_size * INDEX_BYTES_PER_RANK
         problem = None
@@ -284,6 +284,7 @@ class Checkpointer:
                     problem = SaveProblem(ahead, remedy=ANY_REMEDY)
                 else:
                     files.require_space(self._root, wanted)
+                    partial.mkdir(exist_ok=True)
             except OSError as error:
                 problem = SaveProblem.of(error)
             except CheckpointError as error:

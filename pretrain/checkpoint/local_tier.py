@@ -134,13 +134,14 @@ class LocalTier:
             for kind, value in fragment.values.items()
         }
         rank_files = files_of(pieces, state, self._lane_state, rank=0, node=(0,))
+        root, index = self._root, self._index(engine, state)
+        partial = files.partial_directory(root, state.step, self._attempt)
         try:
-            files.require_space(self._root, sum(each.layout.file_bytes for each in rank_files))
+            files.require_space(root, sum(each.layout.file_bytes for each in rank_files))
+            partial.mkdir(exist_ok=True)
         except (OSError, UserError) as error:
             self._failed(state.step, _text(error))
             return
-        root, index = self._root, self._index(engine, state)
-        partial = files.partial_directory(root, state.step, self._attempt)
         final = files.step_directory(root, state.step)
 
         def publish(reports: list[Report]) -> None:

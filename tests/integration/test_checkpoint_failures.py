@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -94,6 +95,41 @@ def test_a_rank_that_cannot_write_ends_all_ranks_long_before_the_next_save(exper
         assert "File too large" in errors[0]
     assert interval <= run_dir.read_metrics()[-1]["step"] < 2 * interval - 5
     assert not list(run_dir.checkpoints.iterdir())
+
+
+def test_a_rank_that_loses_sight_of_the_run_directory_makes_none_of_its_own(experiment, tmp_path):
+    """As under a lost mount: rank 1's path leads to an empty directory from one moment on."""
+    run_dir, view, empty = RunDir(tmp_path / "run"), tmp_path / "run-of-rank-1", tmp_path / "empty"
+    run_dir.path.mkdir()
+    empty.mkdir()
+    view.symlink_to(run_dir.path)
+    (tmp_path / "later").symlink_to(empty)
+    longer = (
+        "checkpoint.interval=400", "checkpoint.storage_patience_seconds=0",
+        "optim.steps=100000", "metrics.interval=5",
+    )  # fmt: skip
+    own_view = '[ "$RANK" = 0 ] || set -- "${@/#"$0"/$0-of-rank-1}"; exec "$@"'
+    command = [
+        "bash",
+        "-c",
+        own_view,
+        str(run_dir.path),
+        *train_command(experiment, run_dir.path),
+        *SETTINGS,
+        *longer,
+    ]
+    with RankGroup(command, 2, tmp_path / "logs") as group:
+        while not (run_dir.metrics.exists() and run_dir.metrics.stat().st_size):
+            assert group.poll() == [None, None], [log.read_text() for log in group.logs]
+            time.sleep(0.05)
+        (tmp_path / "later").rename(view)
+        assert group.wait(timeout=240) == [2, 2]
+    for log in group.logs:
+        (error,) = [line for line in log.read_text().splitlines() if line.startswith("ERROR ")]
+        assert "could not save step 400" in error
+        assert "No such file or directory" in error
+    assert not list(run_dir.checkpoints.iterdir())
+    assert not (empty / "checkpoints").exists()
 
 
 def test_a_corrupted_checkpoint_is_named_and_the_one_before_is_used(experiment, tmp_path):

@@ -220,6 +220,7 @@ def test_a_save_that_waits_for_another_rank_can_be_canceled(engine, world, tmp_p
         files.partial_directory(tmp_path, 4, "attempt"),
         files.step_directory(tmp_path, 4),
     )
+    partial.mkdir()
     save = Save(
         4,
         partial,

@@ -52,6 +52,7 @@ def saves_of(root: Path, nodes: tuple[tuple[int, ...], ...]) -> list[Save]:
     """The ranks' parts of a save, each with a connection of its own; nothing is started."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     partial, final = files.partial_directory(root, 7, "attempt"), files.step_directory(root, 7)
+    partial.mkdir()
 
     def publish(reports: list[dict[str, Any]]) -> None:
         marker.publish(partial, final, index_of(7, len(LANES)), reports)
