@@ -107,7 +107,7 @@ def run_training(config: RunConfig, directory: Path, world: World) -> int:
         token, number = process.fence.token, 0
         ended = _start(process, token)
         while not isinstance(ended, int):
-            gc.collect()  # the old engine refers to itself, so its memory would not be free
+            gc.collect()  # the old engine, though closed, refers to itself
             number += 1
             ended = _start(process, f"{token}.{number}", verified=ended)
     return ended
@@ -190,8 +190,12 @@ def _start(
     try:
         # A mirror has what the run directory has: no local checkpoints.
         step = local.shared_step if found and found.is_local else found.step if found else 0
-        with Mirror(process.config, run_dir, world, step, process.fence.check) as mirror, local:
-            ending = _train_from(found, process, config, attempt, mirror, local)
+        with (
+            Mirror(process.config, run_dir, world, step, process.fence.check) as mirror,
+            local,
+            contextlib.closing(build_engine(config, world, draws=found is None)) as engine,
+        ):
+            ending = _train_from(engine, found, process, config, attempt, mirror, local)
             if ending is not Ending.PHASE_FINISHED:  # the next phase continues the upload
                 mirror.finish(process.heartbeat.repeat, lambda: process.stop.count)
     except UnreadableError as error:
@@ -220,6 +224,7 @@ def _start(
 
 
 def _train_from(
+    engine: Engine,
     found: Checkpoint | None,
     process: RankProcess,
     config: RunConfig,
@@ -229,7 +234,7 @@ def _train_from(
 ) -> Ending:
     """Build what the loop works with and run it; `config` is the run in the current phase."""
     run_dir, world = process.run_dir, process.world
-    engine = process.fault.wrap(build_engine(config, world, draws=found is None))
+    engine = process.fault.wrap(engine)
     checkpointer = Checkpointer(
         config,
         run_dir.checkpoints,

@@ -132,6 +132,17 @@ class DeepSpeedEngine:
             state["step"].fill_(step_count)
         self._fragments.write_weights()
 
+    def close(self) -> None:
+        # The hooks on parameters' gradients refer to the engine where no collector looks.
+        self._engine.destroy()
+        if self._stage == 3:  # a list and a cache of DeepSpeed's own refer to the modules
+            from deepspeed.runtime.zero import parameter_offload
+
+            parameter_offload.FWD_MODULE_STACK.clear()
+            coordinator = parameter_offload.PartitionedParameterCoordinator
+            release = vars(coordinator)["_PartitionedParameterCoordinator__params_to_release"]
+            release.__closure__[0].cell_contents.cache_clear()
+
     def _backward(self, loss: Tensor) -> None:
         if self.loss_scaler is not None:
             # The wrappers are configured with a constant scale of 1 and read this attribute at

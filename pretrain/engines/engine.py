@@ -98,6 +98,10 @@ class Engine(Protocol):
         """Update everything that is derived from the fragments after they were written to."""
         ...
 
+    def close(self) -> None:
+        """Drop what would keep the model alive; the engine is not used any more."""
+        ...
+
 
 def check_precision(precision: Precision, device: torch.device) -> None:
     """Raise ConfigError if the device cannot compute in this precision (fp16 on some CPUs)."""
@@ -277,6 +281,9 @@ class TorchEngine:
             state["step"].fill_(step_count)
         if self.module is not self._master:
             self._copy_master_to_module()
+
+    def close(self) -> None:
+        pass
 
     def _average_gradients(self) -> None:
         scale = self.loss_scaler.scale if self.loss_scaler is not None else 1.0

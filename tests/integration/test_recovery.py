@@ -187,6 +187,27 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_losses(short, experi
 
 
 @pytest.mark.slow
+def test_a_restart_in_the_process_frees_the_model_before(experiment, tmp_path):
+    """At the end of a phase, when memory runs out and at a rewind, under every ZeRO stage."""
+    live = tmp_path / "live.yaml"
+    live.write_text(
+        f"""extends: {experiment}
+data: {{segment_length: 8, phases: [{{from_step: 4, segment_length: {LENGTH}}}]}}
+engine: {{kind: deepspeed}}
+"""
+    )
+    command = [sys.executable, "-m", "tests.helpers.live_models", str(live), str(tmp_path)]
+    done = subprocess.run(
+        command,
+        env={**os.environ, VARIABLE: "oom:2@13"}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "live.json").read_text())
+    assert found == dict.fromkeys(found, [0] * 4)
+    assert len(found) == 4
+
+
+@pytest.mark.slow
 def test_ranks_restart_together_when_one_is_out_of_memory_and_a_slow_one_is_named(
     short, experiment, tmp_path
 ):

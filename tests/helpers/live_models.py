@@ -1,0 +1,46 @@
+"""How many models of the process's earlier starts are alive when a run builds the next one:
+`python -m tests.helpers.live_models EXPERIMENT OUTPUT`.
+
+For every ZeRO stage it trains EXPERIMENT in the process, whose phases and faults make
+the run start again. It writes OUTPUT/live.json: the counts of each cell, a start each.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pretrain.run
+from data_pipeline.config_loader import load_config
+from pretrain.config.resolve import resolve
+from pretrain.config.run import RunConfig
+from pretrain.distributed.world import destroy_process_group, init_world
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.run import build_engine, run_training
+
+
+def main(experiment: Path, output: Path) -> None:
+    counts: list[int] = []
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        gc.collect()
+        counts.append(sum(type(each) is TransformerXL for each in gc.get_objects()))
+        return build_engine(*arguments, **options)
+
+    pretrain.run.build_engine = counting
+    world, found = init_world(600), {}
+    for stage, precision in ((0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32")):
+        name = f"zero{stage}-{precision}"
+        settings = [f"engine.zero_stage={stage}", f"engine.precision={precision}"]
+        config = resolve(load_config(RunConfig, experiment, settings))
+        assert run_training(config, output / name, world) == 0
+        found[name], counts[:] = list(counts), []
+    (output / "live.json").write_text(json.dumps(found))
+    destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
