@@ -204,8 +204,8 @@ def _start(
         refuse(found.directory, str(error), "the one before", world)
     except SpikeFound as raised:
         spike = raised.spike
-    except torch.OutOfMemoryError as error:
-        record_out_of_memory(config, run_dir, world, str(error))
+    except (RuntimeError, MemoryError) as error:
+        record_out_of_memory(config, run_dir, world, error)
         # Other ranks now wait for this one inside a collective, so that only the launcher can
         # restart them all. A single process just restarts.
         return None if world.world_size == 1 else EXIT_OUT_OF_MEMORY

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from data_pipeline.errors import ConfigError
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import World
@@ -20,9 +22,16 @@ from pretrain.rundir.training_events import Event, OutOfMemory
 
 logger = logging.getLogger(__name__)
 
+_OF_CPU = "can't allocate memory"  # torch's RuntimeError, which has no type of its own
 
-def record_out_of_memory(run: RunConfig, run_dir: RunDir, world: World, error: str) -> None:
-    """Write to the ledger, on the rank it happened on, what later starts must stay below."""
+
+def record_out_of_memory(run: RunConfig, run_dir: RunDir, world: World, error: Exception) -> None:
+    """Write to the ledger, on the rank it happened on, what later starts must stay below.
+
+    Raises any other error than that memory ran out.
+    """
+    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and _OF_CPU not in str(error):
+        raise error
     per_rank = lanes_of_rank(run, world.rank, world.world_size)
     lanes = len(per_rank) // accumulation_steps(run, world.world_size)
     run_dir.ledger.append(
@@ -30,7 +39,7 @@ def record_out_of_memory(run: RunConfig, run_dir: RunDir, world: World, error: s
             rank=world.rank,
             micro_batch_lanes=lanes,
             settings=memory_settings(run, world.world_size),
-            message=error.splitlines()[0],
+            message=str(error).partition("\n")[0],
         )
     )
     logger.warning(
