@@ -17,9 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.commands.same_run import differing_losses
 from pretrain.rundir.launch_events import (
     AttemptEnded,
+    JobEnded,
     JobEndReason,
     JobStarted,
     NextAction,
@@ -332,6 +334,23 @@ def test_a_host_that_does_not_see_the_run_is_named(runs: Runs, lab: SlurmLab):
     assert "error: n2 cannot see" in run.log()
     assert "put the run on a disk that all nodes share" in run.ends()[0]
     assert_status(run, "failed", reason=run.ends()[0])
+
+
+def test_a_directory_that_vanishes_under_one_host_is_never_a_finished_run(
+    runs: Runs, lab: SlurmLab, reference: SlurmRun
+):
+    run = runs.submit("hidden", "checkpoint.storage_patience_seconds=5", **NEAR)
+    run.wait_for_step(INTERVAL + 10)
+    lab.run_on("n2", "mount", "-t", "tmpfs", "none", str(run.dir.path))
+    run.until(lambda: run.events(JobEnded))
+    assert JobEndReason.FINISHED not in [end.reason for end in run.events(JobEnded)]
+    assert steps_on_disk(run.dir.checkpoints) == [INTERVAL]
+    lab.run_on("n2", "umount", str(run.dir.path))
+    run.until(lambda: run.state() in ("FAILED", ""))
+    resumed = lab.run(sys.executable, "-m", "launcher", "resume", str(run.dir.path))
+    assert resumed.returncode == 0, resumed.stderr
+    run.wait_until_finished()
+    run.assert_same_as(reference)
 
 
 def test_a_run_of_one_or_two_hosts_goes_on_with_one(runs: Runs, lab: SlurmLab, reference: SlurmRun):
