@@ -45,7 +45,12 @@ from data_pipeline.builder.records import (
 from data_pipeline.builder.repeated_ids import RepeatedIds
 from data_pipeline.builder.round_trip import RoundTrip, RoundTripCheck
 from data_pipeline.builder.runs import SortedRuns
-from data_pipeline.builder.sources import SourceFile, list_sources
+from data_pipeline.builder.sources import (
+    SourceFile,
+    check_apart,
+    check_unchanged,
+    list_sources,
+)
 from data_pipeline.builder.split_writer import (
     CorpusShards,
     DocumentEncoder,
@@ -118,6 +123,7 @@ def build_corpus(config: CorpusConfig, report: Report = lambda what: None) -> Bu
 
 def list_all_sources(config: CorpusConfig, report: Report = lambda what: None) -> Sources:
     """Return every input file in its order, with its split, or "" if each document decides."""
+    check_apart((*config.input, *config.validation_input))
     sources = [("", source) for source in list_sources(config.input, config, report)]
     if holds_stretches(config):
         return with_held_out(sources, config)
@@ -154,21 +160,21 @@ def build_sources(
             return result_of(output, was_finished=True)
         if not is_part:
             check_sources(config, sources)
-        journal = BuildJournal(output, recipe, last_modified(sources))
-        report(f"tokenizer: {describe_tokenizer(config.tokenizer)}")
-        directory = output / TOKENIZER_DIRECTORY
-        tokenizer = prepare_tokenizer(directory, training_sources(sources), config)
-        rules, ids = DocumentRules(config, seen), RepeatedIds()
-        check = RoundTripCheck(tokenizer, report)
+        with BuildJournal(output, recipe, last_modified(sources)) as journal:
+            report(f"tokenizer: {describe_tokenizer(config.tokenizer)}")
+            directory = output / TOKENIZER_DIRECTORY
+            tokenizer = prepare_tokenizer(directory, training_sources(sources), config)
+            rules, ids = DocumentRules(config, seen), RepeatedIds()
+            check = RoundTripCheck(tokenizer, report)
 
-        def see(document: Document) -> None:
-            check.see(document)
-            ids.add(document.id)
+            def see(document: Document) -> None:
+                check.see(document)
+                ids.add(document.id)
 
-        mixing = _write_splits(config, sources, tokenizer, rules, see, journal, report, is_part)
-        counts = {**rules.counts, **ids.counts, "round_trip": asdict(check.counts)}
-        journal.finish({**counts, MIXING: mixing.tree()})
-        return result_of(output)
+            mixing = _write_splits(config, sources, tokenizer, rules, see, journal, report, is_part)
+            counts = {**rules.counts, **ids.counts, "round_trip": asdict(check.counts)}
+            journal.finish({**counts, MIXING: mixing.tree()})
+            return result_of(output)
 
 
 def last_modified(sources: Sources) -> int:
@@ -266,6 +272,7 @@ def _jobs(
             for part in rules.apply(document):
                 see(part)
                 yield _Job(target, part, source.domain)
+        check_unchanged(source)
         progress.finish_file(source.size)
 
 

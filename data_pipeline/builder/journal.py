@@ -21,10 +21,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.builder.records import REJECTS_NAME
 from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.config_loader import differences
 from data_pipeline.corpora.lengths import files_of
-from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, ShardInfo, checked_shard
+from data_pipeline.corpora.manifest import (
+    MANIFEST_NAME,
+    SPLITS,
+    ShardInfo,
+    checked_shard,
+)
 from data_pipeline.corpora.mixing import DomainOfShard, Mixing, mixing_of_tree
 from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.file_lock import held_lock
@@ -75,6 +81,21 @@ class BuildJournal:
             self._resume()
         else:
             self._append(self._header)
+
+    def __enter__(self) -> BuildJournal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Leave nothing of a build that was refused, unless a shard or a list of rejects is there.
+
+        `claimed_output` removes the rest.
+        """
+        rejects = self.directory / REJECTS_NAME
+        is_kept = self.shards or (rejects.exists() and rejects.stat().st_size)
+        if kind is not None and issubclass(kind, UserError) and not is_kept:
+            for entry in self.output.iterdir():
+                if entry != self.directory:
+                    shutil.rmtree(entry)
 
     def _resume(self) -> None:
         # A kill may have cut the last line: drop everything from the first incomplete line on.

@@ -6,6 +6,7 @@ pickled values is refused.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import struct
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from data_pipeline.builder.records import (
     document_of_bytes,
     document_of_tokens,
 )
-from data_pipeline.builder.sources import SourceFile
+from data_pipeline.builder.sources import MDS_INDEX, SourceFile
 from data_pipeline.config import LARGEST_SHARD_BYTES, TOKEN_DTYPES, CorpusConfig
 from data_pipeline.files import named_errors, open_regular
 from data_pipeline.shards.mds import InvalidShard, read_head
@@ -76,14 +77,27 @@ def _tokens(raw: bytes, kind: str, config: CorpusConfig) -> np.ndarray:
 
 def _contents(source: SourceFile) -> bytes | memoryview:
     with open_regular(source.path) as file:
+        if not source.size:
+            return b""
+        content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        for name, expected in source.hashes:
+            if (found := _hash_of(content, name)) != expected:
+                raise InvalidRecords(f"its {name} is {found}, expected {expected} by {MDS_INDEX}")
         if not source.path.name.lower().endswith(ZSTD_SUFFIX):
-            if not source.size:
-                return b""
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            return content
         content = unpacked_zst(file).read(LARGEST_SHARD_BYTES + 1)
         if len(content) > LARGEST_SHARD_BYTES:
             raise InvalidRecords(f"it unpacks to more than {LARGEST_SHARD_BYTES:,} bytes")
         return content
+
+
+def _hash_of(content: memoryview, name: str) -> str:
+    """Return a hash by the name that MDS has for it."""
+    import xxhash
+
+    if name.startswith("xxh"):
+        return getattr(xxhash, name)(content).hexdigest()
+    return hashlib.new(name, content).hexdigest()
 
 
 @dataclass

@@ -14,7 +14,14 @@ from dataclasses import replace
 from typing import BinaryIO
 
 from data_pipeline.builder.decompression import BLOCK_BYTES, is_compressed
-from data_pipeline.builder.records import Document, Records, Reject, document_of_bytes, too_long
+from data_pipeline.builder.records import (
+    Document,
+    InvalidRecords,
+    Records,
+    Reject,
+    document_of_bytes,
+    too_long,
+)
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import CorpusConfig
 from data_pipeline.errors import ConfigError
@@ -100,7 +107,10 @@ def read_stream(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Rec
             part = _whole_characters(part).rstrip(SPACE)
         offset += cut + 1
         if part.strip():
-            yield document_of_bytes(part, location, location, config)
+            document = document_of_bytes(part, location, location, config)
+            if isinstance(document, Reject):  # 100 kB would be missing from one text
+                raise InvalidRecords(f"{location}: {document.reason}")
+            yield document
 
 
 def _whole_characters(text: bytes) -> bytes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
@@ -23,12 +24,15 @@ from data_pipeline.config import CorpusConfig, SourceKind
 from data_pipeline.corpora.manifest import MANIFEST_NAME
 from data_pipeline.corpora.mixing import domains_of
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.files import read_json
 from data_pipeline.progress import Note, Report
 
 PARTS_SUFFIX = ".parts"  # of the directory next to the output in which parts are built
 # Files of each name ending whose contents are looked at before the build; all are checked when they
 # are read. Looking into millions of files would take longer than it saves.
 LOOKED_INTO = 16
+MDS_INDEX = "index.json"
+MDS_FORMS = ("raw_data", "zip_data")  # of a shard in it; the folder has either or both
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class SourceFile:
     modified: int  # nanoseconds
     start: int = 0  # of the `size` bytes that are read, of a stream
     domain: str = ""  # see corpora/mixing.py
+    hashes: tuple[tuple[str, str], ...] = ()  # name of the algorithm and hash, of an MDS shard
 
 
 def list_sources(
@@ -69,6 +74,25 @@ def list_sources(
     return [replace(source, domain=domain) for source, domain in zip(sources, domains, strict=True)]
 
 
+def check_apart(roots: Sequence[Path]) -> None:
+    """Raise ConfigError if an input is or contains another: its text would be read twice."""
+    real = [(root.resolve(), root) for root in roots]
+    for (outer, first), (inner, second) in itertools.permutations(real, 2):
+        if outer == inner or outer in inner.parents:
+            raise ConfigError(
+                f"input {second} is in input {first}, so its text would be read twice; name "
+                "folders that do not contain each other"
+            )
+
+
+def check_unchanged(source: SourceFile) -> None:
+    """Raise DataError if the file is not as it was when it was listed."""
+    if source.path.stat().st_mtime_ns != source.modified:
+        raise DataError(
+            f"{source.path} was changed while it was read; build again when nothing writes to it"
+        )
+
+
 def _sources_under(
     root: Path, is_one_of_many: bool, config: CorpusConfig, report: Report
 ) -> list[SourceFile]:
@@ -82,6 +106,7 @@ def _sources_under(
     prefix = f"{root.resolve().name}/" if is_one_of_many else ""
     walk = _Walk(root, _own_folders(config))
     names = sorted(path.relative_to(root).as_posix() for path in walk.files(root))
+    hashes = _hashes_of_shards(root, names) if may_read_as("mds", config) else {}
     suffixes = tuple(suffix.lower() for suffix in config.suffixes)
     names = [name for name in names if without_compression(name).endswith(suffixes or "")]
     if walk.links:
@@ -90,7 +115,32 @@ def _sources_under(
     if not config.suffixes and (left_out := _companions(names, config)):
         report(Note(f"input {root}: left out, beside records: {_examples(left_out)}"))
         names = [name for name in names if name not in left_out]
-    return _with_kinds(root, names, prefix, config)
+    sources = _with_kinds(root, names, prefix, config)
+    return [
+        replace(source, hashes=hashes.get(name, ()))
+        for name, source in zip(names, sources, strict=True)
+    ]
+
+
+def _hashes_of_shards(root: Path, names: list[str]) -> dict[str, tuple[tuple[str, str], ...]]:
+    """Return what the indices of MDS data sets say of their shards; DataError if one is missing."""
+    hashes, listed = {}, set(names)
+    for index in (name for name in names if PurePath(name).name == MDS_INDEX):
+        folder = PurePath(index).parent
+        try:
+            tree = read_json(root / index)
+            shards = [[each[key] for key in MDS_FORMS if each.get(key)] for each in tree["shards"]]
+            forms = [{each["basename"]: each.get("hashes") or {} for each in one} for one in shards]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # it is of something else
+        for form in forms:
+            found = {name: (folder / name).as_posix() for name in form}
+            if not listed.intersection(found.values()):
+                raise DataError(
+                    f"{root / index} lists {' or '.join(form)}, which is missing; fetch it again"
+                )
+            hashes |= {path: tuple(form[name].items()) for name, path in found.items()}
+    return hashes
 
 
 def _own_folders(config: CorpusConfig) -> frozenset[Path]:

@@ -32,6 +32,9 @@ def read_megatron(
     """Yield a document for each of the index beside the .bin file."""
     dtype, lengths, starts, ends = _read_index(source.path.with_suffix(INDEX_SUFFIX))
     tokens = _mapped(source.path, dtype)
+    last = int((starts + dtype.itemsize * lengths.astype(np.int64)).max(initial=0))
+    if last < tokens.nbytes:
+        raise InvalidRecords(f"its index ends at byte {last:,}, the file at {tokens.nbytes:,}")
     done = 0
     follow(lambda: done)
     for number in range(len(ends) - 1):

@@ -25,6 +25,7 @@ from data_pipeline.vocabularies.vocabulary import (
     size_of,
 )
 
+LARGEST_GAP = 16  # ids without a token before the special ones: some encodings have one
 PROBE = "A text's 10 words,\n  and more. "  # a pattern that may match nothing does so here
 
 
@@ -46,6 +47,12 @@ class TiktokenRanks:
         ids = [*ranks.values(), *special_tokens.values()]
         if len(set(ids)) != len(ids):
             raise InvalidVocabulary("an encoding in which two tokens have one id; give another")
+        first = min(special_tokens.values())
+        if (absent := first - sum(rank < first for rank in ranks.values())) > LARGEST_GAP:
+            raise InvalidVocabulary(
+                f"not the whole file of tiktoken ({absent:,} ids below {first:,}, the first "
+                "special token, have no token); restore it"
+            )
         self.vocab_size = size_of(ids)
         with library_errors("an encoding of tiktoken"):
             self.library: Any = tiktoken.Encoding(
