@@ -123,14 +123,15 @@ def build_corpus(config: CorpusConfig, report: Report = lambda what: None) -> Bu
 
 def list_all_sources(config: CorpusConfig, report: Report = lambda what: None) -> Sources:
     """Return every input file in its order, with its split, or "" if each document decides."""
-    check_apart((*config.input, *config.validation_input))
-    sources = [("", source) for source in list_sources(config.input, config, report)]
+    training = list_sources(config.input, config, report)
+    sources = [("", source) for source in training]
     if holds_stretches(config):
         return with_held_out(sources, config)
     if config.validation_bytes or config.test_bytes:
         raise ConfigError("validation_bytes and test_bytes need format=stream; leave them out")
     if config.validation_input:
         validation = list_sources(config.validation_input, config, report)
+        check_apart((training, validation), "is training text and validation text")
         sources += [("validation", source) for source in validation]
     return sources
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -57,9 +56,9 @@ def list_sources(
     Also DataError for a file that no reader understands. `report` gets a note about files that are
     left out, and about links that lead out of a root.
     """
-    sources = [
-        source for root in roots for source in _sources_under(root, len(roots) > 1, config, report)
-    ]
+    inputs = [_sources_under(root, len(roots) > 1, config, report) for root in roots]
+    check_apart(inputs, "would be read twice")
+    sources = [source for files in inputs for source in files]
     if not sources:
         wanted = f" whose name ends in {' or '.join(config.suffixes)}" if config.suffixes else ""
         raise DataError(
@@ -74,15 +73,14 @@ def list_sources(
     return [replace(source, domain=domain) for source, domain in zip(sources, domains, strict=True)]
 
 
-def check_apart(roots: Sequence[Path]) -> None:
-    """Raise ConfigError if an input is or contains another: its text would be read twice."""
-    real = [(root.resolve(), root) for root in roots]
-    for (outer, first), (inner, second) in itertools.permutations(real, 2):
-        if outer == inner or outer in inner.parents:
-            raise ConfigError(
-                f"input {second} is in input {first}, so its text would be read twice; name "
-                "folders that do not contain each other"
-            )
+def check_apart(inputs: Sequence[list[SourceFile]], harm: str) -> None:
+    """Raise ConfigError if a file is in two of the inputs, under whatever name."""
+    files: dict[str, Path] = {}
+    for sources in inputs if len(inputs) > 1 else ():
+        real = {os.path.realpath(source.path): source.path for source in sources}
+        if shared := sorted(real.keys() & files.keys()):
+            raise ConfigError(f"{real[shared[0]]} {harm}; name inputs that share no file")
+        files |= real
 
 
 def check_unchanged(source: SourceFile) -> None:

@@ -98,12 +98,13 @@ def test_shipped_configurations_are_found_from_another_directory(programs, tmp_p
     model = "configs/models/xl_modern_100m.yaml"
     described = run(programs, tmp_path, "pretrain", "describe", model, "model.vocab_size=32000")
     assert "100,125,440" in described
-    (tmp_path / "text.jsonl").write_text('{"id": "a", "text": "some words"}\n' * 2)
+    for name in ("text.jsonl", "valid.jsonl"):
+        (tmp_path / name).write_text('{"id": "a", "text": "some words"}\n' * 2)
     run(
         programs,
         tmp_path,
         *("data-pipeline", "build", "configs/data/bytes.yaml", "--input", "text.jsonl"),
-        *("--validation-input", "text.jsonl", "--output", "data"),
+        *("--validation-input", "valid.jsonl", "--output", "data"),
     )
     assert (tmp_path / "data" / "train" / "manifest.json").is_file()
 

@@ -5,6 +5,7 @@ import errno
 import gzip
 import json
 import os
+import shutil
 import tracemalloc
 
 import pytest
@@ -185,8 +186,9 @@ def test_several_folders_keep_their_documents_apart(tmp_path):
         ("two/a.txt", "two"),
         ("one/a.txt", "one"),
     ]
+    shutil.copytree(tmp_path / "one", tmp_path / "two" / "one")
     with pytest.raises(ConfigError, match=r"the same name 'one/a.txt'"):
-        read_all(config_of(tmp_path / "one", tmp_path / "one"))
+        read_all(config_of(tmp_path / "one", tmp_path / "two" / "one"))
 
 
 def test_a_file_name_that_is_not_utf8_still_names_its_document(tmp_path):

@@ -45,18 +45,27 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "validation"),
+    ("inputs", "validation", "file"),
     [
-        (["."], ["valid"]), (["valid"], ["."]), (["."], ["."]), ([".", "train"], []),
-        (["train"], ["train/x.jsonl"]), (["train"], ["link"]), (["train", "valid"], ["valid"]),
+        ([""], ["valid"], "valid/x"), (["valid"], [""], "valid/x"), ([""], [""], "train/x"),
+        (["train/x"], ["train/x"], "train/x"), (["train"], ["train/x"], "train/x"),
+        (["train"], ["link"], "link/x"), (["train"], ["links"], "links/y"),
+        (["train", "valid"], ["valid"], "valid/x"), (["", "train"], [], "train/x"),
+        (["train/x", ""], [], "train/x"), (["train", "links"], [], "links/y"),
+        (["train/x", "train/x"], [], "train/x"),
     ],
 )  # fmt: skip
-def test_text_that_would_be_read_twice(folder, inputs, validation):
-    write_jsonl(folder / "train" / "x.jsonl", ["one", "two"])
-    write_jsonl(folder / "valid" / "y.jsonl", ["three"])
+def test_a_file_of_two_inputs(folder, inputs, validation, file):
+    for name in ("train/x", "valid/x"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_text("some words")
+    (folder / "links").mkdir()
+    (folder / "links" / "y").symlink_to("../train/x")
     (folder / "link").symlink_to("train")
     roots = [tuple(folder / name for name in names) for names in (inputs, validation)]
-    assert "would be read twice" in refusal(folder, input=roots[0], validation_input=roots[1])
+    message = refusal(folder, input=roots[0], validation_input=roots[1])
+    harm = "is training text and validation text" if validation else "would be read twice"
+    assert message == f"{folder / file} {harm}; name inputs that share no file"
 
 
 def shrink(path: Path) -> None:
