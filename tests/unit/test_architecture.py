@@ -39,7 +39,7 @@ HOMES = {
     "tiktoken": ("data_pipeline/vocabularies/tiktoken_ranks.py",),
     "lm_eval": ("pretrain/evaluation/",),
     "transformers": ("pretrain/weights/huggingface/",),
-    "wandb": ("pretrain/metrics/wandb_process.py",),
+    "wandb": ("pretrain/metrics/wandb_writer.py",),
     "torch.utils.tensorboard": ("pretrain/metrics/writers.py",),
     "torch": ("pretrain/",),
 }
