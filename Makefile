@@ -119,7 +119,7 @@ fuzz: $(DEV_STAMP)  ## hostile files for MINUTES minutes (60) on two cores; find
 	OMP_NUM_THREADS=1 python -m tests.fuzz --minutes $(MINUTES)
 
 golden: $(DEV_STAMP)  ## compare the model with recorded results: those in tests/golden and, if present, ../shared/golden
-	pretrain golden tests/golden/*.npz $(wildcard ../shared/golden/*.npz)
+	python -m tests.golden tests/golden/*.npz $(wildcard ../shared/golden/*.npz)
 
 bench: $(DEV_STAMP)  ## the promised speeds, as ratios measured in one run
 	OMP_NUM_THREADS=2 python -m benchmarks model

@@ -54,10 +54,6 @@ COMMANDS = {
         "show numbers, settings and curves of several runs side by side",
     ),
     "checkpoint": ("pretrain.commands.checkpoint", "list, verify or prune a run's checkpoints"),
-    "golden": (
-        "pretrain.commands.golden",
-        "compare the model with recorded results of the original implementation",
-    ),
     "verify-resume": (
         "pretrain.commands.verify_resume",
         "kill a run, resume it, and compare it bitwise with an uninterrupted one",

@@ -1,4 +1,4 @@
-"""Model weights into and out of the system: exports, imports, golden vectors.
+"""Model weights into and out of the system: exports and imports.
 
 Imported by commands, evaluation and `run.py`; uses checkpoint and model.
 """

@@ -1,15 +1,12 @@
-"""Settings and results: YAML files, tables of runs, golden cases."""
+"""Settings and results: YAML files, tables of runs."""
 
 from __future__ import annotations
 
-import io
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from data_pipeline.config import CorpusConfig
@@ -24,8 +21,7 @@ from pretrain.kernels.triton.tile_table import kernels_version, tiles_in
 from pretrain.scaling.point_files import read_points
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.variants.probed import PROBES, read_probed
-from tests.fuzz.mutations import json_text
-from tests.fuzz.target import ROOT, Target, command
+from tests.fuzz.target import Target, command
 
 LINES_OF_A_SCRIPT = 24  # at most, besides what a cluster file adds
 TINY_MODEL = {"num_layers": 1, "d_model": 16, "num_heads": 2, "d_inner": 16, "memory_length": 8}
@@ -159,8 +155,6 @@ def result_targets(directory: Path) -> dict[str, Target]:
     columns = list(rows[0])
     lines = [",".join(columns), *(",".join(map(str, row.values())) for row in rows)]
     (home / "runs.csv").write_text("\n".join(lines) + "\n")
-    golden = "no_memory.npz"
-    shutil.copy(ROOT / "tests/golden" / golden, home / golden)
     row = {"capability": [9, 0], "kernel": "forward", "rows": 64, "columns": 64, "warps": 4}
     tiles = [{**row, "head_width": width, "stages": 2} for width in (64, 128)]
     (home / "tiles.json").write_text(
@@ -185,23 +179,4 @@ def result_targets(directory: Path) -> dict[str, Target]:
         "results as JSON": Target(
             home, "runs.json", lambda copy: read_points(copy / "runs.json"), is_protected=False
         ),
-        "golden vectors": Target(
-            home,
-            golden,
-            lambda copy: command(pretrain.main, "golden", copy / golden),
-            *_golden_case(home / golden),
-            is_protected=False,
-        ),
     }
-
-
-def _golden_case(path: Path) -> tuple[Callable[[bytes], Any], Callable[[Any], bytes]]:
-    """Its settings as a tree, and a case of the same arrays with other settings."""
-    arrays = dict(np.load(path))
-
-    def write(tree: Any) -> bytes:
-        file = io.BytesIO()
-        np.savez(file, **{**arrays, "config": np.array(json_text(tree).decode(errors="replace"))})
-        return file.getvalue()
-
-    return lambda content: json.loads(str(arrays["config"])), write

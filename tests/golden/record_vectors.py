@@ -1,10 +1,10 @@
 """Golden vectors: known answers, recorded from the tests' independent float64 reference.
 
-`python -m tests.golden.record_vectors` writes the files again. They hold what `pretrain golden`
-reads: parameters, tokens, losses, hidden states, memories and gradients of three segments, all
-time-major [L, B, D]. The settings are those of the vectors recorded from the published
-implementation itself, at a smaller size. A file changes only when the reference does; the commit
-says why.
+`python -m tests.golden.record_vectors` writes the files again, `python -m tests.golden FILES`
+compares the model with them. They hold parameters, tokens, losses, hidden states, memories and
+gradients of three segments, all time-major [L, B, D]. The settings are those of the vectors
+recorded from the published implementation itself, at a smaller size. A file changes only when the
+reference does; the commit says why.
 """
 
 from __future__ import annotations

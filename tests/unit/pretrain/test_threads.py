@@ -18,7 +18,7 @@ from pretrain.distributed.threads import WAITING, describe_waiting, wait_briefly
 
 def test_the_openmp_of_a_command_spins_for_a_thousand_rounds_and_no_longer():
     shown = subprocess.run(
-        own_command("pretrain", "golden", "missing.npz"),
+        own_command("pretrain", "evaluate", "missing"),
         env={**os.environ, "OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True,
     )  # fmt: skip
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in shown.stderr

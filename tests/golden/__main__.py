@@ -1,23 +1,18 @@
-"""`pretrain golden FILES`: compare the model with recorded results of a reference, in float64."""
+"""`python -m tests.golden FILES`: one line per file; fails unless all supported ones agree."""
 
 from __future__ import annotations
 
-import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.terminal.text import text_table
+from tests.golden.compare import COLUMNS, LIMIT, compare
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="golden vectors, .npz")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print one line per file; return 0 if every supported case agrees to 1e-10, else 1."""
-    from pretrain.weights.golden import COLUMNS, LIMIT, compare  # late: torch takes seconds
-
-    results = [compare(path) for path in arguments.files]
+def main(files: Sequence[str]) -> int:
+    """Print a table; return 0 if every supported case agrees to 1e-10, else 1."""
+    results = [compare(Path(file)) for file in files]
     rows = [["case", *COLUMNS, "verdict"]]
     for result in results:
         errors = [result.errors.get(column) for column in COLUMNS]
@@ -31,3 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
         "(largest absolute error, float64)"
     )
     return 0 if supported and len(passed) == len(supported) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -7,8 +7,8 @@ Everything in the files is time-major, [L, B, D]. tests/golden/record_vectors.py
 
 from __future__ import annotations
 
+import json
 import re
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from data_pipeline.checked_fields import Fields, InvalidField
-from data_pipeline.errors import CheckpointError, ConfigError, DataError
-from data_pipeline.files import parse_json
-from data_pipeline.setting_fields import MOST_ROWS
-from pretrain.costs.flops import parameters_of
 from pretrain.kernels.cpu.relative_shift import relative_shift
 from pretrain.model.attention_paths import forbidden_LC
 from pretrain.model.lane_state import Carried, LaneState, Memory
@@ -31,7 +26,6 @@ from pretrain.weights.original import config_of_original, original_to_ours
 
 LIMIT = 1e-10
 MASK_NAME = re.compile(r"q(\d+)_mlen(\d+)_memlen(\d+)_same([01])")
-LARGEST_ARRAYS_BYTES = 1 << 30  # of a file's arrays, decompressed
 COLUMNS = ("NLL", "hidden", "memories", "gradients", "entries")  # entries of masks and shifts
 
 Arrays = dict[str, np.ndarray]
@@ -55,43 +49,13 @@ class Result:
 
 def compare(path: Path) -> Result:
     """Compute what the file records, and compare."""
-    arrays = _read(path)
-    try:
-        if "config" in arrays:
-            return _compare_case(path.stem, arrays)
-        if arrays and all(MASK_NAME.fullmatch(name) for name in arrays):
-            return _compare_masks(path.stem, arrays)
-        if arrays and all(re.fullmatch(r"(in|out)_\d+x\d+", name) for name in arrays):
-            return _compare_shifts(path.stem, arrays)
-    except KeyError as error:
-        raise DataError(
-            f"{path}: a golden case needs entry {error}; is the file complete?"
-        ) from None
-    except (CheckpointError, ConfigError) as error:
-        raise DataError(f"{path}: {error}") from None
-    except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"{path}: its arrays do not fit each other ({reason})") from None
-    raise DataError(
-        f"{path} is not a file of golden vectors: found entries {sorted(arrays)[:3]}, "
-        "expected 'config' with 'param/...', or masks, or relative shifts"
-    )
-
-
-def _read(path: Path) -> Arrays:
-    if not path.is_file():
-        raise DataError(f"{path} is not a file; give a .npz file of golden vectors")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if sum(member.file_size for member in archive.infolist()) > LARGEST_ARRAYS_BYTES:
-                raise ValueError
-        with open(path, "rb") as opened:
-            file = np.load(opened, allow_pickle=False)
-            return {name: file[name] for name in file.files}  # a single array has no `files`
-    except Exception:  # numpy, zipfile and zlib raise many kinds
-        raise DataError(
-            f"{path} cannot be read as a .npz file of plain arrays; is it complete?"
-        ) from None
+    with np.load(path, allow_pickle=False) as file:
+        arrays = dict(file)
+    if "config" in arrays:
+        return _compare_case(path.stem, arrays)
+    if all(MASK_NAME.fullmatch(name) for name in arrays):
+        return _compare_masks(path.stem, arrays)
+    return _compare_shifts(path.stem, arrays)
 
 
 def _compare_masks(name: str, arrays: Arrays) -> Result:
@@ -100,8 +64,6 @@ def _compare_masks(name: str, arrays: Arrays) -> Result:
         match = MASK_NAME.fullmatch(case)
         assert match is not None
         num_queries, num_memory, memory_length, same_length = map(int, match.groups())
-        if expected.shape != (num_queries, num_memory + num_queries):  # before it is computed
-            raise ConfigError(f"{case} has shape {expected.shape}, which its name denies")
         window = memory_length if same_length else 0
         found = forbidden_LC(num_queries, num_memory + num_queries, window)
         differing += int((found != torch.from_numpy(expected)).sum())
@@ -118,28 +80,19 @@ def _compare_shifts(name: str, arrays: Arrays) -> Result:
 
 
 def _compare_case(name: str, arrays: Arrays) -> Result:
-    try:
-        tree = parse_json(str(arrays["config"]))
-        settings = Fields(tree, "config")
-        if settings.has("attn_type") and (kind := settings.integer("attn_type")):
-            note = f"not supported: attn_type {kind}; the paper's attention is 0"
-            return Result(name, {}, note=note)
-        context_length = settings.integer("ext_len", most=MOST_ROWS)
-        num_segments = settings.integer("n_seg", most=len(arrays))
-    except (ValueError, InvalidField) as error:
-        raise ConfigError(f"entry 'config' is wrong ({error}); is this a golden case?") from None
-    config = config_of_original(tree)
-    found, expected = _elements(arrays, "param/"), parameters_of(config).total
-    if found < expected:  # before they are drawn
-        raise ConfigError(f"found {found:,} parameters, expected {expected:,} by its settings")
+    settings = json.loads(str(arrays["config"]))
+    if settings.get("attn_type"):
+        note = f"not supported: attn_type {settings['attn_type']}; the paper's attention is 0"
+        return Result(name, {}, note=note)
+    config = config_of_original(settings)
     model = TransformerXL(config).double()
     load_parameters(model, original_to_ours(_group(arrays, "param/"), config))
     errors: dict[str, float] = {"NLL": 0.0, "hidden": 0.0, "gradients": 0.0}
     if config.memory_length:
         errors["memories"] = 0.0
-    replay = Replay(model, context_length)
+    replay = Replay(model, settings["ext_len"])
     losses = []
-    for segment in range(num_segments):
+    for segment in range(settings["n_seg"]):
         targets_BL = _batch_major(arrays[f"tgt/{segment}"])
         hidden_BLD = replay.advance(_batch_major(arrays[f"inp/{segment}"]))
         hidden_BLD = hidden_BLD[:, -targets_BL.shape[1] :]
@@ -206,10 +159,6 @@ class Replay:
 def _group(arrays: Arrays, prefix: str) -> dict[str, Tensor]:
     names = [name for name in arrays if name.startswith(prefix)]
     return {name[len(prefix) :]: torch.from_numpy(arrays[name]) for name in names}
-
-
-def _elements(arrays: Arrays, prefix: str) -> int:
-    return sum(array.size for name, array in arrays.items() if name.startswith(prefix))
 
 
 def _batch_major(array_LBX: np.ndarray) -> Tensor:
