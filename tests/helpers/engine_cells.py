@@ -51,7 +51,7 @@ def train_cells(corpus: Path, output: Path, cells: list[dict[str, Any]], num_ran
     words = (str(corpus), str(output), str(path))
     command = own_command("tests.helpers.engine_worker", *words)
     with RankGroup(command, num_ranks, output / f"logs-{cells[0]['name']}") as group:
-        statuses = group.wait(timeout=280)
+        statuses = group.wait()
     assert not any(statuses), describe_failure(statuses, group.logs)
 
 
@@ -61,7 +61,7 @@ def run_helper(module: str, output: Path, *words: str) -> None:
     It writes into `output`, also the ranks' logs.
     """
     command = [sys.executable, "-m", f"tests.helpers.{module}", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True)
     logs = (log.read_text() for log in output.rglob("*.log"))
     assert done.returncode == 0, done.stderr + "".join(logs)
 

@@ -39,9 +39,7 @@ def train(
     limited = (
         ["bash", "-c", f'ulimit -f {file_limit_kib}; exec "$@"', "bash"] if file_limit_kib else []
     )
-    return subprocess.run(
-        [*limited, *command, *SETTINGS, *more], capture_output=True, text=True, timeout=120
-    )
+    return subprocess.run([*limited, *command, *SETTINGS, *more], capture_output=True, text=True)
 
 
 def test_a_full_disk_ends_a_save_in_one_line_and_leaves_older_checkpoints_whole(
@@ -87,7 +85,7 @@ def test_a_rank_that_cannot_write_ends_all_ranks_long_before_the_next_save(exper
     command = train_command(experiment, run_dir.path)
     only_rank_1 = ["bash", "-c", 'if [ "$RANK" = 1 ]; then ulimit -f 100; fi; exec "$@"', "bash"]
     with RankGroup([*only_rank_1, *command, *SETTINGS, *longer], 2, tmp_path / "logs") as group:
-        assert group.wait(timeout=120) == [2, 2]
+        assert group.wait() == [2, 2]
     for log in group.logs:
         errors = [line for line in log.read_text().splitlines() if line.startswith("ERROR ")]
         assert len(errors) == 1
@@ -123,7 +121,7 @@ def test_a_rank_that_loses_sight_of_the_run_directory_makes_none_of_its_own(expe
             assert group.poll() == [None, None], [log.read_text() for log in group.logs]
             time.sleep(0.05)
         (tmp_path / "later").rename(view)
-        assert group.wait(timeout=240) == [2, 2]
+        assert group.wait() == [2, 2]
     for log in group.logs:
         (error,) = [line for line in log.read_text().splitlines() if line.startswith("ERROR ")]
         assert "could not save step 400" in error

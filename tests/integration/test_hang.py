@@ -34,7 +34,7 @@ def test_ranks_wait_for_a_stopped_one_and_name_it_but_not_forever(
     ]
     run_dir.path.mkdir()
     with RankGroup(command, 2, run_dir.logs, attempt=3) as group:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not run_dir.read_metrics():
             assert time.monotonic() < deadline, group.logs[0].read_text()
             assert group.poll() == [None, None], group.logs[0].read_text()
@@ -46,7 +46,7 @@ def test_ranks_wait_for_a_stopped_one_and_name_it_but_not_forever(
             assert time.monotonic() < deadline, group.logs[0].read_text()
             time.sleep(0.05)
         os.kill(group.pids[1], signal.SIGSTOP)
-        statuses = group.wait(timeout=60, grace=1)
+        statuses = group.wait(grace=1)
     assert [event.rank for event in stalls] == [1]
     (stalled,) = [line for line in run_dir.read_metrics() if "stall" in line]
     assert stalled["stall"] > 5 > stalled["seconds"], "not in the time that goodput counts"

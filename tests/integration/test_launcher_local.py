@@ -69,7 +69,7 @@ def launch(experiment: Path, run_dir: Path, *more: str, **variables: str) -> sub
     )
 
 
-def until(condition: Callable[[], bool], seconds: float = 90.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -98,7 +98,7 @@ def listening_addresses(pid: int) -> list[str]:
 def undisturbed(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     run_dir = RunDir(tmp_path_factory.mktemp("undisturbed") / "run")
     process = launch(experiment, run_dir.path)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate()
     assert process.returncode == 0, output
     return run_dir
 
@@ -125,7 +125,7 @@ def test_a_killed_rank_costs_an_attempt_also_on_a_full_disk_and_no_loss_changes(
         assert process.poll() is None, said
         said += process.stdout.readline()
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
-    output = said + process.communicate(timeout=120)[0]
+    output = said + process.communicate()[0]
     assert process.returncode == 0, output
     assert "rank 1 was killed by SIGKILL" in output
     assert not differing_losses(undisturbed, run_dir)
@@ -147,7 +147,7 @@ def test_a_crash_loop_without_progress_is_given_up_with_its_reason(experiment, t
     process = launch(
         experiment, tmp_path / "run", "--attempts-without-progress", "2", **{VARIABLE: "sigkill@5"}
     )
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate()
     assert process.returncode == 2
     reason = (
         r"gave up: rank [01] was killed by SIGKILL; "
@@ -160,7 +160,7 @@ def test_a_crash_loop_without_progress_is_given_up_with_its_reason(experiment, t
 
 def test_what_the_user_must_change_is_not_tried_again_and_leaves_nothing(experiment, tmp_path):
     process = launch(experiment, tmp_path / "run", "data.path=nowhere")
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate()
     assert process.returncode == 2
     assert re.search(
         r"ERROR \S+ supervisor: not restarted: rank \d: \S+/nowhere/train does not exist",
@@ -193,7 +193,7 @@ def test_ctrl_c_saves_and_resume_goes_on(experiment, undisturbed, tmp_path):
     process = launch(experiment, run_dir.path)
     until(lambda: last_measured(run_dir) >= 3)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate()
     assert process.returncode == EXIT_STOPPED, output
     stopped_after = last_measured(run_dir)
     assert f"step {stopped_after}; rerun the same command to resume from there" in output
@@ -205,12 +205,10 @@ def test_ctrl_c_saves_and_resume_goes_on(experiment, undisturbed, tmp_path):
     while "File too large; the run waits" not in (said := process.stdout.readline()):
         assert process.poll() is None, said
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate()
     assert process.returncode == EXIT_STOPPED, output
     assert output.endswith(f"step {stopped_after}; rerun the same command to resume from there\n")
-    second = subprocess.run(
-        [sys.executable, "-m", "launcher", "resume", str(run_dir.path)], timeout=120
-    )
+    second = subprocess.run([sys.executable, "-m", "launcher", "resume", str(run_dir.path)])
     assert second.returncode == 0
     assert not differing_losses(undisturbed, run_dir)
 
@@ -218,7 +216,7 @@ def test_ctrl_c_saves_and_resume_goes_on(experiment, undisturbed, tmp_path):
 def test_a_second_launcher_on_the_same_run_is_refused(experiment, tmp_path):
     with RunDir(tmp_path / "run").locked("launcher"):
         process = launch(experiment, tmp_path / "run")
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate()
     assert process.returncode == 2
     assert "is in use by process" in output
 

@@ -20,7 +20,7 @@ def output(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `tests.helpers.local_tier` made: all runs but the first were killed after step 11."""
     path = tmp_path_factory.mktemp("local-tier")
     command = [sys.executable, "-m", "tests.helpers.local_tier", str(tiny_corpus), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return path
 

@@ -79,7 +79,6 @@ def test_a_run_goes_on_from_the_store_with_other_ranks_and_its_disk_gone(
         env=stopped,
         text=True,
         capture_output=True,
-        timeout=200,
     )
     assert done.returncode == 75, done.stderr
     assert events_of(first.ledger.read(), Mirrored)[-1].step == 10

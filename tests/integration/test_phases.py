@@ -67,7 +67,7 @@ def train(
 ) -> subprocess.CompletedProcess[str]:
     command = train_command(experiment, run_dir.path, *more)
     return subprocess.run(
-        command, env={**os.environ, VARIABLE: fault}, capture_output=True, text=True, timeout=120
+        command, env={**os.environ, VARIABLE: fault}, capture_output=True, text=True
     )
 
 

@@ -98,6 +98,6 @@ def test_a_signal_to_one_rank_ends_the_evaluation_of_all(experiment, tmp_path):
     fault = {VARIABLE: "sigterm-in-evaluation@4"}  # of the last rank
     command = train_command(experiment, run_dir.path)
     with RankGroup(command, 2, tmp_path / "logs", environment=fault) as group:
-        assert group.wait(timeout=120) == [EXIT_STOPPED] * 2
+        assert group.wait() == [EXIT_STOPPED] * 2
     assert latest_step(run_dir.checkpoints) == 4
     assert lines_of(run_dir)[-1]["kind"] == "train"

@@ -72,7 +72,7 @@ def test_a_full_and_a_read_only_disk_are_named_and_a_run_outlasts_a_disk_that_is
     }
     namespace = ["unshare", "--map-root-user", "--mount", "bash", "-c", SMALL_DISK]
     done = subprocess.run(
-        namespace, capture_output=True, text=True, timeout=240, env={**os.environ, **environment}
+        namespace, capture_output=True, text=True, env={**os.environ, **environment}
     )
     said = {name: (tmp_path / name).read_text() for name in ("full", "room", "read-only")}
     assert re.findall(r"^[a-z-]+: \d+$", done.stdout, re.M) == [
@@ -103,7 +103,7 @@ def test_a_second_run_in_the_same_directory_is_refused_and_the_first_goes_on(exp
     with subprocess.Popen(endless, stdout=subprocess.DEVNULL) as first:
         try:
             wait_for_steps(run_dir, 10)
-            second = subprocess.run(endless, capture_output=True, text=True, timeout=120)
+            second = subprocess.run(endless, capture_output=True, text=True)
             assert second.returncode == 2
             assert f"is in use by process {first.pid} (train)" in second.stderr
             wait_for_steps(run_dir, run_dir.read_metrics()[-1]["step"] + 10)
@@ -114,7 +114,7 @@ def test_a_second_run_in_the_same_directory_is_refused_and_the_first_goes_on(exp
 
 
 def wait_for_steps(run_dir: RunDir, step: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (lines := run_dir.read_metrics()) or lines[-1]["step"] < step:
         assert time.monotonic() < deadline, "the first run makes no steps"
         time.sleep(0.1)

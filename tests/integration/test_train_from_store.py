@@ -61,7 +61,6 @@ def launch(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
         env={**os.environ, **variables},
     )
 

@@ -114,7 +114,7 @@ def test_ranks_wait_for_the_one_that_runs_the_tasks(experiment, trained, tmp_pat
     run_dir = RunDir(tmp_path / "run")
     command = train_command(experiment, run_dir.path, "evaluation.tasks_interval=9")
     with RankGroup(command, 2, tmp_path / "logs") as group:
-        assert group.wait(timeout=300) == [0, 0]
+        assert group.wait() == [0, 0]
     found = tasks_of(run_dir)
     assert [step for step in found if found[step]] == [STEPS]
     assert found[STEPS] == pytest.approx(tasks_of(trained)[STEPS], rel=1e-3)

@@ -45,7 +45,7 @@ metrics: {{interval: 1, tensorboard: false, wandb: {{project: tests, tags: [smal
 
 def sessions_of(run_dir: RunDir, count: int) -> list[Path]:
     """The files of the sessions in their order, when the last one has ended."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while True:
         found = sorted(
             run_dir.wandb.glob("offline-run-*/run-*.wandb"), key=lambda path: path.parent.name

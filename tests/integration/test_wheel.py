@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 SOURCES = ("configs", "data_pipeline", "launcher", "pretrain", "benchmarks", "tests")
 ENVIRONMENT = {
@@ -67,7 +67,6 @@ def run(programs: Path, directory: Path, *command: str | Path) -> str:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -120,10 +119,10 @@ def test_the_demo_trains(programs, tmp_path):
         # A suite started in the background ignores SIGINT, and so would all it starts.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while not list(tmp_path.glob("demo/*/metrics.jsonl")) and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    printed = process.communicate(timeout=60)[0]
+    printed = process.communicate()[0]
     assert process.returncode == 130, printed

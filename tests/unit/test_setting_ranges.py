@@ -123,9 +123,9 @@ def test_every_command_refuses_a_number_in_the_same_line_at_once(
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("name: x\n")
     for setting in ("data.lanes=1e12", "data.segment_length=1e7"):
-        start = time.perf_counter()
+        start = time.process_time()
         assert COMMANDS[command]("run.yaml", setting) == 2
-        assert time.perf_counter() - start < 5
+        assert time.process_time() - start < 5
         said = capsys.readouterr().err
         name = setting.partition("=")[0]
         assert f"command line (over run.yaml): {name}=" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -96,17 +97,17 @@ def test_what_matters_most_fits_into_twenty_five_minutes() -> None:
 def test_a_step_ends_at_its_limit_and_leaves_its_exit_status(tmp_path: Path, is_dry: bool) -> None:
     log = tmp_path / "log"
     run = partial(processes.run_process, log=log, is_dry=is_dry, is_group=True)
-    assert run(partial(int, 3), limit=60) == 3
-    assert run(partial(int, "no number"), limit=60) == 1
+    assert run(partial(int, 3), limit=300) == 3
+    assert run(partial(int, "no number"), limit=300) == 1
     assert processes.last_line(log).startswith("ValueError: invalid literal")
     start = time.monotonic()
-    assert run(partial(time.sleep, 60), limit=0.5) is None
-    assert time.monotonic() - start < 20
+    assert run(partial(time.sleep, 600), limit=0.5) is None
+    assert time.monotonic() - start < 300
 
 
 def report_and_wait(context: Context) -> None:
     context.report.check("before", True)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def report_a_difference(context: Context) -> None:
@@ -117,7 +118,7 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     targets = ["builtins:int", f"{__name__}:report_and_wait", f"{__name__}:report_a_difference"]
-    limits = (60, 1.0, 60)
+    limits = (300, 5.0, 300)
     steps = [
         Step(f"s{number}", target, expected=0, limit=limit, purpose="")
         for number, (target, limit) in enumerate(zip(targets, limits, strict=True))
@@ -132,7 +133,7 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_others(
     assert [each.status for each in results.values()] == ["failed", "timed out", "missed"]
     assert results["s0"].error.startswith("TypeError: int() argument must be")
     assert results["s1"].found == {"before": {"passed": True}}
-    assert "| s2   | missed    | 0       | bits" in capsys.readouterr().out
+    assert re.search(r"\| s2   \| missed    \| \d+ +\| bits", capsys.readouterr().out)
 
 
 def test_what_a_step_found_before_it_was_killed_counts(tmp_path: Path) -> None:

@@ -278,7 +278,7 @@ def test_ctrl_c_ends_all_processes_with_one_word_and_the_same_command_resumes(tm
             time.sleep(0.01)
         time.sleep(0.2)  # the server of the processes imports what they need
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=60) == EXIT_INTERRUPTED
+        assert process.wait() == EXIT_INTERRUPTED
     assert (tmp_path / "errors").read_text().splitlines() == ["interrupted"]
     assert main(["build", *flags]) == 0
 

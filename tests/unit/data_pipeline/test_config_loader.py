@@ -309,12 +309,12 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_yaml_file_is_one_line_and_costs_no_time(tmp_path, name):
     (tmp_path / "x.yaml").write_text(HOSTILE[name])
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(ConfigError, match=r"x\.yaml") as error:
         read_tree(tmp_path / "x.yaml")
     assert len(str(error.value)) < 400
     assert "\n" not in str(error.value)
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_files_that_extend_two_files_each_end_in_one_line(tmp_path):

@@ -57,7 +57,7 @@ def test_without_flock_a_run_is_locked_against_a_second_process_and_free_after_a
     assert lock is not None
     assert (lock.pid, lock.is_held) == (first.pid, True)
     second = start(tmp_path)
-    out, error = second.communicate(timeout=30)
+    out, error = second.communicate()
     assert (second.returncode, out) == (2, "")
     assert f"is in use by process {first.pid} (train) on" in error
     assert error.count("\n") == 1
@@ -67,7 +67,7 @@ def test_without_flock_a_run_is_locked_against_a_second_process_and_free_after_a
     assert killed is not None
     assert killed.is_held is False
     third = start(tmp_path)
-    out, error = third.communicate("", timeout=30)
+    out, error = third.communicate("")
     assert (third.returncode, out) == (0, "held\n"), error
     assert [path.name for path in tmp_path.iterdir()] == ["train.lock"]
 

@@ -11,7 +11,7 @@ from pretrain.processes.local_ranks import train_command
 
 
 def run_in(directory: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True)
 
 
 def test_a_module_in_the_working_directory_is_not_executed(tmp_path):

@@ -152,7 +152,7 @@ def test_a_cached_shard_that_the_disk_corrupted_is_fetched_again(server, shards,
 def test_a_process_killed_during_a_download_leaves_no_reservation(server, corpus, tmp_path):
     server.bytes_per_second = 10_000.0
     (process,) = processes(1, tmp_path, server.url, corpus.directory)
-    incoming, deadline = tmp_path / "incoming", time.monotonic() + 60
+    incoming, deadline = tmp_path / "incoming", time.monotonic() + 300
     while not (incoming.is_dir() and list(incoming.glob("*/*/*"))):
         assert time.monotonic() < deadline
         time.sleep(0.01)

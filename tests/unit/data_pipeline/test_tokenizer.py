@@ -234,7 +234,7 @@ def test_ctrl_c_stops_reading_texts_and_training_on_them(last_read, pause, statu
         time.sleep(0.3)
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate()
     assert process.returncode == status
     assert time.monotonic() - began < 30  # the training takes minutes
     assert error == ("interrupted\n" if status == EXIT_INTERRUPTED else "")

@@ -48,7 +48,7 @@ def lives(tmp_path: Path, *each: str) -> tuple[int, str]:
     script = tmp_path / "lives"
     script.write_text("\n".join(each))
     process = start(CHILD, str(script))
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate()
     return process.returncode, errors
 
 
@@ -77,6 +77,6 @@ def test_signals_reach_a_supervisor_that_has_no_handlers_for_them_yet():
     assert process.stdout.readline() == "alive\n"
     process.send_signal(signal.SIGUSR1)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate()
     assert output == f"{int(signal.SIGUSR1)} {int(signal.SIGTERM)}\n"
     assert process.returncode == 0

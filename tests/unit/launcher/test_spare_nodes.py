@@ -208,7 +208,7 @@ def test_nodes_of_which_no_number_divides_the_lanes_are_refused_with_what_does_n
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -45,7 +45,7 @@ def test_a_start_with_another_number_of_ranks_is_noted(run_dir, tmp_path):
 
 
 def stop_at_the_first_failure(run_dir: RunDir, stop: StopSignals) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not any(isinstance(event, AttemptEnded) for event in run_dir.ledger.read()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -92,7 +92,7 @@ def signal_when(
     """Send this process SIGTERM as soon as the condition holds, and again for each later one."""
 
     def send() -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         for each in (condition, *later):
             while not each() and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -124,7 +124,7 @@ def test_sigterm_ends_the_wait_for_a_full_disk_and_status_says_what_it_waited_fo
     began = time.monotonic()
     with full_disk(4096), run_dir.locked("launcher"), signal_when(waits, stop):
         status = supervise(patient(run_dir, stop), must_not_start, RestartPolicy(), stop)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert status == EXIT_INTERRUPTED
     problem = f"{run_dir.path}: File too large"
     assert caplog.messages[0] == (

@@ -111,7 +111,7 @@ def test_storage_that_fails_for_a_moment_is_waited_for_and_leaves_no_note(root, 
 
     timer = threading.Timer(0.3, come_back)
     timer.start()
-    found = find_resume_point(root, world, "", patience=Patience(20))
+    found = find_resume_point(root, world, "", patience=Patience(600))
     timer.join()
     assert found is not None
     assert found.step == 2
@@ -129,7 +129,7 @@ def test_a_mount_that_is_away_is_no_run_from_scratch(root, world):
         find_resume_point(root, world, "")
     timer = threading.Timer(0.3, os.rename, (root.with_name("away"), root))
     timer.start()
-    found = find_resume_point(root, world, "", patience=Patience(20))
+    found = find_resume_point(root, world, "", patience=Patience(600))
     timer.join()
     assert found is not None
 
@@ -139,8 +139,8 @@ def test_damage_is_not_waited_for(root, world, caplog):
         flip(1, 0)(root / f"step-{step:08d}" / files.INDEX)
     started = time.monotonic()
     with pytest.raises(CheckpointError, match="none of its 2 checkpoints is valid"):
-        find_resume_point(root, world, "", patience=Patience(60))
-    assert time.monotonic() - started < 30
+        find_resume_point(root, world, "", patience=Patience(600))
+    assert time.monotonic() - started < 300
     assert caplog.text.count("checkpoint rejected") == 2
     assert "using" not in caplog.text
 

@@ -32,7 +32,7 @@ def test_sizes_of_many_files_are_asked_together(tmp_path, monkeypatch):
     path, meeting, check = publish_step(tmp_path, 7, num_ranks=8), Barrier(8), marker._check_size
 
     def met(*arguments: Any) -> None:
-        meeting.wait(timeout=20)
+        meeting.wait(timeout=300)
         check(*arguments)
 
     monkeypatch.setattr(marker, "_check_size", met)

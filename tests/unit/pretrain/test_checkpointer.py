@@ -120,7 +120,7 @@ def test_the_next_call_raises_the_error_of_a_save_and_removes_its_files(engine, 
     with no_room():
         saving.save(engine, state_of(engine, 2))
         begin = time.monotonic()
-        while not saving.has_failed and time.monotonic() < begin + 10:
+        while not saving.has_failed and time.monotonic() < begin + 300:
             time.sleep(0.01)
         assert saving.has_failed, "known before anybody waits for the save"
         with pytest.raises(
@@ -143,7 +143,7 @@ def test_within_the_patience_a_save_that_fails_is_followed_by_another_some_steps
         assert not saving.finish()
         assert not saving.is_to_try_again, "not at once: storage needs time"
         assert not list(tmp_path.iterdir())
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 300
         while not saving.is_to_try_again:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -185,7 +185,7 @@ def test_a_stop_request_while_the_last_save_waits_for_storage_ends_the_wait(
     finally:
         asked.join()
         stop.restore_handlers()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 300
     (said,) = [record.getMessage() for record in caplog.records]
     assert str(tmp_path / "checkpoints") in said
     assert "the run waits, and tries again for up to 10 min" in said

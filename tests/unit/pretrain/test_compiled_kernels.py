@@ -44,7 +44,6 @@ WANTED = [
 
 
 WARPS = 4  # of a program of the kernel of dropout
-pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

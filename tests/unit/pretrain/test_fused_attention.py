@@ -15,9 +15,6 @@ from tests.helpers.triton_interpreter import interpreted
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 
 
-pytestmark = pytest.mark.timeout(900)  # the interpreter is slow, and slower on a busy machine
-
-
 @pytest.fixture(scope="module")
 def errors() -> dict[str, dict[str, float]]:
     """Errors by case and tensor."""

@@ -26,7 +26,7 @@ from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.recovery.stop_requests import StopRequest
 
 def wait_for_ever():
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline and not stop._requested:
         time.sleep(0.02)
     sys.exit("stop requested" if stop._requested else "never ended")
@@ -54,7 +54,7 @@ def start(directory: Path, watchdog_timeout_seconds: float) -> subprocess.Popen[
 
 
 def read_when_step(directory: Path, step: int) -> HeartbeatRecord:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         for record in read_heartbeats(directory):
             if record.step == step:
@@ -175,7 +175,7 @@ def test_a_rank_without_a_heartbeat_writes_its_stack_and_ends_but_suspended_time
         os.killpg(process.pid, signal.SIGCONT)
         time.sleep(0.3)
         assert process.poll() is None
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate()
     assert process.returncode == -signal.SIGALRM
     assert re.search(r"^Timeout \(0:00:02\)!$", errors, re.MULTILINE)
     assert "wait_for_ever" in errors
@@ -194,7 +194,7 @@ def test_sigquit_writes_the_stacks_of_a_process_that_continues_and_sigusr2_reque
         while "wait_for_ever" not in process.stderr.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGUSR2)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate()
     assert errors.splitlines()[-1] == "stop requested"
     assert "most recent call first" not in errors
 

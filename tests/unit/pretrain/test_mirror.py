@@ -262,7 +262,7 @@ def test_a_rate_bounds_the_bytes_that_go_up_and_come_back(tmp_path, url):
     pace, start = Pace(1000), time.monotonic()
     for _ in range(3):
         pace.spend(100)
-    assert 0.3 <= time.monotonic() - start < 3
+    assert 0.3 <= time.monotonic() - start < 30
 
 
 def test_a_task_is_tried_again_in_the_background_and_logged_once(caplog):

@@ -33,7 +33,7 @@ def test_a_mirror_of_another_run_is_neither_overwritten_nor_deleted(
     stored = names_in(url, s3_endpoint)
     run = RunConfig(name="tiny", checkpoint=CheckpointConfig(mirror=url.removesuffix("/tiny")))
     with Mirror(run, second, world, 0) as mirror:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not mirror.flags(300)[1]:  # its store fails
             assert time.monotonic() < deadline
             mirror.agree(mirror.flags(300), 300)

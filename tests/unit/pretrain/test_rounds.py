@@ -22,7 +22,6 @@ def found() -> dict[str, Any]:
         [sys.executable, "-m", "tests.helpers.stop_ranks"],
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
