@@ -87,7 +87,7 @@ def supervise(
     for number in itertools.count(next_attempt_number(run_dir)):
         before = latest_step(run_dir)
         try:
-            if run_dir.exists():  # else the first attempt tells what is wrong
+            if run_dir.path.exists():  # else the first attempt tells what is wrong
                 outlast(run_dir.patience, run_dir.check_writable)
             ranks = start(number)
         except StopWhileWaiting:

@@ -32,6 +32,7 @@ _POLL_SECONDS = 0.3
 _STATE_SECONDS = 3.0  # between two looks at whether the run is still active
 _MARK = re.compile(r"supervisor: attempt (\d+): ")  # what the supervisor logs when one starts
 _NUM_LAST_LINES = 10  # of the logs of a run that failed without an error line
+_NO_LINES = "the job could not write a line: its disk was full, or its directory moved or removed"
 
 HINTS = {
     **dict.fromkeys(("-n", "--tail", "--num-lines"), "use --lines"),
@@ -100,10 +101,10 @@ def run(arguments: argparse.Namespace) -> int:
     latest = _chosen(logs, arguments.attempt)
     if arguments.errors:
         found = _print_errors(arguments, run_dir, latest)
-        if not found and state.state is State.FAILED:
-            _print_ends(logs, latest)
-        elif not found:
-            print(f"no errors in attempt {latest.attempt}" if latest else "no logs yet")
+        has_failed = state.state is State.FAILED
+        if not found and not (has_failed and _print_ends(logs, latest)):
+            before_any = _NO_LINES if has_failed else "no logs yet"
+            print(f"no errors in attempt {latest.attempt}" if latest else before_any)
         return 0
     rank = arguments.rank or 0
     if arguments.follow:
@@ -224,12 +225,16 @@ def _first_failure(run_dir: RunDir, attempt: int) -> int:
     return -1 if not ranks or ranks[-1] is None else ranks[-1]
 
 
-def _print_ends(logs: Path, chosen: RankLogs | None) -> None:
-    """Print the last lines of a failed run's logs, which say something nobody would expect."""
+def _print_ends(logs: Path, chosen: RankLogs | None) -> bool:
+    """Print the last lines of a failed run's logs, which say something nobody would expect; whether
+    there are any."""
     srun = AttemptFiles(logs, chosen.attempt).srun_log if chosen else None
+    found_any = False
     for name, path in (("srun", srun), ("job", _job_log(logs))):
         for line in _last_lines(path, _NUM_LAST_LINES) if path and path.exists() else ():
             print(printable(f"[{name}] {line.rstrip()}"))
+            found_any = True
+    return found_any
 
 
 def _open(path: Path) -> BinaryIO:

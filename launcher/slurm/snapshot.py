@@ -6,6 +6,7 @@ RUN/slurm/{job.sbatch, experiment.yaml, cluster.yaml, staged.json, code/, code.c
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import shutil
 import subprocess
@@ -56,9 +57,8 @@ class Snapshot:
         self._make()
         shutil.rmtree(self.code, ignore_errors=True)
         for package in _PACKAGES:
-            shutil.copytree(
-                _SOURCE / package, self.code / package, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            shutil.copytree(_SOURCE / package, self.code / package)
+            compileall.compile_dir(self.code / package, quiet=2)  # for a job writes no bytecode
         make_startable(self.code)
         for path in (self.code, *self.code.rglob("*")):  # the source may be writable by a group
             path.chmod(path.stat().st_mode & 0o700)

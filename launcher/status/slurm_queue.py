@@ -237,7 +237,7 @@ def _ended(state: RunState, ending: str) -> RunState:
         reason = "its job failed before its supervisor began; see 'launcher logs RUN --errors'"
         return replace(state, state=State.FAILED, reason=reason)
     if state.is_job_open and ending == "FAILED":
-        reason = "its job failed and its supervisor could not write why: it was killed"
+        reason = "its job failed and could not write why: it was killed, or storage failed"
         return replace(state, state=State.FAILED, reason=reason)
     detail = f" ({ending.lower()})" if ending else ": it is unknown to Slurm"
     reason = _FAILED.get(ending, f"its job has ended{detail}")

@@ -15,7 +15,9 @@ import json
 import logging
 import os
 import secrets
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.config_loader import differences, load_config, parse_config, to_tree
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import named_errors, own_file, read_json, write_json, write_text
-from data_pipeline.patience import Patience
+from data_pipeline.patience import Patience, outlast
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.checkpoint.directory import INDEX, step_directory
 from pretrain.checkpoint.marker import latest_step
@@ -195,9 +197,8 @@ class RunDir:
         """All measurements, oldest first; damaged lines are skipped with a warning."""
         return read_measurements(self.metrics)
 
-    def locked(
-        self, holder: str = "train", is_fenced: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def locked(self, holder: str = "train", is_fenced: bool = False) -> Iterator[None]:
         """Keep a second `holder` out of this directory; see `exclusive_lock`.
 
         `launcher` and `train` are two locks: a launcher holds its own while the rank 0 it started
@@ -205,7 +206,13 @@ class RunDir:
         """
         refuse_links(self.path)
         make_run_directory(self.path)
-        return exclusive_lock(self.path / f"{holder}.lock", holder, is_fenced)
+        path = self.path / f"{holder}.lock"
+        # Nobody sees the error of a job, so it waits; whoever starts a run by hand reads it.
+        patience = self.patience if is_fenced else Patience()
+        with contextlib.ExitStack() as stack:
+            lock = partial(exclusive_lock, path, holder, is_fenced)
+            outlast(patience, lambda: stack.enter_context(lock()))
+            yield
 
     def locks(self) -> list[Lock]:
         """Who took the locks of a launcher and of rank 0 last."""

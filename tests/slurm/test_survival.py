@@ -60,13 +60,19 @@ def limited(runs: Runs) -> SlurmRun:
 
 
 @pytest.fixture(scope="module")
-def crashing(runs: Runs) -> SlurmRun:
-    """A run that loses a rank, then rank 0 while it writes a checkpoint, then another rank there,
-    then hangs.
+def crashing(runs: Runs, lab: SlurmLab) -> SlurmRun:
+    """A run whose disk is full when its job starts, that then loses a rank, then rank 0 while it
+    writes a checkpoint, then another rank there, then hangs.
     """
-    run = runs.submit("crashing", "engine.watchdog_timeout_seconds=150", **FAR)
+    # Files of the supervisor can have 3 KiB: its ledger fits, the block of its lock does not.
+    full_disk = {"setup": ["ulimit -S -f 3"], **FAR}
+    run = runs.submit("crashing", "engine.watchdog_timeout_seconds=150", **full_disk)
 
     def disturb() -> None:
+        run.until(lambda: run.events(JobStarted))
+        time.sleep(5)
+        (supervisor,) = lab.run("pgrep", "-f", f"launcher batch {run.dir.path} ").stdout.split()
+        assert lab.run("prlimit", "--pid", supervisor, "--fsize=unlimited").returncode == 0
         run.wait_for_step(INTERVAL + 20)
         run.signal_rank(3, signal.SIGKILL)
         run.until(lambda: len(run.begun_at()) == 2)
@@ -408,6 +414,13 @@ def test_killed_killed_while_saving_killed_again_and_hanging_costs_steps_since_t
     # the first to lose patience says so; the others lose their peer a moment later
     assert any("Timeout" in log for log in logs)
     assert all("in train" in log for log in logs)
+
+
+def test_a_disk_that_is_full_when_the_job_starts_is_waited_for(crashing: SlurmRun):
+    waits = crashing.log().splitlines()[0]
+    assert "crashing: File too large; the run waits, and tries again for up to 30 min" in waits
+    assert crashing.begun_at()[0] == 0
+    assert len(crashing.events(JobStarted)) == 1
 
 
 def test_suspended_for_longer_than_the_watchdog_waits_it_goes_on_as_if_nothing_had_been(

@@ -15,6 +15,8 @@ from data_pipeline.files import open_regular
 from launcher.cli import main
 from launcher.commands.logs import lines_of_attempt
 from launcher.error_lines import error_lines
+from launcher.status.infer_status import State
+from launcher.status.run_state import RunState
 from pretrain.config.run import RunConfig
 from pretrain.rundir.attempt_files import AttemptFiles
 from pretrain.rundir.launch_events import AttemptEnded, AttemptReason, NextAction
@@ -134,6 +136,21 @@ def test_what_the_batch_script_says_before_its_supervisor_starts_is_shown(run_di
     run_dir.ledger.append(ended(10, None, NextAction.GIVE_UP))
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
     assert capsys.readouterr().out == "[job] the licence server said no\n"
+
+
+def test_a_job_that_could_write_no_line_is_said_to_have_written_none(tmp_path, monkeypatch, capsys):
+    failed = RunState(name="books", path=str(tmp_path), state=State.FAILED)
+    monkeypatch.setattr("launcher.commands.logs.read_states", lambda paths: [failed])
+    (tmp_path / "logs").mkdir()
+    for log in (None, tmp_path / "logs/slurm-17.log"):
+        if log:
+            log.touch()  # on a full disk it was made, but took no byte
+        assert main(["logs", str(tmp_path), "--errors"]) == 0
+        said = capsys.readouterr().out
+        assert said.startswith(
+            "the job could not write a line: its disk was full, or its directory"
+        )
+        assert said.count("\n") == 1
 
 
 def test_the_last_collectives_of_ranks_that_hung_are_named(run_dir, capsys):

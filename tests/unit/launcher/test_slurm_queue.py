@@ -198,7 +198,7 @@ def record(state: str) -> JobRecord:
             queued("FAILED"),
             [],
             "failed",
-            "its supervisor could not write why: it was killed",
+            "failed and could not write why: it was killed, or storage failed",
         ),
         (
             replace(BEGUN, state=State.UNRESPONSIVE, reason="no heartbeat from n1 for 6.7 min"),

@@ -24,6 +24,7 @@ from pretrain.config.run import RunConfig
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.launch_events import AttemptEnded, AttemptReason, NextAction
 from pretrain.rundir.ledger import events_of
+from pretrain.rundir.lock import read_lock
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Started
 from tests.helpers.full_disk import full_disk
@@ -79,6 +80,20 @@ def test_a_supervisor_outlasts_a_disk_that_is_full_before_and_after_an_attempt(
     assert status == 0
     assert waited == [1, 1], "before the attempt, and until its end is written"
     assert isinstance(run_dir.ledger.read()[-1], AttemptEnded)
+
+
+def test_the_lock_of_a_job_outlasts_a_full_disk_and_that_of_a_command_reports_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("data_pipeline.patience.FIRST_PAUSE", 0.05)
+    with full_disk(largest_file=3000) as free_space:  # the block of a lock has 4096 bytes
+        new = RunDir(tmp_path / "new", Patience(60, free_space))
+        with pytest.raises(OSError, match="too large"), new.locked("launcher"):
+            pass
+        with new.locked("launcher", is_fenced=True):
+            lock = read_lock(new.path / "launcher.lock")
+    assert lock is not None
+    assert lock.is_held
 
 
 def patient(run_dir: RunDir, stop: StopSignals) -> RunDir:

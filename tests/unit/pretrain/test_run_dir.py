@@ -258,6 +258,9 @@ def test_a_lock_ends_with_its_process(tmp_path):
 def test_a_run_whose_parts_lead_out_of_its_directory_is_not_resumed(tmp_path, name):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=f"{name} is a link, expected a part of the run"):
-        RunDir(tmp_path / "run").locked("launcher")
+    with (
+        pytest.raises(ConfigError, match=f"{name} is a link, expected a part of the run"),
+        RunDir(tmp_path / "run").locked("launcher"),
+    ):
+        pass
     assert [path.name for path in tmp_path.rglob("*")] == ["run", name]
