@@ -13,7 +13,6 @@ from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError
 from data_pipeline.own_programs import own_command
 from launcher.restart_policy import RestartPolicy
 from launcher.slurm import client as slurm
-from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.job_checks import check_request, check_run
 from launcher.slurm.sbatch import Job, render_array
 from launcher.slurm.shared_paths import missing_notes
@@ -21,6 +20,7 @@ from launcher.slurm.snapshot import Snapshot, replaced_snapshot
 from launcher.stop_signals import StopSignals
 from launcher.sweep_cells import CellRun
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
+from pretrain.costs.cluster import ClusterConfig
 from pretrain.costs.node_range import NodeRange
 from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit

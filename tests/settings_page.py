@@ -7,9 +7,9 @@ from pathlib import Path
 
 from data_pipeline.config import CorpusConfig
 from data_pipeline.setting_pages import as_markdown, no_resume
-from launcher.slurm.cluster import ClusterConfig
 from pretrain.commands.settings import resume_rule
 from pretrain.config.run import RunConfig
+from pretrain.costs.cluster import ClusterConfig
 
 PATH = Path(__file__).parents[1] / "docs" / "settings.md"
 INTRODUCTION = """\

@@ -11,7 +11,7 @@ from data_pipeline.files import refuse_overwrite, write_new
 from data_pipeline.yaml_files import require_yaml_name
 from launcher.slurm import client as slurm
 from launcher.slurm.client import Partition
-from launcher.slurm.cluster import seconds_of
+from pretrain.costs.cluster import seconds_of
 
 LONGEST_JOB = "24:00:00"
 SIGNAL_SECONDS = 300

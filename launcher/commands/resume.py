@@ -8,11 +8,12 @@ from data_pipeline.errors import ConfigError
 from launcher.commands import local
 from launcher.restart_policy import RestartPolicy
 from launcher.slurm import client as slurm
-from launcher.slurm.cluster import check_references, load_cluster
+from launcher.slurm.job_checks import check_references
 from launcher.slurm.sbatch import is_script_of
 from launcher.slurm.snapshot import Snapshot
 from launcher.status.slurm_queue import read_states
 from launcher.sweep_runs import was_array_task
+from pretrain.costs.cluster import load_cluster
 from pretrain.rundir.launch_events import Submitted
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.own_names import refuse_foreign_run

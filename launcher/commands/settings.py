@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from data_pipeline.commands import settings
-from launcher.slurm.cluster import ClusterConfig
+from pretrain.costs.cluster import ClusterConfig
 
 add_arguments = settings.add_arguments
 

@@ -16,7 +16,6 @@ from data_pipeline.program import add_experiment
 from launcher.commands.local import add_mirror_argument
 from launcher.restart_policy import add_policy_arguments, policy_of
 from launcher.slurm import client as slurm
-from launcher.slurm.cluster import load_cluster
 from launcher.slurm.dry_run import step_lines
 from launcher.slurm.job_checks import check_request, check_run
 from launcher.slurm.sbatch import Job, quote, render
@@ -27,6 +26,7 @@ from launcher.status.run_state import is_done_already
 from launcher.supervisor import latest_step
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
+from pretrain.costs.cluster import load_cluster
 from pretrain.costs.node_range import parse_nodes
 from pretrain.rundir.launch_events import Submitted
 from pretrain.rundir.run_dir import RunDir

@@ -15,7 +15,6 @@ from data_pipeline.errors import EXIT_USER_ERROR, ConfigError, UserError
 from data_pipeline.program import Program
 from launcher.commands.watch import add_watch_argument, watch
 from launcher.slurm import client as slurm
-from launcher.slurm.cluster import load_cluster
 from launcher.stop_signals import StopSignals
 from launcher.sweep_cells import (
     CellRun,
@@ -28,6 +27,7 @@ from launcher.sweep_cells import (
 )
 from launcher.sweep_runs import array_of, classes, missing_data, parts_of, run_cells, submit_array
 from pretrain.config.run import accumulation_steps
+from pretrain.costs.cluster import load_cluster
 from pretrain.costs.node_range import parse_nodes
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir

@@ -9,7 +9,6 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from launcher.restart_policy import no_rank_started, node_to_exclude
 from launcher.slurm import client as slurm
-from launcher.slurm.cluster import load_cluster
 from launcher.slurm.job_checks import describe_evenly, usable_nodes
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.job_nodes import JobNodes
@@ -25,6 +24,7 @@ from launcher.slurm.srun import (
 from launcher.slurm.staging import with_staged_program
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
+from pretrain.costs.cluster import load_cluster
 from pretrain.rundir.fence import VARIABLE
 from pretrain.rundir.launch_events import (
     JobEndReason,

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import shlex
 
-from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.job_checks import usable_nodes
 from launcher.slurm.sbatch import Job, environment_lines
 from launcher.slurm.snapshot import Snapshot
 from launcher.slurm.srun import Step, meeting_point, rank_task, srun_command, training_command
 from launcher.supervisor import next_attempt_number
 from pretrain.config.run import RunConfig
+from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.fence import VARIABLE
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import counted

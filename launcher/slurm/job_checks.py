@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from data_pipeline.credentials import referenced_variable
 from data_pipeline.errors import ConfigError
 from launcher.slurm.client import Partition
-from launcher.slurm.cluster import ClusterConfig, check_references, seconds_of
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig, accumulation_steps
+from pretrain.costs.cluster import ClusterConfig, seconds_of
 from pretrain.costs.device_memory import (
     checkpoint_bytes,
     largest_phase,
@@ -72,6 +74,16 @@ def check_request(
     problems = [_never_fits(cluster, nodes, partition) for partition in chosen]
     if problems and all(problems):
         raise ConfigError(problems[0])
+
+
+def check_references(cluster: ClusterConfig) -> None:
+    """Raise ConfigError unless the variables that `environment` refers to are set here."""
+    for name, value in cluster.environment.items():
+        wanted = referenced_variable(value)
+        if wanted is not None and not os.environ.get(wanted):
+            raise ConfigError(
+                f"environment.{name}={value}, but {wanted} is not set here; export it first"
+            )
 
 
 def _never_fits(cluster: ClusterConfig, nodes: NodeRange, partition: Partition) -> str:

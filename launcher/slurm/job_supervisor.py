@@ -23,7 +23,6 @@ from launcher.restart_policy import (
 )
 from launcher.slurm import client as slurm
 from launcher.slurm.attempt_starter import AttemptStarter, LeaveNode
-from launcher.slurm.cluster import load_cluster
 from launcher.slurm.first_node_guard import FirstNodeGuard
 from launcher.slurm.job_exit import JobExit, ThisJob
 from launcher.slurm.snapshot import Snapshot
@@ -32,6 +31,7 @@ from launcher.stop_signals import StopSignals
 from launcher.storage_waits import HOLDER, StopWhileWaiting, StorageWaits
 from launcher.supervisor import latest_step, supervise
 from pretrain.config.run import RunConfig
+from pretrain.costs.cluster import load_cluster
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.fence import Fence, StaleAttempt
 from pretrain.rundir.launch_events import JobEnded, JobEndReason, JobStarted, SupervisorKilled

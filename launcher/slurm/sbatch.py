@@ -11,7 +11,7 @@ from pathlib import Path
 from data_pipeline.credentials import referenced_variable
 from data_pipeline.errors import ConfigError
 from data_pipeline.own_programs import copied_arguments
-from launcher.slurm.cluster import ClusterConfig, control_characters
+from pretrain.costs.cluster import ClusterConfig, control_characters
 from pretrain.costs.node_range import NodeRange
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")

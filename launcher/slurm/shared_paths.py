@@ -15,9 +15,9 @@ from pathlib import Path
 
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS
 from data_pipeline.files import url_of
-from launcher.slurm.cluster import ClusterConfig
 from pretrain.config.evaluation_sets import split_of
 from pretrain.config.run import RunConfig
+from pretrain.costs.cluster import ClusterConfig
 
 LOCAL_TYPES = frozenset(
     ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "bcachefs", "apfs")

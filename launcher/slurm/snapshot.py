@@ -18,8 +18,8 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_text
 from data_pipeline.own_programs import make_startable
 from data_pipeline.yaml_files import dump_yaml
-from launcher.slurm.cluster import ClusterConfig
 from pretrain.config.run import RunConfig
+from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.own_names import make_run_directory, refuse_foreign_run, refuse_links
 from pretrain.rundir.run_dir import RunDir
 

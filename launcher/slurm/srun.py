@@ -18,10 +18,11 @@ from data_pipeline.errors import UserError
 from data_pipeline.files import own_file
 from data_pipeline.own_programs import code_that_runs, copied_arguments
 from launcher.error_lines import error_lines
-from launcher.slurm.cluster import ClusterConfig, in_container
+from launcher.slurm.container import in_container
 from launcher.slurm.rank_statuses import RankEnds, SrunPatience, failed_nodes, first_failure
 from launcher.slurm.silent_nodes import SilentNodes
 from launcher.slurm.snapshot import Snapshot
+from pretrain.costs.cluster import ClusterConfig
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
 from pretrain.rundir.attempt_files import AttemptFiles

@@ -23,9 +23,9 @@ from data_pipeline.files import atomic_write, read_json, sha256_of, write_json
 from data_pipeline.ownership import private_directory
 from data_pipeline.typed_json import from_json
 from launcher.slurm import stage_node
-from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.snapshot import Snapshot
 from launcher.slurm.srun import Step, run_on_each_node
+from pretrain.costs.cluster import ClusterConfig
 
 DEFAULT_DIRECTORY = Path("/tmp")
 _OF_SYSTEM = (Path("/usr"), Path("/usr/local"), Path("/"))

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 
-from data_pipeline.config_loader import parse_config
 from data_pipeline.errors import ConfigError
-from data_pipeline.file_kinds import refuse_other_kind
-from data_pipeline.yaml_files import read_tree
-from pretrain.costs.devices import DEVICES, MOST_RANKS, Hardware, NodeConfig
+from pretrain.costs.cluster import load_cluster
+from pretrain.costs.devices import DEVICES, MOST_RANKS, Hardware
 from pretrain.costs.node_range import fixed_nodes
 
 
@@ -49,12 +46,7 @@ def hardware_of(arguments: argparse.Namespace, fewest_ranks: int = 1) -> Hardwar
         raise ConfigError(f"--gpus-per-node={ranks} must be from 1 to {MOST_RANKS:,}")
     gpu, node = arguments.gpu, None
     if arguments.cluster is not None:
-        # The launcher checks the file's other settings, which are Slurm's.
-        names = {field.name for field in fields(NodeConfig)}
-        tree = read_tree(arguments.cluster)
-        refuse_other_kind(tree, arguments.cluster, names)
-        tree = {key: value for key, value in tree.items() if key in names}
-        node = parse_config(NodeConfig, tree, source=str(arguments.cluster))
+        node = load_cluster(arguments.cluster)
         if node.num_gpus and not (gpu or node.gpu_model):
             raise ConfigError(
                 f"{arguments.cluster}: found no gpu, expected A100, H100 or H200; "

@@ -101,8 +101,7 @@ class Hardware:
 class NodeConfig:
     """What a node of a cluster has: the settings of a cluster file that costs depend on.
 
-    The launcher's ClusterConfig adds Slurm's. It is here because `pretrain` may not import
-    `launcher`.
+    ClusterConfig adds Slurm's.
     """
 
     gpus_per_node: str = "0"

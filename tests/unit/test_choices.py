@@ -14,8 +14,8 @@ import pytest
 
 from data_pipeline.config import CorpusConfig
 from data_pipeline.setting_fields import assert_never
-from launcher.slurm.cluster import ClusterConfig
 from pretrain.config.run import RunConfig
+from pretrain.costs.cluster import ClusterConfig
 from pretrain.costs.devices import DEVICES
 from tests.helpers.choices import choices_of
 

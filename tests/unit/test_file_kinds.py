@@ -14,9 +14,9 @@ from data_pipeline.config import CorpusConfig
 from data_pipeline.file_kinds import KINDS
 from data_pipeline.files import write_text
 from launcher.cli import main as launcher
-from launcher.slurm.cluster import ClusterConfig
 from pretrain.cli import main as pretrain
 from pretrain.config.run import RunConfig
+from pretrain.costs.cluster import ClusterConfig
 from pretrain.scaling.sweep_file import Sweep
 from pretrain.scaling.variants.comparison import Comparison
 

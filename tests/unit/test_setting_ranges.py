@@ -19,9 +19,9 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.setting_fields import Range, ranges_of
 from data_pipeline.yaml_files import dump_yaml
 from launcher.cli import main as launcher
-from launcher.slurm.cluster import ClusterConfig
 from pretrain.cli import main as pretrain
 from pretrain.config.run import RunConfig
+from pretrain.costs.cluster import ClusterConfig
 
 REQUIRED = {CorpusConfig: {"input": ["a"], "output": "b"}, ClusterConfig: {"ranks_per_node": 1}}
 DRAWS = 8  # of numbers outside each range, besides the usual suspects

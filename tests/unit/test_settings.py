@@ -13,9 +13,9 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.setting_tree import ELSEWHERE, OTHER_NAMES, settings_of
 from data_pipeline.sizes import parse_size
 from launcher.cli import main as launcher
-from launcher.slurm.cluster import ClusterConfig
 from pretrain.cli import main as pretrain
 from pretrain.config.run import RunConfig
+from pretrain.costs.cluster import ClusterConfig
 from tests import settings_page
 
 SCHEMAS = (RunConfig, CorpusConfig, ClusterConfig)

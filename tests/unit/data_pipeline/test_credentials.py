@@ -18,8 +18,8 @@ from data_pipeline.corpora.web_requests import redirect_problem
 from data_pipeline.credentials import problem_of, redacted
 from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.yaml_files import abbreviated
-from launcher.slurm.cluster import ClusterConfig
 from pretrain.config.data import DataConfig
+from pretrain.costs.cluster import ClusterConfig
 from tests.helpers.stores import QUICK, FileServer
 
 

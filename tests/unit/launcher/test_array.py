@@ -7,8 +7,8 @@ import pytest
 
 from data_pipeline.errors import ConfigError
 from launcher.slurm import client as slurm
-from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.sbatch import Job, render_array
+from pretrain.costs.cluster import ClusterConfig
 from pretrain.costs.node_range import NodeRange
 
 JOB = Job(

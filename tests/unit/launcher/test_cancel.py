@@ -22,10 +22,10 @@ from launcher.cli import main
 from launcher.commands import cancel
 from launcher.commands.cancel import refuse_other_jobs
 from launcher.slurm.client import QueuedJob
-from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.sbatch import Job, is_script_of, render
 from launcher.slurm.snapshot import Snapshot
 from pretrain.config.run import RunConfig
+from pretrain.costs.cluster import ClusterConfig
 from pretrain.costs.node_range import NodeRange
 from pretrain.rundir.launch_events import Canceled, Submitted
 from pretrain.rundir.run_dir import RunDir

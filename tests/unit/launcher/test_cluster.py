@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import ConfigError
+from launcher.cli import main as launcher
 from launcher.slurm.client import Partition
-from launcher.slurm.cluster import ClusterConfig, load_cluster, seconds_of
 from launcher.slurm.job_checks import check_request, check_run, usable_nodes
 from launcher.slurm.sbatch import Job, render
+from pretrain.cli import main as pretrain
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
+from pretrain.costs.cluster import ClusterConfig, load_cluster, seconds_of
 from pretrain.costs.device_memory import memory_parts, total_bytes
 from pretrain.costs.devices import DEVICES, GPU_MFU, USABLE
 from pretrain.costs.flops import flops_of_step
@@ -82,6 +84,27 @@ def test_a_mistake_in_a_cluster_file_is_said(tmp_path, text, reason):
     (tmp_path / "cluster.yaml").write_text(text)
     with pytest.raises(ConfigError, match=reason):
         load_cluster(tmp_path / "cluster.yaml")
+
+
+@pytest.mark.parametrize("line", ["gpu_per_node: 8", "timelimit: 1:00:00", "gpu_memory: 40GiB"])
+def test_describe_plan_and_submit_refuse_the_same_cluster_files(tmp_path, capsys, line):
+    model, file = CLUSTERS[0].parents[1] / "models/xl_modern_10m.yaml", tmp_path / "cluster.yaml"
+    file.write_text(f"gpus_per_node: h100:8\n{line}\n")
+    place = ["--cluster", str(file)]
+    plan = [*place, "--budgets", "1e18", "--output", str(tmp_path / "sweep.yaml")]
+    run_dir = ["--run-dir", str(tmp_path / "run")]
+    lines = set()
+    for main, *words in (
+        (pretrain, "describe", model, *place),
+        (pretrain, "scale", "plan", model, *plan),
+        (launcher, "submit", model, *place, *run_dir),
+    ):
+        assert main(list(map(str, words))) == 2
+        lines.add(capsys.readouterr().err)
+    (said,) = lines
+    assert f"{file}: {line.partition(':')[0]}: unknown setting; " in said
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_an_unknown_cluster_gets_the_files_that_there_are(tmp_path):

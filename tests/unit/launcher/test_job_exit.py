@@ -13,7 +13,6 @@ from launcher.restart_policy import (
     node_to_exclude,
     past_attempts,
 )
-from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.job_exit import JobEnding, JobExit, ThisJob, ending_of, excluded_nodes
 from launcher.slurm.job_supervisor import (
     begin,
@@ -28,6 +27,7 @@ from launcher.status.infer_status import last_turn
 from launcher.stop_signals import StopSignals
 from launcher.storage_waits import StopWhileWaiting, StorageWaits
 from pretrain.config.run import RunConfig
+from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.launch_events import (
     AttemptEnded,

@@ -9,9 +9,9 @@ import pytest
 from launcher.cli import main
 from launcher.commands.new_cluster import as_file
 from launcher.slurm.client import Partition
-from launcher.slurm.cluster import load_cluster
 from launcher.slurm.job_checks import check_request
 from launcher.slurm.sbatch import Job, render
+from pretrain.costs.cluster import load_cluster
 from pretrain.costs.node_range import NodeRange
 
 

@@ -19,7 +19,7 @@ from launcher import node_checks
 from launcher.cli import main
 from launcher.commands.preflight import srun_line
 from launcher.node_checks import gather, pair_up
-from launcher.slurm.cluster import ClusterConfig
+from pretrain.costs.cluster import ClusterConfig
 from pretrain.processes.node_findings import (
     END,
     LinkMeasurement,

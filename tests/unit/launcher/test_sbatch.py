@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError
 from launcher.cli import main
-from launcher.slurm.cluster import ClusterConfig, load_cluster
 from launcher.slurm.job_checks import check_request
 from launcher.slurm.sbatch import Job, quote, render, render_array
+from pretrain.costs.cluster import ClusterConfig, load_cluster
 from pretrain.costs.node_range import NodeRange
 
 CPU = ClusterConfig(ranks_per_node=2)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.config import MixturePart
-from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.shared_paths import missing_notes, mount_of, parse_mounts, path_notes
 from pretrain.config.data import DataConfig
 from pretrain.config.run import RunConfig
+from pretrain.costs.cluster import ClusterConfig
 
 MOUNTS = parse_mounts(
     "/dev/sda1 / ext4 rw 0 0\n"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.slurm.cluster import ClusterConfig, ContainerRuntime
 from launcher.slurm.rank_statuses import failed_nodes, first_failure
 from launcher.slurm.srun import Step, srun_command
+from pretrain.costs.cluster import ClusterConfig, ContainerRuntime
 from pretrain.distributed.slurm_variables import rank_variables
 
 STEP = Step(

@@ -11,10 +11,10 @@ import pytest
 
 from data_pipeline.errors import ConfigError
 from launcher.slurm import stage_node, staging
-from launcher.slurm.cluster import ClusterConfig
 from launcher.slurm.snapshot import Snapshot
 from launcher.slurm.staging import Staged, check_staging, pack
 from pretrain.config.run import RunConfig
+from pretrain.costs.cluster import ClusterConfig
 
 CLUSTER = ClusterConfig(ranks_per_node=2)
 

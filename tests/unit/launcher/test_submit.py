@@ -13,9 +13,9 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, UserError
 from data_pipeline.own_programs import copied_arguments
 from launcher.cli import main
-from launcher.slurm.cluster import load_cluster
 from launcher.slurm.snapshot import Snapshot, replaced_snapshot
 from pretrain.config.run import RunConfig
+from pretrain.costs.cluster import load_cluster
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Finished
 from tests.helpers.checkpoints import publish_step

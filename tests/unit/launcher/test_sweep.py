@@ -20,11 +20,11 @@ from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError
 from launcher.cli import main
 from launcher.commands.sweep import cells_flags
 from launcher.commands.sweep_tables import sweep_status
-from launcher.slurm.cluster import ClusterConfig
 from launcher.sweep_cells import CellRun, describe, longest_first, read_cells
 from launcher.sweep_runs import array_of, classes, end_of, parts_of
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
+from pretrain.costs.cluster import ClusterConfig
 from pretrain.costs.flops import cost_of
 from pretrain.costs.node_range import NodeRange
 from pretrain.reporting.results import HEADS

@@ -10,13 +10,13 @@ import pytest
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.fitted import fitted
-from launcher.slurm.cluster import load_cluster
 from pretrain.cli import main
 from pretrain.commands.describe import NOTES_COLUMN, describe
 from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import EvaluationConfig, RunConfig
+from pretrain.costs.cluster import load_cluster
 from pretrain.costs.device_memory import (
     checkpoint_bytes,
     largest_micro_batch,

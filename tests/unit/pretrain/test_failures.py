@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.slurm.cluster import load_cluster
 from pretrain.cli import main
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
+from pretrain.costs.cluster import load_cluster
 from pretrain.costs.device_memory import checkpoint_bytes, lane_bytes
 from pretrain.costs.devices import Hardware, NodeConfig
 from pretrain.costs.failures import SLOWER_WHILE_WRITING, FailureCosts, failure_costs

@@ -1,12 +1,15 @@
-"""The settings of a cluster: where jobs go, what a node has, what the ranks' environment is."""
+"""The settings of a cluster: where jobs go, what a node has, what the ranks' environment is.
+
+`pretrain` reads them to estimate costs, `launcher` to submit jobs; one reader refuses the same
+files. Torch-free.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -14,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from data_pipeline.config_loader import load_config, to_tree
 from data_pipeline.credentials import is_variable_name, referenced_variable
 from data_pipeline.errors import ConfigError
-from data_pipeline.setting_fields import MOST_THREADS, Range, assert_never, setting
+from data_pipeline.setting_fields import MOST_THREADS, Range, setting
 from data_pipeline.yaml_files import did_you_mean, find_config
 from pretrain.costs.devices import NodeConfig
 
@@ -130,16 +133,6 @@ def _check_texts(cluster: ClusterConfig) -> None:
                 )
 
 
-def check_references(cluster: ClusterConfig) -> None:
-    """Raise ConfigError unless the variables that `environment` refers to are set here."""
-    for name, value in cluster.environment.items():
-        wanted = referenced_variable(value)
-        if wanted is not None and not os.environ.get(wanted):
-            raise ConfigError(
-                f"environment.{name}={value}, but {wanted} is not set here; export it first"
-            )
-
-
 def _check_references(environment: Mapping[str, str]) -> None:
     for name, value in environment.items():
         wanted = referenced_variable(value)
@@ -193,38 +186,3 @@ def seconds_of(time_limit: str) -> float:
     if len(numbers) == 3:
         return (numbers[0] * 60 + numbers[1]) * 60 + numbers[2]
     return numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)
-
-
-def in_container(
-    cluster: ClusterConfig,
-    task: Sequence[str],
-    mounts: Sequence[Path],
-    workdir: Path,
-    python: str = sys.executable,
-) -> tuple[list[str], list[str]]:
-    """The flags of srun, and the command, that run Python with the arguments `task`.
-
-    In the cluster's container if it has one; by `python` of the nodes otherwise.
-    """
-    if not cluster.container_image:
-        return [], [python, *task]
-    command = [cluster.container_python, *task]
-    seen = [str(mount) for mount in (*mounts, *cluster.container_mounts)]
-    match cluster.container_runtime:
-        case "":
-            raise AssertionError("ClusterConfig refuses an image without a runtime")
-        case "pyxis":
-            flags = [
-                f"--container-image={cluster.container_image}",
-                f"--container-mounts={','.join(f'{path}:{path}' for path in seen)}",
-                f"--container-workdir={workdir}",
-            ]
-            return flags, command
-        case "apptainer":
-            binds = [f"--bind={path}" for path in seen]
-            gpus = ["--nv"] if cluster.num_gpus else []
-            image = cluster.container_image
-            apptainer = ["apptainer", "exec", *gpus, *binds, f"--pwd={workdir}", image]
-            return [], [*apptainer, *command]
-        case _:
-            assert_never(cluster.container_runtime)
