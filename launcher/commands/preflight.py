@@ -146,6 +146,7 @@ def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[
         "srun",
         *option_flags(wanted),
         *flags,
+        *option_flags(cluster.srun_options),
         "--no-kill",
         "--kill-on-bad-exit=0",
         "--wait=0",

@@ -149,7 +149,8 @@ def _script(
     # With spare nodes the job outlives a node, and its supervisor replaces it.
     survives = ["--no-kill"] if job.nodes.spare else []
     spare = f" --spare-nodes={job.nodes.spare}" if job.nodes.spare else ""
-    flags = ["--requeue", *survives, *option_flags(wanted, quote)]
+    requeue = [] if "no-requeue" in job.cluster.options else ["--requeue"]
+    flags = [*requeue, *survives, *option_flags(wanted, quote)]
     text = [
         "#!/bin/bash",
         head,

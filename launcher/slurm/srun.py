@@ -20,6 +20,7 @@ from data_pipeline.own_programs import code_that_runs, copied_arguments
 from launcher.error_lines import error_lines
 from launcher.slurm.container import in_container
 from launcher.slurm.rank_statuses import RankEnds, SrunPatience, failed_nodes, first_failure
+from launcher.slurm.sbatch import option_flags
 from launcher.slurm.silent_nodes import SilentNodes
 from launcher.slurm.snapshot import Snapshot
 from pretrain.costs.cluster import ClusterConfig
@@ -113,7 +114,7 @@ def srun_command(
     # would end it was killed, must not keep the next one waiting.
     command += ["--overlap"]
     flags, line = in_container(cluster, task, mounts, workdir, step.python)
-    return [*command, *flags, *line]
+    return [*command, *flags, *option_flags(cluster.srun_options), *line]
 
 
 def task_command(node: str, *command: str, flags: Sequence[str] = ()) -> list[str]:
@@ -253,6 +254,7 @@ def nodes_that_cannot_start(step: Step, run_dir: Path) -> list[str]:
     """The nodes of the step on which Python does not start where the ranks would run."""
     own_name = ["-c", "import os; print(os.environ['SLURMD_NODENAME'])"]
     flags, line = in_container(step.cluster, own_name, [run_dir], Path.cwd(), step.python)
+    flags += option_flags(step.cluster.srun_options)
     started = _printed_by_each_node(step, flags, line)
     return [node for node in step.nodes if node not in started]
 

@@ -33,6 +33,26 @@ _SECRET = re.compile(
     r"|CREDENTIALS?|CONNECTION_?STRING|AUTH(_?HEADER)?|AUTHORIZATION|PAT|PWD|PASS|DSN)(_ID)?$",
     re.IGNORECASE,
 )
+_OF_THE_LAUNCHER = (
+    "nodes ntasks ntasks-per-node cpus-per-task nodelist jobid kill-on-bad-exit wait label "
+    "distribution export overlap container-image container-mounts container-workdir output "
+    "error input multi-prog pty test-only"
+)
+# Options that would break a run -> why, and what to write instead.
+_REFUSED: Mapping[str, Mapping[str, str]] = {
+    "options": {
+        "array": "starts the run several times; 'launcher sweep submit' starts a sweep's cells",
+        "error": "keeps the job's errors from 'launcher logs'; remove it",
+        "gpus": "counts GPUs of the whole job; use the setting gpus_per_node",
+        "ntasks": "is nodes times ranks; use --nodes and the setting ranks_per_node",
+        "test-only": "submits nothing; use 'launcher submit --dry-run'",
+        "time-min": "lets Slurm shorten all later starts; use a shorter time_limit",
+        "wrap": "replaces the batch script; use the setting setup",
+    },
+    "srun_options": dict.fromkeys(
+        _OF_THE_LAUNCHER.split(), "is decided by the launcher; remove it"
+    ),
+}
 _CLUSTER_NAMES = {  # setting -> what Slurm and other systems call it, for errors about such a name
     "gpus_per_node": "gpus num_gpus gres",
     "gpu": "gpu_type device accelerator",
@@ -43,6 +63,7 @@ _CLUSTER_NAMES = {  # setting -> what Slurm and other systems call it, for error
     "time_limit": "time walltime timelimit",
     "signal_seconds": "signal",
     "options": "mem constraint exclusive reservation sbatch extra_options",
+    "srun_options": "srun srun_args srun_flags",
     "modules": "module_load",
     "setup": "prologue pre_commands setup_commands",
     "environment": "env environ variables",
@@ -78,6 +99,8 @@ class ClusterConfig(NodeConfig):
     """Warning before the time limit: two steps and a checkpoint have to fit."""
     options: dict[str, str | None] = field(default_factory=dict)
     """Other options of sbatch, such as 'mem: "0"', 'constraint: nvlink' or 'exclusive:'."""
+    srun_options: dict[str, str | None] = field(default_factory=dict)
+    """Other options of the ranks' srun, such as 'cpu-bind: none' or 'no-container-mount-home:'."""
     modules: tuple[str, ...] = ()
     """Modules to load ('module load')."""
     setup: tuple[str, ...] = ()
@@ -112,18 +135,24 @@ class ClusterConfig(NodeConfig):
 
 
 def _check_texts(cluster: ClusterConfig) -> None:
-    """ConfigError for names and values that would be something else in a script."""
-    for name_of, names, is_valid, kind in (
-        (
-            "environment",
-            cluster.environment,
-            is_variable_name,
-            "a variable's name, such as NCCL_DEBUG",
-        ),
-        ("options", cluster.options, _OPTION.fullmatch, "the long name of an option, such as mem"),
-    ):
-        if wrong := [name for name in names if not is_valid(name)]:
-            raise ConfigError(f"{name_of}: found the name {wrong[0]!r}, expected {kind}")
+    """ConfigError for names and values that would be something else in a script, or break a run."""
+    if wrong := [name for name in cluster.environment if not is_variable_name(name)]:
+        expected = "a variable's name, such as NCCL_DEBUG"
+        raise ConfigError(f"environment: found the name {wrong[0]!r}, expected {expected}")
+    for name_of, refused in _REFUSED.items():
+        for name in getattr(cluster, name_of):
+            if not _OPTION.fullmatch(name):
+                expected = "the long name of an option, such as mem"
+                raise ConfigError(f"{name_of}: found the name {name!r}, expected {expected}")
+            if name in refused:
+                raise ConfigError(f"{name_of}.{name} of the cluster file {refused[name]}")
+    has_secrets = any(map(referenced_variable, cluster.environment.values()))
+    exported = cluster.options.get("export", "ALL")
+    if exported not in (("ALL",) if has_secrets else ("ALL", "NONE")):
+        raise ConfigError(
+            f"options.export={exported}: expected ALL, or NONE if environment has no env:NAME, "
+            "which is taken from the shell that submits"
+        )
     for name_of, value in to_tree(cluster).items():
         for text in _texts_in(value):
             if control_characters(text):

@@ -175,6 +175,35 @@ def test_an_option_that_the_launcher_sets_is_refused_with_the_setting_for_it(opt
         render(job(Path("/runs/x"), replace(CPU, options={option: "h100:1"})))
 
 
+@pytest.mark.parametrize(
+    ("options", "way_out"),
+    [
+        ({"array": "0-3"}, "'launcher sweep submit' starts"),
+        ({"wrap": "hostname"}, "use the setting setup"),
+        ({"ntasks": "4"}, "use --nodes and the setting ranks_per_node"),
+        ({"gpus": "16"}, "use the setting gpus_per_node"),
+        ({"test-only": None}, "use 'launcher submit --dry-run'"),
+        ({"error": "err.log"}, "'launcher logs'; remove it"),
+        ({"time-min": "1:00"}, "use a shorter time_limit"),
+        ({"export": "PATH,HOME"}, "expected ALL, or NONE if"),
+        ({"export": "NONE"}, "NONE if environment has no env:NAME, which is taken from the shell"),
+    ],
+)
+def test_an_option_that_would_break_the_run_is_refused_in_one_line(options, way_out):
+    with pytest.raises(ConfigError, match=way_out) as error:
+        replace(CPU, options=options, environment={"TOKEN": "env:HOME"})
+    assert "\n" not in str(error.value)
+
+
+def test_a_job_is_asked_to_be_requeued_unless_the_cluster_file_forbids_it():
+    for options, flags in (
+        ({"export": "NONE"}, ["#SBATCH --requeue", "#SBATCH --export=NONE"]),
+        ({"export": "ALL", "no-requeue": None}, ["#SBATCH --export=ALL", "#SBATCH --no-requeue"]),
+    ):
+        script = render(job(Path("/runs/x"), replace(CPU, options=options))).splitlines()
+        assert [line for line in script if "requeue" in line or "--export" in line] == flags
+
+
 def test_a_secret_is_taken_from_the_environment_of_whoever_submits_and_written_nowhere(
     tmp_path, monkeypatch
 ):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.errors import ConfigError
 from launcher.slurm.rank_statuses import failed_nodes, first_failure
 from launcher.slurm.srun import Step, srun_command
 from pretrain.costs.cluster import ClusterConfig, ContainerRuntime
@@ -94,6 +95,18 @@ def test_apptainer_runs_the_task_inside_the_image():
         "-m",
         "launcher.slurm.task",
     ]
+
+
+def test_options_of_srun_reach_the_ranks_and_those_that_the_launcher_sets_are_refused():
+    options = {"cpu-bind": "none", "no-container-mount-home": None}
+    command = in_container("pyxis", srun_options=options)
+    assert command[-5:-3] == ["--cpu-bind=none", "--no-container-mount-home"]
+    for flag in command[1:-5]:
+        name = flag.removeprefix("--").partition("=")[0]
+        with pytest.raises(ConfigError, match=rf"srun_options\.{name} .* remove it"):
+            in_container("pyxis", srun_options={name: "1"})
+    with pytest.raises(ConfigError, match="srun_options: found the name 'c', expected the long"):
+        in_container("pyxis", srun_options={"c": "2"})
 
 
 def test_ranks_get_their_numbers_under_the_names_the_trainer_reads():
