@@ -226,8 +226,10 @@ def _submit(
         )
     waiting = [cell for cell in cells if cell.is_waiting]
     found = classes(waiting, cluster, nodes, is_dry_run=arguments.dry_run)
+    # Each array has its own limit, so they keep it together only one after the other.
+    live = {str(cell.state.job).partition("_")[0] for cell in cells if cell.state.is_active}
+    after = ":".join(sorted(live - {"None"})) if arguments.jobs else None
     for count, group in found.items():
-        after = None
         for part in parts_of(group, _largest_array(arguments.dry_run)):
             job, script = array_of(
                 part, count, cluster, sweep.name, runs, arguments.jobs, after=after
@@ -237,7 +239,6 @@ def _submit(
                 continue
             with RunDir(runs).locked("sweep"):
                 number = submit_array(job, script, part)
-            # Each array has its own limit, so they keep it together only one after the other.
             after = number if arguments.jobs else None
             limit = f", {arguments.jobs} at a time" if arguments.jobs else ""
             print(

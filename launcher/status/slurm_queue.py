@@ -228,6 +228,8 @@ def _ended(state: RunState, ending: str) -> RunState:
     state = replace(state, seconds_left=None)
     if ending == "CANCELLED":
         return replace(state, state=State.CANCELED, reason=f"after step {state.step:,}")
+    if not ending and state.state is State.QUEUED:
+        return replace(state, state=State.CANCELED, reason="its job left the queue unstarted")
     if ending == "PREEMPTED":
         reason = "preempted and not requeued; 'launcher resume' continues the run"
         return replace(state, state=State.PREEMPTED, reason=reason, needs_resume=True)

@@ -169,7 +169,13 @@ def record(state: str) -> JobRecord:
             "failed",
             "ran out of host memory",
         ),
-        (replace(RUN, state=State.QUEUED), None, [], "failed", "it is unknown to Slurm"),
+        (
+            replace(RUN, state=State.QUEUED),
+            None,
+            [],
+            "canceled",
+            "left the queue unstarted",
+        ),
         (RUN, queued("FAILED"), [], "failed", "its job has ended (failed)"),
         (
             replace(RUN, reason="3 in a row", is_lost=False),

@@ -20,6 +20,7 @@ from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError
 from launcher.cli import main
 from launcher.commands.sweep import cells_flags
 from launcher.commands.sweep_tables import sweep_status
+from launcher.slurm.snapshot import Snapshot
 from launcher.sweep_cells import CellRun, describe, longest_first, read_cells
 from launcher.sweep_runs import array_of, classes, end_of, parts_of
 from pretrain.config.data import DataConfig
@@ -29,6 +30,7 @@ from pretrain.costs.flops import cost_of
 from pretrain.costs.node_range import NodeRange
 from pretrain.reporting.results import HEADS
 from pretrain.rundir.exit_status import EXIT_STOPPED
+from pretrain.rundir.launch_events import Submitted
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Finished, Rewind, Started
 from pretrain.scaling.sweep_file import read_sweep
@@ -138,6 +140,20 @@ def test_more_cells_than_an_array_may_have_are_split_and_counted_from_0_in_each(
     assert "#SBATCH --array=0-0\n" in jobs[1][1]
     with pytest.raises(ConfigError, match="no job arrays"):
         list(parts_of(cells, largest=0))
+
+
+def test_a_limited_array_starts_when_those_of_an_earlier_submission_have_ended(sweep, capsys):
+    text = sweep.read_text()
+    sweep.write_text(text.replace("data.lanes=3", "data.lanes=2"))
+    for index, cell in enumerate(cells_of(sweep)[:2]):
+        Snapshot(cell.path).take_settings(cell.config, CLUSTER)
+        RunDir(cell.path).ledger.append(Submitted(job=f"17_{index}", job_name="three-1"))
+    command = ["sweep", "submit", str(sweep), f"--runs-dir={sweep.parent / 'runs'}", "--dry-run"]
+    command += [f"--cluster={sweep.parent / 'cluster.yaml'}"]
+    for limit, expected in (["--jobs=1"], "#SBATCH --dependency=afterany:17"), ([], None):
+        assert main([*command, *limit]) == 0
+        script = capsys.readouterr().out.splitlines()
+        assert next((line for line in script if "--dependency" in line), None) == expected
 
 
 def test_the_summary_counts_failed_cells(sweep):
