@@ -87,7 +87,8 @@ def infer_status(evidence: Evidence) -> Status:
     if not is_over and silence is not None:
         if abs(silence) < UNRESPONSIVE_SECONDS or evidence.is_beating:
             return running
-        hostname = heartbeats[0].hostname if heartbeats else evidence.locks[0].hostname
+        source = heartbeats[0] if heartbeats else evidence.locks[0]
+        hostname = source.hostname.partition(".")[0]
         reason = f"no heartbeat from {hostname} for {duration(silence)}"
         if silence < 0:
             ahead = duration(-silence)

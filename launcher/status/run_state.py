@@ -189,6 +189,7 @@ def config_of_run(path: Path) -> RunConfig:
 
 
 def _nodes(evidence: Evidence) -> tuple[str, ...]:
-    hostnames = {heartbeat.hostname for heartbeat in evidence.heartbeats}
+    # Without their domains, as Slurm names nodes.
+    hostnames = {heartbeat.hostname.partition(".")[0] for heartbeat in evidence.heartbeats}
     started = last_of(evidence.ledger, JobStarted)
     return tuple(sorted(hostnames)) or (() if started is None else started.nodes)

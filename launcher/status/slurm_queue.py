@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data_pipeline.errors import UserError, os_error_text, remedy_of
+from data_pipeline.ownership import is_of_another_user
 from launcher.slurm import client as slurm
 from launcher.slurm.client import JobRecord, QueuedJob
 from launcher.status.infer_status import State
@@ -98,7 +99,9 @@ def _read_anything(path: Path) -> RunState:
     except UserError:
         raise
     except OSError as error:
-        raise UserError(f"{os_error_text(error)}; {remedy_of(error)}") from error
+        is_foreign = isinstance(error, PermissionError) and is_of_another_user(path)
+        what = f"{path} is another user's run" if is_foreign else remedy_of(error)
+        raise UserError(f"{os_error_text(error)}; {what}") from error
     except Exception as error:
         _log.debug("%s", path, exc_info=True)
         reason = " ".join(f"{type(error).__name__}: {error}".split())

@@ -20,6 +20,7 @@ from pretrain.config.run import RunConfig
 from pretrain.rundir.heartbeat_files import HeartbeatRecord
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Started
+from tests.helpers.owners import give_away
 
 RUN = RunState(
     name="books",
@@ -266,7 +267,7 @@ def test_a_run_whose_heartbeats_change_runs_however_far_our_clock_is_ahead(tmp_p
             written=behind + after,
             step=7,
             phase="train",
-            hostname="n1",
+            hostname="n1.lab.example.org",
             pid=1,
         )
         (run_dir.heartbeats / "ranks-from-00000.jsonl").write_text(json.dumps(vars(record)))
@@ -274,6 +275,7 @@ def test_a_run_whose_heartbeats_change_runs_however_far_our_clock_is_ahead(tmp_p
     write(after=0)
     (silent,) = read_states([run_dir.path])
     assert (silent.state, silent.reason) == ("unresponsive", "no heartbeat from n1 for 10 min")
+    assert silent.nodes == ("n1",)
     timer = threading.Timer(0.3, write, [5.0])
     timer.start()
     (beating,) = read_states([run_dir.path])
@@ -292,6 +294,8 @@ def test_a_run_that_may_not_be_read_is_told_as_other_files_are(tmp_path, monkeyp
     assert closed.state == other.state == State.DAMAGED
     with pytest.raises(UserError, match=f"^{re.escape(said)}"):
         read_states([tmp_path])
+    give_away(tmp_path, monkeypatch)
+    assert read_states([tmp_path] * 2)[0].reason.endswith(f"{tmp_path} is another user's run")
 
 
 def test_without_an_answer_the_states_of_the_directories_stand_with_a_warning(monkeypatch, caplog):
