@@ -223,6 +223,10 @@ def test_a_done_run_that_is_requeued_ends_at_once_with_status_0_and_trains_no_mo
     assert len(reference.events(JobStarted)) == 2  # with the job that was submitted by hand
 
 
+# A comment that names fields of a job.
+TELLING = "group=nlp Requeue=0 Restarts=7 Reason=TimeLimit JobState=FAILED PreemptTime=None"
+
+
 def preempt(run: SlurmRun) -> None:
     """Submit a job that takes the run's nodes for a moment."""
     urgent = ["sbatch", "-p", "urgent", "-N2", "-w", "n1,n2", "--exclusive", "-o", "/dev/null"]
@@ -232,7 +236,7 @@ def preempt(run: SlurmRun) -> None:
 def test_preempted_with_and_without_notice_and_robbed_of_a_slurmstepd_it_ends_as_if_undisturbed(
     runs: Runs, lab: SlurmLab, reference: SlurmRun
 ):
-    run = runs.submit("preempted", **NEAR)
+    run = runs.submit("preempted", options={**NEAR["options"], "comment": TELLING})
     run.wait_for_step(90)
     with run.paused():
         preempt(run)
