@@ -43,14 +43,17 @@ class Evidence:
 
     @property
     def last_seen(self) -> float:
-        """When the run last wrote anything: a killed run cannot write when it ended."""
+        """When the run last wrote anything: a killed run cannot write when it ended.
+
+        By its own clock: the time of a checkpoint's file may be that of a file server.
+        """
         times = [event.time for event in self.ledger[-1:]]
         times += [heartbeat.written for heartbeat in self.heartbeats]
-        return max([*times, self.checkpoint_time or 0.0])
+        return max(times, default=self.checkpoint_time or 0.0)
 
     def time_spent(self, is_running: bool) -> TimeSpent | None:
         """What the run's time went into; None before the first step."""
-        end = self._clock if is_running else self.last_seen
+        end = self.clock if is_running else self.last_seen
         return time_spent(self.metrics, self.ledger, end, self._seconds_evaluating(end))
 
     def _seconds_evaluating(self, end: float) -> float:
@@ -67,7 +70,7 @@ class Evidence:
         return max(0.0, end - since)
 
     @property
-    def _clock(self) -> float:
+    def clock(self) -> float:
         """What the time is where the run is: its events have times of that clock, not of ours."""
         is_elsewhere = any(each.is_alive is None for each in self.heartbeats)
         return self.last_seen if is_elsewhere else self.now

@@ -125,6 +125,7 @@ def read_state(path: Path, is_beating: bool = False) -> RunState:
     interrupted = interruptions(evidence.ledger, is_running or status.state is State.UNRESPONSIVE)
     spent = evidence.time_spent(is_running)
     mirrored, mirror_problem = state_of_mirror(evidence.ledger)
+    now = evidence.clock if is_running else evidence.now
     age = None if evidence.checkpoint_time is None else evidence.now - evidence.checkpoint_time
     return RunState(
         name=config.name,
@@ -155,7 +156,7 @@ def read_state(path: Path, is_beating: bool = False) -> RunState:
         mirrored=mirrored,
         mirror_problem=mirror_problem,
         last_failure=interrupted[-1].description if interrupted else "",
-        last_failure_age=evidence.now - interrupted[-1].time if interrupted else None,
+        last_failure_age=now - interrupted[-1].time if interrupted else None,
         interval=config.checkpoint.interval,
     )
 

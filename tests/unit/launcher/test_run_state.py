@@ -358,6 +358,7 @@ def test_goodput_falls_while_no_step_is_made_by_the_clock_of_the_runs_own_host()
     metrics = MetricsSummary(seconds=30.0)
     begun = replace(START, time=NOW - 660)  # our clock is ten minutes ahead
     alive = evidence(begun, beats=[beat(630, since_written=600)], metrics=metrics)
+    alive = replace(alive, checkpoint_time=NOW)  # by the clock of the file server
     assert goodput_of(alive, is_running=True) == pytest.approx(0.5)
 
 
