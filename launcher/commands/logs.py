@@ -102,9 +102,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.errors:
         found = _print_errors(arguments, run_dir, latest)
         has_failed = state.state is State.FAILED
-        if not found and not (has_failed and _print_ends(logs, latest)):
-            before_any = _NO_LINES if has_failed else "no logs yet"
-            print(f"no errors in attempt {latest.attempt}" if latest else before_any)
+        nothing = _NO_LINES if has_failed else "no logs yet"
+        if latest:
+            nothing = f"no errors in attempt {latest.attempt}"
+        if not found:
+            print("\n".join(_last_words(logs, latest) if has_failed else []) or nothing)
         return 0
     rank = arguments.rank or 0
     if arguments.follow:
@@ -225,16 +227,14 @@ def _first_failure(run_dir: RunDir, attempt: int) -> int:
     return -1 if not ranks or ranks[-1] is None else ranks[-1]
 
 
-def _print_ends(logs: Path, chosen: RankLogs | None) -> bool:
-    """Print the last lines of a failed run's logs, which say something nobody would expect; whether
-    there are any."""
+def _last_words(logs: Path, chosen: RankLogs | None) -> list[str]:
+    """The last lines of a failed run's logs, which say something nobody would expect."""
     srun = AttemptFiles(logs, chosen.attempt).srun_log if chosen else None
-    found_any = False
-    for name, path in (("srun", srun), ("job", _job_log(logs))):
-        for line in _last_lines(path, _NUM_LAST_LINES) if path and path.exists() else ():
-            print(printable(f"[{name}] {line.rstrip()}"))
-            found_any = True
-    return found_any
+    return [
+        printable(f"[{name}] {line.rstrip()}")
+        for name, path in (("srun", srun), ("job", _job_log(logs)))
+        for line in (_last_lines(path, _NUM_LAST_LINES) if path and path.exists() else ())
+    ]
 
 
 def _open(path: Path) -> BinaryIO:

@@ -12,7 +12,6 @@ from launcher.slurm.snapshot import Snapshot
 from launcher.slurm.srun import Step, meeting_point, rank_task, srun_command, training_command
 from launcher.supervisor import next_attempt_number
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.fence import VARIABLE
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import counted
@@ -41,7 +40,6 @@ def step_lines(job: Job, config: RunConfig, step_before: int) -> list[str]:
         "",
         *_folded(command),
         "",
-        f"Container: {_container(job.cluster)}",
         "Environment of every rank: that of the batch script, and",
         *(f"  {line}" for line in environment_lines(job.cluster)),
         *(f"  export {name}={shlex.quote(value)}" for name, value in variables.items()),
@@ -54,12 +52,6 @@ def _spare_lines(spare: int) -> list[str]:
         return []
     replace = "it replaces one that fails" if spare == 1 else "each replaces one that fails"
     return [f"Spare: {counted(spare, 'node')}; {replace}, in the same job."]
-
-
-def _container(cluster: ClusterConfig) -> str:
-    if not cluster.container_image:
-        return "none (container_image is empty)"
-    return f"{cluster.container_image}, started by {cluster.container_runtime}"
 
 
 def _folded(command: list[str]) -> list[str]:

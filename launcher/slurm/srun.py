@@ -98,21 +98,13 @@ def srun_command(
     ends well does not:
     the others may still be saving (--wait=0)."""
     cluster = step.cluster
-    command = [
-        "srun",
-        f"--nodes={step.num_nodes}",
-        f"--ntasks={step.ranks}",
-        f"--ntasks-per-node={step.tasks_per_node}",
-    ]
-    command += [
-        f"--cpus-per-task={cluster.cpus_per_rank}",
-        f"--nodelist={','.join(step.nodes)}",
-    ]
+    command = ["srun", f"--nodes={step.num_nodes}", f"--ntasks={step.ranks}"]
+    command += [f"--ntasks-per-node={step.tasks_per_node}"]
+    command += [f"--cpus-per-task={cluster.cpus_per_rank}", f"--nodelist={','.join(step.nodes)}"]
     command += ["--kill-on-bad-exit=1", "--wait=0", "--label"]
-    command += ["--distribution=block:block", "--export=ALL"]
-    # There is one attempt at a time. A step that Slurm believes to run, because the slurmstepd that
-    # would end it was killed, must not keep the next one waiting.
-    command += ["--overlap"]
+    # --overlap: there is one attempt at a time. A step that Slurm believes to run, because the
+    # slurmstepd that would end it was killed, must not keep the next one waiting.
+    command += ["--distribution=block:block", "--export=ALL", "--overlap"]
     flags, line = in_container(cluster, task, mounts, workdir, step.python)
     return [*command, *flags, *option_flags(cluster.srun_options), *line]
 

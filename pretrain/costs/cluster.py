@@ -207,11 +207,10 @@ def seconds_of(time_limit: str) -> float:
         raise ConfigError(
             f"time_limit={time_limit!r} is not a time; write it as '24:00:00' or '2-00:00:00'"
         )
-    days, *parts = (None if part is None else int(part) for part in found.groups())
-    numbers = [part for part in parts if part is not None]
-    if days is not None:  # counts from the hours down
-        hours, minutes, seconds = (numbers + [0, 0])[:3]
-        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    if len(numbers) == 3:
-        return (numbers[0] * 60 + numbers[1]) * 60 + numbers[2]
-    return numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)
+    numbers = [int(part) for part in found.groups() if part is not None]
+    if found[1] is None and len(numbers) == 1:
+        return numbers[0] * 60
+    units = [24 * 3600, 3600, 60, 1]
+    if found[1] is None:
+        units = units[-len(numbers) :]
+    return sum(number * unit for number, unit in zip(numbers, units, strict=False))
