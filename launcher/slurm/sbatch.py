@@ -157,8 +157,6 @@ def _script(
         *(f"#SBATCH {flag}" for flag in [*flags, *option_flags(job.cluster.options, quote)]),
         "",
         "set -e",
-        # Python does not notice that a full disk takes half of a file of bytecode.
-        "export PYTHONDONTWRITEBYTECODE=1",
         *host_lines(job.cluster),
         *environment_lines(job.cluster),
         *lines,

@@ -58,8 +58,9 @@ class Snapshot:
         shutil.rmtree(self.code, ignore_errors=True)
         for package in _PACKAGES:
             shutil.copytree(_SOURCE / package, self.code / package)
-            compileall.compile_dir(self.code / package, quiet=2)  # for a job writes no bytecode
         make_startable(self.code)
+        # Python keeps the half of a file of bytecode that a full disk took: let a job write none.
+        compileall.compile_dir(self.code, quiet=2)
         for path in (self.code, *self.code.rglob("*")):  # the source may be writable by a group
             path.chmod(path.stat().st_mode & 0o700)
         for name, command in {

@@ -201,6 +201,7 @@ def test_a_snapshot_keeps_settings_and_code_that_later_edits_do_not_reach(files)
     assert load_cluster(snapshot.cluster).tasks_per_node == 2
     assert {path.name for path in snapshot.code.iterdir()} == {
         "__main__.py",
+        "__pycache__",
         "data_pipeline",
         "launcher",
         "pretrain",
@@ -214,6 +215,7 @@ def test_a_snapshot_runs_its_own_modules_wherever_it_is_started(files, tmp_path)
     """On a node that does not see the job's directory, Slurm starts programs in /tmp."""
     snapshot, elsewhere = Snapshot(files / "run"), tmp_path / "tmp"
     snapshot.take_code("")
+    bytecode = {path: path.stat().st_mtime_ns for path in snapshot.code.rglob("*.pyc")}
     for name in ("launcher", "runpy", "argparse", "subprocess"):
         (elsewhere / name).mkdir(parents=True)
         (elsewhere / name / "__init__.py").write_text("print('EXECUTED')\n")
@@ -221,12 +223,15 @@ def test_a_snapshot_runs_its_own_modules_wherever_it_is_started(files, tmp_path)
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=elsewhere,
-        env={**os.environ, "SLURM_PROCID": "0"},
+        env={**os.environ, "SLURM_PROCID": "0", "PYTHONDONTWRITEBYTECODE": ""},
         capture_output=True,
         text=True,
     )
     assert "EXECUTED" not in done.stdout
     assert f"does not see {tmp_path / 'no'}" in done.stderr
+    # On a full disk it would be written in part, and never be read again.
+    written = {path: path.stat().st_mtime_ns for path in snapshot.code.rglob("*.pyc")}
+    assert written == bytecode, "a job writes no bytecode"
 
 
 def test_nobody_else_may_write_a_run_whatever_the_umask(files):
