@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
@@ -11,7 +12,6 @@ from launcher.restart_policy import no_rank_started, node_to_exclude
 from launcher.slurm import client as slurm
 from launcher.slurm.job_checks import describe_evenly, usable_nodes
 from launcher.slurm.job_exit import ThisJob
-from launcher.slurm.job_nodes import JobNodes
 from launcher.slurm.snapshot import Snapshot
 from launcher.slurm.srun import (
     SlurmRanks,
@@ -38,6 +38,27 @@ from pretrain.rundir.training_events import Event, TrainingBegan
 from pretrain.terminal.text import counted
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class JobNodes:
+    """Nodes that train, in rank order, and spare ones to replace them."""
+
+    training: tuple[str, ...]
+    spare: tuple[str, ...] = ()
+
+    def without(self, node: str) -> JobNodes | None:
+        """The nodes without this one: the first spare node takes its place, all others keep theirs.
+
+        None if no spare node is left for it.
+        """
+        if node not in self.training:
+            return JobNodes(self.training, tuple(each for each in self.spare if each != node))
+        if not self.spare:
+            return None
+        first, *others = self.spare
+        training = tuple(first if each == node else each for each in self.training)
+        return JobNodes(training, tuple(others))
 
 
 class LeaveNode(Exception):

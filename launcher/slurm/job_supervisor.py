@@ -106,7 +106,7 @@ def _make_attempts(
     past = past_attempts(run_dir.ledger.read(), job.id)
     try:
         refuse_without_progress(past, policy)
-        guard = FirstNodeGuard(job.id, job.restart, is_needed=num_spare > 0)
+        guard = FirstNodeGuard(job, is_needed=num_spare > 0)
         with run_dir.locked(HOLDER, is_fenced=True), guard:
             starter = AttemptStarter(
                 job, num_spare, run_dir, job_exit.can_exclude, fences.claim, fences.check
@@ -255,12 +255,8 @@ def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
 
 def open_start(ledger: Sequence[Event], job: str) -> JobStarted | None:
     """The last start of this job, if nothing was written about its end."""
-    for event in reversed(ledger):
-        if isinstance(event, JobEnded) and event.job == job:
-            return None
-        if isinstance(event, JobStarted) and event.job == job:
-            return event
-    return None
+    last = last_of([e for e in ledger if getattr(e, "job", "") == job], JobStarted, JobEnded)
+    return last if isinstance(last, JobStarted) else None
 
 
 def other_jobs(ledger: Sequence[Event], job: str) -> list[str]:

@@ -8,11 +8,10 @@ new step of the same number. No option of srun chooses a number, so empty steps 
 from __future__ import annotations
 
 import logging
-import math
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.srun import task_command
@@ -23,6 +22,7 @@ from pretrain.rundir.launch_events import (
     JobStarted,
     NodeReplaced,
 )
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.training_events import Event
 
 # The ranks' own step, one that looks for nodes that miss the run directory or cannot start the
@@ -62,23 +62,16 @@ def use_up_old_numbers(
 
 def num_old_steps(ledger: Sequence[Event], job: ThisJob) -> int:
     """How many steps earlier starts of the job have had at most; 0 if none lost a node."""
-    steps: Counter[int] = Counter()  # of each start, with those that used up numbers
-    first_loss, restart = math.inf, job.restart
+    of_job = [event for event in ledger if getattr(event, "job", None) == job.id]
+    before = list(takewhile(lambda event: getattr(event, "restart", -1) != job.restart, of_job))
+    if not any(map(_loses_a_node, before)):
+        return 0
+    # Each start has used up as many numbers as an attempt has, or more, before its first attempt;
+    # its last one may have ended with the supervisor, unrecorded.
+    attempts = 2 * len(events_of(before, JobStarted)) + len(events_of(before, AttemptEnded))
+    return min(_MOST, attempts * _STEPS_PER_ATTEMPT)
 
-    def before(start: int) -> int:
-        most = max((n for each, n in steps.items() if each < start), default=0)
-        # As many more as an attempt has: of the start itself, and to try nodes in doubt.
-        return min(_MOST, most + _STEPS_PER_ATTEMPT) if most and first_loss < start else 0
 
-    for event in ledger:
-        if isinstance(event, JobStarted) and event.job == job.id:
-            restart = event.restart
-            # The last attempt may have ended with the supervisor, unrecorded.
-            steps[restart] += before(restart) + _STEPS_PER_ATTEMPT
-        elif isinstance(event, AttemptEnded) and event.job == job.id:
-            steps[restart] += _STEPS_PER_ATTEMPT
-        elif isinstance(event, NodeReplaced) and event.job == job.id:
-            first_loss = min(first_loss, restart)
-        elif isinstance(event, JobEnded) and event.job == job.id and event.reason in _NODE_LOST:
-            first_loss = min(first_loss, event.restart)
-    return before(job.restart)
+def _loses_a_node(event: Event) -> bool:
+    is_end = isinstance(event, JobEnded) and event.reason in _NODE_LOST
+    return is_end or isinstance(event, NodeReplaced)
