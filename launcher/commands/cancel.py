@@ -20,13 +20,11 @@ from launcher.slurm.client import QueuedJob
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
 from launcher.status.slurm_queue import read_states
-from pretrain.rundir.launch_events import Canceled, Submitted
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.launch_events import Canceled
 from pretrain.rundir.lock import Lock
 from pretrain.rundir.own_names import refuse_foreign_run, refuse_links
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
-from pretrain.rundir.training_events import Event
 
 _WAIT_SECONDS = 600.0
 
@@ -43,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_links(run_dir.path)
     refuse_foreign_run(run_dir.path)
     if state.job and (live := [job for job in slurm.jobs([state.job]) if job.is_live]):
-        refuse_other_jobs(live, run_dir.ledger.read())
+        refuse_other_jobs(live, state.job_names)
         # First the ledger, then Slurm: what the job's ranks write while they end comes after this
         # event.
         try:
@@ -65,12 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def refuse_other_jobs(found: Sequence[QueuedJob], ledger: Sequence[Event]) -> None:
+def refuse_other_jobs(found: Sequence[QueuedJob], names: Sequence[str]) -> None:
     """Raise ConfigError unless these jobs have a name under which the run was submitted.
 
     A number alone can be another job's: Slurm starts again at 1 when its state is lost.
     """
-    names = {event.job_name for event in events_of(ledger, Submitted)}
     for job in found:
         if job.name not in names:
             raise ConfigError(

@@ -6,6 +6,7 @@ import argparse
 
 from data_pipeline.errors import ConfigError
 from launcher.commands import local
+from launcher.commands.submit import refuse_live_job
 from launcher.restart_policy import RestartPolicy
 from launcher.slurm import client as slurm
 from launcher.slurm.job_checks import check_references
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     refuse_foreign_run(arguments.run)
     if state.is_active:
-        raise ConfigError(f"{arguments.run} is {state.description} already; nothing to resume")
+        raise ConfigError(f"nothing to resume: {arguments.run} is {state.description}")
     if was_array_task(RunDir(arguments.run)):
         raise ConfigError(
             f"{arguments.run} is a cell of a sweep; 'launcher sweep submit' starts it again"
@@ -84,6 +85,7 @@ def _submit_again(run_dir: RunDir) -> int:
         )
     check_references(load_cluster(Snapshot(run_dir.path).cluster))
     with run_dir.locked("submit"):
+        refuse_live_job(before.job_name, run_dir.path)
         number = slurm.submit(script, before.job_name)
         run_dir.ledger.append(Submitted(job=number, job_name=before.job_name))
     print(f"job {number} ({before.job_name}) continues {run_dir.path}")

@@ -172,14 +172,19 @@ def submit(job: Job, config: RunConfig, stage_in: Path | None = None) -> str:
         raise
 
 
+def refuse_live_job(name: str, run_dir: Path) -> None:
+    """Raise ConfigError while a job of this name, which may just be ending, has the run."""
+    if live := slurm.live_jobs(name):
+        raise ConfigError(
+            f"job {live[0].id} ({live[0].state.lower()}) has the run {run_dir} already; "
+            f"wait for it, or end it: scancel {live[0].id}"
+        )
+
+
 def _submit_once(
     job: Job, config: RunConfig, script: str, run_dir: RunDir, stage_in: Path | None
 ) -> str:
-    if live := slurm.live_jobs(job.name):
-        raise ConfigError(
-            f"job {live[0].id} ({live[0].state.lower()}) has the run {job.run_dir} already; "
-            f"wait for it, or end it: scancel {live[0].id}"
-        )
+    refuse_live_job(job.name, job.run_dir)
     with replaced_snapshot(run_dir) as snapshot:
         snapshot.take(config, job.cluster, script)
         if stage_in is not None:

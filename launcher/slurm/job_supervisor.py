@@ -35,7 +35,7 @@ from pretrain.costs.cluster import load_cluster
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.fence import Fence, StaleAttempt
 from pretrain.rundir.launch_events import JobEnded, JobEndReason, JobStarted, SupervisorKilled
-from pretrain.rundir.ledger import events_of, last_of
+from pretrain.rundir.ledger import events_of, job_names, last_of
 from pretrain.rundir.lock import read_lock
 from pretrain.rundir.own_names import refuse_foreign_run
 from pretrain.rundir.run_dir import RunDir
@@ -207,8 +207,9 @@ def begin(job: ThisJob, run_dir: RunDir) -> None:
     run_dir.ledger.append(JobStarted(job=job.id, restart=job.restart, nodes=job.nodes, step=step))
     # Each job writes its start before it looks for others, so of two jobs at least one sees the
     # other.
-    for other in slurm.jobs(other_jobs(run_dir.ledger.read(), job.id)):
-        if other.is_live:
+    ledger = run_dir.ledger.read()
+    for other in slurm.jobs(other_jobs(ledger, job.id)):
+        if other.is_live and other.name in job_names(ledger):
             run_dir.ledger.append(
                 JobEnded(
                     job=job.id,

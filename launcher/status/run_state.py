@@ -19,7 +19,7 @@ from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import RunResults, results_of
 from pretrain.rundir.launch_events import JobEnded, JobStarted, NodeReplaced, Submitted
-from pretrain.rundir.ledger import events_of, interruptions, last_of, num_attempts
+from pretrain.rundir.ledger import events_of, interruptions, job_names, last_of, num_attempts
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.time_spent import TimeSpent
 from pretrain.rundir.training_events import (
@@ -48,6 +48,7 @@ class RunState:
     nodes: tuple[str, ...] = ()
     replaced_nodes: tuple[str, ...] = ()  # those that a spare node replaced, and why
     job: str | None = None  # Slurm's id
+    job_names: Sequence[str] = ()  # under which it was submitted
     step: int = 0
     steps: int = 0
     results: RunResults = field(default_factory=RunResults)
@@ -142,6 +143,7 @@ def read_state(path: Path, is_beating: bool = False) -> RunState:
             event.description for event in events_of(evidence.ledger, NodeReplaced)
         ),
         job=None if job is None else job.job,
+        job_names=job_names(evidence.ledger),
         step=evidence.latest_step,
         steps=evidence.steps,
         results=results_of(

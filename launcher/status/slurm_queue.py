@@ -170,10 +170,13 @@ def ask(jobs: Sequence[str]) -> Queue:
 def joined(state: RunState, job: str, queue: Queue) -> RunState:
     """The state of a run whose last job is `job`.
 
-    What Slurm says about the job wins over heartbeats and locks.
+    What Slurm says about the job wins over heartbeats and locks. A job of another name has only the
+    same number.
     """
     queued = queue.jobs.get(job)
-    records = queue.records.get(job, ())
+    if queued is not None and queued.name not in state.job_names:
+        queued = None
+    records = [each for each in queue.records.get(job, ()) if each.name in state.job_names]
     if queued is not None and queued.is_live:
         if state.state is State.DONE:
             nodes = " ".join(slurm.node_names(queued.nodes)) if queued.nodes else "its nodes"

@@ -180,6 +180,11 @@ def last_of(ledger: Sequence[Event], *kinds: type[E]) -> E | None:
     return next((event for event in reversed(ledger) if isinstance(event, kinds)), None)
 
 
+def job_names(ledger: Sequence[Event]) -> list[str]:
+    """The names under which the run was submitted: Slurm uses the numbers of jobs again."""
+    return list(dict.fromkeys(event.job_name for event in events_of(ledger, Submitted)))
+
+
 def without_refused_jobs(ledger: Sequence[Event]) -> list[Event]:
     """The events except for those of jobs that ended because another job had the run."""
     refused = {

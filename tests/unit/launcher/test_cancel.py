@@ -27,9 +27,9 @@ from launcher.slurm.snapshot import Snapshot
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.costs.node_range import NodeRange
-from pretrain.rundir.launch_events import Canceled, Submitted
+from pretrain.rundir.launch_events import Canceled, JobStarted, Submitted
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Finished
+from pretrain.rundir.training_events import Finished, Started
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.full_disk import full_disk
 from tests.helpers.metrics import train_line
@@ -158,10 +158,10 @@ def queued(name: str) -> QueuedJob:
 
 
 def test_a_job_of_another_name_than_the_ledger_s_is_not_canceled():
-    ledger = [Submitted(job="17", job_name="books-1a")]
-    refuse_other_jobs([queued("books-1a")], ledger)
+    names = ["books-1a"]
+    refuse_other_jobs([queued("books-1a")], names)
     with pytest.raises(ConfigError, match="job 17 is named 'jupyter', expected 'books-1a'"):
-        refuse_other_jobs([queued("jupyter")], ledger)
+        refuse_other_jobs([queued("jupyter")], names)
     with pytest.raises(ConfigError, match="expected a job that the ledger names"):
         refuse_other_jobs([queued("books-1a")], [])
 
@@ -235,8 +235,10 @@ def test_a_finished_run_is_not_resumed(run_dir, capsys):
     assert f"is done after step {steps:,}; to train further" in capsys.readouterr().err
 
 
-def test_a_slurm_run_that_was_moved_or_copied_is_not_resumed_in_the_old_place(tmp_path, capsys):
-    there, copy = RunDir.create(tmp_path / "run", RunConfig()), tmp_path / "run-copy"
+@pytest.fixture
+def canceled(tmp_path: Path) -> RunDir:
+    """A run that was submitted as job 1, named run-1, and canceled."""
+    there = RunDir.create(tmp_path / "run", RunConfig())
     there.ledger.append(Submitted(job="1", job_name="run-1"))
     time.sleep(0.002)  # the ledger's times are milliseconds
     there.ledger.append(Canceled(job="1"))
@@ -255,7 +257,51 @@ def test_a_slurm_run_that_was_moved_or_copied_is_not_resumed_in_the_old_place(tm
     snapshot = Snapshot(there.path)
     snapshot.take_settings(RunConfig(), ClusterConfig(ranks_per_node=1))
     snapshot.script.write_text(script)
-    shutil.copytree(there.path, copy)
+    return there
+
+
+SQUEUE = """#!/bin/bash
+[ "$NAME $7" = "other --name" ] || echo "1|1|N/A|COMPLETING|None||1:00|1:00|N/A|$NAME"
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "is_trained", "status", "said"),
+    [
+        ("run-1", False, 2, "nothing to resume: {0} is running: its job is completing\n"),
+        ("run-1", True, 2, "job 1 (completing) has the run {0} already; wait for it"),
+        ("other", True, 0, "job 2 (run-1) continues {0}\n"),
+    ],
+)
+def test_a_run_is_not_resumed_while_its_job_is_ending_but_while_one_of_its_number_runs(
+    canceled, tmp_path, monkeypatch, capsys, name, is_trained, status, said
+):
+    """Also a run that has made its last step and has not saved it."""
+    for program, text in (("squeue", SQUEUE), ("sbatch", "#!/bin/bash\necho 2\n")):
+        (tmp_path / program).write_text(text)
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("NAME", name)
+    if is_trained:
+        steps = canceled.config.optim.steps
+        canceled.metrics.write_text(json.dumps(train_line(steps)) + "\n")
+        canceled.ledger.append(JobStarted(job="1", restart=0, nodes=("n1",), step=0))
+        canceled.ledger.append(Started(step=0, world_size=1))
+        canceled.ledger.append(Finished(step=steps))
+    assert main(["resume", str(canceled.path)]) == status
+    output = capsys.readouterr()
+    assert (
+        (output.err if status else output.out)
+        .removeprefix("error: ")
+        .startswith(said.format(canceled.path))
+    )
+
+
+def test_a_slurm_run_that_was_moved_or_copied_is_not_resumed_in_the_old_place(
+    canceled, tmp_path, capsys
+):
+    copy = tmp_path / "run-copy"
+    shutil.copytree(canceled.path, copy)
     assert main(["resume", str(copy)]) == 2
     assert "was written for another run directory" in capsys.readouterr().err
     copy.chmod(0o775)

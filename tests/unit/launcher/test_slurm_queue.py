@@ -30,6 +30,7 @@ RUN = RunState(
     is_lost=True,
     step=40,
     job="17",
+    job_names=("books-1a",),
 )
 BEGUN = replace(RUN, attempts=2)
 
@@ -243,6 +244,15 @@ def test_what_slurm_says_about_a_job_wins_over_heartbeats(run, job, records, sta
     assert found.state == state
     assert reason in found.reason
     assert found.job == "17"
+
+
+def test_a_job_of_another_name_has_only_the_same_number():
+    other = replace(queued("RUNNING"), name="jupyter")
+    queue = Queue(jobs={"17": other}, records={"17": [replace(record("NODE_FAIL"), name="x")]})
+    found = joined(RUN, "17", queue)
+    assert (found.state, found.reason) == ("failed", "its job has ended: it is unknown to Slurm")
+    run = replace(RUN, state=State.STOPPED, reason="on request")
+    assert joined(run, "17", queue) == run
 
 
 def test_a_preempted_run_whose_job_slurm_has_ended_may_be_resumed():
