@@ -98,19 +98,27 @@ class Decision:
 
 
 def decide(
-    attempts: Sequence[AttemptResult], policy: RestartPolicy, stop_requested: bool = False
+    attempts: Sequence[AttemptResult],
+    policy: RestartPolicy,
+    stop_requested: bool = False,
+    num_steps: int = 0,
 ) -> Decision:
-    """What follows from all attempts so far, the last of which has just ended."""
+    """What follows from all attempts so far, the last of which has just ended.
+
+    A run of `num_steps` steps is finished when a checkpoint holds the last one.
+    """
     last = attempts[-1]
-    if not any(last.statuses):
+    if not any(last.statuses) and last.step_after >= num_steps:
         return Decision(action=NextAction.FINISHED, reason=AttemptReason.FINISHED)
-    if stop_requested or all(status in (0, EXIT_STOPPED) for status in last.statuses):
+    if stop_requested or {EXIT_STOPPED} <= set(last.statuses) <= {0, EXIT_STOPPED}:
         return Decision(action=NextAction.STOPPED, reason=AttemptReason.STOP_REQUESTED)
     if EXIT_USER_ERROR in last.statuses:
         return Decision(action=NextAction.REFUSED, reason=AttemptReason.USER_ERROR)
     if last.ran_out_of_memory:  # no delay and no limit: the next attempt needs less
         return Decision(action=NextAction.RETRY, reason=AttemptReason.OUT_OF_MEMORY)
-    reason = AttemptReason.HANG if last.hung else AttemptReason.RANK_FAILED
+    reason = AttemptReason.RANK_FAILED if any(last.statuses) else AttemptReason.UNSAVED
+    if last.hung:
+        reason = AttemptReason.HANG
     count = attempts_without_progress(attempts)
     if count >= policy.attempts_without_progress:
         return Decision(action=NextAction.GIVE_UP, reason=reason)

@@ -102,11 +102,12 @@ def supervise(
                 first_failure=unresponsive_rank(statuses) if hung else ranks.first_failure,
             )
         )
-        decision = decide(attempts, policy, stop_requested=stop.requests > 0)
+        num_steps = 0 if any(statuses) else _steps_to_save(run_dir)
+        decision = decide(attempts, policy, stop.requests > 0, num_steps)
         ended = _event(number, attempts, decision, job)
         if run_dir.exists() or run_dir.ledger.path.exists():  # else refused before there was a run
             _record(run_dir, ended)
-        if decision.action in (NextAction.RETRY, NextAction.GIVE_UP):
+        if decision.action in (NextAction.RETRY, NextAction.GIVE_UP) and any(statuses):
             _log.error("%s", ranks.describe_failure(statuses))
         if decision.action is not NextAction.RETRY:
             _log_end(ended, run_dir, job)
@@ -131,6 +132,11 @@ def supervise(
 def latest_step(run_dir: RunDir) -> int:
     """The step of the latest checkpoint that no start has refused; 0 if there is none."""
     return marker.latest_step(run_dir.checkpoints)
+
+
+def _steps_to_save(run_dir: RunDir) -> int:
+    """The step whose checkpoint finishes the run; any for a run whose directory has vanished."""
+    return run_dir.config.optim.steps if run_dir.exists() else 1
 
 
 def next_attempt_number(run_dir: RunDir) -> int:

@@ -34,8 +34,8 @@ class CellRun:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has made all steps that the sweep file has now."""
-        return self.state.state is State.DONE and self.state.step >= self.config.optim.steps
+        """Whether a checkpoint holds the last of the steps that the sweep file has now."""
+        return self.state.is_done and (self.state.checkpoint or 0) >= self.config.optim.steps
 
     @property
     def is_waiting(self) -> bool:

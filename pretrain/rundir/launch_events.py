@@ -33,6 +33,7 @@ class AttemptReason(Enum):
     OUT_OF_MEMORY = "out_of_memory"
     HANG = "hang"
     RANK_FAILED = "rank_failed"
+    UNSAVED = "unsaved"  # every rank finished, and no checkpoint holds the last step
 
 
 class JobEndReason(Enum):
@@ -124,6 +125,7 @@ _ATTEMPT_CAUSES = {
     AttemptReason.STOP_REQUESTED: "stopped on request",
     AttemptReason.USER_ERROR: "a setting or a file has to change first",
     AttemptReason.OUT_OF_MEMORY: "out of memory; continuing with half the lanes per forward pass",
+    AttemptReason.UNSAVED: "no checkpoint holds the last step",
 }
 
 

@@ -27,6 +27,7 @@ from pretrain.rundir.ledger import events_of
 from pretrain.rundir.lock import read_lock
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Started
+from tests.helpers.checkpoints import publish_step
 from tests.helpers.full_disk import full_disk
 
 
@@ -72,6 +73,7 @@ def test_a_supervisor_outlasts_a_disk_that_is_full_before_and_after_an_attempt(
         return starter(["true"], 1, run_dir)(number)
 
     patient = RunDir(run_dir.path, Patience(60, make_room))
+    publish_step(run_dir.checkpoints, run_dir.config.optim.steps)
     fill_the_disk()
     try:
         status = supervise(patient, start, RestartPolicy(), StopSignals())
@@ -190,6 +192,18 @@ def test_a_stop_that_no_ledger_can_take_is_in_the_log_and_in_the_lock(run_dir, c
 
 def must_not_start(number: int) -> Ranks:
     raise AssertionError("the disk is full")
+
+
+def test_a_run_whose_last_step_is_not_saved_is_not_finished(run_dir, caplog):
+    policy = RestartPolicy(attempts_without_progress=2, first_delay=0.0)
+    status = supervise(run_dir, starter(["true"], 1, run_dir), policy, StopSignals())
+    assert status == 2
+    ended = events_of(run_dir.ledger.read(), AttemptEnded)
+    assert [each.next for each in ended] == [NextAction.RETRY, NextAction.GIVE_UP]
+    assert {each.reason for each in ended} == {AttemptReason.UNSAVED}
+    assert caplog.messages[-1].startswith("gave up: no checkpoint holds the last step; 2 attempts")
+    publish_step(run_dir.checkpoints, run_dir.config.optim.steps)
+    assert supervise(run_dir, starter(["true"], 1, run_dir), policy, StopSignals()) == 0
 
 
 @pytest.mark.parametrize("job", [None, "17"])

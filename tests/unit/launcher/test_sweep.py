@@ -8,6 +8,7 @@ import csv
 import json
 import math
 import re
+import shutil
 import textwrap
 from argparse import Namespace
 from dataclasses import replace
@@ -23,6 +24,7 @@ from launcher.commands.sweep_tables import sweep_status
 from launcher.slurm.snapshot import Snapshot
 from launcher.sweep_cells import CellRun, describe, longest_first, read_cells
 from launcher.sweep_runs import array_of, classes, end_of, parts_of
+from pretrain.checkpoint.directory import step_directory
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.costs.cluster import ClusterConfig
@@ -34,6 +36,7 @@ from pretrain.rundir.launch_events import Submitted
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Finished, Rewind, Started
 from pretrain.scaling.sweep_file import read_sweep
+from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
 
 ROOT = Path(__file__).parents[3]
@@ -73,6 +76,7 @@ def make_done(cell: CellRun) -> None:
     window = {"first_step": 4, "step": 6, "to_step": 2, "segments": (2, 9)}
     run_dir.ledger.append(Rewind(**window, loss=9.0, usual_loss=1.0))
     run_dir.ledger.append(Finished(step=steps))
+    publish_step(run_dir.checkpoints, steps)
 
 
 def test_each_cell_gets_the_fewest_nodes_and_cells_with_equally_many_share_an_array(sweep):
@@ -182,6 +186,10 @@ def test_done_cells_are_skipped_and_a_cell_whose_sweep_asks_for_more_steps_is_no
     assert [cell.is_done for cell in cells] == [True, False, False]
     assert [cell.is_waiting for cell in cells] == [False, True, True]
     assert describe(cells) == "1 of 3 cells are done"
+    steps = first.config.optim.steps
+    shutil.rmtree(step_directory(RunDir(first.path).checkpoints, steps))
+    assert cells_of(sweep)[0].is_waiting, "its last step is not saved"
+    publish_step(RunDir(first.path).checkpoints, steps)
     (sweep.parent / "tiny.yaml").write_text(
         "model: {vocab_size: 300}\ndata: {lanes: 8}\noptim: {steps: 20}\n"
     )
