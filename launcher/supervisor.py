@@ -75,13 +75,15 @@ def supervise(
     past: Sequence[AttemptResult] = (),
     meanwhile: Callable[[], None] = lambda: None,
     job: str | None = None,
+    is_allocated: Callable[[], bool] = lambda: True,
 ) -> int:
     """Make attempts until the run is finished, stopped, refused or hopeless; returns the exit
     status.
 
     `start(number)` starts attempt `number` and returns its ranks; `past` are attempts before this
     call that count; `meanwhile` is called many times a second while ranks run; `job` is the Slurm
-    job that the attempts belong to.
+    job that the attempts belong to. Where it has lost its nodes, or is about to, no attempt starts,
+    and one that failed does not count: `is_allocated` tells.
     """
     attempts = list(past)
     for number in itertools.count(next_attempt_number(run_dir)):
@@ -89,6 +91,8 @@ def supervise(
         try:
             if run_dir.path.exists():  # else the first attempt tells what is wrong
                 outlast(run_dir.patience, run_dir.check_writable)
+            if not is_allocated():
+                return EXIT_STOPPED
             ranks = start(number)
         except StopWhileWaiting:
             return _stopped_between_attempts(run_dir, stop, job)
@@ -104,6 +108,8 @@ def supervise(
         )
         num_steps = 0 if any(statuses) else _steps_to_save(run_dir)
         decision = decide(attempts, policy, stop.requests > 0, num_steps)
+        if decision.action not in (NextAction.FINISHED, NextAction.STOPPED) and not is_allocated():
+            return EXIT_STOPPED
         ended = _event(number, attempts, decision, job)
         if run_dir.exists() or run_dir.ledger.path.exists():  # else refused before there was a run
             _record(run_dir, ended)

@@ -128,11 +128,9 @@ class AttemptStarter:
 
     def _replace_failed(self) -> None:
         """Use spare nodes for those that Slurm has taken from the job, or that do not respond."""
-        # Before every attempt: srun does not start while the controller is away, which would count
-        # as an attempt without progress.
-        fields = slurm.retry_until_reachable(lambda: slurm.details(self._job.id))
         if not self._outlives_nodes:  # Slurm ends the job with any of its nodes
             return
+        fields = slurm.retry_until_reachable(lambda: slurm.details(self._job.id))
         left = slurm.node_names(fields["NodeList"]) if fields.get("NodeList") else self._job.nodes
         known = (*self._nodes.spare, *self._nodes.training)  # first the spare: they are to replace
         for node in [each for each in known if each not in left]:

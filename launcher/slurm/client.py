@@ -28,6 +28,7 @@ _INHERITED = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SINFO_", "PMIX_")
 _UNREACHABLE = re.compile(
     "unable to contact|timed out|connection refused|connect failure|zero bytes|unreachable"
     "|unable to establish controller|temporarily unable|communication|unexpected message"
+    "|authentication error"  # munge is away
 )
 _NO_SLURM = (
     "'{}' found no Slurm cluster on this host; run it on a login node, or use 'launcher local'"
@@ -192,11 +193,12 @@ def steps(job: int) -> list[str]:
 def details(job: str) -> dict[str, str]:
     """The fields of `scontrol show job`, such as JobState, Reason, NodeList.
 
-    Empty for a job unknown to Slurm.
+    Empty for a job unknown to Slurm, and for no other reason.
     """
     result = _run(["scontrol", "show", "job", job])
-    text = _TEXT_OF_USERS.sub("", result.stdout) if result.returncode == 0 else ""
-    fields = re.findall(r"(\w+)=(\S*)", text)
+    if result.returncode and "invalid job id" not in result.stderr.lower():
+        raise SlurmUnreachable(f"scontrol failed: {_one_line(result.stderr)}")
+    fields = re.findall(r"(\w+)=(\S*)", _TEXT_OF_USERS.sub("", result.stdout))
     first = dict(reversed(fields))  # a comment of several lines comes after what it could imitate
     return {name: value for name, value in first.items() if value != "(null)"}
 
@@ -250,10 +252,10 @@ def largest_array() -> int:
     return min(map(int, limits), default=USUAL_ARRAY)
 
 
-def node_states(names: Sequence[str]) -> dict[str, str]:
-    """The states of nodes as sinfo calls them, such as `idle` and `mixed*`."""
-    listed = _checked(["sinfo", "-h", "-N", "-n", ",".join(names), "-o", "%N|%T"]).splitlines()
-    return dict(line.split("|") for line in listed)  # a line for each partition
+def node_states(names: Sequence[str], field: str = "%T") -> dict[str, str]:
+    """The states of nodes as sinfo calls them, such as `idle` and `mixed*`, or another field."""
+    listed = _checked(["sinfo", "-h", "-N", "-n", ",".join(names), "-o", f"%N|{field}"])
+    return dict(line.split("|", 1) for line in listed.splitlines())  # a line for each partition
 
 
 def is_taken_out(state: str) -> bool:

@@ -40,9 +40,11 @@ _REASONS = {
     "JOB REQUEUE": JobEndReason.REQUEUED_BY_USER,
     "TIME LIMIT": JobEndReason.TIME_LIMIT,
 }
+_RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING")
 # srun may name the node after slurmstepd has said that one failed; Slurm kills seconds later.
 NODE_NAME_SECONDS = 1.0
 _RECORD_AGAIN_SECONDS = 1.0  # after which a ledger that could not be written is tried once more
+_UNKNOWN_SECONDS = 600.0  # after which Slurm has ended what its controller does not know
 _log = logging.getLogger(__name__)
 
 
@@ -80,18 +82,39 @@ class JobEnding:
     is_final: bool = False
 
 
+def is_of_start(job: Mapping[str, str], restart: int, began: str = "") -> bool:
+    """Whether the fields of `scontrol show job` describe the start number `restart` of a job, which
+    began at this time, where that is known.
+
+    Else Slurm has requeued the job, or its controller has lost the last seconds before it was
+    killed: then the job waits to start with the same number again, has done so, or is unknown.
+    """
+    is_started = job.get("Restarts") == str(restart) and job.get("JobState") != "PENDING"
+    return is_started and began in ("", job.get("StartTime"))
+
+
+def is_allocated(job: Mapping[str, str], restart: int, began: str = "") -> bool:
+    """Whether this start of the job has its nodes, and Slurm has not announced to take them."""
+    runs = job.get("JobState") in _RUNNING and not _is_preempted(job)
+    return runs and is_of_start(job, restart, began)
+
+
 def ending_of(
-    job: Mapping[str, str], restart: int, log: str, was_warned: bool = False
+    job: Mapping[str, str], restart: int, log: str, was_warned: bool = False, began: str = ""
 ) -> JobEnding:
-    """Why the job's start number `restart`, which was asked to stop, ends.
+    """Why the job's start number `restart`, which has to stop, ends.
 
     `job` has the fields of `scontrol show job`, `log` what Slurm wrote into the job's log.
-    `was_warned`: the signal ahead of the time limit has come. There are five cases: Slurm has
-    requeued the job already, and the fields describe the next start; it is preempted, with or
-    without time left; the time limit has passed; it is being canceled; it may run on for a while.
+    `was_warned`: the signal ahead of the time limit has come. There are five cases: the fields
+    describe another start of the job, which Slurm has requeued; it is preempted, with or without
+    time left; the time limit has passed; it is being canceled; it may run on for a while.
     """
-    if int(job.get("Restarts", "0")) > restart:
+    if not is_of_start(job, restart, began):
+        if int(job.get("Restarts", "0")) <= restart:
+            return JobEnding(JobEndReason.FORGOTTEN, requeue=False)
         reason = _announced(log)
+        if job.get("Reason", "").startswith("launch_failed"):
+            reason = JobEndReason.PROLOG_FAILED
         nodes = failed_nodes(log) if reason is JobEndReason.NODE_FAILED else []
         return JobEnding(reason, requeue=False, node=nodes[-1] if nodes else None)
     reason, is_immediate = _reason(job, log, was_warned)
@@ -107,16 +130,20 @@ def ending_of(
 
 def _reason(job: Mapping[str, str], log: str, was_warned: bool) -> tuple[JobEndReason, bool]:
     """Why Slurm or a person ends the job, and whether at once."""
-    is_ending = job.get("JobState") not in ("RUNNING", "SUSPENDED")
+    is_ending = job.get("JobState") not in _RUNNING
     # It may have been canceled in the grace time of a preemption.
     was_canceled = is_ending and _NOTICE.findall(log)[-1:] == [""]
-    if job.get("PreemptTime", "None") not in ("None", "") and not was_canceled:
+    if _is_preempted(job) and not was_canceled:
         return JobEndReason.PREEMPTED, is_ending  # without a grace time it is COMPLETING already
     if job.get("Reason") == "TimeLimit":
         return JobEndReason.TIME_LIMIT, True
     if is_ending:
         return JobEndReason.CANCELED, True
     return (JobEndReason.TIME_LIMIT_NEAR if was_warned else JobEndReason.STOP_REQUESTED), False
+
+
+def _is_preempted(job: Mapping[str, str]) -> bool:
+    return job.get("PreemptTime", "None") not in ("None", "")
 
 
 def _announced(log: str) -> JobEndReason:
@@ -155,8 +182,18 @@ class JobExit:
         self._check_fence = check_fence
         self._most_futile = most_futile
         self._time_limit = "unknown"
+        self._began = ""  # when Slurm started this start of the job
         self._num_seen = 0
         self._is_written = False
+
+    def is_allocated(self) -> bool:
+        """Whether an attempt may start, and one that failed counts: without its nodes, and in the
+        grace time of a preemption, none can succeed."""
+        fields = self._fields()
+        answer = is_allocated(fields, self._job.restart, self._began)
+        if answer:
+            self._began = fields.get("StartTime", "")
+        return answer
 
     def poll(self) -> None:
         """Call this often: after a cancellation or a time limit, Slurm kills this process within
@@ -182,7 +219,7 @@ class JobExit:
         """Do what is left of an end of this start of the job whose supervisor was killed after it
         wrote it; the exit status."""
         self._is_written = True
-        fields = slurm.retry_until_reachable(lambda: slurm.details(self._job.id))
+        fields = self._fields()
         if ended.requeued and int(fields.get("Restarts", "0")) == self._job.restart:
             self._requeue(ended)
         return 0 if ended.reason is JobEndReason.FINISHED else EXIT_STOPPED
@@ -199,7 +236,7 @@ class JobExit:
     def can_exclude(self, node: str) -> bool:
         """Whether the job can run without this node: not requested by name, and the partition has
         enough others."""
-        fields = slurm.retry_until_reachable(lambda: slurm.details(self._job.id))
+        fields = self._fields()
         if node in _names(fields.get("ReqNodeList")):
             return False
         excluded = {
@@ -212,19 +249,29 @@ class JobExit:
         }
         return sizes.get(fields.get("Partition", ""), 0) - len(excluded) >= len(self._job.nodes)
 
+    def _fields(self) -> dict[str, str]:
+        return slurm.retry_until_reachable(lambda: slurm.details(self._job.id))
+
     def _ending(self) -> JobEnding:
-        fields = slurm.retry_until_reachable(lambda: slurm.details(self._job.id))
+        fields = self._fields()
         self._time_limit = fields.get("TimeLimit", self._time_limit)
         job_log = Path(fields.get("StdOut", "/dev/null"))
         was_warned = signal.SIGUSR1 in self._stop.received
         deadline = time.monotonic() + NODE_NAME_SECONDS
         while True:
             log = _said_by_slurm(self._run_dir.logs, job_log)
-            ending = ending_of(fields, self._job.restart, log, was_warned)
+            ending = ending_of(fields, self._job.restart, log, was_warned, self._began)
+            if ending.reason is JobEndReason.PROLOG_FAILED:
+                return replace(ending, node=self._drained_by_its_prolog())
             is_named = ending.reason is not JobEndReason.NODE_FAILED or ending.node
             if is_named or time.monotonic() > deadline:
                 return ending
             time.sleep(0.1)
+
+    def _drained_by_its_prolog(self) -> str | None:
+        nodes = self._job.nodes
+        reasons = slurm.retry_until_reachable(lambda: slurm.node_states(nodes, "%E"))
+        return next((node for node in reasons if reasons[node].startswith("Prolog error")), None)
 
     def _end(self, ending: JobEnding, message: str = "") -> None:
         self._is_written = True
@@ -240,6 +287,10 @@ class JobExit:
         )
         event = self._recorded(event)
         _log.info("%s%s", event.description, self._advice(event))
+        if event.reason is JobEndReason.FORGOTTEN:
+            # Slurm kills it when the node registers. If it exited before, the node would refuse the
+            # job's next start as a duplicate, and be drained.
+            time.sleep(_UNKNOWN_SECONDS)
         if event.requeued:
             try:
                 self._requeue(event)

@@ -80,15 +80,15 @@ def run(arguments: argparse.Namespace) -> int:
         if is_complete(run_dir, config):  # the job was requeued after its end
             _log.info("%s is done: there is nothing to do", run_dir.path)
             return 0
-        await_former_ranks(job, run_dir, job_exit.poll)
-        try:
-            begin(job, run_dir)
-            use_up_old_numbers(run_dir.ledger.read(), job, job_exit.poll)
-            status = _make_attempts(
-                job, run_dir, policy, stop, job_exit, fences, arguments.spare_nodes
-            )
-        except StopWhileWaiting:
-            status = EXIT_STOPPED
+        status = EXIT_STOPPED
+        with contextlib.suppress(StopWhileWaiting):
+            if job_exit.is_allocated():
+                await_former_ranks(job, run_dir, job_exit.poll)
+                begin(job, run_dir)
+                use_up_old_numbers(run_dir.ledger.read(), job, job_exit.poll)
+                status = _make_attempts(
+                    job, run_dir, policy, stop, job_exit, fences, arguments.spare_nodes
+                )
         job_exit.finish(status)
     return status
 
@@ -116,15 +116,18 @@ def _make_attempts(
                 job_exit.poll()
                 guard.watch()
 
-            return supervise(run_dir, starter.start, policy, stop, past, meanwhile, job=job.id)
-    except LeaveNode as found:
-        job_exit.leave(found.node, found.reason)
-        return EXIT_STOPPED
+            return supervise(
+                run_dir, starter.start, policy, stop, past, meanwhile, job.id, job_exit.is_allocated
+            )
     except StaleAttempt:
         raise  # the ledger belongs to a newer attempt
-    except UserError as error:
-        job_exit.give_up(str(error))
-        raise
+    except (LeaveNode, UserError) as found:
+        if job_exit.is_allocated():  # else it says nothing of the nodes
+            if not isinstance(found, LeaveNode):
+                job_exit.give_up(str(found))
+                raise
+            job_exit.leave(found.node, found.reason)
+        return EXIT_STOPPED
 
 
 class AttemptFences:
@@ -243,9 +246,13 @@ def end_of_lost(
 
 
 def end_of_start(ledger: Sequence[Event], job: ThisJob) -> JobEnded | None:
-    """How this very start of the job ended, if a supervisor wrote that before it was killed."""
-    ends = [end for end in events_of(ledger, JobEnded) if end.job == job.id]
-    return ends[-1] if ends and ends[-1].restart == job.restart else None
+    """How this very start of the job ended, if a supervisor wrote that before it was killed.
+
+    One that the controller forgot was another start, which may have had the same number.
+    """
+    last = last_of([end for end in events_of(ledger, JobEnded) if end.job == job.id], JobEnded)
+    is_own = last and last.restart == job.restart and last.reason is not JobEndReason.FORGOTTEN
+    return last if is_own else None
 
 
 def is_complete(run_dir: RunDir, config: RunConfig) -> bool:

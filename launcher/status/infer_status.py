@@ -107,8 +107,8 @@ def last_turn(ledger: Sequence[Event]) -> Event | None:
     When Slurm ends a job, the supervisor writes that immediately, and its ranks write their last
     events afterwards; those are not turns of the run any more.
     """
-    ended = last_of(ledger, JobEnded)
-    start = f"{ended.job}.{ended.restart}" if ended is not None else ""
+    ended = last_of(ledger, JobStarted, JobEnded)  # a later start may have the same number
+    start = f"{ended.job}.{ended.restart}" if isinstance(ended, JobEnded) else ""
     timely = [event for event in ledger if not began_in(event, start)]
     ends = (Stopped, Finished, AttemptEnded, Interrupted)
     turn = last_of(timely, TrainingBegan, *ends, JobStarted, JobEnded)

@@ -53,7 +53,9 @@ class JobEndReason(Enum):
     FIRST_NODE_LOST = "first_node_lost"  # and the supervisor with it: the next start writes this
     STORAGE_FAILED = "storage_failed"  # so its end could not be written: the next start does
     NODE_EXCLUDED = "node_excluded"  # requeued to start without this node
+    PROLOG_FAILED = "prolog_failed"  # Slurm has drained the node and holds the job
     ENDED_BY_SLURM = "ended_by_slurm"
+    FORGOTTEN = "forgotten"  # by the controller, which may start it with the same restart number
 
 
 class ReplacedBecause(Enum):
@@ -199,6 +201,8 @@ class JobEnded(Event):
             return self.message
         if self.reason is JobEndReason.NODE_FAILED:
             return f"node {self.node} failed" if self.node else "a node failed"
+        if self.reason is JobEndReason.PROLOG_FAILED:
+            return f"the prolog failed on {f'node {self.node}' if self.node else 'a node'}"
         if self.reason is JobEndReason.NODE_EXCLUDED:
             return f"ranks on node {self.node} failed twice in a row"
         if self.reason is JobEndReason.RUN_IN_USE:
@@ -252,8 +256,9 @@ _REPLACEMENT_CAUSES = {
 _JOB_CAUSES = {
     JobEndReason.GAVE_UP: "the supervisor gave up",
     JobEndReason.STOP_REQUESTED: "asked to stop",
-    JobEndReason.REQUEUED_BY_USER: "requeued by a user",
+    JobEndReason.REQUEUED_BY_USER: "requeued by a user, or by Slurm",
     JobEndReason.FIRST_NODE_LOST: "its first node was lost",
     JobEndReason.STORAGE_FAILED: "ended while storage failed",
     JobEndReason.ENDED_BY_SLURM: "ended by Slurm",
+    JobEndReason.FORGOTTEN: "the Slurm controller forgot its start",
 }

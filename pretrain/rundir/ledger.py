@@ -271,6 +271,8 @@ def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruptio
             open_attempt = inside = None
         elif isinstance(event, Canceled):
             open_attempt, inside, ended_job = None, None, event.job
+        elif isinstance(event, JobStarted):  # which may have the number of the one that ended
+            ended_job = ""
     if inside is not None and not is_running:
         found.append(Interruption(inside.time, step, inside.description))
     elif open_attempt is not None and not is_running:

@@ -188,6 +188,24 @@ class SlurmLab:
             conf.write_text(before)
             self._checked("scontrol", "reconfigure")
 
+    @contextlib.contextmanager
+    def forgotten_by_the_controller(self, job: str) -> Iterator[None]:
+        """What happens in the block to jobs is lost to the controller: it is killed after it, and
+        starts again with what it had saved before, which includes this job.
+        """
+        name = self.run("squeue", "-h", "-j", job, "-o", "%j").stdout.strip()
+        saved, known = self.path / "state" / "job_state", name.encode()
+        deadline = time.monotonic() + 30
+        while known not in (before := saved.read_bytes() if saved.exists() else b""):
+            assert time.monotonic() < deadline, "the controller has not saved the job"
+            time.sleep(0.1)
+        yield
+        self._checked("pkill", "-9", "-x", "slurmctld")
+        for file in (saved, saved.with_suffix(".old")):
+            file.write_bytes(before)
+        start = f"/usr/sbin/slurmctld -D -f {self.path}/slurm.conf >> {self.path}/out 2>&1 &"
+        self._checked("bash", "-c", start)
+
     def stop_controller_at_next_sbatch(self, seconds: float) -> Path:
         """A directory for PATH whose sbatch finds slurmctld stopped, for so long, when it hands
         over its job.
@@ -241,6 +259,8 @@ class SlurmLab:
         (d / "munge/key").chmod(0o600)
         (d / "cgroup.conf").write_text("IgnoreSystemd=yes\n")
         (d / "boot.sh").write_text(BOOT)
+        (d / "prolog").write_text(f"#!/bin/sh\n[ ! -e {d}/no-prolog-on-$SLURMD_NODENAME ]\n")
+        (d / "prolog").chmod(0o755)
         hosts = [f"10.206.0.{node[1:]} {node}" for node in self.nodes]
         (d / "hosts").write_text(
             "\n".join(["127.0.0.1 localhost", f"{CONTROLLER} {name}", *hosts]) + "\n"
@@ -298,6 +318,7 @@ SlurmctldPidFile={d}/ctl.pid
 SlurmdPidFile={d}/slurmd.%n.pid
 SlurmctldLogFile={d}/ctl.log
 SlurmdLogFile={d}/slurmd.%n.log
+Prolog={d}/prolog
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none

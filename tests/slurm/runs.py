@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -221,6 +222,12 @@ class SlurmRun:
         files = sorted(self.dir.logs.glob("*.log"))
         shown = [f"--- {file.name}\n{file.read_text(errors='replace')[-1500:]}" for file in files]
         return "\n".join([*shown, self.timeline(), self.lab.run("squeue").stdout])
+
+
+def in_background(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
 
 
 def _attempt_of(variables: Mapping[str, str]) -> int:

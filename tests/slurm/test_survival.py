@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,13 +27,16 @@ from pretrain.rundir.launch_events import (
 )
 from pretrain.rundir.training_events import Finished, Resumed, Started, Stopped
 from tests.slurm.lab import SlurmLab
-from tests.slurm.runs import FAR, INTERVAL, NEAR, STEPS, Runs, SlurmRun, assert_status
-
-
-def in_background(work: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
+from tests.slurm.runs import (
+    FAR,
+    INTERVAL,
+    NEAR,
+    STEPS,
+    Runs,
+    SlurmRun,
+    assert_status,
+    in_background,
+)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,14 @@ from launcher.restart_policy import (
     node_to_exclude,
     past_attempts,
 )
-from launcher.slurm.job_exit import JobEnding, JobExit, ThisJob, ending_of, excluded_nodes
+from launcher.slurm.job_exit import (
+    JobEnding,
+    JobExit,
+    ThisJob,
+    ending_of,
+    excluded_nodes,
+    is_allocated,
+)
 from launcher.slurm.job_supervisor import (
     begin,
     end_of_lost,
@@ -24,6 +31,7 @@ from launcher.slurm.job_supervisor import (
 )
 from launcher.slurm.srun import Step
 from launcher.status.infer_status import last_turn
+from launcher.status.run_state import read_state
 from launcher.stop_signals import StopSignals
 from launcher.storage_waits import StopWhileWaiting, StorageWaits
 from pretrain.config.run import RunConfig
@@ -43,7 +51,7 @@ from pretrain.rundir.launch_events import (
 )
 from pretrain.rundir.lock import read_lock
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Stopped
+from pretrain.rundir.training_events import Started, Stopped
 from tests.helpers.full_disk import full_disk
 
 PREEMPT_TIME = {"PreemptTime": "2026-11-21T07:57:06"}
@@ -118,10 +126,42 @@ REQUEUED = {**RUNNING, "JobState": "COMPLETING", "Restarts": "3"}
             JobEnding(JobEndReason.REQUEUED_BY_USER, requeue=False),
         ),
         (REQUEUED, "", False, JobEnding(JobEndReason.ENDED_BY_SLURM, requeue=False)),
+        (
+            {**REQUEUED, "Reason": "launch_failed_requeued_held"},
+            "*** STEP 4.0 ON n1 CANCELLED AT T DUE TO JOB REQUEUE ***",
+            False,
+            JobEnding(JobEndReason.PROLOG_FAILED, requeue=False),
+        ),
+        (
+            {**RUNNING, "JobState": "PENDING"},
+            "*** JOB 4 ON n1 CANCELLED AT T DUE TO PREEMPTION ***",
+            False,
+            JobEnding(JobEndReason.FORGOTTEN, requeue=False),
+        ),
+        ({}, "", False, JobEnding(JobEndReason.FORGOTTEN, requeue=False)),
     ],
 )
 def test_why_a_job_ends_and_who_requeues_it(fields, log, was_warned, ending):
     assert ending_of(fields, 2, log, was_warned) == ending
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, True),
+        ({"JobState": "SUSPENDED"}, True),
+        (PREEMPT_TIME, False),  # in its grace time
+        ({"JobState": "COMPLETING"}, False),
+        ({"Restarts": "3"}, False),
+        ({"Restarts": "1"}, False),
+        ({"JobState": "PENDING"}, False),  # the controller has forgotten the start
+        ({"StartTime": "2026-11-21T07:58:00"}, False),  # and has made another one of this number
+    ],
+)
+def test_a_start_has_its_nodes_while_slurm_says_so_of_this_very_start(fields, expected):
+    began = "2026-11-21T07:57:00"
+    assert is_allocated({**RUNNING, "StartTime": began, **fields}, 2, began) is expected
+    assert not is_allocated({}, 2, began)
 
 
 def test_a_failed_node_is_named():
@@ -205,6 +245,8 @@ def test_a_start_of_the_job_whose_end_is_written_is_not_begun_again():
     now = replace(before, restart=1)
     assert end_of_start([started("7"), before, started("7", 1), now], this) == now
     assert end_of_start([replace(now, job="8")], this) is None
+    forgotten = replace(now, reason=JobEndReason.FORGOTTEN)
+    assert end_of_start([started("7", 1), forgotten], this) is None, "another start of this number"
 
 
 def test_supervisors_that_are_killed_again_and_again_are_not_started_for_ever():
@@ -294,6 +336,8 @@ def test_what_ranks_write_after_the_end_of_their_job_is_no_turn_of_the_run():
     assert last_turn(over) is over[1]
     again = [*over, Submitted(job="8"), started("8")]
     assert last_turn(again) is again[-1]
+    trains = [*over, started("7"), Started(step=0, world_size=1, attempt="7.0.1.ab")]
+    assert last_turn(trains) is trains[-1], "a later start of the same number"
 
 
 SCONTROL = """#!/bin/bash
@@ -301,6 +345,26 @@ SCONTROL = """#!/bin/bash
 if [ "$1 $ANSWER" = "requeue denied" ]; then echo "Access/permission denied" >&2; exit 1; fi
 echo "JobId=7 JobState=RUNNING Reason=None PreemptTime=None Restarts=0 Requeue=1"
 """
+
+
+HELD = """#!/bin/bash
+if [ $(basename $0) = sinfo ]; then echo "n1|none"; echo "n2|Prolog error"; exit; fi
+echo "JobId=7 JobState=PENDING Reason=launch_failed_requeued_held Restarts=1"
+"""
+
+
+def test_a_job_that_slurm_holds_after_a_prolog_names_the_node(tmp_path, monkeypatch):
+    for name in "scontrol", "sinfo":
+        (tmp_path / name).write_text(HELD)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run_dir = RunDir.create(tmp_path / "run", RunConfig())
+    this = ThisJob(id="7", number=7, restart=0, nodes=("n1", "n2"))
+    job_exit = JobExit(this, run_dir.path, StopSignals(), lambda: None, most_futile=3)
+    assert not job_exit.is_allocated()
+    job_exit.finish(EXIT_STOPPED)
+    state = read_state(run_dir.path)
+    assert (state.state, state.reason) == ("requeued", "the prolog failed on node n2")
 
 
 @pytest.mark.parametrize("answer", ["requeued", "denied"])

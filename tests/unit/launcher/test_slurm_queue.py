@@ -333,6 +333,16 @@ def test_accounting_is_asked_only_about_jobs_that_are_forgotten_or_may_have_run_
     assert asked == ["18", "19"]
 
 
+def test_a_controller_that_gives_no_answer_about_a_job_does_not_forget_it(tmp_path, monkeypatch):
+    said = "Munge encode failed\nslurm_load_jobs error: Protocol authentication error"
+    for text in said, "slurm_load_jobs error: Socket closed":
+        (tmp_path / "scontrol").write_text(f"#!/bin/bash\necho '{text}' >&2; exit 1\n")
+        (tmp_path / "scontrol").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        with pytest.raises(SlurmUnreachable):
+            slurm.details("7")
+
+
 def test_what_users_write_is_no_field_of_a_job_and_breaks_no_answer(tmp_path, monkeypatch, caplog):
     answers = {
         "squeue": "echo '7|7|N/A|RUNNING|None|n1|1:00|1:00|N/A|run|1'; echo $* >> $0.asked",

@@ -206,6 +206,24 @@ def test_a_run_whose_last_step_is_not_saved_is_not_finished(run_dir, caplog):
     assert supervise(run_dir, starter(["true"], 1, run_dir), policy, StopSignals()) == 0
 
 
+@pytest.mark.parametrize(("command", "lost_at"), [("sleep", 1), ("false", 2)])
+def test_a_job_without_its_nodes_starts_no_attempt_and_counts_none(run_dir, command, lost_at):
+    """They are lost when it is asked for the first time, before an attempt, or after one."""
+    asked = []
+
+    def is_allocated() -> bool:
+        asked.append(len(list(run_dir.logs.iterdir())))
+        return len(asked) < lost_at
+
+    starts = starter([command, "0"], 1, run_dir)
+    status = supervise(
+        run_dir, starts, RestartPolicy(), StopSignals(), job="17", is_allocated=is_allocated
+    )
+    assert status == EXIT_STOPPED
+    assert asked == [0, 1][:lost_at]
+    assert not events_of(run_dir.ledger.read(), AttemptEnded)
+
+
 @pytest.mark.parametrize("job", [None, "17"])
 def test_ctrl_c_while_a_failed_run_waits_for_its_next_attempt_is_a_stop(run_dir, job, caplog):
     caplog.set_level("INFO")

@@ -324,6 +324,12 @@ def test_attempts_are_starts_and_those_that_ended_before_one():
             True,
             ["its supervisor was killed"],
         ),
+        (
+            [JOB_STARTED, replace(NODE_FAILED, reason=JobEndReason.FORGOTTEN), JOB_STARTED]
+            + [replace(START, attempt=f"{NODE_FAILED.job}.{NODE_FAILED.restart}.0.ab")],
+            False,
+            ["the Slurm controller forgot its start", LOST],
+        ),
         ([START, Interrupted(signal="SIGINT", step=0)], False, []),
         ([START, Canceled(job="17"), replace(START, attempt="17.0.0.ab")], False, []),
         ([START, replace(PREEMPTED, reason=JobEndReason.CANCELED)], False, []),
