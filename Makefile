@@ -56,7 +56,7 @@ scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 20 sma
 	launcher sweep submit $(SCALING)/tune.yaml --local -j 2 --runs-dir $(SCALING)/tune
 	pretrain scale tune report $(SCALING)/tune.yaml --runs-dir $(SCALING)/tune
 	pretrain scale plan configs/experiments/scaling-demo.yaml --budgets 8e10 2.4e11 7.2e11 --sizes 5 --spread 1.7 \
-		--tokens-per-parameter 45 --holdout-budgets 2.2e12 $(SCALING_FAMILY) --output $(SCALING)/sweep.yaml
+		--tokens-per-parameter 45 --holdout-budgets 2.2e12 $(SCALING_FAMILY) --name scaling-demo --output $(SCALING)/sweep.yaml
 	launcher sweep submit $(SCALING)/sweep.yaml --local -j 2 --runs-dir $(SCALING)/cells
 	pretrain scale collect $(SCALING)/sweep.yaml --runs-dir $(SCALING)/cells --output $(SCALING)/runs.csv
 	pretrain scale fit $(SCALING)/runs.csv
@@ -73,7 +73,7 @@ MEMBERS := configs/comparisons/variants$(if $(QUICK),-quick).yaml
 VARIANTS := runs/$(basename $(notdir $(MEMBERS)))$(if $(CORPUS),-$(notdir $(CORPUS:/=)))
 VARIANTS_TEXT := runs/variants-text
 VARIANTS_CELLS = $(VARIANTS)/sweep.yaml --runs-dir $(VARIANTS)/cells
-VARIANTS_PLAN = pretrain scale variants plan $(MEMBERS) --output $(VARIANTS_CELLS) \
+VARIANTS_PLAN = pretrain scale variants plan $(MEMBERS) --name $(notdir $(VARIANTS)) --output $(VARIANTS_CELLS) \
 	--set data.path=$(abspath $(or $(CORPUS),$(VARIANTS_TEXT)/data))
 VARIANTS_RUN = launcher sweep submit $(VARIANTS_CELLS) $(if $(CLUSTER),--cluster $(CLUSTER),--local -j $(JOBS))
 

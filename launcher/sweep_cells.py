@@ -12,13 +12,14 @@ from data_pipeline.csv_files import write_csv
 from data_pipeline.errors import ConfigError, UserError
 from data_pipeline.setting_pages import as_overrides, value_text
 from launcher.status.infer_status import State
-from launcher.status.run_state import RunState, is_run
+from launcher.status.run_state import RunState, is_run, submitted_config
 from launcher.status.slurm_queue import read_states
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.reporting.results import differing_settings
 from pretrain.scaling.sweep_file import Cell, Sweep, config_of
+from pretrain.scaling.which_runs import other_settings, refuse_others
 from pretrain.terminal.text import flops_text, si
 
 
@@ -44,18 +45,33 @@ class CellRun:
 
 
 def read_cells(sweep: Sweep, sweep_path: Path, runs: Path) -> list[CellRun]:
-    """All cells in the order of the file; Slurm is queried once for all of them."""
+    """All cells in the order of the file; Slurm is queried once for all of them.
+
+    Of a run with other settings than its cell's the state says just that, without its numbers.
+    """
     paths = [runs / cell.name for cell in sweep.cells]
     started = [path for path in paths if is_run(path)]
     known = {Path(state.path): state for state in read_states(started)}
     cells = []
     for index, (cell, path) in enumerate(zip(sweep.cells, paths, strict=True)):
         config = config_of(cell, sweep_path)
-        state = known.get(path) or RunState(
-            name=cell.name, path=str(path), state=State.NEW, steps=config.optim.steps
-        )
+        state = known.get(path)
+        own = submitted_config(path) if state and state.is_active else None
+        other = other_settings(path, config, own)
+        if other or not state:
+            word = State.OTHER if other else State.NEW
+            state = RunState(
+                name=cell.name, path=str(path), state=word, reason=other, steps=config.optim.steps
+            )
         cells.append(CellRun(index=index, cell=cell, config=config, path=path, state=state))
     return cells
+
+
+def refuse_other_cells(cells: Sequence[CellRun]) -> None:
+    """Raise ConfigError if a directory holds another run than its cell."""
+    refuse_others(
+        (cell.path, cell.state.reason) for cell in cells if cell.state.state is State.OTHER
+    )
 
 
 def longest_first(cells: Sequence[CellRun]) -> list[CellRun]:

@@ -166,8 +166,6 @@ def submit_array(job: Job, script: str, cells: Sequence[CellRun]) -> str:
     with contextlib.ExitStack() as undone:
         for cell in cells:
             config, run_dir = with_absolute_paths(cell.config), RunDir(cell.path)
-            if run_dir.exists():
-                RunDir.open(cell.path).refuse_other_run(with_vocabulary(config))
             snapshot = undone.enter_context(replaced_snapshot(run_dir))
             snapshot.take_settings(config, job.cluster)
         snapshot = undone.enter_context(replaced_snapshot(RunDir(job.run_dir)))

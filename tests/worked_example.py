@@ -14,12 +14,13 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from pretrain.cli import main as pretrain
-from pretrain.scaling.collect import collect_rows, shown_rows
+from pretrain.scaling.collect import row_of, shown_rows
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.point_files import read_points
 from pretrain.scaling.summary import approach_table, check_lines, ranking_lines
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.tune import tuned_rates, tuned_table, verdicts
+from pretrain.scaling.which_runs import PlacedCell, cells_of
 from pretrain.terminal.text import fitted_table
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -32,8 +33,8 @@ BLOCK = re.compile(r"(<!-- scaling-demo: (\w+) -->\n)(.*?)(<!-- end -->\n)", re.
 
 def blocks_of(demo: Path) -> dict[str, str]:
     """What the demo in this folder found, by the names of the page's blocks."""
-    tuned, _ = tuned_rates(read_sweep(demo / "tune.yaml"), demo / "tune")
-    rows = collect_rows(read_sweep(demo / "sweep.yaml"), demo / "cells")
+    tuned, _ = tuned_rates(placed_cells(demo / "tune.yaml", demo / "tune"))
+    rows = [row_of(cell) for cell in placed_cells(demo / "sweep.yaml", demo / "cells")]
     fit = fit_all(read_points(demo / "runs.csv"))
     heads, approaches = approach_table(fit)
     narrow = [[row[column] for column in COLUMNS] for row in (heads, *approaches)]
@@ -47,6 +48,10 @@ def blocks_of(demo: Path) -> dict[str, str]:
         "serving": [served[served.index("to serve") :]],
     }
     return {name: indented("\n".join(lines)) for name, lines in found.items()}
+
+
+def placed_cells(sweep: Path, runs: Path) -> list[PlacedCell]:
+    return cells_of(read_sweep(sweep), sweep, runs)
 
 
 def printed(action: str, demo: Path, *flags: str) -> str:

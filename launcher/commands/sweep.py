@@ -22,6 +22,7 @@ from launcher.sweep_cells import (
     longest_first,
     planned,
     read_cells,
+    refuse_other_cells,
     settings_of,
     write_results,
 )
@@ -164,6 +165,7 @@ def run_collect(arguments: argparse.Namespace) -> int:
     from launcher.commands.tables import console
 
     cells = _cells_of(arguments)
+    refuse_other_cells(cells)
     output = arguments.output or _runs_of(arguments, read_sweep(arguments.sweep)) / "results.csv"
     check_table_path(output, [cell.cell.name for cell in cells])
     write_results(output, cells)
@@ -193,6 +195,7 @@ def run_submit(arguments: argparse.Namespace) -> int:
     if not arguments.local and not arguments.cluster:
         raise ConfigError("neither --local nor --cluster is given; choose where the cells run")
     cells = read_cells(sweep, arguments.sweep, runs)
+    refuse_other_cells(cells)
     print(describe(cells), flush=True)
     if arguments.cluster:
         return _submit(sweep, cells, arguments, runs)

@@ -33,6 +33,7 @@ STYLES = {
     State.CANCELED: "magenta",
     State.UNRESPONSIVE: "bold red",
     State.FAILED: "bold red",
+    State.OTHER: "bold red",
 }
 VERDICT_STYLES = {
     "ok": "green",

@@ -50,6 +50,7 @@ class State(str, Enum):
     FAILED = "failed"
     DONE = "done"
     DAMAGED = "damaged"  # its directory cannot be read
+    OTHER = "other settings"  # than the cell of a sweep whose directory it has
 
     def __str__(self) -> str:
         return self.value

@@ -185,10 +185,15 @@ def config_of_run(path: Path) -> RunConfig:
 
     ConfigError if there is no run.
     """
+    return submitted_config(path) or RunDir.open(path).config
+
+
+def submitted_config(path: Path) -> RunConfig | None:
+    """The settings that a run was submitted with; None once it has begun."""
     submitted = Snapshot(path).experiment
     if submitted.is_file() and not RunDir(path).exists():
         return load_config(RunConfig, submitted)
-    return RunDir.open(path).config
+    return None
 
 
 def _nodes(evidence: Evidence) -> tuple[str, ...]:

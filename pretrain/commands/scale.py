@@ -153,7 +153,8 @@ def add_sweep_output(
 ) -> None:
     """The flags of an action that writes a sweep file; `name` says what it is called."""
     add = parser.add_argument
-    add("--name", default="", help=f"name of the sweep (default: {name})")
+    words = f"name of the sweep (default: that of --output, else {name})"
+    add("--name", default="", help=words)
     path = "sweep file to write (default configs/sweeps/NAME.yaml)"
     add("--output", type=Path, metavar="FILE", help=path)
     overrides = "the same as KEY=VALUE alone"
@@ -161,15 +162,20 @@ def add_sweep_output(
 
 
 def sweep_base(arguments: argparse.Namespace, kind: str) -> tuple[RunConfig, str]:
-    """The experiment with its overrides, and the sweep's name: by default of this kind.
+    """The experiment with its overrides, and the sweep's name: without any of this kind."""
+    overrides = [*arguments.overrides, *arguments.set]
+    base = load_config(RunConfig, arguments.experiment, overrides)
+    return base, sweep_name(arguments, f"{base.name}-{kind}")
+
+
+def sweep_name(arguments: argparse.Namespace, default: str) -> str:
+    """The name that the flags of `add_sweep_output` give: two files have their own runs.
 
     Raises ConfigError if the sweep file cannot be written.
     """
-    overrides = [*arguments.overrides, *arguments.set]
-    base = load_config(RunConfig, arguments.experiment, overrides)
-    name = arguments.name or f"{base.name}-{kind}"
+    name = arguments.name or (arguments.output.stem if arguments.output else default)
     check_sweep_output(sweep_path(arguments.output, name), name)
-    return base, name
+    return name
 
 
 def add_sweep(parser: argparse.ArgumentParser) -> None:

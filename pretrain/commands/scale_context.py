@@ -33,6 +33,7 @@ from pretrain.scaling.intervals import amount
 from pretrain.scaling.plan import check_corpus, write_plan
 from pretrain.scaling.recipe import replaced_settings
 from pretrain.scaling.sweep_file import read_sweep
+from pretrain.scaling.which_runs import cells_of
 from pretrain.terminal.text import counted, fitted_table, flops_text
 
 PROGRAM = Program(
@@ -127,7 +128,8 @@ def run_collect(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--max-tokens {arguments.max_tokens} must be 0 or more")
     output = arguments.output or runs / "context.csv"
     check_output_file("--output", output, "context.csv")
-    plans = plan_evaluations(sweep, runs, output, arguments.max_tokens, arguments.own_memory)
+    found = cells_of(sweep, arguments.sweep, runs)
+    plans = plan_evaluations(found, output, arguments.max_tokens, arguments.own_memory)
     check_table_path(output, [cell.name for cell in sweep.cells])
     print(cost_line(plans), flush=True)
     rows: list[ContextRow] = []

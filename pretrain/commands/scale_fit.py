@@ -130,8 +130,9 @@ def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_collect(arguments: argparse.Namespace) -> int:
     """Write the table of runs and, if asked to, their training curves."""
-    from pretrain.scaling.collect import collect_rows, shown_rows, write_curves, write_rows
+    from pretrain.scaling.collect import row_of, shown_rows, write_curves, write_rows
     from pretrain.scaling.sweep_file import read_sweep, reader_of
+    from pretrain.scaling.which_runs import cells_of
 
     sweep = read_sweep(arguments.sweep)
     purpose, command = reader_of(sweep)
@@ -145,7 +146,8 @@ def run_collect(arguments: argparse.Namespace) -> int:
     check_output_file("--curves-out", arguments.curves_out, "curves.csv")
     if arguments.average_last < 1:
         raise ConfigError(f"--average-last {arguments.average_last} must be 1 or more")
-    rows = collect_rows(sweep, runs, arguments.average_last)
+    cells = cells_of(sweep, arguments.sweep, runs)
+    rows = [row_of(cell, arguments.average_last) for cell in cells]
     check_table_path(output, [row.name for row in rows])
     write_rows(output, rows)
     left_out = [row for row in rows if row.excluded]
@@ -156,7 +158,7 @@ def run_collect(arguments: argparse.Namespace) -> int:
     for note in _notes(rows, arguments.average_last):
         print(f"note: {note}")
     if arguments.curves_out:
-        count = write_curves(arguments.curves_out, sweep, runs)
+        count = write_curves(arguments.curves_out, cells)
         print(f"{arguments.curves_out}: {counted(count, 'training curve')}")
     if len(left_out) < len(rows):
         print(f"next: pretrain scale fit {output}, then pretrain scale report {output}")

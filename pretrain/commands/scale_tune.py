@@ -20,6 +20,7 @@ from pretrain.scaling.plan import check_corpus, write_plan
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.tune import plan_rates, tuned_rates, tuned_table, verdicts
 from pretrain.scaling.tune_again import advice_to_add_rates
+from pretrain.scaling.which_runs import cells_of
 from pretrain.terminal.text import counted, fitted_table
 
 PROGRAM = Program(
@@ -90,7 +91,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     runs = runs_directory(sweep, arguments.runs_dir)
     output = arguments.output or runs / "tune-report"
     check_output_directory("--output", output)
-    found, left_out = tuned_rates(sweep, runs)
+    found, left_out = tuned_rates(cells_of(sweep, arguments.sweep, runs))
     print(fitted_table(tuned_table(found)))
     advice = advice_to_add_rates(sweep, arguments.sweep, found)
     print("\n".join([*verdicts(found), *advice, *left_out]))

@@ -10,12 +10,13 @@ from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
 from data_pipeline.program import Program, add_experiment
 from data_pipeline.yaml_files import find_config
-from pretrain.commands.output_paths import check_output_directory, check_sweep_output
+from pretrain.commands.output_paths import check_output_directory
 from pretrain.commands.scale import (
     add_report_output,
     add_sweep,
     add_sweep_output,
     runs_directory,
+    sweep_name,
 )
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
@@ -30,7 +31,7 @@ from pretrain.scaling.variants.results import (
     read_runs,
     results_of,
 )
-from pretrain.scaling.which_runs import cells_directory
+from pretrain.scaling.which_runs import cells_directory, cells_of
 from pretrain.terminal.text import counted, fitted_table, flops_text, number
 
 SHORTEST = 8  # tokens between a needle and its question
@@ -74,9 +75,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
             f"{arguments.comparison}: {experiment} does not exist (experiment is relative to the "
             "comparison's file)"
         )
-    name = arguments.name or comparison.name
+    name = sweep_name(arguments, comparison.name)
     path = sweep_path(arguments.output, name)
-    check_sweep_output(path, name)
     overrides = [*arguments.overrides, *arguments.set]
     runs = member_runs(comparison, experiment, overrides)
     base = load_config(RunConfig, experiment, [*comparison.settings, *overrides])
@@ -94,7 +94,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     )
     sweep = sweep_with({})
     folder = cells_directory(sweep, arguments.runs_dir)
-    best = best_rates(read_runs(sweep, path, folder))
+    best = best_rates(read_runs(cells_of(sweep, path, folder)))
     sweep = sweep_with(best)
     write_sweep(path, sweep)
     print(fitted_table(_plan_table(runs, best)))
@@ -136,7 +136,8 @@ def run_measure(arguments: argparse.Namespace) -> int:
     if arguments.trials < 1 or arguments.longest_distance < SHORTEST:
         raise ConfigError(f"--trials must be 1 or more, and --longest-distance {SHORTEST} or more")
     sweep = read_sweep(arguments.sweep)
-    runs = read_runs(sweep, arguments.sweep, runs_directory(sweep, arguments.runs_dir))
+    folder = runs_directory(sweep, arguments.runs_dir)
+    runs = read_runs(cells_of(sweep, arguments.sweep, folder))
     compared = [run for found in compared_runs(runs).values() for run in found]
     probe_runs([run.path for run in compared], arguments.trials, arguments.longest_distance)
     print("\n".join([f"{counted(len(compared), 'run')} probed", *missing_lines(runs)]))
@@ -161,7 +162,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     folder = runs_directory(sweep, arguments.runs_dir)
     output = arguments.output or folder / "variants-report"
     check_output_directory("--output", output)
-    runs = read_runs(sweep, arguments.sweep, folder)
+    runs = read_runs(cells_of(sweep, arguments.sweep, folder))
     results = results_of(runs)
     paths = write_variant_report(results, output, arguments.title)
     print(fitted_table(variant_table(results)))

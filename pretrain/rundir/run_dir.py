@@ -29,6 +29,7 @@ from data_pipeline.patience import Patience, outlast
 from data_pipeline.yaml_files import dump_yaml
 from pretrain.checkpoint.directory import INDEX, step_directory
 from pretrain.checkpoint.marker import latest_step
+from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.resume_rules import may_change
 from pretrain.config.run import RunConfig
 from pretrain.rundir import heartbeat_files
@@ -233,14 +234,7 @@ class RunDir:
 
     def refuse_other_run(self, config: RunConfig) -> None:
         """Raise ConfigError unless this run may resume with the settings of `config`."""
-        changes = differences(to_tree(self.config), to_tree(config))
-        step = latest_step(self.checkpoints)
-        refused = [
-            reason
-            for key, (old, new) in changes.items()
-            if (reason := _refusal(key, old, new, step))
-        ]
-        if refused:
+        if refused := self.other_settings(config):
             name = self.identity.name
             whose = (
                 f"another run, {name!r} (not {config.name!r})"
@@ -249,9 +243,21 @@ class RunDir:
             )
             raise ConfigError(
                 f"{self.path} holds {whose} with other settings:\n  "
-                + "\n  ".join(refused)
+                + "\n  ".join(f"{key}: {change}" for key, change in refused.items())
                 + "\nuse its settings to resume it; for another run, give name=NEW or --run-dir DIR"
             )
+
+    def other_settings(self, config: RunConfig, own: RunConfig | None = None) -> dict[str, str]:
+        """Return the settings by which `config` is another run than this one: `old -> new`.
+
+        `own` are this run's, where it has not begun and has no config.yaml. A vocabulary size that
+        either leaves to the corpus is none of them.
+        """
+        trees = (to_tree(with_absolute_paths(each)) for each in (own or self.config, config))
+        changes = differences(*trees)
+        step = latest_step(self.checkpoints) if "data.phases" in changes else 0
+        refusals = {key: _refusal(key, old, new, step) for key, (old, new) in changes.items()}
+        return {key: reason for key, reason in refusals.items() if reason}
 
     def _way_back(self) -> str:
         """How to get run.json back: the latest checkpoint knows whose it is."""
@@ -298,17 +304,18 @@ class RunDir:
 
 def _refusal(key: str, old: Any, new: Any, step: int) -> str:
     """Why a run that has reached `step` may not resume with this change; empty if it may."""
+    change = f"{old} -> {new}"
     if not may_change(RunConfig, key):
-        return f"{key}: {old} -> {new}"
+        return "" if key == "model.vocab_size" and not (old and new) else change
     if key == "optim.steps" and new < old:
         # More steps stretch the schedule; fewer would need a learning rate that was never
         # scheduled.
-        return f"{key}: {old} -> {new} (may only grow)"
+        return f"{change} (may only grow)"
     if key == "data.phases":
         started = [
             [phase for phase in phases if phase["from_step"] < step] for phases in (old, new)
         ]
         if started[0] != started[1]:
             change = f"{started[0]} -> {started[1]}"
-            return f"{key}: {change} (before step {step}; only later phases may change)"
+            return f"{change} (before step {step}; only later phases may change)"
     return ""

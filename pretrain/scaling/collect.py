@@ -23,7 +23,7 @@ from pretrain.scaling.intervals import amount
 from pretrain.scaling.points import Array
 from pretrain.scaling.repeats import effective_tokens
 from pretrain.scaling.run_tables import csv_rows
-from pretrain.scaling.sweep_file import Cell, Sweep
+from pretrain.scaling.which_runs import PlacedCell
 from pretrain.terminal.text import flops_text
 
 CURVE_POINTS = 100  # per run; losses between are averaged
@@ -63,14 +63,6 @@ class Row:
     )  # a column `tasks/TASK/METRIC` for each
 
 
-def collect_rows(sweep: Sweep, runs: Path, last: int = 1) -> list[Row]:
-    """Return a row for every cell, whose run is in `runs/<name>`; a bad cell never raises.
-
-    The loss is the mean of the `last` evaluations.
-    """
-    return [row_of(cell, runs / cell.name, last) for cell in sweep.cells]
-
-
 def write_rows(path: Path, rows: Sequence[Any]) -> None:
     """Write dataclasses as CSV, whole or not at all; losses of sets and tasks are columns."""
     trees = [asdict(row) for row in rows]
@@ -92,12 +84,12 @@ def shown_rows(rows: Sequence[Row]) -> list[list[str]]:
     return [["cell", "N", "D", "C", "loss"], *cells]
 
 
-def write_curves(path: Path, sweep: Sweep, runs: Path) -> int:
+def write_curves(path: Path, cells: Sequence[PlacedCell]) -> int:
     """Write all runs' training losses over FLOPs, CURVE_POINTS per run; return the run count."""
     rows, count = [], 0
-    for cell in sweep.cells:
-        run_dir = RunDir(runs / cell.name)
-        if cell.holdout or not run_dir.exists():
+    for placed in cells:
+        run_dir = RunDir(placed.path)
+        if placed.cell.holdout or not run_dir.exists():
             continue
         parameters = cost_of(config := run_dir.config).parameters
         steps = [
@@ -111,7 +103,7 @@ def write_curves(path: Path, sweep: Sweep, runs: Path) -> int:
         flops = flops_after(config, [item["step"] for item in steps])
         for part in np.array_split(np.arange(len(steps)), min(CURVE_POINTS, len(steps))):
             loss = np.mean([steps[i]["loss"] for i in part])
-            values = (cell.name, parameters, f"{np.mean(flops[part]):.8g}", f"{loss:.8g}")
+            values = (placed.cell.name, parameters, f"{np.mean(flops[part]):.8g}", f"{loss:.8g}")
             rows.append(dict(zip(CURVE_COLUMNS, values, strict=True)))
     write_csv(path, CURVE_COLUMNS, rows)
     return count
@@ -146,11 +138,15 @@ def read_curves(path: Path) -> dict[str, Array]:
     return {"run": np.array([row["run"] for row in rows]), **numbers}
 
 
-def row_of(cell: Cell, directory: Path, last: int = 1) -> Row:
-    """Return the row of a cell from its run directory; never raises for a bad one."""
+def row_of(placed: PlacedCell, last: int = 1) -> Row:
+    """Return the row of a cell from its run; a bad run never raises.
+
+    The loss is the mean of the `last` evaluations.
+    """
+    cell, steps = placed.cell, placed.config.optim.steps
     holdout = "yes" if cell.holdout else ""
     budget = cell.facts.get("budget", "")
-    run_dir = RunDir(directory)
+    run_dir = RunDir(placed.path)
     if not run_dir.exists():
         return Row(
             name=cell.name,
@@ -191,7 +187,7 @@ def row_of(cell: Cell, directory: Path, last: int = 1) -> Row:
         loss_error=loss_error,
         budget=budget,
         seed=config.seed,
-        progress=step / config.optim.steps,
+        progress=step / steps,
         holdout=holdout,
         schedule=config.optim.schedule.shape,
         learning_rate=config.optim.learning_rate,
@@ -207,7 +203,7 @@ def row_of(cell: Cell, directory: Path, last: int = 1) -> Row:
                 if event.code
             )
         ),
-        excluded=_reason(step, config.optim.steps, evaluations, loss),
+        excluded=_reason(step, steps, evaluations, loss),
         set_losses=set_losses(evaluations[-1]) if evaluations else {},
         tasks=task_columns(evaluations[-1]) if evaluations else {},
     )

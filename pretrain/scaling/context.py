@@ -29,7 +29,8 @@ from pretrain.scaling.context_cells import (
 from pretrain.scaling.plan import PlannedRun, planned_run
 from pretrain.scaling.recipe import refuse_unsuited, with_steps
 from pretrain.scaling.run_tables import csv_rows, flag
-from pretrain.scaling.sweep_file import Cell, Sweep, require_fact
+from pretrain.scaling.sweep_file import Cell
+from pretrain.scaling.which_runs import PlacedCell, require_fact
 from pretrain.terminal.text import counted
 
 # Memory lengths of evaluation, as multiples of training's; of the segment for runs trained without
@@ -146,16 +147,16 @@ class CellPlan:
 
 
 def plan_evaluations(
-    sweep: Sweep, runs: Path, table: Path, max_tokens: int, own_memory: bool = False
+    cells: Sequence[PlacedCell], table: Path, max_tokens: int, own_memory: bool = False
 ) -> list[CellPlan]:
     """What to evaluate; DataError unless `scale context plan` wrote the sweep.
 
     `table` is what an earlier collection wrote, if it exists. With `own_memory` losses with other
     memories than in training are taken where they are there, and none is measured.
     """
-    require_fact(sweep, "same_tokens", "context", "scale context plan")
+    require_fact(cells, "same_tokens", "context", "scale context plan")
     earlier = _losses_in(table)
-    plans = [_planned(cell, runs / cell.name, earlier, max_tokens) for cell in sweep.cells]
+    plans = [_planned(cell, earlier, max_tokens) for cell in cells]
     return [_own_or_known(plan) for plan in plans] if own_memory else plans
 
 
@@ -212,14 +213,15 @@ def read_context(path: Path) -> list[ContextRow]:
     return found
 
 
-def _planned(cell: Cell, directory: Path, earlier: Earlier, max_tokens: int) -> CellPlan:
+def _planned(placed: PlacedCell, earlier: Earlier, max_tokens: int) -> CellPlan:
+    cell = placed.cell
     segment, memory = int(cell.facts["segment_length"]), int(cell.facts["memory_length"])
     lengths = {round(times * (memory or segment)): times for times in TIMES}
-    row = row_of(cell, directory)
+    row = row_of(placed)
     if row.excluded:
         return CellPlan(cell, row, None, row.excluded, lengths)
     try:
-        trained = read_cell(directory, earlier, cell.name, int(row.D), max_tokens)
+        trained = read_cell(placed.path, earlier, cell.name, int(row.D), max_tokens)
     except UserError as error:
         return CellPlan(cell, row, None, f"cannot be evaluated: {error}", lengths)
     return CellPlan(cell, row, trained, "", lengths)

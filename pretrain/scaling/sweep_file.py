@@ -23,6 +23,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.config_loader import load_config, parse_config, to_tree
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import ConfigError
 from data_pipeline.file_kinds import refuse_other_kind
 from data_pipeline.files import write_text
 from data_pipeline.setting_fields import LONGEST_NAME, require_name
@@ -106,15 +107,6 @@ def read_sweep(path: Path) -> Sweep:
         ]
         tree["cells"] = [to_tree(cell) for cell in parsed]
     return parse_config(Sweep, tree, str(path))
-
-
-def require_fact(sweep: Sweep, fact: str, kind: str, command: str) -> None:
-    """Raise DataError unless `command` planned every cell, which gives each of them this fact."""
-    for cell in sweep.cells:
-        if fact not in cell.facts:
-            raise DataError(
-                f"cell {cell.name} is not part of a {kind} sweep; use one that '{command}' wrote"
-            )
 
 
 def reader_of(sweep: Sweep) -> tuple[str, str]:
@@ -266,7 +258,8 @@ def _value_text(value: Any) -> str:
 
 def config_of(cell: Cell, sweep_path: Path) -> RunConfig:
     """The run of a cell; ConfigError names the cell."""
-    path = sweep_path.parent / cell.experiment
+    # The directory of a sweep that is being planned may not be there yet, and then has no '..'.
+    path = Path(os.path.normpath(sweep_path.parent.resolve() / cell.experiment))
     if not find_config(path).exists():
         others = [item.name for item in path.parent.glob("*.y*ml") if item.name != sweep_path.name]
         raise ConfigError(

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.setting_fields import MOST
 from pretrain.config.run import RunConfig
-from pretrain.scaling.collect import Row, row_of
+from pretrain.scaling.collect import row_of
 from pretrain.scaling.intervals import Interval, amount, as_loss, interval
 from pretrain.scaling.parabola import (
     fitted_and_residuals,
@@ -28,7 +27,7 @@ from pretrain.scaling.parabola import (
 )
 from pretrain.scaling.plan import PlannedRun, planned_run
 from pretrain.scaling.points import Array
-from pretrain.scaling.sweep_file import Cell, Sweep, require_fact
+from pretrain.scaling.which_runs import PlacedCell, require_fact
 from pretrain.terminal.text import counted
 
 NEAR = 4.0  # rates within this factor of the one with the lowest loss shape the parabola
@@ -229,41 +228,26 @@ def _optimum(rates_S: Array, loss_S: Array, num_draws: int, seed: int) -> Optimu
     return Optimum(rate=found, loss=bottom, low=low, high=high, doubt=doubt)
 
 
-def tuned_rates(sweep: Sweep, runs: Path) -> tuple[list[Tuned], list[str]]:
+def tuned_rates(cells: Sequence[PlacedCell]) -> tuple[list[Tuned], list[str]]:
     """The valley of every batch size of a sweep, and a line for every cell that takes no part.
 
     Raises DataError unless `scale tune plan` wrote the sweep, or if too few cells have ended.
     """
-    require_fact(sweep, "tuned_rate", "rate", "scale tune plan")
+    require_fact(cells, "tuned_rate", "rate", "scale tune plan")
     losses: dict[int, list[tuple[float, float]]] = {}
     left_out = []
-    for cell in sweep.cells:
-        row = row_of(cell, runs / cell.name)
-        batch = losses.setdefault(int(cell.facts["tokens_per_step"]), [])
-        _refuse_other_rate(cell, row)
+    for placed in cells:
+        row, config = row_of(placed), placed.config
+        batch = losses.setdefault(config.tokens_per_step, [])
         if row.progress == 1.0 and isinstance(row.loss, float):
-            batch.append((cell.facts["tuned_rate"], row.loss))
+            batch.append((config.optim.learning_rate, row.loss))
         if row.excluded:
-            left_out.append(f"left out: {cell.name}: {row.excluded}")
+            left_out.append(f"left out: {row.name}: {row.excluded}")
     found = [
         fit_rates(batch, [rate for rate, _ in pairs], [loss for _, loss in pairs])
         for batch, pairs in sorted(losses.items())
     ]
     return found, left_out
-
-
-def _refuse_other_rate(cell: Cell, row: Row) -> None:
-    """Raise DataError if the run of a cell has another rate or batch than its plan."""
-    found_and_planned = {
-        "learning_rate": (row.learning_rate, cell.facts["tuned_rate"]),
-        "tokens_per_step": (row.tokens_per_step, cell.facts["tokens_per_step"]),
-    }
-    for name, (found, planned) in found_and_planned.items():
-        if found != "" and not math.isclose(found, planned):
-            raise DataError(
-                f"cell {cell.name} was trained with {name}={found:g}, but planned with "
-                f"{planned:g}; plan the sweep again under another name, and submit that"
-            )
 
 
 def tuned_table(found: Sequence[Tuned]) -> list[list[str]]:

@@ -7,8 +7,6 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_pipeline.config_loader import load_config
-from pretrain.config.run import RunConfig
 from pretrain.scaling.sweep_file import Sweep
 from pretrain.scaling.tune import Tuned
 
@@ -41,6 +39,6 @@ def _command(sweep: Sweep, file: Path, added: set[float]) -> str:
     words += ["--rates", *(f"{rate:.12g}" for rate in rates)]
     if seeds := sorted({int(each["seed"]) for each in overrides if "seed" in each}):
         words += ["--seeds", *map(str, seeds)]
-    if sweep.name != f"{load_config(RunConfig, experiment).name}-tune":
+    if sweep.name != file.stem:
         words += ["--name", sweep.name]
     return shlex.join([*words, "--output", str(file)])

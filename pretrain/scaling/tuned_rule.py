@@ -19,9 +19,9 @@ from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.intervals import Interval, amount, as_exponent, as_size, shown
-from pretrain.scaling.sweep_file import config_of, read_sweep
+from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.tune import Tuned, tuned_rates
-from pretrain.scaling.which_runs import cells_directory
+from pretrain.scaling.which_runs import cells_directory, cells_of
 
 NORMAL_95 = 1.96  # standard deviations on either side that hold 95%
 UNKNOWN_SPREAD = math.log(2) / 2  # of ln rate, where a rung's sweep gave no interval
@@ -61,7 +61,9 @@ def read_rungs(sweeps: Sequence[str]) -> tuple[Rung, ...]:
 def _rung_of(file: str, runs_dir: str) -> Rung:
     path = Path(file)
     sweep = read_sweep(path)
-    found, _ = tuned_rates(sweep, cells_directory(sweep, Path(runs_dir) if runs_dir else None))
+    runs = cells_directory(sweep, Path(runs_dir) if runs_dir else None)
+    cells = cells_of(sweep, path, runs)
+    found, _ = tuned_rates(cells)
     known = [item for item in found if item.optimum.is_known]
     if not known:
         raise ConfigError(
@@ -69,7 +71,7 @@ def _rung_of(file: str, runs_dir: str) -> Rung:
             "'pretrain scale tune report' prints what to add"
         )
     best: Tuned = min(known, key=lambda item: item.optimum.loss)
-    run = with_vocabulary(config_of(sweep.cells[0], path))
+    run = with_vocabulary(cells[0].config)
     cost = cost_of(run)
     return Rung(
         name=sweep.name,

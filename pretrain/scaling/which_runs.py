@@ -5,14 +5,17 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.yaml_files import YAML_SUFFIXES, find_config, read_tree
+from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import RUNS
-from pretrain.scaling.sweep_file import Sweep, read_sweep
+from pretrain.scaling.sweep_file import Cell, Sweep, config_of, read_sweep
+from pretrain.terminal.text import counted
 
 # What a sweep keeps beside its cells, so that a shell's `runs/SWEEP/*` has it.
 _BESIDE_CELLS = (
@@ -26,6 +29,7 @@ _BESIDE_CELLS = (
     ".*",
 )
 _DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
+_MOST_SHOWN = 3  # settings of a run that are not its cell's
 _log = logging.getLogger(__name__)
 
 
@@ -36,6 +40,65 @@ def _holds_run(path: Path) -> bool:
 def cells_directory(sweep: Sweep, given: Path | None = None) -> Path:
     """The parent of the cells' run directories: the one given with --runs-dir, or runs/SWEEP."""
     return given or RUNS / sweep.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedCell:
+    """A cell of a sweep's file, its settings as planned, and where its run is."""
+
+    cell: Cell
+    config: RunConfig
+    path: Path
+
+
+def cells_of(sweep: Sweep, file: Path, runs: Path) -> list[PlacedCell]:
+    """The cells of the sweep in `file`, with their runs in `runs`; all that reads runs of a sweep
+    takes them from here.
+
+    ConfigError for a run with other settings than its cell's.
+    """
+    cells = [
+        PlacedCell(cell=cell, config=config_of(cell, file), path=runs / cell.name)
+        for cell in sweep.cells
+    ]
+    refuse_others((each.path, other_settings(each.path, each.config)) for each in cells)
+    return cells
+
+
+def require_fact(cells: Iterable[PlacedCell], fact: str, kind: str, command: str) -> None:
+    """Raise DataError unless `command` planned every cell, which gives each of them this fact."""
+    for cell in (each.cell for each in cells):
+        if fact not in cell.facts:
+            raise DataError(
+                f"cell {cell.name} is not part of a {kind} sweep; use one that '{command}' wrote"
+            )
+
+
+def other_settings(path: Path, config: RunConfig, own: RunConfig | None = None) -> str:
+    """In what the run in `path` is another than that of `config`: `seed 1 -> 2`; "" if in nothing.
+
+    `own` are its settings if it has not begun. Of a damaged run its reader says more.
+    """
+    run_dir = RunDir(path)
+    try:
+        changes = run_dir.other_settings(config, own) if own or run_dir.exists() else {}
+    except ConfigError:
+        return ""
+    shown = [f"{key} {change}" for key, change in list(changes.items())[:_MOST_SHOWN]]
+    more = len(changes) - len(shown)
+    return ", ".join([*shown, *([f"{more} more"] if more else [])])
+
+
+def refuse_others(others: Iterable[tuple[Path, str]]) -> None:
+    """Raise ConfigError for the first run of a cell whose `other_settings` are some."""
+    wrong = [(path, other) for path, other in others if other]
+    if wrong:
+        path, other = wrong[0]
+        more = f" (and {counted(len(wrong) - 1, 'more such cell')})" if wrong[1:] else ""
+        raise ConfigError(
+            f"cell {path.name}: the run in {path} has other settings: {other}{more}; plan the "
+            "sweep under another name, or remove its old runs"
+        )
 
 
 def runs_of(paths: Sequence[Path], is_run: Callable[[Path], bool] = _holds_run) -> list[Path]:
@@ -96,10 +159,10 @@ def started_cells(
 ) -> list[Path]:
     """Run directories of the cells that have started, of the sweep in the file `path`.
 
-    ConfigError if none has.
+    ConfigError if none has, or one is another run.
     """
     folder = cells_directory(sweep, runs_dir)
-    found = [folder / cell.name for cell in sweep.cells if is_run(folder / cell.name)]
+    found = [cell.path for cell in cells_of(sweep, path, folder) if is_run(cell.path)]
     if not found:
         raise ConfigError(
             f"{path}: none of its {len(sweep.cells)} cells has started in {folder}; name the "

@@ -21,6 +21,7 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import TrainingBegan
 from pretrain.scaling.collect import row_of, write_rows
 from pretrain.scaling.sweep_file import Cell
+from pretrain.scaling.which_runs import PlacedCell
 from tests.helpers.corpora import make_tiny_corpus
 
 STEPS = 4
@@ -110,9 +111,10 @@ def test_reports_comparisons_and_tables_of_sweeps_have_the_losses_of_sets(
     assert cells["validation loss of beside"] == [losses["beside"]] * 2
     found = differing_losses(trained, without)
     assert not found, "what is measured besides does not change what is trained"
+    cell = Cell(name="tiny", experiment=places["experiment"])
     write_rows(
         tmp_path / "runs.csv",
-        [row_of(Cell(name="tiny", experiment=places["experiment"]), trained.path)],
+        [row_of(PlacedCell(cell=cell, config=trained.config, path=trained.path))],
     )
     heads = (tmp_path / "runs.csv").read_text().splitlines()[0].split(",")
     assert heads[-3:] == ["loss/a", "loss/b", "loss/beside"]

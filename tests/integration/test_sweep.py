@@ -8,6 +8,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from pretrain.rundir.code_version import code_version
 from pretrain.rundir.run_dir import RunDir
-from pretrain.scaling.collect import Row, collect_rows
+from pretrain.scaling.collect import Row, row_of
 from pretrain.scaling.sweep_file import read_sweep
+from pretrain.scaling.which_runs import cells_of
 
 STEPS = 300
 CELLS = ("narrow", "wide", "other-seed")
@@ -61,7 +63,8 @@ def losses(runs: Path, cell: str) -> list[float]:
 
 def table(sweep: Path, runs: Path) -> list[Row]:
     """What `collect` makes of the runs, but for the time they took."""
-    return [replace(row, seconds=0.0) for row in collect_rows(read_sweep(sweep), runs)]
+    cells = cells_of(read_sweep(sweep), sweep, runs)
+    return [replace(row_of(cell), seconds=0.0) for cell in cells]
 
 
 def test_killed_cells_are_tried_again_alone_and_end_as_if_nothing_had_happened(
@@ -139,6 +142,86 @@ def _check_that_all_places_show_the_same_losses(
     found = [f"{float(row[name]):.4f}" for name in ("train_loss", "validation_loss")]
     assert found == [train, validation]
     printed(capsys)
+
+
+@pytest.fixture(scope="module")
+def tuned(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two plans of equally named cells in one directory: adamw.yaml, trained, and muon.yaml."""
+    folder = tmp_path_factory.mktemp("tuned")
+    (folder / "tiny.yaml").write_text(
+        f"""name: tiny
+model: {{num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8}}
+data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
+optim: {{steps: 6}}
+engine: {{kind: torch, threads: 1}}
+evaluation: {{max_tokens: 200}}
+metrics: {{interval: 2, tensorboard: false}}
+"""
+    )
+    with pytest.MonkeyPatch.context() as here:
+        here.chdir(folder)
+        for name in ("adamw", "muon"):
+            plan = ["scale", "tune", "plan", "tiny.yaml", "--rates", "1e-3", "2e-3", "4e-3"]
+            options = ["--name", "rates", "--output", f"{name}.yaml"]
+            assert pretrain([*plan, *options, f"optim.name={name}"]) == 0
+        assert launcher(["sweep", "submit", "adamw.yaml", "--local"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (launcher, ["sweep", "submit", "SWEEP", "--local"]),
+        (launcher, ["sweep", "report", "SWEEP"]),
+        (launcher, ["sweep", "collect", "SWEEP"]),
+        (pretrain, ["scale", "tune", "report", "SWEEP"]),
+        (pretrain, ["scale", "plan", "tiny.yaml", "--budgets", "1e8", "--tuned", "SWEEP"]),
+        (pretrain, ["compare", "SWEEP"]),
+        (pretrain, ["report", "SWEEP"]),
+    ],
+    ids=lambda value: "-".join(value[:3]) if isinstance(value, list) else value.__module__,
+)
+def test_no_reader_takes_the_runs_of_one_optimizer_for_cells_of_another(
+    tuned, monkeypatch, capsys, program, words
+):
+    monkeypatch.chdir(tuned)
+    assert program([word.replace("SWEEP", "muon.yaml") for word in words]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert "cell b32-lr0.001: the run in runs/rates/b32-lr0.001 has" in captured.err
+    assert "has other settings: optim.name adamw -> muon (and 2 more such cells)" in captured.err
+    assert not re.search(r"\d\.\d{4}|done", captured.out), "nothing of theirs is shown"
+
+
+def test_the_status_of_a_sweep_marks_runs_of_other_settings_and_shows_none_of_their_numbers(
+    tuned, monkeypatch, capsys
+):
+    monkeypatch.chdir(tuned)
+    assert launcher(["sweep", "status", "adamw.yaml"]) == 0
+    own = printed(capsys)
+    assert own.count("done") == 4
+    losses = set(re.findall(r"\d\.\d{4}", own))
+    assert len(losses) > 3
+    assert launcher(["sweep", "status", "muon.yaml"]) == 0
+    marked = printed(capsys)
+    assert marked.count("optim.name adamw -> muon") == 3
+    assert "0 of 3 cells are done, 3 other settings" in marked
+    assert not losses & set(re.findall(r"\d\.\d{4}", marked))
+
+
+def test_an_edit_of_the_experiment_counts_unless_a_resume_may_make_it(
+    tuned, tmp_path, monkeypatch, capsys
+):
+    shutil.copytree(tuned, tmp_path / "tuned")
+    monkeypatch.chdir(tmp_path / "tuned")
+    experiment = Path("tiny.yaml")
+    text = experiment.read_text()
+    experiment.write_text(text + "checkpoint: {keep_last: 7}\n")
+    assert launcher(["sweep", "submit", "adamw.yaml", "--local"]) == 0
+    assert "all 3 cells are done" in printed(capsys)
+    experiment.write_text(text.replace("d_model: 16", "d_model: 32"))
+    assert launcher(["sweep", "submit", "adamw.yaml", "--local"]) == 2
+    assert "has other settings: model.d_model 16 -> 32" in capsys.readouterr().err
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
@@ -17,9 +17,9 @@ from pretrain.rundir.metrics_summary import summarize_file
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.speeds import run_speed
 from pretrain.scaling.collect import Row, row_of
-from pretrain.scaling.sweep_file import Cell, Sweep, config_of, require_fact
-from pretrain.scaling.variants.comparison import RATE_FACT, SEED_FACT, member_of
+from pretrain.scaling.variants.comparison import RATE_FACT, member_of
 from pretrain.scaling.variants.probed import read_probed
+from pretrain.scaling.which_runs import PlacedCell, require_fact
 
 FAR = 512  # tokens: a position in a document from which much of it may be out of a short memory
 
@@ -44,30 +44,19 @@ class MemberRun:
         return self.row.loss if isinstance(self.row.loss, float) else math.inf
 
 
-def read_runs(sweep: Sweep, file: Path, runs: Path) -> list[MemberRun]:
-    """Return every cell of a comparison's sweep.
-
-    DataError unless `scale variants plan` wrote the sweep, ConfigError for a run with other
-    settings than its cell's.
-    """
-    require_fact(sweep, RATE_FACT, "comparison", "scale variants plan")
-    return [_read(cell, file, runs / cell.name) for cell in sweep.cells]
-
-
-def _read(cell: Cell, file: Path, path: Path) -> MemberRun:
-    run_dir, row = RunDir(path), row_of(cell, path)
-    if run_dir.exists() and row.N:
-        planned = config_of(cell, file)
-        model = replace(planned.model, vocab_size=run_dir.config.model.vocab_size)
-        run_dir.refuse_other_run(replace(planned, model=model))
-    facts = cell.facts
-    return MemberRun(
-        member=member_of(cell.name),
-        rate=facts[RATE_FACT],
-        seed=int(facts[SEED_FACT]),
-        path=path,
-        row=row,
-    )
+def read_runs(cells: Sequence[PlacedCell]) -> list[MemberRun]:
+    """Return every cell of a comparison; DataError unless `scale variants plan` wrote them."""
+    require_fact(cells, RATE_FACT, "comparison", "scale variants plan")
+    return [
+        MemberRun(
+            member=member_of(each.cell.name),
+            rate=each.config.optim.learning_rate,
+            seed=each.config.seed,
+            path=each.path,
+            row=row_of(each),
+        )
+        for each in cells
+    ]
 
 
 def best_rates(runs: Sequence[MemberRun]) -> dict[str, float]:

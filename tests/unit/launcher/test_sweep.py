@@ -254,6 +254,17 @@ def grid(sweep: Path) -> Path:
     return path
 
 
+def test_a_cell_that_waits_with_other_settings_is_not_this_sweeps(sweep, capsys):
+    cell = cells_of(sweep)[0]
+    Snapshot(cell.path).take_settings(replace(cell.config, seed=7), CLUSTER)
+    RunDir(cell.path).ledger.append(Submitted(job="17_0", job_name="three"))
+    assert "0 of 3 cells are done, 1 other settings" in describe(cells_of(sweep))
+    words = ["sweep", "submit", str(sweep), "--local", f"--runs-dir={cell.path.parent}"]
+    assert main(words) == 2
+    assert "cell plain: the run in " in (error := capsys.readouterr().err)
+    assert "has other settings: seed 7 -> 1; plan" in error
+
+
 def test_a_grid_becomes_a_cell_for_each_combination(grid):
     cells = cells_of(grid)
     assert [cell.cell.name for cell in cells] == [

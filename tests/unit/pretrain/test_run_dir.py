@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.config import MixturePart
 from data_pipeline.config_loader import to_tree
 from data_pipeline.errors import ConfigError
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
+from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import MetricsConfig, RunConfig
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.metrics_file import measurement_of
@@ -126,6 +128,13 @@ def test_the_number_of_steps_may_only_grow(tmp_path):
     assert "optim.steps: 1000 -> 10 (may only grow)" in resume_error(
         tmp_path, replace(RUN, optim=OptimConfig(steps=10))
     )
+
+
+def test_a_path_is_the_same_setting_relative_and_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mixture = (MixturePart(path=Path("books"), weight=1.0),)
+    run = replace(RUN, data=replace(RUN.data, mixture=mixture))
+    RunDir.create(tmp_path / "run", run).refuse_other_run(with_absolute_paths(run))
 
 
 def test_the_engine_kind_may_not_change(tmp_path):

@@ -266,6 +266,16 @@ def test_a_run_without_a_good_checkpoint_is_left_out_with_the_reason(swept, tmp_
     assert "has no checkpoint yet" in said
 
 
+def test_runs_of_other_settings_than_the_sweeps_are_not_evaluated(swept, tmp_path, capsys):
+    shutil.copy(swept / "sweep.yaml", tmp_path)
+    write_text(tmp_path / "tiny.yaml", (swept / "tiny.yaml").read_text() + "seed: 2\n")
+    sweep, output = tmp_path / "sweep.yaml", tmp_path / "context.csv"
+    words = ["collect", sweep, "--runs-dir", swept / "runs", "--output", output]
+    assert main(["scale", "context", *map(str, words)]) == 2
+    assert "has other settings: seed 1 -> 2" in capsys.readouterr().err
+    assert not output.exists()
+
+
 def test_the_report_shows_both_comparisons_and_other_memories(swept, capsys):
     assert collect(swept, "--max-tokens", 100) == 0
     said = capsys.readouterr().out

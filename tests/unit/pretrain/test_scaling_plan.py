@@ -28,6 +28,7 @@ from pretrain.scaling.plan import (
 )
 from pretrain.scaling.recipe import RULES, outside_step_law, step_law, with_budget
 from pretrain.scaling.sweep_file import config_of, read_sweep, write_sweep
+from tests.helpers.scaling_runs import command
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
 BASE = RunConfig(
@@ -277,6 +278,33 @@ def test_a_damaged_sweep_file_is_refused(tmp_path, text, said):
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
         read_sweep(path)
+
+
+COMPARISON = "name: two\nexperiment: e.yaml\nflops: 1e17\nrates: [1e-3]\nseeds: [1]\nmembers: "
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ["plan", "e.yaml", "--budgets", "1e14", "--sizes", "2"],
+        ["tune", "plan", "e.yaml", "--rates", "1e-3", "2e-3", "4e-3"],
+        ["context", "plan", "e.yaml", "--segments", "64", "--memories", "0", "64"],
+        ["variants", "plan", "two.yaml"],
+    ],
+    ids=lambda plan: plan[0],
+)
+def test_a_sweep_is_named_after_its_file_so_two_plans_have_their_own_runs(
+    tmp_path, monkeypatch, plan
+):
+    monkeypatch.chdir(tmp_path)
+    write_text(Path("e.yaml"), EXPERIMENT)
+    members = "{a: [model.memory_length=0], b: []}\n"
+    write_text(Path("two.yaml"), COMPARISON + members)
+    for output in ("adamw.yaml", "sweeps/muon.yaml"):
+        assert command(*plan, "--output", output, f"optim.name={Path(output).stem}") == 0
+        assert read_sweep(Path(output)).name == Path(output).stem
+    assert command(*plan, "--output", "muon.yaml", "--name", "mine") == 0
+    assert read_sweep(Path("muon.yaml")).name == "mine"
 
 
 def test_the_step_law_is_refused_where_one_rate_holds_at_every_width():

@@ -217,15 +217,13 @@ metrics: {{tensorboard: false}}
     assert min(last, key=last.__getitem__) == "b32-lr0.08"
     assert "32 tokens a step: optim.learning_rate=0.0" in printed
     assert (tmp_path / "runs" / "tune-report" / "tune.png").stat().st_size > 5_000
-    write_text(sweep, sweep.read_text().replace("tuned_rate: 0.08", "tuned_rate: 0.07"))
     assert main(["scale", "collect", str(sweep)]) == 2
     assert f"use 'pretrain scale tune report {sweep}'" in capsys.readouterr().err
-    assert main(report) == 2
-    assert "b32-lr0.08 was trained with learning_rate=0.08, but" in capsys.readouterr().err
 
 
 def test_a_sweep_of_something_else_is_refused(tmp_path: Path, capsys):
     sweep = tmp_path / "sweep.yaml"
+    write_text(tmp_path / "a.yaml", "name: a\n")
     write_text(sweep, "format: 1\nname: other\ncells: [{name: a, experiment: a.yaml}]\n")
     assert main(["scale", "tune", "report", str(sweep), "--runs-dir", str(tmp_path)]) == 2
     assert "use one that 'scale tune plan' wrote" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import pytest
 from data_pipeline.errors import ConfigError
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
+from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import advice_on, run_path
@@ -28,7 +29,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     RunDir.create(tmp_path / "runs" / "first", RunConfig(name="first"))
     for cell in CELLS:
         path = tmp_path / "runs" / "mem" / cell.replace("memory", "memory_length")
-        RunDir.create(path, RunConfig(name=path.name))
+        model = ModelConfig(vocab_size=300, memory_length=int(cell.rpartition("_")[2]))
+        RunDir.create(path, RunConfig(name=path.name, model=model))
         (tmp_path / "runs" / "mem" / "logs" / path.name).mkdir(parents=True)
     (tmp_path / "runs" / "mem" / "results.csv").touch()
     (tmp_path / "runs" / "mem" / "sweep.lock").touch()
