@@ -27,7 +27,6 @@ from pretrain.terminal.text import flops_text, si
 class CellRun:
     """A cell, its run directory and its state."""
 
-    index: int  # in the sweep file, and in arrays
     cell: Cell
     config: RunConfig
     path: Path
@@ -53,7 +52,7 @@ def read_cells(sweep: Sweep, sweep_path: Path, runs: Path) -> list[CellRun]:
     started = [path for path in paths if is_run(path)]
     known = {Path(state.path): state for state in read_states(started)}
     cells = []
-    for index, (cell, path) in enumerate(zip(sweep.cells, paths, strict=True)):
+    for cell, path in zip(sweep.cells, paths, strict=True):
         config = config_of(cell, sweep_path)
         state = known.get(path)
         own = submitted_config(path) if state and state.is_active else None
@@ -63,7 +62,7 @@ def read_cells(sweep: Sweep, sweep_path: Path, runs: Path) -> list[CellRun]:
             state = RunState(
                 name=cell.name, path=str(path), state=word, reason=other, steps=config.optim.steps
             )
-        cells.append(CellRun(index=index, cell=cell, config=config, path=path, state=state))
+        cells.append(CellRun(cell=cell, config=config, path=path, state=state))
     return cells
 
 

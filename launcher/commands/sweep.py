@@ -136,7 +136,7 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print a row per cell."""
-    cells = _cells_of(arguments)
+    _, _, cells = _read(arguments)
     _print_plan(cells)
     print(describe(cells))
     return 0
@@ -154,8 +154,8 @@ def run_status(arguments: argparse.Namespace) -> int:
     from launcher.commands.tables import console
 
     if arguments.watch:
-        return watch(lambda: sweep_status(_cells_of(arguments)))
-    console().print(sweep_status(_cells_of(arguments)))
+        return watch(lambda: sweep_status(_read(arguments)[2]))
+    console().print(sweep_status(_read(arguments)[2]))
     return 0
 
 
@@ -164,9 +164,9 @@ def run_collect(arguments: argparse.Namespace) -> int:
     from launcher.commands.sweep_tables import ResultsTable
     from launcher.commands.tables import console
 
-    cells = _cells_of(arguments)
+    _, runs, cells = _read(arguments)
     refuse_other_cells(cells)
-    output = arguments.output or _runs_of(arguments, read_sweep(arguments.sweep)) / "results.csv"
+    output = arguments.output or runs / "results.csv"
     check_table_path(output, [cell.cell.name for cell in cells])
     write_results(output, cells)
     console().print(ResultsTable(cells))
@@ -180,21 +180,19 @@ def run_report(arguments: argparse.Namespace) -> int:
     from pretrain.reporting.run_history import read_histories
 
     sweep = read_sweep(arguments.sweep)
-    runs = _runs_of(arguments, sweep)
+    runs = cells_directory(sweep, arguments.runs_dir)
     started = started_cells(sweep, arguments.sweep, runs)
     return compare(read_histories(started, at_least=1), arguments.output or runs, sweep.name)
 
 
 def run_submit(arguments: argparse.Namespace) -> int:
     """0 if every cell is done or in the queue, 2 if one failed, 75 if stopped on request."""
-    sweep = read_sweep(arguments.sweep)
-    runs = _runs_of(arguments, sweep)
     for name in ("jobs", "ranks"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise ConfigError(f"--{name}={value} must be 1 or more")
     if not arguments.local and not arguments.cluster:
         raise ConfigError("neither --local nor --cluster is given; choose where the cells run")
-    cells = read_cells(sweep, arguments.sweep, runs)
+    sweep, runs, cells = _read(arguments)
     refuse_other_cells(cells)
     print(describe(cells), flush=True)
     if arguments.cluster:
@@ -202,18 +200,16 @@ def run_submit(arguments: argparse.Namespace) -> int:
     return _run_here(sweep, cells, arguments, runs)
 
 
-def _cells_of(arguments: argparse.Namespace) -> list[CellRun]:
+def _read(arguments: argparse.Namespace) -> tuple[Sweep, Path, list[CellRun]]:
+    """The sweep, the parent of its run directories, and its cells."""
     sweep = read_sweep(arguments.sweep)
-    return read_cells(sweep, arguments.sweep, _runs_of(arguments, sweep))
-
-
-def _runs_of(arguments: argparse.Namespace, sweep: Sweep) -> Path:
-    return cells_directory(sweep, arguments.runs_dir)
+    runs = cells_directory(sweep, arguments.runs_dir)
+    return sweep, runs, read_cells(sweep, arguments.sweep, runs)
 
 
 def cells_flags(sweep: Sweep, arguments: argparse.Namespace) -> str:
     """What names these cells on the command line of another command."""
-    runs = _runs_of(arguments, sweep)
+    runs = cells_directory(sweep, arguments.runs_dir)
     is_default = runs == cells_directory(sweep)
     return f"{arguments.sweep}{'' if is_default else f' --runs-dir {runs}'}"
 

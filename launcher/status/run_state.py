@@ -15,7 +15,6 @@ from launcher.slurm.snapshot import Snapshot
 from launcher.status.evidence import Evidence, gather
 from launcher.status.infer_status import ACTIVE, State, infer_status
 from pretrain.config.phases import tokens_of_steps
-from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import RunResults, results_of
 from pretrain.rundir.launch_events import JobEnded, JobStarted, NodeReplaced, Submitted
@@ -175,7 +174,7 @@ def is_done_already(run_dir: RunDir, config: RunConfig) -> bool:
     if not run_dir.exists():
         run_dir.refuse_strangers()
         return False
-    RunDir.open(run_dir.path).refuse_other_run(with_vocabulary(config))
+    RunDir.open(run_dir.path).refuse_other_run(config)
     state = read_state(run_dir.path)
     return state.is_done and state.steps >= config.optim.steps
 

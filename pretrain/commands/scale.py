@@ -12,8 +12,8 @@ from pretrain.commands.output_paths import check_sweep_output
 from pretrain.config.run import RunConfig
 from pretrain.scaling.family import WIDTH_MULTIPLE, Family, read_ladder
 from pretrain.scaling.recipe import RULES, Rule, step_law_rule
-from pretrain.scaling.sweep_file import Sweep, sweep_path
-from pretrain.scaling.which_runs import cells_directory
+from pretrain.scaling.sweep_file import Sweep, read_sweep, require_reader, sweep_path
+from pretrain.scaling.which_runs import PlacedCell, cells_directory, cells_of
 
 PROGRAM = Program(
     "pretrain scale",
@@ -209,12 +209,18 @@ def _add_output(
     parser.add_argument("--output", type=Path, default=path, metavar=metavar, help=words)
 
 
-def runs_directory(sweep: Sweep, given: Path | None) -> Path:
-    """The parent of the sweep's run directories; DataError if there is no such directory."""
-    path = cells_directory(sweep, given)
+def swept_runs(arguments: argparse.Namespace, command: str) -> tuple[Sweep, Path, list[PlacedCell]]:
+    """The sweep that the flags of `add_sweep` name, the parent of its runs, and its cells there.
+
+    DataError if there is no such directory, or the sweep was planned for another command than this
+    one; ConfigError for a run of other settings.
+    """
+    sweep = read_sweep(arguments.sweep)
+    require_reader(sweep, arguments.sweep, command)
+    path = cells_directory(sweep, arguments.runs_dir)
     if not path.is_dir():
         raise DataError(
             f"{path} is not a directory; name the one that contains the sweep's run directories "
             "with --runs-dir, or start the sweep with 'launcher sweep submit'"
         )
-    return path
+    return sweep, path, cells_of(sweep, arguments.sweep, path)

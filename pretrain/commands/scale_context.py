@@ -15,8 +15,8 @@ from pretrain.commands.scale import (
     add_report_output,
     add_sweep_input,
     add_sweep_output,
-    runs_directory,
     sweep_base,
+    swept_runs,
 )
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
@@ -32,8 +32,6 @@ from pretrain.scaling.context import (
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.plan import check_corpus, write_plan
 from pretrain.scaling.recipe import replaced_settings
-from pretrain.scaling.sweep_file import read_sweep
-from pretrain.scaling.which_runs import cells_of
 from pretrain.terminal.text import counted, fitted_table, flops_text
 
 PROGRAM = Program(
@@ -122,14 +120,12 @@ def run_collect(arguments: argparse.Namespace) -> int:
     """Evaluate the runs and write the table."""
     from pretrain.scaling.collect import write_rows
 
-    sweep = read_sweep(arguments.sweep)
-    runs = runs_directory(sweep, arguments.runs_dir)
+    sweep, runs, placed = swept_runs(arguments, "pretrain scale context collect")
     if arguments.max_tokens < 0:
         raise ConfigError(f"--max-tokens {arguments.max_tokens} must be 0 or more")
     output = arguments.output or runs / "context.csv"
     check_output_file("--output", output, "context.csv")
-    found = cells_of(sweep, arguments.sweep, runs)
-    plans = plan_evaluations(found, output, arguments.max_tokens, arguments.own_memory)
+    plans = plan_evaluations(placed, output, arguments.max_tokens, arguments.own_memory)
     check_table_path(output, [cell.name for cell in sweep.cells])
     print(cost_line(plans), flush=True)
     rows: list[ContextRow] = []

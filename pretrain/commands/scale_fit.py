@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_pipeline.csv_files import check_table_path
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_json
 from data_pipeline.progress import StatusLine
 from data_pipeline.yaml_files import YAML_SUFFIXES
@@ -18,7 +18,7 @@ from pretrain.commands.scale import (
     add_report_output,
     add_runs,
     add_sweep_input,
-    runs_directory,
+    swept_runs,
 )
 from pretrain.scaling.fit import Fit, fit_all
 from pretrain.scaling.point_files import Columns, read_points
@@ -131,22 +131,13 @@ def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
 def run_collect(arguments: argparse.Namespace) -> int:
     """Write the table of runs and, if asked to, their training curves."""
     from pretrain.scaling.collect import row_of, shown_rows, write_curves, write_rows
-    from pretrain.scaling.sweep_file import read_sweep, reader_of
-    from pretrain.scaling.which_runs import cells_of
 
-    sweep = read_sweep(arguments.sweep)
-    purpose, command = reader_of(sweep)
-    if command != "pretrain scale collect":
-        raise DataError(
-            f"{arguments.sweep} was planned {purpose}: use '{command} {arguments.sweep}'"
-        )
-    runs = runs_directory(sweep, arguments.runs_dir)
+    _, runs, cells = swept_runs(arguments, "pretrain scale collect")
     output = arguments.output or runs / "runs.csv"
     check_output_file("--output", output, "runs.csv")
     check_output_file("--curves-out", arguments.curves_out, "curves.csv")
     if arguments.average_last < 1:
         raise ConfigError(f"--average-last {arguments.average_last} must be 1 or more")
-    cells = cells_of(sweep, arguments.sweep, runs)
     rows = [row_of(cell, arguments.average_last) for cell in cells]
     check_table_path(output, [row.name for row in rows])
     write_rows(output, rows)

@@ -10,17 +10,15 @@ from pretrain.commands.scale import (
     add_report_output,
     add_sweep,
     add_sweep_output,
-    runs_directory,
     sweep_base,
+    swept_runs,
 )
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.plan import check_corpus, write_plan
-from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.tune import plan_rates, tuned_rates, tuned_table, verdicts
 from pretrain.scaling.tune_again import advice_to_add_rates
-from pretrain.scaling.which_runs import cells_of
 from pretrain.terminal.text import counted, fitted_table
 
 PROGRAM = Program(
@@ -87,11 +85,10 @@ def run_report(arguments: argparse.Namespace) -> int:
     """Print the answer and write the page with its chart."""
     from pretrain.scaling.tune_report import write_tune_report
 
-    sweep = read_sweep(arguments.sweep)
-    runs = runs_directory(sweep, arguments.runs_dir)
+    sweep, runs, cells = swept_runs(arguments, "pretrain scale tune report")
     output = arguments.output or runs / "tune-report"
     check_output_directory("--output", output)
-    found, left_out = tuned_rates(cells_of(sweep, arguments.sweep, runs))
+    found, left_out = tuned_rates(cells)
     print(fitted_table(tuned_table(found)))
     advice = advice_to_add_rates(sweep, arguments.sweep, found)
     print("\n".join([*verdicts(found), *advice, *left_out]))

@@ -15,14 +15,14 @@ from pretrain.commands.scale import (
     add_report_output,
     add_sweep,
     add_sweep_output,
-    runs_directory,
     sweep_name,
+    swept_runs,
 )
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.plan import check_corpus, make_sweep
-from pretrain.scaling.sweep_file import Sweep, read_sweep, sweep_path, write_sweep
+from pretrain.scaling.sweep_file import Sweep, sweep_path, write_sweep
 from pretrain.scaling.variants.comparison import member_runs, planned_cells, read_comparison
 from pretrain.scaling.variants.results import (
     best_rates,
@@ -34,6 +34,7 @@ from pretrain.scaling.variants.results import (
 from pretrain.scaling.which_runs import cells_directory, cells_of
 from pretrain.terminal.text import counted, fitted_table, flops_text, number
 
+_READER = "pretrain scale variants measure"
 SHORTEST = 8  # tokens between a needle and its question
 
 PROGRAM = Program(
@@ -135,9 +136,7 @@ def run_measure(arguments: argparse.Namespace) -> int:
 
     if arguments.trials < 1 or arguments.longest_distance < SHORTEST:
         raise ConfigError(f"--trials must be 1 or more, and --longest-distance {SHORTEST} or more")
-    sweep = read_sweep(arguments.sweep)
-    folder = runs_directory(sweep, arguments.runs_dir)
-    runs = read_runs(cells_of(sweep, arguments.sweep, folder))
+    runs = read_runs(swept_runs(arguments, _READER)[2])
     compared = [run for found in compared_runs(runs).values() for run in found]
     probe_runs([run.path for run in compared], arguments.trials, arguments.longest_distance)
     print("\n".join([f"{counted(len(compared), 'run')} probed", *missing_lines(runs)]))
@@ -158,11 +157,10 @@ def run_report(arguments: argparse.Namespace) -> int:
         write_variant_report,
     )
 
-    sweep = read_sweep(arguments.sweep)
-    folder = runs_directory(sweep, arguments.runs_dir)
+    _, folder, cells = swept_runs(arguments, _READER)
     output = arguments.output or folder / "variants-report"
     check_output_directory("--output", output)
-    runs = read_runs(cells_of(sweep, arguments.sweep, folder))
+    runs = read_runs(cells)
     results = results_of(runs)
     paths = write_variant_report(results, output, arguments.title)
     print(fitted_table(variant_table(results)))

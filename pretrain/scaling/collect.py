@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,29 +143,18 @@ def row_of(placed: PlacedCell, last: int = 1) -> Row:
 
     The loss is the mean of the `last` evaluations.
     """
-    cell, steps = placed.cell, placed.config.optim.steps
+    cell, steps, run_dir = placed.cell, placed.config.optim.steps, RunDir(placed.path)
     holdout = "yes" if cell.holdout else ""
-    budget = cell.facts.get("budget", "")
-    run_dir = RunDir(placed.path)
+    row = Row(name=cell.name, budget=cell.facts.get("budget", ""), holdout=holdout)
     if not run_dir.exists():
-        return Row(
-            name=cell.name,
-            budget=budget,
-            holdout=holdout,
-            excluded="not started: there is no run directory",
-        )
+        return replace(row, excluded="not started: there is no run directory")
     measured = run_dir.read_metrics()
     step = max((item["step"] for item in measured), default=0)
     try:
         config = run_dir.config
         cost = cost_of(config, step)
     except ConfigError as error:
-        return Row(
-            name=cell.name,
-            budget=budget,
-            holdout=holdout,
-            excluded=f"config.yaml cannot be read: {error}",
-        )
+        return replace(row, excluded=f"config.yaml cannot be read: {error}")
     evaluations = [
         item for item in measured if item.get("kind") == "evaluation" and item["step"] == step
     ]
@@ -174,8 +163,8 @@ def row_of(placed: PlacedCell, last: int = 1) -> Row:
     if last > 1 and _is_finite(loss):
         loss, loss_error = _averaged(measured, last)
     unique = cell.facts.get("unique_tokens", 0.0)
-    return Row(
-        name=cell.name,
+    return replace(
+        row,
         N=cost.parameters,
         N_body=cost.body_parameters,
         D=cost.tokens,
@@ -185,10 +174,8 @@ def row_of(placed: PlacedCell, last: int = 1) -> Row:
         loss=_final_loss(loss) if evaluations else "",
         bits_per_byte=_bits_per_byte(evaluations[-1], loss) if evaluations else "",
         loss_error=loss_error,
-        budget=budget,
         seed=config.seed,
         progress=step / steps,
-        holdout=holdout,
         schedule=config.optim.schedule.shape,
         learning_rate=config.optim.learning_rate,
         tokens_per_step=cost.tokens_per_step,

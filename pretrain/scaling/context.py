@@ -30,7 +30,7 @@ from pretrain.scaling.plan import PlannedRun, planned_run
 from pretrain.scaling.recipe import refuse_unsuited, with_steps
 from pretrain.scaling.run_tables import csv_rows, flag
 from pretrain.scaling.sweep_file import Cell
-from pretrain.scaling.which_runs import PlacedCell, require_fact
+from pretrain.scaling.which_runs import PlacedCell
 from pretrain.terminal.text import counted
 
 # Memory lengths of evaluation, as multiples of training's; of the segment for runs trained without
@@ -149,12 +149,11 @@ class CellPlan:
 def plan_evaluations(
     cells: Sequence[PlacedCell], table: Path, max_tokens: int, own_memory: bool = False
 ) -> list[CellPlan]:
-    """What to evaluate; DataError unless `scale context plan` wrote the sweep.
+    """What to evaluate of the cells of a context sweep.
 
     `table` is what an earlier collection wrote, if it exists. With `own_memory` losses with other
     memories than in training are taken where they are there, and none is measured.
     """
-    require_fact(cells, "same_tokens", "context", "scale context plan")
     earlier = _losses_in(table)
     plans = [_planned(cell, earlier, max_tokens) for cell in cells]
     return [_own_or_known(plan) for plan in plans] if own_memory else plans

@@ -9,15 +9,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from data_pipeline.config_loader import to_tree
+from data_pipeline.config_loader import differences, to_tree
 from data_pipeline.errors import ConfigError
 from pretrain.checkpoint.marker import latest_step
 from pretrain.config.resume_rules import may_change
 from pretrain.config.run import RunConfig
 from pretrain.costs.devices import CPU_MFU, DEVICES
 from pretrain.costs.flops import cost_of, flops_of
+from pretrain.reporting.results import differing_settings
 from pretrain.rundir.metrics_summary import summarize_file
 from pretrain.rundir.run_dir import RunDir
 
@@ -80,39 +80,26 @@ def read_cell(
     return TrainedCell(directory, config, run_id, known, asked)
 
 
-def recipe_of(config: RunConfig) -> dict[str, Any]:
-    """Return the settings by which runs of a context sweep must not differ."""
-    return {
-        key: value
-        for key, value in _flat(to_tree(config)).items()
-        if key not in AXES and not may_change(RunConfig, key)
-    }
-
-
 def recipe_id(config: RunConfig) -> str:
-    """Return a short name for equal recipes."""
-    text = json.dumps(recipe_of(config), sort_keys=True, default=str)
+    """Return a short name for equal recipes: settings by which runs of a sweep must not differ."""
+    changes = differences(to_tree(RunConfig()), to_tree(config))
+    recipe = {key: value for key, (_, value) in changes.items() if _is_of_recipe(key)}
+    text = json.dumps(recipe, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def differences_of(configs: Mapping[str, RunConfig]) -> dict[str, str]:
     """Return for each run its values of the settings in which the runs' recipes differ."""
-    recipes = {name: recipe_of(config) for name, config in configs.items()}
-    keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
-    told = [key for key in keys if len({str(recipe.get(key)) for recipe in recipes.values()}) > 1]
+    values = differing_settings(list(configs.values())) if configs else {}
+    told = {key: each for key, each in values.items() if _is_of_recipe(key)}
     return {
-        name: " ".join(f"{key}={recipe.get(key)}" for key in told)
-        for name, recipe in recipes.items()
+        name: " ".join(f"{key}={each[index]}" for key, each in told.items())
+        for index, name in enumerate(configs)
     }
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return dotted names -> values."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = isinstance(value, Mapping)
-        found |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
-    return found
+def _is_of_recipe(key: str) -> bool:
+    return key not in AXES and not may_change(RunConfig, key)
 
 
 def _own_losses(run_dir: RunDir, config: RunConfig, max_tokens: int) -> dict[int, float]:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.config_loader import load_config, parse_config, to_tree
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.file_kinds import refuse_other_kind
 from data_pipeline.files import write_text
 from data_pipeline.setting_fields import LONGEST_NAME, require_name
@@ -121,6 +121,13 @@ def reader_of(sweep: Sweep) -> tuple[str, str]:
             "pretrain scale variants measure",
         )
     return "to fit scaling laws", "pretrain scale collect"
+
+
+def require_reader(sweep: Sweep, file: Path, command: str) -> None:
+    """Raise DataError unless `command` is the one that the sweep in `file` was planned for."""
+    purpose, own = reader_of(sweep)
+    if own != command:
+        raise DataError(f"{file} was planned {purpose}: use '{own} {file}'")
 
 
 def sweep_path(wanted: Path | None, name: str) -> Path:

@@ -27,7 +27,7 @@ from pretrain.scaling.parabola import (
 )
 from pretrain.scaling.plan import PlannedRun, planned_run
 from pretrain.scaling.points import Array
-from pretrain.scaling.which_runs import PlacedCell, require_fact
+from pretrain.scaling.which_runs import PlacedCell
 from pretrain.terminal.text import counted
 
 NEAR = 4.0  # rates within this factor of the one with the lowest loss shape the parabola
@@ -231,9 +231,8 @@ def _optimum(rates_S: Array, loss_S: Array, num_draws: int, seed: int) -> Optimu
 def tuned_rates(cells: Sequence[PlacedCell]) -> tuple[list[Tuned], list[str]]:
     """The valley of every batch size of a sweep, and a line for every cell that takes no part.
 
-    Raises DataError unless `scale tune plan` wrote the sweep, or if too few cells have ended.
+    Raises DataError if too few cells have ended.
     """
-    require_fact(cells, "tuned_rate", "rate", "scale tune plan")
     losses: dict[int, list[tuple[float, float]]] = {}
     left_out = []
     for placed in cells:

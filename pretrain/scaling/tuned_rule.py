@@ -19,7 +19,7 @@ from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.intervals import Interval, amount, as_exponent, as_size, shown
-from pretrain.scaling.sweep_file import read_sweep
+from pretrain.scaling.sweep_file import read_sweep, require_reader
 from pretrain.scaling.tune import Tuned, tuned_rates
 from pretrain.scaling.which_runs import cells_directory, cells_of
 
@@ -61,6 +61,7 @@ def read_rungs(sweeps: Sequence[str]) -> tuple[Rung, ...]:
 def _rung_of(file: str, runs_dir: str) -> Rung:
     path = Path(file)
     sweep = read_sweep(path)
+    require_reader(sweep, path, "pretrain scale tune report")
     runs = cells_directory(sweep, Path(runs_dir) if runs_dir else None)
     cells = cells_of(sweep, path, runs)
     found, _ = tuned_rates(cells)

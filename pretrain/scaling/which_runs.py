@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import ConfigError
 from data_pipeline.yaml_files import YAML_SUFFIXES, find_config, read_tree
 from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
@@ -63,15 +63,6 @@ def cells_of(sweep: Sweep, file: Path, runs: Path) -> list[PlacedCell]:
     ]
     refuse_others((each.path, other_settings(each.path, each.config)) for each in cells)
     return cells
-
-
-def require_fact(cells: Iterable[PlacedCell], fact: str, kind: str, command: str) -> None:
-    """Raise DataError unless `command` planned every cell, which gives each of them this fact."""
-    for cell in (each.cell for each in cells):
-        if fact not in cell.facts:
-            raise DataError(
-                f"cell {cell.name} is not part of a {kind} sweep; use one that '{command}' wrote"
-            )
 
 
 def other_settings(path: Path, config: RunConfig, own: RunConfig | None = None) -> str:

@@ -31,7 +31,6 @@ from pretrain.scaling.recipe import refuse_unsuited, with_steps
 from pretrain.scaling.sweep_file import check_overrides
 
 FEWEST_STEPS = 50  # so that whole steps miss the FLOPs by at most 1%
-RATE_FACT, SEED_FACT, FLOPS_FACT = "variant_rate", "variant_seed", "variant_flops"
 _PLANNED = ("name", "seed", "optim.steps", "optim.learning_rate", "evaluation.interval")
 _PLANNED += ("optim.schedule.warmup_steps", "optim.schedule.decay_steps", "checkpoint.interval")
 
@@ -132,7 +131,7 @@ def planned_cells(
         run, flops = runs[member], comparison.flops
         optim = replace(run.optim, learning_rate=rate)
         name = cell_name(member, flops, rate, seed)
-        facts = {RATE_FACT: rate, SEED_FACT: seed, FLOPS_FACT: flops}
+        facts = {"variant_rate": rate, "variant_seed": seed, "variant_flops": flops}
         yield planned_run(replace(run, name=name, seed=seed, optim=optim), facts)
 
 

@@ -358,12 +358,16 @@ def test_a_sweep_of_another_kind_and_a_wrong_directory_take_one_line(swept, tmp_
     write_text(
         tmp_path / "sweep.yaml", "format: 1\nname: x\ncells: [{name: a, experiment: tiny.yaml}]\n"
     )
-    collect = ["scale", "context", "collect", str(tmp_path / "sweep.yaml"), "--runs-dir"]
-    for runs, said in (
-        (tmp_path, "is not part of a context sweep"),
-        (tmp_path / "nowhere", "is not a directory"),
+    for sweep, runs, said in (
+        (
+            tmp_path,
+            tmp_path,
+            "sweep.yaml was planned to fit scaling laws: use 'pretrain scale",
+        ),
+        (swept, tmp_path / "nowhere", "is not a directory"),
     ):
-        assert main([*collect, str(runs)]) == 2
+        words = ["collect", str(sweep / "sweep.yaml"), "--runs-dir", str(runs)]
+        assert main(["scale", "context", *words]) == 2
         error = capsys.readouterr().err
         assert said in error
         assert error.count("\n") == 1

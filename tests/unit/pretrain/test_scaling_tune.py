@@ -226,7 +226,7 @@ def test_a_sweep_of_something_else_is_refused(tmp_path: Path, capsys):
     write_text(tmp_path / "a.yaml", "name: a\n")
     write_text(sweep, "format: 1\nname: other\ncells: [{name: a, experiment: a.yaml}]\n")
     assert main(["scale", "tune", "report", str(sweep), "--runs-dir", str(tmp_path)]) == 2
-    assert "use one that 'scale tune plan' wrote" in capsys.readouterr().err
+    assert "sweep.yaml was planned to fit scaling laws" in capsys.readouterr().err
 
 
 def test_plans_for_which_the_corpus_is_too_small_are_refused_with_their_own_advice(
