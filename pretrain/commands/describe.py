@@ -23,8 +23,8 @@ from pretrain.costs.flops import (
     Flops,
     Parameters,
     computed_flops_of_step,
+    cost_of,
     flops_of,
-    flops_of_step,
     lanes_of_pass,
     mean_memory,
     parameters_of,
@@ -87,7 +87,7 @@ def describe(
     precision = engine.number_format + (f" ({setting})" if setting != engine.precision else "")
     parameters = parameters_of(config.model)
     segment, segments = config.data.segment_length, config.optim.gradient_segments
-    flops = flops_of(config.model, segment, lanes_of_pass(config, world_size), segments)
+    flops = flops_of(config.model, segment, config.data.lanes, segments)
     every = engine.checkpoint_every_n_layers
     return [
         (
@@ -181,7 +181,7 @@ def _flops_lines(flops: Flops, parameters: Parameters, explain: bool) -> list[st
     formulas = {
         "projections": "A 4 d (h + k (1 + M/T)): memory's keys and values are projected again "
         "in every segment",
-        "positions": "A 2 d h K / (T B), relative positions only",
+        "positions": "A 2 d h K / (T data.lanes), relative positions only",
         "attention": "A 6 h K; without relative positions A 4 h K",
         "deltanet": "(L - A) (2 d (2 h + 3 x) + C (6 h + 4 x + 2 h / H) + 6 H x), in chunks of C",
         "feed_forward": "L 4 d f; swiglu: L 6 d f",
@@ -248,9 +248,8 @@ def _time_lines(
     mfu = hardware.assumed_mfu(mfu)
     time = run_time(config, world_size, device.peak(config.engine) * mfu)
     spans = spans_of_phases(config, range(config.optim.steps))
-    flops = sum(count * flops_of_step(phase, world_size) for phase, count in spans)
+    cost = cost_of(config)
     computed = sum(count * computed_flops_of_step(phase, world_size) for phase, count in spans)
-    tokens = sum(count * phase.tokens_per_step for phase, count in spans)
     tokens_per_second = config.tokens_per_step / time.of_step[0]
     first = f"({config.tokens_per_step:,} tokens)"
     a_day = f"{si(86400 * tokens_per_second)} tokens a day"
@@ -260,10 +259,10 @@ def _time_lines(
         lines.append("  an upper bound: starting the kernels of so small a step takes longer")
     update = orthogonalizing_flops(config.model, config.optim) * config.optim.steps
     words = "of these FLOPs, in the time"
-    if (repeated := computed - update - flops) > 1e-9 * flops:
-        lines.append(_row("  recomputed", f"{repeated / flops:.1%}", words))
+    if (repeated := computed - update - cost.flops) > 1e-9 * cost.flops:
+        lines.append(_row("  recomputed", f"{repeated / cost.flops:.1%}", words))
     if update:
-        lines.append(_row("  Muon", f"{update / flops:.1%}", words))
+        lines.append(_row("  Muon", f"{update / cost.flops:.1%}", words))
     if len(spans) > 1:
         for number, ((phase, count), seconds) in enumerate(zip(spans, time.of_step, strict=True)):
             words = f"({phase.data.lanes} lanes x {phase.lane_tokens_per_step} = "
@@ -271,7 +270,7 @@ def _time_lines(
             lines.append(_row(f"  phase {number}", step_time(seconds), words))
     if words := advice_on_phases(config):
         lines.append(f"  {words}")
-    words = f"({config.optim.steps:,} steps, {si(tokens)} tokens, {_flop(flops)})"
+    words = f"({config.optim.steps:,} steps, {si(cost.tokens)} tokens, {_flop(cost.flops)})"
     lines.append(_row("  training", duration(time.training), words))
     lines.append(_evaluation_line(config, time))
     seconds = time.training + (time.evaluation or 0.0)

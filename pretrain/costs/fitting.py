@@ -26,7 +26,7 @@ from pretrain.costs.device_memory import (
     total_bytes,
 )
 from pretrain.costs.devices import GIB
-from pretrain.costs.flops import computed_flops_of_step, flops_of_step
+from pretrain.costs.flops import computed_flops_of_step, flops_per_token
 from pretrain.costs.footprint import footprint_of
 
 # Stage 3 gathers the weights for each forward and backward pass: half as much traffic again.
@@ -164,7 +164,8 @@ def _passes(run: RunConfig, world_size: int) -> Iterator[tuple[int, int, float]]
 def _cost(run: RunConfig, world_size: int, passes: float) -> float:
     """What the settings add to a step, as a part of its time; `passes` times as many as before."""
     try:
-        repeated = computed_flops_of_step(run, world_size) / flops_of_step(run, world_size) - 1
+        once = run.tokens_per_step * flops_per_token(run)
+        repeated = computed_flops_of_step(run, world_size) / once - 1
     except ConfigError:
         return math.inf
     engine = run.engine

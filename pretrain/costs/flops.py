@@ -107,13 +107,13 @@ def cost_of(run: RunConfig, steps: int | None = None) -> RunCost:
     parameters = parameters_of(run.model)
     counted = range(run.optim.steps if steps is None else steps)
     spans = [
-        (phase.tokens_per_step * count, _flops_per_token(phase))
+        (phase.tokens_per_step * count, flops_per_token(phase))
         for phase, count in spans_of_phases(run, counted)
     ]
     return RunCost(
         parameters=parameters.total,
         body_parameters=parameters.body,
-        flops_per_token=_flops_per_token(run),
+        flops_per_token=flops_per_token(run),
         tokens_per_step=run.tokens_per_step,
         steps=len(counted),
         tokens=sum(tokens for tokens, _ in spans),
@@ -121,20 +121,16 @@ def cost_of(run: RunConfig, steps: int | None = None) -> RunCost:
     )
 
 
-def _flops_per_token(run: RunConfig) -> float:
+def flops_per_token(run: RunConfig) -> float:
+    """Return the training FLOPs per token of the phase that `run` describes.
+
+    Plans, reports and MFU count these, whatever ranks and micro-batches compute a second time.
+    """
     return _training_flops(run, run.data.lanes).training
 
 
 def _training_flops(run: RunConfig, lanes: int) -> Flops:
     return flops_of(run.model, run.data.segment_length, lanes, run.optim.gradient_segments)
-
-
-def flops_of_step(run: RunConfig, world_size: int) -> float:
-    """Return the FLOPs of all ranks in one step of the phase that `run` describes.
-
-    These are what MFU counts: without what is computed a second time to save memory.
-    """
-    return run.tokens_per_step * _training_flops(run, lanes_of_pass(run, world_size)).training
 
 
 def forward_flops_of_step(run: RunConfig, world_size: int) -> float:
@@ -143,7 +139,8 @@ def forward_flops_of_step(run: RunConfig, world_size: int) -> float:
 
 
 def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
-    """Return `flops_of_step`, Muon's, and what checkpointing and chunks of logits repeat."""
+    """Return the FLOPs of all ranks in one step: those of the passes, with the encodings that each
+    projects again, Muon's, and what checkpointing and chunks of logits repeat."""
     model, engine, tokens = run.model, run.engine, run.model.read_tokens(run.data.segment_length)
     factor, lanes = tokens / run.data.segment_length, lanes_of_pass(run, world_size)
     flops, w = _training_flops(run, lanes), _attention_widths(model)[0]
@@ -162,7 +159,7 @@ def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
     in_chunks = 0 < engine.logits_chunk_tokens < tokens_of_pass(run, world_size)
     per_token = of_layers * checkpointed + (_output_flops(model) if in_chunks else 0.0)
     update = orthogonalizing_flops(model, run.optim)
-    return flops_of_step(run, world_size) + run.tokens_per_step * per_token + update
+    return run.tokens_per_step * (flops.training + per_token) + update
 
 
 def mean_memory(model: ModelConfig) -> float:

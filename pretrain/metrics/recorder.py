@@ -38,7 +38,7 @@ from data_pipeline.lanes.lane_stream import SegmentBatch
 from data_pipeline.lanes.prefetch import Prefetcher
 from data_pipeline.patience import outlast
 from pretrain.config.run import RunConfig
-from pretrain.costs.flops import flops_of_step
+from pretrain.costs.flops import flops_per_token
 from pretrain.costs.throughput import memory_in_use_gib
 from pretrain.distributed.world import (
     World,
@@ -106,7 +106,7 @@ class MetricsRecorder:
         self._profiler: StepProfiler | None = None
         self._slot_losses: list[Tensor] = []
         self._steps: list[_Step] = []
-        self._flops_per_token = flops_of_step(run, world.world_size) / run.tokens_per_step
+        self._flops_per_token = flops_per_token(run)
         self._peak = peak_of_run(run_dir, world, run.engine.number_format)
         self._standstill_clock = StandstillClock()
         self._stalls = StallMeter()

@@ -19,7 +19,7 @@ from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.costs.cluster import ClusterConfig, load_cluster, seconds_of
 from pretrain.costs.device_memory import memory_parts, total_bytes
 from pretrain.costs.devices import DEVICES, GPU_MFU, USABLE
-from pretrain.costs.flops import flops_of_step
+from pretrain.costs.flops import computed_flops_of_step
 from pretrain.costs.node_range import NodeRange, fixed_nodes, parse_nodes
 
 CLUSTERS = sorted((Path(__file__).parents[3] / "configs" / "clusters").glob("*.yaml"))
@@ -279,7 +279,8 @@ def test_how_rarely_checkpoints_come_follows_from_the_peak_of_the_precision(
 ):
     engine = EngineConfig(precision=precision)
     flops_per_second = 8 * GPU_MFU * 312e12
-    interval = int(0.5 * 86_400 * flops_per_second / flops_of_step(run_config(engine=engine), 8))
+    of_step = computed_flops_of_step(run_config(engine=engine), 8)
+    interval = int(0.5 * 86_400 * flops_per_second / of_step)
     config = run_config(engine=engine, checkpoint=CheckpointConfig(interval=interval))
     assert len(check_run(config, GPU, NodeRange(1, 1), tmp_path)) == num_remarks
 

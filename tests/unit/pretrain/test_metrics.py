@@ -19,6 +19,7 @@ from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import MetricsConfig, RunConfig
+from pretrain.costs.flops import cost_of
 from pretrain.engines.engine import StepResult
 from pretrain.metrics.peak import peak_of_run
 from pretrain.metrics.recorder import MetricsRecorder
@@ -96,8 +97,10 @@ def test_every_step_has_one_line_with_the_mean_over_its_slots(world, run_dir):
     assert lines[1]["used_memory_gib"] > 0.05
 
 
-def test_mfu_and_describe_count_the_same_flops_with_accumulation(world, tmp_path, caplog, capsys):
-    """Positions are projected once per forward pass: here of one lane of two."""
+def test_mfu_describe_and_reports_count_the_same_flops_with_accumulation(
+    world, tmp_path, caplog, capsys
+):
+    """Positions are projected once per forward pass, here of one lane of two; counted is one."""
     caplog.set_level("INFO", "pretrain")
     run = replace(RUN, engine=EngineConfig(kind="torch", micro_batch_lanes=1))
     run_dir = RunDir.create(tmp_path / "slots", run)
@@ -107,6 +110,7 @@ def test_mfu_and_describe_count_the_same_flops_with_accumulation(world, tmp_path
     described = re.search(r"FLOPs per token +(.+?FLOP)", capsys.readouterr().out)
     assert described is not None
     assert said.startswith(f"MFU = tokens/s x {described[1]} per token")
+    assert described[1] == f"{si(cost_of(run).flops_per_token)}FLOP"
 
 
 def test_a_steps_loss_does_not_depend_on_where_intervals_begin(world, tmp_path):
