@@ -102,12 +102,13 @@ def numbers_of(histories: Sequence[History]) -> list[tuple[str, ...]]:
 
 
 def _numbers(history: History) -> dict[str, str]:
+    results = history.results
     return {
         "step": f"{history.step:,}",
         "tokens": si(history.tokens).strip(),
-        **history.results.cells,
+        **results.cells,
         **{
-            set_loss_name(printable(name)): number(loss, ".4f")
+            set_loss_name(printable(name)): number(loss, ".4f") + results.when_validated
             for name, loss in set_losses(history.summary.evaluation).items()
         },
         **{

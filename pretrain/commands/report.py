@@ -85,7 +85,7 @@ def summary(history: History) -> str:
     parts = [
         f"step {history.step:,} of {steps:,}",
         f"{TRAIN_LOSS} {number(results.train_loss, '.4f')}",
-        f"{VALIDATION_LOSS} {number(results.validation_loss, '.4f')}",
+        f"{VALIDATION_LOSS} {results.cells[VALIDATION_LOSS]}",
     ]
     if history.time_spent is not None:
         parts.append(f"goodput {history.time_spent.goodput:.0%}")

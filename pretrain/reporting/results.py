@@ -29,6 +29,7 @@ class RunResults:
 
     train_loss: float | None = None
     validation_loss: float | None = None
+    validation_step: int | None = None  # of that evaluation, if another than the run's latest
     bits_per_byte: float | None = None
     memory_gain: float | None = None
     parameters: int | None = None
@@ -38,11 +39,16 @@ class RunResults:
     skipped_windows: int = 0  # of data, that rewinds after loss spikes skip
 
     @property
+    def when_validated(self) -> str:
+        """What to add to a validation loss beside the run's step: ` (step 100)` of another one."""
+        return "" if self.validation_step is None else f" (step {self.validation_step:,})"
+
+    @property
     def cells(self) -> dict[str, str]:
         """The texts of a table's cells, by the heads of their columns."""
         return {
             TRAIN_LOSS: number(self.train_loss, ".4f"),
-            VALIDATION_LOSS: number(self.validation_loss, ".4f"),
+            VALIDATION_LOSS: number(self.validation_loss, ".4f") + self.when_validated,
             "bits/byte": number(self.bits_per_byte, ".4f"),
             MEMORY_GAIN: number(self.memory_gain, "+.4f"),
             "parameters": "-" if self.parameters is None else si(self.parameters).strip(),
@@ -69,6 +75,7 @@ def results_of(
     return RunResults(
         train_loss=metrics.train_loss,
         validation_loss=evaluation.get("loss"),
+        validation_step=None if (step := evaluation.get("step")) == metrics.step else step,
         bits_per_byte=evaluation.get("bits_per_byte"),
         memory_gain=memory_gain(evaluation) if carries_memory else None,
         parameters=None if cost is None else cost.parameters,

@@ -25,6 +25,7 @@ from launcher.slurm.snapshot import Snapshot
 from launcher.sweep_cells import CellRun, describe, longest_first, read_cells
 from launcher.sweep_runs import array_of, classes, end_of, parts_of
 from pretrain.checkpoint.directory import step_directory
+from pretrain.cli import main as pretrain
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.costs.cluster import ClusterConfig
@@ -432,6 +433,27 @@ def test_collect_writes_settings_and_results_of_every_cell(grid, capsys, monkeyp
     }
     assert {name: rows[1][name] for name in expected} == expected
     assert (rows[0]["state"], rows[0]["bits_per_byte"]) == ("new", "")
+
+
+def test_a_validation_loss_of_an_earlier_step_names_that_step(sweep, capsys, monkeypatch):
+    monkeypatch.chdir(sweep.parent)
+    for cell in read_cells(read_sweep(sweep), sweep, Path("runs/three")):
+        make_done(cell)
+    metrics = Path("runs/three/plain/metrics.jsonl")
+    interval, evaluation = metrics.read_text().splitlines()
+    metrics.write_text(f"{evaluation.replace(': 10', ': 5')}\n{interval}\n")
+    for words in (["sweep", "status", str(sweep)], ["sweep", "report", str(sweep)]):
+        assert main(words) == 0
+        said = capsys.readouterr().out
+        assert said.count("2.0000 (step 5)") == 1
+        assert said.count("2.0000") == 3
+    assert Path("runs/three/compare.html").read_text().count(">2.0000 (step 5)<") == 1
+    assert main(["status", "runs/three/plain"]) == 0
+    assert re.search(r"validation loss +2\.0000 \(step 5\)", capsys.readouterr().out)
+    assert pretrain(["report", "runs/three/plain", "runs/three/other"]) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert "step 10 of 10, train loss 0.7500, validation loss 2.0000 (step 5), " in first
+    assert "validation loss 2.0000, " in second
 
 
 def test_results_are_spelled_as_settings_files_spell_them(sweep, monkeypatch):
