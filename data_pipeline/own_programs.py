@@ -46,3 +46,13 @@ def copied_arguments(code: Path, module: str, *arguments: str) -> list[str]:
     Python then looks into the copy first and not into the working directory.
     """
     return [str(code), module, *arguments]
+
+
+def installed_version() -> str:
+    """The version of these programs; 0 where they are not installed."""
+    from importlib import metadata  # late: with it come modules of email and zip files
+
+    try:
+        return metadata.version("xl-pretrain")
+    except metadata.PackageNotFoundError:
+        return "0"

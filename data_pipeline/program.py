@@ -36,6 +36,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from data_pipeline.errors import ConfigError, UserError, exit_status_of
+from data_pipeline.own_programs import installed_version
 from data_pipeline.setting_tree import MOST_SUGGESTED, settings_called
 from data_pipeline.yaml_files import YAML_SUFFIXES, did_you_mean
 
@@ -66,7 +67,7 @@ class Program:
         lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in self.commands.items()]
         more = f"Run '{self.name} COMMAND --help' for the flags of a command."
         return "\n".join(
-            [f"usage: {self.name} COMMAND ...", "", self.purpose, "", *lines, "", more]
+            [f"usage: {self.name} COMMAND ... | --version", "", self.purpose, "", *lines, "", more]
         )
 
     def dispatch(self, arguments: list[str]) -> int:
@@ -77,6 +78,9 @@ class Program:
         name, *rest = arguments
         if name in ("-h", "--help"):
             print(self.usage())
+            return 0
+        if name == "--version":
+            print(f"{self.name} {installed_version()}")
             return 0
         if name not in self.commands:
             hint = did_you_mean(name, list(self.commands))

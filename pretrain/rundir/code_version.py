@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from importlib import metadata
 from pathlib import Path
+
+from data_pipeline.own_programs import installed_version
 
 PACKAGES = ("data_pipeline", "pretrain")  # all that a rank runs
 
@@ -20,11 +21,4 @@ def code_version() -> str:
         for path in sorted((root / package).rglob("*.py")):
             content = path.read_bytes()
             digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
-    return f"{_installed_version()}+{digest.hexdigest()[:12]}"
-
-
-def _installed_version() -> str:
-    try:
-        return metadata.version("xl-pretrain")
-    except metadata.PackageNotFoundError:
-        return "0"
+    return f"{installed_version()}+{digest.hexdigest()[:12]}"

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -269,6 +270,19 @@ def test_help_imports_nothing_heavy_and_without_a_command_not_even_numpy(command
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: data-pipeline {command}")
+
+
+@pytest.mark.parametrize("program", ["data-pipeline", "pretrain", "launcher"])
+def test_every_program_says_its_version_without_importing_torch(program):
+    module = program.replace("-", "_")
+    code = f"""
+import sys
+from {module}.cli import PROGRAM
+assert PROGRAM.main(["--version"]) == 0
+assert "torch" not in sys.modules
+"""
+    output = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert output == f"{program} {metadata.version('xl-pretrain')}\n"
 
 
 @pytest.mark.parametrize("package", ["data_pipeline", "pretrain", "launcher"])
