@@ -19,6 +19,8 @@ from pretrain.config.model import ModelConfig
 from pretrain.model.gradient_sums import GradientSums
 from pretrain.model.parameters import normal, zeros
 
+_NO_TARGET = -(2**63)  # nothing is ignored: kernels stop at -100, which torch would give no loss
+
 
 def bin_ranges(config: ModelConfig) -> list[range]:
     """Return the tokens of each bin: the shortlist, then one bin per cutoff."""
@@ -156,12 +158,21 @@ class AdaptiveSoftmax(nn.Module):
         if targets_BL is None:
             return self._log_probabilities(hidden_TD).unflatten(0, hidden_BLD.shape[:2])
         targets_T = targets_BL.flatten()
+        if targets_T.is_cpu and len(targets_T):  # elsewhere the device would have to be waited for
+            self._refuse_unknown(*targets_T.aminmax())
         size = self._chunk_tokens or len(targets_T)
         recomputes = size < len(targets_T) and torch.is_grad_enabled()
         nll = self._recomputed_nll if recomputes else self._nll
         chunks = list(zip(hidden_TD.split(size), targets_T.split(size), strict=True))
         sums = GradientSums(len(chunks))
         return torch.cat([nll(*chunk, sums) for chunk in chunks]).view(targets_BL.shape)
+
+    def _refuse_unknown(self, lowest: Tensor, highest: Tensor) -> None:
+        """Raise IndexError unless the targets are tokens; no value stands for one to ignore."""
+        known = range(self._ranges[-1].stop)
+        for target in (int(lowest), int(highest)):
+            if target not in known:
+                raise IndexError(f"found the target {target}, expected a token below {len(known)}")
 
     def _recomputed_nll(self, hidden_TD: Tensor, targets_T: Tensor, sums: GradientSums) -> Tensor:
         nll_T = checkpoint(
@@ -191,7 +202,7 @@ class AdaptiveSoftmax(nn.Module):
         It draws the logarithm of the softmax's normalizer, log(sum(exp(logits))), towards zero.
         """
         logits_TV = at_least_float32(logits_TV)
-        nll_T = cross_entropy(logits_TV, targets_T, reduction="none")
+        nll_T = cross_entropy(logits_TV, targets_T, ignore_index=_NO_TARGET, reduction="none")
         if not self._z_loss or not torch.is_grad_enabled():
             return nll_T
         return with_gradient_of(nll_T, self._z_loss * logits_TV.logsumexp(1).square())

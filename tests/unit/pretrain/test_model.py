@@ -210,6 +210,18 @@ def test_a_chunked_head_changes_neither_losses_nor_gradients(
     torch.testing.assert_close(gradients(chunked), gradients(whole), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("cutoffs", [(), (10, 30)], ids=str)
+@pytest.mark.parametrize("target", [-100, -1, TINY.vocab_size])
+def test_a_target_that_is_no_token_is_refused_and_not_given_a_loss_of_0(target, cutoffs) -> None:
+    model = TransformerXL(replace(TINY, cutoffs=cutoffs))
+    tokens_BL = random_tokens(2, 5)
+    targets_BL = tokens_BL.clone()
+    targets_BL[1, 2] = target
+    said = f"found the target {target}, expected a token below {TINY.vocab_size}"
+    with pytest.raises(IndexError, match=said):
+        model(tokens_BL, targets_BL)
+
+
 @pytest.mark.parametrize("options", [{}, {"cutoffs": (10, 30), "div_val": 2}], ids=str)
 def test_in_bf16_the_error_of_gradients_does_not_grow_with_the_number_of_chunks(
     options: dict[str, Any],
