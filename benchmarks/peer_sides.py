@@ -24,7 +24,8 @@ from torch import Tensor
 
 from pretrain.config.run import OptimConfig
 from pretrain.model.cached import Stream, new_stream
-from pretrain.weights.original import config_of_original, import_state
+from pretrain.weights.original import import_state
+from tests.helpers.original_settings import config_of_original
 
 Weights = dict[str, np.ndarray]
 CLIP_NORM = 0.25

@@ -1,10 +1,9 @@
-"""The settings of a schema as text for a terminal, and as Markdown tables for docs/settings.md."""
+"""The settings of a schema as text for a terminal."""
 
 from __future__ import annotations
 
-import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING
 from pathlib import Path
 from types import NoneType, UnionType
@@ -65,39 +64,6 @@ def as_text(schema: Any, prefix: str, rule: ResumeRule, width: int) -> Iterator[
             yield from textwrap.wrap(fact, width, initial_indent="    ", subsequent_indent="      ")
 
 
-def as_markdown(schema: Any, rule: ResumeRule) -> Iterator[str]:
-    """Yield a table of the schema's own settings, then one of each of its sections."""
-    settings = list(settings_of(schema))
-    others: Mapping[str, str] = getattr(schema, OTHER_NAMES, {})
-    own = [each for each in settings if not _section_of(each.name)]
-    yield from _table(schema, own, rule, others)
-    for section in settings:
-        if section.section:
-            mark = "[]" if section.hint is not section.section else ""
-            name = f"{section.name}{mark}"
-            yield from ("", f"### {section.name}", "", section.meaning, "")
-            inside = [each for each in settings if _section_of(each.name) == name]
-            yield from _table(section.section, inside, rule, others)
-
-
-def _table(
-    owner: type, settings: Sequence[Setting], rule: ResumeRule, others: Mapping[str, str]
-) -> Iterator[str]:
-    source = inspect.getmodule(owner)
-    assert source is not None
-    yield f"Defined in `{source.__name__.replace('.', '/')}.py`."
-    yield ""
-    yield "| setting | default | value | meaning |"
-    yield "|---|---|---|---|"
-    for each in settings:
-        if each.section is None:
-            names = others.get(each.name, "").split()
-            aside = f" Elsewhere: {', '.join(f'`{name}`' for name in names)}." if names else ""
-            value = f"{kind_of(each)}{_and(rule(each.name))}"
-            meaning = f"{each.meaning}{aside}".replace("|", "\\|")
-            yield f"| `{each.name}` | `{default_of(each)}` | {value} | {meaning} |"
-
-
 def kind_of(setting: Setting) -> str:
     """Return type, choices, range and unit of a setting: `integer from 1 to 4,096, layers`."""
     text = _type_of(setting.hint)
@@ -144,10 +110,6 @@ def _type_of(hint: Any) -> str:
 
 def _choices_of(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) is Literal else ()
-
-
-def _section_of(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _and(text: str) -> str:

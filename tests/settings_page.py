@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.config import CorpusConfig
-from data_pipeline.setting_pages import as_markdown, no_resume
+from data_pipeline.setting_pages import ResumeRule, default_of, kind_of, no_resume
+from data_pipeline.setting_tree import OTHER_NAMES, Setting, settings_of
 from pretrain.commands.settings import resume_rule
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig
@@ -47,6 +50,39 @@ def _lines() -> Iterator[str]:
     for title, purpose, schema, rule in KINDS:
         yield from ("", f"## {title}", "", purpose, "")
         yield from as_markdown(schema, rule)
+
+
+def as_markdown(schema: Any, rule: ResumeRule) -> Iterator[str]:
+    """Yield a table of the schema's own settings, then one of each of its sections."""
+    settings = list(settings_of(schema))
+    others: Mapping[str, str] = getattr(schema, OTHER_NAMES, {})
+    yield from _table(schema, _inside("", settings), rule, others)
+    for section in settings:
+        if section.section:
+            mark = "[]" if section.hint is not section.section else ""
+            name = f"{section.name}{mark}"
+            yield from ("", f"### {section.name}", "", section.meaning, "")
+            yield from _table(section.section, _inside(name, settings), rule, others)
+
+
+def _inside(section: str, settings: Sequence[Setting]) -> list[Setting]:
+    return [each for each in settings if each.name.rpartition(".")[0] == section]
+
+
+def _table(
+    owner: type, settings: Sequence[Setting], rule: ResumeRule, others: Mapping[str, str]
+) -> Iterator[str]:
+    source = inspect.getmodule(owner)
+    assert source is not None
+    yield f"Defined in `{source.__name__.replace('.', '/')}.py`."
+    yield from ("", "| setting | default | value | meaning |", "|---|---|---|---|")
+    for each in settings:
+        if each.section is None:
+            names = others.get(each.name, "").split()
+            aside = f" Elsewhere: {', '.join(f'`{name}`' for name in names)}." if names else ""
+            value = "; ".join(filter(None, (kind_of(each), rule(each.name))))
+            meaning = f"{each.meaning}{aside}".replace("|", "\\|")
+            yield f"| `{each.name}` | `{default_of(each)}` | {value} | {meaning} |"
 
 
 if __name__ == "__main__":

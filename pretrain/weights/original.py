@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from data_pipeline.checked_fields import Fields, InvalidField
-from data_pipeline.errors import CheckpointError, ConfigError
+from data_pipeline.errors import CheckpointError
 from data_pipeline.files import open_regular
 from pretrain.config.model import ModelConfig
 from pretrain.model.embedding_and_softmax import bin_ranges
@@ -37,44 +35,6 @@ LAYER_NAMES = {
     "pos_ff.layer_norm.weight": "feed_forward_norm.gain",
     "pos_ff.layer_norm.bias": "feed_forward_norm.bias",
 }
-
-
-def config_of_original(settings: Mapping[str, Any]) -> ModelConfig:
-    """Return the model that the original builds from these settings, given under its own names.
-
-    `untie_r` is a setting of the original's TensorFlow code. ConfigError if one is missing or is
-    not of its type.
-    """
-    try:
-        return _config_of(Fields(settings))
-    except InvalidField as error:
-        raise ConfigError(f"{error}; is this a configuration of the original?") from None
-
-
-def _config_of(settings: Fields) -> ModelConfig:
-    cutoffs = settings.integers("cutoffs")
-    # Its list may be longer than the bins it is used for.
-    tied = (settings.integers("tie_projs") or [False] * (len(cutoffs) + 1))[: len(cutoffs) + 1]
-    memory_length = settings.integer("mem_len")
-    return ModelConfig(
-        vocab_size=settings.integer("n_token"),
-        num_layers=settings.integer("n_layer"),
-        d_model=settings.integer("d_model"),
-        num_heads=settings.integer("n_head"),
-        d_head=settings.integer("d_head"),
-        d_inner=settings.integer("d_inner"),
-        d_embed=settings.integer("d_embed"),
-        memory_length=memory_length,
-        norm_position="pre" if settings.flag("pre_lnorm") else "post",
-        untie_biases=settings.has("untie_r") and settings.flag("untie_r"),
-        # Without memory the original ignores it.
-        same_length=settings.flag("same_length") and memory_length > 0,
-        clamp_length=max(0, settings.integer("clamp_len", -1)),
-        tie_embeddings=settings.flag("tie_weight"),
-        cutoffs=tuple(cutoffs),
-        div_val=settings.integer("div_val"),
-        tie_projections=tuple(map(bool, tied)),
-    )
 
 
 def original_to_ours(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

@@ -22,7 +22,8 @@ from pretrain.model.attention_paths import forbidden_LC
 from pretrain.model.lane_state import Carried, LaneState, Memory
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.weights.original import config_of_original, original_to_ours
+from pretrain.weights.original import original_to_ours
+from tests.helpers.original_settings import config_of_original
 
 LIMIT = 1e-10
 MASK_NAME = re.compile(r"q(\d+)_mlen(\d+)_memlen(\d+)_same([01])")

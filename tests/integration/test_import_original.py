@@ -15,7 +15,8 @@ from data_pipeline.errors import CheckpointError
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.cli import main
 from pretrain.weights.export import load_export
-from pretrain.weights.original import checked_loss, config_of_original, import_state, read_state
+from pretrain.weights.original import checked_loss, import_state, read_state
+from tests.helpers.original_settings import config_of_original
 from tests.helpers.reference_model import DEFAULTS, random_state, reference_segment
 
 ADAPTIVE: dict[str, Any] = {

@@ -26,7 +26,7 @@ from benchmarks.peers import (
 )
 from data_pipeline.errors import UserError
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.weights.original import config_of_original
+from tests.helpers.original_settings import config_of_original
 from tests.helpers.reference_training import ReferenceTransformerXL, original_state
 
 CASE = Case("case", {**LOSS_MODEL, "n_layer": 2}, segment_length=8, lanes=2, learning_rate=1e-2)
