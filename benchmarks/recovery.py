@@ -152,7 +152,7 @@ def damaged(directory: Path, recorded: list[Recorded]) -> Iterator[Measurement]:
 def small_corpus(directory: Path) -> Corpus:
     """The start of the standard library in bytes."""
     text = directory / "text" / "library.jsonl"
-    write_jsonl(text, islice(standard_library(), 300), "the standard library")
+    write_jsonl(text, islice(standard_library(), 300))
     output = directory / "corpus"
     build_corpus(
         CorpusConfig(input=(text,), output=output, threads=1,

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     fetch_wheels(out / WHEELS, arguments.python)
     if not (out / CORPUS / "train" / MANIFEST_NAME).exists():
         text = out.with_name(f"{out.name}-text") / "text.jsonl"
-        print(write_jsonl(text, standard_library(), "the standard library"))
+        print(write_jsonl(text, standard_library()))
         build_small_corpus(text, out / CORPUS, TokenizerConfig(kind="bpe", vocab_size=VOCABULARY))
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     print(f"{out}: {size / 2**20:.1f} MiB")

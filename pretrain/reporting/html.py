@@ -41,7 +41,6 @@ section { padding: 24px; margin-top: 20px; }
 .card { padding: 18px 20px; }
 .card b { display: block; font-size: 28px; line-height: 1.2; letter-spacing: -.02em;
   white-space: nowrap; }
-.card.good b { color: var(--good); }
 .card.bad b { color: var(--alarm); }
 .card span { color: var(--faint); font-size: 14px; line-height: 1.45; display: block;
   margin-top: 6px; }
@@ -60,11 +59,8 @@ th:first-child, td:first-child { padding-left: 0; }
 .words td { white-space: normal; vertical-align: top; }
 .words td:first-child { color: var(--faint); white-space: nowrap; }
 .words tr:first-child td { border-top: 0; }
-.bits td { font: 12.5px var(--mono); }
 pre { font: 13px/1.55 var(--mono); background: var(--page); border-radius: 8px; padding: 16px;
   margin: 12px 0 0; overflow-x: auto; }
-pre.prose { white-space: pre-wrap; overflow-wrap: anywhere; }
-pre i { color: var(--faint); font-style: normal; }
 footer { color: var(--faint); font-size: 13px; margin-top: 28px; }
 @media (max-width: 520px) {
   main { padding: 24px 14px 40px; }
@@ -82,7 +78,7 @@ footer { color: var(--faint); font-size: 13px; margin-top: 28px; }
 
 @dataclass(frozen=True)
 class Card:
-    """A number in large type and what it says. `mood` is good, bad or empty."""
+    """A number in large type and what it says. `mood` is bad or empty."""
 
     number: str
     words: str

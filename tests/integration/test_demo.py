@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from launcher.status.run_state import read_state
+from pretrain.cli import main
 from pretrain.demo import texts
 from pretrain.processes.local_ranks import RankGroup
 from pretrain.reporting.run_history import read_history
@@ -74,34 +75,36 @@ def story(tmp_path_factory) -> tuple[Path, str, str]:
     return folder / "demo", said_first, second.stdout
 
 
-def results_of(directory: Path) -> dict:
-    return json.loads((directory / "demo.json").read_text())["results"]
-
-
-def test_a_stopped_demo_says_how_to_resume_and_then_does(story):
-    _, said_first, said = story
-    assert "run the same command to resume" in said_first
-    assert "Traceback" not in said_first
-    kept = [line for line in said.splitlines() if "kept from before" in line]
-    assert len(kept) == 2, "text and shards were finished"
-    numbers = [int(number) for number in re.findall(r"^(\d)/7 ", said, re.MULTILINE)]
-    assert numbers == list(range(1, 8))
-
-
 def starts_and_ends(run: Path) -> list[str]:
     """The events of a run, except for those that a busy machine brings."""
     events = [json.loads(line)["event"] for line in (run / "ledger.jsonl").read_text().splitlines()]
     return [event for event in events if event not in ("straggler", "stalled")]
 
 
+def test_a_stopped_demo_says_how_to_resume_and_then_does(story):
+    _, said_first, said = story
+    assert "run the same command to resume" in said_first
+    assert "Traceback" not in said_first
+    assert "is already built from this text" in said, "shards were finished"
+    numbers = [int(number) for number in re.findall(r"^(\d)/7 ", said, re.MULTILINE)]
+    assert numbers == list(range(1, 8))
+
+
 def test_the_killed_run_lost_steps_and_repeated_them_bit_for_bit(story):
     directory, _, said = story
-    kill, resumed = results_of(directory)["killed"], results_of(directory)["resumed"]
-    assert 0 < kill["checkpoint"] < kill["killed_after"] < STEPS
-    assert kill["lost"][-1][0] == kill["killed_after"]
-    assert resumed["problems"] == []
+    killed_after, checkpoint, lost = map(int, re.findall(r"\b\d+", line_with("killed after", said)))
+    assert 0 < checkpoint < killed_after < STEPS
+    assert lost == killed_after - checkpoint
+    _, losses = json.loads((directory / "before-the-kill.json").read_text())
+    assert list(map(int, losses)) == list(range(1, killed_after + 1))
+    bits = re.findall(rf"^ *{killed_after} .* (0x\S+) +(0x\S+) +(0x\S+)", said, re.MULTILINE)
+    assert [len(set(found)) for found in bits] == [1], said
     assert f"all {STEPS} losses and the final state are equal, bit for bit" in said
     assert starts_and_ends(directory / "killed") == ["started", "resumed", "finished"]
+
+
+def line_with(words: str, said: str) -> str:
+    return next(line for line in said.splitlines() if words in line)
 
 
 def test_the_uninterrupted_run_was_started_once(story):
@@ -118,35 +121,28 @@ def test_the_demo_names_one_train_and_one_validation_loss(story):
     for name, loss in (("train", results.train_loss), ("validation", results.validation_loss)):
         pattern = rf"{name} loss (\d\.\d{{4}})"
         assert re.findall(pattern, progress)[-1] == f"{loss:.4f}"
-        assert re.findall(pattern, said) == [f"{loss:.4f}"] * 2, "a summary, and the end"
-    rows = results_of(directory)["memory"]["rows"]
-    assert [f"{row['loss']:.4f}" for row in rows if row["memory_length"] == 64] == [
-        f"{results.validation_loss:.4f}"
-    ]
-
-
-def test_it_evaluated_with_memories_of_four_lengths(story):
-    rows = results_of(story[0])["memory"]["rows"]
-    assert [row["memory_length"] for row in rows] == [0, 64, 128, 256]
-    assert len({row["tokens"] for row in rows}) == 1
-    assert len({row["loss"] for row in rows}) == 4
+        assert set(re.findall(pattern, said)) == {f"{loss:.4f}"}, "summaries, and the end"
+    rows = re.findall(r"^ *(0|64|128|256) +(\d\.\d{4}) ", said, re.MULTILINE)
+    assert [length for length, _ in rows] == ["0", "64", "128", "256"]
+    assert dict(rows)["64"] == f"{results.validation_loss:.4f}"
+    assert len({loss for _, loss in rows}) == 4
 
 
 def test_the_report_is_one_file_that_names_no_machine(story):
     directory, _, said = story
     report = (directory / "report.html").read_text()
     assert str(directory / "report.html") in said
-    assert report.count("<td>equal") >= 6
-    assert report.count("<svg") == 3
+    assert "<svg" in report
     assert socket.gethostname() not in report
     assert not re.search(r'(src|href)="(?!#)', report)
 
 
-def test_a_finished_demo_only_writes_its_report_again(story):
+def test_a_finished_demo_trains_nothing_again(story):
     directory = story[0]
     again = run(demo(directory.parent))
     assert again.returncode == 0
-    assert again.stdout.count("kept from before") == 7
+    assert again.stdout.split("Results")[1] == story[2].split("Results")[1]
+    assert starts_and_ends(directory / "killed") == ["started", "resumed", "finished"]
 
 
 def test_evaluation_gives_the_same_answer_on_one_rank_and_on_two(story, tmp_path):
@@ -165,43 +161,23 @@ def test_evaluation_gives_the_same_answer_on_one_rank_and_on_two(story, tmp_path
         assert {**two, "seconds": 0} == {**one, "seconds": 0}
 
 
-def test_sampling_repeats_itself_with_the_same_seed_and_only_then(story):
-    command = [
-        sys.executable,
-        "-m",
-        "pretrain",
-        "generate",
-        str(story[0] / "killed"),
-        "--prompt",
-        "def ",
-        "--tokens",
-        "40",
-    ]
-    first, again, other = run(command), run(command), run([*command, "--seed", "2"])
-    assert first.returncode == 0, first.stderr
-    assert first.stdout.startswith("def ")
-    assert first.stdout == again.stdout != other.stdout
-    several = run([*command, "--samples", "2"])
-    assert several.stdout.count("==== sample") == 2
+def test_sampling_repeats_itself_with_the_same_seed_and_only_then(story, capsys):
+    def sampled(*options: str) -> str:
+        prompt = ["--prompt", "def ", "--tokens", "40"]
+        assert main(["generate", str(story[0] / "killed"), *prompt, *options]) == 0
+        return capsys.readouterr().out
+
+    first, again, other = sampled(), sampled(), sampled("--seed", "2")
+    assert first.startswith("def ")
+    assert first == again != other
+    assert sampled("--samples", "2").count("==== sample") == 2
 
 
 def test_a_small_corpus_and_a_missing_one_take_one_clear_line(tmp_path):
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "note.txt").write_text("too little\n")
-    small = run(demo(tmp_path))
-    missing = run(
-        [
-            sys.executable,
-            "-m",
-            "pretrain",
-            "demo",
-            "--corpus",
-            str(tmp_path / "nowhere"),
-            "--run-dir",
-            "unused",
-        ]
-    )
-    for result, words in ((small, "at least 2 MB"), (missing, "nowhere is not a folder")):
+    for options in ([], ["--corpus", str(tmp_path / "nowhere")]):
+        result = run(demo(tmp_path, *options))
         assert result.returncode == 2
-        assert words in result.stderr
+        assert "has 0.00 MB, expected a folder with 2 MB of text" in result.stderr
         assert len(result.stderr.splitlines()) == 1

@@ -121,10 +121,3 @@ def test_the_standard_librarys_text_is_written_as_jsonl(tmp_path, capsys):
     documents = [json.loads(line) for line in path.read_text().splitlines()]
     assert sum(len(document["text"].encode()) for document in documents) > SMALLEST_TEXT
     assert f"{len(documents):,} documents" in capsys.readouterr().out
-
-
-def test_a_missing_file_name_takes_one_line(capsys):
-    assert texts.main([]) == 2
-    error = capsys.readouterr().err
-    assert "expected one, the file to write" in error
-    assert error.count("\n") == 1
