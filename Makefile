@@ -91,10 +91,11 @@ endif
 	pretrain scale variants measure $(VARIANTS_CELLS)
 	pretrain scale variants report $(VARIANTS_CELLS) --output $(VARIANTS)/report
 
-check: $(DEV_STAMP)  ## format, lint and types
+check: $(DEV_STAMP)  ## format, lint, types, and the size of the packages
 	ruff format --check .
 	ruff check .
 	pyright
+	python -m tests.budget
 
 # In the order of collection: the integration tests, whose files take longest, start first. By default
 # xdist starts the files with the most tests first, and these have few. Tests of runs often wait for
