@@ -6,7 +6,7 @@
 While the thread copies, weights, moments, EMA and the tensors of lane memories must not change. The
 loop needs no lock for that: forward and backward passes change none of them (gradients are not
 saved, and a memory is replaced by a new tensor), so it only has to wait before the update.
-Counters, cursors and settings are read before the thread starts. On a GPU the copy runs on a
+Counters, cursors and settings are read before that. On a GPU the copy runs on a
 separate stream, into pinned memory.
 
 It is a thread rather than a process because hashing and writing release the interpreter lock, and
@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from pretrain.checkpoint.tensor_files import (
     write_file,
 )
 from pretrain.distributed.world import World
-from pretrain.engines.engine import Engine
+from pretrain.engines.engine import Engine, is_out_of_memory
 from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState
 
@@ -62,8 +63,44 @@ class SaveProblem:
     remedy: str = "free disk space"
 
     @classmethod
-    def of(cls, error: OSError) -> SaveProblem:
-        return cls(os_error_text(error), remedy=remedy_of(error))
+    def of(cls, error: Exception) -> SaveProblem:
+        if isinstance(error, OSError):
+            return cls(os_error_text(error), remedy=remedy_of(error))
+        if isinstance(error, CheckpointError):  # rank 0 does not see what a rank has written
+            return cls(str(error), remedy="check the disk or file server")
+        if is_out_of_memory(error):
+            return cls(f"out of host memory ({error!r})"[:300], remedy="free host memory")
+        text = (str(error) if isinstance(error, UserError) else "") or repr(error)
+        return cls(text, may_pass=False, remedy="")
+
+
+class Worker:
+    """A thread that makes one task after the other, from the construction on.
+
+    Not a thread per task: once memory has run out, starting one fails or waits forever.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def add(self, task: Callable[[], None]) -> None:
+        """Make this task, which raises nothing, after those before."""
+        self._tasks.put(task)
+
+    def wait(self) -> None:
+        """Return when all tasks so far are done."""
+        done = threading.Event()
+        self._tasks.put(done.set)
+        done.wait()
+
+    def end(self) -> None:
+        """End the thread after the tasks so far; it can do nothing more."""
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        for task in iter(self._tasks.get, None):
+            task()
 
 
 class HostBuffers:
@@ -140,12 +177,11 @@ def pieces_in(rank_files: list[RankFile], rank: int) -> dict[str, Any]:
     return report_of(elements, rank)
 
 
-class Save(threading.Thread):
-    """Writes `rank_files` and adds the rank's to the `reports`; rank 0 then publishes with all.
+class Save:
+    """A task that writes `rank_files` and adds the rank's to the `reports`.
 
-    Rank 0 has made `partial`: a rank that made one itself would write where no other rank looks,
-    under a lost mount. Nobody waits for what rank 0 does `afterwards`, which raises nothing, and
-    before, to clear the reports.
+    Rank 0 then publishes with all. Rank 0 has made `partial`: a rank that made one itself would
+    write where no other rank looks, under a lost mount.
     """
 
     def __init__(
@@ -158,9 +194,7 @@ class Save(threading.Thread):
         world: World,
         reports: RankReports,
         publish: Callable[[list[Report]], None],
-        afterwards: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(name="save", daemon=True)
         self.partial = partial
         self.step = step
         self._rank_files = rank_files
@@ -168,10 +202,10 @@ class Save(threading.Thread):
         self._pieces = pieces_in(rank_files, world.rank)
         self._buffers = buffers
         self._world = world
-        self._reports, self._publish, self._afterwards = reports, publish, afterwards
+        self._reports, self._publish = reports, publish
         self._computed = _event_on(world.device)
         self._copied, self._written = threading.Event(), threading.Event()
-        self._published = threading.Event()
+        self._ended = threading.Event()
         self._canceled = threading.Event()
         self.is_published = False  # as far as this rank knows: rank 0 knows first
         self._problem: SaveProblem | None = None
@@ -187,9 +221,9 @@ class Save(threading.Thread):
 
     def wait_for_publication(self) -> SaveProblem | None:
         """Return when rank 0 has published (on other ranks at once), or with the problem."""
-        if is_late := not self._published.wait(PUBLISH_SECONDS):
+        if is_late := not self._ended.wait(PUBLISH_SECONDS):
             self.cancel()
-        if self.is_published:  # maybe late, while the thread was awaited
+        if self.is_published:  # maybe late, while its end was awaited
             return None
         late = SaveProblem(f"{self.partial}: not published after {PUBLISH_SECONDS:.0f} s")
         return late if is_late else self._problem
@@ -200,10 +234,9 @@ class Save(threading.Thread):
         return self._problem is not None
 
     def cancel(self) -> None:
-        """Write and publish nothing more; returns when the thread has ended."""
+        """Write and publish nothing more; returns when that is so."""
         self._canceled.set()
-        if self.ident is not None:  # else the thread could not be started
-            self.join()
+        self._ended.wait()
 
     def run(self) -> None:
         try:
@@ -217,21 +250,14 @@ class Save(threading.Thread):
             if self._world.is_main:
                 self._publish(self._reports.collect(self._raise_if_canceled))
                 self.is_published = True
-                self._published.set()
                 self._reports.clear()
-                self._afterwards()
-        except OSError as error:
-            self._problem = SaveProblem.of(error)
-        except CheckpointError as error:  # a file that a rank has written is not there for rank 0
-            self._problem = SaveProblem(str(error), remedy="check the disk or file server")
         except Exception as error:  # the loop asks for it, and every rank then raises it
-            text = (str(error) if isinstance(error, UserError) else "") or repr(error)
-            self._problem = SaveProblem(text, may_pass=False, remedy="")
+            self._problem = SaveProblem.of(error)
         finally:
             # Also after an error: whoever waits must wake up and find it.
             self._copied.set()
             self._written.set()
-            self._published.set()
+            self._ended.set()
 
     def _copy(self) -> list[Tensor]:
         with _separate_stream(self._world.device, self._computed):

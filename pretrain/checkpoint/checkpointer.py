@@ -28,6 +28,7 @@ from pretrain.checkpoint.background_save import (
     RankFile,
     Save,
     SaveProblem,
+    Worker,
     files_of_rank,
 )
 from pretrain.checkpoint.elastic_reader import (
@@ -95,7 +96,8 @@ class Checkpointer:
         self._save: Save | None = None
         self._saves = 0  # that were started
         self._node: Sequence[int] = ()  # the ranks of this node
-        self._former: Save | None = None  # published; it may still remove old checkpoints
+        self._saver = Worker("save")
+        self._remover = Worker("removal")  # of old checkpoints, which no save waits for
         self._outage = Outage(patience or Patience())
         self._held = held
         self._published_step = 0  # of the last save that all ranks finished, or were restored from
@@ -106,7 +108,9 @@ class Checkpointer:
     def __exit__(self, *exception: object) -> None:
         if self._save is not None:
             self._save.cancel()
-        self._wait_for_removal()
+        self._remover.wait()
+        self._remover.end()
+        self._saver.end()
 
     def save(
         self,
@@ -138,19 +142,15 @@ class Checkpointer:
         if problem := self._problem_ahead(partial, rank_files, obstacle):
             self._give_up_save(state.step, problem)
             return False
-        publish = self._publication(partial, engine, state, validation_loss, rebuild)
+        index = self._index(engine, state, validation_loss, rebuild)
+        publish = self._publication(partial, index, suspected_since)
         report = report_of_lanes(saved.cursor, past, self._run, self._world)
         self._saves += 1
         reports = RankReports(f"{self._attempt}/{self._saves}", self._world)
         what = (state.step, partial, rank_files, report, self._buffers, self._world, reports)
-        former, self._former = self._former, None
-        self._save = Save(*what, publish, partial_of(self._prune_after, former, suspected_since))
-        self._save.start()
+        self._save = Save(*what, publish)
+        self._saver.add(self._save.run)
         return self._run.checkpoint.asynchronous or self.finish()
-
-    def _wait_for_removal(self) -> None:
-        if self._former is not None and self._former.ident is not None:
-            self._former.join()
 
     def _leaves_out_memories(self, state: TrainState) -> bool:
         """Whether they are to be rebuilt, and what that takes has been read."""
@@ -165,7 +165,7 @@ class Checkpointer:
         Not if storage does not take it: then no checkpoint is kept for its sake.
         """
         if self._world.is_main:
-            self._wait_for_removal()
+            self._remover.wait()
             with contextlib.suppress(OSError, UserError):
                 self._may_write()
                 noted = files.step_directory(self._root, step) / files.VALIDATION_LOSS
@@ -221,7 +221,6 @@ class Checkpointer:
         problems = gather_found(save.wait_for_files(), SaveProblem)
         problems = problems or gather_found(save.wait_for_publication(), SaveProblem)
         if not problems:
-            self._former = save
             self._outage.ended()
             self._published_step = save.step
             return True
@@ -291,20 +290,16 @@ class Checkpointer:
                 problem = SaveProblem(str(error))
         return broadcast_value(problem, SaveProblem | None)
 
-    def _publication(
+    def _index(
         self,
-        partial: Path,
         engine: Engine,
         state: TrainState,
         validation_loss: float | None,
         rebuild: dict[str, Any] | None,
-    ) -> Callable[[list[Report]], None]:
-        """Return what rank 0's thread calls after writing its files.
-
-        The index is built here, on the loop's thread: engine and state will have changed when it is
-        written.
-        """
-        index = {
+    ) -> dict[str, Any]:
+        """Return the index without its lists; engine and state will have changed when it is
+        written."""
+        return {
             "run": self._run_id,
             "step": state.step,
             "tokens_seen": state.tokens_seen,
@@ -315,20 +310,24 @@ class Checkpointer:
             "world_size": self._world.world_size,
             "config": to_tree(self._run),
         }
-        final = files.step_directory(self._root, state.step)
+
+    def _publication(
+        self, partial: Path, index: dict[str, Any], suspected_since: int | None
+    ) -> Callable[[list[Report]], None]:
+        """Return what rank 0's thread calls after writing its files."""
 
         def publish(reports: list[Report]) -> None:
+            final = files.step_directory(self._root, index["step"])
             marker.publish(partial, final, index, reports, self._may_write)
+            self._remover.add(partial_of(self._remove_old, suspected_since))
 
         return publish
 
-    def _prune_after(self, former: Save | None, suspected_since: int | None) -> None:
-        """Remove what is not kept once the save before has; what fails is left to the next one."""
-        if former is not None:
-            former.join()
+    def _remove_old(self, suspected_since: int | None) -> None:
+        """Remove what is not kept; what fails is left to the next save."""
         try:
             self._prune(suspected_since)
-        except (OSError, UserError) as error:
+        except Exception as error:
             logger.warning("old checkpoints stay: %s", error)
 
     def _prune(self, suspected_since: int | None) -> None:

@@ -30,7 +30,7 @@ from data_pipeline.errors import UserError, os_error_text
 from data_pipeline.ownership import private_directory
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.checkpoint.background_save import HostBuffers, Save, files_of
+from pretrain.checkpoint.background_save import HostBuffers, Save, Worker, files_of
 from pretrain.checkpoint.elastic_reader import local_name
 from pretrain.checkpoint.pieces import key_of
 from pretrain.checkpoint.rank_reports import RankReports, Report
@@ -81,6 +81,7 @@ class LocalTier:
         self._run_id, self._attempt, self._standing = run_id, attempt, standing
         self._buffers = HostBuffers(world.device)
         self._save: Save | None = None
+        self._saver = Worker("local save")
         self._has_failed = False
         self.shared_step = 0  # the latest in the run directory, as `find` was told
         self._root: Path | None = None
@@ -95,6 +96,7 @@ class LocalTier:
     def __exit__(self, *exception: object) -> None:
         if self._save is not None:
             self._save.cancel()
+        self._saver.end()
 
     def find(self, shared_step: int, before: int | None = None) -> marker.Checkpoint | None:
         """Return this rank's part of the latest step after `shared_step` that all ranks have.
@@ -155,7 +157,7 @@ class LocalTier:
         alone = replace(self._world, rank=0, world_size=1)
         what = (state.step, partial, rank_files, report, self._buffers, alone)
         self._save = Save(*what, RankReports("", alone), publish)
-        self._save.start()
+        self._saver.add(self._save.run)
         if not self._kept.asynchronous:
             self._finish()
 

@@ -114,6 +114,13 @@ def check_precision(precision: Precision, device: torch.device) -> None:
         )
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device or the host had no memory left: on a CPU a RuntimeError of no own type."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        text in str(error) for text in ("can't allocate memory", "std::bad_alloc")
+    )
+
+
 def cpu_has_fp16() -> bool:
     """Whether torch's CPU library computes in fp16; DeepSpeed asks the same function."""
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -11,18 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from data_pipeline.errors import ConfigError
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import World
+from pretrain.engines.engine import is_out_of_memory
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event, OutOfMemory
 
 logger = logging.getLogger(__name__)
-
-_OF_CPU = "can't allocate memory"  # torch's RuntimeError, which has no type of its own
 
 
 def record_out_of_memory(run: RunConfig, run_dir: RunDir, world: World, error: Exception) -> None:
@@ -30,7 +27,7 @@ def record_out_of_memory(run: RunConfig, run_dir: RunDir, world: World, error: E
 
     Raises any other error than that memory ran out.
     """
-    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and _OF_CPU not in str(error):
+    if not is_out_of_memory(error):
         raise error
     per_rank = lanes_of_rank(run, world.rank, world.world_size)
     lanes = len(per_rank) // accumulation_steps(run, world.world_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.processes.local_ranks import RankGroup, train_command
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import TrainingBegan
+from pretrain.rundir.training_events import OutOfMemory, TrainingBegan
 
 SETTINGS = (
     "model.num_layers=2", "model.d_model=64", "model.num_heads=2", "model.memory_length=8",
@@ -56,6 +58,7 @@ def test_a_full_disk_ends_a_save_in_one_line_and_leaves_older_checkpoints_whole(
     assert "older checkpoints are untouched" in error[0]
     assert [entry.name for entry in run_dir.checkpoints.iterdir()] == ["step-00000010"]
     marker.verify(run_dir.checkpoints / "step-00000010")
+    assert "lost" not in ended.stderr
     capability = torch.backends.cpu.get_cpu_capability()
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     resumed = train(experiment, run_dir)
@@ -130,6 +133,20 @@ def test_a_rank_that_loses_sight_of_the_run_directory_makes_none_of_its_own(expe
     assert not (empty / "checkpoints").exists()
 
 
+def test_memory_that_a_cpu_lacks_halves_the_lanes_and_a_save_needs_no_new_thread(
+    experiment, tmp_path
+):
+    run_dir = RunDir(tmp_path / "run")
+    more = ("data.lanes=8", "optim.steps=4", "checkpoint.interval=2", "evaluation.interval=2")
+    command = [sys.executable, "-m", "tests.helpers.no_memory", "save,backward,step,evaluate"]
+    command += [str(experiment), "--run-dir", str(run_dir.path), *SETTINGS, *more]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr
+    lanes = [event.micro_batch_lanes for event in events_of(run_dir.ledger.read(), OutOfMemory)]
+    assert lanes == [8, 4, 2]
+    assert marker.steps_that_count(run_dir.checkpoints) == [2, 4]
+
+
 def test_a_corrupted_checkpoint_is_named_and_the_one_before_is_used(experiment, tmp_path):
     run_dir = RunDir(tmp_path / "run")
     assert train(experiment, run_dir).returncode == 0
@@ -162,3 +179,15 @@ def test_with_every_checkpoint_corrupted_nothing_is_trained(experiment, tmp_path
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
     assert run_dir.metrics.read_bytes() == metrics
+
+
+def test_a_resume_reports_a_ledger_that_is_missing_beside_checkpoints(experiment, tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    assert train(experiment, run_dir, "optim.steps=10").returncode == 0
+    run_dir.ledger.path.unlink()
+    resumed = train(experiment, run_dir)
+    assert resumed.returncode == 0
+    assert resumed.stderr.count("lost") == 1
+    assert "ledger.jsonl has no earlier start; what it said, such as rewinds, is lost" in (
+        resumed.stderr
+    )

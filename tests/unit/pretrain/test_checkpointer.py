@@ -18,7 +18,13 @@ from data_pipeline.errors import CheckpointError, UnreadableError, UserError
 from data_pipeline.patience import Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.checkpoint.background_save import HostBuffers, Save, files_of_rank
+from pretrain.checkpoint.background_save import (
+    HostBuffers,
+    Save,
+    SaveProblem,
+    Worker,
+    files_of_rank,
+)
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.elastic_reader import load_fragments, restore_counters
 from pretrain.checkpoint.rank_reports import RankReports
@@ -28,7 +34,6 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.distributed.world import (
     World,
-    world_from_environment,
 )
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState
@@ -231,12 +236,14 @@ def test_a_save_that_waits_for_another_rank_can_be_canceled(engine, world, tmp_p
         RankReports("4", dataclasses.replace(world, world_size=2), HashStore()),
         publish=lambda reports: marker.publish(partial, final, {}, reports),
     )
-    save.start()
+    worker = Worker("save")
+    worker.add(save.run)
     assert save.wait_for_files() is None
-    assert save in threading.enumerate()
+    assert not save.has_failed
     save.cancel()
-    assert save not in threading.enumerate()
+    assert save.has_failed
     assert not final.exists()
+    worker.end()
 
 
 @pytest.mark.parametrize(
@@ -276,9 +283,28 @@ def test_an_engine_that_a_checkpoint_fills_draws_nothing_and_has_every_bit_of_it
         assert torch.equal(ours, theirs)
 
 
-def test_a_save_whose_thread_could_not_start_can_be_canceled(tmp_path):
-    world = world_from_environment({})
-    buffers, reports = HostBuffers(world.device), RankReports("", world)
-    save = Save(1, tmp_path, [], {}, buffers, world, reports, lambda found: None)
-    save.cancel()
-    assert not save.is_alive()
+def test_a_save_that_finds_no_host_memory_may_be_followed_by_another():
+    for size, kind in ((1 << 60, torch.empty), (1 << 60, bytearray)):
+        with pytest.raises((RuntimeError, MemoryError)) as caught:
+            kind(size)
+        problem = SaveProblem.of(caught.value)
+        assert problem.text.startswith("out of host memory (")
+        assert problem.may_pass
+    assert not SaveProblem.of(RuntimeError("another")).may_pass
+
+
+def test_neither_a_run_that_ends_nor_a_slow_removal_keeps_a_thread_or_a_save(
+    engine, world, tmp_path
+):
+    before = set(threading.enumerate())
+    with checkpointer(tmp_path, world) as saving:
+        removed = threading.Event()
+        saving._remover.add(lambda: removed.wait(20) and None)
+        for step in (1, 2):
+            assert saving.save(engine, state_of(engine, step))
+            assert saving.finish()
+        assert files.steps_on_disk(tmp_path) == [1, 2]
+        removed.set()
+    for each in set(threading.enumerate()) - before:
+        each.join(20)
+        assert not each.is_alive()

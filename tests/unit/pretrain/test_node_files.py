@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from data_pipeline.errors import CheckpointError
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.checkpoint.background_save import HostBuffers, RankFile, Save, files_of
+from pretrain.checkpoint.background_save import HostBuffers, RankFile, Save, Worker, files_of
 from pretrain.checkpoint.elastic_reader import load_memory, restore_random_state
 from pretrain.checkpoint.pieces import key_of
 from pretrain.checkpoint.rank_reports import RankReports
@@ -69,10 +69,16 @@ def saves_of(root: Path, nodes: tuple[tuple[int, ...], ...]) -> list[Save]:
     return [saves[rank] for rank in range(len(LANES))]
 
 
+def start(*saves: Save) -> None:
+    for save in saves:
+        worker = Worker("save")
+        worker.add(save.run)
+        worker.end()
+
+
 def save_all(root: Path, nodes: tuple[tuple[int, ...], ...]) -> Path:
     saves = saves_of(root, nodes)
-    for save in reversed(saves):
-        save.start()
+    start(*reversed(saves))
     assert [save.wait_for_publication() for save in saves] == [None] * len(saves)
     assert len(list((root / "step-00000007").iterdir())) == len(LANES) + len(nodes) + 2
     return root / "step-00000007"
@@ -154,14 +160,13 @@ def test_without_the_part_of_one_rank_nothing_is_published(tmp_path, when):
     lost = saves[3]
     if when == "before its part":
         lost._write = lambda host: None  # as if it was killed after it had copied
-        lost.start()
-    for save in saves:
-        if save is not lost:
-            save.start()
+        start(lost)
+    start(*(save for save in saves if save is not lost))
     others = [save for save in saves if save._world.rank in (1, 4)]
     assert [save.wait_for_files() for save in others] == [None, None], "another node's"
     for save in saves:
-        save.cancel()
+        if save is not lost or when == "before its part":
+            save.cancel()
     assert not saves[0].is_published
     assert files.steps_on_disk(tmp_path) == []
     assert marker.latest_step(tmp_path) == 0
