@@ -211,7 +211,8 @@ def read_regular(path: Path, limit: int = LARGEST_READ_BYTES) -> bytes:
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > limit:
             raise ValueError(f"it has {size:,} bytes, expected at most {limit:,}")
-        return file.read(size)  # not `limit`: a buffer of that size would be allocated
+        # Not `limit`: a buffer of that size would be allocated. One byte shows a disk that fails.
+        return file.read(max(size, 1))
 
 
 def open_regular(path: Path) -> BinaryIO:

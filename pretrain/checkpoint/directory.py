@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from data_pipeline.errors import STORAGE_FAILS, CheckpointError, UnreadableError
-from data_pipeline.files import read_json
+from data_pipeline.files import read_json, read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def validation_loss(directory: Path) -> float | None:
     """Return the checkpoint's validation loss, without verifying it; None if there is none."""
     try:
         if (noted := directory / VALIDATION_LOSS).exists():
-            return float(noted.read_text())
+            return float(read_regular(noted, 1 << 10))
         loss = read_json(directory / INDEX)["validation_loss"]
         return float(loss) if isinstance(loss, (int, float)) else None
     except (OSError, ValueError, KeyError, TypeError):

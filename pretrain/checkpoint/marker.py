@@ -35,7 +35,7 @@ from typing import Any
 
 from data_pipeline.checked_fields import Fields
 from data_pipeline.errors import STORAGE_FAILS, CheckpointError, UnreadableError
-from data_pipeline.files import fsync_directory, sha256_of, write_text
+from data_pipeline.files import fsync_directory, read_regular, sha256_of, write_text
 from data_pipeline.many_files import read_together
 from pretrain.checkpoint.directory import (
     INDEX,
@@ -320,9 +320,8 @@ def _check_size(path: Path, expected: int) -> None:
 
 
 def _contents(path: Path) -> bytes:
-    _size(path)  # opening a FIFO would wait for a writer
     with _refusing(path):
-        return path.read_bytes()
+        return read_regular(path)
 
 
 def _size(path: Path) -> int:
@@ -340,6 +339,8 @@ def _refusing(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
     except OSError as error:
         kind = UnreadableError if error.errno in STORAGE_FAILS else CheckpointError
         raise kind(f"{path}: cannot be read: {error.strerror or error}") from error

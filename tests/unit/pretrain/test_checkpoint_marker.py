@@ -15,6 +15,7 @@ from data_pipeline.files import sha256_of, write_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from tests.helpers.checkpoints import index_of, publish_step
+from tests.helpers.no_memory import memory_limit
 
 
 def flip_a_bit(path: Path) -> None:
@@ -244,3 +245,13 @@ def test_a_step_that_is_a_link_is_refused_and_what_it_leads_to_is_never_removed(
     assert files.prune(root, [2], keep_last=1) == [1]
     assert [entry.name for entry in root.iterdir()] == ["step-00000002"]
     assert sorted(elsewhere.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", [files.INDEX, files.MARKER, files.VALIDATION_LOSS])
+def test_holes_of_40_gib_in_a_checkpoint_cost_no_memory(tmp_path, name):
+    step = publish_step(tmp_path, 1)
+    with open(step / name, "wb") as file:
+        file.truncate(40 << 30)
+    with memory_limit(1 << 30):
+        assert files.validation_loss(step) is None
+        assert marker.latest_step(tmp_path) == (1 if name == files.VALIDATION_LOSS else 0)
