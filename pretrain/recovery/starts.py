@@ -105,6 +105,10 @@ def record_start(
         ledger.append(Started(**began))
         return
     before = last_of(ledger.read(), TrainingBegan)
+    if before is None:
+        logger.warning(
+            "%s has no earlier start; what it said, such as rewinds, is lost", ledger.path
+        )
     changes = environment_changes(before.environment if before else {}, environment)
     resumed = Resumed(**began, changes=changes, local=is_local, rebuilt_steps=rebuilt_steps)
     if changes:

@@ -145,23 +145,19 @@ def measurements_of(path: Path) -> Iterator[dict[str, Any]]:
 
 def cut_measurements_after(path: Path, step: int) -> int:
     """Remove every measurement after `step` and what is not a measurement; returns how many."""
-    lines = list(lines_of(path))
     # A last line without its end belongs to a step that is repeated, however much of it is there.
-    measured = [measurement_of(line) if line.endswith(b"\n") else None for line in lines]
-    damaged = [
-        number
-        for number, (line, found) in enumerate(zip(lines, measured, strict=True), 1)
-        if found is None and _is_damaged(line)
+    lines = [
+        (line, measurement_of(line) if line.endswith(b"\n") else None) for line in lines_of(path)
     ]
-    _warn_of_damaged(path, damaged)
-    kept = [
-        line
-        for line, found in zip(lines, measured, strict=True)
-        if found is not None and found["step"] <= step
-    ]
+    whole = [found is not None or not _is_damaged(line) for line, found in lines]
+    _warn_of_damaged(path, [number for number, is_whole in enumerate(whole, 1) if not is_whole])
+    kept = [(line, found["step"]) for line, found in lines if found and found["step"] <= step]
+    last = kept[-1][1] if kept else 0
+    if last < step:
+        logger.warning("%s ends at step %d, expected %d; the rest is lost", path, last, step)
     if len(kept) < len(lines):
         with atomic_write(path) as file:
-            file.writelines(kept)
+            file.writelines(line for line, _ in kept)
     return len(lines) - len(kept)
 
 

@@ -128,7 +128,8 @@ class RunDir:
         """
         run_dir = cls(path)
         if not run_dir.exists():
-            raise ConfigError(f"{path} holds no run: it has no run.json; {advice_on(path)}")
+            advice = run_dir._way_back(otherwise=advice_on(path))
+            raise ConfigError(f"{path} holds no run: it has no run.json; {advice}")
         _ = run_dir.identity
         return run_dir
 
@@ -173,9 +174,8 @@ class RunDir:
                 return identity
         except (ValueError, AttributeError, ConfigError, InvalidField) as error:
             reason = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"{self._identity_file} is damaged ({reason}); {self._way_back()}"
-            ) from None
+            advice = self._way_back("no checkpoint is valid: start again in a new run directory")
+            raise ConfigError(f"{self._identity_file} is damaged ({reason}); {advice}") from None
         raise ConfigError(
             f"{self._identity_file} has format {found}, this version reads format {FORMAT}; "
             "resume with the version that started the run"
@@ -184,6 +184,12 @@ class RunDir:
     @property
     def config(self) -> RunConfig:
         """The settings of the run, resolved."""
+        if not self.config_file.exists() and (step := latest_step(self.checkpoints)):
+            index = step_directory(self.checkpoints, step) / INDEX
+            raise ConfigError(
+                f"{self.config_file} is missing; put back a copy of it, or write into it what "
+                f'{index} has as "config"'
+            )
         return load_config(RunConfig, self.config_file)
 
     def cut_metrics_after(self, step: int) -> int:
@@ -259,16 +265,16 @@ class RunDir:
         refusals = {key: _refusal(key, old, new, step) for key, (old, new) in changes.items()}
         return {key: reason for key, reason in refusals.items() if reason}
 
-    def _way_back(self) -> str:
-        """How to get run.json back: the latest checkpoint knows whose it is."""
-        step = latest_step(self.checkpoints)
+    def _way_back(self, otherwise: str) -> str:
+        """How to get run.json back, which the latest checkpoint knows; without one, `otherwise`."""
+        step = latest_step(self.checkpoints) if self.checkpoints.is_dir() else 0
         if not step:
-            return "no checkpoint is valid, so nothing is lost: start again in a new run directory"
+            return otherwise
         saved = read_json(step_directory(self.checkpoints, step) / INDEX)
         identity = RunIdentity(saved["config"]["name"], saved["run"], created="")
         return (
             f"the checkpoints, up to step {step}, and {self.config_file.name} are other files: put "
-            f"back a copy of it, or write into it {json.dumps(asdict(identity))}"
+            f"back a copy of run.json, or write into it {json.dumps(asdict(identity))}"
         )
 
     def refuse_strangers(self) -> None:
@@ -286,9 +292,9 @@ class RunDir:
             if not any(fnmatch.fnmatch(name, known) for known in _BEFORE_IDENTITY)
         ]
         if strangers:
+            advice = self._way_back(otherwise="choose an empty run directory")
             raise ConfigError(
-                f"{self.path} holds other files and no run ({', '.join(strangers[:5])}); "
-                "choose an empty run directory"
+                f"{self.path} holds other files and no run ({', '.join(strangers[:5])}); {advice}"
             )
 
     def _accept(self, config: RunConfig) -> None:

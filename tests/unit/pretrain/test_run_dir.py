@@ -12,6 +12,8 @@ import pytest
 from data_pipeline.config import MixturePart
 from data_pipeline.config_loader import to_tree
 from data_pipeline.errors import ConfigError
+from data_pipeline.files import append_whole
+from pretrain.checkpoint.directory import INDEX
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
@@ -172,20 +174,48 @@ def test_a_damaged_identity_or_another_format_is_refused(tmp_path):
     [
         *(b"", b"{", b"[]", b"\xff", b'{"nbme": "x"}', b'{"a": 1, "b": 2}', b'{"format": 2}'),
         b'{"created": "", "format": 2, "id": "\\ud800", "name": "fuzz"}',
+        None,
     ],
 )
-def test_a_damaged_identity_can_be_written_again_from_what_the_message_says(tmp_path, damage):
+@pytest.mark.parametrize("act", [RunDir.open, lambda path: RunDir.create_or_resume(path, RUN)])
+def test_a_damaged_identity_can_be_written_again_from_what_the_message_says(tmp_path, damage, act):
     run_dir = RunDir.create(tmp_path, RUN)
     lost = run_dir.identity
     publish_step(run_dir.checkpoints, 7, run=lost.id, config=to_tree(RUN))
-    (tmp_path / "run.json").write_bytes(damage)
+    (tmp_path / "run.json").unlink()
+    if damage is not None:
+        (tmp_path / "run.json").write_bytes(damage)
     with pytest.raises(ConfigError) as raised:
-        RunDir.open(tmp_path)
+        act(tmp_path)
     said = str(raised.value)
     assert "\n" not in said
     assert "the checkpoints, up to step 7, and config.yaml are other files" in said
     (tmp_path / "run.json").write_text(said.partition("write into it ")[2])
     assert RunDir.open(tmp_path).identity == replace(lost, created="")
+
+
+def test_lost_settings_can_be_written_again_from_a_checkpoint(tmp_path):
+    run_dir = RunDir.create(tmp_path, RUN)
+    step = publish_step(run_dir.checkpoints, 7, run=run_dir.identity.id, config=to_tree(RUN))
+    run_dir.config_file.unlink()
+    with pytest.raises(ConfigError, match=r"write into it what .*/index.json has as \"config\""):
+        RunDir.create_or_resume(tmp_path, RUN)
+    run_dir.config_file.write_text(json.dumps(json.loads((step / INDEX).read_text())["config"]))
+    assert RunDir.create_or_resume(tmp_path, RUN).config == RUN
+
+
+@pytest.mark.parametrize("steps", [(), (1, 2)])
+def test_measurements_that_are_missing_before_the_step_resumed_are_reported(
+    tmp_path, steps, caplog
+):
+    run_dir = RunDir.create(tmp_path, RUN)
+    for step in steps:
+        append_whole(run_dir.metrics, json.dumps(MEASURED | {"step": step}).encode() + b"\n")
+    run_dir.cut_metrics_after(max(steps, default=0))
+    assert not caplog.messages
+    run_dir.cut_metrics_after(3)
+    [warning] = caplog.messages
+    assert warning.endswith(f"ends at step {len(steps)}, expected 3; the rest is lost")
 
 
 def test_cut_metrics_keep_every_step_up_to_the_one_resumed(tmp_path):
