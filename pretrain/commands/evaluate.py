@@ -68,6 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_probe_flags(parser, what)
     harness = parser.add_argument_group("with --tasks").add_argument
     harness("--limit", type=int, metavar="N", help="use N examples of each task (default: all)")
+    code = "allow `!function` in YAML files of tasks, which runs code of those who wrote them"
+    harness("--run-task-code", action="store_true", help=code)
     few_shot = "examples in front of each (default: the task's)"
     harness("--few-shot", type=int, metavar="N", help=few_shot)
     context = parser.add_argument_group("with --context-length")
@@ -112,8 +114,9 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if (arguments.context_length or arguments.compare_sliding_window) and arguments.lanes:
         raise ConfigError("--lanes goes with neither --context-length nor --compare-sliding-window")
-    if not arguments.tasks and (arguments.limit, arguments.few_shot) != (None, None):
-        raise ConfigError("--limit and --few-shot require --tasks")
+    harness = (arguments.limit, arguments.few_shot, arguments.run_task_code)
+    if not arguments.tasks and harness != (None, None, False):
+        raise ConfigError("--limit, --few-shot and --run-task-code require --tasks")
     check_least(arguments, 0, "limit", "few_shot")
     if arguments.tasks and (len(memory_lengths) > 1 or arguments.max_tokens):
         raise ConfigError("--tasks goes with one --memory-length, and with no --max-tokens")

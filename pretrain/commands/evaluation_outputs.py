@@ -236,6 +236,7 @@ def _tasks(
             arguments.tasks,
             limit=arguments.limit or 0,
             few_shot=arguments.few_shot,
+            runs_code=arguments.run_task_code,
             data=arguments.data,
             memory_length=memory,
             segment_length=segment,

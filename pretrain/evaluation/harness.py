@@ -9,6 +9,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import ConfigError, DataError
@@ -24,20 +25,21 @@ def run_tasks(
     limit: int = 0,
     few_shot: int | None = None,
     bootstrap_iters: int = 100_000,
+    runs_code: bool = False,
     **options: Any,
 ) -> dict[str, dict[str, Any]]:
     """Return the metrics of every task and group: `acc,none`, `acc_stderr,none`, ...
 
     A task is a name of lm-eval's or a YAML file, whose data may be local files. `limit` is how many
     examples of a task are used (0: all); `bootstrap_iters` are for standard errors (0: none);
-    `options` are those of `TrainedLM`.
+    `options` are those of `TrainedLM`. Unless it `runs_code`, `!function` in a file is a DataError.
     """
     simple_evaluate, manager = _harness(tasks)
     from pretrain.evaluation.harness_model import TrainedLM
 
     # The decorator that registers the class hides its arguments.
     model = TrainedLM(trained, **options)  # pyright: ignore[reportCallIssue]
-    with _one_line("run", tasks):
+    with _one_line("run", tasks), _functions(runs_code):
         found = simple_evaluate(
             model,
             tasks=list(tasks),
@@ -52,9 +54,9 @@ def run_tasks(
 
 
 def load_tasks(tasks: Sequence[str]) -> None:
-    """Load tasks and their data; ConfigError or DataError if that fails."""
+    """Load tasks and their data; ConfigError or DataError if that fails, also for `!function`."""
     _, manager = _harness(tasks)
-    with _one_line("load", tasks):
+    with _one_line("load", tasks), _functions(are_run=False):
         manager.load(list(tasks))
 
 
@@ -76,6 +78,28 @@ def _harness(tasks: Sequence[str]) -> tuple[Any, Any]:
 @functools.cache  # the index of lm-eval's own tasks takes seconds, in every evaluation of a run
 def _manager(kind: Any, include_defaults: bool) -> Any:
     return kind(include_defaults=include_defaults)
+
+
+@contextlib.contextmanager
+def _functions(are_run: bool) -> Iterator[None]:
+    """Whether lm-eval imports what `!function` names in files that are not its own."""
+    from lm_eval.tasks import _yaml_loader
+
+    load, own = _yaml_loader._import_func_in_yml, Path(_yaml_loader.__file__).parent
+
+    def load_trusted(name: str, folder: Path) -> Any:
+        if are_run or folder.is_relative_to(own):
+            return load(name, folder)
+        raise ValueError(
+            f"found !function {name}, which runs code; read it, then give --run-task-code to "
+            "`pretrain evaluate`"
+        )
+
+    _yaml_loader._import_func_in_yml = load_trusted
+    try:
+        yield
+    finally:
+        _yaml_loader._import_func_in_yml = load
 
 
 @contextlib.contextmanager

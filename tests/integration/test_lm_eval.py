@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.cli import main
 from pretrain.config.data import DataConfig
 from pretrain.config.run import RunConfig
-from pretrain.evaluation.harness import run_tasks, task_rows
+from pretrain.evaluation.harness import load_tasks, run_tasks, task_rows
 from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
 from pretrain.weights.export import write_export
 from pretrain.weights.huggingface.export import write_huggingface
@@ -185,6 +185,29 @@ def test_the_command_prints_a_table_and_its_options_matter(places, ours, capsys)
     found = json.loads(capsys.readouterr().out)["results"]["cloze"]
     assert found["sample_len"] == 4
     assert found["perplexity,none"] != pytest.approx(ours["cloze"]["perplexity,none"])
+
+
+def test_what_a_task_file_names_as_function_is_imported_only_with_a_flag(places, tmp_path, capsys):
+    cloze = (places["folder"] / "cloze.yaml").read_text()
+    (tmp_path / "own.py").write_text(
+        "import pathlib; pathlib.Path(__file__).with_suffix('.run').touch()\n"
+        "def text_of(document): return document['question']\n"
+    )
+    text = '"doc_to_text": "{{question}}"'
+    assert text in cloze
+    direct, through = tmp_path / "direct.yaml", tmp_path / "through.yaml"
+    direct.write_text(cloze.replace(text, '"doc_to_text": !function own.text_of'))
+    through.write_text(f"include: {direct}\n")
+    own = str(places["folder"] / "own")
+    for file in map(str, (direct, through)):
+        with pytest.raises(DataError, match=r"found !function own\.text_of, which runs code"):
+            load_tasks([file])
+        assert main(["evaluate", own, "--tasks", file]) == 2
+        (error,) = capsys.readouterr().err.splitlines()
+        assert "give --run-task-code" in error
+    assert not (tmp_path / "own.run").exists()
+    assert main(["evaluate", own, "--tasks", str(direct), "--run-task-code"]) == 0
+    assert (tmp_path / "own.run").exists()
 
 
 @pytest.mark.parametrize(
