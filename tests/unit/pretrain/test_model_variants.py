@@ -82,27 +82,22 @@ def test_segment_length_does_not_matter_to_1e_5_in_float32(positions: str) -> No
 
 @EVERY_POSITION
 @EVERY_MEMORY
-def test_lanes_permute_bitwise(positions: str, memory_kind: str) -> None:
+def test_permuted_lanes_give_permuted_losses(positions: str, memory_kind: str) -> None:
     stream_BT, starts_BT, order = (
         random_tokens(4, LENGTH + 1),
         random_starts(4, LENGTH + 1),
         [2, 0, 3, 1],
     )
     for options in combinations(positions, memory_kind)[::3]:
-        # Sizes that fill vector registers: a product's last few rows may be summed in another order
-        # than the others.
-        model = tiny_model(
-            **{**options, "d_model": 16, "d_head": 8, "d_inner": 16}, memory_length=4
-        )
+        model = tiny_model(**options, memory_length=4)
         straight, memory = stream_nll(model, stream_BT, [4, 4, 4], starts_BT)
         permuted, permuted_memory = stream_nll(model, stream_BT[order], [4, 4, 4], starts_BT[order])
-        assert torch.equal(permuted, straight[order]), options
+        # Not bitwise: CPUs may round a row of a matrix product by its place in the batch.
+        torch.testing.assert_close(permuted, straight[order], rtol=0, atol=1e-12)
         assert memory is not None
         assert permuted_memory is not None
-        assert all(
-            torch.equal(part[order], other)
-            for part, other in zip(memory, permuted_memory, strict=True)
-        )
+        for part, other in zip(memory, permuted_memory, strict=True):
+            torch.testing.assert_close(other, part[order], rtol=0, atol=1e-12)
 
 
 @EVERY_POSITION
