@@ -77,7 +77,7 @@ def _read_tree(path: Path, extended_by: tuple[Path, ...], remaining: Iterator[in
     if resolved in extended_by:
         chain = " -> ".join(item.name for item in (*extended_by, resolved))
         raise ConfigError(f"{path} extends itself: {chain}; remove one of these 'extends'")
-    own = _parse_yaml(_read_text(path, extended_by), path)
+    own = _parse_yaml(_read_text(path, extended_by), path, is_extended=bool(extended_by))
     parents = own.pop("extends", None) or []
     parents = [parents] if isinstance(parents, str) else parents
     if not (isinstance(parents, list) and all(isinstance(parent, str) for parent in parents)):
@@ -113,22 +113,21 @@ def _read_text(path: Path, extended_by: tuple[Path, ...]) -> str:
         raise ConfigError(f"{path}{wanted_by} cannot be read ({error}); give a YAML file") from None
 
 
-def _parse_yaml(text: str, path: Path) -> Tree:
+def _parse_yaml(text: str, path: Path, is_extended: bool) -> Tree:
+    """The settings in the text, which no error shows of a file that somebody else's may extend."""
     import yaml
 
     try:
         tree = _load(text)
     except (yaml.YAMLError, ValueError) as error:  # of a date or number that cannot be
         where = f"{path}{_place_of(error, text)}"
-        raise ConfigError(
-            f"{where}: not valid YAML: {_problem_of(error)}{_line_of(error, text)}"
-        ) from None
+        problem = "" if is_extended else f": {_problem_of(error)}{_line_of(error, text)}"
+        raise ConfigError(f"{where}: not valid YAML{problem}") from None
     if tree is None:
         raise ConfigError(f"{path} is empty, expected settings as 'name: value' lines; fill it")
     if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{path} holds {abbreviated(tree)}, expected settings as 'name: value' lines"
-        )
+        found = "no settings" if is_extended else abbreviated(tree)
+        raise ConfigError(f"{path} holds {found}, expected settings as 'name: value' lines")
     return tree
 
 

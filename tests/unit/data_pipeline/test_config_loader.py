@@ -220,6 +220,17 @@ def test_a_broken_file_is_rejected_with_the_location(tmp_path, text, expected):
     assert "\n" not in said
 
 
+@pytest.mark.parametrize(
+    "private", ["- s3cret\n", "user: s3cret: x\n", "login s3cret\n", "s: !s3cret\n"]
+)
+def test_a_file_that_is_extended_is_not_shown_in_an_error(tmp_path, private):
+    write(tmp_path / "private", private)
+    said = error_of(write(tmp_path / "a.yaml", "extends: private\n"))
+    assert f"{tmp_path}/private" in said
+    assert "s3cret" not in said
+    assert "s3cret" in error_of(tmp_path / "private")
+
+
 def test_a_time_stays_text_and_numbers_of_every_form_keep_their_value(tmp_path):
     numbers = {"0": 0, "-12": -12, "0x1F": 31, "1_000": 1000, "1.": 1.0, ".5": 0.5, "-1.5e3": -1500}
     text = "".join(f"n{number}: {written}\n" for number, written in enumerate(numbers))
