@@ -298,6 +298,16 @@ def test_the_command_writes_what_generate_prints_and_ours_refuse_to_read_it(
     assert len(error.splitlines()) == 1
 
 
+def test_a_foreign_path_does_not_leave_its_code_span_in_the_model_card(exported):
+    trained = trained_model(positions="rope")
+    path = Path("/x/y`\n\n<img src=x onerror=alert(1)>\n# Heading")
+    data = replace(trained.config.data, path=path)
+    trained = replace(trained, config=replace(trained.config, data=data))
+    card = model_card(trained, BYTES)
+    assert "of the corpus `y____img src_x onerror_alert_1____ Heading`" in card
+    assert not {"<", ">"} & set(card)
+
+
 def test_the_model_card_has_the_facts_of_the_run(exported):
     trained = trained_model(positions="rope")
     card = model_card(trained, BYTES, {"loss": 1.5, "bits_per_byte": 2.25, "perplexity": None})

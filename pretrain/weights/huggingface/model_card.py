@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,7 +85,10 @@ def model_card(
         parameters=parameters_of(model).total,
         step=trained.step,
         tokens=sum(phase.tokens_per_step * count for phase, count in spans),
-        corpus=path_text(config.data.path).rstrip("/").rpartition("/")[2],
+        # Of whoever started the run: nothing that ends the code span.
+        corpus=re.sub(
+            r"[^\w.+ -]", "_", path_text(config.data.path).rstrip("/").rpartition("/")[2]
+        ),
         memory=f"{up_to}{model.longest_memory:,}",
         requirement=", and sentencepiece for the tokenizer" if needs_sentencepiece else "",
         model_rows=_table({"tokenizer": tokenizer_text, **settings}),
