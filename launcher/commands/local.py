@@ -19,6 +19,7 @@ from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
 from pretrain.rundir.ledger import last_of
+from pretrain.rundir.own_names import refuse_foreign_run
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import TrainingBegan
 from pretrain.terminal.live_bar import live_bar
@@ -86,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         from pretrain.mirror.restore import restore_run  # it takes a while
 
         restore_run(arguments.mirror, run_dir.path)
+    refuse_foreign_run(run_dir.path)
     # Before any rank starts: what is refused must leave no failed attempt in the ledger.
     if is_done_already(run_dir, with_absolute_paths(config)):
         _log.info(

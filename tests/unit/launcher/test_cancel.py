@@ -123,21 +123,24 @@ def test_an_owner_that_never_lived_holds_no_lock(run_dir):
         assert OwnerFile(run_dir.path / "train.lock").is_held() is False
 
 
-@pytest.mark.parametrize("command", ["resume", "cancel"])
+@pytest.mark.parametrize("command", ["resume", "cancel", "local"])
 @pytest.mark.parametrize("name", [".", "ledger.jsonl", "config.yaml", "slurm", "slurm/job.sbatch"])
 def test_what_another_user_can_write_is_neither_executed_nor_obeyed(
     run_dir, capsys, monkeypatch, command, name
 ):
+    experiment = run_dir.path.parent / "experiment.yaml"
+    experiment.write_text("name: x\n")
+    before = ["local", str(experiment), "--run-dir"] if command == "local" else [command]
     run_dir.ledger.append(Submitted(job="1", job_name="run-1"))
     Snapshot(run_dir.path).take_code("#!/bin/sh\n")
     Snapshot(run_dir.path).path.chmod(0o755)  # what is in a private directory is out of reach
     path = run_dir.path / name
     path.chmod(path.stat().st_mode | 0o020)
-    assert main([command, str(run_dir.path)]) == 2
+    assert main([*before, str(run_dir.path)]) == 2
     assert f"error: {path} can be written by other users" in capsys.readouterr().err
     path.chmod(path.stat().st_mode & 0o755)
     give_away(path, monkeypatch)
-    assert main([command, str(run_dir.path)]) == 2
+    assert main([*before, str(run_dir.path)]) == 2
     assert f"error: {path if os.getuid() == 0 else ''}" in (error := capsys.readouterr().err)
     assert "belongs to the user with number" in error
 
