@@ -163,7 +163,7 @@ def test_within_the_patience_a_save_that_fails_is_followed_by_another_some_steps
 def test_the_last_save_is_repeated_until_what_must_come_before_it_is_on_disk(
     engine, world, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("data_pipeline.patience.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("data_pipeline.patience.FIRST_PAUSE", 1.0)
     waited: list[int] = []
     obstacles = iter(["metrics.jsonl: No space left on device"] * 2)
     saving = checkpointer(tmp_path, world, patience=Patience(60, lambda: waited.append(1)))
