@@ -1,8 +1,9 @@
 """How many models of the process's earlier starts are alive when a run builds the next one:
 `python -m tests.helpers.live_models EXPERIMENT OUTPUT`.
 
-For every ZeRO stage it trains EXPERIMENT in the process, whose phases and faults make
-the run start again. It writes OUTPUT/live.json: the counts of each cell, a start each.
+For every ZeRO stage and the wrappers that DeepSpeed has for precisions it trains EXPERIMENT in the
+process, whose phases and faults make the run start again. It writes OUTPUT/live.json: the counts
+of each cell, a start each.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.run import build_engine, run_training
 
+CELLS = ((0, "bf16"), (1, "fp32"), (2, "fp16"), (3, "fp32"), (3, "bf16"))
+
 
 def main(experiment: Path, output: Path) -> None:
     counts: list[int] = []
@@ -32,7 +35,7 @@ def main(experiment: Path, output: Path) -> None:
 
     pretrain.run.build_engine = counting
     world, found = init_world(600), {}
-    for stage, precision in ((0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32")):
+    for stage, precision in CELLS:
         name = f"zero{stage}-{precision}"
         settings = [f"engine.zero_stage={stage}", f"engine.precision={precision}"]
         config = resolve(load_config(RunConfig, experiment, settings))
