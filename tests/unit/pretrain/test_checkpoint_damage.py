@@ -118,7 +118,7 @@ def test_storage_that_fails_for_a_moment_is_waited_for_and_leaves_no_note(root, 
     assert marker.steps_that_count(root) == [1, 2]
     waits, works = [record.getMessage() for record in caplog.records if record.levelno > 20]
     assert "index.json: cannot be read: Input/output error; the run waits, and tries again" in waits
-    assert "for up to 20 s" in waits
+    assert "for up to 10 min" in waits
     assert works.startswith("works again after")
 
 
