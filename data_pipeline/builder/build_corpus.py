@@ -35,22 +35,11 @@ from data_pipeline.builder.journal import (
     read_mixing,
 )
 from data_pipeline.builder.plain_text import with_held_out
-from data_pipeline.builder.records import (
-    REJECTS_NAME,
-    Document,
-    DocumentRules,
-    Reject,
-    RejectList,
-)
+from data_pipeline.builder.records import REJECTS_NAME, Document, DocumentRules, Reject, RejectList
 from data_pipeline.builder.repeated_ids import RepeatedIds
 from data_pipeline.builder.round_trip import RoundTrip, RoundTripCheck
 from data_pipeline.builder.runs import SortedRuns
-from data_pipeline.builder.sources import (
-    SourceFile,
-    check_apart,
-    check_unchanged,
-    list_sources,
-)
+from data_pipeline.builder.sources import SourceFile, check_apart, check_unchanged, list_sources
 from data_pipeline.builder.split_writer import (
     CorpusShards,
     DocumentEncoder,
@@ -126,6 +115,8 @@ def list_all_sources(config: CorpusConfig, report: Report = lambda what: None) -
     training = list_sources(config.input, config, report)
     sources = [("", source) for source in training]
     if holds_stretches(config):
+        if config.validation_input:
+            raise ConfigError("format=stream takes validation_bytes, not validation_input")
         return with_held_out(sources, config)
     if config.validation_bytes or config.test_bytes:
         raise ConfigError("validation_bytes and test_bytes need format=stream; leave them out")
@@ -161,21 +152,21 @@ def build_sources(
             return result_of(output, was_finished=True)
         if not is_part:
             check_sources(config, sources)
-        with BuildJournal(output, recipe, last_modified(sources)) as journal:
-            report(f"tokenizer: {describe_tokenizer(config.tokenizer)}")
-            directory = output / TOKENIZER_DIRECTORY
-            tokenizer = prepare_tokenizer(directory, training_sources(sources), config)
-            rules, ids = DocumentRules(config, seen), RepeatedIds()
-            check = RoundTripCheck(tokenizer, report)
+        journal = BuildJournal(output, recipe, last_modified(sources))
+        report(f"tokenizer: {describe_tokenizer(config.tokenizer)}")
+        directory = output / TOKENIZER_DIRECTORY
+        tokenizer = prepare_tokenizer(directory, training_sources(sources), config)
+        rules, ids = DocumentRules(config, seen), RepeatedIds()
+        check = RoundTripCheck(tokenizer, report)
 
-            def see(document: Document) -> None:
-                check.see(document)
-                ids.add(document.id)
+        def see(document: Document) -> None:
+            check.see(document)
+            ids.add(document.id)
 
-            mixing = _write_splits(config, sources, tokenizer, rules, see, journal, report, is_part)
-            counts = {**rules.counts, **ids.counts, "round_trip": asdict(check.counts)}
-            journal.finish({**counts, MIXING: mixing.tree()})
-            return result_of(output)
+        mixing = _write_splits(config, sources, tokenizer, rules, see, journal, report, is_part)
+        counts = {**rules.counts, **ids.counts, "round_trip": asdict(check.counts)}
+        journal.finish({**counts, MIXING: mixing.tree()})
+        return result_of(output)
 
 
 def last_modified(sources: Sources) -> int:

@@ -159,7 +159,7 @@ def kind_by_contents(path: Path) -> SourceKind:
         raise _refused(path, "JSON without an object on its first line", advice)
     if first_line:
         raise _refused(path, "JSON Lines by its first line", "rename it to .jsonl, or " + CHOOSE)
-    if reason := not_text(head):
+    if kind_by_name(plain) is None and (reason := not_text(head)):
         raise _refused(path, f"not text ({reason})", CHOOSE)
     return "text"
 

@@ -20,11 +20,7 @@ from data_pipeline.tokenizer import (
     tokenizer_traits,
 )
 from data_pipeline.vocabularies.huggingface import end_token_of, special_tokens_of
-from data_pipeline.vocabularies.vocabulary import (
-    LARGEST_MODEL_BYTES,
-    InvalidVocabulary,
-    usual_end,
-)
+from data_pipeline.vocabularies.vocabulary import LARGEST_MODEL_BYTES, InvalidVocabulary, usual_end
 from data_pipeline.vocabularies.words import END_TOKEN, words_of_file
 
 HUGGING_FACE_NAME = DESCRIPTION_NAME  # tokenizer.json, as our own description is called

@@ -16,7 +16,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,7 @@ from data_pipeline.builder.records import REJECTS_NAME
 from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.config_loader import differences
 from data_pipeline.corpora.lengths import files_of
-from data_pipeline.corpora.manifest import (
-    MANIFEST_NAME,
-    SPLITS,
-    ShardInfo,
-    checked_shard,
-)
+from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, ShardInfo, checked_shard
 from data_pipeline.corpora.mixing import DomainOfShard, Mixing, mixing_of_tree
 from data_pipeline.errors import ConfigError, DataError, UserError
 from data_pipeline.file_lock import held_lock
@@ -81,21 +76,6 @@ class BuildJournal:
             self._resume()
         else:
             self._append(self._header)
-
-    def __enter__(self) -> BuildJournal:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Leave nothing of a build that was refused, unless a shard or a list of rejects is there.
-
-        `claimed_output` removes the rest.
-        """
-        rejects = self.directory / REJECTS_NAME
-        is_kept = self.shards or (rejects.exists() and rejects.stat().st_size)
-        if kind is not None and issubclass(kind, UserError) and not is_kept:
-            for entry in self.output.iterdir():
-                if entry != self.directory:
-                    shutil.rmtree(entry)
 
     def _resume(self) -> None:
         # A kill may have cut the last line: drop everything from the first incomplete line on.
@@ -164,15 +144,19 @@ class BuildJournal:
 
 
 @contextlib.contextmanager
-def claimed_output(output: Path) -> Iterator[Path]:
-    """Create and lock `output` for one build; ConfigError if it holds other things or is locked."""
+def claimed_output(output: Path, parts: Sequence[Path] = ()) -> Iterator[Path]:
+    """Create and lock `output` for one build; ConfigError if it holds other things or is locked.
+
+    If the build is started and refused before it has a shard, here or in `parts`, only lists of
+    rejects are left, so that it can be started again with other settings.
+    """
     check_is_free(output)
     directory = output / BUILD_DIRECTORY
     if is_finished(output):
         shutil.rmtree(output / DONE_DIRECTORY, ignore_errors=True)
         yield output
         return
-    existed = output.exists()
+    existed, was_started = output.exists(), is_started(output)
     directory.mkdir(parents=True, exist_ok=True)
     with held_lock(directory / "lock") as lock:
         if lock is None:
@@ -183,12 +167,26 @@ def claimed_output(output: Path) -> Iterator[Path]:
         try:
             yield output
         except UserError:
-            # If the error came before anything was built, leave no trace of the attempt.
-            if [entry.name for entry in output.iterdir()] == [BUILD_DIRECTORY]:
-                shutil.rmtree(directory)
-                if not existed:
-                    output.rmdir()
+            directories = (output, *parts)
+            shards = (each.glob(f"{split}/*") for each in directories for split in SPLITS)
+            if not was_started and not any(map(any, shards)):
+                for each in directories:
+                    _remove_but_rejects(each)
+                if existed:
+                    output.mkdir(exist_ok=True)
             raise
+
+
+def _remove_but_rejects(directory: Path) -> None:
+    rejects = directory / BUILD_DIRECTORY / REJECTS_NAME
+    for path in sorted(directory.rglob("*"), reverse=True):
+        if path.is_dir():
+            with contextlib.suppress(OSError):  # not empty
+                path.rmdir()
+        elif path != rejects or not path.stat().st_size:
+            path.unlink()
+    with contextlib.suppress(OSError):
+        directory.rmdir()
 
 
 def check_is_free(output: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_pipeline.builder.decompression import unpacked_zst
+from data_pipeline.builder.decompression import decompressed, is_compressed, unpacked_zst
 from data_pipeline.builder.records import (
     Document,
     InvalidRecords,
@@ -83,9 +83,11 @@ def _contents(source: SourceFile) -> bytes | memoryview:
         for name, expected in source.hashes:
             if (found := _hash_of(content, name)) != expected:
                 raise InvalidRecords(f"its {name} is {found}, expected {expected} by {MDS_INDEX}")
-        if not source.path.name.lower().endswith(ZSTD_SUFFIX):
+        name = source.path.name.lower()
+        if not name.endswith(ZSTD_SUFFIX) and not is_compressed(name):
             return content
-        content = unpacked_zst(file).read(LARGEST_SHARD_BYTES + 1)
+        unpacked = unpacked_zst(file) if name.endswith(ZSTD_SUFFIX) else decompressed(file, name)
+        content = unpacked.read(LARGEST_SHARD_BYTES + 1)
         if len(content) > LARGEST_SHARD_BYTES:
             raise InvalidRecords(f"it unpacks to more than {LARGEST_SHARD_BYTES:,} bytes")
         return content
@@ -95,9 +97,12 @@ def _hash_of(content: memoryview, name: str) -> str:
     """Return a hash by the name that MDS has for it."""
     import xxhash
 
-    if name.startswith("xxh"):
-        return getattr(xxhash, name)(content).hexdigest()
-    return hashlib.new(name, content).hexdigest()
+    try:
+        if name in xxhash.algorithms_available:
+            return getattr(xxhash, name)(content).hexdigest()
+        return hashlib.new(name, content).hexdigest()
+    except (ValueError, TypeError):
+        raise InvalidRecords(f"{MDS_INDEX} has its {name!r}, which is no known hash") from None
 
 
 @dataclass

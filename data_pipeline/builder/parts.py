@@ -36,12 +36,7 @@ from data_pipeline.builder.records import REJECTS_NAME, RULE_COUNTS
 from data_pipeline.builder.round_trip import joined
 from data_pipeline.builder.shuffle import SHUFFLED, directories_of, shuffle_part
 from data_pipeline.builder.sources import PARTS_SUFFIX
-from data_pipeline.builder.splits import (
-    Sources,
-    check_not_empty,
-    check_sources,
-    splits_of_build,
-)
+from data_pipeline.builder.splits import Sources, check_not_empty, check_sources, splits_of_build
 from data_pipeline.builder.train_tokenizer import needs_training
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpora.lengths import files_of, lengths_beside
@@ -72,7 +67,8 @@ def shared_directory(config: CorpusConfig, num_parts: int) -> Path:
     return _directory(config, 0, num_parts)
 
 
-def _directories(config: CorpusConfig, num_parts: int) -> list[Path]:
+def part_directories(config: CorpusConfig, num_parts: int) -> list[Path]:
+    """Return where each part is built."""
     return [_directory(config, part, num_parts) for part in range(1, num_parts + 1)]
 
 
@@ -138,12 +134,12 @@ def sources_of_parts(sources: Sources, num_parts: int) -> list[Sources]:
 
 def shuffle_one(config: CorpusConfig, part: int, num_parts: int, report: Report) -> None:
     """Write part `part`'s stretch of the shuffled documents of all parts, which are finished."""
-    shuffle_part(config, _directories(config, num_parts), part, report)
+    shuffle_part(config, part_directories(config, num_parts), part, report)
 
 
 def can_shuffle(config: CorpusConfig, num_parts: int) -> bool:
     """Whether documents are to be shuffled and all parts are there."""
-    return config.shuffles and all(map(is_finished, _directories(config, num_parts)))
+    return config.shuffles and all(map(is_finished, part_directories(config, num_parts)))
 
 
 def merge_parts(
@@ -165,7 +161,7 @@ def merge_parts(
         split: sum(result.manifests[split].documents for result in results) for split in splits
     }
     check_not_empty(config, documents, parts_directory(config))
-    directories = _directories(config, num_parts)
+    directories = part_directories(config, num_parts)
     with claimed_output(config.output) as output:
         journal = BuildJournal(output, recipe, modified=0)
         tokenizer = Tokenizer.load(directories[0] / TOKENIZER_DIRECTORY)

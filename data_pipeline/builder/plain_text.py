@@ -30,6 +30,8 @@ from data_pipeline.errors import ConfigError
 TITLE = re.compile(rb" ?= [^=].* = ?\r?\n?")
 STRETCH_BYTES = 100_000
 SPACE = b" "
+# Where splits begin and end, half a character may be.
+HALF_CHARACTER = re.compile(rb"\A[\x80-\xbf]{1,3}")
 
 
 def read_lines(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Records:
@@ -101,10 +103,11 @@ def read_stream(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Rec
             continue
         part, rest = text[:cut], text[cut + 1 :]
         location = f"{source.name}:{offset}"
-        if is_first:  # where splits begin and end, half a character may be
-            part, is_first = part.lstrip(SPACE + bytes(range(0x80, 0xC0))), False
+        if is_first:
+            part = HALF_CHARACTER.sub(b"", part) if source.start else part
+            part, is_first = part.lstrip(SPACE), False
         if not left:
-            part = _whole_characters(part).rstrip(SPACE)
+            part = _whole_characters(part, source).rstrip(SPACE)
         offset += cut + 1
         if part.strip():
             document = document_of_bytes(part, location, location, config)
@@ -113,11 +116,14 @@ def read_stream(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Rec
             yield document
 
 
-def _whole_characters(text: bytes) -> bytes:
+def _whole_characters(text: bytes, source: SourceFile) -> bytes:
+    """Leave out half a character at the end of a split that does not end its file."""
     try:
         text.decode()
     except UnicodeDecodeError as error:
-        return text[: error.start] if error.end == len(text) else text
+        is_cut = source.start + source.size < source.file_size
+        if is_cut and error.reason == "unexpected end of data":
+            return text[: error.start]
     return text
 
 
@@ -143,4 +149,4 @@ def with_held_out(
 
 def whole(source: SourceFile) -> SourceFile:
     """Return the whole file of a stretch: the original's vocabulary is that of all splits."""
-    return replace(source, start=0, size=source.path.stat().st_size)
+    return replace(source, start=0, size=source.file_size)

@@ -35,6 +35,7 @@ from data_pipeline.builder.parts import (
     build_part,
     check_output,
     merge_parts,
+    part_directories,
     shared_directory,
     shuffle_one,
     sources_of_parts,
@@ -70,7 +71,7 @@ def build_in_processes(
     check_sources(config, sources)
     check_output(config, sources, num_parts)
     shared = shared_directory(config, num_parts)
-    with claimed_output(shared):
+    with claimed_output(shared, part_directories(config, num_parts)):
         # Its journal rejects a resume with other text or settings.
         BuildJournal(shared, recipe_of(config, sources), last_modified(sources))
         threads = max(1, (config.threads or os.cpu_count() or 1) // num_parts)

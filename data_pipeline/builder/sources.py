@@ -41,9 +41,10 @@ class SourceFile:
     path: Path
     name: str
     kind: SourceKind
-    size: int
+    size: int  # that is read
+    file_size: int
     modified: int  # nanoseconds
-    start: int = 0  # of the `size` bytes that are read, of a stream
+    start: int = 0  # of the `size` bytes, of a stream
     domain: str = ""  # see corpora/mixing.py
     hashes: tuple[tuple[str, str], ...] = ()  # name of the algorithm and hash, of an MDS shard
 
@@ -85,7 +86,8 @@ def check_apart(inputs: Sequence[list[SourceFile]], harm: str) -> None:
 
 def check_unchanged(source: SourceFile) -> None:
     """Raise DataError if the file is not as it was when it was listed."""
-    if source.path.stat().st_mtime_ns != source.modified:
+    status = source.path.stat()
+    if (status.st_size, status.st_mtime_ns) != (source.file_size, source.modified):
         raise DataError(
             f"{source.path} was changed while it was read; build again when nothing writes to it"
         )
@@ -115,29 +117,35 @@ def _sources_under(
         names = [name for name in names if name not in left_out]
     sources = _with_kinds(root, names, prefix, config)
     return [
-        replace(source, hashes=hashes.get(name, ()))
+        replace(source, hashes=tuple(hashes.get(name, {}).items()))
         for name, source in zip(names, sources, strict=True)
     ]
 
 
-def _hashes_of_shards(root: Path, names: list[str]) -> dict[str, tuple[tuple[str, str], ...]]:
+def _hashes_of_shards(root: Path, names: list[str]) -> dict[str, dict[str, str]]:
     """Return what the indices of MDS data sets say of their shards; DataError if one is missing."""
-    hashes, listed = {}, set(names)
+    hashes: dict[str, dict[str, str]] = {}
+    listed = set(names)
     for index in (name for name in names if PurePath(name).name == MDS_INDEX):
         folder = PurePath(index).parent
         try:
-            tree = read_json(root / index)
-            shards = [[each[key] for key in MDS_FORMS if each.get(key)] for each in tree["shards"]]
-            forms = [{each["basename"]: each.get("hashes") or {} for each in one} for one in shards]
+            shards = [
+                {
+                    (folder / found["basename"]).as_posix(): dict(found.get("hashes") or {})
+                    for form in MDS_FORMS
+                    if (found := shard.get(form))
+                }
+                for shard in read_json(root / index)["shards"]
+            ]
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # it is of something else
-        for form in forms:
-            found = {name: (folder / name).as_posix() for name in form}
-            if not listed.intersection(found.values()):
+        for shard in shards:
+            if shard and len(found := listed & shard.keys()) != 1:
                 raise DataError(
-                    f"{root / index} lists {' or '.join(form)}, which is missing; fetch it again"
+                    f"{root / index} lists {' or '.join(shard)}, expected one of them, found "
+                    f"{len(found)}; fetch or remove one"
                 )
-            hashes |= {path: tuple(form[name].items()) for name, path in found.items()}
+            hashes |= shard
     return hashes
 
 
@@ -235,11 +243,12 @@ def _with_kinds(
     folder: Path, names: list[str], prefix: str, config: CorpusConfig
 ) -> list[SourceFile]:
     looked_into: Counter[str] = Counter()
+    stated = stated_kind(config)
     sources = []
     for name in names:
         path = folder / name
-        kind = stated_kind(config) or kind_by_name(name)
-        if kind is None:
+        kind = stated or kind_by_name(name)
+        if kind is None or (kind == "text" and stated is None):
             suffix = PurePath(without_compression(name)).suffix
             looked_into[suffix] += 1
             is_looked_into = looked_into[suffix] <= LOOKED_INTO
@@ -248,5 +257,6 @@ def _with_kinds(
         status = path.stat()
         # A file's name may be any bytes.
         printable = (prefix + name).encode(errors="backslashreplace").decode()
-        sources.append(SourceFile(path, printable, kind, status.st_size, status.st_mtime_ns))
+        size = status.st_size
+        sources.append(SourceFile(path, printable, kind, size, size, status.st_mtime_ns))
     return sources

@@ -5,6 +5,7 @@ The only module that imports pyarrow, which nothing else needs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -29,6 +30,7 @@ from data_pipeline.vocabularies.vocabulary import missing_library
 
 ROWS_AT_ONCE, BYTES_AT_ONCE = 1024, 1 << 28  # of Parquet
 ARROW_FILE_MAGIC = b"ARROW1"  # else a stream, which `datasets` writes
+STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def read_parquet(
@@ -90,6 +92,9 @@ def _reason(error: Exception) -> str:
 def _batches(ipc: Any, file: Any, is_file: bool) -> Iterator[Any]:
     if not is_file:
         yield from ipc.open_stream(file)
+        file.seek(-len(STREAM_END), os.SEEK_CUR)
+        if file.read(len(STREAM_END) + 1) != STREAM_END:
+            raise ValueError("it does not end with the mark of a stream's end")
         return
     reader = ipc.open_file(file)
     for number in range(reader.num_record_batches):

@@ -18,11 +18,7 @@ from data_pipeline.builder.plain_text import whole
 from data_pipeline.builder.records import Document, Reject, fraction_of
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.builder.splits import is_validation
-from data_pipeline.config import (
-    SMALLEST_VOCABULARY,
-    CorpusConfig,
-    TokenizerConfig,
-)
+from data_pipeline.config import SMALLEST_VOCABULARY, CorpusConfig, TokenizerConfig
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.setting_fields import assert_never
 from data_pipeline.tokenizer import DESCRIPTION_NAME, Tokenizer, tokenizer_traits

@@ -25,7 +25,7 @@ from data_pipeline.vocabularies.vocabulary import (
     size_of,
 )
 
-LARGEST_GAP = 16  # ids without a token before the special ones: some encodings have one
+LARGEST_GAP = 1  # ids without a token before the special ones: some encodings have one
 PROBE = "A text's 10 words,\n  and more. "  # a pattern that may match nothing does so here
 
 
@@ -51,7 +51,7 @@ class TiktokenRanks:
         if (absent := first - sum(rank < first for rank in ranks.values())) > LARGEST_GAP:
             raise InvalidVocabulary(
                 f"not the whole file of tiktoken ({absent:,} ids below {first:,}, the first "
-                "special token, have no token); restore it"
+                "special token, have no token); restore it, or name every special token"
             )
         self.vocab_size = size_of(ids)
         with library_errors("an encoding of tiktoken"):

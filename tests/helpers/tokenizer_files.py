@@ -62,4 +62,4 @@ def tiktoken_file(texts: Sequence[str], path: Path, vocab_size: int = 320) -> di
         tokens.append(bytes(values[each] for each in "".join(merge)))
     lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
     path.write_bytes(b"".join(lines))
-    return {"pattern": PATTERN, "special_tokens": {END: len(tokens) + 3}}
+    return {"pattern": PATTERN, "special_tokens": {END: len(tokens) + 1}}

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import os
+import re
 import shutil
+import tarfile
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 
 from data_pipeline.builder import build_corpus as builder
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.builder.documents import read_documents
+from data_pipeline.builder.processes import build_in_processes
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.errors import UserError
 from tests.helpers.corpora import write_jsonl
@@ -76,7 +83,15 @@ def rewrite(path: Path) -> None:
     path.write_bytes(path.read_bytes())
 
 
-@pytest.mark.parametrize("change", [shrink, rewrite, lambda path: write_jsonl(path, ["1"] * 9)])
+def shrink_unseen(path: Path) -> None:
+    before = path.stat().st_mtime_ns
+    shrink(path)
+    os.utime(path, ns=(before, before))
+
+
+@pytest.mark.parametrize(
+    "change", [shrink, shrink_unseen, rewrite, lambda path: write_jsonl(path, ["1"] * 9)]
+)
 def test_a_file_that_changes_between_the_listing_and_its_end(
     folder, monkeypatch, change: Callable[[Path], object]
 ):
@@ -93,10 +108,33 @@ def test_a_file_that_changes_between_the_listing_and_its_end(
     assert f"{second} was changed while it was read" in refusal(folder)
 
 
-@pytest.mark.parametrize("compression", [None, "zstd"])
-@pytest.mark.parametrize("hashes", [["sha1"], ["xxh64"]])
-@pytest.mark.parametrize("damage", ["missing", "flipped"])
-def test_an_mds_data_set_that_is_not_what_its_index_says(folder, compression, hashes, damage):
+def flip(shard: Path) -> None:
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1  # of the last text, or of what the compression ends with
+    shard.write_bytes(content)
+
+
+def name_another_hash(shard: Path) -> None:
+    index = shard.with_name("index.json")
+    index.write_text(index.read_text().replace('"sha1"', '"shake_128"'))
+
+
+@pytest.mark.parametrize(
+    ("compression", "hashes", "damage", "reason"),
+    [
+        (None, [], Path.unlink, "{name}, expected one of them, found 0; fetch"),
+        ("zstd", ["sha1"], Path.unlink, "{name}, expected one of them, found 0; fetch"),
+        ("gz", [], lambda shard: shutil.copy(shard, shard.with_suffix("")),
+         "{name}, expected one of them, found 2; fetch or remove one"),
+        (None, ["xxh64"], flip, "its xxh64 is "),
+        ("zstd", ["sha1"], flip, "its sha1 is "),
+        ("gz", ["blake2b", "xxh3_128"], flip, "its blake2b is "),
+        (None, ["sha1"], name_another_hash, "its 'shake_128', which is no known hash"),
+    ],
+)  # fmt: skip
+def test_an_mds_data_set_that_is_not_what_its_index_says(
+    folder, compression, hashes, damage, reason
+):
     write_mds(
         folder, {"text": "str"}, [{"text": f"text {number}"} for number in range(200)],
         compression=compression, hashes=hashes, size_limit=2000,
@@ -104,28 +142,70 @@ def test_an_mds_data_set_that_is_not_what_its_index_says(folder, compression, ha
     build(folder)
     shutil.rmtree(folder.parent / "out")
     shard = sorted(folder.glob("shard.*"))[1]
-    if damage == "missing":
-        shard.unlink()
-        assert f"{shard.name}, which is missing" in refusal(folder)
-    else:
-        content = bytearray(shard.read_bytes())
-        content[-1] ^= 1  # of the last text, or of the frame's checksum
-        shard.write_bytes(content)
-        assert f"its {hashes[0]} is " in refusal(folder)
+    damage(shard)
+    assert reason.format(name=shard.name) in refusal(folder)
 
 
-def test_an_index_that_ends_before_its_file(folder):
+@pytest.mark.parametrize(
+    ("code", "dtype", "reason"),
+    [
+        (8, "<i4", "its index ends at byte 16, the file at 32"),
+        (4, "<u2", "puts sequence 3 outside"),
+    ],
+)
+def test_an_index_of_another_type_than_its_file(folder, code, dtype, reason):
     documents = [[5, 6, 7], [8], [9, 10, 11, 12]]
-    write_megatron(folder / "x", documents)
-    np.array([token for each in documents for token in each], "<i4").tofile(folder / "x.bin")
-    message = refusal(folder, format="megatron", tokenizer=UNKNOWN)
-    assert "its index ends at byte 16, the file at 32" in message
+    write_megatron(folder / "x", documents, {8: "<u2", 4: "<i4"}[code], code)
+    np.array([token for each in documents for token in each], dtype).tofile(folder / "x.bin")
+    assert reason in refusal(folder, format="megatron", tokenizer=UNKNOWN)
 
 
-def test_a_stream_with_a_byte_that_is_no_text(folder):
-    (folder / "enwik").write_bytes(b"some words " * 30_000 + b"\xff" + b" and more" * 30_000)
-    message = refusal(folder, format="stream", tokenizer=BYTES, max_rejects=100)
-    assert "(enwik:299997: invalid UTF-8 at byte 30003)" in message
+@pytest.mark.parametrize("kind", ["bytes", "characters"])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"words " * 50_000 + b"\xff" + b" more" * 50_000, "(x:300000: invalid UTF-8 at byte 0)"),
+        (b"\x80words " * 50_000, "(x:0: invalid UTF-8 at byte 0)"),
+        (b"words " * 50_000 + b"\xff", "(x:300000: invalid UTF-8 at byte 0)"),
+        (b"words " * 50_000 + "ä".encode()[:1], "(x:300000: invalid UTF-8 at byte 0)"),
+    ],
+)
+def test_a_stream_with_a_byte_that_is_no_text(folder, kind, content, reason):
+    (folder / "x").write_bytes(content)
+    settings = {"format": "stream", "tokenizer": TokenizerConfig(kind=kind), "max_rejects": 100}
+    assert reason in refusal(folder, **settings)
+
+
+def test_a_stream_whose_validation_text_is_another_file(folder):
+    (folder / "x").write_text("text")
+    message = refusal(folder, format="stream", validation_input=(folder / "x",))
+    assert message == "format=stream takes validation_bytes, not validation_input"
+
+
+def test_an_arrow_stream_that_was_cut_after_a_batch(folder):
+    with pyarrow.OSFile(str(folder / "x.arrow"), "wb") as file:
+        batch = pyarrow.record_batch({"text": ["one", "two"]})
+        writer = pyarrow.ipc.new_stream(file, batch.schema)
+        for _ in range(3):
+            writer.write_batch(batch)
+            end = file.tell()
+        writer.close()
+    build(folder)
+    shutil.rmtree(folder.parent / "out")
+    os.truncate(folder / "x.arrow", end)
+    assert "it does not end with the mark of a stream's end" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.md", "x.TXT.gz"])
+def test_records_in_a_file_named_like_text(folder, name):
+    write = gzip.open if name.endswith(".gz") else open
+    with write(folder / name, "wb") as file:
+        file.write(b'{"text": "one"}\n{"text": "two"}\n')
+    assert "is JSON Lines by its first line" in refusal(folder)
+    with write(folder / name, "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
+        archive.add(__file__, "a.txt")
+    assert "is a tar" in refusal(folder)
+    build(folder, format="text")
 
 
 def test_ranks_of_tiktoken_that_were_cut(folder, tmp_path):
@@ -136,9 +216,10 @@ def test_ranks_of_tiktoken_that_were_cut(folder, tmp_path):
     path = tmp_path / "ranks.tiktoken"
     settings = TokenizerConfig(path=path, pattern=r"\w+|\W+", special_tokens={"<|end|>": 356},
                                end_token="<|end|>")  # fmt: skip
-    path.write_bytes(b"".join(lines[:-60]))
-    message = refusal(folder, tokenizer=settings)
-    assert "60 ids below 356, the first special token, have no token" in message
+    for cut in (60, 2):
+        path.write_bytes(b"".join(lines[:-cut]))
+        message = refusal(folder, tokenizer=settings)
+        assert f"{cut} ids below 356, the first special token, have no token" in message
     path.write_bytes(b"".join(lines))
     build(folder, tokenizer=settings)
 
@@ -151,3 +232,17 @@ def test_after_a_refusal_the_same_command_with_other_settings_builds(folder):
     build(folder, tokens_separator=399, **settings)
     recipe = json.loads((folder.parent / "out" / "build.json").read_text())
     assert recipe["settings"]["tokens_separator"] == 399
+
+
+@pytest.mark.parametrize("run", [build_corpus, partial(build_in_processes, processes=2)])
+def test_after_a_refusal_with_a_list_of_rejects_other_settings_build(folder, run):
+    for name in ("1.jsonl", "2.jsonl"):
+        (folder / name).write_text('{"content": "words"}\n' * 20)
+    config = CorpusConfig(
+        input=(folder,), output=folder.parent / "out", tokenizer=BYTES, validation_fraction=0.0,
+        max_rejects=9,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="more than max_rejects=9") as error:
+        run(config)
+    assert Path(re.findall(r"in (\S+rejects.jsonl)", str(error.value))[0]).read_text()
+    run(replace(config, text_field="content"))
