@@ -1,8 +1,9 @@
 """The loss of a model on a split, with memories of any length; every token is scored once.
 
 Each lane carries its memory from segment to segment. What is summed of each lane, in float64, and
-the sum over lanes in their order do not depend on which rank has which lane. So any number of ranks
-gives the same result. N lanes of all ranks; other letters of shapes as in `pretrain.model`.
+the sum over lanes in their order do not depend on which rank has which lane, so that any number of
+ranks gives the same result up to the rounding of matrix products. N lanes of all ranks; other
+letters of shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations

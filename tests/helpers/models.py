@@ -139,6 +139,16 @@ def random_tokens(
     return torch.from_numpy(np.random.RandomState(seed).randint(0, vocab_size, (num_lanes, length)))
 
 
+def other_tokens(tokens: Tensor) -> Tensor:
+    """Return another id for each, in the same bin of an adaptive softmax with cutoffs 9 and 20.
+
+    So as many rows reach each of its products, and CPUs may round by that number.
+    """
+    other_V = torch.arange(1, TINY.vocab_size + 1)
+    other_V[[8, 19, 36]] = torch.tensor([0, 9, 20])
+    return other_V[tokens]
+
+
 def random_starts(num_lanes: int, length: int, seed: int = 0) -> Tensor:
     """Document starts [B, T], about every fifth token."""
     return torch.from_numpy(

@@ -158,7 +158,9 @@ def test_evaluation_gives_the_same_answer_on_one_rank_and_on_two(story, tmp_path
         json.loads(single.stdout)["results"], json.loads(printed[-1])["results"], strict=True
     )
     for one, two in pairs:
-        assert {**two, "seconds": 0} == {**one, "seconds": 0}
+        assert two.pop("seconds") > 0
+        # Not bitwise: CPUs may round a row of a matrix product by the number of rows.
+        assert two == {key: pytest.approx(one[key], rel=1e-5) for key in two}
 
 
 def test_sampling_repeats_itself_with_the_same_seed_and_only_then(story, capsys):
