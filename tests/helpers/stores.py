@@ -19,7 +19,6 @@ from pathlib import Path
 from data_pipeline.corpora.stores import RetryPolicy
 
 FAULTS = ("truncate", "reset", "stall", "500", "flip")
-STALL_SECONDS = 3.0
 QUICK = RetryPolicy(attempts=3, timeout=0.4, pause=0.01, bytes_per_second=1e6)
 QUICK_SDK = RetryPolicy(
     attempts=2, timeout=1.5, pause=0.01, bytes_per_second=1e6
@@ -46,6 +45,7 @@ class FileServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.upstream = upstream
         self.fault, self.faulty = "", 0
+        self.stall_seconds = 3.0
         self.content = "shard"  # what the names of faulty files begin with
         self.bytes_per_second = 0.0
         self.denied = ""  # a part of paths that are answered with 403
@@ -163,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             self._send(content)
         if fault == "stall":
-            time.sleep(STALL_SECONDS)
+            time.sleep(server.stall_seconds)
         if fault == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
