@@ -245,14 +245,15 @@ def read_json(path: Path, limit: int = LARGEST_READ_BYTES) -> Any:
     return parse_json(read_regular(path, limit))
 
 
-def lines_of(path: Path, longest: int = LARGEST_LINE_BYTES) -> Iterator[bytes]:
+def lines_of(path: Path, longest: int = LARGEST_LINE_BYTES, start: int = 0) -> Iterator[bytes]:
     """The lines, with their ends, of a file that others may have written; none without it.
 
-    One after the other. DataError if it is not a regular file or a line has more bytes than
-    `longest`: a file of holes costs its author nothing.
+    One after the other, from the byte `start` on. DataError if it is not a regular file or a line
+    has more bytes than `longest`: a file of holes costs its author nothing.
     """
     try:
         with open_regular(path) as file:
+            file.seek(start)
             while line := file.readline(longest + 1):
                 if len(line) > longest:
                     raise ValueError(f"a line has more than {longest:,} bytes")

@@ -4,7 +4,6 @@ all logs."""
 from __future__ import annotations
 
 import argparse
-import io
 import re
 import shlex
 import time
@@ -13,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
-from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.files import open_regular
+from data_pipeline.errors import ConfigError, printable
+from data_pipeline.files import lines_of
 from data_pipeline.many_files import read_together
 from launcher.error_lines import error_lines
 from launcher.status.infer_status import State
@@ -237,14 +235,6 @@ def _last_words(logs: Path, chosen: RankLogs | None) -> list[str]:
     ]
 
 
-def _open(path: Path) -> BinaryIO:
-    """Open a log; DataError if something else has its name, such as a pipe."""
-    try:
-        return open_regular(path)
-    except ValueError as error:
-        raise DataError(f"{path} is no log ({error}); remove it") from None
-
-
 def _lines(path: Path) -> list[str]:
     return list(_last_lines(path, 0))
 
@@ -287,20 +277,20 @@ class _Tail:
         self._offset = offset
 
     def print_new(self) -> None:
-        with _open(self.path) as file:
-            file.seek(self._offset)
-            new = file.read()
-        self._offset += len(new)
-        text = new.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
-        print(printable(text), end="", flush=True)
+        for line in lines_of(self.path, start=self._offset):
+            self._offset += len(line)
+            print(printable(_text(line)), end="", flush=True)
 
 
 def _last_lines(path: Path, count: int) -> deque[str]:
-    with io.TextIOWrapper(_open(path), "utf-8", "replace") as file:
-        return deque(file, maxlen=count or None)
+    parts = (part for line in lines_of(path) for part in _text(line).splitlines(keepends=True))
+    return deque(parts, maxlen=count or None)
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _start_of_last_lines(path: Path, count: int) -> int:
-    with _open(path) as file:
-        lines = file.read().splitlines(keepends=True)
-    return sum(map(len, lines[:-count])) if count else 0
+    lengths = [len(line) for line in lines_of(path)]
+    return sum(lengths[:-count]) if count else 0

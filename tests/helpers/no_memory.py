@@ -5,11 +5,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import resource
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +13,7 @@ import torch
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.cli import main
 from pretrain.engines.engine import TorchEngine
+from tests.helpers.memory_limit import memory_limit
 
 
 def too_much(*_: Any) -> None:
@@ -25,18 +22,6 @@ def too_much(*_: Any) -> None:
 
 def in_backward(engine: TorchEngine, *_: Any) -> None:
     next(engine.module.parameters()).register_hook(too_much)
-
-
-@contextlib.contextmanager
-def memory_limit(spare: int) -> Iterator[None]:
-    """Let this process have `spare` more bytes than it has, which may be too few for a thread."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + spare, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def run_out_at(place: str) -> None:

@@ -5,13 +5,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
-from data_pipeline.files import open_regular
+from data_pipeline.files import lines_of
 from launcher.cli import main
 from launcher.commands.logs import lines_of_attempt
 from launcher.error_lines import error_lines
@@ -21,6 +21,7 @@ from pretrain.config.run import RunConfig
 from pretrain.rundir.attempt_files import AttemptFiles
 from pretrain.rundir.launch_events import AttemptEnded, AttemptReason, NextAction
 from pretrain.rundir.run_dir import RunDir
+from tests.helpers.memory_limit import memory_limit
 
 TRACEBACK = """Traceback (most recent call last):
   File "x.py", line 3, in step
@@ -97,14 +98,14 @@ def test_logs_of_many_ranks_are_read_together_once_the_first_failure_is_shown(
     run_dir.ledger.append(replace(ended(11, 5, NextAction.RETRY), statuses=(1,) * 9))
     others, shown = threading.Barrier(8), []
 
-    def wait_for_others(path: Path) -> BinaryIO:
+    def wait_for_others(path: Path) -> Iterator[bytes]:
         if path == files.rank_log(5):
-            return open_regular(path)
+            return lines_of(path)
         if others.wait(timeout=300) == 0:  # broken if one is read after the other
             shown.append(capsys.readouterr().out)
-        return open_regular(path)
+        return lines_of(path)
 
-    monkeypatch.setattr("launcher.commands.logs.open_regular", wait_for_others)
+    monkeypatch.setattr("launcher.commands.logs.lines_of", wait_for_others)
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
     assert shown == ["[rank 5] ValueError: of rank 5\n"]
     rest = [f"[rank {rank}] ValueError: of rank {rank}" for rank in range(9) if rank != 5]
@@ -268,14 +269,20 @@ def test_following_prints_what_comes_goes_over_to_the_next_attempt_and_ends_with
     assert follower.returncode == 0
 
 
+@pytest.mark.parametrize("trap", ["it is a pipe", "a line has more than"])
 @pytest.mark.parametrize("name", ["attempt-10/rank-0.log", "attempt-10/srun.log", "slurm-17.log"])
-def test_a_pipe_in_place_of_a_log_makes_nobody_wait(run_dir, capsys, name):
+def test_a_pipe_or_holes_of_40_gib_in_place_of_a_log_are_not_read(run_dir, capsys, name, trap):
     (run_dir.logs / name).unlink(missing_ok=True)
-    os.mkfifo(run_dir.logs / name)
+    if "pipe" in trap:
+        os.mkfifo(run_dir.logs / name)
+    else:
+        (run_dir.logs / name).touch()
+        os.truncate(run_dir.logs / name, 40 << 30)
     for arguments in ([] if "rank" in name else ["--errors"], ["--errors"]):
-        assert main(["logs", str(run_dir.path), *arguments]) == 2
+        with memory_limit(1 << 30):
+            assert main(["logs", str(run_dir.path), *arguments]) == 2
         error = capsys.readouterr().err
-        assert f"{name} is no log (it is a pipe" in error
+        assert f"{name} cannot be read ({trap}" in error
         assert len(error.splitlines()) == 1
 
 

@@ -15,7 +15,7 @@ from data_pipeline.files import sha256_of, write_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from tests.helpers.checkpoints import index_of, publish_step
-from tests.helpers.no_memory import memory_limit
+from tests.helpers.memory_limit import memory_limit
 
 
 def flip_a_bit(path: Path) -> None:
