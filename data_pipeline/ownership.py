@@ -30,16 +30,8 @@ def private_directory(path: Path) -> Path:
 
 def check_private(path: Path) -> None:
     """Raise DataError as `private_directory` does, for a directory that exists."""
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise DataError(f"{path} is a link, expected a directory of this user; remove it")
-    if status.st_uid != os.geteuid():
-        raise DataError(f"{_of_another_user(path, status)}; choose another directory")
-    if status.st_mode & _OTHERS_WRITE:
-        raise DataError(
-            f"{_writable_by_others(path, status)}, expected 700; make sure that its contents are "
-            f"yours, then `chmod 700 {path}`"
-        )
+    if not stat.S_ISDIR(_checked(path, (os.geteuid(),), f"chmod 700 {path}").st_mode):
+        raise DataError(f"{path} is not a directory, expected one of this user; remove it")
 
 
 def refuse_foreign(path: Path, with_contents: bool = True) -> None:
@@ -48,33 +40,34 @@ def refuse_foreign(path: Path, with_contents: bool = True) -> None:
     For what is executed or obeyed. A path that does not exist is nobody's.
     """
     try:
-        status = path.lstat()
+        status = _checked(path, (_ROOT, os.geteuid()), f"chmod -R go-w {path}")
     except (FileNotFoundError, NotADirectoryError):
         return
-    if stat.S_ISLNK(status.st_mode):
-        raise DataError(f"{path} is a link, expected a file or directory of its own; remove it")
-    if not _is_trusted(status):
-        raise DataError(
-            f"{_of_another_user(path, status)}, because what it says is executed as this user; "
-            "leave it to its owner, or start a run of your own"
-        )
-    if status.st_mode & _OTHERS_WRITE:
-        raise DataError(
-            f"{_writable_by_others(path, status)}, and what it says is executed as this user; "
-            f"make sure that it is unchanged, then `chmod -R go-w {path}`"
-        )
     if with_contents and stat.S_ISDIR(status.st_mode) and status.st_mode & 0o077:
         for name in sorted(os.listdir(path)):
             refuse_foreign(path / name)
 
 
+def _checked(path: Path, owners: tuple[int, ...], way_out: str) -> os.stat_result:
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise DataError(f"{path} is a link, expected a file or directory of its own; remove it")
+    if status.st_uid not in owners:
+        raise DataError(
+            f"{path} belongs to the user with number {status.st_uid}, expected {os.geteuid()}, "
+            "because what it says is obeyed; leave it to its owner, and choose another path"
+        )
+    if status.st_mode & _OTHERS_WRITE:
+        raise DataError(
+            f"{path} can be written by other users (mode {status.st_mode & 0o777:o}), and what it "
+            f"says is obeyed; make sure that it is unchanged, then `{way_out}`"
+        )
+    return status
+
+
 def is_of_another_user(path: Path) -> bool:
     """Whether another user than root owns the file."""
-    return not _is_trusted(path.stat())
-
-
-def _is_trusted(status: os.stat_result) -> bool:
-    return status.st_uid in (_ROOT, os.geteuid())
+    return path.stat().st_uid not in (_ROOT, os.geteuid())
 
 
 def refuse_open_parents(path: Path) -> None:
@@ -86,11 +79,3 @@ def refuse_open_parents(path: Path) -> None:
                 f"{path} is below {parent}, where every user can replace it (mode "
                 f"{mode & 0o7777:o}); `chmod o-w {parent}`, or choose another directory"
             )
-
-
-def _of_another_user(path: Path, status: os.stat_result) -> str:
-    return f"{path} belongs to the user with number {status.st_uid}, expected {os.geteuid()}"
-
-
-def _writable_by_others(path: Path, status: os.stat_result) -> str:
-    return f"{path} can be written by other users (mode {status.st_mode & 0o777:o})"
