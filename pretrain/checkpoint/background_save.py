@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -72,35 +71,6 @@ class SaveProblem:
             return cls(f"out of host memory ({error!r})"[:300], remedy="free host memory")
         text = (str(error) if isinstance(error, UserError) else "") or repr(error)
         return cls(text, may_pass=False, remedy="")
-
-
-class Worker:
-    """A thread that makes one task after the other, from the construction on.
-
-    Not a thread per task: once memory has run out, starting one fails or waits forever.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def add(self, task: Callable[[], None]) -> None:
-        """Make this task, which raises nothing, after those before."""
-        self._tasks.put(task)
-
-    def wait(self) -> None:
-        """Return when all tasks so far are done."""
-        done = threading.Event()
-        self._tasks.put(done.set)
-        done.wait()
-
-    def end(self) -> None:
-        """End the thread after the tasks so far; it can do nothing more."""
-        self._tasks.put(None)
-
-    def _run(self) -> None:
-        for task in iter(self._tasks.get, None):
-            task()
 
 
 class HostBuffers:
@@ -164,6 +134,27 @@ def files_of(
         RankFile(rank_file(kind, ranks[0]), tensors, layout_of(tensors), ranks)
         for kind, (tensors, ranks) in named.items()
     ]
+
+
+def new_index(
+    run_id: str, config: dict[str, Any], engine: Engine, state: TrainState, **more: Any
+) -> dict[str, Any]:
+    """Return the index without its lists, of one rank unless there is `more`.
+
+    Before the save is written, as engine and state will have changed then.
+    """
+    return {
+        "run": run_id,
+        "step": state.step,
+        "tokens_seen": state.tokens_seen,
+        "optimizer_steps": engine.optimizer_step_count(),
+        "loss_scale": engine.loss_scaler.to_tree() if engine.loss_scaler is not None else None,
+        "validation_loss": None,
+        "rebuild": None,
+        "world_size": 1,
+        "config": config,
+        **more,
+    }
 
 
 def pieces_in(rank_files: list[RankFile], rank: int) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from pretrain.checkpoint.background_save import (
     RankFile,
     Save,
     SaveProblem,
-    Worker,
     files_of_rank,
+    new_index,
 )
 from pretrain.checkpoint.elastic_reader import (
     load_cursor,
@@ -43,6 +43,7 @@ from pretrain.checkpoint.replicas import require_equal_replicas
 from pretrain.checkpoint.whole_lanes import own_rows, report_of_lanes, with_whole_lanes
 from pretrain.config.phases import restarts_lanes
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.distributed.background_exchanges import Worker
 from pretrain.distributed.rounds import rows_of_ranks
 from pretrain.distributed.world import (
     World,
@@ -142,7 +143,9 @@ class Checkpointer:
         if problem := self._problem_ahead(partial, rank_files, obstacle):
             self._give_up_save(state.step, problem)
             return False
-        index = self._index(engine, state, validation_loss, rebuild)
+        more = {"validation_loss": validation_loss, "rebuild": rebuild}
+        more["world_size"] = self._world.world_size
+        index = new_index(self._run_id, to_tree(self._run), engine, state, **more)
         publish = self._publication(partial, index, suspected_since)
         report = report_of_lanes(saved.cursor, past, self._run, self._world)
         self._saves += 1
@@ -289,27 +292,6 @@ class Checkpointer:
             except CheckpointError as error:
                 problem = SaveProblem(str(error))
         return broadcast_value(problem, SaveProblem | None)
-
-    def _index(
-        self,
-        engine: Engine,
-        state: TrainState,
-        validation_loss: float | None,
-        rebuild: dict[str, Any] | None,
-    ) -> dict[str, Any]:
-        """Return the index without its lists; engine and state will have changed when it is
-        written."""
-        return {
-            "run": self._run_id,
-            "step": state.step,
-            "tokens_seen": state.tokens_seen,
-            "optimizer_steps": engine.optimizer_step_count(),
-            "loss_scale": engine.loss_scaler.to_tree() if engine.loss_scaler is not None else None,
-            "validation_loss": validation_loss,
-            "rebuild": rebuild,
-            "world_size": self._world.world_size,
-            "config": to_tree(self._run),
-        }
 
     def _publication(
         self, partial: Path, index: dict[str, Any], suspected_since: int | None

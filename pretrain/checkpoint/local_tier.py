@@ -30,12 +30,13 @@ from data_pipeline.errors import UserError, os_error_text
 from data_pipeline.ownership import private_directory
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.checkpoint.background_save import HostBuffers, Save, Worker, files_of
+from pretrain.checkpoint.background_save import HostBuffers, Save, files_of, new_index
 from pretrain.checkpoint.elastic_reader import local_name
 from pretrain.checkpoint.pieces import key_of
 from pretrain.checkpoint.rank_reports import RankReports, Report
 from pretrain.checkpoint.replicas import require_equal_replicas
 from pretrain.config.run import RunConfig
+from pretrain.distributed.background_exchanges import Worker
 from pretrain.distributed.world import World, broadcast_value, gather_values
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState
@@ -136,7 +137,10 @@ class LocalTier:
             for kind, value in fragment.values.items()
         }
         rank_files = files_of(pieces, state, self._lane_state, rank=0, node=(0,))
-        root, index = self._root, self._index(engine, state)
+        rank, world_size = self._world.rank, self._world.world_size
+        local = {"attempt": self._attempt, "rank": rank, "world_size": world_size}
+        index = new_index(self._run_id, self._config, engine, state, local=local)
+        root = self._root
         partial = files.partial_directory(root, state.step, self._attempt)
         try:
             files.require_space(root, sum(each.layout.file_bytes for each in rank_files))
@@ -269,25 +273,6 @@ class LocalTier:
             used = f"step {shared_step}, the shared one" if shared_step else "none"
             why = problem or "no step is there on all ranks"
             logger.warning("local checkpoints are not used: %s; using %s", why, used)
-
-    def _index(self, engine: Engine, state: TrainState) -> dict[str, Any]:
-        scaler = engine.loss_scaler
-        return {
-            "run": self._run_id,
-            "step": state.step,
-            "tokens_seen": state.tokens_seen,
-            "optimizer_steps": engine.optimizer_step_count(),
-            "loss_scale": scaler.to_tree() if scaler is not None else None,
-            "validation_loss": None,
-            "rebuild": None,
-            "world_size": 1,
-            "config": self._config,
-            "local": {
-                "attempt": self._attempt,
-                "rank": self._world.rank,
-                "world_size": self._world.world_size,
-            },
-        }
 
     def _finish(self) -> None:
         if self._save is None:

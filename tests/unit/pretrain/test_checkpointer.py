@@ -22,7 +22,6 @@ from pretrain.checkpoint.background_save import (
     HostBuffers,
     Save,
     SaveProblem,
-    Worker,
     files_of_rank,
 )
 from pretrain.checkpoint.checkpointer import Checkpointer
@@ -32,6 +31,7 @@ from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
+from pretrain.distributed.background_exchanges import Worker
 from pretrain.distributed.world import (
     World,
 )
