@@ -1,6 +1,8 @@
-"""Starts that Slurm takes back: nothing of them may count against the run, or end it.
+"""Starts that Slurm takes back, of which nothing may count against the run, and a spare host.
 
-The three runs are disturbed at the same time, each on hosts of its own in a second cluster.
+The three runs with such starts are disturbed at the same time, each on hosts of its own in a second
+cluster. They are begun first and looked at last. All comes after test_survival.py, which looks at
+the undisturbed run while it runs.
 """
 
 from __future__ import annotations
@@ -13,7 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.rundir.launch_events import AttemptEnded, JobEndReason, JobStarted, NextAction
+from pretrain.rundir.exit_status import NEVER_STARTED
+from pretrain.rundir.launch_events import (
+    AttemptEnded,
+    JobEndReason,
+    JobStarted,
+    NextAction,
+    NodeReplaced,
+    ReplacedBecause,
+)
 from pretrain.rundir.ledger import events_of
 from tests.helpers.corpora import make_tiny_corpus
 from tests.slurm.lab import SlurmLab
@@ -98,6 +108,52 @@ def counted(run: SlurmRun) -> list[AttemptEnded]:
     """The attempts that ended and count."""
     ended = events_of(run.dir.ledger.read(), AttemptEnded)
     return [each for each in ended if each.next is not NextAction.STOPPED]
+
+
+def lose_a_host_before_the_next_launch(run: SlurmRun, lab: SlurmLab, node: str) -> None:
+    attempts, retries = len(run.begun_at()), run.log().count("next attempt in")
+    run.signal_rank(0, signal.SIGKILL)
+    run.until(lambda: run.log().count("next attempt in") > retries)
+    lab.power_off(node)
+    run.until(lambda: len(run.begun_at()) > attempts, seconds=200)
+
+
+def test_a_spare_host_replaces_one_in_the_same_job_and_the_first_host_lost_requeues_it(
+    runs: Runs, lab: SlurmLab, reference: SlurmRun, preempted, unauthenticated
+):
+    run = runs.submit("spare", nodes="2+1")
+    run.wait_for_step(INTERVAL + 20)
+    assert run.nodes() == ("n1", "n2", "n3")
+    lab.power_off("n2")
+    run.until(lambda: len(run.begun_at()) == 2)
+    replaced = "node n2 failed; spare node n3 used"
+    assert_status(run, "running", last_failure=replaced, replaced_nodes=[replaced])
+    lab.boot("n2")
+    run.wait_for_step(2 * INTERVAL + 20)
+    assert [event.restart for event in run.events(JobStarted)] == [0]
+    lab.cut("n1")  # where the supervisor is: Slurm would let such a job hold its other nodes
+    run.until(lambda: len(run.begun_at()) == 3)
+    assert run.nodes() == ("n2", "n3", "n4")
+    with run.paused():  # its last step would be made before Slurm has read its new patience
+        lab.heal("n1")
+        with lab.slow_to_give_nodes_up():  # as usual: srun knows of a dead node minutes earlier
+            lose_a_host_before_the_next_launch(run, lab, "n3")
+    run.wait_until_finished()
+    lab.boot("n3")
+    lab.wait_until_idle("n1")
+    run.assert_same_as(reference)
+    assert run.begun_at() == [0, INTERVAL, 2 * INTERVAL, 2 * INTERVAL]
+    reasons = [ReplacedBecause.NODE_FAILED, ReplacedBecause.NOT_RESPONDING]
+    assert [(event.node, event.reason) for event in run.events(NodeReplaced)] == [
+        *zip(("n2", "n3"), reasons, strict=True)
+    ]
+    *failed, last = run.events(AttemptEnded)
+    assert {event.next for event in failed} == {NextAction.RETRY}
+    assert last.next is NextAction.FINISHED
+    unlaunched = [event for event in failed if NEVER_STARTED in event.statuses]
+    assert len(unlaunched) <= 1, "none if Slurm noticed before the launch"
+    assert [event.first_failure for event in unlaunched] == [2] * len(unlaunched), "on the dead one"
+    assert run.ends() == ["its first node was lost", "finished"]
 
 
 def test_a_start_that_the_controller_has_forgotten_counts_nothing_and_its_number_trains(
