@@ -36,6 +36,11 @@ while sys.orig_argv[2:4] == ["pretrain", "train"] and os.path.exists({file!r}):
 """
 
 
+def wait_for_end_of_batch_script(run: SlurmRun) -> None:
+    script = ["pgrep", "-f", rf"slurmstepd: .{run.job}\.batch"]
+    run.until(lambda: run.lab.run(*script).returncode)
+
+
 @pytest.fixture(scope="module")
 def others() -> Iterator[Runs]:
     """Runs in a cluster of six hosts."""
@@ -55,7 +60,7 @@ def forgotten(others: Runs) -> SlurmRun:
     run.until(lambda: run.state() == "PENDING")
     run.until(lambda: run.ends())
     lab.run_on("n5", "pkill", "-CONT", "-x", "slurmd")
-    run.until(lambda: lab.run("pgrep", "-f", rf"slurmstepd: .{run.job}\.batch").returncode)
+    wait_for_end_of_batch_script(run)
     lab.run("scontrol", "release", run.job)
     return run
 
@@ -96,9 +101,15 @@ def unauthenticated(others: Runs, forgotten: SlurmRun) -> SlurmRun:
         lab.run_on("n3", "mount", "-t", "tmpfs", "none", str(lab.path / "munge"))
         run.signal_rank(3, signal.SIGKILL)
         time.sleep(30)
+        run.until(lambda: run.state() == "PENDING")
+        # Slurm fails a job that starts in the second in which a node ends its old start.
+        lab.run("scontrol", "hold", run.job)
         lab.run_on("n3", "umount", str(lab.path / "munge"))
-        run.until(lambda: run.ends())
+        wait_for_end_of_batch_script(run)
         lab.run_on("n3", "pkill", "-HUP", "-x", "slurmd")  # which Slurm asks about once a minute
+        lab.wait_until_idle("n3", "n4")
+        time.sleep(2)
+        lab.run("scontrol", "release", run.job)
 
     in_background(disturb)
     return run
