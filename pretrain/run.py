@@ -96,7 +96,6 @@ def run_training(config: RunConfig, directory: Path, world: World) -> int:
     config = with_precision_of_run(config, directory, world)
     check_precision(config.engine.number_format, world.device)
     set_tf32(config, world.device)
-    set_determinism(config, world.device)
     check_tiles(config, world.device)
     on_gpu = world.device.type == "cuda"
     check_host_memory(config, world.world_size, ranks_on_this_node(), on_gpu)
@@ -170,6 +169,7 @@ def _start(
     those on the nodes' disks cannot.
     """
     run_dir, world = process.run_dir, process.world
+    set_determinism(process.config, world.device)  # an error in a backward pass may leave it strict
     ledger = run_dir.ledger.read() if world.is_main else []
     shortages = broadcast_value(events_of(ledger, OutOfMemory), list[OutOfMemory])
     standing = broadcast_value(steps_that_stand(ledger), dict[str, int])

@@ -16,6 +16,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.context import wait_for
+from pretrain.config.model import ModelConfig
 from pretrain.kernels.triton.settings import DROPOUT_LEVELS
 from pretrain.model.attention_paths import (
     AttentionPath,
@@ -51,6 +52,11 @@ class Shape:
     def __str__(self) -> str:
         sizes = f"segment {self.L}, memory {self.M}, {self.N} heads, {self.B} lanes"
         return f"head width {self.H}, {sizes}"
+
+
+def path_of(shape: Shape, device: torch.device, dtype: torch.dtype) -> AttentionPath:
+    """Return how a model with relative positions attends there: on a GPU in the fused kernel."""
+    return path_for("auto", ModelConfig(d_head=shape.H), device, dtype)
 
 
 class AttentionInputs:
@@ -146,7 +152,7 @@ def errors(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, 
 
     None may be much larger than that of plain operations in the same precision.
     """
-    path = path_for("auto", device, dtype, shape.H)
+    path = path_of(shape, device, dtype)
     masks = DropoutStream if path in (plain_attention, tiled_attention) else FusedMasks
     inputs = AttentionInputs(shape, device, dtype, masks)
     exact = AttentionInputs(shape, device, torch.float64, masks)

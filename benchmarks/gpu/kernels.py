@@ -6,9 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.gpu.attention import AttentionInputs, Shape, errors, output_and_gradients
+from benchmarks.gpu.attention import (
+    AttentionInputs,
+    Shape,
+    errors,
+    output_and_gradients,
+    path_of,
+)
 from benchmarks.gpu.context import Context
-from pretrain.model.attention_paths import path_for
 
 CHECKED = Shape(B=2, L=200, M=150, N=4, H=64)
 CASES = {
@@ -47,7 +52,7 @@ def run(context: Context) -> None:
 
 def repeats_its_bits(shape: Shape, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether output and gradients are bitwise equal when computed twice."""
-    path = path_for("auto", device, dtype, shape.H)
+    path = path_of(shape, device, dtype)
     inputs = AttentionInputs(shape, device, dtype)
     first, second = (output_and_gradients(inputs, path) for _ in range(2))
     return all(torch.equal(left, right) for left, right in zip(first, second, strict=True))

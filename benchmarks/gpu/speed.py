@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from benchmarks.gpu.attention import AttentionInputs, Shape
+from benchmarks.gpu.attention import AttentionInputs, Shape, path_of
 from benchmarks.gpu.context import Context
 from benchmarks.measure import in_turns, timed
-from pretrain.model.attention_paths import path_for, plain_attention
+from pretrain.model.attention_paths import plain_attention
 
 SHAPES = (Shape(B=4, L=2048, M=2048, N=16, H=128), Shape(B=4, L=2048, M=2048, N=32, H=64))
 DRY_SHAPES = (Shape(B=2, L=12, M=7, N=2, H=16),)
@@ -48,9 +48,7 @@ def ways(inputs: AttentionInputs, is_dry: bool = False) -> dict[str, Callable[[]
     """Return the ways to compute attention, by name."""
     # A dry run traces, too, but leaves out the compiler, which takes most of a minute on a CPU.
     compiled = torch.compile(plain_attention, backend="eager" if is_dry else "inductor")
-    fused = path_for(
-        "auto", inputs.query_BLNH.device, inputs.query_BLNH.dtype, inputs.query_BLNH.shape[-1]
-    )
+    fused = path_of(inputs.shape, inputs.query_BLNH.device, inputs.query_BLNH.dtype)
     return {
         OURS: partial(inputs.relative, fused),
         **{n: partial(inputs.without_positions, getattr(SDPBackend, n)) for n in BACKENDS},

@@ -120,21 +120,25 @@ def forget(device: torch.device) -> None:
 
 
 def small_run(
-    context: Context, engine: EngineConfig, optim: OptimConfig | None = None
+    context: Context, engine: EngineConfig, optim: OptimConfig | None = None, **more: Any
 ) -> RunConfig:
-    """Return a run of seconds with heads of 128, dropout and memory, as a new run resolves it."""
-    model = ModelConfig(
-        vocab_size=vocabulary_of(context),
-        num_layers=context.size(4, 2),
-        d_model=context.size(512, 32),
-        num_heads=context.size(4, 2),
-        memory_length=context.size(256, 8),
-        dropout=0.1,
-        attention_dropout=0.1,
-        norm_position="pre",
-    )
+    """Return a run of seconds with heads of 128, dropout and memory, as a new run resolves it.
+
+    `more` are settings of the model.
+    """
+    model: dict[str, Any] = {
+        "vocab_size": vocabulary_of(context),
+        "num_layers": context.size(4, 2),
+        "d_model": context.size(512, 32),
+        "num_heads": context.size(4, 2),
+        "memory_length": context.size(256, 8),
+        "dropout": 0.1,
+        "attention_dropout": 0.1,
+        "norm_position": "pre",
+    }
     data = DataConfig(lanes=4, segment_length=context.size(256, 8))
-    run = RunConfig(model=model, data=data, optim=optim or OptimConfig(), engine=engine)
+    optim = optim or OptimConfig()
+    run = RunConfig(model=ModelConfig(**model | more), data=data, optim=optim, engine=engine)
     return resolved(run, context)
 
 

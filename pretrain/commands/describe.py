@@ -10,12 +10,12 @@ from data_pipeline.program import add_experiment
 from data_pipeline.progress import duration
 from pretrain.commands.describe_failures import failure_rows
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
-from pretrain.config.choices import precision_traits
+from pretrain.config.attention_limits import Attention, attention_in, described
+from pretrain.config.choices import precision_traits, sums_in_order
 from pretrain.config.model import DELTANET_CHUNK
 from pretrain.config.phases import advice_on_phases, spans_of_phases
 from pretrain.config.resolve import resolve_if_built, with_precision
 from pretrain.config.run import RunConfig, lanes_of_rank
-from pretrain.costs.attention_kernel import plain_attention_reason, unordered_reason
 from pretrain.costs.device_memory import largest_micro_batch
 from pretrain.costs.devices import GIB, Hardware
 from pretrain.costs.fitting import advice
@@ -116,10 +116,12 @@ def describe(
 def _attention_lines(config: RunConfig, hardware: Hardware) -> list[str]:
     if not hardware.on_gpu:
         return []
-    if plain := plain_attention_reason(config):
-        return [f"attention in plain operations, without the fused kernel: {plain}"]
-    unordered = unordered_reason(config)
-    return [f"a resume is not bitwise: {unordered}"] if unordered else []
+    kind, reason = attention_in(config.engine, config.model, on_gpu=True)
+    kernel = config.engine.attention_kernel
+    if kind is Attention.PLAIN or sums_in_order(kernel):
+        return [described(kind, reason)]
+    unordered = f"engine.attention_kernel={kernel} sums in no fixed order"
+    return [described(kind, reason), f"a resume is not bitwise: {unordered}"]
 
 
 def _width_lines(config: RunConfig) -> list[str]:

@@ -27,7 +27,7 @@ EngineKind = Literal["deepspeed", "torch"]
 Precision = Literal["fp32", "bf16", "fp16"]
 PrecisionSetting = Literal["auto", Precision]
 ActivationCheckpointing = Literal["none", "full", "selective"]
-AttentionKernel = Literal["auto", "atomic", "plain"]
+AttentionKernel = Literal["auto", "sdpa", "atomic", "plain"]
 ExportFormat = Literal["own", "huggingface"]
 ReductionPrecision = Literal["fp32", "bf16"]
 # DeepSpeed's classes around our optimizer; empty: none.
@@ -263,22 +263,12 @@ def recomputation_traits(kind: ActivationCheckpointing) -> RecomputationTraits:
             assert_never(kind)
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelTraits:
-    """How attention may be computed."""
-
-    is_fused: bool = True  # may leave the textbook form, for tiles or the fused kernel
-    is_bitwise: bool = True  # the same inputs on the same device give the same bits
-
-
-def kernel_traits(kernel: AttentionKernel) -> KernelTraits:
-    """Return what a kind of attention kernel may do."""
+def sums_in_order(kernel: AttentionKernel) -> bool:
+    """Whether the same inputs give the same bits on the same device."""
     match kernel:
-        case "auto":
-            return KernelTraits()
+        case "auto" | "sdpa" | "plain":
+            return True
         case "atomic":
-            return KernelTraits(is_bitwise=False)
-        case "plain":
-            return KernelTraits(is_fused=False)
+            return False
         case _:
             assert_never(kernel)

@@ -61,7 +61,7 @@ class EngineConfig:
     offload_memories: bool = False
     """Keep memories of inactive slots in host memory."""
     attention_kernel: AttentionKernel = "auto"
-    """auto: fastest that repeats its bits; atomic: sums in any order; plain: to compare with."""
+    """auto: fastest with ordered sums; sdpa: torch's; atomic: unordered sums; plain: to compare."""
     logits_chunk_tokens: int = setting(0, Range(0, MOST), unit="tokens")
     """Tokens per pass through the output layer, which the backward pass repeats; 0: all."""
     sequence_ranks: int = setting(1, Range(1, MOST_RANKS), unit="ranks")

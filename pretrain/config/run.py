@@ -24,6 +24,7 @@ from data_pipeline.setting_fields import (
     require_object_store,
     setting,
 )
+from pretrain.config.attention_limits import check_attention
 from pretrain.config.choices import shards
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
@@ -241,6 +242,7 @@ class RunConfig:
                 "them; use stage 2, or `pretrain evaluate RUN --tasks` on checkpoints"
             )
         self._check_memories()
+        check_attention(self.engine, self.model)
         check_sequence_ranks(self.engine, self.model, self.data.segment_length)
         if self.model.memory_tokens and self.optim.gradient_segments < 2:
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from data_pipeline.errors import ConfigError
-from pretrain.config.choices import kernel_traits
+from pretrain.config.attention_limits import Attention, attention_in
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 
@@ -47,7 +47,8 @@ def _unsupported(engine: EngineConfig, model: ModelConfig) -> Iterator[str]:
             "needs attention in all layers, found a deltanet in model.layer_kinds, whose state "
             "passes from token to token"
         )
-    if model.attention_dropout and kernel_traits(engine.attention_kernel).is_fused:
+    kind, _ = attention_in(engine, model, on_gpu=False)
+    if model.attention_dropout and kind is not Attention.PLAIN:
         yield (
             f"with model.attention_dropout={model.attention_dropout:g} needs "
             f"engine.attention_kernel=plain, found {engine.attention_kernel}: the fused kernels "

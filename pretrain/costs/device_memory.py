@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
 from data_pipeline.errors import ConfigError
+from pretrain.config.attention_limits import Attention, attention_in
 from pretrain.config.choices import (
     LayerKind,
     attends,
     feed_forward_traits,
-    kernel_traits,
     norm_traits,
     norms_inputs,
     position_traits,
@@ -30,7 +30,6 @@ from pretrain.config.choices import (
 from pretrain.config.lane_parts import lane_parts
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
-from pretrain.costs.attention_kernel import plain_attention_reason
 from pretrain.costs.deltanet import DeltaNetCosts
 from pretrain.costs.devices import GIB
 from pretrain.costs.flops import bins_of, lanes_of_pass, parameters_of, tokens_of_pass
@@ -291,7 +290,7 @@ class LayerActivations:
     @cached_property
     def workspace(self) -> float:
         """Gradients of the scores of a few heads, which the fused kernels pass to each other."""
-        if not self.on_gpu or self._is_plain or not attends(self.kind):
+        if self._attention is not Attention.FUSED or not attends(self.kind):
             return 0.0
         model, T = self.run.model, self._tokens
         needed = workspace_of(
@@ -343,8 +342,8 @@ class LayerActivations:
     def _pairs(self) -> float:
         """Attention's weights."""
         T, M, heads = self._tokens, self.memory, self.run.model.num_heads // self._ranks
-        if self.on_gpu and not self._is_plain:
-            return 4.0 * T * heads * self.lanes  # the fused kernel keeps one number per query
+        if self._attention in (Attention.SDPA, Attention.FUSED):
+            return 4.0 * T * heads * self.lanes  # they keep one number per query
         keys = T + M if self._is_plain else M + (T + min(T, TILE_ROWS)) / 2
         return float(self.width * T * keys * heads * self.lanes)
 
@@ -378,9 +377,12 @@ class LayerActivations:
         return DeltaNetCosts(self.run.model, self._tokens)
 
     @cached_property
+    def _attention(self) -> Attention:
+        return attention_in(self.run.engine, self.run.model, on_gpu=self.on_gpu)[0]
+
+    @property
     def _is_plain(self) -> bool:
-        on_gpu = self.on_gpu and bool(plain_attention_reason(self.run))
-        return on_gpu or not kernel_traits(self.run.engine.attention_kernel).is_fused
+        return self._attention is Attention.PLAIN
 
 
 def _shared(run: RunConfig, formula: str) -> str:

@@ -46,6 +46,7 @@ class RelativeAttention(nn.Module):
         self.recomputes_scores = False
         self._positions = position_traits(config.positions)
         self._head_width = config.head_width
+        self._config = config
         self._score_scale = config.score_scale
         self._num_key_heads = config.key_heads
         self._rate = config.dropout
@@ -192,7 +193,7 @@ class RelativeAttention(nn.Module):
         sequence: SequenceShare | None = None,
     ) -> Tensor:
         """Return what the queries read from the C keys and values in `parts`, [B, L, D]."""
-        attend = path_for(self._kernel, query_BLNH.device, query_BLNH.dtype, self._head_width)
+        attend = path_for(self._kernel, self._config, query_BLNH.device, query_BLNH.dtype)
         weight_dropout = WeightDropout(self._attention_rate, self._layer, dropout)
         inputs = (query_BLNH, parts, terms, visibility, weight_dropout)
         if self.recomputes_scores and torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""The same attention computed in three ways: plain operations, tiles on the CPU, fused GPU kernels.
+"""The same attention computed in plain operations, tiles on the CPU, torch's or our fused kernels.
 
 Letters of shapes as in `pretrain.model`; the queries are the last L of the C keys.
 """
@@ -14,12 +14,17 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from pretrain.config.choices import AttentionKernel, kernel_traits
+from data_pipeline.setting_fields import assert_never
+from pretrain.config.attention_limits import Attention, attention_of, described
+from pretrain.config.choices import AttentionKernel, sums_in_order
+from pretrain.config.model import ModelConfig
 from pretrain.kernels.cpu.attention import relative_attention
 from pretrain.kernels.cpu.relative_shift import relative_shift
-from pretrain.kernels.triton.settings import interprets_kernels, unsupported_reason
+from pretrain.kernels.triton.settings import DTYPES, interprets_kernels, unsupported_reason
 from pretrain.model.dropout import DropoutStream, Site, drop, realized_rate
 
 
@@ -99,22 +104,59 @@ AttentionPath = Callable[[Tensor, Sequence[Tensor], ScoreTerms, Visibility, Weig
 
 
 def path_for(
-    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_width: int
+    kernel: AttentionKernel, model: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> AttentionPath:
-    """Return the fastest path for such tensors, or plain operations if they are requested."""
-    traits = kernel_traits(kernel)
-    if not traits.is_fused:
-        return plain_attention
-    if device.type == "cpu" and not interprets_kernels():
-        return tiled_attention
-    reason = unsupported_reason(device, dtype, head_width)
-    if reason is None:
-        return functools.partial(fused_attention, is_bitwise=traits.is_bitwise)
-    _warn_once(
-        "ATTENTION IN PLAIN OPERATIONS, slower and with every score in memory: "
-        f"{reason}; change it, or set engine.attention_kernel=plain"
-    )
-    return plain_attention
+    """Return how a model attends there; what a GPU gets is logged once."""
+    on_gpu = device.type != "cpu"
+    kind, reason = attention_of(kernel, model, on_gpu=on_gpu, is_half=dtype in DTYPES)
+    if kind is Attention.TILES and interprets_kernels():
+        kind = Attention.FUSED
+    if kind is Attention.FUSED and (unsupported := unsupported_reason(device)):
+        kind, reason = Attention.PLAIN, f"{reason}; not the fused kernel: {unsupported}"
+    if on_gpu:
+        _log_once(kind, reason)
+    match kind:
+        case Attention.TILES:
+            return tiled_attention
+        case Attention.SDPA:
+            return sdpa_attention
+        case Attention.FUSED:
+            return functools.partial(fused_attention, is_bitwise=sums_in_order(kernel))
+        case Attention.PLAIN:
+            return plain_attention
+        case _:
+            assert_never(kind)
+
+
+def sdpa_attention(
+    query_BLNH: Tensor,
+    parts: Sequence[Tensor],
+    terms: ScoreTerms,
+    visibility: Visibility,
+    dropout: WeightDropout,
+) -> Tensor:
+    """Attend with torch's kernels: FlashAttention on a GPU, which any tensor as mask rules out."""
+    assert all(each is None for each in vars(terms).values())
+    assert not visibility.window
+    assert visibility.documents_BC is None
+    assert dropout.stream is None or not dropout.rate
+    key_BCGH, value_BCGH = _joined(parts).unbind(2)
+    N, H = query_BLNH.shape[2:]
+    inputs = [each.transpose(1, 2) for each in (query_BLNH, key_BCGH, value_BCGH)]
+    if H % 8:  # FlashAttention's widths are multiples of 8; torch would pad beyond the hooks below
+        inputs = [pad(each, (0, -H % 8)) for each in inputs]
+    mask = causal_lower_right(visibility.num_queries, visibility.num_keys)
+    options = {"attn_mask": mask, "scale": H**-0.5, "enable_gqa": key_BCGH.shape[2] < N}
+    # Memory-efficient attention groups no queries with this mask; cuDNN's has no fixed order.
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        read_BNLH = scaled_dot_product_attention(*inputs, **options)
+    if torch.is_deterministic_algorithms_warn_only_enabled() and read_BNLH.grad_fn is not None:
+        # FlashAttention's backward pass sums in a fixed order only where others would be errors.
+        read_BNLH.grad_fn.register_prehook(lambda _: torch.use_deterministic_algorithms(True))
+        read_BNLH.grad_fn.register_hook(
+            lambda *_: torch.use_deterministic_algorithms(True, warn_only=True)
+        )
+    return read_BNLH[..., :H].transpose(1, 2)
 
 
 def fused_attention(
@@ -128,9 +170,7 @@ def fused_attention(
     """Attend with the Triton kernels, which draw their own dropout masks."""
     from pretrain.kernels.triton.attention import fused_relative_attention
 
-    # Without memory there is one part, which needs no copy.
-    joined_BC2GH = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
-    key_BCGH, value_BCGH = joined_BC2GH.unbind(2)
+    key_BCGH, value_BCGH = _joined(parts).unbind(2)
     rate, lane_keys_B = 0.0, None
     if dropout.stream is not None and dropout.rate:
         rate = dropout.rate
@@ -248,6 +288,12 @@ def bias_by_distance_NLC(distance_bias_CN: Tensor, num_queries: int) -> Tensor:
     return relative_shift(padded_NX[:, None].expand(-1, num_queries, -1).contiguous())
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return keys and values [B, C, 2, G, H]; without memory there is one part, and no copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+
+
 @functools.cache
-def _warn_once(text: str) -> None:
-    logging.getLogger(__name__).warning(text)
+def _log_once(kind: Attention, reason: str) -> None:
+    level = logging.WARNING if kind is Attention.PLAIN else logging.INFO
+    logging.getLogger(__name__).log(level, "%s", described(kind, reason))

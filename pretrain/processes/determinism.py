@@ -12,15 +12,15 @@ import os
 import torch
 from torch.utils import deterministic
 
-from pretrain.config.choices import kernel_traits
+from pretrain.config.attention_limits import Attention, attention_in
+from pretrain.config.choices import sums_in_order
 from pretrain.config.run import RunConfig
-from pretrain.engines.engine import dtype_of
 from pretrain.kernels.triton.settings import unsupported_reason
 from pretrain.kernels.triton.tile_table import tiles_for
 
 logger = logging.getLogger(__name__)
 
-# Two buffers of 4 MiB per stream: with them a matrix product takes the same path every time.
+# Eight buffers of 4 MiB per stream: with them a matrix product takes the same path every time.
 CUBLAS_WORKSPACE = ":4096:8"
 
 
@@ -32,7 +32,7 @@ def set_determinism(config: RunConfig, device: torch.device) -> None:
     if device.type != "cuda":
         return
     kernel = config.engine.attention_kernel
-    if not kernel_traits(kernel).is_bitwise:
+    if not sums_in_order(kernel):
         logger.warning("not bitwise: engine.attention_kernel=%s sums in no fixed order", kernel)
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
@@ -46,7 +46,8 @@ def check_tiles(config: RunConfig, device: torch.device) -> None:
 
     Tiles decide how sums are rounded, so a run does not start with others than those meant for it.
     """
-    engine, head_width = config.engine, config.model.head_width
-    fits = unsupported_reason(device, dtype_of(engine.number_format), head_width) is None
-    if device.type == "cuda" and kernel_traits(engine.attention_kernel).is_fused and fits:
-        tiles_for(head_width, torch.cuda.get_device_capability(device))
+    if device.type != "cuda" or unsupported_reason(device):
+        return
+    kind, _ = attention_in(config.engine, config.model, on_gpu=True)
+    if kind is Attention.FUSED:
+        tiles_for(config.model.head_width, torch.cuda.get_device_capability(device))

@@ -124,7 +124,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "compressive": {"compressed_length": 6},
     "deltanet": {"layer_kinds": ("deltanet", "attention"), "isolate_documents": True},
 }
+TORCHS_ATTENTION = {"positions": "rope", "num_key_heads": 1, "attention_dropout": 0.0}
 VARIANTS: dict[str, dict[str, Any]] = {
+    "sdpa": {"model": TORCHS_ATTENTION},
     **{name: {"model": model} for name, model in MODELS.items()},
     # Segments of a step that teach each other through rows, states and memory tokens.
     "segments": {
@@ -264,11 +266,12 @@ def test_a_run_with_an_offloaded_optimizer_or_another_reduction_resumes_bitwise(
 def variants(tiny_corpus: Path, output: Path) -> Results:
     """ZeRO-3 with checkpointing and chunked logits on two ranks, resumed; plain torch on one."""
     engine = {**engine_settings(3, "fp32", "full", micro=2), "logits_chunk_tokens": 6}
+    own = {"sdpa": {"attention_kernel": "sdpa"}}
     plain = {"kind": "torch", **engine_settings(1, "fp32", "none", micro=0)}
     on_two = [
         each
         for name, settings in VARIANTS.items()
-        for each in whole_and_resumed(f"{name}-zero3", engine, **settings)
+        for each in whole_and_resumed(f"{name}-zero3", engine | own.get(name, {}), **settings)
     ]
     on_two += whole_and_resumed("ema-zero2", engine_settings(2, "fp32", "none", micro=2), **EMA)
     train_cells(tiny_corpus, output, on_two, num_ranks=2)

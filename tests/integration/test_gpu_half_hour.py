@@ -18,7 +18,7 @@ from pretrain.kernels.triton.tile_table import KERNELS
 PARTS = {
     "environment": {"packages", "tools", "machine", "rates", "cores", "recorder"},
     "kernels": {"dropout, torch.float32", "everything, torch.float32"},
-    "determinism": {"two runs"},
+    "determinism": {"two runs, auto", "two runs, sdpa"},
     "stages": {"ZeRO 0, fp16", "ZeRO 2, offloaded memories", "ZeRO 3, all of it"},
     "resume": {"ZeRO 1"},
     "memory": {"default"},

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-LARGEST_HEAD = 128
 DTYPES = (torch.bfloat16, torch.float16)
 # GPUs whose shared memory holds the tiles; the kernels are compiled offline for the first two.
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
@@ -34,24 +33,19 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def unsupported_reason(device: torch.device, dtype: torch.dtype, head_width: int) -> str | None:
-    """Return why the fused kernel does not support such tensors, or None if it does."""
-    if head_width > LARGEST_HEAD:
-        return f"the head width is {head_width}; the fused kernel supports at most {LARGEST_HEAD}"
+def unsupported_reason(device: torch.device) -> str | None:
+    """Return why no fused kernel runs on such a device, or None if it does."""
     if not has_triton():
         return "triton is not installed"
     if interprets_kernels():
-        supported = dtype in (*DTYPES, torch.float32)
-        return None if supported else f"the interpreter does not support {dtype}"
+        return None
     if device.type != "cuda" or torch.version.hip:
-        return f"the fused kernel needs an NVIDIA GPU; the tensors are on '{device}'"
-    if dtype not in DTYPES:
-        return f"the tensors are {dtype}; the fused kernel supports bfloat16 and float16"
+        return f"it needs an NVIDIA GPU; the tensors are on '{device}'"
     capability = torch.cuda.get_device_capability(device)
     if capability not in CAPABILITIES:
         known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
         major, minor = capability
-        return f"the GPU has compute capability {major}.{minor}; the kernel supports {known}"
+        return f"the GPU has compute capability {major}.{minor}; it supports {known}"
     return missing_for_compiling()
 
 

@@ -22,6 +22,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from pretrain.config.choices import AttentionKernel
+from pretrain.config.model import ModelConfig
 from pretrain.model.attention_paths import AttentionPath, plain_attention, tiled_attention
 from pretrain.model.cached import new_stream
 from pretrain.model.memory import document_starts
@@ -37,7 +38,7 @@ class DropoutStream:
 
 
 def path_for(
-    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_width: int
+    kernel: AttentionKernel, model: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> AttentionPath:
     """Return how attention is computed: in tiles on a CPU, elsewhere in plain operations."""
     return tiled_attention if device.type == "cpu" else plain_attention

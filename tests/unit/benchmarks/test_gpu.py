@@ -57,12 +57,10 @@ def test_errors_are_those_of_the_precision(name: str) -> None:
 
 
 def test_a_wrong_gradient_is_found(monkeypatch) -> None:
-    wrong = partial(kernels.path_for, "plain", CPU, torch.float32, 16)
+    def path_of(*_arguments: object):
+        return lambda query, *rest: plain_attention(query * 1.001, *rest)
 
-    def path_for(*_arguments: object):
-        return lambda query, *rest: wrong()(query * 1.001, *rest)
-
-    monkeypatch.setattr("benchmarks.gpu.attention.path_for", path_for)
+    monkeypatch.setattr("benchmarks.gpu.attention.path_of", path_of)
     assert not errors(SMALL, CPU, torch.float32)["query"]["passed"]
 
 

@@ -75,6 +75,7 @@ CASES = {
         {"activation_checkpointing": "selective"},
     ),
     "today's parts": ({**DEEP, **MODERN}, (8, 128), {}),
+    "torch's attention": ({**DEEP, **MODERN}, (8, 128), {"attention_kernel": "sdpa"}),
     **{
         f"three segments, {checkpointing}": (
             {**DEEP, "layer_kinds": ("attention", "deltanet"), "num_layers": 4},

@@ -29,19 +29,9 @@ def test_output_and_gradients_agree_with_float64(errors, name):
         assert error < tolerance, tensor
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "head_width", "reason"),
-    [
-        ("cpu", torch.bfloat16, 64, "needs an NVIDIA GPU"),
-        ("cuda", torch.float32, 64, "supports bfloat16 and float16"),
-        ("cuda", torch.bfloat16, 256, "at most 128"),
-    ],
-)
-def test_the_reason_for_not_using_the_kernel_is_given(
-    monkeypatch, device, dtype, head_width, reason
-):
+def test_the_reason_for_not_using_the_kernel_is_given(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert reason in (unsupported_reason(torch.device(device), dtype, head_width) or "")
+    assert "needs an NVIDIA GPU" in (unsupported_reason(torch.device("cpu")) or "")
 
 
 def test_a_missing_compiler_or_header_is_named_before_triton_needs_it(monkeypatch, tmp_path):

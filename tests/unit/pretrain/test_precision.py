@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils import deterministic
 
-from pretrain.config.choices import Precision, precision_traits
+from pretrain.config.attention_limits import Attention, attention_in
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
-from pretrain.costs.attention_kernel import (
-    LARGEST_FUSED_HEAD,
-    plain_attention_reason,
-    unordered_reason,
-)
 from pretrain.engines.engine import dtype_of
-from pretrain.kernels.triton.settings import DTYPES, LARGEST_HEAD, unsupported_reason
+from pretrain.kernels.triton.settings import DTYPES
 from pretrain.model.attention_paths import path_for
 from pretrain.processes.determinism import set_determinism
 from pretrain.processes.precision import set_tf32, with_precision_of_run
@@ -95,26 +89,12 @@ def test_the_fused_kernel_sums_in_a_fixed_order_unless_told_otherwise(
     monkeypatch, kernel, is_bitwise
 ):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # else no kernel fits this machine
-    path = path_for(kernel, torch.device("cpu"), torch.float32, 64)
+    path = path_for(kernel, ModelConfig(), torch.device("cpu"), torch.float32)
     assert path.keywords == {"is_bitwise": is_bitwise}  # type: ignore[attr-defined]
 
 
-def test_settings_and_kernels_agree_on_which_attention_a_gpu_runs():
-    assert LARGEST_FUSED_HEAD == LARGEST_HEAD
-    wide = ModelConfig(d_head=LARGEST_HEAD + 1)
-    names: dict[str, tuple[str, ...]] = dict(choices_of(EngineConfig))
-    for name in names["precision"]:
-        run = run_in(name)
-        precision: Precision = run.engine.number_format
-        takes = dtype_of(precision) in DTYPES
-        assert takes == precision_traits(precision).is_half
-        assert (plain_attention_reason(run) == "") == takes
-        if not takes:
-            assert unsupported_reason(GPU, dtype_of(precision), 64)
-        assert "heads are 129 wide" in plain_attention_reason(replace(run, model=wide))
-    assert plain_attention_reason(run_in("bf16", attention_kernel="plain"))
-    assert "atomic sums in no fixed order" in unordered_reason(
-        run_in("bf16", attention_kernel="atomic")
-    )
-    for bitwise in (run_in("bf16"), run_in("fp32", attention_kernel="atomic")):
-        assert unordered_reason(bitwise) == ""
+@pytest.mark.parametrize("precision", dict(choices_of(EngineConfig))["precision"])
+def test_settings_and_tensors_agree_on_which_precisions_the_fused_kernel_takes(precision):
+    run = run_in(precision)
+    takes = dtype_of(run.engine.number_format) in DTYPES
+    assert (attention_in(run.engine, run.model, on_gpu=True)[0] is Attention.FUSED) == takes

@@ -1,0 +1,250 @@
+"""torch's attention computes what plain operations do, for exactly the models that it is said to.
+
+The table of limits, from both sides: every setting of a model is tried, also against the page.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import fields, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from data_pipeline.errors import ConfigError
+from pretrain.cli import main
+from pretrain.config.attention_limits import LIMITS, Attention, attention_of
+from pretrain.config.choices import (
+    ActivationCheckpointing,
+    AttentionKernel,
+    CompressionKind,
+    FeedForwardKind,
+    NormKind,
+    Positions,
+)
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig
+from pretrain.config.run import RunConfig
+from pretrain.kernels.triton.tiling import built_in_tiles
+from pretrain.model import attention_paths
+from pretrain.model.attention_paths import (
+    ScoreTerms,
+    Visibility,
+    WeightDropout,
+    path_for,
+    plain_attention,
+    sdpa_attention,
+)
+from pretrain.model.dropout import DropoutStream
+from pretrain.model.transformer_xl import TransformerXL
+from tests.helpers.models import TINY, VARIANTS, random_starts, random_tokens
+
+GPU = torch.device("cuda", 0)
+ROPE = replace(TINY, positions="rope", d_head=8, num_heads=4, d_model=16)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+# One or more other values of every setting of a model, with what they need.
+OTHERS: dict[str, list[dict[str, Any]]] = {
+    **{
+        name: [{name: value}]
+        for name, value in {
+            "vocab_size": 41,
+            "num_layers": 3,
+            "d_model": 24,
+            "num_heads": 2,
+            "num_key_heads": 1,
+            "d_inner": 10,
+            "d_embed": 6,
+            "memory_tokens": 2,
+            "query_key_norm": True,
+            "softmax_scaling": "log_length",
+            "attention_sinks": True,
+            "norm_position": "pre",
+            "same_length": True,
+            "isolate_documents": True,
+            "dropout": 0.2,
+            "attention_dropout": 0.2,
+            "tie_embeddings": False,
+            "cutoffs": (9, 20),
+            "z_loss": 0.1,
+            "init_std": 0.3,
+            "projection_init_std": 0.3,
+            "base_width": 8,
+        }.items()
+    },
+    "layer_kinds": [{"layer_kinds": ("deltanet", "attention")}],
+    "deltanet_expansion": [{"layer_kinds": ("deltanet", "attention"), "deltanet_expansion": 1}],
+    "d_head": [{"d_head": width} for width in (6, 80, 96, 128, 136, 256, 264)],
+    "memory_length": [{"memory_length": length} for length in (0, 3, 25, (3, 8))],
+    "compressed_length": [{"compressed_length": 4}],
+    "compression_rate": [{"compressed_length": 4, "compression_rate": 2}],
+    "compression": [
+        {"compressed_length": 4, "compression": kind} for kind in get_args(CompressionKind)
+    ],
+    "positions": [{"positions": each} for each in get_args(Positions)],
+    "rope_extension": [{"rope_extension": "yarn"}],
+    "t5_buckets": [{"positions": "t5", "t5_buckets": 4}],
+    "t5_max_distance": [{"positions": "t5", "t5_max_distance": 17}],
+    "feed_forward": [{"feed_forward": each} for each in get_args(FeedForwardKind)],
+    "norm": [{"norm": each} for each in get_args(NormKind)],
+    "untie_biases": [{"positions": "relative", "untie_biases": True}],
+    "clamp_length": [{"positions": "relative", "clamp_length": 5}],
+    "div_val": [{"cutoffs": (9, 20), "div_val": 2}],
+    "tie_projections": [{"cutoffs": (9, 20), "tie_projections": (True, False, True)}],
+    "base_head_width": [{"base_width": 8, "base_head_width": 4}],
+}
+CASES = [options for each in OTHERS.values() for options in each]
+
+
+def trained(
+    config: ModelConfig,
+    kernel: AttentionKernel,
+    dtype: torch.dtype = torch.float64,
+    checkpointing: ActivationCheckpointing = "none",
+) -> list[Tensor]:
+    """Return the losses of three segments whose memory carries gradients, and all gradients."""
+    torch.manual_seed(1)
+    model = TransformerXL(replace(config, init_std=0.3), checkpointing, kernel).to(dtype)
+    stream_BT, starts_BT = random_tokens(3, 31), random_starts(3, 30)
+    dropout = DropoutStream(seed=1, step=2, lanes=[4, 5, 6])
+    nll_BT, _ = model(stream_BT[:, :-1], stream_BT[:, 1:], None, starts_BT, dropout, num_segments=3)
+    nll_BT.mean().backward()
+    return [nll_BT.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def excluded(config: ModelConfig) -> list[str]:
+    return [limit.option for limit in LIMITS if limit.sdpa and limit.applies(config, True)]
+
+
+def test_every_setting_of_a_model_is_tried():
+    assert OTHERS.keys() == {each.name for each in fields(ModelConfig)}
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_torchs_attention_equals_plain_operations_or_the_table_has_the_option(options):
+    config = replace(ROPE, **options)
+    optim = OptimConfig(gradient_segments=2)
+    engine = EngineConfig(attention_kernel="sdpa")
+    if named := excluded(config):
+        assert all(name.split()[0].removeprefix("model.") in options for name in named)
+        with pytest.raises(ConfigError, match=f"sdpa cannot express {', '.join(named)}; use auto"):
+            RunConfig(model=config, engine=engine, optim=optim)
+        with pytest.raises(AssertionError):
+            trained(config, "sdpa")
+    else:
+        RunConfig(model=config, engine=engine, optim=optim)
+        found, expected = trained(config, "sdpa"), trained(config, "plain")
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("memory", [0, 3, 10, 25])
+def test_memories_and_groups_of_any_size_in_both_precisions(dtype, memory):
+    kinds = {1: ("none",), 2: get_args(ActivationCheckpointing), 4: ("none",)}
+    for groups, kinds_of_checkpointing in kinds.items():
+        config = replace(ROPE, memory_length=memory, num_key_heads=groups, query_key_norm=True)
+        expected = trained(config, "plain", dtype)
+        for kind in kinds_of_checkpointing:
+            found = trained(config, "sdpa", dtype, kind)
+            torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_member_of_the_family_gets_an_attention_that_can_express_it(variant):
+    config = replace(TINY, **VARIANTS[variant])
+    for kernel, on_gpu, is_half in product(get_args(AttentionKernel), (True, False), (True, False)):
+        kind, _ = attention_of(kernel, config, on_gpu=on_gpu, is_half=is_half)
+        if kernel == "auto":
+            assert (kind is Attention.TILES) == (not on_gpu)
+            assert kind is not Attention.SDPA or not excluded(config)
+            assert kind not in (Attention.SDPA, Attention.FUSED) or is_half
+
+
+@pytest.mark.parametrize(
+    ("options", "is_half", "kind", "reason"),
+    [
+        ({}, True, Attention.SDPA, ""),
+        ({"d_head": 80}, True, Attention.SDPA, ""),
+        ({"d_head": 96, "positions": "relative"}, True, Attention.FUSED, "other than rope"),
+        ({"d_head": 256}, True, Attention.SDPA, ""),
+        ({"d_head": 256, "positions": "alibi"}, True, Attention.PLAIN, "wider than 128"),
+        ({"d_head": 42}, True, Attention.SDPA, ""),
+        ({"d_head": 264}, True, Attention.PLAIN, "wider than 256; not the fused kernel"),
+        ({}, False, Attention.PLAIN, "not sdpa: activations in float32; not the fused kernel: act"),
+    ],
+)
+def test_a_gpu_takes_the_fastest_attention_and_the_reason_names_what_excludes_others(
+    options, is_half, kind, reason
+):
+    config = replace(ROPE, **options)
+    found = attention_of("auto", config, on_gpu=True, is_half=is_half)
+    assert found[0] is kind
+    assert reason in found[1]
+    assert bool(reason) == bool(found[1])
+    if kind is Attention.FUSED:
+        built_in_tiles(config.head_width, (9, 0))
+
+
+def test_describe_says_how_a_gpu_attends(capsys):
+    for name, text in (
+        ("xl_modern_1b", "\nattention: torch's scaled_dot_product_attention\n"),
+        ("wt103-base", "\nattention: the fused kernel (not sdpa: model.positions other than rope,"),
+    ):
+        path = Path(__file__).parents[3] / f"configs/models/{name}.yaml"
+        assert main(["describe", str(path), "--gpu", "h100"]) == 0
+        assert text in capsys.readouterr().out
+
+
+def test_what_a_gpu_gets_is_logged_once(caplog):
+    attention_paths._log_once.cache_clear()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert path_for("auto", ROPE, GPU, torch.bfloat16) is sdpa_attention
+            assert path_for("auto", ROPE, GPU, torch.float32) is plain_attention
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2
+    assert texts[0] == "attention: torch's scaled_dot_product_attention"
+    assert texts[1].startswith("attention: plain operations, slower and with every score in memory")
+    assert path_for("sdpa", ROPE, torch.device("cpu"), torch.float32) is sdpa_attention
+
+
+@pytest.mark.parametrize("width", [6, 8])
+def test_its_backward_pass_is_strict_where_operations_without_an_order_only_warn(width):
+    # FlashAttention's, too, looks at the mode when its backward pass runs.
+    query_BLNH = torch.randn(2, 3, 4, width, requires_grad=True)
+    parts = [torch.randn(2, rows, 2, 2, width, requires_grad=True) for rows in (5, 3)]
+    visibility = Visibility(num_queries=3, num_keys=8, dtype=torch.float32, device=parts[0].device)
+    strict = []
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        read_BLNH = sdpa_attention(
+            query_BLNH, parts, ScoreTerms(), visibility, WeightDropout(0.0, 0, None)
+        )
+        assert read_BLNH.grad_fn is not None
+        attention = read_BLNH.grad_fn
+        while "Attention" not in attention.name():
+            attention = attention.next_functions[0][0]
+        attention.register_prehook(
+            lambda _: strict.append(not torch.is_deterministic_algorithms_warn_only_enabled())
+        )
+        read_BLNH.sum().backward()
+        assert strict == [True]
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_page_has_the_table():
+    page = (Path(__file__).parents[3] / "docs/model.md").read_text()
+    section = page.split("## Attention kernels")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `?([^|`]+)`? \| (yes|no) \| (yes|no) \|$", section, re.MULTILINE)
+    words = {True: "no", False: "yes"}
+    assert rows == [
+        (limit.option, words[limit.sdpa or limit.flash], words[limit.fused]) for limit in LIMITS
+    ]
