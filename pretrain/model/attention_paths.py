@@ -145,11 +145,14 @@ def sdpa_attention(
     inputs = [each.transpose(1, 2) for each in (query_BLNH, key_BCGH, value_BCGH)]
     if H % 8:  # FlashAttention's widths are multiples of 8; torch would pad beyond the hooks below
         inputs = [pad(each, (0, -H % 8)) for each in inputs]
+    query, key, value = inputs
     mask = causal_lower_right(visibility.num_queries, visibility.num_keys)
-    options = {"attn_mask": mask, "scale": H**-0.5, "enable_gqa": key_BCGH.shape[2] < N}
+    grouped = key_BCGH.shape[2] < N
     # Memory-efficient attention groups no queries with this mask; cuDNN's has no fixed order.
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        read_BNLH = scaled_dot_product_attention(*inputs, **options)
+        read_BNLH = scaled_dot_product_attention(
+            query, key, value, mask, scale=H**-0.5, enable_gqa=grouped
+        )
     if torch.is_deterministic_algorithms_warn_only_enabled() and read_BNLH.grad_fn is not None:
         # FlashAttention's backward pass sums in a fixed order only where others would be errors.
         read_BNLH.grad_fn.register_prehook(lambda _: torch.use_deterministic_algorithms(True))

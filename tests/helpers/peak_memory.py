@@ -75,7 +75,12 @@ def main() -> None:
     tiny = ModelConfig(vocab_size=50, num_layers=1, d_model=16, num_heads=2, memory_length=8)
     for run in runs:  # what the libraries keep for themselves from the first use on
         take_steps(
-            replace(run, model=tiny, data=DataConfig(lanes=run.data.lanes, segment_length=8)), world
+            replace(
+                run,
+                model=replace(tiny, positions=run.model.positions),
+                data=DataConfig(lanes=run.data.lanes, segment_length=8),
+            ),
+            world,
         )
     print(json.dumps([measured_peak(run, world) for run in runs]))
     destroy_process_group()

@@ -194,7 +194,10 @@ def test_a_gpu_takes_the_fastest_attention_and_the_reason_names_what_excludes_ot
 def test_describe_says_how_a_gpu_attends(capsys):
     for name, text in (
         ("xl_modern_1b", "\nattention: torch's scaled_dot_product_attention\n"),
-        ("wt103-base", "\nattention: the fused kernel (not sdpa: model.positions other than rope,"),
+        (
+            "wt103-base",
+            "\nattention: the fused kernel (not sdpa: model.positions other than rope)\n",
+        ),
     ):
         path = Path(__file__).parents[3] / f"configs/models/{name}.yaml"
         assert main(["describe", str(path), "--gpu", "h100"]) == 0
