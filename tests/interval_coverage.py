@@ -1,20 +1,23 @@
 """How often the intervals of a fit hold the truth, on sweeps whose law is known: `make coverage`.
 
-Three laws, noise of 0.5% and 2%, three to five budgets of five sizes from 1/4 to 4 times the best.
-`python -m tests.interval_coverage --replicates N` prints the table of docs/scaling.md and ends with
-status 1 if a share cannot be between WANTED.
+Three laws, noise of 0.5% and 2%, four to six budgets of five sizes from 1/4 to 4 times the best.
+The noise is of NOISES: independent; of budgets, three times that of runs; or twice as large in the
+smallest models, with a run that a mistuned rate lifts. `python -m tests.interval_coverage
+--replicates N` prints the table of docs/scaling.md and ends with status 1 if a share cannot be
+between WANTED.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from data_pipeline.errors import DataError
+from pretrain.scaling import bootstrap
 from pretrain.scaling.fit import approaches_of
 from pretrain.scaling.frontier import Approach, LawLine
 from pretrain.scaling.intervals import Interval
@@ -24,13 +27,26 @@ from pretrain.terminal.text import fitted_table
 from tests.helpers.scaling import BESIROGLU, CS336, HOFFMANN, SIX_N, simulated
 
 LAWS = (HOFFMANN, BESIROGLU, CS336)
-NOISES = (0.005, 0.02)
-BUDGETS = (3, 4, 5)
+LEVELS = (0.005, 0.02)
+NOISES = ("independent", "shared", "uneven")
+BUDGETS = (4, 5, 6)
 RANGE = (1e18, 1e20)
 SIZES = 5
 REPLICATES = 100
-WANTED = (0.93, 0.98)
+RESAMPLES = 200  # of 1,000, which move a share by less than a point
+WANTED = (0.92, 0.98)
 DEVIATIONS = 2.6  # of a share from WANTED that chance explains
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A simulated sweep."""
+
+    law: Law
+    level: float  # of the noise
+    noise: str  # of NOISES
+    budgets: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -38,28 +54,48 @@ class Cell:
     """One row of the table: an approach at a noise and a number of budgets."""
 
     approach: str
-    noise: float
+    noise: str
+    level: float
     budgets: int
 
 
 @dataclass
 class Tally:
-    """How many sweeps had intervals, and for each quantity how many of those held the truth."""
+    """How many sweeps there were, and of each quantity how many intervals, and how many held the
+    truth.
+    """
 
     sweeps: int = 0
-    answered: int = 0
-    held: dict[str, int] | None = None
+    held: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, name: str, is_held: bool) -> None:
+        held, answered = self.held.get(name, (0, 0))
+        self.held[name] = held + is_held, answered + 1
 
     def share(self, quantity: str) -> float:
-        assert self.held
-        return self.held[quantity] / self.answered
+        held, answered = self.held[quantity]
+        return held / answered
 
     def is_off(self, quantity: str) -> bool:
         """Whether chance does not explain how far the share is from WANTED."""
         share, (low, high) = self.share(quantity), WANTED
         nearest = min(max(share, low), high)
-        error = np.sqrt(nearest * (1 - nearest) / self.answered)
+        error = np.sqrt(nearest * (1 - nearest) / self.held[quantity][1])
         return abs(share - nearest) > DEVIATIONS * error
+
+
+def noisy(sweep: Sweep) -> Points:
+    """The runs of a sweep."""
+    points = simulated(sweep.law, budgets=(*RANGE, sweep.budgets), num_sizes=SIZES)
+    rng = np.random.default_rng(sweep.seed)
+    noise_P = sweep.level * rng.standard_normal(len(points))
+    if sweep.noise == "shared":
+        shared_F = sweep.level * rng.standard_normal(sweep.budgets)
+        noise_P = noise_P / 3 + np.repeat(shared_F, SIZES)
+    elif sweep.noise == "uneven":
+        noise_P *= np.where(points.parameters_P < np.median(points.parameters_P), 2, 1)
+        noise_P[rng.integers(len(points))] += 4 * sweep.level
+    return replace(points, loss_P=points.loss_P * np.exp(noise_P))
 
 
 def quantities(approach: Approach) -> dict[str, Interval]:
@@ -82,48 +118,50 @@ def approaches_on(points: Points) -> tuple[Approach, ...]:
         return ()
 
 
-def measure(cells: Iterator[tuple[Law, float, int, int]]) -> dict[Cell, Tally]:
-    """The tallies over sweeps of (law, noise, number of budgets, seed)."""
+def measure(sweeps: Iterable[Sweep]) -> dict[Cell, Tally]:
+    """The tallies of all approaches that give an interval."""
     tallies: dict[Cell, Tally] = defaultdict(Tally)
-    for law, noise, budgets, seed in cells:
-        points = simulated(law, budgets=(*RANGE, budgets), num_sizes=SIZES, noise=noise, seed=seed)
-        truth = quantities(Approach("truth", "truth", LawLine(law.theta, SIX_N), None))
-        for approach in approaches_on(points):
-            tally = tallies[Cell(approach.title, noise, budgets)]
-            tally.sweeps += 1
-            if approach.region is None:
+    for sweep in sweeps:
+        truth = quantities(Approach("truth", "truth", LawLine(sweep.law.theta, SIX_N), None))
+        for approach in approaches_on(noisy(sweep)):
+            if approach.key == "envelope":
                 continue
-            tally.answered += 1
-            found = quantities(approach)
-            tally.held = tally.held or dict.fromkeys(found, 0)
-            for name, each in found.items():
-                tally.held[name] += each.low <= truth[name].value <= each.high
+            cell = Cell(approach.title, sweep.noise, sweep.level, sweep.budgets)
+            tallies[cell].sweeps += 1
+            for name, each in quantities(approach).items():
+                if np.isfinite(each.low) or np.isfinite(each.high):
+                    tallies[cell].add(name, each.low <= truth[name].value <= each.high)
     return dict(tallies)
 
 
-def grid(replicates: int) -> Iterator[tuple[Law, float, int, int]]:
+def grid(replicates: int) -> Iterator[Sweep]:
     """The whole grid; every sweep has a seed of its own."""
     seed = 0
     for noise in NOISES:
-        for budgets in BUDGETS:
-            for law in LAWS:
-                for _ in range(replicates):
-                    seed += 1
-                    yield law, noise, budgets, seed
+        for level in LEVELS:
+            for budgets in BUDGETS:
+                for law in LAWS:
+                    for _ in range(replicates):
+                        seed += 1
+                        yield Sweep(law, level, noise, budgets, seed)
 
 
 def table(tallies: dict[Cell, Tally]) -> list[list[str]]:
     """A row per cell that has intervals; `!` marks a share that chance does not explain."""
-    rows = [["approach", "noise", "budgets", "with interval"]]
+    names = ("a", "N*", "N* 10x", "loss", "loss 10x")
+    rows = [["approach", "noise", "level", "budgets", "with interval", *names]]
     for cell, tally in sorted(tallies.items(), key=lambda item: item[0].approach):
         if not tally.held:
             continue
-        rows[0][4:] = list(tally.held)
         shares = [
-            f"{tally.share(name):.1%}{'!' if tally.is_off(name) else ''}" for name in tally.held
+            f"{tally.share(name):.1%}{'!' if tally.is_off(name) else ''}"
+            if name in tally.held
+            else "-"
+            for name in names
         ]
-        answered = f"{tally.answered} of {tally.sweeps}"
-        rows.append([cell.approach, f"{cell.noise:.1%}", str(cell.budgets), answered, *shares])
+        answered = f"{tally.held['a'][1]} of {tally.sweeps}"
+        row = [cell.approach, cell.noise, f"{cell.level:.1%}", str(cell.budgets), answered]
+        rows.append([*row, *shares])
     return rows
 
 
@@ -131,11 +169,10 @@ def main() -> int:
     """Print the table; status 1 if a share is off."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replicates", type=int, default=REPLICATES, help="per law and cell")
+    bootstrap.RESAMPLES = RESAMPLES
     tallies = measure(grid(parser.parse_args().replicates))
     print(fitted_table(table(tallies)))
-    off = [
-        cell for cell, tally in tallies.items() if tally.held and any(map(tally.is_off, tally.held))
-    ]
+    off = [cell for cell, tally in tallies.items() if any(map(tally.is_off, tally.held))]
     return int(bool(off))
 
 

@@ -51,7 +51,7 @@ from pretrain.scaling.summary import (
 )
 from pretrain.terminal.text import counted, fitted_table
 
-UNANSWERED_WARNING = 0.01  # fraction of a region without an answer from which there is a warning
+UNANSWERED_WARNING = 0.01  # fraction of lines without an answer from which there is a warning
 ASKED = {
     "flops": "at C = {} FLOPs",
     "tokens": "that reads D = {} tokens",
@@ -169,7 +169,7 @@ def _warnings(forecasts: Sequence[Forecast], where: str) -> list[str]:
     """Warnings about these answers, in addition to those about the fit."""
     found = contradictions({item.approach: item.loss for item in forecasts}, f"for the run {where}")
     found += [
-        f"approach {item.approach}: {item.unanswered:.0%} of its confidence region has no "
+        f"approach {item.approach}: {item.unanswered:.0%} of its resamples have no "
         "such run; its intervals are too narrow"
         for item in forecasts
         if item.unanswered >= UNANSWERED_WARNING
@@ -186,7 +186,8 @@ def _single_run(fit: Fit, arguments: argparse.Namespace) -> int:
     size, tokens = amount(arguments.params), amount(arguments.tokens)
     print(
         f"loss of N = {size} over D = {tokens} ({flops:.3g} FLOPs) by approach 3: "
-        f"{shown(loss, as_loss)}, a {LEVEL}% interval"
+        f"{shown(loss, as_loss)}"
+        f"{'' if math.isnan(loss.low) else f', a {LEVEL}% interval'}"
     )
     for line in (*more, *(f"doubt: {doubt}" for doubt in reasons)):
         print(line)

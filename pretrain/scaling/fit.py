@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 from data_pipeline.errors import DataError
+from pretrain.scaling.bootstrap import resampled_laws
 from pretrain.scaling.checks import Prediction, predict_holdouts, warnings_of
 from pretrain.scaling.envelope import NO_INTERVAL
 from pretrain.scaling.estimates import (
@@ -19,9 +19,7 @@ from pretrain.scaling.estimates import (
 )
 from pretrain.scaling.frontier import Approach, LawLine, Line
 from pretrain.scaling.isoflop import REACH
-from pretrain.scaling.isoflop_region import isoflop_region
 from pretrain.scaling.law import FlopsLaw, fit_flops_law
-from pretrain.scaling.law_region import parametric_region
 from pretrain.scaling.misfit import misfit_warnings
 from pretrain.scaling.points import HELD_OUT, Array, Points, usable
 from pretrain.scaling.ranking import Ranking, rank
@@ -120,13 +118,11 @@ def approaches_of(
         warnings = estimates.envelope.warnings
         found.append(_approach("envelope", lines, lambda: None, warnings, NO_INTERVAL))
     if isoflop := estimates.isoflop:
-        budgets = [valley.budget for valley in isoflop.valleys if valley.is_used]
-        region = partial(isoflop_region, isoflop.local, budgets)
-        found.append(_approach("isoflop", lines, region, isoflop.warnings))
+        found.append(_approach("isoflop", lines, isoflop.lines, isoflop.warnings))
     if parametric := estimates.parametric:
 
         def laws() -> LawLine:
-            return LawLine(parametric_region(points, parametric), flops_law)
+            return LawLine(resampled_laws(points, parametric), flops_law)
 
         found.append(_approach("parametric", lines, laws, parametric.warnings))
     return tuple(found)

@@ -1,7 +1,7 @@
 """The compute-optimal frontier: the best size N* and its loss at C training FLOPs, by a law or by
 power laws.
 
-Legend: K curves of a confidence region, F places (budgets) on the frontier.
+Legend: K lines that an interval is read from, F places (budgets) on the frontier.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Protocol
 
 import numpy as np
 
-from pretrain.scaling.intervals import Interval, range_of
+from pretrain.scaling.intervals import Interval, interval, range_of
 from pretrain.scaling.law import FlopsLaw, exponents, log_optimum, loss_at
 from pretrain.scaling.points import Array
 
 
 class Line(Protocol):
-    """A compute-optimal line (one, or all of a confidence region)."""
+    """A compute-optimal line (one, or all that an interval is read from)."""
 
     def log_parameters(self, log_flops: float | Array) -> Array: ...
 
@@ -49,20 +49,24 @@ class LawLine:
 
 
 def law_of(line: Line) -> LawLine:
-    """The line as approach 3's, whose lines and regions are all of laws."""
+    """The line as approach 3's, whose lines are all of laws."""
     assert isinstance(line, LawLine)
     return line
 
 
 @dataclass(frozen=True)
 class Approach:
-    """One approach's line, its confidence region (or why it has none) and its warnings."""
+    """One approach's line, the lines its intervals are read from (or why it has none), warnings.
+
+    Those of a law are draws, whose percentiles are the ends; those of a frontier are the border of
+    a region, whose range it is.
+    """
 
     key: str
     title: str
     line: Line
     region: Line | None
-    no_interval: str = ""  # why there is no region
+    no_interval: str = ""
     warnings: tuple[str, ...] = ()
 
     def parameters(self, log_flops: float) -> Interval:
@@ -84,16 +88,17 @@ class Approach:
         return a, b
 
     def interval(self, value_of: Callable[[Line], Array]) -> Interval:
-        """Any quantity of the line, with its range over the region."""
+        """Any quantity of the line, with its interval."""
         return self.intervals(lambda line: (value_of(line),))[0]
 
     def intervals(self, values_of: Callable[[Line], Sequence[Array]]) -> list[Interval]:
-        """Quantities that are found together, each with its range over the region."""
+        """Quantities that are found together, each with its interval."""
         values = values_of(self.line)
         if self.region is None:
             return [Interval(float(value), np.nan, np.nan) for value in values]
+        pick = interval if isinstance(self.region, LawLine) else range_of
         with np.errstate(over="ignore"):  # an end that is infinite is open
-            return [range_of(*pair) for pair in zip(values, values_of(self.region), strict=True)]
+            return [pick(*pair) for pair in zip(values, values_of(self.region), strict=True)]
 
 
 FEWEST_FOR_FLOOR = 4  # places on the frontier, to tell a floor of the loss from a plain power law
@@ -103,7 +108,7 @@ REFINEMENTS = 6  # each divides the grid's spacing by 5
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """Optimal sizes and losses at any FLOPs; all fields are [], or [K] for a region."""
+    """Optimal sizes and losses at any FLOPs; all fields are [] or [K]."""
 
     log_scale: Array  # ln k of N* = k C^a
     power: Array  # a

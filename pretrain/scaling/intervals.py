@@ -13,6 +13,7 @@ from pretrain.terminal.text import prefixed, si
 
 UNBOUNDED = 1e6  # times the estimate: an end farther away bounds nothing
 LEVEL = 95  # percent
+ROUNDING = 1e-9
 ERRORS = "errors are predicted minus measured (+: the prediction is too high)"
 
 
@@ -26,22 +27,28 @@ class Interval:
 
     @property
     def width(self) -> float:
-        """The high end divided by the low end."""
-        return self.high / self.low if self.low > 0 else np.inf
+        """The high end divided by the low end; NaN without an interval."""
+        return np.inf if self.low <= 0 else self.high / self.low
 
 
 def interval(value: float | Array, draws_K: Array) -> Interval:
-    """The estimate with the draws' interval; NaN ends if fewer than half have a value."""
+    """The estimate with the percentiles of its draws.
+
+    NaN ends if fewer than half have a value, or if the estimate is not between them: then they are
+    no interval of it.
+    """
     draws_K = np.asarray(draws_K, float)
     finite = draws_K[np.isfinite(draws_K)]
     if len(finite) < max(2, len(draws_K) / 2):
         return Interval(float(value), np.nan, np.nan)
     low, high = np.percentile(finite, [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
+    if not low * (1 - ROUNDING) <= value <= high * (1 + ROUNDING):
+        return Interval(float(value), np.nan, np.nan)
     return Interval(float(value), float(low), float(high))
 
 
 def range_of(value: float | Array, values_K: Array) -> Interval:
-    """The estimate with the range of its values over a confidence region (`regions.py`)."""
+    """The estimate with the range of its values over a confidence region."""
     value = float(value)
     there = values_K[~np.isnan(values_K)]  # a law of the region may lack the value
     if not len(there):

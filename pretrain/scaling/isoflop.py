@@ -1,7 +1,8 @@
 """Approach 2: at each budget a parabola of the loss in ln N; its vertices are the frontier.
 
 The true valley is not a parabola, so wide or off-center grids bias the vertex; both are warnings.
-Legend: F budgets, P points, S sizes of one budget.
+The interval is Student's of the straight line through the vertices: it holds whatever differs from
+budget to budget. Legend: F budgets, K lines, P points, S sizes of one budget.
 
 Source: Hoffmann et al. 2022, section 3.2.
 """
@@ -27,6 +28,11 @@ REACH = 6.0  # a parabola goes through the sizes within this factor of its budge
 WIDE_GRID = (
     40.0  # largest size over smallest, beyond which a parabola is a poor picture of the valley
 )
+# A parabola's vertex is off by some percent of N*, the same at every budget, which scatter does
+# not show: a line that is known more closely than this has no interval of its sizes.
+FINEST = np.log(1.1)
+FEWEST_FOR_INTERVAL = 4  # vertices: of three, one alone measures the scatter around their line
+BORDER = np.linspace(0, 2 * np.pi, 128, endpoint=False)
 OFF_CENTER = 0.25  # of the grid's width in ln N: a vertex nearer to an edge than this is said
 
 
@@ -74,6 +80,38 @@ class IsoflopFit:
         """The valleys' median second derivative in ln N, relative to the loss."""
         used = [valley for valley in self.valleys if valley.is_used]
         return float(np.median([valley.bend / valley.loss for valley in used]))
+
+    def lines(self) -> Frontier:
+        """The border [K] of the 95% region of the line; DataError where vertices are too few.
+
+        Over the border any size or power ranges as far as its t interval. Losses have none, and
+        sizes none where the line is known more closely than FINEST.
+        """
+        from scipy.special import stdtrit
+
+        used = [valley for valley in self.valleys if valley.is_used]
+        if len(used) < FEWEST_FOR_INTERVAL:
+            raise DataError(
+                f"{counted(len(used), 'budget')} with a vertex, and the scatter around a line "
+                f"needs {FEWEST_FOR_INTERVAL}; add budgets"
+            )
+        x_F = np.log([valley.budget for valley in used])
+        off_F = np.log([valley.parameters for valley in used]) - self.frontier.log_parameters(x_F)
+        variance = float((off_F**2).sum()) / (len(used) - 2)
+        quantile = float(stdtrit(len(used) - 2, 0.975))
+        half_width = quantile * np.sqrt(variance / len(used))
+        power_error = np.sqrt(variance / ((x_F - x_F.mean()) ** 2).sum())
+        none = np.full(len(BORDER), np.nan)
+        return Frontier(
+            log_scale=none
+            if half_width < FINEST
+            else self.frontier.log_scale + half_width * np.cos(BORDER),
+            power=self.frontier.power + quantile * power_error * np.sin(BORDER),
+            floor=none,
+            log_loss_scale=none,
+            decay=none,
+            center=self.frontier.center,
+        )
 
     def loss_of(self, parameters: Array, flops: Array) -> Array:
         """The losses of single runs within REACH of the optimum; NaN farther from it."""

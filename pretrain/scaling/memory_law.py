@@ -19,13 +19,13 @@ from data_pipeline.errors import DataError
 from pretrain.scaling.context import ContextRow
 from pretrain.scaling.intervals import Interval, range_of
 from pretrain.scaling.points import Array
-from pretrain.scaling.regions import allowed_excess
 from pretrain.terminal.text import counted
 
 FEWEST = 3  # different memory lengths, numbers of tokens, and (for the term of N) sizes
 SPARE = 2  # runs beyond the numbers that are fitted
 EXPONENTS = np.geomspace(0.05, 2.0, 10)
 STEEPEST = 8.0
+SMALLEST_NOISE = 1e-6  # relative; a fit closer than this is exact for all that losses can say
 FLATTEST = 1e-3
 SUMMED = 4  # keys: an integral from M + 1/2 on is 19% over at M = 0, T = 16 and gamma 1.9
 GAMMA = 6  # its place among the seven numbers
@@ -237,15 +237,22 @@ def _refined(start: MemoryLaw, runs: Trained, free: Array) -> MemoryLaw:
 
 
 def memory_region(law: MemoryLaw, runs: Trained) -> Array:
-    """The seven numbers of laws on the border of the confidence region (`regions.py`), [K, 7].
+    """The seven numbers of laws on the border of the confidence region, [K, 7].
+
+    It holds those with at most (1 + t^2/f) times the least sum of squares (Bates and Watts 1988,
+    "Nonlinear Regression Analysis", section 6.1).
 
     The region is long and bent in gamma. So there is a center for each of many gammas, with the
     other numbers fitted again, and from each of them laws in all directions, as far out as the sum
     of squares allows.
     """
+    from scipy.special import stdtrit
+
     free = _free(runs)
     least = _squares(law, runs)
-    allowed = least + allowed_excess(least, len(runs.loss_P) - int(free.sum()))
+    spare = len(runs.loss_P) - int(free.sum())
+    noise = max(least / spare, SMALLEST_NOISE**2)
+    allowed = least + float(stdtrit(spare, 0.975)) ** 2 * noise
     but_gamma = free & (np.arange(len(free)) != GAMMA)
     gammas = np.clip(law.exponents[2] * np.geomspace(1 / SPAN, SPAN, CENTERS), FLATTEST, STEEPEST)
     centers = [law]

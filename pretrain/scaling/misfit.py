@@ -1,7 +1,7 @@
 """Where runs depart from approach 3's law: single outliers with their effect, and trends.
 
 Both are read from the relative errors of the fitted runs, in standard deviations that outliers do
-not inflate (`law_region.noise_of`). Legend: P points.
+not inflate (`noise_of`). Legend: P points.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pretrain.scaling.huber_fit import ParametricFit, fit_parametric
 from pretrain.scaling.intervals import as_exponent, as_factor, as_loss, as_size
 from pretrain.scaling.isoflop import IsoflopFit, fit_isoflop
 from pretrain.scaling.law import FlopsLaw
-from pretrain.scaling.law_region import NUMBERS, noise_of
 from pretrain.scaling.points import Array, Points
 from pretrain.terminal.text import counted
 
@@ -25,6 +24,8 @@ FAR = 4.5  # standard deviations: of 1,000 sweeps of 240 runs, two have a run th
 GROSS = 0.5  # relative error of an outlier, however few runs there are to measure the noise by
 MOST_OUTLIERS = 0.1  # a larger part of the runs (but one) is not a few that went wrong
 MOST_NAMED = 5
+NUMBERS = 5  # of the law
+TOLERATED = 2.5  # standard deviations, more than which no error counts for the noise
 PARTS = 5  # of the budgets, whose mean errors are shown
 FEWEST_FREE = 3  # degrees of freedom
 UNLIKELY = 1e-3  # of a trend by chance
@@ -59,6 +60,16 @@ def misfit_warnings(
     if text := _trend(points.take(~far_P), error_P[~far_P]):
         found.append(text)
     return found
+
+
+def noise_of(error_P: Array) -> float:
+    """The standard deviation of relative errors, of which none counts more than TOLERATED of it."""
+    free = max(len(error_P) - NUMBERS, 1)
+    scale = float(np.sqrt((error_P**2).sum() / free))
+    for _ in range(30):
+        bounded = np.minimum(np.abs(error_P), TOLERATED * scale)
+        scale = max(float(np.sqrt((bounded**2).sum() / free)), 1e-12)
+    return scale
 
 
 def _outliers(

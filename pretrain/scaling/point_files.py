@@ -16,7 +16,6 @@ from data_pipeline.errors import DataError
 from data_pipeline.yaml_files import did_you_mean
 from pretrain.scaling.points import Array, Exclusion, Points, grouped_budgets, without_repeats
 from pretrain.scaling.run_tables import (
-    LARGEST,
     Row,
     column_names,
     flag,
@@ -53,7 +52,6 @@ class Columns:
     )
     holdout: str = "holdout"  # true: predicted, never fitted
     bits: str = "bits_per_byte"  # the same losses per byte of the text, where they were measured
-    error: str = "loss_error"  # standard error of the loss, such as of an average; absent: 0
     excluded: str = "excluded"  # not empty: why the run takes no part
 
 
@@ -133,9 +131,6 @@ def _from_rows(
         raise DataError(f"{path}: every run is excluded; a fit needs some")
     names = tuple(_name(row, columns) for row in rows)
     loss_P, notes = _losses(rows, columns.loss, path, units)
-    error_P = scaled(_errors(rows, columns.error, path), units, "loss")
-    if is_perplexity(columns.loss):
-        error_P = error_P / np.exp(loss_P)  # those of the logarithms
     parameters_P, tokens_P, flops_P, assumed = _sizes(rows, columns, path, units)
     notes += assumed
     factor = _bits_per_nat(rows, columns, loss_P)
@@ -153,7 +148,6 @@ def _from_rows(
         budget_P=budget_P,
         progress_P=_progress(rows, columns.progress, path),
         holdout_P=_holdout(rows, columns.holdout, path),
-        error_P=error_P,
         notes=tuple(notes),
         bits_per_nat=factor,
         source=str(path),
@@ -235,13 +229,6 @@ def _progress(rows: Sequence[Row], column: str, path: Path) -> Array:
         "a fraction of the schedule from 0 to 1 (0.4 for 40%), or nothing for all of it",
         path,
     )
-    return np.array(values)
-
-
-def _errors(rows: Sequence[Row], column: str, path: Path) -> Array:
-    values = [0.0 if row.get(column) in (None, "") else number(row[column]) for row in rows]
-    wish = "a standard error of the loss from 0 on, or nothing"
-    refuse_where([not 0 <= value < LARGEST for value in values], rows, column, wish, path)
     return np.array(values)
 
 

@@ -38,7 +38,6 @@ class Points:
     budget_P: Array
     progress_P: Array
     holdout_P: Array
-    error_P: Array  # standard errors of the losses; 0 where unknown
     excluded: tuple[Exclusion, ...] = ()
     notes: tuple[str, ...] = ()
     bits_per_nat: float = np.nan  # bits per byte of a loss of 1 nat per token; NaN: unknown
@@ -72,7 +71,6 @@ _ARRAYS = (
     "budget_P",
     "progress_P",
     "holdout_P",
-    "error_P",
 )
 
 

@@ -1,6 +1,6 @@
 """Predictions from a fit for a budget, a size or a number of tokens, and reasons to doubt them.
 
-Legend: K curves of a region, X sizes.
+Legend: K lines, X sizes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from data_pipeline.yaml_files import did_you_mean
 from pretrain.scaling.checks import disagreement, loss_interval
 from pretrain.scaling.fit import Fit
 from pretrain.scaling.frontier import Approach, LawLine, Line
-from pretrain.scaling.intervals import Interval, as_loss, as_size, range_of, shown
+from pretrain.scaling.intervals import Interval, as_loss, as_size, shown
 from pretrain.scaling.law import FlopsLaw, log_loss, loss_at
 from pretrain.scaling.points import Array
 from pretrain.scaling.ranking import PREFERRED
@@ -38,7 +38,7 @@ class Forecast:
     parameters: Interval
     tokens: Interval
     loss: Interval
-    # fraction of the region that has no such optimum; the intervals are those of the rest
+    # fraction of the lines without such an optimum; the intervals are those of the rest
     unanswered: float
 
 
@@ -61,16 +61,12 @@ def forecast(
         n = _log_size(line, c)
         return np.exp(c), np.exp(n), np.exp(flops_law.log_tokens(c, n)), _loss(line, c)
 
-    values = optimum_of(approach.line)
     unanswered = 0.0
-    if approach.region is None:
-        found = [Interval(float(value), np.nan, np.nan) for value in values]
-    else:
-        with np.errstate(over="ignore"):  # an end that is infinite is open
-            values_K = optimum_of(approach.region)
-        found = [range_of(*pair) for pair in zip(values, values_K, strict=True)]
-        unanswered = float(np.isnan(values_K[-1]).mean())
-    return Forecast(approach.title, *found, unanswered=unanswered)
+    if approach.region is not None:
+        with np.errstate(over="ignore"):
+            is_absent_K = np.isnan(optimum_of(approach.region)[1])
+        unanswered = 0.0 if is_absent_K.all() else float(is_absent_K.mean())
+    return Forecast(approach.title, *approach.intervals(optimum_of), unanswered=unanswered)
 
 
 def preferred(fit: Fit, key: str = "") -> Approach:
@@ -138,9 +134,7 @@ def doubts(fit: Fit, flops: float, approach: Approach) -> list[str]:
             f"({low:.3g}); {limit}"
         )
     size = approach.parameters(float(np.log(flops)))
-    if approach.region is None:
-        found.append(_without_interval(approach))
-    elif not size.width <= WIDEST:
+    if size.width > WIDEST:
         found.append(
             f"the interval of N* by approach {approach.title} is {shown(size, as_size)}, over "
             f"{WIDEST:.0f}x wide"
@@ -171,18 +165,12 @@ def run_doubts(fit: Fit, parameters: float, tokens: float) -> list[str]:
                 f"{value:.3g} {name} are over {furthest:.0f}x outside the fitted range "
                 f"({low:.3g}..{high:.3g})"
             )
-    law, loss = preferred(fit, "parametric"), loss_of_run(fit, parameters, tokens)
-    if law.region is None:
-        found.append(_without_interval(law))
-    elif not loss.width <= WIDEST_LOSS:
+    loss = loss_of_run(fit, parameters, tokens)
+    if loss.width > WIDEST_LOSS:
         found.append(
             f"the interval of the loss is {shown(loss, as_loss)}, over {WIDEST_LOSS - 1:.0%} wide"
         )
     return found
-
-
-def _without_interval(approach: Approach) -> str:
-    return f"approach {approach.title} has no intervals ({approach.no_interval})"
 
 
 def refuse_wild(doubts: list[str]) -> None:

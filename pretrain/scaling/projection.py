@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from pretrain.scaling.points import Array
-from pretrain.scaling.regions import best_nonnegative
 
 EXPONENT_GRID = np.geomspace(0.02, 1.6, 60)
 # of the mean loss: where the linear problem finds a term to be 0, its logarithm starts from here
 SMALLEST_TERM = 1e-6
+RIDGE = 1e-13
 
 
 @dataclass(frozen=True)
@@ -58,3 +58,23 @@ def project(n_P: Array, d_P: Array, loss_P: Array) -> tuple[Array, bool]:
     alpha, beta = grid[best // len(grid)], grid[best % len(grid)]
     logs = np.log(np.maximum(coefficients[best], SMALLEST_TERM * loss_P.mean()))
     return np.array([*logs, alpha, beta]), bool({alpha, beta} & {grid[0], grid[-1]})
+
+
+def best_nonnegative(gram: Array, target: Array) -> tuple[Array, Array]:
+    """Coefficients >= 0 of least squares for every cell [G, J], and by how much they lower it."""
+    count = target.shape[-1]
+    best, best_gain = np.zeros(target.shape), np.zeros(target.shape[:-1])
+    for bits in range(1, 2**count):
+        chosen = [index for index in range(count) if bits >> index & 1]
+        part = gram[..., np.ix_(chosen, chosen)[0], np.ix_(chosen, chosen)[1]]
+        largest = part.diagonal(axis1=-2, axis2=-1).max(axis=-1)
+        solution = np.linalg.solve(
+            part + RIDGE * np.eye(len(chosen)) * largest[..., None, None], target[..., chosen, None]
+        )[..., 0]
+        gain = (solution * target[..., chosen]).sum(axis=-1)
+        better = (solution >= 0).all(axis=-1) & (gain > best_gain)
+        full = np.zeros(target.shape)
+        full[..., chosen] = solution
+        best = np.where(better[..., None], full, best)
+        best_gain = np.where(better, gain, best_gain)
+    return best, best_gain

@@ -1,6 +1,6 @@
-"""Charts of confidence regions: how well the runs determine the law and the optimum.
+"""Charts of resampled laws: how well the runs determine the law and the optimum.
 
-Legend: K curves of a region.
+Legend: K laws.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SHOWN_PERCENTILES = (1.0, 99.0)  # of a region that the axes of a cloud hold, with a margin
+SHOWN_PERCENTILES = (1.0, 99.0)  # that the axes of a cloud hold, with a margin
 MOST_DOTS = 1500
 CLOUD_MARGIN = 0.25
 
 
 def exponent_cloud(fit: Fit, palette: Palette) -> Figure:
-    """The region's alpha and beta: how well the runs determine the two exponents."""
+    """The resamples' alpha and beta: how well the runs determine the two exponents."""
     labels = "alpha, exponent of the size N", "beta, exponent of the data D"
     figure, axes = canvas(palette, 3.6, *labels)
     law = fit.approach("parametric")
     assert law
     assert law.region
     alpha_K, beta_K = law_of(law.region).theta[:, 3:].T
-    _cloud(axes, alpha_K, beta_K, "parametric", "confidence region")
+    _cloud(axes, alpha_K, beta_K, "parametric", "fits of resampled budgets")
     alpha, beta = law_of(law.line).theta[3:]
     found = [alpha], [beta]
     axes.plot(*found, "*", color=palette.ink, markersize=10, label="fit of all runs")
@@ -52,20 +52,18 @@ def exponent_cloud(fit: Fit, palette: Palette) -> Figure:
 
 
 def optimum_cloud(fit: Fit, palette: Palette) -> Figure:
-    """The optimum beyond the largest budget: size against loss, by every approach with a region."""
+    """The optimum beyond the largest budget: size against loss, by every approach."""
     flops, _ = beyond(float(fit.points.budgets[-1]))
     log_flops = float(np.log(flops))
     labels = f"optimal parameters N* at {flops:.3g} FLOPs", f"its {LOSS}"
     figure, axes = canvas(palette, 3.6, *labels)
-    clouds = []
-    for approach in fit.approaches:
-        if approach.region is None:
-            continue
-        with np.errstate(over="ignore"):  # infinite ones are outside the axes
-            size_K = np.exp(approach.region.log_parameters(log_flops))
-            loss_K = approach.region.loss(log_flops)
-        clouds.append((size_K, loss_K))
-        _cloud(axes, size_K, loss_K, approach.key, f"{approach.title}, region")
+    law = fit.approach("parametric")
+    assert law
+    assert law.region
+    with np.errstate(over="ignore"):  # infinite ones are outside the axes
+        size_K = np.exp(law.region.log_parameters(log_flops))
+        loss_K = law.region.loss(log_flops)
+    _cloud(axes, size_K, loss_K, law.key, f"{law.title}, resampled budgets")
     star: dict[str, Any] = {
         "markeredgecolor": palette.ink,
         "markeredgewidth": 0.8,
@@ -80,7 +78,6 @@ def optimum_cloud(fit: Fit, palette: Palette) -> Figure:
         beside: Any = {"xytext": (5, 4), "textcoords": "offset points", "annotation_clip": True}
         axes.annotate(number, (size, loss), color=palette.ink, fontsize=SMALL, zorder=6, **beside)
     axes.set_xscale("log")
-    size_K, loss_K = (np.concatenate(column) for column in zip(*clouds, strict=True))
     outside = _keep_to_the_middle(axes, size_K, loss_K)
     log_amount_ticks(axes.xaxis)
     plain_ticks(axes.yaxis)
@@ -89,7 +86,7 @@ def optimum_cloud(fit: Fit, palette: Palette) -> Figure:
 
 
 def _cloud(axes: Axes, x_K: Array, y_K: Array, key: str, label: str) -> None:
-    """The region of the approach `key`, in its color and by its marker."""
+    """The resamples of the approach `key`, in its color and by its marker."""
     every = slice(None, None, max(1, len(x_K) // MOST_DOTS))
     color, marker = APPROACH_COLORS[key], APPROACH_MARKERS[key]
     thin: Any = {"linewidths": 0.8 if marker == "+" else 0}

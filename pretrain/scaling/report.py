@@ -77,7 +77,7 @@ def render(fit: Fit, title: str, drawn: dict[str, str]) -> str:
         _chart_section("Compute-optimal frontier", drawn, "frontier", "sizes", "tokens"),
         _law(fit, drawn),
         _checks(fit),
-        _chart_section("Confidence regions", drawn, "exponents", "optimum"),
+        _chart_section("Resampled budgets", drawn, "exponents", "optimum"),
         _chart_section("Approach 1's curves", drawn, "envelope"),
         _costs(fit),
         _warnings(fit),

@@ -35,12 +35,6 @@ def charts_of(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
             f"The compute-optimal number of training tokens D* at C FLOPs. {bands}",
         ),
     }
-    if any(item.region for item in fit.approaches):
-        found["optimum"] = (
-            region_charts.optimum_cloud,
-            f"The optimum at {where}: its size and loss (stars with the approach's number), and "
-            "all pairs within the confidence regions",
-        )
     law = fit.approach("parametric")
     if law:
         found["residuals"] = (
@@ -57,8 +51,13 @@ def charts_of(fit: Fit) -> dict[str, tuple[charts.Chart, str]]:
     if law and law.region:
         found["exponents"] = (
             region_charts.exponent_cloud,
-            "The exponents of approach 3's law L(N, D) = E + A/N^alpha + B/D^beta, and all "
-            "pairs within the confidence region",
+            "The exponents of approach 3's law L(N, D) = E + A/N^alpha + B/D^beta, and those of "
+            "its fits to resampled budgets",
+        )
+        found["optimum"] = (
+            region_charts.optimum_cloud,
+            f"The optimum at {where}: its size and loss (stars with the approach's number), and "
+            "those of approach 3's fits to resampled budgets",
         )
     if fit.estimates.envelope and fit.estimates.envelope.kind != "minimum":
         found["envelope"] = (

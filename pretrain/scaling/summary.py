@@ -27,7 +27,7 @@ from pretrain.scaling.law import NAMES
 from pretrain.scaling.points import Array
 from pretrain.scaling.predict import Forecast
 from pretrain.scaling.ranking import ranking_line, ranking_table
-from pretrain.scaling.seeds import observations, seed_spread
+from pretrain.scaling.seeds import seed_spread
 from pretrain.terminal.text import counted, fitted_table, flops_text
 
 
@@ -91,7 +91,6 @@ def fit_lines(fit: Fit) -> list[str]:
         )
     if (spread := seed_spread(points)) is not None:
         lines.append(f"standard deviation of losses that differ only by the seed: {spread:.3%}")
-        lines += _repeats_lines(fit)
     lines += [*check_lines(fit), "", *ranking_lines(fit)]
     excluded = [f"left out: {item.name}: {item.reason}" for item in points.excluded]
     return lines + ([""] + excluded if excluded else []) + warning_lines(fit)
@@ -111,19 +110,6 @@ def no_interval_lines(fit: Fit) -> list[str]:
         f"{item.title} has no intervals: {item.no_interval}"
         for item in fit.approaches
         if item.no_interval
-    ]
-
-
-def _repeats_lines(fit: Fit) -> list[str]:
-    """Whether repeats count as single runs in the intervals of approach 3."""
-    if not (law := fit.estimates.parametric):
-        return []
-    predicted_P = law.law.loss(fit.points.parameters_P, fit.points.tokens_P)
-    if len(observations(fit.points, predicted_P, len(NAMES))) == len(fit.points):
-        return []
-    return [
-        "the law misses the means over seeds by more than the seeds explain: its interval takes "
-        "each mean as one run"
     ]
 
 

@@ -43,7 +43,6 @@ def make_points(
         budget_P=grouped_budgets(flops_P) if budget is None else np.asarray(budget, float),
         progress_P=np.ones(count),
         holdout_P=np.zeros(count, bool),
-        error_P=np.zeros(count),
         source=source,
     )
 

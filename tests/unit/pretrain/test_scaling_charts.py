@@ -33,10 +33,10 @@ CHARTS = [
 
 @pytest.fixture(scope="module")
 def fit():
-    """Runs at three budgets within one decade, as small sweeps have them, with curves for approach
+    """Runs at five budgets within one decade, as small sweeps have them, with curves for approach
     1.
     """
-    points = simulated(noise=0.004, budgets=(8e10, 7.2e11, 3), num_sizes=5, seed=1)
+    points = simulated(noise=0.004, budgets=(8e10, 7.2e11, 5), num_sizes=5, seed=1)
     size_P, tokens_P = (
         np.repeat(np.geomspace(1e4, 1e6, 9), 20),
         np.tile(np.geomspace(1e5, 1e8, 20), 9),
@@ -104,10 +104,9 @@ def test_approaches_are_told_apart_by_their_lines_too_which_grey_keeps(fit, char
     assert len({line.get_linestyle() + str(line._unscaled_dash_pattern) for line in lines}) == 3
 
 
-def test_regions_of_approaches_have_a_marker_each_and_their_fits_a_number(fit):
+def test_the_fits_of_all_approaches_have_a_number_beside_the_resamples(fit):
     axes = region_charts.optimum_cloud(fit, PRINT).axes[0]
-    regions = [line for line in axes.lines if str(line.get_label()).endswith(", region")]
-    assert len({line.get_marker() for line in regions}) == len(regions) == 2
+    assert sum(str(line.get_label()).endswith(", resampled budgets") for line in axes.lines) == 1
     places = {text.get_text(): text.xy for text in axes.texts}
     for approach in fit.approaches:
         size = np.exp(approach.line.log_parameters(np.log(7.2e12)))
@@ -131,8 +130,8 @@ def test_a_logarithmic_axis_of_any_length_has_several_numbers(span):
 
 @pytest.fixture(scope="module")
 def held():
-    """Runs at four budgets of which the largest is held out, with losses in bits per byte."""
-    points = simulated(noise=0.004, budgets=(1e18, 1e20, 4), num_sizes=5, seed=1)
+    """Runs at six budgets of which the largest is held out, with losses in bits per byte."""
+    points = simulated(noise=0.004, budgets=(1e18, 1e20, 6), num_sizes=5, seed=1)
     is_last_P = points.budget_P == points.budgets[-1]
     return fit_all(replace(points, holdout_P=is_last_P, bits_per_nat=0.35))
 

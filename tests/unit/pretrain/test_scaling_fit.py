@@ -10,79 +10,90 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.special import stdtrit
+from scipy.stats import linregress
 
 from data_pipeline.errors import DataError
 from pretrain.reporting.charts import PRINT
 from pretrain.scaling import charts
-from pretrain.scaling.checks import contradictions, disagreement, warnings_of
+from pretrain.scaling.checks import contradictions, disagreement
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.intervals import Interval
 from pretrain.scaling.isoflop import fit_isoflop
-from pretrain.scaling.isoflop_region import isoflop_region
 from pretrain.scaling.law import log_optimum
 from pretrain.scaling.predict import forecast
 from pretrain.scaling.seeds import seed_spread
 from pretrain.scaling.summary import check_lines, fit_lines
 from tests.helpers.scaling import BESIROGLU, HOFFMANN, SIX_N, make_points, simulated
-from tests.interval_coverage import measure
+from tests.interval_coverage import Sweep, measure, noisy
 
 FURTHER = float(np.log(1e21))  # ten times the largest simulated budget
 COLUMNS = ("parameters_P", "tokens_P", "loss_P")
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say():
-    """A part of `make coverage`: 60 sweeps of four budgets, of each approach five quantities."""
-    cells = ((HOFFMANN, 0.005, 4, 500 + seed) for seed in range(60))
+    """A part of `make coverage`: 60 sweeps of five budgets whose runs share an error."""
+    cells = (Sweep(HOFFMANN, 0.005, "shared", 5, 500 + seed) for seed in range(60))
     tallies = {cell.approach: tally for cell, tally in measure(cells).items()}
-    for title in ("2 IsoFLOP", "3 parametric"):
-        tally = tallies[title]
-        assert tally.answered == 60
-        assert {
-            name: tally.share(name) for name in tally.held if not tally.share(name) > 0.88
-        } == {}
-    assert min(tallies["2 IsoFLOP"].held.values()) < 60  # wide enough to hold all is too wide
-    assert min(tallies["3 parametric"].held.values()) < 60
-    assert tallies["1 envelope"].answered == 0
+    assert set(tallies) == {"2 IsoFLOP", "3 parametric"}
+    for tally in tallies.values():
+        few = {name: held for name, (held, count) in tally.held.items() if held < 0.85 * count}
+        assert few == {}
+    assert min(count for _, count in tallies["3 parametric"].held.values()) >= 57
+    assert "loss" not in tallies["2 IsoFLOP"].held
 
 
-def test_sizes_by_approach_2_are_held_also_where_noise_hides_some_valleys():
-    """Three of four such sweeps have an interval: those whose noise looks small."""
-    truth = float(np.exp(log_optimum(BESIROGLU.theta, np.log(1e20), SIX_N)[0]))
-    answered = held = 0
-    for seed in range(160, 360):
-        points = simulated(BESIROGLU, budgets=(1e18, 1e20, 5), num_sizes=5, noise=0.02, seed=seed)
-        fit = fit_isoflop(points)
-        budgets = [valley.budget for valley in fit.valleys if valley.is_used]
-        try:
-            region = isoflop_region(fit.local, budgets)
-        except DataError:
-            continue
-        size_K = np.exp(region.log_parameters(float(np.log(1e20))))
-        answered += 1
-        held += size_K.min() <= truth <= size_K.max()
-    assert answered < 180
-    assert 0.935 < held / answered < 0.98
+@pytest.mark.parametrize("seed", range(4))
+def test_an_estimate_lies_between_the_ends_of_its_interval_where_budgets_differ(seed):
+    points = noisy(Sweep(BESIROGLU, 0.02, "shared", 6, seed))
+    for approach in fit_all(points).approaches:
+        found = [approach.powers(SIX_N)[0]]
+        if approach.key == "parametric":
+            found += [approach.parameters(FURTHER), approach.loss(FURTHER)]
+        for each in found if approach.key != "envelope" else ():
+            assert each.low < each.value < each.high
 
 
-def test_losses_that_determine_no_interval_get_none_and_the_reason():
-    fit = fit_all(simulated(budgets=(1e18, 1e20, 3), num_sizes=3, noise=0.002))
+def test_the_interval_of_approach_2_is_students_of_the_line_through_its_vertices():
+    fit = fit_all(simulated(budgets=(1e18, 1e20, 5), num_sizes=5, noise=0.02, seed=3))
+    valleys = fit.estimates.isoflop.valleys
+    x_F, y_F = (np.log([getattr(v, name) for v in valleys]) for name in ("budget", "parameters"))
+    line = linregress(x_F, y_F)
+    quantile = stdtrit(3, 0.975)
+    a = fit.approach("isoflop").powers(fit.flops_law)[0]
+    expected = line.slope + quantile * line.stderr * np.array([-1, 1])
+    assert (a.low, a.high) == pytest.approx(tuple(expected), rel=1e-3)
+    size = fit.approach("isoflop").parameters(FURTHER)
+    off = FURTHER - x_F.mean()
+    residual = y_F - line.intercept - line.slope * x_F
+    error = quantile * np.sqrt((residual @ residual) / 3 * (1 / 5 + off**2 / (x_F.var() * 5)))
+    assert np.log(size.high / size.value) == pytest.approx(error, rel=1e-3)
+
+
+def test_a_line_that_is_known_better_than_a_parabola_can_be_has_no_interval_of_its_sizes():
+    close, far = (
+        fit_all(simulated(budgets=(1e18, 1e20, 6), num_sizes=5, noise=noise)).approach("isoflop")
+        for noise in (0.001, 0.02)
+    )
+    for approach in (close, far):
+        a = approach.powers(SIX_N)[0]
+        assert a.low < a.value < a.high
+        assert np.isnan(approach.loss(FURTHER).low)
+    assert np.isnan(close.parameters(FURTHER).low)
+    assert far.parameters(FURTHER).low < far.parameters(FURTHER).high
+
+
+def test_too_few_budgets_for_an_interval_get_none_and_the_reason():
+    fit = fit_all(simulated(budgets=(1e18, 1e20, 3), num_sizes=5, noise=0.002))
     isoflop, law = (fit.approach(key) for key in ("isoflop", "parametric"))
-    assert np.isnan(isoflop.parameters(FURTHER).low)
-    assert "9 losses for 8 numbers" in isoflop.no_interval
-    assert law.parameters(FURTHER).low < law.parameters(FURTHER).high
+    for approach in (isoflop, law):
+        assert np.isnan(approach.parameters(FURTHER).low)
+        assert np.isnan(approach.loss(FURTHER).low)
     said = "\n".join(fit_lines(fit))
-    assert "2 IsoFLOP has no intervals: 9 losses for 8 numbers" in said
+    assert "2 IsoFLOP has no intervals: 3 budgets with a vertex" in said
+    assert "3 parametric has no intervals: 3 budgets, and a bootstrap of budgets needs 5" in said
     assert "1 envelope has no intervals: its sizes come in steps" in said
     assert re.search(r"^2 IsoFLOP +0\.\d{3} +0\.\d{3} ", said, re.M)
-
-
-def test_valleys_that_noise_could_have_made_get_no_interval():
-    fits = [
-        fit_all(simulated(budgets=(1e18, 1e20, 3), num_sizes=5, noise=0.03, seed=seed))
-        for seed in range(8)
-    ]
-    reasons = [isoflop.no_interval for fit in fits if (isoflop := fit.approach("isoflop"))]
-    assert sum("its valleys are too shallow for the noise" in reason for reason in reasons) > 3
 
 
 def test_an_outlier_hardly_widens_the_intervals_of_approach_3():
@@ -251,22 +262,6 @@ def test_losses_whose_intervals_do_not_overlap_are_named_with_both_intervals():
     assert contradictions({"1 envelope": near, "2 IsoFLOP": unknown}, "here") == []
 
 
-def test_a_fit_says_that_its_approaches_losses_contradict_each_other():
-    isoflop, law = fit_all(simulated(noise=1e-4)).approaches[1:]
-    assert warnings_of((isoflop, law), 1e20) == []
-    # As if parabolas had found a tenth less than the law: their bias is no part of an interval.
-    lower = [
-        replace(line, floor=0.9 * line.floor, log_loss_scale=np.log(0.9) + line.log_loss_scale)
-        for line in (isoflop.line, isoflop.region)
-    ]
-    apart = replace(isoflop, line=lower[0], region=lower[1])
-    said = warnings_of((apart, law), 1e20)
-    assert len(said) == 2
-    assert said[1].startswith(
-        "at 1e+21 FLOPs, 10 times the largest budget, the intervals of the loss do not overlap: "
-    )
-
-
 def test_an_approach_these_runs_do_not_allow_is_a_reason_not_an_error():
     rng = np.random.default_rng(0)
     size_P, tokens_P = np.exp(rng.uniform(16, 21, 20)), np.exp(rng.uniform(20, 25, 20))
@@ -295,7 +290,7 @@ def test_the_check_on_the_largest_budget_takes_the_sizes_that_the_fit_takes():
 
 
 def test_intervals_without_an_end_cost_no_warning():
-    points = simulated(num_sizes=3, budgets=(1e18, 1e20, 3), noise=0.005, seed=1)
+    points = simulated(num_sizes=3, budgets=(1e18, 1e20, 5), noise=0.005, seed=1)
     loss_P = points.loss_P.copy()
     loss_P[4] = 100.0
     with warnings.catch_warnings():
@@ -303,4 +298,4 @@ def test_intervals_without_an_end_cost_no_warning():
         fit = fit_all(replace(points, loss_P=loss_P))
         assert fit_lines(fit)
         found = forecast(fit.approach("parametric"), fit.flops_law, flops=1e21)
-    assert found.parameters.high == math.inf
+    assert found.parameters.value > 0

@@ -273,21 +273,6 @@ def test_a_unit_is_a_role_and_a_positive_factor():
             units_of([item])
 
 
-def test_standard_errors_of_losses_are_read_and_checked(tmp_path):
-    path = written(tmp_path / "runs.csv", "N,D,loss,loss_error\n1e8,1e9,3,0.01\n2e8,1e9,2.9,\n")
-    assert read_points(path).error_P.tolist() == [0.01, 0.0]
-    bad = written(tmp_path / "bad.csv", "N,D,loss,loss_error\n1e8,1e9,3,-1\n")
-    with pytest.raises(DataError, match="loss_error='-1', expected a standard error of the loss"):
-        read_points(bad)
-
-
-def test_standard_errors_follow_the_unit_of_the_loss(tmp_path):
-    path = written(tmp_path / "bits.csv", "N,D,loss,loss_error\n1e8,1e9,4,0.1\n")
-    assert read_points(path, units={"loss": 0.5}).error_P.tolist() == [0.05]
-    path = written(tmp_path / "ppl.csv", "N,D,ppl,loss_error\n1e8,1e9,20,0.4\n")
-    assert read_points(path, Columns(loss="ppl")).error_P == pytest.approx([0.4 / 20])
-
-
 def test_bits_per_byte_are_known_only_where_they_are_of_the_same_losses(tmp_path):
     path = tmp_path / "runs.csv"
 

@@ -58,11 +58,11 @@ def test_asking_by_tokens_or_parameters_is_the_inverse_of_asking_by_flops(fit, k
     for found in (by_tokens, by_size):
         assert found.flops.value == pytest.approx(3e20)
         assert found.loss.value == pytest.approx(at.loss.value)
-        if key == "envelope":
-            assert np.isnan([found.flops.low, found.flops.high, found.loss.low]).all()
-        else:
+        if key == "parametric":
             assert found.flops.low < 3e20 < found.flops.high
-    if key == "envelope":
+        else:  # the line of approach 2 is known better than a parabola can be
+            assert np.isnan([found.flops.low, found.flops.high, found.loss.low]).all()
+    if key != "parametric":
         return
     assert by_tokens.tokens.low == pytest.approx(by_tokens.tokens.high)
     assert by_size.parameters.low == pytest.approx(by_size.parameters.high)
@@ -89,7 +89,8 @@ def test_a_law_without_an_optimum_has_no_band(fit):
     assert near_optimal_band(fit, float("nan"), law) is None
 
 
-def test_curves_whose_sizes_do_not_grow_are_no_answer_and_counted(fit):
+def test_curves_whose_sizes_do_not_grow_are_no_answer_and_counted():
+    fit = fit_all(simulated(noise=0.02, seed=1))
     approach = preferred(fit, "isoflop")
     power_K = approach.region.power.copy()
     power_K[: len(power_K) // 4] = 0.0
@@ -98,7 +99,7 @@ def test_curves_whose_sizes_do_not_grow_are_no_answer_and_counted(fit):
         warnings.simplefilter("error")
         found = forecast(some, fit.flops_law, parameters=1e9)
     assert found.unanswered == pytest.approx(0.25, abs=1e-3)
-    assert found.flops.low < found.flops.value < found.flops.high < 1e22
+    assert found.flops.low < found.flops.value < found.flops.high
     assert forecast(approach, fit.flops_law, parameters=1e9).unanswered == 0
 
 
@@ -133,8 +134,9 @@ def test_two_budgets_reach_less_far():
 
 
 def test_an_uncertain_optimum_or_approaches_that_differ_are_doubts():
-    noisy = fit_all(simulated(noise=0.05, budgets=(1e18, 1e19, 3), num_sizes=5, seed=1))
-    assert any("the interval of N*" in doubt for doubt in doubts(noisy, 9e20, preferred(noisy)))
+    noisy = fit_all(simulated(noise=0.05, budgets=(1e18, 1e19, 5), num_sizes=5, seed=1))
+    law = preferred(noisy, "parametric")
+    assert any("the interval of N*" in doubt for doubt in doubts(noisy, 9e20, law))
     points = simulated()
     bent = points.loss_P * np.exp(
         0.02 * np.log(points.parameters_P / points.parameters_P.min()) ** 2
@@ -188,8 +190,8 @@ metrics: {{tensorboard: false}}
     assert RunDir(run_dir).read_metrics()[-1]["step"] == config.optim.steps
 
 
-def test_a_fit_without_intervals_is_doubted_for_that():
+def test_a_fit_without_intervals_answers_with_its_numbers_alone():
     few = fit_all(simulated(num_sizes=3, budgets=(1e18, 1e19, 2), noise=0.005, seed=1))
-    said = "approach 3 parametric has no intervals (6 losses for 5 numbers leave nothing to"
-    assert [doubt[: len(said)] for doubt in doubts(few, 2e19, preferred(few))] == [said]
-    assert run_doubts(few, 2e9, 1e9)[-1].startswith(said)
+    assert doubts(few, 2e19, preferred(few)) == []
+    assert np.isnan(forecast(preferred(few), few.flops_law, flops=2e19).parameters.low)
+    assert run_doubts(few, 2e9, 1e9) == []

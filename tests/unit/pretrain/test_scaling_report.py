@@ -101,8 +101,6 @@ def test_report_is_one_file_that_needs_no_network_with_its_pictures_beside_it(co
         "tokens",
         "residuals",
         "contours",
-        "exponents",
-        "optimum",
         "envelope",
     }
     assert page.count("<svg") == len(pictures)
