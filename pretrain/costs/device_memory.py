@@ -289,7 +289,7 @@ class LayerActivations:
 
     @cached_property
     def workspace(self) -> float:
-        """Gradients of the scores of a few heads, which the fused kernels pass to each other."""
+        """Gradients of the scores of some heads, which the fused kernels pass to each other."""
         if self._attention is not Attention.FUSED or not attends(self.kind):
             return 0.0
         model, T = self.run.model, self._tokens
@@ -299,10 +299,11 @@ class LayerActivations:
             keys=T + self.memory,
             heads=model.num_heads // self._ranks,
             groups=model.key_heads // self._ranks,
+            head_width=model.head_width,
             tiles=built_in_tiles(model.head_width, TILE_CAPABILITY),
             element_bytes=self.width,
         )
-        return float(self.width * needed.elements)
+        return float(needed.num_bytes(self.width))
 
     @cached_property
     def _rows(self) -> float:

@@ -50,7 +50,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": {"has_sinks": True},
     "no_position": {"has_position": False},
     "adds_positions": {"adds_positions": True},
-    "grouped": {"num_groups": 4},
+    "grouped": {"num_groups": 4, "heads_per_program": 4},
+    "split": {"num_groups": 4},  # each head of a group in its own program
 }
 
 
@@ -146,6 +147,7 @@ def plain_variant(head_width: int, tile: Tile, **options: Any) -> Variant:
         "has_sinks": False,
         "drop_threshold": 0,
         "adds_positions": False,
+        "heads_per_program": 1,
         "precision": "tf32",
     }
     return Variant(**settings | options)

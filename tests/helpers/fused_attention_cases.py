@@ -46,6 +46,7 @@ class Case:
     long_keys: bool = False  # the keys' tile has four times as many keys as queries
     size: int = 16  # of the tiles
     workspace_groups: int = 100  # of heads that fit into the workspace
+    filling_programs: int = 640  # of the keys' kernel; with fewer, the heads of a group have one
     dtype: torch.dtype = torch.float32
 
 
@@ -92,6 +93,9 @@ CASES: dict[str, Case] = {
     "grouped queries": Case(B=2, N=4, G=2, L=37, M=23, workspace_groups=1),
     "grouped queries, deterministic": Case(
         B=2, N=6, G=2, L=21, M=23, deterministic=True, workspace_groups=1
+    ),
+    "grouped queries that fill the device": Case(
+        B=3, N=4, G=2, L=37, M=23, deterministic=True, filling_programs=8
     ),
     "key bias": Case(B=2, L=37, M=23, key_bias=True),
     "key bias, deterministic": Case(B=2, L=37, M=23, key_bias=True, deterministic=True),
@@ -171,9 +175,11 @@ def errors_of(case: Case) -> dict[str, float]:
 
 def fused(case: Case, inputs: list[Tensor | None], documents_BC: Tensor | None) -> Tensor:
     """The kernel on this case's options and tiles."""
+    from pretrain.kernels.triton import workspace
     from pretrain.kernels.triton.attention import fused_relative_attention
     from pretrain.kernels.triton.tiling import Tile, Tiles
 
+    workspace.FILLING_PROGRAMS = case.filling_programs
     size, longer = case.size, 2 * case.size if case.wide else case.size
     tiles = Tiles(
         forward=Tile(longer, size, 1),

@@ -1,12 +1,15 @@
 """The fused backward pass for keys and values: one program per key head, lane and tile of keys.
 
 It visits the tiles of queries that see its keys, so the sums stay in registers and no atomic
-additions are needed. Everything is transposed, [keys, queries], so that weights and their gradients
-enter the products from registers. Letters and units as in `forward`.
+additions are needed. Keys that the most queries see come first, of all heads, so that the last
+programs are short. Where that makes too few programs for a device, each head of a group has its own
+(`heads_per_program`), and the group's gradients are summed afterwards. Everything is transposed,
+[keys, queries], so that weights and their gradients enter the products from registers. Letters and
+units as in `forward`.
 
 Weights are computed again from the scores and the forward pass's `log_sums`, since keeping them
 from the forward pass would take [L, C] memory in every layer. The gradients of the scores go into a
-workspace of a few heads at a time, where the kernels of queries and position rows find them.
+workspace of some heads at a time, where the kernels of queries and position rows find them.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ def key_gradient_kernel(
 ):  # fmt: skip
     """Write the gradients of keys and values [B, C, G, H], and score_sums [B, N, C].
 
-    score_sums are the sums of each key's score gradients over the queries.
+    score_sums are the sums of each key's score gradients over the queries. A program has one or all
+    heads of a group; with one, the gradients have a row for each head, [B, C, N, H].
     """
     ROWS: tl.constexpr = VARIANT.rows
     COLUMNS: tl.constexpr = VARIANT.columns
@@ -46,10 +50,14 @@ def key_gradient_kernel(
     ROW: tl.constexpr = VARIANT.num_heads * VARIANT.head_width
     num_keys = M + L
     num_tiles = tl.cdiv(num_keys, COLUMNS)
-    j0 = tl.program_id(0) % num_tiles * COLUMNS
-    chunk_group = tl.program_id(0) // num_tiles
-    lane = (first_lane + chunk_group // chunk_groups).to(tl.int64)
-    group = first_group + chunk_group % chunk_groups
+    HEADS: tl.constexpr = VARIANT.heads_per_program
+    PARTS: tl.constexpr = VARIANT.heads_per_group // HEADS
+    num_parts = tl.num_programs(0) // num_tiles
+    j0 = tl.program_id(0) // num_parts * COLUMNS
+    chunk_part = tl.program_id(0) % num_parts
+    lane = (first_lane + chunk_part // (chunk_groups * PARTS)).to(tl.int64)
+    part = first_group * PARTS + chunk_part % (chunk_groups * PARTS)
+    group = part // PARTS
     columns = j0 + tl.arange(0, COLUMNS)
     exists = columns < num_keys
     key_head = keys + lane * key_lane + group * VARIANT.key_head
@@ -67,14 +75,12 @@ def key_gradient_kernel(
         last = tl.minimum(last, tl.load(query_ends + lane * num_keys + last_key))
     key_gradient = tl.zeros([COLUMNS, PADDED], dtype=tl.float32)
     value_gradient = tl.zeros([COLUMNS, PADDED], dtype=tl.float32)
-    for member in range(VARIANT.heads_per_group):
-        head = group * VARIANT.heads_per_group + member
+    for member in range(HEADS):
+        head = part * HEADS + member
         lane_head = lane * VARIANT.num_heads + head
         offset = lane * L * ROW + head * VARIANT.head_width
         score_sum = tl.zeros([COLUMNS], dtype=tl.float32)
-        matrix = score_matrix(
-            score_gradients, chunk_group * VARIANT.heads_per_group + member, L, score_row
-        )
+        matrix = score_matrix(score_gradients, chunk_part * HEADS + member, L, score_row)
         for i0 in range(first, last, ROWS):
             queries = i0 + tl.arange(0, ROWS)
             in_segment = queries < L
@@ -134,8 +140,8 @@ def key_gradient_kernel(
             )  # fmt: skip
         if VARIANT.has_position or VARIANT.has_key_bias:
             tl.store(score_sums + lane_head * num_keys + columns, score_sum, mask=exists)
-    offset = (lane * num_keys * VARIANT.num_groups + group) * VARIANT.head_width
-    KEY_ROW: tl.constexpr = VARIANT.num_groups * VARIANT.head_width
+    KEY_ROW: tl.constexpr = VARIANT.num_groups * PARTS * VARIANT.head_width
+    offset = lane * num_keys * KEY_ROW + part * VARIANT.head_width
     key_gradient *= VARIANT.scale
     store_rows(key_gradients + offset, j0, num_keys, KEY_ROW, key_gradient, COLUMNS, VARIANT)
     store_rows(value_gradients + offset, j0, num_keys, KEY_ROW, value_gradient, COLUMNS, VARIANT)

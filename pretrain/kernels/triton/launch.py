@@ -96,7 +96,9 @@ class Call:
             "window": options.window,
         }
 
-    def variant(self, tile: Tile, adds_positions: bool = False) -> Variant:
+    def variant(
+        self, tile: Tile, *, adds_positions: bool = False, heads_per_program: int = 1
+    ) -> Variant:
         return Variant(
             num_heads=self.N,
             num_groups=self.G,
@@ -114,6 +116,7 @@ class Call:
             has_sinks=self.inputs.sinks_N is not None,
             drop_threshold=self.options.drop_threshold,
             adds_positions=adds_positions,
+            heads_per_program=heads_per_program,
             precision="ieee" if self.inputs.query_BLNH.dtype == torch.float32 else "tf32",
         )
 
@@ -124,14 +127,18 @@ class Call:
         tile: Tile,
         *,
         adds_positions: bool = False,
+        heads_per_program: int = 1,
         **outputs: Any,
     ) -> None:
         """Run `kernel` on the shared arguments and its own."""
+        variant = self.variant(
+            tile, adds_positions=adds_positions, heads_per_program=heads_per_program
+        )
         with self._device():
             kernel[(programs,)](
                 **self.arguments,
                 **outputs,
-                VARIANT=self.variant(tile, adds_positions),
+                VARIANT=variant,
                 num_warps=tile.warps,
                 num_stages=tile.stages,
             )
@@ -220,8 +227,7 @@ def launch_backward(
         v_gradient = backward.query_sums_BNXH.sum((0, 2))[:, : call.H] - u_gradient
     gradients = Inputs(
         backward.query_BLNH,
-        backward.key_BCGH,
-        backward.value_BCGH,
+        *(_summed(gradient, call.G) for gradient in backward.key_gradients),
         backward.position_CNH,
         u_gradient,
         v_gradient,
@@ -257,8 +263,6 @@ class Backward:
         padded_width = call.variant(tiles.query_gradient).padded_width
         self.query_BLNH = inputs.query_BLNH.new_empty(inputs.query_BLNH.shape)
         self.query_sums_BNXH = call.float32(call.B, call.N, query_tiles, padded_width)
-        self.key_BCGH = inputs.key_BCGH.new_empty(inputs.key_BCGH.shape)
-        self.value_BCGH = inputs.key_BCGH.new_empty(inputs.key_BCGH.shape)
         self.score_sums_BNC = call.float32(call.B, call.N, call.C)
         self.position_CNH = call.float32(call.C, call.N, call.H).zero_()
         self.distance_bias_NC = call.float32(call.N, call.C).zero_()
@@ -268,12 +272,19 @@ class Backward:
             keys=call.C,
             heads=call.N,
             groups=call.G,
+            head_width=call.H,
             tiles=tiles,
             element_bytes=inputs.query_BLNH.element_size(),
             limit=call.options.workspace_bytes,
         )
         self.chunks, self.score_row = needed.chunks, needed.score_row
         self.workspace = inputs.query_BLNH.new_empty(needed.elements)
+        self.heads_per_program = needed.heads_per_program
+        is_split = needed.summed_elements > 0
+        shape = (call.B, call.C, call.N if is_split else call.G, call.H)
+        dtype = torch.float32 if is_split else inputs.key_BCGH.dtype
+        # Of keys and of values, summed over the heads of a program.
+        self.key_gradients = [inputs.key_BCGH.new_empty(shape, dtype=dtype) for _ in range(2)]
 
     def launch_keys(
         self,
@@ -286,15 +297,18 @@ class Backward:
         query_ends_BC = self.call.options.query_ends_BC
         self._launch(
             key_gradient_kernel,
-            cdiv(self.call.C, tile.columns) * chunk.lanes * chunk.groups,
+            cdiv(self.call.C, tile.columns)
+            * chunk.lanes
+            * (self._heads(chunk) // self.heads_per_program),
             tile,
             chunk,
-            query_ends=self.key_BCGH if query_ends_BC is None else query_ends_BC,
+            heads_per_program=self.heads_per_program,
+            query_ends=deltas_BNL if query_ends_BC is None else query_ends_BC,
             output_gradients=output_gradient_BLNH,
             log_sums=log_sums_BNL,
             deltas=deltas_BNL,
-            key_gradients=self.key_BCGH,
-            value_gradients=self.value_BCGH,
+            key_gradients=self.key_gradients[0],
+            value_gradients=self.key_gradients[1],
             score_sums=self.score_sums_BNC,
         )
 
@@ -340,6 +354,13 @@ class Backward:
             chunk_groups=chunk.groups,
             **arguments,
         )
+
+
+def _summed(gradient_BCNH: Tensor, num_groups: int) -> Tensor:
+    """Return the sums over the heads of each group, [B, C, G, H], unless the kernel has summed."""
+    if gradient_BCNH.shape[2] == num_groups:
+        return gradient_BCNH
+    return gradient_BCNH.unflatten(2, (num_groups, -1)).sum(3)
 
 
 def _like(gradient: Tensor | None, argument: Tensor | None) -> Tensor | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from pretrain.kernels.triton.tiling import Tile, Tiles
-from pretrain.kernels.triton.workspace import Chunk, chunks_of
 from tests.helpers.compiled_kernels import DROPOUT
 from tests.helpers.kernel_work import (
     DEVICES,
@@ -36,6 +35,7 @@ WANTED = [
     "forward:64:90:distance_bias,no_position",
     "key_gradient:64:90:distance_bias,no_position",
     "key_gradient:64:90:grouped",
+    "key_gradient:128:90:split",
     "position_gradient:64:90:documents,distance_bias",
     "query_gradient:64:90:adds_positions",
     "query_gradient:128:90:adds_positions",
@@ -105,16 +105,3 @@ def test_tiles_with_fewer_rows_than_their_warps_take_are_refused(changed):
     Tiles(**fitting)
     with pytest.raises(ValueError, match="no kernel takes Tile"):
         Tiles(**fitting | changed)
-
-
-@pytest.mark.parametrize(
-    ("fitting", "expected"),
-    [
-        (100, [Chunk(0, 3, 0, 4)]),
-        (11, [Chunk(0, 2, 0, 4), Chunk(2, 1, 0, 4)]),
-        (3, [Chunk(lane, 1, *groups) for lane in range(3) for groups in ((0, 3), (3, 1))]),
-        (1, [Chunk(lane, 1, group, 1) for lane in range(3) for group in range(4)]),
-    ],
-)
-def test_chunks_are_whole_lanes_or_else_groups_of_one_lane(fitting, expected):
-    assert chunks_of(num_lanes=3, num_groups=4, fitting=fitting) == expected
