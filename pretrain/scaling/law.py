@@ -1,7 +1,7 @@
 """The loss as a law of size and data, L(N, D) = E + A/N^alpha + B/D^beta, and the optimum it
 implies at given FLOPs.
 
-Legend: K laws (of a confidence region), P points. Laws are rows theta = (ln E, ln A, ln B, alpha,
+Legend: K laws, P points. Laws are rows theta = (ln E, ln A, ln B, alpha,
 beta), so that all is evaluated in log space: A and B span many orders of magnitude. Source:
 Hoffmann et al. 2022, sections 3.3 and D.3.
 """
