@@ -24,7 +24,7 @@ CHANCE = 0.25
 TRUTH = Sigmoid(floor=CHANCE, ceiling=0.85, steepness=6.0, middle=2.7)
 LOSS_NOISE = 0.005
 NOISES = (0.01, 0.03)  # standard deviations of an accuracy: 2,000 and 200 questions
-RANGE, BUDGETS, SIZES = (1e18, 1e20), 4, 5
+RANGE, BUDGETS, SIZES = (1e18, 1e20), 5, 5
 FACTORS = (1.0, 10.0)  # of the largest budget
 REPLICATES = 25
 FEWEST = 0.9

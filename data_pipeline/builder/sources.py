@@ -248,7 +248,7 @@ def _with_kinds(
     for name in names:
         path = folder / name
         kind = stated or kind_by_name(name)
-        if kind is None or (kind == "text" and stated is None):
+        if kind is None or (stated is None and not holds_many(kind)):
             suffix = PurePath(without_compression(name)).suffix
             looked_into[suffix] += 1
             is_looked_into = looked_into[suffix] <= LOOKED_INTO

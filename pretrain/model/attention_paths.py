@@ -15,7 +15,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from data_pipeline.setting_fields import assert_never
@@ -136,6 +135,8 @@ def sdpa_attention(
     dropout: WeightDropout,
 ) -> Tensor:
     """Attend with torch's kernels: FlashAttention on a GPU, which any tensor as mask rules out."""
+    from torch.nn.attention.bias import causal_lower_right  # loads Triton's language
+
     assert all(each is None for each in vars(terms).values())
     assert not visibility.window
     assert visibility.documents_BC is None

@@ -268,10 +268,11 @@ class RunDir:
     def _way_back(self, otherwise: str) -> str:
         """How to get run.json back, which the latest checkpoint knows; without one, `otherwise`."""
         step = latest_step(self.checkpoints) if self.checkpoints.is_dir() else 0
-        if not step:
+        saved = read_json(step_directory(self.checkpoints, step) / INDEX) if step else {}
+        name = saved.get("config", {}).get("name")
+        if not name:
             return otherwise
-        saved = read_json(step_directory(self.checkpoints, step) / INDEX)
-        identity = RunIdentity(saved["config"]["name"], saved["run"], created="")
+        identity = RunIdentity(name, saved["run"], created="")
         return (
             f"the checkpoints, up to step {step}, and {self.config_file.name} are other files: put "
             f"back a copy of run.json, or write into it {json.dumps(asdict(identity))}"

@@ -13,6 +13,7 @@ from pretrain.terminal.text import prefixed, si
 
 UNBOUNDED = 1e6  # times the estimate: an end farther away bounds nothing
 LEVEL = 95  # percent
+ENDS = [(100 - LEVEL) / 2, (100 + LEVEL) / 2]
 ROUNDING = 1e-9
 ERRORS = "errors are predicted minus measured (+: the prediction is too high)"
 
@@ -41,7 +42,7 @@ def interval(value: float | Array, draws_K: Array) -> Interval:
     finite = draws_K[np.isfinite(draws_K)]
     if len(finite) < max(2, len(draws_K) / 2):
         return Interval(float(value), np.nan, np.nan)
-    low, high = np.percentile(finite, [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
+    low, high = np.percentile(finite, ENDS)
     if not low * (1 - ROUNDING) <= value <= high * (1 + ROUNDING):
         return Interval(float(value), np.nan, np.nan)
     return Interval(float(value), float(low), float(high))

@@ -16,7 +16,7 @@ import numpy as np
 from data_pipeline.errors import DataError
 from pretrain.scaling.estimates import estimate
 from pretrain.scaling.fit import Fit, fit_all
-from pretrain.scaling.intervals import Interval, interval
+from pretrain.scaling.intervals import ENDS, Interval
 from pretrain.scaling.points import Array, Points, usable
 from pretrain.scaling.predict import loss_of_run
 from pretrain.terminal.text import counted
@@ -62,11 +62,11 @@ class TaskFit:
         value = float(self.sigmoid.at(loss.value))
         if math.isnan(loss.low):  # no interval of the loss
             return loss, Interval(value, math.nan, math.nan)
-        ends = [
-            interval(0.0, np.array([float(each.at(end)) for each in self.draws]))
+        low, high = (
+            np.percentile([float(each.at(end)) for each in self.draws], ENDS)
             for end in (loss.high, loss.low)
-        ]
-        return loss, Interval(value, min(value, ends[0].low), max(value, ends[1].high))
+        )
+        return loss, Interval(value, min(value, low[0]), max(value, high[1]))
 
 
 @dataclass(frozen=True, kw_only=True)
