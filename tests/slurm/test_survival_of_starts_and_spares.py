@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,33 +87,6 @@ def preempted(others: Runs, forgotten: SlurmRun) -> SlurmRun:
     return run
 
 
-@pytest.fixture(scope="module")
-def unauthenticated(others: Runs, forgotten: SlurmRun) -> SlurmRun:
-    """A run that loses a rank while munge is away on its first host, for longer than Slurm waits
-    for a host.
-    """
-    lab = others.lab
-    run = others.submit("unauthenticated", options={"nodelist": "n3,n4"})
-
-    def disturb() -> None:
-        run.wait_for_step(INTERVAL + 20)
-        lab.run_on("n3", "mount", "-t", "tmpfs", "none", str(lab.path / "munge"))
-        run.signal_rank(3, signal.SIGKILL)
-        time.sleep(30)
-        run.until(lambda: run.state() == "PENDING")
-        # Slurm fails a job that starts in the second in which a node ends its old start.
-        lab.run("scontrol", "hold", run.job)
-        lab.run_on("n3", "umount", str(lab.path / "munge"))
-        wait_for_end_of_batch_script(run)
-        lab.run_on("n3", "pkill", "-HUP", "-x", "slurmd")  # which Slurm asks about once a minute
-        lab.wait_until_idle("n3", "n4")
-        time.sleep(2)
-        lab.run("scontrol", "release", run.job)
-
-    in_background(disturb)
-    return run
-
-
 def counted(run: SlurmRun) -> list[AttemptEnded]:
     """The attempts that ended and count."""
     ended = events_of(run.dir.ledger.read(), AttemptEnded)
@@ -130,7 +102,7 @@ def lose_a_host_before_the_next_launch(run: SlurmRun, lab: SlurmLab, node: str) 
 
 
 def test_a_spare_host_replaces_one_in_the_same_job_and_the_first_host_lost_requeues_it(
-    runs: Runs, lab: SlurmLab, reference: SlurmRun, preempted, unauthenticated
+    runs: Runs, lab: SlurmLab, reference: SlurmRun, preempted
 ):
     run = runs.submit("spare", nodes="2+1")
     run.wait_for_step(INTERVAL + 20)
@@ -168,7 +140,7 @@ def test_a_spare_host_replaces_one_in_the_same_job_and_the_first_host_lost_reque
 
 
 def test_a_start_that_the_controller_has_forgotten_counts_nothing_and_its_number_trains(
-    forgotten: SlurmRun, preempted: SlurmRun, unauthenticated: SlurmRun, reference: SlurmRun
+    forgotten: SlurmRun, preempted: SlurmRun, reference: SlurmRun
 ):
     forgotten.wait_until_finished()
     forgotten.assert_same_as(reference)
@@ -187,17 +159,6 @@ def test_three_preemptions_while_the_ranks_start_count_nothing(
     assert [each.next for each in counted(preempted)] == [NextAction.FINISHED]
     assert len(list(Path(preempted.dir.logs).glob("attempt-*"))) == 4, "none in the grace times"
     assert_status(preempted, "done", last_failure="preempted")
-
-
-def test_a_rank_that_dies_while_munge_is_away_costs_no_attempt_of_the_next_start(
-    unauthenticated: SlurmRun, reference: SlurmRun
-):
-    unauthenticated.wait_until_finished()
-    unauthenticated.assert_same_as(reference)
-    assert unauthenticated.begun_at() == [0, INTERVAL]
-    assert [each.next for each in counted(unauthenticated)] == [NextAction.FINISHED]
-    assert len(unauthenticated.ends()) == 2
-    assert_status(unauthenticated, "done")
 
 
 def test_a_prolog_that_fails_is_named_with_its_host(others: Runs, forgotten: SlurmRun):
