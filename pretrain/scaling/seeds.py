@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from pretrain.scaling.points import Array, Points
-
-
-def groups_of(points: Points) -> Array:
-    """The number of the group of equal N and D that each run belongs to."""
-    pairs = np.stack([points.parameters_P, points.tokens_P], axis=1)
-    return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+from pretrain.scaling.points import Points
 
 
 def seed_spread(points: Points) -> float | None:
     """The relative standard deviation of losses over seeds; None if no run was repeated."""
-    group_P = groups_of(points)
+    pairs = np.stack([points.parameters_P, points.tokens_P], axis=1)
+    group_P = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
     count_M = np.bincount(group_P)
     free = len(points) - len(count_M)
     if not free:
