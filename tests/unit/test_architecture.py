@@ -280,7 +280,7 @@ def test_every_experiment_and_model_file_is_valid(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_module_outgrows_what_one_reads_in_a_sitting(path):
-    assert len(path.read_text().splitlines()) <= 400
+    assert len(path.read_text().splitlines()) <= 800
 
 
 def test_no_file_has_the_marks_of_a_merge_that_nobody_finished():
