@@ -24,8 +24,7 @@ from launcher.restart_policy import (
     decide,
     unresponsive_rank,
 )
-from launcher.stop_signals import StopSignals
-from launcher.storage_waits import StopWhileWaiting
+from launcher.stop_signals import StopSignals, StopWhileWaiting
 from pretrain.checkpoint import marker
 from pretrain.rundir.exit_status import EXIT_STOPPED, ended_by_watchdog
 from pretrain.rundir.launch_events import AttemptEnded, Interrupted, NextAction

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -11,9 +10,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.scale.costs import RANKS, RANKS_OF_NODE, Reasoned, Row
+from benchmarks.scale.costs import RANKS, Reasoned, Row
 from data_pipeline.own_programs import code_that_runs
-from launcher.slurm import stage_node
 
 # What a rank imports (tests/helpers/forked_ranks.py says why the last one).
 MODULES = (
@@ -33,16 +31,6 @@ def startup_costs(directory: Path) -> Iterator[Row]:
     yield Reasoned(
         name=name, at_ranks=[calls * ranks for ranks in RANKS],
         reason=f"{calls:,} of one rank are counted (strace); every rank makes as many",
-    )  # fmt: skip
-    program = Path(stage_node.__file__).absolute()
-    staged = directory / "staged.json"
-    staged.write_text(json.dumps({"directory": str(directory), "archives": []}))
-    calls = calls_of(directory / "calls", "-I", "-S", str(program), "check", str(staged))
-    yield Reasoned(
-        name="imports: the same with --stage-environment",
-        at_ranks=[calls * ranks // RANKS_OF_NODE for ranks in RANKS],
-        reason=f"{calls:,} of the program that looks for the copy are counted, once per node; "
-        "ranks import from the node's own disk",
     )  # fmt: skip
 
 

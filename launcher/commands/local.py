@@ -12,8 +12,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.program import add_experiment
 from launcher.restart_policy import add_policy_arguments, policy_of
 from launcher.status.run_state import is_done_already
-from launcher.stop_signals import StopSignals
-from launcher.storage_waits import HOLDER, StorageWaits
+from launcher.stop_signals import HOLDER, StopSignals, StorageWaits
 from launcher.supervisor import supervise
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, accumulation_steps

@@ -18,10 +18,10 @@ from data_pipeline.files import named_errors
 from data_pipeline.own_programs import copied_arguments, own_arguments, own_command
 from launcher.node_checks import NodeReport, gather, pair_up, rate_nodes
 from launcher.slurm import client as slurm
-from launcher.slurm.container import in_container
 from launcher.slurm.job_checks import check_request
 from launcher.slurm.sbatch import environment_lines, host_lines, option_flags, quote
 from launcher.slurm.snapshot import Snapshot
+from launcher.slurm.srun import in_container
 from pretrain.costs.cluster import ClusterConfig, load_cluster
 from pretrain.costs.devices import MOST_RANKS
 from pretrain.costs.node_range import NodeRange, fixed_nodes

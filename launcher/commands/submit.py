@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,20 +17,21 @@ from data_pipeline.program import add_experiment
 from launcher.commands.local import add_mirror_argument
 from launcher.restart_policy import add_policy_arguments, policy_of
 from launcher.slurm import client as slurm
-from launcher.slurm.dry_run import step_lines
-from launcher.slurm.job_checks import check_request, check_run
-from launcher.slurm.sbatch import Job, quote, render
-from launcher.slurm.shared_paths import missing_notes, path_notes
+from launcher.slurm.job_checks import check_request, check_run, usable_nodes
+from launcher.slurm.sbatch import Job, environment_lines, quote, render
+from launcher.slurm.shared_paths import missing_notes, unmounted_notes
 from launcher.slurm.snapshot import Snapshot, replaced_snapshot
-from launcher.slurm.staging import DEFAULT_DIRECTORY, check_staging, pack
+from launcher.slurm.srun import Step, meeting_point, rank_task, srun_command, training_command
 from launcher.status.run_state import is_done_already
-from launcher.supervisor import latest_step
+from launcher.supervisor import latest_step, next_attempt_number
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import load_cluster
 from pretrain.costs.node_range import parse_nodes
+from pretrain.rundir.fence import VARIABLE
 from pretrain.rundir.launch_events import Submitted
 from pretrain.rundir.run_dir import RunDir
+from pretrain.terminal.text import counted
 
 HINTS = {
     "--gpus": "use --nodes; gpus_per_node is a setting of the cluster file",
@@ -66,18 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_mirror_argument(parser)
     add_policy_arguments(parser)
     parser.add_argument(
-        "--stage-environment",
-        action="store_true",
-        help="copy code and Python environment to each node's own disk; ranks import from there",
-    )
-    parser.add_argument(
-        "--stage-directory",
-        type=Path,
-        default=DEFAULT_DIRECTORY,
-        metavar="DIR",
-        help="where on the nodes (default %(default)s)",
-    )
-    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="print the batch script and the step that it runs; write and submit nothing",
@@ -91,10 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.name:
         config = replace(config, name=arguments.name)
     job = planned(arguments, config)
-    is_staged = arguments.stage_environment
-    if is_staged:
-        check_staging(job.cluster, arguments.stage_directory)
-    notes = missing_notes(config)
+    notes = missing_notes(config) + unmounted_notes(config, job.cluster, job.run_dir)
     notes += check_run(
         with_vocabulary(config),
         job.cluster,
@@ -102,7 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
         job.run_dir,
         is_dry_run=arguments.dry_run,
     )
-    notes += path_notes(config, job.cluster, job.run_dir, job.python)
     if arguments.dry_run:
         refuse_done(job, config)
         step_before = latest_step(RunDir(job.run_dir))
@@ -113,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         from pretrain.mirror.restore import restore_run  # it takes a while
 
         restore_run(arguments.mirror, job.run_dir)
-    number = submit(job, config, arguments.stage_directory if is_staged else None)
+    number = submit(job, config)
     _print_notes(notes)
     print(f"job {number} ({job.name}), run directory {job.run_dir}")
     print(f"Status: launcher status {job.run_dir}\nLogs:   launcher logs {job.run_dir} --follow")
@@ -154,18 +140,15 @@ def refuse_done(job: Job, config: RunConfig) -> None:
         )
 
 
-def submit(job: Job, config: RunConfig, stage_in: Path | None = None) -> str:
-    """Save what the job runs, submit it once, record it in the ledger; returns the job's id.
-
-    `stage_in`: the directory on the nodes from which ranks import; None for no copy.
-    """
+def submit(job: Job, config: RunConfig) -> str:
+    """Save what the job runs, submit it once, record it in the ledger; returns the job's id."""
     run_dir, script = RunDir(job.run_dir), render(job)
     refuse_done(job, config)
     check_request(job.cluster, job.nodes, slurm.retry_unreachable(slurm.partitions))
     existed = run_dir.path.exists()
     try:
         with run_dir.locked("submit"):
-            return _submit_once(job, config, script, run_dir, stage_in)
+            return _submit_once(job, config, script, run_dir)
     except ConfigError:
         if not existed:
             run_dir.remove_unused()
@@ -181,14 +164,58 @@ def refuse_live_job(name: str, run_dir: Path) -> None:
         )
 
 
-def _submit_once(
-    job: Job, config: RunConfig, script: str, run_dir: RunDir, stage_in: Path | None
-) -> str:
+def _submit_once(job: Job, config: RunConfig, script: str, run_dir: RunDir) -> str:
     refuse_live_job(job.name, job.run_dir)
     with replaced_snapshot(run_dir) as snapshot:
         snapshot.take(config, job.cluster, script)
-        if stage_in is not None:
-            pack(run_dir.path, stage_in)
         number = slurm.submit(snapshot.script, job.name)
     run_dir.ledger.append(Submitted(job=number, job_name=job.name))
     return number
+
+
+def step_lines(job: Job, config: RunConfig, step_before: int) -> list[str]:
+    """Return the step of the job's first attempt as comment lines, to print below the script."""
+    count = usable_nodes(config, job.cluster.tasks_per_node, job.nodes.least)
+    step = Step(
+        nodes=tuple(f"NODE{number}" for number in range(1, count + 1)),
+        ranks=count * job.cluster.tasks_per_node,
+        cluster=job.cluster,
+    )
+    number = next_attempt_number(RunDir(job.run_dir))
+    task = rank_task(job.code, job.run_dir, number, training_command(job.code, job.run_dir))
+    command = srun_command(step, task, [job.run_dir], job.code)
+    variables = {**meeting_point(step, job.run_dir, number), VARIABLE: "TOKEN of this attempt"}
+    nodes = f"{count} of {job.nodes} nodes" if str(count) != str(job.nodes) else f"{count} nodes"
+    start = f"resumes after step {step_before:,}" if step_before else "starts at step 0"
+    lines = [
+        "",
+        f"Before: code, settings and cluster file are copied into {Snapshot(job.run_dir).path}.",
+        f"The run {start} of {config.optim.steps:,}.",
+        f"In the job, each attempt is one step; here the first, on {nodes}, NODE1 and so on:",
+        *_spare_lines(job.nodes.spare),
+        "",
+        *_folded(command),
+        "",
+        "Environment of every rank: that of the batch script, and",
+        *(f"  {line}" for line in environment_lines(job.cluster)),
+        *(f"  export {name}={shlex.quote(value)}" for name, value in variables.items()),
+    ]
+    return [f"# {line}".rstrip() for line in lines]
+
+
+def _spare_lines(spare: int) -> list[str]:
+    if not spare:
+        return []
+    replace = "it replaces one that fails" if spare == 1 else "each replaces one that fails"
+    return [f"Spare: {counted(spare, 'node')}; {replace}, in the same job."]
+
+
+def _folded(command: list[str]) -> list[str]:
+    """Return the command as a shell reads it, an option per line."""
+    first, *others = [shlex.quote(word) for word in command]
+    options = 0
+    while options < len(others) and others[options].startswith("--"):
+        options += 1
+    lines = [first, *(f"    {word}" for word in others[:options])]
+    lines.append(f"    {' '.join(others[options:])}")
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]

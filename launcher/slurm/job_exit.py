@@ -20,7 +20,7 @@ from pathlib import Path
 from data_pipeline.errors import UserError, os_error_text
 from launcher.restart_policy import cut_starts, refusal_of_futile_starts
 from launcher.slurm import client as slurm
-from launcher.slurm.rank_statuses import failed_nodes
+from launcher.slurm.srun import failed_nodes
 from launcher.stop_signals import StopSignals
 from launcher.supervisor import latest_step
 from pretrain.rundir.attempt_files import attempts_of

@@ -13,34 +13,56 @@ from pathlib import Path
 
 from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError, UserError
+from data_pipeline.own_programs import code_that_runs
 from launcher.restart_policy import (
     AttemptResult,
     RestartPolicy,
     add_policy_arguments,
     attempts_without_progress,
+    no_rank_started,
+    node_to_exclude,
     past_attempts,
     policy_of,
 )
 from launcher.slurm import client as slurm
-from launcher.slurm.attempt_starter import AttemptStarter, LeaveNode
-from launcher.slurm.first_node_guard import FirstNodeGuard
+from launcher.slurm.job_checks import describe_evenly, usable_nodes
 from launcher.slurm.job_exit import JobExit, ThisJob
+from launcher.slurm.lost_nodes import (
+    FirstNodeGuard,
+    JobNodes,
+    LeaveNode,
+    NodePool,
+    use_up_old_numbers,
+)
 from launcher.slurm.snapshot import Snapshot
-from launcher.slurm.step_numbers import use_up_old_numbers
-from launcher.stop_signals import StopSignals
-from launcher.storage_waits import HOLDER, StopWhileWaiting, StorageWaits
+from launcher.slurm.srun import (
+    SlurmRanks,
+    Step,
+    nodes_that_cannot_start,
+    nodes_that_miss,
+    training_command,
+)
+from launcher.stop_signals import HOLDER, StopSignals, StopWhileWaiting, StorageWaits
 from launcher.supervisor import latest_step, supervise
-from pretrain.config.run import RunConfig
+from pretrain.config.phases import runs_of_phases
+from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.costs.cluster import load_cluster
 from pretrain.rundir.exit_status import EXIT_STOPPED
-from pretrain.rundir.fence import Fence, StaleAttempt
-from pretrain.rundir.launch_events import JobEnded, JobEndReason, JobStarted, SupervisorKilled
+from pretrain.rundir.fence import VARIABLE, Fence, StaleAttempt
+from pretrain.rundir.launch_events import (
+    JobEnded,
+    JobEndReason,
+    JobStarted,
+    ReplacedBecause,
+    SupervisorKilled,
+)
 from pretrain.rundir.ledger import events_of, job_names, last_of
 from pretrain.rundir.lock import read_lock
 from pretrain.rundir.own_names import refuse_foreign_run
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Event, Finished, TrainingBegan
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
+from pretrain.terminal.text import counted
 
 _POLL_SECONDS = 1.0
 _log = logging.getLogger(__name__)
@@ -279,3 +301,105 @@ def other_jobs(ledger: Sequence[Event], job: str) -> list[str]:
         elif isinstance(event, JobEnded) and not event.requeued:
             open_jobs.pop(event.job, None)
     return list(reversed(open_jobs))
+
+
+class AttemptStarter:
+    """Starts attempts; before each it replaces nodes that failed by spare ones.
+
+    `can_exclude`: whether the job could start without a node; `claim`: claims the run for an
+    attempt and returns its token; `check_fence` raises StaleAttempt.
+    """
+
+    def __init__(
+        self,
+        job: ThisJob,
+        num_spare: int,
+        run_dir: RunDir,
+        can_exclude: Callable[[str], bool],
+        claim: Callable[[int], str],
+        check_fence: Callable[[], None],
+    ) -> None:
+        self._job, self._run_dir = job, run_dir
+        self._claim, self._check_fence = claim, check_fence
+        snapshot = Snapshot(run_dir.path)
+        self._cluster = load_cluster(snapshot.cluster)
+        config = load_config(RunConfig, snapshot.experiment)
+        nodes = first_nodes(config, self._cluster.tasks_per_node, job.nodes, num_spare)
+        self._pool = NodePool(job, nodes, run_dir.ledger, num_spare > 0, can_exclude)
+        self._ranks: SlurmRanks | None = None  # of the last attempt
+        self._pool.replace_failed()
+        self._step = self._checked_step()
+
+    def start(self, number: int) -> SlurmRanks:
+        """The ranks of attempt `number`; LeaveNode if the job lacks a node that works."""
+        before = self._pool.nodes.training
+        self._pool.replace_failed(self._ranks.failed_nodes if self._ranks else ())
+        if node := node_to_blame(self._run_dir, self._job, self._step):
+            self._pool.replace(node, ReplacedBecause.RANKS_FAILED)
+        if self._pool.nodes.training != before:
+            self._step = self._checked_step()
+        step = self._step
+        shared = {VARIABLE: self._claim(number)}
+        where = ", ".join(step.nodes)
+        _log.info("attempt %d: %s on %s", number, counted(step.ranks, "rank"), where)
+        command = training_command(code_that_runs(), self._run_dir.path)
+        self._ranks = SlurmRanks(
+            command,
+            step,
+            self._run_dir,
+            number,
+            shared,
+            self._check_fence,
+            can_lose_nodes=bool(self._pool.nodes.spare),
+        )
+        return self._ranks
+
+    def _checked_step(self) -> Step:
+        """The step on nodes that all see the run directory; ConfigError if those do not suffice."""
+        while True:
+            nodes = self._pool.nodes.training
+            ranks = len(nodes) * self._cluster.tasks_per_node
+            step = Step(nodes=nodes, ranks=ranks, cluster=self._cluster)
+            blind = nodes_that_miss(step, self._run_dir.path)
+            for node in blind:
+                self._pool.replace(node, ReplacedBecause.RUN_DIRECTORY_UNSEEN)
+            if not blind:
+                return step
+            if left := [node for node in blind if node in self._pool.nodes.training]:
+                raise ConfigError(
+                    f"{', '.join(left)} cannot see {self._run_dir.path}; "
+                    "put the run on a disk that all nodes share"
+                )
+
+
+def first_nodes(
+    config: RunConfig, ranks_per_node: int, names: tuple[str, ...], num_spare: int
+) -> JobNodes:
+    """The nodes that train at first: as many as share the lanes evenly, but for the spare ones."""
+    most = len(names) - num_spare
+    count = usable_nodes(config, ranks_per_node, most)
+    if not count:
+        for phase in runs_of_phases(config):
+            accumulation_steps(phase, most * ranks_per_node)  # says what does not divide
+    if count < most:
+        _log.warning("using %d of %d nodes so that %s", count, most, describe_evenly(config))
+    return JobNodes(names[:count], names[count:])
+
+
+def node_to_blame(run_dir: RunDir, job: ThisJob, step: Step) -> str | None:
+    """The node to leave out in the next attempt; ConfigError if no node at all can start ranks.
+
+    Where the trainer was not even started, a container or an interpreter is missing. That is the
+    fault of a node only if others have what it lacks.
+    """
+    ledger = run_dir.ledger.read()
+    node = node_to_exclude(ledger, job.id, step.node_of)
+    if not no_rank_started(ledger, job.id):
+        return node
+    unable = nodes_that_cannot_start(step, run_dir.path)
+    if len(unable) == step.num_nodes and last_of(ledger, TrainingBegan) is None:
+        raise ConfigError(
+            f"the ranks' program does not start on any node ({', '.join(unable)}); "
+            f"'launcher logs {run_dir.path} --errors' says why"
+        )
+    return node if node in unable else None

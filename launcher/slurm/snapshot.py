@@ -1,7 +1,7 @@
 """A snapshot of code and settings in the run directory, so that later edits do not change a job
 that waits.
 
-RUN/slurm/{job.sbatch, experiment.yaml, cluster.yaml, staged.json, code/, code.commit, code.diff}
+RUN/slurm/{job.sbatch, experiment.yaml, cluster.yaml, code/, code.commit, code.diff}
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class Snapshot:
         self.experiment = self.path / "experiment.yaml"
         self.cluster = self.path / "cluster.yaml"
         self.code = self.path / "code"
-        self.staged = self.path / "staged.json"
 
     def take(self, config: RunConfig, cluster: ClusterConfig, script: str) -> None:
         """Save the settings, this project's code with its git state, and the script.

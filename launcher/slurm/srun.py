@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.errors import UserError
+from data_pipeline.errors import EXIT_USER_ERROR, UserError
 from data_pipeline.files import own_file
+from data_pipeline.many_files import read_together
 from data_pipeline.own_programs import code_that_runs, copied_arguments
+from data_pipeline.setting_fields import assert_never
 from launcher.error_lines import error_lines
-from launcher.slurm.container import in_container
-from launcher.slurm.rank_statuses import RankEnds, SrunPatience, failed_nodes, first_failure
+from launcher.slurm import client as slurm
 from launcher.slurm.sbatch import option_flags
-from launcher.slurm.silent_nodes import SilentNodes
 from launcher.slurm.snapshot import Snapshot
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
 from pretrain.rundir.attempt_files import AttemptFiles
 from pretrain.rundir.collective_traces import variables_of_attempt
-from pretrain.rundir.exit_status import NEVER_STARTED
+from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.run_dir import RunDir
 
 # srun forwards this to every rank. (srun itself ends on SIGTERM.)
@@ -47,8 +50,6 @@ class Step:
     nodes: tuple[str, ...]  # in rank order
     ranks: int
     cluster: ClusterConfig
-    python: str = sys.executable  # that runs the ranks' program unless a container does
-    code: Path = field(default_factory=code_that_runs)
 
     @property
     def num_nodes(self) -> int:
@@ -105,7 +106,7 @@ def srun_command(
     # --overlap: there is one attempt at a time. A step that Slurm believes to run, because the
     # slurmstepd that would end it was killed, must not keep the next one waiting.
     command += ["--distribution=block:block", "--export=ALL", "--overlap"]
-    flags, line = in_container(cluster, task, mounts, workdir, step.python)
+    flags, line = in_container(cluster, task, mounts, workdir)
     return [*command, *flags, *option_flags(cluster.srun_options), *line]
 
 
@@ -113,6 +114,40 @@ def task_command(node: str, *command: str, flags: Sequence[str] = ()) -> list[st
     """The srun command line of one task on a node of the job, beside the job's other steps."""
     srun = ["srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}"]
     return [*srun, "--overlap", "--export=ALL", "--chdir=/", *flags, *command]
+
+
+def in_container(
+    cluster: ClusterConfig,
+    task: Sequence[str],
+    mounts: Sequence[Path],
+    workdir: Path,
+) -> tuple[list[str], list[str]]:
+    """The flags of srun, and the command, that run Python with the arguments `task`.
+
+    In the cluster's container if it has one; by this host's Python otherwise.
+    """
+    if not cluster.container_image:
+        return [], [sys.executable, *task]
+    command = [cluster.container_python, *task]
+    seen = [str(mount) for mount in (*mounts, *cluster.container_mounts)]
+    match cluster.container_runtime:
+        case "":
+            raise AssertionError("ClusterConfig refuses an image without a runtime")
+        case "pyxis":
+            flags = [
+                f"--container-image={cluster.container_image}",
+                f"--container-mounts={','.join(f'{path}:{path}' for path in seen)}",
+                f"--container-workdir={workdir}",
+            ]
+            return flags, command
+        case "apptainer":
+            binds = [f"--bind={path}" for path in seen]
+            gpus = ["--nv"] if cluster.num_gpus else []
+            image = cluster.container_image
+            apptainer = ["apptainer", "exec", *gpus, *binds, f"--pwd={workdir}", image]
+            return [], [*apptainer, *command]
+        case _:
+            assert_never(cluster.container_runtime)
 
 
 class SlurmRanks:
@@ -142,7 +177,7 @@ class SlurmRanks:
         files.create_meeting()
         self.logs = files.rank_logs(step.ranks)
         meeting = meeting_point(step, run_dir.path, attempt)
-        task = rank_task(step.code, run_dir.path, attempt, command)
+        task = rank_task(code_that_runs(), run_dir.path, attempt, command)
         line = srun_command(step, task, [run_dir.path], Path.cwd())
         self._log = files.srun_log
         with open(self._log, "ab", opener=own_file) as log:
@@ -227,6 +262,186 @@ class SlurmRanks:
         return list(error_lines(self._log.read_text(errors="replace").splitlines()))
 
 
+_LOST = -signal.SIGKILL  # a rank without a status file was killed together with its task
+_NAMED_FIRST = re.compile(r"^srun: error: \S+: tasks? (\d+)", re.MULTILINE)
+_FAILED_NODE = re.compile(r"(?:Node failure on|Task launch for \S+ failed on node) ([^\s:]+)")
+# How long srun may run on when all ranks have ended, and when one has failed: then srun kills the
+# others, which takes Slurm's KillWait (30 s).
+_SECONDS_AFTER_ALL = 30.0
+_SECONDS_AFTER_FAILURE = 300.0
+_SECONDS_AFTER_LOSS = 60.0  # if those that have not ended are on nodes that do not respond
+_LOOK_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """What a task wrote about its rank, and when."""
+
+    status: int
+    time: float
+
+    @property
+    def is_failure(self) -> bool:
+        return self.status not in (0, EXIT_STOPPED)
+
+
+class RankEnds:
+    """The ends that ranks have written, each read once, while the others still run.
+
+    `logs` are in rank order, all in one directory.
+    """
+
+    def __init__(self, logs: Sequence[Path]) -> None:
+        self.found: dict[int, RankEnd] = {}
+        self._logs = logs
+
+    def look(self) -> None:
+        """Read those that are new, which a listing of the directory names."""
+        with contextlib.suppress(OSError):  # storage that is away tells of no new end
+            names = set(os.listdir(self._logs[0].parent))
+            self._read(
+                rank for rank in self._missing if _status_file(self._logs[rank]).name in names
+            )
+
+    def read_rest(self) -> None:
+        """Read those that a network file system may not list yet, too."""
+        self._read(self._missing)
+
+    def statuses(self) -> list[int]:
+        """Exit statuses in rank order; a rank without a log never started."""
+        missing = self._missing
+        has_log = read_together(Path.exists, [self._logs[rank] for rank in missing])
+        lost = {
+            rank: _LOST if started else NEVER_STARTED
+            for rank, started in zip(missing, has_log, strict=True)
+        }
+        known = {rank: end.status for rank, end in self.found.items()}
+        return [status for _, status in sorted({**known, **lost}.items())]
+
+    @property
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(len(self._logs)) if rank not in self.found]
+
+    def _read(self, ranks: Iterable[int]) -> None:
+        ranks = list(ranks)
+        ends = read_together(_end_in, [_status_file(self._logs[rank]) for rank in ranks])
+        self.found |= {rank: end for rank, end in zip(ranks, ends, strict=True) if end}
+
+
+def _status_file(log: Path) -> Path:
+    return log.with_suffix(".status")
+
+
+def _end_in(file: Path) -> RankEnd | None:
+    try:
+        with open(file) as opened:
+            # The file system's time: clocks of nodes differ.
+            return RankEnd(int(opened.read()), os.fstat(opened.fileno()).st_mtime)
+    except FileNotFoundError:
+        return None
+
+
+def first_failure(ends: Mapping[int, RankEnd], num_ranks: int, srun_log: str) -> int | None:
+    """The rank whose failure made the others fail: one that says what its user has to change, such
+    as a store that denies access to it alone, else one that was killed by a signal, else the first.
+
+    Ranks killed by SIGTERM do not count: srun ends the others that way. If no rank left a status,
+    because its task could not even start, it is the first rank that srun names.
+    """
+    failed = [rank for rank, end in ends.items() if _failed_first_hand(end)]
+    knows = [rank for rank in failed if ends[rank].status == EXIT_USER_ERROR]
+    killed = [rank for rank in failed if ends[rank].status < 0]
+    if failed:
+        return min(knows or killed or failed, key=lambda rank: ends[rank].time)
+    named = _NAMED_FIRST.search(srun_log)
+    any_failed = len(ends) < num_ranks or any(end.is_failure for end in ends.values())
+    return int(named[1]) if named and any_failed else None
+
+
+def failed_nodes(log: str) -> list[str]:
+    """The nodes that Slurm or srun names as failed in this log, in its order."""
+    return _FAILED_NODE.findall(log)
+
+
+def _failed_first_hand(end: RankEnd) -> bool:
+    return end.is_failure and end.status != -signal.SIGTERM
+
+
+def seconds_left_to_srun(
+    ends: Mapping[int, RankEnd], num_ranks: int, are_lost: bool = False
+) -> float:
+    """How long srun may still run after the last of these ends; `are_lost`: the nodes of all other
+    ranks do not respond."""
+    if len(ends) == num_ranks:
+        return _SECONDS_AFTER_ALL
+    if not any(end.is_failure for end in ends.values()):
+        return math.inf
+    return _SECONDS_AFTER_LOSS if are_lost else _SECONDS_AFTER_FAILURE
+
+
+class SrunPatience:
+    """Tells when srun waits in vain: for a node's slurmstepd that was killed, it would forever; for
+    a node that died, until Slurm gives it up. `are_lost`: whether the nodes of these ranks do not
+    respond."""
+
+    def __init__(
+        self, ends: RankEnds, num_ranks: int, are_lost: Callable[[Sequence[int]], bool]
+    ) -> None:
+        self._ends = ends
+        self._num_ranks = num_ranks
+        self._are_lost = are_lost
+        self._num_ends = 0
+        self._changed = self._looked = time.monotonic()
+
+    def is_exhausted(self) -> bool:
+        """Call this often; it looks for new files every few seconds."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECONDS:
+            return False
+        self._looked = now
+        self._ends.look()
+        ends = self._ends.found
+        if len(ends) != self._num_ends:
+            self._num_ends, self._changed = len(ends), now
+        elapsed = now - self._changed
+        if elapsed > seconds_left_to_srun(ends, self._num_ranks):
+            return True
+        if elapsed <= seconds_left_to_srun(ends, self._num_ranks, are_lost=True):
+            return False
+        return self._are_lost([rank for rank in range(self._num_ranks) if rank not in ends])
+
+
+_ASK_SECONDS = 10.0
+
+
+class SilentNodes:
+    """What the controller says of these nodes, as of some seconds ago."""
+
+    def __init__(self, nodes: Sequence[str]) -> None:
+        self._nodes = nodes
+        self._found: frozenset[str] = frozenset()
+        self._asked = -_ASK_SECONDS
+        self._thread: threading.Thread | None = None
+
+    def names(self) -> frozenset[str]:
+        """Those that do not respond or were taken out; empty until the controller has answered."""
+        is_asking = self._thread is not None and self._thread.is_alive()
+        if not is_asking and time.monotonic() - self._asked >= _ASK_SECONDS:
+            self._asked = time.monotonic()
+            self._thread = threading.Thread(target=self._ask, name="silent nodes", daemon=True)
+            self._thread.start()
+        return self._found
+
+    def _ask(self) -> None:
+        with contextlib.suppress(UserError):  # without an answer: what was known before
+            states = slurm.node_states(self._nodes).items()
+            self._found = frozenset(
+                node
+                for node, state in states
+                if slurm.is_silent(state) or slurm.is_taken_out(state)
+            )
+
+
 def kill_silently(srun: int) -> None:
     """Kill srun, and before it the helper process that would end the step by its number when srun
     dies."""
@@ -245,7 +460,7 @@ def nodes_that_miss(step: Step, path: Path) -> list[str]:
 def nodes_that_cannot_start(step: Step, run_dir: Path) -> list[str]:
     """The nodes of the step on which Python does not start where the ranks would run."""
     own_name = ["-c", "import os; print(os.environ['SLURMD_NODENAME'])"]
-    flags, line = in_container(step.cluster, own_name, [run_dir], Path.cwd(), step.python)
+    flags, line = in_container(step.cluster, own_name, [run_dir], Path.cwd())
     flags += option_flags(step.cluster.srun_options)
     started = _printed_by_each_node(step, flags, line)
     return [node for node in step.nodes if node not in started]

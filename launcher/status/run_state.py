@@ -12,8 +12,7 @@ from typing import Any
 
 from data_pipeline.config_loader import load_config
 from launcher.slurm.snapshot import Snapshot
-from launcher.status.evidence import Evidence, gather
-from launcher.status.infer_status import ACTIVE, State, infer_status
+from launcher.status.infer_status import ACTIVE, Evidence, State, gather, infer_status
 from pretrain.config.phases import tokens_of_steps
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import RunResults, results_of

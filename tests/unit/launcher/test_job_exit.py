@@ -32,8 +32,7 @@ from launcher.slurm.job_supervisor import (
 from launcher.slurm.srun import Step
 from launcher.status.infer_status import last_turn
 from launcher.status.run_state import read_state
-from launcher.stop_signals import StopSignals
-from launcher.storage_waits import StopWhileWaiting, StorageWaits
+from launcher.stop_signals import StopSignals, StopWhileWaiting, StorageWaits
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.slurm import rank_statuses
-from launcher.slurm.rank_statuses import (
+from launcher.slurm import srun
+from launcher.slurm.srun import (
     RankEnd,
     RankEnds,
     SrunPatience,
@@ -43,7 +43,7 @@ def test_each_of_4096_statuses_is_read_once_as_it_comes_and_many_at_a_time(tmp_p
         at_work.remove(file)
         return _end_in(file)
 
-    monkeypatch.setattr(rank_statuses, "_end_in", end_in)
+    monkeypatch.setattr(srun, "_end_in", end_in)
     ends.look()
     for rank in range(1, 4096, 2):
         logs[rank].with_suffix(".status").write_text("-15")
@@ -81,8 +81,8 @@ def test_srun_is_not_waited_for_once_every_rank_has_ended_or_one_has_failed_long
 def test_srun_is_not_waited_for_where_a_rank_failed_and_the_others_nodes_do_not_respond(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(rank_statuses, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(rank_statuses, "_SECONDS_AFTER_LOSS", 0.1)
+    monkeypatch.setattr(srun, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(srun, "_SECONDS_AFTER_LOSS", 0.1)
     logs = [tmp_path / f"rank-{rank}.log" for rank in range(4)]
     asked, answer = [], [False]
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.status.evidence import Evidence
-from launcher.status.infer_status import UNRESPONSIVE_SECONDS, infer_status
+from launcher.status.infer_status import UNRESPONSIVE_SECONDS, Evidence, infer_status
 from launcher.status.run_state import read_state
 from pretrain.config.run import RunConfig
 from pretrain.rundir.heartbeat_files import HeartbeatRecord

@@ -8,11 +8,17 @@ from dataclasses import replace
 import pytest
 
 from data_pipeline.errors import ConfigError
-from launcher.slurm.attempt_starter import JobNodes, _first_nodes, replaced_nodes
 from launcher.slurm.client import is_silent, is_taken_out
-from launcher.slurm.first_node_guard import FirstNodeGuard, has_lost_first_node
 from launcher.slurm.job_exit import ThisJob
-from launcher.slurm.step_numbers import num_old_steps, use_up_old_numbers
+from launcher.slurm.job_supervisor import first_nodes
+from launcher.slurm.lost_nodes import (
+    FirstNodeGuard,
+    JobNodes,
+    has_lost_first_node,
+    num_old_steps,
+    replaced_nodes,
+    use_up_old_numbers,
+)
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
@@ -142,7 +148,7 @@ def test_the_guard_of_the_first_node_starts_again_on_another_node_when_it_ends(
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("launcher.slurm.first_node_guard._RESTART_SECONDS", 0.0)
+    monkeypatch.setattr("launcher.slurm.lost_nodes._RESTART_SECONDS", 0.0)
     started = tmp_path / "srun.started"
     started.touch()
     job = ThisJob(id="7", number=7, restart=0, nodes=("n1", "n2", "n3"))
@@ -196,7 +202,7 @@ def test_nodes_of_which_no_number_divides_the_lanes_are_refused_with_what_does_n
     data, engine = DataConfig(lanes=lanes, segment_length=64), EngineConfig(sequence_ranks=shared)
     config = RunConfig(model=model, data=data, engine=engine)
     with pytest.raises(ConfigError, match=text):
-        _first_nodes(config, 6, ("n1", "n2"), num_spare=1)
+        first_nodes(config, 6, ("n1", "n2"), num_spare=1)
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -17,8 +17,7 @@ from data_pipeline.patience import Patience
 from launcher.commands.local import change_of_ranks, starter
 from launcher.restart_policy import RestartPolicy
 from launcher.status.run_state import read_state
-from launcher.stop_signals import StopSignals
-from launcher.storage_waits import StorageWaits
+from launcher.stop_signals import StopSignals, StorageWaits
 from launcher.supervisor import Ranks, supervise
 from pretrain.config.run import RunConfig
 from pretrain.rundir.exit_status import EXIT_STOPPED

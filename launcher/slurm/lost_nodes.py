@@ -1,0 +1,280 @@
+"""What is done about nodes that a job loses: spare ones replace them, a guard requeues the job if
+its first node is lost, and empty steps keep the steps of a start apart from those before it.
+
+A job with spare nodes outlives its nodes (`--no-kill`), also the one with its batch script and
+supervisor: Slurm 22.05 then lets it hold the others until its time limit, with nothing running. So
+a small process on another node of the job asks Slurm, and requeues the job.
+
+A requeued job counts its steps from 0 again. If a node was lost, Slurm may still have a signal for
+it that ends an old step; it delivers it up to a minute after the node is back, and then ends the
+new step of the same number. No option of srun chooses a number, so empty steps use up the old ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from data_pipeline.errors import exit_status_of
+from data_pipeline.own_programs import own_command
+from launcher.slurm import client as slurm
+from launcher.slurm.job_exit import ThisJob
+from launcher.slurm.srun import kill_silently, nodes_without_launch, task_command
+from pretrain.processes.local_ranks import set_parent_death_signal
+from pretrain.rundir.launch_events import (
+    AttemptEnded,
+    JobEnded,
+    JobEndReason,
+    JobStarted,
+    NodeReplaced,
+    ReplacedBecause,
+)
+from pretrain.rundir.ledger import Ledger, events_of
+from pretrain.rundir.training_events import Event
+from pretrain.terminal.text import counted
+
+_POLL_SECONDS = 10.0
+_RESTART_SECONDS = 60.0
+# The ranks' own step, one that looks for nodes that miss the run directory or cannot start the
+# ranks, a new guard of the first node; and trials of nodes that may not respond, seldom more than
+# three.
+_STEPS_PER_ATTEMPT = 6
+_MOST_STEPS = 40
+_EMPTY_STEPS_SECONDS = 60.0  # that all of them may take
+_NODE_LOST = (JobEndReason.FIRST_NODE_LOST, JobEndReason.NODE_FAILED)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class JobNodes:
+    """Nodes that train, in rank order, and spare ones to replace them."""
+
+    training: tuple[str, ...]
+    spare: tuple[str, ...] = ()
+
+    def without(self, node: str) -> JobNodes | None:
+        """The nodes without this one: the first spare node takes its place, all others keep theirs.
+
+        None if no spare node is left for it.
+        """
+        if node not in self.training:
+            return JobNodes(self.training, tuple(each for each in self.spare if each != node))
+        if not self.spare:
+            return None
+        first, *others = self.spare
+        training = tuple(first if each == node else each for each in self.training)
+        return JobNodes(training, tuple(others))
+
+
+class LeaveNode(Exception):
+    """The job should start again, without this node: it failed, or its ranks did."""
+
+    def __init__(self, node: str, reason: JobEndReason) -> None:
+        super().__init__(node)
+        self.node = node
+        self.reason = reason
+
+
+class NodePool:
+    """The nodes of this start of the job, of which spare ones replace those that fail.
+
+    `outlives_nodes`: whether Slurm lets the job run without one; `can_exclude`: whether it could
+    start without a node. A supervisor that was killed may have replaced some in this start.
+    """
+
+    def __init__(
+        self,
+        job: ThisJob,
+        nodes: JobNodes,
+        ledger: Ledger,
+        outlives_nodes: bool,
+        can_exclude: Callable[[str], bool],
+    ) -> None:
+        self.nodes = nodes
+        self._outlives_nodes = outlives_nodes
+        self._job, self._ledger, self._can_exclude = job, ledger, can_exclude
+        for node in replaced_nodes(ledger.read(), job):
+            self.nodes = self.nodes.without(node) or self.nodes
+
+    def replace_failed(self, named: Sequence[str] = ()) -> None:
+        """Use spare nodes for those that Slurm has taken from the job, or that do not respond;
+        `named`: those that the last attempt's srun says have failed."""
+        if not self._outlives_nodes:  # Slurm ends the job with any of its nodes
+            return
+        fields = slurm.retry_until_reachable(lambda: slurm.details(self._job.id))
+        left = slurm.node_names(fields["NodeList"]) if fields.get("NodeList") else self._job.nodes
+        known = (*self.nodes.spare, *self.nodes.training)  # first the spare: they are to replace
+        for node in [each for each in known if each not in left]:
+            self.replace(node, ReplacedBecause.NODE_FAILED)
+        if not self.nodes.spare:  # then one may come back, or Slurm takes it
+            return
+        for node in self._unusable((*self.nodes.spare, *self.nodes.training), named):
+            if self.nodes.without(node) is not None:
+                self.replace(node, ReplacedBecause.NOT_RESPONDING)
+
+    def _unusable(self, known: Sequence[str], named: Sequence[str]) -> list[str]:
+        """Those of the nodes that were taken out, or on which no task can be launched.
+
+        sinfo's word that a node does not respond is a reason to try. It comes late, minutes after
+        the end of a node, and also for healthy nodes: the answers of several nodes to one message
+        come together, so one that is gone keeps those of others back.
+        """
+        states = slurm.retry_until_reachable(lambda: slurm.node_states(known))
+        out = [node for node in known if slurm.is_taken_out(states.get(node, ""))]
+        doubtful = [
+            node for node in known if slurm.is_silent(states.get(node, "")) or node in named
+        ]
+        silent = nodes_without_launch([node for node in doubtful if node not in out])
+        return [node for node in known if node in out or node in silent]
+
+    def replace(self, node: str, reason: ReplacedBecause) -> None:
+        after = self.nodes.without(node)
+        if after is None:
+            if reason is ReplacedBecause.NODE_FAILED:
+                raise LeaveNode(node, JobEndReason.NODE_FAILED)
+            if reason is ReplacedBecause.RANKS_FAILED and self._can_exclude(node):
+                raise LeaveNode(node, JobEndReason.NODE_EXCLUDED)
+            return
+        if node in self.nodes.training:
+            spare = self.nodes.spare[0]
+            event = NodeReplaced(job=self._job.id, node=node, spare=spare, reason=reason)
+            self._ledger.append(event)
+            _log.warning("%s; %s left", event.description, counted(len(after.spare), "spare node"))
+        elif after != self.nodes:
+            left = counted(len(after.spare), "spare node")
+            _log.warning("spare node %s is left out (%s); %s left", node, reason.value, left)
+        self.nodes = after
+
+
+def replaced_nodes(ledger: Sequence[Event], job: ThisJob) -> list[str]:
+    """The nodes that spare ones replaced in this start of the job, in order.
+
+    A supervisor that was killed may have replaced them; the one after it starts from all nodes.
+    """
+    nodes: list[str] = []
+    restart = None
+    for event in ledger:
+        if isinstance(event, JobStarted) and event.job == job.id:
+            restart = event.restart
+        elif isinstance(event, NodeReplaced) and (event.job, restart) == (job.id, job.restart):
+            nodes.append(event.node)
+    return nodes
+
+
+class FirstNodeGuard:
+    """That process, on the last node; where it ends with its node, on the one before.
+
+    A context manager; call `watch` often. It ends with the job's start or with the supervisor.
+    """
+
+    def __init__(self, job: ThisJob, is_needed: bool) -> None:
+        self._job, self._is_needed = job, is_needed
+        self._nodes = itertools.cycle(reversed(job.nodes[1:]))
+        self._srun: subprocess.Popen[bytes] | None = None
+        self._started = -_RESTART_SECONDS
+
+    def __enter__(self) -> FirstNodeGuard:
+        self.watch()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Silently: if this node was cut off, the job has restarted elsewhere, with a step of the
+        # same number.
+        if self._srun is not None and self._srun.poll() is None:
+            kill_silently(self._srun.pid)
+            self._srun.wait()
+
+    def watch(self) -> None:
+        """Start the process if it does not run, which may be because its node was lost."""
+        is_running = self._srun is not None and self._srun.poll() is None
+        is_early = time.monotonic() - self._started < _RESTART_SECONDS
+        if is_running or is_early or not self._is_needed:
+            return
+        node = next(self._nodes)
+        if self._srun is not None:
+            _log.warning("the watch over the first node ended; starting it on node %s", node)
+        self._started = time.monotonic()
+        guard = own_command("launcher.slurm.lost_nodes", self._job.id, str(self._job.restart))
+        parent = os.getpid()
+        self._srun = subprocess.Popen(
+            task_command(node, *guard, flags=["--cpus-per-task=1"]),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=lambda: set_parent_death_signal(parent),
+        )
+
+
+def has_lost_first_node(fields: Mapping[str, str], nodes: Sequence[str]) -> bool:
+    """Whether Slurm has taken the node of the batch script from a job that still runs."""
+    first = fields.get("BatchHost")
+    return fields.get("JobState") == "RUNNING" and first is not None and first not in nodes
+
+
+def use_up_old_numbers(
+    ledger: Sequence[Event], job: ThisJob, meanwhile: Callable[[], None]
+) -> None:
+    """Call before the first step of a start of the job; `meanwhile` is called many times a second.
+
+    What it raises ends the empty steps.
+    """
+    count = num_old_steps(ledger, job)
+    if not count:
+        return
+    _log.info("a node was lost: %d empty steps, so that no old step's number is used again", count)
+    srun, no = task_command(job.nodes[0], "true", flags=["--quiet"]), subprocess.DEVNULL
+    steps = [subprocess.Popen(srun, stdin=no, stdout=no, stderr=no) for _ in range(count)]
+    deadline = time.monotonic() + _EMPTY_STEPS_SECONDS
+    try:
+        while any(step.poll() is None for step in steps) and time.monotonic() < deadline:
+            meanwhile()
+            time.sleep(0.1)
+    finally:
+        for step in steps:  # one that fails has used a number, too
+            step.kill()
+            step.wait()
+
+
+def num_old_steps(ledger: Sequence[Event], job: ThisJob) -> int:
+    """How many steps earlier starts of the job have had at most; 0 if none lost a node."""
+    of_job = [event for event in ledger if getattr(event, "job", None) == job.id]
+    before = list(
+        itertools.takewhile(lambda event: getattr(event, "restart", -1) != job.restart, of_job)
+    )
+    if not any(map(_loses_a_node, before)):
+        return 0
+    # Each start has used up as many numbers as an attempt has, or more, before its first attempt;
+    # its last one may have ended with the supervisor, unrecorded.
+    attempts = 2 * len(events_of(before, JobStarted)) + len(events_of(before, AttemptEnded))
+    return min(_MOST_STEPS, attempts * _STEPS_PER_ATTEMPT)
+
+
+def _loses_a_node(event: Event) -> bool:
+    is_end = isinstance(event, JobEnded) and event.reason in _NODE_LOST
+    return is_end or isinstance(event, NodeReplaced)
+
+
+def main() -> int:
+    """`launcher.slurm.lost_nodes JOB RESTART`, as a step of the job."""
+    job, restart = sys.argv[1:]
+    while True:
+        time.sleep(_POLL_SECONDS)
+        try:
+            fields = slurm.details(job)
+            if fields.get("Restarts") != restart or not fields.get("NodeList"):
+                return 0
+            if has_lost_first_node(fields, slurm.node_names(fields["NodeList"])):
+                slurm.requeue(job)
+                return 0
+        except slurm.SlurmUnreachable:
+            continue
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status_of(main))
