@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,6 +88,25 @@ def preempted(others: Runs, forgotten: SlurmRun) -> SlurmRun:
     return run
 
 
+@pytest.fixture(scope="module")
+def unauthenticated(others: Runs, forgotten: SlurmRun) -> SlurmRun:
+    """A run that loses a rank while munge is away on its first host."""
+    lab = others.lab
+    run = others.submit("unauthenticated", options={"nodelist": "n3,n4"})
+
+    def disturb() -> None:
+        run.wait_for_step(INTERVAL + 20)
+        with lab.slow_to_give_nodes_up():  # as usual: else Slurm would take the host away
+            lab.run_on("n3", "mount", "-t", "tmpfs", "none", str(lab.path / "munge"))
+            run.signal_rank(3, signal.SIGKILL)
+            time.sleep(30)
+            lab.run_on("n3", "umount", str(lab.path / "munge"))
+            run.until(lambda: len(run.begun_at()) == 2)
+
+    in_background(disturb)
+    return run
+
+
 def counted(run: SlurmRun) -> list[AttemptEnded]:
     """The attempts that ended and count."""
     ended = events_of(run.dir.ledger.read(), AttemptEnded)
@@ -102,7 +122,7 @@ def lose_a_host_before_the_next_launch(run: SlurmRun, lab: SlurmLab, node: str) 
 
 
 def test_a_spare_host_replaces_one_in_the_same_job_and_the_first_host_lost_requeues_it(
-    runs: Runs, lab: SlurmLab, reference: SlurmRun, preempted
+    runs: Runs, lab: SlurmLab, reference: SlurmRun, preempted, unauthenticated
 ):
     run = runs.submit("spare", nodes="2+1")
     run.wait_for_step(INTERVAL + 20)
@@ -140,7 +160,7 @@ def test_a_spare_host_replaces_one_in_the_same_job_and_the_first_host_lost_reque
 
 
 def test_a_start_that_the_controller_has_forgotten_counts_nothing_and_its_number_trains(
-    forgotten: SlurmRun, preempted: SlurmRun, reference: SlurmRun
+    forgotten: SlurmRun, preempted: SlurmRun, unauthenticated: SlurmRun, reference: SlurmRun
 ):
     forgotten.wait_until_finished()
     forgotten.assert_same_as(reference)
@@ -159,6 +179,17 @@ def test_three_preemptions_while_the_ranks_start_count_nothing(
     assert [each.next for each in counted(preempted)] == [NextAction.FINISHED]
     assert len(list(Path(preempted.dir.logs).glob("attempt-*"))) == 4, "none in the grace times"
     assert_status(preempted, "done", last_failure="preempted")
+
+
+def test_a_rank_that_dies_while_munge_is_away_on_the_first_host_costs_one_attempt(
+    unauthenticated: SlurmRun, reference: SlurmRun
+):
+    unauthenticated.wait_until_finished()
+    unauthenticated.assert_same_as(reference)
+    assert unauthenticated.begun_at() == [0, INTERVAL]
+    assert unauthenticated.attempts() == [NextAction.RETRY, NextAction.FINISHED]
+    assert unauthenticated.ends() == ["finished"]
+    assert_status(unauthenticated, "done", last_failure="rank 3 was killed by SIGKILL")
 
 
 def test_a_prolog_that_fails_is_named_with_its_host(others: Runs, forgotten: SlurmRun):
