@@ -350,7 +350,6 @@ class AttemptStarter:
             number,
             shared,
             self._check_fence,
-            can_lose_nodes=bool(self._pool.nodes.spare),
         )
         return self._ranks
 

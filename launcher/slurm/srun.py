@@ -11,7 +11,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from data_pipeline.many_files import read_together
 from data_pipeline.own_programs import code_that_runs, copied_arguments
 from data_pipeline.setting_fields import assert_never
 from launcher.error_lines import error_lines
-from launcher.slurm import client as slurm
 from launcher.slurm.sbatch import option_flags
 from launcher.slurm.snapshot import Snapshot
 from pretrain.costs.cluster import ClusterConfig
@@ -153,8 +151,7 @@ def in_container(
 class SlurmRanks:
     """The ranks of one attempt, already started. All share the environment variables `variables`.
 
-    `check_fence` raises StaleAttempt once a newer attempt has claimed the run. `can_lose_nodes`:
-    whether spare nodes can replace those that do not respond, so that waiting for them is in vain.
+    `check_fence` raises StaleAttempt once a newer attempt has claimed the run.
     """
 
     def __init__(
@@ -165,14 +162,11 @@ class SlurmRanks:
         attempt: int,
         variables: Mapping[str, str],
         check_fence: Callable[[], None],
-        can_lose_nodes: bool = False,
     ) -> None:
         self._check_fence = check_fence
         self._step = step
-        self._can_lose_nodes = can_lose_nodes
-        self._silent = SilentNodes(step.nodes)
         self.first_failure: int | None = None
-        self.failed_nodes: list[str] = []  # by srun's or sinfo's word, known after `wait`
+        self.failed_nodes: list[str] = []  # by srun's word, known after `wait`
         files = AttemptFiles(run_dir.logs, attempt)
         files.create_meeting()
         self.logs = files.rank_logs(step.ranks)
@@ -200,7 +194,7 @@ class SlurmRanks:
         Raises what the fence check raises.
         """
         rank_ends = RankEnds(self.logs)
-        patience = SrunPatience(rank_ends, len(self.logs), self._are_lost)
+        patience = SrunPatience(rank_ends, len(self.logs))
         while self._srun.poll() is None:
             try:
                 # If this node was cut off, Slurm has restarted the job elsewhere. An srun that is
@@ -212,7 +206,7 @@ class SlurmRanks:
                 kill_silently(self._srun.pid)
                 raise
             if patience.is_exhausted():
-                self._end_srun(rank_ends)
+                self._end_srun()
             time.sleep(_POLL_SECONDS)
         rank_ends.look()
         rank_ends.read_rest()
@@ -230,21 +224,8 @@ class SlurmRanks:
     def kill(self) -> None:
         self._srun.kill()
 
-    def _are_lost(self, ranks: Sequence[int]) -> bool:
-        return self._can_lose_nodes and self._nodes_of(ranks) <= self._silent.names()
-
-    def _nodes_of(self, ranks: Iterable[int]) -> set[str]:
-        return set(map(self._step.node_of, ranks))
-
-    def _end_srun(self, ends: RankEnds) -> None:
-        left = self._nodes_of(set(range(len(self.logs))) - set(ends.found))
-        if left and left <= self._silent.names():
-            self.failed_nodes = sorted(left)
-            _log.warning(
-                "srun still waits for %s, not responding: ending it", " ".join(sorted(left))
-            )
-        else:
-            _log.warning("srun still waits although its ranks have ended: ending it")
+    def _end_srun(self) -> None:
+        _log.warning("srun still waits although its ranks have ended: ending it")
         self._srun.terminate()  # it waits for its step as long as Slurm's KillWait
         try:
             self._srun.wait(_END_SECONDS)
@@ -269,7 +250,6 @@ _FAILED_NODE = re.compile(r"(?:Node failure on|Task launch for \S+ failed on nod
 # others, which takes Slurm's KillWait (30 s).
 _SECONDS_AFTER_ALL = 30.0
 _SECONDS_AFTER_FAILURE = 300.0
-_SECONDS_AFTER_LOSS = 60.0  # if those that have not ended are on nodes that do not respond
 _LOOK_SECONDS = 2.0
 
 
@@ -367,29 +347,20 @@ def _failed_first_hand(end: RankEnd) -> bool:
     return end.is_failure and end.status != -signal.SIGTERM
 
 
-def seconds_left_to_srun(
-    ends: Mapping[int, RankEnd], num_ranks: int, are_lost: bool = False
-) -> float:
-    """How long srun may still run after the last of these ends; `are_lost`: the nodes of all other
-    ranks do not respond."""
+def seconds_left_to_srun(ends: Mapping[int, RankEnd], num_ranks: int) -> float:
+    """How long srun may still run after the last of these ends."""
     if len(ends) == num_ranks:
         return _SECONDS_AFTER_ALL
-    if not any(end.is_failure for end in ends.values()):
-        return math.inf
-    return _SECONDS_AFTER_LOSS if are_lost else _SECONDS_AFTER_FAILURE
+    is_failing = any(end.is_failure for end in ends.values())
+    return _SECONDS_AFTER_FAILURE if is_failing else math.inf
 
 
 class SrunPatience:
-    """Tells when srun waits in vain: for a node's slurmstepd that was killed, it would forever; for
-    a node that died, until Slurm gives it up. `are_lost`: whether the nodes of these ranks do not
-    respond."""
+    """Tells when srun waits in vain: for a node's slurmstepd that was killed, it would forever."""
 
-    def __init__(
-        self, ends: RankEnds, num_ranks: int, are_lost: Callable[[Sequence[int]], bool]
-    ) -> None:
+    def __init__(self, ends: RankEnds, num_ranks: int) -> None:
         self._ends = ends
         self._num_ranks = num_ranks
-        self._are_lost = are_lost
         self._num_ends = 0
         self._changed = self._looked = time.monotonic()
 
@@ -400,46 +371,9 @@ class SrunPatience:
             return False
         self._looked = now
         self._ends.look()
-        ends = self._ends.found
-        if len(ends) != self._num_ends:
-            self._num_ends, self._changed = len(ends), now
-        elapsed = now - self._changed
-        if elapsed > seconds_left_to_srun(ends, self._num_ranks):
-            return True
-        if elapsed <= seconds_left_to_srun(ends, self._num_ranks, are_lost=True):
-            return False
-        return self._are_lost([rank for rank in range(self._num_ranks) if rank not in ends])
-
-
-_ASK_SECONDS = 10.0
-
-
-class SilentNodes:
-    """What the controller says of these nodes, as of some seconds ago."""
-
-    def __init__(self, nodes: Sequence[str]) -> None:
-        self._nodes = nodes
-        self._found: frozenset[str] = frozenset()
-        self._asked = -_ASK_SECONDS
-        self._thread: threading.Thread | None = None
-
-    def names(self) -> frozenset[str]:
-        """Those that do not respond or were taken out; empty until the controller has answered."""
-        is_asking = self._thread is not None and self._thread.is_alive()
-        if not is_asking and time.monotonic() - self._asked >= _ASK_SECONDS:
-            self._asked = time.monotonic()
-            self._thread = threading.Thread(target=self._ask, name="silent nodes", daemon=True)
-            self._thread.start()
-        return self._found
-
-    def _ask(self) -> None:
-        with contextlib.suppress(UserError):  # without an answer: what was known before
-            states = slurm.node_states(self._nodes).items()
-            self._found = frozenset(
-                node
-                for node, state in states
-                if slurm.is_silent(state) or slurm.is_taken_out(state)
-            )
+        if len(self._ends.found) != self._num_ends:
+            self._num_ends, self._changed = len(self._ends.found), now
+        return now - self._changed > seconds_left_to_srun(self._ends.found, self._num_ranks)
 
 
 def kill_silently(srun: int) -> None:

@@ -10,7 +10,6 @@ from launcher.slurm import srun
 from launcher.slurm.srun import (
     RankEnd,
     RankEnds,
-    SrunPatience,
     _end_in,
     first_failure,
     seconds_left_to_srun,
@@ -74,36 +73,6 @@ def test_each_of_4096_statuses_is_read_once_as_it_comes_and_many_at_a_time(tmp_p
 def test_srun_is_not_waited_for_once_every_rank_has_ended_or_one_has_failed_long_ago(ended, waits):
     ends = {rank: RankEnd(status, 0.0) for rank, status in enumerate(ended)}
     assert seconds_left_to_srun(ends, num_ranks=3) == waits
-    lost = 60 if waits == 300 else waits
-    assert seconds_left_to_srun(ends, num_ranks=3, are_lost=True) == lost
-
-
-def test_srun_is_not_waited_for_where_a_rank_failed_and_the_others_nodes_do_not_respond(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(srun, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(srun, "_SECONDS_AFTER_LOSS", 0.1)
-    logs = [tmp_path / f"rank-{rank}.log" for rank in range(4)]
-    asked, answer = [], [False]
-
-    def are_lost(ranks) -> bool:
-        asked.append(list(ranks))
-        return answer[0]
-
-    patience = SrunPatience(RankEnds(logs), 4, are_lost)
-    assert not patience.is_exhausted()
-    logs[0].with_suffix(".status").write_text("0")
-    assert not patience.is_exhausted()
-    time.sleep(0.2)
-    assert not patience.is_exhausted()
-    assert not asked, "none has failed"
-    logs[1].with_suffix(".status").write_text("1")
-    assert not patience.is_exhausted()
-    time.sleep(0.2)
-    assert not patience.is_exhausted()
-    assert asked == [[2, 3]]
-    answer[0] = True
-    assert patience.is_exhausted()
 
 
 @pytest.mark.parametrize(
