@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import errno
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline.checked_fields import shown
 from data_pipeline.errors import ConfigError, UserError, os_error_text
-from data_pipeline.owner_file import start_of
 from launcher.slurm import client as slurm
 from launcher.slurm.client import QueuedJob
 from launcher.status.infer_status import State
@@ -90,46 +87,17 @@ def _nothing_to_cancel(path: Path, state: RunState, locks: list[Lock]) -> Config
 
 def _ask_to_stop(run_dir: RunDir, holder: Lock) -> None:
     """Send SIGTERM to the holder of a lock, and to no other process, whatever the files say."""
-    with same_process(holder.pid) as send:
-        still = [lock.pid for lock in run_dir.locks() if lock.is_held]
+    try:
         user = os.stat(f"/proc/{holder.pid}").st_uid
-        if holder.pid < 2 or holder.pid not in still or user != os.geteuid():
-            raise UserError(
-                f"process {holder.pid}, named in {run_dir.path}, belongs to user {user}, expected "
-                f"one of user {os.geteuid()} that holds the run's lock; cancel the run as its user"
-            )
-        send(signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def same_process(pid: int) -> Iterator[Callable[[signal.Signals], None]]:
-    """Yield a function that signals the process that has this id now, and never a later one.
-
-    UserError if there is none, or it has ended.
-    """
-    began = start_of(pid)
-    try:
-        handle = os.pidfd_open(pid)  # from here on it means no other process
-    except (OSError, AttributeError) as error:
-        if not began or getattr(error, "errno", errno.ENOSYS) not in (errno.ENOSYS, errno.EPERM):
-            raise UserError(
-                f"process {pid} has ended, or was none; see 'launcher status'"
-            ) from None
-        handle = None  # before Linux 5.3, or where a container forbids it
-
-    def send(number: signal.Signals) -> None:
-        if start_of(pid) != began:
-            raise UserError(f"process {pid} has ended; see 'launcher status'")
-        if handle is None:
-            os.kill(pid, number)
-        else:
-            signal.pidfd_send_signal(handle, number)
-
-    try:
-        yield send
-    finally:
-        if handle is not None:
-            os.close(handle)
+    except FileNotFoundError:
+        raise UserError(f"process {holder.pid} has ended; see 'launcher status'") from None
+    still = [lock.pid for lock in run_dir.locks() if lock.is_held]
+    if holder.pid < 2 or holder.pid not in still or user != os.geteuid():
+        raise UserError(
+            f"process {holder.pid}, named in {run_dir.path}, belongs to user {user}, expected "
+            f"one of user {os.geteuid()} that holds the run's lock; cancel the run as its user"
+        )
+    os.kill(holder.pid, signal.SIGTERM)
 
 
 def _wait_for_end(run_dir: RunDir) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -167,34 +165,6 @@ def test_a_job_of_another_name_than_the_ledger_s_is_not_canceled():
         refuse_other_jobs([queued("jupyter")], names)
     with pytest.raises(ConfigError, match="expected a job that the ledger names"):
         refuse_other_jobs([queued("books-1a")], [])
-
-
-@pytest.mark.parametrize("has_handles", [True, False])
-def test_a_process_that_took_over_an_id_is_not_signaled(monkeypatch, has_handles):
-    """Also where the kernel has no handles of processes."""
-
-    def no_handle(pid: int) -> int:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    if not has_handles:
-        monkeypatch.setattr(os, "pidfd_open", no_handle)
-    process = subprocess.Popen(["sleep", "60"])
-    try:
-        with monkeypatch.context() as later, cancel.same_process(process.pid) as send:
-            later.setattr(cancel, "start_of", lambda pid: "another")
-            with pytest.raises(UserError, match=f"process {process.pid} has ended"):
-                send(signal.SIGTERM)
-        assert process.poll() is None
-        with cancel.same_process(process.pid) as send:
-            send(signal.SIGTERM)
-        assert process.wait(10) == -signal.SIGTERM
-    finally:
-        process.kill()
-    with (
-        pytest.raises(UserError, match=f"process {process.pid} has ended, or was none"),
-        cancel.same_process(process.pid),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("what", ["another user's", "not the holder"])
