@@ -20,9 +20,8 @@ from pretrain.costs.device_memory import (
     memory_parts,
     total_bytes,
 )
-from pretrain.costs.devices import DEVICES, GIB, GPU_MFU, USABLE
+from pretrain.costs.devices import DEVICES, GIB, USABLE
 from pretrain.costs.fitting import advice
-from pretrain.costs.flops import computed_flops_of_step
 from pretrain.costs.node_range import NodeRange
 
 
@@ -50,7 +49,6 @@ def check_run(
         *([f"note: {problem}"] if problem else []),
         *_uneven_sizes(config, cluster, nodes),
         *_split_groups(config, cluster),
-        *_slow_checkpoints(config, cluster, ranks),
     ]
 
 
@@ -171,23 +169,4 @@ def _split_groups(config: RunConfig, cluster: ClusterConfig) -> list[str]:
         f"note: engine.sequence_ranks={config.engine.sequence_ranks} does not divide the "
         f"{cluster.tasks_per_node} ranks of a node, so that every layer exchanges activations "
         "between nodes"
-    ]
-
-
-def _slow_checkpoints(config: RunConfig, cluster: ClusterConfig, ranks: int) -> list[str]:
-    if not cluster.gpu_model:
-        return []
-    rate = ranks * GPU_MFU * DEVICES[cluster.gpu_model].peak(config.engine)
-    between = (
-        config.checkpoint.interval
-        * max(computed_flops_of_step(phase, ranks) for phase in runs_of_phases(config))
-        / rate
-    )
-    if between <= seconds_of(cluster.time_limit) - cluster.signal_seconds:
-        return []
-    return [
-        f"note: a checkpoint is saved about every {between / 3600:.1f} hours, a job lasts "
-        f"{cluster.time_limit}; a "
-        "failure may lose all steps of a job: "
-        f"lower checkpoint.interval={config.checkpoint.interval}"
     ]

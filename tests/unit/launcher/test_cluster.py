@@ -15,11 +15,10 @@ from pretrain.cli import main as pretrain
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.run import CheckpointConfig, RunConfig
+from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig, load_cluster, seconds_of
 from pretrain.costs.device_memory import memory_parts, total_bytes
-from pretrain.costs.devices import DEVICES, GPU_MFU, USABLE
-from pretrain.costs.flops import computed_flops_of_step
+from pretrain.costs.devices import DEVICES, USABLE
 from pretrain.costs.node_range import NodeRange, fixed_nodes, parse_nodes
 
 CLUSTERS = sorted((Path(__file__).parents[3] / "configs" / "clusters").glob("*.yaml"))
@@ -273,27 +272,10 @@ def test_a_rank_on_a_gpu_needs_no_room_for_attention_weights_that_the_fused_kern
     check_run(config, GPU, NodeRange(1, 1), tmp_path)
 
 
-@pytest.mark.parametrize(("precision", "num_remarks"), [("bf16", 0), ("fp32", 1)])
-def test_how_rarely_checkpoints_come_follows_from_the_peak_of_the_precision(
-    tmp_path, precision, num_remarks
-):
-    engine = EngineConfig(precision=precision)
-    flops_per_second = 8 * GPU_MFU * 312e12
-    of_step = computed_flops_of_step(run_config(engine=engine), 8)
-    interval = int(0.5 * 86_400 * flops_per_second / of_step)
-    config = run_config(engine=engine, checkpoint=CheckpointConfig(interval=interval))
-    assert len(check_run(config, GPU, NodeRange(1, 1), tmp_path)) == num_remarks
-
-
 def test_checkpoints_that_do_not_fit_the_disk_are_refused(tmp_path):
     model = ModelConfig(num_layers=1000, d_model=32_768, num_heads=16, vocab_size=32_000)
     with pytest.raises(ConfigError, match="GiB free, 4 checkpoints need"):
         check_run(run_config(model=model), CPU, NodeRange(1, 1), tmp_path)
-
-
-def test_checkpoints_rarer_than_jobs_are_remarked(tmp_path):
-    rare = run_config(checkpoint=CheckpointConfig(interval=10**12), engine=EngineConfig())
-    assert "lower checkpoint.interval" in check_run(rare, GPU, NodeRange(1, 1), tmp_path)[0]
 
 
 PARTITIONS = [
