@@ -28,16 +28,6 @@ from pretrain.terminal.text import counted
 _log = logging.getLogger(__name__)
 
 
-HINTS = {
-    **dict.fromkeys(("--gpus", "--nproc", "--nproc-per-node", "--nproc_per_node"), "use --ranks"),
-    **dict.fromkeys(("--devices", "--world-size", "--num-processes"), "use --ranks"),
-    **dict.fromkeys(("--output", "--output-dir", "--output_dir", "--out-dir"), "use --run-dir"),
-    "--config": "name the experiment file without a flag",
-    "--resume": "the same command resumes the run; leave it out",
-    "--cluster": "that is a flag of launcher submit",
-}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher local`."""
     add_experiment(parser, RunConfig)

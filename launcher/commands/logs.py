@@ -32,11 +32,6 @@ _MARK = re.compile(r"supervisor: attempt (\d+): ")  # what the supervisor logs w
 _NUM_LAST_LINES = 10  # of the logs of a run that failed without an error line
 _NO_LINES = "the job could not write a line: its disk was full, or its directory moved or removed"
 
-HINTS = {
-    **dict.fromkeys(("-n", "--tail", "--num-lines"), "use --lines"),
-    **dict.fromkeys(("--watch", "--live"), "use --follow"),
-}
-
 
 @dataclass(frozen=True)
 class RankLogs:

@@ -22,11 +22,6 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
 
 HINTS = {
-    **dict.fromkeys(
-        ("--ranks", "--nodes", "--cluster"),
-        "a run resumes where and as it was started; to change that, use 'launcher local' or "
-        "'launcher submit', which resume it, too",
-    ),
     "KEY=VALUE": "a run resumes with its own settings; to change some, give them to the command "
     "that started it ('launcher local' or 'launcher submit'), which resumes it, too",
 }

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from launcher.commands.tables import RunsTable
 
-HINTS = dict.fromkeys(("--follow", "-f", "--live"), "use --watch")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher status`."""

@@ -33,19 +33,6 @@ from pretrain.rundir.launch_events import Submitted
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import counted
 
-HINTS = {
-    "--gpus": "use --nodes; gpus_per_node is a setting of the cluster file",
-    **dict.fromkeys(
-        ("--ranks", "--nproc", "--nproc-per-node", "--nproc_per_node", "--ntasks-per-node"),
-        "use --nodes; ranks_per_node is a setting of the cluster file",
-    ),
-    **dict.fromkeys(
-        ("--partition", "--account", "--time"), "that is a setting of the cluster file"
-    ),
-    "--resume": "the same command resumes the run; leave it out",
-    "--config": "name the experiment file without a flag",
-}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher submit`."""

@@ -48,20 +48,3 @@ def test_a_run_in_place_of_an_experiment_is_answered_with_how_it_continues(tmp_p
     assert main(["local", str(tmp_path)]) == 2
     expected = f"{tmp_path} is a directory; it holds a run, which 'launcher resume {tmp_path}' "
     assert expected in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "hint"),
-    [
-        (["status", "--follow"], "use --watch"),
-        (["logs", "run", "-n", "5"], "use --lines"),
-        (["logs", "run", "--tail=5"], "use --lines"),
-        (["logs", "run", "--watch"], "use --follow"),
-        (["resume", "run", "--ranks=2"], "use 'launcher local' or 'launcher submit', which resume"),
-    ],
-)
-def test_flags_of_similar_programs_are_answered_with_ours(capsys, arguments, hint):
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert hint in error
-    assert error.count("\n") == 1
