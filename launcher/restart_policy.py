@@ -43,6 +43,7 @@ class RestartPolicy:
 
     attempts_without_progress: int = 3
     first_delay: float = 1.0  # seconds; doubled for each attempt without progress
+    unstarted_delay: float = 5.0  # the same where Slurm has started no rank: it may need a moment
     longest_delay: float = 60.0
 
 
@@ -122,7 +123,9 @@ def decide(
     count = attempts_without_progress(attempts)
     if count >= policy.attempts_without_progress:
         return Decision(action=NextAction.GIVE_UP, reason=reason)
-    delay = min(policy.longest_delay, policy.first_delay * 2**count)
+    is_unstarted = set(last.statuses) == {NEVER_STARTED}
+    first = policy.unstarted_delay if is_unstarted else policy.first_delay
+    delay = min(policy.longest_delay, first * 2**count)
     return Decision(action=NextAction.RETRY, reason=reason, delay=delay)
 
 
@@ -227,7 +230,7 @@ def no_rank_started(ledger: Sequence[Event], job: str) -> bool:
     last = last_of(ledger, JobStarted, NodeReplaced, AttemptEnded)
     if not isinstance(last, AttemptEnded) or last.job != job:
         return False
-    return all(status == NEVER_STARTED for status in last.statuses)
+    return set(last.statuses) == {NEVER_STARTED}
 
 
 def _lost_its_supervisor(event: Event) -> TypeGuard[JobEnded | SupervisorKilled]:

@@ -15,7 +15,7 @@ from launcher.restart_policy import (
 )
 from launcher.slurm.job_exit import JobEnding, JobExit, ThisJob
 from launcher.stop_signals import StopSignals
-from pretrain.rundir.exit_status import EXIT_STOPPED
+from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.launch_events import (
     AttemptReason,
     JobEnded,
@@ -83,6 +83,12 @@ def test_the_delay_doubles_up_to_its_limit():
         5.0,
         5.0,
     ]
+
+
+def test_slurm_has_longer_to_recover_where_it_started_no_rank():
+    policy, refused = RestartPolicy(), attempt(NEVER_STARTED, NEVER_STARTED)
+    assert [decide([refused] * count, policy).delay for count in (1, 2)] == [10.0, 20.0]
+    assert decide([attempt(NEVER_STARTED, 1)], policy).delay == 2.0
 
 
 def cut(number: int, trained: float, starting: float = 50.0, steps: int = 1) -> list[Event]:
