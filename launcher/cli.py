@@ -65,9 +65,6 @@ PROGRAM = Program(
         **dict.fromkeys(("run", "train", "start"), "launcher local EXPERIMENT, or launcher submit"),
         **dict.fromkeys(("stop", "kill"), "launcher cancel RUN"),
         **dict.fromkeys(("list", "ls", "ps"), "launcher status"),
-        "report": "pretrain report RUN",
-        "compare": "pretrain compare RUN RUN",
-        "tune": "pretrain scale tune",
     },
 )
 

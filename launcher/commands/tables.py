@@ -1,4 +1,4 @@
-"""Tables of runs' states and of preflight reports.
+"""Tables of runs' states.
 
 Nothing outside the commands imports rich.
 """
@@ -16,12 +16,11 @@ from rich.text import Text
 
 from data_pipeline.errors import printable
 from data_pipeline.progress import duration
-from launcher.node_checks import NodeReport
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
 from pretrain.rundir.losses import TRAIN_LOSS
 from pretrain.rundir.speeds import RECENT_SPEED
-from pretrain.terminal.text import counted, number, si
+from pretrain.terminal.text import counted, number
 
 STYLES = {
     State.RUNNING: "green",
@@ -34,13 +33,6 @@ STYLES = {
     State.UNRESPONSIVE: "bold red",
     State.FAILED: "bold red",
     State.OTHER: "bold red",
-}
-VERDICT_STYLES = {
-    "ok": "green",
-    "busy": "yellow",
-    "link": "yellow",
-    "slow": "bold red",
-    "broken": "bold red",
 }
 WIDTH_OF_PIPES = 200
 LEAST_FULL_WIDTH = 140  # below it the reasons would be squeezed into a few characters per line
@@ -113,27 +105,6 @@ def one_run(state: RunState) -> Group:
     for name, value in _lines(state):
         grid.add_row(name, Text(printable(value)) if isinstance(value, str) else value)
     return Group(grid)
-
-
-def nodes_table(reports: Sequence[NodeReport]) -> Table:
-    """A row per node of a preflight."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("node", "verdict", "ranks", "device", "matmul", "disk", "all-reduce"):
-        table.add_column(name, no_wrap=True, header_style="dim")
-    table.add_column("", overflow="fold")
-    for report in reports:
-        table.add_row(
-            report.node,
-            Text(report.verdict, style=VERDICT_STYLES[report.verdict]),
-            str(report.ranks),
-            report.device,
-            _rate(report.matmul_flops, "FLOP/s"),
-            _rate(report.disk_bytes, "B/s"),
-            _rate(report.link_worst, "B/s")
-            + (f" to {_rate(report.link_best, 'B/s')}" if report.link_best else ""),
-            "; ".join(report.problems),
-        )
-    return table
 
 
 def plain_table(rows: Sequence[Mapping[str, str]]) -> Table:
@@ -216,10 +187,6 @@ def _reason(state: RunState) -> str:
 
 def _word(state: RunState) -> Text:
     return Text(str(state.state), style=STYLES.get(state.state, "default"))
-
-
-def _rate(value: float | None, unit: str) -> str:
-    return "-" if value is None else f"{si(value)}{unit}"
 
 
 def _left(state: RunState) -> str:

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from launcher.node_checks import PairResult, rate_nodes, rounds_of
+from launcher.commands.preflight import PairResult, rate_nodes, rounds_of
 from pretrain.processes.node_findings import RankMeasurement
 
 NODES = ["n1", "n2", "n3", "n4"]

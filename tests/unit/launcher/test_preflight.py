@@ -15,10 +15,9 @@ import pytest
 
 from data_pipeline.errors import UserError
 from data_pipeline.files import write_json
-from launcher import node_checks
 from launcher.cli import main
-from launcher.commands.preflight import srun_line
-from launcher.node_checks import gather, pair_up
+from launcher.commands import preflight
+from launcher.commands.preflight import gather, pair_up, srun_line
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.processes.node_findings import (
     END,
@@ -58,7 +57,7 @@ def answer_rounds(out: Path, silent: set[int]) -> threading.Thread:
 
 
 def test_ranks_that_come_in_time_are_gathered_and_none_at_all_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(node_checks, "_ARRIVAL_SECONDS", 0.5)
+    monkeypatch.setattr(preflight, "_ARRIVAL_SECONDS", 0.5)
     write_json(tmp_path / rank_file(1), asdict(found(1, "n2")))
     assert gather(tmp_path, 3, lambda: True) == [found(1, "n2")]
     with pytest.raises(UserError, match="exited before any of them had measured"):
@@ -66,7 +65,7 @@ def test_ranks_that_come_in_time_are_gathered_and_none_at_all_is_an_error(tmp_pa
 
 
 def test_a_node_that_falls_silent_is_left_out_of_the_next_rounds(tmp_path, monkeypatch):
-    monkeypatch.setattr(node_checks, "_ROUND_SECONDS", 0.5)
+    monkeypatch.setattr(preflight, "_ROUND_SECONDS", 0.5)
     ranks = [found(rank, f"n{rank // 2}") for rank in range(8)]
     thread = answer_rounds(tmp_path, silent={5})
     pairs = pair_up(tmp_path, ranks, lambda: True)
