@@ -45,16 +45,17 @@ demo: $(STAMP)  ## the whole story in minutes: build, train, kill, resume, evalu
 	pretrain demo
 
 SCALING := runs/scaling-demo
-SCALING_FAMILY := --tuned $(SCALING)/tune.yaml=$(SCALING)/tune --keep-layers
+SCALING_FAMILY := --tuned $(SCALING)/tune/runs.csv --keep-layers
 
 scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 20 small runs, one held out, docs/scaling-example.md
 	test -f $(SCALING)/text.jsonl || python -m pretrain.demo.texts $(SCALING)/text.jsonl
 	test -f $(SCALING)/data/build.json || data-pipeline build configs/data/bytes.yaml --input $(SCALING)/text.jsonl \
 		--validation-fraction 0.04 --shard-bytes 524288 --output $(SCALING)/data
-	pretrain scale tune plan configs/experiments/scaling-demo.yaml --rates 6e-3 1.2e-2 2.4e-2 4.8e-2 --steps 1500 \
+	pretrain scale plan configs/experiments/scaling-demo.yaml --rates 6e-3 1.2e-2 2.4e-2 4.8e-2 --steps 1500 \
 		--name scaling-demo-tune --output $(SCALING)/tune.yaml model.d_model=16 model.num_heads=4
 	launcher sweep submit $(SCALING)/tune.yaml --local -j 2 --runs-dir $(SCALING)/tune
-	pretrain scale tune report $(SCALING)/tune.yaml --runs-dir $(SCALING)/tune
+	pretrain scale collect $(SCALING)/tune.yaml --runs-dir $(SCALING)/tune
+	pretrain scale report $(SCALING)/tune/runs.csv
 	pretrain scale plan configs/experiments/scaling-demo.yaml --budgets 8e10 2.4e11 7.2e11 --sizes 5 --spread 1.7 \
 		--tokens-per-parameter 45 --holdout-budgets 2.2e12 $(SCALING_FAMILY) --name scaling-demo --output $(SCALING)/sweep.yaml
 	launcher sweep submit $(SCALING)/sweep.yaml --local -j 2 --runs-dir $(SCALING)/cells
@@ -73,7 +74,7 @@ MEMBERS := configs/comparisons/variants$(if $(QUICK),-quick).yaml
 VARIANTS := runs/$(basename $(notdir $(MEMBERS)))$(if $(CORPUS),-$(notdir $(CORPUS:/=)))
 VARIANTS_TEXT := runs/variants-text
 VARIANTS_CELLS = $(VARIANTS)/sweep.yaml --runs-dir $(VARIANTS)/cells
-VARIANTS_PLAN = pretrain scale variants plan $(MEMBERS) --name $(notdir $(VARIANTS)) --output $(VARIANTS_CELLS) \
+VARIANTS_PLAN = pretrain scale plan $(MEMBERS) --name $(notdir $(VARIANTS)) --output $(VARIANTS_CELLS) \
 	--set data.path=$(abspath $(or $(CORPUS),$(VARIANTS_TEXT)/data))
 VARIANTS_RUN = launcher sweep submit $(VARIANTS_CELLS) $(if $(CLUSTER),--cluster $(CLUSTER),--local -j $(JOBS))
 
@@ -88,8 +89,9 @@ endif
 	$(VARIANTS_RUN)
 	$(VARIANTS_PLAN)
 	$(VARIANTS_RUN)
-	pretrain scale variants measure $(VARIANTS_CELLS)
-	pretrain scale variants report $(VARIANTS_CELLS) --output $(VARIANTS)/report
+	pretrain scale measure $(VARIANTS_CELLS)
+	pretrain scale collect $(VARIANTS_CELLS)
+	pretrain scale report $(VARIANTS)/cells/runs.csv --output $(VARIANTS)/report --title Variants
 
 check: $(DEV_STAMP)  ## format, lint, types, and the size of the packages
 	ruff format --check .

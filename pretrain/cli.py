@@ -60,7 +60,7 @@ COMMANDS = {
     ),
     "scale": (
         "pretrain.commands.scale",
-        "run scaling-law experiments: plan, collect, fit, predict, report, context",
+        "run scaling-law experiments: plan, collect, fit, predict, report",
     ),
     "demo": (
         "pretrain.demo.command",
@@ -79,7 +79,7 @@ PROGRAM = Program(
         "resume": "launcher resume RUN",
         "status": "launcher status",
         "sweep": "launcher sweep",
-        "tune": "pretrain scale tune",
+        "tune": "pretrain scale plan --rates",
         "init": "pretrain new",
         "convert": "pretrain export or pretrain import-original",
     },

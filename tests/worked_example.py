@@ -17,9 +17,9 @@ from pretrain.cli import main as pretrain
 from pretrain.scaling.collect import row_of, shown_rows
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.point_files import read_points
+from pretrain.scaling.rates import tuned_rates, tuned_table, verdicts
 from pretrain.scaling.summary import approach_table, check_lines, ranking_lines
 from pretrain.scaling.sweep_file import read_sweep
-from pretrain.scaling.tune import tuned_rates, tuned_table, verdicts
 from pretrain.scaling.which_runs import PlacedCell, cells_of
 from pretrain.terminal.text import fitted_table
 
@@ -33,7 +33,8 @@ BLOCK = re.compile(r"(<!-- scaling-demo: (\w+) -->\n)(.*?)(<!-- end -->\n)", re.
 
 def blocks_of(demo: Path) -> dict[str, str]:
     """What the demo in this folder found, by the names of the page's blocks."""
-    tuned, _ = tuned_rates(placed_cells(demo / "tune.yaml", demo / "tune"))
+    cells = placed_cells(demo / "tune.yaml", demo / "tune")
+    tuned = tuned_rates([row_of(cell) for cell in cells])
     rows = [row_of(cell) for cell in placed_cells(demo / "sweep.yaml", demo / "cells")]
     fit = fit_all(read_points(demo / "runs.csv"))
     heads, approaches = approach_table(fit)

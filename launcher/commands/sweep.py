@@ -32,7 +32,7 @@ from pretrain.costs.cluster import load_cluster
 from pretrain.costs.node_range import parse_nodes
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
-from pretrain.scaling.sweep_file import Sweep, read_sweep, reader_of
+from pretrain.scaling.sweep_file import Sweep, read_sweep
 from pretrain.scaling.which_runs import cells_directory, started_cells
 from pretrain.terminal.text import counted
 
@@ -286,6 +286,5 @@ def _run_here(
     if len(waiting) + sum(cell.is_done for cell in cells) == len(cells):
         flags = cells_flags(sweep, arguments)
         print(f"all {len(cells)} cells are done; next: launcher sweep report {flags}")
-        purpose, command = reader_of(sweep)
-        print(f"or, {purpose}:  {command} {flags}")
+        print(f"or as a table for scaling laws:  pretrain scale collect {flags}")
     return 0

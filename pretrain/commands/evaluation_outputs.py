@@ -27,7 +27,7 @@ from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.evaluation import context_length, harness, sliding_window
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
 from pretrain.evaluation.probes.probe_run import probe_rows
-from pretrain.scaling.variants.probed import PROBES
+from pretrain.scaling.probed import PROBES
 from pretrain.terminal.text import counted
 from pretrain.weights.trained_model import TrainedModel, load_tokenizer, load_trained
 

@@ -11,7 +11,7 @@ from pretrain.costs.devices import DEVICES, MOST_RANKS, Hardware
 from pretrain.costs.node_range import fixed_nodes
 
 
-def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
+def add_hardware_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the options that `hardware_of` reads."""
     parser.add_argument(
         "--cluster", type=Path, help="cluster file (configs/clusters/*.yaml) with GPUs per node"

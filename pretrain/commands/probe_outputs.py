@@ -16,7 +16,7 @@ from pretrain.evaluation.evaluate import TrainedScorer
 from pretrain.evaluation.probes.probe_page import render
 from pretrain.evaluation.probes.probe_run import ProbeResults, run_probes
 from pretrain.evaluation.probes.probe_settings import ProbeSettings
-from pretrain.scaling.variants.probed import PROBES
+from pretrain.scaling.probed import PROBES
 from pretrain.weights.export import is_export
 from pretrain.weights.trained_model import TrainedModel, load_tokenizer
 

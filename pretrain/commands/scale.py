@@ -12,7 +12,7 @@ from pretrain.commands.output_paths import check_sweep_output
 from pretrain.config.run import RunConfig
 from pretrain.scaling.family import WIDTH_MULTIPLE, Family, read_ladder
 from pretrain.scaling.recipe import RULES, Rule, step_law_rule
-from pretrain.scaling.sweep_file import Sweep, read_sweep, require_reader, sweep_path
+from pretrain.scaling.sweep_file import Sweep, read_sweep, sweep_path
 from pretrain.scaling.which_runs import PlacedCell, cells_directory, cells_of
 
 PROGRAM = Program(
@@ -21,11 +21,11 @@ PROGRAM = Program(
     {
         "plan": (
             "pretrain.commands.scale_plan",
-            "write a sweep of sizes around the predicted optimum of each budget",
+            "write a sweep of sizes at budgets, of rates, of lengths, or of variants",
         ),
         "collect": (
-            "pretrain.commands.scale_fit:collect",
-            "write the finished runs of a sweep as runs.csv and their curves as curves.csv",
+            "pretrain.commands.scale_collect",
+            "write the runs of a sweep as runs.csv and their curves as curves.csv",
         ),
         "fit": (
             "pretrain.commands.scale_fit:fit",
@@ -37,23 +37,19 @@ PROGRAM = Program(
         ),
         "report": (
             "pretrain.commands.scale_fit:report",
-            "write the fit as one HTML page, PNGs, Markdown and JSON",
+            "write what a table of runs shows as one HTML page: a fit, rates, lengths or variants",
         ),
         "tasks": (
             "pretrain.commands.scale_tasks",
             "predict the accuracy of a task: from size and data to its loss, from that to it",
         ),
-        "tune": (
-            "pretrain.commands.scale_tune",
-            "find the best learning rate by a small sweep: plan, report",
+        "memory": (
+            "pretrain.commands.scale_memory",
+            "fit the loss over size, tokens and memory length, and name the memory that pays",
         ),
-        "context": (
-            "pretrain.commands.scale_context",
-            "compare segment and memory lengths in a separate sweep: plan, collect, report",
-        ),
-        "variants": (
-            "pretrain.commands.scale_variants",
-            "compare variants of a model at equal FLOPs: plan, measure, report",
+        "measure": (
+            "pretrain.commands.scale_measure",
+            "probe the runs of variants at their best rates: needle, loss by position",
         ),
     },
 )
@@ -92,15 +88,13 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     add("--curves", type=Path, metavar="FILE", help=curves)
 
 
-def add_family(parser: argparse.ArgumentParser) -> None:
+def add_family(parser: argparse._ActionsContainer) -> None:
     """The flags of how a run is derived from the base experiment; `family_of` reads some."""
     add = parser.add_argument
     rules = "rule for learning rate and batch size (default %(default)s)"
     add("--rule", choices=tuple(RULES), default="step-law", help=rules)
-    tuned = (
-        "rate, and batch if they were tried, from these sweeps of 'scale tune', instead of --rule"
-    )
-    add("--tuned", nargs="+", default=[], metavar="SWEEP[=RUNS_DIR]", help=tuned)
+    tuned = "rate, and batch if they were tried, from these tables of sweeps of rates"
+    add("--tuned", type=Path, nargs="+", default=[], metavar="RUNS", help=tuned)
     multiple = "make the number of lanes a multiple of N, the ranks (default 1)"
     add("--lanes-multiple", type=int, default=1, metavar="N", help=multiple)
     layers = "give every size the experiment's number of layers"
@@ -138,14 +132,14 @@ def rule_of(base: RunConfig, arguments: argparse.Namespace) -> Rule:
                 "with a sweep of that model"
             )
         return rule
-    from pretrain.scaling.tuned_rule import TunedRule, read_rungs
+    from pretrain.scaling.rates import TunedRule, read_rungs
 
     return TunedRule(rungs=read_rungs(arguments.tuned), base_width=base.model.base_width)
 
 
 def rule_name(arguments: argparse.Namespace) -> str:
     """The rule as notes and files name it."""
-    return f"tuned by {', '.join(arguments.tuned)}" if arguments.tuned else arguments.rule
+    return f"tuned by {', '.join(map(str, arguments.tuned))}" if arguments.tuned else arguments.rule
 
 
 def add_sweep_output(
@@ -186,37 +180,22 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     add("--runs-dir", type=Path, metavar="DIR", help=directory)
 
 
-def add_sweep_input(parser: argparse.ArgumentParser, table: str | None, shown: str = "") -> None:
-    """The flags of an action that reads a sweep's runs and writes a table."""
-    add_sweep(parser)
-    _add_output(parser, "table to write", "FILE", table, shown)
-
-
 def add_report_output(
     parser: argparse.ArgumentParser, directory: str | None, title: str, shown: str = ""
 ) -> None:
-    """The flags of an action that writes a report."""
-    _add_output(parser, "output directory", "DIR", directory, shown)
+    """The flags of an action that writes a report; `shown` is a default that depends on others."""
+    path = None if directory is None else Path(directory)
+    words = f"output directory (default {shown or '%(default)s'})"
+    parser.add_argument("--output", type=Path, default=path, metavar="DIR", help=words)
     parser.add_argument("--title", default=title, help="title of the page (default %(default)s)")
 
 
-def _add_output(
-    parser: argparse.ArgumentParser, words: str, metavar: str, default: str | None, shown: str
-) -> None:
-    """`--output`; a default that depends on other flags is None, and `shown` in words."""
-    path = None if default is None else Path(default)
-    words += f" (default {shown or '%(default)s'})"
-    parser.add_argument("--output", type=Path, default=path, metavar=metavar, help=words)
-
-
-def swept_runs(arguments: argparse.Namespace, command: str) -> tuple[Sweep, Path, list[PlacedCell]]:
+def swept_runs(arguments: argparse.Namespace) -> tuple[Sweep, Path, list[PlacedCell]]:
     """The sweep that the flags of `add_sweep` name, the parent of its runs, and its cells there.
 
-    DataError if there is no such directory, or the sweep was planned for another command than this
-    one; ConfigError for a run of other settings.
+    DataError if there is no such directory; ConfigError for a run of other settings.
     """
     sweep = read_sweep(arguments.sweep)
-    require_reader(sweep, arguments.sweep, command)
     path = cells_directory(sweep, arguments.runs_dir)
     if not path.is_dir():
         raise DataError(

@@ -1,14 +1,11 @@
-"""`pretrain scale collect`, `fit` and `report`: from a sweep's runs to the fit and its page."""
+"""`pretrain scale fit` and `report`: from a table of runs to the fit and its page."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from data_pipeline.csv_files import check_table_path
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_json
 from data_pipeline.progress import StatusLine
@@ -17,18 +14,12 @@ from pretrain.commands.output_paths import check_output_directory, check_output_
 from pretrain.commands.scale import (
     add_report_output,
     add_runs,
-    add_sweep_input,
-    swept_runs,
 )
 from pretrain.scaling.fit import Fit, fit_all
 from pretrain.scaling.point_files import Columns, read_points
 from pretrain.scaling.points import Points
 from pretrain.scaling.summary import fit_lines, fit_tree
 from pretrain.scaling.units import units_of
-from pretrain.terminal.text import counted, fitted_table
-
-if TYPE_CHECKING:
-    from pretrain.scaling.collect import Row
 
 MANY_RUNS = 10_000  # whose fit takes long enough for progress
 
@@ -103,69 +94,15 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_report(arguments: argparse.Namespace) -> int:
     """Write the report."""
+    from pretrain.scaling.comparison_pages import rows_of_comparison, write_comparison
     from pretrain.scaling.report import write_report
 
     output = arguments.output or arguments.runs.parent / "scaling-report"
     check_output_directory("--output", output)
+    if arguments.runs.suffix == ".csv" and (rows := rows_of_comparison(arguments.runs)):
+        print(write_comparison(rows, arguments.runs, output, arguments.title))
+        return 0
     fit = fit_of(arguments)
     path = write_report(fit, arguments.runs, output, arguments.title)
     print("\n".join([*fit_lines(fit), f"report: {path}"]))
     return 0
-
-
-def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `pretrain scale collect`."""
-    add_sweep_input(parser, None, shown="runs.csv in --runs-dir")
-    parser.add_argument(
-        "--average-last",
-        type=int,
-        default=1,
-        metavar="K",
-        help="loss: the mean of the last K evaluations, with its standard error (default 1)",
-    )
-    parser.add_argument(
-        "--curves-out", type=Path, metavar="FILE", help="also write the training curves here"
-    )
-
-
-def run_collect(arguments: argparse.Namespace) -> int:
-    """Write the table of runs and, if asked to, their training curves."""
-    from pretrain.scaling.collect import row_of, shown_rows, write_curves, write_rows
-
-    _, runs, cells = swept_runs(arguments, "pretrain scale collect")
-    output = arguments.output or runs / "runs.csv"
-    check_output_file("--output", output, "runs.csv")
-    check_output_file("--curves-out", arguments.curves_out, "curves.csv")
-    if arguments.average_last < 1:
-        raise ConfigError(f"--average-last {arguments.average_last} must be 1 or more")
-    rows = [row_of(cell, arguments.average_last) for cell in cells]
-    check_table_path(output, [row.name for row in rows])
-    write_rows(output, rows)
-    left_out = [row for row in rows if row.excluded]
-    print(fitted_table(shown_rows(rows)))
-    print(f"{output}: {len(rows) - len(left_out)} of {len(rows)} cells have a final loss")
-    for row in left_out:
-        print(f"left out: {row.name}: {row.excluded}")
-    for note in _notes(rows, arguments.average_last):
-        print(f"note: {note}")
-    if arguments.curves_out:
-        count = write_curves(arguments.curves_out, cells)
-        print(f"{arguments.curves_out}: {counted(count, 'training curve')}")
-    if len(left_out) < len(rows):
-        print(f"next: pretrain scale fit {output}, then pretrain scale report {output}")
-    return 0
-
-
-def _notes(rows: Sequence[Row], average_last: int) -> list[str]:
-    """What a reader of the table should know of its cells."""
-    notes = []
-    versions = {version for row in rows for version in row.code.split()}
-    if len(versions) > 1:
-        notes.append(f"{len(versions)} versions of the code trained these cells; see column code")
-    single = [row.name for row in rows if not row.excluded and row.loss_error == ""]
-    if average_last > 1 and single:
-        notes.append(
-            f"nothing to average in {counted(len(single), 'cell')} with one evaluation, such as "
-            f"{single[0]}: 'scale plan' plans one, at the end (evaluation.interval=0)"
-        )
-    return notes

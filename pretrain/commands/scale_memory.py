@@ -1,4 +1,4 @@
-"""`pretrain scale context optimum`: the memory length that is compute-optimal at a budget."""
+"""`pretrain scale memory`: the memory length that is compute-optimal at a budget."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.sizes import amount_of
-from pretrain.scaling.context import read_context
+from pretrain.scaling.collect import read_rows
 from pretrain.scaling.intervals import LEVEL, amount, as_loss, shown
 from pretrain.scaling.memory_law import (
     MemoryLaw,
@@ -28,9 +28,9 @@ FURTHEST = 10.0  # times the largest or smallest run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `pretrain scale context optimum`."""
+    """The flags of `pretrain scale memory`."""
     add = parser.add_argument
-    tables = "tables that 'scale context collect' wrote, of one family of models"
+    tables = "tables that 'scale collect' wrote of sweeps of lengths, of one family of models"
     add("tables", type=Path, nargs="+", metavar="TABLE", help=tables)
     flops = "training FLOPs to find the best memory for (default: the smallest and largest run's)"
     add("--flops", type=amount_of("FLOPs"), nargs="+", default=[], metavar="C", help=flops)
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the law and the best memory at each budget."""
-    rows = [row for table in arguments.tables for row in read_context(table)]
+    rows = [row for table in arguments.tables for row in read_rows(table)]
     runs = trained_runs(rows, arguments.segment)
     low, high = float(runs.flops_P.min()), float(runs.flops_P.max())
     budgets = sorted(arguments.flops) or [low, high]

@@ -1,4 +1,8 @@
-"""`pretrain scale plan`: runs around the predicted optimum of each budget, as a sweep file."""
+"""`pretrain scale plan`: a sweep of sizes at budgets, of rates, of lengths, or of variants.
+
+What a plan varies follows from its flags: --budgets, --rates, or --segments and --memories; a
+comparison's file says it itself.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.config_loader import load_config
 from data_pipeline.errors import ConfigError
+from data_pipeline.file_kinds import refuse_other_kind
 from data_pipeline.program import add_experiment, check_least
-from data_pipeline.sizes import amount_of
+from data_pipeline.sizes import amount_of, size_of
+from data_pipeline.yaml_files import find_config, read_tree
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.commands.scale import (
     add_family,
@@ -21,10 +28,12 @@ from pretrain.commands.scale import (
     rule_name,
     rule_of,
     sweep_base,
+    sweep_name,
 )
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.devices import Hardware
+from pretrain.costs.flops import cost_of
 from pretrain.scaling.family import Family
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.placement import Machine, placement_table, placement_totals
@@ -33,6 +42,7 @@ from pretrain.scaling.plan import (
     Maker,
     PlannedRun,
     check_corpus,
+    make_sweep,
     optimum_at_ratio,
     plan_runs,
     spread_sizes,
@@ -48,27 +58,42 @@ from pretrain.scaling.recipe import (
     with_budget,
 )
 from pretrain.scaling.repeats import noted_repeats
+from pretrain.scaling.sweep_file import Axis, sweep_path, write_sweep
 from pretrain.scaling.utilization import Utilization, measured_utilization
-from pretrain.terminal.text import counted, fitted_table, flops_text
+from pretrain.scaling.which_runs import cells_directory, cells_of
+from pretrain.terminal.text import counted, fitted_table, flops_text, number
 
 PFLOPS_DAY = 86400e15
 
 
+# The flags that belong to what a plan varies; the first ones choose it.
+FLAGS: dict[Axis, str] = {
+    "sizes": "budgets sizes spread holdout_budgets tokens_per_parameter around ratios max_epochs "
+    "rule tuned lanes_multiple keep_layers width_multiple ladder cluster nodes gpus_per_node gpu "
+    "mfu host_memory measured speed seeds",
+    "rates": "rates lanes steps seeds",
+    "lengths": "segments memories",
+    "variants": "runs_dir",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `pretrain scale plan`."""
-    add = parser.add_argument
-    base = "base experiment, whose family of shapes is scaled"
-    add_experiment(parser, RunConfig, base)
-    flops = "training FLOPs per run"
-    add("--budgets", type=amount_of("FLOPs"), nargs="+", required=True, metavar="C", help=flops)
+    """The flags of `pretrain scale plan`, by what a plan varies."""
+    words = "experiment that is varied, or the file of a comparison of variants"
+    add_experiment(parser, RunConfig, words)
+    add_sweep_output(parser)
+    flags, lengths = amount_of("FLOPs"), size_of("tokens")
+    seeds = "train each run once per seed (default: 1, or the experiment's)"
+    parser.add_argument("--seeds", type=int, nargs="+", default=[], metavar="SEED", help=seeds)
+    group = parser.add_argument_group("sizes: the experiment's family at budgets")
+    add = group.add_argument
+    words = "training FLOPs per run"
+    add("--budgets", type=flags, nargs="+", default=[], metavar="C", help=words)
     add("--sizes", type=int, default=5, help="number of sizes per budget (default %(default)s)")
     ratio = "ratio of each size to the next smaller one (default %(default)s)"
     add("--spread", type=float, default=1.6, help=ratio)
-    seeds = "train each run once per seed (default 1)"
-    add("--seeds", type=int, nargs="+", default=[1], metavar="SEED", help=seeds)
     held = "training FLOPs of runs that will be predicted and not fitted"
-    add("--holdout-budgets", type=amount_of("FLOPs"), nargs="+", default=[], metavar="C", help=held)
-    add_family(parser)
+    add("--holdout-budgets", type=flags, nargs="+", default=[], metavar="C", help=held)
     center = "D/N around which sizes are centered (default %(default)s)"
     add("--tokens-per-parameter", type=float, default=TOKENS_PER_PARAMETER, help=center)
     around = "center the sizes on the optimum that these runs predict"
@@ -77,14 +102,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ratios", type=float, nargs="+", default=[], metavar="D/N", help=ratios)
     epochs = "let cells repeat the corpus up to this often (default 1)"
     add("--max-epochs", type=float, default=1.0, metavar="N", help=epochs)
-    add_machine(parser)
-    add_sweep_output(parser)
+    add_family(group)
+    add_machine(parser.add_argument_group("sizes, for a machine: cells are planned to fit it"))
+    add = parser.add_argument_group("rates: the experiment at several, equal tokens").add_argument
+    rates = "peak learning rates, best 2x apart"
+    add("--rates", type=float, nargs="+", default=[], metavar="LR", help=rates)
+    lanes = "numbers of lanes, and so batch sizes (default: the experiment's)"
+    add("--lanes", type=int, nargs="+", default=[], metavar="N", help=lanes)
+    steps = "steps with the experiment's lanes (default: the experiment's)"
+    add("--steps", type=int, metavar="N", help=steps)
+    group = parser.add_argument_group("lengths: the experiment at equal tokens and equal FLOPs")
+    for name, letter in (("segments", "T"), ("memories", "M")):
+        words = f"{name[:-1] if letter == 'T' else 'memory'} lengths, in tokens"
+        group.add_argument(
+            f"--{name}", type=lengths, nargs="+", default=[], metavar=letter, help=words
+        )
+    group = parser.add_argument_group("variants: planned again when runs have ended, more seeds")
+    words = "parent of the cells' run directories (default runs/NAME): where best rates are read"
+    group.add_argument("--runs-dir", type=Path, metavar="DIR", help=words)
 
 
-def add_machine(parser: argparse.ArgumentParser) -> None:
+def add_machine(group: argparse._ActionsContainer) -> None:
     """The flags of the machine that a plan is for: without one, nothing checks that cells fit."""
-    add = parser.add_argument
-    add_hardware_arguments(parser)
+    add = group.add_argument
+    add_hardware_arguments(group)
     mfu = "assumed utilization of the peak, as in 'pretrain describe'"
     add("--mfu", type=float, help=mfu)
     host = "host memory of a GPU node, such as 2T bytes; without it only devices are checked"
@@ -97,6 +138,142 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and its cost, and write the sweep file."""
+    plans = {"sizes": _sizes_at_budgets, "rates": _rates, "lengths": _lengths}
+    return {**plans, "variants": _variants}[_axis_of(arguments)](arguments)
+
+
+def _axis_of(arguments: argparse.Namespace) -> Axis:
+    """What the plan varies; ConfigError for nothing, or for flags of something else."""
+    file = find_config(arguments.experiment)
+    tree = read_tree(file) if file.is_file() else {}
+    is_comparison = "members" in tree
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = {name for name, value in vars(arguments).items() if value != parser.get_default(name)}
+    flags = {axis: names.split() for axis, names in FLAGS.items()}
+    by_flags: tuple[Axis, ...] = ("sizes", "rates", "lengths")
+    chosen = [axis for axis in by_flags if flags[axis][0] in given]
+    axis: Axis | None = "variants" if is_comparison else chosen[0] if chosen else None
+    if axis is None:
+        if not tree.keys() & {"model", "data", "optim"}:
+            refuse_other_kind(tree, arguments.experiment, ["members"])
+        raise ConfigError(
+            f"{arguments.experiment}: found nothing to vary; give --budgets, --rates, or "
+            "--segments and --memories, or the file of a comparison"
+        )
+    other = {name for names in flags.values() for name in names} - {*flags[axis]}
+    if wrong := sorted(given & other):
+        raise ConfigError(
+            f"--{wrong[0].replace('_', '-')} has no meaning in a plan that varies {axis}; leave it "
+            "out, or make two plans"
+        )
+    return axis
+
+
+def _rates(arguments: argparse.Namespace) -> int:
+    from pretrain.scaling.rates import plan_rates
+
+    if arguments.steps is not None:
+        check_least(arguments, 1, "steps")
+    base, name = sweep_base(arguments, "rates")
+    runs = plan_rates(
+        with_vocabulary(base),
+        arguments.rates,
+        lanes=arguments.lanes,
+        seeds=arguments.seeds,
+        steps=arguments.steps,
+    )
+    unchecked = check_corpus(
+        base, runs, fewer_tokens="use fewer --steps or more text", fewer_lanes="smaller --lanes"
+    )
+    return _written(arguments, name, base, runs, unchecked, "rates")
+
+
+def _lengths(arguments: argparse.Namespace) -> int:
+    from pretrain.scaling.lengths import plan_lengths
+
+    base, name = sweep_base(arguments, "lengths")
+    runs = plan_lengths(with_vocabulary(base), arguments.segments, arguments.memories)
+    unchecked = check_corpus(
+        base,
+        runs,
+        fewer_tokens="use an experiment of fewer steps, or more text",
+        fewer_lanes="longer --segments, which need fewer lanes",
+    )
+    return _written(arguments, name, base, runs, [replaced_settings(base), *unchecked], "lengths")
+
+
+def _written(
+    arguments: argparse.Namespace,
+    name: str,
+    base: RunConfig,
+    runs: list[PlannedRun],
+    lines: list[str],
+    varies: Axis,
+) -> int:
+    """Print the cells of one model and write their sweep."""
+    heads = ["cell", "segment", "memory", "lanes", "steps", "rate", "D", "C"]
+    rows = [
+        [
+            item.name,
+            *map(str, (item.run.data.segment_length, item.run.model.longest_memory)),
+            *map(str, (item.run.data.lanes, item.cost.steps)),
+            f"{item.run.optim.learning_rate:.3g}",
+            amount(item.cost.tokens),
+            flops_text(item.cost.flops),
+        ]
+        for item in runs
+    ]
+    total = f"{counted(len(runs), 'run')} of {amount(runs[0].cost.parameters)} parameters, "
+    total += f"{sum(item.cost.flops for item in runs):.3g} FLOPs"
+    print("\n".join([fitted_table([heads, *rows]), f"total: {total}", *lines]))
+    write_plan(arguments, name, base, runs, [total], varies)
+    return 0
+
+
+def _variants(arguments: argparse.Namespace) -> int:
+    """Every member at every rate; again when runs have ended, with the other seeds."""
+    from pretrain.scaling.collect import row_of
+    from pretrain.scaling.variants import best_rates, member_runs, planned_cells, read_comparison
+
+    comparison = read_comparison(arguments.experiment)
+    file = find_config(arguments.experiment.parent / comparison.experiment)
+    if not file.exists():
+        raise ConfigError(
+            f"{arguments.experiment}: {file} does not exist (experiment is relative to the "
+            "comparison's file)"
+        )
+    name = sweep_name(arguments, comparison.name)
+    path = sweep_path(arguments.output, name)
+    overrides = [*arguments.overrides, *arguments.set]
+    runs = member_runs(comparison, file, overrides)
+    base = load_config(RunConfig, file, [*comparison.settings, *overrides])
+    notes = [f"{flops_text(comparison.flops)} FLOPs for each run of {', '.join(runs)}"]
+    cells = list(planned_cells(comparison, runs, {}))
+    unchecked = check_corpus(
+        base, cells, fewer_tokens="use fewer flops or more text", fewer_lanes="smaller data.lanes"
+    )
+    sweep = make_sweep(name, file, base, cells, path.parent, notes, "variants")
+    folder = cells_directory(sweep, arguments.runs_dir)
+    best = best_rates([row_of(cell) for cell in cells_of(sweep, path, folder)])
+    cells = list(planned_cells(comparison, runs, best))
+    write_sweep(path, make_sweep(name, file, base, cells, path.parent, notes, "variants"))
+    rows = [["member", "parameters", "steps", "tokens", "best rate"]]
+    for member, run in runs.items():
+        cost = cost_of(run)
+        numbers = [amount(cost.parameters), f"{cost.steps:,}", amount(cost.tokens)]
+        rows.append([member, *numbers, number(best.get(member), "g")])
+    print("\n".join([fitted_table(rows), *notes, *unchecked]))
+    is_complete = len(best) == len(runs) or len(comparison.seeds) == 1
+    where = f"{path}{f' --runs-dir {arguments.runs_dir}' if arguments.runs_dir else ''}"
+    then = "this command again, which adds the other seeds at the best rates"
+    then = f"pretrain scale measure {where}" if is_complete else then
+    print(f"sweep: {path} ({counted(len(cells), 'cell')})")
+    print(f"next: launcher sweep submit {where} --local (or --cluster FILE), then {then}")
+    return 0
+
+
+def _sizes_at_budgets(arguments: argparse.Namespace) -> int:
     for budget in (*arguments.budgets, *arguments.holdout_budgets):
         if not 0 < budget < math.inf:
             raise ConfigError(f"a budget of {budget} FLOPs is not positive and finite")
@@ -113,7 +290,7 @@ def run(arguments: argparse.Namespace) -> int:
         sorted({*arguments.budgets}),
         _sizes(family, optimum, arguments),
         machine.make if machine else _budget_only(rule, arguments.lanes_multiple),
-        seeds=list(dict.fromkeys(arguments.seeds)),
+        seeds=list(dict.fromkeys(arguments.seeds)) or [1],
         holdouts={budget: optimum(budget) for budget in arguments.holdout_budgets},
     )
     unchecked = check_corpus(
@@ -135,9 +312,10 @@ def run(arguments: argparse.Namespace) -> int:
     print("\n".join([*lines, _replaced(family.base, rule), *unchecked]))
     notes = [*_notes(arguments, around), *lines]
     if machine:
-        write_plan(arguments, name, base, runs, notes, _where(machine.hardware, arguments.cluster))
+        where = _where(machine.hardware, arguments.cluster)
+        write_plan(arguments, name, base, runs, notes, "sizes", where)
     else:
-        write_plan(arguments, name, base, runs, notes)
+        write_plan(arguments, name, base, runs, notes, "sizes")
     return 0
 
 
@@ -163,7 +341,7 @@ def _rule_lines(rule: Rule, runs: list[RunConfig]) -> list[str]:
         return [line for line in [outside_step_law(runs)] if line]
     if rule is base_rule:
         return []
-    from pretrain.scaling.tuned_rule import TunedRule
+    from pretrain.scaling.rates import TunedRule
 
     assert isinstance(rule, TunedRule)
     return rule.describe(runs)

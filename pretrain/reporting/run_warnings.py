@@ -88,7 +88,7 @@ def _too_low(history: History) -> Iterator[str]:
     yield (
         f"optim.learning_rate={optim.learning_rate:g} looks too low: the median update of a layer "
         f"is {update:.2g} of its weights, 1e-3 to 1e-2 are usual. Raise the rate; "
-        "'pretrain scale tune' finds a good one."
+        "'pretrain scale plan --rates' finds a good one."
     )
 
 

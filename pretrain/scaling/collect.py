@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from data_pipeline.csv_files import write_csv
 from data_pipeline.errors import ConfigError, DataError
 from pretrain.config.run import RunConfig
+from pretrain.costs.device_memory import lane_bytes
 from pretrain.costs.flops import cost_of
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.losses import set_losses
@@ -21,6 +22,7 @@ from pretrain.rundir.task_metrics import task_columns
 from pretrain.rundir.training_events import TrainingBegan
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.points import Array
+from pretrain.scaling.probed import PROBED, probe_columns
 from pretrain.scaling.repeats import effective_tokens
 from pretrain.scaling.run_tables import csv_rows
 from pretrain.scaling.which_runs import PlacedCell
@@ -55,6 +57,11 @@ class Row:
     seconds: float | str = (
         ""  # of training, without evaluations and saves, where the run measured it
     )
+    segment_length: int | str = ""
+    memory_length: int | str = ""  # in training
+    base_width: int | str = ""  # from which rates transfer to other widths; 0: they do not
+    lane_bytes: int | str = ""  # that a lane carries
+    varies: str = ""  # what the sweep's plan varied
     code: str = ""  # versions of the code that trained it, where the run noted them
     excluded: str = ""  # why the cell takes no part
     set_losses: Mapping[str, float] = field(default_factory=dict)  # a column `loss/NAME` for each
@@ -71,6 +78,32 @@ def write_rows(path: Path, rows: Sequence[Any]) -> None:
         tree |= {f"loss/{name}": loss for name, loss in losses.items()}
         tree |= tree.pop(TASKS, {})
     write_csv(path, list(dict.fromkeys(name for tree in trees for name in tree)), trees)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a table that `collect` wrote; DataError for any other."""
+    origin = "expected a table that 'pretrain scale collect' writes"
+    kinds = {each.name: each.type for each in fields(Row) if each.name not in (SET_LOSSES, TASKS)}
+    found = []
+    for line, row in csv_rows(path, origin):
+        if missing := [name for name in kinds if row.get(name) is None]:
+            raise DataError(f"{path}: no column {missing[0]!r}; {origin}")
+        values: dict[str, Any] = {name: row[name] for name in kinds}
+        for name, kind in kinds.items():
+            try:
+                if kind != "str" and row[name]:
+                    values[name] = (int if "int" in str(kind) else float)(row[name])
+            except ValueError:
+                raise DataError(
+                    f"{path}: row {line}: {name}={row[name]!r}, expected a number; collect again"
+                ) from None
+        found.append(Row(**values, tasks=probes_in(row)))
+    return found
+
+
+def probes_in(row: Mapping[str, str]) -> dict[str, float]:
+    """The columns of probes, as far as they are filled."""
+    return {name: float(row[name]) for name in row if name.startswith(PROBED) and row[name]}
 
 
 def shown_rows(rows: Sequence[Row]) -> list[list[str]]:
@@ -145,7 +178,12 @@ def row_of(placed: PlacedCell, last: int = 1) -> Row:
     """
     cell, steps, run_dir = placed.cell, placed.config.optim.steps, RunDir(placed.path)
     holdout = "yes" if cell.holdout else ""
-    row = Row(name=cell.name, budget=cell.facts.get("budget", ""), holdout=holdout)
+    row = Row(
+        name=cell.name,
+        budget=cell.facts.get("budget", ""),
+        holdout=holdout,
+        varies=placed.varies,
+    )
     if not run_dir.exists():
         return replace(row, excluded="not started: there is no run directory")
     measured = run_dir.read_metrics()
@@ -179,6 +217,10 @@ def row_of(placed: PlacedCell, last: int = 1) -> Row:
         schedule=config.optim.schedule.shape,
         learning_rate=config.optim.learning_rate,
         tokens_per_step=cost.tokens_per_step,
+        segment_length=config.data.segment_length,
+        memory_length=config.model.longest_memory,
+        base_width=config.model.base_width,
+        lane_bytes=lane_bytes(config),
         seconds=sum(
             item["seconds"] for item in measured if item["kind"] == "train" and item.get("seconds")
         )
@@ -192,7 +234,7 @@ def row_of(placed: PlacedCell, last: int = 1) -> Row:
         ),
         excluded=_reason(step, steps, evaluations, loss),
         set_losses=set_losses(evaluations[-1]) if evaluations else {},
-        tasks=task_columns(evaluations[-1]) if evaluations else {},
+        tasks=(task_columns(evaluations[-1]) if evaluations else {}) | probe_columns(placed.path),
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from data_pipeline.errors import DataError
-from pretrain.scaling.context import ContextRow
+from pretrain.scaling.collect import Row
 from pretrain.scaling.intervals import Interval, range_of
 from pretrain.scaling.points import Array
 from pretrain.terminal.text import counted
@@ -116,13 +116,13 @@ class Optimum:
     is_edge: bool  # the longest memory that is answered with: a longer one may be better
 
 
-def trained_runs(rows: Sequence[ContextRow], segment_length: int = 0) -> Trained:
+def trained_runs(rows: Sequence[Row], segment_length: int = 0) -> Trained:
     """The runs of one segment length (0: that of most) with their own memory, means over seeds.
 
     DataError if they do not determine a law, or differ in more than size, memory and tokens.
     """
-    own = [row for row in rows if row.evaluated_memory == row.memory_length]
-    lengths = [row.segment_length for row in own]
+    own = [row for row in rows if not row.excluded]
+    lengths = [int(row.segment_length) for row in own]
     segment = segment_length or max(sorted({*lengths}), key=lengths.count, default=0)
     own = [row for row in own if row.segment_length == segment]
     columns = [("N", "sizes"), ("D", "numbers of tokens"), ("memory_length", "memory lengths")]
@@ -139,12 +139,6 @@ def trained_runs(rows: Sequence[ContextRow], segment_length: int = 0) -> Trained
             "the runs have two sizes, which determine no power of N: give tables of one size, or "
             f"of {FEWEST}"
         )
-    for size in {row.N for row in own}:
-        if len({row.recipe for row in own if size == row.N}) > 1:
-            raise DataError(
-                f"the runs of {size} parameters differ in settings besides memory and tokens "
-                "(column recipe); give tables of one recipe"
-            )
     own = _means_over_seeds(own)
     numbers = 5 + 2 * (sizes >= FEWEST)
     if len(own) < numbers + SPARE:
@@ -162,12 +156,12 @@ def trained_runs(rows: Sequence[ContextRow], segment_length: int = 0) -> Trained
     )
 
 
-def _means_over_seeds(rows: Sequence[ContextRow]) -> list[ContextRow]:
+def _means_over_seeds(rows: Sequence[Row]) -> list[Row]:
     """Runs that differ in their seed alone as one run with the mean of their losses.
 
     Repeats that counted as single runs would narrow the intervals as if the law were exact.
     """
-    cells: dict[tuple[object, ...], list[ContextRow]] = {}
+    cells: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         cells.setdefault((row.N, row.D, row.memory_length), []).append(row)
     return [

@@ -158,7 +158,7 @@ optim:
   steps: {optim.steps}  # {amount(optim.steps * per_step)} tokens; more may be added when resuming
   # 'new' and 'new --paper' start from different rates; for a fair comparison tune both and train
   # each at its own best one.
-  learning_rate: {optim.learning_rate}  # the most important one to tune: 'pretrain scale tune'
+  learning_rate: {optim.learning_rate}  # tune it first: 'pretrain scale plan --rates'
   betas: [{optim.betas[0]}, {optim.betas[1]}]
   weight_decay: {optim.weight_decay}
   clip_norm: {optim.clip_norm}

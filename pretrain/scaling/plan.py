@@ -23,7 +23,7 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.flops import RunCost, cost_of
 from pretrain.scaling.family import Family
 from pretrain.scaling.recipe import refuse_unsuited
-from pretrain.scaling.sweep_file import FORMAT, Cell, Sweep, reader_of, sweep_path, write_sweep
+from pretrain.scaling.sweep_file import FORMAT, Axis, Cell, Sweep, sweep_path, write_sweep
 from pretrain.terminal.text import counted
 
 MOST_SIZES = 1000  # of a budget
@@ -214,6 +214,7 @@ def write_plan(
     base: RunConfig,
     runs: Sequence[PlannedRun],
     notes: Sequence[str],
+    varies: Axis,
     where: str = "--local (or --cluster FILE)",
 ) -> None:
     """Write the sweep `name`; print its path, and what comes next: submitting it `where`.
@@ -221,11 +222,10 @@ def write_plan(
     `base` includes the overrides of the command line.
     """
     path = sweep_path(arguments.output, name)
-    sweep = make_sweep(name, arguments.experiment, base, runs, path.parent, notes)
+    sweep = make_sweep(name, arguments.experiment, base, runs, path.parent, notes, varies)
     write_sweep(path, sweep)
     print(f"sweep: {path} ({counted(len(runs), 'cell')})")
-    _, then = reader_of(sweep)
-    print(f"next: launcher sweep submit {path} {where}, then {then} {path}")
+    print(f"next: launcher sweep submit {path} {where}, then pretrain scale collect {path}")
 
 
 def make_sweep(
@@ -235,6 +235,7 @@ def make_sweep(
     runs: Sequence[PlannedRun],
     directory: Path,
     notes: Sequence[str],
+    varies: Axis = "sizes",
 ) -> Sweep:
     """Return the runs as a sweep whose file will be in `directory`.
 
@@ -259,7 +260,7 @@ def make_sweep(
         )
         for item, tree in zip(runs, trees, strict=True)
     ]
-    return Sweep(format=FORMAT, name=name, notes=tuple(notes), cells=tuple(cells))
+    return Sweep(format=FORMAT, name=name, varies=varies, notes=tuple(notes), cells=tuple(cells))
 
 
 def _with_vocabulary_of(base: RunConfig, run: RunConfig) -> RunConfig:

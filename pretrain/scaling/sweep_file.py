@@ -2,6 +2,7 @@
 
 format: 1
 name: books                          # the sweep's name
+varies: sizes                        # what a plan varied, which decides what its page shows
 notes: [...]                         # how it was planned, for people
 cells:
   - name: c1e17-n12M                 # also the name of the run's directory
@@ -29,10 +30,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from data_pipeline.config_loader import load_config, parse_config, to_tree
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import ConfigError
 from data_pipeline.file_kinds import refuse_other_kind
 from data_pipeline.files import write_text
 from data_pipeline.setting_fields import LONGEST_NAME, require_name
@@ -48,6 +49,7 @@ from data_pipeline.yaml_files import (
 from pretrain.config.run import RunConfig
 
 FORMAT = 1
+Axis = Literal["sizes", "rates", "lengths", "variants"]
 MOST_CELLS = 100_000
 LARGEST_FACT = 1e300  # an integer may be larger than any float
 _LIST_CELLS = "list '- {name: ..., experiment: FILE, overrides: [...]}' under cells"
@@ -71,6 +73,7 @@ class Sweep:
 
     format: int
     name: str
+    varies: Axis = "sizes"
     notes: tuple[str, ...] = ()
     cells: tuple[Cell, ...] = ()
 
@@ -107,27 +110,6 @@ def read_sweep(path: Path) -> Sweep:
         ]
         tree["cells"] = [to_tree(cell) for cell in parsed]
     return parse_config(Sweep, tree, str(path))
-
-
-def reader_of(sweep: Sweep) -> tuple[str, str]:
-    """What the sweep's runs are for, in words, and the command that reads them for it."""
-    if all("tuned_rate" in cell.facts for cell in sweep.cells):
-        return "for the best learning rate", "pretrain scale tune report"
-    if all("same_tokens" in cell.facts for cell in sweep.cells):
-        return "to compare the contexts", "pretrain scale context collect"
-    if all("variant_rate" in cell.facts for cell in sweep.cells):
-        return (
-            "to compare the variants, once 'scale variants plan' adds no cells",
-            "pretrain scale variants measure",
-        )
-    return "to fit scaling laws", "pretrain scale collect"
-
-
-def require_reader(sweep: Sweep, file: Path, command: str) -> None:
-    """Raise DataError unless `command` is the one that the sweep in `file` was planned for."""
-    purpose, own = reader_of(sweep)
-    if own != command:
-        raise DataError(f"{file} was planned {purpose}: use '{own} {file}'")
 
 
 def sweep_path(wanted: Path | None, name: str) -> Path:

@@ -49,6 +49,7 @@ class PlacedCell:
     cell: Cell
     config: RunConfig
     path: Path
+    varies: str = ""  # what the sweep's plan varied
 
 
 def cells_of(sweep: Sweep, file: Path, runs: Path) -> list[PlacedCell]:
@@ -58,7 +59,9 @@ def cells_of(sweep: Sweep, file: Path, runs: Path) -> list[PlacedCell]:
     ConfigError for a run with other settings than its cell's.
     """
     cells = [
-        PlacedCell(cell=cell, config=config_of(cell, file), path=runs / cell.name)
+        PlacedCell(
+            cell=cell, config=config_of(cell, file), path=runs / cell.name, varies=sweep.varies
+        )
         for cell in sweep.cells
     ]
     refuse_others((each.path, other_settings(each.path, each.config)) for each in cells)

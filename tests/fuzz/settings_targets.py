@@ -19,8 +19,8 @@ from pretrain.costs.cluster import ClusterConfig, load_cluster
 from pretrain.costs.node_range import NodeRange
 from pretrain.kernels.triton.tile_table import kernels_version, tiles_in
 from pretrain.scaling.point_files import read_points
+from pretrain.scaling.probed import PROBES, read_probed
 from pretrain.scaling.sweep_file import read_sweep
-from pretrain.scaling.variants.probed import PROBES, read_probed
 from tests.fuzz.target import Target, command
 
 LINES_OF_A_SCRIPT = 24  # at most, besides what a cluster file adds
@@ -139,7 +139,7 @@ def _read_sweep(path: Path) -> None:
 def _plan_variants(path: Path) -> None:
     output = path.parent / "planned.yaml"
     output.unlink(missing_ok=True)
-    plan = ["scale", "variants", "plan", path, "--output", output, "--runs-dir", path.parent / "r"]
+    plan = ["scale", "plan", path, "--output", output, "--runs-dir", path.parent / "r"]
     command(pretrain.main, *plan, "--set", "optim.schedule.shape=cosine")
 
 

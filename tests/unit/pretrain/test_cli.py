@@ -28,8 +28,7 @@ print(json.dumps(found))
 """
 ACTIONS = {
     "checkpoint": ("list", "verify", "prune"),
-    "scale": ("plan", "collect", "fit", "predict", "tasks", "report", "context collect")
-    + ("context optimum", "tune plan"),
+    "scale": ("plan", "collect", "fit", "predict", "tasks", "report", "memory", "measure"),
 }
 
 
@@ -160,14 +159,14 @@ def test_a_file_may_follow_a_flag_of_several_numbers_and_another_argument_is_tol
 ):
     experiment, sweep = tmp_path / "x.yaml", tmp_path / "sweep.yaml"
     experiment.write_text("name: mine\nmodel: {vocab_size: 100}\n")
-    plan = ["scale", "tune", "plan", "--output", str(sweep), "--rates", "1e-3", "2e-3", "4e-3"]
+    plan = ["scale", "plan", "--output", str(sweep), "--rates", "1e-3", "2e-3", "4e-3"]
     assert main([*plan, str(experiment), "data.lanes=8"]) == 0
     assert "data.lanes=8" in sweep.read_text()
     capsys.readouterr()
     order = "takes all words up to the next flag, so write other arguments first\n"
     assert main([*plan, "runs/mine"]) == 2
     assert capsys.readouterr().err.endswith(f"'runs/mine'; --rates {order}")
-    assert main([*plan[:3], "--rates", "1e-3", "--seeds"]) == 2
+    assert main([*plan[:2], "--rates", "1e-3", "--seeds"]) == 2
     assert "--seeds: expected at least one argument; see" in capsys.readouterr().err
     assert main(["scale", "plan", "--budgets", "1e15", "--ladder", str(experiment)]) == 2
     assert capsys.readouterr().err.endswith(f"are required: EXPERIMENT; --ladder {order}")

@@ -12,8 +12,6 @@ import pytest
 
 from pretrain.reporting.charts import PRINT, canvas, log_amount_ticks
 from pretrain.scaling import charts, region_charts
-from pretrain.scaling.context import ContextRow
-from pretrain.scaling.context_report import loss_by_evaluated_memory, loss_by_memory
 from pretrain.scaling.contours import equal_losses
 from pretrain.scaling.fit import fit_all
 from tests.helpers.scaling import HOFFMANN, simulated
@@ -44,18 +42,6 @@ def fit():
     loss_P = HOFFMANN.loss(size_P, tokens_P)
     training = {"run": size_P.astype(str), "N": size_P, "C": 6 * size_P * tokens_P, "loss": loss_P}
     return fit_all(points, training=training)
-
-
-def context_rows() -> list[ContextRow]:
-    return [
-        ContextRow(
-            name=f"t{segment}-m{memory}", same_tokens="yes", segment_length=segment, memory_length=memory, N=100, D=100,  # noqa: E501
-            C=1e9, evaluated_memory=evaluated, times=1.0, loss=2.0 + 0.1 / (1 + evaluated) + memory / 1e4,  # noqa: E501
-        )
-        for segment in (16, 32, 64, 128)
-        for memory in (0, 32, 128)
-        for evaluated in (0, 16, 32, 64, 128, 256, 512, 1024)
-    ]  # fmt: skip
 
 
 def assert_labels_stand_apart(axes) -> None:
@@ -206,26 +192,3 @@ def test_flops_are_set_as_powers_of_ten():
     assert charts.flops_text(1e11) == "$10^{11}$"
     assert charts.flops_text(2e12) == "$2 \\times 10^{12}$"
     assert charts.flops_text(1000.0) == "$10^{3}$"
-
-
-def test_other_memories_have_a_panel_per_segment_and_a_ring_where_evaluation_is_as_training():
-    figure = loss_by_evaluated_memory(context_rows(), PRINT)
-    figure.draw_without_rendering()
-    panels = [axes for axes in figure.axes if axes.get_visible()]
-    assert [axes.get_title() for axes in panels] == [
-        f"segments of {length}" for length in (16, 32, 64, 128)
-    ]
-    assert figure.get_supxlabel() == "memory length in evaluation (tokens)"
-    assert "memory length M in training (tokens)" in figure.legends[0].get_title().get_text()
-    evaluated = [0, 16, 32, 64, 128, 256, 512, 1024]
-    for axes in panels:
-        rings = [line.get_xdata()[0] for line in axes.lines if line.get_markerfacecolor() == "none"]
-        assert [evaluated[int(place)] for place in rings] == [0, 32, 128]
-        assert_labels_stand_apart(axes)
-
-
-def test_memory_of_training_and_evaluation_is_named_with_its_unit():
-    rows = [row for row in context_rows() if row.evaluated_memory == row.memory_length]
-    axes = loss_by_memory(rows, PRINT).axes[0]
-    assert axes.get_xlabel() == "memory length M, in training as in evaluation (tokens)"
-    assert axes.get_legend().get_title().get_text() == "segment length T (tokens)"

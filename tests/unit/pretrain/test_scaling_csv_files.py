@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import DataError
-from pretrain.scaling.collect import read_curves
-from pretrain.scaling.context import read_context
+from pretrain.scaling.collect import Row, read_curves, read_rows, write_rows
 from pretrain.scaling.point_files import read_points
 
-READERS = [read_points, read_curves, read_context]
+READERS = [read_points, read_curves, read_rows]
 
 
 @pytest.mark.parametrize("read", READERS)
@@ -37,3 +36,13 @@ def test_a_directory_is_said_to_be_one(read, tmp_path: Path) -> None:
 def test_an_absent_table_is_named(read, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.csv does not exist"):
         read(tmp_path / "none.csv")
+
+
+@pytest.mark.parametrize(("column", "said"), [("loss", "loss='x', expected"), ("D", "no column")])
+def test_a_damaged_table_of_runs_is_refused_in_a_line(column, said, tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    write_rows(path, [Row(name="a", N=1, D=2, loss=3.0)])
+    text = path.read_text()
+    path.write_text(text.replace("3.0", "x") if column == "loss" else text.replace("D,", "E,", 1))
+    with pytest.raises(DataError, match=said):
+        read_rows(path)

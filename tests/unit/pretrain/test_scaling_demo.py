@@ -82,7 +82,7 @@ def test_the_demo_tunes_plans_fits_predicts_a_held_out_run_and_what_serving_cost
     (tmp_path / "demo.yaml").write_text(text.replace("runs/scaling-demo", str(tmp_path)))
     walked = [walk(words, tmp_path) for words in commands]
     actions = [words[1] for words in walked if words]
-    tuned, swept = ["tune", "submit", "tune"], ["plan", "submit", "collect", "fit"]
+    tuned, swept = ["plan", "submit", "collect", "report"], ["plan", "submit", "collect", "fit"]
     assert actions == [*tuned, *swept, "predict", "report", "predict"]
     said = capsys.readouterr().out
     for each in (

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from data_pipeline.errors import DataError
-from pretrain.commands import scale_context
-from pretrain.scaling.collect import write_rows
-from pretrain.scaling.context import ContextRow
+from pretrain.commands import scale
+from pretrain.scaling.collect import Row, write_rows
 from pretrain.scaling.memory_law import (
     best_memory,
     fit_memory_law,
@@ -40,10 +39,10 @@ def true_cost(size: float, memory: float) -> float:
     return 6 * size * (1 + memory / 400)
 
 
-def rows_of(sizes=(SIZE,), noise=0.0, seed=0, **changes) -> list[ContextRow]:
+def rows_of(sizes=(SIZE,), noise=0.0, seed=0, **changes) -> list[Row]:
     rng = np.random.default_rng(seed)
     return [
-        ContextRow(
+        Row(
             **{
                 "name": f"n{size}-d{tokens}-m{memory}",
                 "segment_length": SEGMENT,
@@ -51,10 +50,8 @@ def rows_of(sizes=(SIZE,), noise=0.0, seed=0, **changes) -> list[ContextRow]:
                 "N": size,
                 "D": tokens,
                 "C": tokens * true_cost(size, memory),
-                "evaluated_memory": memory,
-                "times": 1.0,
                 "loss": true_loss(size, tokens, memory) * (1 + noise * rng.standard_normal()),
-                "recipe": str(size),
+                "varies": "lengths",
                 **changes,
             }
         )
@@ -119,9 +116,6 @@ def test_runs_that_determine_no_law_are_refused():
         trained_runs(few)
     with pytest.raises(DataError, match="the runs have two sizes"):
         trained_runs(rows_of((10**6, 4 * 10**6)))
-    mixed = rows_of() + rows_of(recipe="other")
-    with pytest.raises(DataError, match="differ in settings besides memory and tokens"):
-        trained_runs(mixed)
 
 
 def test_runs_that_differ_in_their_seed_alone_count_as_one_with_their_mean():
@@ -154,10 +148,10 @@ def test_the_command_reads_tables_and_answers_for_each_budget(tmp_path, capsys):
     for tokens in (10**7, 3 * 10**7, 10**8):
         paths.append(tmp_path / f"{tokens}.csv")
         rows = [row for row in rows_of(noise=0.002) if tokens == row.D]
-        unused = [row for row in rows_of(evaluated_memory=999, loss=9.0) if tokens == row.D]
+        unused = [row for row in rows_of(excluded="diverged", loss=9.0) if tokens == row.D]
         write_rows(paths[-1], rows + unused)
     words = [str(path) for path in paths]
-    assert scale_context.PROGRAM.main(["optimum", *words, "--flops", "1e14", "6e14"]) == 0
+    assert scale.PROGRAM.main(["memory", *words, "--flops", "1e14", "6e14"]) == 0
     said = capsys.readouterr().out
     assert re.search(
         r"^memory +0 +64 +128 +256 +512\nruns +3 +3 +3 +3 +3\npredicted - ", said, re.M
@@ -169,5 +163,5 @@ def test_the_command_reads_tables_and_answers_for_each_budget(tmp_path, capsys):
     for flops, value, low, high in found:
         assert int(low) <= int(value) <= int(high)
         assert math.isclose(int(value), true_best(float(flops)), rel_tol=0.6)
-    assert scale_context.PROGRAM.main(["optimum", *words, "--flops", "1e18"]) == 2
+    assert scale.PROGRAM.main(["memory", *words, "--flops", "1e18"]) == 2
     assert "is over 10 times outside of the runs" in capsys.readouterr().err

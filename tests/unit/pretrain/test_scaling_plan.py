@@ -287,11 +287,11 @@ COMPARISON = "name: two\nexperiment: e.yaml\nflops: 1e17\nrates: [1e-3]\nseeds: 
     "plan",
     [
         ["plan", "e.yaml", "--budgets", "1e14", "--sizes", "2"],
-        ["tune", "plan", "e.yaml", "--rates", "1e-3", "2e-3", "4e-3"],
-        ["context", "plan", "e.yaml", "--segments", "64", "--memories", "0", "64"],
-        ["variants", "plan", "two.yaml"],
+        ["plan", "e.yaml", "--rates", "1e-3", "2e-3", "4e-3"],
+        ["plan", "e.yaml", "--segments", "64", "--memories", "0", "64"],
+        ["plan", "two.yaml"],
     ],
-    ids=lambda plan: plan[0],
+    ids=["sizes", "rates", "lengths", "variants"],
 )
 def test_a_sweep_is_named_after_its_file_so_two_plans_have_their_own_runs(
     tmp_path, monkeypatch, plan

@@ -1,9 +1,8 @@
-"""`pretrain scale tune`: the plan's arithmetic, the valley of known losses, and a real sweep."""
+"""Sweeps of rates: the plan's arithmetic, the valley of known losses, and a real sweep."""
 
 from __future__ import annotations
 
 import math
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +18,10 @@ from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.run import RunConfig
 from pretrain.reporting.charts import PRINT
 from pretrain.rundir.run_dir import RunDir
+from pretrain.scaling.collect import Row, write_rows
+from pretrain.scaling.comparison_pages import loss_by_rate
+from pretrain.scaling.rates import TOLERABLE, fit_rates, plan_rates, verdicts
 from pretrain.scaling.sweep_file import read_sweep
-from pretrain.scaling.tune import TOLERABLE, fit_rates, plan_rates, verdicts
-from pretrain.scaling.tune_again import advice_to_add_rates
-from pretrain.scaling.tune_report import loss_by_rate, write_tune_report
 from tests.helpers.corpora import make_tiny_corpus
 
 WARMUP = 80
@@ -96,7 +95,7 @@ def test_the_interval_holds_the_best_rate_in_about_95_of_100_noisy_sweeps():
     rates = [1.5e-4 * 2 ** (index / 2) for index in range(13)]
     held = []
     for _ in range(200):
-        found = fit_rates(512, rates, losses_at(rates, 0.005, rng), num_draws=200).optimum
+        found = fit_rates(512, rates, losses_at(rates, 0.005, rng)).optimum
         held.append(found.rate.low <= BEST <= found.rate.high)
     assert 0.90 <= np.mean(held) <= 1.0
 
@@ -138,31 +137,21 @@ def test_a_rate_that_diverged_is_not_advised_again(diverged, said):
     ],
 )
 def test_what_a_sweep_cannot_tell_is_said(rates, losses, said):
-    (line,) = verdicts([fit_rates(512, rates, losses)])
+    (line,) = verdicts([fit_rates(512, rates, losses)])[:1]
     assert said in line
 
 
-@pytest.mark.parametrize("flags", [[], ["--seeds", "1", "2", "--name=mine", "optim.steps=400"]])
-def test_the_advised_command_adds_the_rate_and_leaves_the_planned_cells_as_they_are(
-    tmp_path, capsys, monkeypatch, flags
-):
-    monkeypatch.chdir(tmp_path)
-    experiment, file = Path("my run.yaml"), Path("sweeps") / "s.yaml"
+def test_a_plan_with_more_rates_leaves_the_planned_cells_as_they_are(tmp_path, capsys):
+    experiment, file = tmp_path / "run.yaml", tmp_path / "s.yaml"
     write_text(experiment, "name: tiny\nmodel: {vocab_size: 300}\ndata: {path: absent}\n")
-    plan = ["scale", "tune", "plan", str(experiment), "--rates", "1e-3", "2e-3", "4e-3"]
-    warmup = "optim.schedule.warmup_steps=7"
-    assert main([*plan, "--steps=200", "--set", warmup, *flags, f"--output={file}"]) == 0
-    sweep = read_sweep(file)
-    found = fit_rates(512, [1e-3, 2e-3, 4e-3], [3.3, 3.1, 3.0])
-    (line,) = advice_to_add_rates(sweep, file, [found])
-    _, *command = shlex.split(line.partition(": ")[2])
-    assert command[3] == str(experiment)
-    assert main(command) == 0
+    plan = ["scale", "plan", str(experiment), "--steps=200", f"--output={file}", "--seeds", "1"]
+    assert main([*plan, "--rates", "1e-3", "2e-3", "4e-3"]) == 0
+    before = read_sweep(file)
+    assert main([*plan, "--rates", "1e-3", "2e-3", "4e-3", "8e-3"]) == 0
     after = read_sweep(file)
-    assert after.name == sweep.name
-    assert [cell for cell in after.cells if cell.facts["tuned_rate"] != 8e-3] == list(sweep.cells)
-    assert len(after.cells) * 3 == len(sweep.cells) * 4
-    assert not advice_to_add_rates(sweep, file, [fit_rates(512, RATES, losses_at(RATES))])
+    assert (after.name, after.varies) == (before.name, "rates")
+    assert after.cells[:3] == before.cells
+    assert len(after.cells) == 4
 
 
 def test_a_parabola_that_contradicts_the_lowest_measured_loss_is_warned_of():
@@ -195,7 +184,7 @@ metrics: {{tensorboard: false}}
 """,
     )
     rates = ["2e-2", "8e-2", "3.2e-1"]
-    plan = ["scale", "tune", "plan", str(experiment), "--rates", *rates]
+    plan = ["scale", "plan", str(experiment), "--rates", *rates]
     assert main([*plan, "evaluation.max_tokens=200", "--out", str(sweep)]) == 0
     cells = read_sweep(sweep).cells
     write_text(experiment, experiment.read_text().replace("learning_rate: 8e-2, ", ""))
@@ -203,29 +192,20 @@ metrics: {{tensorboard: false}}
         run = ["train", str(experiment), "--run-dir", str(tmp_path / "runs" / cell.name)]
         assert main([*run, *cell.overrides]) == 0
     capsys.readouterr()
-    report = ["scale", "tune", "report", str(sweep), "--runs-dir", str(tmp_path / "runs")]
-    assert main(report) == 0
+    assert main(["scale", "collect", str(sweep), "--runs-dir", str(tmp_path / "runs")]) == 0
+    assert "next: pretrain scale report" in capsys.readouterr().out
+    assert main(["scale", "report", str(tmp_path / "runs" / "runs.csv")]) == 0
     printed = capsys.readouterr().out
     last = {
         cell.name: RunDir(tmp_path / "runs" / cell.name).read_metrics()[-1]["loss"]
         for cell in cells
     }
-    page = (tmp_path / "runs" / "tune-report" / "report.html").read_text()
+    page = (tmp_path / "runs" / "scaling-report" / "report.html").read_text()
     for loss in last.values():
         assert f"{loss:.4f}" in printed
         assert f"{loss:.4f}" in page
     assert "32 tokens a step: optim.learning_rate=0.0" in printed
-    assert (tmp_path / "runs" / "tune-report" / "tune.png").stat().st_size > 5_000
-    assert main(["scale", "collect", str(sweep)]) == 2
-    assert f"use 'pretrain scale tune report {sweep}'" in capsys.readouterr().err
-
-
-def test_a_sweep_of_something_else_is_refused(tmp_path: Path, capsys):
-    sweep = tmp_path / "sweep.yaml"
-    write_text(tmp_path / "a.yaml", "name: a\n")
-    write_text(sweep, "format: 1\nname: other\ncells: [{name: a, experiment: a.yaml}]\n")
-    assert main(["scale", "tune", "report", str(sweep), "--runs-dir", str(tmp_path)]) == 2
-    assert "sweep.yaml was planned to fit scaling laws" in capsys.readouterr().err
+    assert (tmp_path / "runs" / "scaling-report" / "rates.png").stat().st_size > 5_000
 
 
 def test_plans_for_which_the_corpus_is_too_small_are_refused_with_their_own_advice(
@@ -239,13 +219,12 @@ def test_plans_for_which_the_corpus_is_too_small_are_refused_with_their_own_advi
         f"data: {{path: {corpus}, lanes: 16, segment_length: 32}}\noptim: {{steps: 4}}\n",
     )
     for command, advice in (
-        (["tune", "plan", "--rates", "0.1", "0.2", "0.4", "--steps", "9999"], "use fewer --steps"),
-        (["tune", "plan", "--rates", "0.1", "0.2", "0.4", "--steps", "0"], "--steps=0 must be"),
-        (["context", "plan", "--segments", "1", "32", "--memories", "8"], "longer --segments"),
+        (["--rates", "0.1", "0.2", "0.4", "--steps", "9999"], "use fewer --steps"),
+        (["--rates", "0.1", "0.2", "0.4", "--steps", "0"], "--steps=0 must be"),
+        (["--segments", "1", "32", "--memories", "8"], "longer --segments"),
     ):
-        kind, plan, *flags = command
         out = ["--out", str(tmp_path / "sweep.yaml")]
-        assert main(["scale", kind, plan, str(experiment), *flags, *out]) == 2
+        assert main(["scale", "plan", str(experiment), *command, *out]) == 2
         assert advice in capsys.readouterr().err
     assert not (tmp_path / "sweep.yaml").exists()
 
@@ -257,5 +236,12 @@ def test_the_picture_names_the_rates_tried_and_explains_no_star_it_has_not(
     found = [fit_rates(512, [1e-3, 4e-3, 8e-3], losses)]
     (axes,) = loss_by_rate(found, PRINT).axes
     assert [text.get_text() for text in axes.get_xticklabels()] == ["0.001", "0.004", "0.008"]
-    page = write_tune_report(found, tmp_path, tmp_path / "report", "Rates").read_text()
+    rows = [
+        Row(name=f"{rate}", tokens_per_step=512, learning_rate=rate, loss=loss, progress=1.0,
+            varies="rates")
+        for rate, loss in zip([1e-3, 4e-3, 8e-3], losses, strict=True)
+    ]  # fmt: skip
+    write_rows(tmp_path / "runs.csv", rows)
+    assert main(["scale", "report", str(tmp_path / "runs.csv")]) == 0
+    page = (tmp_path / "scaling-report" / "report.html").read_text()
     assert ("star:" in page) == has_star

@@ -1,4 +1,4 @@
-"""Rates of `scale tune` in plans: a rule over the rungs, with its interval, and its limits."""
+"""Rates of sweeps in plans: a rule over the rungs, with its interval, and its limits."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pretrain.costs.flops import cost_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Started
 from pretrain.scaling.intervals import Interval
+from pretrain.scaling.rates import Rung, TunedRule, fit_power
 from pretrain.scaling.sweep_file import config_of, read_sweep
-from pretrain.scaling.tuned_rule import Rung, TunedRule, fit_power
 from tests.helpers.metrics import train_line
 
 POWER, BEST_BATCH = -0.4, 2048
@@ -45,10 +45,10 @@ def experiment(width: int) -> str:
 
 
 def tuned(directory, width: int, lanes=(16, 32)) -> str:
-    """A sweep of rates and batches whose runs ended in a valley around `best_rate`."""
+    """The table of a sweep of rates and batches whose runs ended in a valley around `best_rate`."""
     write_text(directory / f"{width}.yaml", experiment(width))
     sweep, runs = directory / f"tune{width}.yaml", directory / f"runs{width}"
-    words = ("tune", "plan", directory / f"{width}.yaml", "--rates", *RATES, "--lanes", *lanes)
+    words = ("plan", directory / f"{width}.yaml", "--rates", *RATES, "--lanes", *lanes)
     assert command(*words, "--output", sweep) == 0
     rng = np.random.default_rng(width)
     for cell in read_sweep(sweep).cells:
@@ -61,7 +61,8 @@ def tuned(directory, width: int, lanes=(16, 32)) -> str:
         lines.append({"kind": "evaluation", "step": last, "loss": loss})
         write_text(run_dir.metrics, "".join(json.dumps(line) + "\n" for line in lines))
         run_dir.ledger.append(Started(step=0, world_size=1))
-    return f"{sweep}={runs}"
+    assert command("collect", sweep, "--runs-dir", runs) == 0
+    return str(runs / "runs.csv")
 
 
 def test_rates_of_two_rungs_give_every_cell_of_a_plan_its_rate_and_batch(tmp_path, capsys):
@@ -124,23 +125,22 @@ def test_runs_far_longer_or_shorter_than_the_rungs_are_doubted_also_where_rates_
 
 
 def test_a_sweep_without_a_best_rate_is_no_rung(tmp_path, capsys):
-    rung = tuned(tmp_path, 32, lanes=(16,))
-    sweep, _, runs = rung.partition("=")
+    tuned(tmp_path, 32, lanes=(16,))
     for cell in read_sweep(tmp_path / "tune32.yaml").cells:
         path = RunDir(tmp_path / "runs32" / cell.name).metrics
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        lines[-1]["loss"] = 3 - math.log(cell.facts["tuned_rate"])  # falls up to the last rate
+        lines[-1]["loss"] = 3 - math.log(cell.facts["learning_rate"])  # falls up to the last rate
         write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+    assert command("collect", tmp_path / "tune32.yaml", "--runs-dir", tmp_path / "runs32") == 0
     capsys.readouterr()
     words = ("plan", tmp_path / "32.yaml", "--budgets", "1e15", "--output", tmp_path / "plan.yaml")
-    assert command(*words, "--tuned", f"{sweep}={runs}") == 2
+    assert command(*words, "--tuned", tmp_path / "runs32" / "runs.csv") == 2
     said = capsys.readouterr().err
     assert re.fullmatch(r"error: --tuned .*: has no best rate: 0.008 is the highest .*\n", said)
 
 
 def rung(body: float, rate: float, base_width: int = 0, width: float = 1.2) -> Rung:
     return Rung(
-        name="rung",
         body_parameters=body,
         tokens=20 * body,
         rate=Interval(rate, rate / width, rate * width),

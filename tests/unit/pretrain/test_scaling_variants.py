@@ -1,14 +1,12 @@
-"""`pretrain scale variants`: equal FLOPs, best rates, and plan, training, probes and report for
+"""Sweeps of variants: equal FLOPs, best rates, and plan, training, probes and report for
 real.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import io
-import json
 import math
 import re
 import shlex
@@ -18,23 +16,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from data_pipeline.config_loader import load_config
 from data_pipeline.files import write_text
 from launcher.commands import sweep as launcher_sweep
 from pretrain.cli import main
-from pretrain.commands.scale_variants import PROGRAM
+from pretrain.commands.scale import PROGRAM
+from pretrain.config.run import RunConfig
+from pretrain.costs.device_memory import checkpoint_bytes
 from pretrain.costs.flops import computed_flops_of_step
-from pretrain.scaling.collect import Row
-from pretrain.scaling.sweep_file import read_sweep, reader_of
-from pretrain.scaling.variants.comparison import (
+from pretrain.rundir.run_dir import RunDir
+from pretrain.scaling.collect import Row, read_rows
+from pretrain.scaling.comparison_pages import variant_notes, variant_table
+from pretrain.scaling.sweep_file import read_sweep
+from pretrain.scaling.variants import (
+    MemberResult,
+    best_rates,
     cell_name,
     member_of,
     member_runs,
     planned_cells,
     read_comparison,
+    results_of,
 )
-from pretrain.scaling.variants.report import variant_notes, variant_table
-from pretrain.scaling.variants.results import MemberResult, MemberRun, best_rates
 from tests.helpers.corpora import make_tiny_corpus
 
 REPOSITORY = Path(__file__).parents[3]
@@ -112,7 +117,7 @@ def test_a_wrong_comparison_is_refused_in_a_line(tmp_path, capsys, text, said):
     write_text(tmp_path / "tiny.yaml", TINY.replace("CORPUS", str(tmp_path / "absent")))
     write_text(tmp_path / "two.yaml", TWO.replace(before, after))
     out = tmp_path / "sweep.yaml"
-    plan = ["scale", "variants", "plan", str(tmp_path / "two.yaml"), "--output", str(out)]
+    plan = ["scale", "plan", str(tmp_path / "two.yaml"), "--output", str(out)]
     assert main([*plan, "--set", "model.vocab_size=300"]) == 2
     error = capsys.readouterr().err
     assert said in error
@@ -124,7 +129,7 @@ def test_overrides_hold_for_all_members_and_those_that_the_plan_makes_are_refuse
     write_text(tmp_path / "tiny.yaml", TINY.replace("CORPUS", str(tmp_path / "absent")))
     write_text(tmp_path / "two.yaml", TWO)
     out = tmp_path / "sweep.yaml"
-    plan = ["scale", "variants", "plan", "--output", str(out), "model.vocab_size=300"]
+    plan = ["scale", "plan", "--output", str(out), "model.vocab_size=300"]
     for refused in (["optim.steps=9"], ["--set", "checkpoint.interval=9"]):
         assert main([*plan, str(tmp_path / "two.yaml"), *refused]) == 2
         assert capsys.readouterr().err == (
@@ -137,9 +142,10 @@ def test_overrides_hold_for_all_members_and_those_that_the_plan_makes_are_refuse
     assert all({"model.d_model=8", "model.vocab_size=300"} <= {*x.overrides} for x in cells)
 
 
-def ended(member: str, rate: float, loss: float | str, seed: int = 1) -> MemberRun:
-    row = Row(name="x", progress=1.0 if loss else 0.5, loss=loss)
-    return MemberRun(member=member, rate=rate, seed=seed, path=Path("x"), row=row)
+def ended(member: str, rate: float, loss: float | str, seed: int = 1) -> Row:
+    name = cell_name(member, 1e9, rate, seed)
+    progress = 1.0 if loss else 0.5
+    return Row(name=name, progress=progress, loss=loss, learning_rate=rate, seed=seed)
 
 
 def test_a_best_rate_is_that_of_the_lowest_loss_once_all_rates_have_ended():
@@ -150,22 +156,20 @@ def test_a_best_rate_is_that_of_the_lowest_loss_once_all_rates_have_ended():
     assert best_rates([*good, *running, *diverged, *other_seed]) == {"a": 2e-3}
 
 
-def result(member: str, losses: tuple[float, ...], **values) -> MemberResult:
-    defaults = {
-        "parameters": 1000,
-        "tokens": 5000,
-        "flops": 1e9,
-        "rate": 1e-3,
-        "is_edge": False,
-        "lane_bytes": 2048,
-        "tokens_per_second": 10.0,
-        "first_positions_X": (0, 1, 256, 512, 1024, 2048),
-        "position_losses_X": (5.0, 4.0, 3.0, 2.0, 1.0, 0.0),
-        "position_tokens_X": (1, 1, 9, 3, 1, 0),
-        "needle": {8: 0.5, 16: 0.25},
-        "needle_chance": 0.1,
-    }
-    return MemberResult(member=member, losses_S=losses, **{**defaults, **values})
+def result(member: str, losses: tuple[float, ...], is_edge: bool = False) -> MemberResult:
+    return MemberResult(
+        member=member,
+        first=Row(name=member, N=1000, D=5000, C=1e9, learning_rate=1e-3, lane_bytes=2048),
+        losses_S=losses,
+        is_edge=is_edge,
+        tokens_per_second=10.0,
+        probes={
+            "probes/far_loss": 1.75,
+            "probes/needle/8": 0.5,
+            "probes/needle/16": 0.25,
+            "probes/chance": 0.1,
+        },
+    )
 
 
 def test_the_table_has_means_over_seeds_the_far_tokens_and_the_edge_of_the_rates():
@@ -182,7 +186,7 @@ def test_the_table_has_means_over_seeds_the_far_tokens_and_the_edge_of_the_rates
 
 def call(*words: object) -> str:
     with redirect_stdout(io.StringIO()) as said:
-        assert main(["scale", "variants", *map(str, words)]) == 0
+        assert main(["scale", *map(str, words)]) == 0
     return said.getvalue()
 
 
@@ -210,7 +214,7 @@ def compared(tmp_path_factory) -> Path:
     plan = ["plan", directory / "two.yaml", "--output", *cells]
     assert "this command again" in call(*plan)
     first = train(directory)
-    assert "pretrain scale variants measure" in call(*plan)
+    assert "pretrain scale measure" in call(*plan)
     assert len(first) == 4
     assert all(name.endswith("-s3") for name in first)
     assert [re.sub("^c1e08-", "", name) for name in train(directory)] == [
@@ -224,29 +228,23 @@ def compared(tmp_path_factory) -> Path:
 
 
 def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared):
-    assert reader_of(read_sweep(compared / "sweep.yaml"))[1] == "pretrain scale variants measure"
-    cells = [compared / "sweep.yaml", "--runs-dir", compared / "cells"]
-    out = compared / "report"
-    said = call("report", *cells, "--output", out)
+    call("collect", compared / "sweep.yaml", "--runs-dir", compared / "cells")
+    table, out = compared / "cells" / "runs.csv", compared / "report"
+    said = call("report", table, "--output", out)
     assert "means of 2 seeds" in said
-    found = {each["member"]: each for each in json.loads((out / "variants.json").read_text())}
+    found = {each.member: each for each in results_of(read_rows(table))}
     assert set(found) == {"no-memory", "long"}
-    assert found["long"]["lane_bytes"] == 4 * 16 * (8 + 32) + 4 * 32, "two layers, documents"
-    assert found["no-memory"]["lane_bytes"] == 0
-    assert found["no-memory"]["tokens"] > found["long"]["tokens"], "as many FLOPs"
+    assert found["long"].first.lane_bytes == 4 * 16 * (8 + 32) + 4 * 32, "two layers, documents"
+    assert found["no-memory"].first.lane_bytes == 0
+    assert float(found["no-memory"].first.D) > float(found["long"].first.D), "as many FLOPs"
     for each in found.values():
-        assert len(each["losses_S"]) == 2
-        assert (each["rate"], each["is_edge"]) == (4e-3, True)
-        assert set(each["needle"]) == {"8", "16", "32"}
-        assert each["tokens_per_second"] > 0
-        assert sum(each["position_tokens_X"]) < 300, "settings hold for all members"
-    rows = list(csv.DictReader((out / "variants.csv").open()))
-    assert [row["member"] for row in rows] == ["no-memory", "long"]
-    markdown = (out / "variants.md").read_text()
-    assert markdown.count("\n| ") == 2, "a row per member"
-    assert max(map(len, markdown.splitlines()[4:])) <= 100
-    assert "![" in markdown
-    assert (out / "variants.png").read_bytes().startswith(b"\x89PNG")
+        assert len(each.losses_S) == 2
+        assert (each.first.learning_rate, each.is_edge) == (4e-3, True)
+        assert set(each.probed("needle")) == {8, 16, 32}
+        assert each.tokens_per_second > 0
+    page = (out / "report.html").read_text()
+    assert all(f"{each.loss:.4f}" in page for each in found.values())
+    assert {path.name for path in out.glob("*.png")} == {"variants.png", "positions.png"}
 
 
 def test_runs_that_were_probed_are_not_probed_again_but_with_other_trials(compared):
@@ -259,7 +257,7 @@ def test_a_run_with_other_settings_than_its_cell_is_refused(compared, tmp_path, 
     write_text(tmp_path / "tiny.yaml", (compared / "tiny.yaml").read_text())
     write_text(tmp_path / "two.yaml", TWO.replace("[8, 32]", "[32, 8]"))
     plan = ["plan", str(tmp_path / "two.yaml"), "--output", str(tmp_path / "sweep.yaml")]
-    assert main(["scale", "variants", *plan, "--runs-dir", str(compared / "cells")]) == 2
+    assert main(["scale", *plan, "--runs-dir", str(compared / "cells")]) == 2
     assert "model.memory_length" in capsys.readouterr().err
 
 
@@ -268,9 +266,27 @@ def test_without_a_finished_member_there_is_nothing_to_measure_and_no_table(
 ):
     (tmp_path / "cells").mkdir()
     cells = [str(compared / "sweep.yaml"), "--runs-dir", str(tmp_path / "cells")]
-    for action in ("measure", "report"):
-        assert main(["scale", "variants", action, *cells]) == 2
+    assert main(["scale", "collect", *cells]) == 0
+    capsys.readouterr()
+    for words in (["measure", *cells], ["report", str(tmp_path / "cells" / "runs.csv")]):
+        assert main(["scale", *words]) == 2
         assert "no member has ended at all of its rates" in capsys.readouterr().err
+
+
+def test_a_real_checkpoint_has_the_bytes_that_describe_counts(compared):
+    run_dir = RunDir(compared / "cells" / "c1e08-no-memory-lr0.004-s3")
+    steps = run_dir.config.optim.steps
+    files = run_dir.checkpoints.glob(f"step-{steps:08}/*.safetensors")
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    random_state = tensors.pop("random.cpu")
+    assert random_state.nbytes < 6000
+    assert sum(tensor.nbytes for tensor in tensors.values()) == checkpoint_bytes(run_dir.config)
+
+
+def test_a_run_on_a_cpu_records_fp32_where_its_experiment_says_auto(compared):
+    assert load_config(RunConfig, compared / "tiny.yaml").engine.precision == "auto"
+    run_dir = RunDir(compared / "cells" / "c1e08-no-memory-lr0.004-s3")
+    assert run_dir.config.engine.precision == "fp32"
 
 
 @pytest.mark.parametrize("options", [[], ["QUICK=1"], ["CORPUS=x/books/", "CLUSTER=c.yaml"]])
@@ -281,16 +297,17 @@ def test_every_command_of_make_compare_variants_is_understood(options):
     actions = []
     for words in commands:
         parser = argparse.ArgumentParser()
-        if words[:3] == ["pretrain", "scale", "variants"]:
-            module, _, name = PROGRAM.commands[words[3]][0].partition(":")
-            getattr(importlib.import_module(module), f"add_{name}_arguments")(parser)
-            parsed = parser.parse_args(words[4:])
-            actions.append(words[3])
-            if words[3] == "plan":
-                assert (REPOSITORY / parsed.comparison).is_file()
+        if words[:2] == ["pretrain", "scale"]:
+            module, _, name = PROGRAM.commands[words[2]][0].partition(":")
+            add = f"add_{name}_arguments" if name else "add_arguments"
+            getattr(importlib.import_module(module), add)(parser)
+            parsed = parser.parse_args(words[3:])
+            actions.append(words[2])
+            if words[2] == "plan":
+                assert (REPOSITORY / parsed.experiment).is_file()
         elif words[0] == "launcher":
             launcher_sweep.add_submit_arguments(parser)
             assert bool(parser.parse_args(words[3:]).cluster) == ("CLUSTER=c.yaml" in options)
             actions.append("submit")
-    assert actions == ["plan", "submit", "plan", "submit", "measure", "report"]
+    assert actions == ["plan", "submit", "plan", "submit", "measure", "collect", "report"]
     assert any("data-pipeline" in words for words in commands) == ("CORPUS=x/books/" not in options)

@@ -14,7 +14,7 @@ data: {path: absent, lanes: 4, segment_length: 8}
 engine: {kind: torch, threads: 1}
 """
 RATES = ("--rates", "1e-3", "2e-3", "4e-3")
-TUNE = ("scale", "tune", "plan", "x.yaml", *RATES)
+TUNE = ("scale", "plan", "x.yaml", *RATES)
 PLAN = ("scale", "plan", "x.yaml", "--budgets", "1e12", "--output", "sweep.yaml")
 
 
@@ -49,6 +49,9 @@ def files_in(directory: Path) -> dict[str, str]:
         ((*TUNE, "--steps=99999999999999"), "--steps=99999999999999 must be at most 1e+12"),
         ((*PLAN, "--sizes=99999999"), "found 99999999 sizes 1.6x apart, expected 1 to 1000"),
         ((*PLAN, "--spread=nan"), "found 5 sizes nanx apart, expected 1 to 1000 and a spread"),
+        ((*PLAN, "--steps=9"), "--steps has no meaning in a plan that varies sizes; leave it out"),
+        ((*TUNE, "--sizes=9"), "--sizes has no meaning in a plan that varies rates; leave it out"),
+        ((*PLAN[:3], "--seeds=1"), "found nothing to vary; give --budgets, --rates, or --segments"),
         ((*PLAN, "--lanes-multiple=0"), "--lanes-multiple=0 must be 1 or more"),
         (
             ("scale", "predict", "t", "--flops=1", "--experiment=x.yaml", "--write=x.yaml"),

@@ -11,22 +11,27 @@ members:                    # settings by which each differs from the experiment
   transformer-xl: []
 
 A cell's name is cFLOPS-MEMBER-lrRATE-sSEED, so other FLOPs are other runs. Torch-free.
+Letters: S seeds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean, median
 
 from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.setting_fields import MOST, require_name
 from data_pipeline.yaml_files import read_tree
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import computed_flops_of_step, cost_of
+from pretrain.scaling.collect import Row
 from pretrain.scaling.plan import PlannedRun, planned_run
+from pretrain.scaling.probed import PROBED
 from pretrain.scaling.recipe import refuse_unsuited, with_steps
 from pretrain.scaling.sweep_file import check_overrides
 
@@ -131,8 +136,7 @@ def planned_cells(
         run, flops = runs[member], comparison.flops
         optim = replace(run.optim, learning_rate=rate)
         name = cell_name(member, flops, rate, seed)
-        facts = {"variant_rate": rate, "variant_seed": seed, "variant_flops": flops}
-        yield planned_run(replace(run, name=name, seed=seed, optim=optim), facts)
+        yield planned_run(replace(run, name=name, seed=seed, optim=optim), {"budget": flops})
 
 
 def cell_name(member: str, flops: float, rate: float, seed: int) -> str:
@@ -143,3 +147,96 @@ def cell_name(member: str, flops: float, rate: float, seed: int) -> str:
 def member_of(cell: str) -> str:
     """Return the member that a cell trains, by the cell's name."""
     return cell.partition("-")[2].rpartition("-lr")[0]
+
+
+def best_rates(rows: Sequence[Row]) -> dict[str, float]:
+    """The rate of the lowest loss of each member whose runs of the first seed have all ended.
+
+    A member that diverged at every rate has none.
+    """
+    found = {}
+    first = next((row.seed for row in rows if row.seed != ""), "")
+    for member in dict.fromkeys(member_of(row.name) for row in rows):
+        tuned = [row for row in rows if member_of(row.name) == member and row.seed in (first, "")]
+        best = min(tuned, key=_loss_of)
+        has_ended = all(row.progress == 1.0 and row.loss != "" for row in tuned)
+        if has_ended and math.isfinite(_loss_of(best)):
+            found[member] = float(best.learning_rate)
+    return found
+
+
+def compared_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The finished runs of each member at its best rate, one per seed; DataError for none."""
+    found = {}
+    for member, rate in best_rates(rows).items():
+        at_best = [
+            row for row in rows if (member_of(row.name), row.learning_rate) == (member, rate)
+        ]
+        if finished := [row for row in at_best if not row.excluded]:
+            found[member] = finished
+    if not found:
+        raise DataError(
+            "no member has ended at all of its rates; let the sweep finish, or run the same "
+            "command again to continue it"
+        )
+    return found
+
+
+def _loss_of(row: Row) -> float:
+    return float(row.loss) if row.loss != "" else math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberResult:
+    """One member at its best rate; losses are of the validation split, in nats per token."""
+
+    member: str
+    first: Row  # of its runs
+    losses_S: tuple[float, ...]
+    is_edge: bool  # the best rate is the lowest or the highest one tried
+    tokens_per_second: float  # the median of all runs of the member, of training alone
+    probes: Mapping[str, float]  # the means of the seeds, by column
+
+    @property
+    def loss(self) -> float:
+        return fmean(self.losses_S)
+
+    @property
+    def spread(self) -> float | None:
+        """Half the range of the seeds; None with one seed."""
+        losses = self.losses_S
+        return (max(losses) - min(losses)) / 2 if len(losses) > 1 else None
+
+    def probed(self, name: str) -> dict[int, float]:
+        """The values of the columns probes/NAME/NUMBER, by their numbers."""
+        start = f"{PROBED}{name}/"
+        found = {
+            key.removeprefix(start): x for key, x in self.probes.items() if key.startswith(start)
+        }
+        return {int(key): value for key, value in found.items()}
+
+
+def results_of(rows: Sequence[Row]) -> list[MemberResult]:
+    """The members that can be compared, in their order. DataError if there are none."""
+    found = []
+    for member, compared in compared_rows(rows).items():
+        mine = [row for row in rows if member_of(row.name) == member]
+        rates = {float(row.learning_rate) for row in mine if row.learning_rate != ""}
+        rate = float(compared[0].learning_rate)
+        speeds = [float(row.D) / float(row.seconds) for row in mine if row.seconds]
+        shared = [
+            name
+            for name in compared[0].tasks
+            if name.startswith(PROBED) and all(name in row.tasks for row in compared)
+        ]
+        found.append(
+            MemberResult(
+                member=member,
+                first=compared[0],
+                losses_S=tuple(float(row.loss) for row in compared),
+                is_edge=len(rates) > 1 and rate in (min(rates), max(rates)),
+                tokens_per_second=median(speeds) if speeds else math.nan,
+                probes={name: fmean(row.tasks[name] for row in compared) for name in shared},
+            )
+        )
+    return found

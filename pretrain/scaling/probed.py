@@ -10,6 +10,8 @@ from data_pipeline.errors import DataError
 from data_pipeline.files import read_json
 
 PROBES = "probes.json"
+PROBED = "probes/"  # begins the names of columns
+FAR = 512  # tokens: a position from which much of a document may be out of a short memory
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Probed:
 def read_probed(run: Path) -> Probed:
     """Return the probes of a run; DataError if they are missing or damaged."""
     path = run / PROBES
-    remedy = "'pretrain scale variants measure' writes it"
+    remedy = "'pretrain scale measure' writes it"
     try:
         return _parsed(Fields(read_json(path)).object("probes"))
     except FileNotFoundError:
@@ -46,3 +48,25 @@ def _parsed(probes: Fields) -> Probed:
     found = {each.integer("distance", 1): each.number("accuracy") for each in needles}
     needle = {each: accuracy for each, accuracy in found.items() if not each & (each - 1)}
     return Probed(tuple(first), tuple(losses), tuple(tokens), needle, needles[0].number("chance"))
+
+
+def probe_columns(run: Path) -> dict[str, float]:
+    """The probes as columns of a table of runs; none of a run that has not been probed.
+
+    `far_loss` is the loss of tokens with at least FAR tokens of their document before them.
+    """
+    if not (run / PROBES).exists():
+        return {}
+    found = read_probed(run)
+    bins = [
+        each
+        for each in zip(found.first_positions_X, found.losses_X, found.tokens_X, strict=True)
+        if each[2]
+    ]
+    columns = {f"position/{first}": loss for first, loss, _ in bins}
+    columns |= {f"needle/{distance}": each for distance, each in found.needle.items()}
+    columns["chance"] = found.chance
+    if far := [each for each in bins if each[0] >= FAR]:
+        tokens = sum(count for *_, count in far)
+        columns["far_loss"] = sum(loss * count for _, loss, count in far) / tokens
+    return {PROBED + name: value for name, value in columns.items()}

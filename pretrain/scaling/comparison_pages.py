@@ -1,0 +1,269 @@
+"""The pages of sweeps that vary rates, lengths or variants: a table and a figure or two each.
+
+Losses are in nats per token of the validation split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from data_pipeline.errors import DataError
+from pretrain.reporting.charts import (
+    PAGE,
+    PRINT,
+    Palette,
+    canvas,
+    chart_html,
+    legend,
+    plain_ticks,
+    save_png,
+    spread_colors,
+)
+from pretrain.reporting.html import page, paragraph, section, table
+from pretrain.reporting.page_files import write_page
+from pretrain.scaling.charts import LOSS
+from pretrain.scaling.collect import Row, read_rows
+from pretrain.scaling.intervals import amount, as_loss
+from pretrain.scaling.probed import FAR, PROBED
+from pretrain.scaling.rates import Tuned, tuned_rates, tuned_table, verdicts
+from pretrain.scaling.run_tables import csv_rows
+from pretrain.scaling.variants import MemberResult, results_of
+from pretrain.terminal.text import counted, fitted_table, flops_text, number, si
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CURVE_POINTS = 60
+MOST_TICKS = 10
+Drawing = Callable[[Palette], "Figure"]
+
+
+class Part:
+    """A section of a page: a table, what to know about it, and figures by file name."""
+
+    def __init__(
+        self,
+        title: str,
+        rows: Sequence[Sequence[str]],
+        lines: Iterable[str],
+        figures: dict[str, tuple[str, Drawing]],
+    ) -> None:
+        self.title, self.rows, self.lines, self.figures = title, rows, list(lines), figures
+
+    def text(self) -> str:
+        """What the terminal shows."""
+        return "\n".join([fitted_table(self.rows), *self.lines])
+
+    def html(self, directory: Path) -> str:
+        """What the page shows; the figures are also written as PNG."""
+        drawn = ""
+        for name, (caption, draw) in self.figures.items():
+            save_png(directory / f"{name}.png", draw(PRINT))
+            drawn += chart_html(draw(PAGE), caption) + paragraph(caption + ".")
+        heads, *rows = self.rows
+        return section(self.title, drawn, table(heads, rows, "named"), *map(paragraph, self.lines))
+
+
+def rows_of_comparison(path: Path) -> list[Row]:
+    """The rows of a table whose sweep varied something else than sizes; [] for any other table."""
+    rows = csv_rows(path, "expected a CSV or JSON file with one run per row")
+    if not any(row.get("varies") not in (None, "", "sizes") for _, row in rows):
+        return []
+    return read_rows(path)
+
+
+def write_comparison(rows: Sequence[Row], source: Path, directory: Path, title: str) -> str:
+    """Write report.html about the table `source` with its figures; return what to print.
+
+    DataError if the table has several kinds of sweeps, or too few finished runs.
+    """
+    kinds = {row.varies for row in rows}
+    if len(kinds) != 1:
+        raise DataError(f"{source}: rows of sweeps that vary {' and '.join(sorted(kinds))}")
+    (kind,) = kinds
+    make = {"rates": _rates, "lengths": _lengths, "variants": _variants}[kind]
+    parts = make([row for row in rows if kind != "lengths" or not row.excluded])
+    directory.mkdir(parents=True, exist_ok=True)
+    sections = [part.html(directory) for part in parts]
+    left_out = [f"left out: {row.name}: {row.excluded}" for row in rows if row.excluded]
+    done = counted(len(rows) - len(left_out), "finished run")
+    lead = f"{done} of a sweep that varies {kind}."
+    footer = "Written by 'pretrain scale report'. Losses in nats per token of the validation split."
+    path = directory / "report.html"
+    sections[-1] += "".join(map(paragraph, left_out))
+    write_page(path, page(title, title, lead, [], sections, footer), [source])
+    return "\n".join([*(part.text() for part in parts), *left_out, f"report: {path}"])
+
+
+def _rates(rows: Sequence[Row]) -> list[Part]:
+    found = tuned_rates(rows)
+    caption = "Loss at the end over the peak learning rate"
+    if any(item.optimum.is_known for item in found):
+        caption += "; star: the lowest point of the parabola through the rates near it, shaded: "
+        caption += "what loses at most 0.5%"
+    figures: dict[str, tuple[str, Drawing]] = {
+        "rates": (caption, lambda palette: loss_by_rate(found, palette))
+    }
+    return [Part("Learning rates", tuned_table(found), verdicts(found), figures)]
+
+
+def loss_by_rate(found: Sequence[Tuned], palette: Palette) -> Figure:
+    """Final losses over the learning rate, with a parabola and its vertex per batch size."""
+    from matplotlib.ticker import NullLocator
+
+    figure, axes = canvas(palette, 3.6, "peak learning rate", LOSS)
+    for item, color in zip(found, spread_colors(len(found)), strict=True):
+        label = amount(item.tokens_per_step)
+        axes.plot(item.rates_S, item.loss_S, "o", color=color, markersize=4, label=label)
+        if (best := item.optimum).is_known:
+            rates_S, loss_S = item.rates_S[item.near_S], item.loss_S[item.near_S]
+            drawn = np.geomspace(rates_S.min(), rates_S.max(), CURVE_POINTS)
+            fitted = np.polynomial.Polynomial.fit(np.log(rates_S), loss_S, 2)
+            axes.plot(drawn, fitted(np.log(drawn)), "-", color=color, linewidth=1.2)
+            axes.plot([best.rate.value], [best.loss], "*", color=palette.ink, markersize=9)
+            axes.axvspan(best.low, best.high, color=color, alpha=0.08, linewidth=0)
+    axes.set_xscale("log")
+    rates = sorted({float(rate) for item in found for rate in item.rates_S})
+    apart = (rates[-1] / rates[0]) ** (1 / MOST_TICKS)  # labels that are nearer would overlap
+    shown: list[float] = []
+    for rate in rates:
+        if not shown or rate >= shown[-1] * apart:
+            shown.append(rate)
+    axes.set_xticks(shown, [f"{rate:g}" for rate in shown])
+    axes.xaxis.set_minor_locator(NullLocator())
+    plain_ticks(axes.yaxis)
+    legend(axes, palette, title="tokens per step")
+    return figure
+
+
+def _lengths(rows: Sequence[Row]) -> list[Part]:
+    if not rows:
+        raise DataError("no run of the table has ended; let the sweep finish and collect again")
+    parts = []
+    for other, words in (
+        ("same-flops", "tokens; a longer context costs more FLOPs"),
+        ("same-tokens", "FLOPs; a longer context reads fewer tokens"),
+    ):
+        mine = [row for row in rows if not row.name.endswith(other)]
+        if not mine:
+            continue
+        equal = words.partition(";")[0]
+        heads = ["run", "segment", "memory", "tokens", "FLOPs", "loss"]
+        cells = [
+            [row.name, str(row.segment_length), str(row.memory_length), amount(float(row.D)),
+             flops_text(float(row.C)), as_loss(float(row.loss))]
+            for row in sorted(mine, key=lambda row: float(row.loss))
+        ]  # fmt: skip
+        caption = f"Loss over memory length, a line per segment length; equal {words}"
+        draw: Drawing = lambda palette, mine=mine: loss_by_memory(mine, palette)  # noqa: E731
+        figures = {f"equal-{equal.lower()}": (caption, draw)}
+        parts.append(Part(f"Equal {equal}", [heads, *cells], [], figures))
+    return parts
+
+
+def loss_by_memory(rows: Sequence[Row], palette: Palette) -> Figure:
+    """Loss over the memory length, a line per segment length; means over seeds."""
+    figure, axes = canvas(palette, 3.4, "memory length M (tokens)", LOSS)
+    memories = sorted({int(row.memory_length) for row in rows})
+    segments = sorted({int(row.segment_length) for row in rows})
+    for segment, color in zip(segments, spread_colors(len(segments)), strict=True):
+        losses: dict[int, list[float]] = {}
+        for row in rows:
+            if row.segment_length == segment:
+                losses.setdefault(int(row.memory_length), []).append(float(row.loss))
+        shown = sorted(losses)
+        places = [memories.index(memory) for memory in shown]
+        means = [float(np.mean(losses[memory])) for memory in shown]
+        axes.plot(places, means, "o-", color=color, markersize=4, label=str(segment))
+    axes.set_xticks(range(len(memories)), [str(memory) for memory in memories])
+    plain_ticks(axes.yaxis)
+    legend(axes, palette, title="segment length T (tokens)")
+    return figure
+
+
+def _variants(rows: Sequence[Row]) -> list[Part]:
+    results = results_of(rows)
+    figures: dict[str, tuple[str, Drawing]] = {
+        "variants": (
+            "Loss at equal training FLOPs, a dot per seed",
+            lambda palette: member_losses(results, palette),
+        )
+    }
+    if all(each.probed("position") for each in results):
+        first = results[0].member
+        caption = f"Loss by position in the document, minus that of {first}"
+        figures["positions"] = (caption, lambda palette: loss_by_position(results, palette))
+    return [Part("Variants", variant_table(results), variant_notes(results), figures)]
+
+
+def variant_table(results: Sequence[MemberResult]) -> list[list[str]]:
+    """Heads and rows, lowest loss first; a star marks a rate at the edge of those tried."""
+    heads = ["member", "loss", "+-", f"loss from token {FAR}", "needle", "rate"]
+    heads += ["state of a lane", "tokens/s", "parameters", "tokens"]
+    rows = []
+    for each in sorted(results, key=lambda each: each.loss):
+        needle = list(each.probed("needle").values())
+        rows.append(
+            [
+                each.member,
+                as_loss(each.loss),
+                number(each.spread, ".4f"),
+                number(each.probes.get(f"{PROBED}far_loss"), ".4f"),
+                number(float(np.mean(needle)) if needle else None, ".1%"),
+                f"{each.first.learning_rate:g}{'*' * each.is_edge}",
+                f"{si(float(each.first.lane_bytes))}B",
+                number(each.tokens_per_second, ",.0f"),
+                amount(float(each.first.N)),
+                amount(float(each.first.D)),
+            ]
+        )
+    return [heads, *rows]
+
+
+def variant_notes(results: Sequence[MemberResult]) -> list[str]:
+    """Say what the columns are, and what they rest on."""
+    first = results[0]
+    seeds = max(len(each.losses_S) for each in results)
+    notes = [
+        f"Every run trained for {flops_text(float(first.first.C))} FLOPs.",
+        f"Losses are means of {counted(seeds, 'seed')} at the member's best rate; +- is half their",
+        "range. tokens/s is the median of the member's runs.",
+    ]
+    if distances := ", ".join(map(str, first.probed("needle"))):
+        chance = first.probes[f"{PROBED}chance"]
+        notes.append(f"Needle: accuracy over distances of {distances}; chance is {chance:.1%}.")
+    if any(each.is_edge for each in results):
+        notes.append(
+            "A star marks the lowest or highest rate tried: a better one may lie beyond it."
+        )
+    return notes
+
+
+def member_losses(results: Sequence[MemberResult], palette: Palette) -> Figure:
+    """The losses of every member's seeds, and their mean."""
+    figure, axes = canvas(palette, 0.8 + 0.4 * len(results), LOSS, "")
+    for index, (each, color) in enumerate(zip(results, spread_colors(len(results)), strict=True)):
+        axes.plot(each.losses_S, [index] * len(each.losses_S), "o", color=color, markersize=5)
+        axes.plot([each.loss], [index], "|", color=palette.ink, markersize=14)
+    axes.set_yticks(range(len(results)), [each.member for each in results])
+    axes.invert_yaxis()
+    plain_ticks(axes.xaxis)
+    return figure
+
+
+def loss_by_position(results: Sequence[MemberResult], palette: Palette) -> Figure:
+    """The loss of each bin of positions, minus that of the first member."""
+    base = results[0].probed("position")
+    shown = [first for first in base if all(first in each.probed("position") for each in results)]
+    label = f"loss minus that of {results[0].member}"
+    figure, axes = canvas(palette, 3.4, "position (tokens)", label)
+    for each, color in zip(results, spread_colors(len(results)), strict=True):
+        values = [each.probed("position")[first] - base[first] for first in shown]
+        axes.plot(range(len(shown)), values, "o-", color=color, markersize=3, label=each.member)
+    axes.set_xticks(range(0, len(shown), 2), [str(first) for first in shown[::2]])
+    legend(axes, palette)
+    return figure

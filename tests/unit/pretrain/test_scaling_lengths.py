@@ -1,0 +1,99 @@
+"""Sweeps of segment and memory lengths: the plan's arithmetic, their table and their page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import ConfigError
+from data_pipeline.files import write_text
+from pretrain.config.data import DataConfig, PhaseConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig, ScheduleConfig
+from pretrain.config.run import RunConfig
+from pretrain.reporting.charts import PAGE
+from pretrain.scaling.collect import read_rows
+from pretrain.scaling.comparison_pages import loss_by_memory
+from pretrain.scaling.lengths import plan_lengths
+from pretrain.scaling.sweep_file import config_of, read_sweep
+from tests.helpers.scaling_runs import EXPERIMENT, command, train_by_the_law
+
+BASE = RunConfig(
+    model=ModelConfig(vocab_size=300, num_layers=2, d_model=32, num_heads=2, memory_length=32),
+    data=DataConfig(segment_length=32, lanes=16),
+    optim=OptimConfig(steps=1000),
+)
+
+
+def test_contexts_differ_in_nothing_but_segment_and_memory_at_equal_tokens_and_equal_flops():
+    runs = plan_lengths(BASE, [16, 32, 64], [0, 32, 128])
+    contexts = {(item.run.data.segment_length, item.run.model.memory_length) for item in runs}
+    assert len(contexts) == 9
+    base = next(item for item in runs if item.name == "t32-m32")
+    for item in runs:
+        assert item.cost.parameters == base.cost.parameters
+        assert item.run.tokens_per_step == BASE.tokens_per_step
+        assert item.run.optim.learning_rate == BASE.optim.learning_rate
+        if not item.name.endswith("same-flops"):
+            assert item.cost.tokens == base.cost.tokens
+        if not item.name.endswith("same-tokens"):
+            assert item.cost.flops == pytest.approx(base.cost.flops, rel=0.01)
+    assert len(runs) == len({item.name for item in runs}) == 17
+
+
+@pytest.mark.parametrize(
+    ("base", "segments", "memories", "said"),
+    [
+        (BASE, [24], [0, 32], "segments of 24 do not divide the 512 tokens of a step"),
+        (BASE, [32, 32], [8], "leaves nothing to compare"),
+        (BASE, [0], [8, 16], "--segments must be positive"),
+        (
+            replace(BASE, optim=OptimConfig(schedule=ScheduleConfig(shape="constant"))),
+            [32],
+            [8, 16],
+            "does not decay",
+        ),
+        (
+            replace(BASE, data=replace(BASE.data, phases=(PhaseConfig(from_step=9, lanes=8),))),
+            [32],
+            [8],
+            "has 1 phases",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_said(base, segments, memories, said):
+    with pytest.raises(ConfigError, match=said):
+        plan_lengths(base, segments, memories)
+
+
+def test_a_sweep_of_lengths_becomes_a_table_and_a_page_with_both_comparisons(
+    tmp_path: Path, capsys
+):
+    write_text(tmp_path / "books.yaml", EXPERIMENT + "optim: {steps: 300}\n")
+    sweep, runs = tmp_path / "sweep.yaml", tmp_path / "runs"
+    lengths = ("--segments", 32, 64, "--memories", 0, 64, "--output", sweep)
+    assert command("plan", tmp_path / "books.yaml", *lengths) == 0
+    assert "every run: optim.schedule.warmup_steps is 5% of its steps" in capsys.readouterr().out
+    cells = read_sweep(sweep).cells
+    for cell in cells[1:]:
+        train_by_the_law(runs / cell.name, config_of(cell, sweep))
+    assert command("collect", sweep, "--runs-dir", runs) == 0
+    rows = read_rows(runs / "runs.csv")
+    assert {(row.segment_length, row.memory_length) for row in rows[1:]} == {
+        (32, 0), (32, 64), (64, 0), (64, 64)
+    }  # fmt: skip
+    assert {row.varies for row in rows} == {"lengths"}
+    capsys.readouterr()
+    assert command("report", runs / "runs.csv") == 0
+    said = capsys.readouterr().out
+    assert f"left out: {cells[0].name}: not started" in said
+    page = (runs / "scaling-report" / "report.html").read_text()
+    assert all(f"Equal {name}" in page for name in ("tokens", "FLOPs"))
+    assert all(f"{row.loss:.4f}" in page for row in rows[1:])
+    figures = {path.name for path in (runs / "scaling-report").glob("*.png")}
+    assert figures == {"equal-tokens.png", "equal-flops.png"}
+    at_tokens = [row for row in rows[1:] if not row.name.endswith("same-flops")]
+    lines = loss_by_memory(at_tokens, PAGE).axes[0].get_lines()
+    assert [str(line.get_label()) for line in lines] == ["32", "64"]
