@@ -27,7 +27,7 @@ from data_pipeline.lanes.prefetch import Prefetcher
 from pretrain.config.engine import EngineConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import memory_parts, total_bytes
-from pretrain.costs.devices import DEVICES
+from pretrain.costs.devices import DEVICES, device_named
 from pretrain.costs.flops import cost_of, flops_of, mean_memory
 from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
 from pretrain.distributed.world import World
@@ -158,7 +158,8 @@ def visible_flops_per_token(run: RunConfig) -> float:
 
 def makers_peak(device_name: str) -> float | None:
     """Return the data sheet's dense bf16 rate of a GPU of this name, if known."""
-    return next((device.bf16 for name, device in DEVICES.items() if name in device_name), None)
+    name = device_named(device_name)
+    return DEVICES[name].bf16 if name else None
 
 
 def _sized(run: RunConfig, context: Context) -> RunConfig:

@@ -66,7 +66,7 @@ def as_file(partition: Partition | None, file: Path) -> str:
     signal = round(min(SIGNAL_SECONDS, seconds_of(limit) / 2))
     kind = (
         f"gpus_per_node: {gpus}  # each gets a rank; with Slurm's type of GPU: h100:{gpus}\n"
-        "# gpu: H100  # A100, H100 or H200, to check memory and estimate time before a start"
+        "# gpu: H100  # or A100, L40S, ...: to check memory and estimate time before a start"
         if gpus
         else f"ranks_per_node: {ranks}  # processes on each node, which has no GPUs"
     )
@@ -77,12 +77,11 @@ def as_file(partition: Partition | None, file: Path) -> str:
 #   launcher submit EXPERIMENT --cluster {file} --nodes 1 --dry-run  print the batch script
 #   launcher preflight --cluster {file} --nodes 2                    find slow and broken nodes
 partition: {name}  # empty: the cluster's default; several: "main,urgent"
-account: ""
 {kind}
 cpus_per_rank: {max(1, cores // ranks)}
 time_limit: "{limit}"  # of one job; the run continues in the next one
 signal_seconds: {signal}  # before the limit: two steps and a checkpoint have to fit
-options: {{}}  # other options of sbatch, such as mem: "0" or constraint: nvlink
+options: {{}}  # other options of sbatch, such as account: NAME or mem: "0"
 modules: []
 setup: []  # shell lines run once on the first node, such as 'source /opt/site.sh'
 environment:

@@ -135,8 +135,6 @@ def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[
     options = {
         "job-name": name,
         "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
         "nodes": nodes,
         "ntasks": nodes * cluster.tasks_per_node,
         "ntasks-per-node": cluster.tasks_per_node,

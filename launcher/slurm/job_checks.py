@@ -126,7 +126,7 @@ def describe_evenly(config: RunConfig) -> str:
 
 
 def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None:
-    capacity = USABLE * DEVICES[cluster.gpu_model].memory
+    capacity = USABLE * (cluster.gpu_memory or DEVICES[cluster.gpu_model].memory)
     largest = largest_phase(config, ranks, on_gpu=True)
     needed = total_bytes(memory_parts(largest, ranks, on_gpu=True))
     if needed > capacity:

@@ -174,8 +174,6 @@ def _options(job: Job) -> dict[str, object]:
     return {
         "job-name": job.name,
         "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
         "nodes": job.nodes,
         **_resources_of_a_node(job),
         "gpus-per-node": cluster.gpus_per_node if cluster.num_gpus else "",

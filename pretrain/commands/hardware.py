@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.sizes import amount_of
 from pretrain.costs.cluster import load_cluster
 from pretrain.costs.devices import DEVICES, MOST_RANKS, Hardware
 from pretrain.costs.node_range import fixed_nodes
@@ -34,6 +35,12 @@ def add_hardware_arguments(parser: argparse._ActionsContainer) -> None:
         choices=sorted(DEVICES),
         help="accelerator type of a rank (default: the cluster's, else cpu)",
     )
+    for name, unit, words in (
+        ("--gpu-memory", "bytes", "memory of a GPU, such as 40GiB"),
+        ("--gpu-flops", "FLOPs", "peak of a GPU in FLOPs per second, such as 400T"),
+    ):
+        words += " (default: the cluster's, else the data sheet's)"
+        parser.add_argument(name, type=amount_of(unit), default=0.0, metavar="N", help=words)
 
 
 def hardware_of(arguments: argparse.Namespace, fewest_ranks: int = 1) -> Hardware:
@@ -49,8 +56,18 @@ def hardware_of(arguments: argparse.Namespace, fewest_ranks: int = 1) -> Hardwar
         node = load_cluster(arguments.cluster)
         if node.num_gpus and not (gpu or node.gpu_model):
             raise ConfigError(
-                f"{arguments.cluster}: found no gpu, expected A100, H100 or H200; "
-                "set it, or use --gpu"
+                f"{arguments.cluster}: found no gpu, expected one of "
+                f"{', '.join(name for name in DEVICES if name != 'cpu')}; set it, or use --gpu"
             )
         ranks, gpu = ranks or node.tasks_per_node, gpu or node.gpu_model
-    return Hardware(nodes=nodes, ranks_per_node=ranks or fewest_ranks, name=gpu or "cpu", node=node)
+    memory, flops = arguments.gpu_memory, arguments.gpu_flops
+    if (memory or flops) and not gpu:
+        raise ConfigError("--gpu-memory and --gpu-flops are of a GPU; add --gpu, or --cluster FILE")
+    return Hardware(
+        nodes=nodes,
+        ranks_per_node=ranks or fewest_ranks,
+        name=gpu or "cpu",
+        node=node,
+        memory=memory or (node.gpu_memory if node else 0.0),
+        flops=flops or (node.gpu_flops if node else 0.0),
+    )

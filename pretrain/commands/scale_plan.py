@@ -66,11 +66,11 @@ from pretrain.terminal.text import counted, fitted_table, flops_text, number
 PFLOPS_DAY = 86400e15
 
 
-# The flags that belong to what a plan varies; the first ones choose it.
+# The flags that belong to what a plan varies.
 FLAGS: dict[Axis, str] = {
     "sizes": "budgets sizes spread holdout_budgets tokens_per_parameter around ratios max_epochs "
     "rule tuned lanes_multiple keep_layers width_multiple ladder cluster nodes gpus_per_node gpu "
-    "mfu host_memory measured speed seeds",
+    "gpu_memory gpu_flops mfu host_memory measured speed seeds",
     "rates": "rates lanes steps seeds",
     "lengths": "segments memories",
     "variants": "runs_dir",
@@ -150,10 +150,15 @@ def _axis_of(arguments: argparse.Namespace) -> Axis:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     given = {name for name, value in vars(arguments).items() if value != parser.get_default(name)}
-    flags = {axis: names.split() for axis, names in FLAGS.items()}
-    by_flags: tuple[Axis, ...] = ("sizes", "rates", "lengths")
-    chosen = [axis for axis in by_flags if flags[axis][0] in given]
-    axis: Axis | None = "variants" if is_comparison else chosen[0] if chosen else None
+    axis: Axis | None = None
+    if is_comparison:
+        axis = "variants"
+    elif "budgets" in given:
+        axis = "sizes"
+    elif "rates" in given:
+        axis = "rates"
+    elif given & {"segments", "memories"}:
+        axis = "lengths"
     if axis is None:
         if not tree.keys() & {"model", "data", "optim"}:
             refuse_other_kind(tree, arguments.experiment, ["members"])
@@ -161,7 +166,7 @@ def _axis_of(arguments: argparse.Namespace) -> Axis:
             f"{arguments.experiment}: found nothing to vary; give --budgets, --rates, or "
             "--segments and --memories, or the file of a comparison"
         )
-    other = {name for names in flags.values() for name in names} - {*flags[axis]}
+    other = {*" ".join(FLAGS.values()).split()} - {*FLAGS[axis].split()}
     if wrong := sorted(given & other):
         raise ConfigError(
             f"--{wrong[0].replace('_', '-')} has no meaning in a plan that varies {axis}; leave it "
@@ -307,6 +312,7 @@ def _sizes_at_budgets(arguments: argparse.Namespace) -> int:
         print(f"\n{fitted_table(placement_table(runs))}\n")
         sizes = [item.cost.parameters for item in runs]
         lines.append(placement_totals(runs, machine.hardware))
+        lines.append(machine.hardware.describe())
         lines.append(machine.utilization.describe(sizes))
     lines += [*_rule_lines(rule, [item.run for item in runs]), *filter(None, [repeated])]
     print("\n".join([*lines, _replaced(family.base, rule), *unchecked]))

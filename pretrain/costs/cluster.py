@@ -58,11 +58,10 @@ _CLUSTER_NAMES = {  # setting -> what Slurm and other systems call it, for error
     "gpu": "gpu_type device accelerator",
     "ranks_per_node": "tasks_per_node ntasks_per_node ntasks gpus_per_task",
     "partition": "queue partitions",
-    "account": "project",
     "cpus_per_rank": "cpus_per_task cpus_per_gpu",
     "time_limit": "time walltime timelimit",
     "signal_seconds": "signal",
-    "options": "mem constraint exclusive reservation sbatch extra_options",
+    "options": "account qos project mem constraint exclusive reservation sbatch extra_options",
     "srun_options": "srun srun_args srun_flags",
     "modules": "module_load",
     "setup": "prologue pre_commands setup_commands",
@@ -87,10 +86,6 @@ class ClusterConfig(NodeConfig):
 
     partition: str = ""
     """Partition, or several (main,urgent): the first that can start the job."""
-    account: str = ""
-    """Account that pays for the jobs."""
-    qos: str = ""
-    """Quality of service."""
     cpus_per_rank: int = setting(1, Range(1, MOST_THREADS), unit="cores")
     """Cores of each rank."""
     time_limit: str = "24:00:00"
@@ -98,7 +93,7 @@ class ClusterConfig(NodeConfig):
     signal_seconds: int = setting(180, Range(1, 1_000_000), unit="seconds")
     """Warning before the time limit: two steps and a checkpoint have to fit."""
     options: dict[str, str | None] = field(default_factory=dict)
-    """Other options of sbatch, such as 'mem: "0"', 'constraint: nvlink' or 'exclusive:'."""
+    """Other options of sbatch, such as 'account: X', 'mem: "0"' or 'exclusive:'."""
     srun_options: dict[str, str | None] = field(default_factory=dict)
     """Other options of the ranks' srun, such as 'cpu-bind: none' or 'no-container-mount-home:'."""
     modules: tuple[str, ...] = ()

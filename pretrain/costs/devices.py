@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from data_pipeline.errors import ConfigError
@@ -49,14 +49,27 @@ class Device:
 
 
 DEVICES = {
+    "B200": Device(bf16=2250e12, tf32=1125e12, fp32=75e12, memory=180e9),
     "H200": Device(bf16=989e12, tf32=495e12, fp32=67e12, memory=141e9),  # SXM, as the next two
     "H100": Device(bf16=989e12, tf32=495e12, fp32=67e12, memory=80e9),
     "A100": Device(bf16=312e12, tf32=156e12, fp32=19.5e12, memory=80e9),
+    "A100-40": Device(bf16=312e12, tf32=156e12, fp32=19.5e12, memory=40e9),
+    "L40S": Device(bf16=362e12, tf32=183e12, fp32=91.6e12, memory=48e9),
+    "MI300X": Device(bf16=1307e12, tf32=654e12, fp32=163e12, memory=192e9),
+    "RTX4090": Device(bf16=165e12, tf32=82.6e12, fp32=82.6e12, memory=24e9),
     # memory 0: that of the machine this runs on
     "cpu": Device(
         bf16=100e9, tf32=100e9, fp32=100e9, memory=0.0, origin="a core's order of magnitude"
     ),
 }
+
+
+def device_named(text: str) -> str:
+    """The name in DEVICES of a GPU as Slurm or its driver calls it; empty if it is none of them."""
+    letters = re.sub("[^A-Z0-9]", "", text.upper())
+    found = next((name for name in DEVICES if name.replace("-", "") in letters), "")
+    smaller = f"{found}-40"
+    return smaller if smaller in DEVICES and "40GB" in letters else found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +80,8 @@ class Hardware:
     ranks_per_node: int
     name: str  # of DEVICES
     node: NodeConfig | None = None  # of the cluster file, if there is one
+    memory: float = 0.0  # bytes of a GPU, where they are not the data sheet's
+    flops: float = 0.0  # peak of a GPU, the same
 
     @property
     def world_size(self) -> int:
@@ -78,7 +93,20 @@ class Hardware:
 
     @property
     def device(self) -> Device:
-        return DEVICES[self.name]
+        device = DEVICES[self.name]
+        memory, peak = self.memory or device.memory, self.flops
+        if self.on_gpu and peak:
+            return Device(bf16=peak, tf32=peak, fp32=peak, memory=memory, origin="as given")
+        return replace(device, memory=memory)
+
+    def describe(self) -> str:
+        """What is assumed of a GPU, in one line."""
+        device = self.device
+        return (
+            f"{self.nodes} x {self.ranks_per_node} {self.name}: {device.memory / 1e9:,.0f} GB, "
+            f"{USABLE:.0%} of it usable, and {device.bf16 / 1e12:,.0f} TFLOP/s in bf16 each "
+            f"({device.origin}); --gpu-memory and --gpu-flops change them"
+        )
 
     @property
     def usable_memory(self) -> float:
@@ -106,8 +134,12 @@ class NodeConfig:
 
     gpus_per_node: str = "0"
     """GPUs of a node, a rank each: 8, or h100:8 with Slurm's type; 0: a CPU cluster."""
-    gpu: Literal["", "A100", "H100", "H200"] = ""
+    gpu: Literal["", "A100", "A100-40", "B200", "H100", "H200", "L40S", "MI300X", "RTX4090"] = ""
     """Kind of GPU, to estimate memory and time; empty: what `gpus_per_node` names."""
+    gpu_memory: float = setting(0.0, Range(0, 1e15), unit="bytes")
+    """Memory of a GPU, such as 40GiB; 0: the data sheet's."""
+    gpu_flops: float = setting(0.0, Range(0, 1e18), unit="FLOPs per second")
+    """Peak of a GPU in every precision, such as 400T; 0: the data sheet's."""
     ranks_per_node: int = setting(0, Range(0, MOST_RANKS), unit="ranks")
     """Processes on each node; 0: one per GPU."""
     mtbf_hours: float = setting(0.0, Range(0, 1e9), unit="hours")
@@ -159,5 +191,4 @@ class NodeConfig:
     @property
     def _named_by_type(self) -> str:
         """`H100` of h100:8 or nvidia_h100_80gb_hbm3:8."""
-        kind = self.gpus_per_node.rpartition(":")[0].upper()
-        return next((name for name in DEVICES if name in kind), "")
+        return device_named(self.gpus_per_node.rpartition(":")[0])

@@ -12,7 +12,7 @@ import numpy as np
 
 from data_pipeline.errors import ConfigError
 from pretrain.config.resolve import with_precision
-from pretrain.costs.devices import DEVICES, Hardware
+from pretrain.costs.devices import Hardware, device_named
 from pretrain.costs.flops import computed_flops_of_step, parameters_of
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
@@ -75,7 +75,7 @@ def _measured(run_dir: RunDir, path: Path, hardware: Hardware) -> tuple[int, flo
     if start is None:
         raise ConfigError(f"--measured {path}: has not started, so it measured no speed")
     gpu = start.environment.get("GPU", "")
-    found = next((name for name in DEVICES if name in gpu.upper()), _WITHOUT_GPU.get(gpu, ""))
+    found = device_named(gpu) or _WITHOUT_GPU.get(gpu, "")
     if gpu and found != hardware.name:
         raise ConfigError(
             f"--measured {path}: was trained on {found or gpu}, and the plan is for "

@@ -85,7 +85,7 @@ def test_a_mistake_in_a_cluster_file_is_said(tmp_path, text, reason):
         load_cluster(tmp_path / "cluster.yaml")
 
 
-@pytest.mark.parametrize("line", ["gpu_per_node: 8", "timelimit: 1:00:00", "gpu_memory: 40GiB"])
+@pytest.mark.parametrize("line", ["gpu_per_node: 8", "timelimit: 1:00:00", "gpu_ram: 40GiB"])
 def test_describe_plan_and_submit_refuse_the_same_cluster_files(tmp_path, capsys, line):
     model, file = CLUSTERS[0].parents[1] / "models/xl_modern_10m.yaml", tmp_path / "cluster.yaml"
     file.write_text(f"gpus_per_node: h100:8\n{line}\n")

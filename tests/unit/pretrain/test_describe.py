@@ -400,7 +400,7 @@ def test_the_launcher_starts_as_many_ranks_as_are_described(path, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gpus_per_node: 8\n", "found no gpu, expected A100, H100 or H200"),
+        ("gpus_per_node: 8\n", "found no gpu, expected one of B200, H200, H100"),
         ("gpus_per_node: many\n", "gpus_per_node: found 'many'"),
         ("partition: gpu\n", "leave nothing to run on"),
     ],

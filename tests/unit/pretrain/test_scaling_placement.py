@@ -14,7 +14,7 @@ from data_pipeline.files import write_text
 from pretrain.commands import scale
 from pretrain.commands.describe import describe
 from pretrain.config.run import RunConfig
-from pretrain.costs.devices import GIB, Hardware
+from pretrain.costs.devices import GIB, USABLE, Hardware, device_named
 from pretrain.costs.flops import computed_flops_of_step, cost_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Started
@@ -173,3 +173,29 @@ def test_ratios_plan_one_size_for_each_at_every_budget(tmp_path):
     assert plan(tmp_path, "--budgets", "1e19", "1e20", "--ratios", 20, 80, 320) == 0
     found = [cell.facts["tokens"] / cell.facts["parameters"] for cell, _ in cells_of(tmp_path)]
     assert found == pytest.approx([320, 80, 20] * 2, rel=0.15)
+
+
+@pytest.mark.parametrize("flags", [("A100-40",), ("A100", "--gpu-memory", "40GB")])
+def test_a_gpu_of_less_memory_gets_cells_that_fit_it_and_is_named_with_what_is_assumed(
+    tmp_path, capsys, flags
+):
+    words = ("--budgets", "1e20", "--sizes", 2, "--gpus", 8, "--gpu", *flags)
+    assert plan(tmp_path, *words) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"1 x 8 A100\S*: 40 GB, 92% of it usable, and 312 TFLOP/s in bf16 each", said)
+    for cell, _ in cells_of(tmp_path):
+        assert cell.facts["device_gib"] <= USABLE * 40e9 / GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("nvidia_a100-sxm4-80gb", "A100"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("mi300x", "MI300X"),
+        ("Tesla V100", ""),
+    ],
+)
+def test_gpus_are_known_by_the_names_of_their_drivers(text, name):
+    assert device_named(text) == name
