@@ -67,12 +67,12 @@ def shown_names(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def read_csv(text: str) -> list[dict[str | None, Any]]:
+def read_csv(text: str, separator: str = ",") -> list[dict[str | None, Any]]:
     """Return a row per line, as `write_csv` or a spreadsheet wrote them; csv.Error if it is none.
 
     The cells that the header does not name are under None.
     """
-    lines = csv.reader(io.StringIO(text, newline=""))
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     header = [unmarked(name) for name in next(lines, [])]
     return [_row(header, cells) for cells in lines if cells]
 

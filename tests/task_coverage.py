@@ -21,7 +21,7 @@ from tests.helpers.scaling import BESIROGLU, HOFFMANN, SIX_N, simulated
 
 LAWS = (HOFFMANN, BESIROGLU)
 CHANCE = 0.25
-TRUTH = Sigmoid(floor=CHANCE, ceiling=0.85, steepness=6.0, middle=2.7)
+TRUTH = Sigmoid(floor=CHANCE, ceiling=1.0, steepness=6.0, middle=2.7)
 LOSS_NOISE = 0.005
 NOISES = (0.01, 0.03)  # standard deviations of an accuracy: 2,000 and 200 questions
 RANGE, BUDGETS, SIZES = (1e18, 1e20), 5, 5

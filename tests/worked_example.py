@@ -18,7 +18,7 @@ from pretrain.scaling.collect import row_of, shown_rows
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.point_files import read_points
 from pretrain.scaling.rates import tuned_rates, tuned_table, verdicts
-from pretrain.scaling.summary import approach_table, check_lines, ranking_lines
+from pretrain.scaling.summary import fit_lines
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.which_runs import PlacedCell, cells_of
 from pretrain.terminal.text import fitted_table
@@ -26,7 +26,6 @@ from pretrain.terminal.text import fitted_table
 DOCS = Path(__file__).parents[1] / "docs"
 DEMO = Path("runs/scaling-demo")
 CHARTS = ("isoflop", "frontier", "sizes")
-COLUMNS = (0, 1, 2, 3, 5)  # of the table of approaches: without D*, and at the largest budget only
 WIDTH = 96
 BLOCK = re.compile(r"(<!-- scaling-demo: (\w+) -->\n)(.*?)(<!-- end -->\n)", re.DOTALL)
 
@@ -37,14 +36,12 @@ def blocks_of(demo: Path) -> dict[str, str]:
     tuned = tuned_rates([row_of(cell) for cell in cells])
     rows = [row_of(cell) for cell in placed_cells(demo / "sweep.yaml", demo / "cells")]
     fit = fit_all(read_points(demo / "runs.csv"))
-    heads, approaches = approach_table(fit)
-    narrow = [[row[column] for column in COLUMNS] for row in (heads, *approaches)]
     predicted = printed("predict", demo, "--flops", "3.6e12", "--force")
     served = printed("predict", demo, "--flops", "7.2e11", "--inference-tokens", "20M", "--force")
     found = {
         "rate": [fitted_table(tuned_table(tuned)), *verdicts(tuned)],
         "runs": [fitted_table(shown_rows(rows))],
-        "fit": [fitted_table(narrow), *check_lines(fit), "", *ranking_lines(fit)],
+        "fit": fit_lines(fit),
         "prediction": [predicted],
         "serving": [served[served.index("to serve") :]],
     }

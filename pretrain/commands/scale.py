@@ -25,11 +25,11 @@ PROGRAM = Program(
         ),
         "collect": (
             "pretrain.commands.scale_collect",
-            "write the runs of a sweep as runs.csv and their curves as curves.csv",
+            "write the runs of a sweep as runs.csv",
         ),
         "fit": (
             "pretrain.commands.scale_fit:fit",
-            "fit approaches 1, 2 and 3 and print them side by side, with intervals and warnings",
+            "fit four laws: the one to rely on, its optimum, and warnings",
         ),
         "predict": (
             "pretrain.commands.scale_predict",
@@ -57,7 +57,7 @@ PROGRAM = Program(
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
     """The flags of every action that fits runs."""
-    from pretrain.scaling.isoflop import REACH
+    from pretrain.scaling.frontier import REACH
 
     add = parser.add_argument
     add("runs", type=Path, metavar="RUNS", help="CSV or JSON, one run per row: N, D, loss and more")
@@ -84,8 +84,6 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     reach = "approach 2: use the sizes within this factor of each budget's lowest run (default "
     reach += "%(default)s; inf: all)"
     add("--reach", type=float, default=REACH, metavar="X", help=reach)
-    curves = "training curves (run,N,C,loss) for approach 1"
-    add("--curves", type=Path, metavar="FILE", help=curves)
 
 
 def add_family(parser: argparse._ActionsContainer) -> None:

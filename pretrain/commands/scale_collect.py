@@ -10,7 +10,7 @@ from data_pipeline.csv_files import check_table_path
 from data_pipeline.errors import ConfigError
 from pretrain.commands.output_paths import check_output_file
 from pretrain.commands.scale import add_sweep, swept_runs
-from pretrain.scaling.collect import Row, row_of, shown_rows, write_curves, write_rows
+from pretrain.scaling.collect import Row, row_of, shown_rows, write_rows
 from pretrain.terminal.text import counted, fitted_table
 
 
@@ -26,17 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="loss: the mean of the last K evaluations, with its standard error (default 1)",
     )
-    parser.add_argument(
-        "--curves-out", type=Path, metavar="FILE", help="also write the training curves here"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the table of runs and, if asked to, their training curves."""
+    """Write the table of runs."""
     sweep, runs, cells = swept_runs(arguments)
     output = arguments.output or runs / "runs.csv"
     check_output_file("--output", output, "runs.csv")
-    check_output_file("--curves-out", arguments.curves_out, "curves.csv")
     if arguments.average_last < 1:
         raise ConfigError(f"--average-last {arguments.average_last} must be 1 or more")
     rows = [row_of(cell, arguments.average_last) for cell in cells]
@@ -49,9 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"left out: {row.name}: {row.excluded}")
     for note in _notes(rows, arguments.average_last):
         print(f"note: {note}")
-    if arguments.curves_out:
-        count = write_curves(arguments.curves_out, cells)
-        print(f"{arguments.curves_out}: {counted(count, 'training curve')}")
     if len(left_out) < len(rows):
         then = f"pretrain scale report {output}"
         fits = sweep.varies == "sizes"

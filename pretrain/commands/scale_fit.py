@@ -9,6 +9,7 @@ from pathlib import Path
 from data_pipeline.errors import ConfigError
 from data_pipeline.files import write_json
 from data_pipeline.progress import StatusLine
+from data_pipeline.sizes import amount_of
 from data_pipeline.yaml_files import YAML_SUFFIXES
 from pretrain.commands.output_paths import check_output_directory, check_output_file
 from pretrain.commands.scale import (
@@ -26,15 +27,12 @@ MANY_RUNS = 10_000  # whose fit takes long enough for progress
 
 def fit_of(arguments: argparse.Namespace) -> Fit:
     """Return the fit that the flags of `add_runs` describe. It takes seconds and is not stored."""
-    from pretrain.scaling.collect import read_curves
-
     if not arguments.reach > 1:
         raise ConfigError(f"--reach {arguments.reach} must be above 1: a factor in size")
     points = points_of(arguments)
-    training = read_curves(arguments.curves) if arguments.curves else None
     with StatusLine() as status:
         report = status.show if len(points) >= MANY_RUNS else lambda _: None
-        return fit_all(points, training=training, reach=arguments.reach, report=report)
+        return fit_all(points, reach=arguments.reach, report=report)
 
 
 def points_of(arguments: argparse.Namespace) -> Points:
@@ -71,19 +69,22 @@ def columns_of(items: list[str]) -> Columns:
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale fit`."""
     add_runs(parser)
+    flops = "show the optimum of this many training FLOPs (default: 10 times the largest budget)"
+    parser.add_argument("--flops", type=amount_of("FLOPs"), default=0.0, metavar="C", help=flops)
+    parser.add_argument("--verbose", action="store_true", help="print all there is")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results here, as JSON")
 
 
 def run_fit(arguments: argparse.Namespace) -> int:
-    """Print the fit."""
+    """Print the fit; status 1 if no law describes the runs."""
     check_output_file("--json", arguments.json, "fit.json")
     fit = fit_of(arguments)
-    print("\n".join(fit_lines(fit)))
+    print("\n".join(fit_lines(fit, arguments.flops, arguments.verbose)))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         write_json(arguments.json, fit_tree(fit))
         print(f"written: {arguments.json}")
-    return 0
+    return int(bool(fit.none_because))
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:

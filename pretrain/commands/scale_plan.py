@@ -410,16 +410,17 @@ def _center(family: Family, arguments: argparse.Namespace) -> tuple[Callable[[fl
         return optimum_at_ratio(family, ratio), f"{ratio:g} tokens per parameter"
     from pretrain.scaling.fit import fit_all
     from pretrain.scaling.point_files import read_points
-    from pretrain.scaling.predict import preferred
+    from pretrain.scaling.summary import choice_line
 
     fit = fit_all(read_points(arguments.around))
-    approach = preferred(fit)
+    if fit.none_because:
+        raise ConfigError(f"--around {arguments.around}: {choice_line(fit)}")
+    approach = fit.approaches[0]
 
     def optimum(flops: float) -> float:
         return float(np.exp(approach.line.log_parameters(np.log(flops))))
 
-    reason = fit.ranking.reason
-    return optimum, f"approach {approach.title} of {arguments.around.name} ({reason})"
+    return optimum, f"{approach.title} of {arguments.around.name}"
 
 
 def _table(runs: list[PlannedRun]) -> list[list[str]]:

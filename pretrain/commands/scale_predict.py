@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from pretrain.commands.scale_questions import add_questions, answers, asked, run
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
-from pretrain.scaling.checks import contradictions
 from pretrain.scaling.fit import Fit
 from pretrain.scaling.intervals import LEVEL, amount, as_loss, as_size, shown
 from pretrain.scaling.predict import (
@@ -34,6 +33,7 @@ from pretrain.scaling.predict import (
     Forecast,
     doubts,
     forecast,
+    law_of_runs,
     loss_of_run,
     near_optimal_band,
     preferred,
@@ -41,15 +41,9 @@ from pretrain.scaling.predict import (
     refuse_wild,
     run_doubts,
 )
-from pretrain.scaling.ranking import ranking_line
 from pretrain.scaling.recipe import with_budget
-from pretrain.scaling.summary import (
-    forecast_table,
-    no_interval_lines,
-    unavailable_lines,
-    warning_lines,
-)
-from pretrain.terminal.text import counted, fitted_table
+from pretrain.scaling.summary import choice_line, warning_lines
+from pretrain.terminal.text import counted, fitted_table, flops_text
 
 UNANSWERED_WARNING = 0.01  # fraction of lines without an answer from which there is a warning
 ASKED = {
@@ -70,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         help_text = f"predict the optimum of this many {words}"
         add(f"--{name}", type=amount_of(words), default=0.0, metavar=letter, help=help_text)
-    approach = "approach whose optimum is written: parametric, isoflop or envelope"
-    add("--approach", default="", help=approach)
+    law = "law whose optimum is written: parametric, tied, isoflop or lowest"
+    add("--law", default="", help=law)
     base = "base experiment, whose family of shapes is chosen from"
     add("--experiment", type=Path, metavar="FILE", help=base)
     written = "write the nearest legal run here, as an experiment file"
@@ -93,47 +87,56 @@ def run(arguments: argparse.Namespace) -> int:
     fit = fit_of(arguments)
     if len(given) == 2:
         return _single_run(fit, arguments)
-    approach = preferred(fit, arguments.approach)
+    approach = preferred(fit, arguments.law)
     chosen = forecast(approach, fit.flops_law, **given)
     reasons = doubts(fit, chosen.flops.value, approach)
     if not arguments.force:
         refuse_wild(reasons)
     found = answers(fit, chosen.flops.value, arguments)
-    forecasts = [forecast(item, fit.flops_law, **given) for item in fit.approaches]
     ((asked, value),) = given.items()
     where = ASKED[asked].format(amount(value) if asked != "flops" else f"{value:.3g}")
-    print(f"the compute-optimal run {where}, by each approach; {LEVEL}% intervals")
-    heads, rows = forecast_table(forecasts, asked)
-    print(
-        "\n".join([fitted_table([heads, *rows]), *unavailable_lines(fit), *no_interval_lines(fit)])
-    )
+    print("\n".join(warning_lines(fit)), end="\n" if fit.warnings else "")
+    print(f"by {arguments.law}, as asked" if arguments.law else choice_line(fit))
+    print(f"the compute-optimal run {where}, by each law; {LEVEL}% intervals")
+    forecasts = [forecast(item, fit.flops_law, **given) for item in fit.approaches]
+    print(fitted_table(_table(forecasts, asked)))
+    lines = [f"doubt: {doubt}" for doubt in reasons]
+    if approach.no_interval:
+        lines.append(f"{approach.title} without an interval: {approach.no_interval}")
+    if chosen.unanswered >= UNANSWERED_WARNING:
+        lines.append(
+            f"warning: {chosen.unanswered:.0%} of the resamples of {chosen.approach} have no such "
+            "run; its intervals are too narrow"
+        )
     if band := near_optimal_band(fit, chosen.flops.value, approach):
         low, high = (as_size(size) for size in band)
-        flops = f"{chosen.flops.value:.3g} FLOPs" + (
-            "" if asked == "flops" else f" (C of approach {chosen.approach})"
+        lines.append(
+            f"near-optimal at {chosen.flops.value:.3g} FLOPs: N from {low} to {high} loses at most "
+            f"{BAND:.0%} by {approach.title}"
         )
-        print(
-            f"near-optimal at {flops}: N from {low} to {high} loses at most {BAND:.0%} by "
-            f"approach {approach.title}"
-        )
-    for line in (
-        [_choice(fit, arguments.approach)]
-        + [f"doubt: {doubt}" for doubt in reasons]
-        + _warnings(forecasts, where)
-        + warning_lines(fit)
-    ):
-        print(line)
     for answer in found:
-        print("\n".join(answer.lines))
+        lines += answer.lines
         chosen = answer.forecast
+    print("\n".join(lines))
     if base:
         _nearest(base, chosen, arguments)
     return 0
 
 
-def _choice(fit: Fit, asked: str) -> str:
-    """Whose optimum `--write` takes."""
-    return f"approach {asked} was asked for" if asked else ranking_line(fit.ranking)
+def _table(forecasts: Sequence[Forecast], asked: str) -> list[list[str]]:
+    """Heads and a row per law, without the column that was `asked` for."""
+    columns: dict[str, tuple[str, Callable[[float], str]]] = {
+        "parameters": ("N*", as_size),
+        "tokens": ("D*", as_size),
+        "flops": ("C", flops_text),
+        "loss": ("loss", as_loss),
+    }
+    del columns[asked]
+    rows = [
+        [item.approach, *(shown(getattr(item, name), text) for name, (_, text) in columns.items())]
+        for item in forecasts
+    ]
+    return [["law", *(head for head, _ in columns.values())], *rows]
 
 
 def _question(arguments: argparse.Namespace) -> dict[str, float]:
@@ -146,7 +149,7 @@ def _question(arguments: argparse.Namespace) -> dict[str, float]:
             "give a positive --flops, --tokens or --params; --tokens and --params together ask "
             "for one run's loss"
         )
-    refuse_unknown(arguments.approach)
+    refuse_unknown(arguments.law)
     if arguments.write and not arguments.experiment:
         raise ConfigError(
             "--write needs --experiment, the experiment whose family of shapes to choose from"
@@ -155,26 +158,13 @@ def _question(arguments: argparse.Namespace) -> dict[str, float]:
         check_output_file("--write", arguments.write, "best.yaml")
         refuse_overwrite(arguments.write)
     asked(arguments)
-    idle = [name for name in ("approach", "experiment") if getattr(arguments, name)]
+    idle = [name for name in ("law", "experiment") if getattr(arguments, name)]
     if len(given) == 2 and idle:
         raise ConfigError(
             f"--{idle[0]} has no effect with both --tokens and --params, which ask for one run's "
-            "loss by "
-            "approach 3; leave it out, or one of the two"
+            "loss; leave it out, or one of the two"
         )
     return given
-
-
-def _warnings(forecasts: Sequence[Forecast], where: str) -> list[str]:
-    """Warnings about these answers, in addition to those about the fit."""
-    found = contradictions({item.approach: item.loss for item in forecasts}, f"for the run {where}")
-    found += [
-        f"approach {item.approach}: {item.unanswered:.0%} of its resamples have no "
-        "such run; its intervals are too narrow"
-        for item in forecasts
-        if item.unanswered >= UNANSWERED_WARNING
-    ]
-    return [f"warning: {words}" for words in found]
 
 
 def _single_run(fit: Fit, arguments: argparse.Namespace) -> int:
@@ -185,7 +175,7 @@ def _single_run(fit: Fit, arguments: argparse.Namespace) -> int:
     loss, more = loss_of_run(fit, arguments.params, arguments.tokens), run_lines(fit, arguments)
     size, tokens = amount(arguments.params), amount(arguments.tokens)
     print(
-        f"loss of N = {size} over D = {tokens} ({flops:.3g} FLOPs) by approach 3: "
+        f"loss of N = {size} over D = {tokens} ({flops:.3g} FLOPs) by {law_of_runs(fit).title}: "
         f"{shown(loss, as_loss)}"
         f"{'' if math.isnan(loss.low) else f', a {LEVEL}% interval'}"
     )
@@ -211,7 +201,7 @@ def _nearest(base: RunConfig, chosen: Forecast, arguments: argparse.Namespace) -
     )
     if arguments.write:
         header = (
-            f"# The optimum at {chosen.flops.value:.3g} FLOPs by approach {chosen.approach}: "
+            f"# The optimum at {chosen.flops.value:.3g} FLOPs by {chosen.approach}: "
             f"loss {shown(chosen.loss, as_loss)}\n"
             f"# Written by 'pretrain scale predict' from {arguments.runs.name}; rate and batch: "
             f"{rule_name(arguments)}\n"

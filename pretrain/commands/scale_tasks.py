@@ -12,10 +12,11 @@ from data_pipeline.sizes import amount_of
 from pretrain.commands.scale import add_runs
 from pretrain.commands.scale_fit import columns_of, points_of
 from pretrain.scaling.intervals import amount, as_loss, shown
+from pretrain.scaling.law import ParametricFit
 from pretrain.scaling.point_files import values_by_name
 from pretrain.scaling.points import Points
-from pretrain.scaling.predict import forecast, preferred, refuse_wild, run_doubts
-from pretrain.scaling.task_fit import Backtest, TaskFit, backtest, fit_task
+from pretrain.scaling.predict import forecast, law_of_runs, refuse_wild, run_doubts
+from pretrain.scaling.task_fit import FARTHEST, Backtest, TaskFit, backtest, fit_task
 from pretrain.terminal.text import counted, fitted_table
 
 
@@ -29,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--task-loss", default="", metavar="COLUMN", help=loss)
     chance = "accuracy by chance, the sigmoid's floor (default: fitted)"
     add("--chance", type=float, metavar="P", help=chance)
+    ceiling = "accuracy at a loss of 0, the sigmoid's ceiling (default %(default)g)"
+    add("--ceiling", type=float, default=1.0, metavar="P", help=ceiling)
     for name, letter, words in (
         ("flops", "C", "the compute-optimal run of this many training FLOPs"),
         ("tokens", "D", "with --params: the run over this many tokens"),
@@ -47,11 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
     runs = points_of(arguments)
     columns = columns_of(arguments.column)
     accuracies = values_by_name(arguments.runs, arguments.accuracy, columns)
-    task = fit_task(runs, accuracies, arguments.chance)
+    task = fit_task(runs, accuracies, arguments.chance, arguments.ceiling)
     asked = _asked(task, arguments)
     lines = [
         *_step_lines(task, columns.loss, arguments),
-        *_backtest_lines(runs, accuracies, arguments.chance),
+        *_backtest_lines(runs, accuracies, arguments),
     ]
     if asked:
         parameters, tokens = asked
@@ -60,6 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
             f"N {amount(parameters)}, D {amount(tokens)}: {columns.loss} {shown(loss, as_loss)}, "
             f"{arguments.accuracy} {shown(accuracy, _percent)}"
         ]
+        if (distance := task.extrapolated(loss.value)) > FARTHEST:
+            lines.insert(
+                0,
+                f"warning: a loss of {as_loss(loss.value)} is {distance:.0%} of the range of the "
+                "runs' losses below the lowest: the accuracy is extrapolated; add better runs",
+            )
     print("\n".join(lines))
     return 0
 
@@ -68,15 +77,17 @@ def _check(arguments: argparse.Namespace) -> None:
     given = [name for name in ("flops", "tokens", "params") if getattr(arguments, name)]
     if given not in ([], ["flops"], ["tokens", "params"]):
         raise ConfigError("give --flops, or --params and --tokens together, or none of them")
-    if arguments.chance is not None and not 0 <= arguments.chance < 1:
-        raise ConfigError(f"--chance {arguments.chance:g} must be from 0 to below 1")
+    chance, ceiling = arguments.chance or 0.0, arguments.ceiling
+    if not 0 <= chance < ceiling <= 1:
+        raise ConfigError(
+            f"--chance {chance:g} and --ceiling {ceiling:g}: expected 0 <= chance < ceiling <= 1"
+        )
 
 
 def _asked(task: TaskFit, arguments: argparse.Namespace) -> tuple[float, float] | None:
     """Parameters and tokens of the run that is asked for; ConfigError if it is too far away."""
     if arguments.flops:
-        law = preferred(task.fit, "parametric")
-        found = forecast(law, task.fit.flops_law, flops=arguments.flops)
+        found = forecast(law_of_runs(task.fit), task.fit.flops_law, flops=arguments.flops)
         asked = found.parameters.value, found.tokens.value
     elif arguments.params:
         asked = arguments.params, arguments.tokens
@@ -89,11 +100,10 @@ def _asked(task: TaskFit, arguments: argparse.Namespace) -> tuple[float, float] 
 
 def _step_lines(task: TaskFit, loss: str, arguments: argparse.Namespace) -> list[str]:
     found = task.sigmoid
-    parametric = task.fit.estimates.parametric
-    if parametric is None:
-        raise DataError(f"step 1 needs approach 3: {task.fit.estimates.unavailable['parametric']}")
+    parametric = task.fit.estimates.laws[law_of_runs(task.fit).key]
+    assert isinstance(parametric, ParametricFit)
     law = parametric.law
-    lines = [
+    return [
         f"step 1, {counted(len(task.loss_P), 'run')}: {loss} = {law.E:.4g} + {law.A:.4g} / "
         f"N^{law.alpha:.3f} + {law.B:.4g} / D^{law.beta:.3f}, mean absolute error "
         f"{parametric.mean_error:.2%}",
@@ -101,20 +111,13 @@ def _step_lines(task: TaskFit, loss: str, arguments: argparse.Namespace) -> list
         f"(1 + exp({found.steepness:.3g} ({loss} - {found.middle:.3f}))), mean absolute error "
         f"{100 * task.mean_error:.2f} points",
     ]
-    reached = (float(task.accuracy_P.max()) - found.floor) / (found.ceiling - found.floor)
-    if reached < 0.5:
-        lines.append(
-            f"warning: the runs cover only the lower {reached:.0%} of the sigmoid, so its ceiling "
-            "is a guess: add better runs"
-        )
-    return lines
 
 
 def _backtest_lines(
-    runs: Points, accuracies: Mapping[str, float], chance: float | None
+    runs: Points, accuracies: Mapping[str, float], arguments: argparse.Namespace
 ) -> list[str]:
     try:
-        found = backtest(runs, accuracies, chance)
+        found = backtest(runs, accuracies, arguments.chance, arguments.ceiling)
     except DataError as error:
         return [f"no backtest: {error}"]
     heads = ["largest budget, left out", "loss", "predicted", "accuracy", "step 2 alone", "both"]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from data_pipeline.csv_files import write_csv
 from data_pipeline.files import atomic_write
 from pretrain.terminal.text import si
 
@@ -283,6 +284,35 @@ def save_png(path: Path, figure: Figure) -> None:
     _take_texts_literally(figure)
     with atomic_write(path) as file:
         figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+
+
+def save_figure(path: Path, figure: Figure) -> None:
+    """Write a figure of a paper beside `path`: as PNG, SVG and PDF, and what it draws as CSV."""
+    save_png(path.with_suffix(".png"), figure)
+    for form in ("svg", "pdf"):
+        date = {"Date": None} if form == "svg" else {"CreationDate": None}
+        with atomic_write(path.with_suffix(f".{form}")) as file:
+            figure.savefig(file, format=form, metadata=date)
+    write_csv(path.with_suffix(".csv"), ("series", "x", "y"), drawn_values(figure))
+
+
+def drawn_values(figure: Figure) -> list[dict[str, Any]]:
+    """The points of all lines, marks and bands of a figure, with the names of their series."""
+    rows = []
+    for axes in figure.axes:
+        series = [(str(line.get_label()), line.get_xydata()) for line in axes.lines]
+        for shape in axes.collections:
+            offsets = np.asarray(shape.get_offsets())
+            outlines = [path.vertices for path in shape.get_paths()]
+            places = [offsets] if len(offsets) > 1 else outlines
+            series += [(str(shape.get_label()), np.asarray(each)) for each in places]
+        for name, places in series:
+            rows += [
+                {"series": name.removeprefix("_"), "x": f"{x:.8g}", "y": f"{y:.8g}"}
+                for x, y in np.asarray(places, float)
+                if math.isfinite(x) and math.isfinite(y)
+            ]
+    return rows
 
 
 def save_panels(path: Path, title: str, shown: Sequence[Panel]) -> None:

@@ -23,26 +23,36 @@ from pretrain.reporting.charts import (
     spread_colors,
     spread_markers,
 )
-from pretrain.scaling.checks import beyond, relative_error
-from pretrain.scaling.fit import Fit
+from pretrain.scaling.fit import BEYOND, Fit, relative_error
+from pretrain.scaling.frontier import Valley, law_of
 from pretrain.scaling.intervals import LEVEL, Interval
-from pretrain.scaling.isoflop import Valley
+from pretrain.scaling.law import loss_at
 from pretrain.scaling.points import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-APPROACH_COLORS = {"envelope": SERIES[1], "isoflop": SERIES[2], "parametric": SERIES[0]}
+COLORS: dict[str, str] = dict(
+    zip(("parametric", "lowest", "isoflop", "tied"), SERIES, strict=False)
+)
 # Told apart in grey, too. The line at the largest run is dashed.
-APPROACH_LINES = {"envelope": (0, (1, 1)), "isoflop": (0, (4, 1.3, 1, 1.3)), "parametric": "solid"}
-APPROACH_MARKERS = {"envelope": "s", "isoflop": "+", "parametric": "o"}
+LINES: dict[str, Any] = {
+    "parametric": "solid",
+    "lowest": (0, (1, 1)),
+    "isoflop": (0, (4, 1.3, 1, 1.3)),
+    "tied": (0, (7, 2)),
+}
 LOSS = "loss (nats per token)"
 FLOPS = "training FLOPs C"
-BANDS = f"by each approach, in a band of its {LEVEL}% interval"
+BANDS = f"by each law, in a band of its {LEVEL}% interval"
 MOST_LABELS = 12  # of budgets in a legend
 BITS = "bits per byte"
 BAND_POINTS = 60
+GRID = 80
+MARGIN = 1.6  # beyond the runs and the optimum
+LEVELS, BELOW = 11, 30.0  # contours, from the optimum at so many times fewer FLOPs than any run's
+FEWEST_DECIMALS = 2
 
 Chart = Callable[[Fit, Palette], "Figure"]
 
@@ -132,13 +142,14 @@ def optimal_tokens(fit: Fit, palette: Palette) -> Figure:
 
 
 def residuals(fit: Fit, palette: Palette) -> Figure:
-    """The relative error of approach 3's law for each run, over its FLOPs, colored by D/N."""
+    """The relative error of the law of N and D for each run, over its FLOPs, colored by D/N."""
     from matplotlib.colors import LogNorm
 
     figure, axes = canvas(palette, 3.4, FLOPS, "(predicted - measured) / measured loss, %")
-    assert fit.estimates.parametric
+    assert fit.law
     points, held = fit.points, fit.holdouts
-    predicted_P = fit.estimates.parametric.law.loss(points.parameters_P, points.tokens_P)
+    logs = np.log([points.parameters_P, points.tokens_P])
+    predicted_P = loss_at(law_of(fit.law.line).theta, *logs)
     error_P = 100 * relative_error(predicted_P, points.loss_P)
     ratio_P = points.tokens_P / points.parameters_P
     held_ratios = [item.tokens / item.parameters for item in held]
@@ -158,28 +169,6 @@ def residuals(fit: Fit, palette: Palette) -> Figure:
     log_amount_ticks(bar.ax.yaxis)
     bar.ax.tick_params(which="both", colors=palette.faint, labelsize=SMALL, length=0)
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
-    return figure
-
-
-def envelope_curves(fit: Fit, palette: Palette) -> Figure:
-    """Approach 1's curves over FLOPs, and which of them is lowest where."""
-    figure, axes = canvas(palette, 4.2, FLOPS, LOSS)
-    envelope = fit.estimates.envelope
-    assert envelope
-    curves = envelope.curves
-    flops_G = np.exp(curves.log_flops_G)
-    is_trained = envelope.kind == "curves"
-    one = "loss of a run while it trains" if is_trained else "finished runs of one size"
-    style = {"color": palette.faint, "linewidth": 0.8, "alpha": 0.6}
-    for index, loss_G in enumerate(curves.loss_RG):
-        axes.plot(flops_G, loss_G, label=None if index else one, **style)
-    inside = np.isfinite(envelope.n_G)
-    lowest_G = np.nanmin(np.where(np.isfinite(curves.loss_RG), curves.loss_RG, np.inf), axis=0)
-    lowest = flops_G[inside], lowest_G[inside]
-    label = "lowest, between a smaller and a larger size"
-    axes.plot(*lowest, "o", color=APPROACH_COLORS["envelope"], markersize=3.5, label=label)
-    _log_flops_and_loss(axes)
-    legend(axes, palette)
     return figure
 
 
@@ -231,16 +220,16 @@ def _parabola(axes: Axes, valley: Valley, color: str) -> None:
 
 def _lines_with_bands(axes: Axes, fit: Fit, values: Sequence[Callable[[float], Interval]]) -> None:
     """A line and a band per approach, from the smallest run to beyond the largest budget."""
-    low, high = np.log(fit.points.flops_P.min()), np.log(beyond(float(fit.points.flops_P.max()))[0])
+    low, high = np.log(fit.points.flops_P.min()), np.log(BEYOND * float(fit.points.flops_P.max()))
     log_flops_X = np.linspace(low, high, BAND_POINTS)
     flops_X = np.exp(log_flops_X)
     for approach, value_at in zip(fit.approaches, values, strict=True):
         items = [value_at(float(log_flops)) for log_flops in log_flops_X]
-        color, line = APPROACH_COLORS[approach.key], [item.value for item in items]
-        look: Any = {"linestyle": APPROACH_LINES[approach.key], "linewidth": 1.5}
+        color, line = COLORS[approach.key], [item.value for item in items]
+        look: Any = {"linestyle": LINES[approach.key], "linewidth": 1.5}
         axes.plot(flops_X, line, color=color, label=approach.title, **look)
         lows, highs = [item.low for item in items], [item.high for item in items]
-        axes.fill_between(flops_X, lows, highs, color=color, alpha=0.16, linewidth=0)
+        axes.fill_between(flops_X, lows, highs, color=color, alpha=0.25, linewidth=0)
 
 
 def _mark_largest_run(axes: Axes, fit: Fit, palette: Palette) -> None:
@@ -252,7 +241,7 @@ def _held_out(axes: Axes, fit: Fit, palette: Palette) -> None:
     """Held-out runs and what approach 3 predicts for each, which is above the frontier for most."""
     flops = [item.flops for item in fit.holdouts]
     predicted = [item.predicted for item in fit.holdouts]
-    color = APPROACH_COLORS["parametric"]
+    color = COLORS[fit.law.key] if fit.law else palette.ink
     ends = np.array([(each.low, each.high) for each in predicted])
     bounded = (np.isfinite(ends) & (ends > 0)).all(axis=1)
     axes.vlines(np.array(flops)[bounded], *ends[bounded].T, color=color, linewidth=1.0)
@@ -261,3 +250,101 @@ def _held_out(axes: Axes, fit: Fit, palette: Palette) -> None:
     measured = [item.measured for item in fit.holdouts]
     axes.plot(flops, measured, "D", color=palette.ink, markersize=4, label="run held out", zorder=6)
     axes.plot(flops, [each.value for each in predicted], "_", label=label, **dashes)
+
+
+def equal_losses(fit: Fit, palette: Palette) -> Figure:
+    """Contours of L(N, D), the runs, lines of equal FLOPs and the compute-optimal line."""
+    figure, axes = canvas(palette, 4.6, "training tokens D", "parameters N")
+    law = fit.law
+    assert law
+    points, line = fit.points, law_of(law.line)
+    low, high = points.flops_P.min() / BELOW, BEYOND * float(points.flops_P.max())
+    c_X = np.log(np.geomspace(low, high, GRID))
+    n_X = line.log_parameters(c_X)
+    d_X = line.flops_law.log_tokens(c_X, n_X)
+    held = [item.tokens for item in fit.holdouts], [item.parameters for item in fit.holdouts]
+    token_X, size_Y = (
+        np.geomspace(values_P.min() / MARGIN, MARGIN * max(*values_P, *others), GRID)
+        for values_P, others in (
+            (points.tokens_P, [*held[0], np.exp(d_X[-1])]),
+            (points.parameters_P, [*held[1], np.exp(n_X[-1])]),
+        )
+    )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(token_X[0], token_X[-1])
+    axes.set_ylim(size_Y[0], size_Y[-1])
+    levels = line.loss(np.log(np.geomspace(low, high, LEVELS)))
+    _contours(axes, fit, palette, (token_X, size_Y), levels)
+    for budget, style in budget_styles(points.budgets).items():
+        tokens_Y = np.exp(line.flops_law.log_tokens(np.log(budget), np.log(size_Y)))
+        axes.plot(tokens_Y, size_Y, ":", color=style["color"], linewidth=0.9)
+        mine = points.budget_P == budget
+        axes.plot(points.tokens_P[mine], points.parameters_P[mine], linestyle="", **style)
+    color = COLORS[law.key]
+    label = "compute-optimal"
+    axes.plot(np.exp(d_X), np.exp(n_X), color=color, linewidth=1.8, label=label)
+    if fit.holdouts:
+        hollow = {"color": palette.ink, "markerfacecolor": "none", "markersize": 5}
+        axes.plot(*held, "D", label="run held out", **hollow)
+    log_amount_ticks(axes.xaxis)
+    log_amount_ticks(axes.yaxis)
+    legend_above(figure, axes, palette, f"runs and dotted lines: {FLOPS}", most_columns=4)
+    return figure
+
+
+def _contours(
+    axes: Axes, fit: Fit, palette: Palette, grid: tuple[Array, Array], levels: Array
+) -> None:
+    assert fit.law
+    token_X, size_Y = grid
+    theta = law_of(fit.law.line).theta
+    loss_YX = loss_at(theta, *np.log(np.meshgrid(size_Y, token_X, indexing="ij")))
+    decimals = FEWEST_DECIMALS
+    while len(rounded := np.unique(np.round(levels, decimals))) < len(levels) and decimals < 5:
+        decimals += 1
+    drawn = axes.contour(
+        token_X, size_Y, loss_YX, levels=rounded, colors=palette.faint, linewidths=0.8
+    )
+    axes.clabel(drawn, fmt=f"%.{decimals}f", fontsize=7.5, colors=palette.ink)
+
+
+def charts_of(fit: Fit) -> dict[str, tuple[Chart, str]]:
+    """Name -> (chart, caption); only those that these runs allow."""
+    bands = f"Bands are {LEVEL}% intervals; right of the dashed line is extrapolation"
+    held = ". A diamond is a run that was held out" if fit.holdouts else ""
+    dash = ", a dash what approach 3 predicts for it, with its interval" if held else ""
+    found: dict[str, tuple[Chart, str]] = {
+        "isoflop": (
+            valleys,
+            "Final loss over parameters N, a color and a marker per budget of training FLOPs: a "
+            "mark is a run, a curve approach 2's parabola in ln N, a star its lowest point if that "
+            "is inside the sizes",
+        ),
+        "frontier": (
+            frontier,
+            f"The least loss that C training FLOPs can buy, by each law. {bands}{held}{dash}",
+        ),
+        "sizes": (
+            optimal_sizes,
+            f"The compute-optimal number of parameters N* at C FLOPs. {bands}",
+        ),
+        "tokens": (
+            optimal_tokens,
+            f"The compute-optimal number of training tokens D* at C FLOPs. {bands}",
+        ),
+    }
+    if fit.law:
+        title = fit.law.title
+        found["residuals"] = (
+            residuals,
+            f"Prediction of law {title} minus measured loss of every fitted run, in percent of "
+            "the measured loss. A trend with FLOPs or color is an effect that the law does not "
+            f"describe{held}",
+        )
+        found["contours"] = (
+            equal_losses,
+            f"Lines of equal loss by law {title}, in nats per token; dotted lines of equal "
+            "training FLOPs, with the runs of that budget; and the compute-optimal line",
+        )
+    return found

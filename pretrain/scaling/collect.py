@@ -12,7 +12,6 @@ import numpy as np
 
 from data_pipeline.csv_files import write_csv
 from data_pipeline.errors import ConfigError, DataError
-from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import lane_bytes
 from pretrain.costs.flops import cost_of
 from pretrain.rundir.ledger import events_of
@@ -21,16 +20,13 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.task_metrics import task_columns
 from pretrain.rundir.training_events import TrainingBegan
 from pretrain.scaling.intervals import amount
-from pretrain.scaling.points import Array
 from pretrain.scaling.probed import PROBED, probe_columns
 from pretrain.scaling.repeats import effective_tokens
 from pretrain.scaling.run_tables import csv_rows
 from pretrain.scaling.which_runs import PlacedCell
 from pretrain.terminal.text import flops_text
 
-CURVE_POINTS = 100  # per run; losses between are averaged
 SET_LOSSES, TASKS = "set_losses", "tasks"
-CURVE_COLUMNS = ("run", "N", "C", "loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,60 +111,6 @@ def shown_rows(rows: Sequence[Row]) -> list[list[str]]:
         if not row.excluded
     ]
     return [["cell", "N", "D", "C", "loss"], *cells]
-
-
-def write_curves(path: Path, cells: Sequence[PlacedCell]) -> int:
-    """Write all runs' training losses over FLOPs, CURVE_POINTS per run; return the run count."""
-    rows, count = [], 0
-    for placed in cells:
-        run_dir = RunDir(placed.path)
-        if placed.cell.holdout or not run_dir.exists():
-            continue
-        parameters = cost_of(config := run_dir.config).parameters
-        steps = [
-            item
-            for item in run_dir.read_metrics()
-            if item.get("kind") == "train" and _is_finite(item.get("loss"))
-        ]
-        if len(steps) < 2:
-            continue
-        count += 1
-        flops = flops_after(config, [item["step"] for item in steps])
-        for part in np.array_split(np.arange(len(steps)), min(CURVE_POINTS, len(steps))):
-            loss = np.mean([steps[i]["loss"] for i in part])
-            values = (placed.cell.name, parameters, f"{np.mean(flops[part]):.8g}", f"{loss:.8g}")
-            rows.append(dict(zip(CURVE_COLUMNS, values, strict=True)))
-    write_csv(path, CURVE_COLUMNS, rows)
-    return count
-
-
-def flops_after(config: RunConfig, steps: Sequence[int]) -> Array:
-    """Return the FLOPs of the run after each of `steps`; within a phase they grow linearly."""
-    last = max(steps)
-    borders = [
-        0,
-        *(phase.from_step for phase in config.data.phases if phase.from_step < last),
-        last,
-    ]
-    return np.interp(steps, borders, [cost_of(config, border).flops for border in borders])
-
-
-def read_curves(path: Path) -> dict[str, Array]:
-    """Read training curves as written by `write_curves`; DataError for a bad file."""
-    rows = [row for _, row in csv_rows(path, "'pretrain scale collect' writes it")]
-    missing = [name for name in CURVE_COLUMNS if not rows or name not in rows[0]]
-    if missing:
-        raise DataError(
-            f"{path}: no column {missing[0]!r}; expected {', '.join(CURVE_COLUMNS)}, one row per "
-            "measurement"
-        )
-    try:
-        numbers = {name: np.array([float(row[name]) for row in rows]) for name in CURVE_COLUMNS[1:]}
-    except ValueError as error:
-        raise DataError(f"{path}: {error}; expected numbers") from None
-    if not all((column > 0).all() and np.isfinite(column).all() for column in numbers.values()):
-        raise DataError(f"{path}: N, C and loss must be positive and finite; remove the other rows")
-    return {"run": np.array([row["run"] for row in rows]), **numbers}
 
 
 def row_of(placed: PlacedCell, last: int = 1) -> Row:

@@ -1,45 +1,180 @@
-"""One fit: all approaches on the same runs, with intervals, checks and warnings."""
+"""One fit: every law on the same runs, with intervals, and which of them to rely on.
+
+The largest budget is left out and predicted by the laws of the others: the law with the least error
+of the loss comes first, among equals the one with fewer numbers. Never relied on are a law whose
+errors on its own runs have a trend, and a tied law where the runs show that the exponents differ;
+and none is if the best error is above HOPELESS.
+
+Legend: P points.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
 
 from data_pipeline.errors import DataError
-from pretrain.scaling.bootstrap import resampled_laws
-from pretrain.scaling.checks import Prediction, predict_holdouts, warnings_of
-from pretrain.scaling.envelope import NO_INTERVAL
-from pretrain.scaling.estimates import (
-    TITLES,
-    Estimates,
-    LeftOut,
-    estimate,
-    estimates_below,
-    leave_largest_out,
+from pretrain.scaling.frontier import (
+    FEWEST_FOR_FLOOR,
+    NO_LINE,
+    REACH,
+    Approach,
+    IsoflopFit,
+    LawLine,
+    Line,
+    LowestRuns,
+    fit_isoflop,
+    fit_lowest_runs,
+    law_of,
 )
-from pretrain.scaling.frontier import Approach, LawLine, Line
-from pretrain.scaling.isoflop import REACH
-from pretrain.scaling.law import FlopsLaw, fit_flops_law
-from pretrain.scaling.misfit import misfit_warnings
+from pretrain.scaling.intervals import Interval, as_loss, as_size
+from pretrain.scaling.law import (
+    FlopsLaw,
+    ParametricFit,
+    fit_flops_law,
+    fit_parametric,
+    loss_at,
+    resampled_laws,
+)
 from pretrain.scaling.points import HELD_OUT, Array, Points, usable
-from pretrain.scaling.ranking import Ranking, rank
 from pretrain.terminal.text import counted
 
+Number = TypeVar("Number", float, Array)
+TITLES = {
+    "parametric": "3 parametric",
+    "tied": "3 tied",
+    "isoflop": "2 IsoFLOP",
+    "lowest": "1 lowest runs",
+}
+NUMBERS = {"lowest": 4, "tied": 4, "parametric": 5, "isoflop": 6}
+NOT_TESTED = "it assumes the exponents"  # why a tied law has no intervals of sizes
 ROUGH_FLOPS_LAW = 0.03
+NEAR = 3.0  # times the lowest run's size: the runs of the left-out budget that count
+SAME_ERROR = 2e-4  # of the loss: errors that differ by less are equal, since seeds differ by more
+HOPELESS = 0.1  # error of the loss from which no law is recommended
+DISAGREEMENT = 1.5  # ratio of the laws' N* from which there is a warning
+BEYOND = 10.0  # laws are also compared at this multiple of the largest budget
+FAR = 4.5  # standard deviations: of 1,000 sweeps of 240 runs, two have a run this far by chance
+GROSS = 0.5  # relative error of an outlier, however few runs there are to measure the noise by
+MOST_OUTLIERS = 0.1  # a larger part of the runs (but one) is not a few that went wrong
+MOST_NAMED = 3
+TOLERATED = 2.5  # standard deviations, more than which no error counts for the noise
+FEWEST_FREE = 3  # degrees of freedom
+UNLIKELY = 1e-3  # of a trend by chance
+UNTIED = 0.05  # of exponents that differ by chance
+SMALLEST_DIFFERENCE = 1e-6  # relative: errors of the solver
+SMALLEST_ERROR = 1e-3  # relative: a smaller one is no outlier, and a smaller trend is none
+
+
+def relative_error(predicted: Number, measured: Number) -> Number:
+    """(predicted - measured) / measured: positive if the prediction is too high, everywhere."""
+    return predicted / measured - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimates:
+    """The laws without intervals; `unavailable` has the reason for each that is missing."""
+
+    laws: Mapping[str, LowestRuns | IsoflopFit | ParametricFit]
+    unavailable: Mapping[str, str]
+
+    @property
+    def isoflop(self) -> IsoflopFit | None:
+        law = self.laws.get("isoflop")
+        return law if isinstance(law, IsoflopFit) else None
+
+    @property
+    def parametric(self) -> ParametricFit | None:
+        """Approach 3 with exponents of its own."""
+        law = self.laws.get("parametric")
+        return law if isinstance(law, ParametricFit) else None
+
+    def lines(self, flops_law: FlopsLaw) -> dict[str, Line]:
+        """The compute-optimal line of each law there is."""
+        return {
+            key: LawLine(law.law.theta, flops_law)
+            if isinstance(law, ParametricFit)
+            else law.frontier
+            for key, law in self.laws.items()
+        }
+
+    def losses(self, points: Points) -> dict[str, Array]:
+        """The losses [P] that each law predicts for runs; NaN where it predicts none."""
+        return {
+            key: law.law.loss(points.parameters_P, points.tokens_P)
+            if isinstance(law, ParametricFit)
+            else law.loss_of(points.parameters_P, points.flops_P)
+            for key, law in self.laws.items()
+            if not isinstance(law, LowestRuns)
+        }
+
+
+def estimate(points: Points, reach: float = REACH) -> Estimates:
+    """Fit every law; `reach` is approach 2's."""
+    fits: dict[str, Callable[[], LowestRuns | IsoflopFit | ParametricFit]] = {
+        "parametric": lambda: fit_parametric(points),
+        "tied": lambda: fit_parametric(points, tied=True),
+        "isoflop": lambda: fit_isoflop(points, reach),
+        "lowest": lambda: fit_lowest_runs(points),
+    }
+    laws, unavailable = {}, {}
+    for key, fit in fits.items():
+        try:
+            laws[key] = fit()
+        except DataError as error:
+            unavailable[key] = str(error).removeprefix(f"{points.source}: ")
+    return Estimates(laws=laws, unavailable=unavailable)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """The prediction of the largest budget from the runs at smaller ones."""
+
+    budget: float
+    error: Mapping[str, float]  # law -> mean |relative error| of the losses of the runs near N*
+    optimum: Mapping[str, tuple[float, float]]  # law -> (predicted N*, predicted loss there)
+    unavailable: Mapping[str, str]  # law -> why those runs do not allow it
+    measured: tuple[float, float]  # N*, loss: the budget's vertex, else its lowest run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A run's loss as measured and as predicted by a law; the interval excludes run noise."""
+
+    name: str
+    parameters: float
+    tokens: float
+    flops: float
+    measured: float
+    predicted: Interval
+
+    @property
+    def error(self) -> float:
+        """See `relative_error`."""
+        return relative_error(self.predicted.value, self.measured)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The result of a fit; `estimates.unavailable` names the approaches that were not possible."""
+    """The result of a fit."""
 
     points: Points  # those fitted, with the exclusions
     flops_law: FlopsLaw
-    approaches: tuple[Approach, ...]
+    approaches: tuple[Approach, ...]  # from the one to rely on
+    doubts: Mapping[str, str]  # law -> why it is not relied on, whatever its error
     estimates: Estimates
     left_out: LeftOut | None
     holdouts: tuple[Prediction, ...]
-    ranking: Ranking
     warnings: tuple[str, ...]
+
+    @property
+    def largest(self) -> float:
+        """FLOPs of the largest budget."""
+        return float(self.points.budgets[-1])
 
     @property
     def num_unpredicted(self) -> int:
@@ -47,155 +182,315 @@ class Fit:
         held_out = sum(item.reason == HELD_OUT for item in self.points.excluded)
         return held_out - len(self.holdouts)
 
+    @property
+    def none_because(self) -> str:
+        """Why no law describes these runs; empty if one does."""
+        first = self.approaches[0]
+        if doubt := self.doubts.get(first.key):
+            return doubt
+        error = self.left_out.error.get(first.key, 0.0) if self.left_out else 0.0
+        return f"the best one's left-out error is {error:.1%}" if error > HOPELESS else ""
+
     def approach(self, key: str) -> Approach | None:
         """The approach of that key, if these runs allow it."""
         return next((approach for approach in self.approaches if approach.key == key), None)
 
+    @property
+    def law(self) -> Approach | None:
+        """The law of N and D to rely on, of approach 3: tied or not."""
+        return next((each for each in self.approaches if isinstance(each.line, LawLine)), None)
+
 
 def fit_all(
-    runs: Points,
-    *,
-    training: Mapping[str, Array] | None = None,
-    reach: float = REACH,
-    report: Callable[[str], None] = lambda _: None,
+    runs: Points, *, reach: float = REACH, report: Callable[[str], None] = lambda _: None
 ) -> Fit:
-    """Fit every approach; DataError if the runs allow none, or all have the same budget.
+    """Fit every law; DataError if the runs allow none, or all have the same budget.
 
     `report` hears what is being done, which takes seconds with a hundred thousand runs.
     """
     points = usable(runs)
-    refuse_single_budget(points)
+    _refuse_single_budget(points)
     flops_law = fit_flops_law(points.parameters_P, points.tokens_P, points.flops_P)
-    refuse_falling_cost(flops_law, points.source)
-    report(f"fitting {counted(len(points), 'run')} by three approaches")
-    estimates = estimate(points, training, reach)
+    if flops_law.power <= 0:
+        raise DataError(
+            f"{points.source}: FLOPs per token go as N^{flops_law.power:.3g}, so larger models "
+            "cost no more; check which columns are N, D and C (--column ROLE=NAME)"
+        )
+    report(f"fitting {counted(len(points), 'run')} by {len(TITLES)} laws")
+    estimates = estimate(points, reach)
+    if not estimates.laws:
+        reasons = [f"{TITLES[key]}: {reason}" for key, reason in estimates.unavailable.items()]
+        raise DataError(f"{points.source}: no law fits these runs ({'; '.join(reasons)})")
     report("finding the intervals")
     approaches = approaches_of(points, estimates, flops_law)
-    if not approaches:
-        reasons = "; ".join(
-            f"{TITLES[key]}: {reason}" for key, reason in estimates.unavailable.items()
+    report("predicting the largest budget from the others")
+    left_out = leave_largest_out(points, flops_law, estimates, reach)
+    doubts = _doubts(points, estimates)
+    errors = left_out.error if left_out else {}
+
+    def place(approach: Approach) -> tuple[bool, bool, int, int]:
+        error = errors.get(approach.key, math.inf)
+        least = min(errors.values(), default=math.inf)
+        steps = int((error - least) / SAME_ERROR) if math.isfinite(error) else 10**9
+        return (
+            approach.key in doubts,
+            approach.key == "lowest",
+            steps,
+            NUMBERS[approach.key] if errors else list(TITLES).index(approach.key),
         )
-        raise DataError(f"{points.source}: no approach fits these runs ({reasons})")
-    law = next((approach for approach in approaches if approach.key == "parametric"), None)
-    holdouts: tuple[Prediction, ...] = ()
-    if law:
-        report("predicting held-out runs")
-        holdouts = predict_holdouts(runs, law)
-    report("predicting the largest budgets from the others")
-    below = estimates_below(points, reach)
+
     fit = Fit(
         points=points,
         flops_law=flops_law,
-        approaches=approaches,
+        approaches=tuple(sorted(approaches, key=place)),
+        doubts=doubts,
         estimates=estimates,
-        left_out=leave_largest_out(points, flops_law, estimates.isoflop, below),
-        holdouts=holdouts,
-        ranking=rank(
-            points,
-            runs,
-            estimates,
-            flops_law,
-            below,
-            {approach.key for approach in approaches if approach.region is not None},
-        ),
+        left_out=left_out,
+        holdouts=(),
         warnings=(),
     )
-    report("looking for outliers and trends")
+    if fit.law:
+        fit = replace(fit, holdouts=predict_holdouts(runs, fit.law))
     return replace(fit, warnings=tuple(_warnings(fit)))
 
 
 def approaches_of(
-    points: Points,
-    estimates: Estimates | None = None,
-    flops_law: FlopsLaw | None = None,
+    points: Points, estimates: Estimates | None = None, flops_law: FlopsLaw | None = None
 ) -> tuple[Approach, ...]:
-    """Every approach that these runs allow, with its intervals or why it has none."""
+    """Every law that these runs allow, with its intervals or why it has none."""
     estimates = estimates or estimate(points)
     flops_law = flops_law or fit_flops_law(points.parameters_P, points.tokens_P, points.flops_P)
     lines = estimates.lines(flops_law)
-    found: list[Approach] = []
-    if estimates.envelope:
-        warnings = estimates.envelope.warnings
-        found.append(_approach("envelope", lines, lambda: None, warnings, NO_INTERVAL))
-    if isoflop := estimates.isoflop:
-        found.append(_approach("isoflop", lines, isoflop.lines, isoflop.warnings))
-    if parametric := estimates.parametric:
-
-        def laws() -> LawLine:
-            return LawLine(resampled_laws(points, parametric), flops_law)
-
-        found.append(_approach("parametric", lines, laws, parametric.warnings))
-    return tuple(found)
-
-
-def _approach(
-    key: str,
-    lines: Mapping[str, Line],
-    region_of: Callable[[], Line | None],
-    warnings: tuple[str, ...],
-    no_interval: str = "",
-) -> Approach:
-    try:
-        region = region_of()
-    except DataError as error:
-        region, no_interval = None, str(error)
-    return Approach(key, TITLES[key], lines[key], region, no_interval, warnings)
+    last = math.inf
+    if len(points.budgets) < FEWEST_FOR_FLOOR:  # a power law without a floor ends too low
+        last = float(np.log(points.budgets[-1]))
+    approaches = []
+    for key, law in estimates.laws.items():
+        approach = Approach(key, TITLES[key], lines[key], None)
+        try:
+            if isinstance(law, ParametricFit):
+                theta_K = resampled_laws(points, law)
+                laws = LawLine(theta_K, flops_law, has_sizes=not law.is_tied)
+                no_interval = NOT_TESTED if law.is_tied else ""
+                approach = replace(approach, region=laws, no_interval=no_interval)
+            elif isinstance(law, IsoflopFit):
+                approach = replace(approach, warnings=law.warnings, last=last)
+                approach = replace(approach, region=law.lines())
+            else:
+                approach = replace(approach, no_interval=NO_LINE, last=last)
+        except DataError as error:
+            approach = replace(approach, no_interval=str(error))
+        approaches.append(approach)
+    return tuple(approaches)
 
 
-def refuse_single_budget(points: Points) -> None:
+def leave_largest_out(
+    points: Points, flops_law: FlopsLaw, estimates: Estimates, reach: float = REACH
+) -> LeftOut | None:
+    """Predict the largest budget from those below; None with fewer than three budgets.
+
+    `estimates` are those of all budgets. Errors are compared on the runs that all laws predict.
+    """
+    budgets = points.budgets
+    if len(budgets) < 3:
+        return None
+    last = points.take(points.budget_P == budgets[-1])
+    below = estimate(points.take(points.budget_P < budgets[-1]), reach)
+    measured = measured_optimum(estimates.isoflop, last)
+    log_flops = float(np.log(last.flops_P).mean())
+    lines = below.lines(flops_law)
+    predicted = below.losses(last)
+    near_P = np.abs(np.log(last.parameters_P / measured[0])) <= np.log(NEAR)
+    near_P &= np.all([np.isfinite(loss_P) for loss_P in predicted.values()] or [near_P], axis=0)
+    if not near_P.any():
+        near_P[last.loss_P.argmin()] = True
+    errors = {
+        key: float(np.abs(relative_error(loss_P, last.loss_P))[near_P].mean())
+        for key, loss_P in predicted.items()
+    }
+    return LeftOut(
+        budget=float(budgets[-1]),
+        error={key: error for key, error in errors.items() if math.isfinite(error)},
+        optimum={
+            key: (float(np.exp(line.log_parameters(log_flops))), float(line.loss(log_flops)))
+            for key, line in lines.items()
+        },
+        unavailable=below.unavailable,
+        measured=measured,
+    )
+
+
+def measured_optimum(isoflop: IsoflopFit | None, last: Points) -> tuple[float, float]:
+    """N* and its loss at the one budget of `last`: its vertex in the fit, else its lowest run."""
+    for valley in isoflop.valleys if isoflop else ():
+        if valley.budget == last.budget_P[0] and valley.is_used:
+            return valley.parameters, valley.loss
+    lowest = int(last.loss_P.argmin())
+    return float(last.parameters_P[lowest]), float(last.loss_P[lowest])
+
+
+def predict_holdouts(runs: Points, law: Approach) -> tuple[Prediction, ...]:
+    """The law's predictions of the runs that were held out, with their measured losses."""
+    held = runs.take(runs.holdout_P)
+    columns = (held.names, held.parameters_P, held.tokens_P, held.flops_P, held.loss_P)
+    return tuple(
+        Prediction(
+            name=name,
+            parameters=float(size),
+            tokens=float(tokens),
+            flops=float(flops),
+            measured=float(loss),
+            predicted=loss_interval(law, float(size), float(tokens)),
+        )
+        for name, size, tokens, flops, loss in zip(*columns, strict=True)
+    )
+
+
+def loss_interval(law: Approach, parameters: float, tokens: float) -> Interval:
+    """L(N, D) by approach 3, with its interval."""
+    n, d = np.log(parameters), np.log(tokens)
+    return law.interval(lambda line: loss_at(law_of(line).theta, n, d))
+
+
+def disagreement(approaches: tuple[Approach, ...], log_flops: float) -> float:
+    """The largest N* over the smallest that the approaches name at C FLOPs."""
+    sizes = np.array([float(approach.line.log_parameters(log_flops)) for approach in approaches])
+    finite = sizes[np.isfinite(sizes)]
+    return float(np.exp(np.ptp(finite))) if len(finite) else np.nan
+
+
+def noise_of(error_P: Array, numbers: int = NUMBERS["parametric"]) -> float:
+    """The standard deviation of relative errors, of which none counts more than TOLERATED of it."""
+    free = max(len(error_P) - numbers, 1)
+    scale = float(np.sqrt((error_P**2).sum() / free))
+    for _ in range(30):
+        bounded = np.minimum(np.abs(error_P), TOLERATED * scale)
+        scale = max(float(np.sqrt((bounded**2).sum() / free)), 1e-12)
+    return scale
+
+
+def _doubts(points: Points, estimates: Estimates) -> dict[str, str]:
+    """Why a law of approach 3 is not relied on: a trend of its errors, or exponents that differ."""
+    from scipy.special import fdtrc
+
+    doubts = {}
+    errors = {
+        key: relative_error(loss_P, points.loss_P)
+        for key, loss_P in estimates.losses(points).items()
+        if key != "isoflop"
+    }
+    for key, error_P in errors.items():
+        far_P = _outliers(error_P)
+        if trend := _trend(points.take(~far_P), error_P[~far_P], NUMBERS[key]):
+            doubts[key] = trend
+    if len(errors) == 2 and "tied" not in doubts:
+        free = len(points) - NUMBERS["parametric"]
+        scale = noise_of(errors["parametric"])
+        squares = [
+            float((np.minimum(np.abs(errors[key]), TOLERATED * scale) ** 2).sum())
+            for key in ("tied", "parametric")
+        ]
+        least = len(points) * SMALLEST_DIFFERENCE**2
+        ratio = max(squares[0] - squares[1], 0.0) * free / max(squares[1], least)
+        if free > 0 and (chance := float(fdtrc(1, free, ratio))) < UNTIED:
+            doubts["tied"] = f"its exponents differ (p = {chance:.1g})"
+    return doubts
+
+
+def _outliers(error_P: Array) -> Array:
+    """Which errors are far from what the others scatter by; none if they are many."""
+    is_gross_P = np.abs(error_P) > GROSS
+    noise = noise_of(error_P[~is_gross_P])
+    far_P = is_gross_P | (np.abs(error_P) > max(FAR * noise, SMALLEST_ERROR))
+    return far_P if far_P.sum() <= max(1, MOST_OUTLIERS * len(far_P)) else np.zeros_like(far_P)
+
+
+def _trend(points: Points, error_P: Array, numbers: int) -> str:
+    """How the errors change with budget and shape, if noise alone is unlikely to do that."""
+    from scipy.special import fdtrc
+
+    axes = [np.log(points.flops_P), np.log(points.tokens_P / points.parameters_P)]
+    if min(np.ptp(axis) for axis in axes) < SMALLEST_ERROR:
+        return ""
+    c_P, r_P = (2 * (axis - axis.min()) / np.ptp(axis) - 1 for axis in axes)
+    powers = ((0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2), (3, 0), (1, 2))
+    terms = np.stack([c_P**i * r_P**j for i, j in powers], axis=1)
+    smooth_P = terms @ np.linalg.lstsq(terms, error_P, rcond=None)[0]
+    free = len(error_P) - numbers - len(powers) + 1
+    if free < FEWEST_FREE or np.abs(smooth_P).max() < SMALLEST_ERROR:
+        return ""
+    within = ((error_P - smooth_P) ** 2).sum() / free
+    between = ((smooth_P - error_P.mean()) ** 2).sum() / (len(powers) - 1)
+    chance = float(fdtrc(len(powers) - 1, free, between / max(within, 1e-300)))
+    if chance > UNLIKELY:
+        return ""
+    return f"trend of up to {np.abs(smooth_P).max():.1%} (p = {chance:.0e})"
+
+
+def _refuse_single_budget(points: Points) -> None:
     """Raise DataError unless there are two budgets: at one, size and data change together."""
     if not len(points):
-        raise DataError(f"{points.source}: no usable runs; {_reasons(points)}")
+        reasons = [f"{item.name}: {item.reason}" for item in points.excluded[:3]]
+        raise DataError(f"{points.source}: no usable runs; {'; '.join(reasons)}")
     if len(points.budgets) < 2:
         raise DataError(
             f"{points.source}: all {len(points)} usable runs share one budget "
-            f"({points.budgets[0]:.3g} FLOPs); "
-            "a law needs at least two, and a third to check it; add runs at other budgets"
-        )
-
-
-def refuse_falling_cost(flops_law: FlopsLaw, source: str) -> None:
-    """Raise DataError unless larger models cost more per token: else none is compute-optimal."""
-    if flops_law.power <= 0:
-        raise DataError(
-            f"{source}: FLOPs per token go as N^{flops_law.power:.3g}, so larger models cost no "
-            "more; check which columns are N, D and C (--column ROLE=NAME)"
+            f"({points.budgets[0]:.3g} FLOPs); a law needs at least two, and a third to check it; "
+            "add runs at other budgets"
         )
 
 
 def _warnings(fit: Fit) -> list[str]:
-    found: list[str] = []
-    mid_schedule = [
-        item.name for item in fit.points.excluded if item.reason.startswith("mid-schedule")
-    ]
-    if mid_schedule:
-        found.append(
-            f"{counted(len(mid_schedule), 'mid-schedule point')} left out ({mid_schedule[0]}"
-            f"{', ...' if len(mid_schedule) > 1 else ''}): such losses are too high"
-        )
-    repeated = len(fit.points) - len(set(fit.points.names))
+    """What changes the answer."""
+    points, found = fit.points, list(fit.points.warnings)
+    repeated = len(points) - len(set(points.names))
     if repeated:
         found.append(
-            f"{counted(repeated, 'row')} with the name of an earlier run: if they are points "
-            "along one run, all "
-            "but the last are mid-schedule"
+            f"{counted(repeated, 'row')} with the name of an earlier run: if they are points along "
+            "one run, all but the last are mid-schedule"
         )
     if fit.flops_law.largest_error > ROUGH_FLOPS_LAW:
         found.append(
             f"FLOPs per token differ from a power of N by up to {fit.flops_law.largest_error:.0%} "
-            "(shapes, segment or "
-            "memory differ between runs): D* and approach 3's optimum carry that error"
+            "(shapes or memories differ): D* carries that error"
         )
-    if len(fit.points.budgets) == 2:
-        found.append("two budgets: no budget is left to check the fit on")
-    if fit.estimates.parametric:
-        isoflop = fit.estimates.isoflop
-        found += misfit_warnings(fit.points, fit.estimates.parametric, fit.flops_law, isoflop)
-    found += warnings_of(fit.approaches, float(fit.points.budgets[-1]))
-    return found
+    if fit.left_out is None:
+        found.append("two budgets: none is left to check the laws on")
+    if parametric := fit.estimates.parametric:
+        predicted_P = parametric.law.loss(points.parameters_P, points.tokens_P)
+        found += _named_outliers(fit, relative_error(predicted_P, points.loss_P))
+    for law in fit.estimates.laws.values():
+        if isinstance(law, ParametricFit) and law.undetermined and not law.is_tied:
+            found.append(f"these runs do not determine the {' and '.join(law.undetermined)}")
+    rivals = tuple(
+        each for each in fit.approaches if each.key != "lowest" and each.key not in fit.doubts
+    )
+    flops = BEYOND * fit.largest
+    if rivals and (ratio := disagreement(rivals, float(np.log(flops)))) > DISAGREEMENT:
+        found.append(f"at {flops:.3g} FLOPs the laws' optimal sizes differ {ratio:.2f}x")
+    return found + [
+        f"{approach.title}: {line}" for approach in fit.approaches for line in approach.warnings
+    ]
 
 
-def _reasons(points: Points) -> str:
-    shown = [f"{item.name}: {item.reason}" for item in points.excluded[:3]]
-    more = f" and {len(points.excluded) - 3} more" if len(points.excluded) > 3 else ""
-    return "; ".join(shown) + more
+def _named_outliers(fit: Fit, error_P: Array) -> list[str]:
+    points, far_P = fit.points, _outliers(error_P)
+    if not far_P.any():
+        return []
+    order = np.argsort(-np.abs(np.where(far_P, error_P, 0)))[: int(far_P.sum())]
+    named = [
+        f"{points.names[i]} (loss {as_loss(float(points.loss_P[i]))})" for i in order[:MOST_NAMED]
+    ]
+    more = f" and {len(order) - MOST_NAMED} more" if len(order) > MOST_NAMED else ""
+    log_flops = float(np.log(BEYOND * fit.largest))
+    others = estimate(points.take(~far_P)).lines(fit.flops_law).get(fit.approaches[0].key)
+    effect = ""
+    if others:
+        sizes = [line.log_parameters(log_flops) for line in (fit.approaches[0].line, others)]
+        old, new = (as_size(float(np.exp(size))) for size in sizes)
+        effect = f"; without them N* at {np.exp(log_flops):.3g} goes from {old} to {new}"
+    return [
+        f"{counted(len(order), 'run')} over {FAR:g} standard deviations off the law: "
+        f"{', '.join(named)}{more}{effect}; to leave one out: "
+        f"--exclude 'name={points.names[order[0]]}: reason'"
+    ]

@@ -1,20 +1,41 @@
-"""The compute-optimal frontier: the best size N* and its loss at C training FLOPs, by a law or by
-power laws.
+"""The compute-optimal frontier: the best size N* and its loss at C training FLOPs, by a law, or by
+power laws through each budget's lowest run (approach 1) or parabola (approach 2).
 
-Legend: K lines that an interval is read from, F places (budgets) on the frontier.
+The true valley of a budget is not a parabola, so wide or off-center grids bias its vertex. Approach
+2's interval is Student's of the straight line through the vertices: it holds whatever differs from
+budget to budget.
+
+Legend: F budgets, K lines that an interval is read from, P points. Source: Hoffmann et al. 2022,
+sections 3.1 and 3.2.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
+from data_pipeline.errors import DataError
 from pretrain.scaling.intervals import Interval, interval, range_of
 from pretrain.scaling.law import FlopsLaw, exponents, log_optimum, loss_at
-from pretrain.scaling.points import Array
+from pretrain.scaling.points import Array, Points
+from pretrain.terminal.text import counted
+
+FEWEST_FOR_FLOOR = 4  # budgets, to tell a floor of the loss from a plain power law
+FEWEST_SIZES = 3
+MOST_NAMED = 2  # budgets without a vertex
+GOOD_SIZES = 5
+REACH = 6.0  # a parabola goes through the sizes within this factor of its budget's lowest run
+# A parabola's vertex is off by some percent of N*, the same at every budget, which scatter does
+# not show: a line that is known more closely than this has no interval of its sizes.
+FINEST = np.log(1.1)
+FEWEST_FOR_INTERVAL = 4  # vertices: of three, one alone measures the scatter around their line
+BORDER = np.linspace(0, 2 * np.pi, 128, endpoint=False)
+DECAYS = np.geomspace(0.005, 1.0, 60)
+NO_LINE = "its sizes are those of single runs"
 
 
 class Line(Protocol):
@@ -33,10 +54,12 @@ class LawLine:
 
     theta: Array
     flops_law: FlopsLaw
+    has_sizes: bool = True  # False: laws that assume their exponents tell nothing of sizes
 
     def log_parameters(self, log_flops: float | Array) -> Array:
-        """ln N* at C FLOPs."""
-        return log_optimum(self.theta, log_flops, self.flops_law)[0]
+        """ln N* at C FLOPs; NaN where the laws tell nothing of it."""
+        size = log_optimum(self.theta, log_flops, self.flops_law)[0]
+        return size if self.has_sizes else np.full_like(size, np.nan)
 
     def loss(self, log_flops: float | Array) -> Array:
         """L(N*, D*) at C FLOPs."""
@@ -45,7 +68,8 @@ class LawLine:
 
     def exponents(self, flops_law: FlopsLaw) -> tuple[Array, Array]:
         """The powers a, b of C in N* ~ C^a and D* ~ C^b."""
-        return exponents(self.theta, flops_law)
+        a, b = exponents(self.theta, flops_law)
+        return (a, b) if self.has_sizes else (a * np.nan, b * np.nan)
 
 
 def law_of(line: Line) -> LawLine:
@@ -68,13 +92,16 @@ class Approach:
     region: Line | None
     no_interval: str = ""
     warnings: tuple[str, ...] = ()
+    last: float = math.inf  # ln C beyond which it has no loss
 
     def parameters(self, log_flops: float) -> Interval:
         """N* at C FLOPs."""
         return self.interval(lambda line: np.exp(line.log_parameters(log_flops)))
 
     def loss(self, log_flops: float) -> Interval:
-        """The least loss at C FLOPs."""
+        """The least loss at C FLOPs; NaN where the approach has none."""
+        if log_flops > self.last + 1e-6:
+            return Interval(np.nan, np.nan, np.nan)
         return self.interval(lambda line: line.loss(log_flops))
 
     def tokens(self, log_flops: float, flops_law: FlopsLaw) -> Interval:
@@ -99,11 +126,6 @@ class Approach:
         pick = interval if isinstance(self.region, LawLine) else range_of
         with np.errstate(over="ignore"):  # an end that is infinite is open
             return [pick(*pair) for pair in zip(values, values_of(self.region), strict=True)]
-
-
-FEWEST_FOR_FLOOR = 4  # places on the frontier, to tell a floor of the loss from a plain power law
-DECAY_GRID = np.geomspace(0.005, 1.0, 120)
-REFINEMENTS = 6  # each divides the grid's spacing by 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,74 +154,221 @@ class Frontier:
         return self.power, 1 - flops_law.power * self.power
 
 
-def fit_frontier(
-    log_flops_F: Array, n_KF: Array, loss_KF: Array, weight_KF: Array | None = None
-) -> Frontier:
-    """Least-squares power laws through each row's positions; NaN below two positions."""
-    there_KF = np.isfinite(n_KF) & np.isfinite(loss_KF)
-    weight_KF = np.where(there_KF, 1.0 if weight_KF is None else weight_KF, 0.0)
-    n_KF, loss_KF = np.where(there_KF, n_KF, 0.0), np.where(there_KF, loss_KF, 1.0)
+def fit_frontier(log_flops_F: Array, n_F: Array, loss_F: Array) -> Frontier:
+    """Least-squares lines through two places or more; from FEWEST_FOR_FLOOR on, the loss has a
+    floor E >= 0: E + m exp(-g x) is linear in E and m.
+    """
+    from scipy.optimize import minimize_scalar, nnls
+
     center = float(log_flops_F.mean())
     x_F = log_flops_F - center
-    log_scale, power = _line(x_F, n_KF, weight_KF)
-    if there_KF.shape[-1] >= FEWEST_FOR_FLOOR:
-        floor, log_loss_scale, decay = _decay_to_floor(x_F, loss_KF, weight_KF)
-    else:
-        log_loss_scale, slope = _line(x_F, np.log(loss_KF), weight_KF)
-        floor, decay = np.zeros_like(slope), -slope
-    # One position determines no power.
-    unknown = (weight_KF > 0).sum(axis=-1) < 2
-    fields = (
-        np.where(unknown, np.nan, value)
-        for value in (log_scale, power, floor, log_loss_scale, decay)
-    )
+    power, log_scale = np.polyfit(x_F, n_F, 1)
+    slope, log_loss_scale = np.polyfit(x_F, np.log(loss_F), 1)
+    floor, decay = 0.0, -slope
+    if len(x_F) >= FEWEST_FOR_FLOOR:
+
+        def linear(log_decay: float) -> tuple[Array, float]:
+            curve_F = np.exp(-np.exp(log_decay) * x_F)
+            return nnls(np.stack([np.ones_like(x_F), curve_F], axis=1), loss_F)
+
+        errors = [linear(np.log(each))[1] for each in DECAYS]
+        best = int(np.argmin(errors))
+        ends = np.log(DECAYS[[max(best - 1, 0), min(best + 1, len(DECAYS) - 1)]])
+        found = minimize_scalar(
+            lambda each: linear(each)[1], bounds=ends, method="bounded", options={"xatol": 1e-9}
+        )
+        (floor, scale), _ = linear(found.x)
+        decay, log_loss_scale = np.exp(found.x), np.log(max(scale, 1e-300))
+    fields = (log_scale, power, floor, log_loss_scale, decay)
     names = ("log_scale", "power", "floor", "log_loss_scale", "decay")
-    return Frontier(**dict(zip(names, fields, strict=True)), center=center)
+    return Frontier(**dict(zip(names, map(np.asarray, fields), strict=True)), center=center)
 
 
-def _line(x_F: Array, y_KF: Array, weight_KF: Array) -> tuple[Array, Array]:
-    """Weighted least squares y = intercept + slope x for every row."""
-    total = np.maximum(weight_KF.sum(axis=-1), 1e-300)
-    x_mean, y_mean = (weight_KF * x_F).sum(axis=-1) / total, (weight_KF * y_KF).sum(axis=-1) / total
-    dx_KF = x_F - x_mean[..., None]
-    spread = (weight_KF * dx_KF**2).sum(axis=-1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        slope = (weight_KF * dx_KF * (y_KF - y_mean[..., None])).sum(axis=-1) / spread
-    return y_mean - slope * x_mean, slope
+@dataclass(frozen=True)
+class LowestRuns:
+    """Approach 1: a line through the lowest run of each budget."""
+
+    frontier: Frontier
 
 
-def _decay_to_floor(x_F: Array, loss_KF: Array, weight_KF: Array) -> tuple[Array, Array, Array]:
-    """E >= 0, ln m and g >= 0 of E + m exp(-g x): linear in E and m, finer and finer grids of g."""
-    rows = loss_KF.shape[:-1]
-    grid = np.broadcast_to(DECAY_GRID, (*rows, len(DECAY_GRID)))
-    ratio = np.log(DECAY_GRID[1] / DECAY_GRID[0])
-    for _ in range(REFINEMENTS):
-        error, _, _ = _linear_part(grid, x_F, loss_KF, weight_KF)
-        best = np.take_along_axis(grid, error.argmin(axis=-1)[..., None], axis=-1)
-        grid = best * np.exp(np.linspace(-ratio, ratio, 11))
-        ratio /= 5
-    error, floor, scale = _linear_part(grid, x_F, loss_KF, weight_KF)
-    chosen = error.argmin(axis=-1)[..., None]
-    floor, scale, decay = (
-        np.take_along_axis(value, chosen, axis=-1)[..., 0] for value in (floor, scale, grid)
+def fit_lowest_runs(points: Points) -> LowestRuns:
+    """Approach 1; DataError unless two sizes are lowest with a smaller and a larger beside them."""
+    lowest = []
+    for budget in points.budgets:
+        mine = np.flatnonzero(points.budget_P == budget)
+        best, sizes = mine[points.loss_P[mine].argmin()], points.parameters_P[mine]
+        # A winner at the edge of the sizes proves nothing: a size outside might be lower.
+        if sizes.min() < points.parameters_P[best] < sizes.max():
+            lowest.append(best)
+    chosen = points.take(np.array(lowest, int))
+    if len(np.unique(chosen.parameters_P)) < 2:
+        raise DataError(
+            f"{points.source}: approach 1 needs two sizes that are lowest at a budget with a "
+            "smaller and a larger on either side; add sizes or budgets"
+        )
+    logs = np.log(chosen.budget_P), np.log(chosen.parameters_P)
+    return LowestRuns(fit_frontier(*logs, chosen.loss_P))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Valley:
+    """One budget's parabola: loss = bottom + bend/2 (ln N - ln N*)^2."""
+
+    budget: float
+    num_sizes: int
+    smallest: float
+    largest: float
+    parameters: float = np.nan  # N*, the vertex
+    loss: float = np.nan  # at the vertex
+    bend: float = np.nan
+    reason: str = ""  # why the vertex takes no part in the frontier
+
+    @property
+    def is_used(self) -> bool:
+        return not self.reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class IsoflopFit:
+    """Approach 2's valleys and the frontier through their vertices."""
+
+    valleys: tuple[Valley, ...]
+    frontier: Frontier
+    warnings: tuple[str, ...]
+    reach: float
+
+    @property
+    def bend(self) -> float:
+        """The valleys' median second derivative in ln N, relative to the loss."""
+        used = [valley for valley in self.valleys if valley.is_used]
+        return float(np.median([valley.bend / valley.loss for valley in used]))
+
+    def lines(self) -> Frontier:
+        """The border [K] of the 95% region of the line; DataError where vertices are too few.
+
+        Over the border any size or power ranges as far as its t interval. Losses have none, and
+        sizes none where the line is known more closely than FINEST.
+        """
+        from scipy.special import stdtrit
+
+        used = [valley for valley in self.valleys if valley.is_used]
+        if len(used) < FEWEST_FOR_INTERVAL:
+            raise DataError(
+                f"{counted(len(used), 'budget')} with a vertex, and the scatter around a line "
+                f"needs {FEWEST_FOR_INTERVAL}; add budgets"
+            )
+        x_F = np.log([valley.budget for valley in used])
+        off_F = np.log([valley.parameters for valley in used]) - self.frontier.log_parameters(x_F)
+        variance = float((off_F**2).sum()) / (len(used) - 2)
+        quantile = float(stdtrit(len(used) - 2, 0.975))
+        half_width = quantile * np.sqrt(variance / len(used))
+        power_error = np.sqrt(variance / ((x_F - x_F.mean()) ** 2).sum())
+        none = np.full(len(BORDER), np.nan)
+        return Frontier(
+            log_scale=none
+            if half_width < FINEST
+            else self.frontier.log_scale + half_width * np.cos(BORDER),
+            power=self.frontier.power + quantile * power_error * np.sin(BORDER),
+            floor=none,
+            log_loss_scale=none,
+            decay=none,
+            center=self.frontier.center,
+        )
+
+    def loss_of(self, parameters: Array, flops: Array) -> Array:
+        """The losses of single runs within REACH of the optimum; NaN farther from it."""
+        off = np.log(parameters) - self.frontier.log_parameters(np.log(flops))
+        loss = self.frontier.loss(np.log(flops)) * (1 + self.bend / 2 * off**2)
+        return np.where(np.abs(off) <= np.log(REACH), loss, np.nan)
+
+
+def fit_isoflop(points: Points, reach: float = REACH) -> IsoflopFit:
+    """Parabolas of all budgets; DataError when fewer than two have a vertex inside their sizes."""
+    points = near_lowest(points, reach)
+    valleys = tuple(_valley(points, budget) for budget in points.budgets)
+    used = [valley for valley in valleys if valley.is_used]
+    if len(used) < 2:
+        raise DataError(
+            f"{points.source}: {len(used)} of {len(valleys)} budgets have a vertex, approach 2 "
+            f"needs two ({_reasons([valley for valley in valleys if not valley.is_used])})"
+        )
+    log_flops_F, n_F, loss_F = (
+        np.array([getattr(valley, name) for valley in used])
+        for name in ("budget", "parameters", "loss")
     )
-    return floor, np.log(np.maximum(scale, 1e-300)), decay
+    frontier = fit_frontier(np.log(log_flops_F), np.log(n_F), loss_F)
+    return IsoflopFit(
+        valleys=valleys,
+        frontier=frontier,
+        warnings=tuple(_warnings(valleys)),
+        reach=reach,
+    )
 
 
-def _linear_part(
-    decay_KG: Array, x_F: Array, loss_KF: Array, weight_KF: Array
-) -> tuple[Array, Array, Array]:
-    """Squared error, floor E >= 0 and scale m >= 0 for each decay of each row."""
-    curve = np.exp(-decay_KG[..., None] * x_F)
-    w, y = weight_KF[..., None, :], loss_KF[..., None, :]
-    total = np.maximum(w.sum(axis=-1), 1e-300)
-    curve_mean, y_mean = (w * curve).sum(axis=-1) / total, (w * y).sum(axis=-1) / total
-    spread = (w * (curve - curve_mean[..., None]) ** 2).sum(axis=-1)
-    joint = (w * (curve - curve_mean[..., None]) * (y - y_mean[..., None])).sum(axis=-1)
-    scale = np.maximum(joint / np.maximum(spread, 1e-300), 0.0)
-    floor = y_mean - scale * curve_mean
-    alone = (w * curve * y).sum(axis=-1) / np.maximum((w * curve**2).sum(axis=-1), 1e-300)
-    # A negative floor would mean a negative loss at large C: then fit the scale without a floor.
-    scale, floor = np.where(floor < 0, alone, scale), np.maximum(floor, 0.0)
-    error = (w * (y - floor[..., None] - scale[..., None] * curve) ** 2).sum(axis=-1)
-    return error, floor, scale
+def near_lowest(points: Points, reach: float) -> Points:
+    """The runs within `reach` times of their budget's lowest run, and never fewer than its nearest
+    GOOD_SIZES sizes.
+    """
+    # Far from its lowest point a valley is steeper on one side, and a parabola through it is off.
+    near_P = np.zeros(len(points), bool)
+    n_P = np.log(points.parameters_P)
+    for budget in points.budgets:
+        mine = np.flatnonzero(points.budget_P == budget)
+        distance = np.abs(n_P[mine] - n_P[mine[points.loss_P[mine].argmin()]])
+        per_size = np.sort(distance[np.unique(n_P[mine], return_index=True)[1]])
+        nearest = per_size[min(GOOD_SIZES, len(per_size)) - 1]
+        near_P[mine[distance <= max(np.log(reach), nearest) + 1e-9]] = True
+    return points.take(near_P)
+
+
+def _valley(points: Points, budget: float) -> Valley:
+    mine = points.take(points.budget_P == budget)
+    x_S = np.log(mine.parameters_P)
+    num_sizes = len(np.unique(x_S))
+    smallest, largest = float(mine.parameters_P.min()), float(mine.parameters_P.max())
+    valley = Valley(budget=float(budget), num_sizes=num_sizes, smallest=smallest, largest=largest)
+    if num_sizes < FEWEST_SIZES:
+        return replace(
+            valley, reason=f"{counted(num_sizes, 'size')}, a parabola needs {FEWEST_SIZES}"
+        )
+    center, half = (x_S.max() + x_S.min()) / 2, np.ptp(x_S) / 2
+    c2, c1, c0 = (float(each) for each in np.polyfit((x_S - center) / half, mine.loss_P, 2))
+    if not c2 > 0:
+        return replace(valley, reason="the losses curve downward: there is no lowest size")
+    vertex, bottom, bend = -c1 / (2 * c2), c0 - c1**2 / (4 * c2), 2 * c2
+    with np.errstate(over="ignore"):  # a nearly straight line has its vertex anywhere
+        size = float(np.exp(center + half * vertex))
+    reason = ""
+    if not bottom > 0:
+        reason = "the parabola's lowest loss is negative: is a run an outlier?"
+    elif abs(vertex) > 1:
+        side = "above" if vertex > 0 else "below"
+        reason = (
+            f"vertex {size:.3g} is {side} the sizes {smallest:.3g}..{largest:.3g}: add runs there"
+        )
+    return replace(valley, parameters=size, loss=bottom, bend=bend / half**2, reason=reason)
+
+
+def _reasons(unused: list[Valley]) -> str:
+    """Why these budgets are not used, but for some of many."""
+    more = len(unused) - MOST_NAMED
+    named = [f"{valley.budget:.3g}: {valley.reason}" for valley in unused[:MOST_NAMED]]
+    return "; ".join([*named, f"and {more} more"] if more > 0 else named)
+
+
+def _warnings(valleys: tuple[Valley, ...]) -> list[str]:
+    unused = [valley for valley in valleys if not valley.is_used]
+    few = [
+        f"{valley.budget:.3g}"
+        for valley in valleys
+        if valley.is_used and valley.num_sizes < GOOD_SIZES
+    ]
+    found = []
+    if unused:
+        found.append(f"{counted(len(unused), 'budget')} not used ({_reasons(unused)})")
+    if few:
+        found.append(
+            f"fewer than {GOOD_SIZES} sizes, so that one run moves the vertex far, at "
+            f"{', '.join(few)}"
+        )
+    return found

@@ -6,6 +6,7 @@ Legend: P points.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -34,6 +35,14 @@ from pretrain.scaling.units import (
     scaled,
     sizes_note,
 )
+
+# Names that published tables have, without case and punctuation.
+USUAL = {
+    "parameters": ("params", "parameters", "modelsize", "numparams", "nparams", "numparameters"),
+    "tokens": ("tokens", "trainingtokens", "numtokens", "ntokens", "traintokens"),
+    "flops": ("flops", "flop", "trainingflop", "trainingflops", "compute", "computebudget"),
+    "loss": ("finalloss", "valloss", "evalloss", "validationloss", "trainloss"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +80,8 @@ def read_points(
     the file marks; `units` are factors of roles. Raises DataError, one line per kind of mistake:
     missing column, not a number, not positive, no rows left.
     """
-    columns = columns or Columns()
     rows = rows_of(Path(path))
+    columns, read_as = _known(columns or Columns(), column_names(rows[0]) if rows else [])
     _refuse_absent(rows, columns, path)
 
     def meets(row: Row, condition: str) -> bool:
@@ -101,7 +110,24 @@ def read_points(
         for row in kept
     ]
     points = _from_rows(held, columns, path, units or {})
-    return without_repeats(replace(points, excluded=tuple(excluded)))
+    notes = (*read_as, *points.notes)
+    return without_repeats(replace(points, excluded=tuple(excluded), notes=notes))
+
+
+def _known(columns: Columns, present: Sequence[str]) -> tuple[Columns, list[str]]:
+    """The columns with usual names for those that are absent, and a note for each."""
+    notes = []
+    plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in present}
+    for role, names in USUAL.items():
+        if (
+            getattr(columns, role) == getattr(Columns, role)
+            and getattr(columns, role) not in present
+        ):
+            found = [plain[name] for name in names if name in plain]
+            if len(found) == 1:
+                columns = replace(columns, **{role: found[0]})
+                notes.append(f"{role}: column {found[0]!r}")
+    return columns, notes
 
 
 def values_by_name(path: Path, column: str, columns: Columns | None = None) -> dict[str, float]:
@@ -131,7 +157,7 @@ def _from_rows(
         raise DataError(f"{path}: every run is excluded; a fit needs some")
     names = tuple(_name(row, columns) for row in rows)
     loss_P, notes = _losses(rows, columns.loss, path, units)
-    parameters_P, tokens_P, flops_P, assumed = _sizes(rows, columns, path, units)
+    parameters_P, tokens_P, flops_P, assumed, unusual = _sizes(rows, columns, path, units)
     notes += assumed
     factor = _bits_per_nat(rows, columns, loss_P)
     notes += [bits_note(factor)] * math.isfinite(factor)
@@ -149,6 +175,7 @@ def _from_rows(
         progress_P=_progress(rows, columns.progress, path),
         holdout_P=_holdout(rows, columns.holdout, path),
         notes=tuple(notes),
+        warnings=(unusual,) if unusual else (),
         bits_per_nat=factor,
         source=str(path),
     )
@@ -176,8 +203,8 @@ def _bits_per_nat(rows: Sequence[Row], columns: Columns, loss_P: Array) -> float
 
 def _sizes(
     rows: Sequence[Row], columns: Columns, path: Path, units: Mapping[str, float]
-) -> tuple[Array, Array, Array, list[str]]:
-    """N, D and C, one of which may follow from the others, and notes on that."""
+) -> tuple[Array, Array, Array, list[str], str]:
+    """N, D and C, one of which may follow from the others, notes on that, and what is unusual."""
     has = {
         role: any(row.get(getattr(columns, role)) not in (None, "") for row in rows)
         for role in ("parameters", "tokens", "flops")
@@ -205,7 +232,7 @@ def _sizes(
     parameters_P, tokens_P, flops_P = (found[role] for role in ("parameters", "tokens", "flops"))
     unusual = flops_note(parameters_P, tokens_P, flops_P, path)
     unusual = unusual or sizes_note(parameters_P, tokens_P)
-    return parameters_P, tokens_P, flops_P, notes + [unusual] * bool(unusual)
+    return parameters_P, tokens_P, flops_P, notes, unusual
 
 
 def _refuse_absent(rows: Sequence[Row], columns: Columns, path: Path) -> None:

@@ -40,6 +40,7 @@ class Points:
     holdout_P: Array
     excluded: tuple[Exclusion, ...] = ()
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     bits_per_nat: float = np.nan  # bits per byte of a loss of 1 nat per token; NaN: unknown
     source: str = "points"
 

@@ -11,13 +11,11 @@ import numpy as np
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.yaml_files import did_you_mean
-from pretrain.scaling.checks import disagreement, loss_interval
-from pretrain.scaling.fit import Fit
+from pretrain.scaling.fit import TITLES, Fit, disagreement, loss_interval
 from pretrain.scaling.frontier import Approach, LawLine, Line
 from pretrain.scaling.intervals import Interval, as_loss, as_size, shown
 from pretrain.scaling.law import FlopsLaw, log_loss, loss_at
 from pretrain.scaling.points import Array
-from pretrain.scaling.ranking import PREFERRED
 
 FURTHEST = 100.0  # times the largest budget (or below the smallest by as much)
 FURTHEST_UNCHECKED = 10.0  # with two budgets, which nothing checks
@@ -59,40 +57,49 @@ def forecast(
         else:
             c = _log_flops_at(line, flops_law, tokens, parameters)
         n = _log_size(line, c)
-        return np.exp(c), np.exp(n), np.exp(flops_law.log_tokens(c, n)), _loss(line, c)
+        loss = line.loss(np.log(flops)) if flops else _loss(line, c)
+        return np.exp(c), np.exp(n), np.exp(flops_law.log_tokens(c, n)), loss
 
     unanswered = 0.0
     if approach.region is not None:
         with np.errstate(over="ignore"):
             is_absent_K = np.isnan(optimum_of(approach.region)[1])
         unanswered = 0.0 if is_absent_K.all() else float(is_absent_K.mean())
-    return Forecast(approach.title, *approach.intervals(optimum_of), unanswered=unanswered)
+    numbers = approach.intervals(optimum_of)
+    if np.log(numbers[0].value) > approach.last + 1e-6:
+        numbers[3] = Interval(np.nan, np.nan, np.nan)
+    return Forecast(approach.title, *numbers, unanswered=unanswered)
 
 
 def preferred(fit: Fit, key: str = "") -> Approach:
-    """Return the approach of that key, or the one to rely on; ConfigError if it is missing."""
+    """Return the law of that key, or the one that comes first; ConfigError if it is missing."""
     refuse_unknown(key)
-    if key and fit.approach(key) is None:
-        raise ConfigError(
-            f"approach {key!r} is not available for these runs: {fit.estimates.unavailable[key]}"
-        )
-    return next(
-        approach
-        for name in ((key,) if key else fit.ranking.order)
-        if (approach := fit.approach(name))
+    if not key:
+        return fit.approaches[0]
+    if approach := fit.approach(key):
+        return approach
+    raise ConfigError(
+        f"law {key!r} is not available for these runs: {fit.estimates.unavailable[key]}"
     )
+
+
+def law_of_runs(fit: Fit) -> Approach:
+    """The law of N and D that comes first; ConfigError if these runs allow none."""
+    if fit.law is None:
+        reason = fit.estimates.unavailable["parametric"]
+        raise ConfigError(f"this needs a law of N and D, and there is none: {reason}")
+    return fit.law
 
 
 def refuse_unknown(key: str) -> None:
     """Raise ConfigError for an unknown approach; an empty key is allowed."""
-    if key and key not in PREFERRED:
-        raise ConfigError(f"--approach {key} is not an approach{did_you_mean(key, PREFERRED)}")
+    if key and key not in TITLES:
+        raise ConfigError(f"--law {key} is not a law{did_you_mean(key, list(TITLES))}")
 
 
 def loss_of_run(fit: Fit, parameters: float, tokens: float) -> Interval:
-    """Return L(N, D) by approach 3; ConfigError if these runs do not allow approach 3."""
-    law = preferred(fit, "parametric")
-    return loss_interval(law, parameters, tokens)
+    """Return L(N, D); ConfigError if these runs do not allow such a law."""
+    return loss_interval(law_of_runs(fit), parameters, tokens)
 
 
 def near_optimal_band(
@@ -119,7 +126,7 @@ def near_optimal_band(
 
 def doubts(fit: Fit, flops: float, approach: Approach) -> list[str]:
     """Reasons not to rely on this fit at these FLOPs; empty if there are none."""
-    found: list[str] = []
+    found = [f"none of the laws describes these runs: {why}"] if (why := fit.none_because) else []
     low, high = float(fit.points.flops_P.min()), float(fit.points.flops_P.max())
     furthest = FURTHEST if len(fit.points.budgets) > 2 else FURTHEST_UNCHECKED
     limit = f"with {len(fit.points.budgets)} budgets the limit is {furthest:.0f} times"
@@ -136,12 +143,13 @@ def doubts(fit: Fit, flops: float, approach: Approach) -> list[str]:
     size = approach.parameters(float(np.log(flops)))
     if size.width > WIDEST:
         found.append(
-            f"the interval of N* by approach {approach.title} is {shown(size, as_size)}, over "
+            f"the interval of N* by {approach.title} is {shown(size, as_size)}, over "
             f"{WIDEST:.0f}x wide"
         )
-    ratio = disagreement(fit.approaches, float(np.log(flops)))
+    rivals = tuple(each for each in fit.approaches if each.key not in (*fit.doubts, "lowest"))
+    ratio = disagreement(rivals, float(np.log(flops)))
     if ratio > LARGEST_DISAGREEMENT:
-        found.append(f"the approaches' optimal sizes differ {ratio:.1f}x there")
+        found.append(f"the laws' optimal sizes differ {ratio:.1f}x there")
     return found
 
 

@@ -50,7 +50,10 @@ def flag(value: object) -> bool | None:
 def csv_rows(path: Path, origin: str) -> list[tuple[int, dict[str, str]]]:
     """Return each row with its line number; DataError for a row longer than the header."""
     try:
-        rows = list(enumerate(read_csv(text_of(path, origin)), 2))
+        text = text_of(path, origin)
+        first = text.partition("\n")[0]
+        separator = next((mark for mark in ",;\t" if mark in first), ",")
+        rows = list(enumerate(read_csv(text, separator), 2))
     except csv.Error as error:
         raise DataError(f"{path} is not a CSV file ({error}); {origin}") from None
     for number, row in rows:
@@ -73,11 +76,12 @@ def _stripped(row: Mapping[str, Any]) -> dict[str, Any]:
 def rows_of(path: Path) -> list[Row]:
     """Read a file's rows, each with its number as `_line`; DataError for any other content."""
     origin = "expected a CSV or JSON file with one run per row"
-    if path.suffix != ".json":
+    if path.suffix not in (".json", ".jsonl"):
         return [{**_stripped(row), "_line": number} for number, row in csv_rows(path, origin)]
     text = text_of(path, origin)
     try:
-        tree = parse_json(text)
+        lines = [line for line in text.splitlines() if line.strip()]
+        tree = [*map(parse_json, lines)] if path.suffix == ".jsonl" else parse_json(text)
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from None
     tree = tree.get("runs") if isinstance(tree, dict) else tree

@@ -14,17 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_pipeline.errors import DataError
-from pretrain.scaling.estimates import estimate
 from pretrain.scaling.fit import Fit, fit_all
 from pretrain.scaling.intervals import ENDS, Interval
-from pretrain.scaling.points import Array, Points, usable
+from pretrain.scaling.law import fit_parametric
+from pretrain.scaling.points import FINISHED, Array, Points, usable
 from pretrain.scaling.predict import loss_of_run
 from pretrain.terminal.text import counted
 
-FEWEST_RUNS = 6  # four numbers, and two runs to contradict them
+FEWEST_RUNS = 6  # three numbers, and runs to contradict them
 DRAWS = 200
-GRID = 24
-STEEPNESS = (0.3, 30.0)  # of the sigmoid, times the width of the losses: what is searched
+STEEPNESS = (1.0, 4.0, 16.0)  # of the sigmoid, times the width of the losses: where fits start
+STARTS = (-1.0, 0.0, 0.5)  # of the sigmoid's middle: part of the width above the lowest loss
+FARTHEST = 0.5  # of the width of the losses: a predicted loss farther below them is extrapolation
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ class TaskFit:
         )
         return loss, Interval(value, min(value, low[0]), max(value, high[1]))
 
+    def extrapolated(self, loss: float) -> float:
+        """How far below the measured losses a loss is, as a part of their width."""
+        return float((self.loss_P.min() - loss) / np.ptp(self.loss_P))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Backtest:
@@ -81,14 +86,17 @@ class Backtest:
     predicted_accuracy: float  # both
 
 
-def fit_task(runs: Points, accuracies: Mapping[str, float], chance: float | None = None) -> TaskFit:
-    """Fit both steps; the points' losses are the task's. `chance`: the known floor.
+def fit_task(
+    runs: Points, accuracies: Mapping[str, float], chance: float | None = None, ceiling: float = 1.0
+) -> TaskFit:
+    """Fit both steps; the points' losses are the task's. `chance` and `ceiling`: known ends.
 
-    DataError for too few runs, or accuracies that do not fall with the loss.
+    Mid-schedule rows with an accuracy are pairs of the second step. DataError for too few runs, or
+    accuracies that do not fall with the loss.
     """
     fit = fit_all(runs)
-    loss_P, accuracy_P = _pairs(fit.points, accuracies)
-    sigmoid = fit_sigmoid(loss_P, accuracy_P, chance)
+    loss_P, accuracy_P = _pairs(runs, accuracies)
+    sigmoid = fit_sigmoid(loss_P, accuracy_P, chance, ceiling)
     residual_P = accuracy_P - sigmoid.at(loss_P)
     return TaskFit(
         fit=fit,
@@ -101,20 +109,17 @@ def fit_task(runs: Points, accuracies: Mapping[str, float], chance: float | None
 
 
 def backtest(
-    runs: Points, accuracies: Mapping[str, float], chance: float | None = None
+    runs: Points, accuracies: Mapping[str, float], chance: float | None = None, ceiling: float = 1.0
 ) -> list[Backtest]:
     """Predict the runs of the largest budget from the others, by each step and by both.
 
     DataError if those below it do not allow it.
     """
     points = usable(runs)
-    is_last_P = points.budget_P == points.budgets[-1]
-    rest, last = points.take(~is_last_P), points.take(is_last_P)
-    estimates = estimate(rest)
-    if estimates.parametric is None:
-        raise DataError(f"without the largest budget: {estimates.unavailable['parametric']}")
-    law = estimates.parametric.law
-    sigmoid = fit_sigmoid(*_pairs(rest, accuracies), chance)
+    last = points.take(points.budget_P == points.budgets[-1])
+    rest = runs.take(runs.budget_P < points.budgets[-1])
+    law = fit_parametric(usable(rest)).law
+    sigmoid = fit_sigmoid(*_pairs(rest, accuracies), chance, ceiling)
     predicted_P = law.loss(last.parameters_P, last.tokens_P)
     loss_P, accuracy_P = _pairs(last, accuracies)
     return [
@@ -132,8 +137,10 @@ def backtest(
     ]
 
 
-def fit_sigmoid(loss_P: Array, accuracy_P: Array, chance: float | None = None) -> Sigmoid:
-    """Least squares: the best cell of a grid, where floor and ceiling are linear, then a solver."""
+def fit_sigmoid(
+    loss_P: Array, accuracy_P: Array, chance: float | None = None, ceiling: float = 1.0
+) -> Sigmoid:
+    """Least squares of the sigmoid that ends at `ceiling` for a loss of 0."""
     if len(loss_P) < FEWEST_RUNS or np.ptp(loss_P) <= 0:
         raise DataError(
             f"{counted(len(loss_P), 'run')} with a loss and an accuracy, at "
@@ -152,58 +159,49 @@ def fit_sigmoid(loss_P: Array, accuracy_P: Array, chance: float | None = None) -
             "the accuracy rises with the loss, so this loss does not explain it; name another "
             "column with --task-loss"
         )
-    found = _refined(_best_of_grid(loss_P, accuracy_P, chance), loss_P, accuracy_P, chance)
-    if found.ceiling <= found.floor:
+    if accuracy_P.max() <= (chance or 0.0):
         raise DataError(
-            f"{rising}{found.floor:.3g}: a sigmoid needs runs above chance; add better runs, or "
+            f"{rising}{chance:.3g}: a sigmoid needs runs above chance; add better runs, or "
             "correct --chance"
         )
-    return found
+    if accuracy_P.max() > ceiling:
+        raise DataError(f"accuracies up to {accuracy_P.max():g} are above --ceiling {ceiling:g}")
+    width = float(np.ptp(loss_P))
+    floor = min(float(accuracy_P.min()), 0.999 * ceiling) if chance is None else chance
+    ends = [
+        _least_squares(loss_P, accuracy_P, start, chance is not None)
+        for part in STARTS
+        for steepness in STEEPNESS
+        if (start := Sigmoid(floor, ceiling, steepness / width, loss_P.min() + part * width))
+    ]
+    return min(ends, key=lambda end: float(((end.at(loss_P) - accuracy_P) ** 2).sum()))
 
 
 def _pairs(points: Points, accuracies: Mapping[str, float]) -> tuple[Array, Array]:
-    missing = [name for name in points.names if name not in accuracies]
-    if missing:
+    """Losses and accuracies of the runs that are not held out."""
+    has_P = np.array([name in accuracies for name in points.names])
+    missing_P = ~has_P & ~points.holdout_P & (points.progress_P >= FINISHED)
+    if missing_P.any():
         raise DataError(
-            f"{points.source}: {counted(len(missing), 'run')} without an accuracy, such as "
-            f"{missing[0]}; measure it, or exclude them with --exclude"
+            f"{points.source}: {counted(int(missing_P.sum()), 'run')} without an accuracy, such as "
+            f"{points.names[missing_P.argmax()]}; measure it, or exclude them with --exclude"
         )
-    return points.loss_P, np.array([accuracies[name] for name in points.names])
+    chosen = points.take(has_P & ~points.holdout_P)
+    return chosen.loss_P, np.array([accuracies[name] for name in chosen.names])
 
 
-def _best_of_grid(loss_P: Array, accuracy_P: Array, chance: float | None) -> Sigmoid:
-    width = float(np.ptp(loss_P))
-    best, least = Sigmoid(0.0, 1.0, 1 / width, float(loss_P.mean())), np.inf
-    for middle in np.linspace(loss_P.min() - width, loss_P.max(), GRID):
-        for steepness in np.geomspace(*STEEPNESS, GRID) / width:
-            fall_P = _fall(loss_P, steepness, middle)
-            if chance is None:
-                design = np.stack([1 - fall_P, fall_P], axis=-1)
-                floor, ceiling = np.linalg.lstsq(design, accuracy_P, rcond=None)[0]
-            else:
-                rest = accuracy_P - chance * (1 - fall_P)
-                floor, ceiling = chance, float((fall_P * rest).sum() / (fall_P**2).sum())
-            low, high = np.clip([floor, ceiling], 0.0, 1.0)
-            tried = Sigmoid(float(low), float(high), float(steepness), float(middle))
-            error = float(((tried.at(loss_P) - accuracy_P) ** 2).sum())
-            if error < least:
-                best, least = tried, error
-    return best
-
-
-def _refined(start: Sigmoid, loss_P: Array, accuracy_P: Array, chance: float | None) -> Sigmoid:
+def _least_squares(loss_P: Array, accuracy_P: Array, start: Sigmoid, is_known: bool) -> Sigmoid:
+    """The nearest least squares to `start`, with its ceiling, and its floor where it `is_known`."""
     from scipy.optimize import least_squares
 
     def sigmoid(numbers: Array) -> Sigmoid:
-        ceiling, log_steepness, middle = (float(each) for each in numbers[:3])
-        floor = float(numbers[3]) if chance is None else chance
-        return Sigmoid(floor, ceiling, float(np.exp(log_steepness)), middle)
+        log_steepness, middle = (float(each) for each in numbers[:2])
+        floor = start.floor if is_known else float(numbers[2])
+        return Sigmoid(floor, start.ceiling, float(np.exp(log_steepness)), middle)
 
-    first = [start.ceiling, np.log(start.steepness), start.middle]
-    low, high = [0.0, -np.inf, -np.inf], [1.0, np.inf, np.inf]
-    if chance is None:
-        first, low, high = [*first, start.floor], [*low, 0.0], [*high, 1.0]
-    first = np.clip(first, np.array(low) + 1e-9, np.array(high) - 1e-9)
+    first, low, high = [np.log(start.steepness), start.middle], [-np.inf] * 2, [np.inf] * 2
+    if not is_known:
+        first, low, high = [*first, start.floor], [*low, 0.0], [*high, start.ceiling]
     found = least_squares(
         lambda numbers: sigmoid(numbers).at(loss_P) - accuracy_P, first, bounds=(low, high)
     )
@@ -215,10 +213,11 @@ def _draws(
 ) -> tuple[Sigmoid, ...]:
     """Sigmoids of resampled residuals, widened for the numbers that were fitted."""
     rng = np.random.default_rng(0)
-    spare = max(1, len(loss_P) - (4 if chance is None else 3))
+    spare = max(1, len(loss_P) - (3 if chance is None else 2))
     pool = (residual_P - residual_P.mean()) * np.sqrt(len(loss_P) / spare)
+    is_known = chance is not None
     return tuple(
-        _refined(fitted, loss_P, fitted.at(loss_P) + rng.choice(pool, len(pool)), chance)
+        _least_squares(loss_P, fitted.at(loss_P) + rng.choice(pool, len(pool)), fitted, is_known)
         for _ in range(DRAWS)
     )
 

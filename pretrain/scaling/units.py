@@ -16,7 +16,7 @@ from pretrain.scaling.points import Array
 
 LARGEST_LOSS = 13.0  # nats per token: guessing among 440,000 tokens; a larger one is a perplexity
 PLAIN_RATIO = (0.3, 4.0)  # of C/6ND: for a Transformer-XL it is 0.65 to 2.4
-TOKENS_PER_PARAMETER = (0.01, 1e5)
+TOKENS_PER_PARAMETER = (0.03, 5e3)
 FEWEST_PARAMETERS, FEWEST_TOKENS = 1e3, 1e4  # of a model that anyone trains to fit a law
 NEAR = 4.0  # a ratio within this factor of 1000^k is a matter of units
 SAME_TEXT = 0.01  # relative spread of bits per nat: what is scored differs a little in its length

@@ -14,7 +14,6 @@ from data_pipeline.files import write_text
 from pretrain.costs.flops import cost_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.training_events import Resumed
-from pretrain.scaling.collect import read_curves
 from pretrain.scaling.sweep_file import config_of, read_sweep
 from tests.helpers.scaling import HOFFMANN
 from tests.helpers.scaling_runs import command, train_by_the_law
@@ -73,7 +72,7 @@ def test_cells_without_a_final_loss_are_in_the_table_with_their_reason(collected
     said = capsys.readouterr().out
     assert "15 of 19 cells have a final loss" in said
     assert "note: 2 versions of the code trained these cells" in said
-    assert command("fit", tmp_path / "runs.csv") == 0
+    assert command("fit", tmp_path / "runs.csv", "--verbose") == 0
     said = capsys.readouterr().out
     assert all(
         f"left out: {cells[index].name}: {reasons[cells[index].name]}" in said for index in range(4)
@@ -136,13 +135,6 @@ def test_the_last_evaluations_are_averaged_where_asked_for(collected, tmp_path, 
     assert "--average-last 0 must be 1 or more" in capsys.readouterr().err
 
 
-def test_training_curves_feed_approach_1(collected, capsys):
-    curves = read_curves(collected / "curves.csv")
-    assert len(set(curves["run"])) == 18
-    assert command("fit", collected / "runs.csv", "--curves", collected / "curves.csv") == 0
-    assert "approach 1 envelope: training curves" in capsys.readouterr().out
-
-
 def test_tables_and_pages_are_beside_the_sweeps_runs_unless_told_otherwise(
     collected, tmp_path, capsys, monkeypatch
 ):
@@ -155,6 +147,6 @@ def test_tables_and_pages_are_beside_the_sweeps_runs_unless_told_otherwise(
     assert f"next: pretrain scale fit {table}, then pretrain scale report {table}\n" in said
     assert command("report", table) == 0
     said = capsys.readouterr().out
-    assert re.search(r"^approach +a: N\* ~ C\^a", said, re.M)
+    assert re.search(r"^law +left-out error +a +N\*", said, re.M)
     assert said.endswith("report: mine/scaling-report/report.html\n")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

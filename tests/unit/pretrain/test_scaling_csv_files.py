@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import DataError
-from pretrain.scaling.collect import Row, read_curves, read_rows, write_rows
+from pretrain.scaling.collect import Row, read_rows, write_rows
 from pretrain.scaling.point_files import read_points
 
-READERS = [read_points, read_curves, read_rows]
+READERS = [read_points, read_rows]
 
 
 @pytest.mark.parametrize("read", READERS)

@@ -5,17 +5,27 @@ published fit.
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
-import scipy.optimize
 
 from data_pipeline.errors import DataError
-from pretrain.scaling.bootstrap import refitted, resampled_laws
-from pretrain.scaling.huber_fit import fit_parametric, huber_sum, minimize, uncenter
-from pretrain.scaling.law import FlopsLaw, Law, exponents, fit_flops_law, log_loss, log_optimum
+from pretrain.scaling.law import (
+    FlopsLaw,
+    Law,
+    exponents,
+    fit_flops_law,
+    fit_parametric,
+    huber_sum,
+    log_loss,
+    log_optimum,
+    minimize,
+    refitted,
+    resampled_laws,
+    uncenter,
+)
 from pretrain.scaling.point_files import Columns, read_points
-from pretrain.scaling.projection import project
 from tests.helpers.scaling import (
     BESIROGLU,
     HOFFMANN,
@@ -37,10 +47,7 @@ def as_row(law: Law) -> list[float]:
 def test_noise_free_runs_give_their_law_back(law):
     fit = fit_parametric(simulated(law))
     assert as_row(fit.law) == pytest.approx(as_row(law), rel=1e-5)
-    assert fit.warnings == ()
-    assert as_row(fit.start) != pytest.approx(as_row(law), rel=1e-3), (
-        "the start alone must not be the answer"
-    )
+    assert fit.undetermined == ()
 
 
 def test_cs336_points_are_recovered_to_1e_5():
@@ -85,17 +92,6 @@ def test_no_start_of_a_grid_ends_lower_than_the_one_start_of_variable_projection
     assert min(ends) == pytest.approx(fit.objective, rel=1e-7)
 
 
-def test_a_fit_that_stays_where_it_started_is_said(monkeypatch):
-    solver = scipy.optimize.minimize
-
-    def content_with_anything(*arguments, **settings):
-        return solver(*arguments, **{**settings, "options": {"gtol": 1e9}})
-
-    monkeypatch.setattr(scipy.optimize, "minimize", content_with_anything)
-    warnings = fit_parametric(simulated(noise=0.003, seed=3)).warnings
-    assert any("did not move from its start" in warning for warning in warnings)
-
-
 def test_gradient_of_the_objective_matches_differences():
     points = simulated(noise=0.01)
     data = tuple(np.log(values) for values in (points.parameters_P, points.tokens_P, points.loss_P))
@@ -113,7 +109,9 @@ def test_gradient_of_the_objective_matches_differences():
 def test_outliers_move_hubers_fit_far_less_than_least_squares():
     points = simulated()
     points.loss_P[[3, 17, 30]] *= 1.2
-    huber, squares = (np.array(as_row(fit_parametric(points, delta).law)) for delta in (1e-3, 1e3))
+    huber, squares = (
+        np.array(as_row(fit_parametric(points, delta=delta).law)) for delta in (1e-3, 1e3)
+    )
     truth = np.array(as_row(HOFFMANN))
     assert np.abs(huber / truth - 1).max() < 0.02
     assert np.abs(squares / truth - 1).max() > 0.2
@@ -122,14 +120,12 @@ def test_outliers_move_hubers_fit_far_less_than_least_squares():
 def test_a_size_term_the_runs_do_not_show_is_said():
     points = simulated()
     flat = make_points(points.parameters_P, points.tokens_P, 1.5 + 400 * points.tokens_P**-0.3)
-    warnings = " ".join(fit_parametric(flat).warnings)
-    assert "size term A" in warnings
-    assert "do not determine it" in warnings
+    assert fit_parametric(flat).undetermined == ("size term A",)
 
 
 def test_too_few_points_or_lengths_are_refused():
     points = simulated()
-    with pytest.raises(DataError, match="5 usable points, approach 3 needs at least 6"):
+    with pytest.raises(DataError, match="5 usable points, a law of N and D needs at least 6"):
         fit_parametric(points.take(np.arange(5)))
     with pytest.raises(DataError, match="fewer than 3 distinct N"):
         fit_parametric(
@@ -217,5 +213,36 @@ def test_every_resample_is_fitted_as_all_runs_are():
     theta_K = refitted(np.repeat(start[None], 3, axis=0), *data, weight_KP, fit.delta)
     for theta, weight_P in zip(theta_K, weight_KP, strict=True):
         runs = [np.repeat(values, weight_P) for values in data]
-        least = minimize(project(*runs[:2], np.exp(runs[2]))[0], *runs, fit.delta)[1]
+        least = minimize(start, *runs, fit.delta)[1]
         assert huber_sum(theta, *runs, fit.delta)[0] == pytest.approx(least, rel=1e-6)
+
+
+def test_a_tied_law_is_given_back_by_its_runs_and_its_resamples_stay_tied():
+    truth = Law(E=1.7, A=300.0, B=900.0, alpha=0.31, beta=0.31)
+    assert as_row(fit_parametric(simulated(truth), tied=True).law) == pytest.approx(
+        as_row(truth), rel=1e-5
+    )
+    points = simulated(truth, noise=0.005)
+    law_K = resampled_laws(points, fit_parametric(points, tied=True))
+    assert law_K[:, 3] == pytest.approx(law_K[:, 4])
+    assert law_K[:, 3].std() > 1e-3
+
+
+def test_a_tied_law_predicts_the_olmo_ladders_largest_run_better():
+    """13B parameters over 5T tokens ended at 2.4379; the ladder's 16 runs are up to 1,000 times
+    smaller.
+    """
+    errors = [
+        abs(
+            fit_parametric(olmo_ladder(), tied=tied).law.loss(13202396160, 5000088518656.0) - 2.4379
+        )
+        for tied in (False, True)
+    ]
+    assert errors[1] < 0.75 * errors[0]
+
+
+def test_a_thousand_resamples_of_500_runs_take_less_than_half_a_minute():
+    points = simulated(budgets=(1e18, 1e21, 20), num_sizes=25, noise=0.01)
+    begin = time.process_time()
+    assert len(resampled_laws(points, fit_parametric(points))) == 1000
+    assert time.process_time() - begin < 30

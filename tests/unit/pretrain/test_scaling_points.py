@@ -151,7 +151,7 @@ def test_one_budget_only_is_refused_and_so_are_too_few_points():
     ):
         fit_all(one_budget)
     few = make_points([1e6, 2e6, 4e6], [1e8, 2e8, 1e9], [4, 3.8, 3.5], source="runs.csv")
-    with pytest.raises(DataError, match="3 usable points, approach 3 needs at least 6"):
+    with pytest.raises(DataError, match="3 usable points, a law of N and D needs at least 6"):
         fit_all(few)
 
 
@@ -236,7 +236,7 @@ def test_units_and_perplexities_are_converted(tmp_path):
 
 def test_unusual_flops_and_tokens_per_parameter_are_noted(tmp_path):
     forward = written(tmp_path / "forward.csv", "N,D,C,loss\n1e8,1e9,2e16,3\n2e8,1e9,4e16,2.9\n")
-    (note,) = read_points(forward).notes
+    (note,) = read_points(forward).warnings
     assert note.startswith("C/6ND is 0.0333 to 0.0333: check that C is the training FLOPs")
 
 
@@ -251,9 +251,9 @@ def test_unusual_flops_and_tokens_per_parameter_are_noted(tmp_path):
     ],
 )
 def test_sizes_in_other_units_are_noted_whichever_column_is_missing(tmp_path, text, in_plain_units):
-    _, note = read_points(written(tmp_path / "runs.csv", text)).notes
+    (note,) = read_points(written(tmp_path / "runs.csv", text)).warnings
     assert "is N, D or C in other units? Say so with --unit" in note
-    assert len(read_points(written(tmp_path / "plain.csv", in_plain_units)).notes) == 1
+    assert read_points(written(tmp_path / "plain.csv", in_plain_units)).warnings == ()
 
 
 def test_a_run_is_left_out_by_the_name_that_is_printed_of_it(tmp_path):
@@ -287,3 +287,27 @@ def test_bits_per_byte_are_known_only_where_they_are_of_the_same_losses(tmp_path
     for unknown in ((1.5, 1.4, 1.0), ("", "", ""), ("nan", -1, "1e300")):
         assert np.isnan(factor(unknown))
     assert np.isnan(factor((1.5, 1.4, 1.3), Columns(loss="other")))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "Model Size,Training FLOP,loss\n1e8,6e18,3.5\n2e8,6e18,3.4\n"),
+        ("a.csv", "params;tokens;final_loss\n1e8;1e10;3.5\n2e8;5e9;3.4\n"),
+        ("a.tsv", "N\tD\tloss\n1e8\t1e10\t3.5\n2e8\t5e9\t3.4\n"),
+        ("a.jsonl", '{"N": 1e8, "D": 1e10, "loss": 3.5}\n{"N": 2e8, "D": 5e9, "loss": 3.4}\n'),
+    ],
+)
+def test_tables_are_read_as_they_are_published(tmp_path, name, text):
+    written(tmp_path / name, text)
+    points = read_points(tmp_path / name)
+    assert points.parameters_P.tolist() == [1e8, 2e8]
+    assert points.tokens_P == pytest.approx([1e10, 5e9])
+    assert points.loss_P.tolist() == [3.5, 3.4]
+    assert points.warnings == ()
+
+
+def test_tokens_that_are_a_thousand_times_too_many_are_warned_of(tmp_path):
+    written(tmp_path / "a.csv", "N,D,loss\n1e8,2e12,3.5\n2e8,4e12,3.4\n")
+    (said,) = read_points(tmp_path / "a.csv").warnings
+    assert "is N, D or C in other units?" in said

@@ -9,12 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from pretrain.scaling.charts import charts_of
 from pretrain.scaling.fit import fit_all
-from pretrain.scaling.isoflop import fit_isoflop
+from pretrain.scaling.frontier import fit_isoflop
 from pretrain.scaling.points import Exclusion
 from pretrain.scaling.report import render
-from pretrain.scaling.report_charts import charts_of
-from pretrain.scaling.summary import warnings_by_subject
 from tests.helpers.scaling import simulated
 from tests.helpers.scaling_runs import command
 
@@ -26,21 +25,6 @@ def fit():
 
 def page_of(fit) -> str:
     return render(fit, "Books", defaultdict(str))
-
-
-def test_many_warnings_about_one_subject_are_folded_behind_the_first(fit):
-    first, *others = fit.approaches
-    about = replace(first, warnings=("it steps",))
-    many = replace(
-        fit,
-        warnings=tuple(f"doubt {number}" for number in range(5)),
-        approaches=(about, *(replace(each, warnings=()) for each in others)),
-    )
-    assert list(warnings_by_subject(many)) == ["the runs", f"approach {first.title}"]
-    shown, _, folded = page_of(many).partition("<details><summary>2 more warnings: the runs<")
-    assert re.findall("doubt .", shown) == ["doubt 0", "doubt 1", "doubt 2"]
-    assert "it steps" in shown
-    assert re.findall("doubt .", folded) == ["doubt 3", "doubt 4"]
 
 
 def test_long_tables_of_costs_and_runs_are_folded_and_short_ones_are_not(fit):
@@ -58,7 +42,7 @@ def test_a_page_of_runs_without_intervals_says_so():
     fit = fit_all(simulated(num_sizes=3, budgets=(1e18, 1e19, 2), noise=0.005, seed=1))
     assert not any(approach.region for approach in fit.approaches)
     page = page_of(fit)
-    assert "exponent a of N* ~ C^a (no interval)" in page
+    assert "no interval, exponent of N* ~ C^a" in page
     assert not re.search(r"\bnan\b", page)
 
 
@@ -89,7 +73,7 @@ def test_budgets_without_a_vertex_are_one_warning():
 
 def test_report_is_one_file_that_needs_no_network_with_its_pictures_beside_it(collected):
     out = collected / "report"
-    arguments = ("--curves", collected / "curves.csv", "--title", "Books")
+    arguments = ("--title", "Books")
     assert command("report", collected / "runs.csv", "--out", out, *arguments) == 0
     page = (out / "report.html").read_text()
     assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|url\((?!#)', page)
@@ -101,31 +85,36 @@ def test_report_is_one_file_that_needs_no_network_with_its_pictures_beside_it(co
         "tokens",
         "residuals",
         "contours",
-        "envelope",
     }
+    for form in ("svg", "pdf", "csv"):
+        assert {path.stem for path in out.glob(f"*.{form}")} == pictures
+    runs = (out / "isoflop.csv").read_text().splitlines()
+    assert runs[0] == "series,x,y"
+    assert sum(line.startswith("1e+15,") for line in runs) == 6
     assert page.count("<svg") == len(pictures)
     for picture in out.glob("*.png"):
         assert picture.read_bytes().startswith(b"\x89PNG")
     for words in (
         "<h1>Books</h1>",
-        "Three approaches side by side",
+        "Laws",
         "Cost",
         "Left out",
-        "run held out at 1e+17",
+        "Held-out runs",
     ):
         assert words in page
     numbers = json.loads((out / "fit.json").read_text())
     assert numbers["num_runs"] == 18
     assert numbers["bits_per_byte_of_a_nat"] == pytest.approx(0.4)
-    for key, approach in numbers["approaches"].items():
+    for key, approach in numbers["laws"].items():
         assert [each["flops"] for each in approach["optima"]] == [1e16, 1e17], key
         for optimum in approach["optima"]:
-            assert all(optimum[name]["value"] > 0 for name in ("parameters", "tokens", "loss"))
+            assert all(optimum[name]["value"] > 0 for name in ("N*", "D*"))
     assert [valley["budget"] for valley in numbers["valleys"]] == numbers["budgets"]
     assert all(valley["parameters"] > 0 for valley in numbers["valleys"])
     note = "1 nat per token is 0.4 bits per byte (3.61 bytes per token)"
     assert note in page
     assert numbers["notes"] == [note]
     printed = (out / "report.md").read_text()
-    assert printed.startswith("# Books\n\n```\n18 runs at 3 budgets")
+    assert printed.startswith("# Books\n\n```\n")
+    assert "18 runs at 3 budgets" in printed.splitlines()[3]
     assert set(re.findall(r"^!\[.+\]\((\w+)\.png\)$", printed, re.M)) == pictures

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from pretrain.scaling.task_fit import Sigmoid, backtest, fit_sigmoid, fit_task
 from tests import task_coverage
 from tests.helpers.scaling import HOFFMANN, simulated
 
-TRUTH = Sigmoid(floor=0.25, ceiling=0.85, steepness=6.0, middle=2.7)
+TRUTH = Sigmoid(floor=0.25, ceiling=1.0, steepness=6.0, middle=2.7)
 RUNS = simulated(noise=0.002)
 
 
@@ -125,7 +126,10 @@ def test_the_command_prints_both_steps_the_backtest_and_the_answer(table, capsys
     [
         (("--accuracy", "tasks/other/acc"), "no column 'tasks/other/acc'; did you mean 'tasks/t"),
         (("--accuracy", "tasks/task/acc", "--params", "1e9"), "give --flops, or --params and --to"),
-        (("--accuracy", "tasks/task/acc", "--chance", "25"), "--chance 25 must be from 0 to"),
+        (
+            ("--accuracy", "tasks/task/acc", "--chance", "25"),
+            "--chance 25 and --ceiling 1: expected 0 <= chance < ceiling",
+        ),
         (("--accuracy", "tasks/task/acc", "--flops", "1e26"), "rejected as extrapolation"),
     ],
 )
@@ -138,8 +142,12 @@ def test_mistakes_are_one_line(table, words, said, capsys):
 
 
 def test_the_coverage_of_accuracies_fails_where_intervals_miss_the_truth(monkeypatch, capsys):
-    def too_high(*asked) -> dict[str, float]:
-        return {name: value + 0.1 for name, value in measured(*asked).items()}
+    def too_low(*asked) -> dict[str, float]:
+        """A sigmoid whose middle is elsewhere, so that nothing but the truth shows it."""
+        return {
+            name: 0.25 + 0.75 * ((value - 0.25) / 0.75) ** 2
+            for name, value in measured(*asked).items()
+        }
 
     measured = task_coverage.accuracies_of
     monkeypatch.setattr("sys.argv", ["task_coverage", "--replicates", "1"])
@@ -148,7 +156,34 @@ def test_the_coverage_of_accuracies_fails_where_intervals_miss_the_truth(monkeyp
     assert task_coverage.main() == 0
     held = r"^1% +(1|10) +1 +{} +(\d+\.\d) points"
     widths = dict(re.findall(held.format("100%"), capsys.readouterr().out, re.M))
-    assert 0 < float(widths["1"]) < float(widths["10"])
-    monkeypatch.setattr(task_coverage, "accuracies_of", too_high)
+    assert 0 < float(widths["1"]) < 20
+    monkeypatch.setattr(task_coverage, "accuracies_of", too_low)
     assert task_coverage.main() == 1
     assert re.findall(held.format("0%"), capsys.readouterr().out, re.M)
+
+
+def test_the_ceiling_is_known_where_runs_are_all_below_the_middle():
+    """Runs of up to 41% of a task whose best is 100%: a fitted ceiling would be near what they
+    reach.
+    """
+    truth = Sigmoid(floor=0.25, ceiling=1.0, steepness=3.0, middle=2.2)
+    loss_P = np.linspace(2.6, 3.6, 16)
+    noise_P = 0.003 * np.random.default_rng(0).standard_normal(16)
+    found = fit_sigmoid(loss_P, truth.at(loss_P) + noise_P, 0.25)
+    assert found.at(2.0) == pytest.approx(float(truth.at(2.0)), abs=0.03)
+    with pytest.raises(DataError, match=r"are above --ceiling 0\.3"):
+        fit_sigmoid(loss_P, truth.at(loss_P), 0.25, ceiling=0.3)
+
+
+def test_mid_schedule_rows_are_pairs_of_the_second_step_alone():
+    points = replace(RUNS, progress_P=np.where(np.arange(len(RUNS)) % 2, 1.0, 0.5))
+    task = fit_task(points, accuracies_of(RUNS))
+    assert len(task.fit.points) == len(RUNS) // 2
+    assert len(task.loss_P) == len(RUNS)
+
+
+def test_an_accuracy_far_below_the_measured_losses_is_warned_of(table, capsys):
+    words = ("tasks", table, "--accuracy", "tasks/task/acc", "--task-loss", "loss/task")
+    assert command(*words, "--params", "1e13", "--tokens", "1e14", "--force") == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert re.match(r"warning: a loss of \S+ is \d+% of the range of the runs' losses below", first)
