@@ -105,7 +105,9 @@ def supervise(
                 first_failure=unresponsive_rank(statuses) if hung else ranks.first_failure,
             )
         )
-        num_steps = 0 if any(statuses) else _steps_to_save(run_dir)
+        num_steps = 0
+        if not any(statuses):  # a run whose directory has vanished is not finished
+            num_steps = run_dir.config.optim.steps if run_dir.exists() else 1
         decision = decide(attempts, policy, stop.requests > 0, num_steps)
         if decision.action not in (NextAction.FINISHED, NextAction.STOPPED) and not is_allocated():
             return EXIT_STOPPED
@@ -115,8 +117,13 @@ def supervise(
         if decision.action in (NextAction.RETRY, NextAction.GIVE_UP) and any(statuses):
             _log.error("%s", ranks.describe_failure(statuses))
         if decision.action is not NextAction.RETRY:
-            _log_end(ended, run_dir, job)
-            if decision.action is NextAction.REFUSED:  # last: what has to be fixed
+            if decision.action is NextAction.FINISHED:
+                _log.info("finished: %s", run_dir.path)
+            elif decision.action is NextAction.STOPPED:
+                _log_stopped(run_dir, job)
+            elif decision.action is NextAction.GIVE_UP:
+                _log.error("gave up: %s; the logs are in %s", ended.cause, run_dir.logs)
+            elif decision.action is NextAction.REFUSED:  # last: what has to be fixed
                 _log.error("not restarted: %s", ranks.describe_failure(statuses))
             return _status_of(decision.action, run_dir, job)
         count = ended.without_progress
@@ -137,11 +144,6 @@ def supervise(
 def latest_step(run_dir: RunDir) -> int:
     """The step of the latest checkpoint that no start has refused; 0 if there is none."""
     return marker.latest_step(run_dir.checkpoints)
-
-
-def _steps_to_save(run_dir: RunDir) -> int:
-    """The step whose checkpoint finishes the run; any for a run whose directory has vanished."""
-    return run_dir.config.optim.steps if run_dir.exists() else 1
 
 
 def next_attempt_number(run_dir: RunDir) -> int:
@@ -220,15 +222,6 @@ def _event(
         without_progress=attempts_without_progress(attempts),
         job=job,
     )
-
-
-def _log_end(ended: AttemptEnded, run_dir: RunDir, job: str | None) -> None:
-    if ended.next is NextAction.FINISHED:
-        _log.info("finished: %s", run_dir.path)
-    elif ended.next is NextAction.STOPPED:
-        _log_stopped(run_dir, job)
-    elif ended.next is NextAction.GIVE_UP:
-        _log.error("gave up: %s; the logs are in %s", ended.cause, run_dir.logs)
 
 
 def _log_stopped(run_dir: RunDir, job: str | None) -> None:

@@ -179,7 +179,9 @@ def _sources(
     if chosen and arguments.rank is not None:
         chosen.path_of(arguments.rank)
         ranks = [arguments.rank]
-    if chosen and (first := _first_failure(run_dir, chosen.attempt)) in ranks:
+    ended = events_of(run_dir.ledger.read(), AttemptEnded) if chosen else []
+    ends = {end.attempt_number: end.first_failure for end in ended}
+    if chosen and (first := ends.get(chosen.attempt)) is not None and first in ranks:
         ranks.remove(first)
         yield f"rank {first}", errors_of(_lines(chosen.paths[first]))
     if chosen and (srun := AttemptFiles(run_dir.logs, chosen.attempt).srun_log).exists():
@@ -211,13 +213,6 @@ def lines_of_attempt(logs: Sequence[list[str]], attempt: int | None, is_latest: 
     begin = 0 if attempt == min(marks) else marks[attempt]
     end = marks.get(attempt + 1, len(lines))
     return lines[begin:end]
-
-
-def _first_failure(run_dir: RunDir, attempt: int) -> int:
-    """The rank that failed first in an attempt; -1 if unknown."""
-    ended = events_of(run_dir.ledger.read(), AttemptEnded)
-    ranks = [each.first_failure for each in ended if each.attempt_number == attempt]
-    return -1 if not ranks or ranks[-1] is None else ranks[-1]
 
 
 def _last_words(logs: Path, chosen: RankLogs | None) -> list[str]:

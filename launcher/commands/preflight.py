@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks",
         type=int,
-        default=_num_gpus() or 2,
+        default=len(list(Path("/dev").glob("nvidia[0-9]*"))) or 2,
         help="with --local: number of ranks (default: one per GPU, or 2)",
     )
     parser.add_argument(
@@ -93,10 +93,6 @@ def run(arguments: argparse.Namespace) -> int:
         shutil.rmtree(out, ignore_errors=True)
     _print(reports, arguments)
     return 0 if all(report.verdict == "ok" for report in reports) else EXIT_FOUND_DIFFERENCES
-
-
-def _num_gpus() -> int:
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _check_here(num_ranks: int, out: Path) -> list[NodeReport]:
@@ -376,11 +372,9 @@ def _report(
     ]
     disk = next((one.disk_bytes for one in own if one.disk_bytes is not None), None)
     broken = _broken_links(node, pairs)
-    slow = [
-        *_slow_devices(node, by_node),
-        *_slow_disk(node, by_node),
-        *_slow_in_all_links(node, pairs),
-    ]
+    slow = [*_slow_devices(node, by_node), *_slow_disk(node, by_node)]
+    if (share := _best_share(node, pairs)) < _SLOW_FRACTION:
+        slow.append(f"reduces at {share:.0%} of the others' rate at best")
     links = _slow_links(node, pairs)
     strays = [f"stray: {stray}" for one in own for stray in one.strays or ()]
     missing = sorted({one.missing for one in own if one.missing})
@@ -422,11 +416,6 @@ def _slow_disk(node: str, by_node: Mapping[str, Sequence[RankMeasurement]]) -> l
     usual = statistics.median(rates.values())
     share = rates.get(node, usual) / usual
     return [f"writes to disk at {share:.0%} of the usual rate"] if share < _SLOW_FRACTION else []
-
-
-def _slow_in_all_links(node: str, pairs: Sequence[PairResult]) -> list[str]:
-    share = _best_share(node, pairs)
-    return [f"reduces at {share:.0%} of the others' rate at best"] if share < _SLOW_FRACTION else []
 
 
 def _slow_links(node: str, pairs: Sequence[PairResult]) -> list[str]:

@@ -135,7 +135,12 @@ def submit(job: Job, config: RunConfig) -> str:
     existed = run_dir.path.exists()
     try:
         with run_dir.locked("submit"):
-            return _submit_once(job, config, script, run_dir)
+            refuse_live_job(job.name, job.run_dir)
+            with replaced_snapshot(run_dir) as snapshot:
+                snapshot.take(config, job.cluster, script)
+                number = slurm.submit(snapshot.script, job.name)
+            run_dir.ledger.append(Submitted(job=number, job_name=job.name))
+            return number
     except ConfigError:
         if not existed:
             run_dir.remove_unused()
@@ -149,15 +154,6 @@ def refuse_live_job(name: str, run_dir: Path) -> None:
             f"job {live[0].id} ({live[0].state.lower()}) has the run {run_dir} already; "
             f"wait for it, or end it: scancel {live[0].id}"
         )
-
-
-def _submit_once(job: Job, config: RunConfig, script: str, run_dir: RunDir) -> str:
-    refuse_live_job(job.name, job.run_dir)
-    with replaced_snapshot(run_dir) as snapshot:
-        snapshot.take(config, job.cluster, script)
-        number = slurm.submit(snapshot.script, job.name)
-    run_dir.ledger.append(Submitted(job=number, job_name=job.name))
-    return number
 
 
 def step_lines(job: Job, config: RunConfig, step_before: int) -> list[str]:

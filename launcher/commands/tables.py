@@ -130,6 +130,8 @@ def _short_names(paths: Sequence[str]) -> list[str]:
 
 
 def _lines(state: RunState) -> list[tuple[str, str | Text]]:
+    ranks = "" if state.ranks is None else f", {counted(state.ranks, 'rank')}"
+    nodes = f" on {_nodes(state.nodes)}" if state.nodes else ""
     checkpoint = "none yet"
     if state.checkpoint is not None:
         checkpoint = f"step {state.checkpoint:,}, {age(state.checkpoint_age)}"
@@ -153,7 +155,7 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
             f"{state.time_spent.description}",
         ),
         ("checkpoint", checkpoint),
-        ("attempts", _attempts(state)),
+        ("attempts", f"{state.attempts}{ranks}{nodes}"),
     ]
     lines += [("replaced", description) for description in state.replaced_nodes]
     if state.mirrored is not None or state.mirror_problem:
@@ -167,11 +169,6 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
             ago = f", {age(state.last_failure_age)}"
         lines.append(("last failure", f"{state.last_failure}{ago}"))
     return lines
-
-
-def _attempts(state: RunState) -> str:
-    ranks = "" if state.ranks is None else f", {counted(state.ranks, 'rank')}"
-    return f"{state.attempts}{ranks}" + (f" on {_nodes(state.nodes)}" if state.nodes else "")
 
 
 def _nodes(names: Sequence[str]) -> str:

@@ -262,13 +262,13 @@ class JobExit:
             log = _said_by_slurm(self._run_dir.logs, job_log)
             ending = ending_of(fields, self._job.restart, log, was_warned, self._began)
             if ending.reason is JobEndReason.PROLOG_FAILED:
-                return replace(ending, node=self._drained_by_its_prolog())
+                return replace(ending, node=self._drained_by_prolog())
             is_named = ending.reason is not JobEndReason.NODE_FAILED or ending.node
             if is_named or time.monotonic() > deadline:
                 return ending
             time.sleep(0.1)
 
-    def _drained_by_its_prolog(self) -> str | None:
+    def _drained_by_prolog(self) -> str | None:
         nodes = self._job.nodes
         reasons = slurm.retry_until_reachable(lambda: slurm.node_states(nodes, "%E"))
         return next((node for node in reasons if reasons[node].startswith("Prolog error")), None)
@@ -286,7 +286,9 @@ class JobExit:
             is_final=ending.is_final,
         )
         event = self._recorded(event)
-        _log.info("%s%s", event.description, self._advice(event))
+        needs_resume = event.is_final or event.reason is JobEndReason.CANCELED
+        advice = f"; 'launcher resume {self._run_dir.path}' continues the run"
+        _log.info("%s%s", event.description, advice if needs_resume else "")
         if event.reason is JobEndReason.FORGOTTEN:
             # Slurm kills it when the node registers. If it exited before, the node would refuse the
             # job's next start as a duplicate, and be drained.
@@ -322,12 +324,6 @@ class JobExit:
         ):
             return replace(event, reason=JobEndReason.ERROR, requeued=False, message=refusal)
         return event
-
-    def _advice(self, event: JobEnded) -> str:
-        """What a person has to do for the run to continue; empty if nothing."""
-        if event.is_final or event.reason is JobEndReason.CANCELED:
-            return f"; 'launcher resume {self._run_dir.path}' continues the run"
-        return ""
 
     def _requeue(self, event: JobEnded) -> None:
         ends: list[Event] = [event]  # which may not be in the ledger

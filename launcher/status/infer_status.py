@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
 from data_pipeline.progress import duration
 from pretrain.checkpoint.directory import MARKER, step_directory
@@ -134,7 +134,10 @@ class Evidence:
 def gather(run_dir: RunDir, steps: int, is_beating: bool = False) -> Evidence:
     """Read the directory of a run that has to make `steps` steps."""
     latest = latest_step(run_dir.checkpoints) or None
-    saved = None if latest is None else _time_saved(step_directory(run_dir.checkpoints, latest))
+    saved = None
+    if latest is not None:
+        with contextlib.suppress(FileNotFoundError):  # it is being deleted
+            saved = (step_directory(run_dir.checkpoints, latest) / MARKER).stat().st_mtime
     return Evidence(
         now=time.time(),
         ledger=run_dir.ledger.history(),
@@ -148,13 +151,6 @@ def gather(run_dir: RunDir, steps: int, is_beating: bool = False) -> Evidence:
     )
 
 
-def _time_saved(checkpoint: Path) -> float | None:
-    try:
-        return (checkpoint / MARKER).stat().st_mtime
-    except FileNotFoundError:  # it is being deleted
-        return None
-
-
 def infer_status(evidence: Evidence) -> Status:
     """The state that follows; Slurm may know better, see `slurm_queue.py`."""
     last = last_turn(evidence.ledger)
@@ -164,7 +160,11 @@ def infer_status(evidence: Evidence) -> Status:
         each for each in evidence.heartbeats if last is None or not is_over or each.time > last.time
     ]
     failing = [lock for lock in evidence.locks if lock.failing_storage]
-    fresh = [lock for lock in failing if _is_fresh(lock, evidence.now)]
+    # Those that still hold: a holder on another host repeats its note every minute.
+    recent = evidence.now - UNRESPONSIVE_SECONDS
+    fresh = [
+        each for each in failing if each.is_held or (each.is_held is None and each.since > recent)
+    ]
     activity = _activity(last, heartbeats, evidence.now)
     running = Status(State.RUNNING, _with_storage(activity, fresh, evidence.now))
     if any(lock.is_held for lock in evidence.locks) or any(each.is_alive for each in heartbeats):
@@ -200,11 +200,6 @@ def last_turn(ledger: Sequence[Event]) -> Event | None:
     turn = last_of(timely, TrainingBegan, *ends, JobStarted, JobEnded)
     of_job = last_of(timely, TrainingBegan, Submitted, JobStarted, JobEnded)
     return of_job if isinstance(of_job, JobEnded) else turn
-
-
-def _is_fresh(lock: Lock, now: float) -> bool:
-    """Whether its note still holds; a holder on another host repeats it every minute."""
-    return lock.is_held or (lock.is_held is None and now - lock.since < UNRESPONSIVE_SECONDS)
 
 
 def _with_storage(activity: str, notes: Sequence[Lock], now: float) -> str:
@@ -267,7 +262,11 @@ def _ended(evidence: Evidence, last: Event | None) -> Status:
     end = last_of(evidence.ledger, Stopped, Finished, AttemptEnded, Interrupted)
     if end is not None and not _continues_after(last):
         if is_finished(end):
-            return _finished(evidence)
+            steps = evidence.steps
+            if evidence.latest_step >= steps:
+                return Status(State.DONE)
+            before = f"finished after step {evidence.latest_step:,}"
+            return Status(State.STOPPED, f"{before}; the run now has {steps:,} steps")
         if isinstance(end, Interrupted):
             return Status(State.STOPPED, end.description)
         if is_stopped(end):
@@ -277,15 +276,6 @@ def _ended(evidence: Evidence, last: Event | None) -> Status:
     when = datetime.datetime.fromtimestamp(evidence.last_seen).strftime("%Y-%m-%d %H:%M:%S")
     reason = f"its processes ended silently after {when}: they were killed, or the node went down"
     return Status(State.FAILED, reason, is_lost=True)
-
-
-def _finished(evidence: Evidence) -> Status:
-    if evidence.latest_step >= evidence.steps:
-        return Status(State.DONE)
-    reason = (
-        f"finished after step {evidence.latest_step:,}; the run now has {evidence.steps:,} steps"
-    )
-    return Status(State.STOPPED, reason)
 
 
 def _continues_after(turn: Event) -> bool:
