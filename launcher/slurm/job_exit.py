@@ -197,7 +197,8 @@ class JobExit:
 
     def poll(self) -> None:
         """Call this often: after a cancellation or a time limit, Slurm kills this process within
-        seconds."""
+        seconds, and a newer attempt elsewhere raises StaleAttempt."""
+        self._check_fence()
         received = self._stop.received[self._num_seen :]
         self._num_seen += len(received)
         if signal.SIGTERM in received and not self._is_written:

@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         job_exit = JobExit(
             job, run_dir.path, stop, fences.check, most_futile=policy.attempts_without_progress
         )
-        waits.meanwhile = fences.checking(job_exit.poll)
+        waits.meanwhile = job_exit.poll
         if ended := end_of_start(run_dir.ledger.read(), job):
             return job_exit.complete(ended)
         if is_complete(run_dir, config):  # the job was requeued after its end
@@ -130,9 +130,7 @@ def _make_attempts(
         refuse_without_progress(past, policy)
         guard = FirstNodeGuard(job, is_needed=num_spare > 0)
         with run_dir.locked(HOLDER, is_fenced=True), guard:
-            starter = AttemptStarter(
-                job, num_spare, run_dir, job_exit.can_exclude, fences.claim, fences.check
-            )
+            starter = AttemptStarter(job, num_spare, run_dir, job_exit.can_exclude, fences.claim)
 
             def meanwhile() -> None:
                 job_exit.poll()
@@ -179,15 +177,6 @@ class AttemptFences:
         if self._fence is not None:
             with contextlib.suppress(OSError):  # storage that is away tells of no newer attempt
                 self._fence.check()
-
-    def checking(self, poll: Callable[[], None]) -> Callable[[], None]:
-        """A function that checks, then polls."""
-
-        def check_and_poll() -> None:
-            self.check()
-            poll()
-
-        return check_and_poll
 
 
 def await_former_ranks(job: ThisJob, run_dir: RunDir, meanwhile: Callable[[], None]) -> None:
@@ -307,7 +296,7 @@ class AttemptStarter:
     """Starts attempts; before each it replaces nodes that failed by spare ones.
 
     `can_exclude`: whether the job could start without a node; `claim`: claims the run for an
-    attempt and returns its token; `check_fence` raises StaleAttempt.
+    attempt and returns its token.
     """
 
     def __init__(
@@ -317,10 +306,9 @@ class AttemptStarter:
         run_dir: RunDir,
         can_exclude: Callable[[str], bool],
         claim: Callable[[int], str],
-        check_fence: Callable[[], None],
     ) -> None:
         self._job, self._run_dir = job, run_dir
-        self._claim, self._check_fence = claim, check_fence
+        self._claim = claim
         snapshot = Snapshot(run_dir.path)
         self._cluster = load_cluster(snapshot.cluster)
         config = load_config(RunConfig, snapshot.experiment)
@@ -349,7 +337,6 @@ class AttemptStarter:
             self._run_dir,
             number,
             shared,
-            self._check_fence,
         )
         return self._ranks
 

@@ -149,10 +149,7 @@ def in_container(
 
 
 class SlurmRanks:
-    """The ranks of one attempt, already started. All share the environment variables `variables`.
-
-    `check_fence` raises StaleAttempt once a newer attempt has claimed the run.
-    """
+    """The ranks of one attempt, already started, which share the variables of `variables`."""
 
     def __init__(
         self,
@@ -161,9 +158,7 @@ class SlurmRanks:
         run_dir: RunDir,
         attempt: int,
         variables: Mapping[str, str],
-        check_fence: Callable[[], None],
     ) -> None:
-        self._check_fence = check_fence
         self._step = step
         self.first_failure: int | None = None
         self.failed_nodes: list[str] = []  # by srun's word, known after `wait`
@@ -191,18 +186,17 @@ class SlurmRanks:
     def wait(self, *, meanwhile: Callable[[], None]) -> list[int]:
         """Exit statuses in rank order, from the files the tasks wrote.
 
-        Raises what the fence check raises.
+        Raises what `meanwhile` raises.
         """
         rank_ends = RankEnds(self.logs)
         patience = SrunPatience(rank_ends, len(self.logs))
         while self._srun.poll() is None:
             try:
-                # If this node was cut off, Slurm has restarted the job elsewhere. An srun that is
-                # left over here signals its step by number, and the next start's steps have the
-                # same numbers: kill it silently.
-                self._check_fence()
                 meanwhile()
             except UserError:
+                # StaleAttempt: if this node was cut off, Slurm has restarted the job elsewhere. An
+                # srun that is left over here signals its step by number, and the next start's steps
+                # have the same numbers.
                 kill_silently(self._srun.pid)
                 raise
             if patience.is_exhausted():
