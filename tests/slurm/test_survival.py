@@ -2,16 +2,19 @@
 undisturbed one did.
 
 Runs that take their time (two minutes to a time limit, a watchdog's patience) are begun first and
-looked at last. All is in one file, for one cluster to serve it.
+looked at last. All is in one file, for one cluster to serve it; what needs another cluster comes
+while they train.
 """
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +29,7 @@ from pretrain.rundir.launch_events import (
     Submitted,
 )
 from pretrain.rundir.training_events import Finished, Resumed, Started, Stopped
+from tests.helpers.corpora import make_tiny_corpus
 from tests.slurm.lab import SlurmLab
 from tests.slurm.runs import (
     FAR,
@@ -156,6 +160,37 @@ def test_a_second_job_on_the_same_run_is_refused(
     assert f"is done after step {STEPS}" in again.stderr
     # looked at in test_a_done_run_that_is_requeued...
     assert lab.run("scontrol", "requeue", run.job).returncode == 0
+
+
+def test_jobs_that_could_not_say_how_they_ended_are_asked_for_in_accounting(limited, crashing):
+    def status(run: SlurmRun) -> dict[str, Any]:
+        command = [sys.executable, "-m", "launcher", "status", str(run.dir.path), "--json"]
+        return json.loads(run.lab.run(*command).stdout)
+
+    with SlurmLab(num_nodes=2, accounting=True) as lab:
+        runs = Runs(lab, make_tiny_corpus(lab.path / "corpus"))
+        requeued = runs.submit("requeued", nodes="1", options={"nodelist": "n1"})
+        lost = runs.submit("lost", nodes="1", options={"nodelist": "n2", "no-requeue": ""})
+        for run in (requeued, lost):
+            run.wait_for_step(20)
+        lab.power_off("n1")
+        lab.power_off("n2")
+
+        requeued.until(lambda: requeued.state() == "PENDING")
+        requeued.until(
+            lambda: status(requeued)["reason"].startswith("a node failed; "), seconds=20
+        )  # accounting lags
+        assert status(requeued)["state"] == "requeued"
+        lost.until(lambda: not lost.state(), seconds=60)
+        assert (status(lost)["state"], status(lost)["reason"]) == (
+            "failed",
+            "a node failed and its job was not requeued",
+        )
+
+        lab.boot("n1")
+        requeued.wait_until_finished()
+        requeued.until(lambda: status(requeued)["state"] == "done", seconds=20)
+        assert len([line for line in requeued.dir.read_metrics() if line["kind"] == "train"]) == 300
 
 
 @pytest.mark.parametrize(
