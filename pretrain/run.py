@@ -57,7 +57,7 @@ from pretrain.model.parameters import WithoutDrawing
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.processes.determinism import check_tiles, set_determinism
 from pretrain.processes.last_collectives import set_trace_files, write_last_collectives
-from pretrain.processes.precision import set_tf32, with_precision_of_run
+from pretrain.processes.precision import with_precision_of_run
 from pretrain.recovery.faults import fault_from_environment
 from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
 from pretrain.recovery.out_of_memory import record_out_of_memory, with_fitting_micro_batch
@@ -95,7 +95,6 @@ def run_training(config: RunConfig, directory: Path, world: World) -> int:
     """Train or resume the run; the exit status: 0 finished, 75 stopped, 76 out of memory."""
     config = with_precision_of_run(config, directory, world)
     check_precision(config.engine.number_format, world.device)
-    set_tf32(config, world.device)
     check_tiles(config, world.device)
     on_gpu = world.device.type == "cuda"
     check_host_memory(config, world.world_size, ranks_on_this_node(), on_gpu)
@@ -374,6 +373,7 @@ def build_engine(config: RunConfig, world: World, draws: bool = True) -> Engine:
         engine.attention_kernel,
         engine.logits_chunk_tokens,
         engine.checkpoint_every_n_layers,
+        engine.compile,
     )
     with contextlib.nullcontext() if draws else WithoutDrawing():
         built = _engine_of_kind(config, build, world)

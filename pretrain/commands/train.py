@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     set_up_logging(f"rank {rank.rank}", arguments.log_level)
     set_threads_of_rank(config)
     set_device_variables(os.environ, Path(tempfile.gettempdir()))
-    if config.engine.bind_cores:  # before NCCL and gloo start threads, which inherit it
-        bind_to_cores_beside_gpu(rank.device, get_num_threads())
+    # Before NCCL and gloo start threads, which inherit it.
+    bind_to_cores_beside_gpu(rank.device, get_num_threads())
     world = init_world(config.engine.watchdog_timeout_seconds)
     if world.is_main and (advice := advice_on_phases(config)):
         logger.warning(advice)

@@ -46,8 +46,6 @@ class EngineConfig:
     """ZeRO-3: ranks, such as a node's, that share a second copy of the weights; 0: no copy."""
     precision: PrecisionSetting = "auto"
     """Weights and activations; auto: bf16 on GPUs that have it, else fp32, chosen at the start."""
-    tf32: bool = False
-    """Round the factors of fp32 matrix products to TF32 on a GPU: faster, 3 digits less."""
     initial_loss_scale: float = setting(65536.0, Range(1, 2.0**64))
     """fp16: first factor of the loss, a power of two; adapted as the run trains."""
     loss_scale_window: int = setting(1000, Range(1, MOST), unit="steps")
@@ -62,6 +60,8 @@ class EngineConfig:
     """Keep memories of inactive slots in host memory."""
     attention_kernel: AttentionKernel = "auto"
     """auto: fastest with ordered sums; sdpa: torch's; atomic: unordered sums; plain: to compare."""
+    compile: bool = False
+    """Compile, in training, what lies between attentions; rounds otherwise; not tried on a GPU."""
     logits_chunk_tokens: int = setting(0, Range(0, MOST), unit="tokens")
     """Tokens per pass through the output layer, which the backward pass repeats; 0: all."""
     sequence_ranks: int = setting(1, Range(1, MOST_RANKS), unit="ranks")
@@ -70,8 +70,6 @@ class EngineConfig:
     """Most lanes per rank and forward pass; accumulation steps follow from it; 0: all lanes."""
     threads: int = setting(0, Range(0, MOST_THREADS), unit="threads")
     """CPU threads per rank; 0: cores divided by the ranks on this node."""
-    bind_cores: bool = True
-    """Bind each rank to the cores beside its GPU, unless Slurm or the site has bound it."""
     watchdog_timeout_seconds: float = setting(1800.0, Range(0, 1e7), unit="seconds")
     """Longest step, evaluation or save; then a rank writes its stacks and exits; 0: no limit."""
     deepspeed_extra: dict[str, Any] = field(default_factory=dict)

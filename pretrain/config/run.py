@@ -244,6 +244,13 @@ class RunConfig:
         self._check_memories()
         check_attention(self.engine, self.model)
         check_sequence_ranks(self.engine, self.model, self.data.segment_length)
+        has_segments = self.engine.zero_stage > 2 and self.optim.gradient_segments > 1
+        if self.engine.compile and (self.model.dropout or has_segments):
+            raise ConfigError(
+                "engine.compile=true needs model.dropout=0, found "
+                f"{self.model.dropout:g}, and with engine.zero_stage=3 optim.gradient_segments=1, "
+                f"found {self.optim.gradient_segments}; change them or do not compile"
+            )
         if self.model.memory_tokens and self.optim.gradient_segments < 2:
             raise ConfigError(
                 f"model.memory_tokens={self.model.memory_tokens} needs optim.gradient_segments of "

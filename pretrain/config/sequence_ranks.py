@@ -38,6 +38,8 @@ def num_groups(ranks: range, shared: int) -> int:
 
 
 def _unsupported(engine: EngineConfig, model: ModelConfig) -> Iterator[str]:
+    if engine.compile:
+        yield "excludes engine.compile=true"
     if model.compressed_length:
         yield f"excludes compressed memory, found model.compressed_length={model.compressed_length}"
     if model.memory_tokens:

@@ -27,40 +27,30 @@ class Device:
     """Peaks of dense matrix products on a device, in FLOPs per second, and its memory in bytes."""
 
     bf16: float  # and fp16
-    tf32: float  # fp32 with engine.tf32
     fp32: float
     memory: float
     origin: str = "data sheet, dense"
 
     def peak(self, engine: EngineConfig) -> float:
         """Return the FLOPs per second in the engine's precision."""
-        if precision_traits(engine.number_format).is_half:
-            return self.bf16
-        return self.tf32 if engine.tf32 else self.fp32
+        return self.bf16 if precision_traits(engine.number_format).is_half else self.fp32
 
     def describe_peak(self, engine: EngineConfig) -> str:
         """Return precision and origin of the peak."""
-        is_half = precision_traits(engine.number_format).is_half
-        choice = f", TF32 {'on' if engine.tf32 else 'off'}"
-        return (
-            f"{engine.number_format}{choice if self.tf32 > self.fp32 and not is_half else ''}; "
-            f"{self.origin}"
-        )
+        return f"{engine.number_format}; {self.origin}"
 
 
 DEVICES = {
-    "B200": Device(bf16=2250e12, tf32=1125e12, fp32=75e12, memory=180e9),
-    "H200": Device(bf16=989e12, tf32=495e12, fp32=67e12, memory=141e9),  # SXM, as the next two
-    "H100": Device(bf16=989e12, tf32=495e12, fp32=67e12, memory=80e9),
-    "A100": Device(bf16=312e12, tf32=156e12, fp32=19.5e12, memory=80e9),
-    "A100-40": Device(bf16=312e12, tf32=156e12, fp32=19.5e12, memory=40e9),
-    "L40S": Device(bf16=362e12, tf32=183e12, fp32=91.6e12, memory=48e9),
-    "MI300X": Device(bf16=1307e12, tf32=654e12, fp32=163e12, memory=192e9),
-    "RTX4090": Device(bf16=165e12, tf32=82.6e12, fp32=82.6e12, memory=24e9),
+    "B200": Device(bf16=2250e12, fp32=75e12, memory=180e9),
+    "H200": Device(bf16=989e12, fp32=67e12, memory=141e9),  # SXM, as the next two
+    "H100": Device(bf16=989e12, fp32=67e12, memory=80e9),
+    "A100": Device(bf16=312e12, fp32=19.5e12, memory=80e9),
+    "A100-40": Device(bf16=312e12, fp32=19.5e12, memory=40e9),
+    "L40S": Device(bf16=362e12, fp32=91.6e12, memory=48e9),
+    "MI300X": Device(bf16=1307e12, fp32=163e12, memory=192e9),
+    "RTX4090": Device(bf16=165e12, fp32=82.6e12, memory=24e9),
     # memory 0: that of the machine this runs on
-    "cpu": Device(
-        bf16=100e9, tf32=100e9, fp32=100e9, memory=0.0, origin="a core's order of magnitude"
-    ),
+    "cpu": Device(bf16=100e9, fp32=100e9, memory=0.0, origin="a core's order of magnitude"),
 }
 
 
@@ -96,7 +86,7 @@ class Hardware:
         device = DEVICES[self.name]
         memory, peak = self.memory or device.memory, self.flops
         if self.on_gpu and peak:
-            return Device(bf16=peak, tf32=peak, fp32=peak, memory=memory, origin="as given")
+            return Device(bf16=peak, fp32=peak, memory=memory, origin="as given")
         return replace(device, memory=memory)
 
     def describe(self) -> str:

@@ -65,6 +65,9 @@ class DeepSpeedEngine:
             module, initial = build_sharded(
                 build, lambda parameter: zero._convert_to_zero_parameters([parameter]), dtype, world
             )
+            for layer in module.layers if run.engine.compile else ():
+                # Gathered whole: compiled code has no place for hooks.
+                deepspeed.utils.set_z3_leaf_module(layer, True)
         else:
             module, initial = build_replicated(build, dtype)
         optimizer = build_optimizer(module, run.optim)

@@ -37,7 +37,13 @@ def deepspeed_settings(
             "memory_efficient_linear": False,
         },
     }
-    _share_among(run.engine.secondary_shard_ranks, world_size, derived["zero_optimization"])
+    if (sharers := run.engine.secondary_shard_ranks) > 1:  # a second copy of ZeRO-3's weights
+        if world_size % sharers:
+            raise ConfigError(
+                f"engine.secondary_shard_ranks={sharers} does not divide {world_size} ranks; use a "
+                "divisor, such as the ranks of a node"
+            )
+        derived["zero_optimization"]["zero_hpz_partition_size"] = sharers
     if run.engine.offload_optimizer:
         derived["zero_optimization"]["offload_optimizer"] = {
             "device": "cpu",
@@ -107,18 +113,6 @@ def _buckets(run: RunConfig, on_gpu: bool) -> dict[str, Any]:
             "stage3_max_reuse_distance": layer,
         }
     return settings
-
-
-def _share_among(ranks: int, world_size: int, zero: dict[str, Any]) -> None:
-    """Let so many neighbouring ranks share a second copy of ZeRO-3's weights (hpZ)."""
-    if ranks <= 1:
-        return
-    if world_size % ranks:
-        raise ConfigError(
-            f"engine.secondary_shard_ranks={ranks} does not divide {world_size} ranks; use a "
-            "divisor, such as the ranks of a node"
-        )
-    zero["zero_hpz_partition_size"] = ranks
 
 
 def check_settings(deepspeed: Any, settings: dict[str, Any]) -> None:

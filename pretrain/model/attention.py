@@ -6,7 +6,9 @@ ones: only their order matters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +81,7 @@ class RelativeAttention(nn.Module):
         visibility: Visibility,
         dropout: DropoutStream | None,
         sequence: SequenceShare | None = None,
+        compiles: bool = False,
     ) -> Tensor:
         """Return the attended values [B, L, D].
 
@@ -86,14 +89,9 @@ class RelativeAttention(nn.Module):
         t5). With a `sequence`, this rank has some rows of segment and memory, and of what is
         returned, and attends with some of the heads; positions and visibility are of all rows.
         """
-        query_BLNH, parts, terms = self.inputs(
-            segment_BLD,
-            memory_BMD,
-            positions_CX,
-            content_bias_NH,
-            position_bias_NH,
-            visibility=visibility,
-            sequence=sequence,
+        given = (segment_BLD, memory_BMD, positions_CX, content_bias_NH, position_bias_NH)
+        query_BLNH, parts, terms = compiled_if(compiles, RelativeAttention.inputs)(
+            self, *given, visibility=visibility, sequence=sequence
         )
         return self.read(
             query_BLNH, parts, terms, visibility=visibility, dropout=dropout, sequence=sequence
@@ -229,3 +227,18 @@ class RelativeAttention(nn.Module):
 
 def _own_heads(of_heads: Tensor, sequence: SequenceShare | None, dim: int = 0) -> Tensor:
     return of_heads if sequence is None else sequence.own_heads(of_heads, dim)
+
+
+def compiled_if(compiles: bool, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, compiled in training: evaluation has batches of any length.
+
+    Attention is between compiled functions, so that no graph breaks at a kernel of ours.
+    """
+    if not (compiles and torch.is_grad_enabled()):
+        return function
+    # Anew for each length of a memory that fills, once for all layers; past the limit torch raises.
+    torch._dynamo.config.recompile_limit = 64
+    return _compiled(function)
+
+
+_compiled = functools.cache(functools.partial(torch.compile, fullgraph=True, dynamic=False))

@@ -71,7 +71,7 @@ class Visibility:
         zeros = torch.zeros(forbidden.shape, dtype=self.dtype, device=self.device)
         return zeros.masked_fill_(forbidden, float("-inf"))
 
-    @cached_property
+    @property
     def num_visible_BL(self) -> Tensor:
         """How many keys each query sees; [1, L] or [B, L]."""
         ends = torch.arange(self.num_keys - self.num_queries, self.num_keys, device=self.device) + 1

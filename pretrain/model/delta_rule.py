@@ -49,8 +49,10 @@ def delta_rule(inputs: DeltaInputs, state_BNHX: Tensor) -> tuple[Tensor, Tensor]
 def delta_rule_by_step(inputs: DeltaInputs, state_BNHX: Tensor) -> tuple[Tensor, Tensor]:
     """Return what `delta_rule` returns, token by token: the definition, and fastest for one."""
     decay_BLN = inputs.log_decay_BLN.exp()
-    if inputs.documents_BL is not None:
-        decay_BLN = decay_BLN.masked_fill(_starts_BL(inputs.documents_BL)[:, :, None], 0.0)
+    if inputs.documents_BL is not None:  # forget where a token is in another one than that before
+        before_B1 = torch.zeros_like(inputs.documents_BL[:, :1])
+        is_new_BL = inputs.documents_BL.diff(dim=1, prepend=before_B1) != 0
+        decay_BLN = decay_BLN.masked_fill(is_new_BL[:, :, None], 0.0)
     read = []
     for t in range(decay_BLN.shape[1]):
         key_BNH1 = inputs.key_BLNH[:, t, :, :, None]
@@ -140,8 +142,3 @@ def _decays(log_decay_ZBNY1: Tensor, documents_BL: Tensor | None) -> tuple[Tenso
     between_ZBNYY = difference_ZBNYY.masked_fill(hidden, float("-inf")).exp()
     since_ZBNY1 = total_ZBNY1.exp()
     return between_ZBNYY, since_ZBNY1 if is_carried is None else since_ZBNY1 * is_carried
-
-
-def _starts_BL(documents_BL: Tensor) -> Tensor:
-    """Return which tokens are in another document than the token before."""
-    return documents_BL.diff(dim=1, prepend=documents_BL.new_zeros(len(documents_BL), 1)) != 0

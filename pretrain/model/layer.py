@@ -19,7 +19,7 @@ from pretrain.config.choices import (
 )
 from pretrain.config.model import ModelConfig
 from pretrain.distributed.sequence import SequenceShare
-from pretrain.model.attention import RelativeAttention
+from pretrain.model.attention import RelativeAttention, compiled_if
 from pretrain.model.attention_paths import ScoreTerms, Visibility
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.gated_deltanet import GatedDeltaNet
@@ -75,6 +75,8 @@ class ResidualLayer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self._norms_inputs = norms_inputs(config.norm_position)
+        # Compile what lies between two attentions, in training.
+        self.compiles = False
 
     def _add_feed_forward(self, config: ModelConfig, layer: int) -> None:
         """Draw the norms and the feed-forward layer; what tokens are mixed by is drawn first."""
@@ -119,15 +121,13 @@ class DeltaNetLayer(ResidualLayer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the layer's output, and the state and the tail after it (see `GatedDeltaNet`)."""
         segment_BLD = self.attention_norm(hidden_BLD) if self._norms_inputs else hidden_BLD
+        inputs = (segment_BLD, state_BNHX, tail_BXY, documents_BL)
         read_BLD, state_BNHX, tail_BXY = self.deltanet(
-            segment_BLD,
-            state_BNHX,
-            tail_BXY,
-            documents_BL,
-            dropout=dropout,
-            carries_gradient=carries_gradient,
+            *inputs, dropout=dropout, carries_gradient=carries_gradient
         )
-        return self._completed(hidden_BLD, read_BLD, dropout), state_BNHX, tail_BXY
+        completed = compiled_if(self.compiles, ResidualLayer._completed)
+        output_BLD = completed(self, hidden_BLD, read_BLD, dropout)
+        return output_BLD, state_BNHX, tail_BXY
 
     @property
     def mixer(self) -> GatedDeltaNet:
@@ -160,16 +160,14 @@ class TransformerLayer(ResidualLayer):
             # Memory holds the residual stream, so it passes the norm with its current parameters.
             segment_BLD, memory_BMD = map(self.attention_norm, (hidden_BLD, memory_BMD))
         attended_BLD = self.attention(
-            segment_BLD,
-            memory_BMD,
-            positions_CX,
-            content_bias_NH,
-            position_bias_NH,
+            *(segment_BLD, memory_BMD, positions_CX, content_bias_NH, position_bias_NH),
             visibility=visibility,
             dropout=dropout,
             sequence=sequence,
+            compiles=self.compiles,
         )
-        return self._completed(hidden_BLD, attended_BLD, dropout)
+        completed = compiled_if(self.compiles, ResidualLayer._completed)
+        return completed(self, hidden_BLD, attended_BLD, dropout)
 
     def read_cached(
         self,

@@ -80,6 +80,7 @@ class TransformerXL(nn.Module):
         attention_kernel: AttentionKernel = "auto",
         logits_chunk_tokens: int = 0,
         checkpoint_every_n_layers: int = 1,
+        compiles: bool = False,
     ) -> None:
         super().__init__()
         if config.vocab_size < 1:
@@ -90,6 +91,8 @@ class TransformerXL(nn.Module):
         self.checkpoint_every_n_layers = checkpoint_every_n_layers
         self.embedding = Embedding(config)
         layers = [layer_of(config, layer, attention_kernel) for layer in range(config.num_layers)]
+        for layer in layers:
+            layer.compiles = compiles
         for layer in layers[::checkpoint_every_n_layers]:
             layer.mixer.recomputes_scores = recomputes_scores
         self.layers = nn.ModuleList(layers)

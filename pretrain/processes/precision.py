@@ -42,9 +42,3 @@ def with_precision_of_run(config: RunConfig, directory: Path, world: World) -> R
 def has_bf16(device: torch.device) -> bool:
     """Whether the device computes in bf16 faster than in fp32; few CPUs do."""
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def set_tf32(config: RunConfig, device: torch.device) -> None:
-    """Let products of fp32 matrices use TF32 on a GPU if the run asks for it, and only then."""
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if config.engine.tf32 else "highest")

@@ -124,6 +124,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "compressive": {"compressed_length": 6},
     "deltanet": {"layer_kinds": ("deltanet", "attention"), "isolate_documents": True},
 }
+COMPILED: dict[str, tuple[int, dict[str, Any]]] = {
+    **{f"compiled-zero{stage}": (stage, MODELS["modern"]) for stage in STAGES},
+    "compiled-compressive": (3, MODELS["compressive"]),
+    "compiled-deltanet": (3, MODELS["deltanet"]),
+}
 TORCHS_ATTENTION = {"positions": "rope", "num_key_heads": 1, "attention_dropout": 0.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "sdpa": {"model": TORCHS_ATTENTION},
@@ -279,6 +284,32 @@ def variants(tiny_corpus: Path, output: Path) -> Results:
     on_one.append(cell("ema-on-one", engine, resume="ema-zero2-half", **EMA))
     train_cells(tiny_corpus, output, on_one, num_ranks=1)
     return {each["name"]: read_result(output / f"{each['name']}.json") for each in on_two + on_one}
+
+
+@pytest.fixture(scope="session")
+def compiled(tiny_corpus: Path, output: Path) -> Results:
+    """Compiled models, with and without checkpointing, on two ranks; plain torch on one."""
+    plain = {"kind": "torch", **engine_settings(1, "fp32", "none", micro=0)}
+    on_two, on_one = [], []
+    for name, (stage, model) in COMPILED.items():
+        checkpointing = "full" if stage % 2 else "none"
+        engine = {**engine_settings(stage, "fp32", checkpointing, micro=2), "compile": True}
+        on_two += whole_and_resumed(name, engine, model={**model, "dropout": 0.0})
+        on_one.append(cell(f"{name}-plain", plain, model={**model, "dropout": 0.0}))
+    train_cells(tiny_corpus, output, on_two, num_ranks=2)
+    train_cells(tiny_corpus, output, on_one, num_ranks=1)
+    return {each["name"]: read_result(output / f"{each['name']}.json") for each in on_two + on_one}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_run_agrees_with_plain_torch_and_resumes_bitwise(
+    compiled: Results, output: Path, name: str
+) -> None:
+    whole, plain = compiled[f"{name}-whole"], compiled[f"{name}-plain"]
+    assert largest_difference(whole["losses"], plain["losses"]) < TOLERANCE["fp32"]
+    assert largest_difference(whole["norms"], plain["norms"]) < 1e-4
+    assert_resumed_bitwise(compiled, output, name)
 
 
 @pytest.mark.slow

@@ -127,18 +127,12 @@ def test_every_letter_of_every_formula_is_explained_with_its_value(capsys):
 @pytest.mark.parametrize(
     ("gpu", "precision", "peak", "words"),
     [
-        ("H100", "fp32", 67e12, "67 TFLOP/s  (fp32, TF32 off; data sheet, dense)"),
-        ("H200", "fp32", 67e12, "67 TFLOP/s  (fp32, TF32 off; data sheet, dense)"),
-        ("A100", "fp32", 19.5e12, "19.5 TFLOP/s  (fp32, TF32 off; data sheet, dense)"),
+        ("H100", "fp32", 67e12, "67 TFLOP/s  (fp32; data sheet, dense)"),
+        ("H200", "fp32", 67e12, "67 TFLOP/s  (fp32; data sheet, dense)"),
+        ("A100", "fp32", 19.5e12, "19.5 TFLOP/s  (fp32; data sheet, dense)"),
         ("H100", "bf16", 989e12, "989 TFLOP/s  (bf16; data sheet, dense)"),
         ("H100", "fp16", 989e12, "989 TFLOP/s  (fp16; data sheet, dense)"),
         ("A100", "bf16", 312e12, "312 TFLOP/s  (bf16; data sheet, dense)"),
-        (
-            "H100",
-            "fp32 engine.tf32=true",
-            495e12,
-            "495 TFLOP/s  (fp32, TF32 on; data sheet",
-        ),
         ("H100", "auto", 989e12, "ZeRO-2, bf16 (auto), activation"),
         ("cpu", "auto", 100e9, "ZeRO-2, fp32 (auto), activation"),
         ("cpu", "fp32", 100e9, "100 GFLOP/s  (fp32; a core's order of magnitude)"),

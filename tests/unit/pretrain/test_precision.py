@@ -1,4 +1,4 @@
-"""`engine.precision: auto` is settled once; TF32 and the fused kernel follow from the settings."""
+"""`engine.precision: auto` is settled once; the fused kernel follows from the settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pretrain.engines.engine import dtype_of
 from pretrain.kernels.triton.settings import DTYPES
 from pretrain.model.attention_paths import path_for
 from pretrain.processes.determinism import set_determinism
-from pretrain.processes.precision import set_tf32, with_precision_of_run
+from pretrain.processes.precision import with_precision_of_run
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.choices import choices_of
 
@@ -43,20 +43,6 @@ def test_auto_keeps_the_precision_that_a_run_has_recorded_on_another_device(
     assert "bf16, as the run has it, although fp32 suits this device" in caplog.text
     changed = with_precision_of_run(run_in("fp32"), tmp_path / "run", world)
     assert changed == run_in("fp32")  # a change that the user asks for is logged by the directory
-
-
-@pytest.mark.parametrize("tf32", [True, False])
-def test_products_of_fp32_use_tf32_only_by_the_setting_and_only_on_a_gpu(tf32):
-    before = torch.get_float32_matmul_precision()
-    try:
-        for start in ("high", "highest"):
-            torch.set_float32_matmul_precision(start)
-            set_tf32(run_in("fp32", tf32=tf32), torch.device("cpu"))
-            assert torch.get_float32_matmul_precision() == start
-            set_tf32(run_in("fp32", tf32=tf32), GPU)
-            assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize(
