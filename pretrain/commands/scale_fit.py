@@ -17,10 +17,9 @@ from pretrain.commands.scale import (
     add_runs,
 )
 from pretrain.scaling.fit import Fit, fit_all
-from pretrain.scaling.point_files import Columns, read_points
+from pretrain.scaling.point_files import Columns, read_points, units_of
 from pretrain.scaling.points import Points
 from pretrain.scaling.summary import fit_lines, fit_tree
-from pretrain.scaling.units import units_of
 
 MANY_RUNS = 10_000  # whose fit takes long enough for progress
 

@@ -36,6 +36,7 @@ from pretrain.costs.devices import Hardware
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.family import Family
 from pretrain.scaling.intervals import amount
+from pretrain.scaling.lifetime import noted_repeats
 from pretrain.scaling.placement import Machine, placement_table, placement_totals
 from pretrain.scaling.plan import (
     TOKENS_PER_PARAMETER,
@@ -57,7 +58,6 @@ from pretrain.scaling.recipe import (
     step_law_rule,
     with_budget,
 )
-from pretrain.scaling.repeats import noted_repeats
 from pretrain.scaling.sweep_file import Axis, sweep_path, write_sweep
 from pretrain.scaling.utilization import Utilization, measured_utilization
 from pretrain.scaling.which_runs import cells_directory, cells_of

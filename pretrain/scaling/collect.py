@@ -20,9 +20,9 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.task_metrics import task_columns
 from pretrain.rundir.training_events import TrainingBegan
 from pretrain.scaling.intervals import amount
+from pretrain.scaling.lifetime import effective_tokens
+from pretrain.scaling.point_files import csv_rows
 from pretrain.scaling.probed import PROBED, probe_columns
-from pretrain.scaling.repeats import effective_tokens
-from pretrain.scaling.run_tables import csv_rows
 from pretrain.scaling.which_runs import PlacedCell
 from pretrain.terminal.text import flops_text
 

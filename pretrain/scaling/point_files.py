@@ -1,40 +1,252 @@
-"""Files of runs (CSV or JSON) as points. A mistake in a file is one DataError that says what to do.
+"""Tables of runs (CSV, JSON, JSONL) as points: rows, units, columns. A mistake in a file is one
+DataError that says what to do.
 
 Legend: P points.
 """
 
 from __future__ import annotations
 
+import csv
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
-from data_pipeline.errors import DataError
+from data_pipeline.checked_fields import shown
+from data_pipeline.csv_files import read_csv
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.files import parse_json
 from data_pipeline.yaml_files import did_you_mean
 from pretrain.scaling.points import Array, Exclusion, Points, grouped_budgets, without_repeats
-from pretrain.scaling.run_tables import (
-    Row,
-    column_names,
-    flag,
-    matches,
-    number,
-    numbers,
-    refuse_where,
-    rows_of,
-)
-from pretrain.scaling.units import (
-    bits_note,
-    bits_per_nat,
-    flops_note,
-    is_perplexity,
-    refuse_perplexities,
-    scaled,
-    sizes_note,
-)
+from pretrain.terminal.text import counted
+
+LARGEST_LOSS = 13.0  # nats per token: guessing among 440,000 tokens; a larger one is a perplexity
+PLAIN_RATIO = (0.3, 4.0)  # of C/6ND: for a Transformer-XL it is 0.65 to 2.4
+TOKENS_PER_PARAMETER = (0.03, 5e3)
+FEWEST_PARAMETERS, FEWEST_TOKENS = 1e3, 1e4  # of a model that anyone trains to fit a law
+NEAR = 4.0  # a ratio within this factor of 1000^k is a matter of units
+SAME_TEXT = 0.01  # relative spread of bits per nat: what is scored differs a little in its length
+SCALABLE = ("parameters", "tokens", "flops", "loss")
+
+
+def units_of(items: list[str]) -> dict[str, float]:
+    """Factors from items such as `parameters=1e6`; ConfigError for anything else."""
+    found = {}
+    for item in items:
+        role, equals, text = item.partition("=")
+        try:
+            factor = float(text)
+        except ValueError:
+            factor = 0.0
+        if not (equals and role in SCALABLE and 0 < factor < np.inf):
+            raise ConfigError(
+                f"--unit {item}: expected ROLE=FACTOR, a positive factor for one of the roles "
+                f"{', '.join(SCALABLE)}, such as parameters=1e6"
+            )
+        found[role] = factor
+    return found
+
+
+def is_perplexity(column: str) -> bool:
+    """Whether a column of losses contains perplexities by its name."""
+    return re.search(r"ppl|perplexit", column, re.IGNORECASE) is not None
+
+
+def refuse_perplexities(loss_P: Array, column: str, path: Path) -> None:
+    """Raise DataError if the losses are too large to be any, as a whole."""
+    if np.median(loss_P) > LARGEST_LOSS:
+        raise DataError(
+            f"{path}: {column} is {loss_P.min():.3g} to {loss_P.max():.3g}, expected losses in "
+            "nats per token; perplexities are read from a column with 'perplexity' or 'ppl' in its "
+            "name (--column loss=NAME), other units with --unit loss=FACTOR"
+        )
+
+
+def flops_note(parameters_P: Array, tokens_P: Array, flops_P: Array, path: Path) -> str:
+    """What is unusual about C/6ND, empty if nothing; DataError if it is a matter of units."""
+    ratio_P = flops_P / (6 * parameters_P * tokens_P)
+    middle = float(np.median(ratio_P))
+    thousands = round(np.log(middle) / np.log(1000))
+    if thousands and max(middle / 1000.0**thousands, 1000.0**thousands / middle) < NEAR:
+        raise DataError(
+            f"{path}: C is {middle:.3g} times 6ND, a matter of units; if N is in millions, say "
+            "--unit parameters=1e6, and likewise for tokens and flops"
+        )
+    low, high = PLAIN_RATIO
+    if low <= middle <= high:
+        return ""
+    return (
+        f"C/6ND is {ratio_P.min():.3g} to {ratio_P.max():.3g}: check that C is the training FLOPs "
+        "of the whole run, and N all parameters"
+    )
+
+
+def sizes_note(parameters_P: Array, tokens_P: Array) -> str:
+    """What is unusual about N, D and D/N, empty if nothing."""
+    size, tokens = float(np.median(parameters_P)), float(np.median(tokens_P))
+    low, high = TOKENS_PER_PARAMETER
+    plain = low < tokens / size < high
+    if plain and size >= FEWEST_PARAMETERS and tokens >= FEWEST_TOKENS:
+        return ""
+    return (
+        f"the median run has {size:.3g} parameters and {tokens:.3g} tokens: is N, D or C in other "
+        "units? Say so with --unit parameters=1e6, tokens=1e9 or flops=1e15"
+    )
+
+
+def bits_per_nat(bits_P: Array, loss_P: Array) -> float:
+    """Bits per byte of a loss of 1 nat per token; NaN unless it is the same in all runs."""
+    known_P = (bits_P > 0) & (bits_P < LARGEST_LOSS)  # not NaN
+    ratio_P = bits_P[known_P] / loss_P[known_P]
+    if not len(ratio_P) or np.ptp(ratio_P) > SAME_TEXT * ratio_P.min():
+        return np.nan
+    return float(np.median(ratio_P))
+
+
+def bits_note(factor: float) -> str:
+    """What a loss in nats per token is in bits per byte."""
+    bytes_per_token = 1 / (np.log(2) * factor)
+    return f"1 nat per token is {factor:.4g} bits per byte ({bytes_per_token:.3g} bytes per token)"
+
+
+def scaled(values_P: Array, units: Mapping[str, float], role: str) -> Array:
+    """The column in parameters, tokens, FLOPs or nats."""
+    return values_P * units.get(role, 1.0)
+
+
+YES = ("1", "1.0", "true", "yes")
+NO = ("", "0", "0.0", "false", "no")
+SMALLEST, LARGEST = 1e-9, 1e40  # of any number in a table; powers of more overflow
+Row = Mapping[str, Any]
+
+
+def text_of(path: Path, origin: str) -> str:
+    """Read a text file in UTF-8; DataError if it is absent or has another encoding."""
+    if path.is_dir():
+        raise DataError(f"{path} is a directory; name a file: {origin}")
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; {origin}")
+    try:
+        return path.read_text(encoding="utf-8-sig")  # spreadsheets put a byte-order mark in front
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text ({error}); save it as CSV or JSON in UTF-8"
+        ) from None
+
+
+def flag(value: object) -> bool | None:
+    """Parse a yes-or-no cell (true or false, 1 or 0, nothing for no); None for anything else."""
+    word = "" if value is None else str(value).strip().lower()
+    return True if word in YES else False if word in NO else None
+
+
+def csv_rows(path: Path, origin: str) -> list[tuple[int, dict[str, str]]]:
+    """Return each row with its line number; DataError for a row longer than the header."""
+    try:
+        text = text_of(path, origin)
+        first = text.partition("\n")[0]
+        separator = next((mark for mark in ",;\t" if mark in first), ",")
+        rows = list(enumerate(read_csv(text, separator), 2))
+    except csv.Error as error:
+        raise DataError(f"{path} is not a CSV file ({error}); {origin}") from None
+    for number, row in rows:
+        if None in row:
+            raise DataError(
+                f"{path}: row {number} has more cells than the header names; check for a stray "
+                "comma"
+            )
+    return cast("list[tuple[int, dict[str, str]]]", rows)
+
+
+def _stripped(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Without blanks around names and values, which hand-written tables are padded with."""
+    return {
+        name.strip(): value.strip() if isinstance(value, str) else value
+        for name, value in row.items()
+    }
+
+
+def rows_of(path: Path) -> list[Row]:
+    """Read a file's rows, each with its number as `_line`; DataError for any other content."""
+    origin = "expected a CSV or JSON file with one run per row"
+    if path.suffix not in (".json", ".jsonl"):
+        return [{**_stripped(row), "_line": number} for number, row in csv_rows(path, origin)]
+    text = text_of(path, origin)
+    try:
+        lines = [line for line in text.splitlines() if line.strip()]
+        tree = [*map(parse_json, lines)] if path.suffix == ".jsonl" else parse_json(text)
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}") from None
+    tree = tree.get("runs") if isinstance(tree, dict) else tree
+    if not (isinstance(tree, list) and all(isinstance(row, dict) for row in tree)):
+        raise DataError(
+            f"{path}: expected a list of objects, one per run, or an object whose 'runs' is such "
+            "a list"
+        )
+    return [{**_stripped(row), "_line": number} for number, row in enumerate(tree, 1)]
+
+
+def matches(row: Row, condition: str, path: Path, name: str) -> bool:
+    """Whether the row of the run `name` meets a condition COLUMN=VALUE; DataError if it is none.
+
+    `name=VALUE` holds for the name that the run has in all output, also without such a column.
+    """
+    column, equals, value = condition.partition("=")
+    if not equals:
+        raise DataError(f"{condition!r} is not a condition; write COLUMN=VALUE")
+    if column not in row and column != "name":
+        raise DataError(f"{path}: no column {column!r}{did_you_mean(column, column_names(row))}")
+    return str(row.get(column, name)) == value
+
+
+def numbers(rows: Sequence[Row], column: str, role: str, path: Path) -> Array:
+    """A column as positive finite numbers; DataError counts the bad rows and shows the first."""
+    present = [name for name in column_names(rows[0]) if name is not None]
+    if column not in present:
+        raise DataError(
+            f"{path}: no column {column!r} (found: {', '.join(present)}); name it with --column "
+            f"{role}=NAME"
+        )
+    values = [number(row.get(column)) for row in rows]
+    for is_bad, wish in (
+        (lambda v: not math.isfinite(v), "a finite number"),
+        (lambda v: v <= 0, "a positive number"),
+        (lambda v: not SMALLEST <= v <= LARGEST, f"a number from {SMALLEST:g} to {LARGEST:g}"),
+    ):
+        refuse_where([is_bad(value) for value in values], rows, column, wish, path)
+    return np.array(values)
+
+
+def refuse_where(
+    is_bad_P: Sequence[bool], rows: Sequence[Row], column: str, wish: str, path: Path
+) -> None:
+    """Raise DataError that counts the bad rows and shows the first, if there are any."""
+    bad = [row for row, is_bad in zip(rows, is_bad_P, strict=True) if is_bad]
+    if bad:
+        others = f" (and {counted(len(bad) - 1, 'more such row')})" if len(bad) > 1 else ""
+        raise DataError(
+            f"{path}: row {bad[0]['_line']}: {column}={shown(bad[0].get(column))}{others}, "
+            f"expected {wish}; "
+            "correct it or exclude it with --exclude 'COLUMN=VALUE: reason'"
+        )
+
+
+def number(value: Any) -> float:
+    """The value as a number; NaN if it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def column_names(row: Row) -> list[str]:
+    """The names of the columns in the file."""
+    return [name for name in row if name != "_line"]
+
 
 # Names that published tables have, without case and punctuation.
 USUAL = {

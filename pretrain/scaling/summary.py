@@ -22,8 +22,7 @@ from pretrain.scaling.intervals import (
     shown,
 )
 from pretrain.scaling.law import NAMES
-from pretrain.scaling.points import Array
-from pretrain.scaling.seeds import seed_spread
+from pretrain.scaling.points import Array, Points
 from pretrain.terminal.text import counted, text_table
 
 WIDTH = 100
@@ -254,3 +253,16 @@ def _interval_tree(interval: Interval) -> dict[str, float | None]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def seed_spread(points: Points) -> float | None:
+    """The relative standard deviation of losses over seeds; None if no run was repeated."""
+    pairs = np.stack([points.parameters_P, points.tokens_P], axis=1)
+    group_P = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+    count_M = np.bincount(group_P)
+    free = len(points) - len(count_M)
+    if not free:
+        return None
+    log_P = np.log(points.loss_P)
+    rest_P = log_P - (np.bincount(group_P, log_P) / count_M)[group_P]
+    return float(np.sqrt((rest_P**2).sum() / free))

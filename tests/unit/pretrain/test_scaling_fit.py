@@ -20,8 +20,7 @@ from pretrain.scaling.fit import fit_all
 from pretrain.scaling.frontier import fit_isoflop
 from pretrain.scaling.law import log_optimum
 from pretrain.scaling.predict import forecast
-from pretrain.scaling.seeds import seed_spread
-from pretrain.scaling.summary import fit_lines, left_out_table
+from pretrain.scaling.summary import fit_lines, left_out_table, seed_spread
 from tests.helpers.scaling import BESIROGLU, HOFFMANN, SIX_N, make_points, simulated
 from tests.interval_coverage import Sweep, measure, noisy
 

@@ -10,9 +10,8 @@ import pytest
 
 from data_pipeline.errors import ConfigError, DataError
 from pretrain.scaling.fit import fit_all
-from pretrain.scaling.point_files import Columns, read_points
+from pretrain.scaling.point_files import Columns, read_points, units_of
 from pretrain.scaling.points import grouped_budgets, usable
-from pretrain.scaling.units import units_of
 from tests.helpers.scaling import make_points
 
 

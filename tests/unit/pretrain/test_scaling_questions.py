@@ -17,15 +17,13 @@ from pretrain.costs.flops import cost_of
 from pretrain.scaling.frontier import Approach, LawLine
 from pretrain.scaling.law import FlopsLaw, Law
 from pretrain.scaling.lifetime import (
+    REPEATED_TOKENS,
     at_ratio,
     at_size,
     best_in_all,
+    best_with_repeats,
     cheapest_at_loss,
     compute_optimal,
-)
-from pretrain.scaling.repeats import (
-    REPEATED_TOKENS,
-    best_with_repeats,
     effective,
     effective_tokens,
     loss_of_run_with_repeats,
