@@ -137,8 +137,9 @@ def buffers_of(run: RunConfig, world_size: int, on_gpu: bool) -> Buffers:
             size = (8 if several else 4) * P / R
             formula = "8 P / R, sum and next" if several else "4 P / R"
             copies = w + (c if c != w else 0)
-            words = f"{staged} * {w} + {copies} bytes of a bucket"
-            return Buffers(size, formula, (staged * w + copies) * bucket, words, offloaded)
+            words = f"{staged} * {w} bytes of a bucket, {copies} of a rank's part of it"
+            buckets = staged * w * bucket + copies * min(bucket, P / R)
+            return Buffers(size, formula, buckets, words, offloaded)
         case "DeepSpeedZeroOptimizer_Stage3":
             gradients = (0, "on the CPU") if offloads else (4 * P / R, "4 P / R")
             offloaded = (12 * P + moments) / R if offloads else 0

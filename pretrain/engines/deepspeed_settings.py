@@ -45,10 +45,7 @@ def deepspeed_settings(
             )
         derived["zero_optimization"]["zero_hpz_partition_size"] = sharers
     if run.engine.offload_optimizer:
-        derived["zero_optimization"]["offload_optimizer"] = {
-            "device": "cpu",
-            "pin_memory": on_gpu,
-        }
+        derived["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
         # torch's fused AdamW is as fast on the CPU as DeepSpeed's, and needs no compiler.
         derived["zero_force_ds_cpu_optimizer"] = False
     match run.engine.number_format:
@@ -102,6 +99,7 @@ def _buckets(run: RunConfig, on_gpu: bool) -> dict[str, Any]:
     if run.engine.zero_stage == 0:
         return {}
     settings: dict[str, Any] = {
+        "use_multi_rank_bucket_allreduce": False,  # True: twice the traffic, in stages 1 and 2
         "reduce_bucket_size": bucket_elements(run),
         "overlap_comm": overlaps_reduction(run, on_gpu),
     }

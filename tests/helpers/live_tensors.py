@@ -73,6 +73,25 @@ class LiveTensors(TorchDispatchMode):
             self.peak = max(self.peak, self._most)
 
 
+class SentBytes(TorchDispatchMode):
+    """Within it: `sent` bytes, by a rank on average, of collectives that pass data in a ring."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self._share = (num_ranks - 1) / num_ranks
+        self.sent = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            sizes = [
+                sum(leaf.nbytes for leaf in tree_leaves(side) if isinstance(leaf, Tensor))
+                for side in args[:2]
+            ]
+            passes = 2 if "allreduce" in str(func) else 1
+            self.sent += passes * max(sizes, default=0) * self._share
+        return func(*args, **(kwargs or {}))
+
+
 def measure(run: RunConfig) -> dict[str, Any]:
     """The peak while the run's engine is built, what the whole model takes, and whether its weights
     are as drawn. Then what its passes need.
@@ -107,17 +126,23 @@ def peak_of_training(run: RunConfig, engine: Engine) -> dict[str, Any]:
     tokens = np.ones((len(lanes), run.lane_tokens_per_step), np.int64)
     batch = SegmentBatch(tokens, tokens, np.zeros_like(tokens, bool), lanes)
     memories: list[Memory | None] = [None] * slots
-    peak = 0
+    peak, collectives = 0, SentBytes(engine.world.world_size)
     for step in (1, 2):
         gc.collect()
-        with LiveTensors(None) as live:
+        collectives.sent = 0.0
+        with LiveTensors(None) as live, collectives:
             for slot, part in enumerate(batch.split(slots)):
                 _, memories[slot] = engine.forward_backward(part, memories[slot], step)
-        engine.step(1e-3)
+        with collectives:
+            engine.step(1e-3)
         peak = live.peak
     wrapper = type(engine._optimizer)  # pyright: ignore[reportAttributeAccessIssue]
     is_deepspeeds = wrapper.__module__.startswith("deepspeed.")
-    return {"peak_of_training": peak, "optimizer": wrapper.__name__ if is_deepspeeds else ""}
+    return {
+        "peak_of_training": peak,
+        "optimizer": wrapper.__name__ if is_deepspeeds else "",
+        "sent": collectives.sent,
+    }
 
 
 def _is_as_drawn(engine: Engine, whole: dict[str, Tensor]) -> bool:

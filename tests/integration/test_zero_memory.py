@@ -34,6 +34,25 @@ CELLS = {
     "zero3-segments": {**cell(3, "bf16"), "optim": {"gradient_segments": 3}},
 }
 
+SENT = {
+    name: {**tree, "data": {"lanes": 4, "segment_length": 4}}
+    for name, tree in {
+        **{f"zero{stage}-fp32": cell(stage, "fp32") for stage in (1, 2)},
+        # Without a small bucket the weights stay gathered from the forward to the backward pass.
+        "zero3-fp32": cell(3, "fp32", deepspeed_extra=SHARDED),
+        "zero2-bf16": cell(2, "bf16"),
+    }.items()
+}
+
+
+@pytest.mark.slow
+def test_gradients_and_weights_travel_as_in_one_reduce_scatter_and_one_all_gather(tmp_path) -> None:
+    for name, ranks in measured_by_ranks(SENT, 4, tmp_path).items():
+        # Of four quarters, three are another rank's; sums are fp32, weights in the precision.
+        minimum = 3 / 4 * ranks[0]["whole"] * (2.0 if name.endswith("fp32") else 1.5)
+        for found in ranks:
+            assert found["sent"] == pytest.approx(minimum, rel=0.1), name
+
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
