@@ -41,6 +41,7 @@ FLOAT32_POINTERS = {
 INT32_POINTERS = {"first_keys", "query_ends"}
 # What the launcher sees as multiples of 16 when segment and memory are the usual powers of two.
 EVEN_INTEGERS = {"key_lane", "value_lane", "L", "M", "window", "score_row"}
+STRIDES = {"key_head", "value_head"}  # of heads: their width
 ODD_INTEGERS = set(CHUNK)
 OPTIONS: dict[str, dict[str, Any]] = {
     "documents": {"has_starts": True},
@@ -63,7 +64,8 @@ def compiled(
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
         signature[name] = "constexpr" if name == "VARIANT" else _type_of(name, dtype)
-        if name in EVEN_INTEGERS or signature[name].startswith("*"):
+        is_even = name in EVEN_INTEGERS or (name in STRIDES and variant.head_width % 16 == 0)
+        if is_even or signature[name].startswith("*"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     return _compiled(function, signature, {"VARIANT": variant}, attributes, tile, capability)
 
@@ -135,9 +137,7 @@ def plain_variant(head_width: int, tile: Tile, **options: Any) -> Variant:
         "num_groups": NUM_HEADS,
         "head_width": head_width,
         "key_row": 2 * NUM_HEADS * head_width,
-        "key_head": head_width,
         "value_row": 2 * NUM_HEADS * head_width,
-        "value_head": head_width,
         "rows": tile.rows,
         "columns": tile.columns,
         "has_position": True,
@@ -182,7 +182,7 @@ def kernels() -> dict[str, Any]:
 
 
 def _type_of(name: str, dtype: str) -> str:
-    if name in EVEN_INTEGERS | ODD_INTEGERS:
+    if name in EVEN_INTEGERS | ODD_INTEGERS | STRIDES:
         return "i32"
     if name == "dropout_keys":
         return "*i64"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -45,6 +46,7 @@ class Case:
     wide: bool = False
     long_keys: bool = False  # the keys' tile has four times as many keys as queries
     size: int = 16  # of the tiles
+    key_strides: tuple[int, int] | None = None  # from key to key, and from group to group
     workspace_groups: int = 100  # of heads that fit into the workspace
     filling_programs: int = 640  # of the keys' kernel; with fewer, the heads of a group have one
     dtype: torch.dtype = torch.float32
@@ -96,6 +98,12 @@ CASES: dict[str, Case] = {
     ),
     "grouped queries that fill the device": Case(
         B=3, N=4, G=2, L=37, M=23, deterministic=True, filling_programs=8
+    ),
+    "keys and values of a lane span 2^31 elements": Case(
+        L=20, M=49, key_strides=(1 << 25, 16), dtype=torch.float16
+    ),
+    "groups span 2^31 elements": Case(
+        N=3, L=9, M=9, key_strides=(16, 1 << 30), dtype=torch.float16
     ),
     "key bias": Case(B=2, L=37, M=23, key_bias=True),
     "key bias, deterministic": Case(B=2, L=37, M=23, key_bias=True, deterministic=True),
@@ -163,6 +171,8 @@ def errors_of(case: Case) -> dict[str, float]:
     inputs = [
         None if t is None else t.detach().to(case.dtype).requires_grad_() for t in exact_inputs
     ]
+    if case.key_strides is not None:
+        inputs[1:3] = [_spread(tensor.detach(), *case.key_strides) for tensor in inputs[1:3]]
     output = fused(case, inputs, documents_BC)
     output.backward(gradient_BLNH)
     errors = {"output": _relative(output, exact)}
@@ -241,6 +251,16 @@ def _inputs(case: Case, generator: torch.Generator) -> list[Tensor | None]:
         normal(C, N) if case.distance_bias else None,
         3 * normal(N) if case.sinks else None,
     ]
+
+
+def _spread(tensor_BCGH: Tensor, row: int, head: int) -> Tensor:
+    """Return the one lane with these strides, in memory of which only the pages used exist."""
+    _, C, G, H = tensor_BCGH.shape
+    size = (C - 1) * row + (G - 1) * head + H
+    pages = mmap.mmap(-1, size * tensor_BCGH.element_size())
+    flat = torch.frombuffer(pages, dtype=tensor_BCGH.dtype)
+    spread_BCGH = flat.as_strided(tensor_BCGH.shape, (size, row, head, 1))
+    return spread_BCGH.copy_(tensor_BCGH).requires_grad_()
 
 
 def _documents(case: Case, generator: torch.Generator) -> Tensor:

@@ -17,6 +17,8 @@ from pretrain.kernels.triton.tile_table import tiles_for
 from pretrain.kernels.triton.tiling import Tiles
 from pretrain.kernels.triton.workspace import WORKSPACE_BYTES
 
+UNLIMITED = 1 << 30  # a window of all keys: one number, since kernels are compiled for some numbers
+
 
 def fused_relative_attention(
     query_BLNH: Tensor,
@@ -58,12 +60,12 @@ def fused_relative_attention(
     inputs = Inputs(query_BLNH, key_BCGH, value_BCGH, *relative, *biases, sinks_N)
     _check(inputs)
     assert dropout == 0.0 or dropout_keys_B is not None, "dropout needs a key per lane"
-    C, L = key_BCGH.shape[1], query_BLNH.shape[1]
+    L = query_BLNH.shape[1]
     first_keys_BL, query_ends_BC = _document_bounds(documents_BC, L)
     if tiles is None:
         tiles = tiles_for(query_BLNH.shape[-1], _capability(query_BLNH.device))
     options = Options(
-        window=C if max_distance is None else min(max_distance, C),
+        window=UNLIMITED if max_distance is None else min(max_distance, UNLIMITED),
         first_keys_BL=first_keys_BL,
         query_ends_BC=query_ends_BC,
         dropout_keys_B=dropout_keys_B if dropout else None,

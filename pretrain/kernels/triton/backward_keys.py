@@ -34,8 +34,8 @@ from pretrain.kernels.triton.workspace import CHUNK
 def key_gradient_kernel(
     content_queries, position_queries, keys, values, positions, key_biases, distance_biases,
     first_keys, dropout_keys, query_ends, output_gradients, log_sums, deltas, key_gradients,
-    value_gradients, score_sums, score_gradients, key_lane, value_lane, L, M, window, score_row,
-    first_lane, first_group, chunk_groups,
+    value_gradients, score_sums, score_gradients, key_lane, value_lane, key_head, value_head,
+    L, M, window, score_row, first_lane, first_group, chunk_groups,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of keys and values [B, C, G, H], and score_sums [B, N, C].
@@ -57,13 +57,13 @@ def key_gradient_kernel(
     chunk_part = tl.program_id(0) % num_parts
     lane = (first_lane + chunk_part // (chunk_groups * PARTS)).to(tl.int64)
     part = first_group * PARTS + chunk_part % (chunk_groups * PARTS)
-    group = part // PARTS
+    group = (part // PARTS).to(tl.int64)
     columns = j0 + tl.arange(0, COLUMNS)
     exists = columns < num_keys
-    key_head = keys + lane * key_lane + group * VARIANT.key_head
-    key_tile = load_rows(key_head, j0, num_keys, VARIANT.key_row, COLUMNS, VARIANT)
-    value_head = values + lane * value_lane + group * VARIANT.value_head
-    value_tile = load_rows(value_head, j0, num_keys, VARIANT.value_row, COLUMNS, VARIANT)
+    of_head = keys + lane * key_lane + group * key_head
+    key_tile = load_rows(of_head, j0, num_keys, VARIANT.key_row, COLUMNS, VARIANT)
+    of_head = values + lane * value_lane + group * value_head
+    value_tile = load_rows(of_head, j0, num_keys, VARIANT.value_row, COLUMNS, VARIANT)
     dropout_key = tl.zeros([], dtype=tl.int64)
     if VARIANT.drop_threshold:
         dropout_key = tl.load(dropout_keys + lane)
@@ -148,7 +148,9 @@ def key_gradient_kernel(
 
 
 @triton.jit
-def content_bias_kernel(keys, score_sums, content_sums, key_lane, num_keys, VARIANT: tl.constexpr):
+def content_bias_kernel(
+    keys, score_sums, content_sums, key_lane, key_head, num_keys, VARIANT: tl.constexpr
+):
     """Write content_sums [B, N, tiles, padded H], each tile's part of the gradient of u.
 
     These are the tile's keys weighted with score_sums. This kernel reads the keys once more; in the
@@ -162,7 +164,7 @@ def content_bias_kernel(keys, score_sums, content_sums, key_lane, num_keys, VARI
     group = lane_head % VARIANT.num_heads // VARIANT.heads_per_group
     j0 = tile_index * COLUMNS
     columns = j0 + tl.arange(0, COLUMNS)
-    keys += lane_head // VARIANT.num_heads * key_lane + group * VARIANT.key_head
+    keys += lane_head // VARIANT.num_heads * key_lane + group * key_head
     tile = load_rows(keys, j0, num_keys, VARIANT.key_row, COLUMNS, VARIANT)
     score_sums += lane_head * num_keys
     score_sum = tl.load(score_sums + columns, mask=columns < num_keys, other=0.0)

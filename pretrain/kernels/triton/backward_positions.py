@@ -18,8 +18,8 @@ from pretrain.kernels.triton.workspace import CHUNK
 def position_gradient_kernel(
     content_queries, position_queries, keys, values, positions, key_biases, distance_biases,
     first_keys, dropout_keys, score_gradients, position_gradients, distance_bias_gradients,
-    key_lane, value_lane, L, M, window, score_row, first_lane, first_group, chunk_groups,
-    chunk_lanes,
+    key_lane, value_lane, key_head, value_head, L, M, window, score_row, first_lane, first_group,
+    chunk_groups, chunk_lanes,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
     """Add to position_gradients [C, N, H] and distance_bias_gradients [N, C], both float32."""

@@ -63,7 +63,7 @@ def _add_position_part(
         r = tl.arange(0, VARIANT.columns)[None, :]
         d = tl.arange(0, VARIANT.padded_width)[:, None]
         mask = (r < num_keys - first) & (r >= -first) & (d < VARIANT.head_width)
-        addresses = position_gradients + first * ROW + (r * ROW + d)
+        addresses = position_gradients + tl.cast(first, tl.int64) * ROW + (r * ROW + d)
         tl.atomic_add(addresses, added * VARIANT.scale, mask=mask, sem="relaxed")
     return query_gradient
 
@@ -72,7 +72,8 @@ def _add_position_part(
 def query_gradient_kernel(
     content_queries, position_queries, keys, values, positions, key_biases, distance_biases,
     first_keys, dropout_keys, score_gradients, query_gradients, query_sums, position_gradients,
-    key_lane, value_lane, L, M, window, score_row, first_lane, first_group, chunk_groups,
+    key_lane, value_lane, key_head, value_head, L, M, window, score_row, first_lane, first_group,
+    chunk_groups,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
     """Write query_gradients [B, L, N, H] and query_sums [B, N, tiles, padded H].
@@ -93,11 +94,11 @@ def query_gradient_kernel(
     i0 = tile_index * ROWS
     lane = (first_lane + chunk_head // chunk_heads).to(tl.int64)
     head = first_group * VARIANT.heads_per_group + chunk_head % chunk_heads
-    group = head // VARIANT.heads_per_group
+    group = (head // VARIANT.heads_per_group).to(tl.int64)
     lane_head = lane * VARIANT.num_heads + head
     num_keys = M + L
     offset = lane * L * ROW + head * VARIANT.head_width
-    keys += lane * key_lane + group * VARIANT.key_head
+    keys += lane * key_lane + group * key_head
     positions += head * VARIANT.head_width
     position_gradients += head * VARIANT.head_width
     position_queries += offset

@@ -139,7 +139,8 @@ def _visit_keys(
 @triton.jit
 def forward_kernel(
     content_queries, position_queries, keys, values, positions, key_biases, distance_biases,
-    first_keys, dropout_keys, sinks, outputs, log_sums, key_lane, value_lane, L, M, window,
+    first_keys, dropout_keys, sinks, outputs, log_sums, key_lane, value_lane, key_head,
+    value_head, L, M, window,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
     """Write outputs [B, L, N, H] and log_sums [B, N, L], log2 of the softmax's denominators."""
@@ -154,7 +155,7 @@ def forward_kernel(
     ) * ROWS  # the longest rows first: they take longest
     lane = lane_head // VARIANT.num_heads
     head = (lane_head % VARIANT.num_heads).to(tl.int32)
-    group = head // VARIANT.heads_per_group
+    group = (head // VARIANT.heads_per_group).to(tl.int64)
     num_keys = M + L
     offset = lane * L * ROW + head * VARIANT.head_width
 
@@ -203,8 +204,8 @@ def forward_kernel(
         end = whole if part == 0 else (ragged if part == 1 else last)
         state = _visit_keys(
             begin, end, state, content_query, position_query, queries, i0, lowest, highest,
-            dropout_key, head, keys + lane * key_lane + group * VARIANT.key_head,
-            values + lane * value_lane + group * VARIANT.value_head, positions,
+            dropout_key, head, keys + lane * key_lane + group * key_head,
+            values + lane * value_lane + group * value_head, positions,
             key_biases + lane_head * num_keys, distance_biases + head * num_keys, L, M,
             part != 1, VARIANT,
         )  # fmt: skip

@@ -91,6 +91,8 @@ class Call:
             "dropout_keys": present(options.dropout_keys_B),
             "key_lane": key.stride(0),
             "value_lane": value.stride(0),
+            "key_head": key.stride(2),
+            "value_head": value.stride(2),
             "L": self.L,
             "M": self.C - self.L,
             "window": options.window,
@@ -104,9 +106,7 @@ class Call:
             num_groups=self.G,
             head_width=self.H,
             key_row=self.inputs.key_BCGH.stride(1),
-            key_head=self.inputs.key_BCGH.stride(2),
             value_row=self.inputs.value_BCGH.stride(1),
-            value_head=self.inputs.value_BCGH.stride(2),
             rows=tile.rows,
             columns=tile.columns,
             has_position=self.inputs.position_CNH is not None,
@@ -158,7 +158,7 @@ class Call:
         num_tiles = cdiv(self.C, SUM_TILE.columns)
         sums_BNXH = self.float32(self.B, self.N, num_tiles, self.variant(SUM_TILE).padded_width)
         key = self.inputs.key_BCGH
-        arguments = (key, score_sums_BNC, sums_BNXH, key.stride(0), self.C)
+        arguments = (key, score_sums_BNC, sums_BNXH, key.stride(0), key.stride(2), self.C)
         with self._device():
             grid = (num_tiles * self.B * self.N,)
             content_bias_kernel[grid](*arguments, VARIANT=self.variant(SUM_TILE))

@@ -70,10 +70,8 @@ class Variant:
     num_heads: int
     num_groups: int  # of heads that share a key and value
     head_width: int
-    key_row: int  # elements from one key of a lane to the next, and from one group to the next
-    key_head: int
+    key_row: int  # elements from one key of a lane to the next
     value_row: int
-    value_head: int
     rows: int
     columns: int
     has_position: bool

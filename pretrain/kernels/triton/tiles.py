@@ -42,14 +42,16 @@ def load_rows_around(
 @triton.jit
 def _load(pointer, first, valid, row_stride, SIZE: tl.constexpr, VARIANT: tl.constexpr):
     # The tile's offset is one scalar, so every address is that scalar plus a constant of the
-    # thread.
+    # thread. It has 64 bits, because keys and values of a lane may have 2^31 elements.
     PADDED: tl.constexpr = VARIANT.padded_width
     columns = tl.arange(0, PADDED)
     mask = valid[:, None]
     if VARIANT.head_width != VARIANT.padded_width:
         mask = mask & (columns[None, :] < VARIANT.head_width)
     addresses = (
-        pointer + first * row_stride + (tl.arange(0, SIZE)[:, None] * row_stride + columns[None, :])
+        pointer
+        + tl.cast(first, tl.int64) * row_stride
+        + (tl.arange(0, SIZE)[:, None] * row_stride + columns[None, :])
     )
     return tl.load(addresses, mask=mask, other=0.0)
 
@@ -72,7 +74,9 @@ def store_rows(
     if VARIANT.head_width != VARIANT.padded_width:
         mask = mask & (columns[None, :] < VARIANT.head_width)
     addresses = (
-        pointer + first * row_stride + (tl.arange(0, SIZE)[:, None] * row_stride + columns[None, :])
+        pointer
+        + tl.cast(first, tl.int64) * row_stride
+        + (tl.arange(0, SIZE)[:, None] * row_stride + columns[None, :])
     )
     tl.store(addresses, tile.to(pointer.dtype.element_ty), mask=mask)
 
