@@ -14,7 +14,7 @@ from data_pipeline.sizes import parse_size, size_of
 from pretrain.commands.latest_checkpoint import LATEST_CHECKPOINT_HINTS
 from pretrain.commands.probe_flags import add_probe_flags, check_probe_flags
 from pretrain.commands.threads import add_threads, check_threads
-from pretrain.config.choices import RopeExtension
+from pretrain.config.choices import Precision, RopeExtension
 from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import fitted_table
 
@@ -28,6 +28,7 @@ HINTS = {
     **dict.fromkeys(("--rope-scaling", "--rope"), "use --rope-extension"),
     **dict.fromkeys(("--num-fewshot", "--num_fewshot"), "use --few-shot"),
     **dict.fromkeys(("--batch-size", "--batch_size", "--batch"), "use --lanes"),
+    **dict.fromkeys(("--dtype", "--bf16"), "use --precision"),
     "KEY=VALUE": "a trained model keeps its settings; see pretrain evaluate --help for flags",
 }
 
@@ -57,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     max_tokens = "score about the first N tokens (default: all)"
     add("--max-tokens", type=size_of("tokens"), default=0, metavar="N", help=max_tokens)
     add_threads(parser)
+    precision = "of weights and activations (default: the run's on a GPU, fp32 on a CPU)"
+    add("--precision", choices=get_args(Precision), help=precision)
     add("--ema", action="store_true", help="use the weight EMA, if the run has one")
     add("--json", action="store_true", help="print JSON instead of a table")
     what = parser.add_mutually_exclusive_group().add_argument

@@ -70,7 +70,8 @@ def _load(arguments: argparse.Namespace, path: Path, world: World) -> TrainedMod
         settings["same_length"] = True
     if arguments.rope_extension is not None:
         settings["rope_extension"] = arguments.rope_extension
-    trained = load_trained(path, world.device, model_settings=settings, ema=arguments.ema)
+    options = {"ema": arguments.ema, "precision": arguments.precision}
+    trained = load_trained(path, world.device, model_settings=settings, **options)
     positions = trained.config.model.positions
     if arguments.rope_extension is not None and not position_traits(positions).rotates:
         raise ConfigError(

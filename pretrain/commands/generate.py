@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from data_pipeline.errors import ConfigError, printable
 from data_pipeline.program import check_least
@@ -14,6 +14,7 @@ from data_pipeline.sizes import size_of
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.commands.latest_checkpoint import LATEST_CHECKPOINT_HINTS
 from pretrain.commands.threads import add_threads, check_threads, use_threads
+from pretrain.config.choices import Precision
 from pretrain.rundir.run_paths import run_path
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ HINTS = {
     ),
     **dict.fromkeys(("--num-samples", "--num-return-sequences"), "use --samples"),
     **dict.fromkeys(("--text", "--input"), "use --prompt"),
+    **dict.fromkeys(("--dtype", "--bf16"), "use --precision"),
     "TEXT": "give the text to continue with --prompt, in quotes if it has spaces",
     "KEY=VALUE": "a trained model keeps its settings; see pretrain generate --help for flags",
 }
@@ -62,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     memory = "tokens of memory (default: as in training)"
     add("--memory-length", type=size_of("tokens"), metavar="N", help=memory)
     add_threads(parser)
+    precision = "of weights and activations (default: the run's on a GPU, fp32 on a CPU)"
+    add("--precision", choices=get_args(Precision), help=precision)
     add("--ema", action="store_true", help="use the weight EMA, if the run has one")
 
 
@@ -79,7 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
         top_p=arguments.top_p,
         repetition_penalty=arguments.repetition_penalty,
     )
-    trained = load_trained(arguments.run, inference_device(), ema=arguments.ema)
+    options = {"ema": arguments.ema, "precision": arguments.precision}
+    trained = load_trained(arguments.run, inference_device(), **options)
     use_threads(arguments, [trained.config])
     tokenizer = load_tokenizer(trained, arguments.data)
     tokens = generate(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from lm_eval.api.instance import Instance
@@ -19,6 +19,7 @@ from rich.progress import track
 from torch import Tensor
 
 from data_pipeline.errors import ConfigError
+from pretrain.config.choices import Precision
 from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
 from pretrain.model.cached import new_stream
 from pretrain.model.memory import document_starts
@@ -42,20 +43,23 @@ class TrainedLM(TemplateLM):
         segment_length: int | None = None,
         batch_size: int | str = 1,
         device: str | None = None,
+        precision: Precision | None = None,
         before_batch: Callable[[], None] = lambda: None,
         **others: Any,
     ) -> None:
-        """By default memory and segments are as long as in training.
+        """By default memory and segments are as long as in training, `precision` as `load_trained`.
 
         `before_batch` is called before each batch of texts, and may raise.
         """
         super().__init__()
+        if precision not in (None, *get_args(Precision)):
+            raise ConfigError(f"precision={precision}: expected {', '.join(get_args(Precision))}")
         if not isinstance(run, TrainedModel):
-            run = load_trained(run, torch.device(device) if device else None)
+            run = load_trained(run, torch.device(device) if device else None, precision=precision)
         if others.pop("max_batch_size", None) or others or not str(batch_size).isdecimal():
             raise ConfigError(
                 f"batch_size={batch_size} {others or ''}: expected a number of texts, and run, "
-                "data, memory_length, segment_length and device besides"
+                "data, memory_length, segment_length, device and precision besides"
             )
         self._trained = run
         self._before_batch = before_batch

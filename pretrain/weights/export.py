@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -119,7 +120,9 @@ def load_model(directory: Path | str) -> TransformerXL:
 
 
 def load_export(
-    directory: Path, model_settings: Mapping[str, Any] | None = None
+    directory: Path,
+    model_settings: Mapping[str, Any] | None = None,
+    device: torch.device | None = None,
 ) -> tuple[TransformerXL, RunConfig, int]:
     """Return the model in evaluation mode, its settings with `model_settings`, and the step.
 
@@ -132,7 +135,7 @@ def load_export(
     data = dataclasses.replace(config.data, cache=CacheConfig())
     config = with_model_settings(dataclasses.replace(config, data=data), model_settings)
     require_bytes(config, tree["files"][WEIGHTS]["bytes"], directory / WEIGHTS)
-    module = TransformerXL(config.model)
+    module = empty_model(config, device)
     try:
         load_parameters(module, load_file(directory / WEIGHTS))
     except SafetensorError as error:
@@ -140,6 +143,13 @@ def load_export(
             f"{directory / WEIGHTS} is corrupted ({error}); {EXPORT_AGAIN}"
         ) from None
     return module.eval(), config, tree["step"]
+
+
+def empty_model(config: RunConfig, device: torch.device | None = None) -> TransformerXL:
+    """Return a model to load weights into; on a GPU it will attend as the run did."""
+    on_gpu = device is not None and device.type == "cuda"
+    kernel = config.engine.attention_kernel if on_gpu else "auto"
+    return TransformerXL(config.model, attention_kernel=kernel)
 
 
 def require_bytes(config: RunConfig, num_bytes: int, where: Path) -> None:

@@ -18,14 +18,17 @@ from data_pipeline.ownership import is_of_another_user
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import load_weights
+from pretrain.config.choices import Precision
 from pretrain.config.phases import run_at
 from pretrain.config.run import RunConfig
+from pretrain.engines.engine import check_precision, dtype_of
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
 from pretrain.rundir.training_events import TrainingBegan
 from pretrain.weights.export import (
+    empty_model,
     is_export,
     load_export,
     require_bytes,
@@ -93,6 +96,7 @@ def load_trained(
     say: Callable[[str], None] = logger.warning,
     model_settings: Mapping[str, Any] | None = None,
     ema: bool = False,
+    precision: Precision | None = None,
 ) -> TrainedModel:
     """Load an export, or the latest valid checkpoint of a run; by default onto a GPU, if any.
 
@@ -100,7 +104,8 @@ def load_trained(
 
     `say` gets the name of each corrupted checkpoint that is skipped. `ema` selects the weight EMA;
     an export has it if it was made from it. `model_settings` replace those of training and must not
-    change any weight's shape; ConfigError if they are inconsistent.
+    change any weight's shape; ConfigError if they are inconsistent. `precision` is that of weights
+    and activations: by default the run's on a GPU, float32 on a CPU.
     """
     run, device = Path(run), device or inference_device()
     run = run if is_export(run) else run_path(run)
@@ -109,17 +114,18 @@ def load_trained(
             raise ConfigError(
                 f"{run} is an export and has one set of weights; use --ema when exporting the run"
             )
-        module, config, step = load_export(run, model_settings)
+        module, config, step = load_export(run, model_settings, device)
         own = tokenizer_of(run).fingerprint if (run / TOKENIZER_DIRECTORY).is_dir() else ""
         whose = f"{run} is an export"
-        return TrainedModel(module.to(device), config, step, run, own, whose)
+        module = _placed(module, config, device, precision)
+        return TrainedModel(module, config, step, run, own, whose)
     run_dir = RunDir.open(run)
     found = marker.latest_valid(run_dir.checkpoints, say)
     if found is None:
         raise CheckpointError(f"{run} has no checkpoint yet; train until the first one is saved")
     config = with_model_settings(run_dir.config, model_settings)
     require_bytes(config, found.num_bytes, found.directory)
-    module = TransformerXL(config.model)
+    module = empty_model(config, device)
     load_weights(module, found, ema)
     began = last_of(run_dir.ledger.read(), TrainingBegan)
     tokenizer, home, untrusted = began.tokenizer if began else "", config.data.path, ""
@@ -127,8 +133,21 @@ def load_trained(
         untrusted = f"{run} is another user's run"
     else:
         home = config.data.directory()
-    module = module.to(device).eval()
+    module = _placed(module, config, device, precision)
     return TrainedModel(module, config, found.step, home, tokenizer, untrusted)
+
+
+def precision_on(device: torch.device, config: RunConfig) -> Precision:
+    """Return what a trained model computes in by default: on a GPU as in training."""
+    return config.engine.number_format if device.type == "cuda" else "fp32"
+
+
+def _placed(
+    module: TransformerXL, config: RunConfig, device: torch.device, precision: Precision | None
+) -> TransformerXL:
+    precision = precision or precision_on(device, config)
+    check_precision(precision, device)
+    return module.to(device, dtype_of(precision)).eval()
 
 
 def load_tokenizer(trained: TrainedModel, data: Path | None = None) -> Tokenizer:

@@ -56,6 +56,35 @@ def test_all_probes_of_a_model_make_a_page_and_a_file_of_numbers(
     assert printed["probes"]["position"][0]["loss"] == evaluated["loss"]
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--probe", *ALL, "--trials", "3"],
+        ["--compare-sliding-window", "--memory-length", "8"],
+        ["--context-length", "--context-step", "4", "--longest-context", "8", "--positions", "9"],
+    ],
+)
+def test_a_model_is_measured_in_the_precision_that_was_asked_for(
+    export, tiny_corpus, tmp_path, capsys, flags
+):
+    command = ["evaluate", str(export), "--data", str(tiny_corpus), "--json", *flags]
+    output = ["--output", str(tmp_path)] if "--probe" in flags else []
+    found = []
+    for precision in ("fp32", "bf16"):
+        assert main([*command, *output, "--precision", precision]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    if not flags:
+        exact, rounded = (each["results"][0]["loss"] for each in found)
+        assert 0 < abs(exact - rounded) < 0.01 * exact
+
+
+def test_text_is_sampled_in_the_precision_that_was_asked_for(export, capsys):
+    command = ["generate", str(export), "--tokens", "5", "--temperature", "0"]
+    assert main([*command, "--precision", "bf16"]) == 0
+    assert capsys.readouterr().out
+
+
 def test_needle_and_copy_of_an_export_need_no_corpus(export, tmp_path, capsys):
     command = ["evaluate", str(export), "--probe", "needle", "copy", "--trials", "3", "--json"]
     assert main([*command, "--output", str(tmp_path)]) == 0

@@ -19,6 +19,7 @@ from pretrain.model.attention_paths import path_for
 from pretrain.processes.determinism import set_determinism
 from pretrain.processes.precision import with_precision_of_run
 from pretrain.rundir.run_dir import RunDir
+from pretrain.weights.trained_model import precision_on
 from tests.helpers.choices import choices_of
 
 GPU = torch.device("cuda", 0)
@@ -31,6 +32,16 @@ def run_in(precision: str, **engine) -> RunConfig:
 def test_a_new_run_on_a_cpu_gets_fp32_for_auto(world, tmp_path):
     assert with_precision_of_run(run_in("auto"), tmp_path / "run", world) == run_in("fp32")
     assert with_precision_of_run(run_in("bf16"), tmp_path / "run", world) == run_in("bf16")
+
+
+@pytest.mark.parametrize(
+    ("precision", "on_gpu"),
+    [("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("auto", "fp32")],
+)
+def test_a_trained_model_computes_as_its_run_on_a_gpu_and_in_float32_on_a_cpu(precision, on_gpu):
+    run = run_in(precision, attention_kernel="plain")
+    assert precision_on(GPU, run) == on_gpu
+    assert precision_on(torch.device("cpu"), run) == "fp32"
 
 
 def test_auto_keeps_the_precision_that_a_run_has_recorded_on_another_device(
