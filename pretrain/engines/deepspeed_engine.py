@@ -80,6 +80,7 @@ class DeepSpeedEngine:
         self._set_initial_state(initial)
         # Of the current step, where DeepSpeed does not compute it (see `is_unwrapped`).
         self._own_norm: Tensor | None = None
+        self._norm: float | None = None  # of the current step, once it is read
         names = [name for name, _ in self.module.named_parameters()]
         optimizer.skips = self._must_skip
         optimizer.index = FragmentIndex(
@@ -103,7 +104,7 @@ class DeepSpeedEngine:
 
     def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
         assert self._slots_done == self._accumulation_steps, "step() before every slot has run"
-        self._slots_done = 0
+        self._slots_done, self._norm = 0, None
         set_learning_rate(self._fragments.base_optimizer.param_groups, learning_rate)
         if is_unwrapped(self._run):
             self._own_norm = clip_gradients(self.module, self._run.optim)
@@ -114,7 +115,7 @@ class DeepSpeedEngine:
         if skipped:
             self._drop_gradients()
         layers = self._meter.squares() if measure_layers and not skipped else None
-        return step_result(self._grad_norm(), skipped, layers, self.loss_scaler)
+        return step_result(self._read_norm(), skipped, layers, self.loss_scaler)
 
     def evaluate(
         self, batch: SegmentBatch, memory: Memory | None, memory_length: int
@@ -165,8 +166,14 @@ class DeepSpeedEngine:
         is_scaled = self.loss_scaler is not None and self._stage == 0
         return norm / self._optimizer.loss_scale if is_scaled else norm
 
+    def _read_norm(self) -> float:
+        """Return the norm, for which the host waits once, however many optimizers' groups ask."""
+        if self._norm is None:
+            self._norm = float(self._grad_norm())
+        return self._norm
+
     def _must_skip(self) -> bool:
-        return must_skip(self._grad_norm(), self._run.recovery.skip_grad_norm)
+        return must_skip(self._read_norm(), self._run.recovery.skip_grad_norm)
 
     def _drop_gradients(self) -> None:
         """Drop what stages 1 and 2, with an offloaded optimizer, would add to the next step."""

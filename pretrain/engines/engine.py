@@ -52,7 +52,7 @@ class StepResult:
     halved. `layers`: the per-layer norms, if they were requested and the step was not skipped.
     """
 
-    grad_norm: Tensor | float | None
+    grad_norm: float | None
     skipped: bool
     layers: LayerSquares | None = None
     overflowed: bool = False
@@ -130,7 +130,10 @@ def batch_tensors(slot: SegmentBatch, device: torch.device) -> tuple[Tensor, Ten
     """Return tokens, targets and document starts of a slot on the device."""
 
     def on_device(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+        host = torch.from_numpy(np.ascontiguousarray(array))
+        # From other memory the copy would wait for what the device has yet to compute.
+        host = host.pin_memory() if device.type == "cuda" else host
+        return host.to(device, non_blocking=True)
 
     return on_device(slot.tokens_BL), on_device(slot.targets_BL), on_device(slot.starts_BL)
 
@@ -198,7 +201,7 @@ def loss_scaler_of(run: RunConfig) -> LossScaler | None:
 
 
 def step_result(
-    grad_norm: Tensor | float, skipped: bool, layers: LayerSquares | None, scaler: LossScaler | None
+    grad_norm: float, skipped: bool, layers: LayerSquares | None, scaler: LossScaler | None
 ) -> StepResult:
     """Return the outcome of the update and set the scaler for the next one. A collective."""
     if scaler is None:
@@ -256,7 +259,7 @@ class TorchEngine:
 
     def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
         self._average_gradients()
-        grad_norm = clip_gradients(self._master, self._run.optim)
+        grad_norm = float(clip_gradients(self._master, self._run.optim))  # the host waits once
         skipped = must_skip(grad_norm, self._run.recovery.skip_grad_norm)
         set_learning_rate(self._optimizer.param_groups, learning_rate)
         self._meter.start_step(measure_layers)

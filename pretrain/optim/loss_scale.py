@@ -35,7 +35,7 @@ class LossScaler:
         """Note an unscaled loss of the coming update, without waiting for it."""
         self._losses.append(loss.detach())
 
-    def update(self, grad_norm: Tensor | float, applied: bool) -> bool:
+    def update(self, grad_norm: float, applied: bool) -> bool:
         """Set the scale for the next step; returns whether this one overflowed. A collective.
 
         They overflowed if they are non-finite, all losses of all ranks are finite and the scale can
@@ -44,7 +44,7 @@ class LossScaler:
         failure from `recovery`.
         """
         losses, self._losses = self._losses, []
-        if math.isfinite(float(grad_norm)):
+        if math.isfinite(grad_norm):
             self._updates += applied
             # More than `window` if the setting was lowered on resume.
             if self._updates >= self._window:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
 from data_pipeline.setting_fields import assert_never
 from pretrain.config.optim import OptimConfig
 from pretrain.model.transformer_xl import TransformerXL
@@ -35,7 +33,6 @@ def build_optimizer(module: TransformerXL, optim: OptimConfig) -> GuardedAdamW |
             assert_never(optim.name)
 
 
-def must_skip(grad_norm: Tensor | float, skip_grad_norm: float) -> bool:
+def must_skip(grad_norm: float, skip_grad_norm: float) -> bool:
     """Whether this global norm is non-finite, or above the limit `skip_grad_norm` (0: none)."""
-    norm = float(grad_norm)
-    return not math.isfinite(norm) or 0.0 < skip_grad_norm < norm
+    return not math.isfinite(grad_norm) or 0.0 < skip_grad_norm < grad_norm

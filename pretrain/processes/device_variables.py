@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import MutableMapping
+from importlib.metadata import version
 from pathlib import Path
 
 from data_pipeline.errors import DataError
@@ -19,12 +20,15 @@ NEW_ALLOCATOR = "PYTORCH_ALLOC_CONF"  # its name in newer versions of torch
 def set_device_variables(environment: MutableMapping[str, str], local: Path) -> None:
     """Set them before CUDA is used; `local` is a directory on the node's own disk.
 
-    Segments that grow keep memory whole while the sizes of tensors change. On Slurm, triton's
-    compiled kernels stay on the node: hundreds of ranks that write into one home directory on a
-    network disk wait for each other.
+    Segments that grow keep memory whole while the sizes of tensors change. More than a MiB of
+    pinned host memory is not rounded up to a power of two, if torch can reuse such blocks. On
+    Slurm, triton's compiled kernels stay on the node: hundreds of ranks that write into one home
+    directory on a network disk wait for each other.
     """
     if ALLOCATOR not in environment and NEW_ALLOCATOR not in environment:
         environment[ALLOCATOR] = "expandable_segments:True"
+        if tuple(map(int, version("torch").split(".")[:2])) >= (2, 15):
+            environment[ALLOCATOR] += ",pinned_max_round_threshold_mb:1"
     if is_slurm_task(environment) and TRITON_CACHE not in environment:
         cache = local / f"triton-{os.getuid()}"
         with contextlib.suppress(OSError, DataError):  # its files are executed

@@ -4,11 +4,14 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from pretrain.processes import device_variables
 from pretrain.processes.device_variables import set_device_variables
 
 TASK = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+SETTINGS = "expandable_segments:True,pinned_max_round_threshold_mb:1"
+GROWING = {"PYTORCH_CUDA_ALLOC_CONF": SETTINGS}
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,17 @@ def test_a_rank_gets_what_nobody_has_set(
     own |= {"TRITON_CACHE_DIR": str(cache)} if caches else {}
     assert environment == {**given, **own}
     assert cache.exists() == caches
+
+
+def test_torch_takes_the_settings_of_its_allocator() -> None:
+    torch._C._accelerator_setAllocatorSettings(SETTINGS)
+
+
+def test_an_older_torch_gets_no_setting_that_it_does_not_know(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(device_variables, "version", lambda name: "2.11.0")
+    environment: dict[str, str] = {}
+    set_device_variables(environment, tmp_path)
+    assert environment == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "open to others"])

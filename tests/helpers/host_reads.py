@@ -1,0 +1,90 @@
+"""How often the host waits for a value of the device in a step:
+`python -m tests.helpers.host_reads OUTPUT`.
+
+Trains steps of every cell in this process, one rank, and writes OUTPUT/reads.json: for each cell
+the reads of a step by pretrain and by DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from data_pipeline.lanes.segment_batch import SegmentBatch
+from pretrain.config.data import DataConfig
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig
+from pretrain.config.run import RunConfig
+from pretrain.distributed.world import World, destroy_process_group, init_world
+from pretrain.run import build_engine
+
+CELLS: dict[str, dict[str, Any]] = {
+    **{
+        f"torch-{precision}": {"kind": "torch", "precision": precision}
+        for precision in ("fp32", "bf16")
+    },
+    **{
+        f"zero{stage}-{precision}": {"zero_stage": stage, "precision": precision}
+        for stage in (0, 1, 2, 3)
+        for precision in ("fp32", "bf16")
+    },
+}
+
+
+class Reads(TorchDispatchMode):
+    """Counts reads of single values, by the package that asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"pretrain": 0, "deepspeed": 0}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            files = [frame.filename for frame in traceback.extract_stack()]
+            asking = [each for each in files if "/pretrain/" in each or "/deepspeed/" in each][-1]
+            self.counts["pretrain" if "/pretrain/" in asking else "deepspeed"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def reads_of_a_step(settings: dict[str, Any], world: World) -> dict[str, int]:
+    """Return the reads of the second step."""
+    model = ModelConfig(vocab_size=37, num_layers=2, d_model=16, num_heads=2, memory_length=4)
+    run = RunConfig(
+        model=model,
+        data=DataConfig(lanes=2, segment_length=4),
+        optim=OptimConfig(weight_decay=0.1, clip_norm=0.5),
+        engine=EngineConfig(**settings),
+    )
+    engine = build_engine(run, world)
+    tokens_BL = np.arange(8).reshape(2, 4)
+    batch = SegmentBatch(
+        tokens_BL=tokens_BL,
+        targets_BL=tokens_BL + 1,
+        starts_BL=tokens_BL == 0,
+        lanes=range(2),
+    )
+    memory, reads = None, Reads()
+    for step in range(2):
+        reads = Reads()
+        with reads:
+            _, memory = engine.forward_backward(batch, memory, step)
+            assert not engine.step(1e-3).skipped
+    engine.close()
+    return reads.counts
+
+
+if __name__ == "__main__":
+    world = init_world()
+    found = {name: reads_of_a_step(settings, world) for name, settings in CELLS.items()}
+    (Path(sys.argv[1]) / "reads.json").write_text(json.dumps(found))
+    destroy_process_group()
