@@ -78,8 +78,6 @@ class DeepSpeedEngine:
         self.module.train()
         self._fragments = ZeroFragments(self.module, self._optimizer, self._stage, world)
         self._set_initial_state(initial)
-        # Of the current step, where DeepSpeed does not compute it (see `is_unwrapped`).
-        self._own_norm: Tensor | None = None
         self._norm: float | None = None  # of the current step, once it is read
         names = [name for name, _ in self.module.named_parameters()]
         optimizer.skips = self._must_skip
@@ -107,7 +105,7 @@ class DeepSpeedEngine:
         self._slots_done, self._norm = 0, None
         set_learning_rate(self._fragments.base_optimizer.param_groups, learning_rate)
         if is_unwrapped(self._run):
-            self._own_norm = clip_gradients(self.module, self._run.optim)
+            self._norm = float(clip_gradients(self.module, self._run.optim))
         self._meter.start_step(measure_layers)
         # DeepSpeed itself skips a step whose norm is not finite, and reports inf as that norm.
         self._engine.step()
@@ -115,7 +113,7 @@ class DeepSpeedEngine:
         if skipped:
             self._drop_gradients()
         layers = self._meter.squares() if measure_layers and not skipped else None
-        return step_result(self._read_norm(), skipped, layers, self.loss_scaler)
+        return step_result(self._grad_norm(), skipped, layers, self.loss_scaler)
 
     def evaluate(
         self, batch: SegmentBatch, memory: Memory | None, memory_length: int
@@ -158,22 +156,17 @@ class DeepSpeedEngine:
                 loss = loss * self.loss_scaler.scale
         self._engine.backward(loss)
 
-    def _grad_norm(self) -> Tensor | float:
-        if self._own_norm is not None:
-            return self._own_norm
-        # The public get_global_grad_norm() is the norm of the step before while the optimizer runs.
-        norm = self._optimizer._global_grad_norm
-        is_scaled = self.loss_scaler is not None and self._stage == 0
-        return norm / self._optimizer.loss_scale if is_scaled else norm
-
-    def _read_norm(self) -> float:
-        """Return the norm, for which the host waits once, however many optimizers' groups ask."""
+    def _grad_norm(self) -> float:
+        """Return the norm, for which the host waits once, however many parameter groups ask."""
         if self._norm is None:
-            self._norm = float(self._grad_norm())
+            # The public get_global_grad_norm() is that of the step before while the optimizer runs.
+            self._norm = float(self._optimizer._global_grad_norm)
+            if self.loss_scaler is not None and self._stage == 0:
+                self._norm /= self._optimizer.loss_scale
         return self._norm
 
     def _must_skip(self) -> bool:
-        return must_skip(self._read_norm(), self._run.recovery.skip_grad_norm)
+        return must_skip(self._grad_norm(), self._run.recovery.skip_grad_norm)
 
     def _drop_gradients(self) -> None:
         """Drop what stages 1 and 2, with an offloaded optimizer, would add to the next step."""

@@ -50,9 +50,11 @@ class Reads(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
-            files = [frame.filename for frame in traceback.extract_stack()]
-            asking = [each for each in files if "/pretrain/" in each or "/deepspeed/" in each][-1]
-            self.counts["pretrain" if "/pretrain/" in asking else "deepspeed"] += 1
+            frames = traceback.extract_stack()
+            if not any(frame.name == "_refuse_unknown" for frame in frames):  # on a CPU only
+                files = [frame.filename for frame in frames]
+                packages = [name for file in files for name in self.counts if f"/{name}/" in file]
+                self.counts[packages[-1]] += 1
         return function(*args, **(kwargs or {}))
 
 
