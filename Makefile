@@ -57,7 +57,7 @@ scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 20 sma
 	pretrain scale collect $(SCALING)/tune.yaml --runs-dir $(SCALING)/tune
 	pretrain scale report $(SCALING)/tune/runs.csv
 	pretrain scale plan configs/experiments/scaling-demo.yaml --budgets 8e10 2.4e11 7.2e11 --sizes 5 --spread 1.7 \
-		--tokens-per-parameter 45 --holdout-budgets 2.2e12 $(SCALING_FAMILY) --name scaling-demo --output $(SCALING)/sweep.yaml
+		--tokens-per-parameter 45 --no-checks --holdout-budgets 2.2e12 $(SCALING_FAMILY) --name scaling-demo --output $(SCALING)/sweep.yaml
 	launcher sweep submit $(SCALING)/sweep.yaml --local -j 2 --runs-dir $(SCALING)/cells
 	pretrain scale collect $(SCALING)/sweep.yaml --runs-dir $(SCALING)/cells --output $(SCALING)/runs.csv
 	pretrain scale fit $(SCALING)/runs.csv

@@ -13,7 +13,7 @@ from launcher.slurm.job_checks import check_references
 from launcher.slurm.sbatch import is_script_of
 from launcher.slurm.snapshot import Snapshot
 from launcher.status.slurm_queue import read_states
-from launcher.sweep_runs import was_array_task
+from launcher.sweep import was_array_task
 from pretrain.costs.cluster import load_cluster
 from pretrain.rundir.launch_events import Submitted
 from pretrain.rundir.ledger import last_of

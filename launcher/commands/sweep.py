@@ -16,17 +16,22 @@ from data_pipeline.program import Program
 from launcher.commands.watch import add_watch_argument, watch
 from launcher.slurm import client as slurm
 from launcher.stop_signals import StopSignals
-from launcher.sweep_cells import (
+from launcher.sweep import (
     CellRun,
+    array_of,
+    classes,
     describe,
     longest_first,
+    missing_data,
+    parts_of,
     planned,
     read_cells,
     refuse_other_cells,
+    run_cells,
     settings_of,
+    submit_array,
     write_results,
 )
-from launcher.sweep_runs import array_of, classes, missing_data, parts_of, run_cells, submit_array
 from pretrain.config.run import accumulation_steps
 from pretrain.costs.cluster import load_cluster
 from pretrain.costs.node_range import parse_nodes

@@ -12,7 +12,7 @@ from rich.text import Text
 from data_pipeline.errors import printable
 from data_pipeline.setting_pages import as_overrides
 from launcher.commands.tables import RunsTable, plain_table
-from launcher.sweep_cells import CellRun, describe, settings_of
+from launcher.sweep import CellRun, describe, settings_of
 from pretrain.reporting.results import HEADS
 from pretrain.terminal.text import column_groups
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from data_pipeline.config_loader import load_config
@@ -154,9 +155,10 @@ def add_sweep_output(
 
 
 def sweep_base(arguments: argparse.Namespace, kind: str) -> tuple[RunConfig, str]:
-    """The experiment with its overrides, and the sweep's name: without any of this kind."""
+    """The experiment with its overrides, of whose checkpoints one is kept, and the sweep's name."""
     overrides = [*arguments.overrides, *arguments.set]
     base = load_config(RunConfig, arguments.experiment, overrides)
+    base = replace(base, checkpoint=replace(base.checkpoint, keep_last=1))
     return base, sweep_name(arguments, f"{base.name}-{kind}")
 
 

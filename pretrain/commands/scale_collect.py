@@ -10,7 +10,7 @@ from data_pipeline.csv_files import check_table_path
 from data_pipeline.errors import ConfigError
 from pretrain.commands.output_paths import check_output_file
 from pretrain.commands.scale import add_sweep, swept_runs
-from pretrain.scaling.collect import Row, row_of, shown_rows, write_rows
+from pretrain.scaling.collect import Row, rate_checks, row_of, shown_rows, write_rows
 from pretrain.terminal.text import counted, fitted_table
 
 
@@ -42,7 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     print(fitted_table(shown_rows(rows)))
     print(f"{output}: {len(rows) - len(left_out)} of {len(rows)} cells have a final loss")
     for row in left_out:
-        print(f"left out: {row.name}: {row.excluded}")
+        if row.rate_factor == "" or row.loss == "":
+            print(f"left out: {row.name}: {row.excluded}")
+    for line in rate_checks(rows):
+        print(line)
     for note in _notes(rows, arguments.average_last):
         print(f"note: {note}")
     if len(left_out) < len(rows):

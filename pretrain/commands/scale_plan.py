@@ -37,12 +37,18 @@ from pretrain.costs.flops import cost_of
 from pretrain.scaling.family import Family
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.lifetime import noted_repeats
-from pretrain.scaling.placement import Machine, placement_table, placement_totals
+from pretrain.scaling.placement import (
+    Machine,
+    Utilization,
+    measured_utilization,
+    placement_table,
+    placement_totals,
+)
 from pretrain.scaling.plan import (
     TOKENS_PER_PARAMETER,
-    Maker,
     PlannedRun,
     check_corpus,
+    check_runs,
     make_sweep,
     optimum_at_ratio,
     plan_runs,
@@ -59,7 +65,6 @@ from pretrain.scaling.recipe import (
     with_budget,
 )
 from pretrain.scaling.sweep_file import Axis, sweep_path, write_sweep
-from pretrain.scaling.utilization import Utilization, measured_utilization
 from pretrain.scaling.which_runs import cells_directory, cells_of
 from pretrain.terminal.text import counted, fitted_table, flops_text, number
 
@@ -68,9 +73,9 @@ PFLOPS_DAY = 86400e15
 
 # The flags that belong to what a plan varies.
 FLAGS: dict[Axis, str] = {
-    "sizes": "budgets sizes spread holdout_budgets tokens_per_parameter around ratios max_epochs "
-    "rule tuned lanes_multiple keep_layers width_multiple ladder cluster nodes gpus_per_node gpu "
-    "gpu_memory gpu_flops mfu host_memory measured speed seeds",
+    "sizes": "budgets sizes spread holdout_budgets tokens_per_parameter checks around ratios "
+    "max_epochs rule tuned lanes_multiple keep_layers width_multiple ladder cluster nodes "
+    "gpus_per_node gpu gpu_memory gpu_flops mfu host_memory measured speed seeds",
     "rates": "rates lanes steps seeds",
     "lengths": "segments memories",
     "variants": "runs_dir",
@@ -102,6 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ratios", type=float, nargs="+", default=[], metavar="D/N", help=ratios)
     epochs = "let cells repeat the corpus up to this often (default 1)"
     add("--max-epochs", type=float, default=1.0, metavar="N", help=epochs)
+    checks = "also one size of each budget at half and twice its rate, and one with three seeds"
+    add("--checks", action=argparse.BooleanOptionalAction, default=True, help=checks)
     add_family(group)
     add_machine(parser.add_argument_group("sizes, for a machine: cells are planned to fit it"))
     add = parser.add_argument_group("rates: the experiment at several, equal tokens").add_argument
@@ -289,15 +296,19 @@ def _sizes_at_budgets(arguments: argparse.Namespace) -> int:
     family = family_of(with_vocabulary(base), arguments)
     optimum, around = _center(family, arguments)
     rule = rule_of(family.base, arguments)
-    machine = _machine(family, rule, arguments)
+    machine, multiple = _machine(family, rule, arguments), arguments.lanes_multiple
     runs = plan_runs(
         family,
         sorted({*arguments.budgets}),
         _sizes(family, optimum, arguments),
-        machine.make if machine else _budget_only(rule, arguments.lanes_multiple),
+        machine.make
+        if machine
+        else lambda run, budget: (with_budget(run, budget, rule, multiple), {}),
         seeds=list(dict.fromkeys(arguments.seeds)) or [1],
         holdouts={budget: optimum(budget) for budget in arguments.holdout_budgets},
     )
+    checks = check_runs(runs) if arguments.checks else []
+    runs += checks
     unchecked = check_corpus(
         base,
         runs,
@@ -308,6 +319,12 @@ def _sizes_at_budgets(arguments: argparse.Namespace) -> int:
     runs, repeated = noted_repeats(runs, tokens_here(base) or sys.maxsize)
     print(fitted_table(_table(runs)))
     lines = [family.description, _totals(runs, arguments.speed)]
+    if checks:
+        part = sum(item.cost.flops for item in checks) / sum(item.cost.flops for item in runs)
+        lines.append(
+            f"checks: {counted(len(checks), 'run')} of these at other rates and seeds, {part:.0%} "
+            "of the FLOPs; 'scale collect' says what they show (--no-checks leaves them out)"
+        )
     if machine:
         print(f"\n{fitted_table(placement_table(runs))}\n")
         sizes = [item.cost.parameters for item in runs]
@@ -351,10 +368,6 @@ def _rule_lines(rule: Rule, runs: list[RunConfig]) -> list[str]:
 
     assert isinstance(rule, TunedRule)
     return rule.describe(runs)
-
-
-def _budget_only(rule: Rule, multiple: int) -> Maker:
-    return lambda run, budget: (with_budget(run, budget, rule, multiple), {})
 
 
 def _machine(family: Family, rule: Rule, arguments: argparse.Namespace) -> Machine | None:
@@ -436,9 +449,8 @@ def _table(runs: list[PlannedRun]) -> list[list[str]]:
         "lanes",
         "steps",
         "rate",
-        "C",
     ]
-    heads += ["of budget", "C/6ND"]
+    heads += ["C", "of budget", "C/6ND"]
     rows = [heads]
     for item in runs:
         model, cost = item.run.model, item.cost

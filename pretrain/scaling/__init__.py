@@ -3,5 +3,5 @@
 A fit goes from point_files over points to fit, which runs estimates (approach 1: envelope, 2:
 isoflop, 3: huber_fit), their intervals (bootstrap, isoflop) and checks;
 summary, report and predict show the result.
-Imported by commands and `launcher/sweep_cells.py`; uses costs, reporting and config.
+Imported by commands and `launcher/sweep.py`; uses costs, reporting and config.
 """

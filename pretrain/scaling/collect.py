@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from pretrain.scaling.probed import PROBED, probe_columns
 from pretrain.scaling.which_runs import PlacedCell
 from pretrain.terminal.text import flops_text
 
+MISTUNED = 0.005  # of the loss: what another rate may gain
 SET_LOSSES, TASKS = "set_losses", "tasks"
 
 
@@ -49,6 +50,7 @@ class Row:
     holdout: str = ""
     schedule: str = ""
     learning_rate: float | str = ""
+    rate_factor: float | str = ""  # of the plan's rate, where the cell checks it
     tokens_per_step: int | str = ""
     seconds: float | str = (
         ""  # of training, without evaluations and saves, where the run measured it
@@ -124,6 +126,7 @@ def row_of(placed: PlacedCell, last: int = 1) -> Row:
         name=cell.name,
         budget=cell.facts.get("budget", ""),
         holdout=holdout,
+        rate_factor=cell.facts.get("rate_factor", ""),
         varies=placed.varies,
     )
     if not run_dir.exists():
@@ -151,7 +154,7 @@ def row_of(placed: PlacedCell, last: int = 1) -> Row:
         D_effective=effective_tokens(cost.tokens, unique) if unique > 0 else cost.tokens,
         C=cost.flops,
         C_6ND=6.0 * cost.parameters * cost.tokens,
-        loss=_final_loss(loss) if evaluations else "",
+        loss="" if not evaluations else float(loss) if _is_finite(loss) else math.inf,
         bits_per_byte=_bits_per_byte(evaluations[-1], loss) if evaluations else "",
         loss_error=loss_error,
         seed=config.seed,
@@ -174,10 +177,30 @@ def row_of(placed: PlacedCell, last: int = 1) -> Row:
                 if event.code
             )
         ),
-        excluded=_reason(step, steps, evaluations, loss),
+        excluded=_reason(step, steps, evaluations, loss)
+        or (f"checks the rate: x{row.rate_factor:g} of the plan's" if row.rate_factor else ""),
         set_losses=set_losses(evaluations[-1]) if evaluations else {},
         tasks=(task_columns(evaluations[-1]) if evaluations else {}) | probe_columns(placed.path),
     )
+
+
+def rate_checks(rows: Sequence[Row]) -> list[str]:
+    """For each budget what half and twice the plan's rate change, and a warning where one gains."""
+    lines, gains = [], []
+    for check in (row for row in rows if row.rate_factor != "" and row.loss != ""):
+        name = check.name.rpartition("-rate")[0]
+        base = next((row for row in rows if row.name == name and not row.excluded), None)
+        if base is not None:
+            change = float(check.loss) / float(base.loss) - 1
+            lines.append(f"rate x{check.rate_factor:g} of {name}: loss {change:+.2%}")
+            gains += [name] if change < -MISTUNED else []
+    if gains:
+        lines.append(
+            f"warning: another rate is over {MISTUNED:.1%} better at {', '.join(gains)}, and rates "
+            "that are off by more at one end than at the other tilt the law: tune two sizes "
+            "('scale plan --rates') and plan with --tuned"
+        )
+    return lines
 
 
 def _reason(step: int, steps: int, evaluations: Sequence[Any], loss: Any) -> str:
@@ -208,9 +231,5 @@ def _bits_per_byte(evaluation: Mapping[str, Any], loss: Any) -> float | str:
     return float(loss * bits / of_last)
 
 
-def _final_loss(loss: Any) -> float:
-    return float(loss) if _is_finite(loss) else math.inf
-
-
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and math.isfinite(value)

@@ -5,7 +5,8 @@ Losses are in nats per token of the validation split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,17 +43,14 @@ MOST_TICKS = 10
 Drawing = Callable[[Palette], "Figure"]
 
 
+@dataclass(frozen=True)
 class Part:
     """A section of a page: a table, what to know about it, and figures by file name."""
 
-    def __init__(
-        self,
-        title: str,
-        rows: Sequence[Sequence[str]],
-        lines: Iterable[str],
-        figures: dict[str, tuple[str, Drawing]],
-    ) -> None:
-        self.title, self.rows, self.lines, self.figures = title, rows, list(lines), figures
+    title: str
+    rows: Sequence[Sequence[str]]
+    lines: Sequence[str]
+    figures: Mapping[str, tuple[str, Drawing]]
 
     def text(self) -> str:
         """What the terminal shows."""

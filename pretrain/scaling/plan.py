@@ -27,6 +27,7 @@ from pretrain.scaling.sweep_file import FORMAT, Axis, Cell, Sweep, sweep_path, w
 from pretrain.terminal.text import counted
 
 MOST_SIZES = 1000  # of a budget
+RATE_FACTORS = (0.5, 2.0)  # of the plan's rate, at one size of each budget
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022; where nothing better is known
 
 
@@ -103,6 +104,37 @@ def plan_runs(
         made, facts = make(family.nearest(size), budget)
         runs.append(_planned(made, budget, facts, seeds[0], "-holdout", holdout=True))
     return runs
+
+
+def check_runs(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """What shows whether the runs can be trusted: rates and seeds beside those of the plan.
+
+    The middle size of each budget at RATE_FACTORS of its rate, which no law is fitted to; and of
+    the smallest budget with two more seeds, where no run has several.
+    """
+    budgets: dict[float, list[PlannedRun]] = {}
+    for item in runs:
+        if not item.holdout:
+            budgets.setdefault(item.facts["budget"], []).append(item)
+    middles = [budgets[budget][len(budgets[budget]) // 2] for budget in sorted(budgets)]
+    found = []
+    for item in middles:
+        optim = item.run.optim
+        for factor in RATE_FACTORS:
+            rate = float(f"{factor * optim.learning_rate:.4g}")
+            run = replace(item.run, optim=replace(optim, learning_rate=rate))
+            facts = {"learning_rate": rate, "rate_factor": factor}
+            found.append(_again(item, run, f"-rate{factor:g}", facts))
+    if len({item.run.seed for item in runs}) == 1:
+        first = middles[0]
+        for seed in (first.run.seed + 1, first.run.seed + 2):
+            found.append(_again(first, replace(first.run, seed=seed), f"-s{seed}", {}))
+    return found
+
+
+def _again(item: PlannedRun, run: RunConfig, suffix: str, facts: Mapping[str, float]) -> PlannedRun:
+    run = replace(run, name=item.name + suffix)
+    return replace(item, run=run, facts={**item.facts, **facts})
 
 
 def _distinct_shapes(family: Family, budget: float, sizes: Sequence[float]) -> list[RunConfig]:

@@ -138,7 +138,8 @@ def replaced_settings(base: RunConfig) -> str:
     schedule = base.optim.schedule
     return (
         f"every run: optim.schedule.warmup_steps is {WARMUP:.0%} of its steps (the experiment: "
-        f"{schedule.warmup_steps} of {base.optim.steps}), checkpoint.interval a quarter of them"
+        f"{schedule.warmup_steps} of {base.optim.steps}), "
+        "checkpoint.interval a quarter of them, of which one is kept"
     )
 
 

@@ -22,8 +22,16 @@ from launcher.cli import main
 from launcher.commands.sweep import cells_flags
 from launcher.commands.sweep_tables import sweep_status
 from launcher.slurm.snapshot import Snapshot
-from launcher.sweep_cells import CellRun, describe, longest_first, read_cells
-from launcher.sweep_runs import array_of, classes, end_of, parts_of
+from launcher.sweep import (
+    CellRun,
+    array_of,
+    classes,
+    describe,
+    end_of,
+    longest_first,
+    parts_of,
+    read_cells,
+)
 from pretrain.checkpoint.directory import step_directory
 from pretrain.cli import main as pretrain
 from pretrain.config.data import DataConfig

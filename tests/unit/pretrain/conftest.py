@@ -43,7 +43,7 @@ def swept(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("sweep")
     write_text(directory / "books.yaml", EXPERIMENT)
     sweep_path = directory / "sweep.yaml"
-    budgets = ("--budgets", "1e14", "1e15", "1e16", "--holdout-budgets", "1e17")
+    budgets = ("--budgets", "1e14", "1e15", "1e16", "--no-checks", "--holdout-budgets", "1e17")
     assert (
         command("plan", directory / "books.yaml", *budgets, "--sizes", 6, "--out", sweep_path) == 0
     )

@@ -23,6 +23,7 @@ from tests.helpers.scaling_runs import command
 
 def test_plan_prints_shapes_costs_and_the_total(swept, capsys):
     arguments = ("--budgets", "1e14", "1e15", "--out", swept / "other.yaml", "--speed", "1e12")
+    arguments += ("--no-checks",)
     assert command("plan", swept / "books.yaml", *arguments) == 0
     said = capsys.readouterr().out
     assert re.search(
@@ -72,7 +73,17 @@ def test_predict_writes_an_experiment_that_is_the_optimum(collected, capsys):
 
 def test_a_plan_can_be_centered_on_earlier_runs(collected):
     out = collected / "next.yaml"
-    around = ("--budgets", "1e17", "--around", collected / "runs.csv", "--out", out, "--sizes", 3)
+    around = (
+        "--budgets",
+        "1e17",
+        "--no-checks",
+        "--around",
+        collected / "runs.csv",
+        "--out",
+        out,
+        "--sizes",
+        3,
+    )
     assert command("plan", collected / "books.yaml", *around) == 0
     sweep = read_sweep(out)
     assert "centered on 3 parametric of runs.csv" in sweep.notes[0]

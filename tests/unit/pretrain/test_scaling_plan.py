@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from dataclasses import replace
 from itertools import pairwise
@@ -18,6 +19,7 @@ from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
+from pretrain.scaling.collect import read_rows
 from pretrain.scaling.family import Family, read_ladder
 from pretrain.scaling.plan import (
     make_sweep,
@@ -28,7 +30,8 @@ from pretrain.scaling.plan import (
 )
 from pretrain.scaling.recipe import RULES, outside_step_law, step_law, with_budget
 from pretrain.scaling.sweep_file import config_of, read_sweep, write_sweep
-from tests.helpers.scaling_runs import command
+from tests.helpers import scaling_runs
+from tests.helpers.scaling_runs import command, train_by_the_law
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
 BASE = RunConfig(
@@ -316,3 +319,45 @@ def test_the_step_law_is_refused_where_one_rate_holds_at_every_width():
     assert {rule(run, 1e9)[0] for run in shapes} == {base.optim.learning_rate}
     assert {run.model.base_width for run in shapes} == {256}
     assert len({run.model.width_multiplier for run in shapes}) == 3
+
+
+def test_a_plan_checks_its_rates_and_seeds_and_no_law_is_fitted_to_the_other_rates(
+    tmp_path, capsys
+):
+    write_text(tmp_path / "books.yaml", scaling_runs.EXPERIMENT)
+    sweep, runs = tmp_path / "sweep.yaml", tmp_path / "runs"
+    words = ("plan", tmp_path / "books.yaml", "--budgets", "1e14", "1e15", "--sizes", 3)
+    assert command(*words, "--output", sweep) == 0
+    part = re.search(
+        r"checks: 6 runs of these at other rates and seeds, (\d+)% of the FLOPs", said(capsys)
+    )
+    assert part
+    assert 0 < int(part[1]) < 60
+    cells = read_sweep(sweep).cells
+    assert len(cells) == 6 + 2 * 2 + 2
+    rates = {cell.name: cell.facts["learning_rate"] for cell in cells}
+    checks = [cell for cell in cells if "rate_factor" in cell.facts]
+    for cell in checks:
+        own = rates[cell.name.rpartition("-rate")[0]]
+        assert rates[cell.name] == pytest.approx(own * cell.facts["rate_factor"], rel=1e-3)
+        assert config_of(cell, sweep).optim.learning_rate == rates[cell.name]
+    assert sorted(config_of(cell, sweep).seed for cell in cells) == [1] * 10 + [2, 3]
+    assert {config_of(cell, sweep).checkpoint.keep_last for cell in cells} == {1}
+    for cell in cells:
+        run = config_of(cell, sweep)
+        gains = cell.name.startswith("c1e15") and "-rate0.5" in cell.name
+        is_middle = cell in checks or cell.name + "-rate0.5" in rates
+        loss = 2.94 if gains else 3.0 if is_middle else 3.1
+        train_by_the_law(runs / cell.name, run, loss=loss)
+    assert command("collect", sweep, "--runs-dir", runs) == 0
+    text = said(capsys)
+    assert len(re.findall(r"^rate x(0\.5|2) of c1e1", text, re.M)) == 4
+    assert "rate x0.5 of c1e15" in text
+    assert text.count("loss -2.00%") == 1
+    assert re.search(r"warning: another rate is over 0\.5% better at c1e15\S+, and rates", text)
+    rows = read_rows(runs / "runs.csv")
+    assert [row.name for row in rows if row.excluded] == [cell.name for cell in checks]
+
+
+def said(capsys) -> str:
+    return capsys.readouterr().out

@@ -68,7 +68,16 @@ def tuned(directory, width: int, lanes=(16, 32)) -> str:
 def test_rates_of_two_rungs_give_every_cell_of_a_plan_its_rate_and_batch(tmp_path, capsys):
     rungs = [tuned(tmp_path, 32), tuned(tmp_path, 128)]
     capsys.readouterr()
-    words = ("plan", tmp_path / "128.yaml", "--budgets", "1e14", "1e15", "--sizes", 3)
+    words = (
+        "plan",
+        tmp_path / "128.yaml",
+        "--budgets",
+        "1e14",
+        "1e15",
+        "--no-checks",
+        "--sizes",
+        3,
+    )
     output = ("--output", tmp_path / "plan.yaml")
     assert command(*words, "--tuned", *rungs, *output) == 0
     said = capsys.readouterr().out
@@ -91,7 +100,7 @@ def test_rates_of_two_rungs_give_every_cell_of_a_plan_its_rate_and_batch(tmp_pat
 def test_one_rungs_rate_is_used_at_all_sizes_and_doubted_far_from_it(tmp_path, capsys):
     rung = tuned(tmp_path, 32, lanes=(16,))
     capsys.readouterr()
-    words = ("plan", tmp_path / "32.yaml", "--budgets", "1e15", "--sizes", 2)
+    words = ("plan", tmp_path / "32.yaml", "--budgets", "1e15", "--no-checks", "--sizes", 2)
     assert command(*words, "--tuned", rung, "--output", tmp_path / "plan.yaml") == 0
     said = capsys.readouterr().out
     assert "the same at every size, since there is one rung: add a second" in said
