@@ -3,7 +3,7 @@ scale`."""
 
 from __future__ import annotations
 
-from data_pipeline.program import Program
+from foundation.cli import Program
 from pretrain.cli import end_process
 
 # name -> (module, what it does)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from data_pipeline.errors import UserError
+from foundation.errors import UserError
 from pretrain.terminal.text import markdown_table
 
 TOLERANCE = 0.15  # by which a goal may be missed: machines differ, and so does their load

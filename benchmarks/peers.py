@@ -29,7 +29,7 @@ from benchmarks.measure import (
     run_benchmarks,
 )
 from benchmarks.peer_sides import Case, serve
-from data_pipeline.errors import UserError
+from foundation.errors import UserError
 
 ORIGINAL, NVIDIA, OURS = "original", "NVIDIA", "ours"
 NVIDIA_FOLDER = Path("PyTorch/LanguageModeling/Transformer-XL")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from data_pipeline.interruption import ExitWhenInterrupted
+from foundation.interruption import ExitWhenInterrupted
 
 with ExitWhenInterrupted():
-    from data_pipeline.program import Program
+    from foundation.cli import Program
 
 # name -> (module, what it does)
 COMMANDS = {

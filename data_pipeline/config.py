@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.setting_fields import (
+from foundation.errors import ConfigError
+from foundation.settings import (
     MOST,
     MOST_THREADS,
     Range,

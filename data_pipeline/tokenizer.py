@@ -12,29 +12,32 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.config import LARGEST_VOCABULARY, TokenizerKind
-from data_pipeline.errors import DataError
-from data_pipeline.files import (
+from data_pipeline.vocabularies.built_in import (
+    ByteValues,
+    Characters,
+    UnknownTokens,
+    Words,
+    normalized,
+)
+from data_pipeline.vocabularies.huggingface import HuggingFaceTokenizer
+from data_pipeline.vocabularies.sentencepiece_model import SentencePieceModel
+from data_pipeline.vocabularies.tiktoken_ranks import TiktokenRanks
+from data_pipeline.vocabularies.vocabulary import (
+    LARGEST_MODEL_BYTES,
+    InvalidVocabulary,
+    Vocabulary,
+)
+from foundation.errors import DataError
+from foundation.files import (
     LARGEST_DESCRIPTION_BYTES,
     atomic_write,
     read_json,
     read_regular,
     write_json,
 )
-from data_pipeline.setting_fields import assert_never
-from data_pipeline.vocabularies.byte_values import ByteValues
-from data_pipeline.vocabularies.characters import Characters
-from data_pipeline.vocabularies.huggingface import HuggingFaceTokenizer
-from data_pipeline.vocabularies.sentencepiece_model import SentencePieceModel
-from data_pipeline.vocabularies.tiktoken_ranks import TiktokenRanks
-from data_pipeline.vocabularies.unknown import UnknownTokens
-from data_pipeline.vocabularies.vocabulary import (
-    LARGEST_MODEL_BYTES,
-    InvalidVocabulary,
-    Vocabulary,
-)
-from data_pipeline.vocabularies.words import Words, normalized
+from foundation.records import Fields, InvalidField
+from foundation.settings import assert_never
 
 DESCRIPTION_NAME = "tokenizer.json"
 MODEL_NAME = "tokenizer.model"

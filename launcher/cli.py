@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from data_pipeline.interruption import ExitWhenInterrupted
+from foundation.interruption import ExitWhenInterrupted
 
 with ExitWhenInterrupted():
     from collections.abc import Sequence
 
-    from data_pipeline.program import Program
+    from foundation.cli import Program
     from pretrain.terminal.log import set_up_logging
 
 # name -> (module, what it does)

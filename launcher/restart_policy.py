@@ -10,26 +10,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from data_pipeline.errors import EXIT_USER_ERROR, ConfigError
-from data_pipeline.progress import duration
-from pretrain.rundir.exit_status import (
-    EXIT_OUT_OF_MEMORY,
-    EXIT_STOPPED,
-    NEVER_STARTED,
-    ended_by_watchdog,
-)
-from pretrain.rundir.launch_events import (
+from foundation.errors import EXIT_USER_ERROR, ConfigError
+from foundation.progress import duration
+from pretrain.rundir.events import (
     AttemptEnded,
     AttemptReason,
+    Event,
     JobEnded,
     JobEndReason,
     JobStarted,
     NextAction,
     NodeReplaced,
     SupervisorKilled,
+    TrainingBegan,
+    TrainingEnded,
+)
+from pretrain.rundir.exit_status import (
+    EXIT_OUT_OF_MEMORY,
+    EXIT_STOPPED,
+    NEVER_STARTED,
+    ended_by_watchdog,
 )
 from pretrain.rundir.ledger import last_of
-from pretrain.rundir.training_events import Event, TrainingBegan, TrainingEnded
 
 _ATTEMPTS_PER_NODE = 2  # in a row on which a node's ranks fail first, before the node is left out
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from data_pipeline.patience import Patience
+from foundation.retry import Patience
 from pretrain.rundir.lock import StorageNote
 
 

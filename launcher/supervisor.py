@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from data_pipeline.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
-from data_pipeline.patience import outlast
+from foundation.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from foundation.retry import outlast
 from launcher.restart_policy import (
     AttemptResult,
     Decision,
@@ -26,10 +26,9 @@ from launcher.restart_policy import (
 )
 from launcher.stop_signals import StopSignals, StopWhileWaiting
 from pretrain.checkpoint import marker
+from pretrain.rundir.events import AttemptEnded, Event, Interrupted, NextAction
 from pretrain.rundir.exit_status import EXIT_STOPPED, ended_by_watchdog
-from pretrain.rundir.launch_events import AttemptEnded, Interrupted, NextAction
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Event
 
 EXIT_STATUS = {
     NextAction.FINISHED: 0,

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.csv_files import write_csv
-from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError, UserError
-from data_pipeline.own_programs import own_command
-from data_pipeline.setting_pages import as_overrides, value_text
+from foundation.cli import as_overrides, value_text
+from foundation.csv_files import write_csv
+from foundation.errors import EXIT_INTERRUPTED, ConfigError, UserError
+from foundation.own_programs import own_command
 from launcher.restart_policy import RestartPolicy
 from launcher.slurm import client as slurm
 from launcher.slurm.job_checks import check_request, check_run
@@ -27,16 +27,14 @@ from launcher.status.slurm_queue import read_states
 from launcher.stop_signals import StopSignals
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import ClusterConfig
+from pretrain.costs.cluster import ClusterConfig, NodeRange
 from pretrain.costs.flops import cost_of
-from pretrain.costs.node_range import NodeRange
 from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.reporting.results import differing_settings
+from pretrain.rundir.events import Submitted
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
-from pretrain.rundir.launch_events import Submitted
 from pretrain.rundir.ledger import last_of
-from pretrain.rundir.own_names import make_run_directory, refuse_foreign_run
-from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_dir import RunDir, make_run_directory, refuse_foreign_run
 from pretrain.scaling.sweep_file import Cell, Sweep, config_of
 from pretrain.scaling.which_runs import other_settings, refuse_others
 from pretrain.terminal.text import flops_text, si

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from data_pipeline.interruption import ExitWhenInterrupted
+from foundation.interruption import ExitWhenInterrupted
 
 with ExitWhenInterrupted():
     import contextlib
@@ -10,7 +10,7 @@ with ExitWhenInterrupted():
     import sys
     from typing import NoReturn
 
-    from data_pipeline.program import Program
+    from foundation.cli import Program
     from pretrain.distributed.threads import wait_briefly
     from pretrain.terminal.log import set_up_logging
 

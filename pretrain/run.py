@@ -21,18 +21,17 @@ from typing import Any, cast
 
 import torch
 
-from data_pipeline.errors import CheckpointError, UnreadableError
-from data_pipeline.lanes.lane_stream import LaneStream
+from data_pipeline.lanes.lane_stream import LaneStream, Prefetcher
 from data_pipeline.lanes.mixture import open_training_data
-from data_pipeline.lanes.prefetch import Prefetcher
-from data_pipeline.patience import Patience, outlast
-from data_pipeline.setting_fields import assert_never
+from foundation.errors import CheckpointError, UnreadableError
+from foundation.retry import Patience, outlast
+from foundation.settings import assert_never
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.local_tier import LocalTier
 from pretrain.checkpoint.marker import Checkpoint
 from pretrain.checkpoint.resume_point import find_resume_point, refuse
-from pretrain.config.evaluation_sets import check_same_sets, hashes_of_sets, splits_of_sets
 from pretrain.config.phases import describe_phase, lane_seed_at, run_at, runs_of_phases
+from pretrain.config.resolve import check_same_sets, hashes_of_sets, splits_of_sets
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.config.sequence_ranks import num_groups
 from pretrain.costs.device_memory import check_host_memory
@@ -55,27 +54,29 @@ from pretrain.metrics.wandb_writer import check_wandb, wandb_writer
 from pretrain.mirror.mirror import Mirror
 from pretrain.model.parameters import WithoutDrawing
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.processes.determinism import check_tiles, set_determinism
 from pretrain.processes.last_collectives import set_trace_files, write_last_collectives
-from pretrain.processes.precision import with_precision_of_run
+from pretrain.processes.precision import check_tiles, set_determinism, with_precision_of_run
 from pretrain.recovery.faults import fault_from_environment
 from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
 from pretrain.recovery.out_of_memory import record_out_of_memory, with_fitting_micro_batch
 from pretrain.recovery.rebuilt_memories import Rebuild, rebuild_memories, rebuild_of
-from pretrain.recovery.rewind import inherited_windows, rewind, segments_consumed, skip_windows
+from pretrain.recovery.rewind import (
+    inherited_windows,
+    name_suspects,
+    rewind,
+    segments_consumed,
+    skip_windows,
+)
 from pretrain.recovery.spike_detector import Spike
 from pretrain.recovery.starts import checked_data, record_start
 from pretrain.recovery.stop_requests import StopRequest
-from pretrain.recovery.suspects import name_suspects
 from pretrain.rundir.collective_traces import make_trace_directory
+from pretrain.rundir.events import Finished, OutOfMemory, PhaseFinished, Stopped
 from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
-from pretrain.rundir.fence import VARIABLE, Fence
 from pretrain.rundir.heartbeat import Heartbeat
-from pretrain.rundir.history import steps_that_stand
-from pretrain.rundir.ledger import events_of
-from pretrain.rundir.lock import StorageNote
+from pretrain.rundir.ledger import events_of, steps_that_stand
+from pretrain.rundir.lock import VARIABLE, Fence, StorageNote
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Finished, OutOfMemory, PhaseFinished, Stopped
 from pretrain.state import TrainState
 from pretrain.train import Ending, Parts, RankProcess, train
 from pretrain.weights.initial_weights import check_initial_weights, load_initial_weights

@@ -23,8 +23,8 @@ from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.recovery.loss_spikes import SpikeMonitor
 from pretrain.recovery.stop_requests import StopRequest, StopRequested
-from pretrain.rundir.fence import Fence
 from pretrain.rundir.heartbeat import Heartbeat
+from pretrain.rundir.lock import Fence
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState, memories_without
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.settings_page import page
 
-PACKAGES = ("data_pipeline", "pretrain", "launcher")
+PACKAGES = ("foundation", "data_pipeline", "pretrain", "launcher")
 ROOT = Path(__file__).parents[1]
 LIMITS: dict[str, int] = json.loads((ROOT / "tests" / "budget.json").read_text())
 
@@ -21,7 +21,7 @@ def main() -> int:
         "lines": sum(path.read_bytes().count(b"\n") for path in files),
         "files": len(files),
         "settings": sum(line.startswith("| `") for line in page().splitlines()),
-        "commands": sum(commands(f"{package}.cli") for package in PACKAGES),
+        "commands": sum(commands(f"{package}.cli") for package in PACKAGES[1:]),
     }
     for name, count in found.items():
         print(f"{name}: found {count:,}, expected at most {LIMITS[name]:,}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from data_pipeline.errors import DataError
+from foundation.errors import DataError
 from pretrain.scaling import law as law_module
 from pretrain.scaling.fit import approaches_of
 from pretrain.scaling.frontier import Approach, LawLine

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.config import CorpusConfig
-from data_pipeline.setting_pages import ResumeRule, default_of, kind_of, no_resume
-from data_pipeline.setting_tree import OTHER_NAMES, Setting, settings_of
+from foundation.cli import ResumeRule, default_of, kind_of, no_resume
+from foundation.settings import OTHER_NAMES, Setting, settings_of
 from pretrain.commands.settings import resume_rule
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig

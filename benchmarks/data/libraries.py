@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.data.encoding import library_texts
 from benchmarks.measure import Comparison, Measurement, timed
-from data_pipeline.builder.given_tokenizer import given_tokenizer
+from data_pipeline.builder.build_tokenizer import given_tokenizer
 from data_pipeline.config import TokenizerConfig
 from tests.helpers.tokenizer_files import byte_level_json, tiktoken_file
 

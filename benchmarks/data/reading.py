@@ -16,9 +16,9 @@ import numpy as np
 from benchmarks.measure import Measurement, in_turns
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import Manifest, ShardInfo
-from data_pipeline.files import sha256_of
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.shards.shards import ShardFormat, shard_name, write_index, write_shard
+from foundation.files import sha256_of
 
 DTYPE = "uint16"
 FLAT_NAME = "flat.bin"

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.gpu.processes import run_process
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.manifest import MANIFEST_NAME
-from data_pipeline.errors import UserError
+from foundation.errors import UserError
 from pretrain.commands.output_paths import check_output_directory
 from pretrain.demo.texts import standard_library, write_jsonl
 

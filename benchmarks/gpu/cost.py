@@ -23,7 +23,7 @@ from benchmarks.gpu.training import (
     small_run,
     vocabulary_of,
 )
-from data_pipeline.lanes.prefetch import Prefetcher
+from data_pipeline.lanes.lane_stream import Prefetcher
 from pretrain.config.engine import EngineConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import memory_parts, total_bytes

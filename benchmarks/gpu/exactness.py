@@ -13,8 +13,8 @@ import torch
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.processes import train_ranks
 from benchmarks.gpu.training import Trainer, forget, one_rank, small_run
-from data_pipeline.config_loader import load_config
-from data_pipeline.errors import UserError
+from foundation.errors import UserError
+from foundation.settings import load_config
 from pretrain.commands.verify_resume import settings_of_check, train_and_compare
 from pretrain.config.choices import AttentionKernel, precision_traits, sums_in_order
 from pretrain.config.engine import EngineConfig

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.errors import UserError
+from foundation.errors import UserError
 from pretrain.cli import end_process
 from pretrain.cli import main as pretrain_main
 from pretrain.processes.local_ranks import rank_environment, set_parent_death_signal

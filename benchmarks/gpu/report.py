@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from data_pipeline.errors import DataError
-from data_pipeline.files import append_whole, lines_of, parse_json
+from foundation.errors import DataError
+from foundation.files import append_whole, lines_of, parse_json
 
 RESULTS_NAME = "results.jsonl"
 # "missed": it ran, and something it checks does not hold. "failed": it did not reach its end.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_pipeline.errors import UserError
+from foundation.errors import UserError
 
 LONGEST_STEP = 480.0  # seconds: machines that are lent may end a command after ten minutes
 

@@ -1,6 +1,6 @@
 """The fastest tile of each kernel: candidates are timed one by one, the table is tiles.json.
 
-pretrain/kernels/triton/tile_table.py describes its format and reads it. "tiles" has the fastest row
+pretrain/kernels/triton/tiling.py describes its format and reads it. "tiles" has the fastest row
 of each kernel and head width. `seconds` is the time of the forward pass for "forward", else of the
 whole backward pass with the other kernels' tiles as configured. In "tried" a row that could not run
 says why in "refused".
@@ -27,9 +27,17 @@ from benchmarks.gpu.context import Context, wait_for
 from benchmarks.gpu.processes import INTERPRETER
 from benchmarks.gpu.speed import SHAPES
 from benchmarks.measure import timed
-from data_pipeline.files import write_json
-from pretrain.kernels.triton.tile_table import FORMAT, KERNELS, TABLE, kernels_version, tiles_for
-from pretrain.kernels.triton.tiling import Tile, Tiles, built_in_tiles
+from foundation.files import write_json
+from pretrain.kernels.triton.tiling import (
+    FORMAT,
+    KERNELS,
+    TABLE,
+    Tile,
+    Tiles,
+    built_in_tiles,
+    kernels_version,
+    tiles_for,
+)
 
 SIZES, WARPS, STAGES = (32, 64, 128), (2, 4, 8), (1, 2, 3)
 ROWS_PER_WARP = 16  # of a tensor-core instruction: more warps would repeat each other's work

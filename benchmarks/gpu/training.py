@@ -27,8 +27,7 @@ from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.optim.learning_rate import learning_rate_at
-from pretrain.processes.determinism import set_determinism
-from pretrain.processes.precision import has_bf16
+from pretrain.processes.precision import has_bf16, set_determinism
 from pretrain.run import build_engine
 from pretrain.state import TrainState
 

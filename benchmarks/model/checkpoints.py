@@ -24,7 +24,7 @@ import psutil
 from benchmarks.measure import Comparison, Measurement
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream, SegmentBatch
-from data_pipeline.own_programs import own_command
+from foundation.own_programs import own_command
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, RunConfig

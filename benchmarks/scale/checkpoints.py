@@ -17,15 +17,15 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from benchmarks.scale.costs import RANKS, RANKS_OF_NODE, Cost, Row
 from benchmarks.scale.instruments import counted_files
-from data_pipeline.config_loader import load_config
 from data_pipeline.lanes.lane_stream import LaneCursor
-from data_pipeline.own_programs import code_that_runs
+from foundation.own_programs import code_that_runs
+from foundation.settings import load_config
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
+from pretrain.checkpoint.background_save import RankReports
 from pretrain.checkpoint.elastic_reader import FragmentReader
+from pretrain.checkpoint.marker import parts_in, share_of_rank
 from pretrain.checkpoint.pieces import key_of, report_of
-from pretrain.checkpoint.rank_reports import RankReports
-from pretrain.checkpoint.shares import parts_in, share_of_rank
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import checkpoint_bytes, lane_bytes

@@ -23,8 +23,8 @@ from benchmarks.scale.failure_table import failure_table, hour_of_kills
 from benchmarks.scale.processes import process_costs
 from benchmarks.scale.startup import startup_costs
 from benchmarks.scale.status import status_costs
-from data_pipeline.errors import UserError
-from data_pipeline.files import write_text
+from foundation.errors import UserError
+from foundation.files import write_text
 
 SUBJECTS = (
     Subject("processes", process_costs),

@@ -16,7 +16,7 @@ from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest
 from data_pipeline.corpora.shard_cache import ShardCache
 from data_pipeline.corpora.stores import store_at
 from data_pipeline.lanes.lane_stream import LaneStream
-from data_pipeline.settled_files import SETTLED_NS
+from foundation.files import SETTLED_NS
 from tests.helpers.corpora import write_numbered_corpus
 from tests.helpers.stores import FileServer
 

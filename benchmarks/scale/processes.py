@@ -11,9 +11,9 @@ from pathlib import Path
 from benchmarks.scale.costs import RANKS, Cost, Row
 from benchmarks.scale.growth import growth_of
 from benchmarks.scale.ranks import STEP_SECONDS
-from data_pipeline.own_programs import own_command
-from pretrain.distributed.descriptors import LAZY_VARIABLE, needed_descriptors
+from foundation.own_programs import own_command
 from pretrain.distributed.rounds import rounds_of
+from pretrain.distributed.world import LAZY_VARIABLE, needed_descriptors
 
 SIZES = (2, 4, 8, 16)
 MOST_MILLISECONDS = 1.0

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.scale.costs import RANKS, Reasoned, Row
-from data_pipeline.own_programs import code_that_runs
+from foundation.own_programs import code_that_runs
 
 # What a rank imports (tests/helpers/forked_ranks.py says why the last one).
 MODULES = (

@@ -13,8 +13,7 @@ from benchmarks.scale.costs import RANKS, RANKS_OF_NODE, Cost, Row
 from benchmarks.scale.instruments import bytes_read, counted_files
 from launcher.status.run_state import read_state
 from pretrain.config.run import RunConfig
-from pretrain.rundir.heartbeat import Heartbeat
-from pretrain.rundir.heartbeat_files import NODE_SECONDS, HeartbeatRecord, NodeHeartbeats
+from pretrain.rundir.heartbeat import NODE_SECONDS, Heartbeat, HeartbeatRecord, NodeHeartbeats
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.metrics import train_line
 

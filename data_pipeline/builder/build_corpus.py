@@ -7,6 +7,11 @@ appends an end-of-document token and writes it into a shard.
 Output: tokenizer/, train/ and validation/ (each shards, index.json for stock readers, manifest.json
 last), build.json, and rejects.jsonl if any record was unusable. The build is deterministic and can
 be killed at any moment: the same call resumes it and gives the same bytes (see journal.py).
+
+Documents whose id another one has: how many, and the first.
+
+Ids name documents in audits and where a loss spike has suspects. Equal ones harm no training, so
+they are only counted. 8 bytes of host memory for each document, and as many again now and then.
 """
 
 from __future__ import annotations
@@ -22,9 +27,15 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.builder.documents import read_documents
+from data_pipeline.builder.build_tokenizer import (
+    RoundTrip,
+    RoundTripCheck,
+    describe_tokenizer,
+    given_tokenizer,
+    prepare_tokenizer,
+)
+from data_pipeline.builder.documents import read_documents, with_held_out
 from data_pipeline.builder.formats import holds_stretches
-from data_pipeline.builder.given_tokenizer import given_tokenizer
 from data_pipeline.builder.journal import (
     MIXING,
     BuildJournal,
@@ -34,28 +45,21 @@ from data_pipeline.builder.journal import (
     read_counts,
     read_mixing,
 )
-from data_pipeline.builder.plain_text import with_held_out
 from data_pipeline.builder.records import REJECTS_NAME, Document, DocumentRules, Reject, RejectList
-from data_pipeline.builder.repeated_ids import RepeatedIds
-from data_pipeline.builder.round_trip import RoundTrip, RoundTripCheck
-from data_pipeline.builder.runs import SortedRuns
+from data_pipeline.builder.shuffle import SortedRuns
 from data_pipeline.builder.sources import SourceFile, check_apart, check_unchanged, list_sources
 from data_pipeline.builder.split_writer import (
     CorpusShards,
     DocumentEncoder,
     ShardFiles,
-    SplitWriter,
-)
-from data_pipeline.builder.splits import (
     Sources,
+    SplitWriter,
     check_not_empty,
     check_sources,
     is_validation,
     splits_of_build,
 )
-from data_pipeline.builder.train_tokenizer import describe_tokenizer, prepare_tokenizer
 from data_pipeline.config import CorpusConfig
-from data_pipeline.config_loader import to_tree
 from data_pipeline.corpora.manifest import (
     MANIFEST_NAME,
     SPLITS,
@@ -64,10 +68,64 @@ from data_pipeline.corpora.manifest import (
     read_manifest,
 )
 from data_pipeline.corpora.mixing import Mixing, mixing_of
-from data_pipeline.errors import ConfigError
-from data_pipeline.files import fsync_file, named_errors
-from data_pipeline.progress import Progress, Report
 from data_pipeline.tokenizer import Tokenizer
+from foundation.errors import ConfigError
+from foundation.files import fsync_file, named_errors
+from foundation.progress import Progress, Report
+from foundation.settings import to_tree
+
+BLOCK = 1 << 16  # documents
+
+
+class RepeatedIds:
+    """Counts ids that an earlier document of this build has, by 64 bits of a hash."""
+
+    def __init__(self, block: int = BLOCK) -> None:
+        self._block = block
+        self._names: list[str] = []
+        self._runs: list[np.ndarray] = []  # sorted hashes of earlier blocks, the largest first
+        self._count = 0
+        self._first = ""
+
+    def add(self, name: str) -> None:
+        """Take the next document's id."""
+        self._names.append(name)
+        if len(self._names) == self._block:
+            self._end_block()
+
+    @property
+    def counts(self) -> dict[str, int | str]:
+        """The number of such documents, and the id of the first: names of a build's result."""
+        self._end_block()
+        return {"repeated_ids": self._count, "first_repeated_id": self._first}
+
+    def _end_block(self) -> None:
+        hashes = np.array([_hash_of(name) for name in self._names], np.uint64)
+        is_repeated = self._are_known(hashes)
+        fresh, places = np.unique(hashes, return_index=True)  # their first places in the block
+        is_repeated[np.setdiff1d(np.arange(len(hashes)), places)] = True
+        if is_repeated.any():
+            self._count += int(is_repeated.sum())
+            self._first = self._first or self._names[int(is_repeated.argmax())]
+        self._names = []
+        self._runs.append(fresh)
+        # Few runs to compare with: each is at least twice as long as the next.
+        while len(self._runs) > 1 and len(self._runs[-2]) < 2 * len(self._runs[-1]):
+            last = self._runs.pop()
+            self._runs[-1] = np.union1d(self._runs[-1], last)
+
+    def _are_known(self, hashes: np.ndarray) -> np.ndarray:
+        known = np.zeros(len(hashes), bool)
+        for run in filter(len, self._runs):
+            places = np.minimum(np.searchsorted(run, hashes), len(run) - 1)
+            known |= run[places] == hashes
+        return known
+
+
+def _hash_of(name: str) -> int:
+    content = name.encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
 
 BATCH_CHARACTERS = 1 << 22  # encoded together: enough for all threads, small enough to hold
 # Settings that do not change the corpus.

@@ -22,14 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.builder.records import REJECTS_NAME
-from data_pipeline.checked_fields import Fields, InvalidField
-from data_pipeline.config_loader import differences
 from data_pipeline.corpora.lengths import files_of
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, ShardInfo, checked_shard
 from data_pipeline.corpora.mixing import DomainOfShard, Mixing, mixing_of_tree
-from data_pipeline.errors import ConfigError, DataError, UserError
-from data_pipeline.file_lock import held_lock
-from data_pipeline.files import (
+from foundation.errors import ConfigError, DataError, UserError
+from foundation.files import (
     LARGEST_READ_BYTES,
     lines_of,
     named_errors,
@@ -37,7 +34,10 @@ from data_pipeline.files import (
     read_json,
     write_json,
 )
-from data_pipeline.yaml_files import abbreviated
+from foundation.locks import held_lock
+from foundation.records import Fields, InvalidField
+from foundation.settings import differences
+from foundation.yaml_files import abbreviated
 
 BUILD_DIRECTORY = ".build"
 DONE_DIRECTORY = ".build-done"

@@ -17,7 +17,7 @@ import numpy as np
 
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import LARGEST_VOCABULARY, CorpusConfig
-from data_pipeline.errors import DataError
+from foundation.errors import DataError
 
 JSON_FRAME_BYTES = 1 << 20  # of a record, in addition to its text
 REJECTS_NAME = "rejects.jsonl"

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
-from data_pipeline.builder.decompression import without_compression
 from data_pipeline.builder.formats import (
     JSON_SUFFIX,
     holds_many,
@@ -18,13 +17,14 @@ from data_pipeline.builder.formats import (
     kind_by_name,
     may_read_as,
     stated_kind,
+    without_compression,
 )
 from data_pipeline.config import CorpusConfig, SourceKind
 from data_pipeline.corpora.manifest import MANIFEST_NAME
 from data_pipeline.corpora.mixing import domains_of
-from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.files import read_json
-from data_pipeline.progress import Note, Report
+from foundation.errors import ConfigError, DataError
+from foundation.files import read_json
+from foundation.progress import Note, Report
 
 PARTS_SUFFIX = ".parts"  # of the directory next to the output in which parts are built
 # Files of each name ending whose contents are looked at before the build; all are checked when they

@@ -24,9 +24,9 @@ from data_pipeline.builder.records import (
 )
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import CorpusConfig
-from data_pipeline.errors import DataError
-from data_pipeline.files import open_regular
 from data_pipeline.vocabularies.vocabulary import missing_library
+from foundation.errors import DataError
+from foundation.files import open_regular
 
 ROWS_AT_ONCE, BYTES_AT_ONCE = 1024, 1 << 28  # of Parquet
 ARROW_FILE_MAGIC = b"ARROW1"  # else a stream, which `datasets` writes

@@ -12,12 +12,11 @@ from data_pipeline.commands.verify import CORPUS_HELP
 from data_pipeline.config import CacheConfig, SegmentLengths
 from data_pipeline.corpora.corpus import Corpus, split_directory
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
-from data_pipeline.errors import ConfigError, shown_id
 from data_pipeline.lanes.audit import ReadSpan, audit_steps, find_document
 from data_pipeline.lanes.mixture import Mixture, exact_repeats, repeats_of_weights
-from data_pipeline.program import check_least
-from data_pipeline.setting_fields import MOST_ROWS
-from data_pipeline.sizes import size_of
+from foundation.cli import check_least
+from foundation.errors import ConfigError, shown_id
+from foundation.settings import MOST_ROWS, size_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,22 +7,23 @@ from pathlib import Path
 from typing import Any, get_args
 
 from data_pipeline.builder.build_corpus import BuildResult, build_corpus
-from data_pipeline.builder.parts import build_part, can_shuffle, merge_parts, shuffle_one
-from data_pipeline.builder.processes import build_in_processes
+from data_pipeline.builder.build_tokenizer import needs_training
+from data_pipeline.builder.parts import (
+    build_in_processes,
+    build_part,
+    can_shuffle,
+    merge_parts,
+    shuffle_one,
+)
 from data_pipeline.builder.records import REJECTS_NAME
-from data_pipeline.builder.train_tokenizer import needs_training
 from data_pipeline.config import BuiltTokenizer, CorpusConfig
-from data_pipeline.config_loader import parse_config
-from data_pipeline.corpora.corpus_hash import corpus_hash
+from data_pipeline.corpora.corpus import corpus_hash
 from data_pipeline.corpora.mixing import Mixing
-from data_pipeline.errors import ConfigError, shown_id
-from data_pipeline.file_kinds import names_of, refuse_other_kind
-from data_pipeline.program import check_least
-from data_pipeline.progress import StatusLine
-from data_pipeline.setting_fields import MOST_THREADS
-from data_pipeline.setting_pages import kind_of
-from data_pipeline.setting_tree import settings_of
-from data_pipeline.yaml_files import merge, parse_override, read_tree
+from foundation.cli import check_least, kind_of
+from foundation.errors import ConfigError, shown_id
+from foundation.progress import StatusLine
+from foundation.settings import MOST_THREADS, parse_config, settings_of
+from foundation.yaml_files import merge, names_of, parse_override, read_tree, refuse_other_kind
 
 # Flags that set a setting, named by its last part, and how many values they take.
 SETTING_FLAGS = {

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from data_pipeline.corpora.copy_corpus import fetch_corpus, upload_corpus
+from data_pipeline.corpora.copy_corpus import fetch_corpus, fetch_objects, upload_corpus
 from data_pipeline.corpora.manifest import SPLITS
-from data_pipeline.corpora.raw_objects import fetch_objects
 from data_pipeline.corpora.stores import store_at
-from data_pipeline.errors import DataError
-from data_pipeline.progress import StatusLine
+from foundation.errors import DataError
+from foundation.progress import StatusLine
 
 
 def add_fetch_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ import shutil
 from typing import Any
 
 from data_pipeline.config import CorpusConfig
-from data_pipeline.setting_pages import ResumeRule, as_text, no_resume
+from foundation.cli import ResumeRule, as_text, no_resume
 
 WIDEST = 100  # columns, so that lines stay readable
 

@@ -9,9 +9,14 @@ from pathlib import Path
 from data_pipeline.builder.journal import read_mixing
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.copy_corpus import problems_at
-from data_pipeline.corpora.corpus import Corpus, LocalShards, split_directory
-from data_pipeline.corpora.corpus_hash import corpus_hash
-from data_pipeline.corpora.corpus_tokenizer import check_tokenizer, tokenizer_of
+from data_pipeline.corpora.corpus import (
+    Corpus,
+    LocalShards,
+    check_tokenizer,
+    corpus_hash,
+    split_directory,
+    tokenizer_of,
+)
 from data_pipeline.corpora.manifest import (
     REMOTE_NAME,
     TOKENIZER_DIRECTORY,
@@ -21,15 +26,14 @@ from data_pipeline.corpora.manifest import (
 )
 from data_pipeline.corpora.mixing import mixing_by_ids
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
-from data_pipeline.errors import DataError, printable, shown_id
-from data_pipeline.files import path_text, url_of
-from data_pipeline.fitted import print_fitted
 from data_pipeline.lanes.lane_plan import check_lanes
 from data_pipeline.lanes.mixture import plan_of
-from data_pipeline.program import check_least
-from data_pipeline.progress import StatusLine
 from data_pipeline.shards.shards import ShardReader
 from data_pipeline.tokenizer import Tokenizer
+from foundation.cli import check_least, print_fitted
+from foundation.errors import DataError, printable, shown_id
+from foundation.files import path_text, url_of
+from foundation.progress import StatusLine
 
 SAMPLE_TOKENS = 120
 FACTS_COLUMN = 19  # after the names of the facts

@@ -23,15 +23,6 @@ from data_pipeline.corpora.manifest import (
     read_manifest,
 )
 from data_pipeline.corpora.stores import RetryPolicy, Store, StoreError, with_timeout
-from data_pipeline.errors import DataError
-from data_pipeline.files import (
-    LARGEST_DESCRIPTION_BYTES,
-    fsync_directory,
-    fsync_file,
-    named_errors,
-    path_below,
-    read_json,
-)
 from data_pipeline.tokenizer import (
     DESCRIPTION_NAME,
     MODEL_NAME,
@@ -40,6 +31,15 @@ from data_pipeline.tokenizer import (
     tokenizer_traits,
 )
 from data_pipeline.vocabularies.vocabulary import LARGEST_MODEL_BYTES
+from foundation.errors import DataError
+from foundation.files import (
+    LARGEST_DESCRIPTION_BYTES,
+    fsync_directory,
+    fsync_file,
+    named_errors,
+    path_below,
+    read_json,
+)
 
 LARGEST_BYTES = 1 << 30  # of a tokenizer's model
 Check = Callable[[Path], str | None]  # what is wrong with a file that arrived, or None

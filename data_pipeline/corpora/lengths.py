@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.corpora.manifest import ShardInfo, lengths_name
-from data_pipeline.errors import DataError
-from data_pipeline.files import LARGEST_READ_BYTES, atomic_write, path_below, read_regular
+from foundation.errors import DataError
+from foundation.files import LARGEST_READ_BYTES, atomic_write, path_below, read_regular
 
 MAGIC = b"XLLENS01"
 HASH_BYTES = 32

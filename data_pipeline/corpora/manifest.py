@@ -15,10 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data_pipeline.checked_fields import Fields, InvalidField, shown
-from data_pipeline.errors import DataError
-from data_pipeline.files import open_regular, read_json, sha256_of_file, write_json
-from data_pipeline.settled_files import settled_state
+from foundation.errors import DataError
+from foundation.files import open_regular, read_json, settled_state, sha256_of_file, write_json
+from foundation.records import Fields, InvalidField, shown
 
 MANIFEST_NAME = "manifest.json"
 FORMAT, FORMAT_WITH_LENGTHS = 1, 2  # of a manifest that lists no files of lengths, and some

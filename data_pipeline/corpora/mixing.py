@@ -23,8 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from typing import Any
 
-from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.corpora.corpus import Corpus
+from foundation.records import Fields, InvalidField
 
 MOST_DOMAINS = 64  # more folders or files are joined to so many groups
 SAMPLED_SHARDS = 32  # whose ids are read if the build has recorded no domains

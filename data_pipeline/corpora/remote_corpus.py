@@ -33,12 +33,11 @@ from data_pipeline.corpora.manifest import (
 )
 from data_pipeline.corpora.shard_cache import ShardCache
 from data_pipeline.corpora.stores import RetryPolicy, Store, store_at
-from data_pipeline.errors import DataError
-from data_pipeline.file_lock import exclusive_lock
-from data_pipeline.files import read_json, url_of, write_json
-from data_pipeline.ownership import private_directory
 from data_pipeline.shards.shards import ShardReader
-from data_pipeline.typed_json import from_json
+from foundation.errors import DataError
+from foundation.files import private_directory, read_json, url_of, write_json
+from foundation.locks import exclusive_lock
+from foundation.records import from_json
 
 CORPORA, COPIED_NAME = "corpora", "copied.json"
 OPEN_SECONDS = 600.0

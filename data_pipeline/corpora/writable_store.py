@@ -29,8 +29,8 @@ from data_pipeline.corpora.stores import (
     uploader_to,
     with_timeout,
 )
-from data_pipeline.errors import DataError
-from data_pipeline.files import path_below, sha256_of
+from foundation.errors import DataError
+from foundation.files import path_below, sha256_of
 
 S3 = "s3://"
 MOST_DELETED = 1000  # objects of one request, a limit of S3

@@ -10,7 +10,6 @@ import numpy as np
 
 from data_pipeline.config import SegmentLengths
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.errors import DataError
 from data_pipeline.lanes.lane_plan import (
     DocumentSpans,
     LanePlan,
@@ -19,6 +18,7 @@ from data_pipeline.lanes.lane_plan import (
     check_range,
 )
 from data_pipeline.lanes.mixture import Mixture, plan_of
+from foundation.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.config import CacheConfig, MixturePart
-from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.corpora.corpus_hash import pinned_directory
-from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
+from data_pipeline.corpora.corpus import Corpus, pinned_directory, tokenizer_of
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY, Manifest
-from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.lanes.lane_plan import LanePlan
-from data_pipeline.lanes.permutation import key_of, permutation
+from data_pipeline.lanes.lane_plan import LanePlan, key_of, permutation
 from data_pipeline.lanes.segment_batch import LaneCursor
 from data_pipeline.shards.shards import ShardReader
+from foundation.errors import ConfigError, DataError
 
 FINEST_REPEAT = 10_000  # repeats are rounded to fractions with at most this denominator
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.checked_fields import Fields, InvalidField
-from data_pipeline.errors import DataError
-from data_pipeline.setting_fields import LARGEST_SEED
+from foundation.errors import DataError
+from foundation.records import Fields, InvalidField
+from foundation.settings import LARGEST_SEED
 
 CURSOR_FORMAT = 1
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.files import fsync_directory, fsync_file, named_errors, parse_json, write_json
+from foundation.files import fsync_directory, fsync_file, named_errors, parse_json, write_json
 
 SUFFIX = ".mds"
 Buffer = bytes | memoryview | mmap.mmap

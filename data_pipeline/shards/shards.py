@@ -14,12 +14,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data_pipeline.config import ShardFormat
-from data_pipeline.errors import DataError
-from data_pipeline.files import path_text
 from data_pipeline.shards import mds, wds
 from data_pipeline.shards.mds import InvalidShard
 from data_pipeline.shards.tar import TarError
-from data_pipeline.use_marks import mapped
+from foundation.errors import DataError
+from foundation.files import path_text
+from foundation.locks import mapped
 
 # Modules with the same functions: SUFFIX, sample_bytes, write_shard, read_layout.
 FORMATS: dict[ShardFormat, ModuleType] = {"mds": mds, "webdataset": wds}

@@ -17,7 +17,6 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 
-from data_pipeline.files import atomic_write
 from data_pipeline.shards.mds import InvalidShard, ShardLayout
 from data_pipeline.shards.tar import (
     BLOCK_BYTES,
@@ -30,6 +29,7 @@ from data_pipeline.shards.tar import (
     padded,
     pax_path,
 )
+from foundation.files import atomic_write
 
 SUFFIX = ".tar"
 FIELD = ".tokens.npy"

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.files import parse_json
 from data_pipeline.vocabularies.vocabulary import library_errors, missing_library, no_end, size_of
+from foundation.files import parse_json
 
 
 class HuggingFaceTokenizer:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.config import LARGEST_VOCABULARY
-from data_pipeline.errors import DataError
 from data_pipeline.vocabularies.vocabulary import (
     InvalidVocabulary,
     library_errors,
@@ -24,6 +23,7 @@ from data_pipeline.vocabularies.vocabulary import (
     no_end,
     size_of,
 )
+from foundation.errors import DataError
 
 LARGEST_GAP = 1  # ids without a token before the special ones: some encodings have one
 PROBE = "A text's 10 words,\n  and more. "  # a pattern that may match nothing does so here

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from data_pipeline.config import LARGEST_VOCABULARY
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 
 LARGEST_MODEL_BYTES = 1 << 28  # of a tokenizer's file; that of 800,000 words has 10 MB
 MOST_UNUSED_IDS = 1 << 16  # more than any published vocabulary leaves for later

@@ -10,17 +10,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_pipeline.checked_fields import shown
-from data_pipeline.errors import ConfigError, UserError, os_error_text
+from foundation.errors import ConfigError, UserError, os_error_text
+from foundation.records import shown
 from launcher.slurm import client as slurm
 from launcher.slurm.client import QueuedJob
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
 from launcher.status.slurm_queue import read_states
-from pretrain.rundir.launch_events import Canceled
+from pretrain.rundir.events import Canceled
 from pretrain.rundir.lock import Lock
-from pretrain.rundir.own_names import refuse_foreign_run, refuse_links
-from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_dir import RunDir, refuse_foreign_run, refuse_links
 from pretrain.rundir.run_paths import run_path
 
 _WAIT_SECONDS = 600.0

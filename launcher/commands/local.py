@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError
-from data_pipeline.program import add_experiment
+from foundation.cli import add_experiment
+from foundation.errors import ConfigError
+from foundation.settings import load_config
 from launcher.restart_policy import add_policy_arguments, policy_of
 from launcher.status.run_state import is_done_already
 from launcher.stop_signals import HOLDER, StopSignals, StorageWaits
@@ -17,10 +17,9 @@ from launcher.supervisor import supervise
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
+from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import last_of
-from pretrain.rundir.own_names import refuse_foreign_run
-from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import TrainingBegan
+from pretrain.rundir.run_dir import RunDir, refuse_foreign_run
 from pretrain.terminal.live_bar import live_bar
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 from pretrain.terminal.text import counted

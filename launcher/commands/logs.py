@@ -13,17 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError, printable
-from data_pipeline.files import lines_of
-from data_pipeline.many_files import read_together
+from foundation.errors import ConfigError, printable
+from foundation.files import lines_of, read_together
 from launcher.error_lines import error_lines
 from launcher.status.infer_status import State
 from launcher.status.slurm_queue import read_states
-from pretrain.rundir.attempt_files import AttemptFiles, attempts_of
 from pretrain.rundir.collective_traces import traces_of_attempt
-from pretrain.rundir.launch_events import AttemptEnded
+from pretrain.rundir.events import AttemptEnded
 from pretrain.rundir.ledger import events_of
-from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_dir import AttemptFiles, RunDir, attempts_of
 from pretrain.rundir.run_paths import run_path
 
 _POLL_SECONDS = 0.3

@@ -6,9 +6,9 @@ import argparse
 import os
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.files import refuse_overwrite, write_new
-from data_pipeline.yaml_files import require_yaml_name
+from foundation.errors import ConfigError, UserError
+from foundation.files import refuse_overwrite, write_new
+from foundation.yaml_files import require_yaml_name
 from launcher.slurm import client as slurm
 from launcher.slurm.client import Partition
 from pretrain.costs.cluster import seconds_of

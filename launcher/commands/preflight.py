@@ -16,17 +16,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.files import named_errors, write_json
-from data_pipeline.own_programs import copied_arguments, own_arguments, own_command
+from foundation.errors import ConfigError, UserError
+from foundation.files import named_errors, write_json
+from foundation.own_programs import copied_arguments, own_arguments, own_command
 from launcher.slurm import client as slurm
 from launcher.slurm.job_checks import check_request
 from launcher.slurm.sbatch import environment_lines, host_lines, option_flags, quote
 from launcher.slurm.snapshot import Snapshot
 from launcher.slurm.srun import in_container
-from pretrain.costs.cluster import ClusterConfig, load_cluster
+from pretrain.costs.cluster import ClusterConfig, NodeRange, fixed_nodes, load_cluster
 from pretrain.costs.devices import MOST_RANKS
-from pretrain.costs.node_range import NodeRange, fixed_nodes
 from pretrain.processes.local_ranks import RankGroup
 from pretrain.processes.node_findings import (
     END,

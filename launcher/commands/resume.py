@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from launcher.commands import local
 from launcher.commands.submit import refuse_live_job
 from launcher.restart_policy import RestartPolicy
@@ -15,10 +15,9 @@ from launcher.slurm.snapshot import Snapshot
 from launcher.status.slurm_queue import read_states
 from launcher.sweep import was_array_task
 from pretrain.costs.cluster import load_cluster
-from pretrain.rundir.launch_events import Submitted
+from pretrain.rundir.events import Submitted
 from pretrain.rundir.ledger import last_of
-from pretrain.rundir.own_names import refuse_foreign_run
-from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_dir import RunDir, refuse_foreign_run
 from pretrain.rundir.run_paths import run_path
 
 HINTS = {

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from launcher.commands.watch import add_watch_argument, watch
 from launcher.status.run_state import is_run
 from launcher.status.slurm_queue import read_states

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError
-from data_pipeline.program import add_experiment
+from foundation.cli import add_experiment
+from foundation.errors import ConfigError
+from foundation.settings import load_config
 from launcher.commands.local import add_mirror_argument
 from launcher.restart_policy import add_policy_arguments, policy_of
 from launcher.slurm import client as slurm
@@ -26,10 +26,9 @@ from launcher.status.run_state import is_done_already
 from launcher.supervisor import latest_step, next_attempt_number
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import load_cluster
-from pretrain.costs.node_range import parse_nodes
-from pretrain.rundir.fence import VARIABLE
-from pretrain.rundir.launch_events import Submitted
+from pretrain.costs.cluster import load_cluster, parse_nodes
+from pretrain.rundir.events import Submitted
+from pretrain.rundir.lock import VARIABLE
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import counted
 

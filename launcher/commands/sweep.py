@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_pipeline.csv_files import check_table_path
-from data_pipeline.errors import EXIT_USER_ERROR, ConfigError, UserError
-from data_pipeline.program import Program
+from foundation.cli import Program
+from foundation.csv_files import check_table_path
+from foundation.errors import EXIT_USER_ERROR, ConfigError, UserError
 from launcher.commands.watch import add_watch_argument, watch
 from launcher.slurm import client as slurm
 from launcher.stop_signals import StopSignals
@@ -33,8 +33,7 @@ from launcher.sweep import (
     write_results,
 )
 from pretrain.config.run import accumulation_steps
-from pretrain.costs.cluster import load_cluster
-from pretrain.costs.node_range import parse_nodes
+from pretrain.costs.cluster import load_cluster, parse_nodes
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import Sweep, read_sweep

@@ -9,8 +9,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from data_pipeline.errors import printable
-from data_pipeline.setting_pages import as_overrides
+from foundation.cli import as_overrides
+from foundation.errors import printable
 from launcher.commands.tables import RunsTable, plain_table
 from launcher.sweep import CellRun, describe, settings_of
 from pretrain.reporting.results import HEADS

@@ -14,12 +14,11 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from data_pipeline.errors import printable
-from data_pipeline.progress import duration
+from foundation.errors import printable
+from foundation.progress import duration
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
-from pretrain.rundir.losses import TRAIN_LOSS
-from pretrain.rundir.speeds import RECENT_SPEED
+from pretrain.rundir.metric_names import RECENT_SPEED, TRAIN_LOSS
 from pretrain.terminal.text import counted, number
 
 STYLES = {

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

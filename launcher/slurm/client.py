@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from data_pipeline.errors import ConfigError, UserError
+from foundation.errors import ConfigError, UserError
 
 T = TypeVar("T")
 

@@ -7,13 +7,13 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_pipeline.credentials import referenced_variable
-from data_pipeline.errors import ConfigError
+from foundation.credentials import referenced_variable
+from foundation.errors import ConfigError
 from launcher.slurm.client import Partition
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig, accumulation_steps
-from pretrain.costs.cluster import ClusterConfig, seconds_of
+from pretrain.costs.cluster import ClusterConfig, NodeRange, seconds_of
 from pretrain.costs.device_memory import (
     checkpoint_bytes,
     largest_phase,
@@ -22,7 +22,6 @@ from pretrain.costs.device_memory import (
 )
 from pretrain.costs.devices import DEVICES, GIB, USABLE
 from pretrain.costs.fitting import advice
-from pretrain.costs.node_range import NodeRange
 
 
 def check_run(

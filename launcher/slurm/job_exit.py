@@ -17,19 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data_pipeline.errors import UserError, os_error_text
+from foundation.errors import UserError, os_error_text
 from launcher.restart_policy import cut_starts, refusal_of_futile_starts
 from launcher.slurm import client as slurm
 from launcher.slurm.srun import failed_nodes
 from launcher.stop_signals import StopSignals
 from launcher.supervisor import latest_step
-from pretrain.rundir.attempt_files import attempts_of
-from pretrain.rundir.event_times import in_order
+from pretrain.rundir.events import Event, JobEnded, JobEndReason
 from pretrain.rundir.exit_status import EXIT_STOPPED
-from pretrain.rundir.launch_events import JobEnded, JobEndReason
-from pretrain.rundir.ledger import events_of
-from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Event
+from pretrain.rundir.ledger import events_of, in_order
+from pretrain.rundir.run_dir import RunDir, attempts_of
 
 # Slurm writes this into the job's log and into the logs of its steps when it ends them; after
 # `scancel` without a reason.

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.own_programs import code_that_runs
+from foundation.errors import ConfigError, UserError
+from foundation.own_programs import code_that_runs
+from foundation.settings import load_config
 from launcher.restart_policy import (
     AttemptResult,
     RestartPolicy,
@@ -47,20 +47,20 @@ from launcher.supervisor import latest_step, supervise
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.costs.cluster import load_cluster
-from pretrain.rundir.exit_status import EXIT_STOPPED
-from pretrain.rundir.fence import VARIABLE, Fence, StaleAttempt
-from pretrain.rundir.launch_events import (
+from pretrain.rundir.events import (
+    Event,
+    Finished,
     JobEnded,
     JobEndReason,
     JobStarted,
     ReplacedBecause,
     SupervisorKilled,
+    TrainingBegan,
 )
+from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.ledger import events_of, job_names, last_of
-from pretrain.rundir.lock import read_lock
-from pretrain.rundir.own_names import refuse_foreign_run
-from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Event, Finished, TrainingBegan
+from pretrain.rundir.lock import VARIABLE, Fence, StaleAttempt, read_lock
+from pretrain.rundir.run_dir import RunDir, refuse_foreign_run
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 from pretrain.terminal.text import counted
 

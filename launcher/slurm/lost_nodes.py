@@ -21,14 +21,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from data_pipeline.errors import exit_status_of
-from data_pipeline.own_programs import own_command
+from foundation.errors import exit_status_of
+from foundation.own_programs import own_command
 from launcher.slurm import client as slurm
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.srun import kill_silently, nodes_without_launch, task_command
 from pretrain.processes.local_ranks import set_parent_death_signal
-from pretrain.rundir.launch_events import (
+from pretrain.rundir.events import (
     AttemptEnded,
+    Event,
     JobEnded,
     JobEndReason,
     JobStarted,
@@ -36,7 +37,6 @@ from pretrain.rundir.launch_events import (
     ReplacedBecause,
 )
 from pretrain.rundir.ledger import Ledger, events_of
-from pretrain.rundir.training_events import Event
 from pretrain.terminal.text import counted
 
 _POLL_SECONDS = 10.0

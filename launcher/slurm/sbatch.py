@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.credentials import referenced_variable
-from data_pipeline.errors import ConfigError
-from data_pipeline.own_programs import copied_arguments
-from pretrain.costs.cluster import ClusterConfig, control_characters
-from pretrain.costs.node_range import NodeRange
+from foundation.credentials import referenced_variable
+from foundation.errors import ConfigError
+from foundation.own_programs import copied_arguments
+from pretrain.costs.cluster import ClusterConfig, NodeRange, control_characters
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _LONGEST_VALUE = 4000  # sbatch copies a value into 8 KiB without looking at its length

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS
-from data_pipeline.files import url_of
-from pretrain.config.evaluation_sets import split_of
+from foundation.files import url_of
+from pretrain.config.resolve import split_of
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig
 

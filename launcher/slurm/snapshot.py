@@ -13,18 +13,17 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_pipeline.config_loader import to_tree
-from data_pipeline.errors import ConfigError
-from data_pipeline.files import write_text
-from data_pipeline.own_programs import make_startable
-from data_pipeline.yaml_files import dump_yaml
+from foundation.errors import ConfigError
+from foundation.files import write_text
+from foundation.own_programs import make_startable
+from foundation.settings import to_tree
+from foundation.yaml_files import dump_yaml
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig
-from pretrain.rundir.own_names import make_run_directory, refuse_foreign_run, refuse_links
-from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_dir import RunDir, make_run_directory, refuse_foreign_run, refuse_links
 
 _SOURCE = Path(__file__).resolve().parents[2]
-_PACKAGES = ("data_pipeline", "launcher", "pretrain")
+_PACKAGES = ("foundation", "data_pipeline", "launcher", "pretrain")
 
 
 class Snapshot:

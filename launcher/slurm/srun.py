@@ -16,21 +16,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.errors import EXIT_USER_ERROR, UserError
-from data_pipeline.files import own_file
-from data_pipeline.many_files import read_together
-from data_pipeline.own_programs import code_that_runs, copied_arguments
-from data_pipeline.setting_fields import assert_never
+from foundation.errors import EXIT_USER_ERROR, UserError
+from foundation.files import own_file, read_together
+from foundation.own_programs import code_that_runs, copied_arguments
+from foundation.settings import assert_never
 from launcher.error_lines import error_lines
 from launcher.slurm.sbatch import option_flags
 from launcher.slurm.snapshot import Snapshot
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
-from pretrain.rundir.attempt_files import AttemptFiles
 from pretrain.rundir.collective_traces import variables_of_attempt
 from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
-from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_dir import AttemptFiles, RunDir
 
 # srun forwards this to every rank. (srun itself ends on SIGTERM.)
 SAVE_AND_STOP = signal.SIGUSR2

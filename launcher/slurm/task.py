@@ -15,13 +15,13 @@ import sys
 import time
 from pathlib import Path
 
-from data_pipeline.errors import DataError, exit_status_of
-from data_pipeline.files import own_file, write_text
-from data_pipeline.patience import Patience, StorageError, outlast
+from foundation.errors import DataError, exit_status_of
+from foundation.files import own_file, write_text
+from foundation.retry import Patience, StorageError, outlast
 from pretrain.distributed.slurm_variables import rank_variables
-from pretrain.rundir import heartbeat_files
+from pretrain.rundir import heartbeat
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
-from pretrain.rundir.heartbeat_files import NodeHeartbeats
+from pretrain.rundir.heartbeat import NodeHeartbeats
 
 GRACE_SECONDS = 2.0
 PATIENCE_SECONDS = 1800.0  # with a run directory that cannot be written
@@ -73,7 +73,7 @@ def main() -> int:
 def _publish_heartbeats(run_dir: Path, rank: int) -> None:
     """Let others see now where a killed rank stood: its node's file may be ten seconds old."""
     local_rank = int(os.environ["SLURM_LOCALID"])
-    node = NodeHeartbeats(run_dir / heartbeat_files.DIRECTORY, rank - local_rank)
+    node = NodeHeartbeats(run_dir / heartbeat.DIRECTORY, rank - local_rank)
     with contextlib.suppress(OSError, DataError):
         if node.read():
             node.publish()

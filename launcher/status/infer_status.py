@@ -9,27 +9,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from data_pipeline.progress import duration
+from foundation.progress import duration
 from pretrain.checkpoint.directory import MARKER, step_directory
 from pretrain.checkpoint.marker import latest_step
-from pretrain.rundir.heartbeat_files import HeartbeatRecord, read_heartbeats
-from pretrain.rundir.launch_events import (
+from pretrain.rundir.events import (
     UNEVENTFUL,
     AttemptEnded,
     Canceled,
+    Event,
+    Finished,
     Interrupted,
     JobEnded,
     JobEndReason,
     JobStarted,
     NextAction,
+    Stopped,
     Submitted,
+    TrainingBegan,
 )
+from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
 from pretrain.rundir.ledger import began_in, interruptions, is_finished, is_stopped, last_of
 from pretrain.rundir.lock import Lock
-from pretrain.rundir.metrics_summary import MetricsSummary, summarize_file
+from pretrain.rundir.metrics_file import MetricsSummary, summarize_file
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.time_spent import TimeSpent, time_spent
-from pretrain.rundir.training_events import Event, Finished, Stopped, TrainingBegan
 
 # A rank on another host without a heartbeat for longer may be gone; one on this host is looked up
 # by process id.

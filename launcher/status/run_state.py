@@ -10,24 +10,27 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.config_loader import load_config
+from foundation.settings import load_config
 from launcher.slurm.snapshot import Snapshot
 from launcher.status.infer_status import ACTIVE, Evidence, State, gather, infer_status
 from pretrain.config.phases import tokens_of_steps
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import RunResults, results_of
-from pretrain.rundir.launch_events import JobEnded, JobStarted, NodeReplaced, Submitted
-from pretrain.rundir.ledger import events_of, interruptions, job_names, last_of, num_attempts
-from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.time_spent import TimeSpent
-from pretrain.rundir.training_events import (
+from pretrain.rundir.events import (
     Event,
+    JobEnded,
+    JobStarted,
     Mirrored,
     MirrorEvent,
     MirrorFailed,
+    NodeReplaced,
     Restored,
+    Submitted,
     TrainingBegan,
 )
+from pretrain.rundir.ledger import events_of, interruptions, job_names, last_of, num_attempts
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.time_spent import TimeSpent
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data_pipeline.errors import UserError, os_error_text, remedy_of
-from data_pipeline.ownership import is_of_another_user
+from foundation.errors import UserError, os_error_text, remedy_of
+from foundation.files import is_of_another_user
 from launcher.slurm import client as slurm
 from launcher.slurm.client import JobRecord, QueuedJob
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState, read_state
-from pretrain.rundir.heartbeat import SECOND_LOOK_SECONDS
-from pretrain.rundir.heartbeat_files import read_heartbeats
+from pretrain.rundir.heartbeat import SECOND_LOOK_SECONDS, read_heartbeats
 from pretrain.rundir.run_dir import RunDir
 
 # Slurm's reasons why a job waits.

@@ -12,38 +12,285 @@ separate stream, into pinned memory.
 It is a thread rather than a process because hashing and writing release the interpreter lock, and
 nothing has to be shared. It uses no collectives: those of the loop would be interleaved with them
 in another order on each rank.
+
+Safetensors files, laid out first, copied to host memory, then written and hashed in one pass.
+
+The safetensors library reads them: the header's length (8 bytes, little-endian), the header (JSON:
+type, shape and offsets of each tensor), then the tensors' bytes without gaps. The library's own
+writer would copy everything once more, and a hash would read the file back. Here both happen on the
+way to the disk, without the interpreter lock, so that the loop keeps training.
+
+Several ranks of a node can write one file: all know its header beforehand, each writes its part.
+
+What each rank reports of its files to rank 0, once they are on disk: over the network.
+
+The threads of a save use no collectives, and to look for files of thousands of ranks is slow: a
+network file system answers for a minute from its cache that a name does not exist. So reports go
+through the store where the ranks met. Rank 0 asks it how many there are, then takes all at once.
+The same store tells the ranks of a node what each of them writes into their file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import math
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
-from data_pipeline.errors import CheckpointError, UserError, os_error_text, remedy_of
+from foundation.errors import CheckpointError, UserError, os_error_text, remedy_of
+from foundation.files import named_errors, own_file
 from pretrain.checkpoint.directory import MEMORY, rank_file
 from pretrain.checkpoint.pieces import key_of, report_of
-from pretrain.checkpoint.rank_reports import RankReports, Report
-from pretrain.checkpoint.tensor_files import (
-    FilePart,
-    Layout,
-    Pieces,
-    copy_to_host,
-    layout_of,
-    part_of_file,
-    whole_file,
-    write_file,
-)
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine, is_out_of_memory
 from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState
+
+BLOCK_BYTES = 1 << 24
+ALIGNMENT = 8
+PART_ALIGNMENT = 4096
+TYPE_NAMES = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+}
+
+# Each tensor as pieces that follow each other along the first dimension.
+Pieces = Mapping[str, Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The file's header, and the offset of each tensor's bytes from the header's end."""
+
+    header: bytes
+    offsets: dict[str, int]
+    num_bytes: int
+
+    @property
+    def file_bytes(self) -> int:
+        return len(self.header) + self.num_bytes
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """The part of a file that one rank writes: a header or none, its tensors' bytes, zeros."""
+
+    header: bytes
+    start: int
+    num_bytes: int
+    padding: int
+    file_bytes: int
+
+    @property
+    def part_bytes(self) -> int:
+        return len(self.header) + self.num_bytes + self.padding
+
+
+def whole_file(layout: Layout) -> FilePart:
+    """The part of a rank that writes the file alone."""
+    return FilePart(layout.header, 0, layout.num_bytes, 0, layout.file_bytes)
+
+
+def part_of_file(headers: Mapping[int, bytes], rank: int) -> FilePart:
+    """The part of `rank` in a file of the ranks whose own tensors the `headers` describe.
+
+    A tensor's key is RANK|NAME. Parts follow each other in the headers' order, the first one with
+    the file's header. Each ends with a multiple of `PART_ALIGNMENT`, so that no two ranks write to
+    the same page: what fills it is a tensor, because the library takes no file with gaps.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    ranges: dict[int, tuple[int, int, int]] = {}
+    start = 0
+    for each, header in headers.items():
+        end = start
+        for name, entry in json.loads(header[8:]).items():
+            low, high = (start + offset for offset in entry["data_offsets"])
+            entries[f"{each}|{name}"] = {**entry, "data_offsets": [low, high]}
+            end = max(end, high)
+        padding = -end % PART_ALIGNMENT
+        if padding:
+            filled = {"dtype": "U8", "shape": [padding], "data_offsets": [end, end + padding]}
+            entries[f"{each}|padding"] = filled
+        ranges[each] = (start, end - start, padding)
+        start = end + padding
+    header = _header_of(entries, PART_ALIGNMENT)
+    file_bytes = len(header) + start
+    start, num_bytes, padding = ranges[rank]
+    if rank == next(iter(headers)):
+        return FilePart(header, 0, num_bytes, padding, file_bytes)
+    return FilePart(b"", len(header) + start, num_bytes, padding, file_bytes)
+
+
+def layout_of(tensors: Pieces) -> Layout:
+    """Lay out the widest types first, so that every tensor is aligned; by name within a type."""
+    entries: dict[str, dict[str, Any]] = {}
+    offsets: dict[str, int] = {}
+    end = 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name][0].element_size(), name)):
+        pieces = tensors[name]
+        shape = [sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:]]
+        start, end = end, end + math.prod(shape) * pieces[0].element_size()
+        offsets[name] = start
+        entries[name] = {
+            "dtype": TYPE_NAMES[pieces[0].dtype],
+            "shape": shape,
+            "data_offsets": [start, end],
+        }
+    return Layout(_header_of(entries, ALIGNMENT), offsets, end)
+
+
+def _header_of(entries: Mapping[str, Any], alignment: int) -> bytes:
+    """The bytes of a file before its tensors, a multiple of `alignment`."""
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % alignment)
+    return len(text).to_bytes(8, "little") + text
+
+
+def copy_to_host(tensors: Pieces, layout: Layout, host: Tensor) -> None:
+    """Copy every piece to its offset in `host`, a buffer of bytes; does not wait for a device."""
+    for name, pieces in tensors.items():
+        start = layout.offsets[name]
+        for piece in pieces:
+            end = start + piece.numel() * piece.element_size()
+            view = host[start:end].view(piece.dtype).view(piece.shape)
+            view.copy_(piece.detach(), non_blocking=True)
+            start = end
+
+
+def write_file(
+    path: Path, part: FilePart, host: Tensor, between_blocks: Callable[[], None]
+) -> dict[str, Any]:
+    """Write and fsync a part of the file; returns start, size and SHA-256 of the part.
+
+    `between_blocks` may raise to cancel.
+    """
+    digest = hashlib.sha256()
+    body = host[: part.num_bytes].numpy().data
+    with named_errors(path), open(path, "r+b", opener=_own_new_file) as file:
+        file.seek(part.start)
+        for source in (memoryview(part.header), body, memoryview(bytes(part.padding))):
+            for start in range(0, len(source), BLOCK_BYTES):
+                between_blocks()
+                block = source[start : start + BLOCK_BYTES]
+                digest.update(block)
+                file.write(block)
+        file.truncate(part.file_bytes)  # the same on all ranks: cuts what a former try has left
+        file.flush()
+        os.fsync(file.fileno())
+    return {"start": part.start, "bytes": part.part_bytes, "sha256": digest.hexdigest()}
+
+
+def _own_new_file(path: str, flags: int) -> int:
+    """Not truncated: other ranks may have written their parts."""
+    return own_file(path, flags | os.O_CREAT)
+
+
+POLL_SECONDS = 0.02
+LONGEST_POLL_SECONDS = 1.0  # of a rank among thousands that ask rank 0's store
+_LENGTH_BYTES = 8
+Report = dict[str, Any]
+
+
+class RankReports:
+    """The reports of one save, which all ranks give the same `name`, unlike that of any other."""
+
+    def __init__(self, name: str, world: World, store: Store | None = None) -> None:
+        """`store` is by default that of the ranks' process group."""
+        self._world = world
+        self._own: bytes | None = None
+        self._store: Store | None = None
+        if world.world_size > 1:
+            assert store is not None or dist.is_initialized()
+            store = store or distributed_c10d._get_default_store()
+            self._store = PrefixStore(f"save/{name}", store)
+
+    def post(self, report: Mapping[str, Any], pieces: Mapping[str, Any]) -> None:
+        """Report what this rank has written; does not wait for rank 0."""
+        content = encoded(report, pieces)
+        if self._store is None:
+            self._own = content
+            return
+        self._store.set(str(self._world.rank), cast("str", content))  # bytes are as good
+        self._store.add("count", 1)
+
+    def post_header(self, header: bytes, ranks: Sequence[int]) -> None:
+        """Tell the `ranks`, this one and others, what this one writes into the file of all."""
+        assert self._store is not None
+        self._store.set(f"header/{self._world.rank}", cast("str", zlib.compress(header, level=1)))
+        self._store.add(f"headers/{ranks[0]}", 1)
+
+    def headers(self, ranks: Sequence[int], while_waiting: Callable[[], None]) -> dict[int, bytes]:
+        """Return what each of the `ranks` has posted; `while_waiting` may raise."""
+        assert self._store is not None
+        pause = POLL_SECONDS
+        while self._store.add(f"headers/{ranks[0]}", 0) < len(ranks):
+            while_waiting()
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST_POLL_SECONDS)
+        names = [f"header/{rank}" for rank in ranks]
+        found = map(zlib.decompress, self._store.multi_get(names))
+        if self._store.add(f"read/{ranks[0]}", 1) == len(ranks):
+            for name in (*names, f"headers/{ranks[0]}", f"read/{ranks[0]}"):
+                self._store.delete_key(name)
+        return dict(zip(ranks, found, strict=True))
+
+    def collect(self, while_waiting: Callable[[], None]) -> list[Report]:
+        """Return the reports of all ranks, in their order (rank 0); `while_waiting` may raise."""
+        if self._store is None:
+            assert self._own is not None, "collect() before post()"
+            return decoded([self._own])
+        num_ranks = self._world.world_size
+        while self._store.add("count", 0) < num_ranks:
+            while_waiting()
+            time.sleep(POLL_SECONDS)
+        return decoded(self._store.multi_get([str(rank) for rank in range(num_ranks)]))
+
+    def clear(self) -> None:
+        """Remove from the store what has been collected: a request for each rank (rank 0)."""
+        if self._store is not None:
+            for name in (*map(str, range(self._world.world_size)), "count"):
+                self._store.delete_key(name)
+
+
+def encoded(report: Mapping[str, Any], pieces: Mapping[str, Any]) -> bytes:
+    """Return a rank's message: report and pieces as JSON, compressed, after the report's length."""
+    own, others = (
+        zlib.compress(json.dumps(each, sort_keys=True).encode(), level=1)
+        for each in (report, pieces)
+    )
+    return len(own).to_bytes(_LENGTH_BYTES, "little") + own + others
+
+
+def decoded(contents: Sequence[bytes]) -> list[Report]:
+    """Return the reports with their `pieces`; equal ones are read once, and the same object."""
+    known: dict[bytes, Any] = {}
+    reports = []
+    for content in contents:
+        end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+        if (pieces := content[end:]) not in known:
+            known[pieces] = json.loads(zlib.decompress(pieces))
+        report = json.loads(zlib.decompress(content[_LENGTH_BYTES:end]))
+        reports.append({**report, "pieces": known[pieces]})
+    return reports
+
 
 # After all ranks have written: how long rank 0 may take to write index and marker.
 PUBLISH_SECONDS = 600.0

@@ -3,29 +3,50 @@
 Each rank writes its own files in a background thread (`background_save`), without collectives; rank
 0 publishes them (`marker`). On resume each rank reads the slices that it needs (`elastic_reader`).
 There is no pickle.
+
+Whether all ranks hold the same values of what each holds whole; checked before every save.
+
+What is replicated (everything under ZeRO 0, and the weights that the model computes with below
+stage 3) is the same on all ranks bit for bit, as long as all compute correctly. A rank that drifts
+spoils the others' gradients, and a checkpoint, to which each rank adds a part, would mix two
+models.
+
+Ranks that share lanes save whole ones, so that a checkpoint does not know who shared what.
+
+Each saves its part of the lanes of its group (`saved_lanes_of_rank`), perhaps none: with 2 ranks
+and 3 lanes, place 0 saves the first lane and place 1 the others. On resume every rank reads the
+whole lanes that it shares then, and keeps its rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from data_pipeline.config_loader import to_tree
-from data_pipeline.errors import CheckpointError, UserError
-from data_pipeline.files import write_text
-from data_pipeline.patience import ANY_REMEDY, Outage, Patience
+from data_pipeline.lanes.lane_stream import LaneCursor
+from foundation.errors import CheckpointError, UserError
+from foundation.files import write_text
+from foundation.retry import ANY_REMEDY, Outage, Patience
+from foundation.settings import to_tree
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import (
     HostBuffers,
     RankFile,
+    RankReports,
+    Report,
     Save,
     SaveProblem,
     files_of_rank,
@@ -38,23 +59,156 @@ from pretrain.checkpoint.elastic_reader import (
     restore_counters,
     restore_random_state,
 )
-from pretrain.checkpoint.rank_reports import RankReports, Report
-from pretrain.checkpoint.replicas import require_equal_replicas
-from pretrain.checkpoint.whole_lanes import own_rows, report_of_lanes, with_whole_lanes
 from pretrain.config.phases import restarts_lanes
-from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
-from pretrain.distributed.background_exchanges import Worker
-from pretrain.distributed.rounds import rows_of_ranks
+from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank, saved_lanes_of_rank
+from pretrain.distributed.rounds import Worker, largest_of_ranks, rows_of_ranks
+from pretrain.distributed.sequence import SequenceShare
 from pretrain.distributed.world import (
     World,
     broadcast_value,
     gather_found,
+    gather_values,
     raise_on_all_ranks,
     ranks_of_node,
 )
 from pretrain.engines.engine import Engine
-from pretrain.model.lane_state import LaneState, Memory, selected_lanes
+from pretrain.model.lane_state import LaneState, Memory, joined_lanes, selected_lanes
 from pretrain.state import TrainState
+
+# To read a value's bits as an integer, by its size in bytes.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BLOCK = 1 << 22  # elements
+NOTHING = torch.empty(0, dtype=torch.int64)
+COUNTERS = "step, tokens, updates and loss scale"
+
+
+def require_equal_replicas(engine: Engine, state: TrainState) -> None:
+    """Raise CheckpointError on all ranks, naming one, if any holds other values than the others.
+
+    A collective. It compares the sum of each tensor's bits as integers, which any single difference
+    changes, and reads every replicated tensor once.
+    """
+    if engine.world.world_size == 1:
+        return
+    replicas = dict(replicated_values(engine))
+    sums = [_sum_of_bits(value) for value in replicas.values()]
+    own = torch.cat([torch.stack(sums).cpu() if sums else NOTHING, _counters(engine, state)])
+    # The largest x and the largest -x: they add up to zero where all ranks have the same.
+    extremes = largest_of_ranks(torch.cat([own, -own]))
+    high, low = extremes.chunk(2)
+    odd = (high + low).nonzero().flatten().tolist()
+    if odd:
+        names = [*replicas, COUNTERS]
+        ranks = odd_ranks(gather_values(own[odd].tolist(), list[int]))
+        raise CheckpointError(_difference(state.step, ranks, [names[index] for index in odd]))
+
+
+def replicated_values(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Yield, by name and in the same order on all ranks, what each of them holds whole."""
+    seen: set[int] = set()
+    for fragment in engine.fragments():
+        if fragment.replicated:
+            for kind, value in fragment.values.items():
+                seen.add(value.data_ptr())
+                yield f"{fragment.name} ({kind})", value
+    for name, weight in engine.whole_weights():
+        if weight.data_ptr() not in seen:  # in fp32 they are the masters
+            yield name, weight
+
+
+def odd_ranks(found: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks that differ from what most ranks have; all if no value is the commonest."""
+    by_count = Counter(map(tuple, found)).most_common(2)
+    if len(by_count) > 1 and by_count[0][1] == by_count[1][1]:
+        return list(range(len(found)))
+    return [rank for rank, values in enumerate(found) if tuple(values) != by_count[0][0]]
+
+
+def _difference(step: int, ranks: list[int], names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    which = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+    return (
+        f"step {step} was not saved: {which} differ{'s' if len(ranks) == 1 else ''} in "
+        f"{names[0]}{more}, expected the same on all ranks; check the hardware there, then rerun "
+        "the command to resume from the latest checkpoint, which is whole"
+    )
+
+
+def _sum_of_bits(value: Tensor) -> Tensor:
+    bits = value.detach().reshape(-1).view(_INTEGERS[value.element_size()])
+    # In blocks: a CPU first makes int64 of all that it sums.
+    return torch.stack([block.sum(dtype=torch.int64) for block in bits.split(BLOCK)]).sum()
+
+
+def _counters(engine: Engine, state: TrainState) -> Tensor:
+    scaler = engine.loss_scaler
+    counters = [
+        state.step,
+        state.tokens_seen,
+        engine.optimizer_step_count(),
+        None if scaler is None else scaler.to_tree(),
+    ]
+    digest = hashlib.sha256(json.dumps(counters).encode()).digest()
+    return torch.tensor([int.from_bytes(digest[:7], "little")])
+
+
+def with_whole_lanes(state: TrainState, run: RunConfig, world: World) -> TrainState:
+    """Return the state with what this rank saves of the lanes. A collective of those that share.
+
+    Its memories are new tensors on the device of the old ones.
+    """
+    share = world.sequence
+    if share is None:
+        return state
+    first = world.rank - share.place
+    each = [saved_lanes_of_rank(run, first + n, world.world_size) for n in range(share.places)]
+    own, start = each[share.place], lanes_of_rank(run, first, world.world_size).start
+    memories = [memory for memory in state.memories if memory is not None]
+    if memories:
+        rows = slice(own.start - start, own.stop - start)
+        counts = [len(lanes) for lanes in each]
+        memories = [_whole(LaneState(run.model), joined_lanes(memories), share, counts, rows)]
+    return replace(
+        state,
+        memories=memories if own else [],
+        cursor=state.cursor.take(own) if own and state.cursor else None,
+    )
+
+
+def _whole(
+    lane_state: LaneState, memory: Memory, share: SequenceShare, counts: list[int], rows: slice
+) -> Memory:
+    return tuple(
+        share.whole_rows(tensor, counts) if part.is_shared else tensor[rows]
+        for part, tensor in zip(lane_state.parts, memory, strict=True)
+    )
+
+
+def report_of_lanes(
+    cursor: LaneCursor | None, past: LaneCursor | None, run: RunConfig, world: World
+) -> dict[str, Any]:
+    """Return what the index says of the lanes that this rank saves, `cursor` being theirs."""
+    lanes = saved_lanes_of_rank(run, world.rank, world.world_size)
+    return {
+        "first_lane": lanes.start,
+        "num_lanes": len(lanes),
+        "cursor": cursor.to_tree() if cursor else None,
+        "past": past.take(lanes).to_tree() if past and lanes else None,
+    }
+
+
+def own_rows(
+    lane_state: LaneState, tensors: Mapping[str, Tensor], share: SequenceShare | None
+) -> dict[str, Tensor]:
+    """Return this rank's part of whole lanes, by the names of their parts."""
+    if share is None:
+        return dict(tensors)
+    shared = {part.name for part in lane_state.parts if part.is_shared}
+    return {
+        name: share.own_rows(tensor) if name in shared else tensor
+        for name, tensor in tensors.items()
+    }
+
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from data_pipeline.errors import STORAGE_FAILS, CheckpointError, UnreadableError
-from data_pipeline.files import read_json, read_regular
+from foundation.errors import STORAGE_FAILS, CheckpointError, UnreadableError
+from foundation.files import read_json, read_regular
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_pipeline.errors import CheckpointError
 from data_pipeline.lanes.lane_stream import LaneCursor
+from foundation.errors import CheckpointError
 from pretrain.checkpoint.directory import MEMORY, rank_file
 from pretrain.checkpoint.marker import Checkpoint
 from pretrain.checkpoint.pieces import key_of, opened

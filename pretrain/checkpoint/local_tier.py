@@ -25,18 +25,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.config_loader import differences, to_tree
-from data_pipeline.errors import UserError, os_error_text
-from data_pipeline.ownership import private_directory
+from foundation.errors import UserError, os_error_text
+from foundation.files import private_directory
+from foundation.settings import differences, to_tree
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.checkpoint.background_save import HostBuffers, Save, files_of, new_index
+from pretrain.checkpoint.background_save import (
+    HostBuffers,
+    RankReports,
+    Report,
+    Save,
+    files_of,
+    new_index,
+)
+from pretrain.checkpoint.checkpointer import require_equal_replicas
 from pretrain.checkpoint.elastic_reader import local_name
 from pretrain.checkpoint.pieces import key_of
-from pretrain.checkpoint.rank_reports import RankReports, Report
-from pretrain.checkpoint.replicas import require_equal_replicas
 from pretrain.config.run import RunConfig
-from pretrain.distributed.background_exchanges import Worker
+from pretrain.distributed.rounds import Worker
 from pretrain.distributed.world import World, broadcast_value, gather_values
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState

@@ -10,7 +10,7 @@ A save writes into a hidden directory, in this order:
     5. rank 0: the rename to step-N, and an fsync of the parent directory
 
 JSON and marker are themselves written to a temporary file, fsynced and renamed
-(`data_pipeline.files`). So at any moment a crash or a power cut leaves either no directory of that
+(`foundation.files`). So at any moment a crash or a power cut leaves either no directory of that
 step or a whole one, and never touches older checkpoints. Marker -> index -> files is a chain of
 hashes over every byte: whatever is truncated, exchanged between ranks or copied from another step
 breaks it. There is no `latest` link to go stale: the latest valid checkpoint is found by verifying
@@ -19,6 +19,21 @@ from the end.
 `verify` alone decides whether a checkpoint is good. It reads everything, so the questions that are
 asked often (what to prune, how far a run is) go to `counts`: marker, index and sizes are right, and
 no start has refused the checkpoint, which leaves a note in it (`REFUSED`).
+
+The index of a checkpoint, index.json: what it says is checked once, before anything acts on it.
+
+format, run, step, world_size, config     which checkpoint it is
+files      name -> bytes and sha256       of every file but index and marker, as a list of the parts
+                                          that one rank each has written, one after the other
+pieces     parameter -> kinds and runs    which rank's file has which elements (`pieces.py`)
+ranks      first_lane, num_lanes, cursor  of every rank, in their order; `past`, an earlier cursor;
+                                          `state`, the file with its memories (`state_of_rank`)
+rebuild    steps, forgotten               null, or what memories that are not here are rebuilt from
+tokens_seen, optimizer_steps, loss_scale, validation_loss
+
+Who hashes what of a checkpoint: every byte once over the ranks, and rank 0 shows how far it is.
+
+Torch-free.
 """
 
 from __future__ import annotations
@@ -26,27 +41,39 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import stat
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, NamedTuple
 
-from data_pipeline.checked_fields import Fields
-from data_pipeline.errors import STORAGE_FAILS, CheckpointError, UnreadableError
-from data_pipeline.files import fsync_directory, read_regular, sha256_of, write_text
-from data_pipeline.many_files import read_together
+from foundation.errors import STORAGE_FAILS, CheckpointError, UnreadableError
+from foundation.files import (
+    fsync_directory,
+    parse_json,
+    read_regular,
+    read_together,
+    sha256_of,
+    write_text,
+)
+from foundation.records import Fields, InvalidField, shown
+from pretrain.checkpoint import pieces
 from pretrain.checkpoint.directory import (
     INDEX,
+    KINDS,
     MARKER,
     REFUSED,
     STEP_NAME,
+    rank_file,
     remove,
     step_directory,
     steps_on_disk,
 )
-from pretrain.checkpoint.index_file import FORMAT, parse_index
 from pretrain.checkpoint.pieces import (
     Pieces,
     elements_of_rank,
@@ -54,7 +81,173 @@ from pretrain.checkpoint.pieces import (
     parsed,
     require_pieces,
 )
-from pretrain.checkpoint.shares import Part, Progress, parts_in, share_of_rank
+from pretrain.terminal.text import counted
+
+FORMAT = 6  # of a checkpoint: file names, keys of tensors and of the index
+
+
+def parse_index(path: Path, content: bytes) -> dict[str, Any]:
+    """Return the contents of the index; CheckpointError unless all its fields are right."""
+    try:
+        index = parse_json(content)
+        fields = Fields(index)
+        if index.get("format") == 5:
+            _make_format_6(index)
+        if (found := fields.integer("format")) != FORMAT:
+            raise CheckpointError(
+                f"{path}: found format {found}, expected format {FORMAT}; "
+                "resume with the version that wrote it, or use a new run directory"
+            )
+        _check(fields, index)
+    except (ValueError, InvalidField) as error:
+        raise CheckpointError(
+            f"{path}: found no index of a checkpoint of format {FORMAT} ({error})"
+        ) from None
+    return index
+
+
+def _check(fields: Fields, index: dict[str, Any]) -> None:
+    """Raise InvalidField unless the fields are of their types, and the ranks' lanes add up."""
+    fields.text("run")
+    for name in ("step", "tokens_seen", "optimizer_steps"):
+        fields.integer(name)
+    fields.object("config")
+    if type(index.get("validation_loss", ...)) not in (int, float, NoneType):  # it may be NaN
+        raise InvalidField("validation_loss is not a number")
+    if "loss_scale" not in index:
+        raise InvalidField("loss_scale is missing")
+    if index["loss_scale"] is not None:
+        scale = fields.object("loss_scale")
+        scale.number("scale")
+        scale.integer("updates")
+    for name in fields.tree("files"):
+        for part in fields.object("files").items(name):
+            part.only(("bytes", "sha256")).integer("bytes")
+            part.sha256("sha256")
+    reports, next_lane = fields.items("ranks"), 0
+    if fields.integer("world_size", least=1) != len(reports):
+        raise InvalidField(f"world_size is {index['world_size']}, ranks has {len(reports)}")
+    pieces.parsed(fields, len(reports))
+    # Of a cursor, its reader checks what is in it; None before the first batch.
+    for name in ("cursor", "past"):
+        if not all(isinstance(each.get(name, ...), (dict, NoneType)) for each in index["ranks"]):
+            raise InvalidField(f"a rank has no {name}")
+    _check_rebuild(fields, index)
+    for report in reports:
+        report.integer("first_lane", next_lane, next_lane)
+        next_lane += report.integer("num_lanes")
+    if not next_lane:
+        raise InvalidField("ranks have no lanes")
+    _check_files(index["files"], [report.text("state") for report in reports])
+
+
+def _check_files(files: dict[str, Any], states: list[str]) -> None:
+    """Raise InvalidField unless each rank has its part in two of the files: its engine's, and the
+    one of `states`.
+
+    Whatever is listed is opened, so nothing but these names may be.
+    """
+    engines, possible = ([rank_file(kind, n) for n in range(len(states))] for kind in KINDS)
+    parts = Counter([*engines, *states])
+    for name, count in parts.items():
+        if (found := len(files.get(name, ()))) != count:
+            raise InvalidField(f"{shown(name)} has {counted(found, 'part')}, expected {count}")
+    unknown = (files.keys() - parts.keys()) | (set(states) - set(possible))
+    if unknown:
+        raise InvalidField(f"found the file {shown(min(unknown))}, expected those of ranks only")
+
+
+def _make_format_6(index: dict[str, Any]) -> None:
+    """Format 5 had one file per rank and kind."""
+    index["format"] = FORMAT
+    if isinstance(files := index.get("files"), dict):
+        index["files"] = {name: [entry] for name, entry in files.items()}
+    if isinstance(reports := index.get("ranks"), list):
+        for rank, report in enumerate(reports):
+            if isinstance(report, dict):
+                report["state"] = rank_file("state", rank)
+
+
+def _check_rebuild(fields: Fields, index: dict[str, Any]) -> None:
+    if "rebuild" not in index:
+        raise InvalidField("rebuild is missing")
+    if index["rebuild"] is not None:
+        rebuild = fields.object("rebuild").only(("steps", "forgotten"))
+        steps = rebuild.integer("steps", 1, index["step"])
+        rebuild.integers("forgotten", steps - 1)
+
+
+logger = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Part(NamedTuple):
+    """What one rank has written of a file: the bytes from `start` on. `engine_rank`: of pieces."""
+
+    name: str
+    start: int
+    bytes: int
+    sha256: str
+    engine_rank: int | None = None
+
+
+def parts_in(index: Mapping[str, Any]) -> list[Part]:
+    """Return all parts that an index lists, those of each rank together; IndexError or KeyError
+    if a rank has none."""
+    found = []
+    ends: dict[str, tuple[int, int]] = {}
+    for rank, report in enumerate(index["ranks"]):
+        for kind, name in ("engine", rank_file("engine", rank)), ("state", report["state"]):
+            number, start = ends.get(name, (0, 0))
+            part = index["files"][name][number]
+            engine_rank = rank if kind == "engine" else None
+            found.append(Part(name, start, part["bytes"], part["sha256"], engine_rank))
+            ends[name] = (number + 1, start + part["bytes"])
+    return found
+
+
+def share_of_rank(parts: Sequence[Part], rank: int, world_size: int) -> list[Part]:
+    """Return the parts that a rank hashes: those of consecutive ranks, of equal bytes.
+
+    With as many ranks as saved it, a rank hashes about what it will read, so that its node has that
+    in memory by then. A part is hashed by one rank: with more ranks than parts, some have nothing.
+    """
+    total = sum(part.bytes for part in parts) or 1
+    share, before = [], 0
+    for part in parts:
+        middle = min(before + part.bytes / 2, total - 0.5)
+        if int(middle * world_size / total) == rank:
+            share.append(part)
+        before += part.bytes
+    return share
+
+
+class Progress:
+    """How much of a rank's share is hashed; a line at most every few seconds if it `is_shown`.
+
+    The rank hashes `own_bytes` of the checkpoint's `num_bytes`.
+    """
+
+    def __init__(
+        self, step: int, num_bytes: int, world_size: int, own_bytes: int, is_shown: bool
+    ) -> None:
+        self._what = f"{num_bytes / 2**30:,.1f} GiB by {counted(world_size, 'rank')}"
+        self._step, self._is_shown = step, is_shown
+        self._own_bytes, self._done = own_bytes, 0
+        self._started = self._shown = time.monotonic()
+
+    def add(self, num_bytes: int) -> None:
+        """Note that so many bytes more are hashed."""
+        self._done += num_bytes
+        now = time.monotonic()
+        if not self._is_shown or now < self._shown + SECONDS_BETWEEN_LINES:
+            return
+        self._shown = now
+        part = self._done / max(self._own_bytes, self._done)
+        left = (now - self._started) * (1 - part) / part
+        what = "verifying step %d: %.0f%% of %s, about %.0f s left"
+        logger.info(what, self._step, 100 * part, self._what, left)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_pipeline.checked_fields import Fields, InvalidField, shown
-from data_pipeline.errors import CheckpointError, UnreadableError
+from foundation.errors import CheckpointError, UnreadableError
+from foundation.records import Fields, InvalidField, shown
 
 _KEY = re.compile(r"([^|]+)\|([0-9]{1,15})\|([^|]+)")
 HOLE = "a piece of {} starts at element {}, expected {}"

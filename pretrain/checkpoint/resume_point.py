@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.errors import CheckpointError, UnreadableError
-from data_pipeline.patience import WAITS, Outage, Patience
+from foundation.errors import CheckpointError, UnreadableError
+from foundation.retry import WAITS, Outage, Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.distributed.world import World, broadcast_value, raise_on_all_ranks

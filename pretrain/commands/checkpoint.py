@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from data_pipeline.errors import CheckpointError, ConfigError, printable
-from data_pipeline.files import read_json
-from data_pipeline.program import Program
+from foundation.cli import Program
+from foundation.errors import CheckpointError, ConfigError, printable
+from foundation.files import read_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.recovery.spike_detector import suspected_since

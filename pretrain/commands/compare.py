@@ -6,18 +6,22 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError, printable
-from data_pipeline.setting_pages import value_text
+from foundation.cli import value_text
+from foundation.errors import ConfigError, printable
 from pretrain.reporting.charts import TITLE_CHARACTERS, panel_html, save_panels
 from pretrain.reporting.html import page, paragraph, section, table
 from pretrain.reporting.page_files import write_page
 from pretrain.reporting.results import differing_settings
 from pretrain.reporting.run_charts import comparison_panels
 from pretrain.reporting.run_history import History, read_histories
-from pretrain.rundir.losses import set_loss_name, set_losses
+from pretrain.rundir.metric_names import (
+    SPEED,
+    latest_with_tasks,
+    set_loss_name,
+    set_losses,
+    task_metrics,
+)
 from pretrain.rundir.run_paths import run_path
-from pretrain.rundir.speeds import SPEED
-from pretrain.rundir.task_metrics import latest_with_tasks, task_metrics
 from pretrain.scaling.which_runs import runs_of
 from pretrain.terminal.text import distinguished, fitted_table, number, si
 

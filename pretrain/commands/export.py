@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from data_pipeline.setting_fields import assert_never
+from foundation.settings import assert_never
 from pretrain.commands.latest_checkpoint import LATEST_CHECKPOINT_HINTS
 from pretrain.config.choices import ExportFormat
 from pretrain.rundir.run_paths import run_path
@@ -64,11 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _write_huggingface(
     arguments: argparse.Namespace, trained: TrainedModel, tokenizer: Tokenizer
 ) -> None:
-    from pretrain.rundir.metrics_summary import summarize_file
+    from pretrain.rundir.metrics_file import summarize_file
     from pretrain.rundir.run_dir import RunDir
     from pretrain.weights.export import is_export
-    from pretrain.weights.huggingface.export import write_huggingface
-    from pretrain.weights.huggingface.tokenizer_files import tokenizer_files
+    from pretrain.weights.huggingface.export import tokenizer_files, write_huggingface
 
     evaluation = None
     if not is_export(arguments.run):

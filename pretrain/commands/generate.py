@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from data_pipeline.errors import ConfigError, printable
-from data_pipeline.program import check_least
-from data_pipeline.sizes import size_of
 from data_pipeline.tokenizer import Tokenizer
+from foundation.cli import check_least
+from foundation.errors import ConfigError, printable
+from foundation.settings import size_of
 from pretrain.commands.latest_checkpoint import LATEST_CHECKPOINT_HINTS
 from pretrain.commands.threads import add_threads, check_threads, use_threads
 from pretrain.config.choices import Precision

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.sizes import amount_of
-from pretrain.costs.cluster import load_cluster
+from foundation.errors import ConfigError
+from foundation.settings import amount_of
+from pretrain.costs.cluster import fixed_nodes, load_cluster
 from pretrain.costs.devices import DEVICES, MOST_RANKS, Hardware
-from pretrain.costs.node_range import fixed_nodes
 
 
 def add_hardware_arguments(parser: argparse._ActionsContainer) -> None:

@@ -8,12 +8,12 @@ import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from data_pipeline.builder.given_tokenizer import given_tokenizer
+from data_pipeline.builder.build_tokenizer import given_tokenizer
 from data_pipeline.config import TokenizerConfig
-from data_pipeline.config_loader import load_config
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
-from data_pipeline.errors import ConfigError
 from data_pipeline.tokenizer import Tokenizer
+from foundation.errors import ConfigError
+from foundation.settings import load_config
 from pretrain.config.run import RunConfig
 
 

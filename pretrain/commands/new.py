@@ -8,11 +8,10 @@ from pathlib import Path
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.manifest import read_manifest
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
-from data_pipeline.errors import ConfigError
-from data_pipeline.files import absolute, refuse_overwrite, write_new
-from data_pipeline.setting_fields import require_name
-from data_pipeline.sizes import amount_of, size_of
-from data_pipeline.yaml_files import require_yaml_name
+from foundation.errors import ConfigError
+from foundation.files import absolute, refuse_overwrite, write_new
+from foundation.settings import amount_of, require_name, size_of
+from foundation.yaml_files import require_yaml_name
 from pretrain.config.resolve import resolve
 from pretrain.scaling.new_experiment import TrainingText, as_file, new_experiment
 from pretrain.terminal.text import counted, si

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.setting_fields import require_name
-from data_pipeline.yaml_files import read_tree
+from foundation.errors import ConfigError
+from foundation.settings import require_name
+from foundation.yaml_files import read_tree
 
 
 def check_output_file(option: str, path: Path | None, example: str) -> None:

@@ -6,11 +6,11 @@ import argparse
 import time
 from pathlib import Path
 
-from data_pipeline.config_loader import to_tree
-from data_pipeline.errors import printable
-from data_pipeline.progress import duration
-from data_pipeline.setting_pages import value_text
-from data_pipeline.yaml_files import dump_yaml
+from foundation.cli import value_text
+from foundation.errors import printable
+from foundation.progress import duration
+from foundation.settings import to_tree
+from foundation.yaml_files import dump_yaml
 from pretrain.commands.output_paths import check_output_directory
 from pretrain.config.run import RunConfig
 from pretrain.reporting.charts import panel_html, save_panels
@@ -19,21 +19,21 @@ from pretrain.reporting.page_files import write_page
 from pretrain.reporting.run_charts import run_panels
 from pretrain.reporting.run_history import History, read_histories
 from pretrain.reporting.run_warnings import warnings_of
+from pretrain.rundir.events import GaveUp
 from pretrain.rundir.ledger import events_of
-from pretrain.rundir.losses import (
+from pretrain.rundir.metric_names import (
     MEMORY_GAIN,
+    RUN_SPEED,
     TRAIN_LOSS,
     VALIDATION_LOSS,
+    latest_with_tasks,
     set_loss_name,
     set_losses,
+    task_metrics,
 )
 from pretrain.rundir.run_paths import run_path
-from pretrain.rundir.speeds import RUN_SPEED
-from pretrain.rundir.task_metrics import latest_with_tasks, task_metrics
-from pretrain.rundir.training_events import GaveUp
 from pretrain.scaling.which_runs import runs_of
-from pretrain.terminal.text import counted, number, si
-from pretrain.terminal.train_lines import perplexity
+from pretrain.terminal.text import counted, number, perplexity, si
 
 MOST_EVENTS = 60
 CHART_INCHES = 2.3

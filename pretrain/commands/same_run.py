@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from data_pipeline.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pretrain.checkpoint.directory import step_directory
 from pretrain.checkpoint.elastic_reader import FragmentReader, load_cursor, load_memory
 from pretrain.checkpoint.marker import Checkpoint, verify

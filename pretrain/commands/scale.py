@@ -6,9 +6,9 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.program import Program
+from foundation.cli import Program
+from foundation.errors import ConfigError, DataError
+from foundation.settings import load_config
 from pretrain.commands.output_paths import check_sweep_output
 from pretrain.config.run import RunConfig
 from pretrain.scaling.family import WIDTH_MULTIPLE, Family, read_ladder

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_pipeline.csv_files import check_table_path
-from data_pipeline.errors import ConfigError
+from foundation.csv_files import check_table_path
+from foundation.errors import ConfigError
 from pretrain.commands.output_paths import check_output_file
 from pretrain.commands.scale import add_sweep, swept_runs
 from pretrain.scaling.collect import Row, rate_checks, row_of, shown_rows, write_rows

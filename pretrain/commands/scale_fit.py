@@ -6,11 +6,11 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.files import write_json
-from data_pipeline.progress import StatusLine
-from data_pipeline.sizes import amount_of
-from data_pipeline.yaml_files import YAML_SUFFIXES
+from foundation.errors import ConfigError
+from foundation.files import write_json
+from foundation.progress import StatusLine
+from foundation.settings import amount_of
+from foundation.yaml_files import YAML_SUFFIXES
 from pretrain.commands.output_paths import check_output_directory, check_output_file
 from pretrain.commands.scale import (
     add_report_output,

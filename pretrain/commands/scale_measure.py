@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.files import read_json
+from foundation.errors import ConfigError
+from foundation.files import read_json
 from pretrain.commands.scale import add_sweep, swept_runs
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import row_of
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 def probe_runs(runs: Sequence[Path], trials: int, longest_distance: int) -> None:
     """Write probes.html and probes.json of every run that does not have the same already."""
     from data_pipeline.corpora.corpus import Corpus  # late: torch takes seconds
-    from pretrain.commands.probe_outputs import probe_with_status, write_probes
+    from pretrain.commands.evaluation_outputs import probe_with_status, write_probes
     from pretrain.distributed.world import destroy_process_group, init_world
     from pretrain.evaluation.evaluate import TrainedScorer
     from pretrain.evaluation.probes.probe_settings import ProbeSettings

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.sizes import amount_of
+from foundation.errors import ConfigError
+from foundation.settings import amount_of
 from pretrain.scaling.collect import read_rows
 from pretrain.scaling.intervals import LEVEL, amount, as_loss, shown
 from pretrain.scaling.memory_law import (

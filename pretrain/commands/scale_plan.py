@@ -14,12 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError
-from data_pipeline.file_kinds import refuse_other_kind
-from data_pipeline.program import add_experiment, check_least
-from data_pipeline.sizes import amount_of, size_of
-from data_pipeline.yaml_files import find_config, read_tree
+from foundation.cli import add_experiment, check_least
+from foundation.errors import ConfigError
+from foundation.settings import amount_of, load_config, size_of
+from foundation.yaml_files import find_config, read_tree, refuse_other_kind
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.commands.scale import (
     add_family,

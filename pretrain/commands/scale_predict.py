@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data_pipeline.config_loader import load_config, to_tree
-from data_pipeline.errors import ConfigError
-from data_pipeline.files import refuse_overwrite, write_text
-from data_pipeline.sizes import amount_of
-from data_pipeline.yaml_files import dump_yaml
+from foundation.errors import ConfigError
+from foundation.files import refuse_overwrite, write_text
+from foundation.settings import amount_of, load_config, to_tree
+from foundation.yaml_files import dump_yaml
 from pretrain.commands.output_paths import check_output_file
 from pretrain.commands.scale import (
     add_family,

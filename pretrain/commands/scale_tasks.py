@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.sizes import amount_of
+from foundation.errors import ConfigError, DataError
+from foundation.settings import amount_of
 from pretrain.commands.scale import add_runs
 from pretrain.commands.scale_fit import columns_of, points_of
 from pretrain.scaling.intervals import amount, as_loss, shown

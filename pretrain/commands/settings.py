@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from data_pipeline.commands import settings
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.config.resume_rules import may_change
 from pretrain.config.run import RunConfig
 

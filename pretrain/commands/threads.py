@@ -6,8 +6,8 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.setting_fields import MOST_THREADS
+from foundation.errors import ConfigError
+from foundation.settings import MOST_THREADS
 from pretrain.config.run import RunConfig
 from pretrain.distributed.threads import set_threads
 

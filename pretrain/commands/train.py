@@ -8,9 +8,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.errors import exit_status_of
-from data_pipeline.program import add_experiment
+from foundation.cli import add_experiment
+from foundation.errors import exit_status_of
+from foundation.settings import load_config
 from pretrain.config.phases import advice_on_phases
 from pretrain.config.resolve import resolve, with_absolute_paths
 from pretrain.config.run import RunConfig

@@ -18,9 +18,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.program import add_experiment, check_least
+from foundation.cli import add_experiment, check_least
+from foundation.errors import ConfigError, UserError
+from foundation.settings import load_config
 from pretrain.checkpoint.marker import latest_step
 from pretrain.commands.output_paths import check_output_directory
 from pretrain.config.choices import precision_traits
@@ -28,7 +28,7 @@ from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
 from pretrain.recovery.faults import VARIABLE as FAULT_VARIABLE
-from pretrain.rundir.launch_events import Interrupted
+from pretrain.rundir.events import Interrupted
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import counted
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from data_pipeline.setting_fields import assert_never
+from foundation.settings import assert_never
 
 LayerKind = Literal["attention", "deltanet"]
 FeedForwardKind = Literal["relu", "relu2", "gelu", "swiglu"]

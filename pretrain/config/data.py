@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.config import CacheConfig, MixturePart
-from data_pipeline.errors import ConfigError
-from data_pipeline.files import url_of
-from data_pipeline.setting_fields import (
+from foundation.errors import ConfigError
+from foundation.files import url_of
+from foundation.settings import (
     MOST,
     MOST_LANES,
     MOST_ROWS,
@@ -94,6 +94,6 @@ class DataConfig:
         """
         if url_of(self.path) is None and not self.manifest_hash:
             return self.path
-        from data_pipeline.corpora.corpus_hash import pinned_directory
+        from data_pipeline.corpora.corpus import pinned_directory
 
         return pinned_directory(self.path, self.cache, self.manifest_hash)

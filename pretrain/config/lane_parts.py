@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from data_pipeline.setting_fields import assert_never
+from foundation.settings import assert_never
 from pretrain.config.model import CONVOLUTION_WIDTH, ModelConfig
 
 # rows: one per remembered token, or per group of tokens; none at first.

@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from data_pipeline.config import LARGEST_VOCABULARY
-from data_pipeline.errors import ConfigError
-from data_pipeline.setting_fields import MOST_ROWS, Range, check_ranges, setting
+from foundation.errors import ConfigError
+from foundation.settings import MOST_ROWS, Range, check_ranges, setting
 from pretrain.config.choices import (
     CompressionKind,
     FeedForwardKind,

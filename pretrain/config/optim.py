@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.setting_fields import MOST, Range, check_ranges, setting
+from foundation.errors import ConfigError
+from foundation.settings import MOST, Range, check_ranges, setting
 from pretrain.config.choices import (
     OptimizerName,
     ReductionPrecision,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
-from data_pipeline.setting_fields import setting
+from foundation.settings import setting
 
 _MAY_CHANGE = "may_change"
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from data_pipeline.errors import ConfigError
-from pretrain.config.attention_limits import Attention, attention_in
-from pretrain.config.engine import EngineConfig
+from foundation.errors import ConfigError
+from pretrain.config.engine import Attention, EngineConfig, attention_in
 from pretrain.config.model import ModelConfig
 
 

@@ -5,6 +5,8 @@ with its memory tokens, G gradient segments, M memory with its compressed rows (
 layers), K = T + M keys, d d_model, h heads times head width, k key heads times head width, f inner
 width, V vocabulary, b bytes of an activation, s ranks that share lanes, among which rows and heads
 are divided.
+
+What a run occupies: memory of a rank's device and of its host, and disk. Torch-free.
 """
 
 from __future__ import annotations
@@ -13,8 +15,7 @@ import os
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
-from data_pipeline.errors import ConfigError
-from pretrain.config.attention_limits import Attention, attention_in
+from foundation.errors import ConfigError
 from pretrain.config.choices import (
     LayerKind,
     attends,
@@ -27,13 +28,20 @@ from pretrain.config.choices import (
     scales_with_length,
     shards,
 )
+from pretrain.config.engine import Attention, attention_in
 from pretrain.config.lane_parts import lane_parts
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
-from pretrain.costs.deltanet import DeltaNetCosts
 from pretrain.costs.devices import GIB
-from pretrain.costs.flops import bins_of, lanes_of_pass, parameters_of, tokens_of_pass
-from pretrain.costs.muon import MOMENT_BYTES, moment_bytes
+from pretrain.costs.flops import (
+    MOMENT_BYTES,
+    DeltaNetCosts,
+    bins_of,
+    lanes_of_pass,
+    moment_bytes,
+    parameters_of,
+    tokens_of_pass,
+)
 from pretrain.costs.zero_buffers import Buffers, buffers_of, largest_parameter, stage_of
 from pretrain.kernels.triton.tiling import built_in_tiles
 from pretrain.kernels.triton.workspace import workspace_of
@@ -396,3 +404,45 @@ def _ema_bytes(run: RunConfig) -> int:
 
 def _width(run: RunConfig) -> int:
     return precision_traits(run.engine.number_format).bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes of a run in the phase that needs the most memory."""
+
+    run: RunConfig  # in that phase
+    parts: tuple[Part, ...]  # of a rank's device; on a CPU, of host memory
+    offloaded: float  # host memory of a rank, for what its GPU offloads
+    drawn: float  # host memory of a rank, for the weights as it draws them
+    checkpoint: float
+    copy: float  # host memory of a rank while it saves
+
+    @property
+    def device(self) -> float:
+        """Bytes of a rank's device."""
+        return total_bytes(list(self.parts))
+
+    @property
+    def host(self) -> float:
+        """Bytes of a rank's host memory at its peak, besides the process itself; for a GPU."""
+        return max(self.drawn, self.offloaded + self.copy)
+
+    @property
+    def disk(self) -> float:
+        """Bytes of the checkpoints that are kept, and of the one being written."""
+        return (self.run.checkpoint.keep_last + 1) * self.checkpoint
+
+
+def footprint_of(run: RunConfig, world_size: int, on_gpu: bool) -> Footprint:
+    """Return what the run occupies on so many ranks."""
+    largest = largest_phase(run, world_size, on_gpu)
+    saved = checkpoint_bytes(largest)
+    is_drawn_on_device = on_gpu and stage_of(largest) == 3
+    return Footprint(
+        run=largest,
+        parts=tuple(memory_parts(largest, world_size, on_gpu)),
+        offloaded=offloaded_bytes(largest, world_size) if on_gpu else 0.0,
+        drawn=0.0 if is_drawn_on_device else MASTER_BYTES * parameters_of(largest.model).total,
+        checkpoint=saved,
+        copy=saved / world_size if largest.checkpoint.asynchronous else 0.0,
+    )

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.setting_fields import Range, check_ranges, setting
+from foundation.errors import ConfigError
+from foundation.settings import Range, check_ranges, setting
 from pretrain.config.choices import precision_traits
 from pretrain.config.engine import EngineConfig
 

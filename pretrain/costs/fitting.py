@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.setting_pages import as_overrides
+from foundation.cli import as_overrides
+from foundation.errors import ConfigError
 from pretrain.config.choices import shards
 from pretrain.config.engine import EngineConfig
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, lanes_of_rank
 from pretrain.costs.device_memory import (
+    footprint_of,
     largest_phase,
     memory_parts,
     offloaded_bytes,
@@ -27,7 +28,6 @@ from pretrain.costs.device_memory import (
 )
 from pretrain.costs.devices import GIB
 from pretrain.costs.flops import computed_flops_of_step, flops_per_token
-from pretrain.costs.footprint import footprint_of
 
 # Stage 3 gathers the weights for each forward and backward pass: half as much traffic again.
 _COST_OF_STAGE = {0: 0.0, 1: 0.005, 2: 0.01, 3: 0.1}

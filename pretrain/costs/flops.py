@@ -4,29 +4,183 @@ T segment length, G gradient segments, M memory length with its compressed rows 
 layers), K = T + M keys, B lanes of one forward pass, d d_model, w heads times head width, k key
 heads times head width, f inner width, c compression rate, V vocabulary. One multiplication and
 addition are two FLOPs; norms, rotations, softmax and dropout are not counted.
+
+What Muon computes and keeps, which AdamW does not. Torch-free.
+
+What a Gated DeltaNet takes: parameters, FLOPs, and what it keeps for its backward pass.
+
+T tokens of a segment, in Z chunks of Y; d d_model; n heads; w and v the widths of all their keys
+and of all their values. Torch-free.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.config.choices import (
     feed_forward_traits,
     learns_to_compress,
     norm_traits,
     norms_inputs,
+    optimizer_traits,
     position_traits,
     recomputation_traits,
     scales_with_length,
 )
-from pretrain.config.model import ModelConfig
+from pretrain.config.model import CONVOLUTION_WIDTH, DELTANET_CHUNK, ModelConfig
+from pretrain.config.optim import OptimConfig
 from pretrain.config.phases import spans_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
-from pretrain.costs.deltanet import DeltaNetCosts
-from pretrain.costs.muon import orthogonalizing_flops
+
+NEWTON_SCHULZ_STEPS = 5
+MOMENT_BYTES = 4  # float32; AdamW has two moments
+
+
+def orthogonalizing_flops(model: ModelConfig, optim: OptimConfig) -> float:
+    """Return the FLOPs of one update in making matrices orthogonal, of all ranks together."""
+    if not optimizer_traits(optim.name).orthogonalizes:
+        return 0.0
+    return sum(newton_schulz_flops(*shape) for shape in _matrices(model))
+
+
+def moment_bytes(model: ModelConfig, optim: OptimConfig, parameters: int) -> float:
+    """Return the bytes of the moments of all `parameters`: two each, of Muon's matrices one."""
+    total = 2.0 * MOMENT_BYTES * parameters
+    if not optimizer_traits(optim.name).orthogonalizes:
+        return total
+    return total - MOMENT_BYTES * sum(rows * width for rows, width in _matrices(model))
+
+
+def newton_schulz_flops(rows: int, width: int) -> float:
+    """Return the FLOPs of making a matrix orthogonal.
+
+    Each step takes X X^T, its square, and the product of a polynomial of both with X, where X is
+    the matrix or its transpose, whichever has fewer rows.
+    """
+    rows, width = min(rows, width), max(rows, width)
+    return float(NEWTON_SCHULZ_STEPS * (4 * rows * rows * width + 2 * rows**3))
+
+
+def _matrices(model: ModelConfig) -> Iterator[tuple[int, int]]:
+    """Yield the shapes of the layers' matrices."""
+    d, f, n = model.d_model, model.inner_width, model.num_heads
+    queries, keys = (heads * model.head_width for heads in (n, model.key_heads))
+    of_attention = [(queries, d), (keys, d), (keys, d), (d, queries)]
+    if position_traits(model.positions).projects_encodings:
+        of_attention.append((queries, d))
+    if model.compressed_length and learns_to_compress(model.compression):
+        of_attention.append((d, model.compression_rate * d))
+    for _ in range(model.num_attention_layers):
+        yield from of_attention
+    for _ in range(model.num_deltanet_layers):
+        values = n * model.deltanet_value_width
+        yield from ((queries, d), (queries, d), (values, d), (values, d), (n, d), (n, d))
+        yield d, values
+    gated = feed_forward_traits(model.feed_forward).is_gated
+    for _ in range(model.num_layers):
+        yield from ((f, d), (d, f), *(((f, d),) if gated else ()))
+
+
+EXACT_BYTES = 4  # the delta rule computes in float32
+
+
+@dataclass(frozen=True)
+class DeltaNetCosts:
+    """One deltanet in place of a layer's attention, for one lane; feed-forward and norms aside."""
+
+    model: ModelConfig
+    tokens: int  # of a segment
+
+    @property
+    def parameters(self) -> int:
+        w, v, n, d = self._w, self._v, self.model.num_heads, self.model.d_model
+        convolution = CONVOLUTION_WIDTH * (2 * w + v)
+        return d * (2 * w + 3 * v + 2 * n) + convolution + 2 * n + self.model.deltanet_value_width
+
+    @property
+    def projection_flops(self) -> float:
+        """Per token: queries, keys, values, gates and output. The convolution is not counted."""
+        w, v, n, d = self._w, self._v, self.model.num_heads, self.model.d_model
+        return 2.0 * d * (2 * w + 3 * v + 2 * n)
+
+    @property
+    def rule_flops(self) -> float:
+        """Per token: products of a chunk's tokens, the solve (as a product), and of the state."""
+        w, v, size = self._w, self._v, self._chunk_tokens
+        products = size * (6 * w + 4 * v) + 6 * v * self.model.head_width
+        return self._padding * products + self._decay_flops
+
+    def flops_without_gradient(self, gradient_segments: int) -> float:
+        """Per token: the state that a backward pass's first segment reads has no gradient, and
+        nothing of the loss reads the one that its last segment leaves."""
+        return 4 * self._last_state_flops / gradient_segments + self._decay_flops
+
+    @property
+    def recomputed_flops(self) -> float:
+        """Per token: what selective checkpointing repeats, all but the final state."""
+        return self.rule_flops - self._last_state_flops
+
+    @property
+    def kept_elements(self) -> int:
+        """What is kept for the backward pass, outside the delta rule, in activations.
+
+        The convolution's input, its taps where documents hide some, and its result; what the heads
+        read, normed; the gate before and after its activation; the product.
+        """
+        taps = CONVOLUTION_WIDTH - 1 if self.model.isolate_documents else 0
+        return self.tokens * ((2 + taps) * (2 * self._w + self._v) + 4 * self._v)
+
+    @property
+    def joined_elements(self) -> int:
+        """The copy of the weights of queries, keys, values and gates, for one product of all.
+
+        It is kept for the backward pass, once for all lanes.
+        """
+        return self.model.d_model * (2 * self._w + self._v + 2 * self.model.num_heads)
+
+    def kept_by_rule(self, width: int) -> float:
+        """Return the bytes kept of the delta rule, in float32 or with `width` if that is wider.
+
+        Tensors of rows, five matrices [Y, Y] per chunk and head, and the state before each chunk.
+        """
+        rows = self.tokens * (9 * self._w + 5 * self._v)
+        pairs = 5 * self.model.num_heads * self._padding * self.tokens * self._chunk_tokens
+        states = self._num_chunks * self._v * self.model.head_width
+        return max(width, EXACT_BYTES) * (rows + pairs + states)
+
+    @property
+    def _last_state_flops(self) -> float:
+        return 2.0 * self._v * self.model.head_width * self._chunk_tokens / self.tokens
+
+    @property
+    def _decay_flops(self) -> float:
+        """Of the sums of logarithms, a product with a mask, which has no gradient."""
+        return 2.0 * self._padding * self._chunk_tokens * self.model.num_heads
+
+    @property
+    def _w(self) -> int:
+        return self.model.num_heads * self.model.head_width
+
+    @property
+    def _v(self) -> int:
+        return self.model.num_heads * self.model.deltanet_value_width
+
+    @property
+    def _num_chunks(self) -> int:
+        return -(-self.tokens // DELTANET_CHUNK)
+
+    @property
+    def _chunk_tokens(self) -> int:
+        return -(-self.tokens // self._num_chunks)
+
+    @property
+    def _padding(self) -> float:
+        """Tokens of all chunks over those of the segment."""
+        return self._num_chunks * self._chunk_tokens / self.tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +429,7 @@ def _learns_to_compress(model: ModelConfig) -> bool:
 
 
 def _compression_flops(model: ModelConfig, segment_length: int) -> tuple[float, float]:
-    """Return a layer's forward FLOPs, and those without gradient (see `model/compression.py`)."""
+    """Return a layer's forward FLOPs, and those without gradient (see `model/memory.py`)."""
     if not _learns_to_compress(model):
         return 0.0, 0.0
     d, c, T = model.d_model, model.compression_rate, segment_length

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest
-from data_pipeline.files import url_of
-from pretrain.config.evaluation_sets import EvaluationSet, evaluation_sets, split_of
+from foundation.files import url_of
 from pretrain.config.model import ModelConfig
 from pretrain.config.phases import spans_of_phases
+from pretrain.config.resolve import EvaluationSet, evaluation_sets, split_of
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import computed_flops_of_step, flops_of
 

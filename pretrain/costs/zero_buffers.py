@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from data_pipeline.setting_fields import assert_never
+from foundation.settings import assert_never
 from pretrain.config.choices import (
     ZeroOptimizer,
     learns_to_compress,
@@ -29,8 +29,7 @@ from pretrain.config.choices import (
 )
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, accumulation_steps
-from pretrain.costs.flops import bins_of, parameters_of
-from pretrain.costs.muon import moment_bytes
+from pretrain.costs.flops import bins_of, moment_bytes, parameters_of
 
 # Elements of a bucket at least: smaller sums take as long as this one on most networks.
 SMALLEST_BUCKET = 1 << 22

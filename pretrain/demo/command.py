@@ -14,18 +14,18 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.files import read_json, write_json
-from data_pipeline.own_programs import own_command
-from data_pipeline.yaml_files import SHIPPED
+from foundation.errors import ConfigError, UserError
+from foundation.files import read_json, write_json
+from foundation.own_programs import own_command
+from foundation.settings import load_config
+from foundation.yaml_files import SHIPPED
 from pretrain.checkpoint.marker import latest_step
 from pretrain.commands.output_paths import check_output_directory
 from pretrain.commands.verify_resume import train_ranks
 from pretrain.config.run import RunConfig
 from pretrain.demo.texts import MAX_CHARACTERS, MIN_BYTES, standard_library, write_jsonl
 from pretrain.reporting.run_history import read_history
-from pretrain.rundir.losses import STEP_LOSS, TRAIN_LOSS, VALIDATION_LOSS
+from pretrain.rundir.metric_names import STEP_LOSS, TRAIN_LOSS, VALIDATION_LOSS
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.live_bar import live_bar
 from pretrain.terminal.text import number, text_table

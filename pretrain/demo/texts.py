@@ -13,8 +13,8 @@ import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from data_pipeline.errors import DataError, exit_status_of
-from data_pipeline.files import atomic_write
+from foundation.errors import DataError, exit_status_of
+from foundation.files import atomic_write
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 TOPICS_FILE = "pydoc_data/topics.py"  # its entries become documents of their own

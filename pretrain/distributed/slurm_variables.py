@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 
-# The file in which rank 0 of an attempt tells the others where they meet (rendezvous.py).
+# The file in which rank 0 of an attempt tells the others where they meet (world.py).
 PORT_FILE_VARIABLE = "PRETRAIN_PORT_FILE"
 
 

@@ -1,19 +1,37 @@
-"""The ranks of a run and the collectives that the loop needs. Rank variables are read only here."""
+"""The ranks of a run and the collectives that the loop needs. Rank variables are read only here.
+
+How many files and connections a rank may have open, and how few its collectives need.
+
+Rank 0 serves the store where ranks meet: a connection of every rank. By default gloo connects
+every rank with every other before the first collective, which takes as many again on each rank.
+
+Where the ranks of a run meet: a store that rank 0 serves, and how long they wait for each other.
+
+With MASTER_PORT the port is given. With PRETRAIN_PORT_FILE the kernel gives rank 0 one that is free
+at that moment, and the file, which all ranks see, tells the others: neighbors on a host can not
+choose the same one.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
+import resource
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store, TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.functional import pad
 
-from data_pipeline.errors import (
+from foundation.errors import (
     CheckpointError,
     ConfigError,
     DataError,
@@ -21,17 +39,131 @@ from data_pipeline.errors import (
     UnreadableError,
     UserError,
 )
-from data_pipeline.owner_file import boot_of_machine
-from data_pipeline.typed_json import from_json, to_json
-from pretrain.distributed.descriptors import prepare_descriptors
-from pretrain.distributed.rendezvous import (
-    collective_timeout,
-    meeting_store,
-    set_default_timeout,
-)
+from foundation.files import await_text, write_text
+from foundation.locks import boot_of_machine
+from foundation.records import from_json, to_json
 from pretrain.distributed.rounds import largest_of_ranks, rows_of_ranks
 from pretrain.distributed.sequence import SequenceShare, sequence_share
-from pretrain.distributed.slurm_variables import is_slurm_task, number_in, rank_variables
+from pretrain.distributed.slurm_variables import (
+    PORT_FILE_VARIABLE,
+    is_slurm_task,
+    number_in,
+    rank_variables,
+)
+
+LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
+LARGEST_MESH = 64  # ranks
+OWN_DESCRIPTORS = 512  # libraries, logs, shards, checkpoints
+
+
+def prepare_descriptors(rank: int, world_size: int) -> None:
+    """Raise this process's limit as far as its connections need; ConfigError if it may not be.
+
+    From more than LARGEST_MESH ranks on, gloo connects two ranks when a collective first needs it:
+    those are a few per rank, and two more where their number doubles. Smaller worlds connect all at
+    once, because then a rank that dies before the first collective is noticed at once.
+    """
+    if world_size > LARGEST_MESH:
+        os.environ.setdefault(LAZY_VARIABLE, "1")
+    is_mesh = os.environ.get(LAZY_VARIABLE) != "1"
+    needed = needed_descriptors(rank, world_size, is_mesh)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"rank {rank} of {world_size:,} needs {needed:,} open files and connections, and its "
+            f"hard limit is {hard:,}; raise it (ulimit -Hn, or LimitNOFILE of slurmd)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def needed_descriptors(rank: int, world_size: int, is_mesh: bool) -> int:
+    """Return how many descriptors a rank has open at most."""
+    store = world_size if rank == 0 else 1
+    return OWN_DESCRIPTORS + store + (world_size if is_mesh else 0)
+
+
+LOOPBACK = "127.0.0.1"  # where ranks of one machine meet
+# Until all ranks have come, and in collectives of a run without a watchdog.
+WITHOUT_WATCHDOG = datetime.timedelta(minutes=30)
+_LONGEST_SUSPENSION = datetime.timedelta(days=7)
+
+
+def collective_timeout(watchdog_timeout_seconds: float) -> datetime.timedelta:
+    """How long a collective may take: the watchdog of a rank, which writes stacks, ends it before.
+
+    The margin is as long as Slurm may suspend a job: the clocks of collectives run on meanwhile,
+    that of the watchdog does not.
+    """
+    if not watchdog_timeout_seconds:
+        return WITHOUT_WATCHDOG
+    return datetime.timedelta(seconds=watchdog_timeout_seconds) + _LONGEST_SUSPENSION
+
+
+def set_default_timeout(timeout: datetime.timedelta) -> None:
+    """Let groups that others create without a timeout (DeepSpeed's) have this one: torch has no
+    public setting, and its 10 minutes for NCCL are shorter than a watchdog's."""
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(distributed_c10d, name, timeout)
+
+
+def meeting_store(rank: int, world_size: int) -> Store:
+    """The store of all ranks, from the environment; UserError if rank 0 does not come."""
+    file = os.environ.get(PORT_FILE_VARIABLE)
+    if file is None and not 0 <= (port := number_in(os.environ, "MASTER_PORT")) < 1 << 16:
+        raise ConfigError(f"found MASTER_PORT={port}, expected a port below 65536; correct it")
+    if file is None and os.environ["MASTER_ADDR"] == LOOPBACK:
+        return _loopback_store(rank, world_size)
+    if file is None:
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=WITHOUT_WATCHDOG))
+        return store
+    return _store_by_file(Path(file), rank, world_size)
+
+
+def _loopback_store(rank: int, world_size: int) -> Store:
+    """The ranks' meeting point on this machine; torch's own would listen on every interface."""
+    port, listening = number_in(os.environ, "MASTER_PORT"), None
+    if rank == 0:
+        try:
+            listening = socket.create_server((LOOPBACK, port), backlog=world_size).detach()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise UserError(f"MASTER_PORT={port}: {reason}; choose another port") from None
+    return TCPStore(
+        LOOPBACK,
+        port,
+        world_size,
+        is_master=listening is not None,
+        timeout=WITHOUT_WATCHDOG,
+        master_listen_fd=listening,
+    )
+
+
+def _store_by_file(file: Path, rank: int, world_size: int) -> Store:
+    port = 0 if rank == 0 else _port_in(file)
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        port,
+        world_size,
+        is_master=rank == 0,
+        timeout=WITHOUT_WATCHDOG,
+        wait_for_workers=False,
+    )
+    if rank == 0:
+        write_text(file, f"{store.port}\n")
+    os.environ["MASTER_PORT"] = str(store.port)  # as without the file
+    return store
+
+
+def _port_in(file: Path) -> int:
+    try:
+        return int(await_text(file, WITHOUT_WATCHDOG.total_seconds()))
+    except TimeoutError:
+        raise UserError(
+            f"{file}: rank 0 has not written its port for {WITHOUT_WATCHDOG}; see its log"
+        ) from None
+
 
 T = TypeVar("T")
 LARGEST_MESSAGE_BYTES = 1 << 26

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.segment_batch import SegmentBatch
-from data_pipeline.setting_fields import assert_never
+from foundation.errors import ConfigError
+from foundation.settings import assert_never
 from pretrain.config.choices import Precision, precision_traits
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig

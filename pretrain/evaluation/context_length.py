@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.errors import ConfigError
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
+from foundation.errors import ConfigError
 from pretrain.model.cached import new_stream
 from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
+from data_pipeline.corpora.corpus import Corpus, tokenizer_of
 from data_pipeline.lanes.evaluation_stream import (
     EvaluationStream,
     evaluated_lanes,
@@ -33,9 +32,8 @@ from pretrain.distributed.world import World, sum_over_ranks
 from pretrain.engines.engine import Engine, batch_tensors
 from pretrain.model.cached import Stream, new_stream
 from pretrain.model.lane_state import Memory
-from pretrain.rundir.losses import set_values
-from pretrain.rundir.speeds import SCORED_SPEED
-from pretrain.terminal.train_lines import perplexity
+from pretrain.rundir.metric_names import SCORED_SPEED, set_values
+from pretrain.terminal.text import perplexity
 from pretrain.weights.trained_model import TrainedModel
 
 TextSizes = tuple[np.ndarray, np.ndarray]

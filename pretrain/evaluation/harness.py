@@ -1,6 +1,11 @@
 """Tasks of lm-eval, EleutherAI's evaluation harness, on a trained model.
 
 lm-eval is an extra; it is imported when tasks run.
+
+A trained model as lm-eval, EleutherAI's evaluation harness, sees one.
+
+Importing this module registers it as `xl-pretrain`. Memory is cached keys and values, so a context
+of any length takes linear time, and none is cut. Letters of shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations
@@ -8,14 +13,209 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
 
-from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.yaml_files import YAML_SUFFIXES
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from foundation.errors import ConfigError, DataError
+from foundation.yaml_files import YAML_SUFFIXES
+from pretrain.config.choices import Precision
+from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
 from pretrain.evaluation.task_names import check_tasks, silence_libraries
-from pretrain.weights.trained_model import TrainedModel
+from pretrain.model.cached import new_stream
+from pretrain.model.memory import document_starts
+from pretrain.weights.trained_model import TrainedModel, load_tokenizer, load_trained
+
+T = TypeVar("T")
+Request = tuple[tuple[str, str], list[int], list[int]]  # texts; tokens of context and continuation
+DEFAULT_NEW_TOKENS = 256  # lm-eval's
+NAMES_OF_LENGTH = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+@register_model("xl-pretrain")
+class TrainedLM(TemplateLM):
+    """Scores and continues texts, each as a document after the end of another one."""
+
+    def __init__(
+        self,
+        run: TrainedModel | Path | str,
+        data: Path | str | None = None,
+        memory_length: int | None = None,
+        segment_length: int | None = None,
+        batch_size: int | str = 1,
+        device: str | None = None,
+        precision: Precision | None = None,
+        before_batch: Callable[[], None] = lambda: None,
+        **others: Any,
+    ) -> None:
+        """By default memory and segments are as long as in training, `precision` as `load_trained`.
+
+        `before_batch` is called before each batch of texts, and may raise.
+        """
+        super().__init__()
+        if precision not in (None, *get_args(Precision)):
+            raise ConfigError(f"precision={precision}: expected {', '.join(get_args(Precision))}")
+        if not isinstance(run, TrainedModel):
+            run = load_trained(run, torch.device(device) if device else None, precision=precision)
+        if others.pop("max_batch_size", None) or others or not str(batch_size).isdecimal():
+            raise ConfigError(
+                f"batch_size={batch_size} {others or ''}: expected a number of texts, and run, "
+                "data, memory_length, segment_length, device and precision besides"
+            )
+        self._trained = run
+        self._before_batch = before_batch
+        self._tokens = load_tokenizer(run, Path(data) if data else None)
+        trained_length = run.config.model.longest_memory
+        self._memory_length = trained_length if memory_length is None else int(memory_length)
+        self._segment_length = int(segment_length or run.segment_length)
+        self._batch_size = int(batch_size)
+        self._device = next(run.module.parameters()).device
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._tokens.end_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._tokens.fingerprint
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **options: Any
+    ) -> list[int]:
+        tokens = prompt_tokens(self._tokens, string)
+        return tokens[1:] if add_special_tokens is False else tokens
+
+    def loglikelihood(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        return super().loglikelihood(list(requests), disable_tqdm=True)  # the bar is ours
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], **options: Any
+    ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of every continuation, and whether each token is the likeliest.
+
+        Texts of similar length are read together.
+        """
+        order = sorted(range(len(requests)), key=lambda index: -_length(requests[index]))
+        found: dict[int, tuple[float, bool]] = {}
+        for start in _with_progress(range(0, len(order), self._batch_size), "batches scored"):
+            self._before_batch()
+            batch = order[start : start + self._batch_size]
+            found |= zip(batch, self._scores([requests[index] for index in batch]), strict=True)
+        return [found[index] for index in range(len(requests))]
+
+    @torch.no_grad()
+    def _scores(self, requests: Sequence[Request]) -> Iterator[tuple[float, bool]]:
+        longest = max(map(_length, requests))
+        # On the right, where no token of the text sees it.
+        tokens_BT = torch.full((len(requests), longest), self.eot_token_id)
+        for row, (_, context, continuation) in zip(tokens_BT, requests, strict=True):
+            row[: len(context) + len(continuation)] = torch.tensor(context + continuation)
+        tokens_BT = tokens_BT.to(self._device)
+        starts_BT = document_starts(tokens_BT, self.eot_token_id)
+        first = min(len(context) for _, context, _ in requests)
+        length = min(self._segment_length, longest - 1)
+        module = self._trained.module
+        stream = new_stream(module, self._memory_length, self._segment_length, longest)
+        scores_BT = torch.zeros(tokens_BT.shape, dtype=torch.float64)
+        greedy_BT = torch.ones(tokens_BT.shape, dtype=torch.bool)
+        for start in range(0, longest - 1, length):
+            stop = min(start + length, longest - 1)
+            # The token after a position is scored there.
+            count = stop - max(start, first - 1)
+            part = slice(start, stop)
+            logits_BLV = stream.logits_BLV(tokens_BT[:, part], starts_BT[:, part], max(1, count))
+            if count > 0:
+                targets_BL = tokens_BT[:, stop - count + 1 : stop + 1]
+                scored = slice(stop - count + 1, stop + 1)
+                scores_BT[:, scored] = _picked(logits_BLV, targets_BL).double().cpu()
+                greedy_BT[:, scored] = (logits_BLV.argmax(-1) == targets_BL).cpu()
+        for row, (_, context, continuation) in enumerate(requests):
+            of_text = slice(len(context), len(context) + len(continuation))
+            yield float(scores_BT[row, of_text].sum()), bool(greedy_BT[row, of_text].all())
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the log-likelihood of every text, read as one, without the end after it."""
+        texts = [request.args[0] for request in requests]
+        encoded = [(text, self.tok_encode(text, add_special_tokens=False)) for text in texts]
+        found = iter(
+            self._loglikelihood_tokens(
+                [(("", text), [self.eot_token_id], tokens) for text, tokens in encoded if tokens]
+            )
+        )
+        return [next(found)[0] if tokens else 0.0 for _, tokens in encoded]
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Return the text after every context, up to a stop or the end of the document."""
+        shown = _with_progress(requests, "texts continued")
+        return [self._continued(*request.args) for request in shown]
+
+    def _continued(self, context: str, options: dict[str, Any]) -> str:
+        self._before_batch()
+        sampling, stops, num_tokens = _how_to_generate(options)
+        tokens = generate(
+            self._trained.module,
+            prompt_tokens(self._tokens, context),
+            sampling=sampling,
+            num_tokens=num_tokens,
+            end_id=self.eot_token_id,
+            memory_length=self._memory_length,
+            segment_length=self._segment_length,
+        )
+        ids: list[int] = []
+        text = ""
+        for token in map(int, tokens):
+            ids.append(token)
+            text = self._tokens.decode(ids)
+            if token == self.eot_token_id or any(stop in text for stop in stops):
+                break
+        for stop in stops:
+            text = text.split(stop)[0]
+        return text
+
+
+def _with_progress(items: Sequence[T], words: str) -> Iterable[T]:
+    """The items, with a bar on a terminal."""
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    return track(items, words, console=console, transient=True, disable=hidden)
+
+
+def _length(request: Request) -> int:
+    return len(request[1]) + len(request[2])
+
+
+def _picked(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    return logits_BLV.gather(2, targets_BL[:, :, None]).squeeze(2)
+
+
+def _how_to_generate(options: dict[str, Any]) -> tuple[Sampling, list[str], int]:
+    """Return sampling, stops and the largest number of tokens; ConfigError for unknown options."""
+    options = dict(options)
+    until = options.pop("until", None) or []
+    stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+    lengths = [options.pop(name) for name in NAMES_OF_LENGTH if name in options]
+    temperature = float(options.pop("temperature", 0.0) or 0.0)
+    samples = options.pop("do_sample", temperature > 0.0)
+    known = {name: options.pop(name) for name in ("top_k", "top_p") if name in options}
+    if options:
+        raise ConfigError(
+            f"found the generation options {sorted(options)}; expected until, max_gen_toks, "
+            "do_sample, temperature, top_k and top_p; remove the others from the task"
+        )
+    sampling = Sampling(temperature=temperature if samples else 0.0, **known)
+    return sampling, stops, int(lengths[0]) if lengths else DEFAULT_NEW_TOKENS
 
 
 def run_tasks(
@@ -35,7 +235,6 @@ def run_tasks(
     `options` are those of `TrainedLM`. Unless it `runs_code`, `!function` in a file is a DataError.
     """
     simple_evaluate, manager = _harness(tasks)
-    from pretrain.evaluation.harness_model import TrainedLM
 
     # The decorator that registers the class hides its arguments.
     model = TrainedLM(trained, **options)  # pyright: ignore[reportCallIssue]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data_pipeline.errors import ConfigError
 from data_pipeline.tokenizer import Tokenizer, tokenizer_traits
+from foundation.errors import ConfigError
 from pretrain.model.cached import new_stream
 from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL

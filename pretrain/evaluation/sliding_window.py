@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.config.model import ModelConfig
 from pretrain.costs.flops import flops_of
 from pretrain.model.cached import new_stream

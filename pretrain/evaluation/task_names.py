@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.yaml_files import YAML_SUFFIXES
+from foundation.errors import ConfigError
+from foundation.yaml_files import YAML_SUFFIXES
 
 # In lm-eval's own files, which are of many hands: `task: x`, `"tag": "x"`, `- x`.
 _NAME = re.compile(

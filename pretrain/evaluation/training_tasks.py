@@ -22,7 +22,7 @@ from pretrain.engines.engine import Engine
 from pretrain.evaluation.harness import load_tasks, run_tasks
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.recovery.stop_requests import StopRequested
-from pretrain.rundir.task_metrics import task_values
+from pretrain.rundir.metric_names import task_values
 from pretrain.weights.trained_model import TrainedModel
 
 logger = logging.getLogger(__name__)

@@ -19,6 +19,19 @@ and rank 0 writes:
 
 A step's loss is the mean over its slots and ranks, summed in float64. That is exact wherever
 intervals begin, so a resumed run writes the same numbers for the same steps.
+
+Metrics of the lanes: what they read in an interval, and how large their memories are.
+
+    memory_norm/layer.0    mean L2 norm of the rows in the first layer's memory, over all lanes
+    lane_epochs_started    epochs that lanes have started; each lane has its own
+    documents_started      documents that lanes have started; after a gap each lane starts one
+
+Norms stay on the device, and all sums travel in the vector that the ranks exchange anyway.
+
+The peak that MFU refers to: measured once per run, devices and precision, RUN/matmul_peaks.json.
+
+Measured again at each start it moves by a factor of three where others use the machine, and MFU
+with it.
 """
 
 from __future__ import annotations
@@ -26,44 +39,150 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from data_pipeline.lanes.lane_stream import SegmentBatch
-from data_pipeline.lanes.prefetch import Prefetcher
-from data_pipeline.patience import outlast
+from data_pipeline.lanes.lane_stream import Prefetcher, SegmentBatch
+from foundation.errors import os_error_text
+from foundation.files import read_json, write_json
+from foundation.retry import outlast
+from pretrain.config.choices import Precision
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import flops_per_token
-from pretrain.costs.throughput import memory_in_use_gib
+from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
 from pretrain.distributed.world import (
     World,
     broadcast_value,
     raise_on_all_ranks,
     sum_over_ranks,
 )
-from pretrain.engines.engine import StepResult
-from pretrain.metrics.lane_meter import LaneMeter
-from pretrain.metrics.peak import peak_of_run
-from pretrain.metrics.stalls import StallMeter, StandstillClock, rank_that_stalled
-from pretrain.metrics.stragglers import ForwardClock, StragglerWatch, slowest_of
+from pretrain.engines.engine import StepResult, dtype_of
+from pretrain.metrics.stragglers import (
+    ForwardClock,
+    StallMeter,
+    StandstillClock,
+    StragglerWatch,
+    rank_that_stalled,
+    slowest_of,
+)
 from pretrain.metrics.writers import MetricsFiles, StepProfiler
+from pretrain.model.lane_state import LaneState
 from pretrain.optim.layer_norms import layer_metrics
-from pretrain.rundir.losses import set_losses, train_loss
+from pretrain.rundir.events import Stalled, Straggler
+from pretrain.rundir.metric_names import set_losses, task_metrics, train_loss
 from pretrain.rundir.metrics_file import has_evaluation
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.task_metrics import task_metrics
-from pretrain.rundir.training_events import Stalled, Straggler
 from pretrain.state import TrainState
 from pretrain.terminal.log import PROGRESS
-from pretrain.terminal.text import counted, si
-from pretrain.terminal.train_lines import evaluation_line, perplexity, train_line
+from pretrain.terminal.text import counted, evaluation_line, perplexity, si, train_line
+
+
+class LaneMeter:
+    """Counts for this rank's lanes; `state` is the one that the loop advances.
+
+    Of ranks that share lanes, one `counts_lanes`; each has its rows of their memories.
+    """
+
+    def __init__(self, run: RunConfig, state: TrainState, counts_lanes: bool = True) -> None:
+        self._lane_state = LaneState(run.model)
+        self._num_lanes = run.data.lanes
+        self._places = run.engine.sequence_ranks
+        self._counts_lanes = counts_lanes
+        self._state = state
+        self._epochs = self._epochs_started()
+        self._documents_started = 0
+
+    def add(self, batch: SegmentBatch) -> None:
+        """Take what a step reads; it is in host memory."""
+        self._documents_started += int(np.count_nonzero(batch.starts_BL))
+
+    def take(self, device: torch.device) -> Tensor:
+        """This rank's sums since the last call: float64, the same number on every rank.
+
+        Does not wait for the device.
+        """
+        epochs, self._epochs = self._epochs, self._epochs_started()
+        starts, self._documents_started = self._documents_started, 0
+        counts = torch.tensor([self._epochs - epochs, starts], dtype=torch.float64, device=device)
+        counts *= self._counts_lanes
+        sums_of_slots = [
+            torch.stack(
+                [_sum_of_norms(layer, device) for layer in self._lane_state.vectors(memory)]
+            )
+            for memory in self._state.memories
+            if memory
+        ]
+        norm_sums = [torch.stack(sums_of_slots).sum(0)] if sums_of_slots else []
+        return torch.cat([counts, *norm_sums])
+
+    def numbers(self, sums: list[float]) -> dict[str, float | None]:
+        """The metrics, from the sums of all ranks; None for a norm that is not finite."""
+        epochs, starts, *norm_sums = sums
+        memory = next(iter(self._state.memories), None)
+        rows = [each.shape[1] for each in self._lane_state.vectors(memory)] if memory else []
+        named = {
+            f"memory_norm/layer.{layer}": _mean(norms, self._num_lanes * self._places * count)
+            for layer, (norms, count) in enumerate(zip(norm_sums, rows, strict=True))
+            if count
+        }
+        return {"lane_epochs_started": int(epochs), "documents_started": int(starts), **named}
+
+    def _epochs_started(self) -> int:
+        return 0 if self._state.cursor is None else int(self._state.cursor.epochs_B.sum())
+
+
+def _mean(total: float, count: int) -> float | None:
+    return total / count if math.isfinite(total) else None
+
+
+def _sum_of_norms(rows_BMX: Tensor, device: torch.device) -> Tensor:
+    rows_BMX = rows_BMX.to(device, non_blocking=True)
+    norms_BM = torch.linalg.vector_norm(rows_BMX, dim=-1, dtype=torch.float32)
+    return norms_BM.sum(dtype=torch.float64)
+
 
 logger = logging.getLogger(__name__)
+
+
+def peak_of_run(run_dir: RunDir, world: World, precision: Precision) -> float:
+    """FLOPs per second of a large matrix product, over all ranks. A collective."""
+    # "highest" is PyTorch's word for fp32 without TF32.
+    fp32 = torch.get_float32_matmul_precision() if dtype_of(precision) is torch.float32 else ""
+    how = f"{precision}{', TF32' if fp32 not in ('', 'highest') else ''}"
+    devices = f"{world.world_size} x {_device_name(world.device)}, {how}"
+    known = broadcast_value(_known_peaks(run_dir) if world.is_main else {}, dict[str, float])
+    if devices in known:
+        return known[devices]
+    own = measured_matmul_peak(world.device, dtype_of(precision))
+    peak = float(sum_over_ranks(torch.tensor([own], dtype=torch.float64, device=world.device)))
+    if world.is_main:
+        try:
+            write_json(run_dir.matmul_peaks, {**known, devices: peak})
+        except OSError as error:  # the next start measures again
+            logger.warning("measured peak not written: %s", os_error_text(error))
+    return peak
+
+
+def _known_peaks(run_dir: RunDir) -> dict[str, float]:
+    try:
+        return {
+            str(devices): float(peak) for devices, peak in read_json(run_dir.matmul_peaks).items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}  # none, or damaged: it is measured again
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.get_num_threads()} of {os.cpu_count()} CPU threads"
 
 
 @dataclass(frozen=True)

@@ -26,18 +26,18 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.config_loader import to_tree
-from data_pipeline.errors import ConfigError, os_error_text
-from data_pipeline.file_lock import exclusive_lock
-from data_pipeline.files import read_json, write_json
-from data_pipeline.own_programs import own_command
-from data_pipeline.typed_json import from_json
+from foundation.errors import ConfigError, os_error_text
+from foundation.files import read_json, write_json
+from foundation.locks import exclusive_lock
+from foundation.own_programs import own_command
+from foundation.records import from_json
+from foundation.settings import to_tree
 from pretrain.config.run import WandbConfig
 from pretrain.metrics.scalars import scalars_of
+from pretrain.rundir.events import Rewind
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.metrics_file import latest_measurements, measurements_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Rewind
 from pretrain.terminal.log import set_up_logging
 
 # How long the end of an attempt waits for the last upload. A preempted job has little time left,

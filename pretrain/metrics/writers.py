@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from data_pipeline.errors import os_error_text, remedy_of
-from data_pipeline.files import append_whole, fsync_directory
-from data_pipeline.patience import Outage, Patience, outlast
+from foundation.errors import os_error_text, remedy_of
+from foundation.files import append_whole, fsync_directory
+from foundation.retry import Outage, Patience, outlast
 from pretrain.metrics.scalars import scalars_of
-from pretrain.rundir.metrics_summary import summarize_file, sums_of
+from pretrain.rundir.metrics_file import summarize_file, sums_of
 from pretrain.rundir.run_dir import RunDir
 
 logger = logging.getLogger(__name__)

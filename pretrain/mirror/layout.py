@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.corpora.writable_store import Content
-from data_pipeline.errors import CheckpointError
-from data_pipeline.files import parse_json, sha256_of
+from foundation.errors import CheckpointError
+from foundation.files import parse_json, sha256_of
+from foundation.records import Fields, InvalidField
 from pretrain.checkpoint.directory import INDEX, MARKER, best_of, steps_to_prune
 from pretrain.config.run import CheckpointConfig
 

@@ -19,13 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.config_loader import load_config
 from data_pipeline.corpora.copy_corpus import in_parallel
 from data_pipeline.corpora.fetch import NotFetchedError, fetch_file
 from data_pipeline.corpora.stores import RetryPolicy, store_at
 from data_pipeline.corpora.writable_store import Content, size_problem
-from data_pipeline.errors import CheckpointError, ConfigError, UserError
-from data_pipeline.files import fsync_directory, lines_of, parse_json, path_below, write_text
+from foundation.errors import CheckpointError, ConfigError, UserError
+from foundation.files import fsync_directory, lines_of, parse_json, path_below, write_text
+from foundation.settings import load_config
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.config.run import RunConfig
@@ -37,9 +37,9 @@ from pretrain.mirror.layout import (
     StoredCheckpoint,
     parse,
 )
+from pretrain.rundir.events import Restored
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Restored
 
 logger = logging.getLogger(__name__)
 SCRATCH = ".restore.tmp"  # in the run directory: renames need the same file system

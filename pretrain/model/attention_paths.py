@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from data_pipeline.setting_fields import assert_never
-from pretrain.config.attention_limits import Attention, attention_of, described
+from foundation.settings import assert_never
 from pretrain.config.choices import AttentionKernel, sums_in_order
+from pretrain.config.engine import Attention, attention_of, described
 from pretrain.config.model import ModelConfig
-from pretrain.kernels.cpu.attention import relative_attention
-from pretrain.kernels.cpu.relative_shift import relative_shift
+from pretrain.kernels.cpu.attention import relative_attention, relative_shift
 from pretrain.kernels.triton.settings import DTYPES, interprets_kernels, unsupported_reason
 from pretrain.model.dropout import DropoutStream, Site, drop, realized_rate
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data_pipeline.setting_fields import assert_never
+from foundation.settings import assert_never
 from pretrain.config.lane_parts import LanePart, LaneParts, lane_parts
 from pretrain.config.model import ModelConfig
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, relu, silu
 
-from data_pipeline.setting_fields import assert_never
+from foundation.settings import assert_never
 from pretrain.config.choices import (
     AttentionKernel,
     FeedForwardKind,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from data_pipeline.errors import CheckpointError
-from data_pipeline.setting_fields import assert_never
+from foundation.errors import CheckpointError
+from foundation.settings import assert_never
 from pretrain.config.model import ModelConfig
 
 NORM_EPSILON = 1e-5

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.config.choices import (
     ActivationCheckpointing,
     AttentionKernel,
@@ -28,16 +28,16 @@ from pretrain.model.lane_state import Carried, LaneState, LayerParts, Memory, de
 from pretrain.model.layer import DeltaNetLayer, TransformerLayer, layer_of
 from pretrain.model.memory import (
     Compression,
+    MemoryTokens,
+    documents_with_tokens,
     grouped_documents,
     last_rows,
     leaving_rows,
     num_leaving_rows,
     segment_documents,
 )
-from pretrain.model.memory_tokens import MemoryTokens, documents_with_tokens
 from pretrain.model.parameters import normal
-from pretrain.model.positions import DistanceBias, RelativePositions, Stretch
-from pretrain.model.segment_keys import SegmentKeys
+from pretrain.model.positions import DistanceBias, RelativePositions, SegmentKeys, Stretch
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

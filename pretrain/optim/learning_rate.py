@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from data_pipeline.setting_fields import assert_never
+from foundation.settings import assert_never
 from pretrain.config.optim import OptimConfig
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from data_pipeline.setting_fields import assert_never
+from foundation.settings import assert_never
 from pretrain.config.choices import OptimizerName, UpdateScaling, optimizer_traits
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig

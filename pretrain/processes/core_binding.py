@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from data_pipeline.errors import os_error_text
-from data_pipeline.files import read_regular
+from foundation.errors import os_error_text
+from foundation.files import read_regular
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import MutableMapping
 from importlib.metadata import version
 from pathlib import Path
 
-from data_pipeline.errors import DataError
-from data_pipeline.ownership import private_directory
+from foundation.errors import DataError
+from foundation.files import private_directory
 from pretrain.distributed.slurm_variables import is_slurm_task
 
 TRITON_CACHE = "TRITON_CACHE_DIR"

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d  # the recorder has no public functions
 
-from data_pipeline.files import atomic_write
+from foundation.files import atomic_write
 from pretrain.distributed.rounds import describe_waits
 from pretrain.rundir.collective_traces import trace_prefix
 

@@ -15,15 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from data_pipeline.errors import EXIT_USER_ERROR
-from data_pipeline.files import own_file
-from data_pipeline.own_programs import own_command
+from foundation.errors import EXIT_USER_ERROR
+from foundation.files import own_file
+from foundation.own_programs import own_command
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
-from pretrain.rundir.attempt_files import AttemptFiles
 from pretrain.rundir.collective_traces import variables_of_attempt
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
-from pretrain.rundir.fence import VARIABLE
-from pretrain.rundir.start_time import STARTED_AT
+from pretrain.rundir.lock import VARIABLE
+from pretrain.rundir.run_dir import AttemptFiles
+from pretrain.rundir.time_spent import STARTED_AT
 from pretrain.terminal.live_bar import LogLine, show
 from pretrain.terminal.log import LINE_START, NO_RELAY, RELAY_VARIABLE
 
@@ -221,7 +221,7 @@ def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "PYTHONUNBUFFERED": "1",
-        "PYTHONSAFEPATH": "1",  # for what the ranks start; see data_pipeline/own_programs.py
+        "PYTHONSAFEPATH": "1",  # for what the ranks start; see foundation/own_programs.py
     }
 
 

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from data_pipeline.files import await_text, write_json
+from foundation.files import await_text, write_json
 from pretrain.costs.throughput import measured_matmul_peak
 from pretrain.distributed.slurm_variables import is_slurm_task, rank_variables
 from pretrain.distributed.world import World, world_from_environment

@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

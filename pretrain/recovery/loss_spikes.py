@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.errors import TrainingError
+from foundation.errors import TrainingError
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, broadcast_value
 from pretrain.recovery.spike_detector import Spike, detector_of
+from pretrain.rundir.events import GaveUp
 from pretrain.rundir.metrics_file import (
     is_longer_than_its_end,
     latest_measurements,
     measurements_of,
 )
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import GaveUp
 from pretrain.state import TrainState
 
 # What is usual follows from the last window of losses. A detector that starts so many windows back

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import World
 from pretrain.engines.engine import is_out_of_memory
+from pretrain.rundir.events import Event, OutOfMemory
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Event, OutOfMemory
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from data_pipeline.errors import CheckpointError, ConfigError
 from data_pipeline.lanes.lane_stream import LaneCursor, SegmentBatch
+from foundation.errors import CheckpointError, ConfigError
 from pretrain.checkpoint.elastic_reader import load_cursor
 from pretrain.checkpoint.marker import Checkpoint
 from pretrain.config.lane_parts import segments_remembered

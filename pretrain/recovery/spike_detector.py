@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretrain.config.run import RecoveryConfig, RunConfig
-from pretrain.rundir.training_events import describe_spike
+from pretrain.rundir.events import describe_spike
 
 # The smallest deviation to assume, as a fraction of the median: where losses hardly vary, a small
 # rise is no spike.

@@ -1,27 +1,79 @@
-"""What a start of a run checks and records besides its settings: data and environment."""
+"""What a start of a run checks and records besides its settings: data and environment.
+
+What the bits of a result depend on besides the settings: versions, devices, threads.
+
+A resume is bitwise only in the same environment: other versions, instruction sets, GPUs and numbers
+of threads add in another order.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from data_pipeline.corpora.corpus_hash import VALIDATION, corpus_hash, split_hash
-from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
+import torch
+
+from data_pipeline.corpora.corpus import VALIDATION, corpus_hash, split_hash, tokenizer_of
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
-from data_pipeline.errors import DataError
-from data_pipeline.files import path_text
-from pretrain.config.evaluation_sets import hashes_of_sets, splits_of_sets
+from foundation.errors import DataError
+from foundation.files import path_text
 from pretrain.config.phases import runs_of_phases
+from pretrain.config.resolve import hashes_of_sets, splits_of_sets
 from pretrain.config.run import RunConfig
-from pretrain.distributed.environment import environment_changes, environment_of_ranks
-from pretrain.distributed.world import World
+from pretrain.distributed.threads import describe_waiting
+from pretrain.distributed.world import World, gather_values
+from pretrain.kernels.triton.tiling import table_name
 from pretrain.rundir.code_version import code_version
+from pretrain.rundir.events import Resumed, Started, TrainingBegan
 from pretrain.rundir.ledger import events_of, last_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.start_time import seconds_since_start
-from pretrain.rundir.training_events import Resumed, Started, TrainingBegan
+from pretrain.rundir.time_spent import seconds_since_start
+
+PACKAGES = ("torch", "numpy", "deepspeed")
+WAITING_NAME = "threads wait"  # changes speed, but no bit of a result
+
+
+def environment_of_ranks(world: World) -> dict[str, str]:
+    """Return the environment by name; where ranks differ, all their values. A collective."""
+    ranks = gather_values(environment_of_rank(world.device), dict[str, str])
+    found = {name: sorted({each[name] for each in ranks}) for name in ranks[0]}
+    return {name: ", ".join(values) for name, values in found.items()}
+
+
+def environment_of_rank(device: torch.device) -> dict[str, str]:
+    """Return the environment of this process, by name."""
+    return {
+        **{package: _version(package) for package in PACKAGES},
+        "CUDA": (torch.version.cuda or "unknown") if device.type == "cuda" else "none",
+        "GPU": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
+        "attention tiles": table_name() if device.type == "cuda" else "none",
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        WAITING_NAME: describe_waiting(),
+    }
+
+
+def environment_changes(
+    before: Mapping[str, str], now: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """Return what differs and may change bits: name -> (before, now); nothing where one of them is
+    unknown."""
+    return {
+        name: (before[name], now[name])
+        for name in now
+        if name in before and before[name] != now[name] and name != WAITING_NAME
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from pretrain.distributed.background_exchanges import BackgroundExchanges
+from pretrain.distributed.rounds import BackgroundExchanges
 from pretrain.distributed.world import any_rank
 
 # NCCL may catch SIGUSR1, and Slurm's notice before a time limit can be any of these: so all three

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data_pipeline.csv_files import write_csv
-from data_pipeline.files import atomic_write
+from foundation.csv_files import write_csv
+from foundation.files import atomic_write
 from pretrain.terminal.text import si
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from data_pipeline.files import read_regular, write_text
+from foundation.files import read_regular, write_text
 
 _log = logging.getLogger(__name__)
 

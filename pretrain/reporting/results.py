@@ -9,17 +9,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data_pipeline.config_loader import differences, to_tree
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
+from foundation.settings import differences, to_tree
 from pretrain.config.lane_parts import lane_parts
 from pretrain.config.phases import tokens_of_steps
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
+from pretrain.rundir.events import Event
 from pretrain.rundir.ledger import skipped_windows
-from pretrain.rundir.losses import MEMORY_GAIN, TRAIN_LOSS, VALIDATION_LOSS, memory_gain
-from pretrain.rundir.metrics_summary import MetricsSummary
-from pretrain.rundir.speeds import RUN_SPEED, run_speed
-from pretrain.rundir.training_events import Event
+from pretrain.rundir.metric_names import (
+    MEMORY_GAIN,
+    RUN_SPEED,
+    TRAIN_LOSS,
+    VALIDATION_LOSS,
+    memory_gain,
+    run_speed,
+)
+from pretrain.rundir.metrics_file import MetricsSummary
 from pretrain.terminal.text import flops_text, number, si
 
 

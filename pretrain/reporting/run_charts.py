@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data_pipeline.errors import printable
+from foundation.errors import printable
 from pretrain.reporting.charts import SERIES, Palette, Panel, log_ticks
 from pretrain.reporting.run_history import History
-from pretrain.rundir.losses import SMOOTHED_LOSS, STEP_LOSS, VALIDATION_LOSS, set_losses
+from pretrain.rundir.metric_names import SMOOTHED_LOSS, STEP_LOSS, VALIDATION_LOSS, set_losses
 from pretrain.terminal.text import distinguished
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from pretrain.reporting.run_history import History
-from pretrain.rundir.losses import SMOOTHED_LOSS, STEP_LOSS
+from pretrain.rundir.metric_names import SMOOTHED_LOSS, STEP_LOSS
 
 LEAST_STEPS = 50  # after the warm-up; fewer say nothing
 # The paper's limit of 0.25 clips every update of small models (at width 64 norms were 0.4 to 2.2).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from data_pipeline.own_programs import installed_version
+from foundation.own_programs import installed_version
 
 PACKAGES = ("data_pipeline", "pretrain")  # all that a rank runs
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from pretrain.rundir.attempt_files import AttemptFiles
+from pretrain.rundir.run_dir import AttemptFiles
 
 VARIABLE = "PRETRAIN_ATTEMPT_FILES"  # from the launcher: LOGS/attempt-3
 BACKENDS = ("nccl", "gloo")

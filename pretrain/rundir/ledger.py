@@ -3,6 +3,12 @@ about it.
 
 A line is {"time": "2026-11-22T04:12:31.250+00:00", "event": "attempt_ended", FIELDS OF THE EVENT};
 a field that is None is left out. Questions are functions of the events, oldest first. Torch-free.
+
+The times of a run's events when clocks differ: nodes' clocks jump, and disagree. Pure.
+
+The order of the ledger's lines is what happened; times only say when. Torch-free.
+
+Which steps of which start are still part of a run's history. Torch-free.
 """
 
 from __future__ import annotations
@@ -14,40 +20,36 @@ import json
 import logging
 import os
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data_pipeline.errors import os_error_text
-from data_pipeline.files import append_whole, lines_of, open_regular, parse_json
-from data_pipeline.patience import Patience, outlast
-from data_pipeline.typed_json import built
-from pretrain.rundir.event_times import in_order
-from pretrain.rundir.launch_events import (
+from foundation.errors import os_error_text
+from foundation.files import append_whole, lines_of, open_regular, parse_json
+from foundation.records import built
+from foundation.retry import Patience, outlast
+from pretrain.rundir.events import (
     PLANNED,
     UNEVENTFUL,
     AttemptEnded,
     Canceled,
+    Event,
+    Finished,
+    GaveUp,
     Interrupted,
     JobEnded,
     JobEndReason,
     JobStarted,
-    NextAction,
-    NodeReplaced,
-    ReplacedBecause,
-    Submitted,
-    SupervisorKilled,
-)
-from pretrain.rundir.training_events import (
-    Event,
-    Finished,
-    GaveUp,
     Mirrored,
     MirrorFailed,
+    NextAction,
+    NodeReplaced,
     OutOfMemory,
     PhaseFinished,
+    ReplacedBecause,
     Restored,
     Resumed,
     Rewind,
@@ -56,11 +58,71 @@ from pretrain.rundir.training_events import (
     Started,
     Stopped,
     Straggler,
+    Submitted,
+    SupervisorKilled,
     SuspectDocuments,
     TrainingBegan,
     TrainingEnded,
     WindowDropped,
 )
+
+NOTABLE_SECONDS = 60.0  # by which clocks of a cluster do not differ
+
+
+def in_order(events: Sequence[Event], now: float) -> tuple[list[Event], int]:
+    """The events with times that never fall and are not after `now`, and how many were far off.
+
+    As many events as possible keep theirs. The others get the time of the one before them that
+    does, or of the first one: no time between two events is negative, or counted twice.
+    """
+    times = [min(event.time, now) for event in events]
+    trusted = _longest_rising(times)
+    latest = times[trusted[0]] if trusted else now
+    kept, found, num_off = set(trusted), [], 0
+    for index, event in enumerate(events):
+        latest = times[index] if index in kept else latest
+        num_off += abs(event.time - latest) > NOTABLE_SECONDS
+        found.append(event if event.time == latest else replace(event, time=latest))
+    return found, num_off
+
+
+def _longest_rising(times: Sequence[float]) -> list[int]:
+    """The indices of the longest subsequence of times that does not fall."""
+    ends: list[int] = []  # ends[n]: the last index of such a sequence of n + 1 times
+    before: list[int] = []
+    for index, moment in enumerate(times):
+        place = bisect_right(ends, moment, key=lambda end: times[end])
+        before.append(ends[place - 1] if place else -1)
+        ends[place : place + 1] = [index]
+    rising = []
+    index = ends[-1] if ends else -1
+    while index >= 0:
+        rising.append(index)
+        index = before[index]
+    return rising[::-1]
+
+
+LAST = 1 << 62
+
+
+def steps_that_stand(ledger: Sequence[Event]) -> dict[str, int]:
+    """Return attempt -> the last of its steps that no later start, rewind or restore undid.
+
+    What an attempt saved after that step belongs to a past that the run has left: another attempt
+    has made those steps again, perhaps on other data.
+    """
+    standing: dict[str, int] = {}
+    limit = LAST
+    for event in reversed(ledger):
+        if isinstance(event, TrainingBegan):
+            standing[event.attempt] = limit
+            limit = min(limit, event.step)
+        elif isinstance(event, Rewind):
+            limit = min(limit, event.to_step)
+        elif isinstance(event, Restored):
+            limit = min(limit, event.step)
+    return standing
+
 
 E = TypeVar("E", bound=Event)
 EVENTS: dict[str, type[Event]] = {

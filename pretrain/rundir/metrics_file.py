@@ -2,6 +2,13 @@
 
 A line is damaged if it is not the measurement that a step or an evaluation writes: disks flip bits,
 and people edit files. Damaged lines are skipped, and one warning has their numbers.
+
+A run's measurements in a few numbers, from lines of metrics.jsonl one by one. Torch-free.
+
+Finds the latest evaluation in a metrics.jsonl that may have gigabytes. Torch-free.
+
+The totals that every interval's line has count the seconds of all evaluations until then. They only
+grow, so a binary search finds the two intervals between which the latest one is.
 """
 
 from __future__ import annotations
@@ -10,12 +17,15 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
-from data_pipeline.errors import DataError
-from data_pipeline.files import atomic_write, lines_of, open_regular
+from foundation.errors import DataError
+from foundation.files import LARGEST_LINE_BYTES, atomic_write, lines_of, open_regular
+from pretrain.rundir.metric_names import RECENT_INTERVALS, recent_speed
 
 logger = logging.getLogger(__name__)
 
@@ -170,3 +180,173 @@ def _warn_of_damaged(path: Path, numbers: Sequence[int]) -> None:
     if numbers:
         found = ", ".join(map(str, numbers))
         logger.warning("%s: skipped what is not a measurement in line %s", path, found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsSummary:
+    """What the measurements say in all; `losses` says what each loss is."""
+
+    step: int = 0
+    train_loss: float | None = None
+    evaluation: Mapping[str, Any] | None = None  # the line of the latest one
+    recent_tokens_per_second: float | None = None  # `speeds`
+    seconds: float = 0.0  # in steps that count, without stalls
+    data_seconds: float = 0.0  # of those, the seconds in which ranks waited for data
+    evaluation_seconds: float = 0.0
+    save_seconds: float = 0.0  # in which the loop waited for saves
+    stall_seconds: float = 0.0
+    time: float | None = None  # when the last interval ended
+
+
+@dataclass(kw_only=True)
+class TimeSums:
+    """The sums of a summary. The last line of an interval has those of the run until then, as
+    "totals"."""
+
+    seconds: float = 0.0
+    data_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
+    save_seconds: float = 0.0
+    stall_seconds: float = 0.0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Count what a line has measured."""
+        if line["kind"] == "evaluation":
+            self.evaluation_seconds += line.get("seconds", 0.0)
+        elif "tokens_per_second" in line:
+            seconds = line.get("seconds", 0.0)
+            self.seconds += seconds
+            self.data_seconds += min(1.0, line.get("data_wait", 0.0)) * seconds
+            self.save_seconds += line.get("save_stall", 0.0)
+            self.stall_seconds += line.get("stall", 0.0)
+
+
+def sums_of(summary: MetricsSummary) -> TimeSums:
+    return TimeSums(**{each.name: getattr(summary, each.name) for each in fields(TimeSums)})
+
+
+def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
+    """Sum up measurements, oldest first; steps within intervals may be left out."""
+    step, train_loss, evaluation, when = 0, None, None, None
+    speeds, sums = deque[float](maxlen=RECENT_INTERVALS), TimeSums()
+    for line in measurements:
+        sums.add(line)
+        if line["kind"] == "evaluation":
+            evaluation = line
+            continue
+        step = line["step"]
+        if "tokens_per_second" in line:
+            speeds.append(line["tokens_per_second"])
+            when = line.get("time", when)
+            train_loss = train_loss if line.get("train_loss") is None else line["train_loss"]
+    return MetricsSummary(
+        step=step,
+        train_loss=train_loss,
+        evaluation=evaluation,
+        recent_tokens_per_second=recent_speed(tuple(speeds)),
+        **vars(sums),
+        time=when,
+    )
+
+
+def summarize_file(path: Path) -> MetricsSummary:
+    """Sum up a file that may have gigabytes, from its end."""
+    latest_first: list[Mapping[str, Any]] = []
+    num_intervals, has_loss = 0, False
+    sums, is_whole = None, True
+    for line in latest_measurements(path):
+        if sums is None and (sums := _totals_in(line)):
+            for later in reversed(latest_first):
+                sums.add(later)
+        latest_first.append(line)
+        num_intervals += "tokens_per_second" in line
+        has_loss = has_loss or line.get("train_loss") is not None
+        if sums is not None and has_loss and num_intervals >= RECENT_INTERVALS:
+            is_whole = False
+            break
+    summary = summarize(reversed(latest_first))
+    if is_whole and not is_longer_than_its_end(path):
+        return summary
+    summary = replace(summary, **vars(sums or TimeSums()))
+    if summary.evaluation is None and summary.evaluation_seconds:
+        summary = replace(summary, evaluation=latest_evaluation(path, summary.evaluation_seconds))
+    return summary
+
+
+def _totals_in(line: Mapping[str, Any]) -> TimeSums | None:
+    totals = line.get("totals")
+    if not isinstance(totals, dict) or not totals:
+        return None
+    known = {each.name for each in fields(TimeSums)}
+    is_usable = known >= totals.keys() and all(map(is_number, totals.values()))
+    return TimeSums(**totals) if is_usable else None
+
+
+_NEAR_BYTES = 1 << 14  # which are read rather than searched
+_ROUNDING = 2e-6  # of totals
+_MOST_DAMAGED = 100  # evaluations in a row that are skipped
+
+
+def latest_evaluation(path: Path, seconds: float) -> dict[str, Any] | None:
+    """The latest evaluation, where all of them together took `seconds`.
+
+    A damaged one is skipped. None if there is none, or no line has totals.
+    """
+    with open_measurements(path) as file:
+        end = file.seek(0, os.SEEK_END)
+        for _ in range(_MOST_DAMAGED):
+            start, before, end = _window(file, end, seconds)
+            evaluations = [
+                line
+                for line, _ in _lines_with(file, b'"evaluation"', start, end)
+                if line["kind"] == "evaluation"
+            ]
+            if evaluations:
+                return evaluations[-1]
+            if before <= 0:
+                return None
+            end, seconds = start, before
+    return None
+
+
+def _window(file: BinaryIO, end: int, seconds: float) -> tuple[int, float, int]:
+    """The end of the last interval whose total is below `seconds`, that total, and the end of the
+    next interval, of those before `end`."""
+    start, before, right = 0, 0.0, end
+    while right - start > _NEAR_BYTES:
+        middle = (start + right) // 2
+        found = next(_totals(file, middle, end), None)
+        if found is None:
+            right = middle  # a long interval: its line is not in this half
+        elif found[0] < seconds - _ROUNDING:
+            before, start = found
+        else:
+            right, end = middle, found[1]
+    for total, place in _totals(file, start, end):
+        if total < seconds - _ROUNDING:
+            before, start = total, place
+    return start, before, end
+
+
+def _totals(file: BinaryIO, start: int, end: int) -> Iterator[tuple[float, int]]:
+    """Seconds of evaluations until each interval of this part, and where its line ends."""
+    for line, place in _lines_with(file, b'"totals"', start, end):
+        totals = line.get("totals")
+        if isinstance(totals, dict) and is_number(total := totals.get("evaluation_seconds")):
+            yield total, place
+
+
+def _lines_with(
+    file: BinaryIO, text: bytes, start: int, end: int
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """The measurements that contain `text` and begin in this part, and where each line ends."""
+    # From one byte before: a line that begins exactly at the start is whole.
+    place = file.seek(max(0, start - 1))
+    if start:
+        place += len(file.readline(LARGEST_LINE_BYTES))
+    while place < end and (content := file.readline(LARGEST_LINE_BYTES)):
+        if len(content) == LARGEST_LINE_BYTES:
+            return  # no line of a run: what follows is not searched
+        place += len(content)
+        if text in content and (line := measurement_of(content)):
+            yield line, place

@@ -4,6 +4,15 @@ RUN/run.json          identity; written last, so that the rest exists if it does
 RUN/config.yaml       every setting, resolved
 RUN/metrics.jsonl     one line per measurement     RUN/ledger.jsonl   one line per event, synced
 RUN/tensorboard/      RUN/logs/      RUN/heartbeats/      RUN/checkpoints/step-00000100/
+
+What a run keeps in its directory, that nothing there leads out of it, and whose it is.
+
+Torch-free.
+
+Where the files of each attempt are. Torch-free.
+
+RUN/logs/attempt-3/rank-12.log    what rank 12 wrote      rank-12.status    how it ended (Slurm)
+                   srun.log       the same of its srun    meeting/port      where rank 0 listens
 """
 
 from __future__ import annotations
@@ -14,6 +23,7 @@ import fnmatch
 import json
 import logging
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,25 +31,147 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.checked_fields import Fields, InvalidField
-from data_pipeline.config_loader import differences, load_config, parse_config, to_tree
-from data_pipeline.errors import ConfigError
-from data_pipeline.files import named_errors, own_file, read_json, write_json, write_text
-from data_pipeline.patience import Patience, outlast
-from data_pipeline.yaml_files import dump_yaml
+from foundation.errors import ConfigError, DataError
+from foundation.files import (
+    folder_below,
+    is_of_another_user,
+    named_errors,
+    own_file,
+    read_json,
+    refuse_foreign,
+    refuse_open_parents,
+    url_of,
+    write_json,
+    write_text,
+)
+from foundation.records import Fields, InvalidField
+from foundation.retry import Patience, outlast
+from foundation.settings import differences, load_config, parse_config, to_tree
+from foundation.yaml_files import dump_yaml
 from pretrain.checkpoint.directory import INDEX, step_directory
 from pretrain.checkpoint.marker import latest_step
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.resume_rules import may_change
 from pretrain.config.run import RunConfig
-from pretrain.rundir import heartbeat_files
-from pretrain.rundir.attempt_files import attempts_of
+from pretrain.rundir import heartbeat
+from pretrain.rundir.events import SettingsChanged
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, exclusive_lock, read_lock
 from pretrain.rundir.metrics_file import cut_measurements_after, read_measurements
-from pretrain.rundir.own_names import make_run_directory, refuse_links
-from pretrain.rundir.run_paths import advice_on
-from pretrain.rundir.training_events import SettingsChanged
+from pretrain.rundir.run_paths import advice_on, warn_of_missing_disk
+
+_NAMES = {
+    *("run.json", "config.yaml", "ledger.jsonl", "metrics.jsonl", "matmul_peaks.json", "attempt"),
+    *("checkpoints", "heartbeats", "logs", "slurm", "tensorboard", "traces", "wandb"),
+}
+
+
+# What a command that starts or ends the run does what is said in.
+_OBEYED = ("ledger.jsonl", "config.yaml", "slurm")
+
+
+def make_run_directory(run_dir: Path) -> None:
+    """Create the directory of a run, which nobody else may write whatever the umask."""
+    warn_of_missing_disk(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True, mode=0o755)
+
+
+def refuse_foreign_run(run_dir: Path) -> None:
+    """Raise ConfigError unless only this user and root can have written what the run does.
+
+    For commands that start or end a run by what its directory says. Reading one is safe.
+    """
+    run_dir = run_dir.resolve()
+    try:
+        refuse_open_parents(run_dir)
+        refuse_foreign(run_dir, with_contents=False)
+        for name in _OBEYED:
+            refuse_foreign(run_dir / name)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
+
+
+def refuse_foreign_urls(config_file: Path, config: RunConfig) -> None:
+    """Raise ConfigError if these are another user's settings and name a server to ask."""
+    parts = (part.path for part in config.data.all_parts)
+    paths = (config.data.path, *parts, *config.evaluation.sets.values())
+    url = next(filter(None, map(url_of, paths)), None)
+    if url is not None and is_of_another_user(config_file):
+        raise ConfigError(
+            f"{config_file} is another user's, whose settings do not choose what is contacted; if "
+            f"you want to ask that server, say so: data.path={url}"
+        )
+
+
+def refuse_links(run_dir: Path) -> None:
+    """Raise ConfigError if one of the run's own names is a link: a run writes in its directory.
+
+    One that came from elsewhere could make it overwrite any file of the user.
+    """
+    for name in sorted(_NAMES):
+        if (run_dir / name).is_symlink():
+            raise ConfigError(
+                f"{run_dir / name} is a link, expected a part of the run; move what it leads to "
+                "into its place, or remove it"
+            )
+
+
+_DIRECTORY = re.compile(r"attempt-(\d+)")
+_RANK_LOG = re.compile(r"rank-(\d+)\.log")
+
+
+@dataclass(frozen=True)
+class AttemptFiles:
+    """The files of attempt `number` of the run with these `logs`."""
+
+    logs: Path
+    number: int
+
+    @property
+    def directory(self) -> Path:
+        return self.logs / f"attempt-{self.number}"
+
+    @property
+    def srun_log(self) -> Path:
+        return self.directory / "srun.log"
+
+    @property
+    def port(self) -> Path:
+        """In a directory of its own: all ranks list it until rank 0 has written the file."""
+        return self.directory / "meeting" / "port"
+
+    def rank_log(self, rank: int | str) -> Path:
+        """The log of a rank; `{rank}` is a place for its number."""
+        return self.directory / f"rank-{rank}.log"
+
+    def rank_logs(self, num_ranks: int) -> list[Path]:
+        return [self.rank_log(rank) for rank in range(num_ranks)]
+
+    def create(self) -> None:
+        """Create the directory; DataError if a link leads there."""
+        folder_below(self.logs.parent, f"{self.logs.name}/{self.directory.name}")
+
+    def create_meeting(self) -> None:
+        """Create the directory of the port, which no rank has written yet."""
+        self.create()
+        folder_below(self.directory, self.port.parent.name)
+        self.port.unlink(missing_ok=True)
+
+    def logged_ranks(self) -> dict[int, Path]:
+        """The logs that ranks have begun, by rank."""
+        found = {}
+        for path in self.directory.glob("rank-*.log"):
+            if match := _RANK_LOG.fullmatch(path.name):
+                found[int(match[1])] = path
+        return dict(sorted(found.items()))
+
+
+def attempts_of(logs: Path) -> list[AttemptFiles]:
+    """The attempts that left files, oldest first."""
+    names = (_DIRECTORY.fullmatch(path.name) for path in logs.glob("attempt-*"))
+    numbers = sorted(int(name[1]) for name in names if name)
+    return [AttemptFiles(logs, number) for number in numbers]
+
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +219,7 @@ class RunDir:
         self.matmul_peaks = self.path / "matmul_peaks.json"  # that MFU refers to
         self.wandb = self.path / "wandb"
         self.traces = self.path / "traces"
-        self.heartbeats = self.path / heartbeat_files.DIRECTORY
+        self.heartbeats = self.path / heartbeat.DIRECTORY
         self._identity_file = self.path / "run.json"
         self.config_file = self.path / "config.yaml"
 

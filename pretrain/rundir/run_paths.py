@@ -10,7 +10,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from data_pipeline.yaml_files import YAML_SUFFIXES, did_you_mean
+from foundation.yaml_files import YAML_SUFFIXES, did_you_mean
 
 RUNS = Path("runs")
 EXPORTED_WEIGHTS = "model.safetensors"  # in the directory of an export

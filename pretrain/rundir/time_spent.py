@@ -1,14 +1,18 @@
-"""What a run's time went into, and goodput: the part that went into training. Torch-free."""
+"""What a run's time went into, and goodput: the part that went into training. Torch-free.
+
+When the launcher started a rank, which the rank's first event comes seconds after.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
-from pretrain.rundir.launch_events import JobEnded, JobStarted
+from pretrain.rundir.events import Event, JobEnded, JobStarted, TrainingBegan, TrainingEnded
 from pretrain.rundir.ledger import events_of, is_finished, is_stopped
-from pretrain.rundir.metrics_summary import MetricsSummary
-from pretrain.rundir.training_events import Event, TrainingBegan, TrainingEnded
+from pretrain.rundir.metrics_file import MetricsSummary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +86,14 @@ def elapsed_seconds(ledger: Sequence[Event], end: float) -> float:
         ):
             elapsed, since = elapsed + event.time - since, None
     return elapsed if since is None else elapsed + end - since
+
+
+STARTED_AT = "PRETRAIN_STARTED_AT"  # seconds since 1970, in the environment of a rank
+
+
+def seconds_since_start(environment: Mapping[str, str] = os.environ) -> float:
+    """Seconds since the launcher started this rank; 0 without a launcher."""
+    try:
+        return max(0.0, time.time() - float(environment.get(STARTED_AT, "inf")))
+    except ValueError:
+        return 0.0

@@ -10,15 +10,14 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from data_pipeline.csv_files import write_csv
-from data_pipeline.errors import ConfigError, DataError
+from foundation.csv_files import write_csv
+from foundation.errors import ConfigError, DataError
 from pretrain.costs.device_memory import lane_bytes
 from pretrain.costs.flops import cost_of
+from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import events_of
-from pretrain.rundir.losses import set_losses
+from pretrain.rundir.metric_names import set_losses, task_columns
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.task_metrics import task_columns
-from pretrain.rundir.training_events import TrainingBegan
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.lifetime import effective_tokens
 from pretrain.scaling.point_files import csv_rows

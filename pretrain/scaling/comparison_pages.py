@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data_pipeline.errors import DataError
+from foundation.errors import DataError
 from pretrain.reporting.charts import (
     PAGE,
     PRINT,

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
+from foundation.settings import load_config
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import parameters_of

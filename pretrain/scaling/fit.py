@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from data_pipeline.errors import DataError
+from foundation.errors import DataError
 from pretrain.scaling.frontier import (
     FEWEST_FOR_FLOOR,
     NO_LINE,

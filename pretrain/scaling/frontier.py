@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from data_pipeline.errors import DataError
+from foundation.errors import DataError
 from pretrain.scaling.intervals import Interval, interval, range_of
 from pretrain.scaling.law import FlopsLaw, exponents, log_optimum, loss_at
 from pretrain.scaling.points import Array, Points

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_pipeline.errors import DataError
+from foundation.errors import DataError
 from pretrain.scaling.points import Array, Points
 
 NAMES = ("E", "A", "B", "alpha", "beta")

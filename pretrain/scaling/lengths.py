@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.plan import PlannedRun, planned_run

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from data_pipeline.errors import DataError
+from foundation.errors import DataError
 from pretrain.scaling.collect import Row
 from pretrain.scaling.intervals import Interval, range_of
 from pretrain.scaling.points import Array

@@ -11,11 +11,11 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError
-from data_pipeline.files import path_text
 from data_pipeline.lanes.lane_plan import comfortable_lanes
-from data_pipeline.yaml_files import SHIPPED
+from foundation.errors import ConfigError
+from foundation.files import path_text
+from foundation.settings import load_config
+from foundation.yaml_files import SHIPPED
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import EvaluationConfig, RunConfig

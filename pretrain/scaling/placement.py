@@ -13,17 +13,17 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig, accumulation_steps
+from pretrain.costs.device_memory import Footprint, footprint_of
 from pretrain.costs.devices import GIB, Hardware, device_named
 from pretrain.costs.fitting import advice, cheapest_fit
 from pretrain.costs.flops import computed_flops_of_step, cost_of, lanes_of_pass, parameters_of
-from pretrain.costs.footprint import Footprint, footprint_of
 from pretrain.costs.run_time import run_time
+from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import TrainingBegan
 from pretrain.scaling.family import Family, power_of_two
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.plan import PlannedRun

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.config_loader import differences, load_config, to_tree
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import SPLITS
-from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.lanes.lane_plan import check_lanes
 from data_pipeline.lanes.mixture import plan_of
-from data_pipeline.yaml_files import Tree
+from foundation.errors import ConfigError, DataError
+from foundation.settings import differences, load_config, to_tree
+from foundation.yaml_files import Tree
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import RunCost, cost_of
 from pretrain.scaling.family import Family

@@ -16,11 +16,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from data_pipeline.checked_fields import shown
-from data_pipeline.csv_files import read_csv
-from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.files import parse_json
-from data_pipeline.yaml_files import did_you_mean
+from foundation.csv_files import read_csv
+from foundation.errors import ConfigError, DataError
+from foundation.files import parse_json
+from foundation.records import shown
+from foundation.yaml_files import did_you_mean
 from pretrain.scaling.points import Array, Exclusion, Points, grouped_budgets, without_repeats
 from pretrain.terminal.text import counted
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.yaml_files import did_you_mean
+from foundation.errors import ConfigError
+from foundation.yaml_files import did_you_mean
 from pretrain.scaling.fit import TITLES, Fit, disagreement, loss_interval
 from pretrain.scaling.frontier import Approach, LawLine, Line
 from pretrain.scaling.intervals import Interval, as_loss, as_size, shown

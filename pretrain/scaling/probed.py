@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.checked_fields import Fields, InvalidField
-from data_pipeline.errors import DataError
-from data_pipeline.files import read_json
+from foundation.errors import DataError
+from foundation.files import read_json
+from foundation.records import Fields, InvalidField
 
 PROBES = "probes.json"
 PROBED = "probes/"  # begins the names of columns

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.setting_fields import MOST
+from foundation.errors import ConfigError, DataError
+from foundation.settings import MOST
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.collect import Row, read_rows

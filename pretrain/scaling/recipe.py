@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.config.choices import schedule_traits
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.files import write_json, write_text
+from foundation.files import write_json, write_text
 from pretrain.reporting.charts import PAGE, PRINT, chart_html, save_figure
 from pretrain.reporting.html import Card, folded, page, paragraph, section, table
 from pretrain.reporting.page_files import write_page

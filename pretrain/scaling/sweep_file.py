@@ -32,12 +32,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from data_pipeline.config_loader import load_config, parse_config, to_tree
-from data_pipeline.errors import ConfigError
-from data_pipeline.file_kinds import refuse_other_kind
-from data_pipeline.files import write_text
-from data_pipeline.setting_fields import LONGEST_NAME, require_name
-from data_pipeline.yaml_files import (
+from foundation.errors import ConfigError
+from foundation.files import write_text
+from foundation.settings import LONGEST_NAME, load_config, parse_config, require_name, to_tree
+from foundation.yaml_files import (
     YAML_SUFFIXES,
     Tree,
     abbreviated,
@@ -45,6 +43,7 @@ from data_pipeline.yaml_files import (
     dump_yaml,
     find_config,
     read_tree,
+    refuse_other_kind,
 )
 from pretrain.config.run import RunConfig
 

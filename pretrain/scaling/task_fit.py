@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_pipeline.errors import DataError
+from foundation.errors import DataError
 from pretrain.scaling.fit import Fit, fit_all
 from pretrain.scaling.intervals import ENDS, Interval
 from pretrain.scaling.law import fit_parametric

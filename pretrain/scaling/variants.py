@@ -22,10 +22,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.setting_fields import MOST, require_name
-from data_pipeline.yaml_files import read_tree
+from foundation.errors import ConfigError, DataError
+from foundation.settings import MOST, load_config, require_name
+from foundation.yaml_files import read_tree
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import computed_flops_of_step, cost_of

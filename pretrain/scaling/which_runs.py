@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.yaml_files import YAML_SUFFIXES, find_config, read_tree
+from foundation.errors import ConfigError
+from foundation.yaml_files import YAML_SUFFIXES, find_config, read_tree
 from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import RUNS

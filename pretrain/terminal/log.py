@@ -15,8 +15,8 @@ import warnings
 from dataclasses import asdict
 from typing import TextIO
 
-from data_pipeline.credentials import redacted
-from data_pipeline.errors import printable
+from foundation.credentials import redacted
+from foundation.errors import printable
 from pretrain.terminal.live_bar import LogLine, show
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -25,7 +25,7 @@ LEVEL_VARIABLE = "PRETRAIN_LOG_LEVEL"  # the level that started processes inheri
 RELAY_VARIABLE, NO_RELAY = "PRETRAIN_LOG_RELAY", -1
 # Attribute of a record with measurements: which share of the run is done.
 PROGRESS = "progress"
-PACKAGES = ("data_pipeline", "pretrain", "launcher")
+PACKAGES = ("foundation", "data_pipeline", "pretrain", "launcher")
 # What each line starts with, for those who read log files.
 LINE_START = re.compile(
     r"^(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d:\d\d:\d\d (?P<who>[^:]+): "

@@ -24,11 +24,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data_pipeline.checked_fields import Fields, InvalidField
 from data_pipeline.config import CacheConfig
-from data_pipeline.config_loader import parse_config, to_tree
-from data_pipeline.errors import CheckpointError, ConfigError
-from data_pipeline.files import (
+from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer
+from foundation.errors import CheckpointError, ConfigError
+from foundation.files import (
     fsync_directory,
     fsync_file,
     named_errors,
@@ -36,7 +35,8 @@ from data_pipeline.files import (
     sha256_of,
     write_json,
 )
-from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer
+from foundation.records import Fields, InvalidField
+from foundation.settings import parse_config, to_tree
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import MASTER_BYTES
 from pretrain.costs.flops import parameters_of

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data_pipeline.config_loader import parse_config
-from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
-from data_pipeline.errors import CheckpointError, DataError
+from data_pipeline.corpora.corpus import tokenizer_of
+from foundation.errors import CheckpointError, DataError
+from foundation.settings import parse_config
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.engines.engine import Engine

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_pipeline.errors import CheckpointError
-from data_pipeline.files import open_regular
+from foundation.errors import CheckpointError
+from foundation.files import open_regular
 from pretrain.config.model import ModelConfig
 from pretrain.model.embedding_and_softmax import bin_ranges
 from pretrain.model.parameters import load_parameters

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
+from data_pipeline.corpora.corpus import tokenizer_of
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
-from data_pipeline.errors import CheckpointError, ConfigError, DataError
-from data_pipeline.files import path_text, url_of
-from data_pipeline.ownership import is_of_another_user
 from data_pipeline.tokenizer import Tokenizer
+from foundation.errors import CheckpointError, ConfigError, DataError
+from foundation.files import is_of_another_user, path_text, url_of
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import load_weights
 from pretrain.config.choices import Precision
@@ -23,10 +22,10 @@ from pretrain.config.phases import run_at
 from pretrain.config.run import RunConfig
 from pretrain.engines.engine import check_precision, dtype_of
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
-from pretrain.rundir.training_events import TrainingBegan
 from pretrain.weights.export import (
     empty_model,
     is_export,

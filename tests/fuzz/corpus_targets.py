@@ -14,8 +14,7 @@ import zstandard
 
 from data_pipeline import cli as data_pipeline
 from data_pipeline.builder.build_corpus import build_corpus
-from data_pipeline.builder.given_tokenizer import given_tokenizer
-from data_pipeline.builder.train_tokenizer import make_tokenizer, train_tokenizer
+from data_pipeline.builder.build_tokenizer import given_tokenizer, make_tokenizer, train_tokenizer
 from data_pipeline.config import CacheConfig, CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.lengths import HASH_BYTES, HEADER_BYTES
@@ -23,11 +22,11 @@ from data_pipeline.corpora.manifest import read_manifest
 from data_pipeline.corpora.remote_corpus import CachedShards, local_corpus_directory
 from data_pipeline.corpora.shard_cache import ShardCache
 from data_pipeline.corpora.stores import RetryPolicy, store_at
-from data_pipeline.files import sha256_of
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import Mixture, open_training_data
 from data_pipeline.shards.shards import ShardFormat
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer, fingerprint_of
+from foundation.files import sha256_of
 from tests.fuzz.mutations import json_text
 from tests.fuzz.target import Target, command, parse_lines, write_lines
 from tests.helpers.corpora import config_of, make_text, some_texts

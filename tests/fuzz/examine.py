@@ -28,9 +28,9 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from data_pipeline.errors import exit_status_of
+from foundation.errors import exit_status_of
 from launcher.status import slurm_queue
-from pretrain.rundir.heartbeat_files import slots_of_user
+from pretrain.rundir.heartbeat import slots_of_user
 from tests.fuzz.mutations import CANARY, Change
 from tests.fuzz.target import Refused, Target, changes_of
 
@@ -310,7 +310,10 @@ def _place(error: BaseException) -> str:
     ours = [
         frame
         for frame in own
-        if any(f"/{name}/" in frame.filename for name in ("data_pipeline", "pretrain", "launcher"))
+        if any(
+            f"/{name}/" in frame.filename
+            for name in ("foundation", "data_pipeline", "pretrain", "launcher")
+        )
         and "site-packages" not in frame.filename
     ]
     frame = (ours or own or list(frames))[-1]

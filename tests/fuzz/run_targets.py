@@ -12,15 +12,15 @@ from typing import Any
 
 import yaml
 
-from data_pipeline.config_loader import to_tree
 from data_pipeline.corpora.writable_store import content_of
-from data_pipeline.files import sha256_of
+from foundation.files import sha256_of
+from foundation.settings import to_tree
 from launcher import cli as launcher
 from pretrain import cli as pretrain
 from pretrain.mirror.layout import ROOT, RUN_FILES, MirrorIndex
+from pretrain.mirror.mirror import stored_form
 from pretrain.mirror.restore import restore_run
-from pretrain.mirror.upload import stored_form
-from pretrain.rundir.heartbeat_files import HeartbeatRecord
+from pretrain.rundir.heartbeat import HeartbeatRecord
 from pretrain.rundir.run_dir import RunDir
 from pretrain.weights.export import load_export
 from tests.fuzz.mutations import json_text

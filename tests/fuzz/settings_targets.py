@@ -10,14 +10,13 @@ from typing import Any
 import yaml
 
 from data_pipeline.config import CorpusConfig
-from data_pipeline.config_loader import load_config, to_tree
+from foundation.settings import load_config, to_tree
 from launcher import cli as launcher
 from launcher.slurm.sbatch import Job, render
 from pretrain import cli as pretrain
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import ClusterConfig, load_cluster
-from pretrain.costs.node_range import NodeRange
-from pretrain.kernels.triton.tile_table import kernels_version, tiles_in
+from pretrain.costs.cluster import ClusterConfig, NodeRange, load_cluster
+from pretrain.kernels.triton.tiling import kernels_version, tiles_in
 from pretrain.scaling.point_files import read_points
 from pretrain.scaling.probed import PROBES, read_probed
 from pretrain.scaling.sweep_file import read_sweep

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pretrain.kernels.cpu.relative_shift import relative_shift
+from pretrain.kernels.cpu.attention import relative_shift
 from pretrain.model.attention_paths import forbidden_LC
 from pretrain.model.lane_state import Carried, LaneState, Memory
 from pretrain.model.parameters import load_parameters

@@ -30,7 +30,7 @@ from pathlib import Path
 from pretrain.checkpoint import directory as files
 from pretrain.cli import main
 from pretrain.commands.same_run import differences, summary
-from pretrain.rundir.heartbeat_files import read_heartbeats
+from pretrain.rundir.heartbeat import read_heartbeats
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything

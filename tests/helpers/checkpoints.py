@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from data_pipeline.files import sha256_of
+from foundation.files import sha256_of
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.pieces import key_of, report_of

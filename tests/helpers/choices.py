@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
-from data_pipeline.setting_tree import settings_of
+from foundation.settings import settings_of
 from pretrain.config.model import ModelConfig
 
 

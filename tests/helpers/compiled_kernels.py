@@ -168,9 +168,11 @@ def resources_of(wanted: str) -> Resources:
 
 
 def kernels() -> dict[str, Any]:
-    from pretrain.kernels.triton.backward_keys import key_gradient_kernel
-    from pretrain.kernels.triton.backward_positions import position_gradient_kernel
-    from pretrain.kernels.triton.backward_queries import query_gradient_kernel
+    from pretrain.kernels.triton.backward import (
+        key_gradient_kernel,
+        position_gradient_kernel,
+        query_gradient_kernel,
+    )
     from pretrain.kernels.triton.forward import forward_kernel
 
     return {

@@ -15,9 +15,9 @@ from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.lengths import write_lengths
 from data_pipeline.corpora.manifest import Manifest, ShardInfo
-from data_pipeline.files import sha256_of
 from data_pipeline.shards.shards import ShardFormat, shard_name, write_shard
 from data_pipeline.tokenizer import Tokenizer
+from foundation.files import sha256_of
 
 SUBJECTS = [
     "the river",

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.own_programs import own_command
+from foundation.own_programs import own_command
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.commands.same_run import differing_state, summary

@@ -26,12 +26,11 @@ import torch
 from torch.nn.functional import pad
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.errors import CheckpointError, UserError
 from data_pipeline.lanes.lane_stream import LaneStream
-from pretrain.checkpoint.checkpointer import Checkpointer
+from foundation.errors import CheckpointError, UserError
+from pretrain.checkpoint.checkpointer import Checkpointer, replicated_values
 from pretrain.checkpoint.elastic_reader import load_fragments
 from pretrain.checkpoint.marker import latest_step
-from pretrain.checkpoint.replicas import replicated_values
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.cli import end_process
 from pretrain.config.data import DataConfig

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from data_pipeline.files import write_json
+from foundation.files import write_json
 from tests.helpers.exact_attention import exact_attention, kept_weights
 from tests.helpers.triton_interpreter import prepare_interpreter
 
@@ -219,15 +219,15 @@ def fused(case: Case, inputs: list[Tensor | None], documents_BC: Tensor | None) 
 
 def _install(tiles: Tiles, head_width: int) -> None:
     """Have the kernels take `tiles` from a table, as a search on a device of 9.0 writes it."""
-    from pretrain.kernels.triton import tile_table
+    from pretrain.kernels.triton import tiling
 
     row = {"capability": [9, 0], "head_width": 64}
     rows = [{**row, "kernel": name, **tile} for name, tile in asdict(tiles).items()]
     with tempfile.TemporaryDirectory() as directory:
-        tile_table.TABLE = Path(directory) / "tiles.json"
-        tree = {"format": 1, "kernels": tile_table.kernels_version(), "tiles": rows}
-        write_json(tile_table.TABLE, tree)
-        assert tile_table.tiles_for(head_width, (9, 0)) == tiles  # and it is read once
+        tiling.TABLE = Path(directory) / "tiles.json"
+        tree = {"format": 1, "kernels": tiling.kernels_version(), "tiles": rows}
+        write_json(tiling.TABLE, tree)
+        assert tiling.tiles_for(head_width, (9, 0)) == tiles  # and it is read once
 
 
 def _inputs(case: Case, generator: torch.Generator) -> list[Tensor | None]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pretrain.run
-from data_pipeline.config_loader import load_config
+from foundation.settings import load_config
 from pretrain.config.resolve import resolve
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world

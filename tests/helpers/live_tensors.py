@@ -25,9 +25,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from data_pipeline.config_loader import parse_config
 from data_pipeline.lanes.segment_batch import SegmentBatch
-from data_pipeline.own_programs import own_command
+from foundation.own_programs import own_command
+from foundation.settings import parse_config
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import Engine

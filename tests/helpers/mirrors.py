@@ -14,11 +14,10 @@ from data_pipeline.corpora.writable_store import WritableStore
 from pretrain.checkpoint import marker
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
+from pretrain.mirror.mirror import Publication, upload_share
 from pretrain.mirror.restore import SCRATCH, restore_run
-from pretrain.mirror.upload import Publication, upload_share
-from pretrain.rundir.launch_events import JobStarted, Submitted
+from pretrain.rundir.events import JobStarted, Started, Submitted
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Started
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
 from tests.helpers.stores import client

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data_pipeline.config_loader import parse_config
 from data_pipeline.lanes.segment_batch import SegmentBatch
+from foundation.settings import parse_config
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, accumulation_steps

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from data_pipeline.files import write_text
+from foundation.files import write_text
 from pretrain.commands import scale
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
+from pretrain.rundir.events import Started
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Started
 from pretrain.scaling.law import Law
 from tests.helpers.metrics import train_line
 from tests.helpers.scaling import HOFFMANN

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data_pipeline.errors import DataError
-from pretrain.distributed.descriptors import LAZY_VARIABLE
+from foundation.errors import DataError
 from pretrain.distributed.rounds import describe_waits, largest_of_ranks, rows_of_ranks
 from pretrain.distributed.world import (
+    LAZY_VARIABLE,
     World,
     any_rank,
     gather_values,

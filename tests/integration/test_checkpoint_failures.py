@@ -14,9 +14,9 @@ import torch
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.processes.local_ranks import RankGroup, train_command
+from pretrain.rundir.events import OutOfMemory, TrainingBegan
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import OutOfMemory, TrainingBegan
 
 SETTINGS = (
     "model.num_layers=2", "model.d_model=64", "model.num_heads=2", "model.memory_length=8",

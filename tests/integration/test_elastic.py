@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
+from pretrain.checkpoint.checkpointer import odd_ranks
 from pretrain.checkpoint.elastic_reader import FragmentReader, load_memory
-from pretrain.checkpoint.replicas import odd_ranks
 from pretrain.commands.same_run import STATE_TOLERANCE, differing_progress, differing_values
 from tests.helpers.engine_cells import losses_of, run_helper
 

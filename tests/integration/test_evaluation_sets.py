@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.config import MixturePart
-from data_pipeline.errors import DataError
+from foundation.errors import DataError
 from pretrain.cli import main
 from pretrain.commands.same_run import differing_losses
 from pretrain.config.data import DataConfig
-from pretrain.config.evaluation_sets import check_same_sets, evaluation_sets
+from pretrain.config.resolve import check_same_sets, evaluation_sets
 from pretrain.config.run import EvaluationConfig, RunConfig
 from pretrain.reporting.run_history import read_history
+from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import events_of
-from pretrain.rundir.losses import set_losses
+from pretrain.rundir.metric_names import set_losses
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import TrainingBegan
 from pretrain.scaling.collect import row_of, write_rows
 from pretrain.scaling.sweep_file import Cell
 from pretrain.scaling.which_runs import PlacedCell

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from data_pipeline.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pretrain.cli import main
 from pretrain.weights.export import load_export, load_model
 from pretrain.weights.trained_model import load_trained

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.processes.local_ranks import train_command
-from pretrain.rundir.fence import VARIABLE, Fence
+from pretrain.rundir.lock import VARIABLE, Fence
 from pretrain.rundir.run_dir import RunDir
 
 SETTINGS = """model: {{num_layers: 2, d_model: 32, num_heads: 2, memory_length: 16}}

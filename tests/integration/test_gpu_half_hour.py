@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.gpu.steps import STEPS
-from pretrain.kernels.triton.tile_table import KERNELS
+from pretrain.kernels.triton.tiling import KERNELS
 
 # What each step has to have found.
 PARTS = {

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.errors import CheckpointError
 from data_pipeline.tokenizer import Tokenizer
+from foundation.errors import CheckpointError
 from pretrain.cli import main
 from pretrain.weights.export import load_export
 from pretrain.weights.original import checked_loss, import_state, read_state

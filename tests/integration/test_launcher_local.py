@@ -23,9 +23,9 @@ from launcher.status.run_state import read_state
 from pretrain.commands.same_run import differing_losses
 from pretrain.costs.device_memory import checkpoint_bytes
 from pretrain.recovery.faults import VARIABLE
+from pretrain.rundir.events import Stalled, Straggler
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Stalled, Straggler
 from tests.helpers.full_disk import full_disk
 
 RANKS = 2

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.tokenizer import Tokenizer
+from foundation.errors import ConfigError, DataError
 from pretrain.cli import main
 from pretrain.config.data import DataConfig
 from pretrain.config.run import RunConfig
@@ -230,7 +230,7 @@ def test_options_that_cannot_be_are_refused_in_one_line(places, capsys, options,
 def test_lm_eval_finds_the_model_by_its_name_and_refuses_unknown_options(places):
     from lm_eval.api.registry import get_model
 
-    import pretrain.evaluation.harness_model  # noqa: F401
+    import pretrain.evaluation.harness  # noqa: F401
 
     options = f"run={places['folder'] / 'own'},memory_length=4"
     model = get_model("xl-pretrain").create_from_arg_string(options, {"device": "cpu"})

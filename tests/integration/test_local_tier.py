@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pretrain.commands.same_run import differences
+from pretrain.rundir.events import Resumed
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Resumed
 from tests.helpers.local_tier import STEPS
 
 

@@ -16,9 +16,9 @@ from launcher.status.run_state import read_state
 from pretrain.cli import main as pretrain
 from pretrain.commands.same_run import differing_losses
 from pretrain.recovery.faults import VARIABLE
+from pretrain.rundir.events import Mirrored, MirrorFailed, Restored, Resumed
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Mirrored, MirrorFailed, Restored, Resumed
 from tests.helpers.stores import client, make_bucket
 
 STEPS, INTERVAL = 24, 4

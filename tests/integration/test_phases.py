@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.config_loader import load_config
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
 from data_pipeline.lanes.mixture import Mixture
+from foundation.settings import load_config
 from pretrain.checkpoint import marker
 from pretrain.commands.same_run import differing_losses
 from pretrain.config.resolve import resolve
@@ -23,9 +23,9 @@ from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.processes.local_ranks import train_command
 from pretrain.recovery.faults import VARIABLE
 from pretrain.run import build_engine
+from pretrain.rundir.events import Finished, PhaseFinished, TrainingEnded
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Finished, PhaseFinished, TrainingEnded
 from tests.helpers.corpora import make_tiny_corpus
 
 SEED, LENGTH = 4, 16

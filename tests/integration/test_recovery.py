@@ -17,15 +17,15 @@ from data_pipeline.config import CorpusConfig, TokenizerConfig
 from pretrain.commands.same_run import differing_losses, summary
 from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
 from pretrain.recovery.faults import VARIABLE
-from pretrain.rundir.ledger import events_of
-from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import (
+from pretrain.rundir.events import (
     GaveUp,
     OutOfMemory,
     Rewind,
     Straggler,
     SuspectDocuments,
 )
+from pretrain.rundir.ledger import events_of
+from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_text, write_jsonl
 
 POISONED = "d70"

@@ -21,8 +21,8 @@ from pretrain.commands.same_run import (
     differing_values,
     summary,
 )
+from pretrain.rundir.events import Finished, TrainingBegan
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Finished, TrainingBegan
 from tests.helpers.engine_cells import largest_difference, losses_of, run_helper
 from tests.helpers.sequence_cells import CASES, CHAIN, END, chain_cells
 

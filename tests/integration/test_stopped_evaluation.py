@@ -13,10 +13,10 @@ from pretrain.checkpoint.marker import latest_step
 from pretrain.cli import main
 from pretrain.processes.local_ranks import RankGroup, train_command
 from pretrain.recovery.faults import VARIABLE
+from pretrain.rundir.events import Finished, Stopped
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Finished, Stopped
 
 STEPS = 8
 TIMES = (

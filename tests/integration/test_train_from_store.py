@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from data_pipeline import settled_files
 from data_pipeline.cli import main as data_pipeline
 from data_pipeline.corpora import manifest
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.shard_cache import GIB
+from foundation import files
 from pretrain.cli import main as pretrain
 from pretrain.commands.same_run import differing_losses
 from pretrain.recovery.faults import VARIABLE
+from pretrain.rundir.events import TrainingEnded
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import TrainingEnded
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.stores import FileServer, client
 
@@ -130,7 +130,7 @@ def test_a_run_with_a_password_resumes_and_no_file_or_line_shows_it(
         return parse(tree, path)
 
     monkeypatch.setattr(manifest, "_parse", counted)
-    monkeypatch.setattr(settled_files, "SETTLED_NS", 0)  # else a fast start parses a new file again
+    monkeypatch.setattr(files, "SETTLED_NS", 0)  # else a fast start parses a new file again
     with FileServer(corpus) as server:
         server.authorization = f"Basic {base64.b64encode(f'me:{password}'.encode()).decode()}"
         host = server.url.removeprefix("http://")

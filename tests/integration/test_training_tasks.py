@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
+from foundation.settings import load_config
 from pretrain.cli import main
 from pretrain.commands.same_run import differences
 from pretrain.config.run import RunConfig
 from pretrain.evaluation.training_tasks import has_tasks_after
 from pretrain.processes.local_ranks import RankGroup, train_command
+from pretrain.rundir.metric_names import task_metrics, task_values
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.task_metrics import task_metrics, task_values
 from tests.helpers.corpora import some_texts
 
 STEPS = 4

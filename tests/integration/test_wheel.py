@@ -17,7 +17,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-SOURCES = ("configs", "data_pipeline", "launcher", "pretrain", "benchmarks", "tests")
+SOURCES = ("configs", "foundation", "data_pipeline", "launcher", "pretrain", "benchmarks", "tests")
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     "OMP_NUM_THREADS": "1",
@@ -75,8 +75,8 @@ def run(programs: Path, directory: Path, *command: str | Path) -> str:
 def test_the_wheel_has_the_packages_and_every_configuration_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops == {"data_pipeline", "launcher", "pretrain"}
-    shipped = {name.removeprefix("data_pipeline/") for name in names if name.endswith(".yaml")}
+    assert tops == {"foundation", "data_pipeline", "launcher", "pretrain"}
+    shipped = {name.removeprefix("foundation/") for name in names if name.endswith(".yaml")}
     assert shipped == {str(path.relative_to(ROOT)) for path in ROOT.glob("configs/*/*.yaml")}
     sources = {str(path.relative_to(ROOT)) for top in tops for path in (ROOT / top).rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.config_loader import parse_config
+from foundation.settings import parse_config
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import memory_parts, offloaded_bytes, total_bytes
 from pretrain.costs.zero_buffers import optimizer_of

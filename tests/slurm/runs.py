@@ -19,16 +19,17 @@ from typing import Any, TypeVar
 from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.commands.same_run import differing_losses, summary
 from pretrain.rundir.collective_traces import VARIABLE
-from pretrain.rundir.launch_events import (
+from pretrain.rundir.events import (
     AttemptEnded,
+    Event,
     JobEnded,
     JobEndReason,
     JobStarted,
     NextAction,
+    TrainingBegan,
 )
 from pretrain.rundir.ledger import events_of, last_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Event, TrainingBegan
 from tests.slurm.lab import SlurmLab
 
 E = TypeVar("E", bound=Event)

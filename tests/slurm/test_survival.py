@@ -20,15 +20,18 @@ import pytest
 
 from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.commands.same_run import differing_losses
-from pretrain.rundir.launch_events import (
+from pretrain.rundir.events import (
     AttemptEnded,
+    Finished,
     JobEnded,
     JobEndReason,
     JobStarted,
     NextAction,
+    Resumed,
+    Started,
+    Stopped,
     Submitted,
 )
-from pretrain.rundir.training_events import Finished, Resumed, Started, Stopped
 from tests.helpers.corpora import make_tiny_corpus
 from tests.slurm.lab import SlurmLab
 from tests.slurm.runs import (

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.rundir.exit_status import NEVER_STARTED
-from pretrain.rundir.launch_events import (
+from pretrain.rundir.events import (
     AttemptEnded,
     JobEndReason,
     JobStarted,
@@ -24,6 +23,7 @@ from pretrain.rundir.launch_events import (
     NodeReplaced,
     ReplacedBecause,
 )
+from pretrain.rundir.exit_status import NEVER_STARTED
 from pretrain.rundir.ledger import events_of
 from tests.helpers.corpora import make_tiny_corpus
 from tests.slurm.lab import SlurmLab

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.rundir.launch_events import JobEnded, JobStarted, SupervisorKilled
+from pretrain.rundir.events import JobEnded, JobStarted, Resumed, SupervisorKilled
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Resumed
 from tests.helpers.corpora import make_tiny_corpus
 from tests.slurm.lab import SlurmLab
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.config import CorpusConfig
-from data_pipeline.setting_fields import assert_never
+from foundation.settings import assert_never
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.costs.devices import DEVICES
@@ -22,7 +22,7 @@ from tests.helpers.choices import choices_of
 ROOT = Path(__file__).parents[2]
 MODULES = sorted(
     path
-    for package in ("data_pipeline", "pretrain", "launcher", "benchmarks")
+    for package in ("foundation", "data_pipeline", "pretrain", "launcher", "benchmarks")
     for path in (ROOT / package).rglob("*.py")
 )
 

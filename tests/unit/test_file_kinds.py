@@ -11,8 +11,8 @@ import pytest
 
 from data_pipeline.cli import main as data_pipeline
 from data_pipeline.config import CorpusConfig
-from data_pipeline.file_kinds import KINDS
-from data_pipeline.files import write_text
+from foundation.files import write_text
+from foundation.yaml_files import KINDS
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from pretrain.config.run import RunConfig

@@ -14,10 +14,9 @@ import pytest
 
 from data_pipeline.cli import main as data_pipeline
 from data_pipeline.config import CorpusConfig
-from data_pipeline.config_loader import parse_config
-from data_pipeline.errors import ConfigError
-from data_pipeline.setting_fields import Range, ranges_of
-from data_pipeline.yaml_files import dump_yaml
+from foundation.errors import ConfigError
+from foundation.settings import Range, parse_config, ranges_of
+from foundation.yaml_files import dump_yaml
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from pretrain.config.run import RunConfig

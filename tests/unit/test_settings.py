@@ -8,10 +8,8 @@ import pytest
 
 from data_pipeline.cli import main as data_pipeline
 from data_pipeline.config import CorpusConfig
-from data_pipeline.config_loader import parse_config
-from data_pipeline.errors import ConfigError
-from data_pipeline.setting_tree import ELSEWHERE, OTHER_NAMES, settings_of
-from data_pipeline.sizes import parse_size
+from foundation.errors import ConfigError
+from foundation.settings import ELSEWHERE, OTHER_NAMES, parse_config, parse_size, settings_of
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from pretrain.config.run import RunConfig

@@ -8,8 +8,8 @@ from statistics import fmean
 from typing import Any
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.errors import ConfigError
 from data_pipeline.tokenizer import Tokenizer
+from foundation.errors import ConfigError
 from pretrain.evaluation.context_length import (
     ContextGrid,
     ContextLength,
@@ -21,17 +21,15 @@ from pretrain.evaluation.probes.attention_mass import AttentionMass, attention_m
 from pretrain.evaluation.probes.distances import Borders, bin_names, borders_of
 from pretrain.evaluation.probes.document_position import PositionLoss, loss_by_position
 from pretrain.evaluation.probes.probe_settings import ATTENTION, ProbeSettings
-from pretrain.evaluation.probes.probe_tokens import (
-    ProbeTokens,
-    tokens_of_corpus,
-    tokens_of_vocabulary,
-)
 from pretrain.evaluation.probes.recall import (
+    ProbeTokens,
     Recall,
     RecallKind,
     distances_up_to,
     measure_recall,
     recall_distance,
+    tokens_of_corpus,
+    tokens_of_vocabulary,
 )
 
 CONTEXT_POSITIONS = 128  # enough to mark a length in a picture

@@ -13,9 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pretrain.kernels.triton.backward_keys import content_bias_kernel, key_gradient_kernel
-from pretrain.kernels.triton.backward_positions import position_gradient_kernel
-from pretrain.kernels.triton.backward_queries import delta_kernel, query_gradient_kernel
+from pretrain.kernels.triton.backward import (
+    content_bias_kernel,
+    delta_kernel,
+    key_gradient_kernel,
+    position_gradient_kernel,
+    query_gradient_kernel,
+)
 from pretrain.kernels.triton.forward import forward_kernel
 from pretrain.kernels.triton.settings import Variant
 from pretrain.kernels.triton.tiling import Tile, Tiles

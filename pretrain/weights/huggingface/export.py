@@ -7,25 +7,347 @@ DIR/model.safetensors      every parameter once, in float32; above 5 GB in sever
 DIR/tokenizer.model or tokenizer.json, tokenizer_config.json    the tokenizer of the corpus, if
                            transformers has its kind
 DIR/README.md              the model card
+
+One Python file out of all the definitions that a module needs from our own packages.
+
+An export must run without this project and compute what it computes. So it gets the project's own
+source, copied definition by definition: there is no second implementation to keep equal.
+
+The tokenizer of an export, as far as transformers has its kind.
+
+The model card of an export, filled in with what is known about the run.
 """
 
 from __future__ import annotations
 
+import ast
+import json
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from data_pipeline.config_loader import to_tree
-from data_pipeline.files import write_json, write_text
-from data_pipeline.tokenizer import Tokenizer
+from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
+from foundation.files import path_text, write_json, write_text
+from foundation.settings import assert_never, to_tree
+from pretrain.config.phases import spans_of_phases
+from pretrain.costs.flops import parameters_of
 from pretrain.rundir.code_version import code_version
 from pretrain.weights.export import WEIGHTS, new_directory, write_weights
-from pretrain.weights.huggingface.bundle import Bundle, bundle
-from pretrain.weights.huggingface.model_card import model_card
-from pretrain.weights.huggingface.tokenizer_files import tokenizer_files
 from pretrain.weights.trained_model import TrainedModel
+
+ROOT = Path(__file__).parents[3]  # the folder of our packages
+OWN = ("foundation", "data_pipeline", "pretrain")
+
+Key = tuple[str, str]  # a module, and a name that it defines
+Import = tuple[str, str]  # ("import", "numpy as np"), or ("from torch import", "nn")
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A function, class or value at the top of a module."""
+
+    line: int
+    source: str  # with decorators and the comment above
+    uses: frozenset[str]  # names
+
+
+@dataclass(frozen=True)
+class Module:
+    docstring: str
+    definitions: dict[str, Definition]
+    imports: dict[str, Import]  # of other packages, by the name bound here
+    own: dict[str, Key]  # the names that come from our packages
+
+
+@dataclass(frozen=True)
+class Bundle:
+    text: str
+    keys: frozenset[Key]  # what it has
+
+
+def bundle(
+    root: str,
+    heading: str,
+    replaced: Mapping[str, str],
+    beside: Mapping[str, Bundle] | None = None,
+) -> Bundle:
+    """Return module `root` with everything that it needs of ours, which it no longer imports.
+
+    `replaced` has names that another module defines for all -> that module. `beside` has the other
+    bundles of the directory by module name; what they define is imported from them.
+    """
+    home = {key: name for name, other in (beside or {}).items() for key in other.keys}
+    needed = _needed([(root, name) for name in module(root).definitions], replaced, home)
+    own = [key for key in needed if key not in home]
+    names = [name for _, name in own]
+    assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
+    own.sort(key=lambda key: (_depth(key[0]), key[0], _definition(key).line))
+    used = {bound for key in own for bound in _imports_of(key)}
+    used |= {(f"from .{home[key]} import", key[1]) for key in needed if key in home}
+    parts = [
+        f'{heading}\n\n"""{module(root).docstring}\n"""\n',
+        "from __future__ import annotations\n",
+        "\n".join(_statements(used)),
+    ]
+    for key, before in zip(own, [("", ""), *own], strict=False):
+        mark = "" if key[0] == before[0] else f"# {key[0]}\n\n\n"
+        parts.append(f"\n\n{mark}{_definition(key).source}")
+    return Bundle("\n".join(parts) + "\n", frozenset(own))
+
+
+def _needed(start: list[Key], replaced: Mapping[str, str], home: Mapping[Key, str]) -> list[Key]:
+    """Return `start` and all definitions that they use, directly or not."""
+    found: dict[Key, None] = {}
+    while start:
+        key = start.pop()
+        if key in found:
+            continue
+        found[key] = None
+        if key not in home:
+            used = [_resolved(key[0], name) for name in sorted(_definition(key).uses)]
+            start += [(replaced.get(each[1], each[0]), each[1]) for each in used if each]
+    return list(found)
+
+
+def _imports_of(key: Key) -> Iterator[Import]:
+    imports = module(key[0]).imports
+    return (imports[name] for name in _definition(key).uses & imports.keys())
+
+
+def _statements(imports: set[Import]) -> Iterator[str]:
+    """Yield import statements, one per module."""
+    for how in sorted({how for how, _ in imports}):
+        names = sorted(name for each, name in imports if each == how)
+        if how == "import":
+            yield from (f"import {name}" for name in names)
+        else:
+            yield (
+                f"{how} {names[0]}"
+                if len(names) == 1
+                else f"{how} (\n    " + ",\n    ".join(names) + ",\n)"
+            )
+
+
+def _resolved(of_module: str, name: str) -> Key | None:
+    """Return where the module's `name` is defined, if that is in our packages."""
+    if name in module(of_module).definitions:
+        return of_module, name
+    return module(of_module).own.get(name)
+
+
+def _definition(key: Key) -> Definition:
+    return module(key[0]).definitions[key[1]]
+
+
+@cache
+def _depth(name: str) -> int:
+    """Return the length of the longest chain of imports below a module: what it uses is lower."""
+    return 1 + max((_depth(used) for used, _ in module(name).own.values()), default=0)
+
+
+@cache
+def module(name: str) -> Module:
+    """Read a module of ours, `pretrain.model.memory` for example."""
+    text = (ROOT / (name.replace(".", "/") + ".py")).read_text()
+    tree = ast.parse(text)
+    read = Module(ast.get_docstring(tree) or "", {}, {}, {})
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                bound = alias.asname or alias.name.split(".")[0]
+                read.imports[bound] = ("import", ast.unparse(alias))
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            for alias in node.names:
+                if node.module.split(".")[0] in OWN:
+                    assert not alias.asname, f"{name} renames {alias.name}"
+                    read.own[alias.name] = (node.module, alias.name)
+                else:
+                    how = f"from {node.module} import"
+                    read.imports[alias.asname or alias.name] = (how, ast.unparse(alias))
+        else:
+            for defined in _names_of(node):
+                read.definitions[defined] = _definition_of(node, text.splitlines())
+    return read
+
+
+def _names_of(node: ast.stmt) -> list[str]:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, ast.Try):  # an import that may fail
+        return [
+            alias.name for each in node.body if isinstance(each, ast.Import) for alias in each.names
+        ]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [
+        each.id
+        for target in targets
+        if target
+        for each in ast.walk(target)
+        if isinstance(each, ast.Name)
+    ]
+
+
+def _definition_of(node: ast.stmt, lines: list[str]) -> Definition:
+    decorators = getattr(node, "decorator_list", [])
+    first = min([node.lineno, *(each.lineno for each in decorators)]) - 1
+    while first and lines[first - 1].startswith("#"):
+        first -= 1
+    uses = frozenset(each.id for each in ast.walk(node) if isinstance(each, ast.Name))
+    return Definition(node.lineno, "\n".join(lines[first : node.end_lineno]), uses)
+
+
+OWN_CLASS = "XLPretrainTokenizer"
+CONFIG_NAME = "tokenizer_config.json"
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes] | None:
+    """Return files by name; None if transformers has no such tokenizer."""
+    match tokenizer.kind:
+        case "unigram" | "bpe" | "sentencepiece":
+            return {MODEL_NAME: tokenizer.model, CONFIG_NAME: _own_config(tokenizer)}
+        case "bytes":
+            return {CONFIG_NAME: _own_config(tokenizer)}
+        case "huggingface":
+            return {
+                "tokenizer.json": _with_document_end(tokenizer),
+                CONFIG_NAME: _json(_fast_config(str(tokenizer.options["end_token"]))),
+            }
+        case "tiktoken" | "words" | "characters" | "unknown":
+            return None
+        case _:
+            assert_never(tokenizer.kind)
+
+
+def _own_config(tokenizer: Tokenizer) -> bytes:
+    auto_map = {"AutoTokenizer": [f"tokenization_xl_pretrain.{OWN_CLASS}", None]}
+    end_id = tokenizer.end_id
+    return _json({"tokenizer_class": OWN_CLASS, "auto_map": auto_map, "document_end_id": end_id})
+
+
+def _fast_config(end_token: str) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end_token,
+        "eos_token": end_token,
+        "split_special_tokens": True,  # what looks like a special token in a text is text
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "right",
+        "model_input_names": ["input_ids", "attention_mask"],  # all that the model takes
+    }
+
+
+def _with_document_end(tokenizer: Tokenizer) -> bytes:
+    """Return the user's tokenizer.json with the end of a document, and no other, before a text."""
+    tree, end = json.loads(tokenizer.model), str(tokenizer.options["end_token"])
+
+    def piece(kind: str, name: str, sequence: int = 0) -> dict[str, Any]:
+        return {kind: {"id": name, "type_id": sequence}}
+
+    single = [piece("SpecialToken", end), piece("Sequence", "A")]
+    tree["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, piece("Sequence", "B", 1)],
+        "special_tokens": {end: {"id": end, "ids": [tokenizer.end_id], "tokens": [end]}},
+    }
+    return _json(tree)
+
+
+def _json(tree: Any) -> bytes:
+    return json.dumps(tree, indent=1, ensure_ascii=False).encode()
+
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- transformer-xl
+- xl-pretrain
+---
+
+# {name}
+
+A Transformer-XL language model (Dai et al. 2019) of {parameters:,} parameters, trained with
+xl-pretrain for {step:,} steps on {tokens:,} tokens of the corpus `{corpus}`. It reads text in
+segments and remembers {memory} tokens of hidden states per layer from one segment to the next.
+
+License, intended use and limitations are for whoever publishes the model to state here.
+
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("DIRECTORY", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("DIRECTORY", trust_remote_code=True)
+inputs = tokenizer("The ", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0], skip_special_tokens=True))
+```
+
+The code in this directory needs torch, transformers and numpy{requirement}. It has no dropout and
+no fused kernels for GPUs. A text of any length can be read, in linear time: `model(input_ids,
+mems=mems)` returns `logits`, and `mems` for what follows. Padding belongs to the right of a text;
+`generate` takes prompts of equal length.
+
+## Model
+
+{model_rows}
+
+## Training
+
+{training_rows}
+"""
+
+
+def model_card(
+    trained: TrainedModel, tokenizer: Tokenizer, evaluation: Mapping[str, Any] | None = None
+) -> str:
+    """Return the text; `evaluation` is the line of the run's latest one."""
+    config, model = trained.config, trained.config.model
+    spans = spans_of_phases(config, range(min(trained.step, config.optim.steps)))
+    training = {
+        "steps": f"{trained.step:,}",
+        "tokens per step, at the end": f"{config.tokens_per_step:,}",
+        "segment length": f"{trained.segment_length:,}",
+        "optimizer": f"{config.optim.name}, learning rate {config.optim.learning_rate:g}",
+        "seed": str(config.seed),
+    }
+    for name in ("loss", "perplexity", "bits_per_byte", "bits_per_character"):
+        if evaluation is not None and evaluation.get(name) is not None:
+            training[f"validation {name.replace('_', ' ')}"] = f"{evaluation[name]:.4f}"
+    settings = {
+        name: json.dumps(value)
+        for name, value in model.function_settings().items()
+        if value not in (False, 0, ()) or name == "num_layers"
+    }
+    up_to = "" if isinstance(model.memory_length, int) else "up to "
+    tokenizer_text = f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens"
+    needs_sentencepiece = MODEL_NAME in (tokenizer_files(tokenizer) or {})
+    return CARD.format(
+        name=config.name or "Transformer-XL",
+        parameters=parameters_of(model).total,
+        step=trained.step,
+        tokens=sum(phase.tokens_per_step * count for phase, count in spans),
+        # Of whoever started the run: nothing that ends the code span.
+        corpus=re.sub(
+            r"[^\w.+ -]", "_", path_text(config.data.path).rstrip("/").rpartition("/")[2]
+        ),
+        memory=f"{up_to}{model.longest_memory:,}",
+        requirement=", and sentencepiece for the tokenizer" if needs_sentencepiece else "",
+        model_rows=_table({"tokenizer": tokenizer_text, **settings}),
+        training_rows=_table(training),
+    )
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {rows[name]} |" for name in rows)])
+
 
 LARGEST_FILE_BYTES = 5 * 10**9
 CODE = ("configuration_xl_pretrain", "modeling_xl_pretrain", "tokenization_xl_pretrain")

@@ -19,10 +19,10 @@ from benchmarks.gpu.context import Context
 from benchmarks.gpu.report import Report, Result, append_result, findings_in, results_in, status_of
 from benchmarks.gpu.steps import LONGEST_STEP, STEPS, Step, selected
 from benchmarks.gpu.training import large_run
-from data_pipeline.errors import UserError
+from foundation.errors import UserError
 from pretrain.costs.flops import cost_of
 from pretrain.kernels.triton.settings import DROPOUT_LEVELS
-from pretrain.kernels.triton.tile_table import FORMAT, KERNELS, kernels_version
+from pretrain.kernels.triton.tiling import FORMAT, KERNELS, kernels_version
 from pretrain.model.attention_paths import plain_attention
 from pretrain.model.dropout import Site
 from tests.helpers.exact_attention import kept_weights

@@ -20,7 +20,7 @@ from benchmarks.measure import (
     run_benchmarks,
     timed,
 )
-from data_pipeline.errors import UserError
+from foundation.errors import UserError
 
 FAST = Section("quick case", lambda _: [Measurement("speed", [2.0], at_least=1.0)])
 MISSED = Section("slow case", lambda _: [Measurement("cost", [2.0], "ms", at_most=1.0)])

@@ -24,7 +24,7 @@ from benchmarks.peers import (
     patch_list,
     speed_measurements,
 )
-from data_pipeline.errors import UserError
+from foundation.errors import UserError
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.original_settings import config_of_original
 from tests.helpers.reference_training import ReferenceTransformerXL, original_state

@@ -16,13 +16,12 @@ from benchmarks.scale.failures import exponential, simulate, uniform, weibull
 from benchmarks.scale.growth import growth_of
 from benchmarks.scale.instruments import counted_files
 from benchmarks.scale.status import write_heartbeats
-from data_pipeline.errors import UserError
-from data_pipeline.files import write_text
+from foundation.errors import UserError
+from foundation.files import write_text
 from pretrain.config.run import RunConfig
 from pretrain.costs.failures import FailureCosts
-from pretrain.rundir.attempt_files import AttemptFiles
-from pretrain.rundir.heartbeat_files import read_heartbeats
-from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.heartbeat import read_heartbeats
+from pretrain.rundir.run_dir import AttemptFiles, RunDir
 
 HOUR = FailureCosts(between_failures=3600.0, pause=30.0, write=100.0, down=200.0, start=300.0)
 NO_FAILURES = repeat(float("inf"))

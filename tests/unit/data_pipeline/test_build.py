@@ -13,7 +13,7 @@ from data_pipeline.builder.records import fraction_of
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import MANIFEST_NAME
-from data_pipeline.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from tests.helpers.corpora import (
     config_of,
     contents,
@@ -93,8 +93,8 @@ def test_no_validation_split_is_made_with_a_fraction_of_0(tmp_path):
 def test_the_tokenizers_training_sample_is_capped_and_spread_over_the_training_split(
     tmp_path,
 ):
+    from data_pipeline.builder.build_tokenizer import training_sample
     from data_pipeline.builder.sources import list_sources
-    from data_pipeline.builder.train_tokenizer import training_sample
 
     texts = [f"{number} " * 30 + "\n\n" + f"{number} " * 30 for number in range(300)]
     config = config_of(

@@ -20,8 +20,8 @@ from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.cli import main
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.corpora.manifest import MANIFEST_NAME
-from data_pipeline.errors import ConfigError, DataError, UserError
-from data_pipeline.files import sha256_of
+from foundation.errors import ConfigError, DataError, UserError
+from foundation.files import sha256_of
 from tests.helpers.corpora import config_of, contents, documents_of, some_texts
 from tests.helpers.small_disks import needs_mounts
 

@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.builder.build_corpus import build_corpus
-from data_pipeline.builder.parts import build_part, merge_parts, parts_directory
-from data_pipeline.builder.processes import build_in_processes
+from data_pipeline.builder.parts import build_in_processes, build_part, merge_parts, parts_directory
 from data_pipeline.cli import main
 from data_pipeline.commands.verify import verify_split
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError, DataError
-from data_pipeline.file_lock import try_lock
-from data_pipeline.progress import Note
+from foundation.errors import EXIT_INTERRUPTED, ConfigError, DataError
+from foundation.locks import try_lock
+from foundation.progress import Note
 from tests.helpers.corpora import contents, some_texts
 
 BPE = TokenizerConfig(kind="bpe", vocab_size=350)
@@ -169,7 +168,7 @@ def test_processes_resume_only_with_the_text_and_settings_they_started_with(tmp_
         raise Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr("data_pipeline.builder.processes._run_parts", stop)
+        patch.setattr("data_pipeline.builder.parts._run_parts", stop)
         with pytest.raises(Stopped):  # the tokenizer is trained, no part has started
             build_in_processes(config, 2)
     with pytest.raises(ConfigError, match="holds an unfinished build from other text or settings"):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.corpora import cache_space
-from data_pipeline.corpora.cache_space import CacheSpace
+from data_pipeline.corpora import shard_cache
+from data_pipeline.corpora.shard_cache import CacheSpace
 
 
 def name_of(number: int) -> str:
@@ -67,7 +67,7 @@ def test_the_files_that_are_looked_at_per_reservation_do_not_grow_with_the_cache
 def test_files_are_removed_in_the_order_of_their_last_use_also_over_several_listings(
     files, monkeypatch
 ):
-    monkeypatch.setattr(cache_space, "FEWEST_LISTED", 3)
+    monkeypatch.setattr(shard_cache, "FEWEST_LISTED", 3)
     for number in range(1, 11):
         put(files, number)
     space = CacheSpace(files, 100, remove)

@@ -20,9 +20,8 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import ShardInfo
 from data_pipeline.corpora.shard_cache import GIB, CacheFullError, ShardCache
 from data_pipeline.corpora.stores import Store, store_at
-from data_pipeline.file_lock import exclusive_lock
-from data_pipeline.owner_file import PATIENCE_SECONDS
 from data_pipeline.shards.shards import ShardReader
+from foundation.locks import PATIENCE_SECONDS, exclusive_lock
 from tests.helpers.corpora import write_numbered_corpus
 from tests.helpers.no_flock import without_flock
 from tests.helpers.stores import QUICK, FileServer

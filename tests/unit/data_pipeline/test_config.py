@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.config import CorpusConfig
-from data_pipeline.config_loader import load_config, parse_config
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
+from foundation.settings import load_config, parse_config
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs" / "data").glob("*.yaml"))
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import pytest
 
-from data_pipeline.config_loader import differences, load_config, parse_config, to_tree
-from data_pipeline.errors import ConfigError
-from data_pipeline.yaml_files import SHIPPED, dump_yaml, parse_override, read_tree
+from foundation.errors import ConfigError
+from foundation.settings import differences, load_config, parse_config, to_tree
+from foundation.yaml_files import SHIPPED, dump_yaml, parse_override, read_tree
 from pretrain.config.run import RunConfig
 
 
@@ -272,7 +272,7 @@ def test_differences_name_the_keys_with_both_values():
 
 def test_importing_the_loader_imports_neither_yaml_nor_pydantic():
     heavy = "{'yaml', 'pydantic'}"
-    code = f"import sys, data_pipeline.config_loader; sys.exit(bool({heavy} & set(sys.modules)))"
+    code = f"import sys, foundation.settings; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -12,7 +12,7 @@ from data_pipeline.corpora.copy_corpus import fetch_corpus, upload_corpus
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import MANIFEST_NAME
 from data_pipeline.corpora.stores import RetryPolicy
-from data_pipeline.errors import DataError
+from foundation.errors import DataError
 from tests.helpers.corpora import contents, make_tiny_corpus
 from tests.helpers.stores import QUICK, FileServer, client
 

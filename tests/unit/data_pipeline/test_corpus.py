@@ -9,9 +9,9 @@ import pytest
 from data_pipeline.commands.verify import verify_split
 from data_pipeline.corpora.corpus import Corpus, split_directory
 from data_pipeline.corpora.manifest import FileState, Manifest, file_state
-from data_pipeline.errors import DataError
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.lanes.lane_stream import LaneStream
+from foundation.errors import DataError
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 
 

@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline import settled_files
-from data_pipeline.builder.train_tokenizer import train_tokenizer
+from data_pipeline.builder.build_tokenizer import train_tokenizer
 from data_pipeline.cli import main
-from data_pipeline.corpora import corpus_tokenizer
-from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.corpora.corpus_tokenizer import tokenizer_of
+from data_pipeline.corpora.corpus import Corpus, tokenizer_of
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY, Manifest, ShardInfo
-from data_pipeline.errors import DataError
 from data_pipeline.tokenizer import Tokenizer, read_fingerprint
+from foundation import files
+from foundation.errors import DataError
 from tests.helpers.corpora import make_tiny_corpus, some_texts
 
 
@@ -43,12 +41,13 @@ def test_an_exchanged_tokenizer_is_refused_with_both_files_and_fingerprints(exch
 
 def test_a_process_hashes_a_tokenizer_once_until_it_changes(tmp_path, monkeypatch):
     corpus = make_tiny_corpus(tmp_path / "corpus", documents=30, vocabulary="unigram")
-    monkeypatch.setattr(settled_files, "SETTLED_NS", 0)
+    monkeypatch.setattr(files, "SETTLED_NS", 0)
     reads: list[Path] = []
-    monkeypatch.setattr(
-        corpus_tokenizer, "read_fingerprint", lambda path: (reads.append(path), of(path))[1]
-    )
     of = read_fingerprint
+    monkeypatch.setattr(
+        "data_pipeline.corpora.corpus.read_fingerprint",
+        lambda path: (reads.append(path), of(path))[1],
+    )
     for split in ("train", "validation") * 2:
         Corpus.open(corpus / split)
     assert len(reads) == 1

@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.builder.build_corpus import build_corpus
-from data_pipeline.builder.given_tokenizer import given_tokenizer
-from data_pipeline.builder.train_tokenizer import make_tokenizer
+from data_pipeline.builder.build_tokenizer import given_tokenizer, make_tokenizer
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.tokenizer import Tokenizer
+from foundation.errors import ConfigError, DataError
 from tests.helpers.corpora import config_of, some_texts
 
 WORDS = TokenizerConfig(kind="words", vocab_size=10_000)

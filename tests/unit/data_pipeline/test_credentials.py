@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.checked_fields import shown
 from data_pipeline.cli import main
 from data_pipeline.config import CorpusConfig, MixturePart
-from data_pipeline.config_loader import parse_config
 from data_pipeline.corpora.fetch import NotFetchedError, fetch_manifest
 from data_pipeline.corpora.manifest import Manifest, ShardInfo
-from data_pipeline.corpora.stores import store_at
-from data_pipeline.corpora.web_requests import redirect_problem
-from data_pipeline.credentials import problem_of, redacted
-from data_pipeline.errors import ConfigError, DataError, UserError
-from data_pipeline.yaml_files import abbreviated
+from data_pipeline.corpora.stores import redirect_problem, store_at
+from foundation.credentials import problem_of, redacted
+from foundation.errors import ConfigError, DataError, UserError
+from foundation.records import shown
+from foundation.settings import parse_config
+from foundation.yaml_files import abbreviated
 from pretrain.config.data import DataConfig
 from pretrain.costs.cluster import ClusterConfig
 from tests.helpers.stores import QUICK, FileServer

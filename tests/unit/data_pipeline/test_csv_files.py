@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.csv_files import check_table_path, read_csv, write_csv
-from data_pipeline.errors import ConfigError, DataError
+from foundation.csv_files import check_table_path, read_csv, write_csv
+from foundation.errors import ConfigError, DataError
 from pretrain.scaling.collect import Row, write_rows
 from pretrain.scaling.point_files import csv_rows
 

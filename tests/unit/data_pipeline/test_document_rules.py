@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.builder.build_corpus import build_corpus
+from data_pipeline.builder.build_corpus import RepeatedIds, build_corpus
 from data_pipeline.builder.records import split_text
-from data_pipeline.builder.repeated_ids import RepeatedIds
 from data_pipeline.cli import main
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from tests.helpers.corpora import config_of, documents_of, some_texts
 
 

@@ -15,7 +15,7 @@ from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.records import Document, Reject
 from data_pipeline.builder.sources import list_sources
 from data_pipeline.config import CorpusConfig
-from data_pipeline.errors import ConfigError, DataError, exit_status_of
+from foundation.errors import ConfigError, DataError, exit_status_of
 
 
 def config_of(*inputs, **settings):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.cli import main as data_pipeline
-from data_pipeline.errors import ConfigError, exit_status_of
-from data_pipeline.files import write_text
+from foundation.errors import ConfigError, exit_status_of
+from foundation.files import write_text
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from tests.helpers.small_disks import needs_mounts

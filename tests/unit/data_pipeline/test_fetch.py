@@ -10,9 +10,9 @@ from data_pipeline.corpora.fetch import (
 )
 from data_pipeline.corpora.manifest import mismatch
 from data_pipeline.corpora.stores import RetryPolicy, StoreError, store_at, with_timeout
-from data_pipeline.errors import DataError
-from data_pipeline.files import sha256_of
 from data_pipeline.tokenizer import Tokenizer
+from foundation.errors import DataError
+from foundation.files import sha256_of
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 from tests.helpers.stores import FAULTS, QUICK, QUICK_SDK, FileServer, put_directory
 

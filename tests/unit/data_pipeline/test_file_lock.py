@@ -15,10 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline import owner_file
-from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.file_lock import NoFileLocksError, exclusive_lock, held_lock, open_shared
-from data_pipeline.owner_file import PATIENCE_SECONDS, OwnerFile
+from foundation import locks
+from foundation.errors import ConfigError, DataError
+from foundation.locks import (
+    PATIENCE_SECONDS,
+    NoFileLocksError,
+    OwnerFile,
+    exclusive_lock,
+    held_lock,
+    open_shared,
+)
 from pretrain.rundir.lock import read_lock
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.no_flock import without_flock
@@ -28,7 +34,7 @@ import sys, time
 from pathlib import Path
 from tests.helpers.no_flock import deny_flock
 from pretrain.rundir.run_dir import RunDir
-from data_pipeline.errors import exit_status_of
+from foundation.errors import exit_status_of
 deny_flock()
 def hold():
     with RunDir(Path(sys.argv[1])).locked("train"):
@@ -144,7 +150,7 @@ def test_an_owner_file_that_its_maker_could_not_write_is_free_after_the_same_sil
 def test_a_holder_touches_its_file_and_does_not_remove_that_of_a_successor(
     tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(owner_file, "TOUCH_SECONDS", 0.02)
+    monkeypatch.setattr(locks, "TOUCH_SECONDS", 0.02)
     owner = OwnerFile(tmp_path / "lock")
     assert owner.try_acquire()
     os.utime(owner.path, (0, 0))
@@ -197,6 +203,6 @@ def test_a_lock_file_with_the_modes_of_a_copy_becomes_private_and_a_pipe_is_none
 
 
 def test_a_machine_without_a_boot_id_goes_by_its_name(tmp_path, monkeypatch):
-    booted = owner_file.boot_of_machine()
-    monkeypatch.setattr(owner_file, "_BOOT_ID", tmp_path / "none")
-    assert owner_file.boot_of_machine() == socket.gethostname() != booted
+    booted = locks.boot_of_machine()
+    monkeypatch.setattr(locks, "_BOOT_ID", tmp_path / "none")
+    assert locks.boot_of_machine() == socket.gethostname() != booted

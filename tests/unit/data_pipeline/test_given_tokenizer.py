@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.builder.build_corpus import build_corpus
-from data_pipeline.builder.given_tokenizer import given_tokenizer
+from data_pipeline.builder.build_tokenizer import given_tokenizer
 from data_pipeline.config import TokenizerConfig
-from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.tokenizer import Tokenizer, fingerprint_of, read_fingerprint
 from data_pipeline.vocabularies.tiktoken_ranks import read_ranks
 from data_pipeline.vocabularies.vocabulary import InvalidVocabulary
+from foundation.errors import ConfigError, DataError
 from tests.helpers.corpora import config_of, documents_of, make_text, users_model
 from tests.helpers.tokenizer_files import (
     END,

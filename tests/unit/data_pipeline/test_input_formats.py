@@ -17,8 +17,8 @@ from data_pipeline.builder.records import Document, Reject
 from data_pipeline.builder.sources import list_sources
 from data_pipeline.cli import main
 from data_pipeline.config import CorpusConfig
-from data_pipeline.errors import DataError
-from data_pipeline.progress import Note
+from foundation.errors import DataError
+from foundation.progress import Note
 from tests.fuzz.examine import bounded_memory
 from tests.helpers.corpora import make_tiny_corpus, write_jsonl
 

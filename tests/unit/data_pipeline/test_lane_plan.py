@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.errors import DataError
 from data_pipeline.lanes.lane_plan import LanePlan, check_lanes, comfortable_lanes
+from foundation.errors import DataError
 
 SHARDS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=12), min_size=1, max_size=7)
 

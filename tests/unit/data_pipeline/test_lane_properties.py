@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream, SegmentBatch
-from data_pipeline.lanes.permutation import key_of, permutation, sort_order
-from data_pipeline.lanes.prefetch import Prefetcher
+from data_pipeline.lanes.lane_plan import key_of, permutation, sort_order
+from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream, Prefetcher, SegmentBatch
 from tests.helpers.corpora import write_numbered_corpus
 
 Shards = list[list[int]]  # lengths of the documents of each shard

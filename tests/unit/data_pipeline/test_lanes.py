@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.lanes import lane_stream
 from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
+from foundation.errors import ConfigError, DataError
 from tests.helpers.corpora import write_numbered_corpus
 
 SEED = 5

@@ -21,9 +21,9 @@ from data_pipeline.corpora.lengths import lengths_content, write_lengths
 from data_pipeline.corpora.remote_corpus import CachedShards
 from data_pipeline.corpora.shard_cache import ShardCache
 from data_pipeline.corpora.stores import store_at
-from data_pipeline.errors import DataError
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.lanes.lane_stream import LaneStream
+from foundation.errors import DataError
 from tests.helpers.corpora import contents, make_tiny_corpus, write_numbered_corpus
 from tests.helpers.stores import QUICK, FileServer
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import settled_files
 from data_pipeline.corpora.manifest import MANIFEST_NAME, Manifest, ShardInfo, read_manifest
-from data_pipeline.errors import DataError
+from foundation import files
+from foundation.errors import DataError
 
 SHARDS = (
     ShardInfo("a.mds", 3, 30, 15, 99, "a" * 64, 120, 110),
@@ -52,12 +52,12 @@ def test_files_of_lengths_change_the_hash_of_the_manifest_and_not_of_the_tokens(
 
 def test_a_process_parses_a_manifest_once_until_it_changes(tmp_path, monkeypatch):
     MANIFEST.write(tmp_path)
-    monkeypatch.setattr(settled_files, "SETTLED_NS", 0)
+    monkeypatch.setattr(files, "SETTLED_NS", 0)
     first = read_manifest(tmp_path)
     assert read_manifest(tmp_path) is first
     replace(MANIFEST, end_id=2).write(tmp_path)
     assert read_manifest(tmp_path).end_id == 2
-    monkeypatch.setattr(settled_files, "SETTLED_NS", 1 << 62)
+    monkeypatch.setattr(files, "SETTLED_NS", 1 << 62)
     assert read_manifest(tmp_path) is not read_manifest(tmp_path)
 
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from data_pipeline.errors import DataError
 from data_pipeline.shards.shards import ShardReader, write_index, write_shard
+from foundation.errors import DataError
 from tests.helpers.corpora import make_tiny_corpus
 
 

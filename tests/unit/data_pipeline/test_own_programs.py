@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from data_pipeline.own_programs import own_command
+from foundation.own_programs import own_command
 from pretrain.processes.local_ranks import train_command
 
 
@@ -30,10 +30,10 @@ def test_the_processes_of_a_build_do_not_import_from_the_working_directory(tmp_p
     code = (
         "import sys; sys.path.remove('')\n"
         "import multiprocessing, os\n"
-        "from data_pipeline.builder import processes\n"
+        "from data_pipeline.builder import parts\n"
         "context = multiprocessing.get_context('forkserver')\n"
         "context.set_forkserver_preload(['hostile'])\n"
-        "processes._start_server()\n"
+        "parts._start_server()\n"
         "child = context.Process(target=print, args=('alive',))\n"
         "child.start(); child.join(); print(os.getcwd())\n"
     )
@@ -43,15 +43,15 @@ def test_the_processes_of_a_build_do_not_import_from_the_working_directory(tmp_p
 
 
 def test_the_code_of_the_parent_is_found_and_its_arguments_arrive(tmp_path):
-    package = tmp_path / "code" / "data_pipeline"
+    package = tmp_path / "code" / "foundation"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text("import sys\nprint(__file__, *sys.argv[1:])\n")
     home = Path(sys.modules[own_command.__module__].__file__ or "")
     (package / home.name).write_text(home.read_text())
     code = (
-        "import subprocess, sys\nfrom data_pipeline.own_programs import own_command\n"
-        "sys.exit(subprocess.call(own_command('data_pipeline', 'a', '-b'), cwd='/'))"
+        "import subprocess, sys\nfrom foundation.own_programs import own_command\n"
+        "sys.exit(subprocess.call(own_command('foundation', 'a', '-b'), cwd='/'))"
     )
     done = run_in(tmp_path / "code", [sys.executable, "-c", code])
     assert done.stdout == f"{package / '__main__.py'} a -b\n", done.stderr

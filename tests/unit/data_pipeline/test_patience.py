@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from data_pipeline.patience import Outage, Patience, StorageError, outlast
+from foundation.retry import Outage, Patience, StorageError, outlast
 
 
 @pytest.fixture

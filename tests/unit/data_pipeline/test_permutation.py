@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from data_pipeline.lanes.permutation import key_of, permutation, sort_order
+from data_pipeline.lanes.lane_plan import key_of, permutation, sort_order
 
 
 @pytest.mark.parametrize("make", [permutation, sort_order])

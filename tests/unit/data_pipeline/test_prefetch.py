@@ -6,9 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from data_pipeline.errors import DataError
-from data_pipeline.lanes.lane_stream import LaneStream
-from data_pipeline.lanes.prefetch import Prefetcher
+from data_pipeline.lanes.lane_stream import LaneStream, Prefetcher
+from foundation.errors import DataError
 from tests.helpers.corpora import write_numbered_corpus
 
 
@@ -80,7 +79,7 @@ def test_waiting_is_measured_and_closing_stops_a_waiting_reader():
 
 
 def test_closing_does_not_wait_for_a_reader_that_a_store_blocks(monkeypatch):
-    monkeypatch.setattr("data_pipeline.lanes.prefetch.CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("data_pipeline.lanes.lane_stream.CLOSE_SECONDS", 0.05)
     never = threading.Event()
 
     def stuck():

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from data_pipeline import progress
-from data_pipeline.progress import Progress, Reading, StatusLine, duration, joined
+from foundation import progress
+from foundation.progress import Progress, Reading, StatusLine, duration, joined
 
 
 def test_rate_and_time_left_count_from_the_resume_of_the_build(monkeypatch):

@@ -16,7 +16,7 @@ from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.records import Document, Reject
 from data_pipeline.builder.sources import list_sources
 from data_pipeline.config import CorpusConfig
-from data_pipeline.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 
 
 def read_all(path: Path, **settings) -> list[Document | Reject]:

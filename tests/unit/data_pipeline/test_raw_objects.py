@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.cli import main
-from data_pipeline.corpora import raw_objects
-from data_pipeline.corpora.raw_objects import TwiceRead, fetch_objects
+from data_pipeline.corpora import copy_corpus
+from data_pipeline.corpora.copy_corpus import TwiceRead, fetch_objects
 from data_pipeline.corpora.stores import ObjectStore, RetryPolicy, StoreError
-from data_pipeline.errors import DataError
-from data_pipeline.files import path_below
+from foundation.errors import DataError
+from foundation.files import path_below
 from tests.helpers.corpora import contents
 from tests.helpers.stores import CREDENTIALS, QUICK, EndlessStore, FileServer, client
 
@@ -165,7 +165,7 @@ def test_a_large_raw_object_may_take_a_long_time(tmp_path, bucket, s3_endpoint, 
 
 @pytest.mark.parametrize("what", ["keys", "empty pages", "body"])
 def test_a_store_that_never_ends_is_left(tmp_path, monkeypatch, what, capsys):
-    monkeypatch.setattr(raw_objects, "MOST_OBJECTS", 3000)
+    monkeypatch.setattr(copy_corpus, "MOST_OBJECTS", 3000)
     with EndlessStore(what) as server:
         for name, value in {**CREDENTIALS, "S3_ENDPOINT_URL": server.url}.items():
             monkeypatch.setenv(name, value)

@@ -21,9 +21,9 @@ import pytest
 from data_pipeline.builder import build_corpus as builder
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.builder.documents import read_documents
-from data_pipeline.builder.processes import build_in_processes
+from data_pipeline.builder.parts import build_in_processes
 from data_pipeline.config import CorpusConfig, TokenizerConfig
-from data_pipeline.errors import UserError
+from foundation.errors import UserError
 from tests.helpers.corpora import write_jsonl
 from tests.helpers.token_files import write_mds, write_megatron
 

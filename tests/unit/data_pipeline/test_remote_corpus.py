@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from data_pipeline.config import CacheConfig, MixturePart
-from data_pipeline.config_loader import parse_config, to_tree
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import read_manifest
 from data_pipeline.corpora.remote_corpus import (
@@ -21,11 +20,12 @@ from data_pipeline.corpora.remote_corpus import (
 )
 from data_pipeline.corpora.shard_cache import GIB, ShardCache
 from data_pipeline.corpora.stores import store_at
-from data_pipeline.errors import DataError
-from data_pipeline.files import absolute, url_of
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_training_data
+from foundation.errors import DataError
+from foundation.files import absolute, url_of
+from foundation.settings import parse_config, to_tree
 from pretrain.config.data import DataConfig
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 from tests.helpers.stores import FAULTS, QUICK, FileServer, client, put_directory

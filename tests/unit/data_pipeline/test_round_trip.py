@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.builder.round_trip import RoundTrip, joined
+from data_pipeline.builder.build_tokenizer import RoundTrip, joined_round_trips
 from data_pipeline.cli import main
 from data_pipeline.tokenizer import Tokenizer
 from tests.helpers.corpora import some_texts, users_model, write_jsonl
@@ -54,4 +54,4 @@ def test_counts_of_parts_add_up():
     bytes_tokenizer = Tokenizer("bytes")
     one, two = RoundTrip(), RoundTrip(sampled=3, altered=2, lost={"a": 1, "b": 5})
     one.check("text", bytes_tokenizer)
-    assert joined([one, two, two]) == RoundTrip(7, 4, {"b": 10, "a": 2})
+    assert joined_round_trips([one, two, two]) == RoundTrip(7, 4, {"b": 10, "a": 2})

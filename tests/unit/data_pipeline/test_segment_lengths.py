@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from data_pipeline.config import SegmentLengths
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 
 
 def test_steps_and_tokens_agree_with_a_count_one_by_one():

@@ -15,7 +15,7 @@ import pytest
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.shard_cache import GIB, CacheFullError, ShardCache
 from data_pipeline.corpora.stores import store_at
-from data_pipeline.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from tests.helpers.corpora import write_numbered_corpus
 from tests.helpers.stores import QUICK, FileServer
 

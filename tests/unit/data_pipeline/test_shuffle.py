@@ -16,17 +16,16 @@ import numpy as np
 import pytest
 
 from data_pipeline.builder.build_corpus import build_corpus, result_of
-from data_pipeline.builder.parts import build_part, merge_parts, parts_directory
-from data_pipeline.builder.processes import build_in_processes
-from data_pipeline.builder.runs import Run, SortedRuns, key_of
+from data_pipeline.builder.parts import build_in_processes, build_part, merge_parts, parts_directory
+from data_pipeline.builder.shuffle import Run, SortedRuns, key_of
 from data_pipeline.builder.split_writer import EncodedDocument
 from data_pipeline.cli import main
 from data_pipeline.commands.verify import verify_split
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import ShardInfo, read_manifest
-from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.files import read_json
+from foundation.errors import ConfigError, DataError
+from foundation.files import read_json
 from tests.helpers.corpora import contents, some_texts, write_jsonl
 from tests.helpers.full_disk import full_disk
 
@@ -181,7 +180,7 @@ def test_a_build_killed_in_any_phase_resumes_to_the_same_bytes(whole, tmp_path, 
     killed = replace(whole, output=tmp_path / "killed")
     parts = parts_directory(killed)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["data_pipeline.builder.processes", "streaming"])
+    context.set_forkserver_preload(["data_pipeline.builder.parts", "streaming"])
     generator = random.Random(pattern)
     kills = 0
     for target in (1, 2, 5):
@@ -207,7 +206,7 @@ class Stopped(BaseException):
 @pytest.mark.parametrize(
     "moment",
     [
-        "data_pipeline.builder.processes.shuffle_one",
+        "data_pipeline.builder.parts.shuffle_one",
         "data_pipeline.builder.shuffle.SplitWriter.finish",
         "data_pipeline.builder.shuffle.mixing_of",
         "data_pipeline.builder.parts._merge_split",
@@ -241,7 +240,7 @@ def test_a_full_disk_is_one_line_in_both_phases(whole, tmp_path, monkeypatch, ca
     assert "00000.run: File too large" in error
     assert len(list(parts_directory(replace(whole, output=output)).glob("**/*.tmp"))) == 0
     with monkeypatch.context() as patched:
-        patched.setattr("data_pipeline.builder.processes.shuffle_one", lambda *arguments: 1 / 0)
+        patched.setattr("data_pipeline.builder.parts.shuffle_one", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             main(arguments)
     with full_disk(3_000):

@@ -17,8 +17,8 @@ from data_pipeline.builder.sources import list_sources
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import read_manifest
-from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.tokenizer import Tokenizer
+from foundation.errors import ConfigError, DataError
 from tests.helpers.corpora import documents_of
 from tests.helpers.token_files import DOCUMENTS, END, make_input, write_mds
 

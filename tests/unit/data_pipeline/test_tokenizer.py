@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.builder.train_tokenizer import make_tokenizer, train_tokenizer
+from data_pipeline.builder.build_tokenizer import make_tokenizer, train_tokenizer
 from data_pipeline.config import TokenizerConfig
-from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError, DataError
 from data_pipeline.tokenizer import Tokenizer, fingerprint_of
 from data_pipeline.vocabularies.sentencepiece_model import CUT_CHARACTERS
+from foundation.errors import EXIT_INTERRUPTED, ConfigError, DataError
 from tests.helpers.corpora import make_text, users_model
 
 KINDS = ("unigram", "bpe", "bytes")
@@ -208,8 +208,8 @@ def test_an_error_of_reading_the_texts_is_not_replaced_by_advice_on_the_vocabula
 
 TRAINING = """
 import random, sys, time
-from data_pipeline.errors import exit_status_of
-from data_pipeline.builder.train_tokenizer import make_tokenizer, train_tokenizer
+from foundation.errors import exit_status_of
+from data_pipeline.builder.build_tokenizer import make_tokenizer, train_tokenizer
 
 def texts():
     for number in range(1000):

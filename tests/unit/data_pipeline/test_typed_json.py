@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.typed_json import from_json, to_json
+from foundation.records import from_json, to_json
 
 
 class Color(Enum):

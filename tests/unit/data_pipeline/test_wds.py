@@ -13,9 +13,9 @@ from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.commands.verify import describe_split, verify_split
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import read_manifest
-from data_pipeline.errors import DataError
-from data_pipeline.files import sha256_of
 from data_pipeline.shards.shards import ShardReader, write_shard
+from foundation.errors import DataError
+from foundation.files import sha256_of
 from tests.helpers.corpora import config_of, contents, documents_of, some_texts
 
 

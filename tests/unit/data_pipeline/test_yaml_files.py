@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from data_pipeline.config_loader import to_tree
-from data_pipeline.yaml_files import _PLAIN, _load, _load_with, _loader, dump_yaml
+from foundation.settings import to_tree
+from foundation.yaml_files import _PLAIN, _load, _load_with, _loader, dump_yaml
 from pretrain.config.run import RunConfig
 
 WRITTEN = dump_yaml(to_tree(RunConfig()))

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from launcher.slurm import client as slurm
 from launcher.slurm.sbatch import Job, render_array
-from pretrain.costs.cluster import ClusterConfig
-from pretrain.costs.node_range import NodeRange
+from pretrain.costs.cluster import ClusterConfig, NodeRange
 
 JOB = Job(
     name="grid-1a2b",

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.owner_file import OwnerFile
+from foundation.errors import ConfigError, UserError
+from foundation.locks import OwnerFile
 from launcher.cli import main
 from launcher.commands import cancel
 from launcher.commands.cancel import refuse_other_jobs
@@ -23,11 +23,9 @@ from launcher.slurm.client import QueuedJob
 from launcher.slurm.sbatch import Job, is_script_of, render
 from launcher.slurm.snapshot import Snapshot
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import ClusterConfig
-from pretrain.costs.node_range import NodeRange
-from pretrain.rundir.launch_events import Canceled, JobStarted, Submitted
+from pretrain.costs.cluster import ClusterConfig, NodeRange
+from pretrain.rundir.events import Canceled, Finished, JobStarted, Started, Submitted
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Finished, Started
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.full_disk import full_disk
 from tests.helpers.metrics import train_line
@@ -37,7 +35,7 @@ from tests.helpers.owners import give_away
 HOLDER = """
 import signal, sys
 from pathlib import Path
-from pretrain.rundir.launch_events import AttemptEnded, AttemptReason, NextAction
+from pretrain.rundir.events import AttemptEnded, AttemptReason, NextAction
 from pretrain.rundir.run_dir import RunDir
 run = RunDir(Path(sys.argv[1]))
 def stop(*_):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from launcher.cli import main as launcher
 from launcher.slurm.client import Partition
 from launcher.slurm.job_checks import check_request, check_run, usable_nodes
@@ -16,10 +16,16 @@ from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import ClusterConfig, load_cluster, seconds_of
+from pretrain.costs.cluster import (
+    ClusterConfig,
+    NodeRange,
+    fixed_nodes,
+    load_cluster,
+    parse_nodes,
+    seconds_of,
+)
 from pretrain.costs.device_memory import memory_parts, total_bytes
 from pretrain.costs.devices import DEVICES, USABLE
-from pretrain.costs.node_range import NodeRange, fixed_nodes, parse_nodes
 
 CLUSTERS = sorted((Path(__file__).parents[3] / "configs" / "clusters").glob("*.yaml"))
 CPU = ClusterConfig(ranks_per_node=2)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from launcher.restart_policy import (
     RestartPolicy,
     no_rank_started,
@@ -35,8 +35,7 @@ from launcher.status.run_state import read_state
 from launcher.stop_signals import StopSignals, StopWhileWaiting, StorageWaits
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig
-from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
-from pretrain.rundir.launch_events import (
+from pretrain.rundir.events import (
     AttemptEnded,
     AttemptReason,
     JobEnded,
@@ -45,12 +44,14 @@ from pretrain.rundir.launch_events import (
     NextAction,
     NodeReplaced,
     ReplacedBecause,
+    Started,
+    Stopped,
     Submitted,
     SupervisorKilled,
 )
+from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.lock import read_lock
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Started, Stopped
 from tests.helpers.full_disk import full_disk
 
 PREEMPT_TIME = {"PreemptTime": "2026-11-21T07:57:06"}

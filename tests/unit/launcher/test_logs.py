@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.files import lines_of
+from foundation.files import lines_of
 from launcher.cli import main
 from launcher.commands.logs import lines_of_attempt
 from launcher.error_lines import error_lines
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
 from pretrain.config.run import RunConfig
-from pretrain.rundir.attempt_files import AttemptFiles
-from pretrain.rundir.launch_events import AttemptEnded, AttemptReason, NextAction
-from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.events import AttemptEnded, AttemptReason, NextAction
+from pretrain.rundir.run_dir import AttemptFiles, RunDir
 from tests.helpers.memory_limit import memory_limit
 
 TRACEBACK = """Traceback (most recent call last):

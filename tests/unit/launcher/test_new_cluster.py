@@ -11,8 +11,7 @@ from launcher.commands.new_cluster import as_file
 from launcher.slurm.client import Partition
 from launcher.slurm.job_checks import check_request
 from launcher.slurm.sbatch import Job, render
-from pretrain.costs.cluster import load_cluster
-from pretrain.costs.node_range import NodeRange
+from pretrain.costs.cluster import NodeRange, load_cluster
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import UserError
-from data_pipeline.files import write_json
+from foundation.errors import UserError
+from foundation.files import write_json
 from launcher.cli import main
 from launcher.commands import preflight
 from launcher.commands.preflight import gather, pair_up, srun_line

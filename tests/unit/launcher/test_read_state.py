@@ -13,9 +13,16 @@ import pytest
 from launcher.status.run_state import read_state
 from pretrain.checkpoint.directory import step_directory
 from pretrain.config.run import RunConfig
-from pretrain.rundir.launch_events import AttemptEnded, AttemptReason, NextAction
+from pretrain.rundir.events import (
+    AttemptEnded,
+    AttemptReason,
+    Event,
+    GaveUp,
+    NextAction,
+    Resumed,
+    Started,
+)
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Event, GaveUp, Resumed, Started
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
 

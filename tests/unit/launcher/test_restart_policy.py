@@ -15,16 +15,18 @@ from launcher.restart_policy import (
 )
 from launcher.slurm.job_exit import JobEnding, JobExit, ThisJob
 from launcher.stop_signals import StopSignals
-from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
-from pretrain.rundir.launch_events import (
+from pretrain.rundir.events import (
     AttemptReason,
+    Event,
     JobEnded,
     JobEndReason,
     JobStarted,
     NextAction,
+    Started,
+    Stopped,
 )
+from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Event, Started, Stopped
 from tests.helpers.checkpoints import publish_step
 
 POLICY = RestartPolicy(attempts_without_progress=3, first_delay=1.0, longest_delay=5.0)

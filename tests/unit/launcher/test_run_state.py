@@ -9,21 +9,26 @@ import pytest
 from launcher.status.infer_status import UNRESPONSIVE_SECONDS, Evidence, infer_status
 from launcher.status.run_state import read_state
 from pretrain.config.run import RunConfig
-from pretrain.rundir.heartbeat_files import HeartbeatRecord
-from pretrain.rundir.launch_events import (
+from pretrain.rundir.events import (
     AttemptEnded,
     AttemptReason,
     Canceled,
+    Event,
+    Finished,
+    GaveUp,
     JobEnded,
     JobEndReason,
     JobStarted,
     NextAction,
+    Resumed,
+    Started,
+    Stopped,
     Submitted,
 )
+from pretrain.rundir.heartbeat import HeartbeatRecord
 from pretrain.rundir.lock import Lock
-from pretrain.rundir.metrics_summary import MetricsSummary
+from pretrain.rundir.metrics_file import MetricsSummary
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Event, Finished, GaveUp, Resumed, Started, Stopped
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
 

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from launcher.cli import main
 from launcher.slurm.job_checks import check_request
 from launcher.slurm.sbatch import Job, quote, render, render_array
-from pretrain.costs.cluster import ClusterConfig, load_cluster
-from pretrain.costs.node_range import NodeRange
+from pretrain.costs.cluster import ClusterConfig, NodeRange, load_cluster
 
 CPU = ClusterConfig(ranks_per_node=2)
 # What bash, and sbatch in its #SBATCH lines, give a meaning to; and any other character.

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from data_pipeline.errors import UserError
+from foundation.errors import UserError
 from launcher.slurm import client as slurm
 from launcher.slurm.client import JobRecord, QueuedJob, SlurmUnreachable
 from launcher.status import slurm_queue
@@ -17,9 +17,9 @@ from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
 from launcher.status.slurm_queue import Queue, ask, joined, read_states, with_queue
 from pretrain.config.run import RunConfig
-from pretrain.rundir.heartbeat_files import HeartbeatRecord
+from pretrain.rundir.events import Started
+from pretrain.rundir.heartbeat import HeartbeatRecord
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Started
 from tests.helpers.owners import give_away
 
 RUN = RunState(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from launcher.slurm.client import is_silent, is_taken_out
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.job_supervisor import first_nodes
@@ -23,8 +23,7 @@ from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
-from pretrain.rundir.fence import StaleAttempt
-from pretrain.rundir.launch_events import (
+from pretrain.rundir.events import (
     AttemptEnded,
     AttemptReason,
     JobEnded,
@@ -35,6 +34,7 @@ from pretrain.rundir.launch_events import (
     ReplacedBecause,
     SupervisorKilled,
 )
+from pretrain.rundir.lock import StaleAttempt
 
 THREE = JobNodes(("n1", "n2"), ("n3",))
 

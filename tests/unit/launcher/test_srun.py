@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from launcher.slurm.srun import Step, failed_nodes, first_failure, srun_command
 from pretrain.costs.cluster import ClusterConfig, ContainerRuntime
 from pretrain.distributed.slurm_variables import rank_variables

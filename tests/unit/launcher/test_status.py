@@ -20,10 +20,10 @@ from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import RunResults
-from pretrain.rundir import heartbeat_files
+from pretrain.rundir import heartbeat
+from pretrain.rundir.events import Started
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.time_spent import TimeSpent
-from pretrain.rundir.training_events import Started
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_the_status_of_512_nodes_takes_a_file_of_each(runs, capsys, monkeypatch)
         (run_dir.heartbeats / f"ranks-from-{8 * node:05}.jsonl").write_text(text)
     read = []
     monkeypatch.setattr(
-        heartbeat_files,
+        heartbeat,
         "read_regular",
         lambda path, limit: read.append(path) or path.read_bytes()[:limit],
     )

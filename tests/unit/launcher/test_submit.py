@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError, UserError
-from data_pipeline.own_programs import copied_arguments
+from foundation.errors import ConfigError, UserError
+from foundation.own_programs import copied_arguments
+from foundation.settings import load_config
 from launcher.cli import main
 from launcher.slurm.snapshot import Snapshot, replaced_snapshot
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import load_cluster
+from pretrain.rundir.events import Finished
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Finished
 from tests.helpers.checkpoints import publish_step
 
 SETTINGS = [
@@ -202,6 +202,7 @@ def test_a_snapshot_keeps_settings_and_code_that_later_edits_do_not_reach(files)
         "__main__.py",
         "__pycache__",
         "data_pipeline",
+        "foundation",
         "launcher",
         "pretrain",
     }

@@ -12,20 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import EXIT_INTERRUPTED
-from data_pipeline.patience import Patience
+from foundation.errors import EXIT_INTERRUPTED
+from foundation.retry import Patience
 from launcher.commands.local import change_of_ranks, starter
 from launcher.restart_policy import RestartPolicy
 from launcher.status.run_state import read_state
 from launcher.stop_signals import StopSignals, StorageWaits
 from launcher.supervisor import Ranks, supervise
 from pretrain.config.run import RunConfig
+from pretrain.rundir.events import AttemptEnded, AttemptReason, NextAction, Started
 from pretrain.rundir.exit_status import EXIT_STOPPED
-from pretrain.rundir.launch_events import AttemptEnded, AttemptReason, NextAction
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.lock import read_lock
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Started
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.full_disk import full_disk
 
@@ -57,7 +56,7 @@ def stop_at_the_first_failure(run_dir: RunDir, stop: StopSignals) -> None:
 def test_a_supervisor_outlasts_a_disk_that_is_full_before_and_after_an_attempt(
     run_dir, monkeypatch
 ):
-    monkeypatch.setattr("data_pipeline.patience.FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 0.05)
     limits, waited = resource.getrlimit(resource.RLIMIT_FSIZE), []
 
     def fill_the_disk() -> None:
@@ -86,7 +85,7 @@ def test_a_supervisor_outlasts_a_disk_that_is_full_before_and_after_an_attempt(
 def test_the_lock_of_a_job_outlasts_a_full_disk_and_that_of_a_command_reports_it(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("data_pipeline.patience.FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 0.05)
     with full_disk(largest_file=3000) as free_space:  # the block of a lock has 4096 bytes
         new = RunDir(tmp_path / "new", Patience(60, free_space))
         with pytest.raises(OSError, match="too large"), new.locked("launcher"):

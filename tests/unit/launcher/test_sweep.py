@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from data_pipeline.errors import EXIT_INTERRUPTED, ConfigError
+from foundation.errors import EXIT_INTERRUPTED, ConfigError
 from launcher.cli import main
 from launcher.commands.sweep import cells_flags
 from launcher.commands.sweep_tables import sweep_status
@@ -36,14 +36,12 @@ from pretrain.checkpoint.directory import step_directory
 from pretrain.cli import main as pretrain
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
-from pretrain.costs.cluster import ClusterConfig
+from pretrain.costs.cluster import ClusterConfig, NodeRange
 from pretrain.costs.flops import cost_of
-from pretrain.costs.node_range import NodeRange
 from pretrain.reporting.results import HEADS
+from pretrain.rundir.events import Finished, Rewind, Started, Submitted
 from pretrain.rundir.exit_status import EXIT_STOPPED
-from pretrain.rundir.launch_events import Submitted
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Finished, Rewind, Started
 from pretrain.scaling.sweep_file import read_sweep
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line

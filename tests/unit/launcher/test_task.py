@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from pretrain.rundir.attempt_files import AttemptFiles
-from pretrain.rundir.heartbeat_files import HeartbeatRecord, NodeHeartbeats
-from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.heartbeat import HeartbeatRecord, NodeHeartbeats
+from pretrain.rundir.run_dir import AttemptFiles, RunDir
 
 TASK = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}

@@ -9,7 +9,7 @@ import pytest
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.files import write_text
+from foundation.files import write_text
 from pretrain.scaling.sweep_file import config_of, read_sweep
 from tests.helpers.scaling_runs import EXPERIMENT, command, train_by_the_law
 

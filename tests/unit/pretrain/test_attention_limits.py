@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.cli import main
-from pretrain.config.attention_limits import LIMITS, Attention, attention_of
 from pretrain.config.choices import (
     ActivationCheckpointing,
     AttentionKernel,
@@ -27,7 +26,7 @@ from pretrain.config.choices import (
     NormKind,
     Positions,
 )
-from pretrain.config.engine import EngineConfig
+from pretrain.config.engine import LIMITS, Attention, EngineConfig, attention_of
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig

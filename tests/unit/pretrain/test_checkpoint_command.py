@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.config_loader import to_tree
-from data_pipeline.errors import ConfigError
-from data_pipeline.files import write_text
-from data_pipeline.yaml_files import dump_yaml
+from foundation.errors import ConfigError
+from foundation.files import write_text
+from foundation.settings import to_tree
+from foundation.yaml_files import dump_yaml
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.cli import main

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.errors import CheckpointError, UnreadableError
-from data_pipeline.files import sha256_of
-from data_pipeline.patience import Patience
+from foundation.errors import CheckpointError, UnreadableError
+from foundation.files import sha256_of
+from foundation.retry import Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.resume_point import find_resume_point

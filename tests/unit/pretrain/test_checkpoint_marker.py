@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.errors import CheckpointError
-from data_pipeline.files import sha256_of, write_json
+from foundation.errors import CheckpointError
+from foundation.files import sha256_of, write_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from tests.helpers.checkpoints import index_of, publish_step

@@ -10,14 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from data_pipeline.checked_fields import Fields
-from data_pipeline.errors import CheckpointError
-from pretrain.checkpoint import shares
+from foundation.errors import CheckpointError
+from foundation.records import Fields
+from pretrain.checkpoint import marker
 from pretrain.checkpoint.directory import rank_file
 from pretrain.checkpoint.elastic_reader import FragmentReader
-from pretrain.checkpoint.marker import Checkpoint
+from pretrain.checkpoint.marker import Checkpoint, Progress, parts_in, share_of_rank
 from pretrain.checkpoint.pieces import elements_of_rank, key_of, merged, parsed, report_of
-from pretrain.checkpoint.shares import Progress, parts_in, share_of_rank
 
 SIZES = {"embedding": 64, "norm": 7, "query": 48, "bias": 1, "out": 96}
 KINDS = ("weight", "exp_avg")
@@ -159,7 +158,7 @@ def test_ranks_of_the_same_world_hash_the_parts_that_they_will_read():
 
 def test_progress_is_a_line_every_few_seconds_on_one_rank(monkeypatch, caplog):
     now = [0.0]
-    monkeypatch.setattr(shares.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(marker.time, "monotonic", lambda: now[0])
     shown, silent = (Progress(7, 8 << 30, 4, 2 << 30, is_shown) for is_shown in (True, False))
     caplog.set_level("INFO")
     for _ in range(10):

@@ -14,24 +14,24 @@ import pytest
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from data_pipeline.errors import CheckpointError, UnreadableError, UserError
-from data_pipeline.patience import Patience
+from foundation.errors import CheckpointError, UnreadableError, UserError
+from foundation.retry import Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import (
     HostBuffers,
+    RankReports,
     Save,
     SaveProblem,
     files_of_rank,
 )
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.elastic_reader import load_fragments, restore_counters
-from pretrain.checkpoint.rank_reports import RankReports
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.distributed.background_exchanges import Worker
+from pretrain.distributed.rounds import Worker
 from pretrain.distributed.world import (
     World,
 )
@@ -39,7 +39,7 @@ from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.run import build_engine
-from pretrain.rundir.fence import StaleAttempt
+from pretrain.rundir.lock import StaleAttempt
 from pretrain.state import TrainState
 from tests.helpers.models import random_tokens
 
@@ -141,7 +141,7 @@ def test_the_next_call_raises_the_error_of_a_save_and_removes_its_files(engine, 
 def test_within_the_patience_a_save_that_fails_is_followed_by_another_some_steps_later(
     engine, world, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr("data_pipeline.patience.FIRST_PAUSE", 0.2)
+    monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 0.2)
     saving = checkpointer(tmp_path, world, patience=Patience(60))
     with no_room():
         assert saving.save(engine, state_of(engine, 1))
@@ -163,7 +163,7 @@ def test_within_the_patience_a_save_that_fails_is_followed_by_another_some_steps
 def test_the_last_save_is_repeated_until_what_must_come_before_it_is_on_disk(
     engine, world, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("data_pipeline.patience.FIRST_PAUSE", 1.0)
+    monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 1.0)
     waited: list[int] = []
     obstacles = iter(["metrics.jsonl: No space left on device"] * 2)
     saving = checkpointer(tmp_path, world, patience=Patience(60, lambda: waited.append(1)))

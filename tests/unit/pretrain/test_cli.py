@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.cli import main as data_main
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from launcher.cli import main as launcher
 from pretrain.cli import COMMANDS, main
 from pretrain.commands import generate

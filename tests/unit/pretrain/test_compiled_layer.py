@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch.profiler import ProfilerActivity, profile
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from data_pipeline.config_loader import load_config
+from foundation.settings import load_config
 from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig

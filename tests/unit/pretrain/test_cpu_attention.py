@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pretrain.kernels.cpu.attention import relative_attention
-from pretrain.kernels.cpu.relative_shift import shifted, unshift_
-from pretrain.kernels.cpu.tiles import Tiling
+from pretrain.kernels.cpu.attention import Tiling, relative_attention, shifted, unshift_
 from tests.helpers.exact_attention import exact_attention
 
 SMALL_TILES = Tiling(

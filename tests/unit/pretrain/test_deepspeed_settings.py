@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
+from foundation.settings import load_config
 from pretrain.cli import main
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
@@ -18,7 +18,7 @@ from pretrain.costs.zero_buffers import (
     optimizer_of,
     smallest_bucket,
 )
-from pretrain.engines.deepspeed_settings import check_settings, deepspeed_settings
+from pretrain.engines.deepspeed_engine import check_settings, deepspeed_settings
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.models import TINY, VARIANTS
 

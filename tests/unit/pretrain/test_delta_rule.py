@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from pretrain.model.delta_rule import DeltaInputs, delta_rule_by_step, delta_rule_in_chunks
+from pretrain.model.gated_deltanet import DeltaInputs, delta_rule_by_step, delta_rule_in_chunks
 
 LANES, HEADS, KEY, VALUE = 2, 3, 6, 10
 TENSORS = ("query_BLNH", "key_BLNH", "value_BLNX", "log_decay_BLN", "write_BLN")

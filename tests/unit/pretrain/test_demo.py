@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
+from foundation.settings import load_config
 from pretrain.cli import main
 from pretrain.config.run import RunConfig
 from pretrain.demo.command import CONFIG, Demo

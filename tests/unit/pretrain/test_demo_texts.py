@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from data_pipeline.errors import DataError
+from foundation.errors import DataError
 from pretrain.demo import texts
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.fitted import fitted
+from foundation.cli import fitted
+from foundation.settings import load_config
 from pretrain.cli import main
 from pretrain.commands.describe import NOTES_COLUMN, describe
 from pretrain.config.data import DataConfig, PhaseConfig

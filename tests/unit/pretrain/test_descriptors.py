@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from pretrain.distributed.descriptors import LARGEST_MESH, OWN_DESCRIPTORS, needed_descriptors
+from pretrain.distributed.world import LARGEST_MESH, OWN_DESCRIPTORS, needed_descriptors
 
 # In a process of its own: a hard limit cannot be raised again.
 LIMITED = """
 import os, resource, sys
-from data_pipeline.errors import ConfigError
-from pretrain.distributed.descriptors import prepare_descriptors
+from foundation.errors import ConfigError
+from pretrain.distributed.world import prepare_descriptors
 rank, world_size, soft, hard = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 try:

@@ -13,7 +13,7 @@ from typing import get_args
 import pytest
 import torch
 
-from data_pipeline.config_loader import to_tree
+from foundation.settings import to_tree
 from pretrain.cli import main
 from pretrain.config.choices import ActivationCheckpointing
 from pretrain.config.data import DataConfig
@@ -21,8 +21,8 @@ from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
-from pretrain.costs.deltanet import DeltaNetCosts
 from pretrain.costs.device_memory import LayerActivations, memory_parts, total_bytes
+from pretrain.costs.flops import DeltaNetCosts
 from pretrain.kernels.triton.settings import CAPABILITIES
 from pretrain.kernels.triton.tiling import built_in_tiles
 from pretrain.kernels.triton.workspace import WORKSPACE_BYTES

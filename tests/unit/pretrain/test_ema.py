@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RecoveryConfig, RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.builder.train_tokenizer import train_tokenizer
+from data_pipeline.builder.build_tokenizer import train_tokenizer
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.tokenizer import Tokenizer

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from data_pipeline.errors import UserError
-from pretrain.rundir.fence import Fence
+from foundation.errors import UserError
+from pretrain.rundir.lock import Fence
 
 
 def test_only_the_newest_attempt_may_write(tmp_path):

@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from data_pipeline.builder.train_tokenizer import train_tokenizer
-from data_pipeline.errors import ConfigError
+from data_pipeline.builder.build_tokenizer import train_tokenizer
 from data_pipeline.tokenizer import Tokenizer
+from foundation.errors import ConfigError
 from pretrain.commands.generate import _print_streaming
 from pretrain.config.model import ModelConfig
 from pretrain.evaluation.sampling import (

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import DataError
-from pretrain.rundir import heartbeat_files
-from pretrain.rundir.heartbeat import Heartbeat
-from pretrain.rundir.heartbeat_files import HeartbeatRecord, NodeHeartbeats, read_heartbeats
+from foundation.errors import DataError
+from pretrain.rundir import heartbeat
+from pretrain.rundir.heartbeat import Heartbeat, HeartbeatRecord, NodeHeartbeats, read_heartbeats
 from pretrain.rundir.watchdog import await_last_words
 
 STEPS_THEN_WAITS = """
@@ -156,7 +155,7 @@ def test_readers_elsewhere_see_the_files_of_all_nodes_and_a_rank_that_moved_once
     moved = {**vars(record_of(3, step=9)), "hostname": "n9"}
     (tmp_path / "ranks-from-00003.jsonl").write_text(json.dumps(moved))
     here = socket.gethostname()
-    monkeypatch.setattr(heartbeat_files.socket, "gethostname", lambda: "login")
+    monkeypatch.setattr(heartbeat.socket, "gethostname", lambda: "login")
     found = read_heartbeats(tmp_path)
     assert [(each.rank, each.hostname) for each in found] == [
         *((rank, here) for rank in range(3)),

@@ -19,17 +19,20 @@ from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
 from pretrain.reporting.charts import PRINT
 from pretrain.reporting.run_charts import run_panels
-from pretrain.reporting.run_history import read_history
-from pretrain.reporting.thinning import MOST_BUCKETS, Measurements, thinned
-from pretrain.rundir.launch_events import (
+from pretrain.reporting.run_history import MOST_BUCKETS, Measurements, read_history, thinned
+from pretrain.rundir.events import (
     AttemptEnded,
     AttemptReason,
+    Event,
+    Finished,
     JobEnded,
     JobEndReason,
     NextAction,
+    Resumed,
+    Rewind,
+    Started,
 )
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Event, Finished, Resumed, Rewind, Started
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.errors import CheckpointError, ConfigError
+from foundation.errors import CheckpointError, ConfigError
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig

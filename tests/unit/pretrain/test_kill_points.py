@@ -20,8 +20,8 @@ from unittest import mock
 import numpy as np
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.files import atomic_write, write_json
 from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
+from foundation.files import atomic_write, write_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.config.data import DataConfig

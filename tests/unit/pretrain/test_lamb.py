@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.optim.fragments import FragmentIndex, create_state, fragment_of
-from pretrain.optim.lamb import Lamb
+from pretrain.optim.optimizers import Lamb
 from pretrain.optim.parameter_groups import decays, role_of
 from pretrain.run import build_engine
 from pretrain.rundir.run_dir import RunDir

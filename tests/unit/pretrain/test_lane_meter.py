@@ -11,7 +11,7 @@ from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, lanes_of_rank
-from pretrain.metrics.lane_meter import LaneMeter
+from pretrain.metrics.recorder import LaneMeter
 from pretrain.state import TrainState
 from tests.helpers.corpora import write_numbered_corpus
 

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.config.choices import ScheduleShape
 from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.optim.learning_rate import learning_rate_at

@@ -9,41 +9,25 @@ from dataclasses import replace
 
 import pytest
 
-from data_pipeline.errors import DataError, UserError
-from data_pipeline.patience import Patience
-from pretrain.rundir.fence import Fence
-from pretrain.rundir.heartbeat_files import HeartbeatRecord, read_heartbeats
-from pretrain.rundir.launch_events import (
+from foundation.errors import DataError, UserError
+from foundation.retry import Patience
+from pretrain.rundir.events import (
     AttemptEnded,
     AttemptReason,
     Canceled,
+    Finished,
+    GaveUp,
     Interrupted,
     JobEnded,
     JobEndReason,
     JobStarted,
-    NextAction,
-    NodeReplaced,
-    ReplacedBecause,
-    Submitted,
-    SupervisorKilled,
-)
-from pretrain.rundir.ledger import (
-    EVENTS,
-    Ledger,
-    interruptions,
-    num_attempts,
-    without_refused_jobs,
-)
-from pretrain.rundir.lock import StorageNote, read_lock
-from pretrain.rundir.metrics_file import read_measurements
-from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import (
-    Finished,
-    GaveUp,
     Mirrored,
     MirrorFailed,
+    NextAction,
+    NodeReplaced,
     OutOfMemory,
     PhaseFinished,
+    ReplacedBecause,
     Restored,
     Resumed,
     Rewind,
@@ -52,10 +36,23 @@ from pretrain.rundir.training_events import (
     Started,
     Stopped,
     Straggler,
+    Submitted,
+    SupervisorKilled,
     SuspectDocument,
     SuspectDocuments,
     WindowDropped,
 )
+from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
+from pretrain.rundir.ledger import (
+    EVENTS,
+    Ledger,
+    interruptions,
+    num_attempts,
+    without_refused_jobs,
+)
+from pretrain.rundir.lock import Fence, StorageNote, read_lock
+from pretrain.rundir.metrics_file import read_measurements
+from pretrain.rundir.run_dir import RunDir
 from tests.helpers.full_disk import full_disk
 
 SPIKE = {"first_step": 13, "step": 15, "loss": 9.0, "usual_loss": 3.0}

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from pretrain.terminal.live_bar import LiveOutput, LogLine
-from pretrain.terminal.train_lines import train_line
+from pretrain.terminal.text import train_line
 from tests.helpers.metrics import train_line as metrics_of_step
 
 SPEEDS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import DataError
+from foundation.errors import DataError
 from pretrain.processes.local_ranks import (
     EXIT_STOPPED,
     RankGroup,

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.checkpoint.local_tier import DAYS_KEPT, LocalTier
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.distributed.world import World
-from pretrain.rundir.history import LAST, steps_that_stand
-from pretrain.rundir.training_events import Restored, Resumed, Rewind, Started
+from pretrain.rundir.events import Restored, Resumed, Rewind, Started
+from pretrain.rundir.ledger import LAST, steps_that_stand
 
 ID = "0123456789ab"
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_pipeline.config_loader import parse_config, to_tree
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
+from foundation.settings import parse_config, to_tree
 from pretrain.config.choices import AttentionKernel
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig

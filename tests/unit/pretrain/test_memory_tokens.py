@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig

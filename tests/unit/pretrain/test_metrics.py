@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.lanes.prefetch import Prefetcher
-from data_pipeline.patience import Patience, StorageError
+from data_pipeline.lanes.lane_stream import Prefetcher
+from foundation.errors import ConfigError
+from foundation.retry import Patience, StorageError
 from pretrain.cli import main
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
@@ -21,15 +21,13 @@ from pretrain.config.optim import OptimConfig
 from pretrain.config.run import MetricsConfig, RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.engines.engine import StepResult
-from pretrain.metrics.peak import peak_of_run
-from pretrain.metrics.recorder import MetricsRecorder
+from pretrain.metrics.recorder import MetricsRecorder, peak_of_run
 from pretrain.metrics.stragglers import ForwardClock
 from pretrain.metrics.writers import MetricsFiles
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
 from pretrain.terminal.log import PROGRESS
-from pretrain.terminal.text import counted, si
-from pretrain.terminal.train_lines import perplexity
+from pretrain.terminal.text import counted, perplexity, si
 from tests.helpers.full_disk import full_disk
 from tests.helpers.metrics import train_line
 

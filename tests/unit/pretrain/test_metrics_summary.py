@@ -10,10 +10,15 @@ from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import results_of
-from pretrain.rundir.latest_evaluation import latest_evaluation
-from pretrain.rundir.metrics_file import latest_measurements
-from pretrain.rundir.metrics_summary import MetricsSummary, TimeSums, summarize, summarize_file
-from pretrain.rundir.speeds import recent_speed, run_speed
+from pretrain.rundir.metric_names import recent_speed, run_speed
+from pretrain.rundir.metrics_file import (
+    MetricsSummary,
+    TimeSums,
+    latest_evaluation,
+    latest_measurements,
+    summarize,
+    summarize_file,
+)
 from tests.helpers.metrics import train_line
 
 

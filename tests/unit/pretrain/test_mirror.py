@@ -20,13 +20,13 @@ import pytest
 import pretrain.mirror.restore as restoring
 from data_pipeline.corpora.stores import StoreError
 from data_pipeline.corpora.writable_store import Content, Pace, WritableStore, content_of
-from data_pipeline.errors import CheckpointError, ConfigError, DataError
-from data_pipeline.files import write_text
+from foundation.errors import CheckpointError, ConfigError, DataError
+from foundation.files import write_text
 from pretrain.mirror.layout import ROOT
+from pretrain.mirror.mirror import Canceled, Retried
 from pretrain.mirror.restore import restore_run
-from pretrain.mirror.upload import Canceled, Retried
+from pretrain.rundir.events import Restored, Started
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Restored, Started
 from tests.helpers.mirrors import FAST, RANKS, names_in, over_http, restored, run_in, save, upload
 from tests.helpers.stores import FAULTS, QUICK, FileServer, client
 
@@ -274,7 +274,7 @@ def test_a_task_is_tried_again_in_the_background_and_logged_once(caplog):
         if len(tries) < 3:
             raise StoreError("the store is away")
 
-    with mock.patch("pretrain.mirror.upload.FIRST_PAUSE", 0.01):
+    with mock.patch("pretrain.mirror.mirror.FIRST_PAUSE", 0.01):
         thread = Retried(task, former=None)
         thread.start()
         thread.join(10)

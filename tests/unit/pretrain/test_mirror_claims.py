@@ -9,13 +9,12 @@ import time
 import pytest
 
 from data_pipeline.corpora.writable_store import WritableStore
-from data_pipeline.errors import CheckpointError, ConfigError
+from foundation.errors import CheckpointError, ConfigError
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.mirror.layout import ROOT
-from pretrain.mirror.mirror import Mirror
-from pretrain.mirror.upload import Publication
+from pretrain.mirror.mirror import Mirror, Publication
+from pretrain.rundir.events import MirrorFailed
 from pretrain.rundir.ledger import last_of
-from pretrain.rundir.training_events import MirrorFailed
 from tests.helpers.mirrors import FAST, names_in, over_http, restored, run_in, save, upload
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from data_pipeline.corpora.writable_store import Content
-from data_pipeline.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pretrain.config.run import CheckpointConfig
 from pretrain.mirror.layout import (
     RUN_FILES,

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from data_pipeline.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pretrain.config.choices import ActivationCheckpointing, AttentionKernel
 from pretrain.config.lane_parts import lane_parts
 from pretrain.config.model import ModelConfig

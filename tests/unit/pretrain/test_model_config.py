@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.config.model import ModelConfig
 from pretrain.model.transformer_xl import TransformerXL
 

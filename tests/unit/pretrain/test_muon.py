@@ -12,19 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.cli import main
 from pretrain.config.choices import OptimizerName
 from pretrain.config.engine import EngineConfig
 from pretrain.config.optim import MuonConfig, OptimConfig
 from pretrain.config.run import RunConfig
-from pretrain.costs.muon import moment_bytes, orthogonalizing_flops
+from pretrain.costs.flops import moment_bytes, orthogonalizing_flops
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import TorchEngine
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim.matrix_exchange import owners
-from pretrain.optim.muon import orthogonalized, update_scale
-from pretrain.optim.optimizers import build_optimizer
+from pretrain.optim.optimizers import build_optimizer, orthogonalized, owners, update_scale
 from pretrain.optim.parameter_groups import role_of, set_learning_rate, stacked_matrices
 from pretrain.run import build_engine
 from tests.helpers.models import TINY

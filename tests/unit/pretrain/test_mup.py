@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import MuonConfig, OptimConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.config_loader import load_config
+from foundation.settings import load_config
 from pretrain.cli import main
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig

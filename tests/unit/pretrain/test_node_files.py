@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from data_pipeline.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.checkpoint.background_save import HostBuffers, RankFile, Save, files_of
+from pretrain.checkpoint.background_save import HostBuffers, RankFile, RankReports, Save, files_of
 from pretrain.checkpoint.elastic_reader import load_memory, restore_random_state
+from pretrain.checkpoint.marker import parts_in
 from pretrain.checkpoint.pieces import key_of
-from pretrain.checkpoint.rank_reports import RankReports
-from pretrain.checkpoint.shares import parts_in
-from pretrain.distributed.background_exchanges import Worker
+from pretrain.distributed.rounds import Worker
 from pretrain.distributed.world import World
 from pretrain.model.lane_state import LaneState, Memory, _shape
 from pretrain.state import TrainState

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.config import MixturePart, SegmentLengths
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.cli import main
 from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.optim import OptimConfig

@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch.utils import deterministic
 
-from pretrain.config.attention_limits import Attention, attention_in
-from pretrain.config.engine import EngineConfig
+from pretrain.config.engine import Attention, EngineConfig, attention_in
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.engines.engine import dtype_of
 from pretrain.kernels.triton.settings import DTYPES
 from pretrain.model.attention_paths import path_for
-from pretrain.processes.determinism import set_determinism
-from pretrain.processes.precision import with_precision_of_run
+from pretrain.processes.precision import set_determinism, with_precision_of_run
 from pretrain.rundir.run_dir import RunDir
 from pretrain.weights.trained_model import precision_on
 from tests.helpers.choices import choices_of

@@ -7,15 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_pipeline.errors import ConfigError
 from data_pipeline.tokenizer import Tokenizer
+from foundation.errors import ConfigError
 from pretrain.evaluation.probes.distances import borders_of, wilson_interval
-from pretrain.evaluation.probes.probe_tokens import (
-    ProbeTokens,
-    tokens_of_corpus,
-    tokens_of_vocabulary,
-)
 from pretrain.evaluation.probes.recall import (
+    ProbeTokens,
     Recall,
     RecallKind,
     distances_up_to,
@@ -23,6 +19,8 @@ from pretrain.evaluation.probes.recall import (
     measure_recall,
     recall_distance,
     scored_logits,
+    tokens_of_corpus,
+    tokens_of_vocabulary,
 )
 from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL

@@ -10,8 +10,7 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint.background_save import SaveCanceled
-from pretrain.checkpoint.rank_reports import RankReports, decoded, encoded
+from pretrain.checkpoint.background_save import RankReports, SaveCanceled, decoded, encoded
 from pretrain.distributed.world import World
 
 RANKS = 64

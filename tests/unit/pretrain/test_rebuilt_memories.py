@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.errors import CheckpointError, ConfigError
 from data_pipeline.lanes.lane_stream import LaneStream
+from foundation.errors import CheckpointError, ConfigError
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.directory import remove, step_directory
@@ -34,9 +34,9 @@ from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState, Memory, joined_lanes
 from pretrain.recovery.rebuilt_memories import Rebuild, rebuild_memories, rebuild_of
 from pretrain.run import build_engine, run_training
+from pretrain.rundir.events import Resumed, Rewind
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Resumed, Rewind
 from pretrain.state import Past, TrainState, memories_without
 from tests.helpers.corpora import make_tiny_corpus
 

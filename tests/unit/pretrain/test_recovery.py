@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.run import RecoveryConfig, RunConfig
@@ -19,8 +19,8 @@ from pretrain.metrics.stragglers import SlowestRank, StragglerWatch, slowest_of
 from pretrain.recovery.out_of_memory import memory_settings, with_fitting_micro_batch
 from pretrain.recovery.rewind import segments_consumed, skip_windows, window_of
 from pretrain.recovery.spike_detector import Spike, SpikeDetector
+from pretrain.rundir.events import Event, OutOfMemory, Rewind, Started, WindowDropped
 from pretrain.rundir.ledger import skipped_windows
-from pretrain.rundir.training_events import Event, OutOfMemory, Rewind, Started, WindowDropped
 
 SETTINGS = RecoveryConfig(spike_threshold=5.0, spike_steps=3, window=20, skip_margin_segments=4)
 

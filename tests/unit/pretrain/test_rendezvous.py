@@ -14,12 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from data_pipeline.files import await_text
+from foundation.files import await_text
 from pretrain.config.engine import EngineConfig
-from pretrain.distributed.rendezvous import collective_timeout, meeting_store
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
-from pretrain.distributed.world import destroy_process_group, init_world
-from pretrain.rundir.attempt_files import AttemptFiles
+from pretrain.distributed.world import (
+    collective_timeout,
+    destroy_process_group,
+    init_world,
+    meeting_store,
+)
+from pretrain.rundir.run_dir import AttemptFiles
 
 
 def met(number: int, file: Path, monkeypatch: pytest.MonkeyPatch) -> list[Store]:

@@ -8,7 +8,7 @@ import pytest
 
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, MixturePart, TokenizerConfig
-from data_pipeline.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.resolve import resolve, with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.corpora.corpus_hash import corpus_hash
-from data_pipeline.errors import DataError, TrainingError
+from data_pipeline.corpora.corpus import corpus_hash
+from foundation.errors import DataError, TrainingError
 from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.cli import main
 from pretrain.config.data import DataConfig, PhaseConfig
@@ -34,13 +34,10 @@ from pretrain.distributed.sequence import SequenceShare
 from pretrain.distributed.world import World, init_world
 from pretrain.recovery import loss_spikes
 from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
+from pretrain.recovery.rewind import _write_suspects
 from pretrain.recovery.spike_detector import suspected_since
-from pretrain.recovery.suspects import _write_suspects
 from pretrain.run import run_training
-from pretrain.rundir.ledger import events_of, skipped_windows
-from pretrain.rundir.metrics_file import is_longer_than_its_end
-from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import (
+from pretrain.rundir.events import (
     Finished,
     GaveUp,
     Rewind,
@@ -48,6 +45,9 @@ from pretrain.rundir.training_events import (
     SuspectDocuments,
     WindowDropped,
 )
+from pretrain.rundir.ledger import events_of, skipped_windows
+from pretrain.rundir.metrics_file import is_longer_than_its_end
+from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.metrics import train_line

@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.config import MixturePart
-from data_pipeline.config_loader import to_tree
-from data_pipeline.errors import ConfigError
-from data_pipeline.files import append_whole
+from foundation.errors import ConfigError
+from foundation.files import append_whole
+from foundation.settings import to_tree
 from pretrain.checkpoint.directory import INDEX
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import MetricsConfig, RunConfig
+from pretrain.rundir.events import SettingsChanged
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.metrics_file import measurement_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import warn_of_missing_disk
-from pretrain.rundir.training_events import SettingsChanged
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
 

@@ -14,8 +14,8 @@ from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.run import RunConfig
 from pretrain.reporting.run_history import read_history
 from pretrain.reporting.run_warnings import warnings_of
+from pretrain.rundir.events import Started
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Started
 from tests.helpers.metrics import train_line
 
 WARMUP, STEPS, RATE = 20, 320, 1e-3

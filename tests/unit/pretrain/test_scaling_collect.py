@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.files import write_text
+from foundation.files import write_text
 from pretrain.costs.flops import cost_of
+from pretrain.rundir.events import Resumed
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Resumed
 from pretrain.scaling.sweep_file import config_of, read_sweep
 from tests.helpers.scaling import HOFFMANN
 from tests.helpers.scaling_runs import command, train_by_the_law

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.files import write_text
+from foundation.files import write_text
+from foundation.settings import load_config
 from pretrain import scaling
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of

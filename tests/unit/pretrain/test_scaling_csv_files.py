@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import DataError
+from foundation.errors import DataError
 from pretrain.scaling.collect import Row, read_rows, write_rows
 from pretrain.scaling.point_files import read_points
 

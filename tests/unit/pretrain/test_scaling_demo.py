@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.cli import main as data_pipeline
-from data_pipeline.config_loader import load_config
+from foundation.settings import load_config
 from launcher.commands import sweep as launcher_sweep
 from pretrain.cli import main
 from pretrain.config.resolve import with_vocabulary

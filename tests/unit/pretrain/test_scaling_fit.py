@@ -13,7 +13,7 @@ import pytest
 from scipy.special import stdtrit
 from scipy.stats import linregress
 
-from data_pipeline.errors import DataError
+from foundation.errors import DataError
 from pretrain.reporting.charts import PRINT
 from pretrain.scaling import charts
 from pretrain.scaling.fit import fit_all

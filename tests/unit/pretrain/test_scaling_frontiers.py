@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from data_pipeline.errors import DataError
+from foundation.errors import DataError
 from pretrain.scaling.frontier import fit_frontier, fit_isoflop, fit_lowest_runs
 from pretrain.scaling.law import FlopsLaw, log_optimum
 from tests.helpers.scaling import HOFFMANN, SIX_N, cs336, make_points, simulated

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from data_pipeline.errors import DataError
+from foundation.errors import DataError
 from pretrain.scaling.law import (
     FlopsLaw,
     Law,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.files import write_text
+from foundation.errors import ConfigError
+from foundation.files import write_text
 from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig, ScheduleConfig

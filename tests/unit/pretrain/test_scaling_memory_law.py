@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from data_pipeline.errors import DataError
+from foundation.errors import DataError
 from pretrain.commands import scale
 from pretrain.scaling.collect import Row, write_rows
 from pretrain.scaling.memory_law import (

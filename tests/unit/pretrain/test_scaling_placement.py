@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.files import write_text
+from foundation.files import write_text
+from foundation.settings import load_config
 from pretrain.commands import scale
 from pretrain.commands.describe import describe
 from pretrain.config.run import RunConfig
 from pretrain.costs.devices import GIB, USABLE, Hardware, device_named
 from pretrain.costs.flops import computed_flops_of_step, cost_of
+from pretrain.rundir.events import Started
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Started
 from pretrain.scaling.sweep_file import config_of, read_sweep
 from tests.helpers.metrics import train_line
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.files import write_text
+from foundation.errors import ConfigError, DataError
+from foundation.files import write_text
 from pretrain.commands.scale import rule_of
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.point_files import Columns, read_points, units_of
 from pretrain.scaling.points import grouped_budgets, usable

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.files import write_text
+from foundation.errors import ConfigError
+from foundation.files import write_text
 from pretrain.cli import main
 from pretrain.costs.flops import cost_of
 from pretrain.rundir.run_dir import RunDir

@@ -8,9 +8,9 @@ import re
 import numpy as np
 import pytest
 
-from data_pipeline.config_loader import load_config
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.csv_files import write_csv
+from foundation.csv_files import write_csv
+from foundation.settings import load_config
 from pretrain.commands import scale
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of

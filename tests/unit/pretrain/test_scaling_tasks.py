@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from data_pipeline.csv_files import write_csv
-from data_pipeline.errors import DataError
+from foundation.csv_files import write_csv
+from foundation.errors import DataError
 from pretrain.commands import scale
 from pretrain.scaling.task_fit import Sigmoid, backtest, fit_sigmoid, fit_task
 from tests import task_coverage

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.files import write_text
+from foundation.errors import ConfigError, DataError
+from foundation.files import write_text
 from pretrain.cli import main
 from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.model import ModelConfig

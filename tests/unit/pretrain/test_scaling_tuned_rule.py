@@ -10,14 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from data_pipeline.files import write_text
+from foundation.files import write_text
 from pretrain.commands import scale
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
+from pretrain.rundir.events import Started
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.training_events import Started
 from pretrain.scaling.intervals import Interval
 from pretrain.scaling.rates import Rung, TunedRule, fit_power
 from pretrain.scaling.sweep_file import config_of, read_sweep

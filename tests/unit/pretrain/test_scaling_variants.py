@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data_pipeline.config_loader import load_config
-from data_pipeline.files import write_text
+from foundation.files import write_text
+from foundation.settings import load_config
 from launcher.commands import sweep as launcher_sweep
 from pretrain.cli import main
 from pretrain.commands.scale import PROGRAM

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.cli import main
 from pretrain.commands.report import setup_of
 from pretrain.config.data import DataConfig, PhaseConfig

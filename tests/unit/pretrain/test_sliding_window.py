@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.config.model import ModelConfig
 from pretrain.evaluation.sliding_window import attention_lengths, compare
 from pretrain.model.cached import new_stream

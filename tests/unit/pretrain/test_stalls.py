@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretrain.metrics.stalls import StallMeter, rank_that_stalled
+from pretrain.metrics.stragglers import StallMeter, rank_that_stalled
 
 
 def lost(*steps: float) -> float:

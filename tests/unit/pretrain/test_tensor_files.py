@@ -9,8 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data_pipeline.files import sha256_of
-from pretrain.checkpoint.tensor_files import (
+from foundation.files import sha256_of
+from pretrain.checkpoint.background_save import (
     BLOCK_BYTES,
     PART_ALIGNMENT,
     Pieces,

@@ -7,13 +7,13 @@ import subprocess
 import pytest
 import torch
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.own_programs import own_command
+from foundation.errors import ConfigError
+from foundation.own_programs import own_command
 from pretrain.commands.threads import check_threads, use_threads
 from pretrain.config.engine import EngineConfig
 from pretrain.config.run import RunConfig
-from pretrain.distributed.environment import environment_changes, environment_of_rank
 from pretrain.distributed.threads import WAITING, describe_waiting, wait_briefly
+from pretrain.recovery.starts import environment_changes, environment_of_rank
 
 
 def test_the_openmp_of_a_command_spins_for_a_thousand_rounds_and_no_longer():

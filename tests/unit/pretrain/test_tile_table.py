@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.tiles import write_table
-from data_pipeline.errors import ConfigError
-from data_pipeline.files import read_json, write_json
-from pretrain.kernels.triton import tile_table
-from pretrain.kernels.triton.tile_table import table_name, tiles_for
-from pretrain.kernels.triton.tiling import Tile, built_in_tiles
+from foundation.errors import ConfigError
+from foundation.files import read_json, write_json
+from pretrain.kernels.triton import tiling
+from pretrain.kernels.triton.tiling import Tile, built_in_tiles, table_name, tiles_for
 
 H200 = (9, 0)
 ROW = {"capability": [9, 0], "head_width": 128, "kernel": "forward", "warps": 4, "stages": 3}
@@ -26,7 +25,7 @@ KEYS = {**ROW, "kernel": "key_gradient", "rows": 64, "columns": 64, "seconds": 1
 def table(tmp_path: Path, monkeypatch) -> Path:
     """The path of a table, which the search has written."""
     path = tmp_path / "tiles.json"
-    monkeypatch.setattr(tile_table, "TABLE", path)
+    monkeypatch.setattr(tiling, "TABLE", path)
     write_table(path, [FORWARD, FASTER, KEYS, {**FORWARD, "refused": "no"}])
     return path
 
@@ -47,7 +46,7 @@ def test_without_a_table_the_built_in_tiles_are_used(table: Path) -> None:
 
 
 def test_the_kernels_have_no_table_unless_a_user_puts_it_there() -> None:
-    assert not tile_table.TABLE.exists()
+    assert not tiling.TABLE.exists()
 
 
 @pytest.mark.parametrize(

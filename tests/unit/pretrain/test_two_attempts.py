@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.errors import CheckpointError
-from data_pipeline.patience import Patience
+from foundation.errors import CheckpointError
+from foundation.retry import Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.checkpointer import Checkpointer
@@ -22,7 +22,7 @@ from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.run import build_engine
-from pretrain.rundir.fence import Fence
+from pretrain.rundir.lock import Fence
 from pretrain.state import TrainState
 
 RUN = RunConfig(

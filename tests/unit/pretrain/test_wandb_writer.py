@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from data_pipeline.typed_json import from_json
+from foundation.records import from_json
 from pretrain.metrics.wandb_writer import Sent
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from pretrain.config.model import ModelConfig

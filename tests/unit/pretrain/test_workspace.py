@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.config_loader import load_config
+from foundation.settings import load_config
 from pretrain.config.run import RunConfig
 from pretrain.kernels.triton.tiling import Tile, built_in_tiles
 from pretrain.kernels.triton.workspace import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from data_pipeline.errors import ConfigError
+from foundation.errors import ConfigError
 from pretrain.distributed.world import (
     destroy_process_group,
     gpu_index,

@@ -1,0 +1,166 @@
+"""Errors that a user can cause. A command reports them on one line, with exit status 2."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import sys
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+
+from foundation.credentials import redacted
+from foundation.interruption import EXIT_INTERRUPTED, say_interrupted
+
+EXIT_USER_ERROR = 2
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or largest file exceeded
+NO_PERMISSION = (errno.EROFS, errno.EACCES, errno.EPERM)
+TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
+# Longer than a path that a person can read; a name of a file has at most 255 bytes.
+_LONG_WORD = re.compile(r"(\S{300})\S{100,}(\S{100})")
+# A disk or file server that fails, or is away for a while.
+STORAGE_FAILS = (
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO),
+    *(errno.ENODEV, errno.ENXIO, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET),
+)
+
+
+class UserError(Exception):
+    """Something outside the code is wrong: what was found, what was expected, what to do."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redacted(message))
+
+
+class ConfigError(UserError):
+    """A setting is missing, unknown, or contradicts another one."""
+
+
+class DataError(UserError):
+    """A corpus, shard, manifest or tokenizer is missing, corrupted, or does not fit the run."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is incomplete, corrupted, or belongs to another run."""
+
+
+class UnreadableError(CheckpointError):
+    """Storage failed while a checkpoint was read, which may be whole."""
+
+
+class TrainingError(UserError):
+    """A run does not learn and cannot recover automatically."""
+
+
+def printable(text: str) -> str:
+    """The text with escapes for control characters other than line breaks: terminals obey them."""
+    return "".join(
+        character
+        if character in "\n\t" or unicodedata.category(character)[0] != "C"
+        else ascii(character)[1:-1]
+        for character in text
+    )
+
+
+def shown_id(name: str) -> str:
+    """The id of a document, which may hold anything, in one line; quoted if it is not plain."""
+    return name if name.isprintable() else json.dumps(name)
+
+
+def short(text: str) -> str:
+    """The text with the middle of its very long words left out, such as paths that are no paths."""
+    return _LONG_WORD.sub(r"\1[...]\2", text)
+
+
+def _print_error(text: str) -> None:
+    print(f"error: {printable(redacted(text))}", file=sys.stderr)
+
+
+def exit_status_of(command: Callable[[], int], report: Callable[[str], None] = _print_error) -> int:
+    """Run a command and return its exit status, also for what it raises.
+
+    An error that a user can cause is reported as one line, by default on stderr.
+    """
+    try:
+        return command()
+    except UserError as error:
+        report(short(str(error)))
+    except BrokenPipeError:
+        # The reader of our output exited (`... | head`). Closing stderr keeps Python from
+        # reporting the failed flush of stdout at exit.
+        sys.stderr.close()
+        return 0
+    except OSError as error:
+        if error.errno is None:
+            raise
+        report(short(_report(error)))
+    except RuntimeError as error:
+        # Path.resolve hides the error of a circle of links so, before Python 3.13.
+        if not isinstance(cause := error.__context__, OSError) or cause.errno != errno.ELOOP:
+            raise
+        report(short(_report(cause)))
+    except KeyboardInterrupt:
+        say_interrupted()
+        return EXIT_INTERRUPTED
+    return EXIT_USER_ERROR
+
+
+def os_error_text(error: OSError) -> str:
+    """Return the file and the reason: `RUN/metrics.jsonl: No space left on device`."""
+    reason = error.strerror or str(error)
+    if _is_out_of_inodes(error):
+        reason = "No inodes left on device (it has space, but can hold no more files)"
+    return f"{path}: {reason}" if (path := _path_of(error)) else reason
+
+
+def remedy_of(error: OSError) -> str:
+    """Return what to do about it, without a full stop: `free disk space`."""
+    number = error.errno
+    if number == errno.EDQUOT:
+        return "free space within the quota, or have it raised"
+    if number == errno.EFBIG:
+        return "allow larger files (ulimit -f)"
+    if number == errno.ENOSPC:
+        return "delete files" if _is_out_of_inodes(error) else "free disk space"
+    if number in NO_PERMISSION:
+        return "give this user the permissions, or choose another path"
+    if number == errno.EEXIST:
+        return "choose another path, or remove it"
+    if number in TOO_MANY_OPEN:
+        return "allow more open files (ulimit -n)"
+    return "check the disk or file server" if number in STORAGE_FAILS else "check the path"
+
+
+def _report(error: OSError) -> str:
+    again = "" if error.errno not in NO_SPACE else " and run the same command again"
+    kept = ": finished work is kept" if again else ""
+    return f"{os_error_text(error)}; {remedy_of(error)}{again}{kept}"
+
+
+def _path_of(error: OSError) -> str:
+    """The file that an error is about, or the folder that keeps it from being read; '' if unknown.
+
+    A descriptor is no name.
+    """
+    if not isinstance(error.filename, str | bytes):
+        return ""
+    name = os.fsdecode(error.filename)
+    for folder in reversed(Path(name).parents) if error.errno == errno.EACCES else ():
+        if folder.is_dir() and not os.access(folder, os.X_OK):
+            return str(folder)
+    return name
+
+
+def _is_out_of_inodes(error: OSError) -> bool:
+    """Whether a "full" file system has space left, but no inode for another file."""
+    if error.errno != errno.ENOSPC or not (name := _path_of(error)):
+        return False
+    for folder in Path(name).absolute().parents:
+        with contextlib.suppress(OSError):  # a folder that could not be made
+            found = os.statvfs(folder)
+            # Without inodes of a fixed number (Btrfs) all counts are 0.
+            return bool(found.f_files and not found.f_favail and found.f_bavail)
+    return False

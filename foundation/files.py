@@ -1,0 +1,423 @@
+"""Files that are complete or absent (write a copy, fsync, rename), and paths that may be URLs.
+
+Also many small files at once, whether a file is as it was when it was parsed, and whose it is: what
+this user executes or obeys must not be another's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from foundation.errors import ConfigError, DataError
+
+HASH_BLOCK_BYTES = 1 << 20
+LARGEST_READ_BYTES = 1 << 30  # of a file that is read at once
+LARGEST_DESCRIPTION_BYTES = 1 << 20  # of a small JSON file that came with a corpus
+LARGEST_LINE_BYTES = 1 << 22  # of a file that a run appends to
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # between looks for a file, in seconds
+_URL = re.compile(r"([a-z][a-z0-9-]+):/+(.*)")
+
+
+@contextlib.contextmanager
+def named_errors(path: Path, temporary: Path | None = None) -> Iterator[None]:
+    """Name `path` in the block's OSErrors that name no file, such as those of a full disk.
+
+    Also in those about a file whose path begins as `temporary`: users do not know such names.
+    """
+    try:
+        yield
+    except OSError as error:
+        is_temporary = temporary is not None and str(error.filename).startswith(str(temporary))
+        if (error.filename is None or is_temporary) and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[BinaryIO]:
+    """Yield a file that replaces `path` if the block succeeds; otherwise it is removed.
+
+    `mode` is who may read and write it, less the user's umask. Without `sync`, a power failure may
+    leave an empty file.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        temporary.unlink()  # of a killed process with the same number
+
+    def opener(name: str, flags: int) -> int:
+        # A new file: not one that somebody else has put there, nor what a link leads to.
+        return os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, mode)
+
+    try:
+        with named_errors(path, temporary):
+            with open(temporary, "wb", opener=opener) as file:
+                yield file
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    if sync:
+        fsync_directory(path.parent)
+
+
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write `text` so that a crash leaves either the old file or the new one."""
+    with atomic_write(path, mode) as file:
+        file.write(text.encode())
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file for somebody to edit; ConfigError if there is one already."""
+    refuse_overwrite(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text)
+
+
+def refuse_overwrite(path: Path) -> None:
+    """Raise ConfigError if something is at the path."""
+    if path.is_symlink() or path.exists():
+        raise ConfigError(f"{path} exists already; choose another name, or remove it first")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON with sorted keys: equal values give equal bytes."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def await_text(path: Path, seconds: float) -> str:
+    """The text of a file that another process writes whole; TimeoutError if it does not come.
+
+    The name is looked up only once its directory lists it: a network file system answers for a
+    minute from its cache that a name does not exist. The pauses grow, since many may wait in one
+    directory.
+    """
+    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    while path.name not in os.listdir(path.parent):
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{path} was not written within {seconds:g} s")
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+    return path.read_text()
+
+
+def own_file(path: str | Path, flags: int) -> int:
+    """Open a file to write, as the `opener` of `open`; never through a link.
+
+    DataError for a link, a pipe or a device.
+    """
+    try:
+        # O_NONBLOCK: opening a pipe would wait for a reader.
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+    raise DataError(f"{path} is a link, a pipe or a device, expected a file to write; remove it")
+
+
+def append_whole(path: Path, content: bytes, sync: bool = False) -> None:
+    """Append all of `content`, or nothing: what a full disk cuts short is removed again.
+
+    With `sync` it is on disk when this returns.
+    """
+    with named_errors(path):
+        descriptor = own_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        try:
+            _append_to(descriptor, content, sync)
+        finally:
+            os.close(descriptor)
+
+
+def _append_to(descriptor: int, content: bytes, sync: bool) -> None:
+    size = os.fstat(descriptor).st_size
+    written = 0
+    try:
+        while written < len(content):
+            written += os.write(descriptor, content[written:])
+        if sync:
+            os.fsync(descriptor)
+    except OSError:
+        # Unless another process has added to the file since: its part is not ours to remove.
+        if written and os.fstat(descriptor).st_size == size + written:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, size)
+        raise
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames inside `path` survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_file(path: Path) -> None:
+    """Make the contents of a file that other code wrote survive a power failure."""
+    fsync_directory(path)  # the same calls: open read-only, fsync, close
+
+
+def sha256_of(
+    path: Path,
+    on_bytes: Callable[[int], None] = lambda count: None,
+    start: int = 0,
+    num_bytes: int | None = None,
+) -> str:
+    """Return the SHA-256 of a file's contents as hexadecimal text, or of a part of them.
+
+    `on_bytes` is told how many bytes more are hashed.
+    """
+    with open(path, "rb") as file:
+        return sha256_of_file(file, on_bytes, start, num_bytes)
+
+
+def sha256_of_file(
+    file: BinaryIO,
+    on_bytes: Callable[[int], None] = lambda count: None,
+    start: int = 0,
+    num_bytes: int | None = None,
+) -> str:
+    """Return the SHA-256 of an opened file, whatever has its name by now."""
+    digest = hashlib.sha256()
+    left = sys.maxsize if num_bytes is None else num_bytes
+    file.seek(start)
+    while block := file.read(min(left, HASH_BLOCK_BYTES)):
+        digest.update(block)
+        left -= len(block)
+        on_bytes(len(block))
+    return digest.hexdigest()
+
+
+def read_regular(path: Path, limit: int = LARGEST_READ_BYTES) -> bytes:
+    """Return the contents of a file that others may have written.
+
+    ValueError if it is not a regular file or is larger than `limit`.
+    """
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > limit:
+            raise ValueError(f"it has {size:,} bytes, expected at most {limit:,}")
+        # Not `limit`: a buffer of that size would be allocated. One byte shows a disk that fails.
+        return file.read(max(size, 1))
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file that others may have written.
+
+    ValueError if it is not a regular one, such as a pipe, which could block its reader forever.
+    """
+    try:
+        # O_NONBLOCK: opening a pipe would wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # nobody listens
+            raise ValueError("it is a socket") from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise ValueError("it is a pipe, socket or device")
+
+
+def read_json(path: Path, limit: int = LARGEST_READ_BYTES) -> Any:
+    """Return the value in a JSON file that others may have written.
+
+    ValueError, with the reason, if it is anything else or has more bytes than `limit`: in memory it
+    may take 30 times as many.
+    """
+    return parse_json(read_regular(path, limit))
+
+
+def lines_of(path: Path, longest: int = LARGEST_LINE_BYTES, start: int = 0) -> Iterator[bytes]:
+    """The lines, with their ends, of a file that others may have written; none without it.
+
+    One after the other, from the byte `start` on. DataError if it is not a regular file or a line
+    has more bytes than `longest`: a file of holes costs its author nothing.
+    """
+    try:
+        with open_regular(path) as file:
+            file.seek(start)
+            while line := file.readline(longest + 1):
+                if len(line) > longest:
+                    raise ValueError(f"a line has more than {longest:,} bytes")
+                yield line
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        raise DataError(f"{path} cannot be read ({error}); remove it") from None
+
+
+def parse_json(content: bytes | str, **options: Any) -> Any:
+    """Return the value of a JSON text; ValueError if it is none, or is nested too deeply.
+
+    `options` are those of `json.loads`.
+    """
+    try:
+        return json.loads(content, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def path_below(root: Path, name: str) -> Path:
+    """Return the path `name` below `root`; DataError if it is not a path there.
+
+    For names that come from elsewhere: they may not leave `root`, neither by `..` nor through a
+    link, and equal paths have equal names.
+    """
+    parts = name.split("/")
+    if any(part in ("", ".", "..") for part in parts) or "\0" in name:
+        raise DataError(
+            f"found the name {name!r}, expected a plain path that stays inside {root}; rename it"
+        )
+    path = root
+    for part in parts[:-1]:
+        path = path / part
+        if path.is_symlink():
+            raise DataError(f"{path} is a link, expected a folder; remove it")
+    return path / parts[-1]
+
+
+def folder_below(root: Path, name: str) -> Path:
+    """Create the folder `name` below `root` unless it exists; DataError if a link leads there."""
+    folder = path_below(root, f"{name}/any").parent
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def url_of(path: Path | str) -> str | None:
+    """Return the URL that `path` holds, or None if it is a plain path.
+
+    Settings and command lines accept a URL wherever they accept a corpus directory. pathlib turns
+    `s3://` into `s3:/`; this restores the slashes.
+    """
+    match = _URL.fullmatch(str(path))
+    return f"{match[1]}://{match[2]}" if match else None
+
+
+def path_text(path: Path | str) -> str:
+    """Return `path` as the user wrote it."""
+    return url_of(path) or str(path)
+
+
+def absolute(path: Path) -> Path:
+    """Return the absolute path; a URL stays as it is."""
+    return path if url_of(path) else path.resolve()
+
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_ROOT = 0
+
+
+def private_directory(path: Path) -> Path:
+    """Create a directory that only this user can use, or check that an existing one is no trap.
+
+    DataError if it is a link, belongs to another user, or others may write into it, or rename it
+    from above: they could replace what this process has checked.
+    """
+    refuse_open_parents(path)
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    check_private(path)
+    return path
+
+
+def check_private(path: Path) -> None:
+    """Raise DataError as `private_directory` does, for a directory that exists."""
+    if not stat.S_ISDIR(_checked(path, (os.geteuid(),), f"chmod 700 {path}").st_mode):
+        raise DataError(f"{path} is not a directory, expected one of this user; remove it")
+
+
+def refuse_foreign(path: Path, with_contents: bool = True) -> None:
+    """Raise DataError unless only this user and root can have written `path` and all below it.
+
+    For what is executed or obeyed. A path that does not exist is nobody's.
+    """
+    try:
+        status = _checked(path, (_ROOT, os.geteuid()), f"chmod -R go-w {path}")
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if with_contents and stat.S_ISDIR(status.st_mode) and status.st_mode & 0o077:
+        for name in sorted(os.listdir(path)):
+            refuse_foreign(path / name)
+
+
+def _checked(path: Path, owners: tuple[int, ...], way_out: str) -> os.stat_result:
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise DataError(f"{path} is a link, expected a file or directory of its own; remove it")
+    if status.st_uid not in owners:
+        raise DataError(
+            f"{path} belongs to the user with number {status.st_uid}, expected {os.geteuid()}, "
+            "because what it says is obeyed; leave it to its owner, and choose another path"
+        )
+    if status.st_mode & _OTHERS_WRITE:
+        raise DataError(
+            f"{path} can be written by other users (mode {status.st_mode & 0o777:o}), and what it "
+            f"says is obeyed; make sure that it is unchanged, then `{way_out}`"
+        )
+    return status
+
+
+def is_of_another_user(path: Path) -> bool:
+    """Whether another user than root owns the file."""
+    return path.stat().st_uid not in (_ROOT, os.geteuid())
+
+
+def refuse_open_parents(path: Path) -> None:
+    """Raise DataError if every user can replace `path` from above."""
+    for parent in filter(Path.exists, path.resolve().parents):
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise DataError(
+                f"{path} is below {parent}, where every user can replace it (mode "
+                f"{mode & 0o7777:o}); `chmod o-w {parent}`, or choose another directory"
+            )
+
+
+SETTLED_NS = 100_000_000
+
+
+def settled_state(path: Path) -> tuple[int, ...] | None:
+    """Return what changes with a file's contents.
+
+    None if it has changed a moment ago: its times would not tell a second change that follows.
+    """
+    status = path.stat()
+    if time.time_ns() - status.st_ctime_ns <= SETTLED_NS:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+T = TypeVar("T")
+
+_NUM_THREADS = 32
+_FEW = 4  # not worth a thread
+
+
+def read_together(read: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
+    """Return what `read` makes of each of the files, in their order; up to 32 at a time."""
+    if len(paths) <= _FEW:
+        return [read(path) for path in paths]
+    with ThreadPoolExecutor(min(_NUM_THREADS, len(paths))) as pool:
+        return list(pool.map(read, paths))

@@ -1,0 +1,146 @@
+"""Outlasting storage: a run works on while its directory cannot be written, for a stated time.
+
+A disk is full until somebody frees space, a quota exceeded until it is raised, a server away until
+it is back. None of these is the run's mistake, and most pass. Whoever writes into a run directory
+therefore notes failures in an `Outage`, which tells when to try again and when patience is over.
+What may happen meanwhile differs: training continues past a save that failed, but a rewind waits
+until the ledger has it.
+
+`checkpoint.storage_patience_seconds` is the patience of a run. Commands have none. Torch-free.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from foundation.errors import UserError, os_error_text, remedy_of
+from foundation.progress import duration
+
+T = TypeVar("T")
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between two tries; doubled after each
+ANY_REMEDY = "free disk space or make it writable,"
+SETTING = "checkpoint.storage_patience_seconds"
+WAITS = "the run waits"
+HOW_TO_STOP = "a request to stop (Ctrl-C, SIGTERM, scancel) ends the wait"
+
+logger = logging.getLogger(__name__)
+
+
+class StorageError(UserError):
+    """Storage failed for longer than the run's patience, or until the run was asked to stop."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to outlast storage.
+
+    In a pause `while_waiting` is called about once a second; what it raises ends the wait.
+    `stop_requests` counts the requests to stop so far; one that comes while the run waits ends the
+    wait. `note` is told, after each try that failed, why and whether the run waits; "" at the end.
+    """
+
+    seconds: float = 0.0
+    while_waiting: Callable[[], None] = lambda: None
+    stop_requests: Callable[[], int] = lambda: 0
+    note: Callable[[str, bool], None] = lambda problem, waits: None
+
+
+class Outage:
+    """Failures in a row of one kind of write, and the pauses between tries."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._since: float | None = None
+        self._pause = self._next_try = 0.0
+        self._problem = self._remedy = ""
+        self._stop_requests: int | None = None  # when the run began to wait, if it does
+        self._told = False  # that it waits
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a write has failed and it is time to try it again."""
+        return self._since is not None and time.monotonic() >= self._next_try
+
+    @property
+    def is_over_patience(self) -> bool:
+        """Whether writes have failed for longer than the run may wait."""
+        return self._since is not None and (
+            time.monotonic() - self._since >= self._patience.seconds
+        )
+
+    def failed(self, problem: str, meanwhile: str, remedy: str = ANY_REMEDY) -> None:
+        """Note a failure; the first one is logged with what happens `meanwhile`."""
+        now = time.monotonic()
+        self._problem, self._remedy = problem, remedy
+        waits = self._stop_requests is not None
+        is_news = self._since is None or (waits and not self._told)
+        if self._since is None:
+            self._since, self._pause = now, FIRST_PAUSE
+        else:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        if is_news and not self.is_over_patience:
+            limit = duration(self._since + self._patience.seconds - now)
+            what, end = (WAITS, f"; {HOW_TO_STOP}") if waits else (meanwhile, "")
+            logger.warning("%s; %s, and tries again for up to %s%s", problem, what, limit, end)
+            self._told = waits
+        self._patience.note(problem, waits)
+        # not beyond the patience: the last try comes at its end
+        self._next_try = min(now + self._pause, max(now, self._since + self._patience.seconds))
+
+    def run_waits(self) -> None:
+        """Note that the run does nothing else from now on, so that a request to stop ends it."""
+        self._stop_requests = self._patience.stop_requests()
+
+    def ended(self) -> None:
+        """Note a success."""
+        if self._since is not None:
+            away = duration(time.monotonic() - self._since)
+            logger.warning("works again after %s: %s", away, self._problem)
+            self._patience.note("", False)
+        self._since, self._told = None, False
+
+    def pause(self) -> None:
+        """Wait until the next try; StorageError if the run is asked to stop while it waits."""
+        while (left := self._next_try - time.monotonic()) > 0:
+            self._patience.while_waiting()
+            before = self._stop_requests
+            if before is not None and self._patience.stop_requests() > before:
+                raise StorageError(
+                    f"{self._problem}; stopped, as asked, while the run waited for it; what came "
+                    "after the latest checkpoint is not saved, rerun the command to resume from it"
+                )
+            time.sleep(min(left, 1.0))
+
+    def error(self) -> StorageError:
+        """What to raise once patience is over."""
+        waited = f" (waited {SETTING}={self._patience.seconds:g})" if self._patience.seconds else ""
+        return StorageError(
+            f"{self._problem}{waited}; {self._remedy} and rerun the command to resume from the "
+            "latest checkpoint"
+        )
+
+
+def outlast(patience: Patience, write: Callable[[], T]) -> T:
+    """Return what `write` returns, trying it again after each OSError.
+
+    StorageError once patience is over; without any patience, the OSError itself.
+    """
+    outage = Outage(patience)
+    outage.run_waits()
+    while True:
+        try:
+            result = write()
+        except OSError as error:
+            if not patience.seconds:
+                raise
+            outage.failed(os_error_text(error), WAITS, remedy_of(error))
+            if outage.is_over_patience:
+                raise outage.error() from error
+            outage.pause()
+        else:
+            outage.ended()
+            return result

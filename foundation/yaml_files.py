@@ -1,0 +1,402 @@
+"""YAML files as plain dicts: `extends`, `a.b=value` overrides, numbers such as 1e-3.
+
+The only module that imports PyYAML, and late: commands that read no file should start fast.
+
+Kinds of YAML files, told apart by settings that only one kind has at its top level.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from foundation.errors import ConfigError
+from foundation.files import read_regular
+from foundation.records import represented
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """A kind of file, and a command that takes one."""
+
+    name: str
+    command: str  # FILE stands for the file
+    marks: frozenset[str]  # settings by which it is recognized
+
+
+def _kind(name: str, command: str, marks: str) -> FileKind:
+    return FileKind(name, command, frozenset(marks.split()))
+
+
+KINDS = (
+    _kind("a sweep", "launcher sweep plan FILE", "grid cells"),
+    _kind("a comparison of variants", "pretrain scale plan FILE", "flops members"),
+    _kind(
+        "a cluster file",
+        "launcher submit EXPERIMENT --cluster FILE",
+        "partition gpus_per_node ranks_per_node gpu cpus_per_rank time_limit environment",
+    ),
+    _kind(
+        "an experiment",
+        "pretrain describe FILE",
+        "model data optim engine evaluation checkpoint metrics recovery",
+    ),
+    _kind(
+        "a corpus configuration",
+        "data-pipeline build FILE",
+        "tokenizer input validation_fraction validation_bytes text_field",
+    ),
+)
+
+
+def names_of(schema: Any) -> list[str]:
+    """Return the settings at the top level of a schema."""
+    return [each.name for each in fields(schema)]
+
+
+def refuse_other_kind(tree: Mapping[str, Any], path: Path, known: Collection[str]) -> None:
+    """Raise ConfigError if the file is of another kind than one with the settings `known`.
+
+    A file with settings of several kinds is a misspelt one of the right kind.
+    """
+    expected = next((kind for kind in KINDS if not kind.marks.isdisjoint(known)), None)
+    found = [kind for kind in KINDS if not kind.marks.isdisjoint(tree)]
+    if expected and found and expected not in found:
+        command = found[0].command.replace("FILE", str(path))
+        raise ConfigError(
+            f"{path}: found {found[0].name}, expected {expected.name}; use it as in '{command}'"
+        )
+
+
+Tree = dict[str, Any]
+YAML_SUFFIXES = (".yaml", ".yml")
+# The project's configurations: a link to the top level's configs/, in a wheel the files themselves.
+SHIPPED = Path(__file__).parent / "configs"
+# Settings are small; what exceeds these is a mistake or an attack.
+LARGEST_YAML_BYTES = 1 << 20
+MOST_FILES = 64  # that one file extends, directly or not
+MOST_NODES = 100_000  # values, with each alias counted as what it stands for
+DEEPEST_NODE = 100
+# Lines of names, plain values, texts in single quotes, and empty lists and sections: what we write.
+# Both of PyYAML's parsers read such a text alike, and libyaml's takes a fifth of the time. Short
+# lines cannot nest deeply, which would exhaust its stack.
+_PLAIN = re.compile(r"(?:(?:[ \w./:',=+~()#-]|\[\]|\{\}){0,500}\n)*", re.ASCII)
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, half a character: no file name has them
+_OTHER_TAGS = [f"tag:yaml.org,2002:{name}" for name in ("set", "omap", "pairs", "binary")]
+TOO_DEEP = "it is nested too deeply"
+LONGEST_INTEGER = 100  # characters
+_INTEGER_TAG = "tag:yaml.org,2002:int"
+_FLOAT_TAG = "tag:yaml.org,2002:float"
+_INT_TAG = "tag:yaml.org,2002:int"
+# Numbers of YAML 1.2. PyYAML implements 1.1, where 1e-3 without a dot is text, 5:00 is 300 (base
+# 60), and 0300 is 192 (octal). Here 5:00 is text, and 0300 is refused: other readers disagree.
+# Each matches in one way only: others would take the square of the time.
+_EXPONENT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+_FLOAT = re.compile(
+    r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$"
+    r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+)
+_INT = re.compile(r"[-+]?(0b[01_]+|0x[\da-fA-F_]+|\d[\d_]*)$")
+_LEADING_ZERO = re.compile(r"[-+]?0[\d_]+$")
+_NUMBERS = ((_FLOAT_TAG, _EXPONENT), (_FLOAT_TAG, _FLOAT), (_INT_TAG, _INT))
+_FIRST_OF_NUMBERS = list("-+0123456789.")
+
+
+def find_config(path: Path) -> Path:
+    """Return `path`, or where it is `configs/...` and missing, the shipped file of that name."""
+    if path.parts[:1] != ("configs",) or path.exists():
+        return path
+    shipped = SHIPPED.joinpath(*path.parts[1:])
+    return shipped if shipped.exists() else path
+
+
+def read_tree(path: Path) -> Tree:
+    """Return `path` merged over everything it extends, as plain dicts without any check."""
+    return _read_tree(path, (), iter(range(MOST_FILES)))
+
+
+def _read_tree(path: Path, extended_by: tuple[Path, ...], remaining: Iterator[int]) -> Tree:
+    """Like `read_tree`; takes one from `remaining` for every file."""
+    if next(remaining, None) is None:
+        raise ConfigError(
+            f"{extended_by[0]} extends more than {MOST_FILES} files, counting a file each time; "
+            "extend fewer"
+        )
+    path = find_config(path)
+    resolved = Path(os.path.realpath(path))  # a link to itself has no `resolve`
+    if resolved in extended_by:
+        chain = " -> ".join(item.name for item in (*extended_by, resolved))
+        raise ConfigError(f"{path} extends itself: {chain}; remove one of these 'extends'")
+    own = _parse_yaml(_read_text(path, extended_by), path, is_extended=bool(extended_by))
+    parents = own.pop("extends", None) or []
+    parents = [parents] if isinstance(parents, str) else parents
+    if not (isinstance(parents, list) and all(isinstance(parent, str) for parent in parents)):
+        raise ConfigError(
+            f"{path}: extends={abbreviated(parents)} must be a file name or a list of file names"
+        )
+    merged: Tree = {}
+    for parent in parents:
+        merge(merged, _read_tree(path.parent / parent, (*extended_by, resolved), remaining))
+    merge(merged, own)
+    return merged
+
+
+def _read_text(path: Path, extended_by: tuple[Path, ...]) -> str:
+    wanted_by = f", which {extended_by[-1]} extends," if extended_by else ""
+    try:
+        return read_regular(path, LARGEST_YAML_BYTES).decode()
+    except FileNotFoundError:
+        parent = find_config(path.parent)
+        names = [item.name for item in parent.glob("*.y*ml")] if parent.is_dir() else []
+        hint = did_you_mean(path.name, names)
+        raise ConfigError(f"{path}{wanted_by} does not exist{hint}") from None
+    except IsADirectoryError:
+        advice = "give a YAML file in it"
+        if (path / "run.json").is_file():
+            advice = f"it holds a run, which 'launcher resume {path}' continues; give a YAML file"
+        raise ConfigError(f"{path}{wanted_by} is a directory; {advice}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}{wanted_by} is not UTF-8 text (byte {error.start}); is it a YAML file?"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path}{wanted_by} cannot be read ({error}); give a YAML file") from None
+
+
+def _parse_yaml(text: str, path: Path, is_extended: bool) -> Tree:
+    """The settings in the text, which no error shows of a file that somebody else's may extend."""
+    import yaml
+
+    try:
+        tree = _load(text)
+    except (yaml.YAMLError, ValueError) as error:  # of a date or number that cannot be
+        where = f"{path}{_place_of(error, text)}"
+        problem = "" if is_extended else f": {_problem_of(error)}{_line_of(error, text)}"
+        raise ConfigError(f"{where}: not valid YAML{problem}") from None
+    if tree is None:
+        raise ConfigError(f"{path} is empty, expected settings as 'name: value' lines; fill it")
+    if not isinstance(tree, dict):
+        found = "no settings" if is_extended else abbreviated(tree)
+        raise ConfigError(f"{path} holds {found}, expected settings as 'name: value' lines")
+    return tree
+
+
+def _problem_of(error: Exception) -> str:
+    """The reason in one line: that of a forbidden character has its position in a second one."""
+    return getattr(error, "problem", None) or str(error).partition("\n")[0]
+
+
+def _place_of(error: Exception, text: str) -> str:
+    """`:LINE:COLUMN`, or '' if the error has no place."""
+    if mark := getattr(error, "problem_mark", None):
+        return f":{mark.line + 1}:{mark.column + 1}"
+    position = getattr(error, "position", None)  # of a forbidden character
+    if position is None:
+        return ""
+    before = text[:position]
+    return f":{before.count(chr(10)) + 1}:{position - before.rfind(chr(10))}"
+
+
+def _line_of(error: Exception, text: str) -> str:
+    """`, in 'key: [a'`: the line of the error; '' if it has no place or an empty line."""
+    mark, lines = getattr(error, "problem_mark", None), text.split("\n")
+    line = lines[mark.line].strip() if mark and mark.line < len(lines) else ""
+    return f", in {abbreviated(line)}" if line else ""
+
+
+def _load(text: str) -> Any:
+    """Return the value of a YAML text; ValueError if it is nested too deeply or grows too large."""
+    import yaml
+
+    if yaml.__with_libyaml__ and _PLAIN.fullmatch(text):
+        with contextlib.suppress(yaml.YAMLError, ValueError):
+            return _load_with(_loader(yaml.CSafeLoader), text)
+    return _load_with(_loader(yaml.SafeLoader), text)  # it also says what is wrong
+
+
+def _load_with(kind: Any, text: str) -> Any:
+    loader = kind(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_growth(node)
+        return loader.construct_document(node)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    finally:
+        loader.dispose()
+
+
+def _check_growth(root: Any) -> None:
+    """Raise ValueError unless the nodes, each alias counted as what it stands for, are few.
+
+    Nine lists of nine aliases each are 81 aliases, and 400 million nodes.
+    """
+    import yaml
+
+    sizes: dict[int, int] = {}  # by the node's id; 0 while its own nodes are counted
+
+    def size_of(node: Any, depth: int) -> int:
+        if depth > DEEPEST_NODE:
+            raise ValueError(TOO_DEEP)
+        if sizes.get(id(node)) == 0:
+            raise ValueError("an alias stands for something that contains it")
+        if id(node) not in sizes:
+            sizes[id(node)] = 0
+            if node.tag in _OTHER_TAGS:
+                raise ValueError(
+                    f"found a YAML {node.tag.rpartition(':')[2]}, expected text, a number, a list "
+                    "or a section; write text in quotes"
+                )
+            if isinstance(node, yaml.ScalarNode) and _NO_TEXT.search(node.value):
+                raise ValueError(f"found {node.value[:60]!a}, expected text")
+            items = () if isinstance(node, yaml.ScalarNode) else node.value
+            if isinstance(node, yaml.ScalarNode):
+                _check_scalar(node.value, node.tag)
+            pairs = (item if isinstance(item, tuple) else (item,) for item in items)
+            total = 1 + sum(size_of(part, depth + 1) for pair in pairs for part in pair)
+            if total > MOST_NODES:
+                raise ValueError(f"its aliases grow to more than {MOST_NODES:,} values")
+            sizes[id(node)] = total
+        return sizes[id(node)]
+
+    size_of(root, 0)
+
+
+def _check_scalar(text: str, tag: str) -> None:
+    """Raise ValueError for text that no file's name can have, and numbers too long to print."""
+    if tag == _INTEGER_TAG and len(text) > LONGEST_INTEGER:
+        raise ValueError(f"an integer of {len(text):,} characters")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise ValueError(f"half a character in {abbreviated(text)}") from None
+    if "\0" in text:
+        raise ValueError(f"a NUL in {abbreviated(text)}")
+
+
+@functools.cache
+def _loader(kind: Any) -> Any:
+    """Return one of PyYAML's safe loaders with the numbers above; duplicate keys are errors."""
+    import yaml
+
+    class Loader(kind):
+        yaml_implicit_resolvers: ClassVar = {
+            first: [pair for pair in pairs if pair[0] not in (_INT_TAG, _FLOAT_TAG)]
+            for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+        def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+            # Its time grows with the square of the depth, before there is a node to check.
+            if self.flow_level >= DEEPEST_NODE:
+                raise ValueError(TOO_DEEP)
+            super().fetch_flow_collection_start(TokenClass)
+
+    def int_of(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+        if _LEADING_ZERO.match(node.value):
+            number = re.sub(r"^([-+]?)[0_]+(?=\d)", r"\1", node.value)
+            raise yaml.constructor.ConstructorError(
+                None,
+                None,
+                f"{node.value} starts with 0: write {number}, or '{node.value}' for a text",
+                node.start_mark,
+            )
+        return loader.construct_yaml_int(node)
+
+    def mapping_of(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{abbreviated(name)} is given twice", key.start_mark
+                )
+            seen.add(name)
+        loader.flatten_mapping(node)
+        return loader.construct_mapping(node, deep=True)
+
+    for tag, form in _NUMBERS:
+        Loader.add_implicit_resolver(tag, form, _FIRST_OF_NUMBERS)
+    Loader.add_constructor(_INT_TAG, int_of)
+    Loader.add_constructor("tag:yaml.org,2002:map", mapping_of)
+    return Loader
+
+
+def parse_override(override: str) -> Tree:
+    """Return `a.b=value` as the tree {a: {b: value}}; the value is read as YAML."""
+    import yaml
+
+    dotted, equals, text = override.partition("=")
+    names = dotted.split(".")
+    if not equals or not all(names):
+        raise ConfigError(
+            f"found the override {abbreviated(override)}, "
+            "expected section.name=value such as optim.steps=100"
+        )
+    try:
+        value = _load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(
+            f"override {abbreviated(override)}: invalid YAML: {_problem_of(error)}"
+        ) from None
+    for name in reversed(names):
+        value = {name: value}
+    return value
+
+
+def merge(into: Tree, tree: Mapping[str, Any]) -> None:
+    """Merge `tree` into `into`, in place: sections key by key, everything else as a whole."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            if not isinstance(into.get(key), dict):
+                into[key] = {}
+            merge(into[key], value)
+        elif value is not None or not isinstance(into.get(key), dict):
+            into[key] = value  # an empty section (None) removes nothing
+
+
+def dump_yaml(tree: Any) -> str:
+    """Return `tree` as YAML text that is read back as an equal value."""
+    import yaml
+
+    return yaml.dump(tree, Dumper=_dumper(), sort_keys=False, width=120)
+
+
+@functools.cache
+def _dumper() -> Any:
+    """Return PyYAML's safe writer, extended: text that `_loader` reads as a number is quoted."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    Dumper.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, _FIRST_OF_NUMBERS)
+    return Dumper
+
+
+def require_yaml_name(file: Path) -> None:
+    """Raise ConfigError unless a file that is to be written has a YAML file's name."""
+    if file.suffix not in YAML_SUFFIXES:
+        raise ConfigError(f"{file} does not end in .yaml; name it {file}.yaml")
+
+
+def did_you_mean(name: str, names: Sequence[str]) -> str:
+    """Return the end of an error message: the closest of `names`, or all if none is close."""
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; expected one of: {', '.join(sorted(names))}" if names else ""
+
+
+def abbreviated(value: Any) -> str:
+    """Return `value` for an error message: at most 60 characters."""
+    text = represented(value)
+    return text if len(text) <= 60 else text[:57] + "..."

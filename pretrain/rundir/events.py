@@ -1,0 +1,570 @@
+"""What can happen to a run, as data: the events of its ranks, supervisors, Slurm jobs and commands.
+
+A frozen dataclass per kind of event. `ledger.py` stores them in RUN/ledger.jsonl and reads them
+back. Reasons and next actions are enums; `cause` and `description` render them for people and are
+never parsed. Torch-free.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event(ABC):
+    """One line of the ledger. `time` is set when the event is written: seconds since 1970."""
+
+    time: float = field(default=0.0, compare=False)
+
+    @classmethod
+    def name(cls) -> str:
+        """`AttemptEnded` is stored as `attempt_ended`."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """What happened, as a sentence for a reader who does not know the names of fields."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingBegan(Event):
+    """Base of Started and Resumed.
+
+    `attempt` is the token of its fence: JOB.RESTART.NUMBER.RANDOM on Slurm.
+    """
+
+    step: int
+    world_size: int
+    start_seconds: float = 0.0  # from the launcher's start to this event
+    attempt: str = ""
+    code: str = ""  # version of the source code
+    environment: dict[str, str] = field(default_factory=dict)  # versions, devices, threads
+    tokenizer: str = ""  # fingerprint of the corpus' tokenizer
+    validation: str = ""  # hash of the validation split's manifest
+    sets: dict[str, str] = field(default_factory=dict)  # of each set's, by its name
+    corpora: dict[str, str] = field(default_factory=dict)  # path or URL -> manifest_hash
+
+    @property
+    def _ranks(self) -> str:
+        return f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
+
+
+class Started(TrainingBegan):
+    """Training began from initial weights."""
+
+    @property
+    def description(self) -> str:
+        return f"started on {self._ranks}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(TrainingBegan):
+    """Training continued from the checkpoint of `step`, or from the ranks' `local` ones.
+
+    It was without memories if `rebuilt_steps`, from which they were computed, are not 0.
+    `changes` are those of the environment since the attempt before: name -> [old, new]. With any,
+    results are no longer bitwise those of an uninterrupted run.
+    """
+
+    changes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    local: bool = False
+    rebuilt_steps: int = 0
+
+    @property
+    def description(self) -> str:
+        which = "the local checkpoints of " if self.local else ""
+        resumed = f"resumed from {which}step {self.step} on {self._ranks}"
+        if self.rebuilt_steps:
+            resumed += f", memories rebuilt from the {self.rebuilt_steps} steps before"
+        return f"{resumed}; {self.not_bitwise}" if self.changes else resumed
+
+    @property
+    def not_bitwise(self) -> str:
+        changes = [f"{name} {old} -> {new}" for name, (old, new) in self.changes.items()]
+        return f"not bitwise from here: {', '.join(changes)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingEnded(Event):
+    """Base of Stopped, Finished and PhaseFinished: where training ended, and what its lanes had
+    read by then."""
+
+    step: int
+    world_size: int = 0
+    attempt: str = ""
+    lanes: int = 0
+    lane_seed: int = 0
+    segment_length: int = 0
+    tokens_of_corpora: dict[str, int] = field(default_factory=dict)
+    save_seconds: float = 0.0  # of waiting for saves since the last metrics
+    evaluation_seconds: float = 0.0  # of an evaluation that a stop request cut off
+
+
+class Stopped(TrainingEnded):
+    @property
+    def description(self) -> str:
+        return f"stopped on request after step {self.step} and saved a checkpoint"
+
+
+class Finished(TrainingEnded):
+    @property
+    def description(self) -> str:
+        return f"finished after step {self.step}"
+
+
+class PhaseFinished(TrainingEnded):
+    @property
+    def description(self) -> str:
+        return f"finished a phase after step {self.step}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingsChanged(Event):
+    """Settings that differ from those the run had so far: name -> [old, new]."""
+
+    changes: dict[str, tuple[Any, Any]]
+
+    @property
+    def description(self) -> str:
+        changes = [f"{key} from {old} to {new}" for key, (old, new) in self.changes.items()]
+        return f"settings changed: {', '.join(changes)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemory(Event):
+    """Written by the rank that ran out of memory.
+
+    `settings` are those that a rank's need depends on.
+    """
+
+    rank: int
+    micro_batch_lanes: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    message: str = ""  # of the allocator
+
+    @property
+    def description(self) -> str:
+        lanes = f"{self.micro_batch_lanes} lanes per forward pass"
+        return f"rank {self.rank} ran out of memory with {lanes}; the next start halves them"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirrorEvent(Event):
+    """Base of what happens between the run and the object store at `url`."""
+
+    step: int
+    url: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mirrored(MirrorEvent):
+    """The checkpoint of `step` is in the store, read back and compared."""
+
+    seconds: float = 0.0
+
+    @property
+    def description(self) -> str:
+        return f"the checkpoint of step {self.step} is in {self.url}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirrorFailed(MirrorEvent):
+    """The checkpoint of `step` is not in the store yet; the upload is tried again."""
+
+    problem: str
+
+    @property
+    def description(self) -> str:
+        return f"the checkpoint of step {self.step} is not in {self.url}: {self.problem}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored(MirrorEvent):
+    """The run directory was made from the store, to resume from the checkpoint of `step`."""
+
+    @property
+    def description(self) -> str:
+        return f"restored the checkpoint of step {self.step} from {self.url}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler(Event):
+    """A rank that needed `ratio` times as long as the others for its own part of a step."""
+
+    step: int
+    rank: int
+    seconds: float
+    ratio: float
+
+    @property
+    def description(self) -> str:
+        return f"rank {self.rank} took {self.ratio:.1f} times as long as the others"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stalled(Event):
+    """Steps until `step` took `seconds` longer than usual, because of `rank` if it was one."""
+
+    step: int
+    seconds: float
+    rank: int | None = None
+
+    @property
+    def description(self) -> str:
+        who = "the ranks" if self.rank is None else f"rank {self.rank}"
+        return f"{who} stood still for {self.seconds:.0f} s"
+
+
+def describe_spike(first: int, last: int, loss: float | None, usual: float | None) -> str:
+    """Steps `first` to `last` had losses up to `loss`, or None if all were skipped."""
+    steps = f"steps {first} to {last}"
+    if loss is None or usual is None:
+        return f"{steps} were all skipped"
+    return f"{steps} had losses up to {loss:.3f} where {usual:.3f} was usual"
+
+
+def describe_skipped(skipped: int, first: int, last: int) -> str:
+    """Of the updates of steps `first` to `last`, `skipped` were skipped."""
+    return f"{skipped} of the {last - first + 1} updates of steps {first} to {last} were skipped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpikeEvent(Event):
+    """Base of Rewind and GaveUp: the loss spike, of which `step` is the last step."""
+
+    first_step: int
+    step: int
+    # None if every step was skipped. The default matters: None is left out of the file.
+    loss: float | None = None
+    usual_loss: float | None = None
+
+    @property
+    def spike(self) -> str:
+        return describe_spike(self.first_step, self.step, self.loss, self.usual_loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewind(SpikeEvent):
+    """The run goes back to `to_step` and skips the `segments` [start, stop) of every lane."""
+
+    to_step: int
+    segments: tuple[int, int]
+
+    @property
+    def description(self) -> str:
+        start, stop = self.segments
+        skipped = f"skipping segments {start} to {stop - 1} of every lane"
+        return f"{self.spike}: rewound to step {self.to_step}, {skipped}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowDropped(Event):
+    """The run, now without recovery, reads `segments` after all: it had not reached them."""
+
+    step: int
+    segments: tuple[int, int]
+
+    @property
+    def description(self) -> str:
+        start, stop = self.segments
+        return f"recovery is off: segments {start} to {stop - 1} are no longer skipped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaveUp(SpikeEvent):
+    """A spike that the run cannot rewind from, or too many `skipped` updates among these steps."""
+
+    skipped: int | None = None
+
+    @property
+    def spike(self) -> str:
+        if self.skipped is None:
+            return super().spike
+        return describe_skipped(self.skipped, self.first_step, self.step)
+
+    @property
+    def description(self) -> str:
+        return f"gave up: {self.spike}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuspectDocument:
+    """A document of the skipped segments, with its mean loss under the weights from before the
+    spike."""
+
+    document: str
+    lane: int
+    loss: float
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.document} (lane {self.lane}, loss {self.loss:.2f})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuspectDocuments(Event):
+    """The documents of a rewind's segments that are hardest to predict, hardest first."""
+
+    segments: tuple[int, int]
+    documents: tuple[SuspectDocument, ...]
+
+    @property
+    def description(self) -> str:
+        return f"hardest to predict of what was skipped: {', '.join(map(str, self.documents[:3]))}"
+
+
+class NextAction(Enum):
+    """What follows an attempt."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"  # on request, after a checkpoint or before the first step
+    REFUSED = "refused"  # a setting or a file is wrong, so another attempt would fail the same way
+    RETRY = "retry"
+    GIVE_UP = "give_up"
+
+
+class AttemptReason(Enum):
+    """Why an attempt ended."""
+
+    FINISHED = "finished"
+    STOP_REQUESTED = "stop_requested"
+    USER_ERROR = "user_error"
+    OUT_OF_MEMORY = "out_of_memory"
+    HANG = "hang"
+    RANK_FAILED = "rank_failed"
+    UNSAVED = "unsaved"  # every rank finished, and no checkpoint holds the last step
+
+
+class JobEndReason(Enum):
+    """Why one start of a Slurm job ended."""
+
+    FINISHED = "finished"
+    GAVE_UP = "gave_up"  # the supervisor gave up, or the ranks refused their settings
+    ERROR = "error"  # the job cannot run its ranks at all; the message says why
+    RUN_IN_USE = "run_in_use"  # another job has the run
+    CANCELED = "canceled"
+    STOP_REQUESTED = "stop_requested"
+    TIME_LIMIT = "time_limit"
+    TIME_LIMIT_NEAR = "time_limit_near"
+    PREEMPTED = "preempted"
+    REQUEUED_BY_USER = "requeued_by_user"
+    NODE_FAILED = "node_failed"
+    FIRST_NODE_LOST = "first_node_lost"  # and the supervisor with it: the next start writes this
+    STORAGE_FAILED = "storage_failed"  # so its end could not be written: the next start does
+    NODE_EXCLUDED = "node_excluded"  # requeued to start without this node
+    PROLOG_FAILED = "prolog_failed"  # Slurm has drained the node and holds the job
+    ENDED_BY_SLURM = "ended_by_slurm"
+    FORGOTTEN = "forgotten"  # by the controller, which may start it with the same restart number
+
+
+class ReplacedBecause(Enum):
+    """Why a node of a job trains no more."""
+
+    NODE_FAILED = "node_failed"
+    NOT_RESPONDING = "not_responding"
+    RANKS_FAILED = "ranks_failed"
+    RUN_DIRECTORY_UNSEEN = "run_directory_unseen"
+
+
+# How a job ended when nothing interrupted the run, or when other events say what did.
+UNEVENTFUL = (JobEndReason.FINISHED, JobEndReason.GAVE_UP, JobEndReason.CANCELED)
+# Interruptions that belong to sharing a cluster; every other one is a failure.
+PLANNED = (
+    JobEndReason.STOP_REQUESTED,
+    JobEndReason.TIME_LIMIT,
+    JobEndReason.TIME_LIMIT_NEAR,
+    JobEndReason.PREEMPTED,
+    JobEndReason.REQUEUED_BY_USER,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptEnded(Event):
+    """All ranks of an attempt have exited, and the supervisor has decided what follows."""
+
+    attempt_number: int
+    statuses: tuple[int, ...]  # in rank order; -N: killed by signal N
+    step_before: int  # of the latest checkpoint when it started
+    step: int  # of the latest checkpoint now
+    reason: AttemptReason
+    next: NextAction
+    first_failure: int | None = None  # the rank that failed first, or was unresponsive, where known
+    without_progress: int = 0  # attempts in a row without a newer checkpoint, this one included
+    job: str | None = None
+
+    @property
+    def cause(self) -> str:
+        """Why it ended; if the supervisor gave up, also after how many attempts."""
+        if self.next is not NextAction.GIVE_UP:
+            return self._cause
+        count = self.without_progress
+        times = "attempt" if count == 1 else f"{count} attempts in a row"
+        return f"{self._cause}; {times} brought no checkpoint beyond step {self.step}"
+
+    @property
+    def description(self) -> str:
+        following = self.next.value.replace("_", " ")
+        return f"attempt {self.attempt_number} ended: {self.cause}; next: {following}"
+
+    @property
+    def _cause(self) -> str:
+        if self.reason is AttemptReason.HANG:
+            rank = self.first_failure
+            return "the ranks hung" + ("" if rank is None else f"; rank {rank} was unresponsive")
+        if self.reason is AttemptReason.RANK_FAILED:
+            rank = self.first_failure
+            if rank is None:
+                rank = next(
+                    i for i, each in enumerate(self.statuses) if each not in (0, EXIT_STOPPED)
+                )
+            return f"rank {rank} {describe_exit(self.statuses[rank])}"
+        return _ATTEMPT_CAUSES[self.reason]
+
+
+_ATTEMPT_CAUSES = {
+    AttemptReason.FINISHED: "every rank finished",
+    AttemptReason.STOP_REQUESTED: "stopped on request",
+    AttemptReason.USER_ERROR: "a setting or a file has to change first",
+    AttemptReason.OUT_OF_MEMORY: "out of memory; continuing with half the lanes per forward pass",
+    AttemptReason.UNSAVED: "no checkpoint holds the last step",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interrupted(Event):
+    """The program that runs the ranks was asked to end, and no rank was left to save for it."""
+
+    signal: str  # its name
+    step: int  # of the latest checkpoint
+
+    @property
+    def description(self) -> str:
+        how = "Ctrl-C" if self.signal == "SIGINT" else self.signal
+        saved = f"the latest checkpoint is of step {self.step}" if self.step else "nothing is saved"
+        return f"stopped by {how}; {saved}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted(Event):
+    job: str  # 17, or 17_3 for a task of an array
+    job_name: str = ""
+
+    @property
+    def description(self) -> str:
+        return f"submitted to Slurm as job {self.job}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Canceled(Event):
+    job: str
+    step: int = 0
+
+    @property
+    def description(self) -> str:
+        return f"canceled (job {self.job})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStarted(Event):
+    """The supervisor of a job's start number `restart` runs."""
+
+    job: str
+    restart: int
+    nodes: tuple[str, ...]
+    step: int  # of the latest checkpoint
+
+    @property
+    def description(self) -> str:
+        return f"job {self.job} started on {' '.join(self.nodes)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnded(Event):
+    """A start of a job ended. Missing if its first node was lost; then the next start writes it."""
+
+    job: str
+    restart: int
+    reason: JobEndReason
+    requeued: bool  # by the supervisor; Slurm may requeue a job too
+    node: str | None = None  # that failed, or is excluded
+    other_job: str | None = None  # that has the run
+    message: str = ""
+    is_final: bool = False  # Slurm does not requeue it: 'launcher resume' continues the run
+    step: int | None = None  # of the latest checkpoint
+    step_before: int | None = None  # when a start began whose end the next one writes
+
+    @property
+    def cause(self) -> str:
+        """Why it ended."""
+        if self.reason is JobEndReason.ERROR:
+            return self.message
+        if self.reason is JobEndReason.NODE_FAILED:
+            return f"node {self.node} failed" if self.node else "a node failed"
+        if self.reason is JobEndReason.PROLOG_FAILED:
+            return f"the prolog failed on {f'node {self.node}' if self.node else 'a node'}"
+        if self.reason is JobEndReason.NODE_EXCLUDED:
+            return f"ranks on node {self.node} failed twice in a row"
+        if self.reason is JobEndReason.RUN_IN_USE:
+            return f"job {self.other_job} has the run"
+        return _JOB_CAUSES.get(self.reason, self.reason.value.replace("_", " "))
+
+    @property
+    def description(self) -> str:
+        then = "; requeued" if self.requeued else "; not requeued" if self.is_final else ""
+        return f"job {self.job} ended: {self.cause}{then}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReplaced(Event):
+    """The next attempts of this start of the job use a spare node instead of one of theirs."""
+
+    job: str
+    node: str
+    spare: str
+    reason: ReplacedBecause
+
+    @property
+    def description(self) -> str:
+        return f"{_REPLACEMENT_CAUSES[self.reason].format(self.node)}; spare node {self.spare} used"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisorKilled(Event):
+    """The supervisor of a job's start was killed. Its successor in that start writes this."""
+
+    job: str
+    restart: int
+    step_before: int  # of the latest checkpoint when the killed one began
+    step: int  # of the latest checkpoint now
+
+    @property
+    def cause(self) -> str:
+        return "its supervisor was killed"
+
+    @property
+    def description(self) -> str:
+        return f"the supervisor of job {self.job} was killed and started again"
+
+
+_REPLACEMENT_CAUSES = {
+    ReplacedBecause.NODE_FAILED: "node {} failed",
+    ReplacedBecause.NOT_RESPONDING: "node {} is drained or does not respond",
+    ReplacedBecause.RANKS_FAILED: "ranks on node {} failed twice in a row",
+    ReplacedBecause.RUN_DIRECTORY_UNSEEN: "node {} does not see the run directory",
+}
+_JOB_CAUSES = {
+    JobEndReason.GAVE_UP: "the supervisor gave up",
+    JobEndReason.STOP_REQUESTED: "asked to stop",
+    JobEndReason.REQUEUED_BY_USER: "requeued by a user, or by Slurm",
+    JobEndReason.FIRST_NODE_LOST: "its first node was lost",
+    JobEndReason.STORAGE_FAILED: "ended while storage failed",
+    JobEndReason.ENDED_BY_SLURM: "ended by Slurm",
+    JobEndReason.FORGOTTEN: "the Slurm controller forgot its start",
+}
