@@ -207,7 +207,7 @@ def test_jobs_that_could_not_say_how_they_ended_are_asked_for_in_accounting(limi
         ({}, "8", "does not divide over 16 ranks"),
         ({"ranks_per_node": 1}, "8", "8 nodes, partition 'main' has 4"),
         ({"cpus_per_rank": 5}, "2", "10 CPUs per node, partition 'main' has 8"),
-        ({"account": "nobody", "options": {"constraint": "gold"}}, "2", "sbatch rejected"),
+        ({"options": {"account": "nobody", "constraint": "gold"}}, "2", "sbatch rejected"),
     ],
 )
 def test_what_the_cluster_can_not_give_gets_one_line(runs: Runs, cluster, nodes, words):
