@@ -34,13 +34,13 @@ from pretrain.engines.engine import (
     Memory,
     StepResult,
     clip_gradients,
-    dtype_of,
     evaluate_module,
     loss_scaler_of,
     read_slot,
     step_result,
 )
 from pretrain.engines.zero_fragments import ZeroFragments
+from pretrain.model.parameters import dtype_of
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.fragments import Fragment, FragmentIndex
 from pretrain.optim.layer_norms import LayerMeter

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from data_pipeline.lanes.segment_batch import SegmentBatch
 from foundation.errors import ConfigError
-from foundation.settings import assert_never
 from pretrain.config.choices import Precision, precision_traits
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
@@ -21,25 +20,13 @@ from pretrain.distributed.sequence import SequenceShare
 from pretrain.distributed.world import World, sum_over_ranks
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.lane_state import Memory
+from pretrain.model.parameters import dtype_of
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.fragments import Fragment, FragmentIndex, create_state, fragment_of
 from pretrain.optim.layer_norms import LayerMeter, LayerSquares
 from pretrain.optim.loss_scale import LossScaler
 from pretrain.optim.optimizers import build_optimizer, must_skip
 from pretrain.optim.parameter_groups import set_learning_rate, state_of_parameters
-
-
-def dtype_of(precision: Precision) -> torch.dtype:
-    """Return the type of weights and activations."""
-    match precision:
-        case "fp32":
-            return torch.float32
-        case "bf16":
-            return torch.bfloat16
-        case "fp16":
-            return torch.float16
-        case _:
-            assert_never(precision)
 
 
 @dataclass(frozen=True)

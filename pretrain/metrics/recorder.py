@@ -63,7 +63,7 @@ from pretrain.distributed.world import (
     raise_on_all_ranks,
     sum_over_ranks,
 )
-from pretrain.engines.engine import StepResult, dtype_of
+from pretrain.engines.engine import StepResult
 from pretrain.metrics.stragglers import (
     ForwardClock,
     StallMeter,
@@ -74,6 +74,7 @@ from pretrain.metrics.stragglers import (
 )
 from pretrain.metrics.writers import MetricsFiles, StepProfiler
 from pretrain.model.lane_state import LaneState
+from pretrain.model.parameters import dtype_of
 from pretrain.optim.layer_norms import layer_metrics
 from pretrain.rundir.events import Stalled, Straggler
 from pretrain.rundir.metric_names import set_losses, task_metrics, train_loss

@@ -15,9 +15,23 @@ from torch.overrides import TorchFunctionMode
 
 from foundation.errors import CheckpointError
 from foundation.settings import assert_never
+from pretrain.config.choices import Precision
 from pretrain.config.model import ModelConfig
 
 NORM_EPSILON = 1e-5
+
+
+def dtype_of(precision: Precision) -> torch.dtype:
+    """Return the type of weights and activations."""
+    match precision:
+        case "fp32":
+            return torch.float32
+        case "bf16":
+            return torch.bfloat16
+        case "fp16":
+            return torch.float16
+        case _:
+            assert_never(precision)
 
 
 def normal(*shape: int, std: float, mean: float = 0.0) -> nn.Parameter:

@@ -37,11 +37,12 @@ import torch
 from torch import Tensor
 
 from foundation.settings import assert_never
-from pretrain.config.choices import ReductionPrecision, UpdateScaling
+from pretrain.config.choices import UpdateScaling
 from pretrain.config.optim import OptimConfig
 from pretrain.costs.flops import NEWTON_SCHULZ_STEPS, newton_schulz_flops
 from pretrain.distributed.rounds import rows_of_ranks
 from pretrain.distributed.world import World, exchange_parts, sum_over_ranks
+from pretrain.model.parameters import dtype_of
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.fragments import Fragment, FragmentIndex, create_state
 from pretrain.optim.layer_norms import LayerMeter, layer_of
@@ -341,7 +342,7 @@ class Muon(GuardedAdamW):
         fragments = self.index.fragments_in(masters)
         exchange = self._exchange_of(self.index, group, masters, fragments)
         like = torch.empty(
-            0, dtype=_dtype_of(self._settings.precision), device=self.index.world.device
+            0, dtype=dtype_of(self._settings.precision), device=self.index.world.device
         )
         averages = {each.name: self._average(each).to(like) for each in fragments}
         wholes = exchange.gather(averages, like)
@@ -421,16 +422,6 @@ def update_scale(scaling: UpdateScaling, rows: int, width: int) -> float:
             return math.sqrt(max(1.0, rows / width))
         case _:
             assert_never(scaling)
-
-
-def _dtype_of(precision: ReductionPrecision) -> torch.dtype:
-    match precision:
-        case "fp32":
-            return torch.float32
-        case "bf16":
-            return torch.bfloat16
-        case _:
-            assert_never(precision)
 
 
 def _cost(name: str, rows: int, width: int) -> float:

@@ -20,7 +20,8 @@ from pretrain.checkpoint.elastic_reader import load_weights
 from pretrain.config.choices import Precision
 from pretrain.config.phases import run_at
 from pretrain.config.run import RunConfig
-from pretrain.engines.engine import check_precision, dtype_of
+from pretrain.engines.engine import check_precision
+from pretrain.model.parameters import dtype_of
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import last_of

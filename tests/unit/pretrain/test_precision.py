@@ -12,9 +12,9 @@ from torch.utils import deterministic
 from pretrain.config.engine import Attention, EngineConfig, attention_in
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
-from pretrain.engines.engine import dtype_of
 from pretrain.kernels.triton.settings import DTYPES
 from pretrain.model.attention_paths import path_for
+from pretrain.model.parameters import dtype_of
 from pretrain.processes.precision import set_determinism, with_precision_of_run
 from pretrain.rundir.run_dir import RunDir
 from pretrain.weights.trained_model import precision_on
