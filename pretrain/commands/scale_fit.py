@@ -12,10 +12,7 @@ from foundation.progress import StatusLine
 from foundation.settings import amount_of
 from foundation.yaml_files import YAML_SUFFIXES
 from pretrain.commands.output_paths import check_output_directory, check_output_file
-from pretrain.commands.scale import (
-    add_report_output,
-    add_runs,
-)
+from pretrain.commands.scale import add_report_output, add_runs
 from pretrain.scaling.fit import Fit, fit_all
 from pretrain.scaling.point_files import Columns, read_points, units_of
 from pretrain.scaling.points import Points

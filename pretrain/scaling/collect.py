@@ -26,6 +26,7 @@ from pretrain.scaling.which_runs import PlacedCell
 from pretrain.terminal.text import flops_text
 
 MISTUNED = 0.005  # of the loss: what another rate may gain
+ORIGIN = "expected a table that 'pretrain scale collect' writes"
 SET_LOSSES, TASKS = "set_losses", "tasks"
 
 
@@ -79,12 +80,16 @@ def write_rows(path: Path, rows: Sequence[Any]) -> None:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a table that `collect` wrote; DataError for any other."""
-    origin = "expected a table that 'pretrain scale collect' writes"
+    return parsed_rows(path, csv_rows(path, ORIGIN))
+
+
+def parsed_rows(path: Path, lines: Sequence[tuple[int, Mapping[str, str]]]) -> list[Row]:
+    """The same of the numbered lines of `path`."""
     kinds = {each.name: each.type for each in fields(Row) if each.name not in (SET_LOSSES, TASKS)}
     found = []
-    for line, row in csv_rows(path, origin):
+    for line, row in lines:
         if missing := [name for name in kinds if row.get(name) is None]:
-            raise DataError(f"{path}: no column {missing[0]!r}; {origin}")
+            raise DataError(f"{path}: no column {missing[0]!r}; {ORIGIN}")
         values: dict[str, Any] = {name: row[name] for name in kinds}
         for name, kind in kinds.items():
             try:

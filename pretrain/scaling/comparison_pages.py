@@ -27,7 +27,7 @@ from pretrain.reporting.charts import (
 from pretrain.reporting.html import page, paragraph, section, table
 from pretrain.reporting.page_files import write_page
 from pretrain.scaling.charts import LOSS
-from pretrain.scaling.collect import Row, read_rows
+from pretrain.scaling.collect import Row, parsed_rows
 from pretrain.scaling.intervals import amount, as_loss
 from pretrain.scaling.point_files import csv_rows
 from pretrain.scaling.probed import FAR, PROBED
@@ -68,10 +68,10 @@ class Part:
 
 def rows_of_comparison(path: Path) -> list[Row]:
     """The rows of a table whose sweep varied something else than sizes; [] for any other table."""
-    rows = csv_rows(path, "expected a CSV or JSON file with one run per row")
-    if not any(row.get("varies") not in (None, "", "sizes") for _, row in rows):
+    lines = csv_rows(path, "expected a CSV or JSON file with one run per row")
+    if not any(row.get("varies") not in (None, "", "sizes") for _, row in lines):
         return []
-    return read_rows(path)
+    return parsed_rows(path, lines)
 
 
 def write_comparison(rows: Sequence[Row], source: Path, directory: Path, title: str) -> str:
