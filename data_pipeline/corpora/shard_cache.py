@@ -174,7 +174,7 @@ class CacheSpace:
 
 
 SPACE_SECONDS = 120.0
-_LENGTH_WAITERS = 4  # as of a shard, see shard_cache.py
+WAITERS = 4  # processes that may fail to fetch a file one after another while this one waits
 
 
 class LengthCache:
@@ -200,7 +200,7 @@ class LengthCache:
         """Return the lengths, fetched if absent; None if only the shard has them."""
         if (found := self.find(info)) is not None or not info.lengths:
             return found
-        longest = _LENGTH_WAITERS * store.retry_policy.longest(lengths_bytes(info))
+        longest = WAITERS * store.retry_policy.longest(lengths_bytes(info))
         with exclusive_lock(self._locks / f"{info.sha256[:3]}.lengths", longest):
             if (found := self.find(info)) is not None:
                 return found
@@ -233,7 +233,6 @@ def _remove(path: Path) -> bool:
 
 EVICTION_SECONDS = 120.0  # eviction takes a few milliseconds
 EVICTION_PAUSE = 0.02
-WAITERS = 4  # processes that may fail to fetch a shard one after another while this one waits
 GIB = 1 << 30
 LENGTHS_SHARE = 16  # of the limit, in addition to it
 RESERVATION_NAME = re.compile(r"([0-9a-f]{64})\.([0-9]{1,16})")

@@ -32,8 +32,6 @@ rebuild    steps, forgotten               null, or what memories that are not he
 tokens_seen, optimizer_steps, loss_scale, validation_loss
 
 Who hashes what of a checkpoint: every byte once over the ranks, and rank 0 shows how far it is.
-
-Torch-free.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`pretrain describe`: parameters, FLOPs, memory, disk and time before a run starts. Torch-free.
 
-What `pretrain describe` says of failures, for a cluster file with `mtbf_hours`. Torch-free.
+What `pretrain describe` says of failures, for a cluster file with `mtbf_hours`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A run's settings, completed by what its corpus determines. Torch-free.
 
-The corpora that a run is evaluated on besides its validation split. Torch-free.
+The corpora that a run is evaluated on besides its validation split.
 
 A set is a validation split: of a corpus named in `evaluation.sets`, or of a part of a mixture.
 """

@@ -3,7 +3,7 @@
 `pretrain` reads them to estimate costs, `launcher` to submit jobs; one reader refuses the same
 files. Torch-free.
 
-What `--nodes` of a command says. Torch-free.
+What `--nodes` of a command says.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ layers), K = T + M keys, d d_model, h heads times head width, k key heads times 
 width, V vocabulary, b bytes of an activation, s ranks that share lanes, among which rows and heads
 are divided.
 
-What a run occupies: memory of a rank's device and of its host, and disk. Torch-free.
+What a run occupies: memory of a rank's device and of its host, and disk.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ interval for restart dumps", Future Generation Computer Systems 22, 2006). Its m
 (1 - t/M) e^((t+p)/M) = 1, whatever w, d and s are. For p much shorter than M that is Young's
 sqrt(2 p M) ("A first order approximation to the optimum checkpoint interval", CACM 17, 1974).
 
-The saves of a run that leaves out lane memories (`checkpoint.memories_interval`). Torch-free.
+The saves of a run that leaves out lane memories (`checkpoint.memories_interval`).
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ layers), K = T + M keys, B lanes of one forward pass, d d_model, w heads times h
 heads times head width, f inner width, c compression rate, V vocabulary. One multiplication and
 addition are two FLOPs; norms, rotations, softmax and dropout are not counted.
 
-What Muon computes and keeps, which AdamW does not. Torch-free.
+What Muon computes and keeps, which AdamW does not.
 
 What a Gated DeltaNet takes: parameters, FLOPs, and what it keeps for its backward pass.
 
 T tokens of a segment, in Z chunks of Y; d d_model; n heads; w and v the widths of all their keys
-and of all their values. Torch-free.
+and of all their values.
 """
 
 from __future__ import annotations

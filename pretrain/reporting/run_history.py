@@ -1,7 +1,7 @@
 """What a run's directory tells of its past, ready to be drawn. Torch-free.
 
 A run's measurements, thinned to what a chart can show, in memory that does not grow with the
-run. Torch-free. B marks buckets: stretches of the run with as many steps each.
+run. B marks buckets: stretches of the run with as many steps each.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ a field that is None is left out. Questions are functions of the events, oldest 
 
 The times of a run's events when clocks differ: nodes' clocks jump, and disagree. Pure.
 
-The order of the ledger's lines is what happened; times only say when. Torch-free.
+The order of the ledger's lines is what happened; times only say when.
 
-Which steps of which start are still part of a run's history. Torch-free.
+Which steps of which start are still part of a run's history.
 """
 
 from __future__ import annotations

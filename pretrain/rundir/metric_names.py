@@ -24,9 +24,9 @@ run tokens/s     tokens of all steps that count, over the seconds these took
 scored tokens/s  of an evaluation: tokens of the split that it scored, over its seconds
 
 Tokens are those of all ranks. Seconds of the first three are those of training, with waiting for
-data and without evaluation, waiting for saves, stalls and restarts, which goodput has. Torch-free.
+data and without evaluation, waiting for saves, stalls and restarts, which goodput has.
 
-Metrics of lm-eval's tasks in the line of an evaluation: `tasks/TASK/METRIC`. Torch-free.
+Metrics of lm-eval's tasks in the line of an evaluation: `tasks/TASK/METRIC`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 A line is damaged if it is not the measurement that a step or an evaluation writes: disks flip bits,
 and people edit files. Damaged lines are skipped, and one warning has their numbers.
 
-A run's measurements in a few numbers, from lines of metrics.jsonl one by one. Torch-free.
+A run's measurements in a few numbers, from lines of metrics.jsonl one by one.
 
-Finds the latest evaluation in a metrics.jsonl that may have gigabytes. Torch-free.
+Finds the latest evaluation in a metrics.jsonl that may have gigabytes.
 
 The totals that every interval's line has count the seconds of all evaluations until then. They only
 grow, so a binary search finds the two intervals between which the latest one is.

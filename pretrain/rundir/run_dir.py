@@ -7,9 +7,7 @@ RUN/tensorboard/      RUN/logs/      RUN/heartbeats/      RUN/checkpoints/step-0
 
 What a run keeps in its directory, that nothing there leads out of it, and whose it is.
 
-Torch-free.
-
-Where the files of each attempt are. Torch-free.
+Where the files of each attempt are.
 
 RUN/logs/attempt-3/rank-12.log    what rank 12 wrote      rank-12.status    how it ended (Slurm)
                    srun.log       the same of its srun    meeting/port      where rank 0 listens

@@ -1,6 +1,6 @@
 """Numbers and tables as text, the same everywhere. Torch-free.
 
-Measurements as lines for people. Torch-free.
+Measurements as lines for people.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ copies it to `TABLE`. Other tiles round differently, so a run records which tabl
 {"format": 1, "kernels": version, "tiles": [row, ...], "tried": [row, ...]}, with a row such as
 {"capability": [9, 0], "head_width": 128, "kernel": "forward", "rows": 64, "columns": 32,
 "warps": 4, "stages": 2, "seconds": 0.0012}. `kernel` is a field of `Tiles`, and the tiles of a head
-width serve all multiples of 8 that are padded to the same one. Torch-free.
+width serve all multiples of 8 that are padded to the same one.
 """
 
 from __future__ import annotations
