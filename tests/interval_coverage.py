@@ -22,7 +22,7 @@ from pretrain.scaling.fit import approaches_of
 from pretrain.scaling.frontier import Approach, LawLine
 from pretrain.scaling.intervals import Interval
 from pretrain.scaling.law import Law
-from pretrain.scaling.points import Points
+from pretrain.scaling.table import Points
 from pretrain.terminal.text import fitted_table
 from tests.helpers.scaling import BESIROGLU, CS336, HOFFMANN, SIX_N, simulated
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from pretrain.scaling.law import Law, log_optimum
-from pretrain.scaling.points import Points
+from pretrain.scaling.table import Points
 from pretrain.scaling.task_fit import Sigmoid, fit_task
 from pretrain.terminal.text import fitted_table
 from tests.helpers.scaling import BESIROGLU, HOFFMANN, SIX_N, simulated

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 
 from foundation.errors import ConfigError
@@ -14,9 +13,8 @@ from foundation.yaml_files import YAML_SUFFIXES
 from pretrain.commands.output_paths import check_output_directory, check_output_file
 from pretrain.commands.scale import add_report_output, add_runs
 from pretrain.scaling.fit import Fit, fit_all
-from pretrain.scaling.point_files import Columns, read_points, units_of
-from pretrain.scaling.points import Points
 from pretrain.scaling.summary import fit_lines, fit_tree
+from pretrain.scaling.table import Columns, Points, read_points, units_of
 
 MANY_RUNS = 10_000  # whose fit takes long enough for progress
 
@@ -40,26 +38,12 @@ def points_of(arguments: argparse.Namespace) -> Points:
         )
     return read_points(
         arguments.runs,
-        columns_of(arguments.column),
+        Columns.parse(arguments.column),
         where=arguments.where,
         exclude=arguments.exclude,
         holdout=arguments.holdout,
         units=units_of(arguments.unit),
     )
-
-
-def columns_of(items: list[str]) -> Columns:
-    """Column names from items such as `loss=c4`."""
-    roles = [field.name for field in fields(Columns)]
-    found = {}
-    for item in items:
-        role, equals, name = item.partition("=")
-        if not equals or role not in roles:
-            raise ConfigError(
-                f"--column {item}: expected ROLE=NAME with one of the roles {', '.join(roles)}"
-            )
-        found[role] = name
-    return Columns(**found)
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:

@@ -420,8 +420,8 @@ def _center(family: Family, arguments: argparse.Namespace) -> tuple[Callable[[fl
             raise ConfigError(f"--tokens-per-parameter {ratio} must be positive")
         return optimum_at_ratio(family, ratio), f"{ratio:g} tokens per parameter"
     from pretrain.scaling.fit import fit_all
-    from pretrain.scaling.point_files import read_points
     from pretrain.scaling.summary import choice_line
+    from pretrain.scaling.table import read_points
 
     fit = fit_all(read_points(arguments.around))
     if fit.none_because:

@@ -10,12 +10,11 @@ import numpy as np
 from foundation.errors import ConfigError, DataError
 from foundation.settings import amount_of
 from pretrain.commands.scale import add_runs
-from pretrain.commands.scale_fit import columns_of, points_of
+from pretrain.commands.scale_fit import points_of
 from pretrain.scaling.intervals import amount, as_loss, shown
 from pretrain.scaling.law import ParametricFit
-from pretrain.scaling.point_files import values_by_name
-from pretrain.scaling.points import Points
 from pretrain.scaling.predict import forecast, law_of_runs, refuse_wild, run_doubts
+from pretrain.scaling.table import Columns, Points, values_by_name
 from pretrain.scaling.task_fit import FARTHEST, Backtest, TaskFit, backtest, fit_task
 from pretrain.terminal.text import counted, fitted_table
 
@@ -48,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.task_loss:
         arguments.column = [*arguments.column, f"loss={arguments.task_loss}"]
     runs = points_of(arguments)
-    columns = columns_of(arguments.column)
+    columns = Columns.parse(arguments.column)
     accuracies = values_by_name(arguments.runs, arguments.accuracy, columns)
     task = fit_task(runs, accuracies, arguments.chance, arguments.ceiling)
     asked = _asked(task, arguments)

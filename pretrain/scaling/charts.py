@@ -27,7 +27,7 @@ from pretrain.scaling.fit import BEYOND, Fit, relative_error
 from pretrain.scaling.frontier import Valley, law_of
 from pretrain.scaling.intervals import LEVEL, Interval
 from pretrain.scaling.law import loss_at
-from pretrain.scaling.points import Array
+from pretrain.scaling.table import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

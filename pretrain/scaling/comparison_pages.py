@@ -29,9 +29,9 @@ from pretrain.reporting.page_files import write_page
 from pretrain.scaling.charts import LOSS
 from pretrain.scaling.collect import Row, parsed_rows
 from pretrain.scaling.intervals import amount, as_loss
-from pretrain.scaling.point_files import csv_rows
 from pretrain.scaling.probed import FAR, PROBED
 from pretrain.scaling.rates import Tuned, tuned_rates, tuned_table, verdicts
+from pretrain.scaling.table import csv_rows
 from pretrain.scaling.variants import MemberResult, results_of
 from pretrain.terminal.text import counted, fitted_table, flops_text, number, si
 

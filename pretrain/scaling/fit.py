@@ -40,7 +40,7 @@ from pretrain.scaling.law import (
     loss_at,
     resampled_laws,
 )
-from pretrain.scaling.points import HELD_OUT, Array, Points, usable
+from pretrain.scaling.table import HELD_OUT, Array, Points, usable
 from pretrain.terminal.text import counted
 
 Number = TypeVar("Number", float, Array)

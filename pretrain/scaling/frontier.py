@@ -21,7 +21,7 @@ import numpy as np
 from foundation.errors import DataError
 from pretrain.scaling.intervals import Interval, interval, range_of
 from pretrain.scaling.law import FlopsLaw, exponents, log_optimum, loss_at
-from pretrain.scaling.points import Array, Points
+from pretrain.scaling.table import Array, Points
 from pretrain.terminal.text import counted
 
 FEWEST_FOR_FLOOR = 4  # budgets, to tell a floor of the loss from a plain power law

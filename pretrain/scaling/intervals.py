@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pretrain.scaling.points import Array
+from pretrain.scaling.table import Array
 from pretrain.terminal.text import prefixed, si
 
 UNBOUNDED = 1e6  # times the estimate: an end farther away bounds nothing

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foundation.errors import DataError
-from pretrain.scaling.points import Array, Points
+from pretrain.scaling.table import Array, Points
 
 NAMES = ("E", "A", "B", "alpha", "beta")
 HUBER_DELTA = 1e-3

@@ -22,7 +22,7 @@ from pretrain.scaling.frontier import Approach, LawLine, Line, law_of
 from pretrain.scaling.intervals import Interval, amount
 from pretrain.scaling.law import FlopsLaw, log_optimum, loss_at
 from pretrain.scaling.plan import PlannedRun
-from pretrain.scaling.points import Array
+from pretrain.scaling.table import Array
 
 SERVED = 1 / 3  # FLOPs of a served token over those of a trained one
 SMALLEST = np.log(1e-4)  # of the optimum's size: smaller ones are not searched

@@ -18,7 +18,7 @@ import numpy as np
 from foundation.errors import DataError
 from pretrain.scaling.collect import Row
 from pretrain.scaling.intervals import Interval, range_of
-from pretrain.scaling.points import Array
+from pretrain.scaling.table import Array
 from pretrain.terminal.text import counted
 
 FEWEST = 3  # different memory lengths, numbers of tokens, and (for the term of N) sizes

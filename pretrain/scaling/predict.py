@@ -15,7 +15,7 @@ from pretrain.scaling.fit import TITLES, Fit, disagreement, loss_interval
 from pretrain.scaling.frontier import Approach, LawLine, Line
 from pretrain.scaling.intervals import Interval, as_loss, as_size, shown
 from pretrain.scaling.law import FlopsLaw, log_loss, loss_at
-from pretrain.scaling.points import Array
+from pretrain.scaling.table import Array
 
 FURTHEST = 100.0  # times the largest budget (or below the smallest by as much)
 FURTHEST_UNCHECKED = 10.0  # with two budgets, which nothing checks

@@ -22,7 +22,7 @@ from pretrain.costs.flops import cost_of
 from pretrain.scaling.collect import Row, read_rows
 from pretrain.scaling.intervals import Interval, amount, as_exponent, as_loss, as_size, shown
 from pretrain.scaling.plan import PlannedRun, planned_run
-from pretrain.scaling.points import Array
+from pretrain.scaling.table import Array
 from pretrain.terminal.text import counted
 
 NORMAL_95 = 1.96  # standard deviations on either side that hold 95%

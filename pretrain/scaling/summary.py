@@ -22,7 +22,7 @@ from pretrain.scaling.intervals import (
     shown,
 )
 from pretrain.scaling.law import NAMES
-from pretrain.scaling.points import Array, Points
+from pretrain.scaling.table import Array, Points
 from pretrain.terminal.text import counted, text_table
 
 WIDTH = 100

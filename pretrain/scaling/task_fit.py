@@ -17,8 +17,8 @@ from foundation.errors import DataError
 from pretrain.scaling.fit import Fit, fit_all
 from pretrain.scaling.intervals import ENDS, Interval
 from pretrain.scaling.law import fit_parametric
-from pretrain.scaling.points import FINISHED, Array, Points, usable
 from pretrain.scaling.predict import loss_of_run
+from pretrain.scaling.table import FINISHED, Array, Points, usable
 from pretrain.terminal.text import counted
 
 FEWEST_RUNS = 6  # three numbers, and runs to contradict them

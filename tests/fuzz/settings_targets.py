@@ -17,9 +17,9 @@ from pretrain import cli as pretrain
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig, NodeRange, load_cluster
 from pretrain.kernels.triton.tiling import kernels_version, tiles_in
-from pretrain.scaling.point_files import read_points
 from pretrain.scaling.probed import PROBES, read_probed
 from pretrain.scaling.sweep_file import read_sweep
+from pretrain.scaling.table import read_points
 from tests.fuzz.target import Target, command
 
 LINES_OF_A_SCRIPT = 24  # at most, besides what a cluster file adds

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.scaling.law import FlopsLaw, Law, log_optimum
-from pretrain.scaling.point_files import Columns, read_points
-from pretrain.scaling.points import Array, Points, grouped_budgets
+from pretrain.scaling.table import Array, Columns, Points, grouped_budgets, read_points
 
 PUBLISHED_DATA = Path(__file__).parents[1] / "data" / "scaling"
 HOFFMANN = Law(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)

@@ -11,7 +11,7 @@ import pytest
 from foundation.csv_files import check_table_path, read_csv, write_csv
 from foundation.errors import ConfigError, DataError
 from pretrain.scaling.collect import Row, write_rows
-from pretrain.scaling.point_files import csv_rows
+from pretrain.scaling.table import csv_rows
 
 FORMULAS = ["=cmd|'/c calc'!A1", "+1+1", "-2+3+cmd", "@SUM(A1)", " =1", "\t=1", "\uff1d1", "'=1"]
 FORMULAS += ["a;=cmd|'/c calc'!A1", 'a; "=1;b;;-x', "a\n=1", "\ufeff=1+1", "\u200b\u2060@SUM(A1)"]

@@ -10,7 +10,7 @@ import pytest
 
 from foundation.errors import DataError
 from pretrain.scaling.collect import Row, read_rows, write_rows
-from pretrain.scaling.point_files import read_points
+from pretrain.scaling.table import read_points
 
 READERS = [read_points, read_rows]
 

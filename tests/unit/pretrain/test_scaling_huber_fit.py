@@ -25,7 +25,7 @@ from pretrain.scaling.law import (
     resampled_laws,
     uncenter,
 )
-from pretrain.scaling.point_files import Columns, read_points
+from pretrain.scaling.table import Columns, read_points
 from tests.helpers.scaling import (
     BESIROGLU,
     HOFFMANN,

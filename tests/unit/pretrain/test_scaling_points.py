@@ -10,8 +10,7 @@ import pytest
 
 from foundation.errors import ConfigError, DataError
 from pretrain.scaling.fit import fit_all
-from pretrain.scaling.point_files import Columns, read_points, units_of
-from pretrain.scaling.points import grouped_budgets, usable
+from pretrain.scaling.table import Columns, grouped_budgets, read_points, units_of, usable
 from tests.helpers.scaling import make_points
 
 

@@ -11,9 +11,9 @@ import pytest
 from pretrain.commands import scale
 from pretrain.scaling.fit import HOPELESS, fit_all
 from pretrain.scaling.law import Law
-from pretrain.scaling.points import Points
 from pretrain.scaling.predict import near_optimal_band, preferred
 from pretrain.scaling.summary import MOST_WARNINGS, WIDTH, fit_lines
+from pretrain.scaling.table import Points
 from tests.helpers.scaling import BESIROGLU, HOFFMANN, make_points, simulated
 
 TIED = Law(E=1.8, A=500.0, B=1500.0, alpha=0.35, beta=0.35)

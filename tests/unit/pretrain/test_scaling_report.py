@@ -12,8 +12,8 @@ import pytest
 from pretrain.scaling.charts import charts_of
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.frontier import fit_isoflop
-from pretrain.scaling.points import Exclusion
 from pretrain.scaling.report import render
+from pretrain.scaling.table import Exclusion
 from tests.helpers.scaling import simulated
 from tests.helpers.scaling_runs import command
 

@@ -1,0 +1,509 @@
+"""Tables of finished runs: CSV, JSON and JSONL files as columns, with units checked once.
+
+A run is left out only with a reason, and a mistake in a file is one DataError that says what to do.
+Legend: P points, the runs. N parameters, D training tokens, C training FLOPs.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from foundation.csv_files import read_csv
+from foundation.errors import ConfigError, DataError
+from foundation.files import parse_json
+from foundation.records import shown
+from foundation.yaml_files import did_you_mean
+from pretrain.terminal.text import counted
+
+Array = np.ndarray
+Row = Mapping[str, Any]
+
+SAME_BUDGET = 1.1  # without a budget column, runs whose FLOPs lie within this factor share a budget
+FINISHED = 0.999  # a run counts as finished from this fraction of its schedule on
+HELD_OUT = "held out: predicted, not fitted"  # why a run is not among those fitted
+LARGEST_LOSS = 13.0  # nats per token: guessing among 440,000 tokens; a larger one is a perplexity
+PLAIN_RATIO = (0.3, 4.0)  # of C/6ND: for a Transformer-XL it is 0.65 to 2.4
+TOKENS_PER_PARAMETER = (0.03, 5e3)
+FEWEST_PARAMETERS, FEWEST_TOKENS = 1e3, 1e4  # of a model that anyone trains to fit a law
+NEAR = 4.0  # a ratio within this factor of 1000^k is a matter of units
+SAME_TEXT = 0.01  # relative spread of bits per nat: what is scored differs a little in its length
+SMALLEST, LARGEST = 1e-9, 1e40  # of any number in a table; powers of more overflow
+ORIGIN = "expected a CSV or JSON file with one run per row"
+YES = ("1", "1.0", "true", "yes")
+NO = ("", "0", "0.0", "false", "no")
+SCALABLE = ("parameters", "tokens", "flops", "loss")
+# Names that published tables have, without case and punctuation.
+USUAL = {
+    "parameters": ("params", "parameters", "modelsize", "numparams", "nparams", "numparameters"),
+    "tokens": ("tokens", "trainingtokens", "numtokens", "ntokens", "traintokens"),
+    "flops": ("flops", "flop", "trainingflop", "trainingflops", "compute", "computebudget"),
+    "loss": ("finalloss", "valloss", "evalloss", "validationloss", "trainloss"),
+}
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """A run that takes no part in a fit, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Points:
+    """Runs as columns of equal length P, with those left out and notes for the reader."""
+
+    names: tuple[str, ...]
+    parameters_P: Array
+    tokens_P: Array
+    flops_P: Array
+    loss_P: Array
+    budget_P: Array
+    progress_P: Array
+    holdout_P: Array
+    excluded: tuple[Exclusion, ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    bits_per_nat: float = np.nan  # bits per byte of a loss of 1 nat per token; NaN: unknown
+    source: str = "points"
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def take(self, chosen_P: Array) -> Points:
+        """The points of a mask or of indices."""
+        indices = np.flatnonzero(chosen_P) if chosen_P.dtype == bool else chosen_P
+        columns = {name: array[indices] for name, array in vars(self).items() if name[-2:] == "_P"}
+        return replace(self, names=tuple(self.names[i] for i in indices), **columns)
+
+    def without(self, bad_P: Array, reason_of: Callable[[int], str]) -> Points:
+        """The points outside the mask; those inside are excluded with their reasons."""
+        left_out = tuple(Exclusion(self.names[i], reason_of(int(i))) for i in np.flatnonzero(bad_P))
+        return replace(self.take(~bad_P), excluded=self.excluded + left_out)
+
+    @property
+    def budgets(self) -> Array:
+        """The distinct budgets, ascending."""
+        return np.unique(self.budget_P)
+
+
+def usable(points: Points) -> Points:
+    """The points to fit: finished and not held out. The others are excluded with a reason."""
+    points = points.without(points.holdout_P, lambda _: HELD_OUT)
+    return points.without(
+        points.progress_P < FINISHED,
+        lambda i: (
+            f"mid-schedule: {points.progress_P[i]:.0%} of its schedule done, learning rate not "
+            "yet decayed"
+        ),
+    )
+
+
+def grouped_budgets(flops_P: Array) -> Array:
+    """Each run's budget: the geometric mean of a group that spans at most SAME_BUDGET."""
+    # A group starts at its smallest run, so that a chain of close runs does not merge budgets.
+    groups: list[list[int]] = []
+    for index in np.argsort(flops_P, kind="stable"):
+        if groups and flops_P[index] <= SAME_BUDGET * flops_P[groups[-1][0]]:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    budget_P = np.empty_like(flops_P)
+    for group in groups:
+        # Of equal FLOPs exactly those, not the rounded exponential of their logarithm.
+        equal = np.ptp(flops_P[group]) == 0
+        budget_P[group] = flops_P[group[0]] if equal else np.exp(np.mean(np.log(flops_P[group])))
+    return budget_P
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Column names in a file of runs. Required: loss, and two of parameters, tokens and FLOPs."""
+
+    parameters: str = "N"
+    tokens: str = "D"
+    loss: str = "loss"
+    flops: str = "C"  # training FLOPs of the whole run
+    budget: str = "budget"  # the FLOPs that a group of runs was planned for
+    name: str = "name"
+    progress: str = "progress"  # fraction of the learning-rate schedule; absent: all of it
+    holdout: str = "holdout"  # true: predicted, never fitted
+    bits: str = "bits_per_byte"  # the same losses per byte of the text, where they were measured
+    excluded: str = "excluded"  # not empty: why the run takes no part
+
+    @classmethod
+    def parse(cls, items: Sequence[str]) -> Columns:
+        """Column names from items such as `loss=c4`; ConfigError for an unknown role."""
+        roles = [field.name for field in fields(cls)]
+        pairs = [item.partition("=") for item in items]
+        for role, equals, name in pairs:
+            if not equals or role not in roles:
+                raise ConfigError(
+                    f"--column {role}{equals}{name}: expected ROLE=NAME with one of the roles "
+                    f"{', '.join(roles)}"
+                )
+        return cls(**{role: name for role, _, name in pairs})
+
+    def name_of(self, row: Row) -> str:
+        """The name that the row's run has in all output."""
+        return str(row.get(self.name) or row.get("run") or f"row {row['_line']}")
+
+
+def units_of(items: Sequence[str]) -> dict[str, float]:
+    """Factors from items such as `parameters=1e6`; ConfigError for anything else."""
+    units = {}
+    for item in items:
+        role, _, text = item.partition("=")
+        factor = number(text)
+        if role not in SCALABLE or not 0 < factor < math.inf:
+            raise ConfigError(
+                f"--unit {item}: expected ROLE=FACTOR, a positive factor for one of the roles "
+                f"{', '.join(SCALABLE)}, such as parameters=1e6"
+            )
+        units[role] = factor
+    return units
+
+
+def number(value: Any) -> float:
+    """The value as a number; NaN if it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def flag(value: object) -> bool | None:
+    """Parse a yes-or-no cell (true or false, 1 or 0, nothing for no); None for anything else."""
+    word = "" if value is None else str(value).strip().lower()
+    return True if word in YES else False if word in NO else None
+
+
+def text_of(path: Path, origin: str = ORIGIN) -> str:
+    """Read a text file in UTF-8; DataError if it is absent or has another encoding."""
+    if path.is_dir():
+        raise DataError(f"{path} is a directory; name a file: {origin}")
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; {origin}")
+    try:
+        return path.read_text(encoding="utf-8-sig")  # spreadsheets put a byte-order mark in front
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text ({error}); save it as CSV or JSON in UTF-8"
+        ) from None
+
+
+def csv_rows(path: Path, origin: str = ORIGIN) -> list[tuple[int, dict[str, str]]]:
+    """Return each row with its line number; DataError for a row longer than the header."""
+    text = text_of(path, origin)
+    first = text.partition("\n")[0]
+    separator = next((mark for mark in ",;\t" if mark in first), ",")
+    try:
+        rows = list(enumerate(read_csv(text, separator), 2))
+    except csv.Error as error:
+        raise DataError(f"{path} is not a CSV file ({error}); {origin}") from None
+    for line, row in rows:
+        if None in row:
+            raise DataError(
+                f"{path}: row {line} has more cells than the header names; check for a stray comma"
+            )
+    return cast("list[tuple[int, dict[str, str]]]", rows)
+
+
+def rows_of(path: Path) -> list[Row]:
+    """Read a file's rows, each with its number as `_line`; DataError for any other content."""
+    if path.suffix in (".json", ".jsonl"):
+        text = text_of(path)
+        try:
+            lines = [line for line in text.splitlines() if line.strip()]
+            tree = [*map(parse_json, lines)] if path.suffix == ".jsonl" else parse_json(text)
+        except ValueError as error:
+            raise DataError(f"{path} is not JSON: {error}") from None
+        tree = tree.get("runs") if isinstance(tree, dict) else tree
+        if not (isinstance(tree, list) and all(isinstance(row, dict) for row in tree)):
+            raise DataError(
+                f"{path}: expected a list of objects, one per run, or an object whose 'runs' is "
+                "such a list"
+            )
+        numbered: Sequence[tuple[int, Row]] = list(enumerate(tree, 1))
+    else:
+        numbered = csv_rows(path)
+    # Hand-written tables are padded with blanks.
+    return [
+        {key.strip(): cell.strip() if isinstance(cell, str) else cell for key, cell in row.items()}
+        | {"_line": line}
+        for line, row in numbered
+    ]
+
+
+def column_names(rows: Sequence[Row]) -> list[str]:
+    """The names of the columns in the file."""
+    return [name for name in (rows[0] if rows else ()) if name != "_line"]
+
+
+def read_points(
+    path: Path,
+    columns: Columns | None = None,
+    *,
+    where: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    holdout: Sequence[str] = (),
+    units: Mapping[str, float] | None = None,
+) -> Points:
+    """Read the runs of a file. `where` keeps rows (column=value); `exclude` drops some
+    (column=value: reason).
+
+    `holdout` (column=value) marks rows to be predicted and never fitted, in addition to those that
+    the file marks; `units` are factors of roles. Raises DataError, one line per kind of mistake:
+    missing column, not a number, not positive, no rows left.
+    """
+    path, rows = Path(path), rows_of(Path(path))
+    columns, notes = _known(columns or Columns(), rows, path)
+
+    def meets(row: Row, condition: str) -> bool:
+        column, equals, value = condition.partition("=")
+        if not equals:
+            raise DataError(f"{condition!r} is not a condition; write COLUMN=VALUE")
+        if column not in row and column != "name":  # the name that is printed, also without column
+            raise DataError(f"{path}: no column {column!r}{did_you_mean(column, [*row])}")
+        return str(row.get(column, columns.name_of(row))) == value
+
+    rows = [row for row in rows if all(meets(row, condition) for condition in where)]
+    if not rows:
+        matching = f" that match {' and '.join(where)}" if where else ""
+        raise DataError(f"{path} contains no runs{matching}; check the file")
+    kept: list[Row] = []
+    excluded: list[Exclusion] = []
+    for row in rows:
+        mark = flag(row.get(columns.excluded))
+        reasons = [str(row[columns.excluded])] if mark is None else ["excluded in the file"] * mark
+        reasons += [
+            reason.strip() or "excluded by hand"
+            for condition, _, reason in (item.partition(":") for item in exclude)
+            if meets(row, condition)
+        ]
+        if reasons:
+            excluded.append(Exclusion(columns.name_of(row), reasons[0]))
+        elif any(meets(row, item) for item in holdout):
+            kept.append({**row, columns.holdout: "yes"})
+        else:
+            kept.append(row)
+    if not kept:
+        raise DataError(f"{path}: every run is excluded; a fit needs some")
+    points = _Reader(path, kept, columns, units or {}).points(notes)
+    # Later copies of a run would count double.
+    keys = [*zip(points.parameters_P, points.tokens_P, points.loss_P, points.progress_P)]  # noqa: B905
+    first = {key: index for index, key in reversed([*enumerate(keys)])}
+    repeats_P = np.array([first[key] != index for index, key in enumerate(keys)])
+    points = replace(points, excluded=tuple(excluded))
+    return points.without(repeats_P, lambda _: "repeats an earlier row with the same N, D and loss")
+
+
+def values_by_name(path: Path, column: str, columns: Columns | None = None) -> dict[str, float]:
+    """Return a column of finite numbers by the names of the runs, without rows that lack one.
+
+    DataError if there is no such column, or if two runs of one name differ in it.
+    """
+    rows = rows_of(Path(path))
+    if not any(column in row for row in rows):
+        raise DataError(f"{path}: no column {column!r}{did_you_mean(column, column_names(rows))}")
+    values: dict[str, float] = {}
+    for row in rows:
+        name, value = (columns or Columns()).name_of(row), number(row.get(column))
+        if math.isfinite(value) and values.setdefault(name, value) != value:
+            raise DataError(
+                f"{path}: row {row['_line']}: another run is named {name!r}, too, with another "
+                f"{column}; give each run its own name"
+            )
+    return values
+
+
+def _known(columns: Columns, rows: Sequence[Row], path: Path) -> tuple[Columns, list[str]]:
+    """The columns with usual names for those that are absent, and a note for each.
+
+    DataError for a missing column that was named by hand: it is not ignored silently.
+    """
+    present = column_names(rows)
+    for field in fields(columns):
+        column = getattr(columns, field.name)
+        if rows and column != field.default and not any(column in row for row in rows):
+            raise DataError(
+                f"{path}: no column {column!r} for --column "
+                f"{field.name}={column}{did_you_mean(column, present)}"
+            )
+    plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in present}
+    notes = []
+    for role, names in USUAL.items():
+        usual = [plain[name] for name in names if name in plain]
+        is_absent = getattr(columns, role) == getattr(Columns, role) not in present
+        if is_absent and len(usual) == 1:
+            columns = replace(columns, **{role: usual[0]})
+            notes.append(f"{role}: column {usual[0]!r}")
+    return columns, notes
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Rows of a file as columns of numbers, each checked."""
+
+    path: Path
+    rows: Sequence[Row]
+    columns: Columns
+    units: Mapping[str, float]
+
+    def points(self, notes: list[str]) -> Points:
+        loss_P, sizes = self._losses(notes), self._sizes(notes)
+        bits = self._bits_per_nat(loss_P)
+        if math.isfinite(bits):
+            per_token = 1 / (np.log(2) * bits)
+            notes.append(
+                f"1 nat per token is {bits:.4g} bits per byte ({per_token:.3g} bytes per token)"
+            )
+        budget_P = (
+            self.numbers("budget") if self._has("budget") else grouped_budgets(sizes["flops"])
+        )
+        warning = self._units_warning(**sizes)
+        progress, holdout = self.columns.progress, self.columns.holdout
+        progress_P = np.array(
+            [1.0 if row.get(progress) in (None, "") else number(row[progress]) for row in self.rows]
+        )
+        flags = [flag(row.get(holdout)) for row in self.rows]
+        self.refuse_where(
+            ~((progress_P >= 0) & (progress_P <= 1)),
+            progress,
+            "a fraction of the schedule from 0 to 1 (0.4 for 40%), or nothing for all of it",
+        )
+        self.refuse_where(
+            np.array([value is None for value in flags]),
+            holdout,
+            "1, true or yes for a run to predict, 0, false, no or nothing for one to fit",
+        )
+        return Points(
+            names=tuple(map(self.columns.name_of, self.rows)),
+            parameters_P=sizes["parameters"],
+            tokens_P=sizes["tokens"],
+            flops_P=sizes["flops"],
+            loss_P=loss_P,
+            budget_P=budget_P,
+            progress_P=progress_P,
+            holdout_P=np.array(flags, bool),
+            notes=tuple(notes),
+            warnings=(warning,) if warning else (),
+            bits_per_nat=bits,
+            source=str(self.path),
+        )
+
+    def numbers(self, role: str) -> Array:
+        """A column as positive finite numbers; DataError counts the bad rows, shows the first."""
+        column, present = getattr(self.columns, role), column_names(self.rows)
+        if column not in present:
+            raise DataError(
+                f"{self.path}: no column {column!r} (found: {', '.join(present)}); name it with "
+                f"--column {role}=NAME"
+            )
+        values_P = np.array([number(row.get(column)) for row in self.rows])
+        self.refuse_where(~np.isfinite(values_P), column, "a finite number")
+        self.refuse_where(values_P <= 0, column, "a positive number")
+        is_wild_P = (values_P < SMALLEST) | (values_P > LARGEST)
+        self.refuse_where(is_wild_P, column, f"a number from {SMALLEST:g} to {LARGEST:g}")
+        return values_P * self.units.get(role, 1.0)
+
+    def refuse_where(self, is_bad_P: Array, column: str, wish: str) -> None:
+        """Raise DataError that counts the bad rows and shows the first, if there are any."""
+        bad = [self.rows[index] for index in np.flatnonzero(is_bad_P)]
+        if bad:
+            others = f" (and {counted(len(bad) - 1, 'more such row')})" if len(bad) > 1 else ""
+            raise DataError(
+                f"{self.path}: row {bad[0]['_line']}: {column}={shown(bad[0].get(column))}{others},"
+                f" expected {wish}; correct it or exclude it with --exclude 'COLUMN=VALUE: reason'"
+            )
+
+    def _has(self, role: str) -> bool:
+        return any(row.get(getattr(self.columns, role)) not in (None, "") for row in self.rows)
+
+    def _losses(self, notes: list[str]) -> Array:
+        """Losses in nats per token, from perplexities if the column's name says so."""
+        column, loss_P = self.columns.loss, self.numbers("loss")
+        if re.search(r"ppl|perplexit", column, re.IGNORECASE):
+            self.refuse_where(loss_P <= 1, column, "a perplexity above 1")
+            notes.append(f"loss = ln {column}")
+            return np.log(loss_P)
+        if "loss" not in self.units and np.median(loss_P) > LARGEST_LOSS:
+            raise DataError(
+                f"{self.path}: {column} is {loss_P.min():.3g} to {loss_P.max():.3g}, expected "
+                "losses in nats per token; perplexities are read from a column with 'perplexity' "
+                "or 'ppl' in its name (--column loss=NAME), other units with --unit loss=FACTOR"
+            )
+        return loss_P
+
+    def _bits_per_nat(self, loss_P: Array) -> float:
+        """Bits per byte of a loss of 1 nat per token; NaN unless it is the same in all runs."""
+        columns = self.columns
+        if columns.loss != Columns.loss and columns.bits == Columns.bits:  # those of other losses
+            return math.nan
+        bits_P = np.array([number(row.get(columns.bits)) for row in self.rows])
+        known_P = (bits_P > 0) & (bits_P < LARGEST_LOSS)  # not NaN
+        ratio_P = bits_P[known_P] / loss_P[known_P]
+        if not len(ratio_P) or np.ptp(ratio_P) > SAME_TEXT * ratio_P.min():
+            return math.nan
+        return float(np.median(ratio_P))
+
+    def _sizes(self, notes: list[str]) -> dict[str, Array]:
+        """N, D and C, one of which may follow from the others."""
+        roles = ("parameters", "tokens", "flops")
+        # A column of N or D that is there but empty is an error of its rows, not an assumption.
+        given = [
+            role
+            for role in roles
+            if self._has(role)
+            or (role != "flops" and getattr(self.columns, role) in column_names(self.rows))
+        ]
+        if "flops" not in given:
+            given = ["parameters", "tokens"]
+        elif given == ["flops"]:
+            given = ["parameters", "flops"]
+        sizes = {role: self.numbers(role) for role in given}
+        for missing in {*roles} - {*given}:
+            column = getattr(self.columns, missing)
+            match missing:
+                case "flops":
+                    sizes["flops"] = 6 * sizes["parameters"] * sizes["tokens"]
+                    notes.append(f"no column {column!r}: C = 6ND")
+                case "tokens":
+                    sizes["tokens"] = sizes["flops"] / (6 * sizes["parameters"])
+                    notes.append(f"no column {column!r}: D = C / 6N")
+                case _:
+                    sizes["parameters"] = sizes["flops"] / (6 * sizes["tokens"])
+                    notes.append(f"no column {column!r}: N = C / 6D")
+        return sizes
+
+    def _units_warning(self, *, parameters: Array, tokens: Array, flops: Array) -> str:
+        """What is unusual about N, D and C; DataError if C shows that it is a matter of units."""
+        ratio_P = flops / (6 * parameters * tokens)
+        middle = float(np.median(ratio_P))
+        thousands = round(np.log(middle) / np.log(1000))
+        if thousands and max(middle / 1000.0**thousands, 1000.0**thousands / middle) < NEAR:
+            raise DataError(
+                f"{self.path}: C is {middle:.3g} times 6ND, a matter of units; if N is in "
+                "millions, say --unit parameters=1e6, and likewise for tokens and flops"
+            )
+        if not PLAIN_RATIO[0] <= middle <= PLAIN_RATIO[1]:
+            return (
+                f"C/6ND is {ratio_P.min():.3g} to {ratio_P.max():.3g}: check that C is the "
+                "training FLOPs of the whole run, and N all parameters"
+            )
+        size, read = float(np.median(parameters)), float(np.median(tokens))
+        is_plain = TOKENS_PER_PARAMETER[0] < read / size < TOKENS_PER_PARAMETER[1]
+        if is_plain and size >= FEWEST_PARAMETERS and read >= FEWEST_TOKENS:
+            return ""
+        return (
+            f"the median run has {size:.3g} parameters and {read:.3g} tokens: is N, D or C in "
+            "other units? Say so with --unit parameters=1e6, tokens=1e9 or flops=1e15"
+        )
