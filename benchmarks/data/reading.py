@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.measure import Measurement, in_turns
 from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.lengths import write_lengths
 from data_pipeline.corpora.manifest import Manifest, ShardInfo
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.shards.shards import ShardFormat, shard_name, write_index, write_shard
@@ -96,7 +97,9 @@ def write_corpus(
         entries.append(write_shard(path, documents, directory / "scratch"))
         lengths = [len(tokens) for _, tokens in documents]
         totals = len(lengths), sum(lengths), max(lengths)
-        infos.append(ShardInfo(path.name, *totals, path.stat().st_size, sha256_of(path), 0, 0))
+        sha256 = sha256_of(path)
+        listed = write_lengths(path, sha256, lengths)
+        infos.append(ShardInfo(path.name, *totals, path.stat().st_size, sha256, 0, 0, listed))
     write_index(directory, entries)
     manifest = Manifest(
         dtype=DTYPE, tokenizer="0" * 64, end_id=0, vocab_size=1 << 16, shards=tuple(infos)

@@ -70,7 +70,7 @@ def scale_costs(directory: Path, size: ScaleSize) -> Iterator[Measurement]:
 
 def _write_manifest(directory: Path, size: ScaleSize) -> None:
     tokens, digest = size.shard_tokens, "0123456789abcdef" * 4
-    sizes = size.shard_documents, tokens, 20_000, 2 * tokens, digest, tokens, tokens
+    sizes = size.shard_documents, tokens, 20_000, 2 * tokens, digest, tokens, tokens, digest
     shards = tuple(ShardInfo(f"shard.{number:05d}.mds", *sizes) for number in range(size.shards))
     manifest = Manifest(
         dtype="uint16", tokenizer=digest, end_id=1, vocab_size=1 << 15, shards=shards

@@ -36,7 +36,7 @@ def corpus_costs(directory: Path) -> Iterator[Row]:
     seconds, shards_opened, lengths_opened = {}, {}, {}
     for shards in SHARDS:
         split = directory / f"{shards}" / "train"
-        write_numbered_corpus(split, [DOCUMENTS] * shards, has_lengths=True)
+        write_numbered_corpus(split, [DOCUMENTS] * shards)
         os.utime(split / MANIFEST_NAME)  # else this process remembers it
         time.sleep(2e-9 * SETTLED_NS)  # else it is parsed whenever it is read
         with (

@@ -7,11 +7,6 @@ appends an end-of-document token and writes it into a shard.
 Output: tokenizer/, train/ and validation/ (each shards, index.json for stock readers, manifest.json
 last), build.json, and rejects.jsonl if any record was unusable. The build is deterministic and can
 be killed at any moment: the same call resumes it and gives the same bytes (see journal.py).
-
-Documents whose id another one has: how many, and the first.
-
-Ids name documents in audits and where a loss spike has suspects. Equal ones harm no training, so
-they are only counted. 8 bytes of host memory for each document, and as many again now and then.
 """
 
 from __future__ import annotations
@@ -37,13 +32,11 @@ from data_pipeline.builder.build_tokenizer import (
 from data_pipeline.builder.documents import read_documents, with_held_out
 from data_pipeline.builder.formats import holds_stretches
 from data_pipeline.builder.journal import (
-    MIXING,
     BuildJournal,
     check_recipe,
     claimed_output,
     is_finished,
     read_counts,
-    read_mixing,
 )
 from data_pipeline.builder.records import REJECTS_NAME, Document, DocumentRules, Reject, RejectList
 from data_pipeline.builder.shuffle import SortedRuns
@@ -67,65 +60,11 @@ from data_pipeline.corpora.manifest import (
     Manifest,
     read_manifest,
 )
-from data_pipeline.corpora.mixing import Mixing, mixing_of
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
 from foundation.files import fsync_file, named_errors
 from foundation.progress import Progress, Report
 from foundation.settings import to_tree
-
-BLOCK = 1 << 16  # documents
-
-
-class RepeatedIds:
-    """Counts ids that an earlier document of this build has, by 64 bits of a hash."""
-
-    def __init__(self, block: int = BLOCK) -> None:
-        self._block = block
-        self._names: list[str] = []
-        self._runs: list[np.ndarray] = []  # sorted hashes of earlier blocks, the largest first
-        self._count = 0
-        self._first = ""
-
-    def add(self, name: str) -> None:
-        """Take the next document's id."""
-        self._names.append(name)
-        if len(self._names) == self._block:
-            self._end_block()
-
-    @property
-    def counts(self) -> dict[str, int | str]:
-        """The number of such documents, and the id of the first: names of a build's result."""
-        self._end_block()
-        return {"repeated_ids": self._count, "first_repeated_id": self._first}
-
-    def _end_block(self) -> None:
-        hashes = np.array([_hash_of(name) for name in self._names], np.uint64)
-        is_repeated = self._are_known(hashes)
-        fresh, places = np.unique(hashes, return_index=True)  # their first places in the block
-        is_repeated[np.setdiff1d(np.arange(len(hashes)), places)] = True
-        if is_repeated.any():
-            self._count += int(is_repeated.sum())
-            self._first = self._first or self._names[int(is_repeated.argmax())]
-        self._names = []
-        self._runs.append(fresh)
-        # Few runs to compare with: each is at least twice as long as the next.
-        while len(self._runs) > 1 and len(self._runs[-2]) < 2 * len(self._runs[-1]):
-            last = self._runs.pop()
-            self._runs[-1] = np.union1d(self._runs[-1], last)
-
-    def _are_known(self, hashes: np.ndarray) -> np.ndarray:
-        known = np.zeros(len(hashes), bool)
-        for run in filter(len, self._runs):
-            places = np.minimum(np.searchsorted(run, hashes), len(run) - 1)
-            known |= run[places] == hashes
-        return known
-
-
-def _hash_of(name: str) -> int:
-    content = name.encode(errors="surrogatepass")
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
 
 BATCH_CHARACTERS = 1 << 22  # encoded together: enough for all threads, small enough to hold
 # Settings that do not change the corpus.
@@ -143,10 +82,7 @@ class BuildResult:
     split_documents: int = 0  # documents cut into several
     crlf_documents: int = 0  # with line ends of Windows
     cr_documents: int = 0  # with carriage returns alone
-    repeated_ids: int = 0  # documents with an id that an earlier one has
-    first_repeated_id: str = ""
     round_trip: RoundTrip = field(default_factory=RoundTrip)
-    mixing: Mixing | None = None  # of the training split, if it was recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +91,6 @@ class _Job:
 
     split: str
     document: Document
-    domain: str
 
 
 def build_corpus(config: CorpusConfig, report: Report = lambda what: None) -> BuildResult:
@@ -214,16 +149,10 @@ def build_sources(
         report(f"tokenizer: {describe_tokenizer(config.tokenizer)}")
         directory = output / TOKENIZER_DIRECTORY
         tokenizer = prepare_tokenizer(directory, training_sources(sources), config)
-        rules, ids = DocumentRules(config, seen), RepeatedIds()
+        rules = DocumentRules(config, seen)
         check = RoundTripCheck(tokenizer, report)
-
-        def see(document: Document) -> None:
-            check.see(document)
-            ids.add(document.id)
-
-        mixing = _write_splits(config, sources, tokenizer, rules, see, journal, report, is_part)
-        counts = {**rules.counts, **ids.counts, "round_trip": asdict(check.counts)}
-        journal.finish({**counts, MIXING: mixing.tree()})
+        _write_splits(config, sources, tokenizer, rules, check.see, journal, report, is_part)
+        journal.finish({**rules.counts, "round_trip": asdict(check.counts)})
         return result_of(output)
 
 
@@ -256,7 +185,6 @@ def result_of(output: Path, was_finished: bool = False) -> BuildResult:
     num_rejects = len(rejects.read_bytes().splitlines()) if rejects.exists() else 0
     counts = read_counts(output)
     counts["round_trip"] = RoundTrip(**counts["round_trip"])
-    counts[MIXING] = read_mixing(output)
     return BuildResult(manifests, num_rejects, was_finished, **counts)
 
 
@@ -269,8 +197,7 @@ def _write_splits(
     journal: BuildJournal,
     report: Report,
     may_be_empty: bool,
-) -> Mixing:
-    """Write all splits; return how the domains of the training split are mixed."""
+) -> None:
     splits = splits_of_build(config)
     kinds: dict[str, ShardFiles] = dict.fromkeys(splits, CorpusShards(config))
     if config.shuffles:
@@ -284,7 +211,7 @@ def _write_splits(
         jobs = _jobs(config, sources, rejects, rules, see, progress)
         new_jobs = (job for job in jobs if not writers[job.split].skip())
         for job, ids in _encoded(new_jobs, tokenizer, config.threads or os.cpu_count() or 1):
-            writers[job.split].add(encode(job.document, ids, job.domain))
+            writers[job.split].add(encode(job.document, ids))
             progress.add(len(job.document.text), len(ids) + 1)
     progress.show()
     for writer in writers.values():
@@ -300,7 +227,6 @@ def _write_splits(
         rejects_path.replace(config.output / REJECTS_NAME)
     for split in reversed(splits):  # train last: with its manifest, everything is there
         writers[split].finish()
-    return mixing_of(shard.domains for shard in writers["train"].shards)
 
 
 def _jobs(
@@ -321,7 +247,7 @@ def _jobs(
             target = split or ("validation" if is_validation(document.id, config) else "train")
             for part in rules.apply(document):
                 see(part)
-                yield _Job(target, part, source.domain)
+                yield _Job(target, part)
         check_unchanged(source)
         progress.finish_file(source.size)
 

@@ -24,7 +24,6 @@ from typing import Any
 from data_pipeline.builder.records import REJECTS_NAME
 from data_pipeline.corpora.lengths import files_of
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, ShardInfo, checked_shard
-from data_pipeline.corpora.mixing import DomainOfShard, Mixing, mixing_of_tree
 from foundation.errors import ConfigError, DataError, UserError
 from foundation.files import (
     LARGEST_READ_BYTES,
@@ -43,7 +42,6 @@ BUILD_DIRECTORY = ".build"
 DONE_DIRECTORY = ".build-done"
 JOURNAL_NAME = "journal.jsonl"
 RECIPE_NAME = "build.json"
-MIXING = "mixing"  # one of the counts in it
 MOST_NAMED = 5  # settings that differ, in a message
 
 
@@ -54,7 +52,6 @@ class FinishedShard:
     split: str
     info: ShardInfo
     index_entry: dict[str, Any]
-    domains: dict[str, DomainOfShard]
 
 
 class BuildJournal:
@@ -102,10 +99,7 @@ class BuildJournal:
             try:
                 info = checked_shard(Fields(record["info"], "info"))
                 split = Fields(record).choice("split", SPLITS)
-                domains = {
-                    name: DomainOfShard(**counts) for name, counts in record["domains"].items()
-                }
-                self._add(FinishedShard(split, info, record["index_entry"], domains))
+                self._add(FinishedShard(split, info, record["index_entry"]))
             except (InvalidField, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
                     f"{self._path} is corrupted ({error}); remove {self.output} and build again"
@@ -255,12 +249,3 @@ def _differing(found: Any, recipe: Mapping[str, Any]) -> str:
 def read_counts(output: Path) -> dict[str, Any]:
     """Return the counts that `finish` was given."""
     return read_json(output / RECIPE_NAME)["counts"]
-
-
-def read_mixing(output: Path) -> Mixing | None:
-    """Return the domains of the training split in `output`; None if they were not recorded."""
-    try:
-        counts = Fields(read_json(output / RECIPE_NAME)).object("counts")
-        return mixing_of_tree(counts.object(MIXING))
-    except (OSError, ValueError, InvalidField):
-        return None

@@ -48,17 +48,15 @@ from data_pipeline.builder.build_tokenizer import (
 )
 from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.journal import (
-    MIXING,
     BuildJournal,
     check_is_free,
     check_recipe,
     claimed_output,
     is_finished,
     is_started,
-    read_mixing,
 )
 from data_pipeline.builder.records import HASH_BYTES, REJECTS_NAME, RULE_COUNTS, Document, hash_of
-from data_pipeline.builder.shuffle import SHUFFLED, directories_of, shuffle_part
+from data_pipeline.builder.shuffle import directories_of, shuffle_part
 from data_pipeline.builder.sources import PARTS_SUFFIX
 from data_pipeline.builder.split_writer import (
     Sources,
@@ -74,7 +72,6 @@ from data_pipeline.corpora.manifest import (
     check_shard,
     read_manifest,
 )
-from data_pipeline.corpora.mixing import Mixing
 from data_pipeline.shards.shards import read_index, renamed, shard_name, write_index
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError, DataError, UserError
@@ -180,7 +177,8 @@ def merge_parts(
     sources = list_all_sources(config)
     recipe = _merged_recipe(config, sources, num_parts)
     if is_finished(config.output):
-        check_recipe(config.output, recipe)
+        with claimed_output(config.output):  # removes what a kill at the very end has left
+            check_recipe(config.output, recipe)
         _remove_parts(config)
         return result_of(config.output, was_finished=True)
     results = _finished_parts(config, sources, num_parts)
@@ -195,25 +193,19 @@ def merge_parts(
         tokenizer = Tokenizer.load(directories[0] / TOKENIZER_DIRECTORY)
         tokenizer.save(output / TOKENIZER_DIRECTORY)
         _merge_rejects(config, directories)
-        mixings = [result.mixing for result in results]
         if config.shuffles:
             for part in range(1, num_parts + 1):
                 shuffle_one(config, part, num_parts, report)
-            mixings = [read_mixing(directory / SHUFFLED) for directory in directories]
         for split in reversed(splits):  # train last: with its manifest, everything is there
             found = [directory / split for directory in directories]
             if config.shuffles:
                 found = directories_of(directories, split)
             _merge_split(config, found, output / split)
-        names = (*RULE_COUNTS, "repeated_ids")
         counts: dict[str, Any] = {
-            name: sum(getattr(result, name) for result in results) for name in names
+            name: sum(getattr(result, name) for result in results) for name in RULE_COUNTS
         }
-        firsts = (result.first_repeated_id for result in results)
-        counts["first_repeated_id"] = next(filter(None, firsts), "")
         round_trip = joined_round_trips(result.round_trip for result in results)
-        mixing = sum((each or Mixing() for each in mixings), Mixing())
-        journal.finish({**counts, "round_trip": asdict(round_trip), MIXING: mixing.tree()})
+        journal.finish({**counts, "round_trip": asdict(round_trip)})
     _remove_parts(config)
     return result_of(config.output)
 

@@ -16,7 +16,7 @@ their keys, so the documents of any range of keys are one slice of each run. Run
 a build, in the directories of its parts.
 
 Layout (little endian): 8 bytes with the size of the head; the head, JSON with the counts and the
-names of the domains; a column each of FIELDS, 8 bytes per document; the tokens; the ids in UTF-8.
+type of the tokens; a column each of FIELDS, 8 bytes per document; the tokens; the ids in UTF-8.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.builder.journal import MIXING, BuildJournal, claimed_output, is_finished
+from data_pipeline.builder.journal import BuildJournal, claimed_output, is_finished
 from data_pipeline.builder.split_writer import CorpusShards, EncodedDocument, SplitWriter
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpora.manifest import (
@@ -41,13 +41,12 @@ from data_pipeline.corpora.manifest import (
     ShardInfo,
     read_manifest,
 )
-from data_pipeline.corpora.mixing import mixing_of
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import DataError
 from foundation.files import atomic_write, named_errors, parse_json
 from foundation.progress import Progress, Report
 
-FIELDS = ("keys", "token_ends", "id_ends", "text_bytes", "characters", "domains")
+FIELDS = ("keys", "token_ends", "id_ends", "text_bytes", "characters")
 DOCUMENT_BYTES = 512  # host memory of a document beside its tokens: its id, objects of Python
 NUM_KEYS = 1 << 64
 
@@ -62,7 +61,7 @@ class SortedRuns:
     """The files of a split in a build that shuffles, see ShardFiles in split_writer.py."""
 
     def __init__(self, config: CorpusConfig, keeps_order: bool = False) -> None:
-        self.limit, self.has_lengths = config.shuffle_bytes, False
+        self.limit = config.shuffle_bytes
         self._seed = config.shuffle_seed
         self._keeps_order = keeps_order
 
@@ -86,20 +85,17 @@ class SortedRuns:
 
 def _write_run(path: Path, keys: np.ndarray, documents: Sequence[EncodedDocument]) -> None:
     ids = [each.id.encode() for each in documents]
-    number_of = {name: n for n, name in enumerate(dict.fromkeys(each.domain for each in documents))}
     columns = {
         "keys": keys,
         "token_ends": list(accumulate(len(each.tokens) for each in documents)),
         "id_ends": list(accumulate(map(len, ids))),
         "text_bytes": [each.text_bytes for each in documents],
         "characters": [each.characters for each in documents],
-        "domains": [number_of[each.domain] for each in documents],
     }
     head = {
         "documents": len(documents),
         "tokens": columns["token_ends"][-1],
         "dtype": documents[0].tokens.dtype.str,
-        "domains": list(number_of),
     }
     content = json.dumps(head).encode()
     content += b" " * (-len(content) % 8)  # numpy reads aligned columns faster
@@ -156,7 +152,7 @@ class Run:
         rows = np.array(columns[:, low:high])
         rows[1] -= np.uint64(token_bounds[0])
         rows[2] -= np.uint64(id_bounds[0])
-        return rows[0], Documents(rows, tokens, ids, self._head["domains"])
+        return rows[0], Documents(rows, tokens, ids)
 
     def count(self, first: int, end: int) -> int:
         """Return how many documents have keys from `first` to before `end`."""
@@ -167,20 +163,17 @@ class Run:
 class Documents:
     """Documents of a run, made when they are asked for."""
 
-    def __init__(
-        self, columns: np.ndarray, tokens: np.ndarray, ids: bytes, domains: list[str]
-    ) -> None:
-        self._columns, self._tokens, self._ids, self._domains = columns, tokens, ids, domains
+    def __init__(self, columns: np.ndarray, tokens: np.ndarray, ids: bytes) -> None:
+        self._columns, self._tokens, self._ids = columns, tokens, ids
 
     def __getitem__(self, index: int) -> EncodedDocument:
-        _, token_end, id_end, text_bytes, characters, domain = self._columns[:, index].tolist()
+        _, token_end, id_end, text_bytes, characters = self._columns[:, index].tolist()
         token_start, id_start = self._columns[1:3, index - 1].tolist() if index else (0, 0)
         return EncodedDocument(
             self._ids[id_start:id_end].decode(),
             self._tokens[token_start:token_end],
             text_bytes,
             characters,
-            self._domains[domain],
         )
 
 
@@ -227,7 +220,7 @@ def shuffle_part(
             progress.finish_file(1)
         progress.show()
         writer.finish()
-        journal.finish({MIXING: mixing_of(shard.domains for shard in writer.shards).tree()})
+        journal.finish({})
 
 
 def directories_of(parts: Sequence[Path], split: str) -> list[Path]:

@@ -21,7 +21,6 @@ from data_pipeline.builder.formats import (
 )
 from data_pipeline.config import CorpusConfig, SourceKind
 from data_pipeline.corpora.manifest import MANIFEST_NAME
-from data_pipeline.corpora.mixing import domains_of
 from foundation.errors import ConfigError, DataError
 from foundation.files import read_json
 from foundation.progress import Note, Report
@@ -45,7 +44,6 @@ class SourceFile:
     file_size: int
     modified: int  # nanoseconds
     start: int = 0  # of the `size` bytes, of a stream
-    domain: str = ""  # see corpora/mixing.py
     hashes: tuple[tuple[str, str], ...] = ()  # name of the algorithm and hash, of an MDS shard
 
 
@@ -70,8 +68,7 @@ def list_sources(
         raise ConfigError(
             f"two inputs contain the same name {name!r}; rename one of the folders or files"
         )
-    domains = domains_of([source.name for source in sources])
-    return [replace(source, domain=domain) for source, domain in zip(sources, domains, strict=True)]
+    return sources
 
 
 def check_apart(inputs: Sequence[list[SourceFile]], harm: str) -> None:

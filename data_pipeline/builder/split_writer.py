@@ -6,7 +6,6 @@ Which split a document belongs to, and that no split of a build is empty.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +22,6 @@ from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import CorpusConfig, ShardFormat
 from data_pipeline.corpora.lengths import write_lengths
 from data_pipeline.corpora.manifest import SPLITS, Manifest, ShardInfo
-from data_pipeline.corpora.mixing import DomainOfShard
 from data_pipeline.shards.shards import FORMATS, shard_name, write_index, write_shard
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import DataError
@@ -121,7 +119,6 @@ class EncodedDocument:
     tokens: np.ndarray  # with the one that ends it
     text_bytes: int  # UTF-8
     characters: int
-    domain: str
     location: str = ""  # in the input: file, or file:record
 
 
@@ -131,7 +128,7 @@ class DocumentEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def __call__(self, document: Document, ids: np.ndarray, domain: str) -> EncodedDocument:
+    def __call__(self, document: Document, ids: np.ndarray) -> EncodedDocument:
         tokens = np.append(ids, np.array(self._tokenizer.end_id, ids.dtype))
         if document.tokens is None:
             text = document.text + self._tokenizer.end_text
@@ -139,7 +136,7 @@ class DocumentEncoder:
         else:
             bytes_V, characters_V = self._text_sizes
             text_bytes, characters = int(bytes_V[tokens].sum()), int(characters_V[tokens].sum())
-        return EncodedDocument(document.id, tokens, text_bytes, characters, domain, document.source)
+        return EncodedDocument(document.id, tokens, text_bytes, characters, document.source)
 
     @cached_property
     def _text_sizes(self) -> tuple[np.ndarray, np.ndarray]:
@@ -150,7 +147,6 @@ class ShardFiles(Protocol):
     """The kind of files that a split is written to."""
 
     limit: int  # bytes of a shard of more than one document
-    has_lengths: bool  # whether each has a file of its documents' lengths beside it
 
     def name(self, number: int) -> str:
         """Return the name of shard `number`."""
@@ -171,7 +167,7 @@ class CorpusShards:
     """Shards of a corpus, in the order of their documents."""
 
     def __init__(self, config: CorpusConfig) -> None:
-        self.limit, self.has_lengths = config.shard_bytes, True
+        self.limit = config.shard_bytes
         self._format: ShardFormat = config.shard_format
 
     def name(self, number: int) -> str:
@@ -233,9 +229,6 @@ class SplitWriter:
         path = self._directory / self._files.name(len(self.shards))
         entry = self._files.write(path, self._pending, self._journal.directory / "scratch")
         lengths = [len(each.tokens) for each in self._pending]
-        domains: defaultdict[str, DomainOfShard] = defaultdict(DomainOfShard)
-        for each, length in zip(self._pending, lengths, strict=True):
-            domains[each.domain].add(length)
         sha256 = sha256_of(path)
         info = ShardInfo(
             path=path.name,
@@ -246,9 +239,9 @@ class SplitWriter:
             sha256=sha256,
             text_bytes=sum(each.text_bytes for each in self._pending),
             characters=sum(each.characters for each in self._pending),
-            lengths=write_lengths(path, sha256, lengths) if self._files.has_lengths else "",
+            lengths=write_lengths(path, sha256, lengths),
         )
-        shard = FinishedShard(self.split, info, entry, dict(domains))
+        shard = FinishedShard(self.split, info, entry)
         self._journal.record(shard)
         self.shards.append(shard)
         self._start_shard()

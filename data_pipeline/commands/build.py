@@ -18,9 +18,8 @@ from data_pipeline.builder.parts import (
 from data_pipeline.builder.records import REJECTS_NAME
 from data_pipeline.config import BuiltTokenizer, CorpusConfig
 from data_pipeline.corpora.corpus import corpus_hash
-from data_pipeline.corpora.mixing import Mixing
 from foundation.cli import check_least, kind_of
-from foundation.errors import ConfigError, shown_id
+from foundation.errors import ConfigError
 from foundation.progress import StatusLine
 from foundation.settings import MOST_THREADS, parse_config, settings_of
 from foundation.yaml_files import merge, names_of, parse_override, read_tree, refuse_other_kind
@@ -53,7 +52,6 @@ PARSED_FLAGS = (
 _NAMED = {"input": "--input PATH", "output": "--output DIR"}  # what has no default
 _SWITCHES = ("true", "false", "yes", "no", "on", "off")
 TOKENS_PER_PIECE = 100  # of the training split, on average; with fewer a build says so
-WELL_MIXED = 2.0  # factor by which the share of a domain may vary before a build says so
 TOKENIZER_KINDS = get_args(BuiltTokenizer)
 
 
@@ -156,19 +154,11 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
             f"{result.cr_documents:,} have \\r alone, which became tokens; "
             "normalize_newlines=true builds them with \\n"
         )
-    if result.repeated_ids:
-        print(
-            f"{result.repeated_ids:,} documents have the id of an earlier one, the first is "
-            f"{shown_id(result.first_repeated_id)}; audits and suspects name documents by id: "
-            "give each its own"
-        )
     train = result.manifests.get("train")
     if train and needs_training(config.tokenizer):
         print(vocabulary_advice(train.tokens, train.vocab_size), end="")
     if result.round_trip.altered:
         print(result.round_trip)
-    if result.mixing and not config.shuffles:
-        print(mixing_advice(result.mixing), end="")
     if result.rejects:
         path = config.output / REJECTS_NAME
         print(f"{result.rejects:,} unusable records were skipped; see {path}")
@@ -184,17 +174,6 @@ def vocabulary_advice(tokens: int, vocab_size: int) -> str:
         f"for each of its {vocab_size:,} pieces on average; with fewer than {TOKENS_PER_PIECE} "
         "many pieces are seen too rarely to be learned: a smaller tokenizer.vocab_size may be "
         "better\n"
-    )
-
-
-def mixing_advice(mixing: Mixing) -> str:
-    """Return a line about documents that lie together by the domains of the input, or ""."""
-    name, factor = mixing.most_varying
-    if factor < WELL_MIXED:
-        return ""
-    return (
-        f"the folders and files of the input are not mixed: the share of {shown_id(name)} in the "
-        f"lanes varies {factor:.1f}x as much as after a full shuffle, which shuffle_seed=1 gives\n"
     )
 
 

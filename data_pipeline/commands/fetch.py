@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from data_pipeline.corpora.copy_corpus import fetch_corpus, fetch_objects, upload_corpus
+from data_pipeline.corpora.copy_corpus import fetch_corpus, upload_corpus
 from data_pipeline.corpora.manifest import SPLITS
 from data_pipeline.corpora.stores import store_at
-from foundation.errors import DataError
 from foundation.progress import StatusLine
 
 
@@ -19,11 +18,6 @@ def add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
         "directory", type=Path, help="output directory; rerun the command to resume after a crash"
     )
     parser.add_argument("--splits", nargs="+", default=["train"], choices=SPLITS)
-    parser.add_argument(
-        "--raw",
-        action="store_true",
-        help="copy all objects under the URL: text to build a corpus from, not a corpus",
-    )
 
 
 def add_upload_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,20 +31,8 @@ def add_upload_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_fetch(arguments: argparse.Namespace) -> int:
-    """Download a corpus, or with --raw every object under the URL."""
+    """Download a corpus."""
     url, directory = arguments.url, arguments.directory
-    if arguments.raw:
-        with StatusLine() as status:
-            count, problems = fetch_objects(url, directory, status.show)
-        if problems:
-            for problem in problems:
-                print(problem)
-            raise DataError(
-                f"{len(problems)} of {count:,} objects under {url} were not copied, all others "
-                "were; see above"
-            )
-        print(f"{directory} holds the {count:,} objects under {url}; every object was checked")
-        return 0
     store_at(url)  # DataError for a location of another kind
     with StatusLine() as status:
         fetch_corpus(url, directory, arguments.splits, status.show)

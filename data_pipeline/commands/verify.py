@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from data_pipeline.builder.journal import read_mixing
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.copy_corpus import problems_at
 from data_pipeline.corpora.corpus import (
@@ -18,13 +17,11 @@ from data_pipeline.corpora.corpus import (
     tokenizer_of,
 )
 from data_pipeline.corpora.manifest import (
-    REMOTE_NAME,
     TOKENIZER_DIRECTORY,
     Manifest,
     read_manifest,
     splits_of,
 )
-from data_pipeline.corpora.mixing import mixing_by_ids
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.lanes.lane_plan import check_lanes
 from data_pipeline.lanes.mixture import plan_of
@@ -151,30 +148,9 @@ def describe_split(path: Path, num_lanes: int, seed: int) -> Iterator[str]:
     yield f"  manifest hash    {manifest.hash[:16]}"
     if num_lanes:
         yield f"  lanes            {_lane_spread(corpus, num_lanes, seed)}"
-        yield f"  mixing           {_mixing_of(corpus)}"
     reader = corpus.shard(0)
     sample = tokenizer.decode(reader.tokens(0)[:SAMPLE_TOKENS])
     yield f"  sample           {shown_id(reader.document_id(0))}: {sample!r}"
-
-
-def _mixing_of(corpus: Corpus) -> str:
-    """Describe how the documents of shards, and of domains, follow each other in a lane."""
-    manifest = corpus.manifest
-    same_shard = 1 - len(manifest.shards) / manifest.documents
-    text = f"the next document of a lane is of the same shard {same_shard:.1%} of the time"
-    mixing = read_mixing(corpus.directory.parent)
-    is_remote = (corpus.directory.parent / REMOTE_NAME).exists()
-    # The record may be of another corpus, or damaged.
-    if (mixing is None or mixing.tokens != manifest.tokens) and not is_remote:
-        mixing = mixing_by_ids(corpus)
-    if mixing is None or len(mixing.domains) < 2:
-        return text
-    name, factor = mixing.most_varying
-    return (
-        f"{text}, of the same of {len(mixing.domains)} domains {mixing.same_domain:.1%} "
-        f"({mixing.same_domain_shuffled:.1%} after a full shuffle); the share of a domain in the "
-        f"lanes varies up to {factor:.1f}x as much as after one ({shown_id(name)})"
-    )
 
 
 def _usual_lanes(split: Path) -> int:

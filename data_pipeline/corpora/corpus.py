@@ -63,7 +63,7 @@ def split_hash(corpus: Path, split: str) -> str:
 def corpus_hash(corpus: Path) -> str:
     """Return the hash of all splits of the corpus in a directory; "" if it has none."""
     manifests = {split: _manifest_of(corpus, split) for split in SPLITS}
-    hashes = {split: found.file_hash if found else "" for split, found in manifests.items()}
+    hashes = {split: found.hash if found else "" for split, found in manifests.items()}
     canonical = json.dumps(hashes, sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest() if any(hashes.values()) else ""
 
@@ -152,15 +152,12 @@ class ShardSource(Protocol):
         """Open the shard, checked against `info`; DataError if it cannot be read."""
         ...
 
-    def lengths(self, info: ShardInfo) -> np.ndarray | None:
-        """Return the tokens of each document, int64 [D]; None if only the shard has them.
-
-        DataError if they are listed and cannot be read.
-        """
+    def lengths(self, info: ShardInfo) -> np.ndarray:
+        """Return the tokens of each document, int64 [D]; DataError if they cannot be read."""
         ...
 
     def prefetch_lengths(self, shards: Sequence[ShardInfo]) -> None:
-        """Start to fetch what `lengths` returns for these shards, or else the shards."""
+        """Start to fetch what `lengths` returns for these shards."""
         ...
 
     def prefetch(self, shards: Sequence[ShardInfo]) -> None:
@@ -192,8 +189,8 @@ class LocalShards:
             self._verified[info.path] = state
             return ShardReader(path, dtype, file)
 
-    def lengths(self, info: ShardInfo) -> np.ndarray | None:
-        """Return those of the file beside the shard, if the manifest lists one."""
+    def lengths(self, info: ShardInfo) -> np.ndarray:
+        """Return those of the file beside the shard."""
         return lengths_beside(self._directory, info)
 
     def prefetch_lengths(self, shards: Sequence[ShardInfo]) -> None:
@@ -289,13 +286,9 @@ class Corpus:
             return reader
 
     def document_lengths(self, index: int) -> np.ndarray:
-        """Return the tokens of each document of shard `index`, in the order of storage.
-
-        The shard is read only if it is the only one to have them.
-        """
+        """Return the tokens of each document of shard `index`, in the order of storage."""
         reader = self._open.get(index)
-        lengths = None if reader else self._source.lengths(self.manifest.shards[index])
-        return self.shard(index).lengths if lengths is None else lengths
+        return reader.lengths if reader else self._source.lengths(self.manifest.shards[index])
 
     def prefetch_lengths(self, indices: Iterable[int]) -> None:
         """Start to fetch the lengths of the documents of remote shards."""

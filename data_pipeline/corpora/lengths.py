@@ -8,8 +8,7 @@ per lane, and their shards only to read them. The file is about a thousandth of 
     32 bytes     SHA-256 of what follows
     4 bytes each tokens of the documents in the order of storage, little endian
 
-The build writes it, and the manifest has its SHA-256. A corpus without such files is read by the
-headers of its shards; of a remote one the cache keeps the lengths of each shard that was read.
+The build writes it, and the manifest has its SHA-256.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from foundation.files import LARGEST_READ_BYTES, atomic_write, path_below, read_
 MAGIC = b"XLLENS01"
 HASH_BYTES = 32
 HEADER_BYTES = len(MAGIC) + 2 * HASH_BYTES
-LARGEST_LENGTH = (1 << 32) - 1
 LENGTH_TYPE = np.dtype("<u4")
 
 
@@ -36,18 +34,13 @@ class InvalidLengths(Exception):
 
 
 def lengths_content(shard_sha256: str, lengths_D: Sequence[int] | np.ndarray) -> bytes:
-    """Return the file of the lengths of a shard's documents, at most LARGEST_LENGTH each."""
+    """Return the file of the lengths of a shard's documents."""
     values = np.asarray(lengths_D).astype(LENGTH_TYPE).tobytes()
     return MAGIC + bytes.fromhex(shard_sha256) + hashlib.sha256(values).digest() + values
 
 
 def write_lengths(shard: Path, sha256: str, lengths_D: Sequence[int]) -> str:
-    """Write the file of a shard's lengths beside it; return its SHA-256, "" if it cannot have one.
-
-    Only a document of more than 4 billion tokens has none.
-    """
-    if max(lengths_D) > LARGEST_LENGTH:
-        return ""
+    """Write the file of a shard's lengths beside it; return its SHA-256."""
     content = lengths_content(sha256, lengths_D)
     with atomic_write(shard.with_name(lengths_name(shard.name))) as file:
         file.write(content)
@@ -61,15 +54,14 @@ def lengths_bytes(info: ShardInfo) -> int:
 
 def files_of(info: ShardInfo) -> dict[str, int]:
     """Return name -> size of the files that the manifest lists for a shard."""
-    lengths = {lengths_name(info.path): lengths_bytes(info)} if info.lengths else {}
-    return {info.path: info.size, **lengths}
+    return {info.path: info.size, lengths_name(info.path): lengths_bytes(info)}
 
 
 def lengths_in(content: bytes, info: ShardInfo) -> np.ndarray:
     """Return the tokens of each document, int64 [D]; InvalidLengths unless they are the shard's."""
     if len(content) != lengths_bytes(info):
         raise InvalidLengths(f"it has {len(content)} bytes, expected {lengths_bytes(info)}")
-    if info.lengths and (found := hashlib.sha256(content).hexdigest()) != info.lengths:
+    if (found := hashlib.sha256(content).hexdigest()) != info.lengths:
         raise InvalidLengths(
             f"its SHA-256 is {found[:16]}, the manifest expects {info.lengths[:16]}"
         )
@@ -97,13 +89,8 @@ def read_lengths(path: Path, info: ShardInfo) -> np.ndarray:
     return lengths_in(content, info)
 
 
-def lengths_beside(directory: Path, info: ShardInfo) -> np.ndarray | None:
-    """Return the lengths of a shard in `directory`; None if the manifest lists no file of them.
-
-    DataError if it lists one that is missing or is not the shard's.
-    """
-    if not info.lengths:
-        return None
+def lengths_beside(directory: Path, info: ShardInfo) -> np.ndarray:
+    """Return the lengths of a shard in `directory`; DataError if missing or not the shard's."""
     path = path_below(directory, lengths_name(info.path))
     try:
         return read_lengths(path, info)
@@ -123,10 +110,9 @@ def lengths_problem(path: Path, info: ShardInfo) -> str | None:
 
 def check_lengths_of(info: ShardInfo, lengths_D: np.ndarray, shard: str) -> None:
     """Raise DataError unless the documents of an opened shard have the lengths that are listed."""
-    if info.lengths:
-        content = lengths_content(info.sha256, lengths_D)
-        if (found := hashlib.sha256(content).hexdigest()) != info.lengths:
-            raise DataError(
-                f"the lengths of the documents of shard {shard} hash to {found[:16]}, the manifest "
-                f"expects {info.lengths[:16]}; build the corpus again"
-            )
+    content = lengths_content(info.sha256, lengths_D)
+    if (found := hashlib.sha256(content).hexdigest()) != info.lengths:
+        raise DataError(
+            f"the lengths of the documents of shard {shard} hash to {found[:16]}, the manifest "
+            f"expects {info.lengths[:16]}; build the corpus again"
+        )

@@ -20,7 +20,7 @@ from foundation.files import open_regular, read_json, settled_state, sha256_of_f
 from foundation.records import Fields, InvalidField, shown
 
 MANIFEST_NAME = "manifest.json"
-FORMAT, FORMAT_WITH_LENGTHS = 1, 2  # of a manifest that lists no files of lengths, and some
+FORMAT = 2  # of a manifest
 TOKENIZER_DIRECTORY = "tokenizer"
 FileState = tuple[int, int, int]
 SPLITS = ("train", "validation")
@@ -36,7 +36,7 @@ REMOTE_NAME = "remote.json"  # marks a cached corpus whose shards are fetched wh
 class ShardInfo:
     """One shard. `size` is that of the file; `text_bytes` and `characters` those of its text.
 
-    `lengths` is the SHA-256 of the file of its documents' lengths (lengths.py), "" without one.
+    `lengths` is the SHA-256 of the file of its documents' lengths (lengths.py).
     """
 
     path: str  # relative to the manifest
@@ -47,21 +47,19 @@ class ShardInfo:
     sha256: str
     text_bytes: int  # UTF-8
     characters: int
-    lengths: str = ""
+    lengths: str
 
-    def tree(self, with_lengths: bool = True) -> dict[str, Any]:
+    def tree(self) -> dict[str, Any]:
         """Return the entry in a manifest."""
-        found = {name: getattr(self, name) for name in _SHARD_FIELDS}  # asdict is slow
-        return {**found, LENGTHS: self.lengths} if self.lengths and with_lengths else found
+        return {name: getattr(self, name) for name in _SHARD_FIELDS}  # asdict is slow
 
 
-LENGTHS = "lengths"
-_SHARD_FIELDS = tuple(field.name for field in fields(ShardInfo) if field.name != LENGTHS)
+_SHARD_FIELDS = tuple(field.name for field in fields(ShardInfo))
 
 
 def lengths_name(shard: str) -> str:
     """Return the name of the file of the lengths of a shard's documents."""
-    return f"{shard}.{LENGTHS}"
+    return f"{shard}.lengths"
 
 
 @dataclass(frozen=True)
@@ -98,40 +96,23 @@ class Manifest:
     def file_names(self) -> Iterator[str]:
         """The names of all files that it lists: shards, and those of lengths."""
         for shard in self.shards:
-            yield shard.path
-            if shard.lengths:
-                yield lengths_name(shard.path)
+            yield from (shard.path, lengths_name(shard.path))
 
     @cached_property
     def hash(self) -> str:
-        """The corpus' identity: changes whenever the tokens or their order could have changed.
+        """The corpus' identity: changes whenever the tokens or their order could have changed."""
+        canonical = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
 
-        The files of lengths follow from the tokens: with and without them it is the same.
-        """
-        return _hash_of(self._content(with_lengths=False))
-
-    @cached_property
-    def file_hash(self) -> str:
-        """Changes with everything that the manifest lists, also with the files of lengths."""
-        has_lengths = any(shard.lengths for shard in self.shards)
-        return _hash_of(self._content()) if has_lengths else self.hash
-
-    def _content(self, with_lengths: bool = True) -> dict[str, Any]:
+    def _content(self) -> dict[str, Any]:
         content = {field.name: getattr(self, field.name) for field in fields(self)}
-        shards = [shard.tree(with_lengths) for shard in self.shards]
-        is_new = any(LENGTHS in shard for shard in shards)
-        return {**content, "shards": shards, "format": FORMAT_WITH_LENGTHS if is_new else FORMAT}
+        return {**content, "shards": [shard.tree() for shard in self.shards], "format": FORMAT}
 
     def write(self, directory: Path) -> None:
         """Mark the split in `directory` as complete; everything named must be on disk already."""
         totals = {"documents": self.documents, "tokens": self.tokens}
-        tree = {**self._content(), "hash": self.file_hash, "totals": totals}
+        tree = {**self._content(), "hash": self.hash, "totals": totals}
         write_json(directory / MANIFEST_NAME, tree)
-
-
-def _hash_of(content: dict[str, Any]) -> str:
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -156,7 +137,7 @@ def _parsed(path: Path, state: tuple[int, ...] | None) -> Manifest:
     """Return the manifest in a file; `state` is what changes with its contents."""
     tree = _tree_of(path)
     manifest = _parse(tree, path)
-    if (found := manifest.file_hash) != tree.get("hash"):
+    if (found := manifest.hash) != tree.get("hash"):
         raise DataError(
             f"{path} was changed after it was written: its contents hash to {found[:16]}, "
             f"it records {shown(tree.get('hash'))}; restore it or build the corpus again"
@@ -181,10 +162,10 @@ def _tree_of(path: Path) -> Any:
 
 def _parse(tree: Any, path: Path) -> Manifest:
     found = tree.get("format") if isinstance(tree, dict) else None
-    if type(found) is not int or found not in (FORMAT, FORMAT_WITH_LENGTHS):
+    if type(found) is not int or found != FORMAT:
         raise DataError(
-            f"{path} has format {shown(found)}, this version reads formats {FORMAT} and "
-            f"{FORMAT_WITH_LENGTHS}; build the corpus again"
+            f"{path} has format {shown(found)}, this version reads format {FORMAT}; "
+            "build the corpus again"
         )
     try:
         return _checked_manifest(Fields(tree))
@@ -206,7 +187,7 @@ def _checked_manifest(tree: Fields) -> Manifest:
 
 def checked_shard(tree: Fields) -> ShardInfo:
     """Return the entry of a shard; InvalidField unless each of its fields is what it says."""
-    tree.only((*_SHARD_FIELDS, LENGTHS))
+    tree.only(_SHARD_FIELDS)
     tokens = tree.integer("tokens", 1)
     return ShardInfo(
         path=tree.file_name("path"),
@@ -217,7 +198,7 @@ def checked_shard(tree: Fields) -> ShardInfo:
         sha256=tree.sha256("sha256"),
         text_bytes=tree.integer("text_bytes"),
         characters=tree.integer("characters"),
-        lengths=tree.sha256(LENGTHS) if tree.has(LENGTHS) else "",
+        lengths=tree.sha256("lengths"),
     )
 
 

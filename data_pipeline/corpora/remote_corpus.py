@@ -1,7 +1,6 @@
 """A corpus named by a URL, read like a local one: lanes fetch shards into the node's cache.
 
 CACHE/corpora/ID/remote.json          the URL, and the size limit of the cache
-CACHE/corpora/ID/copied.json          which versions of the store's manifests the copies are
 CACHE/corpora/ID/tokenizer/           a copy of the store's
 CACHE/corpora/ID/SPLIT/manifest.json  a copy of the store's; the shards are in CACHE/shards
 """
@@ -14,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -27,9 +25,7 @@ from data_pipeline.corpora.manifest import (
     REMOTE_NAME,
     SPLITS,
     TOKENIZER_DIRECTORY,
-    Manifest,
     ShardInfo,
-    read_manifest,
 )
 from data_pipeline.corpora.shard_cache import ShardCache
 from data_pipeline.corpora.stores import RetryPolicy, Store, store_at
@@ -37,9 +33,8 @@ from data_pipeline.shards.shards import ShardReader
 from foundation.errors import DataError
 from foundation.files import private_directory, read_json, url_of, write_json
 from foundation.locks import exclusive_lock
-from foundation.records import from_json
 
-CORPORA, COPIED_NAME = "corpora", "copied.json"
+CORPORA = "corpora"
 OPEN_SECONDS = 600.0
 PREFETCH_THREADS = 4
 
@@ -49,8 +44,7 @@ def local_corpus_directory(
 ) -> Path:
     """Return the directory to read the corpus from: `path`, or this node's copy of a URL.
 
-    Manifests and tokenizer are then in the directory, as the store has them now. A manifest is
-    fetched only if the store has another version of it.
+    Manifests and tokenizer are then in the directory, as the store has them now.
     """
     if (url := url_of(path)) is None:
         return path
@@ -59,43 +53,20 @@ def local_corpus_directory(
     root = private_directory(config.path.absolute())
     private_directory(root / CORPORA)
     directory = private_directory(_home_of(root, store.url))
-    asked = time.time_ns()
+    asked, mark = time.time_ns(), directory / REMOTE_NAME
     # All ranks of the node call this at the same time; one of them fetches.
     with exclusive_lock(directory / ".lock", OPEN_SECONDS):
-        write_json(directory / REMOTE_NAME, {"url": store.url, "cache_gib": config.gib})
-        copied = _read_copied(directory)
-        if not asked <= copied.compared_ns <= time.time_ns():
-            write_json(
-                directory / COPIED_NAME, asdict(_compare(url, directory, retry_policy, copied))
-            )
+        if not (mark.exists() and asked <= mark.stat().st_mtime_ns <= time.time_ns()):
+            _fetch_descriptions(url, directory, retry_policy)
+            write_json(mark, {"url": store.url, "cache_gib": config.gib})
     return directory
 
 
-@dataclass(frozen=True)
-class _Copied:
-    """What a copy was made of: the versions of the store's manifests, and when they were asked."""
-
-    compared_ns: int = 0
-    versions: dict[str, str] = field(default_factory=dict)  # of each split; "" if not known
-
-
-def _read_copied(directory: Path) -> _Copied:
-    try:
-        return from_json(_Copied, read_json(directory / COPIED_NAME))
-    except (OSError, ValueError, TypeError):
-        return _Copied()
-
-
-def _compare(url: str, directory: Path, policy: RetryPolicy, before: _Copied) -> _Copied:
-    """Fetch what is not as the store has it now, manifests and the tokenizer."""
-    compared_ns, versions = time.time_ns(), {}
+def _fetch_descriptions(url: str, directory: Path, policy: RetryPolicy) -> None:
+    """Fetch the manifests of all splits, and the tokenizer unless it is there."""
     for split in SPLITS:
-        store = store_at(f"{url}/{split}", policy)
-        # Before the file: if it changes in between, the next call fetches it.
-        versions[split] = store.version(MANIFEST_NAME)
         try:
-            manifest = _unchanged(directory / split, versions[split], before.versions.get(split))
-            manifest = manifest or fetch_manifest(store, directory / split)
+            manifest = fetch_manifest(store_at(f"{url}/{split}", policy), directory / split)
         except NotFetchedError as error:
             if not error.is_absent or split == SPLITS[0]:
                 raise
@@ -105,15 +76,6 @@ def _compare(url: str, directory: Path, policy: RetryPolicy, before: _Copied) ->
         if split == SPLITS[0]:
             tokenizers = store_at(f"{url}/{TOKENIZER_DIRECTORY}", policy)
             fetch_tokenizer(tokenizers, directory / TOKENIZER_DIRECTORY, manifest.tokenizer)
-    return _Copied(compared_ns, versions)
-
-
-def _unchanged(split: Path, version: str, before: str | None) -> Manifest | None:
-    """Return the copied manifest if it is valid and of the version that the store has."""
-    if version and version == before:
-        with contextlib.suppress(DataError):
-            return read_manifest(split)
-    return None
 
 
 def _home_of(cache: Path, url: str) -> Path:
@@ -157,19 +119,15 @@ class CachedShards:
     def open(self, info: ShardInfo, dtype: str) -> ShardReader:
         """Open a shard; waits for the store unless the cache has it."""
         file = self.cache.open(self._store, info)
-        reader = ShardReader(Path(f"{self.location}/{info.path}"), dtype, file)
-        self.cache.lengths.keep(info, reader.lengths)
-        return reader
+        return ShardReader(Path(f"{self.location}/{info.path}"), dtype, file)
 
-    def lengths(self, info: ShardInfo) -> np.ndarray | None:
-        """Return the lengths of a shard's documents, if the store or the cache has them."""
+    def lengths(self, info: ShardInfo) -> np.ndarray:
+        """Return the lengths of a shard's documents; waits for the store."""
         return self.cache.lengths.get(self._store, info)
 
     def prefetch_lengths(self, shards: Sequence[ShardInfo]) -> None:
-        """Start to fetch lengths, or the shards that alone have them."""
-        self._length_prefetcher.request([info for info in shards if info.lengths])
-        unlisted = [info for info in shards if not info.lengths]
-        self.prefetch([info for info in unlisted if self.cache.lengths.find(info) is None])
+        """Start to fetch lengths."""
+        self._length_prefetcher.request(shards)
 
     def prefetch(self, shards: Sequence[ShardInfo]) -> None:
         """Start to fetch the shards that the cache does not have."""

@@ -13,23 +13,11 @@ dies, so a reservation whose lock is free was left by a killed process. An open 
 evicted: the lock on the file itself, taken before the file gets its name, protects it. Without
 flock its marks do, which processes make and look for while they hold room.lock.
 
-The size limit of a directory of files that may be removed, shared by all processes of a node.
-
-CACHE/FILES/NAME      a file; the time of its last access tells the last use
-CACHE/FILES.space     bytes that count as used, and how much of FILES.oldest is done with
-CACHE/FILES.oldest    the files that were used least recently when all were last listed
-
-Making space reads two short files and looks at as many files as it removes. All are listed when
-the used bytes are unknown, when FILES.oldest is done with, and when they do not suffice: once per
-LISTED_SHARE of all files. What is killed, removed by hand or given up halfway leaves the used
-bytes too high, never too low, and the next listing corrects them.
-
 The lengths of the documents of remote shards, on this node's disk.
 
 CACHE/lengths/SHA256        of the shard with that hash, as SHARD.lengths (lengths.py)
 
-They come from the store if the manifest lists them, else from the shards that were read. Every
-reading checks them.
+Every reading checks them.
 """
 
 from __future__ import annotations
@@ -39,9 +27,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -50,16 +36,14 @@ import numpy as np
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.fetch import fetch_lengths, fetch_shard
 from data_pipeline.corpora.lengths import (
-    LARGEST_LENGTH,
     InvalidLengths,
     lengths_bytes,
-    lengths_content,
     read_lengths,
 )
 from data_pipeline.corpora.manifest import FileState, ShardInfo, file_state, mismatch_of
 from data_pipeline.corpora.stores import Store
 from foundation.errors import DataError
-from foundation.files import atomic_write, fsync_directory, path_below, private_directory
+from foundation.files import fsync_directory, path_below, private_directory
 from foundation.locks import (
     NoFileLocksError,
     exclusive_lock,
@@ -70,26 +54,14 @@ from foundation.locks import (
     try_lock,
 )
 
-LISTED_SHARE = 4
-FEWEST_LISTED = 64
-_STATE = re.compile(rb"([0-9]{1,18}) ([0-9]{1,18})\n")
-_ENTRY = re.compile(rb"([0-9]{1,20}) ([0-9]{1,18}) ([0-9a-f]{64})\n")
 _FILE_NAME = re.compile(r"[0-9a-f]{64}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    name: str
-    size: int
-    used_ns: int
-    end: int = 0  # of its line in FILES.oldest
 
 
 class CacheSpace:
     """At most `limit` bytes of files and of what `reserved` counts.
 
-    `evict` removes a file and returns whether it could. Callers of one directory take turns, by a
-    lock.
+    The time of a file's last access is that of its last use. `evict` removes a file and returns
+    whether it could. Callers of one directory take turns, by a lock.
     """
 
     def __init__(
@@ -100,77 +72,23 @@ class CacheSpace:
         reserved: Callable[[], int] = lambda: 0,
     ) -> None:
         self._files, self._limit, self._evict_file, self._reserved = files, limit, evict, reserved
-        self._state = files.with_name(f"{files.name}.space")
-        self._oldest = files.with_name(f"{files.name}.oldest")
 
     def make(self, size: int) -> bool:
-        """Remove what was used least recently until `size` bytes fit.
-
-        Whether they do; then they count as used.
-        """
-        used, done = self._read_state()
-        if used is not None and used + size > self._limit:
-            used, done = self._evict(self._listed(done), used, size, done)
-        if used is None or used + size > self._limit:
-            used, done = self._list_and_evict(size)
-        fits = used + size <= self._limit
-        with atomic_write(self._state, sync=False) as file:
-            file.write(b"%d %d\n" % (used + size if fits else used, done))
-        return fits
-
-    def _list_and_evict(self, size: int) -> tuple[int, int]:
-        found = sorted(self._entries(), key=lambda entry: entry.used_ns)
-        used = sum(entry.size for entry in found) + self._reserved()
-        candidates = iter(found)
-        used, _ = self._evict(candidates, used, size, 0)
-        count = max(FEWEST_LISTED, len(found) // LISTED_SHARE)
-        with atomic_write(self._oldest, sync=False) as file:
-            for entry in islice(candidates, count):
-                file.write(b"%d %d %s\n" % (entry.used_ns, entry.size, entry.name.encode()))
-        return used, 0
-
-    def _evict(
-        self, candidates: Iterator[_Entry], used: int, size: int, done: int
-    ) -> tuple[int, int]:
-        """Remove candidates until `size` bytes fit; return the used bytes and the last one's end.
-
-        One that was used since it was listed stays, and so does one that is in use.
-        """
-        while used + size > self._limit:
-            if (entry := next(candidates, None)) is None:
-                break
-            path, done = self._files / entry.name, entry.end
-            try:
-                if path.stat().st_atime_ns == entry.used_ns and self._evict_file(path):
-                    used -= entry.size
-            except FileNotFoundError:  # removed by hand
-                continue
-        return used, done
-
-    def _read_state(self) -> tuple[int | None, int]:
-        try:
-            match = _STATE.fullmatch(self._state.read_bytes())
-        except FileNotFoundError:
-            match = None
-        return (int(match[1]), int(match[2])) if match else (None, 0)
-
-    def _listed(self, done: int) -> Iterator[_Entry]:
-        """Yield what FILES.oldest lists after its first `done` bytes."""
-        try:
-            with open(self._oldest, "rb") as file:
-                file.seek(done)
-                while match := _ENTRY.fullmatch(file.readline()):
-                    name = match[3].decode()
-                    yield _Entry(name, int(match[2]), int(match[1]), file.tell())
-        except FileNotFoundError:
-            return
-
-    def _entries(self) -> Iterator[_Entry]:
+        """Remove what was used least recently until `size` bytes fit; whether they do."""
         with os.scandir(self._files) as entries:
-            for entry in entries:
-                if _FILE_NAME.fullmatch(entry.name):
-                    status = entry.stat()
-                    yield _Entry(entry.name, status.st_size, status.st_atime_ns)
+            found = [
+                (status.st_atime_ns, status.st_size, entry.name)
+                for entry in entries
+                if _FILE_NAME.fullmatch(entry.name) and (status := entry.stat())
+            ]
+        used = sum(bytes_used for _, bytes_used, _ in found) + self._reserved()
+        for _, bytes_used, name in sorted(found):
+            if used + size <= self._limit:
+                break
+            with contextlib.suppress(FileNotFoundError):  # removed by hand
+                if self._evict_file(self._files / name):
+                    used -= bytes_used
+        return used + size <= self._limit
 
 
 SPACE_SECONDS = 120.0
@@ -196,34 +114,19 @@ class LengthCache:
             os.utime(path)
         return found
 
-    def get(self, store: Store, info: ShardInfo) -> np.ndarray | None:
-        """Return the lengths, fetched if absent; None if only the shard has them."""
-        if (found := self.find(info)) is not None or not info.lengths:
+    def get(self, store: Store, info: ShardInfo) -> np.ndarray:
+        """Return the lengths, fetched if absent."""
+        if (found := self.find(info)) is not None:
             return found
         longest = WAITERS * store.retry_policy.longest(lengths_bytes(info))
         with exclusive_lock(self._locks / f"{info.sha256[:3]}.lengths", longest):
             if (found := self.find(info)) is not None:
                 return found
             path = path_below(self._directory, info.sha256)
-            self._make_space(info)
+            with exclusive_lock(self._space_lock, SPACE_SECONDS):
+                self._space.make(lengths_bytes(info))  # lengths that never fit are kept alone
             fetch_lengths(store, info, path, self._directory)
             return read_lengths(path, info)
-
-    def keep(self, info: ShardInfo, lengths_D: np.ndarray) -> None:
-        """Keep the lengths of a shard that was read, if no file lists them and the disk has
-        space."""
-        path = path_below(self._directory, info.sha256)
-        if info.lengths or path.exists() or int(lengths_D.max()) > LARGEST_LENGTH:
-            return
-        with contextlib.suppress(OSError, DataError):
-            self._make_space(info)
-            with atomic_write(path, sync=False) as file:
-                file.write(lengths_content(info.sha256, lengths_D))
-
-    def _make_space(self, info: ShardInfo) -> None:
-        """Remove other lengths until those of the shard fit; one that never does is kept alone."""
-        with exclusive_lock(self._space_lock, SPACE_SECONDS):
-            self._space.make(lengths_bytes(info))
 
 
 def _remove(path: Path) -> bool:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import zstandard
 
 from data_pipeline import cli as data_pipeline
@@ -17,7 +18,7 @@ from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.builder.build_tokenizer import given_tokenizer, make_tokenizer, train_tokenizer
 from data_pipeline.config import CacheConfig, CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.corpora.lengths import HASH_BYTES, HEADER_BYTES
+from data_pipeline.corpora.lengths import HASH_BYTES, HEADER_BYTES, lengths_content
 from data_pipeline.corpora.manifest import read_manifest
 from data_pipeline.corpora.remote_corpus import CachedShards, local_corpus_directory
 from data_pipeline.corpora.shard_cache import ShardCache
@@ -122,9 +123,10 @@ def _seal_shard(name: str) -> Callable[[Path], None]:
         path, shard = copy / "train" / "manifest.json", copy / name
         tree = json.loads(path.read_bytes())
         entry = next(each for each in tree["shards"] if each["path"] == shard.name)
-        entry |= {"size": shard.stat().st_size, "sha256": sha256_of(shard)}
-        del entry["lengths"]  # the shard's own are read then
-        tree["format"] = 2 if any("lengths" in each for each in tree["shards"]) else 1
+        lengths, sha256 = shard.with_name(f"{shard.name}.lengths"), sha256_of(shard)
+        values = np.frombuffer(lengths.read_bytes()[HEADER_BYTES:], "<u4")
+        lengths.write_bytes(lengths_content(sha256, values))
+        entry |= {"size": shard.stat().st_size, "sha256": sha256, "lengths": sha256_of(lengths)}
         path.write_bytes(json_text(tree))
         _seal_manifest(copy)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -96,13 +95,12 @@ def write_numbered_corpus(
     directory: Path,
     shards: list[list[int]],
     shard_format: ShardFormat = "mds",
-    has_lengths: bool = False,
 ) -> Corpus:
     """A split whose documents have the given lengths and whose tokens are 0, 1, 2, ... in the order
     of storage.
 
     A token's value thus says where it is from. Only the text is missing: shards and manifest are
-    the real ones. Without `has_lengths` it is as corpora were before builds wrote lengths.
+    the real ones.
     """
     directory.mkdir(parents=True, exist_ok=True)
     infos, first = [], 0
@@ -117,10 +115,12 @@ def write_numbered_corpus(
         write_shard(path, documents, directory / "scratch")
         size = path.stat().st_size
         sha256 = sha256_of(path)
-        info = ShardInfo(path.name, len(lengths), sum(lengths), max(lengths), size, sha256, 0, 0)
-        if has_lengths:
-            info = replace(info, lengths=write_lengths(path, sha256, lengths))
-        infos.append(info)
+        listed = write_lengths(path, sha256, lengths)
+        infos.append(
+            ShardInfo(
+                path.name, len(lengths), sum(lengths), max(lengths), size, sha256, 0, 0, listed
+            )
+        )
     Manifest(
         dtype="uint32", tokenizer="0" * 64, end_id=1 << 31, vocab_size=1 << 32, shards=tuple(infos)
     ).write(directory)

@@ -59,7 +59,7 @@ def test_a_process_hashes_a_tokenizer_once_until_it_changes(tmp_path, monkeypatc
 
 def test_a_manifest_with_more_tokens_than_its_tokenizer_is_refused(tmp_path):
     Tokenizer("bytes").save(tmp_path / "tokenizer")
-    shard = ShardInfo("a.mds", 3, 30, 15, 99, "a" * 64, 120, 110)
+    shard = ShardInfo("a.mds", 3, 30, 15, 99, "a" * 64, 120, 110, "b" * 64)
     fingerprint = Tokenizer("bytes").fingerprint
     for split in ("train", "validation"):
         (tmp_path / split).mkdir()

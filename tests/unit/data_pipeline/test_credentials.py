@@ -136,7 +136,7 @@ def test_a_reference_is_a_plain_setting():
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    shard = ShardInfo("a.mds", 3, 30, 15, 99, "a" * 64, 120, 110)
+    shard = ShardInfo("a.mds", 3, 30, 15, 99, "a" * 64, 120, 110, "b" * 64)
     directory = tmp_path_factory.mktemp("served")
     Manifest("uint16", "e" * 64, 1, 300, (shard,)).write(directory)
     return directory

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.builder.build_corpus import RepeatedIds, build_corpus
+from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.builder.records import split_text
 from data_pipeline.cli import main
 from foundation.errors import ConfigError
@@ -89,26 +89,3 @@ def test_carriage_returns_are_counted_and_on_demand_made_newlines(tmp_path, caps
     made = documents_of(tmp_path / "made" / "train")
     assert [made[f"d{number}"] for number in range(3)] == ["one\ntwo\n", "one\ntwo", "a\nb\nc"]
     assert made["d4"] == kept["d4"]
-
-
-@given(names=st.lists(st.sampled_from("abcdefghij"), max_size=40), block=st.integers(1, 9))
-def test_repeated_ids_are_counted_and_the_first_is_named_however_they_lie_in_blocks(names, block):
-    ids = RepeatedIds(block)
-    for name in names:
-        ids.add(name)
-    repeated = [name for number, name in enumerate(names) if name in names[:number]]
-    first = repeated[0] if repeated else ""
-    assert ids.counts == {"repeated_ids": len(repeated), "first_repeated_id": first}
-
-
-def test_a_build_says_once_how_many_documents_have_the_id_of_another_and_the_first(
-    tmp_path, capsys
-):
-    lines = [
-        json.dumps({"id": id, "text": "some text"}) for id in ("a", "b\x1b[2J", "b\x1b[2J", "a")
-    ]
-    (tmp_path / "x.jsonl").write_text("\n".join(lines))
-    build = ["build", f"--input={tmp_path / 'x.jsonl'}", f"--output={tmp_path / 'out'}"]
-    assert main([*build, "--validation-fraction=0", "--tokenizer=bytes"]) == 0
-    said = capsys.readouterr().out
-    assert said.count('2 documents have the id of an earlier one, the first is "b\\u001b[2J"') == 1

@@ -1,11 +1,8 @@
-"""Lengths of documents in files of their own: what is planned with them, and who finds wrong ones.
-
-Corpora without such files are read as before, which test_lanes.py and test_remote_corpus.py test.
-"""
+"""Lengths of documents in their own files: what is planned with them, who finds wrong ones."""
 
 from __future__ import annotations
 
-import json
+import hashlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +14,7 @@ from data_pipeline.commands.verify import verify_split
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.copy_corpus import fetch_corpus, problems_at
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.corpora.lengths import lengths_content, write_lengths
+from data_pipeline.corpora.lengths import lengths_beside, lengths_content, write_lengths
 from data_pipeline.corpora.remote_corpus import CachedShards
 from data_pipeline.corpora.shard_cache import ShardCache
 from data_pipeline.corpora.stores import store_at
@@ -33,18 +30,13 @@ NAME = "shard.00000.mds.lengths"
 
 
 @pytest.fixture(scope="module")
-def corpora(tmp_path_factory) -> tuple[Corpus, Corpus]:
-    """The same documents, as corpora were and as they are."""
-    home = tmp_path_factory.mktemp("numbered")
-    return (
-        write_numbered_corpus(home / "old", DOCUMENTS),
-        write_numbered_corpus(home / "new", DOCUMENTS, has_lengths=True),
-    )
+def numbered(tmp_path_factory) -> Corpus:
+    return write_numbered_corpus(tmp_path_factory.mktemp("numbered"), DOCUMENTS)
 
 
 @pytest.fixture
-def corpus(corpora, tmp_path) -> Corpus:
-    shutil.copytree(corpora[1].directory, tmp_path / "train")
+def corpus(numbered, tmp_path) -> Corpus:
+    shutil.copytree(numbered.directory, tmp_path / "train")
     return Corpus.open(tmp_path / "train")
 
 
@@ -58,7 +50,7 @@ def tokens_of(corpus: Corpus, lanes: int, own: range, batches: int = 20) -> np.n
     return np.concatenate([next(stream).tokens_BL for _ in range(batches)], axis=1)
 
 
-def test_a_build_writes_the_lengths_of_each_shard_and_the_same_identity(tmp_path):
+def test_a_build_writes_the_lengths_of_each_shard(tmp_path):
     directory = make_tiny_corpus(tmp_path / "corpus") / "train"
     corpus = Corpus.open(directory)
     for number, info in enumerate(corpus.manifest.shards):
@@ -66,47 +58,36 @@ def test_a_build_writes_the_lengths_of_each_shard_and_the_same_identity(tmp_path
         assert not corpus._open, "the shard was not opened"
         assert read.tolist() == Corpus.open(directory).shard(number).lengths.tolist()
         assert (directory / f"{info.path}.lengths").stat().st_size == 72 + 4 * info.documents
-    before = tuple(replace(info, lengths="") for info in corpus.manifest.shards)
-    assert corpus.manifest.hash == replace(corpus.manifest, shards=before).hash
 
 
-def test_a_node_fetches_lengths_to_plan_and_only_the_shards_that_its_lanes_read(corpora, tmp_path):
-    old, new = corpora
-    expected = tokens_of(old, 20, range(7, 8))
-    with FileServer(new.directory) as server:
-        assert (tokens_of(remote(new, server.url, tmp_path), 20, range(7, 8)) == expected).all()
+def test_a_node_fetches_lengths_to_plan_and_only_the_shards_that_its_lanes_read(numbered, tmp_path):
+    expected = tokens_of(numbered, 20, range(7, 8))
+    with FileServer(numbered.directory) as server:
+        found = tokens_of(remote(numbered, server.url, tmp_path), 20, range(7, 8))
+        assert (found == expected).all()
         fetched = sorted(name.rpartition(".")[2] for name in server.requests)
         # A share of two shards is in three: it starts in one and ends in another. The last is
         # prefetched when the lane enters the one before it.
         assert fetched.count("lengths") <= 3
         assert fetched.count("mds") <= 3
-    with FileServer(new.directory) as server:
-        stream = EvaluationStream(remote(new, server.url, tmp_path / "2"), 20, LENGTH, range(1))
-        assert len(stream) == len(EvaluationStream(old, 20, LENGTH, range(1)))
+    with FileServer(numbered.directory) as server:
+        stream = EvaluationStream(
+            remote(numbered, server.url, tmp_path / "2"), 20, LENGTH, range(1)
+        )
+        assert len(stream) == len(EvaluationStream(numbered, 20, LENGTH, range(1)))
         fetched = [name.rpartition(".")[2] for name in server.requests]
         assert fetched.count("lengths") >= 20 - 3, "of the borders of all lanes"
         assert fetched.count("mds") <= 2
 
 
-def test_the_cache_keeps_the_lengths_of_a_corpus_that_lists_none(corpora, tmp_path):
-    old, _ = corpora
-    with FileServer(old.directory) as server:
-        first = remote(old, server.url, tmp_path)
-        lengths = first.document_lengths(0)
-        assert server.requests == {"shard.00000.mds": 1}
-        del first
-        (tmp_path / "shards" / old.manifest.shards[0].sha256).unlink()
-        assert (remote(old, server.url, tmp_path).document_lengths(0) == lengths).all()
-        assert server.requests == {"shard.00000.mds": 1}
-
-
-def test_lengths_that_the_cache_has_wrong_are_fetched_again(corpora, tmp_path):
-    _, new = corpora
-    with FileServer(new.directory) as server:
+def test_lengths_that_the_cache_has_wrong_are_fetched_again(numbered, tmp_path):
+    with FileServer(numbered.directory) as server:
         for number in (1, 2):
-            assert remote(new, server.url, tmp_path).document_lengths(0).tolist() == DOCUMENTS[0]
+            assert (
+                remote(numbered, server.url, tmp_path).document_lengths(0).tolist() == DOCUMENTS[0]
+            )
             assert server.requests == {NAME: number}
-            path = tmp_path / "lengths" / new.manifest.shards[0].sha256
+            path = tmp_path / "lengths" / numbered.manifest.shards[0].sha256
             path.write_bytes(path.read_bytes()[:-1] + b"x")
 
 
@@ -155,18 +136,9 @@ def test_lengths_of_another_shard_are_refused_by_their_header(corpus):
     info = corpus.manifest.shards[0]
     content = lengths_content(corpus.manifest.shards[1].sha256, DOCUMENTS[0])
     (corpus.directory / NAME).write_bytes(content)
-    tree = json.loads((corpus.directory / "manifest.json").read_text())
-    unlisted = replace(info, lengths="")
-    with FileServer(corpus.directory) as server:
-        other = remote(corpus, server.url, corpus.directory.parent / "cache")
-        cached = corpus.directory.parent / "cache" / "lengths" / info.sha256
-        cached.write_bytes(content)
-        assert other._source.lengths(unlisted) is None
-        cached.write_bytes(lengths_content(info.sha256, DOCUMENTS[0]))
-        found = other._source.lengths(unlisted)
-        assert found is not None
-        assert found.tolist() == DOCUMENTS[0]
-    assert tree["format"] == 2
+    listed = replace(info, lengths=hashlib.sha256(content).hexdigest())
+    with pytest.raises(DataError, match="its header is not that of its shard"):
+        lengths_beside(corpus.directory, listed)
 
 
 def test_a_copy_has_the_lengths_and_verifying_a_store_reads_them(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.commands.verify import describe_split, verify_split
 from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.lengths import write_lengths
 from data_pipeline.corpora.manifest import read_manifest
 from data_pipeline.shards.shards import ShardReader, write_shard
 from foundation.errors import DataError
@@ -178,7 +179,9 @@ def test_an_id_that_cannot_be_read_is_found_by_verify_and_named(tmp_path):
     manifest = read_manifest(split)
     path = split / manifest.shards[0].path
     path.write_bytes(re.sub(rb"[0-9]+ path=", b"999 path=", path.read_bytes()))
-    first = replace(manifest.shards[0], sha256=sha256_of(path), lengths="")
+    sha256, sizes = sha256_of(path), Corpus.open(split).document_lengths(0)
+    listed = write_lengths(path, sha256, sizes.tolist())
+    first = replace(manifest.shards[0], sha256=sha256, lengths=listed)
     replace(manifest, shards=(first, *manifest.shards[1:])).write(split)
     message = "shard.00000.tar is corrupted: a pax header is corrupted"
     (problem,) = verify_split(split, lambda line: None)
