@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -78,18 +79,45 @@ from pretrain.rundir.ledger import events_of, steps_that_stand
 from pretrain.rundir.lock import VARIABLE, Fence, StorageNote
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
-from pretrain.train import Ending, Parts, RankProcess, train
+from pretrain.train import Outcome, Parts, RankProcess, train
 from pretrain.weights.initial_weights import check_initial_weights, load_initial_weights
 
 logger = logging.getLogger(__name__)
 
 # Shards that a rank may have open besides its lanes': the last two of each split, and the next one.
 SHARDS_BESIDE_LANES = 5
-EVENT_AT_END = {
-    Ending.FINISHED: Finished,
-    Ending.PHASE_FINISHED: PhaseFinished,
-    Ending.STOPPED: Stopped,
+EVENT_OF_OUTCOME = {
+    Outcome.FINISHED: Finished,
+    Outcome.PHASE_FINISHED: PhaseFinished,
+    Outcome.STOPPED: Stopped,
 }
+EXIT_STATUSES = {
+    Outcome.FINISHED: 0,
+    Outcome.STOPPED: EXIT_STOPPED,
+    Outcome.OUT_OF_MEMORY: EXIT_OUT_OF_MEMORY,
+}
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What to train from: the latest checkpoint, unless an attempt before this one knows better.
+
+    `token`: all ranks share it for this start, and no other start has it.
+    """
+
+    token: str
+    before: int | None = None  # checkpoints of this step and later ones cannot be read any more
+    reads_local: bool = True  # False: those on the nodes' disks cannot be read
+    verified: Checkpoint | None = None  # its files were hashed by the rewind to it
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Why an attempt ended, and what the next one has to know of it."""
+
+    outcome: Outcome
+    found: Checkpoint | None = None  # from which it resumed
+    spike: Spike | None = None
 
 
 def run_training(config: RunConfig, directory: Path, world: World) -> int:
@@ -103,13 +131,38 @@ def run_training(config: RunConfig, directory: Path, world: World) -> int:
         accumulation_steps(phase, world.world_size)
     world = sharing_lanes(world, config.engine.sequence_ranks)
     with _rank_process(config, directory, world) as process:
-        token, number = process.fence.token, 0
-        ended = _start(process, token)
-        while not isinstance(ended, int):
+        attempt, number = Attempt(process.fence.token), 0
+        while True:
+            ended = _train(process, attempt)
             gc.collect()  # the old engine, though closed, refers to itself
+            if (following := _next_attempt(process, attempt, ended)) is None:
+                return EXIT_STATUSES[ended.outcome]
             number += 1
-            ended = _start(process, f"{token}.{number}", verified=ended)
-    return ended
+            attempt = replace(following, token=f"{process.fence.token}.{number}")
+
+
+def _next_attempt(process: RankProcess, attempt: Attempt, ended: Ended) -> Attempt | None:
+    """Return the attempt that follows in this process, with any token; None if it has to end."""
+    run_dir, world, token = process.run_dir, process.world, attempt.token
+    match ended.outcome:
+        case Outcome.FINISHED | Outcome.STOPPED:
+            return None
+        case Outcome.PHASE_FINISHED:
+            return Attempt(token)
+        case Outcome.OUT_OF_MEMORY:
+            # With others, these now wait for this rank inside a collective, so that only the
+            # launcher can restart them all.
+            return Attempt(token) if world.world_size == 1 else None
+        case Outcome.DIVERGED:
+            assert ended.spike is not None
+            return Attempt(token, verified=rewind(process.config, run_dir, world, ended.spike))
+        case Outcome.UNREADABLE:
+            assert ended.found is not None
+            if ended.found.is_local:
+                return replace(attempt, reads_local=False)
+            return Attempt(token, before=ended.found.step)
+        case _:
+            assert_never(ended.outcome)
 
 
 @contextlib.contextmanager
@@ -153,40 +206,31 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
         yield RankProcess(config, run_dir, world, fence, stop, fault, heartbeat, data)
 
 
-def _start(
-    process: RankProcess,
-    attempt: str,
-    before: int | None = None,
-    reads_local: bool = True,
-    verified: Checkpoint | None = None,
-) -> int | Checkpoint | None:
-    """Train from the latest checkpoint; the exit status, or None to restart in this process.
-
-    After a rewind, not None but the checkpoint to restart from, to be given as `verified`.
-
-    `attempt` is a token that all ranks share for this start and no other start has. With `before`
-    the checkpoints of that step and later ones cannot be read any more; without `reads_local`,
-    those on the nodes' disks cannot.
-    """
+def _train(process: RankProcess, attempt: Attempt) -> Ended:
+    """Build everything from the checkpoint that the attempt starts with, and train."""
     run_dir, world = process.run_dir, process.world
     set_determinism(process.config, world.device)  # an error in a backward pass may leave it strict
     ledger = run_dir.ledger.read() if world.is_main else []
     shortages = broadcast_value(events_of(ledger, OutOfMemory), list[OutOfMemory])
     standing = broadcast_value(steps_that_stand(ledger), dict[str, int])
-    local = LocalTier(process.config, run_dir.identity.id, world, attempt, standing)
-    nearer = local.find if reads_local else None
+    local = LocalTier(process.config, run_dir.identity.id, world, attempt.token, standing)
     found = find_resume_point(
-        run_dir.checkpoints, world, run_dir.identity.id, before, run_dir.patience, nearer, verified
+        run_dir.checkpoints,
+        world,
+        run_dir.identity.id,
+        attempt.before,
+        run_dir.patience,
+        nearer=local.find if attempt.reads_local else None,
+        verified=attempt.verified,
     )
-    if before is not None and found is None:
+    if attempt.before is not None and found is None:
         raise CheckpointError(
-            f"{run_dir.checkpoints}: no checkpoint from before step {before} is left; bring back "
-            "that of this step and rerun the command"
+            f"{run_dir.checkpoints}: no checkpoint from before step {attempt.before} is left; "
+            "bring back that of this step and rerun the command"
         )
     config = with_fitting_micro_batch(
         run_at(process.config, found.step if found else 0), world.world_size, shortages
     )
-    spike: Spike | None = None
     try:
         # A mirror has what the run directory has: no local checkpoints.
         step = local.shared_step if found and found.is_local else found.step if found else 0
@@ -195,32 +239,22 @@ def _start(
             local,
             contextlib.closing(build_engine(config, world, draws=found is None)) as engine,
         ):
-            ending = _train_from(engine, found, process, config, attempt, mirror, local)
-            if ending is not Ending.PHASE_FINISHED:  # the next phase continues the upload
+            outcome = _train_from(engine, found, process, config, attempt.token, mirror, local)
+            if outcome is not Outcome.PHASE_FINISHED:  # the next phase continues the upload
                 mirror.finish(process.heartbeat.repeat, lambda: process.stop.count)
+            return Ended(outcome)
     except UnreadableError as error:
         if found is None:
             raise
         refuse(found.directory, str(error), "the one before", world)
-    except SpikeFound as raised:
-        spike = raised.spike
-    except (RuntimeError, MemoryError) as error:
-        record_out_of_memory(config, run_dir, world, error)
-        # Other ranks now wait for this one inside a collective, so that only the launcher can
-        # restart them all. A single process just restarts.
-        return None if world.world_size == 1 else EXIT_OUT_OF_MEMORY
-    else:
-        if ending is Ending.PHASE_FINISHED:
-            return None
-        return 0 if ending is Ending.FINISHED else EXIT_STOPPED
-    if spike is None and found is not None:  # a restart without what cannot be read
-        gc.collect()
         if found.is_local:
             local.remove()
-            return _start(process, attempt, before, reads_local=False)
-        return _start(process, attempt, found.step)
-    assert spike is not None
-    return rewind(process.config, run_dir, world, spike)
+        return Ended(Outcome.UNREADABLE, found)
+    except SpikeFound as raised:
+        return Ended(Outcome.DIVERGED, spike=raised.spike)
+    except (RuntimeError, MemoryError) as error:
+        record_out_of_memory(config, run_dir, world, error)
+        return Ended(Outcome.OUT_OF_MEMORY)
 
 
 def _train_from(
@@ -231,7 +265,7 @@ def _train_from(
     attempt: str,
     mirror: Mirror,
     local: LocalTier,
-) -> Ending:
+) -> Outcome:
     """Build what the loop works with and run it; `config` is the run in the current phase."""
     run_dir, world = process.run_dir, process.world
     engine = process.fault.wrap(engine)
@@ -272,19 +306,19 @@ def _train_from(
         measures = (metrics, monitor, _evaluator(process, config, engine, state))
         parts = Parts(config, engine, state, prefetcher, checkpointer, *measures, mirror, local)
         try:
-            ending = train(parts, process)
+            outcome = train(parts, process)
         except SpikeFound:
             checkpointer.finish()  # a save in progress may be the one to rewind to
             raise
-        if ending is Ending.PHASE_FINISHED and process.stop.requested_on_any_rank():
-            ending = Ending.STOPPED  # asked for while the phase's last checkpoint was written
+        if outcome is Outcome.PHASE_FINISHED and process.stop.requested_on_any_rank():
+            outcome = Outcome.STOPPED  # asked for while the phase's last checkpoint was written
         metrics.close()
     tokens_of_corpora = _tokens_of_corpora(stream, state, world)
-    if ending is Ending.FINISHED:
+    if outcome is Outcome.FINISHED:
         local.remove()
     if world.is_main:
         run_dir.ledger.append(
-            EVENT_AT_END[ending](
+            EVENT_OF_OUTCOME[outcome](
                 step=state.step,
                 lanes=config.data.lanes,
                 lane_seed=lane_seed,
@@ -295,8 +329,8 @@ def _train_from(
                 **where,
             )
         )
-        _log_ending(ending, config, run_dir, state.step)
-    return ending
+        _log(outcome, config, run_dir, state.step)
+    return outcome
 
 
 def _evaluator(
@@ -345,10 +379,10 @@ def _tokens_of_corpora(stream: LaneStream, state: TrainState, world: World) -> d
     return dict(zip(counts, total.tolist(), strict=True))
 
 
-def _log_ending(ending: Ending, config: RunConfig, run_dir: RunDir, step: int) -> None:
-    if ending is Ending.FINISHED:
+def _log(outcome: Outcome, config: RunConfig, run_dir: RunDir, step: int) -> None:
+    if outcome is Outcome.FINISHED:
         logger.info("finished; metrics in %s", run_dir.metrics)
-    elif ending is Ending.STOPPED:
+    elif outcome is Outcome.STOPPED:
         logger.info("stopped and saved; rerun the command to resume")
     else:
         logger.info(describe_phase(config, step))

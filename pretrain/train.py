@@ -13,7 +13,7 @@ from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.local_tier import LocalTier
 from pretrain.config.phases import starts_phase
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import World, on_any_rank
+from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.metrics.recorder import MetricsRecorder
@@ -22,19 +22,24 @@ from pretrain.model.lane_state import LaneState
 from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.recovery.loss_spikes import SpikeMonitor
-from pretrain.recovery.stop_requests import StopRequest, StopRequested
+from pretrain.recovery.stop_requests import Agreement, StopRequest, StopRequested
 from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.rundir.lock import Fence
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState, memories_without
 
 
-class Ending(Enum):
-    """Why the loop returned. A checkpoint of its last step is on disk in each case."""
+class Outcome(Enum):
+    """Why an attempt within this process ended."""
 
+    # The loop returned, and a checkpoint of its last step is on disk.
     FINISHED = auto()
     PHASE_FINISHED = auto()
     STOPPED = auto()
+    # It raised.
+    DIVERGED = auto()
+    OUT_OF_MEMORY = auto()
+    UNREADABLE = auto()  # the checkpoint that it was to resume from
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class Parts:
     local: LocalTier
 
 
-def train(parts: Parts, process: RankProcess) -> Ending:
+def train(parts: Parts, process: RankProcess) -> Outcome:
     """Train until the run or its phase is finished, or any rank is asked to stop; then save.
 
     A request to stop also ends an evaluation, which the next attempt makes before it trains. Raises
@@ -78,7 +83,7 @@ def train(parts: Parts, process: RankProcess) -> Ending:
     checkpointer, metrics = parts.checkpointer, parts.metrics
     offload = MemoryOffload(process.world.device, config.engine.offload_memories)
     if state.step < config.optim.steps and not _complete_evaluation(parts, process):
-        return Ending.STOPPED
+        return Outcome.STOPPED
     while state.step < config.optim.steps:
         # Forward and backward, slot by slot: each slot continues with the memory it left last step.
         batch = next(parts.batches)
@@ -89,7 +94,7 @@ def train(parts: Parts, process: RankProcess) -> Ending:
             _forward_backward(parts, offload, slot, part)
         # An exchange among thousands of ranks takes longer than an update, so it runs behind a
         # micro-batch. A signal that comes later is for the next step.
-        agreed = process.stop.ask(partial(_flags, parts))
+        answer = process.stop.ask(partial(_own_flags, parts))
         _forward_backward(parts, offload, *last)
 
         # Update the weights. A save may still be copying those that the update changes.
@@ -109,36 +114,38 @@ def train(parts: Parts, process: RankProcess) -> Ending:
         metrics.end_step(state, result, learning_rate)
 
         # Agree with the other ranks on what follows.
-        stopping, save_failed, saves_again, *uploads = agreed()
-        parts.mirror.agree(uploads, checkpointer.last_step)
-        if save_failed:
+        agreed = answer()
+        _upload(parts, agreed)
+        if agreed.save_failed:
             checkpointer.finish()  # every rank learns of it, and tries again some steps later
-        ending = _ending_at(config, state.step, stopping)
-        saving = ending is not None or saves_again or state.step % config.checkpoint.interval == 0
+        outcome = _outcome_at(config, state.step, agreed.stop)
+        saving = (
+            outcome is not None or agreed.save_again or state.step % config.checkpoint.interval == 0
+        )
         saves_locally = not saving and parts.local.is_due(state.step)
         evaluates = _evaluates_after(config, state.step)
         if saving or saves_locally or evaluates or state.step % config.metrics.interval == 0:
             offload.wait()
             # Before a save could keep the spike.
-            parts.spike_monitor.check(metrics.write(), ends_run=ending is Ending.FINISHED)
+            parts.spike_monitor.check(metrics.write(), ends_run=outcome is Outcome.FINISHED)
         process.fault.trigger(state.step)
 
-        if ending is Ending.FINISHED:
+        if outcome is Outcome.FINISHED:
             # Before the last evaluation: whatever ends the run in it, no step is lost.
-            _save(parts, process, ending)
+            _save(parts, process, outcome)
             break
         validation_loss = _evaluate(parts, process) if evaluates else None
         if evaluates and validation_loss is None:
-            ending, saving = Ending.STOPPED, True
+            outcome, saving = Outcome.STOPPED, True
         if saving:
-            _save(parts, process, ending, validation_loss)
+            _save(parts, process, outcome, validation_loss)
         elif saves_locally:
             with metrics.saving():
                 parts.local.save(engine, state, metrics.unwritten)
-        if ending is not None:
-            return ending
+        if outcome is not None:
+            return outcome
         process.heartbeat.beat(state.step, "train")
-    return Ending.FINISHED if _complete_evaluation(parts, process) else Ending.STOPPED
+    return Outcome.FINISHED if _complete_evaluation(parts, process) else Outcome.STOPPED
 
 
 def _forward_backward(parts: Parts, offload: MemoryOffload, slot: int, part: SegmentBatch) -> None:
@@ -149,19 +156,31 @@ def _forward_backward(parts: Parts, offload: MemoryOffload, slot: int, part: Seg
     parts.metrics.add_loss(loss)
 
 
-def _flags(parts: Parts) -> list[bool]:
-    """What ranks agree on beside a stop: of saves, and of the mirror."""
-    saves, mirror = parts.checkpointer, parts.mirror
-    return [saves.has_failed, saves.is_to_try_again, *mirror.flags(saves.published_step)]
+def _own_flags(parts: Parts) -> Agreement:
+    """What this rank has to say besides a stop: of saves, and of the mirror."""
+    saves = parts.checkpointer
+    uploading, upload_fails, upload_due = parts.mirror.flags(saves.published_step)
+    return Agreement(
+        save_failed=saves.has_failed,
+        save_again=saves.is_to_try_again,
+        uploading=uploading,
+        upload_fails=upload_fails,
+        upload_due=upload_due,
+    )
 
 
-def _ending_at(config: RunConfig, step: int, stopping: bool) -> Ending | None:
+def _upload(parts: Parts, agreed: Agreement) -> None:
+    flags = (agreed.uploading, agreed.upload_fails, agreed.upload_due)
+    parts.mirror.agree(flags, parts.checkpointer.last_step)
+
+
+def _outcome_at(config: RunConfig, step: int, stopping: bool) -> Outcome | None:
     """How the loop ends after this step; None if it continues."""
     if step == config.optim.steps:
-        return Ending.FINISHED
+        return Outcome.FINISHED
     if stopping:
-        return Ending.STOPPED
-    return Ending.PHASE_FINISHED if starts_phase(config, step) else None
+        return Outcome.STOPPED
+    return Outcome.PHASE_FINISHED if starts_phase(config, step) else None
 
 
 def _evaluates_after(config: RunConfig, step: int) -> bool:
@@ -196,7 +215,10 @@ def _complete_evaluation(parts: Parts, process: RankProcess) -> bool:
 
 
 def _save(
-    parts: Parts, process: RankProcess, ending: Ending | None, validation_loss: float | None = None
+    parts: Parts,
+    process: RankProcess,
+    outcome: Outcome | None,
+    validation_loss: float | None = None,
 ) -> None:
     """Start a checkpoint of this step; if the loop ends, wait until it is published."""
     process.heartbeat.beat(parts.state.step, "save")
@@ -204,10 +226,7 @@ def _save(
         # Not before its metrics are on disk: a run resumed from it would lack them.
         suspected_since = parts.spike_monitor.suspected_since
         what = (parts.engine, parts.state, validation_loss, parts.metrics.unwritten)
-        save = partial(parts.checkpointer.save, *what, suspected_since, ending is not None)
-        save() if ending is None else parts.checkpointer.until_published(save)
-    if ending is not None:  # it is uploaded during the last evaluation
-        parts.mirror.agree(
-            on_any_rank(parts.mirror.flags(parts.checkpointer.published_step)),
-            parts.checkpointer.last_step,
-        )
+        save = partial(parts.checkpointer.save, *what, suspected_since, outcome is not None)
+        save() if outcome is None else parts.checkpointer.until_published(save)
+    if outcome is not None:  # it is uploaded during the last evaluation
+        _upload(parts, _own_flags(parts).agreed())

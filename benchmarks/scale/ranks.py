@@ -25,10 +25,10 @@ def rank_program(results: Path) -> int:
     from pretrain.recovery.stop_requests import StopRequest
 
     world, stop = init_world(), StopRequest()
-    exchange = timed(lambda: stop.ask(no_flags)())
+    exchange = timed(lambda: stop.ask()())
     started, waits = time.thread_time(), []
     for _ in range(STEPS):
-        answer = stop.ask(no_flags)
+        answer = stop.ask()
         time.sleep(STEP_SECONDS)  # the last micro-batch; it leaves the cores to other ranks
         before = time.perf_counter()
         answer()
@@ -62,11 +62,6 @@ def exchanges_of_a_save() -> None:
     largest_of_ranks(torch.zeros(2 * REPLICATED, dtype=torch.int64))
     rows_of_ranks(torch.tensor(1))
     broadcast_value(None, str | None)
-
-
-def no_flags() -> list[bool]:
-    """What ranks ask besides a stop."""
-    return [False, False]
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -1,20 +1,39 @@
-"""Stop requests: a signal to any rank becomes one decision of all ranks, at a step's end or between
-two batches of an evaluation."""
+"""What ranks decide together at a step's end, or between two batches of an evaluation.
+
+A signal to any rank becomes one decision of all ranks: to stop.
+"""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
 from types import FrameType
 
 import torch.distributed as dist
 
 from pretrain.distributed.rounds import BackgroundExchanges
-from pretrain.distributed.world import any_rank
+from pretrain.distributed.world import any_rank, on_any_rank
 
 # NCCL may catch SIGUSR1, and Slurm's notice before a time limit can be any of these: so all three
 # mean the same.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What a rank has to say in a step; once agreed, a flag is set if it is on any rank."""
+
+    stop: bool = False  # a signal asks for it
+    save_failed: bool = False  # the rank's part of the save in progress
+    save_again: bool = False  # storage failed, and it is time for another try
+    uploading: bool = False  # its share of a checkpoint, to the mirror
+    upload_fails: bool = False
+    upload_due: bool = False  # a newer checkpoint is published
+
+    def agreed(self) -> Agreement:
+        """Return what all ranks agree on. A collective."""
+        return Agreement(*on_any_rank(astuple(self)))
 
 
 class StopRequested(Exception):
@@ -28,7 +47,7 @@ class StopRequest:
         self._requested = False
         self._count = 0
         self._exchanges = BackgroundExchanges()
-        self._answer: Callable[[], Sequence[bool]] = list  # to the last `raise_if_requested`
+        self._answer: Callable[[], Agreement] = Agreement  # to the last `raise_if_requested`
         self._previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
 
     @property
@@ -40,25 +59,30 @@ class StopRequest:
         """Whether any rank was asked to stop. A collective: all ranks call it at the same step."""
         return any_rank(self._requested)
 
-    def ask(self, flags: Callable[[], Sequence[bool]]) -> Callable[[], list[bool]]:
-        """Start to ask whether any rank was asked to stop, and which flags any has: in one
-        exchange, behind what the ranks compute meanwhile. The result waits for the answer.
+    def ask(self, own: Callable[[], Agreement] = Agreement) -> Callable[[], Agreement]:
+        """Start to ask what ranks agree on, of which this one has its `own` flags: in one exchange,
+        behind what the ranks compute meanwhile. The result waits for the answer.
 
         With more ranks than one, the flags are those of now; one rank is asked when it wants the
         answer.
         """
+
+        def flags() -> Agreement:
+            return replace(own(), stop=self._requested)
+
         if dist.get_world_size() == 1:
-            return lambda: [self._requested, *flags()]
-        return self._exchanges.start([self._requested, *flags()])
+            return flags
+        answer = self._exchanges.start(astuple(flags()))
+        return lambda: Agreement(*answer())
 
     def raise_if_requested(self) -> None:
         """Raise StopRequested, on every rank, if any was asked to stop before the last call.
 
         A collective, which goes on behind what the ranks compute until the next call.
         """
-        if any(self._answer()):
+        if self._answer().stop:
             raise StopRequested
-        self._answer = self.ask(list)
+        self._answer = self.ask()
 
     def restore_handlers(self) -> None:
         """Put back the handlers that were there before."""

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from pretrain.distributed.world import (
     on_any_rank,
     raise_on_all_ranks,
 )
-from pretrain.recovery.stop_requests import StopRequest, StopRequested
+from pretrain.recovery.stop_requests import Agreement, StopRequest, StopRequested
 from tests.helpers.forked_ranks import all_ended, fork_ranks
 
 ASKED_AT = 3
@@ -48,14 +49,15 @@ def agree(world: World) -> list[object]:
             is_asked = step == ASKED_AT and asked == world.rank
             if asked % 2 and is_asked:
                 os.kill(os.getpid(), signal.SIGTERM)
-            answer = stop.ask(lambda: [world.rank == asked, False])  # noqa: B023
+            answer = stop.ask(lambda: Agreement(save_failed=world.rank == asked))  # noqa: B023
             if not asked % 2 and is_asked:
                 os.kill(os.getpid(), signal.SIGTERM)  # too late for this step
             # What a step itself asks, before it wants the answer.
             inside = on_any_rank([False, world.rank == world.world_size - 1])
-            stopping, *flags = answer()
-            if [*flags, *inside] != [True, False, False, True]:
-                found.append([*flags, *inside])
+            agreed = answer()
+            stopping = agreed.stop
+            if [agreed.save_failed, agreed.save_again, *inside] != [True, False, False, True]:
+                found.append([*astuple(agreed), *inside])
             step += 1
         found.append(step - 1)
         stop.restore_handlers()
@@ -130,11 +132,11 @@ def stop_evaluation(world: World) -> list[int]:
 def lose_a_rank(world: World) -> str:
     """Return what a rank raises after rank 1 has ended."""
     stop = StopRequest()
-    stop.ask(list)()
+    stop.ask()()
     if world.rank == 1:
         os._exit(0)
     try:
-        stop.ask(list)()
+        stop.ask()()
     except RuntimeError as error:
         return str(error)
     return "nothing"

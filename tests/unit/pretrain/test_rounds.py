@@ -12,7 +12,7 @@ import pytest
 
 from pretrain.distributed.rounds import rounds_of
 from pretrain.distributed.world import any_rank, destroy_process_group, init_world
-from pretrain.recovery.stop_requests import StopRequest
+from pretrain.recovery.stop_requests import Agreement, StopRequest
 from tests.helpers.stop_ranks import ASKED_AT, MOST_ASKED
 
 
@@ -75,11 +75,11 @@ def test_the_others_raise_that_a_rank_has_gone(found):
 def test_one_rank_starts_no_thread_and_says_what_is_true_when_asked():
     init_world()
     try:
-        before, flags = threading.active_count(), [False]
+        before, flags = threading.active_count(), Agreement()
         stop = StopRequest()
         answer = stop.ask(lambda: flags)
-        flags = [True]
-        assert answer() == [False, True]
+        flags = Agreement(save_failed=True)
+        assert answer() == flags
         assert [any_rank(True), any_rank(False)] == [True, False]
         assert threading.active_count() == before
         stop.restore_handlers()
