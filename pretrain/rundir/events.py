@@ -8,18 +8,22 @@ never parsed. Torch-free.
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event(ABC):
-    """One line of the ledger. `time` is set when the event is written: seconds since 1970."""
+class Event:
+    """One line of the ledger. `time` is set when the event is written: seconds since 1970.
 
+    `description` says what happened to a reader who does not know the names of fields.
+    """
+
+    sentence: ClassVar[str] = ""  # the description, with fields of `0`
     time: float = field(default=0.0, compare=False)
 
     @classmethod
@@ -27,10 +31,15 @@ class Event(ABC):
         """`AttemptEnded` is stored as `attempt_ended`."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
+    @classmethod
+    def kinds(cls) -> Iterator[type[Event]]:
+        """Yield all kinds that a ledger may have, which have no subclasses."""
+        for kind in cls.__subclasses__():
+            yield from kind.kinds() if kind.__subclasses__() else (kind,)
+
     @property
-    @abstractmethod
     def description(self) -> str:
-        """What happened, as a sentence for a reader who does not know the names of fields."""
+        return self.sentence.format(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +61,14 @@ class TrainingBegan(Event):
     corpora: dict[str, str] = field(default_factory=dict)  # path or URL -> manifest_hash
 
     @property
-    def _ranks(self) -> str:
+    def ranks(self) -> str:
         return f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
 
 
 class Started(TrainingBegan):
     """Training began from initial weights."""
 
-    @property
-    def description(self) -> str:
-        return f"started on {self._ranks}"
+    sentence = "started on {0.ranks}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +87,7 @@ class Resumed(TrainingBegan):
     @property
     def description(self) -> str:
         which = "the local checkpoints of " if self.local else ""
-        resumed = f"resumed from {which}step {self.step} on {self._ranks}"
+        resumed = f"resumed from {which}step {self.step} on {self.ranks}"
         if self.rebuilt_steps:
             resumed += f", memories rebuilt from the {self.rebuilt_steps} steps before"
         return f"{resumed}; {self.not_bitwise}" if self.changes else resumed
@@ -108,21 +115,15 @@ class TrainingEnded(Event):
 
 
 class Stopped(TrainingEnded):
-    @property
-    def description(self) -> str:
-        return f"stopped on request after step {self.step} and saved a checkpoint"
+    sentence = "stopped on request after step {0.step} and saved a checkpoint"
 
 
 class Finished(TrainingEnded):
-    @property
-    def description(self) -> str:
-        return f"finished after step {self.step}"
+    sentence = "finished after step {0.step}"
 
 
 class PhaseFinished(TrainingEnded):
-    @property
-    def description(self) -> str:
-        return f"finished a phase after step {self.step}"
+    sentence = "finished a phase after step {0.step}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,15 +145,15 @@ class OutOfMemory(Event):
     `settings` are those that a rank's need depends on.
     """
 
+    sentence = (
+        "rank {0.rank} ran out of memory with {0.micro_batch_lanes} lanes per forward pass; the "
+        "next start halves them"
+    )
+
     rank: int
     micro_batch_lanes: int
     settings: dict[str, Any] = field(default_factory=dict)
     message: str = ""  # of the allocator
-
-    @property
-    def description(self) -> str:
-        lanes = f"{self.micro_batch_lanes} lanes per forward pass"
-        return f"rank {self.rank} ran out of memory with {lanes}; the next start halves them"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,45 +168,37 @@ class MirrorEvent(Event):
 class Mirrored(MirrorEvent):
     """The checkpoint of `step` is in the store, read back and compared."""
 
-    seconds: float = 0.0
+    sentence = "the checkpoint of step {0.step} is in {0.url}"
 
-    @property
-    def description(self) -> str:
-        return f"the checkpoint of step {self.step} is in {self.url}"
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorFailed(MirrorEvent):
     """The checkpoint of `step` is not in the store yet; the upload is tried again."""
 
-    problem: str
+    sentence = "the checkpoint of step {0.step} is not in {0.url}: {0.problem}"
 
-    @property
-    def description(self) -> str:
-        return f"the checkpoint of step {self.step} is not in {self.url}: {self.problem}"
+    problem: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restored(MirrorEvent):
     """The run directory was made from the store, to resume from the checkpoint of `step`."""
 
-    @property
-    def description(self) -> str:
-        return f"restored the checkpoint of step {self.step} from {self.url}"
+    sentence = "restored the checkpoint of step {0.step} from {0.url}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler(Event):
     """A rank that needed `ratio` times as long as the others for its own part of a step."""
 
+    sentence = "rank {0.rank} took {0.ratio:.1f} times as long as the others"
+
     step: int
     rank: int
     seconds: float
     ratio: float
-
-    @property
-    def description(self) -> str:
-        return f"rank {self.rank} took {self.ratio:.1f} times as long as the others"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,11 +221,6 @@ def describe_spike(first: int, last: int, loss: float | None, usual: float | Non
     if loss is None or usual is None:
         return f"{steps} were all skipped"
     return f"{steps} had losses up to {loss:.3f} where {usual:.3f} was usual"
-
-
-def describe_skipped(skipped: int, first: int, last: int) -> str:
-    """Of the updates of steps `first` to `last`, `skipped` were skipped."""
-    return f"{skipped} of the {last - first + 1} updates of steps {first} to {last} were skipped"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,17 +269,17 @@ class WindowDropped(Event):
 class GaveUp(SpikeEvent):
     """A spike that the run cannot rewind from, or too many `skipped` updates among these steps."""
 
+    sentence = "gave up: {0.spike}"
+
     skipped: int | None = None
 
     @property
     def spike(self) -> str:
         if self.skipped is None:
             return super().spike
-        return describe_skipped(self.skipped, self.first_step, self.step)
-
-    @property
-    def description(self) -> str:
-        return f"gave up: {self.spike}"
+        steps = f"steps {self.first_step} to {self.step}"
+        updates = self.step - self.first_step + 1
+        return f"{self.skipped} of the {updates} updates of {steps} were skipped"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,22 +441,16 @@ class Interrupted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted(Event):
+    sentence = "submitted to Slurm as job {0.job}"
     job: str  # 17, or 17_3 for a task of an array
     job_name: str = ""
-
-    @property
-    def description(self) -> str:
-        return f"submitted to Slurm as job {self.job}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Canceled(Event):
+    sentence = "canceled (job {0.job})"
     job: str
     step: int = 0
-
-    @property
-    def description(self) -> str:
-        return f"canceled (job {self.job})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -539,6 +521,8 @@ class NodeReplaced(Event):
 class SupervisorKilled(Event):
     """The supervisor of a job's start was killed. Its successor in that start writes this."""
 
+    sentence = "the supervisor of job {0.job} was killed and started again"
+
     job: str
     restart: int
     step_before: int  # of the latest checkpoint when the killed one began
@@ -547,10 +531,6 @@ class SupervisorKilled(Event):
     @property
     def cause(self) -> str:
         return "its supervisor was killed"
-
-    @property
-    def description(self) -> str:
-        return f"the supervisor of job {self.job} was killed and started again"
 
 
 _REPLACEMENT_CAUSES = {

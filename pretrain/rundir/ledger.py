@@ -43,24 +43,15 @@ from pretrain.rundir.events import (
     JobEnded,
     JobEndReason,
     JobStarted,
-    Mirrored,
-    MirrorFailed,
     NextAction,
     NodeReplaced,
     OutOfMemory,
-    PhaseFinished,
     ReplacedBecause,
     Restored,
-    Resumed,
     Rewind,
-    SettingsChanged,
-    Stalled,
-    Started,
     Stopped,
-    Straggler,
     Submitted,
     SupervisorKilled,
-    SuspectDocuments,
     TrainingBegan,
     TrainingEnded,
     WindowDropped,
@@ -125,13 +116,7 @@ def steps_that_stand(ledger: Sequence[Event]) -> dict[str, int]:
 
 
 E = TypeVar("E", bound=Event)
-EVENTS: dict[str, type[Event]] = {
-    kind.name(): kind
-    for kind in (Started, Resumed, Stopped, Finished, PhaseFinished, SettingsChanged, OutOfMemory,
-                 Straggler, Stalled, Rewind, WindowDropped, GaveUp, SuspectDocuments, Mirrored,
-                 MirrorFailed, Restored, AttemptEnded, Interrupted, Submitted, Canceled, JobStarted,
-                 JobEnded, NodeReplaced, SupervisorKilled)
-}  # fmt: skip
+EVENTS = {kind.name(): kind for kind in Event.kinds()}
 _FAILED = (NextAction.RETRY, NextAction.GIVE_UP, NextAction.REFUSED)
 _log = logging.getLogger(__name__)
 
