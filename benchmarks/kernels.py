@@ -12,7 +12,7 @@ import argparse
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from pretrain.terminal.text import markdown_table
+from benchmarks.measure import markdown_table
 from tests.helpers.compiled_kernels import DROPOUT
 from tests.helpers.kernel_work import DEVICES, Resources, missed_limits
 from tests.helpers.triton_compiler import compiling

@@ -16,7 +16,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from foundation.errors import UserError
-from pretrain.terminal.text import markdown_table
 
 TOLERANCE = 0.15  # by which a goal may be missed: machines differ, and so does their load
 
@@ -203,3 +202,14 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows, heads first, as a Markdown table that is also aligned as plain text."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])

@@ -14,9 +14,9 @@ from benchmarks.gpu.context import Context, run_step
 from benchmarks.gpu.processes import last_line, prepare, run_process
 from benchmarks.gpu.report import Result, append_result, findings_in, results_in, status_of
 from benchmarks.gpu.steps import Step, selected
+from benchmarks.measure import markdown_table
 from foundation.errors import ConfigError, UserError
 from pretrain.commands.output_paths import check_output_directory
-from pretrain.terminal.text import markdown_table
 
 # One rank talks to nobody; without this it would look for the address of its own name.
 NO_NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.measure import markdown_table
 from benchmarks.scale.growth import growth_of
-from pretrain.terminal.text import markdown_table
 
 RANKS = (64, 512, 4096)  # of nodes of eight
 RANKS_OF_NODE = 8

@@ -6,11 +6,11 @@ import math
 import statistics
 from dataclasses import replace
 
+from benchmarks.measure import markdown_table
 from benchmarks.scale.costs import RANKS, RANKS_OF_NODE
 from benchmarks.scale.failures import exponential, simulate, uniform, weibull
 from pretrain.costs.devices import NodeConfig
 from pretrain.costs.failures import FailureCosts, costs_on
-from pretrain.terminal.text import markdown_table
 
 CHECKPOINT_BYTES = 840e9  # 70B parameters: fp32 weights and two moments
 NODE = NodeConfig(

@@ -96,17 +96,6 @@ def column_groups(widths: Sequence[int], room: float) -> list[list[int]]:
     return groups
 
 
-def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows, heads first, as a Markdown table that is also aligned as plain text."""
-    widths = _widths(rows)
-    lines = [
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([lines[0], rule, *lines[1:]])
-
-
 def distinguished(names: Sequence[str]) -> list[str]:
     """Return the names without the words that all begin with: `a-sweep-lr1` becomes `lr1`.
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.measure import markdown_table
 from pretrain.terminal.text import (
     distinguished,
     fitted_table,
-    markdown_table,
     number,
     step_time,
     text_table,
