@@ -129,7 +129,7 @@ class LaneMeter:
         memory = next(iter(self._state.memories), None)
         rows = [each.shape[1] for each in self._lane_state.vectors(memory)] if memory else []
         named = {
-            f"memory_norm/layer.{layer}": _mean(norms, self._num_lanes * self._places * count)
+            f"memory_norm/layer.{layer}": _finite(norms / (self._num_lanes * self._places * count))
             for layer, (norms, count) in enumerate(zip(norm_sums, rows, strict=True))
             if count
         }
@@ -137,10 +137,6 @@ class LaneMeter:
 
     def _epochs_started(self) -> int:
         return 0 if self._state.cursor is None else int(self._state.cursor.epochs_B.sum())
-
-
-def _mean(total: float, count: int) -> float | None:
-    return total / count if math.isfinite(total) else None
 
 
 def _sum_of_norms(rows_BMX: Tensor, device: torch.device) -> Tensor:
@@ -157,7 +153,10 @@ def peak_of_run(run_dir: RunDir, world: World, precision: Precision) -> float:
     # "highest" is PyTorch's word for fp32 without TF32.
     fp32 = torch.get_float32_matmul_precision() if dtype_of(precision) is torch.float32 else ""
     how = f"{precision}{', TF32' if fp32 not in ('', 'highest') else ''}"
-    devices = f"{world.world_size} x {_device_name(world.device)}, {how}"
+    name = f"{torch.get_num_threads()} of {os.cpu_count()} CPU threads"
+    if world.device.type == "cuda":
+        name = torch.cuda.get_device_name(world.device)
+    devices = f"{world.world_size} x {name}, {how}"
     known = broadcast_value(_known_peaks(run_dir) if world.is_main else {}, dict[str, float])
     if devices in known:
         return known[devices]
@@ -178,12 +177,6 @@ def _known_peaks(run_dir: RunDir) -> dict[str, float]:
         }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}  # none, or damaged: it is measured again
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{torch.get_num_threads()} of {os.cpu_count()} CPU threads"
 
 
 @dataclass(frozen=True)

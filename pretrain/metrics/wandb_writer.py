@@ -33,9 +33,9 @@ from foundation.own_programs import own_command
 from foundation.records import from_json
 from foundation.settings import to_tree
 from pretrain.config.run import WandbConfig
-from pretrain.metrics.scalars import scalars_of
 from pretrain.rundir.events import Rewind
 from pretrain.rundir.ledger import events_of
+from pretrain.rundir.metric_names import scalars_of
 from pretrain.rundir.metrics_file import latest_measurements, measurements_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.log import set_up_logging

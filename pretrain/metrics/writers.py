@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from foundation.errors import os_error_text, remedy_of
 from foundation.files import append_whole, fsync_directory
 from foundation.retry import Outage, Patience, outlast
-from pretrain.metrics.scalars import scalars_of
+from pretrain.rundir.metric_names import scalars_of
 from pretrain.rundir.metrics_file import summarize_file, sums_of
 from pretrain.rundir.run_dir import RunDir
 

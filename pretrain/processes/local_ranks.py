@@ -206,6 +206,9 @@ def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str
     divided unless OMP_NUM_THREADS is set. The rank variables of a surrounding job are removed.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]  # that nothing listens on now
     return {
         "OMP_NUM_THREADS": str(threads),
         **{
@@ -219,17 +222,10 @@ def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(port),
         "PYTHONUNBUFFERED": "1",
         "PYTHONSAFEPATH": "1",  # for what the ranks start; see foundation/own_programs.py
     }
-
-
-def free_port() -> int:
-    """A TCP port of the loopback address that nothing listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def describe_failure(

@@ -111,7 +111,9 @@ def _measure(world: World, group: Sequence[int], out: Path, number: int) -> None
     port_file = out / f"round-{number:03d}-port-{group[0]:05d}.json"
 
     def measure() -> None:
-        _silence_output()  # the report names a broken network in one line
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # the report names a broken network in one line
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
         write_json(result, asdict(measure_link(world, group, port_file)))
 
     if not in_child(measure, LINK_SECONDS):
@@ -123,12 +125,6 @@ def _measure(world: World, group: Sequence[int], out: Path, number: int) -> None
                 )
             ),
         )
-
-
-def _silence_output() -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
 
 
 def measure_rank(world: World, out: Path) -> RankMeasurement:

@@ -99,11 +99,16 @@ def checked_data(run_dir: RunDir, config: RunConfig) -> dict[str, Any]:
             f"{validation[:16] or 'of none'}, the run in {run_dir.path} was evaluated on "
             f"{before.validation[:16]}; restore the corpus, or choose another run directory"
         )
+    parts = [part for phase in runs_of_phases(config) for part in phase.data.mixture]
+    paths = {path_text(each.path): each.path for each in (config.data, *parts)}
     return {
         "tokenizer": tokenizer,
         "validation": validation,
         "sets": _hashes_of_sets(run_dir, config),
-        "corpora": _hashes_of_corpora(config),
+        "corpora": {
+            name: corpus_hash(local_corpus_directory(path, config.data.cache))
+            for name, path in paths.items()
+        },
     }
 
 
@@ -121,14 +126,6 @@ def _hashes_of_sets(run_dir: RunDir, config: RunConfig) -> dict[str, str]:
                 "another name"
             )
     return found
-
-
-def _hashes_of_corpora(config: RunConfig) -> dict[str, str]:
-    """Return path or URL -> hash of each corpus that any phase reads."""
-    parts = [part for phase in runs_of_phases(config) for part in phase.data.mixture]
-    paths = {path_text(each.path): each.path for each in (config.data, *parts)}
-    cache = config.data.cache
-    return {name: corpus_hash(local_corpus_directory(path, cache)) for name, path in paths.items()}
 
 
 def record_start(

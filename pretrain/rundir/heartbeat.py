@@ -158,15 +158,11 @@ def read_heartbeats(directory: Path) -> list[HeartbeatRecord]:
     found: dict[int, HeartbeatRecord] = {}
     for path, records in zip(paths, read_together(_records_in, paths), strict=True):
         if any(record.hostname == socket.gethostname() for record in records):
-            records = NodeHeartbeats(directory, _first_rank(path)).read() or records
+            records = NodeHeartbeats(directory, int(path.stem.rpartition("-")[2])).read() or records
         for record in records:
             known = found.setdefault(record.rank, record)
             found[record.rank] = max(known, record, key=lambda each: each.written)
     return [found[rank] for rank in sorted(found)]
-
-
-def _first_rank(path: Path) -> int:
-    return int(path.stem.rpartition("-")[2])
 
 
 def _records_in(path: Path) -> list[HeartbeatRecord]:

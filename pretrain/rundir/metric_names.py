@@ -144,3 +144,12 @@ def task_columns(evaluation: Mapping[str, Any] | None) -> dict[str, float]:
 def latest_with_tasks(evaluations: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """Return the latest line with metrics of tasks, which not every evaluation has."""
     return next((line for line in reversed(list(evaluations)) if task_metrics(line)), None)
+
+
+def scalars_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return what dashboards draw of a line: `loss` of kind `train` is named `train/loss`."""
+    return {
+        f"{line['kind']}/{name}": value
+        for name, value in line.items()
+        if name not in ("kind", "step", "time", "totals") and value is not None
+    }

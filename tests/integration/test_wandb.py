@@ -16,9 +16,9 @@ import pytest
 from pretrain.cli import main
 from pretrain.config.run import WandbConfig
 from pretrain.metrics import wandb_writer
-from pretrain.metrics.scalars import scalars_of
 from pretrain.processes.local_ranks import train_command
 from pretrain.recovery.faults import VARIABLE
+from pretrain.rundir.metric_names import scalars_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.wandb_files import records_of, rows_of
 
