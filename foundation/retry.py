@@ -12,6 +12,7 @@ until the ledger has it.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,9 +84,10 @@ class Outage:
         else:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         if is_news and not self.is_over_patience:
-            limit = duration(self._since + self._patience.seconds - now)
+            limit = self._since + self._patience.seconds - now
+            most = f" for up to {duration(limit)}" if math.isfinite(limit) else ""
             what, end = (WAITS, f"; {HOW_TO_STOP}") if waits else (meanwhile, "")
-            logger.warning("%s; %s, and tries again for up to %s%s", problem, what, limit, end)
+            logger.warning("%s; %s, and tries again%s%s", problem, what, most, end)
             self._told = waits
         self._patience.note(problem, waits)
         # not beyond the patience: the last try comes at its end

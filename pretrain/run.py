@@ -28,9 +28,11 @@ from foundation.errors import CheckpointError, UnreadableError
 from foundation.retry import Patience, outlast
 from foundation.settings import assert_never
 from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.local_tier import LocalTier
 from pretrain.checkpoint.marker import Checkpoint
 from pretrain.checkpoint.resume_point import find_resume_point, refuse
+from pretrain.checkpoint.uploads import Mirror, location
 from pretrain.config.phases import describe_phase, lane_seed_at, run_at, runs_of_phases
 from pretrain.config.resolve import check_same_sets, hashes_of_sets, splits_of_sets
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
@@ -52,7 +54,6 @@ from pretrain.evaluation.training_tasks import check_training_tasks, has_tasks_a
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.stragglers import ForwardClock
 from pretrain.metrics.wandb_writer import check_wandb, wandb_writer
-from pretrain.mirror.mirror import Mirror
 from pretrain.model.parameters import WithoutDrawing
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.processes.last_collectives import set_trace_files, write_last_collectives
@@ -72,10 +73,18 @@ from pretrain.recovery.spike_detector import Spike
 from pretrain.recovery.starts import checked_data, record_start
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.rundir.collective_traces import make_trace_directory
-from pretrain.rundir.events import Finished, OutOfMemory, PhaseFinished, Stopped
+from pretrain.rundir.events import (
+    Finished,
+    Mirrored,
+    MirrorFailed,
+    OutOfMemory,
+    PhaseFinished,
+    Restored,
+    Stopped,
+)
 from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.rundir.heartbeat import Heartbeat
-from pretrain.rundir.ledger import events_of, steps_that_stand
+from pretrain.rundir.ledger import Ledger, events_of, last_of, steps_that_stand
 from pretrain.rundir.lock import VARIABLE, Fence, StorageNote
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
@@ -213,7 +222,8 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
     ledger = run_dir.ledger.read() if world.is_main else []
     shortages = broadcast_value(events_of(ledger, OutOfMemory), list[OutOfMemory])
     standing = broadcast_value(steps_that_stand(ledger), dict[str, int])
-    local = LocalTier(process.config, run_dir.identity.id, world, attempt.token, standing)
+    disk = Disk(run_dir.checkpoints, attempt.token, run_dir.identity.id, process.fence.check)
+    local = LocalTier(process.config, disk, world, standing)
     found = find_resume_point(
         run_dir.checkpoints,
         world,
@@ -235,11 +245,11 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
         # A mirror has what the run directory has: no local checkpoints.
         step = local.shared_step if found and found.is_local else found.step if found else 0
         with (
-            Mirror(process.config, run_dir, world, step, process.fence.check) as mirror,
+            _mirror(process, disk, step) as mirror,
             local,
             contextlib.closing(build_engine(config, world, draws=found is None)) as engine,
         ):
-            outcome = _train_from(engine, found, process, config, attempt.token, mirror, local)
+            outcome = _train_from(engine, found, process, config, disk, mirror, local)
             if outcome is not Outcome.PHASE_FINISHED:  # the next phase continues the upload
                 mirror.finish(process.heartbeat.repeat, lambda: process.stop.count)
             return Ended(outcome)
@@ -257,34 +267,45 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
         return Ended(Outcome.OUT_OF_MEMORY)
 
 
+def _mirror(process: RankProcess, disk: Disk, resumed_step: int) -> Mirror:
+    """The run's mirror; what becomes of uploads is in a ledger that waits for nothing."""
+    run_dir, world, url = process.run_dir, process.world, location(process.config)
+    ledger, uploaded = Ledger(run_dir.ledger.path), 0
+    if url and world.is_main:
+        last = last_of(ledger.read(), Mirrored, Restored)
+        if last is not None and (last.step, last.url) == (resumed_step, url):
+            uploaded = resumed_step
+
+    def note(step: int, what: float | str) -> None:
+        failed = isinstance(what, str)
+        ledger.append_soon(
+            MirrorFailed(step=step, url=url, problem=what)
+            if failed
+            else Mirrored(step=step, url=url, seconds=what)
+        )
+
+    return Mirror(process.config, disk, world, resumed_step, broadcast_value(uploaded, int), note)
+
+
 def _train_from(
     engine: Engine,
     found: Checkpoint | None,
     process: RankProcess,
     config: RunConfig,
-    attempt: str,
+    disk: Disk,
     mirror: Mirror,
     local: LocalTier,
 ) -> Outcome:
     """Build what the loop works with and run it; `config` is the run in the current phase."""
     run_dir, world = process.run_dir, process.world
     engine = process.fault.wrap(engine)
-    checkpointer = Checkpointer(
-        config,
-        run_dir.checkpoints,
-        world,
-        attempt,
-        run_dir.identity.id,
-        process.fence.check,
-        run_dir.patience,
-        mirror.held,
-    )
+    checkpointer = Checkpointer(config, disk, world, run_dir.patience, mirror.held)
     if found is not None:
         state = checkpointer.restore(engine, found)
     else:
         state = TrainState.fresh(accumulation_steps(config, world.world_size))
         load_initial_weights(engine, config)
-    where: dict[str, Any] = {"world_size": world.world_size, "attempt": attempt}
+    where: dict[str, Any] = {"world_size": world.world_size, "attempt": disk.attempt}
     is_local = found is not None and found.is_local
     with raise_on_all_ranks():
         rebuild = rebuild_of(config, world.rank, world.world_size, found, state)
@@ -302,9 +323,18 @@ def _train_from(
         metrics = MetricsRecorder(
             config, run_dir, world, state, prefetcher, clock, process.fence.check
         )
-        monitor = SpikeMonitor(config, run_dir, world, state)
-        measures = (metrics, monitor, _evaluator(process, config, engine, state))
-        parts = Parts(config, engine, state, prefetcher, checkpointer, *measures, mirror, local)
+        parts = Parts(
+            config=config,
+            engine=engine,
+            state=state,
+            batches=prefetcher,
+            checkpointer=checkpointer,
+            metrics=metrics,
+            spike_monitor=SpikeMonitor(config, run_dir, world, state),
+            evaluate=_evaluator(process, config, engine, state),
+            mirror=mirror,
+            local=local,
+        )
         try:
             outcome = train(parts, process)
         except SpikeFound:

@@ -11,13 +11,13 @@ from typing import Any
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.local_tier import LocalTier
+from pretrain.checkpoint.uploads import Mirror
 from pretrain.config.phases import starts_phase
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.metrics.recorder import MetricsRecorder
-from pretrain.mirror.mirror import Mirror
 from pretrain.model.lane_state import LaneState
 from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
@@ -115,7 +115,7 @@ def train(parts: Parts, process: RankProcess) -> Outcome:
 
         # Agree with the other ranks on what follows.
         agreed = answer()
-        _upload(parts, agreed)
+        parts.mirror.agree(agreed.upload, checkpointer.last_step)
         if agreed.save_failed:
             checkpointer.finish()  # every rank learns of it, and tries again some steps later
         outcome = _outcome_at(config, state.step, agreed.stop)
@@ -159,19 +159,11 @@ def _forward_backward(parts: Parts, offload: MemoryOffload, slot: int, part: Seg
 def _own_flags(parts: Parts) -> Agreement:
     """What this rank has to say besides a stop: of saves, and of the mirror."""
     saves = parts.checkpointer
-    uploading, upload_fails, upload_due = parts.mirror.flags(saves.published_step)
     return Agreement(
         save_failed=saves.has_failed,
         save_again=saves.is_to_try_again,
-        uploading=uploading,
-        upload_fails=upload_fails,
-        upload_due=upload_due,
+        upload=parts.mirror.is_due(saves.published_step),
     )
-
-
-def _upload(parts: Parts, agreed: Agreement) -> None:
-    flags = (agreed.uploading, agreed.upload_fails, agreed.upload_due)
-    parts.mirror.agree(flags, parts.checkpointer.last_step)
 
 
 def _outcome_at(config: RunConfig, step: int, stopping: bool) -> Outcome | None:
@@ -224,9 +216,16 @@ def _save(
     process.heartbeat.beat(parts.state.step, "save")
     with parts.metrics.saving():
         # Not before its metrics are on disk: a run resumed from it would lack them.
-        suspected_since = parts.spike_monitor.suspected_since
-        what = (parts.engine, parts.state, validation_loss, parts.metrics.unwritten)
-        save = partial(parts.checkpointer.save, *what, suspected_since, outcome is not None)
+        save = partial(
+            parts.checkpointer.save,
+            parts.engine,
+            parts.state,
+            validation_loss,
+            obstacle=parts.metrics.unwritten,
+            suspected_since=parts.spike_monitor.suspected_since,
+            is_last=outcome is not None,
+        )
         save() if outcome is None else parts.checkpointer.until_published(save)
     if outcome is not None:  # it is uploaded during the last evaluation
-        _upload(parts, _own_flags(parts).agreed())
+        agreed = _own_flags(parts).agreed()
+        parts.mirror.agree(agreed.upload, parts.checkpointer.last_step)

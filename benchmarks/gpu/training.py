@@ -17,6 +17,7 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.segment_batch import SegmentBatch
 from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
@@ -52,7 +53,7 @@ class Trainer:
         self.engine = build_engine(run, world)
         self._slots = accumulation_steps(run, world.world_size)
         self._offload = MemoryOffload(world.device, run.engine.offload_memories)
-        self._checkpointer = Checkpointer(run, directory, world, "attempt", "")
+        self._checkpointer = Checkpointer(run, Disk(directory, "attempt", ""), world)
         self.state = TrainState.fresh(self._slots)
         if resumes:
             found = find_resume_point(directory, world, run_id="")

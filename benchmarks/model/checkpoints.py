@@ -26,6 +26,7 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream, SegmentBatch
 from foundation.own_programs import own_command
 from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, RunConfig
 from pretrain.distributed.world import init_world
@@ -78,7 +79,7 @@ class SavingLoop:
         world = init_world()
         self._root = Path(tempfile.gettempdir()) / f"bench-saving-{os.getpid()}"
         self._engine: Engine = build_engine(run, world)
-        self._checkpointer = Checkpointer(run, self._root, world, "bench", "bench")
+        self._checkpointer = Checkpointer(run, Disk(self._root, "bench", "bench"), world)
         self._state = TrainState.fresh(num_slots=1)
         tokens_BT = np.random.RandomState(0).randint(0, run.model.vocab_size, (1, SEGMENT + 1))
         starts_BL = np.zeros((1, SEGMENT), bool)
@@ -168,7 +169,7 @@ def start(corpus: Path, run: Path) -> dict[str, float]:
     moments.append(time.time())
     found = find_resume_point(run, world, "bench")
     moments.append(time.time())
-    checkpointer = Checkpointer(config, run, world, "bench", "bench")
+    checkpointer = Checkpointer(config, Disk(run, "bench", "bench"), world)
     state = checkpointer.restore(engine, found) if found else TrainState.fresh(num_slots=1)
     moments.append(time.time())
     split, data = Corpus.open(corpus / "train"), config.data

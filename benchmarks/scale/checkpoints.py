@@ -29,7 +29,6 @@ from pretrain.checkpoint.pieces import key_of, report_of
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import checkpoint_bytes, lane_bytes
-from pretrain.distributed.world import World
 from tests.helpers.checkpoints import index_of, publish_step
 
 MODEL = code_that_runs() / "configs" / "models" / "xl_modern_7b.yaml"
@@ -96,7 +95,7 @@ def publication_seconds(root: Path, ranks: int) -> float:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def reports_of(rank: int) -> RankReports:
-        return RankReports("save", World(rank, ranks, 0, torch.device("cpu")), store)
+        return RankReports("save", rank, ranks, store)
 
     names = [f"layers.{n // 12}.attention.weight_{n % 12}" for n in range(PARAMETERS)]
     pieces = report_of({key_of(name, 0, kind): ELEMENTS for name in names for kind in STATE}, 0)

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     command = train_command(arguments.experiment, run_dir.path, *arguments.overrides)
     existed = run_dir.path.exists()
     if arguments.mirror:
-        from pretrain.mirror.restore import restore_run  # it takes a while
+        from pretrain.rundir.restore import restore_run  # it takes a while
 
         restore_run(arguments.mirror, run_dir.path)
     refuse_foreign_run(run_dir.path)

@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print_notes(notes)
         return 0
     if arguments.mirror:
-        from pretrain.mirror.restore import restore_run  # it takes a while
+        from pretrain.rundir.restore import restore_run  # it takes a while
 
         restore_run(arguments.mirror, job.run_dir)
     number = submit(job, config)

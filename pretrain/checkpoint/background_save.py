@@ -13,36 +13,31 @@ It is a thread rather than a process because hashing and writing release the int
 nothing has to be shared. It uses no collectives: those of the loop would be interleaved with them
 in another order on each rank.
 
-Safetensors files, laid out first, copied to host memory, then written and hashed in one pass.
+A save, and an upload of what it has saved (`uploads.py`), is a `Transfer`: each rank puts its files
+into a destination, and reports them once they are there; rank 0 publishes when it has all reports.
+They go through the store where the ranks met: the threads use no collectives, and to look for files
+of thousands of ranks is slow, because a network file system answers for a minute from its cache
+that a name does not exist. Rank 0 asks the store how many reports there are, then takes all at
+once. The same store tells the ranks of a node what each of them writes into their file.
 
+Safetensors files are laid out first, copied to host memory, then written and hashed in one pass.
 The safetensors library reads them: the header's length (8 bytes, little-endian), the header (JSON:
 type, shape and offsets of each tensor), then the tensors' bytes without gaps. The library's own
 writer would copy everything once more, and a hash would read the file back. Here both happen on the
-way to the disk, without the interpreter lock, so that the loop keeps training.
-
-Several ranks of a node can write one file: all know its header beforehand, each writes its part.
-
-What each rank reports of its files to rank 0, once they are on disk: over the network.
-
-The threads of a save use no collectives, and to look for files of thousands of ranks is slow: a
-network file system answers for a minute from its cache that a name does not exist. So reports go
-through the store where the ranks met. Rank 0 asks it how many there are, then takes all at once.
-The same store tells the ranks of a node what each of them writes into their file.
+way to the disk, without the interpreter lock, so that the loop keeps training. Several ranks of a
+node can write one file: all know its header beforehand, each writes its part.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
-import os
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -51,15 +46,13 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from foundation.errors import CheckpointError, UserError, os_error_text, remedy_of
-from foundation.files import named_errors, own_file
+from pretrain.checkpoint.destinations import Disk, FilePart
 from pretrain.checkpoint.directory import MEMORY, rank_file
 from pretrain.checkpoint.pieces import key_of, report_of
-from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine, is_out_of_memory
 from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState
 
-BLOCK_BYTES = 1 << 24
 ALIGNMENT = 8
 PART_ALIGNMENT = 4096
 TYPE_NAMES = {
@@ -87,21 +80,6 @@ class Layout:
     @property
     def file_bytes(self) -> int:
         return len(self.header) + self.num_bytes
-
-
-@dataclass(frozen=True)
-class FilePart:
-    """The part of a file that one rank writes: a header or none, its tensors' bytes, zeros."""
-
-    header: bytes
-    start: int
-    num_bytes: int
-    padding: int
-    file_bytes: int
-
-    @property
-    def part_bytes(self) -> int:
-        return len(self.header) + self.num_bytes + self.padding
 
 
 def whole_file(layout: Layout) -> FilePart:
@@ -175,34 +153,6 @@ def copy_to_host(tensors: Pieces, layout: Layout, host: Tensor) -> None:
             start = end
 
 
-def write_file(
-    path: Path, part: FilePart, host: Tensor, between_blocks: Callable[[], None]
-) -> dict[str, Any]:
-    """Write and fsync a part of the file; returns start, size and SHA-256 of the part.
-
-    `between_blocks` may raise to cancel.
-    """
-    digest = hashlib.sha256()
-    body = host[: part.num_bytes].numpy().data
-    with named_errors(path), open(path, "r+b", opener=_own_new_file) as file:
-        file.seek(part.start)
-        for source in (memoryview(part.header), body, memoryview(bytes(part.padding))):
-            for start in range(0, len(source), BLOCK_BYTES):
-                between_blocks()
-                block = source[start : start + BLOCK_BYTES]
-                digest.update(block)
-                file.write(block)
-        file.truncate(part.file_bytes)  # the same on all ranks: cuts what a former try has left
-        file.flush()
-        os.fsync(file.fileno())
-    return {"start": part.start, "bytes": part.part_bytes, "sha256": digest.hexdigest()}
-
-
-def _own_new_file(path: str, flags: int) -> int:
-    """Not truncated: other ranks may have written their parts."""
-    return own_file(path, flags | os.O_CREAT)
-
-
 POLL_SECONDS = 0.02
 LONGEST_POLL_SECONDS = 1.0  # of a rank among thousands that ask rank 0's store
 _LENGTH_BYTES = 8
@@ -210,14 +160,17 @@ Report = dict[str, Any]
 
 
 class RankReports:
-    """The reports of one save, which all ranks give the same `name`, unlike that of any other."""
+    """The reports of one transfer, which all ranks give the same `name`, unlike that of any other.
 
-    def __init__(self, name: str, world: World, store: Store | None = None) -> None:
-        """`store` is by default that of the ranks' process group."""
-        self._world = world
+    `store` is by default that of the ranks' process group; one rank alone needs none.
+    """
+
+    def __init__(self, name: str, rank: int, num_ranks: int, store: Store | None = None) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
         self._own: bytes | None = None
+        self._own_failures = 0
         self._store: Store | None = None
-        if world.world_size > 1:
+        if num_ranks > 1:
             assert store is not None or dist.is_initialized()
             store = store or distributed_c10d._get_default_store()
             self._store = PrefixStore(f"save/{name}", store)
@@ -228,13 +181,13 @@ class RankReports:
         if self._store is None:
             self._own = content
             return
-        self._store.set(str(self._world.rank), cast("str", content))  # bytes are as good
+        self._store.set(str(self.rank), cast("str", content))  # bytes are as good
         self._store.add("count", 1)
 
     def post_header(self, header: bytes, ranks: Sequence[int]) -> None:
         """Tell the `ranks`, this one and others, what this one writes into the file of all."""
         assert self._store is not None
-        self._store.set(f"header/{self._world.rank}", cast("str", zlib.compress(header, level=1)))
+        self._store.set(f"header/{self.rank}", cast("str", zlib.compress(header, level=1)))
         self._store.add(f"headers/{ranks[0]}", 1)
 
     def headers(self, ranks: Sequence[int], while_waiting: Callable[[], None]) -> dict[int, bytes]:
@@ -257,16 +210,22 @@ class RankReports:
         if self._store is None:
             assert self._own is not None, "collect() before post()"
             return decoded([self._own])
-        num_ranks = self._world.world_size
-        while self._store.add("count", 0) < num_ranks:
+        while self._store.add("count", 0) < self.num_ranks:
             while_waiting()
             time.sleep(POLL_SECONDS)
-        return decoded(self._store.multi_get([str(rank) for rank in range(num_ranks)]))
+        return decoded(self._store.multi_get([str(rank) for rank in range(self.num_ranks)]))
+
+    def count_failing(self, more: int = 0) -> int:
+        """Add to the number of ranks that fail at the moment and try again; returns it."""
+        if self._store is None:
+            self._own_failures += more
+            return self._own_failures
+        return self._store.add("failures", more)
 
     def clear(self) -> None:
         """Remove from the store what has been collected: a request for each rank (rank 0)."""
         if self._store is not None:
-            for name in (*map(str, range(self._world.world_size)), "count"):
+            for name in (*map(str, range(self.num_ranks)), "count", "failures"):
                 self._store.delete_key(name)
 
 
@@ -324,7 +283,7 @@ class HostBuffers:
     """Host memory that saves reuse: to allocate and pin it takes longer than to fill it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
+        self.device = device
         self._buffers: dict[str, Tensor] = {}
 
     def bytes_for(self, name: str, num_bytes: int) -> Tensor:
@@ -332,7 +291,9 @@ class HostBuffers:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < num_bytes:
             self._buffers.pop(name, None)  # free it first: both may not fit
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+            buffer = torch.empty(
+                num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda"
+            )
             self._buffers[name] = buffer
         return buffer
 
@@ -415,45 +376,55 @@ def pieces_in(rank_files: list[RankFile], rank: int) -> dict[str, Any]:
     return report_of(elements, rank)
 
 
-class Save:
-    """A task that writes `rank_files` and adds the rank's to the `reports`.
+class Transfer:
+    """A rank's part in bringing a checkpoint to a destination, which `run` does in a thread.
 
-    Rank 0 then publishes with all. Rank 0 has made `partial`: a rank that made one itself would
-    write where no other rank looks, under a lost mount.
+    `_put` brings the rank's files there and returns what it reports; rank 0's then `_publish`es.
     """
 
-    def __init__(
-        self,
-        step: int,
-        partial: Path,
-        rank_files: list[RankFile],
-        report: dict[str, Any],
-        buffers: HostBuffers,
-        world: World,
-        reports: RankReports,
-        publish: Callable[[list[Report]], None],
-    ) -> None:
-        self.partial = partial
-        self.step = step
-        self._rank_files = rank_files
-        self._report = report
-        self._pieces = pieces_in(rank_files, world.rank)
-        self._buffers = buffers
-        self._world = world
-        self._reports, self._publish = reports, publish
-        self._computed = _event_on(world.device)
-        self._copied, self._written = threading.Event(), threading.Event()
-        self._ended = threading.Event()
+    def __init__(self, step: int, reports: RankReports) -> None:
+        self.step, self._reports = step, reports
+        self._written, self._ended = threading.Event(), threading.Event()
         self._canceled = threading.Event()
         self.is_published = False  # as far as this rank knows: rank 0 knows first
         self._problem: SaveProblem | None = None
 
-    def wait_for_copy(self) -> None:
-        """Return when the live tensors may change again."""
-        self._copied.wait()
+    def _put(self) -> tuple[Report, Mapping[str, Any]]:
+        raise NotImplementedError
+
+    def _publish(self, reports: list[Report]) -> None:
+        raise NotImplementedError
+
+    def run(self) -> None:
+        try:
+            # Its report tells rank 0 that all this rank's files are there.
+            self._reports.post(*self._put())
+            self._written.set()
+            if self._reports.rank == 0:
+                self._publish(self._reports.collect(self.check))
+                self.is_published = True
+                self._reports.clear()
+        except Exception as error:  # the loop asks for it, and every rank then raises it
+            self._problem = SaveProblem.of(error)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Also after an error: whoever waits must wake up and find it."""
+        self._written.set()
+        self._ended.set()
+
+    @property
+    def is_ended(self) -> bool:
+        return self._ended.is_set()
+
+    @property
+    def problem(self) -> SaveProblem | None:
+        """Why this rank has failed, as far as it has; waits for nothing."""
+        return self._problem
 
     def wait_for_files(self) -> SaveProblem | None:
-        """Return when this rank's files are on disk, or with the problem."""
+        """Return when this rank's files are there, or with the problem."""
         self._written.wait()
         return self._problem
 
@@ -463,42 +434,73 @@ class Save:
             self.cancel()
         if self.is_published:  # maybe late, while its end was awaited
             return None
-        late = SaveProblem(f"{self.partial}: not published after {PUBLISH_SECONDS:.0f} s")
+        late = SaveProblem(f"step {self.step}: not published after {PUBLISH_SECONDS:.0f} s")
         return late if is_late else self._problem
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether this rank has failed so far; waits for nothing."""
-        return self._problem is not None
+    def stop(self) -> None:
+        """Let it put and publish nothing more."""
+        self._canceled.set()
 
     def cancel(self) -> None:
-        """Write and publish nothing more; returns when that is so."""
-        self._canceled.set()
+        """Stop it; returns when it has ended."""
+        self.stop()
         self._ended.wait()
 
-    def run(self) -> None:
-        try:
-            for each in self._rank_files:
-                if len(each.ranks) > 1:  # now, so that nobody waits for it once all have copied
-                    self._reports.post_header(each.layout.header, each.ranks)
-            host = self._copy()
-            self._copied.set()
-            self._write(host)
-            self._written.set()
-            if self._world.is_main:
-                self._publish(self._reports.collect(self._raise_if_canceled))
-                self.is_published = True
-                self._reports.clear()
-        except Exception as error:  # the loop asks for it, and every rank then raises it
-            self._problem = SaveProblem.of(error)
-        finally:
-            # Also after an error: whoever waits must wake up and find it.
-            self._copied.set()
-            self._written.set()
-            self._ended.set()
+    def check(self) -> None:
+        """Raise SaveCanceled once it is to stop."""
+        if self._canceled.is_set():
+            raise SaveCanceled
+
+
+class Save(Transfer):
+    """The transfer of live tensors, those of `rank_files`, to a disk.
+
+    `index` is the checkpoint's without its lists, `report` what this rank adds to them.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        rank_files: list[RankFile],
+        index: dict[str, Any],
+        report: dict[str, Any],
+        reports: RankReports,
+        buffers: HostBuffers,
+        then: Callable[[], object] = lambda: None,
+    ) -> None:
+        super().__init__(index["step"], reports)
+        self._disk, self._rank_files = disk, rank_files
+        self._index, self._report = index, report
+        self._pieces = pieces_in(rank_files, reports.rank)
+        self._buffers, self._then = buffers, then
+        self._computed: torch.cuda.Event | None = None  # all that will be saved
+        if buffers.device.type == "cuda":
+            self._computed = torch.cuda.Event()
+            self._computed.record(torch.cuda.current_stream(buffers.device))
+        self._copied = threading.Event()
+
+    def wait_for_copy(self) -> None:
+        """Return when the live tensors may change again."""
+        self._copied.wait()
+
+    def _put(self) -> tuple[Report, Mapping[str, Any]]:
+        for each in self._rank_files:
+            if len(each.ranks) > 1:  # now, so that nobody waits for it once all have copied
+                self._reports.post_header(each.layout.header, each.ranks)
+        host = self._copy()
+        self._copied.set()
+        return {**self._report, "files": self._write(host)}, self._pieces
+
+    def _publish(self, reports: list[Report]) -> None:
+        self._disk.publish(self._index, reports)
+        self._then()
+
+    def _end(self) -> None:
+        self._copied.set()
+        super()._end()
 
     def _copy(self) -> list[Tensor]:
-        with _separate_stream(self._world.device, self._computed):
+        with _separate_stream(self._buffers.device, self._computed):
             host = [
                 self._buffers.bytes_for(each.name, each.layout.num_bytes)
                 for each in self._rank_files
@@ -509,35 +511,19 @@ class Save:
         self._rank_files = [replace(each, tensors={}) for each in self._rank_files]
         return host
 
-    def _write(self, host: list[Tensor]) -> None:
-        described = {
-            each.name: write_file(
-                self.partial / each.name, self._part_of(each), buffer, self._raise_if_canceled
-            )
-            for each, buffer in zip(self._rank_files, host, strict=True)
-        }
-        # Last: it tells rank 0 that all this rank writes is on disk.
-        self._reports.post({**self._report, "files": described}, self._pieces)
+    def _write(self, host: list[Tensor]) -> dict[str, Any]:
+        described = {}
+        for file, buffer in zip(self._rank_files, host, strict=True):
+            part = replace(self._part_of(file), body=buffer.numpy().data)
+            described[file.name] = self._disk.put(self.step, file.name, part, self.check)
+        return described
 
     def _part_of(self, file: RankFile) -> FilePart:
         """What this rank writes of the file."""
         if len(file.ranks) == 1:
             return whole_file(file.layout)
-        headers = self._reports.headers(file.ranks, self._raise_if_canceled)
-        return part_of_file(headers, self._world.rank)
-
-    def _raise_if_canceled(self) -> None:
-        if self._canceled.is_set():
-            raise SaveCanceled
-
-
-def _event_on(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event of the loop's stream, after which all that will be saved is computed."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
+        headers = self._reports.headers(file.ranks, self.check)
+        return part_of_file(headers, self._reports.rank)
 
 
 @contextlib.contextmanager

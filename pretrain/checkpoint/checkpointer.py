@@ -4,18 +4,15 @@ Each rank writes its own files in a background thread (`background_save`), witho
 0 publishes them (`marker`). On resume each rank reads the slices that it needs (`elastic_reader`).
 There is no pickle.
 
-Whether all ranks hold the same values of what each holds whole; checked before every save.
+Before every save all ranks compare what each of them holds whole (everything under ZeRO 0, and the
+weights that the model computes with below stage 3). It is the same bit for bit, as long as all
+compute correctly. A rank that drifts spoils the others' gradients, and a checkpoint, to which each
+rank adds a part, would mix two models.
 
-What is replicated (everything under ZeRO 0, and the weights that the model computes with below
-stage 3) is the same on all ranks bit for bit, as long as all compute correctly. A rank that drifts
-spoils the others' gradients, and a checkpoint, to which each rank adds a part, would mix two
-models.
-
-Ranks that share lanes save whole ones, so that a checkpoint does not know who shared what.
-
-Each saves its part of the lanes of its group (`saved_lanes_of_rank`), perhaps none: with 2 ranks
-and 3 lanes, place 0 saves the first lane and place 1 the others. On resume every rank reads the
-whole lanes that it shares then, and keeps its rows.
+Ranks that share lanes save whole ones, so that a checkpoint does not know who shared what. Each
+saves its part of the lanes of its group (`saved_lanes_of_rank`), perhaps none: with 2 ranks and 3
+lanes, place 0 saves the first lane and place 1 the others. On resume every rank reads the whole
+lanes that it shares then, and keeps its rows.
 """
 
 from __future__ import annotations
@@ -28,8 +25,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial as partial_of
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,12 +42,12 @@ from pretrain.checkpoint.background_save import (
     HostBuffers,
     RankFile,
     RankReports,
-    Report,
     Save,
     SaveProblem,
     files_of_rank,
     new_index,
 )
+from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.elastic_reader import (
     load_cursor,
     load_fragments,
@@ -141,13 +137,8 @@ def _sum_of_bits(value: Tensor) -> Tensor:
 
 
 def _counters(engine: Engine, state: TrainState) -> Tensor:
-    scaler = engine.loss_scaler
-    counters = [
-        state.step,
-        state.tokens_seen,
-        engine.optimizer_step_count(),
-        None if scaler is None else scaler.to_tree(),
-    ]
+    scale = engine.loss_scaler.to_tree() if engine.loss_scaler is not None else None
+    counters = [state.step, state.tokens_seen, engine.optimizer_step_count(), scale]
     digest = hashlib.sha256(json.dumps(counters).encode()).digest()
     return torch.tensor([int.from_bytes(digest[:7], "little")])
 
@@ -219,10 +210,8 @@ INDEX_BYTES_PER_RANK = 1 << 16
 class Checkpointer:
     """Saves and restores one run. All ranks call `save`, `finish` and `restore` together.
 
-    `attempt` is a token that all ranks of this start share and no other start has. Checkpoints of a
-    run with another `run_id` are rejected. `may_write` is called before anything is published; it
-    raises UserError if a newer attempt has claimed the run. Steps that are `held` are not pruned. A
-    context manager: leaving it cancels a save in progress, so call `finish` before.
+    `disk` is the same on all ranks, and of this start alone. Steps that are `held` are not pruned.
+    A context manager: leaving it cancels a save in progress, so call `finish` before.
 
     A save that storage does not take is given up, with a warning; the loop asks `is_to_try_again`
     and saves a later step instead. Once saves have failed for longer than the `patience`, every
@@ -232,20 +221,12 @@ class Checkpointer:
     def __init__(
         self,
         run: RunConfig,
-        root: Path,
+        disk: Disk,
         world: World,
-        attempt: str,
-        run_id: str,
-        may_write: Callable[[], None] = lambda: None,
         patience: Patience | None = None,
         held: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
-        self._run = run
-        self._root = root
-        self._world = world
-        self._attempt = attempt
-        self._run_id = run_id
-        self._may_write = may_write
+        self._run, self._disk, self._world = run, disk, world
         self._lane_state = LaneState(run.model)
         self._buffers = HostBuffers(world.device)
         self._save: Save | None = None
@@ -293,19 +274,24 @@ class Checkpointer:
         saved = with_whole_lanes(saved, self._run, self._world)
         self._node = self._node or ranks_of_node(self._world)
         rank_files = files_of_rank(engine, saved, self._lane_state, self._node)
-        partial = files.partial_directory(self._root, state.step, self._attempt)
-        if problem := self._problem_ahead(partial, rank_files, obstacle):
+        if problem := self._problem_ahead(state.step, rank_files, obstacle):
             self._give_up_save(state.step, problem)
             return False
         more = {"validation_loss": validation_loss, "rebuild": rebuild}
         more["world_size"] = self._world.world_size
-        index = new_index(self._run_id, to_tree(self._run), engine, state, **more)
-        publish = self._publication(partial, index, suspected_since)
+        index = new_index(self._disk.run_id, to_tree(self._run), engine, state, **more)
         report = report_of_lanes(saved.cursor, past, self._run, self._world)
         self._saves += 1
-        reports = RankReports(f"{self._attempt}/{self._saves}", self._world)
-        what = (state.step, partial, rank_files, report, self._buffers, self._world, reports)
-        self._save = Save(*what, publish)
+        name = f"{self._disk.attempt}/{self._saves}"
+        self._save = Save(
+            self._disk,
+            rank_files,
+            index,
+            report,
+            RankReports(name, self._world.rank, self._world.world_size),
+            self._buffers,
+            then=lambda: self._remover.add(partial(self._remove_old, suspected_since)),
+        )
         self._saver.add(self._save.run)
         return self._run.checkpoint.asynchronous or self.finish()
 
@@ -324,8 +310,8 @@ class Checkpointer:
         if self._world.is_main:
             self._remover.wait()
             with contextlib.suppress(OSError, UserError):
-                self._may_write()
-                noted = files.step_directory(self._root, step) / files.VALIDATION_LOSS
+                self._disk.may_write()
+                noted = files.step_directory(self._disk.root, step) / files.VALIDATION_LOSS
                 write_text(noted, f"{loss!r}\n")
                 self._prune(None)
 
@@ -347,7 +333,7 @@ class Checkpointer:
 
         Ranks can differ. If it is True on any, all have to `finish`.
         """
-        return self._save is not None and self._save.has_failed
+        return self._save is not None and self._save.problem is not None
 
     @property
     def is_to_try_again(self) -> bool:
@@ -396,15 +382,18 @@ class Checkpointer:
         # this attempt's, since a newer one may be saving.
         is_hopeless = broadcast_value(self._outage.is_over_patience, bool) or not problem.may_pass
         if self._world.is_main:
-            files.discard_partial(files.partial_directory(self._root, step, self._attempt))
+            self._disk.discard(step)
         if is_hopeless:
-            raise _could_not_save(step, problem)
+            text = f"could not save step {step}: {problem.text}; older checkpoints are untouched"
+            if problem.remedy:
+                text += f", {problem.remedy} and rerun the command to resume from the latest"
+            raise CheckpointError(text)
 
     def _cause_of(self, problem: SaveProblem) -> SaveProblem:
         """Why a save failed: a newer attempt removes what this one was writing (rank 0)."""
         if self._world.is_main and problem.may_pass:
             try:
-                self._may_write()
+                self._disk.may_write()
             except OSError:
                 pass  # storage that is away tells of no newer attempt
             except UserError as error:
@@ -428,9 +417,9 @@ class Checkpointer:
         return state
 
     def _problem_ahead(
-        self, partial: Path, rank_files: list[RankFile], obstacle: Callable[[], str]
+        self, step: int, rank_files: list[RankFile], obstacle: Callable[[], str]
     ) -> SaveProblem | None:
-        """Return rank 0's reason not to start a save; without one, it has made `partial`."""
+        """Return rank 0's reason not to start a save; without one, the disk is prepared."""
         own_bytes = torch.tensor(sum(each.layout.file_bytes for each in rank_files))
         wanted = int(rows_of_ranks(own_bytes).sum()) + self._world.world_size * INDEX_BYTES_PER_RANK
         problem = None
@@ -439,25 +428,12 @@ class Checkpointer:
                 if ahead := obstacle():
                     problem = SaveProblem(ahead, remedy=ANY_REMEDY)
                 else:
-                    files.require_space(self._root, wanted)
-                    partial.mkdir(exist_ok=True)
+                    self._disk.prepare(step, wanted)
             except OSError as error:
                 problem = SaveProblem.of(error)
             except CheckpointError as error:
                 problem = SaveProblem(str(error))
         return broadcast_value(problem, SaveProblem | None)
-
-    def _publication(
-        self, partial: Path, index: dict[str, Any], suspected_since: int | None
-    ) -> Callable[[list[Report]], None]:
-        """Return what rank 0's thread calls after writing its files."""
-
-        def publish(reports: list[Report]) -> None:
-            final = files.step_directory(self._root, index["step"])
-            marker.publish(partial, final, index, reports, self._may_write)
-            self._remover.add(partial_of(self._remove_old, suspected_since))
-
-        return publish
 
     def _remove_old(self, suspected_since: int | None) -> None:
         """Remove what is not kept; what fails is left to the next save."""
@@ -467,9 +443,9 @@ class Checkpointer:
             logger.warning("old checkpoints stay: %s", error)
 
     def _prune(self, suspected_since: int | None) -> None:
-        kept, valid = self._run.checkpoint, marker.steps_that_count(self._root)
+        kept, valid = self._run.checkpoint, marker.steps_that_count(self._disk.root)
         numbers = (kept.keep_last, kept.keep_every, kept.keep_best)
-        files.prune(self._root, valid, *numbers, suspected_since, self._held())
+        files.prune(self._disk.root, valid, *numbers, suspected_since, self._held())
 
     def _restore_state(self, engine: Engine, found: marker.Checkpoint) -> TrainState:
         lanes = lanes_of_rank(self._run, self._world.rank, self._world.world_size)
@@ -514,10 +490,3 @@ class Checkpointer:
         moved, per_slot = self._lane_state.moved(memory, home, dtype), len(lanes) // num_slots
         slots = (slice(slot * per_slot, (slot + 1) * per_slot) for slot in range(num_slots))
         return [tuple(part.clone() for part in selected_lanes(moved, slot)) for slot in slots]
-
-
-def _could_not_save(step: int, problem: SaveProblem) -> CheckpointError:
-    text = f"could not save step {step}: {problem.text}; older checkpoints are untouched"
-    if problem.remedy:
-        text += f", {problem.remedy} and rerun the command to resume from the latest"
-    return CheckpointError(text)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from foundation.errors import UserError, os_error_text
+from foundation.errors import CheckpointError, UserError, os_error_text
 from foundation.files import private_directory
 from foundation.settings import differences, to_tree
 from pretrain.checkpoint import directory as files
@@ -33,12 +33,12 @@ from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import (
     HostBuffers,
     RankReports,
-    Report,
     Save,
     files_of,
     new_index,
 )
 from pretrain.checkpoint.checkpointer import require_equal_replicas
+from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.elastic_reader import local_name
 from pretrain.checkpoint.pieces import key_of
 from pretrain.config.run import RunConfig
@@ -69,33 +69,29 @@ class Offer:
 class LocalTier:
     """The local checkpoints of one start; without `checkpoint.local` there are none.
 
-    `config` has all phases, as the user wrote it; `standing` is what `steps_that_stand` found. All
-    ranks call `find` and `save` together. A context manager: leaving it cancels a save in progress.
+    `config` has all phases, as the user wrote it; `shared` is the disk of the other checkpoints;
+    `standing` is what `steps_that_stand` found. All ranks call `find` and `save` together. A
+    context manager: leaving it cancels a save in progress.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        run_id: str,
-        world: World,
-        attempt: str,
-        standing: Mapping[str, int],
+        self, config: RunConfig, shared: Disk, world: World, standing: Mapping[str, int]
     ) -> None:
         self._kept, self._world = config.checkpoint, world
         self._lane_state = LaneState(config.model)
         tree = json.loads(json.dumps(to_tree(config)))
         self._config = {name: part for name, part in tree.items() if name not in MAY_DIFFER}
-        self._run_id, self._attempt, self._standing = run_id, attempt, standing
+        self._standing = standing
         self._buffers = HostBuffers(world.device)
         self._save: Save | None = None
         self._saver = Worker("local save")
         self._has_failed = False
         self.shared_step = 0  # the latest in the run directory, as `find` was told
-        self._root: Path | None = None
+        self._disk: Disk | None = None  # None: none is used, on any rank
         if config.checkpoint.local is not None:
-            folder = config.checkpoint.local / f"run-{run_id}"
-            self._root = folder / f"rank-{world.rank:05d}"
-            self._open(folder, self._root)
+            folder = config.checkpoint.local / f"run-{shared.run_id}"
+            own = Disk(folder / f"rank-{world.rank:05d}", shared.attempt, shared.run_id)
+            self._disk = self._opened(own)
 
     def __enter__(self) -> LocalTier:
         return self
@@ -115,13 +111,35 @@ class LocalTier:
         if self._kept.local is None:
             return None
         offers = gather_values(self._offer(shared_step, before), Offer)
-        found, problem = self._first_whole(offers)
-        if found is None and any(each.attempts or each.problem for each in offers):
-            self._say_why(offers, problem, shared_step)
-        if self._root is not None:
+        common = set.intersection(*(set(each.attempts.items()) for each in offers))
+        found, refused = marker.newest_valid(sorted(int(step) for step, _ in common), self._get)
+        if self._world.is_main:
+            for step, error in refused:
+                logger.warning("local checkpoints of step %d are not used: %s", step, error)
+            if found is None and any(each.attempts or each.problem for each in offers):
+                used = f"step {shared_step}, the shared one" if shared_step else "none"
+                why = str(refused[0][1]) if refused else _why(offers)
+                logger.warning("local checkpoints are not used: %s; using %s", why, used)
+        if self._disk is not None:
             with contextlib.suppress(OSError):
-                files.discard_from(self._root, (found.step if found else shared_step) + 1)
+                files.discard_from(self._disk.root, (found.step if found else shared_step) + 1)
         return found
+
+    def _get(self, step: int) -> marker.Checkpoint:
+        """Return this rank's part of the step, if all ranks verify theirs. A collective."""
+        assert self._disk is not None
+        start, problem, found = time.monotonic(), "", None
+        try:
+            found = self._disk.get(step)
+        except (OSError, UserError) as error:
+            problem = _text(error)
+        problems = gather_values(problem, str)
+        if found is None or any(problems):
+            raise CheckpointError(_first(problems))
+        if self._world.is_main:
+            what = "resuming from the local checkpoints of step %d in %s, verified in %.1f s"
+            logger.info(what, step, self._disk.root.parent, time.monotonic() - start)
+        return replace(found, is_local=True)
 
     def is_due(self, step: int) -> bool:
         """Whether `step` is one to save here."""
@@ -135,7 +153,8 @@ class LocalTier:
         """
         self._finish()
         require_equal_replicas(engine, state)
-        if broadcast_value(obstacle() if self._world.is_main else "", str) or self._root is None:
+        disk = self._disk
+        if broadcast_value(obstacle() if self._world.is_main else "", str) or disk is None:
             return
         pieces = {
             key_of(local_name(fragment), 0, kind): [value]
@@ -144,29 +163,25 @@ class LocalTier:
         }
         rank_files = files_of(pieces, state, self._lane_state, rank=0, node=(0,))
         rank, world_size = self._world.rank, self._world.world_size
-        local = {"attempt": self._attempt, "rank": rank, "world_size": world_size}
-        index = new_index(self._run_id, self._config, engine, state, local=local)
-        root = self._root
-        partial = files.partial_directory(root, state.step, self._attempt)
+        local = {"attempt": disk.attempt, "rank": rank, "world_size": world_size}
+        index = new_index(disk.run_id, self._config, engine, state, local=local)
         try:
-            files.require_space(root, sum(each.layout.file_bytes for each in rank_files))
-            partial.mkdir(exist_ok=True)
+            disk.prepare(state.step, sum(each.layout.file_bytes for each in rank_files))
         except (OSError, UserError) as error:
             self._failed(state.step, _text(error))
             return
-        final = files.step_directory(root, state.step)
-
-        def publish(reports: list[Report]) -> None:
-            marker.publish(partial, final, index, reports)
-            files.prune(root, files.steps_on_disk(root), KEPT)
-
         assert state.cursor is not None
-        cursor = state.cursor.to_tree()
-        report = {"first_lane": 0, "num_lanes": len(state.cursor.lanes), "cursor": cursor}
-        report["past"] = None
-        alone = replace(self._world, rank=0, world_size=1)
-        what = (state.step, partial, rank_files, report, self._buffers, alone)
-        self._save = Save(*what, RankReports("", alone), publish)
+        report = {"first_lane": 0, "num_lanes": len(state.cursor.lanes), "past": None}
+        report["cursor"] = state.cursor.to_tree()
+        self._save = Save(
+            disk,
+            rank_files,
+            index,
+            report,
+            RankReports("", rank=0, num_ranks=1),
+            self._buffers,
+            then=lambda: files.prune(disk.root, disk.steps(), KEPT),
+        )
         self._saver.add(self._save.run)
         if not self._kept.asynchronous:
             self._finish()
@@ -178,42 +193,43 @@ class LocalTier:
 
     def remove(self) -> None:
         """Remove this rank's checkpoints, of a run that has finished."""
-        if self._root is not None:
+        if self._disk is not None:
             self._finish()
-            shutil.rmtree(self._root, ignore_errors=True)
+            shutil.rmtree(self._disk.root, ignore_errors=True)
             with contextlib.suppress(OSError):  # other ranks' may still be there
-                self._root.parent.rmdir()
+                self._disk.root.parent.rmdir()
 
-    def _open(self, folder: Path, root: Path) -> None:
+    def _opened(self, disk: Disk) -> Disk | None:
         """Make this rank's folder on all ranks, or use none on any."""
-        problem = ""
+        folder, problem = disk.root.parent, ""
         try:
             if not RUN_FOLDER.fullmatch(folder.name):
-                raise UserError(f"found the run's id {self._run_id!r}, expected 12 hex digits")
+                raise UserError(f"found the run's id {disk.run_id!r}, expected 12 hex digits")
             private_directory(folder)
-            private_directory(root)
-            files.remove_partial(root)
+            private_directory(disk.root)
+            files.remove_partial(disk.root)
         except (OSError, UserError) as error:
             problem = _text(error)
         problems = gather_values(problem, str)
         if any(problems):
-            self._root = None
             if self._world.is_main:
                 logger.warning("no local checkpoints: %s", _first(problems))
-        elif self._world.local_rank == 0:
+            return None
+        if self._world.local_rank == 0:
             _remove_old(folder)
+        return disk
 
     def _offer(self, shared_step: int, before: int | None) -> Offer:
         attempts: dict[str, str] = {}
         problem = ""
-        if self._root is None:
+        if self._disk is None:
             return Offer()
         try:
-            for step in files.steps_on_disk(self._root):
+            for step in self._disk.steps():
                 if step <= shared_step or (before is not None and step >= before):
                     continue
                 try:
-                    index = marker.read_index(files.step_directory(self._root, step)).index
+                    index = marker.read_index(files.step_directory(self._disk.root, step)).index
                     problem = self._misfit(index)
                     if not problem:
                         attempts[str(step)] = index["local"]["attempt"]
@@ -243,43 +259,6 @@ class LocalTier:
             return f"step {index['step']} is from before the run went back"
         return ""
 
-    def _first_whole(self, offers: list[Offer]) -> tuple[marker.Checkpoint | None, str]:
-        """Return the latest step that every rank verifies, or why the latest common one is none."""
-        common = set.intersection(*(set(each.attempts.items()) for each in offers))
-        reason = ""
-        for step, _ in sorted(common, key=lambda each: int(each[0]), reverse=True):
-            assert self._root is not None
-            start, problem, found = time.monotonic(), "", None
-            try:
-                directory = files.step_directory(self._root, int(step))
-                found = marker.verify(directory, self._run_id)
-            except (OSError, UserError) as error:
-                problem = _text(error)
-            problems = gather_values(problem, str)
-            if found is not None and not any(problems):
-                if self._world.is_main:
-                    what = (
-                        "resuming from the local checkpoints of step %s in %s, verified in %.1f s"
-                    )
-                    seconds = time.monotonic() - start
-                    logger.info(what, step, self._root.parent, seconds)
-                return replace(found, is_local=True), ""
-            reason = reason or _first(problems)
-            if self._world.is_main:
-                logger.warning("local checkpoints of step %s are not used: %s", step, reason)
-        return None, reason
-
-    def _say_why(self, offers: list[Offer], problem: str, shared_step: int) -> None:
-        if not problem:
-            problem = _first([each.problem if not each.attempts else "" for each in offers])
-        lacking = [rank for rank, each in enumerate(offers) if not each.attempts]
-        if not problem and lacking:
-            problem = f"rank {lacking[0]}: has none on its node"
-        if self._world.is_main:
-            used = f"step {shared_step}, the shared one" if shared_step else "none"
-            why = problem or "no step is there on all ranks"
-            logger.warning("local checkpoints are not used: %s; using %s", why, used)
-
     def _finish(self) -> None:
         if self._save is None:
             return
@@ -290,11 +269,19 @@ class LocalTier:
             self._has_failed = False
 
     def _failed(self, step: int, problem: str) -> None:
-        if self._root is not None:
-            files.discard_partial(files.partial_directory(self._root, step, self._attempt))
+        if self._disk is not None:
+            self._disk.discard(step)
         if not self._has_failed:
             logger.warning("no local checkpoint of step %d: %s; training continues", step, problem)
         self._has_failed = True
+
+
+def _why(offers: list[Offer]) -> str:
+    """Why ranks have no step in common."""
+    problem = _first([each.problem if not each.attempts else "" for each in offers])
+    lacking = [rank for rank, each in enumerate(offers) if not each.attempts]
+    without = f"rank {lacking[0]}: has none on its node" if lacking else ""
+    return problem or without or "no step is there on all ranks"
 
 
 def _remove_old(own: Path) -> None:

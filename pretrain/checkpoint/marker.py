@@ -89,8 +89,6 @@ def parse_index(path: Path, content: bytes) -> dict[str, Any]:
     try:
         index = parse_json(content)
         fields = Fields(index)
-        if index.get("format") == 5:
-            _make_format_6(index)
         if (found := fields.integer("format")) != FORMAT:
             raise CheckpointError(
                 f"{path}: found format {found}, expected format {FORMAT}; "
@@ -130,7 +128,9 @@ def _check(fields: Fields, index: dict[str, Any]) -> None:
     for name in ("cursor", "past"):
         if not all(isinstance(each.get(name, ...), (dict, NoneType)) for each in index["ranks"]):
             raise InvalidField(f"a rank has no {name}")
-    _check_rebuild(fields, index)
+    if index.get("rebuild", ...) is not None:
+        rebuild = fields.object("rebuild").only(("steps", "forgotten"))
+        rebuild.integers("forgotten", rebuild.integer("steps", 1, index["step"]) - 1)
     for report in reports:
         report.integer("first_lane", next_lane, next_lane)
         next_lane += report.integer("num_lanes")
@@ -153,26 +153,6 @@ def _check_files(files: dict[str, Any], states: list[str]) -> None:
     unknown = (files.keys() - parts.keys()) | (set(states) - set(possible))
     if unknown:
         raise InvalidField(f"found the file {shown(min(unknown))}, expected those of ranks only")
-
-
-def _make_format_6(index: dict[str, Any]) -> None:
-    """Format 5 had one file per rank and kind."""
-    index["format"] = FORMAT
-    if isinstance(files := index.get("files"), dict):
-        index["files"] = {name: [entry] for name, entry in files.items()}
-    if isinstance(reports := index.get("ranks"), list):
-        for rank, report in enumerate(reports):
-            if isinstance(report, dict):
-                report["state"] = rank_file("state", rank)
-
-
-def _check_rebuild(fields: Fields, index: dict[str, Any]) -> None:
-    if "rebuild" not in index:
-        raise InvalidField("rebuild is missing")
-    if index["rebuild"] is not None:
-        rebuild = fields.object("rebuild").only(("steps", "forgotten"))
-        steps = rebuild.integer("steps", 1, index["step"])
-        rebuild.integers("forgotten", steps - 1)
 
 
 logger = logging.getLogger(__name__)
@@ -298,20 +278,16 @@ def publish(
         ],
     }
     _check_sizes(partial, lists["files"])  # a rank may have written into a directory of its own
-    write_text(partial / INDEX, _index_text({**index, "format": FORMAT, **lists}))
+    # A line per field: indented, those of thousands of ranks take a second to write, in Python.
+    whole = {**index, "format": FORMAT, **lists}
+    lines = sorted(f"{json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in whole.items())
+    write_text(partial / INDEX, "{\n" + ",\n".join(lines) + "\n}\n")
     write_text(partial / MARKER, sha256_of(partial / INDEX) + "\n")
     before_rename()
     if final.exists():  # an invalid one that resuming skipped, or one from before a rewind
         remove(final)
     partial.rename(final)
     fsync_directory(final.parent)
-
-
-def _index_text(index: Mapping[str, Any]) -> str:
-    """Return it as JSON with a line per field: indented, those of thousands of ranks take a second
-    to write, in Python."""
-    lines = (f"{json.dumps(name)}: {json.dumps(index[name], sort_keys=True)}" for name in index)
-    return "{\n" + ",\n".join(sorted(lines)) + "\n}\n"
 
 
 def _files_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -366,7 +342,7 @@ def read_index(directory: Path, run_id: str = "") -> Checkpoint:
         )
     path = directory / INDEX
     marker, content = _contents(directory / MARKER), _contents(path)
-    if marker != f"{_sha256(content)}\n".encode():
+    if marker != f"{hashlib.sha256(content).hexdigest()}\n".encode():
         raise CheckpointError(f"{path}: does not match its {MARKER} marker")
     index = parse_index(path, content)
     named = STEP_NAME.fullmatch(directory.name)
@@ -405,43 +381,38 @@ def latest_valid(root: Path, say: Callable[[str], None], run_id: str = "") -> Ch
     `say` gets a line for each checkpoint that is skipped. Raises CheckpointError if there are
     checkpoints and none is valid: to start from scratch would throw the run away.
     """
-    return first_valid(
-        root,
-        steps_on_disk(root),
-        verify=lambda directory: verify(directory, run_id),
-        refused=lambda directory, reason, found: say(refusal(reason, step_of(found))),
-    )
-
-
-def first_valid(
-    root: Path,
-    steps: Sequence[int],
-    verify: Callable[[Path], Checkpoint],
-    refused: Callable[[Path, str, Checkpoint | None], None],
-) -> Checkpoint | None:
-    """Return the last of the steps' checkpoints that `verify` accepts; None without steps.
-
-    `refused` gets those that it does not, and the one that is used instead. CheckpointError if
-    there are steps and none is accepted: UnreadableError if storage failed for one of them.
-    """
-    refusals: list[tuple[Path, CheckpointError]] = []
-    found = None
-    for step in reversed(steps):
-        directory = step_directory(root, step)
-        try:
-            found = verify(directory)
-            break
-        except CheckpointError as error:
-            refusals.append((directory, error))
-    for directory, error in refusals:
-        refused(directory, str(error), found)
+    steps = steps_on_disk(root)
+    found, refused = newest_valid(steps, lambda step: verify(step_directory(root, step), run_id))
+    for _, error in refused:
+        say(refusal(str(error), step_of(found)))
     if steps and found is None:
-        may_pass = any(isinstance(error, UnreadableError) for _, error in refusals)
-        raise (UnreadableError if may_pass else CheckpointError)(
-            f"{root}: none of its {len(steps)} checkpoints is valid; repair or remove them, or use "
-            "a new run directory"
-        )
+        raise none_valid(root, refused)
     return found
+
+
+Refused = list[tuple[int, CheckpointError]]
+
+
+def newest_valid(
+    steps: Sequence[int], get: Callable[[int], Checkpoint]
+) -> tuple[Checkpoint | None, Refused]:
+    """Return the last of the steps that `get` accepts, and why it did not accept later ones."""
+    refused: Refused = []
+    for step in reversed(steps):
+        try:
+            return get(step), refused
+        except CheckpointError as error:
+            refused.append((step, error))
+    return None, refused
+
+
+def none_valid(root: Path, refused: Refused) -> CheckpointError:
+    """What to raise where all checkpoints were refused; UnreadableError if storage failed once."""
+    may_pass = any(isinstance(error, UnreadableError) for _, error in refused)
+    return (UnreadableError if may_pass else CheckpointError)(
+        f"{root}: none of its {len(refused)} checkpoints is valid; repair or remove them, or use "
+        "a new run directory"
+    )
 
 
 def refusal(reason: str, used: str = "") -> str:
@@ -535,7 +506,3 @@ def _refusing(path: Path) -> Iterator[None]:
     except OSError as error:
         kind = UnreadableError if error.errno in STORAGE_FAILS else CheckpointError
         raise kind(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

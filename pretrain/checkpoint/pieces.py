@@ -86,9 +86,10 @@ def report_of(elements: Mapping[str, int], rank: int) -> dict[str, Any]:
     """
     kinds: dict[str, dict[str, list[tuple[int, int]]]] = {}
     for key, count in elements.items():
-        parameter, start, kind = _parsed_key(key)
-        pieces = kinds.setdefault(parameter, {}).setdefault(kind, [])
-        pieces.append((start - rank * count, count))
+        match = _KEY.fullmatch(key)
+        assert match, key
+        pieces = kinds.setdefault(match[1], {}).setdefault(match[3], [])
+        pieces.append((int(match[2]) - rank * count, count))
     report = {}
     for parameter, by_kind in kinds.items():
         (pieces,) = {tuple(sorted(each)) for each in by_kind.values()}
@@ -139,7 +140,8 @@ def parsed(fields: Fields, world_size: int) -> Pieces:
         if not isinstance(entry, dict) or entry.keys() != {"kinds", "runs"}:
             raise InvalidField(f"pieces.{shown(name)} is {shown(entry)}, expected kinds and runs")
         kinds, runs = entry["kinds"], entry["runs"]
-        if not _are_names(kinds) or not isinstance(runs, list) or not runs:
+        are_lists = isinstance(kinds, list) and isinstance(runs, list) and kinds and runs
+        if not are_lists or not all(isinstance(kind, str) for kind in kinds):
             raise InvalidField(f"pieces.{shown(name)} is {shown(entry)}, expected kinds and runs")
         end, held = 0, Held(tuple(kinds), tuple(_parsed_run(each, world_size) for each in runs))
         for run in held.runs:
@@ -148,10 +150,6 @@ def parsed(fields: Fields, world_size: int) -> Pieces:
             end = run.end
         found[name] = held
     return found
-
-
-def _are_names(kinds: object) -> bool:
-    return isinstance(kinds, list) and bool(kinds) and all(isinstance(n, str) for n in kinds)
 
 
 def _parsed_run(value: object, world_size: int) -> Run:
@@ -204,9 +202,3 @@ def opened(path: Path, framework: str = "pt") -> Iterator[Any]:
     except (SafetensorError, RuntimeError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path}: not the tensors of a checkpoint ({reason})") from None
-
-
-def _parsed_key(key: str) -> tuple[str, int, str]:
-    match = _KEY.fullmatch(key)
-    assert match, key
-    return match[1], int(match[2]), match[3]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from pretrain.distributed.world import World, broadcast_value, raise_on_all_rank
 from pretrain.terminal.text import counted
 
 logger = logging.getLogger(__name__)
+Nearer = Callable[[int, int | None], marker.Checkpoint | None]
 
 
 def find_resume_point(
@@ -25,7 +25,7 @@ def find_resume_point(
     run_id: str,
     before: int | None = None,
     patience: Patience | None = None,
-    nearer: Callable[[int, int | None], marker.Checkpoint | None] | None = None,
+    nearer: Nearer | None = None,
     verified: marker.Checkpoint | None = None,
 ) -> marker.Checkpoint | None:
     """Return the latest valid checkpoint (of a step below `before`); None if the run has none yet.
@@ -42,33 +42,26 @@ def find_resume_point(
     outage = Outage(patience or Patience())
     outage.run_waits()
     while True:
-        refusals: list[Refusal] = []
+        refused: marker.Refused = []
         try:
-            found = _find(root, world, run_id, before, refusals, nearer, verified)
+            found, refused = _find(root, world, run_id, before, nearer, verified)
+            if found is None and refused:
+                raise marker.none_valid(root, refused)
         except UnreadableError as error:
-            problem = refusals[0].reason if refusals else str(error)
+            problem = str(refused[0][1]) if refused else str(error)
             outage.failed(problem, WAITS, remedy="check the disk or file server")
             if broadcast_value(outage.is_over_patience, bool):  # rank 0's clock decides
-                _report(refusals, world)
+                _report(root, refused, None, world)
                 raise
             with raise_on_all_ranks():
                 outage.pause()
         except CheckpointError:
-            _report(refusals, world)
+            _report(root, refused, None, world)
             raise
         else:
             outage.ended()
-            _report(refusals, world)
+            _report(root, refused, found, world)
             return found
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A checkpoint that is not used, and the step that is."""
-
-    directory: Path
-    reason: str
-    using: str
 
 
 def _find(
@@ -76,12 +69,11 @@ def _find(
     world: World,
     run_id: str,
     before: int | None,
-    refusals: list[Refusal],
-    nearer: Callable[[int, int | None], marker.Checkpoint | None] | None,
+    nearer: Nearer | None,
     verified: marker.Checkpoint | None,
-) -> marker.Checkpoint | None:
-    def verify(directory: Path) -> marker.Checkpoint:
-        start = time.monotonic()
+) -> tuple[marker.Checkpoint | None, marker.Refused]:
+    def get(step: int) -> marker.Checkpoint:
+        directory, start = files.step_directory(root, step), time.monotonic()
         index: dict[str, Any] = {}
         with raise_on_all_ranks():
             if world.is_main:
@@ -93,38 +85,34 @@ def _find(
             marker.check_share(found, world.rank, world.world_size, is_shown=world.is_main)
         if world.is_main:
             marker.remember(directory, refused="")
-            logger.info("resuming from %s, %s", directory, _cost(found, start, world))
+            what = "resuming from %s, verified in %.1f s (%s MiB by %s)"
+            size, ranks = f"{found.num_bytes / 2**20:,.1f}", counted(world.world_size, "rank")
+            logger.info(what, directory, time.monotonic() - start, size, ranks)
         return found
-
-    def refused(directory: Path, reason: str, found: marker.Checkpoint | None) -> None:
-        refusals.append(Refusal(directory, reason, marker.step_of(found)))
 
     steps: list[int] = []
     latest = 0
     with raise_on_all_ranks():
         if world.is_main:
-            _require_directory(root)
+            if not root.is_dir() and root.with_name("run.json").exists():  # lost, as with a mount
+                raise UnreadableError(
+                    f"{root}: missing, although every run has it; bring it back, or make an empty "
+                    "one to start the run from scratch"
+                )
             files.remove_partial(root)
             steps = files.steps_on_disk(root)
             latest = marker.latest_step(root, before) if nearer is not None else 0
     steps = [step for step in broadcast_value(steps, list[int]) if before is None or step < before]
     if nearer is not None and (found := nearer(broadcast_value(latest, int), before)) is not None:
-        return found
-    return marker.first_valid(root, steps, verify, refused)
+        return found, []
+    return marker.newest_valid(steps, get)
 
 
-def _require_directory(root: Path) -> None:
-    """Raise UnreadableError if a run has lost its directory of checkpoints, as with a mount."""
-    if not root.is_dir() and root.with_name("run.json").exists():
-        raise UnreadableError(
-            f"{root}: missing, although every run has it; bring it back, or make an empty one to "
-            "start the run from scratch"
-        )
-
-
-def _report(refusals: Sequence[Refusal], world: World) -> None:
-    for each in refusals:
-        refuse(each.directory, each.reason, each.using, world)
+def _report(
+    root: Path, refused: marker.Refused, found: marker.Checkpoint | None, world: World
+) -> None:
+    for step, error in refused:
+        refuse(files.step_directory(root, step), str(error), marker.step_of(found), world)
 
 
 def refuse(directory: Path, reason: str, using: str, world: World) -> None:
@@ -132,9 +120,3 @@ def refuse(directory: Path, reason: str, using: str, world: World) -> None:
     if world.is_main:
         logger.warning(marker.refusal(reason, using))
         marker.remember(directory, reason)
-
-
-def _cost(found: marker.Checkpoint, start: float, world: World) -> str:
-    ranks = counted(world.world_size, "rank")
-    seconds = time.monotonic() - start
-    return f"verified in {seconds:.1f} s ({found.num_bytes / 2**20:,.1f} MiB by {ranks})"

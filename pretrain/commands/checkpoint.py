@@ -61,7 +61,7 @@ def add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_fetch(arguments: argparse.Namespace) -> int:
     """Make the run directory from the latest checkpoint of the mirror."""
-    from pretrain.mirror.restore import restore_run
+    from pretrain.rundir.restore import restore_run
 
     step = restore_run(arguments.url, arguments.run)
     print(f"{arguments.run} has step {step}; start the run with this run directory to resume it")

@@ -27,9 +27,7 @@ class Agreement:
     stop: bool = False  # a signal asks for it
     save_failed: bool = False  # the rank's part of the save in progress
     save_again: bool = False  # storage failed, and it is time for another try
-    uploading: bool = False  # its share of a checkpoint, to the mirror
-    upload_fails: bool = False
-    upload_due: bool = False  # a newer checkpoint is published
+    upload: bool = False  # the last save, to the mirror, as rank 0 has found
 
     def agreed(self) -> Agreement:
         """Return what all ranks agree on. A collective."""

@@ -17,10 +17,9 @@ from foundation.files import sha256_of
 from foundation.settings import to_tree
 from launcher import cli as launcher
 from pretrain import cli as pretrain
-from pretrain.mirror.layout import ROOT, RUN_FILES, MirrorIndex
-from pretrain.mirror.mirror import stored_form
-from pretrain.mirror.restore import restore_run
+from pretrain.checkpoint.destinations import ROOT, RUN_FILES, MirrorIndex, StoredCheckpoint
 from pretrain.rundir.heartbeat import HeartbeatRecord
+from pretrain.rundir.restore import restore_run
 from pretrain.rundir.run_dir import RunDir
 from pretrain.weights.export import load_export
 from tests.fuzz.mutations import json_text
@@ -124,7 +123,7 @@ def _report(copy: Path) -> None:
 def mirror_targets(home: Path, run: Path) -> dict[str, Target]:
     """What a run's mirror has in a store, as files; the run has one checkpoint in it."""
     step = sorted((run / "checkpoints").iterdir())[-1]
-    stored = stored_form(step)
+    stored = StoredCheckpoint.of(step)
     shutil.copytree(step, home / stored.folder)
     for name in RUN_FILES:
         shutil.copy(run / name, home / stored.folder)

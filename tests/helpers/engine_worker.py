@@ -29,6 +29,7 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream
 from foundation.errors import CheckpointError, UserError
 from pretrain.checkpoint.checkpointer import Checkpointer, replicated_values
+from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.elastic_reader import load_fragments
 from pretrain.checkpoint.marker import latest_step
 from pretrain.checkpoint.resume_point import find_resume_point
@@ -133,7 +134,7 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         root = output / cell["resume"]
         found = find_resume_point(root, world, run_id="")
         assert found is not None, f"no checkpoint in {cell['resume']}"
-        state = Checkpointer(run, root, world, "resume", "").restore(engine, found)
+        state = Checkpointer(run, Disk(root, "resume", ""), world).restore(engine, found)
         opened = gather_values(load_fragments(engine, found), list[int])
     state = state or TrainState.fresh(num_slots)
     lanes = lanes_of_rank(run, world.rank, world.world_size)
@@ -145,7 +146,7 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         lanes,
         state.cursor,
     )
-    checkpointer = Checkpointer(run, output / cell["name"], world, cell["name"], "")
+    checkpointer = Checkpointer(run, Disk(output / cell["name"], cell["name"], ""), world)
     losses, norms, scales, layers = {}, {}, {}, {"opened": opened}
     validation: dict[int, str] = {}
 

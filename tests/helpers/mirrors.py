@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.corpora.stores import RetryPolicy
-from data_pipeline.corpora.writable_store import WritableStore
 from pretrain.checkpoint import marker
+from pretrain.checkpoint.destinations import Disk, ObjectStore, Publication
+from pretrain.checkpoint.uploads import upload_share
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.mirror.mirror import Publication, upload_share
-from pretrain.mirror.restore import SCRATCH, restore_run
 from pretrain.rundir.events import JobStarted, Started, Submitted
+from pretrain.rundir.restore import SCRATCH, restore_run
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
@@ -54,13 +54,13 @@ def upload(
 ) -> None:
     """What all ranks do for one checkpoint, one after the other."""
     scratch.mkdir(exist_ok=True)
-    store = WritableStore(url, scratch, FAST)
+    store = ObjectStore(url, scratch, FAST)
     directory = run_dir.checkpoints / f"step-{step:08d}"
     for rank in range(RANKS):
         upload_share(store, directory, rank, RANKS, lambda: None)
     kept = CheckpointConfig(keep_last=keep_last)
-    publication = Publication(run_dir.path, run_dir.identity.id, step, kept, may_write)
-    publication.publish(store, directory, scratch, lambda: None)
+    disk = Disk(run_dir.checkpoints, "", run_dir.identity.id, may_write)
+    Publication(store, disk, step, kept).publish(directory, lambda: None)
 
 
 def restored(url: str, directory: Path, policy: RetryPolicy = FAST) -> int:

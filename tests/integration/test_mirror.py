@@ -114,7 +114,7 @@ def test_a_store_that_is_away_costs_a_run_nothing_and_gets_the_checkpoint_when_i
     failed = events_of(run_dir.ledger.read(), MirrorFailed)
     assert (failed[-1].step, failed[-1].url) == (STEPS, f"{bucket}-away/runs/tiny")
     assert len(failed) <= 2, "one for the failure that lasts, one for the end"
-    assert caplog.text.count("training continues, the upload is tried again") <= 1
+    assert caplog.text.count("training continues, and tries again") <= 1
     assert launcher(["status", str(run_dir.path)]) == 0
     assert "nothing yet; not uploaded when the run ended" in capsys.readouterr().out
 

@@ -221,7 +221,7 @@ FLOORS = (
     {"commands", "demo"},
     {"run", "scaling"},
     {"train", "evaluation", "reporting"},
-    {"processes", "recovery", "metrics", "mirror", "weights"},
+    {"processes", "recovery", "metrics", "weights"},
     {"rundir"},
     {"checkpoint"},
     {"state"},

@@ -26,6 +26,7 @@ from pretrain.checkpoint.background_save import (
     files_of_rank,
 )
 from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.elastic_reader import load_fragments, restore_counters
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
@@ -70,7 +71,7 @@ def checkpointer(
 ) -> Checkpointer:
     kept = CheckpointConfig(asynchronous=asynchronous, keep_last=9)
     config = dataclasses.replace(RUN, checkpoint=kept)
-    return Checkpointer(config, root, world, "attempt", "a-run", patience=patience)
+    return Checkpointer(config, Disk(root, "attempt", "a-run"), world, patience=patience)
 
 
 @contextlib.contextmanager
@@ -213,36 +214,31 @@ def test_a_save_that_storage_is_not_to_blame_for_is_not_tried_again(engine, worl
     def newer_attempt() -> None:
         raise StaleAttempt("a newer attempt has the run")
 
-    saving = checkpointer(tmp_path, world, patience=Patience(60))
-    saving._may_write = newer_attempt
+    disk = Disk(tmp_path, "attempt", "a-run", newer_attempt)
+    saving = Checkpointer(RUN, disk, world, Patience(60))
     saving.save(engine, state_of(engine, 1))
     with pytest.raises(CheckpointError, match="could not save step 1: a newer attempt"):
         saving.finish()
 
 
 def test_a_save_that_waits_for_another_rank_can_be_canceled(engine, world, tmp_path):
-    partial, final = (
-        files.partial_directory(tmp_path, 4, "attempt"),
-        files.step_directory(tmp_path, 4),
-    )
-    partial.mkdir()
+    disk = Disk(tmp_path, "attempt")
+    disk.prepare(4, 0)
     save = Save(
-        4,
-        partial,
+        disk,
         files_of_rank(engine, state_of(engine, 4), LaneState(RUN.model), (0,)),
+        {"step": 4},
         {},
+        RankReports("4", 0, 2, HashStore()),
         HostBuffers(torch.device("cpu")),
-        world,
-        RankReports("4", dataclasses.replace(world, world_size=2), HashStore()),
-        publish=lambda reports: marker.publish(partial, final, {}, reports),
     )
     worker = Worker("save")
     worker.add(save.run)
     assert save.wait_for_files() is None
-    assert not save.has_failed
+    assert save.problem is None
     save.cancel()
-    assert save.has_failed
-    assert not final.exists()
+    assert save.problem is not None
+    assert not disk.steps()
     worker.end()
 
 

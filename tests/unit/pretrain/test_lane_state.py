@@ -10,6 +10,7 @@ import torch
 
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.directory import step_directory
 from pretrain.checkpoint.elastic_reader import load_memory
 from pretrain.config.data import DataConfig
@@ -130,7 +131,7 @@ def test_a_checkpoint_has_every_part_and_any_ranks_lanes_come_back(
         checkpoint=CheckpointConfig(asynchronous=False),
     )
     engine, memory = build_engine(run, world), memory_of(state)
-    saving = Checkpointer(run, tmp_path, world, "attempt", "a-run")
+    saving = Checkpointer(run, Disk(tmp_path, "attempt", "a-run"), world)
     saving._lane_state = state
     halves = [selected_lanes(memory, lanes) for lanes in (slice(0, 2), slice(2, 4))]
     saving.save(engine, TrainState(step=1, memories=[*halves]))

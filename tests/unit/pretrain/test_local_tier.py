@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from foundation.errors import ConfigError
+from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.local_tier import DAYS_KEPT, LocalTier
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.distributed.world import World
@@ -19,7 +20,7 @@ ID = "0123456789ab"
 
 def tier(disk: Path, world: World, run_id: str = ID) -> LocalTier:
     config = replace(RunConfig(), checkpoint=CheckpointConfig(local=disk))
-    return LocalTier(config, run_id, world, "attempt", {})
+    return LocalTier(config, Disk(Path(), "attempt", run_id), world, {})
 
 
 def start(attempt: str, step: int) -> Started | Resumed:

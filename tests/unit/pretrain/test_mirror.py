@@ -6,7 +6,7 @@ A checkpoint here is one of `tests.helpers.checkpoints`, which verifies and whic
 from __future__ import annotations
 
 import json
-import logging
+import math
 import os
 import shutil
 import signal
@@ -17,16 +17,20 @@ from unittest import mock
 
 import pytest
 
-import pretrain.mirror.restore as restoring
+import pretrain.rundir.restore as restoring
 from data_pipeline.corpora.stores import StoreError
 from data_pipeline.corpora.writable_store import Content, Pace, WritableStore, content_of
 from foundation.errors import CheckpointError, ConfigError, DataError
 from foundation.files import write_text
-from pretrain.mirror.layout import ROOT
-from pretrain.mirror.mirror import Canceled, Retried
-from pretrain.mirror.restore import restore_run
+from foundation.retry import Outage, Patience
+from pretrain.checkpoint import destinations
+from pretrain.checkpoint.background_save import RankReports
+from pretrain.checkpoint.destinations import ROOT
+from pretrain.checkpoint.uploads import Upload
 from pretrain.rundir.events import Restored, Started
+from pretrain.rundir.restore import restore_run
 from pretrain.rundir.run_dir import RunDir
+from tests.helpers.checkpoints import publish_step
 from tests.helpers.mirrors import FAST, RANKS, names_in, over_http, restored, run_in, save, upload
 from tests.helpers.stores import FAULTS, QUICK, FileServer, client
 
@@ -85,7 +89,7 @@ def test_an_upload_that_is_killed_anywhere_leaves_the_checkpoint_before_it_and_t
 
 @pytest.mark.parametrize("what", ["fetch_file", "replace", "rename", "fsync_directory"])
 def test_a_restore_that_is_killed_anywhere_is_no_run_until_it_has_gone_on(what, tmp_path, stored):
-    where = {"replace": os, "rename": Path}.get(what, restoring)
+    where = {"replace": os, "rename": Path, "fetch_file": destinations}.get(what, restoring)
     target, number = tmp_path / "restored", 1
     with FileServer(stored) as server:
         # What has arrived stays, so that each kill comes later than the one before.
@@ -265,56 +269,58 @@ def test_a_rate_bounds_the_bytes_that_go_up_and_come_back(tmp_path, url):
     assert 0.3 <= time.monotonic() - start < 30
 
 
-def test_a_task_is_tried_again_in_the_background_and_logged_once(caplog):
-    caplog.set_level(logging.INFO)
-    tries = []
+class Store:
+    """A store, and what is published in it; `index` is what a look at it does."""
 
-    def task(check: Callable[[], None]) -> None:
-        tries.append(1)
-        if len(tries) < 3:
-            raise StoreError("the store is away")
+    def __init__(self, index: Callable[[], object]) -> None:
+        self.index, self.looks = index, 0
 
-    with mock.patch("pretrain.mirror.mirror.FIRST_PAUSE", 0.01):
-        thread = Retried(task, former=None)
-        thread.start()
-        thread.join(10)
-    assert len(tries) == 3
-    assert caplog.text.count("the store is away") == 1
-    assert caplog.text.count("work again") == 1
-    assert not thread.problem
+    def read(self) -> None:
+        self.looks += 1
+        self.index()
+
+    def put(self, *what: object) -> None:
+        pass
+
+    def publish(self, *what: object) -> None:
+        pass
 
 
-def test_a_canceled_task_that_fails_is_not_tried_again_and_says_nothing(caplog):
-    def fail(check: Callable[[], None]) -> None:
-        thread.cancel()
+def upload_to(store: Store, directory: Path) -> Upload:
+    reports = RankReports("", rank=0, num_ranks=1)
+    return Upload(directory, reports, store, store, Outage(Patience(math.inf)))  # type: ignore[arg-type]
+
+
+def test_an_upload_that_fails_is_tried_again_in_the_background_and_logged_once(
+    tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 0.01)
+    tries = iter([StoreError("the store is away")] * 2)
+
+    def look() -> None:
+        if error := next(tries, None):
+            raise error
+
+    directory = publish_step(tmp_path, 1, num_ranks=1)
+    store = Store(look)
+    upload = upload_to(store, directory)
+    upload.run()
+    assert store.looks == 3
+    assert upload.is_published
+    assert caplog.text.count("training continues") == 1
+    assert caplog.text.count("works again") == 1
+    assert not upload.failure
+
+
+def test_a_canceled_upload_that_fails_is_not_tried_again_and_says_nothing(tmp_path, caplog):
+    def fail() -> None:
+        upload.stop()
         raise OSError("the scratch directory is gone")
 
-    thread = Retried(fail, former=None)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive()
+    store = Store(fail)
+    upload = upload_to(store, tmp_path / "step-00000001")
+    upload.run()
+    assert store.looks == 1
+    assert upload.is_ended
+    assert not upload.is_published
     assert not caplog.text
-
-
-def test_a_canceled_task_ends_and_the_next_one_waits_for_it():
-    order = []
-
-    def endless(check: Callable[[], None]) -> None:
-        while True:
-            time.sleep(0.01)
-            check()
-
-    def note(check: Callable[[], None]) -> None:
-        order.append(first.is_alive())
-
-    first = Retried(endless, former=None)
-    second = Retried(note, former=first)
-    first.start()
-    second.start()
-    time.sleep(0.05)
-    assert order == []
-    first.cancel()
-    second.join(10)
-    assert order == [False]
-    with pytest.raises(Canceled):
-        first._check()

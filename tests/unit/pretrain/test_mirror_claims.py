@@ -8,13 +8,10 @@ import time
 
 import pytest
 
-from data_pipeline.corpora.writable_store import WritableStore
 from foundation.errors import CheckpointError, ConfigError
+from pretrain.checkpoint.destinations import ROOT, Disk, ObjectStore, Publication
+from pretrain.checkpoint.uploads import Mirror
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.mirror.layout import ROOT
-from pretrain.mirror.mirror import Mirror, Publication
-from pretrain.rundir.events import MirrorFailed
-from pretrain.rundir.ledger import last_of
 from tests.helpers.mirrors import FAST, names_in, over_http, restored, run_in, save, upload
 
 
@@ -31,16 +28,18 @@ def test_a_mirror_of_another_run_is_neither_overwritten_nor_deleted(
     second = run_in(tmp_path / "second", [300])
     stored = names_in(url, s3_endpoint)
     run = RunConfig(name="tiny", checkpoint=CheckpointConfig(mirror=url.removesuffix("/tiny")))
-    with Mirror(run, second, world, 0) as mirror:
+    notes: list[tuple[int, float | str]] = []
+    disk = Disk(second.checkpoints, "a", second.identity.id)
+    with Mirror(run, disk, world, 0, 0, lambda *note: notes.append(note)) as mirror:
         deadline = time.monotonic() + 300
-        while not mirror.flags(300)[1]:  # its store fails
+        mirror.agree(mirror.is_due(300), 300)
+        while not notes:
             assert time.monotonic() < deadline
-            mirror.agree(mirror.flags(300), 300)
+            mirror.agree(False, 300)
             time.sleep(0.05)
         mirror.finish(stop_requests=iter(range(9)).__next__)
-    last = last_of(second.ledger.read(), MirrorFailed)
-    assert last is not None
-    assert re.search(r"holds run .* choose another checkpoint\.mirror", last.problem)
+    assert [step for step, _ in notes] == [300, 300]
+    assert re.search(r"holds run .* choose another checkpoint\.mirror", str(notes[-1][1]))
     assert names_in(url, s3_endpoint) == stored
     assert restored(over_http(url, s3_endpoint), tmp_path / "restored") == 100
 
@@ -49,16 +48,15 @@ def test_of_runs_that_start_together_at_one_url_none_replaces_the_others_index(
     tmp_path, url, s3_endpoint
 ):
     first, second = (run_in(tmp_path / name, [100, 200]) for name in ("first", "second"))
-    store = WritableStore(url, tmp_path, FAST)
-    ours = Publication(
-        first.path, first.identity.id, 0, CheckpointConfig(keep_last=1), lambda: None
-    )
-    ours.publish(store, first.checkpoints / "step-00000100", tmp_path, lambda: None)
-    store.delete([ROOT])  # as if it had come after the second one looked
+    store = ObjectStore(url, tmp_path, FAST)
+    kept = CheckpointConfig(keep_last=1)
+    ours = Publication(store, Disk(first.checkpoints, "", first.identity.id), 0, kept)
+    ours.publish(first.checkpoints / "step-00000100", lambda: None)
+    store.writable.delete([ROOT])  # as if it had come after the second one looked
     upload(second, url, 100, tmp_path / "scratch")
     stored = names_in(url, s3_endpoint)
     with pytest.raises(CheckpointError, match="holds run"):
-        ours.publish(store, first.checkpoints / "step-00000200", tmp_path, lambda: None)
+        ours.publish(first.checkpoints / "step-00000200", lambda: None)
     assert names_in(url, s3_endpoint) == stored
 
 

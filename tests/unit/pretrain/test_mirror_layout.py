@@ -8,17 +8,9 @@ import pytest
 
 from data_pipeline.corpora.writable_store import Content
 from foundation.errors import CheckpointError
+from pretrain.checkpoint.destinations import RUN_FILES, MirrorIndex, StoredCheckpoint
+from pretrain.checkpoint.uploads import share_of_rank
 from pretrain.config.run import CheckpointConfig
-from pretrain.mirror.layout import (
-    RUN_FILES,
-    MirrorIndex,
-    StoredCheckpoint,
-    parse,
-    share_of_rank,
-    to_delete,
-    until,
-    with_checkpoint,
-)
 
 
 def stored(step: int, loss: float | None = None, version: str = "a") -> StoredCheckpoint:
@@ -44,22 +36,22 @@ def index(*steps: int) -> MirrorIndex:
     ids=["first", "as the run", "only the last", "every", "on disk for a rewind", "a new disk"],
 )
 def test_the_store_keeps_what_the_retention_of_the_run_keeps(before, new, on_disk, settings, kept):
-    after = with_checkpoint(index(*before), stored(new), on_disk, CheckpointConfig(**settings))
+    after = index(*before).adding(stored(new), on_disk, CheckpointConfig(**settings))
     assert [each.step for each in after.checkpoints] == kept
 
 
 def test_the_best_are_kept_by_the_losses_in_the_index():
     before = MirrorIndex("r", (stored(100, 2.0), stored(200, 1.0), stored(300, None)))
     kept = CheckpointConfig(keep_last=1, keep_best=1)
-    after = with_checkpoint(before, stored(400, 3.0), [400], kept)
+    after = before.adding(stored(400, 3.0), [400], kept)
     assert [each.step for each in after.checkpoints] == [200, 400]
 
 
 def test_a_step_that_is_made_again_replaces_the_one_of_before_a_rewind_in_another_folder():
-    before = until(index(100, 200, 300), 100)
+    before = index(100, 200, 300).until(100)
     assert [each.step for each in before.checkpoints] == [100]
     again = stored(200, version="b")
-    after = with_checkpoint(before, again, [100, 200], CheckpointConfig())
+    after = before.adding(again, [100, 200], CheckpointConfig())
     assert after.find(200, again.index) == again
     assert after.find(200, stored(200).index) is None
     assert again.folder != stored(200).folder
@@ -78,15 +70,14 @@ def test_markers_are_deleted_first_and_nothing_that_is_not_a_step_is_ever_delete
     names = [f"{uploading.folder}/z"]
     names += [f"{each.folder}/{name}" for each in (kept, gone) for name in ("COMPLETE", "z", "a")]
     foreign = ["mirror.json", "notes/step-00000001/x", f"{gone.folder}/deep/er", "step-1-a/x"]
-    assert to_delete([*names, *foreign], MirrorIndex("r", (kept,))) == [
-        [f"{gone.folder}/COMPLETE"],
-        [f"{gone.folder}/z", f"{gone.folder}/a"],
-    ]
+    assert MirrorIndex("r", (kept,)).unnamed([*names, *foreign]) == {
+        100: [f"{gone.folder}/COMPLETE", f"{gone.folder}/z", f"{gone.folder}/a"]
+    }
 
 
 def test_the_index_reads_back_as_it_was_written():
     before = MirrorIndex("r", (stored(100, 1.5), stored(200)))
-    assert parse("here", before.to_bytes()) == before
+    assert MirrorIndex.parse("here", before.to_bytes()) == before
 
 
 def changed(change) -> bytes:
@@ -120,6 +111,6 @@ def changed(change) -> bytes:
 )
 def test_an_index_with_a_wrong_field_is_refused_by_its_name(change, message):
     with pytest.raises(CheckpointError, match=message) as refused:
-        parse("s3://b/mirror.json", changed(change))
+        MirrorIndex.parse("s3://b/mirror.json", changed(change))
     assert str(refused.value).startswith("s3://b/mirror.json: ")
     assert "\n" not in str(refused.value)

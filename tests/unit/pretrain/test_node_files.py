@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,16 +13,15 @@ from foundation.errors import CheckpointError
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import HostBuffers, RankFile, RankReports, Save, files_of
+from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.elastic_reader import load_memory, restore_random_state
 from pretrain.checkpoint.marker import parts_in
 from pretrain.checkpoint.pieces import key_of
 from pretrain.distributed.rounds import Worker
-from pretrain.distributed.world import World
 from pretrain.model.lane_state import LaneState, Memory, _shape
 from pretrain.state import TrainState
 from tests.helpers.checkpoints import index_of
 from tests.helpers.models import TINY
-from tests.unit.pretrain.test_checkpoint_marker import rewrite_index
 
 CPU = torch.device("cpu")
 NODES = ((0, 2, 3), (1, 4))  # as a scheduler that deals ranks out in turn has them
@@ -51,21 +49,19 @@ def rank_files(rank: int, node: tuple[int, ...]) -> list[RankFile]:
 def saves_of(root: Path, nodes: tuple[tuple[int, ...], ...]) -> list[Save]:
     """The ranks' parts of a save, each with a connection of its own; nothing is started."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    partial, final = files.partial_directory(root, 7, "attempt"), files.step_directory(root, 7)
-    partial.mkdir()
-
-    def publish(reports: list[dict[str, Any]]) -> None:
-        marker.publish(partial, final, index_of(7, len(LANES)), reports)
-
+    disk = Disk(root, "attempt")
+    disk.prepare(7, 0)
     saves = {}
     for node in nodes:
         for rank in node:
-            world = World(rank, len(LANES), rank, CPU)
             own = store if rank == 0 else TCPStore("127.0.0.1", store.port, wait_for_workers=False)
             report = {"first_lane": FIRST[rank], "num_lanes": LANES[rank]}
             report |= {"cursor": None, "past": None}
-            what = (7, partial, rank_files(rank, node), report, HostBuffers(CPU), world)
-            saves[rank] = Save(*what, RankReports("a/1", world, own), publish)
+            reports = RankReports("a/1", rank, len(LANES), own)
+            index = index_of(7, len(LANES))
+            saves[rank] = Save(
+                disk, rank_files(rank, node), index, report, reports, HostBuffers(CPU)
+            )
     return [saves[rank] for rank in range(len(LANES))]
 
 
@@ -135,34 +131,15 @@ def refusals(found: marker.Checkpoint, world_size: int) -> Iterator[str]:
             yield str(error)
 
 
-def test_a_checkpoint_of_format_5_is_read_as_before(saved, tmp_path):
-    """It had a state file per rank, as one whose every rank has a node of its own."""
-    old = save_all(tmp_path, tuple((rank,) for rank in range(len(LANES))))
-
-    def make_format_5(index: dict[str, Any]) -> None:
-        index["format"] = 5
-        index["files"] = {name: parts[0] for name, parts in index["files"].items()}
-        for report in index["ranks"]:
-            del report["state"]
-
-    rewrite_index(old, make_format_5)
-    expected, loaded = (load_memory(marker.verify(each), range(1, 6)) for each in (saved, old))
-    assert expected
-    assert loaded
-    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
-    restore_random_state(marker.verify(old), 3)
-    assert torch.initial_seed() == 3
-
-
 @pytest.mark.parametrize("when", ["before its header", "before its part"])
 def test_without_the_part_of_one_rank_nothing_is_published(tmp_path, when):
     saves = saves_of(tmp_path, NODES)
     lost = saves[3]
     if when == "before its part":
-        lost._write = lambda host: None  # as if it was killed after it had copied
+        lost._put = lost._copy  # as if it was killed after it had copied
         start(lost)
     start(*(save for save in saves if save is not lost))
-    others = [save for save in saves if save._world.rank in (1, 4)]
+    others = [save for save in saves if save._reports.rank in (1, 4)]
     assert [save.wait_for_files() for save in others] == [None, None], "another node's"
     for save in saves:
         if save is not lost or when == "before its part":

@@ -11,7 +11,6 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.background_save import RankReports, SaveCanceled, decoded, encoded
-from pretrain.distributed.world import World
 
 RANKS = 64
 CPU = torch.device("cpu")
@@ -26,7 +25,7 @@ def store() -> TCPStore:
 def reports_of(store: TCPStore, name: str, rank: int) -> RankReports:
     """As a rank of its own has them: over its own connection."""
     own = store if rank == 0 else TCPStore("127.0.0.1", store.port, wait_for_workers=False)
-    return RankReports(name, World(rank, RANKS, rank, CPU), own)
+    return RankReports(name, rank, RANKS, own)
 
 
 def test_rank_0_gets_every_report_in_rank_order_as_soon_as_the_last_is_posted(store):

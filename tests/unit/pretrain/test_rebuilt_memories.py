@@ -14,6 +14,7 @@ from data_pipeline.lanes.lane_stream import LaneStream
 from foundation.errors import CheckpointError, ConfigError
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.directory import remove, step_directory
 from pretrain.checkpoint.elastic_reader import load_memory
 from pretrain.config.data import DataConfig, PhaseConfig
@@ -98,7 +99,7 @@ def rebuilt(
     """What a start on `world` has, reading so many segments less again."""
     found = marker.verify(step_directory(root, state.step))
     engine = build_engine(run, world)
-    restored = Checkpointer(run, root, world, "again", "a-run").restore(engine, found)
+    restored = Checkpointer(run, Disk(root, "again", "a-run"), world).restore(engine, found)
     rebuild = rebuild_of(run, world.rank, world.world_size, found, restored)
     stream = lanes_from(run, restored, rebuild, world)
     assert restored.memories == [None] * len(restored.memories)
@@ -112,7 +113,7 @@ def rebuilt(
 def saved(run: RunConfig, root: Path, world: World, rate: float, skipped: int = 0) -> TrainState:
     engine = build_engine(run, world)
     state = train(run, engine, world, 12, rate, skipped)
-    assert Checkpointer(run, root, world, "attempt", "a-run").save(engine, state)
+    assert Checkpointer(run, Disk(root, "attempt", "a-run"), world).save(engine, state)
     return state
 
 

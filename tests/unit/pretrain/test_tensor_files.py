@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,14 @@ from torch import Tensor
 
 from foundation.files import sha256_of
 from pretrain.checkpoint.background_save import (
-    BLOCK_BYTES,
     PART_ALIGNMENT,
     Pieces,
     copy_to_host,
     layout_of,
     part_of_file,
     whole_file,
-    write_file,
 )
+from pretrain.checkpoint.destinations import BLOCK_BYTES, write_file
 
 
 def written(path: Path, tensors: Pieces) -> dict[str, object]:
@@ -28,7 +28,7 @@ def written(path: Path, tensors: Pieces) -> dict[str, object]:
         (layout.num_bytes + 100,), 0xAB, dtype=torch.uint8
     )  # a longer buffer, used before
     copy_to_host(tensors, layout, host)
-    return write_file(path, whole_file(layout), host, between_blocks=lambda: None)
+    return write_file(path, replace(whole_file(layout), body=host.numpy().data), lambda: None)
 
 
 def test_the_library_reads_every_type_and_shape_bitwise(tmp_path):
@@ -73,8 +73,8 @@ def parts_of_ranks(path: Path, tensors: dict[int, Pieces]) -> dict[int, dict[str
     for rank in reversed(tensors):
         host = torch.full((layouts[rank].num_bytes + 100,), 0xAB, dtype=torch.uint8)
         copy_to_host(tensors[rank], layouts[rank], host)
-        part = part_of_file(headers, rank)
-        described[rank] = write_file(path, part, host, between_blocks=lambda: None)
+        part = replace(part_of_file(headers, rank), body=host.numpy().data)
+        described[rank] = write_file(path, part, lambda: None)
     return described
 
 
@@ -112,6 +112,7 @@ def test_writing_can_be_canceled_between_blocks(tmp_path):
 
     layout = layout_of({"long": [torch.empty(3 * BLOCK_BYTES, dtype=torch.uint8)]})
     host = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    part = replace(whole_file(layout), body=host.numpy().data)
     with pytest.raises(InterruptedError):
-        write_file(tmp_path / "file", whole_file(layout), host, give_up_at_the_third)
+        write_file(tmp_path / "file", part, give_up_at_the_third)
     assert (tmp_path / "file").stat().st_size < layout.num_bytes

@@ -14,6 +14,7 @@ from foundation.retry import Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.checkpointer import Checkpointer
+from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
@@ -46,7 +47,7 @@ class Attempt(Checkpointer):
         self.fence = Fence(root.parent, name)
         self.fence.claim()
         self.is_about_to_publish, self.may_publish = threading.Event(), threading.Event()
-        super().__init__(RUN, root, world, name, "a-run", self._check, Patience(60))
+        super().__init__(RUN, Disk(root, name, "a-run", self._check), world, Patience(60))
 
     def _check(self) -> None:
         self.fence.check()

@@ -1,0 +1,538 @@
+"""Where checkpoints are kept: a run directory, a node's disk, an object store. Torch-free.
+
+A step is at a destination if its marker is. The marker is written last, once every file that the
+index lists has been confirmed there by name and size. So whoever looks finds whole steps.
+
+    run directory   RUN/checkpoints/step-00000100/                  all ranks' files (`Disk`)
+    node's disk     LOCAL/run-3f0c.../rank-00003/step-00000150/     a rank's own (`Disk`)
+    object store    checkpoint.mirror/NAME/                         a copy of the run directory's:
+
+    URL/mirror.json                       which checkpoints there are; replaced as a whole, last
+        step-00000100-5b1c.../            named by step and hash of its index: never changed
+            engine-00000.safetensors ...  the checkpoint's files, then index.json, then COMPLETE
+            run.json config.yaml ledger.jsonl metrics.jsonl    the run as it was then
+
+A folder that mirror.json does not name does not exist for a reader, whatever is in it. What is kept
+and deleted there are pure functions of names, steps and hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from data_pipeline.corpora.copy_corpus import in_parallel
+from data_pipeline.corpora.fetch import NotFetchedError, fetch_file
+from data_pipeline.corpora.stores import RetryPolicy, store_at
+from data_pipeline.corpora.writable_store import Content, WritableStore, content_of, size_problem
+from foundation.errors import CheckpointError, UserError
+from foundation.files import (
+    named_errors,
+    own_file,
+    parse_json,
+    path_below,
+    sha256_of,
+    write_text,
+)
+from foundation.records import Fields, InvalidField
+from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
+from pretrain.config.run import CheckpointConfig
+
+logger = logging.getLogger(__name__)
+
+Check = Callable[[], None]  # raises once what it is given to is not wanted any more
+Source = TypeVar("Source", contravariant=True)
+
+
+class Destination(Protocol[Source]):
+    """A place that keeps checkpoints."""
+
+    def put(self, step: int, name: str, source: Source, check: Check) -> dict[str, Any]:
+        """Bring a file, or a rank's part of one, there; returns what is confirmed to be there."""
+        ...
+
+    def steps(self) -> list[int]:
+        """Return the steps whose marker is there, oldest first."""
+        ...
+
+    def get(self, step: int) -> marker.Checkpoint:
+        """Return the verified checkpoint; CheckpointError if it is not whole."""
+        ...
+
+    def remove(self, step: int) -> None:
+        """Remove the step, its marker first."""
+        ...
+
+
+# ----------------------------------------------------------------------------------------- a disk
+
+BLOCK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """The part of a file that one rank writes: a header or none, its tensors' bytes, zeros."""
+
+    header: bytes
+    start: int
+    num_bytes: int
+    padding: int
+    file_bytes: int
+    body: memoryview | bytes = b""  # in host memory, perhaps longer than `num_bytes`
+
+    @property
+    def part_bytes(self) -> int:
+        return len(self.header) + self.num_bytes + self.padding
+
+
+def write_file(path: Path, part: FilePart, check: Check) -> dict[str, Any]:
+    """Write and fsync a part of the file; returns start, size and SHA-256 of the part."""
+    digest = hashlib.sha256()
+    body = part.body[: part.num_bytes]
+
+    def created(path: str, flags: int) -> int:  # not truncated: other ranks may have written
+        return own_file(path, flags | os.O_CREAT)
+
+    with named_errors(path), open(path, "r+b", opener=created) as file:
+        file.seek(part.start)
+        for source in (memoryview(part.header), body, memoryview(bytes(part.padding))):
+            for start in range(0, len(source), BLOCK_BYTES):
+                check()
+                block = source[start : start + BLOCK_BYTES]
+                digest.update(block)
+                file.write(block)
+        file.truncate(part.file_bytes)  # the same on all ranks: cuts what a former try has left
+        file.flush()
+        os.fsync(file.fileno())
+    return {"start": part.start, "bytes": part.part_bytes, "sha256": digest.hexdigest()}
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The checkpoints of a run below `root`; what `attempt` puts there is hidden until published.
+
+    `may_write` is called before a checkpoint gets its name; it raises UserError if a newer attempt
+    has claimed the run.
+    """
+
+    root: Path
+    attempt: str = ""
+    run_id: str = ""
+    may_write: Check = lambda: None
+
+    def partial(self, step: int) -> Path:
+        return files.partial_directory(self.root, step, self.attempt)
+
+    def prepare(self, step: int, num_bytes: int) -> None:
+        """Make the directory that ranks write into; CheckpointError without space for it.
+
+        A rank that made one itself would write where no other rank looks, under a lost mount.
+        """
+        files.require_space(self.root, num_bytes)
+        self.partial(step).mkdir(exist_ok=True)
+
+    def put(self, step: int, name: str, source: FilePart, check: Check) -> dict[str, Any]:
+        return write_file(self.partial(step) / name, source, check)
+
+    def publish(self, index: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> None:
+        """Write index and marker once all files are seen, and give the step its name."""
+        step = index["step"]
+        final = files.step_directory(self.root, step)
+        marker.publish(self.partial(step), final, dict(index), reports, self.may_write)
+
+    def discard(self, step: int) -> None:
+        """Remove what this attempt has put there and not published."""
+        files.discard_partial(self.partial(step))
+
+    def steps(self) -> list[int]:
+        return files.steps_on_disk(self.root)
+
+    def get(self, step: int) -> marker.Checkpoint:
+        return marker.verify(files.step_directory(self.root, step), self.run_id)
+
+    def remove(self, step: int) -> None:
+        files.remove(files.step_directory(self.root, step))
+
+
+# -------------------------------------------------------------------------------- an object store
+
+FORMAT = 1
+ROOT = "mirror.json"
+LARGEST_ROOT_BYTES = 1 << 24
+LARGEST_INDEX_BYTES = 1 << 28
+MOST_STEPS = 99_999_999  # a step has eight digits in names
+# What goes along with a checkpoint, and how many bytes of it are read back.
+RUN_FILES = {
+    "run.json": 1 << 20,
+    "config.yaml": 1 << 20,
+    "ledger.jsonl": 1 << 36,
+    "metrics.jsonl": 1 << 36,
+}
+_IN_A_STEP = re.compile(r"(step-(\d{8})-[0-9a-f]{16})/[^/]+")
+
+
+@dataclass(frozen=True)
+class ListedContent:
+    """What a file of a checkpoint has to contain: parts, one after the other."""
+
+    parts: tuple[Content, ...]
+
+    @classmethod
+    def of(cls, parts: Iterable[Mapping[str, Any]]) -> ListedContent:
+        """As an index lists the file."""
+        return cls(tuple(Content(**part) for part in parts))
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def mismatch(self, path: Path) -> str | None:
+        """Return how the file differs; None if it does not."""
+        if (size := path.stat().st_size) != self.bytes:
+            return f"{size} bytes arrived, expected {self.bytes}"
+        start = 0
+        for part in self.parts:
+            if problem := part.hash_mismatch(sha256_of(path, start=start, num_bytes=part.bytes)):
+                return problem
+            start += part.bytes
+        return None
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint in the store: its index, and the run's files that were uploaded with it."""
+
+    step: int
+    index: Content
+    run_files: dict[str, Content] = field(default_factory=dict)
+    validation_loss: float | None = None
+
+    @classmethod
+    def of(cls, directory: Path) -> StoredCheckpoint:
+        """The one in a directory, as a store names it, without the run's files."""
+        index, loss = content_of(directory / files.INDEX), files.validation_loss(directory)
+        step = int(directory.name.removeprefix("step-"))
+        return cls(step, index, {}, loss if loss == loss else None)
+
+    @property
+    def folder(self) -> str:
+        """Where its files are, below the URL."""
+        return f"step-{self.step:08d}-{self.index.sha256[:16]}"
+
+
+@dataclass(frozen=True)
+class MirrorIndex:
+    """The contents of mirror.json: a run's id, and its checkpoints, oldest first."""
+
+    run: str
+    checkpoints: tuple[StoredCheckpoint, ...] = ()
+
+    @classmethod
+    def parse(cls, where: str, content: bytes) -> MirrorIndex:
+        """Return the contents of mirror.json; CheckpointError unless all its fields are right."""
+        try:
+            fields = Fields(parse_json(content)).only(("format", "run", "checkpoints"))
+            if (found := fields.integer("format")) != FORMAT:
+                raise CheckpointError(
+                    f"{where}: found format {found}, expected format {FORMAT}; "
+                    "restore with the version that wrote it"
+                )
+            checkpoints = tuple(map(_parsed_checkpoint, fields.items("checkpoints")))
+            steps = [each.step for each in checkpoints]
+            if steps != sorted(set(steps)):
+                raise InvalidField(f"its steps are not in order: {steps[:5]}")
+            return cls(fields.text("run"), checkpoints)
+        except (ValueError, InvalidField) as error:
+            raise CheckpointError(f"{where}: found no index of a mirror ({error})") from None
+
+    def to_bytes(self) -> bytes:
+        """As `parse` reads it back; equal indexes give equal bytes."""
+        checkpoints = [
+            {
+                "step": each.step,
+                "files": {
+                    name: vars(content)
+                    for name, content in {files.INDEX: each.index, **each.run_files}.items()
+                },
+                "validation_loss": each.validation_loss,
+            }
+            for each in self.checkpoints
+        ]
+        tree = {"format": FORMAT, "run": self.run, "checkpoints": checkpoints}
+        return (json.dumps(tree, indent=1, sort_keys=True) + "\n").encode()
+
+    def find(self, step: int, index: Content) -> StoredCheckpoint | None:
+        """Return the checkpoint of the step if it is this one, and not an earlier try of it."""
+        found = (each for each in self.checkpoints if (each.step, each.index) == (step, index))
+        return next(found, None)
+
+    def until(self, step: int) -> MirrorIndex:
+        """Return the index without checkpoints after the one that a start resumes from.
+
+        They belong to steps that are made again: a rewind, or an older disk, left them.
+        """
+        return MirrorIndex(self.run, tuple(each for each in self.checkpoints if each.step <= step))
+
+    def adding(
+        self, new: StoredCheckpoint, on_disk: Collection[int], kept: CheckpointConfig
+    ) -> MirrorIndex:
+        """Return the index with the new checkpoint, and without what the run does not keep.
+
+        What is still on disk is kept, too.
+        """
+        by_step = {each.step: each for each in self.checkpoints} | {new.step: new}
+        steps = sorted(by_step)
+        losses = {step: by_step[step].validation_loss for step in steps}
+        best = files.best_of(losses, kept.keep_best)
+        old = files.steps_to_prune(steps, steps, kept.keep_last, kept.keep_every, best)
+        left = [by_step[step] for step in steps if step not in old or step in on_disk]
+        return MirrorIndex(self.run, tuple(left))
+
+    def unnamed(self, names: Sequence[str]) -> dict[int, list[str]]:
+        """Return the objects in folders of steps that it does not name, by step, markers first.
+
+        Also what interrupted uploads left, but for later steps than the last one named: those may
+        be being uploaded. Nothing else under the URL is ever deleted.
+        """
+        kept = {each.folder for each in self.checkpoints}
+        last = max((each.step for each in self.checkpoints), default=-1)
+        gone: dict[int, list[str]] = {}
+        for name in sorted(names, key=lambda name: not name.endswith(f"/{files.MARKER}")):
+            match = _IN_A_STEP.fullmatch(name)
+            if match and match[1] not in kept and int(match[2]) <= last:
+                gone.setdefault(int(match[2]), []).append(name)
+        return gone
+
+
+def _parsed_checkpoint(fields: Fields) -> StoredCheckpoint:
+    fields.only(("step", "files", "validation_loss"))
+    limits = {files.INDEX: LARGEST_INDEX_BYTES, **RUN_FILES}
+    entries = fields.object("files").only(list(limits))
+    contents = {}
+    for name, most in limits.items():
+        entry = entries.object(name).only(("bytes", "sha256"))
+        contents[name] = Content(entry.integer("bytes", most=most), entry.sha256("sha256"))
+    try:
+        loss = fields.number("validation_loss")
+    except InvalidField:
+        loss = None  # it only says what is kept
+    step = fields.integer("step", most=MOST_STEPS)
+    return StoredCheckpoint(step, contents.pop(files.INDEX), contents, loss)
+
+
+class ObjectStore:
+    """The checkpoints of a run under a URL: a `Destination`.
+
+    Every function may be interrupted at any point and called again: what the store has already is
+    only compared. Files arrive in `scratch`, where a directory in use becomes a whole one.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        scratch: Path,
+        retry_policy: RetryPolicy | None = None,
+        bytes_per_second: float = 0.0,
+    ) -> None:
+        self.url, self.scratch = url.rstrip("/"), scratch
+        self._policy, self._rate = retry_policy or RetryPolicy(), bytes_per_second
+        self._named = StoredCheckpoint(-1, Content(0, ""))  # that of the last file put there
+        self._listed: dict[str, Any] = {}
+        self._unnamed: dict[int, list[str]] = {}
+
+    def index(self) -> MirrorIndex:
+        """Return mirror.json; NotFetchedError if there is none."""
+        check, path = partial(size_problem, most=LARGEST_ROOT_BYTES), self.scratch / ROOT
+        store = store_at(self.url, self._policy)
+        fetch_file(store, ROOT, path, self.scratch, check, LARGEST_ROOT_BYTES)
+        return MirrorIndex.parse(f"{self.url}/{ROOT}", path.read_bytes())
+
+    def steps(self) -> list[int]:
+        return [each.step for each in self.index().checkpoints]
+
+    def get(self, step: int) -> marker.Checkpoint:
+        """Fetch a checkpoint and the run's files with it into `scratch`.
+
+        What is there already from an interrupted call is not fetched again. DataError if the store
+        does not answer.
+        """
+        index = self.fetched_index
+        found = next(each for each in index.checkpoints if each.step == step)
+        target = files.step_directory(self.scratch, step)
+        target.mkdir(exist_ok=True)
+        self._fetch(found.folder, files.INDEX, target, found.index)
+        write_text(target / files.MARKER, f"{found.index.sha256}\n")
+        checkpoint = marker.read_index(target)
+        listed = checkpoint.index["files"]
+        files.require_space(self.scratch, checkpoint.num_bytes)
+        for name, content in found.run_files.items():
+            self._fetch(found.folder, name, self.scratch, content)
+
+        def fetch(name: str) -> None:
+            self._fetch(found.folder, name, target, ListedContent.of(listed[name]))
+
+        in_parallel(fetch, sorted(listed), f"step {step}", logger.info)
+        return marker.verify(target, index.run)
+
+    @cached_property
+    def fetched_index(self) -> MirrorIndex:
+        return self.index()
+
+    def _fetch(
+        self, folder: str, name: str, directory: Path, content: Content | ListedContent
+    ) -> None:
+        """Fetch a file of known content, unless it is there; CheckpointError if the store has
+        another."""
+        path = path_below(directory, name)
+        if path.is_file() and content.mismatch(path) is None:
+            return
+        problem: str | None = None
+
+        def check(arrived: Path) -> str | None:
+            nonlocal problem
+            problem = content.mismatch(arrived)
+            return problem
+
+        try:
+            store = store_at(f"{self.url}/{folder}", self._policy)
+            fetch_file(store, name, path, self.scratch, check, content.bytes)
+        except NotFetchedError as error:
+            if problem or error.is_absent:
+                raise CheckpointError(str(error)) from None
+            raise
+
+    @cached_property
+    def writable(self) -> WritableStore:
+        """Opened when it is first needed: importing an SDK takes seconds."""
+        return WritableStore(self.url, self.scratch, self._policy, self._rate)
+
+    def put(self, step: int, name: str, source: Path, check: Check) -> dict[str, Any]:
+        """Upload a file of the checkpoint in the directory of `source`."""
+        check()
+        if self._named.step != step:
+            path = source.with_name(files.INDEX)
+            self._listed = marker.parse_index(path, path.read_bytes())["files"]
+            self._named = StoredCheckpoint.of(source.parent)
+        content = _listed_content(source, self._listed[name])
+        self.writable.put(f"{self._named.folder}/{name}", source, content)
+        return vars(content)
+
+    def note_unnamed(self, index: MirrorIndex) -> list[int]:
+        """Return the steps of which the store has objects that the index does not name."""
+        self._unnamed = index.unnamed(self.writable.names())
+        return sorted(self._unnamed)
+
+    def remove(self, step: int) -> None:
+        """Remove the objects of the step that were unnamed, markers first."""
+        markers = [name for name in self._unnamed[step] if name.endswith(f"/{files.MARKER}")]
+        for names in (markers, self._unnamed[step][len(markers) :]):
+            if names:
+                self.writable.delete(names)
+
+
+def _listed_content(path: Path, parts: list[dict[str, Any]]) -> Content:
+    """Return what the file contains, which is what the index lists; CheckpointError if not."""
+    expected = ListedContent.of(parts)
+    if len(expected.parts) == 1:
+        return expected.parts[0]  # the store is compared with it
+    if problem := expected.mismatch(path):
+        raise CheckpointError(f"{path}: {problem}")
+    return content_of(path)
+
+
+class Publication:
+    """Rank 0's part: run files, index and marker of a checkpoint, mirror.json, then deletions.
+
+    It remembers mirror.json, which no other attempt of the run writes. The run resumed from
+    `resumed_step`, and its checkpoints are on `disk`, in the run directory.
+    """
+
+    def __init__(
+        self, store: ObjectStore, disk: Disk, resumed_step: int, kept: CheckpointConfig
+    ) -> None:
+        self._store, self._disk, self._resumed_step, self._kept = store, disk, resumed_step, kept
+        self._index: MirrorIndex | None = None
+        self._is_deletion_logged = False
+
+    def read(self) -> MirrorIndex:
+        """Return mirror.json as it is now; CheckpointError if another run has written it."""
+        try:
+            found = self._store.index()
+        except NotFetchedError as error:
+            if not error.is_absent:
+                raise
+            return MirrorIndex(self._disk.run_id)
+        if found.run != self._disk.run_id:
+            raise CheckpointError(
+                f"{self._store.url} holds run {found.run}, expected run {self._disk.run_id}; "
+                "choose another checkpoint.mirror, or remove what is there"
+            )
+        return found
+
+    def publish(self, directory: Path, check: Check) -> None:
+        """Make the checkpoint count, once all ranks have uploaded their files."""
+        found = self.read()
+        stored = self._index or found.until(self._resumed_step)
+        new = StoredCheckpoint.of(directory)
+        if stored.find(new.step, new.index) is None:
+            run_files = {}
+            for name in RUN_FILES:
+                copy = self._store.scratch / name
+                _copy_whole_lines(self._disk.root.parent / name, copy)
+                run_files[name] = self._put(f"{new.folder}/{name}", copy, check)
+            for name in (files.INDEX, files.MARKER):  # the marker last
+                self._put(f"{new.folder}/{name}", directory / name, check)
+            new = StoredCheckpoint(new.step, new.index, run_files, new.validation_loss)
+            stored = stored.adding(new, self._disk.steps(), self._kept)
+            write_text(self._store.scratch / ROOT, stored.to_bytes().decode())
+            self._disk.may_write()
+            self._put(ROOT, self._store.scratch / ROOT, check)
+        self._index = stored
+        self._delete(stored, check)
+
+    def _put(self, name: str, path: Path, check: Check) -> Content:
+        check()
+        content = content_of(path)
+        self._store.writable.put(name, path, content)
+        return content
+
+    def _delete(self, stored: MirrorIndex, check: Check) -> None:
+        """Remove what is not kept; a store that does not allow it costs space, not the run."""
+        try:
+            if not self._store.writable.can_delete:
+                raise CheckpointError(
+                    f"{self._store.url}: nothing can be deleted in this kind of store"
+                )
+            for step in self._store.note_unnamed(stored):
+                check()
+                self._disk.may_write()  # a newer attempt may be uploading what is not listed yet
+                self._store.remove(step)
+        except UserError as error:
+            if not self._is_deletion_logged:
+                logger.warning("%s; old checkpoints stay there", error)
+            self._is_deletion_logged = True
+
+
+def _copy_whole_lines(source: Path, copy: Path) -> None:
+    """Copy a file that may be growing, without a line that is half written; empty if missing."""
+    copy.unlink(missing_ok=True)
+    if not source.exists():
+        return copy.touch()
+    shutil.copyfile(source, copy)
+    with open(copy, "rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - (1 << 20)))
+        tail = file.read()
+        if not tail.endswith(b"\n"):
+            file.truncate(size - len(tail) + tail.rfind(b"\n") + 1)
+    return None
