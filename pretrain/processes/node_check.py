@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +118,8 @@ def _measure(world: World, group: Sequence[int], out: Path, number: int) -> None
         write_json(result, asdict(measure_link(world, group, port_file)))
 
     if not in_child(measure, LINK_SECONDS):
-        write_json(
-            result,
-            asdict(
-                LinkMeasurement(
-                    bytes_per_second=None, problem=f"hung or crashed within {LINK_SECONDS:.0f} s"
-                )
-            ),
-        )
+        problem = f"hung or crashed within {LINK_SECONDS:.0f} s"
+        write_json(result, asdict(LinkMeasurement(bytes_per_second=None, problem=problem)))
 
 
 def measure_rank(world: World, out: Path) -> RankMeasurement:
@@ -216,13 +211,14 @@ def _all_reduce(world: World, rank: int, size: int) -> LinkMeasurement:
         torch.arange(count, device=world.device, dtype=torch.float32) % 251
     )  # sums of these are exact in fp32
     expected = pattern * size + size * (size - 1) // 2
-    times, is_right = [], True
+    on_gpu, times, is_right = world.device.type == "cuda", [], True
+    wait = partial(torch.cuda.synchronize, world.device) if on_gpu else lambda: None
     for _ in range(1 + REPETITIONS):  # the first one sets up connections
         values = pattern + rank
-        _wait(world)
+        wait()
         start = time.perf_counter()
         dist.all_reduce(values)
-        _wait(world)
+        wait()
         times.append(time.perf_counter() - start)
         is_right = is_right and torch.equal(values, expected)
     moved = 2 * (size - 1) / size * count * 4
@@ -230,11 +226,6 @@ def _all_reduce(world: World, rank: int, size: int) -> LinkMeasurement:
         bytes_per_second=moved / statistics.median(times[1:]),
         problem="" if is_right else "sums over the ranks were wrong",
     )
-
-
-def _wait(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
 
 
 BUSY_FRACTION = 0.3  # of one core

@@ -13,7 +13,6 @@ import os
 import re
 import warnings
 from dataclasses import asdict
-from typing import TextIO
 
 from foundation.credentials import redacted
 from foundation.errors import printable
@@ -107,12 +106,7 @@ def safe(text: str) -> str:
 
 
 def _log_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object
 ) -> None:
     logging.getLogger("py.warnings").warning(
         "%s:%d: %s: %s", filename, lineno, category.__name__, message
