@@ -36,7 +36,6 @@ from pretrain.checkpoint.uploads import Mirror, location
 from pretrain.config.phases import describe_phase, lane_seed_at, run_at, runs_of_phases
 from pretrain.config.resolve import check_same_sets, hashes_of_sets, splits_of_sets
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
-from pretrain.config.sequence_ranks import num_groups
 from pretrain.costs.device_memory import check_host_memory
 from pretrain.distributed.threads import set_threads
 from pretrain.distributed.world import (
@@ -45,7 +44,6 @@ from pretrain.distributed.world import (
     gather_values,
     raise_on_all_ranks,
     ranks_on_this_node,
-    sharing_lanes,
     sum_over_ranks,
 )
 from pretrain.engines.engine import Engine, check_precision
@@ -138,7 +136,6 @@ def run_training(config: RunConfig, directory: Path, world: World) -> int:
     check_host_memory(config, world.world_size, ranks_on_this_node(), on_gpu)
     for phase in runs_of_phases(config):
         accumulation_steps(phase, world.world_size)
-    world = sharing_lanes(world, config.engine.sequence_ranks)
     with _rank_process(config, directory, world) as process:
         attempt, number = Attempt(process.fence.token), 0
         while True:
@@ -390,9 +387,7 @@ def _open_lanes(
     world, data, seed = process.world, config.data, lane_seed_at(config, state.step)
     corpus = open_training_data(data.path, data.mixture, data.cache, data.manifest_hash)
     lanes = lanes_of_rank(config, world.rank, world.world_size)
-    first, count = world.rank - world.local_rank, ranks_on_this_node()
-    groups = num_groups(range(first, first + count), config.engine.sequence_ranks)
-    corpus.check_capacity(groups * len(lanes) + count * SHARDS_BESIDE_LANES)
+    corpus.check_capacity(ranks_on_this_node() * (len(lanes) + SHARDS_BESIDE_LANES))
     name_suspects(process.config, process.run_dir, engine, corpus, state, lanes)
     length = config.lane_tokens_per_step
     stream = LaneStream(corpus, data.lanes, seed, length, lanes, rebuild.before)
@@ -405,7 +400,7 @@ def _tokens_of_corpora(stream: LaneStream, state: TrainState, world: World) -> d
     """How many tokens of each corpus, by directory, all lanes have read since they started."""
     counts = stream.tokens_read(state.cursor)
     own = torch.tensor(list(counts.values()), dtype=torch.int64, device=world.device)
-    total = sum_over_ranks(own * world.counts_lanes)
+    total = sum_over_ranks(own)
     return dict(zip(counts, total.tolist(), strict=True))
 
 

@@ -47,7 +47,6 @@ def check_run(
     return [
         *([f"note: {problem}"] if problem else []),
         *_uneven_sizes(config, cluster, nodes),
-        *_split_groups(config, cluster),
     ]
 
 
@@ -119,9 +118,7 @@ def usable_nodes(config: RunConfig, ranks_per_node: int, nodes: int) -> int:
 
 def describe_evenly(config: RunConfig) -> str:
     """Return what divides evenly where `usable_nodes` are used."""
-    shared = config.engine.sequence_ranks
-    among = f" over groups of {shared} ranks (engine.sequence_ranks)" if shared > 1 else ""
-    return f"data.lanes={config.data.lanes} divides evenly{among}"
+    return f"data.lanes={config.data.lanes} divides evenly"
 
 
 def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None:
@@ -157,15 +154,4 @@ def _uneven_sizes(config: RunConfig, cluster: ClusterConfig, nodes: NodeRange) -
         return []
     return [
         f"note: of {nodes.most} nodes only {used} would be used, so that {describe_evenly(config)}"
-    ]
-
-
-def _split_groups(config: RunConfig, cluster: ClusterConfig) -> list[str]:
-    """A note where ranks that share lanes are on several nodes."""
-    if cluster.tasks_per_node % config.engine.sequence_ranks == 0:
-        return []
-    return [
-        f"note: engine.sequence_ranks={config.engine.sequence_ranks} does not divide the "
-        f"{cluster.tasks_per_node} ranks of a node, so that every layer exchanges activations "
-        "between nodes"
     ]

@@ -8,11 +8,6 @@ Before every save all ranks compare what each of them holds whole (everything un
 weights that the model computes with below stage 3). It is the same bit for bit, as long as all
 compute correctly. A rank that drifts spoils the others' gradients, and a checkpoint, to which each
 rank adds a part, would mix two models.
-
-Ranks that share lanes save whole ones, so that a checkpoint does not know who shared what. Each
-saves its part of the lanes of its group (`saved_lanes_of_rank`), perhaps none: with 2 ranks and 3
-lanes, place 0 saves the first lane and place 1 the others. On resume every rank reads the whole
-lanes that it shares then, and keeps its rows.
 """
 
 from __future__ import annotations
@@ -23,8 +18,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,9 +50,8 @@ from pretrain.checkpoint.elastic_reader import (
     restore_random_state,
 )
 from pretrain.config.phases import restarts_lanes
-from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank, saved_lanes_of_rank
+from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.rounds import Worker, largest_of_ranks, rows_of_ranks
-from pretrain.distributed.sequence import SequenceShare
 from pretrain.distributed.world import (
     World,
     broadcast_value,
@@ -68,7 +61,7 @@ from pretrain.distributed.world import (
     ranks_of_node,
 )
 from pretrain.engines.engine import Engine
-from pretrain.model.lane_state import LaneState, Memory, joined_lanes, selected_lanes
+from pretrain.model.lane_state import LaneState, Memory, selected_lanes
 from pretrain.state import TrainState
 
 # To read a value's bits as an integer, by its size in bytes.
@@ -143,61 +136,16 @@ def _counters(engine: Engine, state: TrainState) -> Tensor:
     return torch.tensor([int.from_bytes(digest[:7], "little")])
 
 
-def with_whole_lanes(state: TrainState, run: RunConfig, world: World) -> TrainState:
-    """Return the state with what this rank saves of the lanes. A collective of those that share.
-
-    Its memories are new tensors on the device of the old ones.
-    """
-    share = world.sequence
-    if share is None:
-        return state
-    first = world.rank - share.place
-    each = [saved_lanes_of_rank(run, first + n, world.world_size) for n in range(share.places)]
-    own, start = each[share.place], lanes_of_rank(run, first, world.world_size).start
-    memories = [memory for memory in state.memories if memory is not None]
-    if memories:
-        rows = slice(own.start - start, own.stop - start)
-        counts = [len(lanes) for lanes in each]
-        memories = [_whole(LaneState(run.model), joined_lanes(memories), share, counts, rows)]
-    return replace(
-        state,
-        memories=memories if own else [],
-        cursor=state.cursor.take(own) if own and state.cursor else None,
-    )
-
-
-def _whole(
-    lane_state: LaneState, memory: Memory, share: SequenceShare, counts: list[int], rows: slice
-) -> Memory:
-    return tuple(
-        share.whole_rows(tensor, counts) if part.is_shared else tensor[rows]
-        for part, tensor in zip(lane_state.parts, memory, strict=True)
-    )
-
-
 def report_of_lanes(
     cursor: LaneCursor | None, past: LaneCursor | None, run: RunConfig, world: World
 ) -> dict[str, Any]:
     """Return what the index says of the lanes that this rank saves, `cursor` being theirs."""
-    lanes = saved_lanes_of_rank(run, world.rank, world.world_size)
+    lanes = lanes_of_rank(run, world.rank, world.world_size)
     return {
         "first_lane": lanes.start,
         "num_lanes": len(lanes),
         "cursor": cursor.to_tree() if cursor else None,
         "past": past.take(lanes).to_tree() if past and lanes else None,
-    }
-
-
-def own_rows(
-    lane_state: LaneState, tensors: Mapping[str, Tensor], share: SequenceShare | None
-) -> dict[str, Tensor]:
-    """Return this rank's part of whole lanes, by the names of their parts."""
-    if share is None:
-        return dict(tensors)
-    shared = {part.name for part in lane_state.parts if part.is_shared}
-    return {
-        name: share.own_rows(tensor) if name in shared else tensor
-        for name, tensor in tensors.items()
     }
 
 
@@ -271,7 +219,6 @@ class Checkpointer:
         if not is_last and self._leaves_out_memories(state):
             saved, past = dataclasses.replace(state, memories=[]), state.past.steps[0].before
             rebuild = state.past.to_tree()
-        saved = with_whole_lanes(saved, self._run, self._world)
         self._node = self._node or ranks_of_node(self._world)
         rank_files = files_of_rank(engine, saved, self._lane_state, self._node)
         if problem := self._problem_ahead(state.step, rank_files, obstacle):
@@ -476,8 +423,6 @@ class Checkpointer:
         tensors = load_memory(found, lanes) if lanes_before == lanes_now else None
         if tensors is None:
             return [None] * num_slots
-        if not found.is_local:
-            tensors = own_rows(self._lane_state, tensors, self._world.sequence)
         memory = self._lane_state.of_named(tensors, len(lanes))
         if memory is None:
             raise CheckpointError(

@@ -16,7 +16,7 @@ from pretrain.config.engine import Attention, attention_in, described
 from pretrain.config.model import DELTANET_CHUNK
 from pretrain.config.phases import advice_on_phases, spans_of_phases
 from pretrain.config.resolve import resolve_if_built, with_precision
-from pretrain.config.run import RunConfig, lanes_of_rank
+from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import footprint_of, largest_micro_batch
 from pretrain.costs.devices import GIB, Hardware
 from pretrain.costs.failures import SLOWER_WHILE_WRITING, Saves, failure_costs, saves_of
@@ -34,7 +34,6 @@ from pretrain.costs.flops import (
     parameters_of,
 )
 from pretrain.costs.run_time import RunTime, run_time
-from pretrain.costs.sequence_exchange import exchanged_bytes
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_urls
 from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import counted, si, step_time
@@ -124,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(RunConfig, path, arguments.overrides)
     if is_run and not any(each.startswith("data.") for each in arguments.overrides):
         refuse_foreign_urls(path, config)
-    hardware = hardware_of(arguments, config.engine.sequence_ranks)
+    hardware = hardware_of(arguments)
     config = resolve_if_built(config)
     if config.initial_weights is not None and not is_run:
         # Late: it imports torch, to compare shapes. A run that exists has its own weights.
@@ -157,7 +156,6 @@ def describe(
         *_attention_lines(config, hardware),
         *_width_lines(config),
         *_segment_lines(config),
-        *_sequence_lines(config, world_size),
         "",
         *_parameter_lines(parameters, explain),
         "",
@@ -202,17 +200,6 @@ def _segment_lines(config: RunConfig) -> list[str]:
     return [
         f"a step reads {segments} segments of each lane (optim.gradient_segments), whose memories "
         "carry gradients"
-    ]
-
-
-def _sequence_lines(config: RunConfig, world_size: int) -> list[str]:
-    ranks = config.engine.sequence_ranks
-    if ranks == 1:
-        return []
-    lanes = counted(len(lanes_of_rank(config, 0, world_size)), "lane")
-    return [
-        f"every {ranks} ranks share {lanes} (engine.sequence_ranks); a rank sends "
-        f"{_gib(exchanged_bytes(config, world_size))} of activations to the others in a step"
     ]
 
 
@@ -403,8 +390,6 @@ def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
         "P": ("parameters", parameters_of(model).total),
         "b": ("bytes of an activation", precision_traits(config.engine.number_format).bytes),
     }
-    if (ranks := config.engine.sequence_ranks) > 1:
-        letters["s"] = ("engine.sequence_ranks, ranks that share lanes", ranks)
     lines = ["letters" + (", with their values in the first phase" if config.data.phases else "")]
     for letter, (meaning, value) in letters.items():
         lines.append(_row(f"  {letter}", f"{value:,.15g}", meaning))

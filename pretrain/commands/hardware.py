@@ -26,7 +26,7 @@ def add_hardware_arguments(parser: argparse._ActionsContainer) -> None:
         "--gpus-per-node",
         "--gpus",
         type=int,
-        help="ranks per node (default: the cluster's, else 1, or engine.sequence_ranks)",
+        help="ranks per node (default: the cluster's, else 1)",
     )
     parser.add_argument(
         "--gpu",
@@ -42,11 +42,8 @@ def add_hardware_arguments(parser: argparse._ActionsContainer) -> None:
         parser.add_argument(name, type=amount_of(unit), default=0.0, metavar="N", help=words)
 
 
-def hardware_of(arguments: argparse.Namespace, fewest_ranks: int = 1) -> Hardware:
-    """Return the hardware of the cluster file, if one is given; the other options win over it.
-
-    Without either a node has `fewest_ranks`.
-    """
+def hardware_of(arguments: argparse.Namespace) -> Hardware:
+    """Return the hardware of the cluster file, if one is given; the other options win over it."""
     nodes = fixed_nodes(arguments.nodes).least
     if (ranks := arguments.gpus_per_node) is not None and not 1 <= ranks <= MOST_RANKS:
         raise ConfigError(f"--gpus-per-node={ranks} must be from 1 to {MOST_RANKS:,}")
@@ -64,7 +61,7 @@ def hardware_of(arguments: argparse.Namespace, fewest_ranks: int = 1) -> Hardwar
         raise ConfigError("--gpu-memory and --gpu-flops are of a GPU; add --gpu, or --cluster FILE")
     return Hardware(
         nodes=nodes,
-        ranks_per_node=ranks or fewest_ranks,
+        ranks_per_node=ranks or 1,
         name=gpu or "cpu",
         node=node,
         memory=memory or (node.gpu_memory if node else 0.0),

@@ -126,11 +126,10 @@ def render(history: History) -> str:
 def setup_of(config: RunConfig) -> str:
     """Describe model, batch and engine in a line."""
     model, data, engine = config.model, config.data, config.engine
-    shared = f", shared by {engine.sequence_ranks} ranks each" if engine.sequence_ranks > 1 else ""
     return (
         f"{model.num_layers} layers of width {model.d_model}, "
         f"{value_text(model.memory_length)} tokens of memory; "
-        f"{data.lanes} lanes in segments of {data.segment_length}{shared}; "
+        f"{data.lanes} lanes in segments of {data.segment_length}; "
         f"ZeRO-{engine.zero_stage} in {engine.precision}"
     )
 

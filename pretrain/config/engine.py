@@ -75,8 +75,6 @@ class EngineConfig:
     """Compile, in training, what lies between attentions; rounds otherwise; not tried on a GPU."""
     logits_chunk_tokens: int = setting(0, Range(0, MOST), unit="tokens")
     """Tokens per pass through the output layer, which the backward pass repeats; 0: all."""
-    sequence_ranks: int = setting(1, Range(1, MOST_RANKS), unit="ranks")
-    """Ranks that share the same lanes, for long segments; heads and lengths divide by it."""
     micro_batch_lanes: int = setting(0, Range(0, MOST_LANES), unit="lanes")
     """Most lanes per rank and forward pass; accumulation steps follow from it; 0: all lanes."""
     threads: int = setting(0, Range(0, MOST_THREADS), unit="threads")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from foundation.settings import assert_never
@@ -31,11 +31,6 @@ class LanePart:
     waiting: int = 0  # rows beyond `length` that wait until their group is complete
     in_float32: bool = False  # whatever the precision; other rows and states are activations
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether ranks that share a lane have a part of it each, rather than all of it."""
-        return self.kind == "rows"
-
     def num_bytes(self, activation_bytes: int) -> int:
         """Return the bytes of one lane when the memory is full."""
         count, width = math.prod(self.shape), 4 if self.in_float32 else activation_bytes
@@ -48,10 +43,6 @@ class LanePart:
                 return count * width
             case _:
                 assert_never(self.kind)
-
-    def shared_by(self, places: int) -> LanePart:
-        """Return what each of so many ranks that share the lane has of it."""
-        return replace(self, length=self.length // places) if self.is_shared else self
 
 
 @dataclass(frozen=True)
@@ -72,13 +63,6 @@ class LaneParts:
         for parts in self.layers:
             yield from parts
         yield from self.shared
-
-    def shared_by(self, places: int) -> LaneParts:
-        """Return what each of so many ranks that share lanes has: its rows, and all documents."""
-        if places == 1:
-            return self
-        layers = tuple(tuple(part.shared_by(places) for part in parts) for parts in self.layers)
-        return replace(self, layers=layers)
 
     def num_bytes(self, activation_bytes: int) -> int:
         """Return the bytes of one lane when the memory is full."""

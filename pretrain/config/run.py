@@ -36,7 +36,6 @@ from pretrain.config.lane_parts import segments_remembered
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.resume_rules import changeable, fixed
-from pretrain.config.sequence_ranks import check_sequence_ranks
 from pretrain.terminal.text import counted
 
 RUN_NAMES = {
@@ -107,8 +106,6 @@ RUN_NAMES = {
     "engine.zero_stage": "zero stage zero_optimization_stage",
     "engine.reduction_precision": "reduce_dtype communication_data_type grad_reduce_in_fp32",
     "engine.secondary_shard_ranks": "zero_hpz_partition_size hpz",
-    "engine.sequence_ranks": "sequence_parallel_size ulysses_sequence_parallel_size sp_size "
-    "context_parallel_size",
     "engine.precision": "dtype mixed_precision bf16 fp16 torch_dtype amp autocast",
     "engine.initial_loss_scale": "initial_scale_power",
     "engine.activation_checkpointing": "gradient_checkpointing recompute checkpoint_activations",
@@ -358,7 +355,6 @@ class RunConfig:
             )
         self._check_memories()
         check_attention(self.engine, self.model)
-        check_sequence_ranks(self.engine, self.model, self.data.segment_length)
         has_segments = self.engine.zero_stage > 2 and self.optim.gradient_segments > 1
         if self.engine.compile and (self.model.dropout or has_segments):
             raise ConfigError(
@@ -402,33 +398,15 @@ class RunConfig:
 def lanes_of_rank(run: RunConfig, rank: int, world_size: int) -> range:
     """The contiguous lanes that `rank` reads; ConfigError if lanes do not divide over the ranks.
 
-    Lanes are global: what they read does not depend on the number of ranks. Ranks that share lanes
-    (`engine.sequence_ranks`) follow each other, and all read the same.
+    Lanes are global: what they read does not depend on the number of ranks.
     """
-    shared = run.engine.sequence_ranks
-    if world_size % shared:
+    if run.data.lanes % world_size:
         raise ConfigError(
-            f"engine.sequence_ranks={shared} does not divide {counted(world_size, 'rank')}; use a "
-            f"multiple of {shared} ranks or another engine.sequence_ranks"
+            f"data.lanes={run.data.lanes} does not divide over {counted(world_size, 'rank')}; "
+            f"use a multiple of {world_size} lanes or another number of ranks"
         )
-    groups = world_size // shared
-    if run.data.lanes % groups:
-        among = counted(groups, "rank") if shared == 1 else f"{groups} groups of {shared} ranks"
-        is_short = run.data.lanes < groups
-        or_share = ", or let ranks share lanes (engine.sequence_ranks)" if is_short else ""
-        raise ConfigError(
-            f"data.lanes={run.data.lanes} does not divide over {among}; "
-            f"use a multiple of {groups} lanes or another number of ranks{or_share}"
-        )
-    count, group = run.data.lanes // groups, rank // shared
-    return range(group * count, (group + 1) * count)
-
-
-def saved_lanes_of_rank(run: RunConfig, rank: int, world_size: int) -> range:
-    """The lanes that `rank` saves: its part of those that it shares with other ranks, or none."""
-    lanes, ranks = lanes_of_rank(run, rank, world_size), run.engine.sequence_ranks
-    first, stop = (len(lanes) * place // ranks for place in (rank % ranks, rank % ranks + 1))
-    return lanes[first:stop]
+    count = run.data.lanes // world_size
+    return range(rank * count, (rank + 1) * count)
 
 
 def accumulation_steps(run: RunConfig, world_size: int) -> int:

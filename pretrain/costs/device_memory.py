@@ -3,8 +3,7 @@
 P parameters, R ranks, L layers, A of them with attention, B lanes of one forward pass, T segment
 with its memory tokens, G gradient segments, M memory with its compressed rows (the mean of the
 layers), K = T + M keys, d d_model, h heads times head width, k key heads times head width, f inner
-width, V vocabulary, b bytes of an activation, s ranks that share lanes, among which rows and heads
-are divided.
+width, V vocabulary, b bytes of an activation.
 
 What a run occupies: memory of a rank's device and of its host, and disk.
 """
@@ -78,8 +77,7 @@ def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[
         Part(
             "logits",
             logits,
-            f"{LOGIT_COPIES} * 4 {_shared(run, 'G T B V')}; in chunks, less of G T B, and in bf16 "
-            "4 d V",
+            f"{LOGIT_COPIES} * 4 G T B V; in chunks, less of G T B, and in bf16 4 d V",
         ),
     ]
 
@@ -201,9 +199,8 @@ def _weights_and_optimizer(run: RunConfig, world_size: int) -> list[Part]:
 
 
 def _recurrent_memory(run: RunConfig, world_size: int, on_gpu: bool) -> Part:
-    ranks = run.engine.sequence_ranks
-    of_one_lane = lane_parts(run.model).shared_by(ranks).num_bytes(_width(run))
-    each = _shared(run, "(A M d b + states)")
+    of_one_lane = lane_parts(run.model).num_bytes(_width(run))
+    each = "(A M d b + states)"
     # Between the segments of a step; kept for the backward pass.
     between = (run.optim.gradient_segments - 1) * of_one_lane * lanes_of_pass(run, world_size)
     further = ", and G - 1 more in a forward pass" if between else ""
@@ -212,10 +209,8 @@ def _recurrent_memory(run: RunConfig, world_size: int, on_gpu: bool) -> Part:
         formula = f"3 {each} for each lane of a forward pass: old, new, on its way to the host"
         return Part("recurrent memory", 3 * of_one_lane * lanes + between, formula + further)
     lanes = len(lanes_of_rank(run, 0, world_size))
-    # Ranks that share lanes exchange them for whole ones to save, which are there until written.
-    copies, which = (2, "old and new") if ranks == 1 else (3, "old, new and being saved")
-    formula = f"{copies} {each} for each of the rank's lanes, {which}"
-    return Part("recurrent memory", copies * of_one_lane * lanes + between, formula + further)
+    formula = f"2 {each} for each of the rank's lanes, old and new"
+    return Part("recurrent memory", 2 * of_one_lane * lanes + between, formula + further)
 
 
 def _activations(
@@ -228,8 +223,7 @@ def _activations(
     numbered = enumerate(run.model.memory_lengths())
     made = cache(partial(LayerActivations, run, lanes, width, on_gpu))
     layers = [made(run.model.layer_kind(index), each + compressed) for index, each in numbered]
-    rows = _shared(run, "(rows of T B d, T B h, K B k and T B f, attention's weights)")
-    formula = f"what a layer keeps {rows}"
+    formula = "what a layer keeps (rows of T B d, T B h, K B k and T B f, attention's weights)"
     workspace = max(layer.workspace for layer in layers)
     scores = f", {workspace / 2**20:,.0f} MiB of score gradients" if workspace else ""
     checkpointed = layers[::every]
@@ -238,7 +232,7 @@ def _activations(
     repeated = recomputation_traits(run.engine.activation_checkpointing)
     if repeated.layers:
         tokens = segments * lanes * run.model.read_tokens(run.data.segment_length)
-        inputs = len(checkpointed) * tokens * run.model.d_model * width / run.engine.sequence_ranks
+        inputs = len(checkpointed) * tokens * run.model.d_model * width
         kept -= segments * sum(layer.kept for layer in checkpointed)
         freed = kept = inputs + kept
         # A layer runs again when the logits are already freed, so only what exceeds them adds to
@@ -293,7 +287,7 @@ class LayerActivations:
         """During its backward pass only: about the gradients of what was kept."""
         if not attends(self.kind):  # the delta rule's tensors are freed as its gradients come
             return self._rows - self.width * self.lanes * self._deltanet.kept_elements
-        return self._rows + self._pairs * self._is_plain + self._exchanged + self.workspace
+        return self._rows + self._pairs * self._is_plain + self.workspace
 
     @cached_property
     def workspace(self) -> float:
@@ -305,8 +299,8 @@ class LayerActivations:
             lanes=self.lanes,
             queries=T,
             keys=T + self.memory,
-            heads=model.num_heads // self._ranks,
-            groups=model.key_heads // self._ranks,
+            heads=model.num_heads,
+            groups=model.key_heads,
             head_width=model.head_width,
             tiles=built_in_tiles(model.head_width, TILE_CAPABILITY),
             element_bytes=self.width,
@@ -336,21 +330,12 @@ class LayerActivations:
             elements += tokens * h
         if position_traits(model.positions).projects_encodings:
             elements += (T + M) * h
-        return self.width * elements / self._ranks
-
-    @property
-    def _exchanged(self) -> float:
-        """Gradients of queries, keys and values, sent and received by ranks that share lanes."""
-        if self._ranks == 1:
-            return 0.0
-        model, T, M = self.run.model, self._tokens, self.memory
-        rows = T * model.num_heads + 2 * (T + M) * model.key_heads
-        return 2.0 * self.width * self.lanes * rows * model.head_width / self._ranks
+        return self.width * elements
 
     @cached_property
     def _pairs(self) -> float:
         """Attention's weights."""
-        T, M, heads = self._tokens, self.memory, self.run.model.num_heads // self._ranks
+        T, M, heads = self._tokens, self.memory, self.run.model.num_heads
         if self._attention in (Attention.SDPA, Attention.FUSED):
             return 4.0 * T * heads * self.lanes  # they keep one number per query
         keys = T + M if self._is_plain else M + (T + min(T, TILE_ROWS)) / 2
@@ -365,16 +350,11 @@ class LayerActivations:
         rows = 2 * model.d_model + model.inner_width if model.dropout else 0
         drops = self._drops_weights and attends(self.kind)
         pairs = model.num_heads * (T + self.memory) if drops else 0
-        return T * self.lanes * (rows + pairs) / self._ranks
+        return T * self.lanes * (rows + pairs)
 
     @property
     def _drops_weights(self) -> bool:
         return bool(self.run.model.attention_dropout)
-
-    @property
-    def _ranks(self) -> int:
-        """That share the lanes: each has its part of the rows, or of the heads."""
-        return self.run.engine.sequence_ranks
 
     @property
     def _tokens(self) -> int:
@@ -392,10 +372,6 @@ class LayerActivations:
     @property
     def _is_plain(self) -> bool:
         return self._attention is Attention.PLAIN
-
-
-def _shared(run: RunConfig, formula: str) -> str:
-    return formula if run.engine.sequence_ranks == 1 else f"{formula} / s"
 
 
 def _ema_bytes(run: RunConfig) -> int:

@@ -33,12 +33,8 @@ from pretrain.costs.flops import computed_flops_of_step, flops_per_token
 _COST_OF_STAGE = {0: 0.0, 1: 0.005, 2: 0.01, 3: 0.1}
 # Of twice as many passes: each is smaller; from stage 2 on each exchanges gradients, too.
 _COST_OF_PASSES = {0: 0.01, 1: 0.01, 2: 0.02, 3: 0.05}
-# Of ranks that share lanes, and of twice as many: they exchange queries, keys and values. Not yet
-# measured on GPUs, so that computing all again comes first.
-_COST_OF_SHARED_LANES = (0.35, 0.05)
 _COST_OF_OFFLOADED_MEMORIES = 0.02  # copied while other slots compute
 _COST_OF_OFFLOADED_OPTIMIZER = 0.5  # the CPU updates the weights
-_MOST_SHARING = 8  # ranks, as many as a node has GPUs: others are far away
 _MOST_RANKS = 64  # times as many are tried where no setting helps
 
 
@@ -116,7 +112,7 @@ def _candidates(
     kinds = ("none", "selective", "full")
     stages = range(engine.zero_stage, 4) if shards(engine.kind) else (engine.zero_stage,)
     may_offload = (False, True) if on_gpu else (False,)
-    for stage, kind, (sharing, lanes, passes), memories, optimizer in itertools.product(
+    for stage, kind, (lanes, passes), memories, optimizer in itertools.product(
         stages,
         kinds[kinds.index(engine.activation_checkpointing) :],
         list(_passes(run, world_size)),
@@ -126,7 +122,6 @@ def _candidates(
         changes: dict[str, Any] = {
             "zero_stage": stage,
             "activation_checkpointing": kind,
-            "sequence_ranks": sharing,
             "micro_batch_lanes": lanes,
             "offload_memories": memories,
             "offload_optimizer": optimizer,
@@ -138,27 +133,19 @@ def _candidates(
             continue
 
 
-def _passes(run: RunConfig, world_size: int) -> Iterator[tuple[int, int, float]]:
-    """Ranks that share lanes, lanes of a pass, and how many times as many passes a step then has.
+def _passes(run: RunConfig, world_size: int) -> Iterator[tuple[int, float]]:
+    """Lanes of a pass, and how many times as many passes a step then has.
 
     Lanes are 0 where they are as before: all, if the run names no number.
     """
-    engine, before = run.engine, 0.0
-    sharing = engine.sequence_ranks
-    while sharing <= max(_MOST_SHARING, engine.sequence_ranks):
-        try:
-            shared = replace(run, engine=replace(engine, sequence_ranks=sharing))
-            phases = runs_of_phases(shared)
-            own = min(len(lanes_of_rank(phase, 0, world_size)) for phase in phases)
-        except ConfigError:  # fewer lanes than ranks may be enough for larger groups
-            sharing *= 2
-            continue
-        most = min(engine.micro_batch_lanes or own, own)
-        before = before or own / most
-        for lanes in (lanes for lanes in range(most, 0, -1) if own % lanes == 0):
-            kept = engine.micro_batch_lanes if lanes == most else lanes
-            yield sharing, kept, own / lanes / before
-        sharing *= 2
+    engine = run.engine
+    try:
+        own = min(len(lanes_of_rank(phase, 0, world_size)) for phase in runs_of_phases(run))
+    except ConfigError:  # the lanes do not divide over so many ranks
+        return
+    most = min(engine.micro_batch_lanes or own, own)
+    for lanes in (lanes for lanes in range(most, 0, -1) if own % lanes == 0):
+        yield engine.micro_batch_lanes if lanes == most else lanes, most / lanes
 
 
 def _cost(run: RunConfig, world_size: int, passes: float) -> float:
@@ -169,13 +156,10 @@ def _cost(run: RunConfig, world_size: int, passes: float) -> float:
     except ConfigError:
         return math.inf
     engine = run.engine
-    once, doubled = _COST_OF_SHARED_LANES
     return (
         repeated
         + _COST_OF_STAGE[engine.zero_stage]
         + _COST_OF_PASSES[engine.zero_stage] * math.log2(passes)
-        + once * (engine.sequence_ranks > 1)
-        + doubled * math.log2(engine.sequence_ranks)
         + _COST_OF_OFFLOADED_MEMORIES * engine.offload_memories
         + _COST_OF_OFFLOADED_OPTIMIZER * engine.offload_optimizer
     )

@@ -328,9 +328,8 @@ def lanes_of_pass(run: RunConfig, world_size: int) -> int:
 
 
 def tokens_of_pass(run: RunConfig, world_size: int) -> int:
-    """Return the tokens of one forward pass on a rank: its part where it shares lanes."""
-    tokens = lanes_of_pass(run, world_size) * run.lane_tokens_per_step
-    return tokens // run.engine.sequence_ranks
+    """Return the tokens of one forward pass on a rank."""
+    return lanes_of_pass(run, world_size) * run.lane_tokens_per_step
 
 
 def parameters_of(model: ModelConfig) -> Parameters:

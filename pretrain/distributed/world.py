@@ -21,7 +21,7 @@ import os
 import resource
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,7 +43,6 @@ from foundation.files import await_text, write_text
 from foundation.locks import boot_of_machine
 from foundation.records import from_json, to_json
 from pretrain.distributed.rounds import largest_of_ranks, rows_of_ranks
-from pretrain.distributed.sequence import SequenceShare, sequence_share
 from pretrain.distributed.slurm_variables import (
     PORT_FILE_VARIABLE,
     is_slurm_task,
@@ -185,16 +184,10 @@ class World:
     world_size: int
     local_rank: int
     device: torch.device
-    sequence: SequenceShare | None = None  # if it shares its lanes with other ranks
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-    @property
-    def counts_lanes(self) -> bool:
-        """Whether this rank counts for its lanes: one of those that share them does."""
-        return self.sequence is None or self.sequence.place == 0
 
 
 def world_from_environment(environment: Mapping[str, str]) -> World:
@@ -287,11 +280,6 @@ def init_world(watchdog_timeout_seconds: float = 0.0) -> World:
         device_id=world.device if world.device.type == "cuda" else None,
     )
     return world
-
-
-def sharing_lanes(world: World, ranks: int) -> World:
-    """Return the world in which every so many consecutive ranks share lanes. A collective."""
-    return replace(world, sequence=sequence_share(world.rank, ranks))
 
 
 def destroy_process_group() -> None:

@@ -113,8 +113,7 @@ def deepspeed_settings(
     run: RunConfig, world_size: int, accumulation_steps: int, on_gpu: bool
 ) -> dict[str, Any]:
     """Return DeepSpeed's settings; `engine.deepspeed_extra` is merged in (no contradictions)."""
-    # Ranks that share lanes count theirs once each, for DeepSpeed: its numbers only have to fit.
-    batch = run.data.lanes * run.engine.sequence_ranks
+    batch = run.data.lanes
     derived: dict[str, Any] = {
         "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": batch // (world_size * accumulation_steps),

@@ -16,7 +16,6 @@ from foundation.errors import ConfigError
 from pretrain.config.choices import Precision, precision_traits
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
-from pretrain.distributed.sequence import SequenceShare
 from pretrain.distributed.world import World, sum_over_ranks
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.lane_state import Memory
@@ -125,13 +124,11 @@ def batch_tensors(slot: SegmentBatch, device: torch.device) -> tuple[Tensor, Ten
     return on_device(slot.tokens_BL), on_device(slot.targets_BL), on_device(slot.starts_BL)
 
 
-def dropout_stream(
-    run: RunConfig, slot: SegmentBatch, step: int, sequence: SequenceShare | None
-) -> DropoutStream | None:
+def dropout_stream(run: RunConfig, slot: SegmentBatch, step: int) -> DropoutStream | None:
     """Return the masks of this step for these lanes, or None if the model has no dropout."""
     if run.model.dropout == 0.0 and run.model.attention_dropout == 0.0:
         return None
-    return DropoutStream(run.seed, step, list(slot.lanes), sequence)
+    return DropoutStream(run.seed, step, list(slot.lanes))
 
 
 def read_slot(
@@ -142,19 +139,15 @@ def read_slot(
     step: int,
     world: World,
 ) -> tuple[Tensor, Memory]:
-    """Run a slot's forward pass of this step; returns the losses of this rank's tokens, and memory.
-
-    The ranks that share the slot's lanes all call it.
-    """
+    """Run a slot's forward pass of this step; returns the losses of its tokens, and memory."""
     tokens_BL, targets_BL, starts_BL = batch_tensors(slot, world.device)
     nll_BL, memory = module(
         tokens_BL,
         targets_BL,
         memory,
         starts_BL,
-        dropout=dropout_stream(run, slot, step, world.sequence),
+        dropout=dropout_stream(run, slot, step),
         num_segments=run.optim.gradient_segments,
-        sequence=world.sequence,
     )
     assert memory is not None
     return nll_BL, memory

@@ -86,16 +86,11 @@ from pretrain.terminal.text import counted, evaluation_line, perplexity, si, tra
 
 
 class LaneMeter:
-    """Counts for this rank's lanes; `state` is the one that the loop advances.
+    """Counts for this rank's lanes; `state` is the one that the loop advances."""
 
-    Of ranks that share lanes, one `counts_lanes`; each has its rows of their memories.
-    """
-
-    def __init__(self, run: RunConfig, state: TrainState, counts_lanes: bool = True) -> None:
+    def __init__(self, run: RunConfig, state: TrainState) -> None:
         self._lane_state = LaneState(run.model)
         self._num_lanes = run.data.lanes
-        self._places = run.engine.sequence_ranks
-        self._counts_lanes = counts_lanes
         self._state = state
         self._epochs = self._epochs_started()
         self._documents_started = 0
@@ -112,7 +107,6 @@ class LaneMeter:
         epochs, self._epochs = self._epochs, self._epochs_started()
         starts, self._documents_started = self._documents_started, 0
         counts = torch.tensor([self._epochs - epochs, starts], dtype=torch.float64, device=device)
-        counts *= self._counts_lanes
         sums_of_slots = [
             torch.stack(
                 [_sum_of_norms(layer, device) for layer in self._lane_state.vectors(memory)]
@@ -129,7 +123,7 @@ class LaneMeter:
         memory = next(iter(self._state.memories), None)
         rows = [each.shape[1] for each in self._lane_state.vectors(memory)] if memory else []
         named = {
-            f"memory_norm/layer.{layer}": _finite(norms / (self._num_lanes * self._places * count))
+            f"memory_norm/layer.{layer}": _finite(norms / (self._num_lanes * count))
             for layer, (norms, count) in enumerate(zip(norm_sums, rows, strict=True))
             if count
         }
@@ -213,7 +207,7 @@ class MetricsRecorder:
         self._world = world
         self._prefetcher = prefetcher
         self._forward_clock = forward_clock
-        self._lane_meter = LaneMeter(run, state, world.counts_lanes)
+        self._lane_meter = LaneMeter(run, state)
         self._stragglers = StragglerWatch(run.recovery.straggler_ratio)
         self._files: MetricsFiles | None = None
         self._profiler: StepProfiler | None = None

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.choices import AttentionKernel, position_traits, scales_with_length
 from pretrain.config.model import ModelConfig
-from pretrain.distributed.sequence import SequenceShare
 from pretrain.model.attention_paths import ScoreTerms, Visibility, WeightDropout, path_for
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.parameters import RMSNorm, constant, normal, zeros
@@ -80,22 +79,18 @@ class RelativeAttention(nn.Module):
         *,
         visibility: Visibility,
         dropout: DropoutStream | None,
-        sequence: SequenceShare | None = None,
         compiles: bool = False,
     ) -> Tensor:
         """Return the attended values [B, L, D].
 
         `positions_CX` are encodings of width D (relative) or H (rope), or biases per head (alibi,
-        t5). With a `sequence`, this rank has some rows of segment and memory, and of what is
-        returned, and attends with some of the heads; positions and visibility are of all rows.
+        t5).
         """
         given = (segment_BLD, memory_BMD, positions_CX, content_bias_NH, position_bias_NH)
         query_BLNH, parts, terms = compiled_if(compiles, RelativeAttention.inputs)(
-            self, *given, visibility=visibility, sequence=sequence
+            self, *given, visibility=visibility
         )
-        return self.read(
-            query_BLNH, parts, terms, visibility=visibility, dropout=dropout, sequence=sequence
-        )
+        return self.read(query_BLNH, parts, terms, visibility=visibility, dropout=dropout)
 
     def inputs(
         self,
@@ -106,7 +101,6 @@ class RelativeAttention(nn.Module):
         position_bias_NH: Tensor | None,
         *,
         visibility: Visibility,
-        sequence: SequenceShare | None = None,
     ) -> tuple[Tensor, list[Tensor], ScoreTerms]:
         """Return queries, keys and values of memory and segment, and terms, as `read` takes them.
 
@@ -116,12 +110,10 @@ class RelativeAttention(nn.Module):
         sources = [source for source in (memory_BMD, segment_BLD) if source.shape[1]]
         parts = [self.keys_and_values(source_BXD) for source_BXD in sources]
         query_BLNH = self.projected_queries(segment_BLD)
-        if sequence is not None:
-            query_BLNH, *parts = sequence.to_heads([query_BLNH, *parts])
-        query_BLNH = self.queries(query_BLNH, positions_CX, visibility, sequence)
+        query_BLNH = self.queries(query_BLNH, positions_CX, visibility)
         num_rows = [part.shape[1] for part in parts]
         placed = zip(parts, positions_CX.split(num_rows), strict=True)
-        terms = self.terms(positions_CX, content_bias_NH, position_bias_NH, sequence)
+        terms = self.terms(positions_CX, content_bias_NH, position_bias_NH)
         return query_BLNH, [self.placed(*each) for each in placed], terms
 
     def projected_queries(self, segment_BLD: Tensor) -> Tensor:
@@ -134,12 +126,11 @@ class RelativeAttention(nn.Module):
         query_BLNH: Tensor,
         positions_CX: Tensor,
         visibility: Visibility,
-        sequence: SequenceShare | None = None,
     ) -> Tensor:
         """Return `projected_queries` as `read` takes them, rotated and scaled."""
         if self._positions.rotates:
             query_BLNH = rotated_BXNH(query_BLNH, positions_CX[-query_BLNH.shape[1] :])
-        return self._scaled(self._scaled_by_length(query_BLNH, visibility, sequence))
+        return self._scaled(self._scaled_by_length(query_BLNH, visibility))
 
     def keys_and_values(self, source_BXD: Tensor) -> Tensor:
         """Return keys and values of X rows, [B, X, 2, G, H], regardless of their positions."""
@@ -161,23 +152,19 @@ class RelativeAttention(nn.Module):
         positions_CX: Tensor,
         content_bias_NH: Tensor | None,
         position_bias_NH: Tensor | None,
-        sequence: SequenceShare | None = None,
     ) -> ScoreTerms:
         """Return what distances add to the scores, and the sinks."""
-        sinks_N = None if self.sinks is None else _own_heads(self.sinks, sequence)
         if self._positions.adds_bias:
-            distance_bias_CN = _own_heads(positions_CX, sequence, dim=1)
-            return ScoreTerms(distance_bias_CN=distance_bias_CN, sinks_N=sinks_N)
+            return ScoreTerms(distance_bias_CN=positions_CX, sinks_N=self.sinks)
         if not self._positions.projects_encodings:
-            return ScoreTerms(sinks_N=sinks_N)
+            return ScoreTerms(sinks_N=self.sinks)
         if content_bias_NH is None or position_bias_NH is None:
             content_bias_NH, position_bias_NH = self.content_bias, self.position_bias
-        position_weight = _own_heads(self.position_weight, sequence)
         return ScoreTerms(
-            position_CNH=self._split_heads(linear(positions_CX, position_weight)),
-            content_bias_NH=self._scaled(_own_heads(content_bias_NH, sequence)),
-            position_bias_NH=self._scaled(_own_heads(position_bias_NH, sequence)),
-            sinks_N=sinks_N,
+            position_CNH=self._split_heads(linear(positions_CX, self.position_weight)),
+            content_bias_NH=self._scaled(content_bias_NH),
+            position_bias_NH=self._scaled(position_bias_NH),
+            sinks_N=self.sinks,
         )
 
     def read(
@@ -188,7 +175,6 @@ class RelativeAttention(nn.Module):
         *,
         visibility: Visibility,
         dropout: DropoutStream | None,
-        sequence: SequenceShare | None = None,
     ) -> Tensor:
         """Return what the queries read from the C keys and values in `parts`, [B, L, D]."""
         attend = path_for(self._kernel, self._config, query_BLNH.device, query_BLNH.dtype)
@@ -201,20 +187,16 @@ class RelativeAttention(nn.Module):
             )
         else:
             attended_BLNH = attend(*inputs)
-        if sequence is not None:
-            attended_BLNH = sequence.to_rows(attended_BLNH)
         output_BLD = linear(attended_BLNH.flatten(2), self.output_weight)
         return drop(output_BLD, self._rate, dropout, Site.ATTENTION_OUTPUT, self._layer)
 
-    def _scaled_by_length(
-        self, query_BLNH: Tensor, visibility: Visibility, sequence: SequenceShare | None
-    ) -> Tensor:
+    def _scaled_by_length(self, query_BLNH: Tensor, visibility: Visibility) -> Tensor:
         """Multiply queries that see n keys by s log n (Nakanishi 2025), with s of their head."""
         if self.length_scale is None:
             return query_BLNH
         precise = torch.promote_types(query_BLNH.dtype, torch.float32)
         logs_BL1 = visibility.num_visible_BL.to(precise).log()[:, :, None]
-        factors_BLN = logs_BL1 * _own_heads(self.length_scale, sequence).to(precise)
+        factors_BLN = logs_BL1 * self.length_scale.to(precise)
         return query_BLNH * factors_BLN.to(query_BLNH.dtype)[..., None]
 
     def _scaled(self, query_side: Tensor) -> Tensor:
@@ -223,10 +205,6 @@ class RelativeAttention(nn.Module):
 
     def _split_heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self._head_width))
-
-
-def _own_heads(of_heads: Tensor, sequence: SequenceShare | None, dim: int = 0) -> Tensor:
-    return of_heads if sequence is None else sequence.own_heads(of_heads, dim)
 
 
 def compiled_if(compiles: bool, function: Callable[..., Any]) -> Callable[..., Any]:

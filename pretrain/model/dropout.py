@@ -2,8 +2,7 @@
 
 There is no random-number state. The masks of a lane do not depend on the rank, the world size, the
 micro-batch or the order of lanes, and recomputing a checkpointed layer gives the same masks. So a
-resumed run needs no generator state to drop the same values. Ranks that share lanes draw the masks
-of whole segments and take what belongs to their rows or heads.
+resumed run needs no generator state to drop the same values.
 
 Rates are rounded to multiples of 1/65536: a mask compares 16 random bits per element with
 round(rate * 65536). Kept values are divided by the realized probability, so expectations are exact.
@@ -19,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pretrain.distributed.sequence import SequenceShare
 from pretrain.kernels.triton.settings import has_triton, missing_for_compiling
 
 LEVELS = 1 << 16  # values of 16 random bits
@@ -54,13 +52,10 @@ class DropoutStream:
         seed: int,
         step: int,
         lanes: Sequence[int] | Tensor,
-        sequence: SequenceShare | None = None,
     ) -> None:
-        """With a `sequence`, values have this rank's rows, or of attention its heads."""
         self.seed = seed
         self.step = step
         self.lanes = [int(lane) for lane in lanes]
-        self.sequence = sequence
         self._lanes_on_device: Tensor | None = None
         self._philox: np.random.Philox | None = None
 
@@ -69,21 +64,19 @@ class DropoutStream:
         if not number:
             return self
         step = self.step + (number << SEGMENT_BITS)
-        return DropoutStream(self.seed, step, self.lanes, self.sequence)
+        return DropoutStream(self.seed, step, self.lanes)
 
     def drop(
         self, values: Tensor, rate: float, site: Site, layer: int = 0, lane_axis: int = 0
     ) -> Tensor:
         """Zero a fraction `rate` of the values and rescale the rest, with a mask per lane."""
-        takes_heads = self.sequence is not None and site is Site.ATTENTION
-        if values.is_cuda and has_triton() and missing_for_compiling() is None and not takes_heads:
+        if values.is_cuda and has_triton() and missing_for_compiling() is None:
             from pretrain.kernels.triton.dropout import Mask, dropped
 
             self._check(values.shape, lane_axis)
             numbers = (self.seed, self.step, layer, int(site))
-            own = () if self.sequence is None else (self.sequence.place, self.sequence.places)
             lanes_B = self._lanes_on(values.device)
-            return dropped(values, Mask(lanes_B, numbers, _threshold_of(rate), lane_axis, *own))
+            return dropped(values, Mask(lanes_B, numbers, _threshold_of(rate), lane_axis))
         keep = self.keep(values.shape, rate, site, layer, lane_axis)
         return _masked(values, keep.to(values.device), _threshold_of(rate))
 
@@ -97,8 +90,6 @@ class DropoutStream:
     ) -> Tensor:
         """Return the mask of `drop` on the CPU: True with probability 1 - `realized_rate(rate)`."""
         self._check(shape, lane_axis)
-        if self.sequence is not None:
-            return self._own_keep(self.sequence, shape, rate, site, layer, lane_axis)
         others = [size for axis, size in enumerate(shape) if axis != lane_axis]
         count, threshold = math.prod(others), _threshold_of(rate)
         least = threshold - LEVELS // 2  # the 16 bits are signed
@@ -106,25 +97,6 @@ class DropoutStream:
         for row, lane in zip(keep, self.lanes, strict=True):
             torch.ge(self._philox_bits(lane, count, site, layer)[:count], least, out=row)
         return keep.view(len(self.lanes), *others).movedim(0, lane_axis)
-
-    def _own_keep(
-        self,
-        sequence: SequenceShare,
-        shape: Sequence[int],
-        rate: float,
-        site: Site,
-        layer: int,
-        lane_axis: int,
-    ) -> Tensor:
-        """Return what `keep` would of all rows, or heads, for this rank's: of the given shape."""
-        # Attention's weights are [N, B, L, C]; all other values are [B, L, ...].
-        is_attention = site is Site.ATTENTION
-        axis, own = (0, sequence.own_heads) if is_attention else (1, sequence.own_rows)
-        whole = [*shape]
-        whole[axis] *= sequence.places
-        alone = DropoutStream(self.seed, self.step, self.lanes)
-        # A view would keep the mask of the whole.
-        return own(alone.keep(whole, rate, site, layer, lane_axis), axis).clone()
 
     def drop_shared(self, values: Tensor, rate: float, site: Site) -> Tensor:
         """Like `drop`, for values that all lanes share: the mask depends on (seed, step, site)."""
@@ -136,7 +108,6 @@ class DropoutStream:
 
         They come from SplitMix64 (Steele, Lea, Flood 2014) over a hash of the same five numbers.
         """
-        assert self.sequence is None, "the fused kernels count heads from 0"
         return _lane_keys(self._lanes_on(device), self.seed, self.step, site, layer)
 
     def _check(self, shape: Sequence[int], lane_axis: int) -> None:

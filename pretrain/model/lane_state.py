@@ -10,8 +10,7 @@ of a layer, or lanes. Lanes are the first dimension of every tensor.
     memory tokens   before the first part of documents: memory_tokens [B, X, D]
 
 The rows of all parts end at the lane's last token. `documents` has the document of each row, int32
-and relative to the last row's: 0 is the same, -1 the one before. All lanes have as many rows. Of
-ranks that share lanes each has its part of the rows of hidden states, and all documents.
+and relative to the last row's: 0 is the same, -1 the one before. All lanes have as many rows.
 """
 
 from __future__ import annotations
@@ -43,11 +42,9 @@ class Carried:
 class LaneState:
     """Makes, takes apart and changes the memories of a model."""
 
-    def __init__(
-        self, config: ModelConfig, memory_length: int | None = None, places: int = 1
-    ) -> None:
-        """`memory_length` replaces the configured one; so many ranks share the rows of lanes."""
-        self.parts: LaneParts = lane_parts(config, memory_length).shared_by(places)
+    def __init__(self, config: ModelConfig, memory_length: int | None = None) -> None:
+        """`memory_length` replaces the configured one."""
+        self.parts: LaneParts = lane_parts(config, memory_length)
         self._isolates = config.isolate_documents
 
     def empty(self, num_lanes: int, like: Tensor) -> Memory:

@@ -18,7 +18,6 @@ from pretrain.config.choices import (
     norms_inputs,
 )
 from pretrain.config.model import ModelConfig
-from pretrain.distributed.sequence import SequenceShare
 from pretrain.model.attention import RelativeAttention, compiled_if
 from pretrain.model.attention_paths import ScoreTerms, Visibility
 from pretrain.model.dropout import DropoutStream, Site, drop
@@ -153,7 +152,6 @@ class TransformerLayer(ResidualLayer):
         *,
         visibility: Visibility,
         dropout: DropoutStream | None,
-        sequence: SequenceShare | None = None,
     ) -> Tensor:
         segment_BLD = hidden_BLD
         if self._norms_inputs:
@@ -163,7 +161,6 @@ class TransformerLayer(ResidualLayer):
             *(segment_BLD, memory_BMD, positions_CX, content_bias_NH, position_bias_NH),
             visibility=visibility,
             dropout=dropout,
-            sequence=sequence,
             compiles=self.compiles,
         )
         completed = compiled_if(self.compiles, ResidualLayer._completed)

@@ -21,7 +21,6 @@ from pretrain.config.choices import (
     recomputation_traits,
 )
 from pretrain.config.model import ModelConfig
-from pretrain.distributed.sequence import SequenceShare
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.embedding_and_softmax import AdaptiveSoftmax, Embedding, with_gradient_of
 from pretrain.model.lane_state import Carried, LaneState, LayerParts, Memory, detached
@@ -50,7 +49,6 @@ class Segment:
     leaving_BX: Tensor  # documents of the rows that leave the memory to be compressed
     compresses: bool
     dropout: DropoutStream | None
-    sequence: SequenceShare | None
     carries_gradient: bool  # to a next segment, which is part of the same backward pass
     memory_tokens: int
 
@@ -58,10 +56,6 @@ class Segment:
         """Return the rows of the segment's tokens, between those of its memory tokens."""
         count = self.memory_tokens
         return hidden_BLD[:, count:-count] if count else hidden_BLD
-
-    def whole(self, num_rows: int) -> int:
-        """Return how many rows all ranks have that share the lanes."""
-        return num_rows if self.sequence is None else num_rows * self.sequence.places
 
     def kept(self, old_BMX: Tensor, new_BLX: Tensor, length: int) -> Tensor:
         """Return the rows of a memory that stay; with compression, rows leave in groups."""
@@ -130,21 +124,17 @@ class TransformerXL(nn.Module):
         dropout: DropoutStream | None = None,
         memory_length: int | None = None,
         num_segments: int = 1,
-        sequence: SequenceShare | None = None,
     ) -> tuple[Tensor, Memory]:
         """Return the NLL [B, L] in float32 (float64 in a float64 model) and the next memory.
 
         `starts_BL` marks the first tokens of documents. Dropout acts only in training mode and if a
         stream is given. `memory_length` replaces the configured one for this call; with
         `same_length` it is also the number of keys seen, except that 0 means the segment alone.
-        `num_segments`: see `hidden_states`. With a `sequence`, tokens, targets and starts are
-        whole; the NLL and the memory's hidden states are those of this rank's rows.
+        `num_segments`: see `hidden_states`.
         """
         hidden_BLD, memory, error = self.hidden_states(
-            tokens_BL, memory, starts_BL, dropout, memory_length, num_segments, sequence
+            tokens_BL, memory, starts_BL, dropout, memory_length, num_segments
         )
-        if sequence is not None:
-            targets_BL = sequence.own_rows(targets_BL)
         nll_BL = self.head(hidden_BLD, targets_BL)
         return (nll_BL if error is None else with_gradient_of(nll_BL, error)), memory
 
@@ -173,7 +163,6 @@ class TransformerXL(nn.Module):
         dropout: DropoutStream | None = None,
         memory_length: int | None = None,
         num_segments: int = 1,
-        sequence: SequenceShare | None = None,
     ) -> tuple[Tensor, Memory, Tensor | None]:
         """Return the output layer's input [B, L, D], the next memory, the compression's error.
 
@@ -182,7 +171,7 @@ class TransformerXL(nn.Module):
         of the segments'.
         """
         assert tokens_BL.shape[1] % num_segments == 0, (tokens_BL.shape, num_segments)
-        state = LaneState(self.config, memory_length, sequence.places if sequence else 1)
+        state = LaneState(self.config, memory_length)
         memory = None if memory is None else detached(memory)
         starts: Sequence[Tensor | None] = [None] * num_segments
         if starts_BL is not None:
@@ -197,7 +186,6 @@ class TransformerXL(nn.Module):
                 starts[number],
                 masks,
                 state,
-                sequence,
                 carries_gradient=not is_last,
             )
             hidden.append(hidden_BLD)
@@ -214,21 +202,17 @@ class TransformerXL(nn.Module):
         starts_BL: Tensor | None,
         dropout: DropoutStream | None,
         state: LaneState,
-        sequence: SequenceShare | None,
         *,
         carries_gradient: bool,
     ) -> tuple[Tensor, Memory, list[Tensor]]:
         """Return the output layer's input [B, L, D], the next memory, the compressions' errors."""
-        own_BL = tokens_BL if sequence is None else sequence.own_rows(tokens_BL)
-        hidden_BLD = drop(self.embedding(own_BL), self.config.dropout, dropout, Site.EMBEDDING)
+        hidden_BLD = drop(self.embedding(tokens_BL), self.config.dropout, dropout, Site.EMBEDDING)
         carried = state.usable(memory, len(hidden_BLD), hidden_BLD)
         documents_BL = segment_documents(carried.documents_BM, tokens_BL.shape[1], starts_BL)
         if self.memory_tokens is not None:
             is_new_B = documents_BL[:, -1] > 0 if self.config.isolate_documents else None
             hidden_BLD = self.memory_tokens(hidden_BLD, carried.tokens_BXD, is_new_B)
-        segment = self._segment(
-            state, carried, hidden_BLD, documents_BL, dropout, sequence, carries_gradient
-        )
+        segment = self._segment(state, carried, hidden_BLD, documents_BL, dropout, carries_gradient)
         layers, errors = [], []
         for index in range(len(self.layers)):
             hidden_BLD, parts, error = self._read(index, hidden_BLD, carried.layers[index], segment)
@@ -260,7 +244,6 @@ class TransformerXL(nn.Module):
         hidden_BLD: Tensor,
         documents_BL: Tensor,
         dropout: DropoutStream | None,
-        sequence: SequenceShare | None,
         carries_gradient: bool,
     ) -> Segment:
         """Return what all layers need to know of the segment."""
@@ -283,7 +266,6 @@ class TransformerXL(nn.Module):
             leaving_BX=leaving_rows(carried.documents_BM, documents_BL, num_leaving),
             compresses=compressed_BK is not None,
             dropout=dropout,
-            sequence=sequence,
             carries_gradient=carries_gradient,
             memory_tokens=self.config.memory_tokens,
         )
@@ -298,7 +280,7 @@ class TransformerXL(nn.Module):
             options = {"dropout": segment.dropout, "carries_gradient": segment.carries_gradient}
             output_BLD, *carried = self._run(index, layer, *inputs, **options)
             return output_BLD, tuple(carried), None
-        num_keys = segment.whole(sum(part.shape[1] for part in parts) + hidden_BLD.shape[1])
+        num_keys = sum(part.shape[1] for part in parts) + hidden_BLD.shape[1]
         # Compressed rows are older.
         memory_BMD = parts[0] if len(parts) == 1 else torch.cat(parts[::-1], dim=1)
         length = segment.state.parts.layers[index][0].length
@@ -307,9 +289,8 @@ class TransformerXL(nn.Module):
             layer,
             *(hidden_BLD, memory_BMD, segment.keys.positions_CX(index, num_keys)),
             *(self.content_bias, self.position_bias),
-            visibility=segment.keys.visibility(num_keys, segment.whole(length)),
+            visibility=segment.keys.visibility(num_keys, length),
             dropout=segment.dropout,
-            sequence=segment.sequence,
         )
         hidden_BLD = segment.own(hidden_BLD)
         recent_BMD = segment.kept(parts[0], hidden_BLD, length)

@@ -56,7 +56,7 @@ def with_fitting_micro_batch(run: RunConfig, world_size: int, ledger: Sequence[E
     failed = [
         event.micro_batch_lanes
         for event in events_of(ledger, OutOfMemory)
-        if {"sequence_ranks": 1, **event.settings} == settings  # older events are without
+        if event.settings == settings
     ]
     if not failed:
         return run
@@ -64,7 +64,7 @@ def with_fitting_micro_batch(run: RunConfig, world_size: int, ledger: Sequence[E
         raise ConfigError(
             "a single lane per forward pass runs out of memory; use "
             "engine.activation_checkpointing=full, a higher engine.zero_stage, "
-            "engine.sequence_ranks, shorter segments or memories, or more ranks"
+            "shorter segments or memories, or more ranks"
         )
     per_rank = len(lanes_of_rank(run, 0, world_size))
     lanes = max(lanes for lanes in range(1, min(failed) // 2 + 1) if per_rank % lanes == 0)
@@ -75,7 +75,7 @@ def memory_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
     """What determines how much memory a lane takes, except the model, which a run never changes."""
     names = (
         "zero_stage", "precision", "activation_checkpointing", "checkpoint_every_n_layers",
-        "offload_optimizer", "offload_memories", "logits_chunk_tokens", "sequence_ranks",
+        "offload_optimizer", "offload_memories", "logits_chunk_tokens",
     )  # fmt: skip
     engine = {name: getattr(run.engine, name) for name in names}
     return {"world_size": world_size, "segment_length": run.data.segment_length, **engine}

@@ -273,7 +273,7 @@ def _write_suspects(run_dir: RunDir, world: World, sums: LossSums, window: range
         SuspectDocument(document=document, lane=lane, loss=total / tokens, tokens=tokens)
         for (document, lane), (total, tokens) in sums.items()
     ]
-    gathered = gather_values(_worst(own) if world.counts_lanes else [], list[SuspectDocument])
+    gathered = gather_values(_worst(own), list[SuspectDocument])
     if not world.is_main:
         return
     worst = tuple(_worst(each for part in gathered for each in part))

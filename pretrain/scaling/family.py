@@ -116,8 +116,6 @@ class Family:
         key_heads = _key_heads(model, num_heads)
         if num_heads % multiple or key_heads is None:
             return False
-        if key_heads % self.base.engine.sequence_ranks:
-            return False
         if model.d_model % model.num_heads:
             return True
         step = model.d_model // model.num_heads

@@ -135,21 +135,16 @@ class Machine:
     def _on_ranks(self, shaped: RunConfig, budget: float) -> tuple[RunConfig, int]:
         """The run on as many nodes as its batch divides over, and its ranks."""
         on_node, wanted = self.hardware.ranks_per_node, wanted_lanes(shaped, budget, self.rule)
-        shared = shaped.engine.sequence_ranks
         counts = [each * on_node for each in range(self.hardware.nodes, 0, -1)]
-        # Ranks that share lanes need as many lanes as there are groups of them.
-        groups = {ranks: ranks // shared for ranks in counts if ranks % shared == 0}
-        groups = groups or {counts[-1]: 1}  # which is refused by its number of ranks
         if not wanted:  # the experiment's own lanes
-            dividing = [ranks for ranks in groups if shaped.data.lanes % groups[ranks] == 0]
-            ranks = (dividing or list(groups)[-1:])[0]
-            return with_budget(shaped, budget, self.rule), ranks
-        for ranks, owners in groups.items():
-            multiple = math.lcm(owners, self.lanes_multiple)
+            dividing = [ranks for ranks in counts if shaped.data.lanes % ranks == 0]
+            return with_budget(shaped, budget, self.rule), (dividing or counts[-1:])[0]
+        for ranks in counts:
+            multiple = math.lcm(ranks, self.lanes_multiple)
             # A round number of lanes on each rank: of 97 the only micro-batch that divides is 1.
             multiple *= max(1, power_of_two(wanted / multiple) // MICRO_BATCHES)
             lanes = multiple * max(1, round(wanted / multiple))
-            if abs(lanes / wanted - 1) <= ROUNDED or ranks == min(groups):
+            if abs(lanes / wanted - 1) <= ROUNDED or ranks == counts[-1]:
                 return with_budget(shaped, budget, self.rule, multiple), ranks
         raise AssertionError("the fewest nodes always end the loop")
 
@@ -237,8 +232,6 @@ def _gib_of(found: Footprint, hardware: Hardware) -> dict[str, float]:
 def placement_table(runs: Sequence[PlannedRun]) -> list[list[str]]:
     """Heads and rows: where each cell runs, what it occupies and how long it takes."""
     heads = ["cell", "nodes", "ranks", "micro-batch", "ZeRO", "recomputed", "offloaded"]
-    shares = any(item.run.engine.sequence_ranks > 1 for item in runs)
-    heads += ["ranks of a lane"] if shares else []
     heads += ["GiB a rank", "host GiB a node", "checkpoint GiB", "disk GiB", "MFU", "hours"]
     rows = [heads]
     for item in runs:
@@ -253,7 +246,6 @@ def placement_table(runs: Sequence[PlannedRun]) -> list[list[str]]:
                 str(engine.zero_stage),
                 engine.activation_checkpointing,
                 ", ".join(filter(None, offloaded)) or "-",
-                *([str(engine.sequence_ranks)] if shares else []),
                 *(
                     f"{facts[f'{name}_gib']:,.1f}"
                     for name in ("device", "host", "checkpoint", "disk")

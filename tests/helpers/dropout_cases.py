@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pretrain.distributed.sequence import SequenceShare
 from pretrain.model.dropout import LEVELS, DropoutStream, Site
 from tests.helpers.triton_interpreter import prepare_interpreter
 
@@ -26,7 +25,6 @@ class Case:
     seed: int = 3
     dtype: torch.dtype = torch.float32
     is_transposed: bool = False
-    places: int = 1  # ranks that share the lanes; the values are those of the last one
 
 
 CASES = {
@@ -39,8 +37,6 @@ CASES = {
     "nearly all": Case(shape=(1, 500), rate=1.0),
     "not dense": Case(shape=(3, 20, 30), is_transposed=True),
     "no values": Case(shape=(2, 0)),
-    "every third row": Case(shape=(3, 37, 41), places=3),
-    "every second row, of several heads": Case(shape=(2, 20, 3, 30), places=2, dtype=torch.float16),
 }
 
 
@@ -50,10 +46,7 @@ def differences_of(case: Case, device: torch.device) -> dict[str, int]:
     values, gradients = torch.randn(2, *case.shape, generator=generator).to(case.dtype)
     if case.is_transposed:
         values, gradients = (each.mT.contiguous().mT for each in (values, gradients))
-    share = None
-    if case.places > 1:
-        share = SequenceShare(case.places - 1, case.places, group=None)  # pyright: ignore
-    stream = DropoutStream(case.seed, 5, LANES[: case.shape[case.lane_axis]], share)
+    stream = DropoutStream(case.seed, 5, LANES[: case.shape[case.lane_axis]])
     expected = _both(values, gradients, lambda x: _on_cpu(stream, x, case))
     found = _both(values.to(device), gradients.to(device), lambda x: _by_kernel(stream, x, case))
     return {
@@ -81,8 +74,8 @@ def _by_kernel(stream: DropoutStream, values: Tensor, case: Case) -> Tensor:
 
     threshold = min(round(case.rate * LEVELS), LEVELS - 1)
     numbers = (stream.seed, stream.step, 2, int(Site.FINAL))
-    lanes_B, own = torch.tensor(stream.lanes), (case.places - 1, case.places)
-    return dropped(values, Mask(lanes_B, numbers, threshold, case.lane_axis, *own))
+    lanes_B = torch.tensor(stream.lanes)
+    return dropped(values, Mask(lanes_B, numbers, threshold, case.lane_axis))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,6 @@ from pretrain.distributed.world import (
     destroy_process_group,
     gather_values,
     init_world,
-    sharing_lanes,
     sum_over_ranks,
 )
 from pretrain.engines.engine import Engine, StepResult
@@ -125,7 +124,6 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         run = dataclasses.replace(
             run, model=dataclasses.replace(run.model, dropout=0.0, attention_dropout=0.0)
         )
-    world = sharing_lanes(world, run.engine.sequence_ranks)
     fault = Fault(**cell.get("fault", {"step": 0}))
     engine = fault.wrap(build_engine(run, world))
     num_slots = accumulation_steps(run, world.world_size)

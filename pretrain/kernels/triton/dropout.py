@@ -23,7 +23,7 @@ from pretrain.kernels.triton.settings import DROPOUT_LEVELS
 BLOCK = 128  # counters of a program, one per thread
 DRAWN = 16  # elements per counter: four words of four times 16 bits
 WARPS = 4
-NUMBERS = ("seed", "step", "layer", "site", "place")
+NUMBERS = ("seed", "step", "layer", "site")
 WORD = (1 << 64) - 1
 
 
@@ -35,10 +35,6 @@ class Mask:
     numbers: tuple[int, int, int, int]  # seed, step, layer, site
     threshold: int  # of DROPOUT_LEVELS: drop with probability threshold / DROPOUT_LEVELS
     lane_axis: int
-    # The values have every `places`-th row, from row `place` on, of those that the mask is for.
-    # Lanes are then the first axis, rows the second.
-    place: int = 0
-    places: int = 1
 
 
 def dropped(values: Tensor, mask: Mask) -> Tensor:
@@ -64,10 +60,9 @@ def _launch(values: Tensor, mask: Mask) -> Tensor:
     values = values.contiguous()
     outputs = torch.empty_like(values)
     num_lanes = len(mask.lanes_B)
-    count = values.numel() * mask.places // num_lanes if num_lanes else 0
+    count = values.numel() // num_lanes if num_lanes else 0
     if not count:
         return outputs
-    row_axis = 2 if mask.places > 1 else mask.lane_axis + 1
     with torch.cuda.device_of(values):  # triton launches on the current device
         drop_kernel[triton.cdiv(count, BLOCK * DRAWN), num_lanes](
             values,
@@ -75,9 +70,7 @@ def _launch(values: Tensor, mask: Mask) -> Tensor:
             mask.lanes_B,
             *(number & WORD for number in mask.numbers),
             count,
-            math.prod(values.shape[row_axis:]),
-            mask.place,
-            PLACES=mask.places,
+            math.prod(values.shape[mask.lane_axis + 1 :]),
             IS_LANE_FIRST=mask.lane_axis == 0,
             THRESHOLD=mask.threshold,
             SCALE=DROPOUT_LEVELS / (DROPOUT_LEVELS - mask.threshold),
@@ -98,8 +91,6 @@ def drop_kernel(
     site,
     count,
     inner,
-    place,
-    PLACES: tl.constexpr,
     IS_LANE_FIRST: tl.constexpr,
     THRESHOLD: tl.constexpr,
     SCALE: tl.constexpr,
@@ -107,7 +98,7 @@ def drop_kernel(
 ):
     """Draw BLOCK * 16 of the `count` bits of one lane, and write the outputs that are there.
 
-    After the lane's axis come `inner` values; with several PLACES, after the axis of the rows.
+    After the lane's axis come `inner` values.
     """
     lane = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -131,11 +122,7 @@ def drop_kernel(
     keep = (bits ^ 0x8000) >= THRESHOLD  # the bits are signed
     position = first * 16 + tl.arange(0, BLOCK * 16)
     inside = position < count
-    if PLACES > 1:
-        row = position // inner
-        address = (lane * (count // inner) + row) // PLACES * inner + position % inner
-        inside = inside & (row % PLACES == place)
-    elif IS_LANE_FIRST:
+    if IS_LANE_FIRST:
         address = lane * count + position
     else:
         address = (position // inner * tl.num_programs(1) + lane) * inner + position % inner

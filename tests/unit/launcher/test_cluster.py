@@ -241,13 +241,6 @@ def test_of_nodes_that_do_not_divide_the_lanes_the_most_that_do_are_used(tmp_pat
         8,
     ]
     assert usable_nodes(run_config(15), 2, 4) == 0
-    model = ModelConfig(num_layers=2, d_model=32, num_heads=4, vocab_size=100)
-    shared = run_config(6, model=model, engine=EngineConfig(sequence_ranks=4))
-    assert [usable_nodes(shared, 2, nodes) for nodes in (1, 2, 3, 5, 6)] == [0, 2, 2, 4, 6]
-    uneven, split = check_run(shared, CPU, NodeRange(2, 3), tmp_path)
-    assert "only 2 would be used, so that data.lanes=6 divides evenly over groups of 4" in uneven
-    assert "engine.sequence_ranks=4 does not divide the 2 ranks of a node" in split
-    assert check_run(shared, GPU, NodeRange(1, 1), tmp_path) == []
     assert "only 2 would be used" in check_run(run_config(16), CPU, NodeRange(1, 3), tmp_path)[0]
 
 

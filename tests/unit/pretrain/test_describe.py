@@ -242,39 +242,6 @@ def test_the_advised_change_is_the_cheapest_of_those_that_fit():
     assert advice(run, 4, 10.0, True).startswith("nothing makes it fit; use a smaller model")
 
 
-def test_ranks_are_advised_to_share_segments_that_are_too_long_for_one():
-    run = run_config(precision="bf16", deepspeed_extra=SMALL_BUCKETS)
-    run = replace(run, data=replace(run.data, lanes=4, segment_length=4096))
-    strictest = replace(
-        run.engine,
-        zero_stage=3,
-        activation_checkpointing="full",
-        offload_memories=True,
-        offload_optimizer=True,
-    )
-    capacity = 0.7 * needed_of(replace(run, engine=strictest))
-    found = cheapest_fit(run, 4, capacity, on_gpu=True)
-    assert found is not None
-    assert found.engine.sequence_ranks in (2, 4)
-    assert found.engine.micro_batch_lanes < 4, "of the lanes of a group"
-    assert found.bytes <= capacity
-    assert f"engine.sequence_ranks={found.engine.sequence_ranks}" in advice(run, 4, capacity, True)
-    fewer_lanes = cheapest_fit(run, 8, found.bytes, on_gpu=True)
-    assert fewer_lanes is not None
-    assert fewer_lanes.engine.sequence_ranks >= 2, "four lanes do not divide over eight ranks"
-    one_head = replace(run, model=replace(run.model, num_heads=1))
-    capacity = 0.7 * needed_of(replace(one_head, engine=strictest))
-    assert cheapest_fit(one_head, 4, capacity, on_gpu=True) is None, "nothing to exchange"
-
-
-def test_ranks_that_share_lanes_are_the_fewest_that_are_described(capsys):
-    small = ["describe", "configs/experiments/books-laptop.yaml", "model.vocab_size=1000"]
-    assert main([*small, "engine.sequence_ranks=2"]) == 0
-    assert capsys.readouterr().out.startswith("books-laptop: 2 ranks (cpu)")
-    assert main([*small, "engine.sequence_ranks=2", "--gpus", "4"]) == 0
-    assert capsys.readouterr().out.startswith("books-laptop: 4 ranks (cpu)")
-
-
 def test_the_time_of_evaluations_is_that_of_their_forward_passes(capsys):
     command = ["describe", str(MODELS / "wt103-base.yaml"), "--gpu", "A100", "optim.steps=1000"]
     command += ["evaluation.interval=300", "evaluation.max_tokens=64000", "evaluation.lanes=8"]

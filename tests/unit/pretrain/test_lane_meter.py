@@ -8,7 +8,6 @@ import torch
 
 from data_pipeline.lanes.lane_stream import LaneStream
 from pretrain.config.data import DataConfig
-from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, lanes_of_rank
 from pretrain.metrics.recorder import LaneMeter
@@ -21,8 +20,6 @@ RUN = RunConfig(
     model=ModelConfig(vocab_size=50, num_layers=2, d_model=4, num_heads=2, memory_length=5),
     data=DataConfig(lanes=NUM_LANES, segment_length=LENGTH),
 )
-# Its memories here have 5 rows of it, on each of the ranks that share lanes.
-SHARED_MODEL = replace(RUN.model, memory_length=10)
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +40,15 @@ def memories_of(lanes: range, num_slots: int) -> list[tuple[torch.Tensor, ...]]:
     return [tuple(slot) for slot in zip(*(level.chunk(num_slots) for level in levels), strict=True)]
 
 
-def measured(corpus, world_size: int, num_slots: int, places: int = 1) -> list[dict]:
-    """The numbers of two intervals, from the sums of all ranks; `places` ranks share lanes."""
+def measured(corpus, world_size: int, num_slots: int) -> list[dict]:
+    """The numbers of two intervals, from the sums of all ranks."""
     states, meters, streams = [], [], []
-    run = replace(RUN, model=SHARED_MODEL, engine=EngineConfig(sequence_ranks=places))
+    run = RUN
     for rank in range(world_size):
         lanes = lanes_of_rank(run, rank, world_size)
         states.append(TrainState(memories=list(memories_of(lanes, num_slots))))
         streams.append(LaneStream(corpus, NUM_LANES, 1, LENGTH, lanes))
-        meters.append(LaneMeter(run, states[-1], counts_lanes=rank % places == 0))
+        meters.append(LaneMeter(run, states[-1]))
     found = []
     for _ in range(2):
         for _ in range(STEPS):
@@ -64,14 +61,9 @@ def measured(corpus, world_size: int, num_slots: int, places: int = 1) -> list[d
     return found
 
 
-@pytest.mark.parametrize(
-    ("world_size", "num_slots", "places"),
-    [(1, 1, 1), (1, 4, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2), (4, 1, 2)],
-)
-def test_every_world_and_slots_measure_what_is_known_of_the_lanes(
-    corpus, world_size, num_slots, places
-):
-    intervals = measured(corpus, world_size, num_slots, places)
+@pytest.mark.parametrize(("world_size", "num_slots"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1)])
+def test_every_world_and_slots_measure_what_is_known_of_the_lanes(corpus, world_size, num_slots):
+    intervals = measured(corpus, world_size, num_slots)
     stream = LaneStream(corpus, NUM_LANES, 1, LENGTH, range(NUM_LANES))
     epochs, starts = [0], []
     for _ in range(2):

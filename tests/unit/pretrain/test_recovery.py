@@ -227,16 +227,6 @@ def test_settings_that_need_less_memory_start_with_the_whole_micro_batch_again()
     assert with_fitting_micro_batch(RUN, 4, [out_of_memory(12)]) == RUN
 
 
-def test_ranks_that_share_lanes_start_with_the_whole_micro_batch_again():
-    shared = dataclasses.replace(RUN, engine=dataclasses.replace(RUN.engine, sequence_ranks=2))
-    assert with_fitting_micro_batch(shared, 2, [out_of_memory(1)]) == shared
-    assert with_fitting_micro_batch(shared, 2, [out_of_memory(24, shared)]) != shared
-    older = out_of_memory(12)
-    settings = {name: each for name, each in older.settings.items() if name != "sequence_ranks"}
-    older = dataclasses.replace(older, settings=settings)
-    assert with_fitting_micro_batch(RUN, 2, [older]).engine.micro_batch_lanes == 6
-
-
 def test_a_single_lane_that_does_not_fit_is_an_error_with_advice():
     with pytest.raises(ConfigError, match=r"a single lane .*activation_checkpointing=full"):
         with_fitting_micro_batch(RUN, 2, [out_of_memory(1)])

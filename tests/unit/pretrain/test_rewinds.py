@@ -30,11 +30,9 @@ from pretrain.config.run import (
     RecoveryConfig,
     RunConfig,
 )
-from pretrain.distributed.sequence import SequenceShare
 from pretrain.distributed.world import World, init_world
 from pretrain.recovery import loss_spikes
 from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
-from pretrain.recovery.rewind import _write_suspects
 from pretrain.recovery.spike_detector import suspected_since
 from pretrain.run import run_training
 from pretrain.rundir.events import (
@@ -42,7 +40,6 @@ from pretrain.rundir.events import (
     GaveUp,
     Rewind,
     Started,
-    SuspectDocuments,
     WindowDropped,
 )
 from pretrain.rundir.ledger import events_of, skipped_windows
@@ -144,15 +141,6 @@ def test_a_run_that_skips_nearly_all_updates_ends_with_an_error(run, run_dir, wo
     assert "recovery.max_skipped_fraction=0.5" in error
     assert "recovery.skip_grad_norm=1e-09" in error
     assert [event.step for event in events_of(run_dir.ledger.read(), GaveUp)] == [last]
-
-
-@pytest.mark.parametrize(("place", "named"), [(0, 1), (1, 0)])
-def test_of_ranks_that_share_lanes_one_names_their_documents(run_dir, world, place, named):
-    run_dir.path.mkdir()
-    share = SequenceShare(place, 2, group=world)  # nothing is exchanged
-    _write_suspects(run_dir, replace(world, sequence=share), {("a", 3): (9.0, 2)}, range(4, 6))
-    (event,) = events_of(run_dir.ledger.read(), SuspectDocuments)
-    assert [each.loss for each in event.documents] == [4.5] * named
 
 
 def lines(first: int, last: int, **more: bool) -> list[dict]:

@@ -112,18 +112,6 @@ def test_a_machine_with_no_gpu_or_half_named_is_refused(tmp_path, capsys):
     assert "need a machine: add --cluster FILE, or --gpu H100 --gpus 8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("own", [(), ("--rule", "base", "data.lanes=3")])
-def test_ranks_that_share_lanes_need_a_lane_for_each_group(tmp_path, own, capsys):
-    settings = ("engine.sequence_ranks=2", "model.num_key_heads=12", *own)
-    arguments = ("--budgets", "1e19", "--sizes", 2, "--gpu", "H100", "--gpus", 1, "--nodes", 7)
-    assert plan(tmp_path, *arguments, *settings) == 0
-    assert "ranks of a lane" in capsys.readouterr().out
-    for cell, run in cells_of(tmp_path):
-        assert cell.facts["nodes"] == 6, "seven are not whole groups of two"
-        assert run.data.lanes % 3 == 0
-        assert run.model.key_heads % 2 == 0
-
-
 def test_small_cells_of_a_cluster_get_fewer_nodes(tmp_path, capsys):
     cluster = CONFIGS / "clusters" / "8xh100.yaml"
     budgets = ("--budgets", "1e17", "1e20", "--sizes", 2, "--spread", 4)
