@@ -37,6 +37,7 @@ from foundation.files import (
 )
 from foundation.records import Fields, InvalidField
 from foundation.settings import parse_config, to_tree
+from pretrain.config.engine import Attention, attention_in
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import MASTER_BYTES
 from pretrain.costs.flops import parameters_of
@@ -164,7 +165,10 @@ def require_bytes(config: RunConfig, num_bytes: int, where: Path) -> None:
 
 def with_model_settings(config: RunConfig, settings: Mapping[str, Any] | None) -> RunConfig:
     """Replace some of the model's settings; ConfigError if they are inconsistent."""
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, **(settings or {})))
+    engine, model = config.engine, dataclasses.replace(config.model, **(settings or {}))
+    if settings and attention_in(engine, config.model, on_gpu=False)[0] is Attention.SDPA:
+        engine = dataclasses.replace(engine, attention_kernel="auto")  # sdpa may not express them
+    return dataclasses.replace(config, model=model, engine=engine)
 
 
 def checked_export(directory: Path) -> dict[str, Any]:

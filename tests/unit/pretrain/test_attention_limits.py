@@ -42,6 +42,7 @@ from pretrain.model.attention_paths import (
 )
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.weights.export import with_model_settings
 from tests.helpers.models import TINY, VARIANTS, random_starts, random_tokens
 
 GPU = torch.device("cuda", 0)
@@ -140,6 +141,12 @@ def test_torchs_attention_equals_plain_operations_or_the_table_has_the_option(op
         RunConfig(model=config, engine=engine, optim=optim)
         found, expected = trained(config, "sdpa"), trained(config, "plain")
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[torch.float64])
+
+
+def test_an_evaluation_with_a_setting_that_sdpa_cannot_express_attends_otherwise():
+    run = RunConfig(model=ROPE, engine=EngineConfig(attention_kernel="sdpa"))
+    assert with_model_settings(run, {"same_length": True}).engine.attention_kernel == "auto"
+    assert with_model_settings(run, None) == run
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
