@@ -1,14 +1,8 @@
 """DeepSpeed ZeRO 0 to 3 as an Engine; the only module that imports deepspeed.
 
-Building the model: under ZeRO-3 each parameter is sharded as soon as it is drawn.
-
-So no rank ever has the whole model.
-
-DeepSpeed's own `deepspeed.zero.Init` context is not entered. It draws in the rounded type, so a run
-would start from other weights than in the other stages, and it shards module by module, so a whole
-module must fit.
-
-DeepSpeed's settings (its JSON), derived from those of the run.
+Under ZeRO-3 each parameter is sharded as soon as it is drawn, so no rank ever has the whole model.
+DeepSpeed's own context for that, `deepspeed.zero.Init`, would draw in the rounded type, so a run
+would start from other weights than in the other stages, and shard module by module.
 """
 
 from __future__ import annotations
@@ -143,7 +137,8 @@ def deepspeed_settings(
         case "fp32":
             pass
         case "bf16":
-            derived["bf16"] = {"enabled": True, "check_grad_overflow": True}
+            # The optimizer skips what is not finite by the norm, for which the host waits anyway.
+            derived["bf16"] = {"enabled": True, "check_grad_overflow": False}
         case "fp16":
             # Constant for DeepSpeed; the engine sets it from `pretrain.optim.loss_scale`.
             derived["fp16"] = {"enabled": True, "loss_scale": 1.0}
@@ -312,7 +307,7 @@ class DeepSpeedEngine:
         if is_unwrapped(self._run):
             self._norm = float(clip_gradients(self.module, self._run.optim))
         self._meter.start_step(measure_layers)
-        # DeepSpeed itself skips a step whose norm is not finite, and reports inf as that norm.
+        # DeepSpeed reports inf as a norm that is not finite, and may skip the step itself.
         self._engine.step()
         skipped = self._must_skip()
         if skipped:

@@ -25,6 +25,7 @@ from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.run import build_engine
+from tests.helpers.engine_cells import run_helper
 
 CELLS: dict[str, dict[str, Any]] = {
     **{
@@ -59,7 +60,7 @@ class Reads(TorchDispatchMode):
 
 
 def reads_of_a_step(settings: dict[str, Any], world: World) -> dict[str, int]:
-    """Return the reads of the second step."""
+    """Return the reads of the fourth step: in the first ones ZeRO-3 compares orders of ranks."""
     model = ModelConfig(vocab_size=37, num_layers=2, d_model=16, num_heads=2, memory_length=4)
     run = RunConfig(
         model=model,
@@ -76,13 +77,19 @@ def reads_of_a_step(settings: dict[str, Any], world: World) -> dict[str, int]:
         lanes=range(2),
     )
     memory, reads = None, Reads()
-    for step in range(2):
+    for step in range(4):
         reads = Reads()
         with reads:
             _, memory = engine.forward_backward(batch, memory, step)
             assert not engine.step(1e-3).skipped
     engine.close()
     return reads.counts
+
+
+def measured_reads(output: Path) -> dict[str, dict[str, int]]:
+    """Return the reads of every cell, counted in a process of their own."""
+    run_helper("host_reads", output, str(output))
+    return json.loads((output / "reads.json").read_text())
 
 
 if __name__ == "__main__":
