@@ -93,11 +93,12 @@ endif
 	pretrain scale collect $(VARIANTS_CELLS)
 	pretrain scale report $(VARIANTS)/cells/runs.csv --output $(VARIANTS)/report --title Variants
 
-check: $(DEV_STAMP)  ## format, lint, types, and the size of the packages
+check: $(DEV_STAMP)  ## format, lint, types, the size of the packages, static costs on a GPU
 	ruff format --check .
 	ruff check .
 	pyright
 	python -m tests.budget
+	OMP_NUM_THREADS=1 python -m benchmarks static --check
 
 # In the order of collection: the integration tests, whose files take longest, start first. By default
 # xdist starts the files with the most tests first, and these have few. Tests of runs often wait for

@@ -1,4 +1,4 @@
-"""`python -m benchmarks model | data | kernels | gpu | gpu-bundle | peers | recovery |
+"""`python -m benchmarks model | data | kernels | static | gpu | gpu-bundle | peers | recovery |
 scale`."""
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ COMMANDS = {
     "kernels": (
         "benchmarks.kernels",
         "registers, shared memory and tensor-core work of the fused kernels, without a GPU",
+    ),
+    "static": (
+        "benchmarks.static",
+        "what each model costs a GPU, counted without one; --check fails if a number is worse",
     ),
     "gpu": (
         "benchmarks.gpu.command",

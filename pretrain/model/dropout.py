@@ -70,7 +70,7 @@ class DropoutStream:
         self, values: Tensor, rate: float, site: Site, layer: int = 0, lane_axis: int = 0
     ) -> Tensor:
         """Zero a fraction `rate` of the values and rescale the rest, with a mask per lane."""
-        if values.is_cuda and has_triton() and missing_for_compiling() is None:
+        if not values.is_cpu and has_triton() and missing_for_compiling() is None:
             from pretrain.kernels.triton.dropout import Mask, dropped
 
             self._check(values.shape, lane_axis)

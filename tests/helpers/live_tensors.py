@@ -39,16 +39,17 @@ from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
 
 class LiveTensors(TorchDispatchMode):
     """Within it: `peak` bytes at a time in storages of exactly one of the given sizes, however they
-    came about. Without sizes: in all storages, those that were there before included.
+    came about. Without sizes: in all storages, those that were there before included. Tensors on
+    `meta` take none; `on_meta` counts these alone, from their start.
     """
 
-    def __init__(self, sizes: set[int] | None) -> None:
+    def __init__(self, sizes: set[int] | None, on_meta: bool = False) -> None:
         super().__init__()
-        self._sizes = sizes
+        self._sizes, self._on_meta = sizes, on_meta
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
         self._most = 0  # bytes that can be alive
-        if sizes is None:
+        if sizes is None and not on_meta:
             self._add(each for each in gc.get_objects() if isinstance(each, Tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,7 +59,7 @@ class LiveTensors(TorchDispatchMode):
 
     def _add(self, found: Iterable[Any]) -> None:
         for tensor in found:
-            if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
+            if not isinstance(tensor, Tensor) or tensor.is_meta != self._on_meta:
                 continue
             storage = tensor.untyped_storage()
             known = self._alive.get(storage._cdata)
@@ -185,6 +186,42 @@ def measured_by_ranks(
         ]
         for name in cells
     }
+
+
+# Weights outweigh everything else; the largest bucket is half of the model.
+_MODEL = {"vocab_size": 2000, "num_layers": 2, "d_model": 128, "num_heads": 2, "d_inner": 128}
+_SHARDED = {"stage3_param_persistence_threshold": 0}
+_BUCKET = {"zero_optimization": {**_SHARDED, "reduce_bucket_size": 2000 * 128}}
+
+
+def zero_cell(stage: int, precision: str, lanes: int = 3, **engine: Any) -> dict[str, Any]:
+    """Return the settings of a run whose ranks read a lane in each pass."""
+    settings = {"zero_stage": stage, "precision": precision, "deepspeed_extra": _BUCKET, **engine}
+    return {
+        "model": _MODEL,
+        "data": {"lanes": lanes, "segment_length": 4},
+        "engine": {"micro_batch_lanes": 1, **settings},
+    }
+
+
+def sent_over_minimum(output: Path) -> dict[str, float]:
+    """Return the bytes that 4 ranks send in a step, over one reduce-scatter and one all-gather.
+
+    Sums are fp32, weights in the precision; of four quarters, three are another rank's.
+    """
+    cells = {
+        f"zero{stage}-{precision}": zero_cell(stage, precision, lanes=4)
+        for stage in (1, 2)
+        for precision in ("fp32", "bf16")
+    }
+    # Without a small bucket the weights stay gathered from the forward to the backward pass.
+    whole = {"deepspeed_extra": {"zero_optimization": _SHARDED}}
+    cells["zero3-fp32"] = zero_cell(3, "fp32", lanes=4, **whole)
+    ratios = {}
+    for name, ranks in measured_by_ranks(cells, 4, output).items():
+        minimum = 3 / 4 * ranks[0]["whole"] * (2.0 if name.endswith("fp32") else 1.5)
+        ratios[name] = round(max(rank["sent"] for rank in ranks) / minimum, 2)
+    return ratios
 
 
 def main() -> None:

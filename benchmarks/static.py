@@ -1,0 +1,388 @@
+"""`python -m benchmarks static`: what each model of configs/models costs a GPU, without one.
+
+static.json beside this file has the numbers of the last commit, and docs/performance.md shows them.
+With `--check` the counts of models are made again, and those of compiled kernels if their code has
+changed: every number that is worse is named, and `make check` fails. Tests make the slow ones again
+(`compiled_layers`, `engines`: tests/integration/test_static_table.py).
+
+* `kernels`: what each fused kernel takes, compiled for sm_90 with the models' options.
+* `models`: `utilization` of the fused kernels in one layer, by simulation: each program starts in
+  the first free slot of 132 multiprocessors. Models that attend by `sdpa` as they are take these
+  kernels when documents are isolated. `operations` of torch, without views, and `launches` of our
+  kernels that a layer adds to each pass, and `peak_gib` of weights, gradients and activations in
+  bf16: counted on the `meta` device while LANES lanes train.
+* `compiled_layers`: operations between attentions, both passes, without and with `engine.compile`.
+* `engines`: values that the host waits for in a step, by package, and bytes sent by four ranks over
+  those of one reduce-scatter of gradients and one all-gather of weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import heapq
+import importlib.metadata
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.kernels import compiled
+from benchmarks.measure import markdown_table
+from foundation.files import read_json, write_json, write_text
+from foundation.settings import load_config
+from pretrain.config.choices import position_traits
+from pretrain.config.engine import Attention, attention_of
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import RunConfig
+from pretrain.kernels.triton.tiling import Tile, built_in_tiles
+from pretrain.kernels.triton.workspace import Workspace, workspace_of
+from tests.helpers.compiled_layer import num_operations
+from tests.helpers.host_reads import measured_reads
+from tests.helpers.live_tensors import LiveTensors, sent_over_minimum
+
+TABLE = Path(__file__).with_name("static.json")
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "performance.md"
+KERNELS = ROOT / "pretrain" / "kernels" / "triton"
+COMPILED_FILES = ("backward.py", "forward.py", "settings.py", "tiles.py", "tiling.py")
+MULTIPROCESSORS, CAPABILITY = 132, (9, 0)  # of an H100 or H200
+LANES = 8
+LANE_COUNTS = (1, 8, 16)
+HIGHER_IS_BETTER = ("utilization", "programs")
+COMPILED = ("xl_modern_1b", "xl_paper_10m")  # a layer of the modern models, and of the paper's
+START, END = "<!-- python -m benchmarks static -->\n", "<!-- end -->"
+GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "--check", action="store_true", help="compare with the table, write nothing"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the table, or with `check` return 1 if a number is worse; name what is worse."""
+    table = read_json(TABLE) if TABLE.exists() else {}
+    code = code_of_kernels()
+    kernels = table["kernels"] if table.get("code") == code else compiled_kernels()
+    now: dict[str, Any] = {"kernels": kernels, "models": models_table(kernels)}
+    if arguments.check:
+        worse = differences({name: table[name] for name in now}, now)
+    else:
+        layers = {name: compiled_layer(name) for name in COMPILED}
+        now |= {"code": code, "compiled_layers": layers, "engines": measured_engines()}
+        worse = differences(table, now)
+        write_json(TABLE, now)
+        write_text(PAGE, with_table(PAGE.read_text(), now))
+        print(f"{TABLE.name} and {PAGE.name}: written")
+    print(*worse, f"{len(worse)} numbers are worse than in {TABLE.name}", sep="\n")
+    return int(arguments.check and bool(worse))
+
+
+def differences(table: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a line for each number that is worse than in the table, or is in one of them only."""
+    committed, counted = dict(_numbers(table)), dict(_numbers(now))
+    lines = [
+        f"{name}: expected in both tables; run 'python -m benchmarks static'"
+        for name in sorted(committed.keys() ^ counted.keys())
+    ]
+    for name in sorted(committed.keys() & counted.keys()):
+        change = counted[name] - committed[name]
+        if (-change if any(word in name for word in HIGHER_IS_BETTER) else change) > 0:
+            lines.append(f"{name}: found {counted[name]:g}, the table has {committed[name]:g}")
+    return lines
+
+
+def _numbers(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{path}{name} ")
+        elif isinstance(value, int | float):
+            yield f"{path}{name}", value
+
+
+def runs() -> dict[str, RunConfig]:
+    """Return the models of configs/models by name."""
+    paths = sorted((ROOT / "configs" / "models").glob("*.yaml"))
+    # xl_modern.yaml has the settings that the models named after it extend.
+    return {path.stem: load_config(RunConfig, path) for path in paths if path.stem != "xl_modern"}
+
+
+def code_of_kernels() -> str:
+    """Return a hash of what the compiled kernels depend on, and of their names."""
+    words = [importlib.metadata.version("triton"), *all_kernel_names()]
+    digest = hashlib.sha256(" ".join(words).encode())
+    for name in COMPILED_FILES:
+        digest.update((KERNELS / name).read_bytes())
+    return digest.hexdigest()
+
+
+def all_kernel_names() -> list[str]:
+    """Return the names of all models' kernels."""
+    return sorted({name for run in runs().values() for name in kernel_names(run.model).values()})
+
+
+def compiled_kernels() -> dict[str, Any]:
+    """Return what each fused kernel takes, with every model's options."""
+    return {name: asdict(resources) for name, resources in compiled(all_kernel_names()).items()}
+
+
+def kernel_names(model: ModelConfig) -> dict[str, str]:
+    """Return the model's fused kernels, as `Tiles` and as `benchmarks kernels` name them."""
+    positions = position_traits(model.positions)
+    has_documents = attention_of("auto", model, on_gpu=True, is_half=True)[0] is Attention.SDPA
+    options = {
+        "documents": has_documents or model.isolate_documents,
+        "dropout": model.attention_dropout > 0,
+        "distance_bias": positions.adds_bias,
+        "grouped": model.key_heads < model.num_heads,
+        "no_position": not positions.projects_encodings,
+    }
+    names = {}
+    for kernel in ("forward", "key_gradient", "query_gradient", "position_gradient"):
+        if kernel == "position_gradient" and positions.rotates:
+            continue
+        multiplies = kernel in ("query_gradient", "position_gradient")  # scores that are computed
+        words = [
+            name
+            for name, applies in options.items()
+            if applies and not (multiplies and name == "dropout")
+        ]
+        names[kernel] = ":".join(
+            [kernel, str(model.head_width), "90", *([",".join(words)] if words else [])]
+        )
+    return names
+
+
+def models_table(kernels: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row for each model."""
+    with meta_as_gpu() as launches:
+        return {name: _row(run, kernels, launches) for name, run in runs().items()}
+
+
+def _row(run: RunConfig, kernels: Mapping[str, Any], launches: Counter[str]) -> dict[str, Any]:
+    one, two = (_counted(run, layers, launches) for layers in (1, 2))
+    return {
+        "attention": attention_of("auto", run.model, on_gpu=True, is_half=True)[0].name.lower(),
+        "utilization": {f"{lanes}": utilizations(run, lanes, kernels) for lanes in LANE_COUNTS},
+        **{name: {each: two[name][each] - one[name][each] for each in one[name]} for name in one},
+        "peak_gib": round(_counted_peak(run) / GIB, 2),
+    }
+
+
+def utilizations(run: RunConfig, lanes: int, kernels: Mapping[str, Any]) -> dict[str, float]:
+    """Return the part of the multiprocessors' time that each kernel's programs of a layer use."""
+    model, queries = run.model, run.data.segment_length
+    keys, tiles = queries + model.longest_memory, built_in_tiles(model.head_width, CAPABILITY)
+    workspace, group_heads = workspace_of_run(run, lanes), model.num_heads // model.key_heads
+    result = {}
+    for kernel, name in kernel_names(model).items():
+        tile = getattr(tiles, kernel)
+        of_rows, of_columns = (
+            steps_of_rows(queries, keys, tile),
+            steps_of_columns(queries, keys, tile),
+        )
+        launches: list[list[int]] = []
+        for chunk in workspace.chunks:  # programs in the order in which the kernel numbers them
+            heads = chunk.groups * group_heads
+            if kernel == "key_gradient":
+                launches.append(programs_of_keys(workspace, of_columns, chunk.lanes * heads))
+            elif kernel == "query_gradient":
+                launches.append(of_rows * (chunk.lanes * heads))
+            elif kernel == "position_gradient":  # which reads all lanes
+                launches.append([chunk.lanes * steps for steps in of_columns[::-1]] * heads)
+        if kernel == "forward":
+            launches = [of_rows * (lanes * model.num_heads)]
+        slots = MULTIPROCESSORS * kernels[name]["programs"]
+        result[kernel] = round(utilization(launches, slots), 2)
+    return result
+
+
+def workspace_of_run(run: RunConfig, lanes: int) -> Workspace:
+    """Return the workspace of a layer's backward pass."""
+    model, queries = run.model, run.data.segment_length
+    return workspace_of(
+        lanes=lanes,
+        queries=queries,
+        keys=queries + model.longest_memory,
+        heads=model.num_heads,
+        groups=model.key_heads,
+        head_width=model.head_width,
+        tiles=built_in_tiles(model.head_width, CAPABILITY),
+        element_bytes=2,
+    )
+
+
+def steps_of_rows(queries: int, keys: int, tile: Tile) -> list[int]:
+    """Return the tiles of keys that each tile of queries sees, the last queries first."""
+    ends = (min(i0 + tile.rows, queries) + keys - queries for i0 in range(0, queries, tile.rows))
+    return [-(-end // tile.columns) for end in ends][::-1]
+
+
+def steps_of_columns(queries: int, keys: int, tile: Tile) -> list[int]:
+    """Return the tiles of queries that see each tile of keys, the first keys first."""
+    firsts = (max(0, j0 - (keys - queries)) // tile.rows for j0 in range(0, keys, tile.columns))
+    return [-(-queries // tile.rows) - first for first in firsts]
+
+
+def programs_of_keys(workspace: Workspace, steps: list[int], heads: int) -> list[int]:
+    """Return the steps of each program of the keys' kernel: by tiles of keys, then by heads."""
+    length = workspace.heads_per_program
+    return [length * each for each in steps for _ in range(heads // length)]
+
+
+def utilization(launches: list[list[int]], slots: int) -> float:
+    """Return the part of the slots' time in use if each program starts in the first free slot."""
+    passed = 0
+    for durations in launches:
+        free = [0] * slots
+        for duration in durations:
+            heapq.heapreplace(free, free[0] + duration)
+        passed += max(free)
+    return sum(map(sum, launches)) / (slots * passed)
+
+
+@contextmanager
+def meta_as_gpu() -> Iterator[Counter[str]]:
+    """Within it tensors on `meta` take the paths of a GPU; our kernels only count launches."""
+    from torch.fx.experimental import _config as shapes
+    from torch.nn.attention import bias
+
+    from pretrain.kernels.triton import dropout as dropout_kernels
+    from pretrain.kernels.triton import launch
+    from pretrain.model import attention_paths, dropout
+
+    launches: Counter[str] = Counter()
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *_, **__: launches.update(["launches"])
+
+    def flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+
+    with ExitStack() as stack:
+        for module in (launch, dropout_kernels):
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                stack.enter_context(patch.object(module, name, Kernel()))
+        for module, name, replacement in (
+            (attention_paths, "unsupported_reason", lambda _: None),
+            (attention_paths, "scaled_dot_product_attention", flash),
+            (bias, "causal_lower_right", lambda *_: None),
+            (dropout, "missing_for_compiling", lambda: None),
+            # Of an adaptive softmax: as if every bin had every token.
+            (shapes, "meta_nonzero_assume_all_nonzero", True),
+        ):
+            stack.enter_context(patch.object(module, name, replacement))
+        yield launches
+
+
+def _trained(run: RunConfig, num_layers: int) -> Iterator[str]:
+    """Train a segment of LANES lanes with a full memory on `meta`; yields after each pass."""
+    from pretrain.model.dropout import DropoutStream
+    from pretrain.model.transformer_xl import TransformerXL
+
+    with torch.device("meta"):
+        module = TransformerXL(replace(run.model, num_layers=num_layers)).to(torch.bfloat16)
+        tokens_BL = torch.zeros(LANES, run.data.segment_length, dtype=torch.long)
+    starts_BL = tokens_BL > 0
+    with torch.no_grad():
+        _, memory = module(tokens_BL, tokens_BL, None, starts_BL)
+    yield "memory"
+    dropout = DropoutStream(seed=1, step=1, lanes=range(LANES))
+    nll_BL, memory = module(tokens_BL, tokens_BL, memory, starts_BL, dropout)
+    yield "forward"
+    nll_BL.mean().backward()
+    yield "backward"
+
+
+def _counted(run: RunConfig, num_layers: int, launches: Counter[str]) -> dict[str, dict[str, int]]:
+    """Return operations and launches of each pass while so many layers train."""
+    with Operations() as operations:
+        result: dict[str, dict[str, int]] = {"operations": {}, "launches": {}}
+        for name in _trained(run, num_layers):
+            if name != "memory":
+                result["operations"][name] = operations.count
+                result["launches"][name] = launches.total()
+            operations.count = 0
+            launches.clear()
+    return result
+
+
+def _counted_peak(run: RunConfig) -> int:
+    with LiveTensors(None, on_meta=True) as live:
+        for _ in _trained(run, run.model.num_layers):
+            pass
+    return live.peak
+
+
+class Operations(TorchDispatchMode):
+    """Within it: the `count` of torch's operations that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def compiled_layer(model: str) -> dict[str, int]:
+    """Return the operations between attentions of a layer, eager and with `engine.compile`."""
+    config = runs()[model].model
+    small = replace(config, d_model=64, num_heads=4, d_head=16, d_inner=128, memory_length=8)
+    if config.key_heads < config.num_heads:
+        small = replace(small, num_key_heads=2)
+    return num_operations(small)
+
+
+def measured_engines() -> dict[str, Any]:
+    """Return what steps of DeepSpeed's stages read and send."""
+    with tempfile.TemporaryDirectory() as directory:
+        rows: dict[str, Any] = measured_reads(Path(directory))
+        for name, ratio in sent_over_minimum(Path(directory)).items():
+            rows[name]["sent"] = ratio
+    return rows
+
+
+def with_table(page: str, table: Mapping[str, Any]) -> str:
+    """Return the page with the table as Markdown between its marks."""
+    before, _, rest = page.partition(START)
+    return before + START + markdown(table) + END + rest.partition(END)[2]
+
+
+def markdown(table: Mapping[str, Any]) -> str:
+    """Return the table as the page shows it."""
+    header = ["model", "attention", *(f"utilization, lanes: {lanes}" for lanes in LANE_COUNTS)]
+    rows = [[*header, "registers / spilled B", "operations", "launches", "GiB"]]
+    for name, run in runs().items():
+        row, kernels = table["models"][name], kernel_names(run.model)
+        utilized = [row["utilization"][f"{lanes}"] for lanes in LANE_COUNTS]
+        resources = [table["kernels"][each] for each in kernels.values()]
+        rows.append([
+            f"`{name}`", row["attention"],
+            *(" ".join(f"{values[kernel]:.2f}" for kernel in kernels) for values in utilized),
+            " ".join(f"{each['registers']}/{each['spilled']}" for each in resources),
+            *(" + ".join(f"{row[count][each]}" for each in ("forward", "backward"))
+              for count in ("operations", "launches")),
+            f"{row['peak_gib']:.1f}",
+        ])  # fmt: skip
+    engines = [["engine", "our reads", "DeepSpeed's reads", "bytes sent over the minimum"]]
+    for name, row in sorted(table["engines"].items()):
+        sent = f"{row['sent']:.2f}" if "sent" in row else "-"
+        engines.append([name, f"{row['pretrain']}", f"{row['deepspeed']}", sent])
+    layers = [["layer of", "operations between attentions", "with `engine.compile`"]]
+    for name, row in sorted(table["compiled_layers"].items()):
+        layers.append([f"`{name}`", f"{row['eager']}", f"{row['compiled']}"])
+    return "\n\n".join(markdown_table(each).strip() for each in (rows, layers, engines)) + "\n"

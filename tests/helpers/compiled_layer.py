@@ -1,0 +1,78 @@
+"""How many operations a layer runs around attention, and what `engine.compile` leaves of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor
+from torch.profiler import ProfilerActivity, profile
+
+from pretrain.config.choices import position_traits
+from pretrain.config.model import ModelConfig
+from pretrain.model.attention import RelativeAttention, compiled_if
+from pretrain.model.attention_paths import Visibility
+from pretrain.model.layer import ResidualLayer, TransformerLayer, layer_of
+
+LANES, LENGTH = 2, 8
+# Events that compute nothing.
+IDLE = {
+    "aten::" + name
+    for name in (
+        "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "new_empty",
+        "reshape", "resolve_conj", "result_type", "select", "slice", "split", "t", "transpose",
+        "to", "unsqueeze", "view", "_unsafe_view", "alias", "squeeze", "permute", "narrow",
+        "_reshape_alias", "split_with_sizes", "unbind", "numpy_T", "unflatten", "chunk",
+    )
+}  # fmt: skip
+
+
+def layers_of(model: ModelConfig) -> list[TransformerLayer]:
+    layers = [layer_of(model, layer, "auto") for layer in range(2)]
+    return [layer for layer in layers if isinstance(layer, TransformerLayer)]
+
+
+def between_attentions(model: ModelConfig, layer: TransformerLayer, rows: int = LENGTH) -> None:
+    """Run what a layer computes before and after attention, and if it has gradients, backward."""
+    width, is_relative = model.d_model, position_traits(model.positions).projects_encodings
+    visibility = Visibility(
+        num_queries=LENGTH,
+        num_keys=rows + LENGTH,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    hidden_BLD = torch.randn(LANES, LENGTH, width, requires_grad=True)
+    memory_BMD = torch.randn(LANES, rows, width)
+    positions_CX = torch.randn(rows + LENGTH, width if is_relative else model.head_width)
+    biases: list[Any] = [None, None]
+    if is_relative:
+        shape = (model.num_heads, model.head_width)
+        biases = [torch.zeros(shape, requires_grad=True) for _ in range(2)]
+    inputs = [hidden_BLD, memory_BMD]
+    if layer.input_norm is not None:
+        inputs = [layer.input_norm(each) for each in inputs]
+    read = compiled_if(layer.compiles, RelativeAttention.inputs)
+    query_BLNH, parts, terms = read(
+        layer.attention, *inputs, positions_CX, *biases, visibility=visibility
+    )
+    completed = compiled_if(layer.compiles, ResidualLayer._completed)
+    output_BLD = completed(layer, hidden_BLD, query_BLNH.flatten(2), None)
+    if torch.is_grad_enabled():
+        ends = [output_BLD, *parts, *(each for each in vars(terms).values() if each is not None)]
+        torch.cat([each.flatten() for each in ends]).sum().backward()
+
+
+def num_operations(model: ModelConfig) -> dict[str, int]:
+    """Return how many operations there are between two attentions, eager and compiled."""
+    layer = layers_of(model)[0]
+    result = {}
+    for name, layer.compiles in (("eager", False), ("compiled", True)):
+        with inductor.patch({"cpp.enable_kernel_profile": True}):
+            between_attentions(model, layer)
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                between_attentions(model, layer)
+        leaves = [event.name for event in profiler.events() or () if not event.cpu_children]
+        result[name] = sum(
+            leaf not in IDLE for leaf in leaves if leaf.startswith("aten::") or "cpp_fused" in leaf
+        )
+    return result
