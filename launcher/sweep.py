@@ -17,9 +17,8 @@ from foundation.errors import EXIT_INTERRUPTED, ConfigError, UserError
 from foundation.own_programs import own_command
 from launcher.restart_policy import RestartPolicy
 from launcher.slurm import client as slurm
-from launcher.slurm.job_checks import check_request, check_run
+from launcher.slurm.job_checks import check_request, check_run, missing_notes
 from launcher.slurm.sbatch import Job, render_array
-from launcher.slurm.shared_paths import missing_notes
 from launcher.slurm.snapshot import Snapshot, replaced_snapshot
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState, is_run, submitted_config

@@ -5,19 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from foundation.errors import ConfigError
-from launcher.commands.watch import add_watch_argument, watch
 from launcher.status.run_state import is_run
 from launcher.status.slurm_queue import read_states
 from pretrain.rundir.run_paths import RUNS, run_path
 from pretrain.scaling.which_runs import find_runs, runs_of
-
-if TYPE_CHECKING:
-    from rich.console import Group
-
-    from launcher.commands.tables import RunsTable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,11 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=RUNS,
         help="where --all looks (default %(default)s)",
     )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument(
+    parser.add_argument(
         "--json", action="store_true", help="one JSON object per run and line, for scripts"
     )
-    add_watch_argument(form)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,12 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     from launcher.commands.tables import console, render
 
-    def table() -> Group | RunsTable:
-        return render(read_states(chosen(arguments)), in_full=bool(arguments.runs))
-
-    if arguments.watch:
-        return watch(table)
-    console().print(table())
+    console().print(render(read_states(chosen(arguments)), in_full=bool(arguments.runs)))
     return 0
 
 

@@ -17,9 +17,14 @@ from foundation.settings import load_config
 from launcher.commands.local import add_mirror_argument
 from launcher.restart_policy import add_policy_arguments, policy_of
 from launcher.slurm import client as slurm
-from launcher.slurm.job_checks import check_request, check_run, usable_nodes
+from launcher.slurm.job_checks import (
+    check_request,
+    check_run,
+    missing_notes,
+    unmounted_notes,
+    usable_nodes,
+)
 from launcher.slurm.sbatch import Job, environment_lines, quote, render
-from launcher.slurm.shared_paths import missing_notes, unmounted_notes
 from launcher.slurm.snapshot import Snapshot, replaced_snapshot
 from launcher.slurm.srun import Step, meeting_point, rank_task, srun_command, training_command
 from launcher.status.run_state import is_done_already

@@ -13,7 +13,6 @@ from pathlib import Path
 from foundation.cli import Program
 from foundation.csv_files import check_table_path
 from foundation.errors import EXIT_USER_ERROR, ConfigError, UserError
-from launcher.commands.watch import add_watch_argument, watch
 from launcher.slurm import client as slurm
 from launcher.stop_signals import StopSignals
 from launcher.sweep import (
@@ -80,10 +79,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_status_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `launcher sweep status`."""
-    add_plan_arguments(parser)
-    add_watch_argument(parser)
+add_status_arguments = add_plan_arguments
 
 
 def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,20 +149,16 @@ def _print_plan(cells: Sequence[CellRun]) -> None:
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    """Print state, results and settings of each cell, once or until it is interrupted."""
-    from launcher.commands.sweep_tables import sweep_status
-    from launcher.commands.tables import console
+    """Print state, results and settings of each cell."""
+    from launcher.commands.tables import console, sweep_status
 
-    if arguments.watch:
-        return watch(lambda: sweep_status(_read(arguments)[2]))
     console().print(sweep_status(_read(arguments)[2]))
     return 0
 
 
 def run_collect(arguments: argparse.Namespace) -> int:
     """Write the table of results."""
-    from launcher.commands.sweep_tables import ResultsTable
-    from launcher.commands.tables import console
+    from launcher.commands.tables import ResultsTable, console
 
     _, runs, cells = _read(arguments)
     refuse_other_cells(cells)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_pipeline.config import MixturePart
-from launcher.slurm.shared_paths import missing_notes, unmounted_notes
+from launcher.slurm.job_checks import missing_notes, unmounted_notes
 from pretrain.config.data import DataConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig

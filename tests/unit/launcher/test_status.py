@@ -2,11 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import select
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -158,7 +153,6 @@ def test_in_80_columns_every_value_and_reason_is_readable():
         (["{runs}/nowhere"], "holds no run"),
         (["--runs-dir={runs}/nowhere"], "contains no runs; name one"),
         (["{runs}/alone", "--all"], "contradict each other"),
-        (["{runs}/alone", "--watch"], "needs a terminal"),
     ],
 )
 def test_bad_input_gets_one_line(runs, capsys, arguments, message):
@@ -166,45 +160,6 @@ def test_bad_input_gets_one_line(runs, capsys, arguments, message):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_watching_draws_on_a_terminal_until_ctrl_c(runs):
-    """Runs, and the cells of a sweep."""
-    (runs / "cell.yaml").write_text("name: cell\n")
-    (runs / "cells.yaml").write_text(
-        "format: 1\nname: cells\ncells: [{name: cell, experiment: cell.yaml}]\n"
-    )
-    options = (
-        ["status", f"--runs-dir={runs}"],
-        ["sweep", "status", str(runs / "cells.yaml"), f"--runs-dir={runs / 'sweep'}"],
-    )
-    watchers = [Watcher([*each, "--watch"]) for each in options]
-    try:
-        watchers[0].wait_for(b"sweep/cell")
-        watchers[1].wait_for(b"0 of 1 cells are done")
-        for watcher in watchers:
-            watcher.process.send_signal(signal.SIGINT)
-        assert [watcher.process.wait(30) for watcher in watchers] == [0, 0]
-    finally:
-        for watcher in watchers:
-            watcher.process.kill()
-
-
-class Watcher:
-    """`launcher` with arguments, on a terminal of its own."""
-
-    def __init__(self, arguments: list[str]) -> None:
-        self._reader, writer = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "launcher", *arguments],
-            stdin=writer, stdout=writer, stderr=writer, start_new_session=True,
-        )  # fmt: skip
-
-    def wait_for(self, text: bytes) -> None:
-        seen = b""
-        while text not in seen:
-            assert select.select([self._reader], [], [], 30)[0], seen
-            seen += os.read(self._reader, 65536)
 
 
 STATE = RunState(

@@ -20,7 +20,7 @@ from rich.console import Console
 from foundation.errors import EXIT_INTERRUPTED, ConfigError
 from launcher.cli import main
 from launcher.commands.sweep import cells_flags
-from launcher.commands.sweep_tables import sweep_status
+from launcher.commands.tables import sweep_status
 from launcher.slurm.snapshot import Snapshot
 from launcher.sweep import (
     CellRun,
@@ -505,13 +505,9 @@ def test_sweep_status_shows_every_result_at_any_width(grid, width):
     assert max(map(len, output.splitlines())) <= width
 
 
-def test_only_status_can_be_watched_and_only_on_a_terminal_and_none_takes_settings(grid, capsys):
-    assert main(["sweep", "plan", str(grid), "--watch"]) == 2
-    assert "unrecognized arguments: --watch" in capsys.readouterr().err
+def test_no_command_of_sweeps_takes_settings(grid, capsys):
     assert main(["sweep", "plan", str(grid), "optim.steps=9"]) == 2
     assert "settings of all cells are in their experiment, or lists" in capsys.readouterr().err
-    assert main(["sweep", "status", str(grid), "--watch"]) == 2
-    assert "--watch needs a terminal" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
