@@ -5,6 +5,7 @@ module.
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from pretrain.config.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("foundation", "data_pipeline", "pretrain", "launcher")
-MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+MODULES = tuple(sorted(path for each in PACKAGES for path in (ROOT / each).rglob("*.py")))
 MAY_IMPORT = {
     "foundation": {"foundation"},
     "data_pipeline": {"foundation", "data_pipeline"},
@@ -49,9 +50,14 @@ EXPERIMENTS = sorted((ROOT / "configs" / "experiments").glob("*.yaml")) + sorted
 )
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports_of(path: Path) -> Iterator[str]:
     """Every module named in an import statement, those inside functions included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -59,17 +65,17 @@ def imports_of(path: Path) -> Iterator[str]:
             yield node.module
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_in_one_direction_and_to_their_homes(path):
-    name = str(path.relative_to(ROOT))
-    package = name.split("/")[0]
-    for imported in imports_of(path):
-        first = imported.split(".")[0]
-        if first in PACKAGES:
-            assert first in MAY_IMPORT[package], f"{name} imports {imported}"
-        for dependency, homes in HOMES.items():
-            if imported == dependency or imported.startswith(dependency + "."):
-                assert name.startswith(homes), f"{name} imports {imported}, whose home is {homes}"
+def test_imports_go_in_one_direction_and_to_their_homes():
+    for path in MODULES:
+        name = str(path.relative_to(ROOT))
+        for imported in imports_of(path):
+            first = imported.split(".")[0]
+            assert first not in ("benchmarks", "tests"), f"{name} imports {imported}"
+            if first in PACKAGES:
+                assert first in MAY_IMPORT[name.split("/")[0]], f"{name} imports {imported}"
+            for dependency, homes in HOMES.items():
+                if imported == dependency or imported.startswith(dependency + "."):
+                    assert name.startswith(homes), f"{name} imports {imported}, not in {homes}"
 
 
 # They unpickle, and with that execute, what a file or another process says. Workers of one build
@@ -81,15 +87,15 @@ UNPICKLERS = {
 }
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_that_others_send_or_write_is_unpickled(path):
-    assert list(unpickling(path.read_text())) == []
-    assert UNPICKLERS.isdisjoint(imports_of(path))
+def test_nothing_that_others_send_or_write_is_unpickled():
+    for path in MODULES:
+        assert list(unpickling(tree_of(path))) == [], path
+        assert UNPICKLERS.isdisjoint(imports_of(path)), path
 
 
-def unpickling(code: str) -> Iterator[str]:
+def unpickling(tree: ast.Module) -> Iterator[str]:
     """What in this code could unpickle, with its line."""
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(tree):
         text = ast.unparse(node) if isinstance(node, (ast.Call, ast.ImportFrom)) else ""
         name = getattr(node, "attr", None) or getattr(node, "id", None)
         if (
@@ -125,24 +131,19 @@ def _allows_pickles(keyword: ast.keyword) -> bool:
     ],
 )
 def test_the_rule_sees_what_unpickles(code, is_found):
-    assert bool(list(unpickling(code))) == is_found
+    assert bool(list(unpickling(ast.parse(code)))) == is_found
 
 
 def test_own_programs_are_started_without_the_working_directory_on_their_path():
     """`python -m` runs what lies there."""
     for path in (path for path in MODULES if '"-m"' in path.read_text()):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, (ast.List, ast.Tuple)):
                 words = [each.value for each in node.elts if isinstance(each, ast.Constant)]
                 assert "-m" not in words, f"{path}, line {node.lineno}: use own_command"
 
 
-BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_packages_import_neither_benchmarks_nor_tests(path):
-    assert {"benchmarks", "tests"}.isdisjoint(each.split(".")[0] for each in imports_of(path))
+BENCHMARKS = tuple(sorted((ROOT / "benchmarks").rglob("*.py")))
 
 
 def test_benchmarks_import_each_other_in_no_circle_and_stay_readable():
@@ -156,7 +157,8 @@ def test_the_rule_sees_imports_inside_functions(tmp_path):
     assert list(imports_of(path)) == ["torch.nn", "deepspeed"]
 
 
-def module_graph(paths: list[Path]) -> dict[str, set[str]]:
+@functools.cache
+def module_graph(paths: tuple[Path, ...]) -> dict[str, set[str]]:
     """module -> modules among `paths` that it imports anywhere: in functions and under
     TYPE_CHECKING too.
     """
@@ -165,7 +167,7 @@ def module_graph(paths: list[Path]) -> dict[str, set[str]]:
     for path in paths:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         graph[name] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Import):
                 graph[name] |= {alias.name for alias in node.names} & names
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -233,7 +235,7 @@ FLOORS = (
 
 def test_no_import_of_pretrain_goes_up_a_floor():
     floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-    graph = module_graph([path for path in MODULES if path.parts[len(ROOT.parts)] == "pretrain"])
+    graph = module_graph(tuple(path for path in MODULES if path.is_relative_to(ROOT / "pretrain")))
     for module, targets in graph.items():
         for target in targets - {"pretrain.__init__"}:
             if module == "pretrain.__init__":
@@ -242,14 +244,10 @@ def test_no_import_of_pretrain_goes_up_a_floor():
             assert floor[above] <= floor[below], f"{module} imports {target}, a floor above it"
 
 
-FOLDERS = sorted({path.parent for path in MODULES})
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_folder_says_what_it_is_for_and_what_may_import_it(folder):
-    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
-    assert docstring is not None
-    assert len(docstring.splitlines()) >= 3, "two lines: purpose, and who may import it"
+def test_every_folder_says_what_it_is_for_and_what_may_import_it():
+    for folder in {path.parent for path in MODULES}:
+        docstring = ast.get_docstring(tree_of(folder / "__init__.py")) or ""
+        assert len(docstring.splitlines()) >= 3, f"{folder}: two lines, purpose and importers"
 
 
 def test_the_top_level_of_pretrain_stays_small():
@@ -273,15 +271,14 @@ def test_a_torch_free_package_imports_no_torch_by_detours_either(package):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.name)
-def test_every_experiment_and_model_file_is_valid(path):
-    config = load_config(RunConfig, path)
-    assert config.model.num_layers > 1
+def test_every_experiment_and_model_file_is_valid():
+    for path in EXPERIMENTS:
+        assert load_config(RunConfig, path).model.num_layers > 1, path
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_module_outgrows_what_one_reads_in_a_sitting(path):
-    assert len(path.read_text().splitlines()) <= 800
+def test_no_module_outgrows_what_one_reads_in_a_sitting():
+    for path in MODULES:
+        assert len(path.read_text().splitlines()) <= 800, path
 
 
 def test_no_file_has_the_marks_of_a_merge_that_nobody_finished():

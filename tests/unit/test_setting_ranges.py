@@ -41,7 +41,7 @@ def numeric_settings(schema: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[
 
 
 SETTINGS = [
-    pytest.param(root, path, schema, name, id=".".join(map(str, path)))
+    (root, path, schema, name)
     for root in (RunConfig, CorpusConfig, ClusterConfig)
     for path, schema, name in numeric_settings(root)
 ]
@@ -69,29 +69,29 @@ def outside(allowed: Range, seed: str) -> list[float]:
     return [value for value in (*near, *SUSPECTS, *far) if value not in allowed]
 
 
-@pytest.mark.parametrize(("root", "path", "schema", "name"), SETTINGS)
-def test_a_number_outside_its_settings_range_is_refused_by_name(root, path, schema, name):
-    allowed = ranges_of(schema).get(name)
-    assert allowed is not None, f"{'.'.join(map(str, path))} has no range"
-    default = next(each.default for each in fields(schema) if each.name == name)
-    values = outside(allowed, name)
-    assert len(values) > DRAWS
-    for value in values:
-        given = [value, *default[1:]] if isinstance(default, tuple) else value
-        with pytest.raises(ConfigError) as caught:
-            parse_config(root, tree_with(root, path, given), "file")
-        assert name in str(caught.value)
-        assert "\n" not in str(caught.value)
+def test_a_number_outside_its_settings_range_is_refused_by_name():
+    for root, path, schema, name in SETTINGS:
+        allowed = ranges_of(schema).get(name)
+        assert allowed is not None, f"{'.'.join(map(str, path))} has no range"
+        default = next(each.default for each in fields(schema) if each.name == name)
+        values = outside(allowed, name)
+        assert len(values) > DRAWS
+        for value in values:
+            given = [value, *default[1:]] if isinstance(default, tuple) else value
+            with pytest.raises(ConfigError) as caught:
+                parse_config(root, tree_with(root, path, given), "file")
+            assert name in str(caught.value)
+            assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("root", "path", "schema", "name"), SETTINGS)
-def test_the_ends_of_a_range_are_inside_it(root, path, schema, name):
-    allowed = ranges_of(schema)[name]
-    for end, is_left_out in ((allowed.least, allowed.above), (allowed.most, allowed.below)):
-        assert (end in allowed) is not is_left_out
-    default = next(each.default for each in fields(schema) if each.name == name)
-    for value in default if isinstance(default, tuple) else (default,):
-        assert value is MISSING or value in allowed
+def test_the_ends_of_a_range_are_inside_it():
+    for _, path, schema, name in SETTINGS:
+        allowed = ranges_of(schema)[name]
+        for end, is_left_out in ((allowed.least, allowed.above), (allowed.most, allowed.below)):
+            assert (end in allowed) is not is_left_out, path
+        default = next(each.default for each in fields(schema) if each.name == name)
+        for value in default if isinstance(default, tuple) else (default,):
+            assert value is MISSING or value in allowed, path
 
 
 def test_a_settings_object_made_by_code_is_checked_as_a_file_is():
