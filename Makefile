@@ -93,10 +93,11 @@ endif
 	pretrain scale collect $(VARIANTS_CELLS)
 	pretrain scale report $(VARIANTS)/cells/runs.csv --output $(VARIANTS)/report --title Variants
 
-check: $(DEV_STAMP)  ## format, lint, types, the size of the packages, static costs on a GPU
+check: $(DEV_STAMP)  ## format, lint, types, structure, size of the packages, static costs on a GPU
 	ruff format --check .
 	ruff check .
 	pyright
+	python -m pytest -q tests/unit/test_architecture.py
 	python -m tests.budget
 	OMP_NUM_THREADS=1 python -m benchmarks static --check
 
