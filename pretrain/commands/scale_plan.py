@@ -72,8 +72,8 @@ PFLOPS_DAY = 86400e15
 # The flags that belong to what a plan varies.
 FLAGS: dict[Axis, str] = {
     "sizes": "budgets sizes spread holdout_budgets tokens_per_parameter checks around ratios "
-    "max_epochs rule tuned lanes_multiple keep_layers width_multiple ladder cluster nodes "
-    "gpus_per_node gpu gpu_memory gpu_flops mfu host_memory measured speed seeds",
+    "max_epochs simulate noise rule tuned lanes_multiple keep_layers width_multiple ladder "
+    "cluster nodes gpus_per_node gpu gpu_memory gpu_flops mfu host_memory measured speed seeds",
     "rates": "rates lanes steps seeds",
     "lengths": "segments memories",
     "variants": "runs_dir",
@@ -107,6 +107,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-epochs", type=float, default=1.0, metavar="N", help=epochs)
     checks = "also one size of each budget at half and twice its rate, and one with three seeds"
     add("--checks", action=argparse.BooleanOptionalAction, default=True, help=checks)
+    words = "how certain N* and the loss at C FLOPs would be, if a published law held"
+    add("--simulate", type=flags, metavar="C", help=words)
+    words = "with --simulate: relative standard deviation of a run's loss (default %(default)s)"
+    add("--noise", type=float, default=0.005, help=words)
     add_family(group)
     add_machine(parser.add_argument_group("sizes, for a machine: cells are planned to fit it"))
     add = parser.add_argument_group("rates: the experiment at several, equal tokens").add_argument
@@ -329,6 +333,12 @@ def _sizes_at_budgets(arguments: argparse.Namespace) -> int:
         lines.append(placement_totals(runs, machine.hardware))
         lines.append(machine.hardware.describe())
         lines.append(machine.utilization.describe(sizes))
+    if arguments.simulate is not None:
+        from pretrain.scaling.simulation import simulated_table
+
+        table = simulated_table(runs, arguments.simulate, arguments.noise)
+        words = f"At {arguments.simulate:.3g} FLOPs, if Besiroglu et al. 2024's law held with"
+        print(f"\n{words} {arguments.noise:.1%} of noise:\n\n{fitted_table(table)}\n")
     lines += [*_rule_lines(rule, [item.run for item in runs]), *filter(None, [repeated])]
     print("\n".join([*lines, _replaced(family.base, rule), *unchecked]))
     notes = [*_notes(arguments, around), *lines]

@@ -1,0 +1,125 @@
+"""How certain a sweep's answers would be, before it is paid for (`pretrain scale plan --simulate`).
+
+Losses of the planned runs are drawn from an assumed law with noise and fitted as `scale fit` fits
+them. What the answers of many such sweeps differ by is what one of them is uncertain by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from foundation.errors import ConfigError, DataError
+from pretrain.scaling.fit import TITLES
+from pretrain.scaling.frontier import LawLine, Line, fit_isoflop
+from pretrain.scaling.intervals import ENDS, as_size
+from pretrain.scaling.law import HUBER_DELTA, FlopsLaw, Law, fit_flops_law, refitted
+from pretrain.scaling.plan import PlannedRun
+from pretrain.scaling.table import Array, Points
+
+# Besiroglu et al. 2024, of the runs of Hoffmann et al. 2022.
+ASSUMED = Law(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658)
+SWEEPS = 300
+
+
+def simulated_table(runs: Sequence[PlannedRun], target: float, noise: float) -> list[list[str]]:
+    """Heads and rows: N* and loss at `target` FLOPs with 95% of the simulated sweeps.
+
+    For the plan, for the plan without each budget, and with each budget's runs twice. `noise` is
+    the relative standard deviation of a run's loss. ConfigError beyond reason.
+    """
+    if not (0 < target < np.inf and 0 < noise < 0.5):
+        raise ConfigError(
+            f"--simulate {target:g} --noise {noise:g}: expected positive FLOPs, and a noise from "
+            "0.0001 to 0.5 of the loss"
+        )
+    fitted = [item for item in runs if not item.holdout and "rate_factor" not in item.facts]
+    points, total = _points_of(fitted), sum(item.cost.flops for item in runs)
+    # A run has the same noise in every row, so that rows can be compared.
+    noise_KP = noise * np.random.default_rng(0).standard_normal((SWEEPS, 2 * len(points)))
+    twice = points.take(np.tile(np.arange(len(points)), 2))
+    rows = [["plan", "FLOPs", "law", "N*", "times", "loss"]]
+    for name, chosen_P in _changes(points.budget_P):
+        changed = twice.take(chosen_P)
+        flops = total + changed.flops_P.sum() - points.flops_P.sum()
+        flops_law = fit_flops_law(changed.parameters_P, changed.tokens_P, changed.flops_P)
+        for key, answers_K2 in _answers(changed, flops_law, np.log(target), noise_KP[:, chosen_P]):
+            low, middle, high = np.nanpercentile(answers_K2, [ENDS[0], 50, ENDS[1]], axis=0)
+            sizes = [as_size(float(np.exp(each[0]))) for each in (middle, low, high)]
+            rows.append(
+                [
+                    name,
+                    f"{flops / total:.0%}",
+                    TITLES[key],
+                    "{} [{}, {}]".format(*sizes),
+                    f"{np.exp(high[0] - low[0]):.2f}",
+                    f"{middle[1]:.4f} [{low[1]:.4f}, {high[1]:.4f}]",
+                ]
+            )
+    return rows
+
+
+def _changes(budget_P: Array) -> Iterator[tuple[str, Array]]:
+    """Names and indices of runs, which begin again after the last: all; without, or twice, some."""
+    everything = np.arange(len(budget_P))
+    yield "as it is", everything
+    budgets = np.unique(budget_P)
+    for budget in budgets if len(budgets) > 2 else ():
+        yield f"without {budget:.2g}", everything[budget_P != budget]
+    for budget in budgets:
+        yield (
+            f"{budget:.2g} twice",
+            np.concatenate([everything, len(budget_P) + everything[budget_P == budget]]),
+        )
+
+
+def _answers(
+    points: Points, flops_law: FlopsLaw, log_target: float, noise_KP: Array
+) -> Iterator[tuple[str, Array]]:
+    """Each law's ln N* and loss [K, 2] over the simulated sweeps, if most of them have it."""
+    n_P, d_P = np.log(points.parameters_P), np.log(points.tokens_P)
+    loss_KP = ASSUMED.loss(points.parameters_P, points.tokens_P) * np.exp(noise_KP)
+    center = np.array([n_P.mean(), d_P.mean()])
+    theta = ASSUMED.theta.copy()
+    theta[1:3] -= theta[3:] * center  # of logarithms without their means, as `scale fit` has them
+    theta_K5 = refitted(
+        np.repeat(theta[None], SWEEPS, axis=0),
+        *(n_P - center[0], d_P - center[1], np.log(loss_KP)),
+        np.ones(loss_KP.shape),
+        HUBER_DELTA,
+    )
+    theta_K5[:, 1:3] += theta_K5[:, 3:] * center
+    yield "parametric", _answers_of(LawLine(theta_K5, flops_law), log_target)
+    found = []
+    for loss_P in loss_KP:
+        try:
+            line = fit_isoflop(_with_losses(points, loss_P)).frontier
+        except DataError:  # too few budgets with a vertex inside their sizes
+            continue
+        found.append(_answers_of(line, log_target))
+    if len(found) > SWEEPS / 2:
+        yield "isoflop", np.array(found)
+
+
+def _answers_of(line: Line, log_flops: float) -> Array:
+    return np.stack([line.log_parameters(log_flops), line.loss(log_flops)], axis=-1)
+
+
+def _with_losses(points: Points, loss_P: Array) -> Points:
+    return Points(**{**vars(points), "loss_P": loss_P})
+
+
+def _points_of(runs: Sequence[PlannedRun]) -> Points:
+    count = len(runs)
+    return Points(
+        names=tuple(item.name for item in runs),
+        parameters_P=np.array([float(item.cost.parameters) for item in runs]),
+        tokens_P=np.array([float(item.cost.tokens) for item in runs]),
+        flops_P=np.array([item.cost.flops for item in runs]),
+        loss_P=np.ones(count),
+        budget_P=np.array([item.facts["budget"] for item in runs]),
+        progress_P=np.ones(count),
+        holdout_P=np.zeros(count, bool),
+        source="the plan",
+    )
