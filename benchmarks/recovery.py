@@ -193,7 +193,7 @@ def _run(name: str, seed: int, optim: OptimConfig) -> RunConfig:
         name=name, seed=seed, optim=optim,
         model=ModelConfig(vocab_size=320, num_layers=2, d_model=48, num_heads=2, memory_length=32),
         data=DataConfig(lanes=LANES, segment_length=LENGTH),
-        engine=EngineConfig(kind="torch", threads=1),
+        engine=EngineConfig(kind="torch"),
     )  # fmt: skip
 
 

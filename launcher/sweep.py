@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -194,7 +195,7 @@ def run_cells(
             while waiting and len(running) < at_a_time and not stop.requests:
                 cell = waiting.pop(0)
                 name = cell.cell.name
-                running[name] = _started(cell, sweep_path, runs, ranks)
+                running[name] = _started(cell, sweep_path, runs, ranks, at_a_time)
                 print(f"{name}: process {running[name].pids[0]}", flush=True)
             for name, group in list(running.items()):
                 if (status := group.poll()[0]) is not None:
@@ -222,11 +223,13 @@ def end_of(status: int, is_stopping: bool) -> str:
     return "done" if status == 0 else describe_exit(status)
 
 
-def _started(cell: CellRun, sweep_path: Path, runs: Path, ranks: int) -> RankGroup:
+def _started(cell: CellRun, sweep_path: Path, runs: Path, ranks: int, at_a_time: int) -> RankGroup:
     experiment = sweep_path.parent / cell.cell.experiment
     command = own_command("launcher", "local", str(experiment), f"--ranks={ranks}")
     command += [f"--run-dir={cell.path}", *cell.cell.overrides]
-    return RankGroup(command, 1, runs / "logs" / cell.cell.name)
+    threads = max(1, len(os.sched_getaffinity(0)) // (ranks * at_a_time))
+    shared = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    return RankGroup(command, 1, runs / "logs" / cell.cell.name, environment=shared)
 
 
 ARRAYS = ".arrays"  # next to the cells' directories; no cell's name starts with a dot

@@ -413,10 +413,11 @@ def _log(outcome: Outcome, config: RunConfig, run_dir: RunDir, step: int) -> Non
         logger.info(describe_phase(config, step))
 
 
-def set_threads_of_rank(config: RunConfig) -> None:
-    """Set this rank's CPU threads: `engine.threads`, or an equal part of the node's cores."""
+def set_threads_of_rank() -> None:
+    """Set this rank's CPU threads: OMP_NUM_THREADS, or an equal part of the node's cores."""
     # More threads than cores make ranks wait for each other inside every operation.
-    set_threads(config.engine.threads or max(1, (os.cpu_count() or 1) // ranks_on_this_node()))
+    cores = max(1, (os.cpu_count() or 1) // ranks_on_this_node())
+    set_threads(0 if "OMP_NUM_THREADS" in os.environ else cores)
 
 
 def build_engine(config: RunConfig, world: World, draws: bool = True) -> Engine:

@@ -148,7 +148,6 @@ def write_experiment(context: Context, path: Path) -> Path:
         f"memory_length: {length}, dropout: 0.1, attention_dropout: 0.1}}\n"
         f"data: {{path: {context.corpus}, lanes: 4, segment_length: {length}}}\n"
         "optim: {steps: 100, schedule: {warmup_steps: 5}}\n"
-        f"engine: {{threads: {context.size(0, 1)}}}\n"
         "evaluation: {lanes: 4}\n"
     )
     return path

@@ -17,7 +17,6 @@ STALL_GOAL = 0.01  # of the time: what saves hold the loop up
 DRY_SETTINGS = (
     "model.num_layers=2", "model.d_model=32", "model.num_heads=2", "model.num_key_heads=1",
     "model.memory_length=8", "data.segment_length=8", "data.lanes=4", "metrics.interval=1",
-    "engine.threads=1",
 )  # fmt: skip
 
 

@@ -163,7 +163,7 @@ def start(corpus: Path, run: Path) -> dict[str, float]:
     """
     moments = [psutil.Process().create_time(), time.time()]
     config = bench_run(corpus)
-    set_threads_of_rank(config)
+    set_threads_of_rank()
     world = init_world()
     engine = build_engine(config, world)
     moments.append(time.time())

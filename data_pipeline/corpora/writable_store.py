@@ -1,8 +1,7 @@
 """An object store that a run writes to: every object is read back and compared.
 
-Written to bound what a background upload takes from a run: bytes per second, and no copy on disk
-where the store is S3. Other stores are written and read through mosaicml-streaming, which can
-neither be slowed down inside a file nor delete; there the pauses come between files.
+Where the store is S3, no copy on disk is needed. Other stores are written and read through
+mosaicml-streaming, which cannot delete.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import threading
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,41 +58,12 @@ def content_of(path: Path) -> Content:
     return Content(path.stat().st_size, sha256_of(path))
 
 
-class Pace:
-    """At most so many bytes per second, over all threads that share it; 0: no limit."""
-
-    def __init__(self, bytes_per_second: float) -> None:
-        self._rate = bytes_per_second
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def spend(self, num_bytes: int) -> None:
-        """Return when these bytes were allowed."""
-        if not self._rate:
-            return
-        with self._lock:
-            begin = max(self._free_at, time.monotonic())
-            self._free_at = begin + num_bytes / self._rate
-            wait = self._free_at - time.monotonic()
-        time.sleep(max(0.0, wait))
-
-
 class WritableStore:
     """The objects under a URL. DataError, from the constructor, if it cannot be opened."""
 
-    def __init__(
-        self,
-        url: str,
-        scratch: Path,
-        retry_policy: RetryPolicy | None = None,
-        bytes_per_second: float = 0.0,
-    ) -> None:
+    def __init__(self, url: str, scratch: Path, retry_policy: RetryPolicy | None = None) -> None:
         policy = retry_policy or RetryPolicy()
-        if bytes_per_second:  # what goes up comes back to be compared: a whole attempt takes longer
-            slowest = min(policy.bytes_per_second, bytes_per_second / 2)
-            policy = replace(policy, bytes_per_second=slowest)
         self.url, self._policy, self._scratch = url.rstrip("/"), policy, scratch
-        self._rate, self._pace = bytes_per_second, Pace(bytes_per_second)
         self._store = store_at(self.url, policy)
         self._bucket, _, self._prefix = self.url.removeprefix(S3).partition("/")
         self._s3: Any = None
@@ -161,14 +129,9 @@ class WritableStore:
             with contextlib.suppress(FileNotFoundError):
                 staged.unlink()
             os.symlink(path.absolute(), staged)
-            self._send(name)
-            return self._pace.spend(content.bytes)
-        from boto3.s3.transfer import TransferConfig
-
-        limit = {"max_bandwidth": max(1, int(self._rate))} if self._rate else {}
+            return self._send(name)
         with sdk_errors():
-            config = TransferConfig(**limit)
-            return self._s3.upload_file(str(path), self._bucket, self._key(name), Config=config)
+            return self._s3.upload_file(str(path), self._bucket, self._key(name))
 
     def _compare(self, name: str, content: Content) -> None:
         """Raise StoreError unless the object has this content."""
@@ -177,8 +140,7 @@ class WritableStore:
             return with_timeout(seconds, lambda: self._read_back(name, content))
         copy, check = self._scratch / "read-back", content.mismatch
         fetch_once(self._store, name, copy, self._scratch, check, content.bytes)
-        copy.unlink()
-        return self._pace.spend(content.bytes)
+        return copy.unlink()
 
     def _read_back(self, name: str, content: Content) -> None:
         digest, arrived = hashlib.sha256(), 0
@@ -188,7 +150,6 @@ class WritableStore:
                 if (size := answer["ContentLength"]) != content.bytes:
                     raise StoreError(f"the store has {size} bytes, expected {content.bytes}")
                 for block in iter(partial(body.read, BLOCK_BYTES), b""):
-                    self._pace.spend(len(block))
                     digest.update(block)
                     arrived += len(block)
                     if arrived > content.bytes:

@@ -337,15 +337,9 @@ class ObjectStore:
     only compared. Files arrive in `scratch`, where a directory in use becomes a whole one.
     """
 
-    def __init__(
-        self,
-        url: str,
-        scratch: Path,
-        retry_policy: RetryPolicy | None = None,
-        bytes_per_second: float = 0.0,
-    ) -> None:
+    def __init__(self, url: str, scratch: Path, retry_policy: RetryPolicy | None = None) -> None:
         self.url, self.scratch = url.rstrip("/"), scratch
-        self._policy, self._rate = retry_policy or RetryPolicy(), bytes_per_second
+        self._policy = retry_policy or RetryPolicy()
         self._named = StoredCheckpoint(-1, Content(0, ""))  # that of the last file put there
         self._listed: dict[str, Any] = {}
         self._unnamed: dict[int, list[str]] = {}
@@ -414,7 +408,7 @@ class ObjectStore:
     @cached_property
     def writable(self) -> WritableStore:
         """Opened when it is first needed: importing an SDK takes seconds."""
-        return WritableStore(self.url, self.scratch, self._policy, self._rate)
+        return WritableStore(self.url, self.scratch, self._policy)
 
     def put(self, step: int, name: str, source: Path, check: Check) -> dict[str, Any]:
         """Upload a file of the checkpoint in the directory of `source`."""

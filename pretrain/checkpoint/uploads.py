@@ -31,7 +31,7 @@ from pretrain.distributed.rounds import Worker
 from pretrain.distributed.world import World, on_any_rank
 
 logger = logging.getLogger(__name__)
-MIB = 1 << 20
+WAIT_SECONDS = 60.0  # of a run that ends or stops, for its last upload
 POLL_SECONDS = 0.1
 
 
@@ -142,8 +142,7 @@ class Mirror:
             self._scratch = tempfile.TemporaryDirectory(
                 prefix="xl-pretrain-mirror-", ignore_cleanup_errors=True
             )
-            rate = self._settings.mirror_mib_per_second * MIB / world.world_size
-            self._store = ObjectStore(self.url, Path(self._scratch.name), bytes_per_second=rate)
+            self._store = ObjectStore(self.url, Path(self._scratch.name))
             self._publication = Publication(self._store, disk, resumed_step, self._settings)
             self._outage, self._worker = Outage(Patience(math.inf)), Worker("mirror")
 
@@ -219,7 +218,7 @@ class Mirror:
         if not self.url:
             return
         step = self._last_step
-        deadline = time.monotonic() + self._settings.mirror_wait_seconds
+        deadline = time.monotonic() + WAIT_SECONDS
         before, is_over = stop_requests(), False
         while True:
             own = [self._is_busy, self.is_due(step), is_over]

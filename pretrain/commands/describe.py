@@ -184,12 +184,9 @@ def _width_lines(config: RunConfig) -> list[str]:
     model = config.model
     if not model.base_width:
         return []
-    base = model.base_head_width or model.head_width
     return [
         f"muP: {model.width_multiplier:g}x as wide as the base, model.base_width="
         f"{model.base_width}, whose rates and initial weights hold",
-        f"     heads {model.head_width / base:g}x as wide as its heads of {base} channels "
-        "(model.base_head_width)",
     ]
 
 

@@ -19,9 +19,9 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import HOW_TO_SPLIT, SPLITS, is_left_out
 from foundation.errors import ConfigError, DataError
 from foundation.files import path_text, write_json, write_text
-from pretrain.commands.threads import use_threads
 from pretrain.config.choices import position_traits
 from pretrain.config.resolve import splits_of_sets
+from pretrain.distributed.threads import set_threads
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.evaluation import context_length, harness, sliding_window
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
@@ -79,7 +79,7 @@ def write_probes(directory: Path, path: Path, step: int, results: ProbeResults) 
     """Write page and numbers, each whole or not at all; return the numbers."""
     values = {"step": step, **results.values()}
     with warnings.catch_warnings():
-        # `use_threads` makes denormal floats 0, which numpy notices when matplotlib is imported.
+        # `set_threads` makes denormal floats 0, which numpy notices when matplotlib is imported.
         warnings.filterwarnings("ignore", "The value of the smallest subnormal")
         html = render(path.name, step, results)
     directory.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def outputs_of(arguments: argparse.Namespace) -> list[EvaluationOutput]:
     world = init_world()
     try:
         models = [_load(arguments, path, world) for path in arguments.runs]
-        use_threads(arguments, [trained.config for trained in models])
+        set_threads(arguments.threads or 0)
         if arguments.context_length:
             outputs = _context_lengths(arguments, models, world)
         elif arguments.compare_sliding_window:
@@ -189,8 +189,9 @@ def _corpora_of_sets(arguments: argparse.Namespace, trained: TrainedModel) -> di
     config = trained.config
     if arguments.sets:
         named = {name: Path(path) for name, _, path in (x.partition("=") for x in arguments.sets)}
-        evaluation = replace(config.evaluation, sets=named, set_hashes={}, mixture_parts=False)
-        config = replace(config, evaluation=evaluation)
+        evaluation = replace(config.evaluation, sets=named)
+        data = replace(config.data, mixture=(), phases=())  # whose parts are sets too
+        config = replace(config, evaluation=evaluation, data=data)
     elif trained.untrusted:
         raise ConfigError(
             f"{trained.untrusted}, whose settings do not choose what is read; name each set: "

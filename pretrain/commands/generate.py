@@ -13,8 +13,9 @@ from foundation.cli import check_least
 from foundation.errors import ConfigError, printable
 from foundation.settings import size_of
 from pretrain.commands.latest_checkpoint import LATEST_CHECKPOINT_HINTS
-from pretrain.commands.threads import add_threads, check_threads, use_threads
+from pretrain.commands.threads import add_threads, check_threads
 from pretrain.config.choices import Precision
+from pretrain.distributed.threads import set_threads
 from pretrain.rundir.run_paths import run_path
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     options = {"ema": arguments.ema, "precision": arguments.precision}
     trained = load_trained(arguments.run, inference_device(), **options)
-    use_threads(arguments, [trained.config])
+    set_threads(arguments.threads or 0)
     tokenizer = load_tokenizer(trained, arguments.data)
     tokens = generate(
         trained.module,

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     rank = world_from_environment(os.environ)
     set_up_logging(f"rank {rank.rank}", arguments.log_level)
-    set_threads_of_rank(config)
+    set_threads_of_rank()
     set_device_variables(os.environ, Path(tempfile.gettempdir()))
     # Before NCCL and gloo start threads, which inherit it.
     bind_to_cores_beside_gpu(rank.device, get_num_threads())

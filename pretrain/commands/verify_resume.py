@@ -81,9 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if _is_elastic(arguments) and config.optim.rounds_updates:
         raise ConfigError(
-            f"optim.muon.precision={config.optim.muon.precision}: with --resume-ranks or "
+            f"optim.muon_precision={config.optim.muon_precision}: with --resume-ranks or "
             f"--resume-zero losses must agree to {ELASTIC_TOLERANCE:g}, which only fp32 does; add "
-            "optim.muon.precision=fp32"
+            "optim.muon_precision=fp32"
         )
     work = arguments.work_dir or Path(tempfile.mkdtemp(prefix="verify-resume-"))
     try:

@@ -8,7 +8,6 @@ and a test compares them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,7 +17,6 @@ from foundation.errors import ConfigError
 from foundation.settings import (
     MOST,
     MOST_LANES,
-    MOST_THREADS,
     Range,
     assert_never,
     check_ranges,
@@ -57,10 +55,6 @@ class EngineConfig:
     """ZeRO-3: ranks, such as a node's, that share a second copy of the weights; 0: no copy."""
     precision: PrecisionSetting = "auto"
     """Weights and activations; auto: bf16 on GPUs that have it, else fp32, chosen at the start."""
-    initial_loss_scale: float = setting(65536.0, Range(1, 2.0**64))
-    """fp16: first factor of the loss, a power of two; adapted as the run trains."""
-    loss_scale_window: int = setting(1000, Range(1, MOST), unit="steps")
-    """fp16: updates without overflow after which the scale doubles."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """What the backward pass recomputes; selective: attention's scores, the delta rule."""
     checkpoint_every_n_layers: int = setting(1, Range(1, MOST_LAYERS), unit="layers")
@@ -77,8 +71,6 @@ class EngineConfig:
     """Tokens per pass through the output layer, which the backward pass repeats; 0: all."""
     micro_batch_lanes: int = setting(0, Range(0, MOST_LANES), unit="lanes")
     """Most lanes per rank and forward pass; accumulation steps follow from it; 0: all lanes."""
-    threads: int = setting(0, Range(0, MOST_THREADS), unit="threads")
-    """CPU threads per rank; 0: cores divided by the ranks on this node."""
     watchdog_timeout_seconds: float = setting(1800.0, Range(0, 1e7), unit="seconds")
     """Longest step, evaluation or save; then a rank writes its stacks and exits; 0: no limit."""
     deepspeed_extra: dict[str, Any] = field(default_factory=dict)
@@ -97,10 +89,6 @@ class EngineConfig:
                 f"or more, found {self.kind} and {self.zero_stage}"
             )
         self._check_reduction()
-        if math.frexp(self.initial_loss_scale)[0] != 0.5:
-            raise ConfigError(
-                f"engine.initial_loss_scale={self.initial_loss_scale:g} must be a power of two"
-            )
         _reject_nvme(self.deepspeed_extra)
 
     def _check_reduction(self) -> None:

@@ -26,9 +26,11 @@ from pretrain.config.choices import (
 
 # Settings of training alone; and of the memory, which evaluation may choose, too.
 _NO_FUNCTION = (
-    *("dropout", "attention_dropout", "z_loss", "init_std", "projection_init_std"),
+    *("dropout", "attention_dropout", "z_loss", "init_std"),
     *("memory_length", "rope_extension"),
 )
+T5_BUCKETS, T5_MAX_DISTANCE = 32, 128  # Raffel et al. 2020
+PROJECTION_INIT_STD = 0.01  # the paper's code
 CONVOLUTION_WIDTH = 4  # tokens that a deltanet layer's short convolution sees
 DELTANET_CHUNK = 64  # tokens, at most, that a deltanet layer computes together
 GATED_MULTIPLE = 64  # the derived width of a gated layer is rounded up to this
@@ -77,10 +79,6 @@ class ModelConfig:
     """How attention encodes distances; relative is the paper's."""
     rope_extension: RopeExtension = "none"
     """How evaluation with more keys than training had stretches the angles of `positions: rope`."""
-    t5_buckets: int = setting(32, Range(2, 2 * MOST_ROWS), unit="buckets")
-    """Learned biases of each head with `positions: t5`."""
-    t5_max_distance: int = setting(128, Range(1, MOST_ROWS), unit="tokens")
-    """Distance from which on all share the last bucket of `positions: t5`."""
     query_key_norm: bool = False
     """Normalize queries and keys within each head."""
     softmax_scaling: SoftmaxScaling = "none"
@@ -117,12 +115,8 @@ class ModelConfig:
     """Weight of log(sum of exp(logits)) squared in the gradient; reported losses are without it."""
     init_std: float = setting(0.02, Range(0, 10))
     """Standard deviation of initial weights."""
-    projection_init_std: float = setting(0.01, Range(0, 10))
-    """Standard deviation of the initial projections of embedding and softmax."""
     base_width: int = setting(0, Range(0, LARGEST_WIDTH), unit="channels")
     """Narrower `d_model` for which rate, decay and initial weights hold (muP); 0: this one."""
-    base_head_width: int = setting(0, Range(0, LARGEST_WIDTH), unit="channels")
-    """Width of a head at `base_width`; 0: as here, where a wider model has more heads."""
 
     def __post_init__(self) -> None:
         check_ranges("model.", self)
@@ -137,11 +131,6 @@ class ModelConfig:
             )
         self._check_kinds()
         self._check_memory()
-        if self.base_head_width and not self.base_width:
-            raise ConfigError(
-                f"model.base_head_width={self.base_head_width} has no effect without "
-                "model.base_width; set both, or remove it"
-            )
         self._check_heads()
         self._check_positions()
         self._check_compression()
@@ -187,11 +176,6 @@ class ModelConfig:
             raise ConfigError(
                 f"model.positions={self.positions} rotates pairs of a head's channels, but a head "
                 f"has {self.head_width}; set an even model.d_head"
-            )
-        if traits.learns_bias and self.t5_buckets >= 2 * self.t5_max_distance:
-            raise ConfigError(
-                f"model.t5_buckets={self.t5_buckets} must be below twice "
-                f"t5_max_distance={self.t5_max_distance}: half of them are single distances"
             )
         if not traits.projects_encodings:
             for name in ("clamp_length", "untie_biases"):
@@ -257,14 +241,11 @@ class ModelConfig:
         settings["layer_kinds"] = tuple(kinds) if self.num_deltanet_layers else ()
         settings |= {"d_inner": self.inner_width, "d_embed": self.embedding_width}
         settings |= {"base_width": self.base_width or self.d_model}
-        settings |= {"base_head_width": self.base_head_width or self.head_width}
         settings["tie_projections"] = tuple(
             self.ties_projection(index) for index in range(len(self.cutoffs) + 1)
         )
-        has_buckets = position_traits(self.positions).learns_bias
         unused = (
             *(() if self.num_deltanet_layers else ("deltanet_expansion",)),
-            *(() if has_buckets else ("t5_buckets", "t5_max_distance")),
             *(() if self.compressed_length else ("compression", "compression_rate")),
         )
         return {name: value for name, value in settings.items() if name not in unused}
@@ -362,8 +343,8 @@ class ModelConfig:
     def width_multiplier(self) -> float:
         """How much wider than the base of muP the model is (m); 1 without a base.
 
-        The base has this model's shape, with every width in proportion except that of a head, and
-        of an embedding that is set.
+        The base has this model's shape, with every width in proportion except that of a head, of
+        which a wider model has more, and of an embedding that is set.
         """
         return self.d_model / self.base_width if self.base_width else 1.0
 
@@ -381,7 +362,7 @@ class ModelConfig:
     def projection_std(self) -> float:
         """Of projections of embedding and softmax."""
         growth = self.width_multiplier if self.embedding_grows else 1.0
-        return self.projection_init_std / math.sqrt(growth)
+        return PROJECTION_INIT_STD / math.sqrt(growth)
 
     @property
     def embedding_scale(self) -> float:
@@ -392,8 +373,3 @@ class ModelConfig:
     def output_scale(self) -> float:
         """What hidden states are multiplied by before the output layer."""
         return 1.0 / self.width_multiplier
-
-    @property
-    def score_scale(self) -> float:
-        """What scores are multiplied by in addition to 1/sqrt(H): with it they fall as 1/H."""
-        return math.sqrt(self.base_head_width / self.head_width) if self.base_head_width else 1.0

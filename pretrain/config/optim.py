@@ -10,7 +10,6 @@ from pretrain.config.choices import (
     OptimizerName,
     ReductionPrecision,
     ScheduleShape,
-    UpdateScaling,
     optimizer_traits,
     reduction_bytes,
     schedule_traits,
@@ -38,25 +37,6 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonConfig:
-    """Muon's own settings; all other parameters than the layers' matrices get AdamW."""
-
-    momentum: float = setting(0.95, Range(0, 1, below=True))
-    """Decay of the average of gradients whose matrix is made orthogonal."""
-    nesterov: bool = True
-    """Mix the gradient into the average once more (Nesterov momentum)."""
-    scaling: UpdateScaling = "match_rms_adamw"
-    """Size of an update: as AdamW's, so that its learning rates fit, or the original's."""
-    precision: ReductionPrecision = "bf16"
-    """Type in which matrices are made orthogonal; fp32: world sizes and stages agree closer."""
-    adamw_learning_rate: float = setting(0.0, Range(0, 1000))
-    """Peak learning rate of the parameters that get AdamW; 0: that of the matrices."""
-
-    def __post_init__(self) -> None:
-        check_ranges("optim.muon.", self)
-
-
-@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """AdamW, LAMB or Muon with decoupled weight decay, which leaves norms and biases alone."""
 
@@ -78,8 +58,8 @@ class OptimConfig:
     """Segments of each lane in a step; through memory, later ones teach earlier; 1: the paper's."""
     ema_decay: float = setting(0.0, Range(0, 1, below=True))
     """Decay of an exponential moving average of the weights, say 0.999; 0: none."""
-    muon: MuonConfig = field(default_factory=MuonConfig)
-    """Settings of muon."""
+    muon_precision: ReductionPrecision = "bf16"
+    """Type in which muon orthogonalizes; fp32: world sizes and stages agree closer."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Course of the learning rate."""
 
@@ -91,11 +71,6 @@ class OptimConfig:
                 f"optim.steps={self.steps}, which includes it; set it too, such as "
                 f"optim.schedule.warmup_steps={self.steps // 20}"
             )
-        if self.muon.adamw_learning_rate and not self.learning_rate:
-            raise ConfigError(
-                f"optim.muon.adamw_learning_rate={self.muon.adamw_learning_rate:g} needs "
-                "optim.learning_rate above 0, found 0: both follow one schedule"
-            )
         left = self.steps - self.schedule.warmup_steps
         decays_last = schedule_traits(self.schedule.shape).decays_last
         if decays_last and self.schedule.decay_steps > left:
@@ -106,17 +81,10 @@ class OptimConfig:
             )
 
     @property
-    def adamw_rate_factor(self) -> float:
-        """The learning rate of what gets AdamW beside Muon, as a multiple of the matrices'."""
-        is_muon = optimizer_traits(self.name).orthogonalizes
-        own = self.muon.adamw_learning_rate if is_muon else 0.0
-        return own / self.learning_rate if own else 1.0
-
-    @property
     def rounds_updates(self) -> bool:
         """Whether updates are rounded more than float32 rounds them."""
         is_muon = optimizer_traits(self.name).orthogonalizes
-        return is_muon and reduction_bytes(self.muon.precision) < 4
+        return is_muon and reduction_bytes(self.muon_precision) < 4
 
     @property
     def decay_steps(self) -> int:

@@ -59,15 +59,13 @@ def split_of(path: Path) -> Path:
 
 def evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
     """Return the sets of a run with all its phases; a named one replaces a part of its name."""
-    wanted = run.evaluation
     parts = list({part.path: part for part in run.data.all_parts}.values())
-    names = _names_of([part.path for part in parts]) if wanted.mixture_parts else []
+    names = _names_of([part.path for part in parts])
     sets = {
         name: EvaluationSet(name, part.path, part.manifest_hash, is_part=True)
-        for name, part in zip(names, parts, strict=False)
+        for name, part in zip(names, parts, strict=True)
     }
-    for name, path in wanted.sets.items():
-        sets[name] = EvaluationSet(name, path, wanted.set_hashes.get(name, ""))
+    sets |= {name: EvaluationSet(name, path) for name, path in run.evaluation.sets.items()}
     return list(sets.values())
 
 

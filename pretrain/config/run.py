@@ -23,7 +23,6 @@ from foundation.settings import (
     MOST_LANES,
     Range,
     check_ranges,
-    require_hash,
     require_name,
     require_no_secrets,
     require_object_store,
@@ -54,8 +53,6 @@ RUN_NAMES = {
     "model.memory_length": "mem_len memory mem_length memory_size",
     "model.compressed_length": "cmem_len",
     "model.positions": "position_embedding pos_emb position_embedding_type pos_encoding",
-    "model.t5_buckets": "num_buckets relative_attention_num_buckets",
-    "model.t5_max_distance": "relative_attention_max_distance",
     "model.softmax_scaling": "ssmax scalable_softmax scale_with_length",
     "model.attention_sinks": "sinks learnable_sinks softmax_offset off_by_one",
     "model.query_key_norm": "qk_norm qk_layernorm",
@@ -71,10 +68,8 @@ RUN_NAMES = {
     "model.tie_projections": "tie_projs",
     "model.z_loss": "z_loss_weight",
     "model.init_std": "initializer_range init_scale",
-    "model.projection_init_std": "proj_init_std",
     "model.rope_extension": "rope_scaling rope_scaling_type",
     "model.base_width": "mup mup_width mup_base_width",
-    "model.base_head_width": "mup_base_head_size",
     "data.path": "corpus dataset data_path data_dir train_data",
     "data.mixture": "blend data_blend sources",
     "data.lanes": "batch batch_size global_batch_size train_batch_size",
@@ -93,11 +88,6 @@ RUN_NAMES = {
     "optim.weight_decay": "wd",
     "optim.clip_norm": "clip grad_clip gradient_clipping max_grad_norm clip_grad",
     "optim.ema_decay": "ema ema_rate",
-    "optim.muon": "muon_config",
-    "optim.muon.momentum": "muon_momentum",
-    "optim.muon.nesterov": "muon_nesterov",
-    "optim.muon.scaling": "adjust_lr_fn muon_scale_mode",
-    "optim.muon.adamw_learning_rate": "adam_lr muon_adam_lr scalar_lr",
     "optim.schedule.shape": "lr_scheduler lr_scheduler_type lr_decay_style scheduler",
     "optim.schedule.warmup_steps": "warmup warmup_step lr_warmup_steps warmup_iters",
     "optim.schedule.decay_steps": "lr_decay_iters cooldown_steps",
@@ -107,13 +97,11 @@ RUN_NAMES = {
     "engine.reduction_precision": "reduce_dtype communication_data_type grad_reduce_in_fp32",
     "engine.secondary_shard_ranks": "zero_hpz_partition_size hpz",
     "engine.precision": "dtype mixed_precision bf16 fp16 torch_dtype amp autocast",
-    "engine.initial_loss_scale": "initial_scale_power",
     "engine.activation_checkpointing": "gradient_checkpointing recompute checkpoint_activations",
     "engine.offload_optimizer": "cpu_offload",
     "engine.attention_kernel": "attn_implementation flash_attention",
     "engine.micro_batch_lanes": "micro_batch micro_batch_size per_device_train_batch_size "
     "batch_chunk train_micro_batch_size_per_gpu gradient_accumulation_steps accumulation_steps",
-    "engine.threads": "num_threads",
     "engine.watchdog_timeout_seconds": "timeout",
     "engine.deepspeed_extra": "deepspeed zero_optimization",
     "checkpoint": "checkpointing checkpoints",
@@ -143,6 +131,7 @@ RUN_ELSEWHERE = {
     "leave it out: the command that started a run resumes it": "resume auto_resume "
     "resume_from_checkpoint",
     "leave it out: ranks take GPUs where there are any": "device cuda use_cuda",
+    "set OMP_NUM_THREADS in the ranks' environment": "threads num_threads",
     "leave it out: each rank reads ahead in a thread": "num_workers dataloader_num_workers",
     "the corpus has it: set it in the file for 'data-pipeline build'": "tokenizer tokenizer_path "
     "tokenizer_name vocab_file val_fraction validation_fraction val_split",
@@ -205,10 +194,6 @@ class CheckpointConfig:
     """Steps between two checkpoints there, below interval."""
     mirror: str = ""
     """Object store (such as s3://BUCKET/runs): checkpoints are uploaded to NAME in it; "": none."""
-    mirror_mib_per_second: float = setting(0.0, Range(0, 1e6), unit="MiB per second")
-    """Most that all ranks together send, and read back, for it; 0: no limit."""
-    mirror_wait_seconds: float = setting(60.0, Range(0, 1e7), unit="seconds")
-    """How long a run that ends or stops waits until its last checkpoint is in the store."""
 
     def __post_init__(self) -> None:
         check_ranges("checkpoint.", self)
@@ -240,10 +225,6 @@ class EvaluationConfig:
     """Tokens of the validation split to score; 0: all of it."""
     sets: dict[str, Path] = field(default_factory=dict)
     """Corpora whose validation loss is measured as well, under these names: {name: path}."""
-    set_hashes: dict[str, str] = field(default_factory=dict)
-    """Hashes that the corpora of sets must have, by name, as `data.manifest_hash`."""
-    mixture_parts: bool = True
-    """Measure as well the validation loss of each part of a mixture that has such a split."""
     tasks: tuple[str, ...] = ()
     """Tasks of lm-eval that are run while training: names, or YAML files."""
     tasks_interval: int = setting(1, Range(1, MOST), unit="evaluations")
@@ -256,13 +237,6 @@ class EvaluationConfig:
         for name, path in self.sets.items():
             require_name("evaluation.sets", name)
             require_no_secrets(f"evaluation.sets.{name}", path)
-        for name, found in self.set_hashes.items():
-            require_hash(f"evaluation.set_hashes.{name}", found)
-        if unknown := sorted(set(self.set_hashes) - set(self.sets)):
-            raise ConfigError(
-                f"evaluation.set_hashes: found {', '.join(unknown)}, expected names of "
-                "evaluation.sets; a part of a mixture has its own manifest_hash"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from pretrain.config.choices import (
     recomputation_traits,
     scales_with_length,
 )
-from pretrain.config.model import CONVOLUTION_WIDTH, DELTANET_CHUNK, ModelConfig
+from pretrain.config.model import CONVOLUTION_WIDTH, DELTANET_CHUNK, T5_BUCKETS, ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.phases import spans_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
@@ -408,7 +408,7 @@ def _position_biases(model: ModelConfig) -> int:
     if not model.num_attention_layers:
         return 0
     if traits.learns_bias:
-        return model.t5_buckets * model.num_heads
+        return T5_BUCKETS * model.num_heads
     if traits.projects_encodings:
         return (
             2

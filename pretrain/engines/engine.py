@@ -23,7 +23,7 @@ from pretrain.model.parameters import dtype_of
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.fragments import Fragment, FragmentIndex, create_state, fragment_of
 from pretrain.optim.layer_norms import LayerMeter, LayerSquares
-from pretrain.optim.loss_scale import LossScaler
+from pretrain.optim.loss_scale import INITIAL_SCALE, WINDOW, LossScaler
 from pretrain.optim.optimizers import build_optimizer, must_skip
 from pretrain.optim.parameter_groups import set_learning_rate, state_of_parameters
 
@@ -177,7 +177,7 @@ def loss_scaler_of(run: RunConfig) -> LossScaler | None:
     """Return a new loss scaler in fp16, else None."""
     if not precision_traits(run.engine.number_format).scales_loss:
         return None
-    return LossScaler(run.engine.initial_loss_scale, run.engine.loss_scale_window)
+    return LossScaler(INITIAL_SCALE, WINDOW)
 
 
 def step_result(

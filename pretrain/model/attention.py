@@ -48,7 +48,6 @@ class RelativeAttention(nn.Module):
         self._positions = position_traits(config.positions)
         self._head_width = config.head_width
         self._config = config
-        self._score_scale = config.score_scale
         self._num_key_heads = config.key_heads
         self._rate = config.dropout
         self._attention_rate = config.attention_dropout
@@ -130,7 +129,7 @@ class RelativeAttention(nn.Module):
         """Return `projected_queries` as `read` takes them, rotated and scaled."""
         if self._positions.rotates:
             query_BLNH = rotated_BXNH(query_BLNH, positions_CX[-query_BLNH.shape[1] :])
-        return self._scaled(self._scaled_by_length(query_BLNH, visibility))
+        return self._scaled_by_length(query_BLNH, visibility)
 
     def keys_and_values(self, source_BXD: Tensor) -> Tensor:
         """Return keys and values of X rows, [B, X, 2, G, H], regardless of their positions."""
@@ -162,8 +161,8 @@ class RelativeAttention(nn.Module):
             content_bias_NH, position_bias_NH = self.content_bias, self.position_bias
         return ScoreTerms(
             position_CNH=self._split_heads(linear(positions_CX, self.position_weight)),
-            content_bias_NH=self._scaled(content_bias_NH),
-            position_bias_NH=self._scaled(position_bias_NH),
+            content_bias_NH=content_bias_NH,
+            position_bias_NH=position_bias_NH,
             sinks_N=self.sinks,
         )
 
@@ -198,10 +197,6 @@ class RelativeAttention(nn.Module):
         logs_BL1 = visibility.num_visible_BL.to(precise).log()[:, :, None]
         factors_BLN = logs_BL1 * self.length_scale.to(precise)
         return query_BLNH * factors_BLN.to(query_BLNH.dtype)[..., None]
-
-    def _scaled(self, query_side: Tensor) -> Tensor:
-        """Apply `score_scale` to queries, u or v, whose products are the scores."""
-        return query_side if self._score_scale == 1.0 else query_side * self._score_scale
 
     def _split_heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self._head_width))

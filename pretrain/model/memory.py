@@ -90,7 +90,6 @@ class Compression(nn.Module):
         self._kind: CompressionKind = config.compression
         self._rate = config.compression_rate
         self._head_width = config.head_width
-        self._score_scale = config.score_scale * config.head_width**-0.5
         self._heads_per_key = config.num_heads // config.key_heads
         self._learns = learns_to_compress(self._kind)
         if self._learns:
@@ -180,7 +179,7 @@ class Compression(nn.Module):
             each.repeat_interleave(self._heads_per_key, dim=2).transpose(1, 2)
             for each in (_normed(key_BXGH, key_norm), value_BXGH)
         )
-        scores_BNLX = query_BNLH @ key_BNXH.transpose(2, 3) * self._score_scale
+        scores_BNLX = query_BNLH @ key_BNXH.transpose(2, 3) * self._head_width**-0.5
         if seen_BLX is not None:
             # Not -inf: where a query sees no row, the softmax's gradient would be NaN.
             lowest = torch.finfo(scores_BNLX.dtype).min

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from foundation.settings import assert_never
 from pretrain.config.choices import RopeExtension, position_traits
-from pretrain.config.model import ModelConfig
+from pretrain.config.model import T5_BUCKETS, T5_MAX_DISTANCE, ModelConfig
 from pretrain.model.attention_paths import Visibility
 from pretrain.model.parameters import normal
 
@@ -161,13 +161,12 @@ class DistanceBias(nn.Module):
         self._config = config
         self.bucket_bias = None
         if position_traits(config.positions).learns_bias:
-            self.bucket_bias = normal(config.t5_buckets, config.num_heads, std=config.init_std)
+            self.bucket_bias = normal(T5_BUCKETS, config.num_heads, std=config.init_std)
 
     def forward(self, num_keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         distances_C = torch.arange(num_keys - 1, -1, -1, device=device)
         if self.bucket_bias is not None:
-            num_buckets, max_distance = self._config.t5_buckets, self._config.t5_max_distance
-            buckets_C = t5_buckets_of(distances_C, num_buckets, max_distance)
+            buckets_C = t5_buckets_of(distances_C, T5_BUCKETS, T5_MAX_DISTANCE)
             return nn.functional.embedding(buckets_C, self.bucket_bias)
         return (-distances_C[:, None] * alibi_slopes_N(self._config.num_heads, device)).to(dtype)
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pretrain.distributed.world import any_rank
 
-SMALLEST_SCALE = 1.0
+INITIAL_SCALE, SMALLEST_SCALE = 65536.0, 1.0
+WINDOW = 1000  # updates without an overflow, after which the scale doubles
 
 
 class LossScaler:

@@ -18,7 +18,7 @@ Muon (Jordan et al. 2024) makes the average of gradients orthogonal: all its sin
 about 1, so that rare directions count as much as frequent ones.
 
     m = momentum m + (1 - momentum) g
-    O = NewtonSchulz((1 - momentum) g + momentum m), or of m without `nesterov`
+    O = NewtonSchulz((1 - momentum) g + momentum m)
     w = w (1 - lr decay) - lr scale O
 
 That needs whole matrices, and ZeRO shards them. The average is kept element by element where the
@@ -37,7 +37,6 @@ import torch
 from torch import Tensor
 
 from foundation.settings import assert_never
-from pretrain.config.choices import UpdateScaling
 from pretrain.config.optim import OptimConfig
 from pretrain.costs.flops import NEWTON_SCHULZ_STEPS, newton_schulz_flops
 from pretrain.distributed.rounds import rows_of_ranks
@@ -302,6 +301,7 @@ def _size_of(spans: Sequence[Span]) -> int:
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al.: the steepest at 0 that stays near 1
 SMALLEST_NORM = 1e-7
+MOMENTUM = 0.95  # decay of the average of gradients
 RMS_OF_ADAMW = 0.2  # of an element of AdamW's updates, as Liu et al. 2025 measured
 
 
@@ -316,7 +316,7 @@ class Muon(GuardedAdamW):
         super().__init__(
             groups, lr=0.0, betas=optim.betas, eps=optim.epsilon, weight_decay=0.0, fused=True
         )
-        self._settings = optim.muon
+        self._precision = optim.muon_precision
         self._exchanges: dict[tuple[str, ...], MatrixExchange] = {}
 
     def _update(self) -> None:
@@ -341,9 +341,7 @@ class Muon(GuardedAdamW):
             return
         fragments = self.index.fragments_in(masters)
         exchange = self._exchange_of(self.index, group, masters, fragments)
-        like = torch.empty(
-            0, dtype=dtype_of(self._settings.precision), device=self.index.world.device
-        )
+        like = torch.empty(0, dtype=dtype_of(self._precision), device=self.index.world.device)
         averages = {each.name: self._average(each).to(like) for each in fragments}
         wholes = exchange.gather(averages, like)
         for name in exchange.owned:
@@ -354,10 +352,8 @@ class Muon(GuardedAdamW):
     def _average(self, fragment: Fragment) -> Tensor:
         """Update the average of gradients; returns what is to be made orthogonal."""
         gradient, average = fragment.gradient(), fragment.values["momentum"]
-        average.lerp_(gradient, 1.0 - self._settings.momentum)
-        if not self._settings.nesterov:
-            return average
-        return gradient.lerp(average, self._settings.momentum)
+        average.lerp_(gradient, 1.0 - MOMENTUM)
+        return gradient.lerp(average, MOMENTUM)
 
     def _apply(
         self, group: dict[str, Any], fragments: Sequence[Fragment], orthogonal: Mapping[str, Tensor]
@@ -367,7 +363,7 @@ class Muon(GuardedAdamW):
         updates: list[Tensor] = []
         for each in fragments:
             rows, width = group["shapes"][each.name]
-            scale = update_scale(self._settings.scaling, rows // stacked_matrices(each.name), width)
+            scale = update_scale(rows // stacked_matrices(each.name), width)
             weight, update = each.values["weight"], orthogonal[each.name].to(each.master.device)
             if measured:
                 updates.append(update.float() * scale + decay * weight)
@@ -413,15 +409,9 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     return found.T if is_tall else found
 
 
-def update_scale(scaling: UpdateScaling, rows: int, width: int) -> float:
-    """Return the factor of an orthogonal update of a matrix."""
-    match scaling:
-        case "match_rms_adamw":  # Liu et al. 2025, section 2.2
-            return RMS_OF_ADAMW * math.sqrt(max(rows, width))
-        case "original":
-            return math.sqrt(max(1.0, rows / width))
-        case _:
-            assert_never(scaling)
+def update_scale(rows: int, width: int) -> float:
+    """Return the factor of an orthogonal update of a matrix (Liu et al. 2025, section 2.2)."""
+    return RMS_OF_ADAMW * math.sqrt(max(rows, width))
 
 
 def _cost(name: str, rows: int, width: int) -> float:

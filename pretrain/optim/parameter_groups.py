@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from foundation.settings import assert_never
-from pretrain.config.choices import OptimizerName, UpdateScaling, optimizer_traits
+from pretrain.config.choices import OptimizerName, optimizer_traits
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.model.transformer_xl import TransformerXL
@@ -16,6 +16,9 @@ from pretrain.model.transformer_xl import TransformerXL
 Role = Literal["matrix", "projection", "table", "vector", "output_bias"]
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
 MUON_STATE = ("momentum",)
+# An orthogonal update returns as much as it is given; as large as AdamW's, it grows with the
+# width^1/2.
+MUON_RATE_EXPONENT = -0.5
 
 _ROLES: dict[Role, str] = {
     # From hidden channels to hidden channels: both sides grow with the model's width.
@@ -41,11 +44,6 @@ _ROLES: dict[Role, str] = {
     # One number for each token or cluster.
     "output_bias": r"head\.bins\.\d+\.(bias|cluster_bias)",
 }
-
-# Matrices whose orthogonal updates do not spread over a wider head. Decay and write have one row
-# per head. The output gate multiplies what a head reads, normalized over the head: both become
-# large in the same few channels of it, in a wide head hardly more than in a narrow one.
-_NOT_SPREAD = r"layers\.\d+\.deltanet\.(decay|write|gate)_weight"
 
 
 def role_of(name: str) -> Role:
@@ -78,12 +76,8 @@ class GroupTraits:
     orthogonalizes: bool = False  # updates as Muon does
 
 
-def group_traits(
-    role: Role, optim: OptimConfig, model: ModelConfig, *, spreads: bool = True
-) -> GroupTraits:
+def group_traits(role: Role, optim: OptimConfig, model: ModelConfig) -> GroupTraits:
     """Return how parameters of this role are treated: with `model.base_width`, as muP says.
-
-    `spreads`: whether the updates of a matrix spread over more rows where heads are wider.
 
     The rate of what maps hidden channels to hidden channels is multiplied by a power of the width
     over the base's, m, and its weight decay is divided by that: their product is what decays a
@@ -101,17 +95,13 @@ def group_traits(
         case _:
             assert_never(role)
     by_muon = role == "matrix" and optimizer_traits(optim.name).orthogonalizes
-    exponent = muon_rate_exponent(optim.muon.scaling) if by_muon else rate_exponent(optim.name)
+    exponent = MUON_RATE_EXPONENT if by_muon else rate_exponent(optim.name)
     factor = width**exponent if grows else 1.0
-    if by_muon and not spreads:
-        # An orthogonal update gives each row as much as the input has: what wider heads add to the
-        # width of the input but not to the rows, must not add to what they return.
-        factor *= (model.base_head_width / model.head_width) ** 0.5 if model.base_head_width else 1
     epsilon = optim.epsilon if role == "output_bias" else optim.epsilon / width
     decay = optim.weight_decay / factor if decays(role) else 0.0
     if by_muon:
         return GroupTraits(True, decay, epsilon, factor, MUON_STATE, orthogonalizes=True)
-    return GroupTraits(decays(role), decay, epsilon, factor * optim.adamw_rate_factor)
+    return GroupTraits(decays(role), decay, epsilon, factor)
 
 
 def rate_exponent(name: OptimizerName) -> float:
@@ -130,21 +120,6 @@ def rate_exponent(name: OptimizerName) -> float:
             assert_never(name)
 
 
-def muon_rate_exponent(scaling: UpdateScaling) -> float:
-    """Return p for Muon's matrices.
-
-    An orthogonal update returns as much as it is given, and so transfers as it is. As large as
-    AdamW's it grows with the width^1/2.
-    """
-    match scaling:
-        case "match_rms_adamw":
-            return -0.5
-        case "original":
-            return 0.0
-        case _:
-            assert_never(scaling)
-
-
 def stacked_matrices(name: str) -> int:
     """Return how many matrices of equal shape a matrix has one above the other: keys and values."""
     return 2 if name.endswith(".key_value_weight") else 1
@@ -154,8 +129,7 @@ def parameter_groups(module: TransformerXL, optim: OptimConfig) -> list[dict[str
     """Return the optimizer's groups, with the parameters of each and their shapes by name."""
     groups: dict[GroupTraits, dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
-        spreads = re.fullmatch(_NOT_SPREAD, name) is None
-        traits = group_traits(role_of(name), optim, module.config, spreads=spreads)
+        traits = group_traits(role_of(name), optim, module.config)
         group = groups.setdefault(traits, {**vars(traits), "params": [], "shapes": {}})
         group["params"].append(parameter)
         # Under ZeRO-3 a parameter is an empty vector between its uses; `ds_shape` has its shape.

@@ -34,7 +34,7 @@ def settings_of_run(corpus: Path) -> dict[str, Any]:
         # constant, so that the steps to repeat do not depend on how many there will be
         "optim": {"steps": 3, "learning_rate": 1e-3, "schedule": {"shape": "constant"}},
         "engine": {
-            "kind": "torch", "zero_stage": 0, "threads": 1, "watchdog_timeout_seconds": 0,
+            "kind": "torch", "zero_stage": 0, "watchdog_timeout_seconds": 0,
         },
         "checkpoint": {"interval": 2, "storage_patience_seconds": 0},
         "evaluation": {"interval": 2, "lanes": 1, "max_tokens": 20},

@@ -44,7 +44,7 @@ SETTINGS = (
     "model.layer_kinds=[deltanet, attention]", "model.memory_tokens=1",
     "optim.gradient_segments=2", "optim.name=muon", "model.dropout=0.1", "data.lanes=4",
     "data.segment_length=8", "engine.micro_batch_lanes=1", "engine.zero_stage=2",
-    "engine.threads=1", "checkpoint.interval=3", "checkpoint.keep_last=2",
+    "checkpoint.interval=3", "checkpoint.keep_last=2",
     "evaluation.interval=20", "evaluation.max_tokens=400", "metrics.interval=5",
     "metrics.tensorboard=false",
 )  # fmt: skip

@@ -37,7 +37,7 @@ from pretrain.cli import end_process
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.optim import MuonConfig, OptimConfig, ScheduleConfig
+from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.run import (
     CheckpointConfig,
     EvaluationConfig,
@@ -54,6 +54,7 @@ from pretrain.distributed.world import (
     init_world,
     sum_over_ranks,
 )
+from pretrain.engines import engine as engines
 from pretrain.engines.engine import Engine, StepResult
 from pretrain.evaluation.evaluate import training_evaluator
 from pretrain.model.lane_state import LaneState
@@ -93,9 +94,9 @@ def run_of_cell(
 ) -> RunConfig:
     """Return a tiny run with dropout and a low clip_norm; `settings` are the engine's.
 
-    Their "zero" is merged into DeepSpeed's zero_optimization.
+    Their "zero" is merged into DeepSpeed's zero_optimization; "loss_scale" is `train_cell`'s.
     """
-    own = {name: value for name, value in settings.items() if name != "zero"}
+    own = {name: each for name, each in settings.items() if name not in ("zero", "loss_scale")}
     model = {name: tuple(v) if isinstance(v, list) else v for name, v in model.items()}
     zero = {"stage3_param_persistence_threshold": 0, **settings.get("zero", {})}
     return RunConfig(
@@ -117,7 +118,7 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
 
     If it resumes from a step of `save_at`, it first saves what it has just loaded.
     """
-    optim = {**cell.get("optim", {}), "muon": MuonConfig(**cell.get("muon", {}))}
+    optim = cell.get("optim", {})
     model, healing = cell.get("model", {}), cell.get("recovery", {})
     run = run_of_cell(corpus, cell["engine"], model, healing, optim, cell.get("lanes", 8))
     if cell.get("dropout") is False:
@@ -125,6 +126,8 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
             run, model=dataclasses.replace(run.model, dropout=0.0, attention_dropout=0.0)
         )
     fault = Fault(**cell.get("fault", {"step": 0}))
+    scale_and_window = cell["engine"].get("loss_scale", (65536.0, 1000))
+    engines.INITIAL_SCALE, engines.WINDOW = scale_and_window
     engine = fault.wrap(build_engine(run, world))
     num_slots = accumulation_steps(run, world.world_size)
     state, opened = None, []

@@ -20,7 +20,7 @@ def induction_model(vocab_size: int, memory_length: int) -> TransformerXL:
     V = vocab_size + vocab_size % 2
     config = ModelConfig(
         vocab_size=vocab_size, num_layers=2, d_model=3 * V, num_heads=2, d_head=V, d_inner=2,
-        memory_length=memory_length, positions="t5", t5_buckets=4, t5_max_distance=8,
+        memory_length=memory_length, positions="t5",
         norm="rmsnorm", norm_position="pre", tie_embeddings=False,
     )  # fmt: skip
     model = TransformerXL(config).double().eval()

@@ -21,7 +21,7 @@ STEPS, KILLED_AT = 12, 11
 SETTINGS = (
     "model.num_layers=2", "model.d_model=32", "model.num_heads=2", "model.memory_length=8",
     "model.dropout=0.1", "data.lanes=4", "data.segment_length=8", f"optim.steps={STEPS}",
-    "engine.micro_batch_lanes=1", "engine.zero_stage=2", "engine.threads=1",
+    "engine.micro_batch_lanes=1", "engine.zero_stage=2",
     "checkpoint.interval=6", "checkpoint.local_interval=2", "checkpoint.asynchronous=false",
     "evaluation.interval=0", "evaluation.max_tokens=200", "metrics.interval=5",
     "metrics.tensorboard=false",

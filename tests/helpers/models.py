@@ -50,7 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "z_loss": 0.01,
     },
     "alibi": {"positions": "alibi", "feed_forward": "gelu", "num_heads": 4, "num_key_heads": 2},
-    "t5": {"positions": "t5", "t5_buckets": 4, "t5_max_distance": 7, "query_key_norm": True},
+    "t5": {"positions": "t5", "query_key_norm": True},
     "relative_modern": {
         "num_heads": 4,
         "num_key_heads": 1,
@@ -61,7 +61,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "mup": {
         "base_width": 4,
-        "base_head_width": 2,
         "cutoffs": (9, 20),
         "div_val": 2,
         "tie_projections": (True, False, True),

@@ -31,7 +31,7 @@ def exported(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
         f"""model: {{num_layers: 2, d_model: 32, num_heads: 2, memory_length: 8, positions: rope}}
 data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
 optim: {{steps: 20}}
-engine: {{kind: torch, threads: 1}}
+engine: {{kind: torch}}
 evaluation: {{interval: 0, max_tokens: 200}}
 metrics: {{tensorboard: false}}
 """

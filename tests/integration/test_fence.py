@@ -14,7 +14,7 @@ from pretrain.rundir.run_dir import RunDir
 SETTINGS = """model: {{num_layers: 2, d_model: 32, num_heads: 2, memory_length: 16}}
 data: {{path: {corpus}, lanes: 4, segment_length: 8}}
 optim: {{steps: 10}}
-engine: {{kind: torch, threads: 1}}
+engine: {{kind: torch}}
 checkpoint: {{interval: 5}}
 evaluation: {{interval: 0, max_tokens: 200}}
 metrics: {{interval: 1, tensorboard: false}}

@@ -16,6 +16,7 @@ import pytest
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.cli import main
+from pretrain.engines import engine
 from pretrain.engines.engine import cpu_has_fp16
 from pretrain.processes.local_ranks import train_command
 from pretrain.rundir.run_dir import RunDir
@@ -42,7 +43,7 @@ TINY = ["engine.precision=fp16", *(each for each in SETTINGS if not each.startsw
 
 def half(stage: int, scale: float, window: int = 1000) -> dict:
     settings = engine_settings(stage, "fp16", "none", micro=2)
-    return {**settings, "initial_loss_scale": scale, "loss_scale_window": window}
+    return {**settings, "loss_scale": (scale, window)}
 
 
 def assert_rejected(corpus: Path, directory: Path, cpu: str = "DEFAULT") -> None:
@@ -93,7 +94,7 @@ def results(tiny_corpus: Path, output: Path) -> Results:
     plain = {
         "kind": "torch",
         **engine_settings(1, "fp16", "none", micro=0),
-        "initial_loss_scale": FITTING,
+        "loss_scale": (FITTING, 1000),
     }
     on_one = [
         cell("torch-fp16", plain, save_at=[]),
@@ -195,15 +196,15 @@ def test_another_world_size_and_stage_continue_with_the_scale(
 
 @pytest.mark.slow
 def test_the_search_for_a_loss_scale_at_the_start_is_reported_and_does_not_end_the_run(
-    tiny_corpus: Path, tmp_path: Path
+    tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not cpu_has_fp16():
         assert_rejected(tiny_corpus, tmp_path)
         return
+    monkeypatch.setattr(engine, "INITIAL_SCALE", TOO_LARGE)
     experiment = tmp_path / "half.yaml"
     experiment.write_text(f"data: {{path: {tiny_corpus}}}\n")
     more = [
-        f"engine.initial_loss_scale={TOO_LARGE}",
         "metrics.interval=1",
         "optim.steps=5",  # more than half of them overflow
     ]

@@ -41,7 +41,7 @@ def experiment(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 model: {{num_layers: 2, d_model: 32, num_heads: 2, memory_length: 16, dropout: 0.1}}
 data: {{path: {tiny_corpus}, lanes: 8, segment_length: 8}}
 optim: {{steps: {STEPS}}}
-engine: {{zero_stage: 1, threads: 1}}
+engine: {{zero_stage: 1}}
 checkpoint: {{interval: {INTERVAL}}}
 evaluation: {{interval: 0, max_tokens: 500}}
 metrics: {{interval: 1}}

@@ -13,6 +13,7 @@ import pytest
 
 from launcher.cli import main as launcher
 from launcher.status.run_state import read_state
+from pretrain.checkpoint import uploads
 from pretrain.cli import main as pretrain
 from pretrain.commands.same_run import differing_losses
 from pretrain.recovery.faults import VARIABLE
@@ -26,7 +27,7 @@ SETTINGS = """name: tiny
 model: {{num_layers: 2, d_model: 16, num_heads: 2, memory_length: 8, dropout: 0.1}}
 data: {{path: {corpus}, lanes: 4, segment_length: 16}}
 optim: {{steps: 24}}
-engine: {{kind: torch, threads: 1}}
+engine: {{kind: torch}}
 checkpoint: {{interval: 4, keep_last: 2}}
 evaluation: {{interval: 10, lanes: 2, max_tokens: 500}}
 metrics: {{interval: 1, tensorboard: false}}
@@ -104,12 +105,13 @@ def test_a_run_goes_on_from_the_store_with_other_ranks_and_its_disk_gone(
 
 
 def test_a_store_that_is_away_costs_a_run_nothing_and_gets_the_checkpoint_when_it_is_back(
-    experiment, undisturbed, tmp_path, bucket, s3_endpoint, caplog, capsys
+    experiment, undisturbed, tmp_path, bucket, s3_endpoint, caplog, capsys, monkeypatch
 ):
     run_dir = RunDir(tmp_path / "run")
     away = f"checkpoint.mirror={bucket}-away/runs"
     command = ["train", str(experiment), f"--run-dir={run_dir.path}", away]
-    assert pretrain([*command, "checkpoint.mirror_wait_seconds=0.5"]) == 0
+    monkeypatch.setattr(uploads, "WAIT_SECONDS", 0.5)
+    assert pretrain(command) == 0
     assert differing_losses(undisturbed, run_dir) == []
     failed = events_of(run_dir.ledger.read(), MirrorFailed)
     assert (failed[-1].step, failed[-1].url) == (STEPS, f"{bucket}-away/runs/tiny")

@@ -28,7 +28,7 @@ LAYERS = ("shared", "embedding", "layer.0", "layer.1", "output")
 
 
 def settings_of(stage: int, precision: str, micro: int) -> dict[str, Any]:
-    scale = {"initial_loss_scale": 2.0**12} if precision == "fp16" else {}
+    scale = {"loss_scale": (2.0**12, 1000)} if precision == "fp16" else {}
     return {**engine_settings(stage, precision, "none", micro), **scale}
 
 
@@ -53,12 +53,16 @@ def precision_of(name: str) -> str:
 
 
 def long_cell(optimizer: str, name: str, engine: dict[str, Any], **more: Any) -> dict[str, Any]:
+    # In bf16 the last bit of a gradient, which differs by stage, could tip an update's 8 bits.
+    muon_precision = "fp32" if precision_of(name) == "fp32" else "bf16"
     return cell(
         f"{optimizer}-{name}",
         engine,
-        optim={"name": optimizer, "learning_rate": RATES[optimizer]},
-        # In bf16 the last bit of a gradient, which differs by stage, could tip an update's 8 bits.
-        muon={"precision": "fp32" if precision_of(name) == "fp32" else "bf16"},
+        optim={
+            "name": optimizer,
+            "learning_rate": RATES[optimizer],
+            "muon_precision": muon_precision,
+        },
         **{"until": STEPS, "save_at": [], "measure_at": [STEPS], **more},
     )
 

@@ -53,7 +53,7 @@ data:
     - {{from_step: 6, mixture: [{{path: {a}}}, {{path: {b}, repeat: 2}}]}}
     - {{from_step: 12, lanes: 8}}
 optim: {{steps: 18, learning_rate: 3.0e-3}}
-engine: {{kind: torch, threads: 1}}
+engine: {{kind: torch}}
 checkpoint: {{interval: 5}}
 evaluation: {{interval: 0, max_tokens: 500}}
 metrics: {{interval: 3, tensorboard: false}}

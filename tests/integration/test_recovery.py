@@ -60,7 +60,7 @@ seed: {SEED}
 model: {{num_layers: 2, d_model: 32, num_heads: 2, memory_length: 16, dropout: 0.1}}
 data: {{path: {directory / "corpus"}, lanes: {LANES}, segment_length: {LENGTH}}}
 optim: {{steps: {STEPS}, learning_rate: 3.0e-3, clip_norm: 1.0}}
-engine: {{kind: torch, threads: 1}}
+engine: {{kind: torch}}
 checkpoint: {{interval: 20, keep_last: 1}}
 evaluation: {{interval: 0, max_tokens: 500}}
 metrics: {{interval: 10, tensorboard: false}}

@@ -33,7 +33,7 @@ def experiment(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 model: {{num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8}}
 data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
 optim: {{steps: {STEPS}}}
-engine: {{kind: torch, threads: 1}}
+engine: {{kind: torch}}
 checkpoint: {{interval: 4, keep_last: 1, keep_best: 1}}
 evaluation: {{interval: 2, max_tokens: 600, lanes: 2}}
 metrics: {{interval: 3, tensorboard: false}}

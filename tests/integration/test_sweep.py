@@ -36,7 +36,7 @@ def sweep(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"""model: {{num_layers: 2, d_model: 32, num_heads: 2, memory_length: 8}}
 data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
 optim: {{steps: {STEPS}}}
-engine: {{kind: torch, threads: 1}}
+engine: {{kind: torch}}
 checkpoint: {{interval: 50}}
 evaluation: {{interval: 0, max_tokens: 200}}
 metrics: {{interval: 10, tensorboard: false}}
@@ -153,7 +153,7 @@ def tuned(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 model: {{num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8}}
 data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
 optim: {{steps: 6}}
-engine: {{kind: torch, threads: 1}}
+engine: {{kind: torch}}
 evaluation: {{max_tokens: 200}}
 metrics: {{interval: 2, tensorboard: false}}
 """

@@ -32,7 +32,7 @@ SETTINGS = f"""name: tiny
 model: {{num_layers: 2, d_model: 16, num_heads: 2, memory_length: 8, dropout: 0.1}}
 data: {{lanes: 2, segment_length: 512}}
 optim: {{steps: {STEPS}}}
-engine: {{kind: torch, threads: 1}}
+engine: {{kind: torch}}
 checkpoint: {{interval: {SAVED_AT}}}
 evaluation: {{interval: 0, lanes: 2, max_tokens: 2000}}
 metrics: {{interval: 1, tensorboard: false}}

@@ -55,7 +55,7 @@ def experiment(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 model: {{num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8, dropout: 0.1}}
 data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
 optim: {{steps: {STEPS}}}
-engine: {{kind: torch, threads: 1}}
+engine: {{kind: torch}}
 checkpoint: {{interval: 4}}
 evaluation:
   interval: 1

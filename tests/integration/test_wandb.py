@@ -34,7 +34,7 @@ def experiment(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 model: {{num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8}}
 data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
 optim: {{steps: {STEPS}}}
-engine: {{kind: torch, threads: 1}}
+engine: {{kind: torch}}
 checkpoint: {{interval: 3}}
 evaluation: {{interval: 3, max_tokens: 200, lanes: 2}}
 metrics: {{interval: 1, tensorboard: false, wandb: {{project: tests, tags: [small]}}}}

@@ -39,7 +39,7 @@ EXPERIMENT = """name: tiny
 model: {{num_layers: 2, d_model: 32, num_heads: 2, memory_length: 16, dropout: 0.1}}
 data: {{path: {corpus}, lanes: 8, segment_length: 8}}
 optim: {{steps: {steps}}}
-engine: {{zero_stage: 1, threads: 1}}
+engine: {{zero_stage: 1}}
 checkpoint: {{interval: {interval}}}
 evaluation: {{interval: 0, max_tokens: 500}}
 recovery: {{straggler_ratio: 0}}

@@ -32,7 +32,7 @@ def folder(lab: SlurmLab) -> Path:
         f"""model: {{num_layers: 2, d_model: 32, num_heads: 2, memory_length: 8, dropout: 0.1}}
 data: {{path: {corpus}, lanes: 4, segment_length: 8}}
 optim: {{steps: {STEPS}}}
-engine: {{kind: torch, threads: 1}}
+engine: {{kind: torch}}
 checkpoint: {{interval: 50}}
 evaluation: {{interval: 0, max_tokens: 200}}
 metrics: {{interval: 1, tensorboard: false}}

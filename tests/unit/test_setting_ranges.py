@@ -135,7 +135,7 @@ def test_every_command_refuses_a_number_in_the_same_line_at_once(
 @pytest.mark.parametrize(
     "setting",
     ["model.d_head=-4", "model.d_inner=-1", "model.init_std=-0.1", "model.d_model=1e9",
-     "engine.threads=1e6", "seed=18446744073709551616", "recovery.straggler_ratio=0.5",
+     "engine.micro_batch_lanes=1e6", "seed=18446744073709551616", "recovery.straggler_ratio=0.5",
      "engine={kind: torch, zero_stage: 3}", "optim.learning_rate=.inf", "optim.steps=.nan",
      "model={memory_length: 2, compressed_length: 8}", "seed=" + "9" * 5000,
      "optim={steps: 100, schedule: {shape: wsd, warmup_steps: 60, decay_steps: 50}}"],

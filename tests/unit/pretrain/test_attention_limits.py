@@ -74,7 +74,6 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
             "cutoffs": (9, 20),
             "z_loss": 0.1,
             "init_std": 0.3,
-            "projection_init_std": 0.3,
             "base_width": 8,
         }.items()
     },
@@ -89,15 +88,12 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
     ],
     "positions": [{"positions": each} for each in get_args(Positions)],
     "rope_extension": [{"rope_extension": "yarn"}],
-    "t5_buckets": [{"positions": "t5", "t5_buckets": 4}],
-    "t5_max_distance": [{"positions": "t5", "t5_max_distance": 17}],
     "feed_forward": [{"feed_forward": each} for each in get_args(FeedForwardKind)],
     "norm": [{"norm": each} for each in get_args(NormKind)],
     "untie_biases": [{"positions": "relative", "untie_biases": True}],
     "clamp_length": [{"positions": "relative", "clamp_length": 5}],
     "div_val": [{"cutoffs": (9, 20), "div_val": 2}],
     "tie_projections": [{"cutoffs": (9, 20), "tie_projections": (True, False, True)}],
-    "base_head_width": [{"base_width": 8, "base_head_width": 4}],
 }
 CASES = [options for each in OTHERS.values() for options in each]
 

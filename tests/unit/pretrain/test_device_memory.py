@@ -93,7 +93,7 @@ def run_of(name: str) -> RunConfig:
         model=ModelConfig(**model),
         data=DataConfig(lanes=lanes, segment_length=segment_length),
         optim=OptimConfig(gradient_segments=segments[0] if segments else 1),
-        engine=EngineConfig(kind="torch", threads=1, **engine),
+        engine=EngineConfig(kind="torch", **engine),
     )
 
 

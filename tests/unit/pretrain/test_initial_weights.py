@@ -42,7 +42,7 @@ SAME_FUNCTION: list[dict[str, Any]] = [
     {"dropout": 0.3, "attention_dropout": 0.2, "init_std": 0.5, "z_loss": 1e-4},
     {"memory_length": 64},
     {"d_head": 8, "d_inner": 64, "d_embed": 16, "num_key_heads": 2},
-    {"t5_max_distance": 64, "compression_rate": 2},
+    {"compression_rate": 2},
 ]
 
 

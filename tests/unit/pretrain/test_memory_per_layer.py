@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "isolated_pre_norm": {"isolate_documents": True, "norm_position": "pre"},
     "rope": {"positions": "rope", "norm_position": "pre"},
     "alibi": {"positions": "alibi"},
-    "t5": {"positions": "t5", "t5_buckets": 4, "t5_max_distance": 7, "isolate_documents": True},
+    "t5": {"positions": "t5", "isolate_documents": True},
     "clamp": {"clamp_length": 6, "untie_biases": True},
 }
 

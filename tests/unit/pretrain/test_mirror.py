@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -19,7 +18,7 @@ import pytest
 
 import pretrain.rundir.restore as restoring
 from data_pipeline.corpora.stores import StoreError
-from data_pipeline.corpora.writable_store import Content, Pace, WritableStore, content_of
+from data_pipeline.corpora.writable_store import Content, WritableStore, content_of
 from foundation.errors import CheckpointError, ConfigError, DataError
 from foundation.files import write_text
 from foundation.retry import Outage, Patience
@@ -255,18 +254,6 @@ def test_what_the_store_returns_is_compared_and_repaired(tmp_path, url, s3_endpo
     assert client(s3_endpoint).get_object(**key)["Body"].read() == b"right"
     with pytest.raises(DataError, match=r"could not be uploaded; attempt 2 of 2.* SHA-256 is"):
         store.put("a/file", tmp_path / "file", Content(5, "0" * 64))
-
-
-def test_a_rate_bounds_the_bytes_that_go_up_and_come_back(tmp_path, url):
-    (tmp_path / "file").write_bytes(bytes(1 << 20))
-    store = WritableStore(url, tmp_path, FAST, bytes_per_second=2 << 20)
-    start = time.monotonic()
-    store.put("file", tmp_path / "file", content_of(tmp_path / "file"))
-    assert time.monotonic() - start > 0.5
-    pace, start = Pace(1000), time.monotonic()
-    for _ in range(3):
-        pace.spend(100)
-    assert 0.3 <= time.monotonic() - start < 30
 
 
 class Store:

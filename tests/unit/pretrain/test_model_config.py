@@ -33,8 +33,6 @@ from pretrain.model.transformer_xl import TransformerXL
             "untie_biases belongs to positions=relative",
         ),
         ({"positions": "rope", "d_head": 33}, "a head has 33"),
-        ({"positions": "t5", "t5_buckets": 1}, "t5_buckets=1"),
-        ({"positions": "t5", "t5_buckets": 64, "t5_max_distance": 32}, "t5_max_distance=32"),
         ({"num_heads": 4, "num_key_heads": 3}, "does not divide into num_key_heads=3"),
         ({"num_heads": 4, "num_key_heads": 8}, "does not divide into num_key_heads=8"),
         (

@@ -38,8 +38,6 @@ SMALL = {
     "num_heads": 2,
     "d_head": 4,
     "d_inner": 10,
-    "t5_buckets": 4,
-    "t5_max_distance": 7,
 }
 
 

@@ -12,18 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from foundation.errors import ConfigError
 from pretrain.cli import main
 from pretrain.config.choices import OptimizerName
 from pretrain.config.engine import EngineConfig
-from pretrain.config.optim import MuonConfig, OptimConfig
+from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import moment_bytes, orthogonalizing_flops
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import TorchEngine
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim.optimizers import build_optimizer, orthogonalized, owners, update_scale
-from pretrain.optim.parameter_groups import role_of, set_learning_rate, stacked_matrices
+from pretrain.optim.optimizers import orthogonalized, owners, update_scale
+from pretrain.optim.parameter_groups import role_of, stacked_matrices
 from pretrain.run import build_engine
 from tests.helpers.models import TINY
 from tests.helpers.tiny_runs import ALONE, tiny_run, training_stream
@@ -69,30 +68,15 @@ def torch_optimizers(
         matrices,
         lr=optim.learning_rate,
         weight_decay=DECAY,
-        momentum=optim.muon.momentum,
-        nesterov=optim.muon.nesterov,
-        adjust_lr_fn=optim.muon.scaling,
+        adjust_lr_fn="match_rms_adamw",
     )
-    adamw = torch.optim.AdamW(
-        others, lr=optim.learning_rate * optim.adamw_rate_factor, betas=optim.betas, fused=True
-    )
+    adamw = torch.optim.AdamW(others, lr=optim.learning_rate, betas=optim.betas, fused=True)
     return parts, [muon, adamw]
 
 
-@pytest.mark.parametrize(
-    "muon",
-    [
-        MuonConfig(),
-        MuonConfig(scaling="original", momentum=0.9, adamw_learning_rate=1e-3),
-        MuonConfig(nesterov=False),
-    ],
-    ids=["defaults", "the original's scaling", "without Nesterov"],
-)
-def test_ten_steps_are_bit_for_bit_those_of_torch(muon: MuonConfig) -> None:
+def test_ten_steps_are_bit_for_bit_those_of_torch() -> None:
     torch.manual_seed(3)
-    optim = OptimConfig(
-        name="muon", learning_rate=RATE, weight_decay=DECAY, clip_norm=0.0, muon=muon
-    )
+    optim = OptimConfig(name="muon", learning_rate=RATE, weight_decay=DECAY, clip_norm=0.0)
     module = TransformerXL(VARIED)
     before = {name: each.detach().clone() for name, each in module.named_parameters()}
     parts, references = torch_optimizers(module, optim)
@@ -181,31 +165,6 @@ def test_only_muon_makes_orthogonal_updates(run: RunConfig, name: OptimizerName)
     assert is_orthogonal(found) == (name == "muon"), found
 
 
-def test_the_learning_rate_of_adamw_follows_the_same_schedule() -> None:
-    muon = MuonConfig(adamw_learning_rate=0.001)
-    optimizer = build_optimizer(
-        TransformerXL(TINY), OptimConfig(name="muon", learning_rate=0.02, muon=muon)
-    )
-    set_learning_rate(optimizer.param_groups, 0.01)  # half of the peak
-    rates: dict[bool, set[Any]] = {True: set(), False: set()}
-    for group in optimizer.param_groups:
-        rates[group["orthogonalizes"]].add(group["lr"])
-    assert rates == {True: {0.01}, False: {0.0005}}
-    with pytest.raises(ConfigError, match=r"adamw_learning_rate=0\.001 needs optim\.learning_rate"):
-        OptimConfig(name="muon", learning_rate=0.0, muon=muon)
-
-
-@pytest.mark.parametrize("name", ["adamw", "lamb"])
-def test_settings_of_muon_change_no_other_optimizer(name: OptimizerName) -> None:
-    muon = MuonConfig(adamw_learning_rate=0.001)
-    groups = [
-        build_optimizer(TransformerXL(TINY), OptimConfig(name=name, learning_rate=0.02, muon=each))
-        for each in (muon, MuonConfig())
-    ]
-    with_muon, without = ([group["rate_factor"] for group in each.param_groups] for each in groups)
-    assert with_muon == without == [1.0] * len(without)
-
-
 @pytest.mark.parametrize(
     ("costs", "ranks", "expected"),
     [
@@ -227,5 +186,5 @@ def test_an_elastic_check_of_updates_in_bf16_is_refused(
     experiment.write_text("optim: {name: muon}\n")
     assert main(["verify-resume", str(experiment), "--resume-ranks=1"]) == 2
     said = capsys.readouterr().err
-    assert "optim.muon.precision=bf16: with --resume-ranks or --resume-zero losses" in said
+    assert "optim.muon_precision=bf16: with --resume-ranks or --resume-zero losses" in said
     assert len(said.splitlines()) == 1

@@ -17,10 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foundation.errors import ConfigError
 from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
-from pretrain.config.optim import MuonConfig, OptimConfig
+from pretrain.config.model import PROJECTION_INIT_STD, ModelConfig
+from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
 from pretrain.engines.engine import TorchEngine
 from pretrain.model.layer import DeltaNetLayer, TransformerLayer
@@ -35,20 +34,13 @@ STEPS = 6
 SEEDS = 2
 ADAMW = OptimConfig(learning_rate=8e-3)
 LAMB = OptimConfig(name="lamb", learning_rate=0.05)
-MUON = {
-    scaling: OptimConfig(name="muon", learning_rate=rate, muon=muon)
-    for scaling, rate, muon in (
-        ("match_rms_adamw", 0.03, MuonConfig(adamw_learning_rate=8e-3)),
-        ("original", 0.03, MuonConfig(scaling="original", adamw_learning_rate=8e-3)),
-    )
-}
+MUON = OptimConfig(name="muon", learning_rate=8e-3)
 GROWTH = 1.6  # that counts as none
 SHRINKAGE = 4.0  # likewise; sums of random signs, and so small parts, cancel better in wide models
 
 Sizes = dict[str, float]
 
-# Where heads are wider instead of more, their width at the base is named.
-MORE_HEADS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {"cutoffs": (10, 24), "div_val": 2, "tie_projections": (False, True, True)},
     "fixed_embedding": {
         "d_embed": 24,
@@ -65,8 +57,6 @@ MORE_HEADS: dict[str, dict[str, Any]] = {
     },
     "deltanet": {"layer_kinds": ("deltanet", "attention"), "norm_position": "pre"},
     "memory_tokens": {"memory_tokens": 2, "norm_position": "pre"},
-}
-WIDER_HEADS: dict[str, dict[str, Any]] = {
     "modern": {
         "positions": "rope",
         "norm": "rmsnorm",
@@ -77,20 +67,12 @@ WIDER_HEADS: dict[str, dict[str, Any]] = {
         "softmax_scaling": "log_length",
     },
     "relative": {"clamp_length": 20},
-    "deltanet, wider": {
-        "layer_kinds": ("deltanet", "attention"),
-        "norm": "rmsnorm",
-        "norm_position": "pre",
-    },
 }
-EVERY_NAME = [*MORE_HEADS, *WIDER_HEADS]
 
 
 def widened(options: Mapping[str, Any], width: int, *, mup: bool = True) -> ModelConfig:
     """The base with these options at another width."""
     config = replace(BASE, **options, d_model=width, base_width=BASE.d_model if mup else 0)
-    if options in WIDER_HEADS.values():
-        return replace(config, base_head_width=BASE.head_width if mup else 0)
     return replace(config, num_heads=width // BASE.head_width)
 
 
@@ -182,37 +164,30 @@ def out_of_size(
     }
 
 
-@pytest.mark.parametrize("name", EVERY_NAME)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_activations_are_of_equal_size_at_every_width(name: str) -> None:
-    options = (MORE_HEADS | WIDER_HEADS)[name]
-    assert not out_of_size(options, widths=WIDTHS)
+    assert not out_of_size(VARIANTS[name], widths=WIDTHS)
 
 
 def test_without_mup_activations_grow_with_the_width() -> None:
-    assert max(out_of_size(WIDER_HEADS["relative"], mup=False).values()) > 8
+    assert max(out_of_size(VARIANTS["relative"], mup=False).values()) > 8
 
 
 @pytest.mark.parametrize("name", ["paper", "modern"])
 def test_activations_are_of_equal_size_with_lamb(name: str) -> None:
-    assert not out_of_size((MORE_HEADS | WIDER_HEADS)[name], LAMB)
+    assert not out_of_size(VARIANTS[name], LAMB)
 
 
-@pytest.mark.parametrize(
-    ("name", "scaling"),
-    [
-        *((name, "match_rms_adamw") for name in EVERY_NAME),
-        *((name, "original") for name in ("modern", "deltanet, wider")),
-    ],
-)
-def test_activations_are_of_equal_size_with_muon(name: str, scaling: str) -> None:
-    assert not out_of_size((MORE_HEADS | WIDER_HEADS)[name], MUON[scaling])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_activations_are_of_equal_size_with_muon(name: str) -> None:
+    assert not out_of_size(VARIANTS[name], MUON)
 
 
 def test_the_rate_of_updates_as_large_as_adamw_s_must_shrink_with_muon_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(parameter_groups, "muon_rate_exponent", lambda scaling: 0.0)
-    assert out_of_size(WIDER_HEADS["modern"], MUON["match_rms_adamw"])
+    monkeypatch.setattr(parameter_groups, "MUON_RATE_EXPONENT", 0.0)
+    assert out_of_size(VARIANTS["modern"], MUON)
 
 
 def without_matrix_rates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,13 +203,12 @@ PARTS = {
     "initial matrices": ("modern", without("matrix_init_std", lambda model: model.init_std)),
     "initial projections": (
         "paper",
-        without("projection_std", lambda model: model.projection_init_std),
+        without("projection_std", lambda model: PROJECTION_INIT_STD),
     ),
     "rates of matrices": ("modern", without_matrix_rates),
     "rates of projections": ("paper", without("embedding_grows", lambda model: False)),
     "embedding": ("relative", without("embedding_scale", lambda model: model.d_model**0.5)),
     "output": ("relative", without("output_scale", lambda model: 1.0)),
-    "scores": ("modern", without("score_scale", lambda model: 1.0)),
 }
 
 
@@ -242,11 +216,11 @@ PARTS = {
 def test_each_part_of_mup_is_needed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, remove = PARTS[part]
     remove(monkeypatch)
-    assert out_of_size((MORE_HEADS | WIDER_HEADS)[name])
+    assert out_of_size(VARIANTS[name])
 
 
 def test_at_the_base_s_width_everything_is_what_it_is_without() -> None:
-    options = {**MORE_HEADS["paper"], "z_loss": 0.01}
+    options = {**VARIANTS["paper"], "z_loss": 0.01}
     found = []
     for mup in (True, False):
         torch.manual_seed(0)
@@ -286,28 +260,3 @@ def test_rate_decay_and_epsilon_of_each_role_follow_the_width() -> None:
     }
     fixed = replace(model, d_embed=24)
     assert parameter_groups.group_traits("projection", optim, fixed) == found["table"]
-
-
-@pytest.mark.parametrize(
-    ("scaling", "rates"), [("match_rms_adamw", (0.5, 0.25)), ("original", (1, 0.5))]
-)
-def test_gates_of_wider_deltanet_heads_learn_more_slowly_with_muon(
-    scaling: str, rates: tuple[float, float]
-) -> None:
-    """The width and a head's width are 4 times the base's, the number of heads is not."""
-    model = replace(widened(WIDER_HEADS["modern"], 4 * BASE.d_model), layer_kinds=("deltanet",))
-    groups = parameter_groups.parameter_groups(TransformerXL(model), MUON[scaling])
-    found = {name: group["rate_factor"] for group in groups for name in group["shapes"]}
-    name = "layers.0.deltanet"
-    assert found[f"{name}.query_weight"] == rates[0]
-    gates = {found[f"{name}.{gate}_weight"] for gate in ("decay", "write", "gate")}
-    assert gates == {rates[1]}
-    more = replace(model, num_heads=16, base_head_width=0)
-    groups = parameter_groups.parameter_groups(TransformerXL(more), MUON[scaling])
-    found = {name: group["rate_factor"] for group in groups for name in group["shapes"]}
-    assert found[f"{name}.write_weight"] == found[f"{name}.gate_weight"] == rates[0]
-
-
-def test_a_width_of_the_base_s_heads_needs_a_base() -> None:
-    with pytest.raises(ConfigError, match=r"base_head_width=8 has no effect without model.base_w"):
-        replace(BASE, base_head_width=8)

@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
             model=MODEL,
             data=DataConfig(path=corpus, lanes=4, segment_length=8),
             optim=OptimConfig(steps=24),
-            engine=EngineConfig(kind="torch", threads=1, micro_batch_lanes=2),
+            engine=EngineConfig(kind="torch", micro_batch_lanes=2),
             checkpoint=CheckpointConfig(interval=6, memories_interval=0, asynchronous=False),
             evaluation=EvaluationConfig(interval=0, max_tokens=100),
             metrics=MetricsConfig(interval=1, tensorboard=False),

@@ -63,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
             model=ModelConfig(num_layers=1, d_model=16, num_heads=2, memory_length=4),
             data=DataConfig(path=corpus, lanes=2, segment_length=8),
             optim=OptimConfig(steps=30),
-            engine=EngineConfig(kind="torch", threads=1),
+            engine=EngineConfig(kind="torch"),
             checkpoint=CheckpointConfig(interval=5),
             evaluation=EvaluationConfig(interval=0, max_tokens=100),
             metrics=MetricsConfig(interval=1, tensorboard=False),

@@ -158,7 +158,7 @@ def test_the_experiment_that_predict_writes_is_trained_as_it_is(tmp_path):
         f"""name: tiny
 model: {{num_layers: 2, d_model: 16, num_heads: 4, memory_length: 8}}
 data: {{path: {corpus}, lanes: 4, segment_length: 8}}
-engine: {{kind: torch, threads: 1}}
+engine: {{kind: torch}}
 evaluation: {{interval: 0, max_tokens: 200}}
 metrics: {{tensorboard: false}}
 """,

@@ -178,7 +178,7 @@ def test_a_real_sweep_is_planned_trained_and_reported(tmp_path: Path, capsys):
 model: {{num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8}}
 data: {{path: {corpus}, lanes: 4, segment_length: 8}}
 optim: {{steps: 30, learning_rate: 8e-2, schedule: {{shape: constant, warmup_steps: 1}}}}
-engine: {{kind: torch, threads: 1}}
+engine: {{kind: torch}}
 evaluation: {{interval: 0}}
 metrics: {{tensorboard: false}}
 """,

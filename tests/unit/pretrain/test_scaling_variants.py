@@ -47,7 +47,7 @@ COMPARISONS = sorted((REPOSITORY / "configs" / "comparisons").glob("*.yaml"))
 TINY = """name: tiny
 model: {num_layers: 2, d_model: 16, num_heads: 2, memory_length: 8}
 data: {path: CORPUS, lanes: 2, segment_length: 8}
-engine: {kind: torch, threads: 1}
+engine: {kind: torch}
 evaluation: {interval: 0, lanes: 2}
 metrics: {tensorboard: false}
 """

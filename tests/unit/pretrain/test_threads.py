@@ -9,11 +9,10 @@ import torch
 
 from foundation.errors import ConfigError
 from foundation.own_programs import own_command
-from pretrain.commands.threads import check_threads, use_threads
-from pretrain.config.engine import EngineConfig
-from pretrain.config.run import RunConfig
+from pretrain.commands.threads import check_threads
 from pretrain.distributed.threads import WAITING, describe_waiting, wait_briefly
 from pretrain.recovery.starts import environment_changes, environment_of_rank
+from pretrain.run import set_threads_of_rank
 
 
 def test_the_openmp_of_a_command_spins_for_a_thousand_rounds_and_no_longer():
@@ -46,23 +45,15 @@ def test_the_environment_of_a_run_tells_how_its_threads_wait_and_calls_no_start_
     assert environment_changes({**found, "threads": "97"}, found)
 
 
-@pytest.mark.parametrize(
-    ("flag", "of_runs", "expected"), [(3, (1, 2), 3), (None, (2, 0), 2), (None, (0, 0), 1)]
-)
-def test_evaluation_takes_the_threads_of_the_flag_else_of_the_runs(
-    monkeypatch, flag, of_runs, expected
-):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    torch.set_num_threads(1)
-    configs = [RunConfig(engine=EngineConfig(threads=threads)) for threads in of_runs]
-    use_threads(argparse.Namespace(threads=flag), configs)
-    assert torch.get_num_threads() == expected
-
-
-def test_the_threads_of_a_run_are_no_more_than_this_machines_cores(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    config = RunConfig(engine=EngineConfig(threads=64))
-    use_threads(argparse.Namespace(threads=None), [config])
+def test_a_rank_takes_the_threads_of_its_environment_else_its_part_of_the_cores(monkeypatch):
+    torch.set_num_threads(3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    set_threads_of_rank()
+    assert torch.get_num_threads() == 3, "torch has read the variable itself"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    set_threads_of_rank()
     assert torch.get_num_threads() == 2
 
 

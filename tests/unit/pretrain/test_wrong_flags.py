@@ -11,7 +11,7 @@ from pretrain.cli import main
 EXPERIMENT = """name: tiny
 model: {num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8, vocab_size: 320}
 data: {path: absent, lanes: 4, segment_length: 8}
-engine: {kind: torch, threads: 1}
+engine: {kind: torch}
 """
 RATES = ("--rates", "1e-3", "2e-3", "4e-3")
 TUNE = ("scale", "plan", "x.yaml", *RATES)
