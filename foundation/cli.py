@@ -360,7 +360,7 @@ def kind_of(setting: Setting) -> str:
     """Return type, choices, range and unit of a setting: `integer from 1 to 4,096, layers`."""
     text = _type_of(setting.hint)
     if setting.allowed is not None:
-        text += f"{',' if setting.allowed.or_zero else ''} {setting.allowed}"
+        text += f" {setting.allowed}"
     return text + _and(setting.unit)
 
 

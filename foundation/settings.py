@@ -57,12 +57,9 @@ class Range:
     most: float
     above: bool = False
     below: bool = False
-    or_zero: bool = False  # 0 is allowed besides, where it turns something off
 
     def __contains__(self, value: float) -> bool:
         """Whether the range has the number; it never has NaN."""
-        if self.or_zero and value == 0:
-            return True
         enough = value > self.least if self.above else value >= self.least
         return enough and (value < self.most if self.below else value <= self.most)
 
@@ -71,11 +68,9 @@ class Range:
             f"{end:,.15g}" if end < 1e9 else f"{end:g}" for end in (self.least, self.most)
         )
         if not (self.above or self.below):
-            text = f"from {least} to {most}"
-        else:
-            low = f"above {least}" if self.above else f"at least {least}"
-            text = f"{low} and {f'below {most}' if self.below else f'at most {most}'}"
-        return f"0, or {text}" if self.or_zero else text
+            return f"from {least} to {most}"
+        low = f"above {least}" if self.above else f"at least {least}"
+        return f"{low} and {f'below {most}' if self.below else f'at most {most}'}"
 
 
 def setting(

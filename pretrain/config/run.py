@@ -143,28 +143,18 @@ class RecoveryConfig:
     """What a run does on its own about anomalous gradients and losses.
 
     A loss is anomalous if it is `spike_threshold` robust standard deviations above the median of
-    the last `window` losses. If losses stay there, or updates are skipped, for `spike_steps` steps
-    in a row, the run rewinds to the checkpoint before the first of them and skips their data.
+    the last 50 losses. If losses stay there, or updates are skipped, for 20 steps in a row, the run
+    rewinds to the checkpoint before the first of them and skips their data.
     """
 
     skip_grad_norm: float = setting(0.0, Range(0, MOST))
     """Skip steps whose gradient has a larger norm; 0: only non-finite ones."""
     max_skipped_fraction: float = setting(0.5, Range(0, 1))
-    """Stop if more than this part of the last `window` updates were skipped; 1: never."""
+    """Stop if more than this part of the last 50 updates were skipped; 1: never."""
     spike_threshold: float = setting(8.0, Range(0, 1e6))
     """Robust standard deviations above the median from which a loss is anomalous; 0: never."""
-    spike_steps: int = setting(20, Range(1, 1_000_000), unit="steps")
-    """Anomalous steps in a row that make a spike and a rewind; a shorter jump is none."""
-    # Short, so that the loss falls little within it. The run cannot rewind before it has as many
-    # of the same data, or in the warm-up of the learning rate.
-    window: int = setting(50, Range(10, 1_000_000), unit="steps")
-    """Losses that each new one is compared with."""
-    skip_margin_segments: int = setting(10, Range(0, MOST), unit="segments")
-    """Segments after a spike that are skipped as well."""
     max_rewinds: int = setting(3, Range(0, 1_000_000), unit="rewinds")
     """Rewinds after which the run stops, with a report."""
-    straggler_ratio: float = setting(1.5, Range(1, 1e6, or_zero=True), unit="times")
-    """Name a rank that takes this many times as long as the others' median; 0: never."""
 
     def __post_init__(self) -> None:
         check_ranges("recovery.", self)

@@ -208,7 +208,7 @@ class MetricsRecorder:
         self._prefetcher = prefetcher
         self._forward_clock = forward_clock
         self._lane_meter = LaneMeter(run, state)
-        self._stragglers = StragglerWatch(run.recovery.straggler_ratio)
+        self._stragglers = StragglerWatch()
         self._files: MetricsFiles | None = None
         self._profiler: StepProfiler | None = None
         self._slot_losses: list[Tensor] = []

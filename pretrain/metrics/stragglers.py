@@ -28,6 +28,7 @@ TICK_SECONDS = 0.25
 LEAST_STANDSTILL_SECONDS = 2.0  # a tick that is later by less may be a busy machine's
 LEAST_STALL_SECONDS = 5.0
 TIMES_USUAL = 5.0
+SLOW = 1.5  # times the median of the other ranks
 STEPS_KNOWN, LEAST_STEPS_KNOWN = 100, 3  # by which a step is judged
 
 
@@ -163,19 +164,18 @@ def slowest_of(seconds_R: Sequence[float]) -> SlowestRank | None:
 
 
 class StragglerWatch:
-    """Names a rank once: when it took `limit` times as long as others for some intervals in a row.
+    """Names a rank once: when it took SLOW times as long as others for some intervals in a row.
 
     At least 3 intervals, and enough of them that it has cost a second.
     """
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit  # 0: none is named
+    def __init__(self) -> None:
         self._rank = -1
         self._count, self._cost, self._is_named = 0, 0.0, False
 
     def observe(self, slowest: SlowestRank, num_steps: int) -> bool:
         """Whether the rank is to be named at this interval of so many steps."""
-        is_slow = bool(self._limit) and slowest.ratio >= self._limit
+        is_slow = slowest.ratio >= SLOW
         if not is_slow or slowest.rank != self._rank:
             self._count, self._cost, self._is_named = 0, 0.0, False
         self._rank = slowest.rank if is_slow else -1

@@ -10,6 +10,7 @@ from typing import Any
 from foundation.errors import TrainingError
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, broadcast_value
+from pretrain.recovery import spike_detector
 from pretrain.recovery.spike_detector import Spike, detector_of
 from pretrain.rundir.events import GaveUp
 from pretrain.rundir.metrics_file import (
@@ -44,9 +45,9 @@ class SpikeMonitor:
         self._run_dir = run_dir
         self._world = world
         self._detector = detector_of(run)
-        self._skipped: deque[tuple[int, bool]] = deque(maxlen=run.recovery.window)
+        self._skipped: deque[tuple[int, bool]] = deque(maxlen=spike_detector.WINDOW)
         if world.is_main:
-            measured = _last_steps(run_dir.metrics, WINDOWS_READ * run.recovery.window)
+            measured = _last_steps(run_dir.metrics, WINDOWS_READ * spike_detector.WINDOW)
             self._observe(line for line in measured if line["step"] <= state.step)
 
     @property
@@ -80,11 +81,11 @@ class SpikeMonitor:
         return found
 
     def _too_many_skipped(self, ends_run: bool) -> GaveUp | None:
-        """The event, if the last `window` updates, or all of a shorter run, were skipped so."""
-        steps, recovery = list(self._skipped), self._run.recovery
+        """The event, if the last WINDOW updates, or all of a shorter run, were skipped so."""
+        steps, allowed = list(self._skipped), self._run.recovery.max_skipped_fraction
         skipped = sum(was_skipped for _, was_skipped in steps)
-        enough = len(steps) == recovery.window or ends_run
-        if not enough or skipped <= recovery.max_skipped_fraction * len(steps):
+        enough = len(steps) == spike_detector.WINDOW or ends_run
+        if not enough or skipped <= allowed * len(steps):
             return None
         return GaveUp(first_step=steps[0][0], step=steps[-1][0], skipped=skipped)
 

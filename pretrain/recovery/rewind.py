@@ -45,6 +45,7 @@ from pretrain.state import TrainState
 
 logger = logging.getLogger(__name__)
 
+SKIP_MARGIN_SEGMENTS = 10
 _TURN_OFF = "set recovery.spike_threshold=0 to train without rewinding"
 
 
@@ -127,14 +128,14 @@ def segments_consumed(step: int, windows: Sequence[range]) -> int:
 
 
 def window_of(spike: Spike, windows: Sequence[range], run: RunConfig, to_step: int) -> range:
-    """The segments to skip: from one before the spike to `skip_margin_segments` after it.
+    """The segments to skip: from one before the spike to SKIP_MARGIN_SEGMENTS after it.
 
     One before, because a step's loss shows what the update before it did. None is from before
     step `to_step`, to which the run rewinds, or from before the spike's phase.
     """
     first_phase = first_step_at(run, spike.first_step - 1)
     kept = segments_consumed(max(to_step, first_phase), windows)
-    stop = segments_consumed(spike.last_step, windows) + run.recovery.skip_margin_segments
+    stop = segments_consumed(spike.last_step, windows) + SKIP_MARGIN_SEGMENTS
     return range(max(kept, segments_consumed(spike.first_step, windows) - 2), stop)
 
 

@@ -14,6 +14,10 @@ from pretrain.rundir.events import describe_spike
 # The smallest deviation to assume, as a fraction of the median: where losses hardly vary, a small
 # rise is no spike.
 LEAST_DEVIATION = 0.01
+# Losses that each new one is compared with. Short, so that the loss falls little within it. A run
+# cannot rewind before it has as many of the same data, or in the warm-up of the learning rate.
+WINDOW = 50
+SPIKE_STEPS = 20  # anomalous steps in a row that make a spike; a shorter jump is none
 DEVIATIONS_PER_MAD = 1.4826  # standard deviations per median absolute deviation, normally
 # A spike starts above the threshold and lasts while losses are above this part of it: losses vary
 # more in a spike than before it, so a single one near the threshold is not its end.
@@ -38,16 +42,16 @@ class SpikeDetector:
 
     Losses are compared with those of the same data only: the history starts again after each of
     `data_changes`, which counts the updates before a change. Up to the end of the warm-up of the
-    learning rate, and before `window` losses are known, no loss is anomalous.
+    learning rate, and before WINDOW losses are known, no loss is anomalous.
     """
 
     def __init__(
         self, settings: RecoveryConfig, warmup_steps: int = 0, data_changes: Collection[int] = ()
     ) -> None:
-        self._settings = settings
-        self._warmup_steps = max(warmup_steps, settings.window)
+        self._threshold = settings.spike_threshold
+        self._warmup_steps = max(warmup_steps, WINDOW)
         self._data_changes = data_changes
-        self._usual: deque[float] = deque(maxlen=settings.window)
+        self._usual: deque[float] = deque(maxlen=WINDOW)
         self._suspicion: list[tuple[int, float | None]] = []
 
     @property
@@ -72,19 +76,19 @@ class SpikeDetector:
                 self._usual.append(loss)
             return None
         self._suspicion.append((step, loss))
-        if len(self._suspicion) < self._settings.spike_steps:
+        if len(self._suspicion) < SPIKE_STEPS:
             return None
         losses = [each for _, each in self._suspicion if each is not None]
         usual = statistics.median(self._usual) if self._usual else None
         return Spike(self._suspicion[0][0], step, max(losses, default=None), usual)
 
     def _is_suspect(self, step: int, loss: float | None) -> bool:
-        threshold = self._settings.spike_threshold
+        threshold = self._threshold
         if not threshold or step <= self._warmup_steps:
             return False
         if loss is None:
             return True
-        if len(self._usual) < self._settings.window:
+        if len(self._usual) < WINDOW:
             return False
         if self._suspicion:
             threshold *= STILL_ABOVE

@@ -64,7 +64,7 @@ engine: {{kind: torch}}
 checkpoint: {{interval: 20, keep_last: 1}}
 evaluation: {{interval: 0, max_tokens: 500}}
 metrics: {{interval: 10, tensorboard: false}}
-recovery: {{spike_threshold: 5.0, window: 40, skip_margin_segments: 30}}
+recovery: {{spike_threshold: 5.0}}
 """
     )
     return path

@@ -42,7 +42,6 @@ optim: {{steps: {steps}}}
 engine: {{zero_stage: 1}}
 checkpoint: {{interval: {interval}}}
 evaluation: {{interval: 0, max_tokens: 500}}
-recovery: {{straggler_ratio: 0}}
 metrics: {{interval: 1, tensorboard: false}}
 """
 NEAR, FAR = (

@@ -1,20 +1,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from foundation.errors import ConfigError
-from foundation.files import write_text
-from foundation.settings import to_tree
-from foundation.yaml_files import dump_yaml
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.cli import main
 from pretrain.config.model import ModelConfig
-from pretrain.config.run import CheckpointConfig, EvaluationConfig, RecoveryConfig, RunConfig
+from pretrain.config.run import CheckpointConfig, EvaluationConfig, RunConfig
+from pretrain.recovery import spike_detector
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
@@ -80,11 +77,11 @@ def test_prune_removes_what_the_run_would_and_a_dry_run_nothing(run_dir, capsys)
 
 @pytest.mark.parametrize(("losses_since", "kept"), [(15, [10, 40]), (5, [40]), (41, [40])])
 def test_prune_keeps_the_checkpoint_from_before_what_may_become_a_spike(
-    run_dir, capsys, losses_since, kept
+    run_dir, monkeypatch, losses_since, kept
 ):
     """As a save of the run would: with `keep_last=1` a rewind would have nothing to go back to."""
-    recovery = RecoveryConfig(window=10, spike_steps=100)
-    write_text(run_dir.config_file, dump_yaml(to_tree(replace(run_dir.config, recovery=recovery))))
+    monkeypatch.setattr(spike_detector, "WINDOW", 10)
+    monkeypatch.setattr(spike_detector, "SPIKE_STEPS", 100)
     lines = [train_line(step, 9.0 if step >= losses_since else 1.0) for step in range(1, 45)]
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["checkpoint", "prune", str(run_dir.path), "--keep-last=1"]) == 0

@@ -23,7 +23,12 @@ from pretrain.config.phases import (
     tokens_of_steps,
 )
 from pretrain.config.run import RunConfig
-from pretrain.recovery.rewind import lane_lengths, segments_consumed, window_of
+from pretrain.recovery.rewind import (
+    SKIP_MARGIN_SEGMENTS,
+    lane_lengths,
+    segments_consumed,
+    window_of,
+)
 from pretrain.recovery.spike_detector import Spike
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
@@ -120,7 +125,7 @@ def test_skipped_data_is_of_the_phase_in_which_the_spike_started():
 
 def test_a_window_ends_its_margin_after_the_spike_also_in_longer_segments():
     assert window_of(Spike(31, 33, 9.0, 3.0), [], WARM_UP, to_step=30) == range(
-        30, 33 + SETTINGS.skip_margin_segments
+        30, 33 + SKIP_MARGIN_SEGMENTS
     )
 
 

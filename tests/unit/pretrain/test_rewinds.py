@@ -31,7 +31,8 @@ from pretrain.config.run import (
     RunConfig,
 )
 from pretrain.distributed.world import World, init_world
-from pretrain.recovery import loss_spikes
+from pretrain.recovery import loss_spikes, spike_detector
+from pretrain.recovery import rewind as recovery_rewind
 from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
 from pretrain.recovery.spike_detector import suspected_since
 from pretrain.run import run_training
@@ -49,10 +50,15 @@ from pretrain.state import TrainState
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.metrics import train_line
 
-HARMFUL = RecoveryConfig(
-    skip_grad_norm=1e-9, max_skipped_fraction=1.0, spike_steps=3, window=10, max_rewinds=1,
-    skip_margin_segments=2,
-)  # fmt: skip
+HARMFUL = RecoveryConfig(skip_grad_norm=1e-9, max_skipped_fraction=1.0, max_rewinds=1)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spike of three steps after ten losses."""
+    monkeypatch.setattr(spike_detector, "SPIKE_STEPS", 3)
+    monkeypatch.setattr(spike_detector, "WINDOW", 10)
+    monkeypatch.setattr(recovery_rewind, "SKIP_MARGIN_SEGMENTS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +139,12 @@ def test_inherited_windows_are_named_at_each_start_and_dropped_when_recovery_is_
 
 
 @pytest.mark.parametrize(("window", "last"), [(50, 30), (10, 10)])
-def test_a_run_that_skips_nearly_all_updates_ends_with_an_error(run, run_dir, world, window, last):
+def test_a_run_that_skips_nearly_all_updates_ends_with_an_error(
+    run, run_dir, world, monkeypatch, window, last
+):
     """Without rewinding, such a run used to be called finished."""
-    off = RecoveryConfig(skip_grad_norm=1e-9, spike_threshold=0.0, window=window)
+    monkeypatch.setattr(spike_detector, "WINDOW", window)
+    off = RecoveryConfig(skip_grad_norm=1e-9, spike_threshold=0.0)
     error = error_of(replace(run, recovery=off), run_dir, world)
     assert error.startswith(f"{last} of the {last} updates of steps 1 to {last} were skipped")
     assert "recovery.max_skipped_fraction=0.5" in error
