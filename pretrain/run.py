@@ -193,7 +193,7 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
         run_dir = RunDir(directory, patience)
         with raise_on_all_ranks():  # a run directory that is rejected is every rank's error
             if world.is_main:
-                check_wandb(config.metrics.wandb)
+                check_wandb(config.metrics.wandb_project)
                 check_training_tasks(config)
                 if not run_dir.exists():
                     run_dir.refuse_strangers()  # before the lock puts a file there
@@ -207,7 +207,7 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
             if world.is_main and token is None:
                 outlast(patience, fence.claim)
         if world.is_main:  # ends after the heartbeat: a last upload is not a hang
-            stack.enter_context(wandb_writer(run_dir, config.metrics.wandb))
+            stack.enter_context(wandb_writer(run_dir, config.metrics.wandb_project))
         stack.enter_context(heartbeat)
         yield RankProcess(config, run_dir, world, fence, stop, fault, heartbeat, data)
 

@@ -82,7 +82,6 @@ cpus_per_rank: {max(1, cores // ranks)}
 time_limit: "{limit}"  # of one job; the run continues in the next one
 signal_seconds: {signal}  # before the limit: two steps and a checkpoint have to fit
 options: {{}}  # other options of sbatch, such as account: NAME or mem: "0"
-modules: []
 setup: []  # shell lines run once on the first node, such as 'source /opt/site.sh'
 environment:
   OMP_NUM_THREADS: "{max(1, cores // ranks)}"

@@ -21,7 +21,7 @@ from foundation.files import named_errors, write_json
 from foundation.own_programs import copied_arguments, own_arguments, own_command
 from launcher.slurm import client as slurm
 from launcher.slurm.job_checks import check_request
-from launcher.slurm.sbatch import environment_lines, host_lines, option_flags, quote
+from launcher.slurm.sbatch import environment_lines, option_flags, quote
 from launcher.slurm.snapshot import Snapshot
 from launcher.slurm.srun import in_container
 from pretrain.costs.cluster import ClusterConfig, NodeRange, fixed_nodes, load_cluster
@@ -124,7 +124,7 @@ def _check_cluster(arguments: argparse.Namespace, out: Path) -> list[NodeReport]
 def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[str]:
     """The srun command: a rank per device; if a node fails, the others keep running.
 
-    As in a job, modules and setup are of the host. With pyxis the whole script runs in the
+    As in a job, `setup` is of the host. With pyxis the whole script runs in the
     container, so it has only the environment.
     """
     options = {
@@ -145,7 +145,7 @@ def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[
         check = copied_arguments(code, _CHECK, str(out))
     flags, task = in_container(cluster, check, [out], code)
     script = [
-        *([] if flags else host_lines(cluster)),
+        *([] if flags else cluster.setup),
         f"export {TOKEN}={quote(name)}",
         *environment_lines(cluster),
         f"exec {' '.join(map(quote, task))}",

@@ -64,11 +64,6 @@ def option_flags(options: Mapping[str, object], text: Callable[[object], str] = 
     ]
 
 
-def host_lines(cluster: ClusterConfig) -> list[str]:
-    """Shell lines that prepare a node: modules and setup."""
-    return [*(f"module load {quote(module)}" for module in cluster.modules), *cluster.setup]
-
-
 def environment_lines(cluster: ClusterConfig) -> list[str]:
     """Shell lines that set the ranks' environment variables."""
     return [f"export {name}={_shell_value(value)}" for name, value in cluster.environment.items()]
@@ -156,7 +151,7 @@ def _script(
         *(f"#SBATCH {flag}" for flag in [*flags, *option_flags(job.cluster.options, quote)]),
         "",
         "set -e",
-        *host_lines(job.cluster),
+        *job.cluster.setup,
         *environment_lines(job.cluster),
         *lines,
         "",

@@ -124,7 +124,7 @@ def in_container(
     """
     if not cluster.container_image:
         return [], [sys.executable, *task]
-    command = [cluster.container_python, *task]
+    command = ["python3", *task]
     seen = [str(mount) for mount in (*mounts, *cluster.container_mounts)]
     match cluster.container_runtime:
         case "":

@@ -43,7 +43,7 @@ FORMULAS = (
     "w = checkpoint (mean of the saves) / nodes / disk_mib_per_second; p = its part that training "
     "loses",
     "(1 - t/M) e^((t+p)/M) = 1, at least w; about sqrt(2 p M)",
-    "t e^(-(w+s)/M) / ((e^((t+p)/M) - 1) (M + d)), d = restart_seconds, "
+    "t e^(-(w+s)/M) / ((e^((t+p)/M) - 1) (M + d)), d = 600 s, "
     "s = w, and the part of rebuilding memories",
 )
 REBUILD = "steps x forward FLOPs / FLOPs of a step x its time"

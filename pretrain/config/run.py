@@ -117,9 +117,7 @@ RUN_NAMES = {
     "metrics": "logging",
     "metrics.interval": "log_interval logging_steps log_every print_every",
     "metrics.tensorboard": "use_tensorboard",
-    "metrics.wandb.project": "wandb_project wandb_log",
-    "metrics.wandb.entity": "wandb_entity",
-    "metrics.wandb.group": "wandb_group",
+    "metrics.wandb_project": "wandb wandb_log",
     "metrics.profile_steps": "profile",
 }
 
@@ -230,25 +228,6 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WandbConfig:
-    """A copy of the run's measurements on Weights & Biases; the extra `wandb`.
-
-    The key is not a setting: `wandb login`, or WANDB_API_KEY in the environment of the ranks.
-    """
-
-    project: str = ""
-    """Project that the run is in; empty: no copy."""
-    entity: str = ""
-    """User or team that has the project; empty: the key's own."""
-    group: str = ""
-    """Group of runs, such as a sweep; empty: none."""
-    tags: tuple[str, ...] = ()
-    """Tags of the run."""
-    offline: bool = False
-    """Only write to RUN/wandb, for `wandb sync`; without a key or a server that happens anyway."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     """What is measured while a run trains."""
 
@@ -256,8 +235,8 @@ class MetricsConfig:
     """Steps between two lines of measurements."""
     tensorboard: bool = True
     """Write event files for TensorBoard."""
-    wandb: WandbConfig = field(default_factory=WandbConfig)
-    """Weights & Biases."""
+    wandb_project: str = ""
+    """Project of Weights & Biases that gets a copy; empty: none. Needs the extra `wandb`."""
     profile_steps: tuple[int, int] = setting((0, 0), Range(0, MOST), unit="steps")
     """First and last step of rank 0's profile; zeros: none."""
 

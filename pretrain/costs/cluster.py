@@ -122,8 +122,7 @@ _CLUSTER_NAMES = {  # setting -> what Slurm and other systems call it, for error
     "signal_seconds": "signal",
     "options": "account qos project mem constraint exclusive reservation sbatch extra_options",
     "srun_options": "srun srun_args srun_flags",
-    "modules": "module_load",
-    "setup": "prologue pre_commands setup_commands",
+    "setup": "modules module_load prologue pre_commands setup_commands",
     "environment": "env environ variables",
     "container_image": "image container",
     "container_runtime": "runtime",
@@ -155,10 +154,8 @@ class ClusterConfig(NodeConfig):
     """Other options of sbatch, such as 'account: X', 'mem: "0"' or 'exclusive:'."""
     srun_options: dict[str, str | None] = field(default_factory=dict)
     """Other options of the ranks' srun, such as 'cpu-bind: none' or 'no-container-mount-home:'."""
-    modules: tuple[str, ...] = ()
-    """Modules to load ('module load')."""
     setup: tuple[str, ...] = ()
-    """Shell lines run once on the first node, such as 'source /opt/site.sh'."""
+    """Shell lines run once on the first node, such as 'module load cuda'."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of every rank; env:NAME takes the submitter's NAME, for secrets."""
     container_image: str = ""
@@ -167,8 +164,6 @@ class ClusterConfig(NodeConfig):
     """What starts the container; to be given with `container_image`."""
     container_mounts: tuple[str, ...] = ()
     """Host directories mounted under the same path, such as the corpus'."""
-    container_python: str = "python3"
-    """Python in the container."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -136,8 +136,6 @@ class NodeConfig:
     """Mean time between failures of one node, for the best checkpoint interval; 0: not known."""
     disk_mib_per_second: float = setting(500.0, Range(1, 1e9), unit="MiB per second")
     """What a node writes to the run directory and reads from it, all nodes at once."""
-    restart_seconds: float = setting(600.0, Range(0, 1e7), unit="seconds")
-    """From a failure to training again, without reading the checkpoint."""
 
     def __post_init__(self) -> None:
         check_ranges("", self)  # those of a subclass, too

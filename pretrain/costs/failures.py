@@ -76,6 +76,7 @@ def saves_of(run: RunConfig) -> Saves:
 # Part of the speed that training loses while a checkpoint is being written. Assumed: copies,
 # hashing and writing take host memory's bandwidth, cores and the network.
 SLOWER_WHILE_WRITING = 0.05
+RESTART_SECONDS = 600.0  # from a failure to training again, without reading the checkpoint
 _LONGEST_PERIOD = 700.0  # mean times between failures: exp of more overflows
 _BELOW_ONE = 1.0 - 2.0**-53
 _HALVINGS = 60  # of an interval between 0 and 1: to the precision of a float
@@ -145,6 +146,6 @@ def costs_on(
         between_failures=3600 * node.mtbf_hours / nodes,
         pause=SLOWER_WHILE_WRITING * transfer if in_background else transfer,
         write=transfer if in_background else 0.0,
-        down=node.restart_seconds,
+        down=RESTART_SECONDS,
         start=transfer + rebuild_seconds,
     )

@@ -32,7 +32,6 @@ from foundation.locks import exclusive_lock
 from foundation.own_programs import own_command
 from foundation.records import from_json
 from foundation.settings import to_tree
-from pretrain.config.run import WandbConfig
 from pretrain.rundir.events import Rewind
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.metric_names import scalars_of
@@ -65,21 +64,21 @@ QUIET = {
 logger = logging.getLogger(__name__)
 
 
-def check_wandb(config: WandbConfig) -> None:
+def check_wandb(project: str) -> None:
     """Raise ConfigError if the run asks for W&B and the library is not installed."""
-    if config.project and find_spec("wandb") is None:
+    if project and find_spec("wandb") is None:
         raise ConfigError(
-            "metrics.wandb.project needs wandb; `pip install 'xl-pretrain[wandb]'`, or leave it out"
+            "metrics.wandb_project needs wandb; `pip install 'xl-pretrain[wandb]'`, or leave it out"
         )
 
 
 @contextlib.contextmanager
-def wandb_writer(run_dir: RunDir, config: WandbConfig) -> Iterator[None]:
+def wandb_writer(run_dir: RunDir, project: str) -> Iterator[None]:
     """Copy metrics.jsonl to W&B during the block, if the run asks for that; never wait for it.
 
     If this process is killed, the copying one still sends what is on disk and ends.
     """
-    if not config.project:
+    if not project:
         yield
         return
     try:
@@ -185,15 +184,11 @@ def _start(run_dir: RunDir) -> Any:
     import wandb
 
     config = run_dir.config
-    wanted = config.metrics.wandb
     known = {name: value for name, value in QUIET.items() if name in wandb.Settings.model_fields}
 
-    def start(mode: Any) -> Any:
+    def start(mode: Any = None) -> Any:
         return wandb.init(
-            project=wanted.project,
-            entity=wanted.entity or None,
-            group=wanted.group or None,
-            tags=wanted.tags or None,
+            project=config.metrics.wandb_project,
             id=run_dir.identity.id,
             name=config.name,
             config=to_tree(config),
@@ -204,7 +199,7 @@ def _start(run_dir: RunDir) -> Any:
         )
 
     try:
-        run = start("offline" if wanted.offline else None)
+        run = start()
     except (wandb.Error, OSError) as error:
         wandb.teardown()  # the library's own process takes an id once
         logger.warning(

@@ -82,7 +82,6 @@ def settings_targets(directory: Path, experiment: Path, corpus: Path) -> dict[st
     full = ClusterConfig(
         gpus_per_node="8",
         options={"mem": "0", "exclusive": None},
-        modules=("cuda",),
         setup=("true",),
         environment={"NCCL_DEBUG": "INFO", "TOKEN": "env:HOME"},
     )
@@ -125,7 +124,7 @@ def _read_cluster(path: Path) -> None:
         name="x", run_dir=place, code=place, python="python3", nodes=NodeRange(1, 2),
         cluster=cluster, attempts_without_progress=3,
     )  # fmt: skip
-    expected = len(cluster.options) + len(cluster.environment) + len(cluster.modules)
+    expected = len(cluster.options) + len(cluster.environment)
     lines = [line for line in render(job).splitlines() if line not in cluster.setup]
     assert len(lines) <= expected + LINES_OF_A_SCRIPT, lines
 

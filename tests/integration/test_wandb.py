@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from pretrain.cli import main
-from pretrain.config.run import WandbConfig
 from pretrain.metrics import wandb_writer
 from pretrain.processes.local_ranks import train_command
 from pretrain.recovery.faults import VARIABLE
@@ -37,7 +36,7 @@ optim: {{steps: {STEPS}}}
 engine: {{kind: torch}}
 checkpoint: {{interval: 3}}
 evaluation: {{interval: 3, max_tokens: 200, lanes: 2}}
-metrics: {{interval: 1, tensorboard: false, wandb: {{project: tests, tags: [small]}}}}
+metrics: {{interval: 1, tensorboard: false, wandb_project: tests}}
 """
     )
     return path
@@ -63,6 +62,7 @@ def test_a_killed_and_resumed_run_is_one_run_with_every_measurement_once(
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in [name for name in os.environ if name.startswith(("WANDB", "NETRC"))]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_TAGS", "small")
     # Somebody is here, but no server answers; the working directory is another user's.
     fault = {VARIABLE: "sigkill@5", "WANDB_API_KEY": KEY, "WANDB_INIT_TIMEOUT": "3"}
     with socket.create_server(("127.0.0.1", 0)) as foreign:
@@ -119,7 +119,7 @@ def test_training_goes_on_where_no_process_can_be_started(
     trained = []
     with monkeypatch.context() as patch:
         patch.setattr(wandb_writer, "own_command", lambda *words: ["/nowhere/python"])
-        with wandb_writer.wandb_writer(RunDir(tmp_path), WandbConfig(project="tests")):
+        with wandb_writer.wandb_writer(RunDir(tmp_path), "tests"):
             trained.append(1)
     assert trained
     assert "gets nothing of this attempt: " in caplog.text

@@ -127,8 +127,7 @@ def test_the_script_asks_for_what_the_cluster_file_says_and_hands_over_to_the_su
         GPU,
         partition="gpu",
         options={"mem": "0", "exclusive": ""},
-        modules=("cuda/13",),
-        setup=("ulimit -l unlimited",),
+        setup=("module load cuda/13", "ulimit -l unlimited"),
         environment={"NCCL_DEBUG": "WARN", "NOTE": "two words"},
     )
     lines = render(job(cluster, NodeRange(4, 4))).splitlines()

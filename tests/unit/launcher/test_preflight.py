@@ -87,7 +87,7 @@ def test_the_job_asks_for_what_the_cluster_file_says_and_survives_a_lost_node():
         gpus_per_node="8",
         cpus_per_rank=4,
         options={"mem": "0"},
-        modules=("cuda",),
+        setup=("module load cuda",),
         environment={"NCCL_DEBUG": "WARN"},
     )
     command = srun_line(cluster, 2, "preflight-1a", Path("/shared/out"))
@@ -111,9 +111,8 @@ def test_the_check_runs_in_the_containers_that_the_ranks_will_run_in():
         gpus_per_node="2",
         container_image="/images/x.sqsh",
         container_runtime="pyxis",
-        container_python="/venv/python",
         container_mounts=("/data",),
-        modules=("cuda",),
+        setup=("module load cuda",),
         environment={"NOTE": "two words"},
         options={"exclusive": None, "no-requeue": None},
     )
@@ -125,9 +124,7 @@ def test_the_check_runs_in_the_containers_that_the_ranks_will_run_in():
     assert "--exclusive" in pyxis
     assert "--no-requeue" not in pyxis
     assert "module load cuda" not in pyxis[-1]  # it is not in the container
-    assert (
-        'export NOTE="two words"\nexec /venv/python /shared/out/slurm/code pretrain.' in pyxis[-1]
-    )
+    assert 'export NOTE="two words"\nexec python3 /shared/out/slurm/code pretrain.' in pyxis[-1]
     apptainer = srun_line(replace(base, container_runtime="apptainer"), 2, "preflight-1a", out)
     assert apptainer[-1].startswith("module load cuda\n")
     inside = "exec apptainer exec --nv --bind=/shared/out --bind=/data"

@@ -87,7 +87,6 @@ def test_control_characters_are_refused_in_every_value_of_a_script(tmp_path, tex
     for change in (
         {"options": {"comment": text}},
         {"environment": {"NOTE": text}},
-        {"modules": (text,)},
         {"setup": ("true", text)},
         {"container_mounts": (text,)},
     ):

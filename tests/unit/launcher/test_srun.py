@@ -82,7 +82,7 @@ def test_pyxis_gets_the_image_and_sees_run_and_data():
 
 
 def test_apptainer_runs_the_task_inside_the_image():
-    command = in_container("apptainer", container_python="/opt/python")
+    command = in_container("apptainer")
     begin = command.index("apptainer")
     binds = ["--nv", "--bind=/runs/a", "--bind=/data", "--pwd=/code"]
     assert command[begin:] == [
@@ -90,7 +90,7 @@ def test_apptainer_runs_the_task_inside_the_image():
         "exec",
         *binds,
         "/images/x.sqsh",
-        "/opt/python",
+        "python3",
         "-m",
         "launcher.slurm.task",
     ]

@@ -82,18 +82,16 @@ def test_goodput_rises_and_saves_become_rarer_where_failures_do():
 
 
 def test_costs_follow_from_the_cluster_and_the_size_of_a_checkpoint():
-    node = NodeConfig(
-        ranks_per_node=2, mtbf_hours=1000.0, disk_mib_per_second=1.0, restart_seconds=50.0
-    )
+    node = NodeConfig(ranks_per_node=2, mtbf_hours=1000.0, disk_mib_per_second=1.0)
     hardware = Hardware(nodes=4, ranks_per_node=2, name="cpu", node=node)
     transfer = checkpoint_bytes(RUN) / 4 / (1 << 20)
     blocking = replace(RUN, checkpoint=CheckpointConfig(asynchronous=False))
     assert failure_costs(blocking, hardware, 1.0) == FailureCosts(
-        between_failures=900_000.0, pause=transfer, down=50.0, start=transfer
+        between_failures=900_000.0, pause=transfer, down=600.0, start=transfer
     )
     assert failure_costs(RUN, hardware, 1.0) == FailureCosts(
         between_failures=900_000.0, pause=SLOWER_WHILE_WRITING * transfer, write=transfer,
-        down=50.0, start=transfer,
+        down=600.0, start=transfer,
     )  # fmt: skip
 
 
