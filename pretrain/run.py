@@ -59,7 +59,6 @@ from pretrain.processes.precision import check_tiles, set_determinism, with_prec
 from pretrain.recovery.faults import fault_from_environment
 from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
 from pretrain.recovery.out_of_memory import record_out_of_memory, with_fitting_micro_batch
-from pretrain.recovery.rebuilt_memories import Rebuild, rebuild_memories, rebuild_of
 from pretrain.recovery.rewind import (
     inherited_windows,
     name_suspects,
@@ -304,16 +303,11 @@ def _train_from(
         load_initial_weights(engine, config)
     where: dict[str, Any] = {"world_size": world.world_size, "attempt": disk.attempt}
     is_local = found is not None and found.is_local
-    with raise_on_all_ranks():
-        rebuild = rebuild_of(config, world.rank, world.world_size, found, state)
-    record_start(run_dir, world, state.step, process.data, where, is_local, rebuild.steps)
+    record_start(run_dir, world, state.step, process.data, where, is_local)
     windows = inherited_windows(config, run_dir, world, state.step)
     lane_seed = lane_seed_at(config, state.step)
-    stream = _open_lanes(process, config, engine, state, rebuild)
-    first_step = state.step - rebuild.steps
-    batches = skip_windows(stream, segments_consumed(first_step, windows), windows)
-    beat = partial(process.heartbeat.beat, state.step, "start")
-    rebuild_memories(config, engine, state, rebuild, batches, beat)
+    stream = _open_lanes(process, config, engine, state)
+    batches = skip_windows(stream, segments_consumed(state.step, windows), windows)
     with checkpointer, Prefetcher(batches) as prefetcher:
         process.heartbeat.beat(state.step, "train")
         clock = ForwardClock(engine.module, world.device)
@@ -381,16 +375,16 @@ def _evaluator(
 
 
 def _open_lanes(
-    process: RankProcess, config: RunConfig, engine: Engine, state: TrainState, rebuild: Rebuild
+    process: RankProcess, config: RunConfig, engine: Engine, state: TrainState
 ) -> LaneStream:
-    """This rank's lanes from what is read again on; after a rewind, suspects are named first."""
+    """This rank's lanes from the state's cursor on; after a rewind, suspects are named first."""
     world, data, seed = process.world, config.data, lane_seed_at(config, state.step)
     corpus = open_training_data(data.path, data.mixture, data.cache, data.manifest_hash)
     lanes = lanes_of_rank(config, world.rank, world.world_size)
     corpus.check_capacity(ranks_on_this_node() * (len(lanes) + SHARDS_BESIDE_LANES))
     name_suspects(process.config, process.run_dir, engine, corpus, state, lanes)
     length = config.lane_tokens_per_step
-    stream = LaneStream(corpus, data.lanes, seed, length, lanes, rebuild.before)
+    stream = LaneStream(corpus, data.lanes, seed, length, lanes, state.cursor)
     if stream.advice and world.is_main:
         logger.warning(stream.advice)
     return stream

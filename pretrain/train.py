@@ -104,13 +104,12 @@ def train(parts: Parts, process: RankProcess) -> Outcome:
         learning_rate = learning_rate_at(config.optim, state.step)
         ends_interval = (state.step + 1) % config.metrics.interval == 0
         result = engine.step(learning_rate, measure_layers=ends_interval)
-        is_forgotten = result.skipped and not result.overflowed
-        if is_forgotten:
+        if result.skipped and not result.overflowed:
             # What a harmful segment left in memory would spoil all later steps. An overflow is only
             # the gradients' business: the loss scale was too large, but the forward pass was sound.
             offload.wait()
             state.memories = memories_without(LaneState(config.model), batch, memories_before)
-        state.advance(batch, config.tokens_per_step, is_forgotten)
+        state.advance(batch, config.tokens_per_step)
         metrics.end_step(state, result, learning_rate)
 
         # Agree with the other ranks on what follows.
@@ -223,7 +222,6 @@ def _save(
             validation_loss,
             obstacle=parts.metrics.unwritten,
             suspected_since=parts.spike_monitor.suspected_since,
-            is_last=outcome is not None,
         )
         save() if outcome is None else parts.checkpointer.until_published(save)
     if outcome is not None:  # it is uploaded during the last evaluation

@@ -28,7 +28,7 @@ from pretrain.checkpoint.marker import parts_in, share_of_rank
 from pretrain.checkpoint.pieces import key_of, report_of
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig
-from pretrain.costs.device_memory import checkpoint_bytes, lane_bytes
+from pretrain.costs.device_memory import checkpoint_bytes
 from tests.helpers.checkpoints import index_of, publish_step
 
 MODEL = code_that_runs() / "configs" / "models" / "xl_modern_7b.yaml"
@@ -74,19 +74,14 @@ def checkpoint_costs(directory: Path) -> Iterator[Row]:
 
 def sizes_of_checkpoints() -> Iterator[Row]:
     """Yield the bytes of a 7B model's checkpoint, a lane for each rank, as `describe` has them."""
-    with_memories, without = {}, {}
+    sizes = {}
     for ranks in SIZES:
         run = load_config(RunConfig, MODEL, [f"data.lanes={ranks}"])
         run = with_precision(run, best="bf16")
-        with_memories[ranks] = checkpoint_bytes(run) / 1e9
-        without[ranks] = with_memories[ranks] - ranks * lane_bytes(run) / 1e9
+        sizes[ranks] = checkpoint_bytes(run) / 1e9
     yield Cost(
-        name="checkpoint: size with memories, 7B, a lane per rank", unit="GB",
-        measured=with_memories, detail="the estimate of `describe`",
-    )  # fmt: skip
-    yield Cost(
-        name="checkpoint: size without (checkpoint.memories_interval)", unit="GB",
-        measured=without, detail="the same",
+        name="checkpoint: size, 7B, a lane per rank", unit="GB",
+        measured=sizes, detail="the estimate of `describe`",
     )  # fmt: skip
 
 
@@ -111,7 +106,7 @@ def publication_seconds(root: Path, ranks: int) -> float:
                 "start": rank - first, "bytes": 1, "sha256": "0" * 64
             },
         }  # fmt: skip
-        report = {"first_lane": rank, "num_lanes": 1, "cursor": cursor, "past": None}
+        report = {"first_lane": rank, "num_lanes": 1, "cursor": cursor}
         reports_of(rank).post({**report, "files": written}, pieces)
     partial = files.partial_directory(root, ranks, "publication")
     partial.mkdir()

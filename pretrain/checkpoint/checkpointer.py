@@ -13,7 +13,6 @@ rank adds a part, would mix two models.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
@@ -136,16 +135,13 @@ def _counters(engine: Engine, state: TrainState) -> Tensor:
     return torch.tensor([int.from_bytes(digest[:7], "little")])
 
 
-def report_of_lanes(
-    cursor: LaneCursor | None, past: LaneCursor | None, run: RunConfig, world: World
-) -> dict[str, Any]:
+def report_of_lanes(cursor: LaneCursor | None, run: RunConfig, world: World) -> dict[str, Any]:
     """Return what the index says of the lanes that this rank saves, `cursor` being theirs."""
     lanes = lanes_of_rank(run, world.rank, world.world_size)
     return {
         "first_lane": lanes.start,
         "num_lanes": len(lanes),
         "cursor": cursor.to_tree() if cursor else None,
-        "past": past.take(lanes).to_tree() if past and lanes else None,
     }
 
 
@@ -203,31 +199,24 @@ class Checkpointer:
         validation_loss: float | None = None,
         obstacle: Callable[[], str] = lambda: "",
         suspected_since: int | None = None,
-        is_last: bool = False,
     ) -> bool:
         """Start a checkpoint of `state.step`; without `checkpoint.asynchronous`, also finish it.
 
         The one before is finished first. Call `wait_for_copy` before the engine's next update. The
         latest checkpoint from before step `suspected_since` is kept for a rewind. Returns False if
         the disk is too full, or rank 0's `obstacle` says that something else must be on disk first.
-        Memories are left out as `checkpoint.memories_interval` says, but not of the `is_last`.
         Raises on every rank if replicas differ.
         """
         self.finish()
         require_equal_replicas(engine, state)
-        past, rebuild, saved = None, None, state
-        if not is_last and self._leaves_out_memories(state):
-            saved, past = dataclasses.replace(state, memories=[]), state.past.steps[0].before
-            rebuild = state.past.to_tree()
         self._node = self._node or ranks_of_node(self._world)
-        rank_files = files_of_rank(engine, saved, self._lane_state, self._node)
+        rank_files = files_of_rank(engine, state, self._lane_state, self._node)
         if problem := self._problem_ahead(state.step, rank_files, obstacle):
             self._give_up_save(state.step, problem)
             return False
-        more = {"validation_loss": validation_loss, "rebuild": rebuild}
-        more["world_size"] = self._world.world_size
+        more = {"validation_loss": validation_loss, "world_size": self._world.world_size}
         index = new_index(self._disk.run_id, to_tree(self._run), engine, state, **more)
-        report = report_of_lanes(saved.cursor, past, self._run, self._world)
+        report = report_of_lanes(state.cursor, self._run, self._world)
         self._saves += 1
         name = f"{self._disk.attempt}/{self._saves}"
         self._save = Save(
@@ -241,13 +230,6 @@ class Checkpointer:
         )
         self._saver.add(self._save.run)
         return self._run.checkpoint.asynchronous or self.finish()
-
-    def _leaves_out_memories(self, state: TrainState) -> bool:
-        """Whether they are to be rebuilt, and what that takes has been read."""
-        kept = self._run.checkpoint
-        every = kept.memories_interval * kept.interval
-        is_due = kept.memories_interval == 1 or bool(every and state.step % every == 0)
-        return not is_due and state.past.is_complete
 
     def note_validation_loss(self, step: int, loss: float) -> None:
         """Add the loss to the published checkpoint of `step`, and remove what is not kept then.

@@ -147,10 +147,10 @@ def load_weights(module: torch.nn.Module, found: Checkpoint, ema: bool = False) 
             parameter.copy_(whole.view_as(parameter))
 
 
-def load_cursor(found: Checkpoint, name: str = "cursor") -> LaneCursor:
-    """Return the cursor of all lanes from the ranks' reports: `cursor`, or `past`."""
+def load_cursor(found: Checkpoint) -> LaneCursor:
+    """Return the cursor of all lanes from the ranks' reports."""
     reports = [report for report in found.rank_reports if report["num_lanes"]]
-    return LaneCursor.join([LaneCursor.from_tree(report[name]) for report in reports])
+    return LaneCursor.join([LaneCursor.from_tree(report["cursor"]) for report in reports])
 
 
 def load_memory(found: Checkpoint, lanes: range) -> dict[str, Tensor] | None:

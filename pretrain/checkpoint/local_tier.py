@@ -171,7 +171,7 @@ class LocalTier:
             self._failed(state.step, _text(error))
             return
         assert state.cursor is not None
-        report = {"first_lane": 0, "num_lanes": len(state.cursor.lanes), "past": None}
+        report = {"first_lane": 0, "num_lanes": len(state.cursor.lanes)}
         report["cursor"] = state.cursor.to_tree()
         self._save = Save(
             disk,

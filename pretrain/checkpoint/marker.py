@@ -26,9 +26,8 @@ format, run, step, world_size, config     which checkpoint it is
 files      name -> bytes and sha256       of every file but index and marker, as a list of the parts
                                           that one rank each has written, one after the other
 pieces     parameter -> kinds and runs    which rank's file has which elements (`pieces.py`)
-ranks      first_lane, num_lanes, cursor  of every rank, in their order; `past`, an earlier cursor;
-                                          `state`, the file with its memories (`state_of_rank`)
-rebuild    steps, forgotten               null, or what memories that are not here are rebuilt from
+ranks      first_lane, num_lanes, cursor  of every rank, in their order; `state`, the file with its
+                                          memories (`state_of_rank`)
 tokens_seen, optimizer_steps, loss_scale, validation_loss
 
 Who hashes what of a checkpoint: every byte once over the ranks, and rank 0 shows how far it is.
@@ -125,12 +124,8 @@ def _check(fields: Fields, index: dict[str, Any]) -> None:
         raise InvalidField(f"world_size is {index['world_size']}, ranks has {len(reports)}")
     pieces.parsed(fields, len(reports))
     # Of a cursor, its reader checks what is in it; None before the first batch.
-    for name in ("cursor", "past"):
-        if not all(isinstance(each.get(name, ...), (dict, NoneType)) for each in index["ranks"]):
-            raise InvalidField(f"a rank has no {name}")
-    if index.get("rebuild", ...) is not None:
-        rebuild = fields.object("rebuild").only(("steps", "forgotten"))
-        rebuild.integers("forgotten", rebuild.integer("steps", 1, index["step"]) - 1)
+    if not all(isinstance(each.get("cursor", ...), (dict, NoneType)) for each in index["ranks"]):
+        raise InvalidField("a rank has no cursor")
     for report in reports:
         report.integer("first_lane", next_lane, next_lane)
         next_lane += report.integer("num_lanes")

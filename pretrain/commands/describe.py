@@ -19,7 +19,7 @@ from pretrain.config.resolve import resolve_if_built, with_precision
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import footprint_of, largest_micro_batch
 from pretrain.costs.devices import GIB, Hardware
-from pretrain.costs.failures import SLOWER_WHILE_WRITING, Saves, failure_costs, saves_of
+from pretrain.costs.failures import SLOWER_WHILE_WRITING, failure_costs
 from pretrain.costs.fitting import advice
 from pretrain.costs.flops import (
     Flops,
@@ -43,10 +43,8 @@ FORMULAS = (
     "w = checkpoint (mean of the saves) / nodes / disk_mib_per_second; p = its part that training "
     "loses",
     "(1 - t/M) e^((t+p)/M) = 1, at least w; about sqrt(2 p M)",
-    "t e^(-(w+s)/M) / ((e^((t+p)/M) - 1) (M + d)), d = 600 s, "
-    "s = w, and the part of rebuilding memories",
+    "t e^(-(w+s)/M) / ((e^((t+p)/M) - 1) (M + d)), d = 600 s, s = w",
 )
-REBUILD = "steps x forward FLOPs / FLOPs of a step x its time"
 
 
 def failure_rows(
@@ -63,9 +61,6 @@ def failure_rows(
     saving = f"of {counted(hardware.nodes, 'node')} at {node.disk_mib_per_second:g} MiB/s each"
     if run.checkpoint.asynchronous:
         saving += f", training {SLOWER_WHILE_WRITING:.0%} slower meanwhile (assumed)"
-    saves = saves_of(footprint_of(run, hardware.world_size, hardware.on_gpu).run)
-    if saves.leaves_out_memories:
-        saving += f", on average: {saves.part_without:.0%} without memories"
     notes = (
         f"on average, one of {counted(hardware.nodes, 'node')}",
         saving,
@@ -82,18 +77,7 @@ def failure_rows(
     )
     if explain:
         notes = tuple(f"{note}; {text}" for note, text in zip(notes, FORMULAS, strict=True))
-    rows: list[tuple[str, str, str]] = list(zip(names, values, notes, strict=True))
-    if saves.leaves_out_memories:
-        rows.insert(2, _rebuild_row(saves, run, hardware, step_seconds, explain))
-    return rows
-
-
-def _rebuild_row(
-    saves: Saves, run: RunConfig, hardware: Hardware, step_seconds: float, explain: bool
-) -> tuple[str, str, str]:
-    seconds = saves.rebuild_seconds(run, hardware.world_size, step_seconds)
-    note = f"forward passes of {counted(saves.rebuilt_steps, 'step')} in a resume without memories"
-    return "  memories rebuilt", duration(seconds), f"{note}; {REBUILD}" if explain else note
+    return list(zip(names, values, notes, strict=True))
 
 
 LAUNCH_BOUND_SECONDS = 0.01  # a step starts thousands of kernels, some microseconds each
@@ -253,9 +237,7 @@ def _memory_lines(run: RunConfig, hardware: Hardware, explain: bool) -> list[str
         words += counted(micro, "lane")
     else:
         words = f"DOES NOT FIT in {_gib(capacity)}"
-    saves = saves_of(found.run)
-    at_most = "at most " if saves.leaves_out_memories else ""
-    of_checkpoint = f"({kept} kept, one being written: {at_most}{_gib(found.disk)} of disk)"
+    of_checkpoint = f"({kept} kept, one being written: {_gib(found.disk)} of disk)"
     if explain:
         parameters = parameters_of(run.model).total
         per_parameter = 8 if run.optim.ema_decay else 4
@@ -275,11 +257,6 @@ def _memory_lines(run: RunConfig, hardware: Hardware, explain: bool) -> list[str
     if not fits:
         lines.append(_row("  to fit", "", advice(run, world_size, capacity, hardware.on_gpu)))
     lines.append(_row("checkpoint", _gib(found.checkpoint), of_checkpoint))
-    if saves.leaves_out_memories:
-        words = f"{saves.part_without:.0%} of saves (checkpoint.memories_interval="
-        words += f"{found.run.checkpoint.memories_interval}); a resume reads "
-        words += f"{counted(saves.rebuilt_steps, 'step')} again"
-        lines.append(_row("  without memories", _gib(saves.without), words))
     if found.copy:
         lines.append(_row("  copy", _gib(found.copy), "of host memory per rank, while saving"))
     return lines

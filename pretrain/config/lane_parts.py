@@ -88,23 +88,6 @@ def lane_parts(model: ModelConfig, memory_length: int | None = None) -> LanePart
     return LaneParts(layers, shared, is_forgotten=length == 0 < model.longest_memory)
 
 
-def segments_remembered(model: ModelConfig, segment_length: int) -> int | None:
-    """Return how many segments before the next one determine what a lane carries then.
-
-    That is the reach of the memory over all layers: a row of layer l is computed from the rows of
-    layer l - 1 in its segment's memory, and so on down to the embeddings. For N layers with a
-    memory of M rows, N ceil(M / L) segments. None if there is no such number: a state, and
-    compressed rows, depend on all that the lane has read.
-    """
-    if model.compressed_length or any(part.kind == "state" for part in lane_parts(model)):
-        return None
-    reach = known_from = 0  # tokens; from which on the inputs of a layer are right
-    for length in model.memory_lengths():
-        reach = max(reach, known_from + length)
-        known_from = -(-(known_from + length) // segment_length) * segment_length
-    return -(-reach // segment_length)
-
-
 def _parts_of_layer(model: ModelConfig, index: int, length: int) -> tuple[LanePart, ...]:
     """Return the parts of a layer by its kind."""
     kind = model.layer_kind(index)

@@ -31,7 +31,6 @@ from foundation.settings import (
 from pretrain.config.choices import shards
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig, check_attention
-from pretrain.config.lane_parts import segments_remembered
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.resume_rules import changeable, fixed
@@ -172,8 +171,6 @@ class CheckpointConfig:
     """Keep also every checkpoint whose step is a multiple of it; 0: none."""
     keep_best: int = setting(0, Range(0, MOST), unit="checkpoints")
     """Keep also this many with the lowest validation loss."""
-    memories_interval: int = setting(1, Range(0, MOST), unit="checkpoints")
-    """Checkpoints from one with the lanes' memories to the next; 0: only where the run stops."""
     storage_patience_seconds: float = setting(1800.0, Range(0, 1e7), unit="seconds")
     """How long to train on and retry while the run directory cannot be written; 0: stop at once."""
     local: Path | None = None
@@ -296,7 +293,6 @@ class RunConfig:
                 "evaluation.tasks needs a rank with whole weights, engine.zero_stage=3 shards "
                 "them; use stage 2, or `pretrain evaluate RUN --tasks` on checkpoints"
             )
-        self._check_memories()
         check_attention(self.engine, self.model)
         has_segments = self.engine.zero_stage > 2 and self.optim.gradient_segments > 1
         if self.engine.compile and (self.model.dropout or has_segments):
@@ -316,16 +312,6 @@ class RunConfig:
                 f"checkpoint.keep_best={self.checkpoint.keep_best} needs an evaluation at every "
                 f"saved step: checkpoint.interval={saved} must be a multiple of "
                 f"evaluation.interval={evaluated}"
-            )
-
-    def _check_memories(self) -> None:
-        """Raise ConfigError if memories are left out that cannot be rebuilt."""
-        interval, length = self.checkpoint.memories_interval, self.data.segment_length
-        if interval != 1 and segments_remembered(self.model, length) is None:
-            raise ConfigError(
-                f"checkpoint.memories_interval={interval}: other checkpoints' memories are rebuilt "
-                "from the segments before; a state (deltanet, memory tokens) or compressed rows "
-                "depend on all that a lane has read; use checkpoint.memories_interval=1"
             )
 
     @property

@@ -12,8 +12,6 @@ which for w = d = 0 is Daly's equation 13 ("A higher order estimate of the optim
 interval for restart dumps", Future Generation Computer Systems 22, 2006). Its maximum is where
 (1 - t/M) e^((t+p)/M) = 1, whatever w, d and s are. For p much shorter than M that is Young's
 sqrt(2 p M) ("A first order approximation to the optimum checkpoint interval", CACM 17, 1974).
-
-The saves of a run that leaves out lane memories (`checkpoint.memories_interval`).
 """
 
 from __future__ import annotations
@@ -21,57 +19,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pretrain.config.lane_parts import segments_remembered
 from pretrain.config.run import RunConfig
-from pretrain.costs.device_memory import checkpoint_bytes, footprint_of, lane_bytes
+from pretrain.costs.device_memory import checkpoint_bytes, footprint_of
 from pretrain.costs.devices import Hardware, NodeConfig
-from pretrain.costs.flops import computed_flops_of_step, forward_flops_of_step
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saves:
-    """The two kinds of checkpoints in a run, and how many there are of each.
-
-    The few with memories where a run stops, and after a start that has not read enough yet, are not
-    counted.
-    """
-
-    with_memories: float  # bytes
-    without: float  # bytes; the same if memories are always saved
-    part_without: float  # of all saves
-    rebuilt_steps: int  # which a resume from one without reads again; 0: there are none
-
-    @property
-    def leaves_out_memories(self) -> bool:
-        return self.part_without > 0
-
-    @property
-    def mean_bytes(self) -> float:
-        """The bytes of a save, on average."""
-        return self.with_memories + self.part_without * (self.without - self.with_memories)
-
-    def rebuild_seconds(self, run: RunConfig, world_size: int, step_seconds: float) -> float:
-        """Return how long rebuilding memories takes, where a step of training takes so long.
-
-        It computes forward passes only.
-        """
-        part = forward_flops_of_step(run, world_size) / computed_flops_of_step(run, world_size)
-        return self.rebuilt_steps * part * step_seconds
-
-
-def saves_of(run: RunConfig) -> Saves:
-    """Return what the run saves in the phase that `run` describes."""
-    whole, interval = checkpoint_bytes(run), run.checkpoint.memories_interval
-    segments = segments_remembered(run.model, run.data.segment_length) if interval != 1 else None
-    if not segments:  # also without memory: then nothing is left out
-        return Saves(with_memories=whole, without=whole, part_without=0.0, rebuilt_steps=0)
-    return Saves(
-        with_memories=whole,
-        without=whole - run.data.lanes * lane_bytes(run),
-        part_without=1 - 1 / interval if interval else 1.0,
-        rebuilt_steps=-(-segments // run.optim.gradient_segments),
-    )
-
 
 # Part of the speed that training loses while a checkpoint is being written. Assumed: copies,
 # hashing and writing take host memory's bandwidth, cores and the network.
@@ -90,7 +40,7 @@ class FailureCosts:
     pause: float  # in which a save keeps the loop from training
     write: float = 0.0  # from there until the checkpoint is published; training continues
     down: float = 0.0  # detection and requeueing: nothing runs that could fail
-    start: float = 0.0  # start of the ranks, reading the checkpoint, rebuilding memories
+    start: float = 0.0  # start of the ranks, reading the checkpoint
 
     def goodput(self, interval: float) -> float:
         """Return the part of the time that goes into training that is not done again.
@@ -120,25 +70,18 @@ class FailureCosts:
 def failure_costs(run: RunConfig, hardware: Hardware, step_seconds: float) -> FailureCosts | None:
     """Return what failures cost the run there; None if it is not known how often nodes fail.
 
-    Every node reads and writes its part of a checkpoint at `disk_mib_per_second`. Where some have
-    no memories, bytes and the time to rebuild memories are those of all saves, on average.
+    Every node reads and writes its part of a checkpoint at `disk_mib_per_second`.
     """
     node = hardware.node
     if node is None or not node.mtbf_hours:
         return None
-    world_size = hardware.world_size
-    saves = saves_of(footprint_of(run, world_size, hardware.on_gpu).run)
-    rebuild = saves.part_without * saves.rebuild_seconds(run, world_size, step_seconds)
+    largest = footprint_of(run, hardware.world_size, hardware.on_gpu).run
     in_background = run.checkpoint.asynchronous
-    return costs_on(node, hardware.nodes, saves.mean_bytes, in_background, rebuild)
+    return costs_on(node, hardware.nodes, checkpoint_bytes(largest), in_background)
 
 
 def costs_on(
-    node: NodeConfig,
-    nodes: int,
-    checkpoint_bytes: float,
-    in_background: bool = True,
-    rebuild_seconds: float = 0.0,
+    node: NodeConfig, nodes: int, checkpoint_bytes: float, in_background: bool = True
 ) -> FailureCosts:
     """Return what failures cost a run with checkpoints of that size on such nodes."""
     transfer = checkpoint_bytes / nodes / (node.disk_mib_per_second * (1 << 20))
@@ -147,5 +90,5 @@ def costs_on(
         pause=SLOWER_WHILE_WRITING * transfer if in_background else transfer,
         write=transfer if in_background else 0.0,
         down=RESTART_SECONDS,
-        start=transfer + rebuild_seconds,
+        start=transfer,
     )

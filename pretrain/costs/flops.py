@@ -287,11 +287,6 @@ def _training_flops(run: RunConfig, lanes: int) -> Flops:
     return flops_of(run.model, run.data.segment_length, lanes, run.optim.gradient_segments)
 
 
-def forward_flops_of_step(run: RunConfig, world_size: int) -> float:
-    """Return the FLOPs of all ranks in the forward passes of one step."""
-    return run.tokens_per_step * _training_flops(run, lanes_of_pass(run, world_size)).forward
-
-
 def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
     """Return the FLOPs of all ranks in one step: those of the passes, with the encodings that each
     projects again, Muon's, and what checkpointing and chunks of logits repeat."""

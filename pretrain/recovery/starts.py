@@ -135,7 +135,6 @@ def record_start(
     data: Mapping[str, Any],
     where: dict[str, Any],
     is_local: bool = False,
-    rebuilt_steps: int = 0,
 ) -> None:
     """Write to the ledger where and in which environment training starts; log what changed."""
     environment = environment_of_ranks(world)
@@ -159,7 +158,7 @@ def record_start(
             "%s has no earlier start; what it said, such as rewinds, is lost", ledger.path
         )
     changes = environment_changes(before.environment if before else {}, environment)
-    resumed = Resumed(**began, changes=changes, local=is_local, rebuilt_steps=rebuilt_steps)
+    resumed = Resumed(**began, changes=changes, local=is_local)
     if changes:
         logger.warning(resumed.not_bitwise)
     ledger.append(resumed)

@@ -75,21 +75,17 @@ class Started(TrainingBegan):
 class Resumed(TrainingBegan):
     """Training continued from the checkpoint of `step`, or from the ranks' `local` ones.
 
-    It was without memories if `rebuilt_steps`, from which they were computed, are not 0.
     `changes` are those of the environment since the attempt before: name -> [old, new]. With any,
     results are no longer bitwise those of an uninterrupted run.
     """
 
     changes: dict[str, tuple[str, str]] = field(default_factory=dict)
     local: bool = False
-    rebuilt_steps: int = 0
 
     @property
     def description(self) -> str:
         which = "the local checkpoints of " if self.local else ""
         resumed = f"resumed from {which}step {self.step} on {self.ranks}"
-        if self.rebuilt_steps:
-            resumed += f", memories rebuilt from the {self.rebuilt_steps} steps before"
         return f"{resumed}; {self.not_bitwise}" if self.changes else resumed
 
     @property

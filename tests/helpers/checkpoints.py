@@ -18,7 +18,6 @@ def index_of(step: int, num_ranks: int) -> dict[str, object]:
     """What rank 0 knows of a checkpoint."""
     counts = dict.fromkeys(("tokens_seen", "optimizer_steps"), step)
     rest = {"run": "run", "config": {}, "loss_scale": None, "validation_loss": None}
-    rest["rebuild"] = None
     return {"step": step, "world_size": num_ranks, **counts, **rest}
 
 
@@ -40,7 +39,7 @@ def publish_step(
         on_node = rank % node_ranks
         with open(partial / files.rank_file("state", rank - on_node), "ab") as file:
             file.write(bytes([step % 256, rank % 256]) * 100)
-        report = {"first_lane": rank, "num_lanes": 1, "cursor": None, "past": None}
+        report = {"first_lane": rank, "num_lanes": 1, "cursor": None}
         reports.append({**report, **report_of_files(partial, rank, gap, on_node)})
     final = files.step_directory(root, step)
     marker.publish(partial, final, {**index_of(step, num_ranks), **more}, reports)

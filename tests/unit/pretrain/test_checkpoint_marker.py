@@ -216,7 +216,7 @@ def test_a_file_that_rank_0_does_not_see_whole_is_not_published(tmp_path, conten
     partial, final = tmp_path / ".partial-00000001-attempt", files.step_directory(tmp_path, 1)
     partial.mkdir()
     name = files.rank_file("engine", 0)
-    report = {"first_lane": 0, "num_lanes": 1, "cursor": None, "past": None}
+    report = {"first_lane": 0, "num_lanes": 1, "cursor": None}
     written = {"start": 0, "bytes": 9, "sha256": "0" * 64}
     report |= {"files": {name: written, files.rank_file("state", 0): written}, "pieces": {}}
     (partial / files.rank_file("state", 0)).write_bytes(b"all of it")

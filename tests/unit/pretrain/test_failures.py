@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.costs.cluster import load_cluster
-from pretrain.costs.device_memory import checkpoint_bytes, lane_bytes
+from pretrain.costs.device_memory import checkpoint_bytes
 from pretrain.costs.devices import Hardware, NodeConfig
 from pretrain.costs.failures import SLOWER_WHILE_WRITING, FailureCosts, failure_costs
 
@@ -95,21 +94,6 @@ def test_costs_follow_from_the_cluster_and_the_size_of_a_checkpoint():
     )  # fmt: skip
 
 
-def test_saves_without_memories_are_smaller_and_cost_a_resume_the_rebuilding():
-    node = NodeConfig(ranks_per_node=2, mtbf_hours=1000.0, disk_mib_per_second=1.0)
-    hardware = Hardware(nodes=4, ranks_per_node=2, name="cpu", node=node)
-    whole, memories = checkpoint_bytes(RUN), 16 * lane_bytes(RUN)
-    costs = {}
-    for interval, part_without in ((1, 0.0), (4, 0.75), (0, 1.0)):
-        kept = CheckpointConfig(memories_interval=interval)
-        found = costs[interval] = failure_costs(replace(RUN, checkpoint=kept), hardware, 30.0)
-        assert found is not None
-        assert found.write == (whole - part_without * memories) / 4 / (1 << 20)
-        # Four layers whose memory is a segment long: four steps again, about a third of each.
-        assert found.start - found.write == pytest.approx(part_without * 4 * 10, rel=0.1)
-    assert costs[0].best_interval < costs[4].best_interval < costs[1].best_interval
-
-
 def described(capsys, tmp_path, *lines: str, nodes: int = 64, options: tuple[str, ...] = ()) -> str:
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text("\n".join(["gpus_per_node: h100:8", *lines]) + "\n")
@@ -129,25 +113,3 @@ def test_describe_prints_the_best_interval_of_a_cluster_whose_failures_are_known
     steps = [int(text.partition("best interval")[2].split()[0]) for text in (few, many)]
     assert steps[1] == pytest.approx(steps[0] / 10, rel=0.03)  # the root of a hundredth
     assert "sqrt(2 p M)" in described(capsys, tmp_path, "mtbf_hours: 63", options=("--explain",))
-
-
-def test_describe_counts_saves_without_memories_and_their_rebuilding(capsys, tmp_path):
-    whole = described(capsys, tmp_path, "mtbf_hours: 63")
-    assert "without memories" not in whole
-    assert "rebuilt" not in whole
-    every = ("checkpoint.memories_interval=4",)
-    found = described(capsys, tmp_path, "mtbf_hours: 63", options=every)
-    assert "75% of saves (checkpoint.memories_interval=4)" in found
-    assert "(assumed), on average: 75% without memories" in found
-    assert "in a resume without memories" in found
-    seconds = [float(text.partition("a save takes")[2].split()[0]) for text in (whole, found)]
-    assert seconds[1] < seconds[0]
-
-
-def test_describe_counts_rebuilt_steps_in_one_phase_wherever_it_names_them(capsys, tmp_path):
-    phases = "data.phases=[{from_step: 9, segment_length: 4096}]"
-    options = ("checkpoint.memories_interval=4", "data.segment_length=512", phases)
-    found = described(capsys, tmp_path, "mtbf_hours: 63", options=options)
-    (read,) = re.findall(r"a resume reads (\d+) steps again", found)
-    (passed,) = re.findall(r"forward passes of (\d+) steps", found)
-    assert read == passed

@@ -154,7 +154,7 @@ class Run:
                 file.write(engine_file(self.step, rank))
             write_json(partial / names[1], held)
             lanes = lanes_of_rank(RUN, rank, self.world_size)
-            report = {"first_lane": lanes.start, "num_lanes": len(lanes), "past": None}
+            report = {"first_lane": lanes.start, "num_lanes": len(lanes)}
             report["cursor"] = cursors[rank].to_tree()
             reports[rank] = report | report_of_files(partial, rank)
         final = files.step_directory(self.run_dir.checkpoints, self.step)

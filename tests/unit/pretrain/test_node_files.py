@@ -56,7 +56,7 @@ def saves_of(root: Path, nodes: tuple[tuple[int, ...], ...]) -> list[Save]:
         for rank in node:
             own = store if rank == 0 else TCPStore("127.0.0.1", store.port, wait_for_workers=False)
             report = {"first_lane": FIRST[rank], "num_lanes": LANES[rank]}
-            report |= {"cursor": None, "past": None}
+            report |= {"cursor": None}
             reports = RankReports("a/1", rank, len(LANES), own)
             index = index_of(7, len(LANES))
             saves[rank] = Save(
