@@ -7,7 +7,6 @@ Kinds of YAML files, told apart by settings that only one kind has at its top le
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import os
@@ -82,17 +81,11 @@ SHIPPED = Path(__file__).parent / "configs"
 # Settings are small; what exceeds these is a mistake or an attack.
 LARGEST_YAML_BYTES = 1 << 20
 MOST_FILES = 64  # that one file extends, directly or not
-MOST_NODES = 100_000  # values, with each alias counted as what it stands for
 DEEPEST_NODE = 100
-# Lines of names, plain values, texts in single quotes, and empty lists and sections: what we write.
-# Both of PyYAML's parsers read such a text alike, and libyaml's takes a fifth of the time. Short
-# lines cannot nest deeply, which would exhaust its stack.
-_PLAIN = re.compile(r"(?:(?:[ \w./:',=+~()#-]|\[\]|\{\}){0,500}\n)*", re.ASCII)
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, half a character: no file name has them
 _OTHER_TAGS = [f"tag:yaml.org,2002:{name}" for name in ("set", "omap", "pairs", "binary")]
 TOO_DEEP = "it is nested too deeply"
 LONGEST_INTEGER = 100  # characters
-_INTEGER_TAG = "tag:yaml.org,2002:int"
 _FLOAT_TAG = "tag:yaml.org,2002:float"
 _INT_TAG = "tag:yaml.org,2002:int"
 # Numbers of YAML 1.2. PyYAML implements 1.1, where 1e-3 without a dot is text, 5:00 is 300 (base
@@ -212,120 +205,71 @@ def _line_of(error: Exception, text: str) -> str:
 
 
 def _load(text: str) -> Any:
-    """Return the value of a YAML text; ValueError if it is nested too deeply or grows too large."""
-    import yaml
+    """Return the value of a YAML text; ValueError if it is nested too deeply or has aliases.
 
-    if yaml.__with_libyaml__ and _PLAIN.fullmatch(text):
-        with contextlib.suppress(yaml.YAMLError, ValueError):
-            return _load_with(_loader(yaml.CSafeLoader), text)
-    return _load_with(_loader(yaml.SafeLoader), text)  # it also says what is wrong
-
-
-def _load_with(kind: Any, text: str) -> Any:
-    loader = kind(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check_growth(node)
-        return loader.construct_document(node)
-    except RecursionError:
-        raise ValueError(TOO_DEEP) from None
-    finally:
-        loader.dispose()
-
-
-def _check_growth(root: Any) -> None:
-    """Raise ValueError unless the nodes, each alias counted as what it stands for, are few.
-
-    Nine lists of nine aliases each are 81 aliases, and 400 million nodes.
+    Nine lists of nine aliases each are 81 aliases, and 400 million values.
     """
     import yaml
 
-    sizes: dict[int, int] = {}  # by the node's id; 0 while its own nodes are counted
-
-    def size_of(node: Any, depth: int) -> int:
-        if depth > DEEPEST_NODE:
+    loader, depth = _loader(), 0
+    for event in yaml.parse(text, Loader=loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"found the alias *{event.anchor}, expected a value; write it out")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST_NODE:  # before a parser's stack is exhausted
             raise ValueError(TOO_DEEP)
-        if sizes.get(id(node)) == 0:
-            raise ValueError("an alias stands for something that contains it")
-        if id(node) not in sizes:
-            sizes[id(node)] = 0
-            if node.tag in _OTHER_TAGS:
-                raise ValueError(
-                    f"found a YAML {node.tag.rpartition(':')[2]}, expected text, a number, a list "
-                    "or a section; write text in quotes"
-                )
-            if isinstance(node, yaml.ScalarNode) and _NO_TEXT.search(node.value):
-                raise ValueError(f"found {node.value[:60]!a}, expected text")
-            items = () if isinstance(node, yaml.ScalarNode) else node.value
-            if isinstance(node, yaml.ScalarNode):
-                _check_scalar(node.value, node.tag)
-            pairs = (item if isinstance(item, tuple) else (item,) for item in items)
-            total = 1 + sum(size_of(part, depth + 1) for pair in pairs for part in pair)
-            if total > MOST_NODES:
-                raise ValueError(f"its aliases grow to more than {MOST_NODES:,} values")
-            sizes[id(node)] = total
-        return sizes[id(node)]
-
-    size_of(root, 0)
-
-
-def _check_scalar(text: str, tag: str) -> None:
-    """Raise ValueError for text that no file's name can have, and numbers too long to print."""
-    if tag == _INTEGER_TAG and len(text) > LONGEST_INTEGER:
-        raise ValueError(f"an integer of {len(text):,} characters")
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        raise ValueError(f"half a character in {abbreviated(text)}") from None
-    if "\0" in text:
-        raise ValueError(f"a NUL in {abbreviated(text)}")
+    return yaml.load(text, Loader=loader)
 
 
 @functools.cache
-def _loader(kind: Any) -> Any:
-    """Return one of PyYAML's safe loaders with the numbers above; duplicate keys are errors."""
+def _loader() -> Any:
+    """Return PyYAML's safe loader with the numbers above; duplicate keys are errors."""
     import yaml
 
-    class Loader(kind):
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         yaml_implicit_resolvers: ClassVar = {
             first: [pair for pair in pairs if pair[0] not in (_INT_TAG, _FLOAT_TAG)]
             for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
+        yaml_constructors: ClassVar = {
+            tag: constructor
+            for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
+            if tag not in _OTHER_TAGS
+        }
 
-        def fetch_flow_collection_start(self, TokenClass: Any) -> None:
-            # Its time grows with the square of the depth, before there is a node to check.
-            if self.flow_level >= DEEPEST_NODE:
-                raise ValueError(TOO_DEEP)
-            super().fetch_flow_collection_start(TokenClass)
+    def wrong(problem: str, node: yaml.Node) -> Exception:
+        return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
     def int_of(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
         if _LEADING_ZERO.match(node.value):
             number = re.sub(r"^([-+]?)[0_]+(?=\d)", r"\1", node.value)
-            raise yaml.constructor.ConstructorError(
-                None,
-                None,
-                f"{node.value} starts with 0: write {number}, or '{node.value}' for a text",
-                node.start_mark,
+            raise wrong(
+                f"{node.value} starts with 0: write {number}, or '{node.value}' for a text", node
             )
+        if len(node.value) > LONGEST_INTEGER:
+            raise wrong(f"an integer of {len(node.value):,} characters", node)
         return loader.construct_yaml_int(node)
+
+    def text_of(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+        text = loader.construct_yaml_str(node)
+        if _NO_TEXT.search(text):
+            raise wrong(f"found {text[:60]!a}, expected text", node)
+        return text
 
     def mapping_of(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             name = str(key.value)
             if name in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{abbreviated(name)} is given twice", key.start_mark
-                )
+                raise wrong(f"{abbreviated(name)} is given twice", key)
             seen.add(name)
-        loader.flatten_mapping(node)
         return loader.construct_mapping(node, deep=True)
 
     for tag, form in _NUMBERS:
         Loader.add_implicit_resolver(tag, form, _FIRST_OF_NUMBERS)
     Loader.add_constructor(_INT_TAG, int_of)
+    Loader.add_constructor("tag:yaml.org,2002:str", text_of)
     Loader.add_constructor("tag:yaml.org,2002:map", mapping_of)
     return Loader
 
