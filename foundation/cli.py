@@ -114,7 +114,7 @@ class Program:
         getattr(module, f"add_{function}_arguments" if function else "add_arguments")(parser)
         run = getattr(module, f"run_{function}" if function else "run")
         parser.hints = getattr(module, "HINTS", parser.hints)
-        rest = parser.with_overrides_first(parser.with_output(rest))
+        rest = parser.with_overrides_first(rest)
         parser.words = rest
         parser.refuse_unknown_flags(rest)
         return run(parser.parse_intermixed_args(rest))
@@ -139,12 +139,6 @@ class _Parser(argparse.ArgumentParser):
         for flag in (each for each in flags if each.startswith("--")):
             if flag.partition("=")[0] not in self._option_string_actions:
                 self.error(f"{_UNKNOWN}{flag}")
-
-    def with_output(self, arguments: Sequence[str]) -> list[str]:
-        """The arguments with `--out`, which many guess, as `--output` where that is a flag."""
-        if "--output" not in self._option_string_actions:
-            return list(arguments)
-        return [re.sub(r"^--out(?==|$)", "--output", each) for each in arguments]
 
     def with_overrides_first(self, arguments: Sequence[str]) -> list[str]:
         """The arguments with the file and overrides that follow a flag's several numbers moved
@@ -305,8 +299,6 @@ def fitted(lines: Iterable[str], indent: int, width: int) -> Iterator[str]:
 
 
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path"}
-SHORTEST_PART = 4  # characters of a name that are looked for inside of others
-SHORTEST_BEGINNING = 3  # characters of a name that are looked for at the beginning of others
 # What a resume may do with a setting, by its name; empty for settings that no run has.
 ResumeRule = Callable[[str], str]
 
@@ -316,23 +308,23 @@ def no_resume(name: str) -> str:
 
 
 def matching(schema: Any, prefix: str) -> list[Setting]:
-    """Return the settings that begin with `prefix`, or are called so here or in another system.
+    """Return the settings that are called `prefix` here or in another system, with those in them.
 
-    If there are none: those that have it as a choice, as a part of their name, or else as the
-    beginning of a name here or in another system. ConfigError, with a close name, if there are none
-    either.
+    If there are none, those that have it in a name or as a choice. ConfigError, with a close name,
+    if there are none either.
     """
     known = list(settings_of(schema))
     others: Mapping[str, str] = getattr(schema, OTHER_NAMES, {})
-    meant = [each.name for each in known if each.name == prefix]
-    meant = meant or [each.name for each in known if each.leaf == prefix]
-    meant = meant or [name for name, text in others.items() if prefix in text.split()]
-    meant = meant or [x.name for x in known if prefix and prefix in _choices_of(x.hint)]
-    meant = meant or [x.name for x in known if len(prefix) >= SHORTEST_PART and prefix in x.leaf]
-    if len(prefix) >= SHORTEST_BEGINNING and not meant:
-        called = {x.name: (x.leaf, *others.get(x.name, "").split()) for x in known}
-        meant = [x for x, names in called.items() if any(y.startswith(prefix) for y in names)]
-    if prefix and not meant:
+    names = {
+        each.name: (each.name, each.leaf, *others.get(each.name, "").split()) for each in known
+    }
+    choices = {x.name: get_args(x.hint) if get_origin(x.hint) is Literal else () for x in known}
+    meant = [name for name, called in names.items() if prefix in called] or [
+        name
+        for name, called in names.items()
+        if any(prefix in each for each in called) or prefix in choices[name]
+    ]
+    if not meant:
         *sections, name = prefix.split(".")
         owners = [each.section for each in known if each.name == ".".join(sections)]
         hint = suggestion((*owners, schema)[0] or schema, schema, sections, name, "")
@@ -398,10 +390,6 @@ def _type_of(hint: Any) -> str:
     if origin is UnionType:
         return " or ".join(map(_type_of, items))
     return _TYPES[hint]
-
-
-def _choices_of(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) is Literal else ()
 
 
 def _and(text: str) -> str:

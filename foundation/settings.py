@@ -78,7 +78,6 @@ def setting(
     allowed: Range | None = None,
     *,
     unit: str = "",
-    also: str = "",
     default_factory: Any = MISSING,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:

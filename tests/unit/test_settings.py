@@ -163,7 +163,7 @@ def test_every_program_prints_its_settings_in_80_columns(capsys, monkeypatch):
         out = capsys.readouterr().out
         assert expected in out
         assert max(map(len, out.splitlines())) <= 80
-    for wrong, hint in (("optm", "'optim'"), ("model.num_layer", "'num_layers'")):
+    for wrong, hint in (("optm", "'optim'"), ("model.num_layrs", "'num_layers'")):
         assert pretrain(["settings", wrong]) == 2
         answer = f"error: {wrong}: unknown setting; did you mean {hint}?\n"
         assert capsys.readouterr().err == answer

@@ -129,7 +129,7 @@ def test_the_check_runs_in_the_containers_that_the_ranks_will_run_in():
     assert apptainer[-1].startswith("module load cuda\n")
     inside = "exec apptainer exec --nv --bind=/shared/out --bind=/data"
     assert (
-        f"{inside} --pwd=/shared/out/slurm/code /images/x.sqsh /venv/python /shared"
+        f"{inside} --pwd=/shared/out/slurm/code /images/x.sqsh python3 /shared"
         in apptainer[-1]
     )
 

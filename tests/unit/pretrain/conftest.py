@@ -45,7 +45,8 @@ def swept(tmp_path_factory) -> Path:
     sweep_path = directory / "sweep.yaml"
     budgets = ("--budgets", "1e14", "1e15", "1e16", "--no-checks", "--holdout-budgets", "1e17")
     assert (
-        command("plan", directory / "books.yaml", *budgets, "--sizes", 6, "--out", sweep_path) == 0
+        command("plan", directory / "books.yaml", *budgets, "--sizes", 6, "--output", sweep_path)
+        == 0
     )
     for cell in read_sweep(sweep_path).cells:
         train_by_the_law(directory / "runs" / cell.name, config_of(cell, sweep_path))
@@ -55,6 +56,6 @@ def swept(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def collected(swept) -> Path:
     """The same with the tables that `pretrain scale collect` writes."""
-    outputs = ("--out", swept / "runs.csv")
+    outputs = ("--output", swept / "runs.csv")
     assert command("collect", swept / "sweep.yaml", "--runs-dir", swept / "runs", *outputs) == 0
     return swept

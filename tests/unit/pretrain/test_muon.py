@@ -149,7 +149,7 @@ def singular_values_of_the_update(run: RunConfig) -> Tensor:
     for name, after in engine.module.named_parameters():
         if role_of(name) == "matrix":
             for moved in (before[name] - after.detach()).chunk(stacked_matrices(name)):
-                scale = update_scale("match_rms_adamw", *moved.shape)
+                scale = update_scale(*moved.shape)
                 found.append(torch.linalg.svdvals(moved / (RATE * scale)))
     return torch.cat(found)
 

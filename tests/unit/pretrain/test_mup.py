@@ -73,7 +73,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def widened(options: Mapping[str, Any], width: int, *, mup: bool = True) -> ModelConfig:
     """The base with these options at another width."""
     config = replace(BASE, **options, d_model=width, base_width=BASE.d_model if mup else 0)
-    return replace(config, num_heads=width // BASE.head_width)
+    key_heads = config.num_key_heads * width // BASE.d_model
+    return replace(config, num_heads=width // BASE.head_width, num_key_heads=key_heads)
 
 
 def sizes(config: ModelConfig, optim: OptimConfig, seed: int) -> Sizes:

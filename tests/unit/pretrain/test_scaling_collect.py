@@ -60,7 +60,9 @@ def test_cells_without_a_final_loss_are_in_the_table_with_their_reason(collected
         "".join(line for line in metrics.read_text().splitlines(True) if "evaluation" not in line),
     )
     RunDir(runs / cells[4].name).ledger.append(Resumed(step=9, world_size=1, code="v1-8-gdef"))
-    assert command("collect", sweep_path, "--runs-dir", runs, "--out", tmp_path / "runs.csv") == 0
+    assert (
+        command("collect", sweep_path, "--runs-dir", runs, "--output", tmp_path / "runs.csv") == 0
+    )
     reasons = {
         row["name"]: row["excluded"]
         for row in csv.DictReader((tmp_path / "runs.csv").read_text().splitlines())
@@ -118,7 +120,7 @@ def test_the_last_evaluations_are_averaged_where_asked_for(collected, tmp_path, 
     earlier = [{"kind": "evaluation", "step": step, "loss": 3.0 + step} for step in (1, 2)]
     text = "".join(json.dumps(line) + "\n" for line in earlier) + metrics.read_text()
     write_text(metrics, text)
-    output = ("--runs-dir", runs, "--out", tmp_path / "runs.csv")
+    output = ("--runs-dir", runs, "--output", tmp_path / "runs.csv")
     assert command("collect", sweep_path, *output, "--average-last", 3) == 0
     row = next(csv.DictReader((tmp_path / "runs.csv").read_text().splitlines()))
     assert float(row["loss"]) == pytest.approx(4.0)

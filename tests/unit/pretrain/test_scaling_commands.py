@@ -22,7 +22,7 @@ from tests.helpers.scaling_runs import command
 
 
 def test_plan_prints_shapes_costs_and_the_total(swept, capsys):
-    arguments = ("--budgets", "1e14", "1e15", "--out", swept / "other.yaml", "--speed", "1e12")
+    arguments = ("--budgets", "1e14", "1e15", "--output", swept / "other.yaml", "--speed", "1e12")
     arguments += ("--no-checks",)
     assert command("plan", swept / "books.yaml", *arguments) == 0
     said = capsys.readouterr().out
@@ -79,7 +79,7 @@ def test_a_plan_can_be_centered_on_earlier_runs(collected):
         "--no-checks",
         "--around",
         collected / "runs.csv",
-        "--out",
+        "--output",
         out,
         "--sizes",
         3,
@@ -187,17 +187,17 @@ def test_a_place_that_cannot_hold_the_result_is_refused_before_the_work(
             ("fit", runs, "--json", file / "fit.json"),
             f"{file} is a file, not a directory",
         ),
-        (("report", runs, "--out", file), f"--output {file} is a file; name a directory"),
+        (("report", runs, "--output", file), f"--output {file} is a file; name a directory"),
         (
-            ("report", runs, "--out", file / "report"),
+            ("report", runs, "--output", file / "report"),
             f"{file} is a file, not a directory",
         ),
         (
-            ("collect", sweep, "--runs-dir", collected / "runs", "--out", tmp_path),
+            ("collect", sweep, "--runs-dir", collected / "runs", "--output", tmp_path),
             "is a directory; name a file",
         ),
         (
-            ("plan", books, "--budgets", "1e15", "--out", tmp_path),
+            ("plan", books, "--budgets", "1e15", "--output", tmp_path),
             f"--output {tmp_path} is a directory",
         ),
         (
