@@ -110,8 +110,9 @@ def test_a_store_that_is_away_costs_a_run_nothing_and_gets_the_checkpoint_when_i
     run_dir = RunDir(tmp_path / "run")
     away = f"checkpoint.mirror={bucket}-away/runs"
     command = ["train", str(experiment), f"--run-dir={run_dir.path}", away]
-    monkeypatch.setattr(uploads, "WAIT_SECONDS", 0.5)
-    assert pretrain(command) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(uploads, "WAIT_SECONDS", 0.5)
+        assert pretrain(command) == 0
     assert differing_losses(undisturbed, run_dir) == []
     failed = events_of(run_dir.ledger.read(), MirrorFailed)
     assert (failed[-1].step, failed[-1].url) == (STEPS, f"{bucket}-away/runs/tiny")
