@@ -128,10 +128,7 @@ def test_the_check_runs_in_the_containers_that_the_ranks_will_run_in():
     apptainer = srun_line(replace(base, container_runtime="apptainer"), 2, "preflight-1a", out)
     assert apptainer[-1].startswith("module load cuda\n")
     inside = "exec apptainer exec --nv --bind=/shared/out --bind=/data"
-    assert (
-        f"{inside} --pwd=/shared/out/slurm/code /images/x.sqsh python3 /shared"
-        in apptainer[-1]
-    )
+    assert f"{inside} --pwd=/shared/out/slurm/code /images/x.sqsh python3 /shared" in apptainer[-1]
 
 
 def test_ranks_that_can_not_start_are_told_with_their_last_line(tmp_path, monkeypatch, capsys):
