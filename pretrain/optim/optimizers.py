@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from foundation.settings import assert_never
+from pretrain.config.choices import ReductionPrecision
 from pretrain.config.optim import OptimConfig
 from pretrain.costs.flops import NEWTON_SCHULZ_STEPS, newton_schulz_flops
 from pretrain.distributed.rounds import rows_of_ranks
@@ -316,7 +317,7 @@ class Muon(GuardedAdamW):
         super().__init__(
             groups, lr=0.0, betas=optim.betas, eps=optim.epsilon, weight_decay=0.0, fused=True
         )
-        self._precision = optim.muon_precision
+        self._precision: ReductionPrecision = optim.muon_precision
         self._exchanges: dict[tuple[str, ...], MatrixExchange] = {}
 
     def _update(self) -> None:
