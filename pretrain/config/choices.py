@@ -168,18 +168,13 @@ def schedule_traits(shape: ScheduleShape) -> ScheduleTraits:
             assert_never(shape)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerTraits:
-    orthogonalizes: bool = False  # updates of matrices, which then have one moment instead of two
-
-
-def optimizer_traits(name: OptimizerName) -> OptimizerTraits:
-    """Return what groups and costs follow from; `pretrain.optim.optimizers` builds it."""
+def orthogonalizes(name: OptimizerName) -> bool:
+    """Whether updates of matrices are orthogonal; these have one moment instead of two."""
     match name:
         case "adamw" | "lamb":
-            return OptimizerTraits()
+            return False
         case "muon":
-            return OptimizerTraits(orthogonalizes=True)
+            return True
         case _:
             assert_never(name)
 

@@ -10,7 +10,7 @@ from pretrain.config.choices import (
     OptimizerName,
     ReductionPrecision,
     ScheduleShape,
-    optimizer_traits,
+    orthogonalizes,
     reduction_bytes,
     schedule_traits,
 )
@@ -83,7 +83,7 @@ class OptimConfig:
     @property
     def rounds_updates(self) -> bool:
         """Whether updates are rounded more than float32 rounds them."""
-        is_muon = optimizer_traits(self.name).orthogonalizes
+        is_muon = orthogonalizes(self.name)
         return is_muon and reduction_bytes(self.muon_precision) < 4
 
     @property

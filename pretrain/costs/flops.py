@@ -26,7 +26,7 @@ from pretrain.config.choices import (
     learns_to_compress,
     norm_traits,
     norms_inputs,
-    optimizer_traits,
+    orthogonalizes,
     position_traits,
     recomputation_traits,
     scales_with_length,
@@ -42,7 +42,7 @@ MOMENT_BYTES = 4  # float32; AdamW has two moments
 
 def orthogonalizing_flops(model: ModelConfig, optim: OptimConfig) -> float:
     """Return the FLOPs of one update in making matrices orthogonal, of all ranks together."""
-    if not optimizer_traits(optim.name).orthogonalizes:
+    if not orthogonalizes(optim.name):
         return 0.0
     return sum(newton_schulz_flops(*shape) for shape in _matrices(model))
 
@@ -50,7 +50,7 @@ def orthogonalizing_flops(model: ModelConfig, optim: OptimConfig) -> float:
 def moment_bytes(model: ModelConfig, optim: OptimConfig, parameters: int) -> float:
     """Return the bytes of the moments of all `parameters`: two each, of Muon's matrices one."""
     total = 2.0 * MOMENT_BYTES * parameters
-    if not optimizer_traits(optim.name).orthogonalizes:
+    if not orthogonalizes(optim.name):
         return total
     return total - MOMENT_BYTES * sum(rows * width for rows, width in _matrices(model))
 
