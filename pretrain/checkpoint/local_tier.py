@@ -171,8 +171,8 @@ class LocalTier:
             self._failed(state.step, _text(error))
             return
         assert state.cursor is not None
-        report = {"first_lane": 0, "num_lanes": len(state.cursor.lanes)}
-        report["cursor"] = state.cursor.to_tree()
+        lanes, cursor = len(state.cursor.lanes), state.cursor.to_tree()
+        report = {"first_lane": 0, "num_lanes": lanes, "cursor": cursor}
         self._save = Save(
             disk,
             rank_files,
