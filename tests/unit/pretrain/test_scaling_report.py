@@ -74,7 +74,7 @@ def test_budgets_without_a_vertex_are_one_warning():
 def test_report_is_one_file_that_needs_no_network_with_its_pictures_beside_it(collected):
     out = collected / "report"
     arguments = ("--title", "Books")
-    assert command("report", collected / "runs.csv", "--out", out, *arguments) == 0
+    assert command("report", collected / "runs.csv", "--output", out, *arguments) == 0
     page = (out / "report.html").read_text()
     assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|url\((?!#)', page)
     pictures = {path.stem for path in out.glob("*.png")}

@@ -185,7 +185,7 @@ metrics: {{tensorboard: false}}
     )
     rates = ["2e-2", "8e-2", "3.2e-1"]
     plan = ["scale", "plan", str(experiment), "--rates", *rates]
-    assert main([*plan, "evaluation.max_tokens=200", "--out", str(sweep)]) == 0
+    assert main([*plan, "evaluation.max_tokens=200", "--output", str(sweep)]) == 0
     cells = read_sweep(sweep).cells
     write_text(experiment, experiment.read_text().replace("learning_rate: 8e-2, ", ""))
     for cell in cells:
@@ -223,7 +223,7 @@ def test_plans_for_which_the_corpus_is_too_small_are_refused_with_their_own_advi
         (["--rates", "0.1", "0.2", "0.4", "--steps", "0"], "--steps=0 must be"),
         (["--segments", "1", "32", "--memories", "8"], "longer --segments"),
     ):
-        out = ["--out", str(tmp_path / "sweep.yaml")]
+        out = ["--output", str(tmp_path / "sweep.yaml")]
         assert main(["scale", "plan", str(experiment), *command, *out]) == 2
         assert advice in capsys.readouterr().err
     assert not (tmp_path / "sweep.yaml").exists()
