@@ -330,7 +330,7 @@ def matching(schema: Any, prefix: str) -> list[Setting]:
         hint = suggestion((*owners, schema)[0] or schema, schema, sections, name, "")
         raise ConfigError(f"{prefix}: unknown setting{hint}")
     inside = tuple(f"{name}{mark}" for name in meant for mark in (".", "["))
-    return [x for x in known if not prefix or x.name in meant or x.name.startswith(inside)]
+    return [x for x in known if x.name in meant or x.name.startswith(inside)]
 
 
 def as_text(schema: Any, prefix: str, rule: ResumeRule, width: int) -> Iterator[str]:

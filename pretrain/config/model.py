@@ -129,20 +129,22 @@ class ModelConfig:
                 f"model.d_model={self.d_model} does not divide into num_heads={self.num_heads}; "
                 "set model.d_head or change one of them"
             )
-        self._check_kinds()
-        self._check_memory()
-        self._check_heads()
-        self._check_positions()
-        self._check_compression()
-        self._check_adaptive()
-
-    def _check_kinds(self) -> None:
         if self.layer_kinds and self.num_layers % len(self.layer_kinds):
             raise ConfigError(
                 f"model.layer_kinds={list(self.layer_kinds)} has {len(self.layer_kinds)} entries, "
                 f"which do not repeat over num_layers={self.num_layers}; use a list of a length "
                 "that divides the layers"
             )
+        self._check_memory()
+        if self.num_heads % self.key_heads:
+            raise ConfigError(
+                f"model.num_heads={self.num_heads} does not divide into "
+                f"num_key_heads={self.num_key_heads} groups; use a divisor, or 0 for a key head "
+                "per head"
+            )
+        self._check_positions()
+        self._check_compression()
+        self._check_adaptive()
 
     def _check_memory(self) -> None:
         pattern = self._memory_pattern
@@ -160,14 +162,6 @@ class ModelConfig:
         if self.same_length and not min(self.attended_lengths):
             raise ConfigError(
                 "model.same_length needs model.memory_length > 0, the number of keys of each query"
-            )
-
-    def _check_heads(self) -> None:
-        if self.num_heads % self.key_heads:
-            raise ConfigError(
-                f"model.num_heads={self.num_heads} does not divide into "
-                f"num_key_heads={self.num_key_heads} groups; use a divisor, or 0 for a key head "
-                "per head"
             )
 
     def _check_positions(self) -> None:
