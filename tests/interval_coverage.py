@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from foundation.errors import DataError
-from pretrain.scaling import law as law_module
-from pretrain.scaling.fit import approaches_of
+from pretrain.scaling.fit import approaches_of, estimate
 from pretrain.scaling.frontier import Approach, LawLine
 from pretrain.scaling.intervals import Interval
 from pretrain.scaling.law import Law
@@ -30,10 +29,10 @@ LAWS = (HOFFMANN, BESIROGLU, CS336)
 LEVELS = (0.005, 0.02)
 NOISES = ("independent", "shared", "uneven")
 BUDGETS = (4, 5, 6)
+QUANTITIES = ("a", "N*", "N* 10x", "loss", "loss 10x")
 RANGE = (1e18, 1e20)
 SIZES = 5
 REPLICATES = 100
-RESAMPLES = 200  # of 1,000, which move a share by less than a point
 WANTED = (0.92, 0.98)
 DEVIATIONS = 2.6  # of a share from WANTED that chance explains
 
@@ -113,7 +112,7 @@ def quantities(approach: Approach) -> dict[str, Interval]:
 def approaches_on(points: Points) -> tuple[Approach, ...]:
     """The approaches to these runs as `fit` makes them; none if the runs allow none."""
     try:
-        return approaches_of(points)
+        return approaches_of(points, estimate(points), SIX_N)
     except DataError:
         return ()
 
@@ -124,7 +123,7 @@ def measure(sweeps: Iterable[Sweep]) -> dict[Cell, Tally]:
     for sweep in sweeps:
         truth = quantities(Approach("truth", "truth", LawLine(sweep.law.theta, SIX_N), None))
         for approach in approaches_on(noisy(sweep)):
-            if approach.key in ("lowest", "tied"):
+            if approach.left_out is None and approach.key in ("lowest", "tied"):
                 continue
             cell = Cell(approach.title, sweep.noise, sweep.level, sweep.budgets)
             tallies[cell].sweeps += 1
@@ -147,21 +146,25 @@ def grid(replicates: int) -> Iterator[Sweep]:
 
 
 def table(tallies: dict[Cell, Tally]) -> list[list[str]]:
-    """A row per cell that has intervals; `!` marks a share that chance does not explain."""
-    names = ("a", "N*", "N* 10x", "loss", "loss 10x")
-    rows = [["approach", "noise", "level", "budgets", "with interval", *names]]
-    for cell, tally in sorted(tallies.items(), key=lambda item: item[0].approach):
-        if not tally.held:
-            continue
+    """A row per approach and noise, and in every cell a number for each of BUDGETS: of how many
+    sweeps there is an interval, and the share of those that hold the truth, in percent. `!` marks a
+    share that chance does not explain.
+    """
+    rows = [["approach", "noise", "level", "intervals", *QUANTITIES]]
+    kinds = sorted({(cell.approach, cell.noise, cell.level) for cell in tallies})
+    for approach, noise, level in kinds:
+        mine = [tallies.get(Cell(approach, noise, level, count), Tally()) for count in BUDGETS]
+        answered = "/".join(str(tally.held.get("a", (0, 0))[1]) for tally in mine)
         shares = [
-            f"{tally.share(name):.1%}{'!' if tally.is_off(name) else ''}"
-            if name in tally.held
-            else "-"
-            for name in names
+            "/".join(
+                f"{100 * tally.share(name):.0f}{'!' * tally.is_off(name)}"
+                if name in tally.held
+                else "-"
+                for tally in mine
+            )
+            for name in QUANTITIES
         ]
-        answered = f"{tally.held['a'][1]} of {tally.sweeps}"
-        row = [cell.approach, cell.noise, f"{cell.level:.1%}", str(cell.budgets), answered]
-        rows.append([*row, *shares])
+        rows.append([approach, noise, f"{level:.1%}", answered, *shares])
     return rows
 
 
@@ -169,7 +172,6 @@ def main() -> int:
     """Print the table; status 1 if a share is off."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replicates", type=int, default=REPLICATES, help="per law and cell")
-    law_module.RESAMPLES = RESAMPLES
     tallies = measure(grid(parser.parse_args().replicates))
     print(fitted_table(table(tallies)))
     off = [cell for cell, tally in tallies.items() if any(map(tally.is_off, tally.held))]

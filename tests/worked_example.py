@@ -17,7 +17,7 @@ from pretrain.cli import main as pretrain
 from pretrain.scaling.collect import row_of, shown_rows
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.rates import tuned_rates, tuned_table, verdicts
-from pretrain.scaling.summary import fit_lines
+from pretrain.scaling.report import fit_lines
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.table import read_points
 from pretrain.scaling.which_runs import PlacedCell, cells_of

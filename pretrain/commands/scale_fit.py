@@ -13,7 +13,7 @@ from foundation.yaml_files import YAML_SUFFIXES
 from pretrain.commands.output_paths import check_output_directory, check_output_file
 from pretrain.commands.scale import add_report_output, add_runs
 from pretrain.scaling.fit import Fit, fit_all
-from pretrain.scaling.summary import fit_lines, fit_tree
+from pretrain.scaling.report import fit_lines, fit_tree
 from pretrain.scaling.table import Columns, Points, read_points, units_of
 
 MANY_RUNS = 10_000  # whose fit takes long enough for progress

@@ -19,7 +19,6 @@ from pretrain.scaling.memory_law import (
     best_memory,
     fit_memory_law,
     mean_power,
-    memory_region,
     trained_runs,
 )
 from pretrain.terminal.text import counted, fitted_table, flops_text
@@ -53,8 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"({low:.3g} to {high:.3g}); add runs nearer to it, or use --force"
             )
     law = fit_memory_law(runs)
-    region = memory_region(law, runs)
-    found = [best_memory(law, region, runs, flops) for flops in budgets]
+    found = [best_memory(law, runs, flops) for flops in budgets]
     heads = ["FLOPs", f"best memory, {LEVEL}% interval", "N", "D", "loss", "without memory"]
     print("\n".join(_law_lines(law, runs)))
     print(f"{fitted_table(_errors(law, runs))}\n")

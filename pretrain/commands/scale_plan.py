@@ -34,7 +34,6 @@ from pretrain.costs.devices import Hardware
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.family import Family
 from pretrain.scaling.intervals import amount
-from pretrain.scaling.lifetime import noted_repeats
 from pretrain.scaling.placement import (
     Machine,
     Utilization,
@@ -54,6 +53,7 @@ from pretrain.scaling.plan import (
     tokens_here,
     write_plan,
 )
+from pretrain.scaling.predict import noted_repeats
 from pretrain.scaling.recipe import (
     Rule,
     base_rule,
@@ -430,7 +430,7 @@ def _center(family: Family, arguments: argparse.Namespace) -> tuple[Callable[[fl
             raise ConfigError(f"--tokens-per-parameter {ratio} must be positive")
         return optimum_at_ratio(family, ratio), f"{ratio:g} tokens per parameter"
     from pretrain.scaling.fit import fit_all
-    from pretrain.scaling.summary import choice_line
+    from pretrain.scaling.report import choice_line
     from pretrain.scaling.table import read_points
 
     fit = fit_all(read_points(arguments.around))

@@ -29,9 +29,11 @@ from pretrain.costs.flops import cost_of
 from pretrain.scaling.fit import Fit
 from pretrain.scaling.frontier import Approach
 from pretrain.scaling.intervals import LEVEL, amount, as_loss, as_size, shown
-from pretrain.scaling.lifetime import (
+from pretrain.scaling.predict import (
+    BAND,
     SERVED,
     SIZES,
+    Forecast,
     Lifetime,
     at_ratio,
     at_size,
@@ -39,16 +41,12 @@ from pretrain.scaling.lifetime import (
     best_with_repeats,
     cheapest_at_loss,
     compute_optimal,
-    effective_tokens,
-    loss_of_run_with_repeats,
-)
-from pretrain.scaling.predict import (
-    BAND,
-    Forecast,
     doubts,
+    effective_tokens,
     forecast,
     law_of_runs,
     loss_of_run,
+    loss_of_run_with_repeats,
     near_optimal_band,
     preferred,
     refuse_unknown,
@@ -56,10 +54,9 @@ from pretrain.scaling.predict import (
     run_doubts,
 )
 from pretrain.scaling.recipe import with_budget
-from pretrain.scaling.summary import choice_line, warning_lines
+from pretrain.scaling.report import choice_line, warning_lines
 from pretrain.terminal.text import counted, fitted_table, flops_text
 
-UNANSWERED_WARNING = 0.01  # fraction of lines without an answer from which there is a warning
 ASKED = {
     "flops": "at C = {} FLOPs",
     "tokens": "that reads D = {} tokens",
@@ -117,11 +114,6 @@ def run(arguments: argparse.Namespace) -> int:
     lines = [f"doubt: {doubt}" for doubt in reasons]
     if approach.no_interval:
         lines.append(f"{approach.title} without an interval: {approach.no_interval}")
-    if chosen.unanswered >= UNANSWERED_WARNING:
-        lines.append(
-            f"warning: {chosen.unanswered:.0%} of the resamples of {chosen.approach} have no such "
-            "run; its intervals are too narrow"
-        )
     if band := near_optimal_band(fit, chosen.flops.value, approach):
         low, high = (as_size(size) for size in band)
         lines.append(
@@ -381,7 +373,7 @@ def _at_ratio(law: Approach, flops: float, ratio: float) -> Answer:
 
 def _repeated(law: Approach, flops: float, unique: float) -> Answer:
     best = best_with_repeats(law, flops, unique)
-    more = best.loss.value / best.unlimited.value - 1
+    more = best.loss.value / law.loss(math.log(flops)).value - 1
     verdict = ", as good as new tokens" if more < NEGLIGIBLE else ""
     lines = (
         f"with {amount(unique)} unique tokens: N {shown(best.parameters, as_size)}, D "
@@ -390,9 +382,7 @@ def _repeated(law: Approach, flops: float, unique: float) -> Answer:
         f"the loss is {more:+.2%} of that without repeats{verdict} (constants of repeated data: "
         "Muennighoff et al. 2023)",
     )
-    run = compute_optimal(law, flops, 0.0)
-    found = replace(run, parameters=best.parameters, tokens=best.tokens, loss=best.loss)
-    return Answer(lines=lines, forecast=_forecast(f"3, {amount(unique)} unique tokens", found))
+    return Answer(lines=lines, forecast=_forecast(f"3, {amount(unique)} unique tokens", best))
 
 
 def _worth(tokens: float, unique: float) -> str:
@@ -409,5 +399,4 @@ def _forecast(approach: str, run: Lifetime) -> Forecast:
         parameters=run.parameters,
         tokens=run.tokens,
         loss=run.loss,
-        unanswered=0.0,
     )

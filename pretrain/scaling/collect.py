@@ -19,7 +19,7 @@ from pretrain.rundir.ledger import events_of
 from pretrain.rundir.metric_names import set_losses, task_columns
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.intervals import amount
-from pretrain.scaling.lifetime import effective_tokens
+from pretrain.scaling.predict import effective_tokens
 from pretrain.scaling.probed import PROBED, probe_columns
 from pretrain.scaling.table import csv_rows
 from pretrain.scaling.which_runs import PlacedCell

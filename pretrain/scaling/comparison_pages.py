@@ -21,7 +21,7 @@ from pretrain.reporting.charts import (
     chart_html,
     legend,
     plain_ticks,
-    save_png,
+    save_figure,
     spread_colors,
 )
 from pretrain.reporting.html import page, paragraph, section, table
@@ -31,6 +31,7 @@ from pretrain.scaling.collect import Row, parsed_rows
 from pretrain.scaling.intervals import amount, as_loss
 from pretrain.scaling.probed import FAR, PROBED
 from pretrain.scaling.rates import Tuned, tuned_rates, tuned_table, verdicts
+from pretrain.scaling.report import provenance
 from pretrain.scaling.table import csv_rows
 from pretrain.scaling.variants import MemberResult, results_of
 from pretrain.terminal.text import counted, fitted_table, flops_text, number, si
@@ -57,10 +58,10 @@ class Part:
         return "\n".join([fitted_table(self.rows), *self.lines])
 
     def html(self, directory: Path) -> str:
-        """What the page shows; the figures are also written as PNG."""
+        """What the page shows; the figures are also written as files."""
         drawn = ""
         for name, (caption, draw) in self.figures.items():
-            save_png(directory / f"{name}.png", draw(PRINT))
+            save_figure(directory / f"{name}.png", draw(PRINT))
             drawn += chart_html(draw(PAGE), caption) + paragraph(caption + ".")
         heads, *rows = self.rows
         return section(self.title, drawn, table(heads, rows, "named"), *map(paragraph, self.lines))
@@ -89,7 +90,7 @@ def write_comparison(rows: Sequence[Row], source: Path, directory: Path, title: 
     sections = [part.html(directory) for part in parts]
     left_out = [f"left out: {row.name}: {row.excluded}" for row in rows if row.excluded]
     done = counted(len(rows) - len(left_out), "finished run")
-    lead = f"{done} of a sweep that varies {kind}."
+    lead = f"{provenance(source)}: {done} of a sweep that varies {kind}."
     footer = "Written by 'pretrain scale report'. Losses in nats per token of the validation split."
     path = directory / "report.html"
     sections[-1] += "".join(map(paragraph, left_out))

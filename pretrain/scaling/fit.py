@@ -37,8 +37,8 @@ from pretrain.scaling.law import (
     ParametricFit,
     fit_flops_law,
     fit_parametric,
+    left_out_laws,
     loss_at,
-    resampled_laws,
 )
 from pretrain.scaling.table import HELD_OUT, Array, Points, usable
 from pretrain.terminal.text import counted
@@ -51,7 +51,8 @@ TITLES = {
     "lowest": "1 lowest runs",
 }
 NUMBERS = {"lowest": 4, "tied": 4, "parametric": 5, "isoflop": 6}
-NOT_TESTED = "it assumes the exponents"  # why a tied law has no intervals of sizes
+# Where they differ, its interval of the loss held the truth in 85% of 105 sweeps (make coverage).
+NOT_HELD = "it assumes equal exponents, and does not know how far they differ"
 ROUGH_FLOPS_LAW = 0.03
 NEAR = 3.0  # times the lowest run's size: the runs of the left-out budget that count
 SAME_ERROR = 2e-4  # of the loss: errors that differ by less are equal, since seeds differ by more
@@ -255,27 +256,26 @@ def fit_all(
 
 
 def approaches_of(
-    points: Points, estimates: Estimates | None = None, flops_law: FlopsLaw | None = None
+    points: Points, estimates: Estimates, flops_law: FlopsLaw
 ) -> tuple[Approach, ...]:
     """Every law that these runs allow, with its intervals or why it has none."""
-    estimates = estimates or estimate(points)
-    flops_law = flops_law or fit_flops_law(points.parameters_P, points.tokens_P, points.flops_P)
-    lines = estimates.lines(flops_law)
+    optimal = estimates.lines(flops_law)
     last = math.inf
     if len(points.budgets) < FEWEST_FOR_FLOOR:  # a power law without a floor ends too low
         last = float(np.log(points.budgets[-1]))
     approaches = []
     for key, law in estimates.laws.items():
-        approach = Approach(key, TITLES[key], lines[key], None)
+        approach = Approach(key, TITLES[key], optimal[key], None)
         try:
-            if isinstance(law, ParametricFit):
-                theta_K = resampled_laws(points, law)
-                laws = LawLine(theta_K, flops_law, has_sizes=not law.is_tied)
-                no_interval = NOT_TESTED if law.is_tied else ""
-                approach = replace(approach, region=laws, no_interval=no_interval)
+            if isinstance(law, ParametricFit) and law.is_tied:
+                approach = replace(approach, no_interval=NOT_HELD)
+            elif isinstance(law, ParametricFit):
+                laws = LawLine(left_out_laws(points, law), flops_law)
+                approach = replace(approach, left_out=laws, free=len(laws.theta) - 1)
             elif isinstance(law, IsoflopFit):
                 approach = replace(approach, warnings=law.warnings, last=last)
-                approach = replace(approach, region=law.lines())
+                lines = law.left_out_lines()
+                approach = replace(approach, left_out=lines, free=len(lines.power) - 2)
             else:
                 approach = replace(approach, no_interval=NO_LINE, last=last)
         except DataError as error:

@@ -1,11 +1,9 @@
 """The compute-optimal frontier: the best size N* and its loss at C training FLOPs, by a law, or by
 power laws through each budget's lowest run (approach 1) or parabola (approach 2).
 
-The true valley of a budget is not a parabola, so wide or off-center grids bias its vertex. Approach
-2's interval is Student's of the straight line through the vertices: it holds whatever differs from
-budget to budget.
+The true valley of a budget is not a parabola, so wide or off-center grids bias its vertex.
 
-Legend: F budgets, K lines that an interval is read from, P points. Source: Hoffmann et al. 2022,
+Legend: F budgets, G lines, each without one of them, P points. Source: Hoffmann et al. 2022,
 sections 3.1 and 3.2.
 """
 
@@ -19,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from foundation.errors import DataError
-from pretrain.scaling.intervals import Interval, interval, range_of
+from pretrain.scaling.intervals import FEWEST_GROUPS, Interval, jackknife
 from pretrain.scaling.law import FlopsLaw, exponents, log_optimum, loss_at
 from pretrain.scaling.table import Array, Points
 from pretrain.terminal.text import counted
@@ -31,9 +29,7 @@ GOOD_SIZES = 5
 REACH = 6.0  # a parabola goes through the sizes within this factor of its budget's lowest run
 # A parabola's vertex is off by some percent of N*, the same at every budget, which scatter does
 # not show: a line that is known more closely than this has no interval of its sizes.
-FINEST = np.log(1.1)
-FEWEST_FOR_INTERVAL = 4  # vertices: of three, one alone measures the scatter around their line
-BORDER = np.linspace(0, 2 * np.pi, 128, endpoint=False)
+FINEST = 1.1
 DECAYS = np.geomspace(0.005, 1.0, 60)
 NO_LINE = "its sizes are those of single runs"
 
@@ -50,16 +46,14 @@ class Line(Protocol):
 
 @dataclass(frozen=True)
 class LawLine:
-    """The optimal line that laws theta [5] or [K, 5] imply."""
+    """The optimal line that laws theta [5] or [G, 5] imply."""
 
     theta: Array
     flops_law: FlopsLaw
-    has_sizes: bool = True  # False: laws that assume their exponents tell nothing of sizes
 
     def log_parameters(self, log_flops: float | Array) -> Array:
-        """ln N* at C FLOPs; NaN where the laws tell nothing of it."""
-        size = log_optimum(self.theta, log_flops, self.flops_law)[0]
-        return size if self.has_sizes else np.full_like(size, np.nan)
+        """ln N* at C FLOPs."""
+        return log_optimum(self.theta, log_flops, self.flops_law)[0]
 
     def loss(self, log_flops: float | Array) -> Array:
         """L(N*, D*) at C FLOPs."""
@@ -68,8 +62,7 @@ class LawLine:
 
     def exponents(self, flops_law: FlopsLaw) -> tuple[Array, Array]:
         """The powers a, b of C in N* ~ C^a and D* ~ C^b."""
-        a, b = exponents(self.theta, flops_law)
-        return (a, b) if self.has_sizes else (a * np.nan, b * np.nan)
+        return exponents(self.theta, flops_law)
 
 
 def law_of(line: Line) -> LawLine:
@@ -80,16 +73,13 @@ def law_of(line: Line) -> LawLine:
 
 @dataclass(frozen=True)
 class Approach:
-    """One approach's line, the lines its intervals are read from (or why it has none), warnings.
-
-    Those of a law are draws, whose percentiles are the ends; those of a frontier are the border of
-    a region, whose range it is.
-    """
+    """One approach's line, the lines without each budget (or why there are none), warnings."""
 
     key: str
     title: str
     line: Line
-    region: Line | None
+    left_out: Line | None
+    free: int = 0  # degrees of freedom of its intervals
     no_interval: str = ""
     warnings: tuple[str, ...] = ()
     last: float = math.inf  # ln C beyond which it has no loss
@@ -111,26 +101,28 @@ class Approach:
 
     def powers(self, flops_law: FlopsLaw) -> tuple[Interval, Interval]:
         """The exponents a and b."""
-        a, b = self.intervals(lambda line: line.exponents(flops_law))
+        a, b = self.intervals(lambda line: line.exponents(flops_law), is_linear=True)
         return a, b
 
     def interval(self, value_of: Callable[[Line], Array]) -> Interval:
         """Any quantity of the line, with its interval."""
         return self.intervals(lambda line: (value_of(line),))[0]
 
-    def intervals(self, values_of: Callable[[Line], Sequence[Array]]) -> list[Interval]:
+    def intervals(
+        self, values_of: Callable[[Line], Sequence[Array]], is_linear: bool = False
+    ) -> list[Interval]:
         """Quantities that are found together, each with its interval."""
         values = values_of(self.line)
-        if self.region is None:
+        if self.left_out is None:
             return [Interval(float(value), np.nan, np.nan) for value in values]
-        pick = interval if isinstance(self.region, LawLine) else range_of
-        with np.errstate(over="ignore"):  # an end that is infinite is open
-            return [pick(*pair) for pair in zip(values, values_of(self.region), strict=True)]
+        with np.errstate(over="ignore"):
+            pairs = list(zip(values, values_of(self.left_out), strict=True))
+        return [jackknife(value, each_G, self.free, is_linear) for value, each_G in pairs]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Frontier:
-    """Optimal sizes and losses at any FLOPs; all fields are [] or [K]."""
+    """Optimal sizes and losses at any FLOPs; all fields are [] or [G]."""
 
     log_scale: Array  # ln k of N* = k C^a
     power: Array  # a
@@ -138,6 +130,7 @@ class Frontier:
     log_loss_scale: Array  # ln m
     decay: Array  # g
     center: float  # ln C around which ln k and ln m are taken
+    has_floor: bool
 
     def log_parameters(self, log_flops: float | Array) -> Array:
         """ln N* at C FLOPs."""
@@ -154,18 +147,23 @@ class Frontier:
         return self.power, 1 - flops_law.power * self.power
 
 
-def fit_frontier(log_flops_F: Array, n_F: Array, loss_F: Array) -> Frontier:
+def fit_frontier(
+    log_flops_F: Array, n_F: Array, loss_F: Array, whole: Frontier | None = None
+) -> Frontier:
     """Least-squares lines through two places or more; from FEWEST_FOR_FLOOR on, the loss has a
     floor E >= 0: E + m exp(-g x) is linear in E and m.
+
+    A part of the places of a `whole` has its center, and a floor only if that has.
     """
     from scipy.optimize import minimize_scalar, nnls
 
-    center = float(log_flops_F.mean())
+    center = whole.center if whole else float(log_flops_F.mean())
+    has_floor = whole.has_floor if whole else len(log_flops_F) >= FEWEST_FOR_FLOOR
     x_F = log_flops_F - center
     power, log_scale = np.polyfit(x_F, n_F, 1)
     slope, log_loss_scale = np.polyfit(x_F, np.log(loss_F), 1)
     floor, decay = 0.0, -slope
-    if len(x_F) >= FEWEST_FOR_FLOOR:
+    if has_floor:
 
         def linear(log_decay: float) -> tuple[Array, float]:
             curve_F = np.exp(-np.exp(log_decay) * x_F)
@@ -179,9 +177,8 @@ def fit_frontier(log_flops_F: Array, n_F: Array, loss_F: Array) -> Frontier:
         )
         (floor, scale), _ = linear(found.x)
         decay, log_loss_scale = np.exp(found.x), np.log(max(scale, 1e-300))
-    fields = (log_scale, power, floor, log_loss_scale, decay)
-    names = ("log_scale", "power", "floor", "log_loss_scale", "decay")
-    return Frontier(**dict(zip(names, map(np.asarray, fields), strict=True)), center=center)
+    numbers = map(np.asarray, (log_scale, power, floor, log_loss_scale, decay))
+    return Frontier(*numbers, center=center, has_floor=has_floor)
 
 
 @dataclass(frozen=True)
@@ -243,37 +240,27 @@ class IsoflopFit:
         used = [valley for valley in self.valleys if valley.is_used]
         return float(np.median([valley.bend / valley.loss for valley in used]))
 
-    def lines(self) -> Frontier:
-        """The border [K] of the 95% region of the line; DataError where vertices are too few.
+    def left_out_lines(self) -> Frontier:
+        """The lines [G] without each vertex; DataError where there are too few.
 
-        Over the border any size or power ranges as far as its t interval. Losses have none, and
-        sizes none where the line is known more closely than FINEST.
+        They have no sizes where the scatter gives an interval that is finer than FINEST.
         """
-        from scipy.special import stdtrit
-
         used = [valley for valley in self.valleys if valley.is_used]
-        if len(used) < FEWEST_FOR_INTERVAL:
+        if len(used) < FEWEST_GROUPS:
             raise DataError(
-                f"{counted(len(used), 'budget')} with a vertex, and the scatter around a line "
-                f"needs {FEWEST_FOR_INTERVAL}; add budgets"
+                f"{counted(len(used), 'budget')} with a vertex; an interval needs {FEWEST_GROUPS}"
             )
-        x_F = np.log([valley.budget for valley in used])
-        off_F = np.log([valley.parameters for valley in used]) - self.frontier.log_parameters(x_F)
-        variance = float((off_F**2).sum()) / (len(used) - 2)
-        quantile = float(stdtrit(len(used) - 2, 0.975))
-        half_width = quantile * np.sqrt(variance / len(used))
-        power_error = np.sqrt(variance / ((x_F - x_F.mean()) ** 2).sum())
-        none = np.full(len(BORDER), np.nan)
-        return Frontier(
-            log_scale=none
-            if half_width < FINEST
-            else self.frontier.log_scale + half_width * np.cos(BORDER),
-            power=self.frontier.power + quantile * power_error * np.sin(BORDER),
-            floor=none,
-            log_loss_scale=none,
-            decay=none,
-            center=self.frontier.center,
-        )
+        rest = [np.arange(len(used)) != index for index in range(len(used))]
+        columns = _logs(used)
+        lines = [
+            fit_frontier(*(column[one] for column in columns), whole=self.frontier) for one in rest
+        ]
+        names = ("log_scale", "power", "floor", "log_loss_scale", "decay")
+        numbers = {name: np.array([getattr(line, name) for line in lines]) for name in names}
+        scales = np.exp(self.frontier.log_scale), np.exp(numbers["log_scale"])
+        if jackknife(*scales, len(used) - 2).width < FINEST**2:
+            numbers["log_scale"] = np.full(len(used), np.nan)
+        return replace(self.frontier, **numbers)
 
     def loss_of(self, parameters: Array, flops: Array) -> Array:
         """The losses of single runs within REACH of the optimum; NaN farther from it."""
@@ -292,17 +279,19 @@ def fit_isoflop(points: Points, reach: float = REACH) -> IsoflopFit:
             f"{points.source}: {len(used)} of {len(valleys)} budgets have a vertex, approach 2 "
             f"needs two ({_reasons([valley for valley in valleys if not valley.is_used])})"
         )
-    log_flops_F, n_F, loss_F = (
-        np.array([getattr(valley, name) for valley in used])
-        for name in ("budget", "parameters", "loss")
-    )
-    frontier = fit_frontier(np.log(log_flops_F), np.log(n_F), loss_F)
     return IsoflopFit(
         valleys=valleys,
-        frontier=frontier,
+        frontier=fit_frontier(*_logs(used)),
         warnings=tuple(_warnings(valleys)),
         reach=reach,
     )
+
+
+def _logs(valleys: Sequence[Valley]) -> tuple[Array, Array, Array]:
+    """ln C and ln N* of the vertices, and the losses there."""
+    columns = [(valley.budget, valley.parameters, valley.loss) for valley in valleys]
+    budget_F, size_F, loss_F = np.array(columns).T
+    return np.log(budget_F), np.log(size_F), loss_F
 
 
 def near_lowest(points: Points, reach: float) -> Points:

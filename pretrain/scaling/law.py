@@ -7,14 +7,9 @@ tolerance far from the optimum. There are several minima: on a grid over the exp
 E, A, B >= 0 are a linear problem, and L-BFGS goes from the best cells to the lowest minimum. A tied
 law has alpha = beta.
 
-The interval is the same fit to resampled budgets. Runs of one budget share more than noise (a batch
-size, a rule for the rate), so whole budgets are drawn, one fewer than there are, since as many
-would make a few look less scattered than they are.
-
-Legend: F budgets, K laws, P points. Laws are rows theta = (ln E, ln A, ln B, alpha, beta), since A
-and B span many orders of magnitude. Sources: Hoffmann et al. 2022, sections 3.3 and
-D.3; Besiroglu et al. 2024 for what can go wrong; Efron and Tibshirani 1993, chapter 13, and Rao and
-Wu 1988 for the resamples.
+Legend: G laws, each without a group of budgets, P points. Laws are rows theta = (ln E, ln A, ln B,
+alpha, beta), since A and B span many orders of magnitude. Sources: Hoffmann et al. 2022, sections
+3.3 and D.3; Besiroglu et al. 2024 for what can go wrong.
 """
 
 from __future__ import annotations
@@ -25,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foundation.errors import DataError
+from pretrain.scaling.intervals import FEWEST_GROUPS, groups_of
 from pretrain.scaling.table import Array, Points
 
 NAMES = ("E", "A", "B", "alpha", "beta")
@@ -37,11 +33,7 @@ SMALLEST_TERM = 1e-6  # of the mean loss: where the linear problem finds a term 
 DETERMINED = 1e-3  # of a loss: a term below this in every run is not determined
 TIED = np.vstack([np.eye(4), [0, 0, 0, 1]])  # from (ln E, ln A, ln B, alpha) to theta
 FREE = np.eye(5)
-RESAMPLES = 1000
-FEWEST_BUDGETS = 5  # with four, intervals of the loss held the truth in fewer than 92% of sweeps
-MOST_NUMBERS = 4_000_000  # losses in all resamples together: 100,000 runs get 40 resamples
-STEPS = 100
-ENOUGH = 1e-7  # a step that gains less than this part of the objective is the last one
+SMALLEST_LOGARITHM = -50.0  # of a term from which a fit starts
 
 
 @dataclass(frozen=True)
@@ -197,19 +189,18 @@ def fit_parametric(
     )
 
 
-def resampled_laws(points: Points, fit: ParametricFit) -> Array:
-    """The laws theta [K, 5] of the resamples; DataError where there are too few budgets."""
-    budgets, budget_P = np.unique(points.budget_P, return_inverse=True)
-    if len(budgets) < FEWEST_BUDGETS:
-        raise DataError(f"{len(budgets)} budgets; a bootstrap of budgets needs {FEWEST_BUDGETS}")
-    rng = np.random.default_rng(0)
-    count = max(min(RESAMPLES, MOST_NUMBERS // len(points)), 40)
-    shares_F = np.full(len(budgets), 1 / len(budgets))
-    drawn_KF = rng.multinomial(len(budgets) - 1, shares_F, count)
+def left_out_laws(points: Points, fit: ParametricFit) -> Array:
+    """The laws theta [G, 5] without each group of budgets; DataError for too few budgets."""
+    if len(points.budgets) < FEWEST_GROUPS:
+        raise DataError(f"{len(points.budgets)} budgets; an interval needs {FEWEST_GROUPS}")
+    group_P = groups_of(points.budget_P)
     center, data = _centered(points)
-    theta = np.repeat(uncenter(fit.law.theta, -center)[None], count, axis=0)
-    theta = refitted(theta, *data, drawn_KF[:, budget_P], fit.delta, fit.is_tied)
-    return uncenter(theta, center)
+    start = np.maximum(uncenter(fit.law.theta, -center), SMALLEST_LOGARITHM)
+    laws = []
+    for group in np.unique(group_P):
+        n_P, d_P, l_P = (column_P[group_P != group] for column_P in data)
+        laws.append(minimize(start, n_P, d_P, l_P, fit.delta)[0])
+    return uncenter(np.array(laws), center)
 
 
 def _centered(points: Points) -> tuple[Array, tuple[Array, Array, Array]]:
@@ -277,68 +268,11 @@ def huber_sum(
     theta: Array, n_P: Array, d_P: Array, l_P: Array, delta: float
 ) -> tuple[float, Array]:
     """Sum over points of Huber_delta(ln L - ln loss), and its gradient by theta."""
-    residual_P, jacobian = (part[0] for part in _linearized(theta[None], n_P, d_P, l_P))
-    value = _huber(residual_P[None], np.ones((1, len(l_P))), delta)[0]
-    return float(value), jacobian @ np.clip(residual_P, -delta, delta)
-
-
-def refitted(
-    theta: Array,
-    n_P: Array,
-    d_P: Array,
-    l_P: Array,
-    weight_KP: Array,
-    delta: float,
-    tied: bool = False,
-) -> Array:
-    """Every row of theta [K, 5] moved to the least weighted sum of Huber's loss near it.
-
-    Levenberg-Marquardt steps on Huber's loss as reweighted least squares, for all rows at once: a
-    thousand calls of a solver would take twenty times as long.
-    """
-    place = TIED if tied else FREE
-    count = place.shape[1]
-    damping = np.full(len(theta), 1e-3)
-    residual, jacobian = _linearized(theta, n_P, d_P, l_P)
-    objective = _huber(residual, weight_KP, delta)
-    for _ in range(STEPS):
-        pull_KP = weight_KP * np.minimum(1, delta / np.maximum(np.abs(residual), 1e-300))
-        by_numbers = place.T @ jacobian
-        weighted = by_numbers * pull_KP[:, None]
-        hessian = weighted @ by_numbers.swapaxes(1, 2)
-        diagonal = np.einsum("kii->ki", hessian)
-        hessian = hessian + (damping[:, None] * diagonal + 1e-14)[..., None] * np.eye(count)
-        gradient = weighted @ residual[..., None]
-        moved = theta - np.linalg.solve(hessian, gradient)[..., 0] @ place.T
-        with np.errstate(over="ignore", invalid="ignore"):  # a step too far is not taken
-            new_residual, new_jacobian = _linearized(moved, n_P, d_P, l_P)
-            new_objective = _huber(new_residual, weight_KP, delta)
-        better = new_objective <= objective
-        gain = np.where(better, objective - new_objective, 0)
-        is_done = bool((gain <= ENOUGH * objective).all() and better.mean() > 0.9)
-        theta = np.where(better[:, None], moved, theta)
-        residual = np.where(better[:, None], new_residual, residual)
-        jacobian = np.where(better[:, None, None], new_jacobian, jacobian)
-        objective = np.where(better, new_objective, objective)
-        damping = np.where(better, np.maximum(damping / 5, 1e-9), damping * 8)
-        if is_done:
-            break
-    return theta
-
-
-def _linearized(theta: Array, n_P: Array, d_P: Array, l_P: Array) -> tuple[Array, Array]:
-    """ln L - ln loss [K, P], and its derivatives by theta [K, 5, P]."""
     terms = log_terms(theta, n_P, d_P)
-    peak = terms.max(axis=1, keepdims=True)
-    shares = np.exp(terms - peak)
-    total = shares.sum(axis=1, keepdims=True)
-    shares /= total
-    residual = (peak + np.log(total))[:, 0] - l_P
-    by_exponents = -shares[:, 1:] * np.stack([n_P, d_P])
-    return residual, np.concatenate([shares, by_exponents], axis=1)
-
-
-def _huber(residual_KP: Array, weight_KP: Array, delta: float) -> Array:
-    size = np.abs(residual_KP)
-    values = np.where(size <= delta, 0.5 * size**2, delta * (size - 0.5 * delta))
-    return (weight_KP * values).sum(axis=1)
+    log_P = log_loss(theta, n_P, d_P)
+    shares = np.exp(terms - log_P)
+    residual_P = log_P - l_P
+    size_P = np.abs(residual_P)
+    values_P = np.where(size_P <= delta, size_P**2 / 2, delta * (size_P - delta / 2))
+    jacobian = np.concatenate([shares, -shares[1:] * np.stack([n_P, d_P])])
+    return float(values_P.sum()), jacobian @ np.clip(residual_P, -delta, delta)

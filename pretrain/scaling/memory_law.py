@@ -5,7 +5,7 @@ T, which attend to k = M + 1 to M + T keys. The power of the mean number of keys
 that without memory the first tokens of every segment have nearly none. With runs of one size the
 second term is part of E. A longer memory lowers the last term and costs FLOPs, which the runs' own
 counts give exactly: they are linear in M. So each budget has a memory length of lowest loss.
-Legend: P runs, K draws, X memory lengths, N sizes.
+Legend: P runs, G laws, each without a group of runs, X memory lengths, N sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from foundation.errors import DataError
 from pretrain.scaling.collect import Row
-from pretrain.scaling.intervals import Interval, range_of
+from pretrain.scaling.intervals import Interval, groups_of, jackknife
 from pretrain.scaling.table import Array
 from pretrain.terminal.text import counted
 
@@ -25,16 +25,11 @@ FEWEST = 3  # different memory lengths, numbers of tokens, and (for the term of 
 SPARE = 2  # runs beyond the numbers that are fitted
 EXPONENTS = np.geomspace(0.05, 2.0, 10)
 STEEPEST = 8.0
-SMALLEST_NOISE = 1e-6  # relative; a fit closer than this is exact for all that losses can say
 FLATTEST = 1e-3
 SUMMED = 4  # keys: an integral from M + 1/2 on is 19% over at M = 0, T = 16 and gamma 1.9
-GAMMA = 6  # its place among the seven numbers
-CENTERS, SPAN = 24, 12.0  # gammas of the confidence region, and how far they reach
-DIRECTIONS, BISECTIONS, FURTHEST_RAY = 200, 16, 30.0  # from each of them
-PARTS = 10  # in which its laws are evaluated, to save memory
 FURTHEST_MEMORY = 2.0  # times the longest memory of the runs: longer ones are not answered with
 FURTHEST_SIZE = 2.0
-MEMORIES, SIZES = 80, 24
+MEMORIES, SIZES = 400, 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,76 +225,24 @@ def _refined(start: MemoryLaw, runs: Trained, free: Array) -> MemoryLaw:
     return replace(start, coefficients=every[:4], exponents=every[4:])
 
 
-def memory_region(law: MemoryLaw, runs: Trained) -> Array:
-    """The seven numbers of laws on the border of the confidence region, [K, 7].
-
-    It holds those with at most (1 + t^2/f) times the least sum of squares (Bates and Watts 1988,
-    "Nonlinear Regression Analysis", section 6.1).
-
-    The region is long and bent in gamma. So there is a center for each of many gammas, with the
-    other numbers fitted again, and from each of them laws in all directions, as far out as the sum
-    of squares allows.
-    """
-    from scipy.special import stdtrit
-
-    free = _free(runs)
-    least = _squares(law, runs)
-    spare = len(runs.loss_P) - int(free.sum())
-    noise = max(least / spare, SMALLEST_NOISE**2)
-    allowed = least + float(stdtrit(spare, 0.975)) ** 2 * noise
-    but_gamma = free & (np.arange(len(free)) != GAMMA)
-    gammas = np.clip(law.exponents[2] * np.geomspace(1 / SPAN, SPAN, CENTERS), FLATTEST, STEEPEST)
-    centers = [law]
-    for gamma in np.unique(gammas):
-        start = replace(law, exponents=np.array([*law.exponents[:2], gamma]))
-        centers.append(_refined(start, runs, but_gamma))
-    inside = [each for each in centers if _squares(each, runs) <= allowed]
-    return np.concatenate([_border(each, runs, free, allowed) for each in inside])
+def left_out_laws(law: MemoryLaw, runs: Trained) -> list[MemoryLaw]:
+    """The law without each group of runs, by what differs between their rows."""
+    group_P = groups_of(np.arange(len(runs.loss_P)))
+    laws = []
+    for group in np.unique(group_P):
+        columns = {
+            name: value[group_P != group] for name, value in vars(runs).items() if name[-2:] == "_P"
+        }
+        laws.append(_refined(law, replace(runs, **columns), _free(runs)))
+    return laws
 
 
-def _squares(law: MemoryLaw, runs: Trained) -> float:
-    predicted_P = law.loss(*runs.values)
-    return float(((predicted_P / runs.loss_P - 1) ** 2).sum())
-
-
-def _border(law: MemoryLaw, runs: Trained, free: Array, allowed: float) -> Array:
-    """Laws around this one at which the sum of squares is what is allowed."""
-    best = law.numbers
-
-    def errors(numbers_KJ: Array) -> Array:
-        return law.losses_of(numbers_KJ[:, None], runs.values) / runs.loss_P - 1
-
-    steps_JJ = 1e-6 * np.eye(len(best))[free]
-    slopes_PJ = ((errors(best + steps_JJ) - errors(best[None])) / 1e-6).T
-    _, stretch_J, turned_JJ = np.linalg.svd(slopes_PJ, full_matrices=False)
-    shrunk_J = 1 / np.maximum(stretch_J, 1e-6 * stretch_J.max())
-    towards_KJ = np.random.default_rng(0).standard_normal((DIRECTIONS, len(shrunk_J)))
-    towards_KJ /= np.linalg.norm(towards_KJ, axis=1, keepdims=True)
-    rays_KJ = np.zeros((DIRECTIONS, len(best)))
-    rays_KJ[:, free] = (towards_KJ * shrunk_J) @ turned_JJ
-    reach_K, furthest_K = np.zeros(DIRECTIONS), np.full(DIRECTIONS, FURTHEST_RAY * allowed**0.5)
-    for _ in range(BISECTIONS):
-        middle_K = (reach_K + furthest_K) / 2
-        tried_KJ = _legal(best + middle_K[:, None] * rays_KJ)
-        inside_K = (errors(tried_KJ) ** 2).sum(axis=1) <= allowed
-        reach_K = np.where(inside_K, middle_K, reach_K)
-        furthest_K = np.where(inside_K, furthest_K, middle_K)
-    return _legal(best + reach_K[:, None] * rays_KJ)
-
-
-def _legal(numbers_KJ: Array) -> Array:
-    """Coefficients of at least 0, and exponents within their bounds."""
-    coefficients, exponents = np.maximum(numbers_KJ[:, :4], 0), numbers_KJ[:, 4:]
-    return np.concatenate([coefficients, np.clip(exponents, FLATTEST, STEEPEST)], axis=1)
-
-
-def best_memory(law: MemoryLaw, region_KJ: Array, runs: Trained, flops: float) -> Optimum:
-    """The memory length (and size, if the runs have several) of lowest loss at these FLOPs.
-
-    Intervals are the ranges over the laws of the region.
+def best_memory(law: MemoryLaw, runs: Trained, flops: float) -> Optimum:
+    """The memory length (and size, if the runs have several) of lowest loss at these FLOPs, with
+    intervals from the law without each group of runs.
     """
     longest = FURTHEST_MEMORY * runs.memory_P.max()
-    memory_X = np.unique(np.round(np.concatenate([[0], np.geomspace(1, longest, MEMORIES)])))
+    memory_X = np.geomspace(1, 1 + longest, MEMORIES) - 1
     low, high = runs.parameters_P.min(), runs.parameters_P.max()
     size_N = np.array([low])
     if high > low:
@@ -308,19 +251,15 @@ def best_memory(law: MemoryLaw, region_KJ: Array, runs: Trained, flops: float) -
     values = (size_N[:, None], tokens_NX, memory_X[None])
     loss_NX = law.loss(*values)
     size, memory = np.unravel_index(int(loss_NX.argmin()), loss_NX.shape)
-    by_memory_KX = np.concatenate(
-        [
-            law.losses_of(part_KJ[:, None, None], values).min(axis=1)
-            for part_KJ in np.array_split(region_KJ, PARTS)
-        ]
-    )
-    memory_K = memory_X[by_memory_KX.argmin(axis=1)]
+    without_GX = np.array([each.loss(*values).min(axis=0) for each in left_out_laws(law, runs)])
+    free = len(without_GX) - int(_free(runs).sum())
+    keys = jackknife(1 + memory_X[memory], 1 + memory_X[without_GX.argmin(axis=1)], free)
     return Optimum(
         flops=flops,
-        memory=range_of(memory_X[memory], memory_K),
+        memory=Interval(keys.value - 1, max(keys.low - 1, 0.0), min(keys.high - 1, longest)),
         parameters=float(size_N[size]),
         tokens=float(tokens_NX[size, memory]),
-        loss=range_of(loss_NX.min(), by_memory_KX.min(axis=1)),
+        loss=jackknife(loss_NX.min(), without_GX.min(axis=1), free),
         without=float(loss_NX[:, 0].min()),
         is_edge=memory == len(memory_X) - 1,
     )

@@ -13,14 +13,14 @@ import numpy as np
 from foundation.errors import ConfigError, DataError
 from pretrain.scaling.fit import TITLES
 from pretrain.scaling.frontier import LawLine, Line, fit_isoflop
-from pretrain.scaling.intervals import ENDS, as_size
-from pretrain.scaling.law import HUBER_DELTA, FlopsLaw, Law, fit_flops_law, refitted
+from pretrain.scaling.intervals import LEVEL, as_size
+from pretrain.scaling.law import HUBER_DELTA, FlopsLaw, Law, fit_flops_law, minimize
 from pretrain.scaling.plan import PlannedRun
 from pretrain.scaling.table import Array, Points
 
 # Besiroglu et al. 2024, of the runs of Hoffmann et al. 2022.
 ASSUMED = Law(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658)
-SWEEPS = 300
+SWEEPS = 100
 
 
 def simulated_table(runs: Sequence[PlannedRun], target: float, noise: float) -> list[list[str]]:
@@ -45,7 +45,8 @@ def simulated_table(runs: Sequence[PlannedRun], target: float, noise: float) -> 
         flops = total + changed.flops_P.sum() - points.flops_P.sum()
         flops_law = fit_flops_law(changed.parameters_P, changed.tokens_P, changed.flops_P)
         for key, answers_K2 in _answers(changed, flops_law, np.log(target), noise_KP[:, chosen_P]):
-            low, middle, high = np.nanpercentile(answers_K2, [ENDS[0], 50, ENDS[1]], axis=0)
+            ends = [50 - LEVEL / 2, 50, 50 + LEVEL / 2]
+            low, middle, high = np.nanpercentile(answers_K2, ends, axis=0)
             sizes = [as_size(float(np.exp(each[0]))) for each in (middle, low, high)]
             rows.append(
                 [
@@ -83,12 +84,9 @@ def _answers(
     center = np.array([n_P.mean(), d_P.mean()])
     theta = ASSUMED.theta.copy()
     theta[1:3] -= theta[3:] * center  # of logarithms without their means, as `scale fit` has them
-    theta_K5 = refitted(
-        np.repeat(theta[None], SWEEPS, axis=0),
-        *(n_P - center[0], d_P - center[1], np.log(loss_KP)),
-        np.ones(loss_KP.shape),
-        HUBER_DELTA,
-    )
+    data = n_P - center[0], d_P - center[1]
+    fits = [minimize(theta, *data, np.log(loss_P), HUBER_DELTA) for loss_P in loss_KP]
+    theta_K5 = np.array([law for law, _ in fits])
     theta_K5[:, 1:3] += theta_K5[:, 3:] * center
     yield "parametric", _answers_of(LawLine(theta_K5, flops_law), log_target)
     found = []

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from foundation.errors import DataError
 from pretrain.scaling.fit import Fit, fit_all
-from pretrain.scaling.intervals import ENDS, Interval
-from pretrain.scaling.law import fit_parametric
+from pretrain.scaling.frontier import law_of
+from pretrain.scaling.intervals import MOST_GROUPS, Interval, jackknife
+from pretrain.scaling.law import fit_parametric, loss_at
 from pretrain.scaling.predict import loss_of_run
 from pretrain.scaling.table import FINISHED, Array, Points, usable
 from pretrain.terminal.text import counted
 
 FEWEST_RUNS = 6  # three numbers, and runs to contradict them
-DRAWS = 200
 STEEPNESS = (1.0, 4.0, 16.0)  # of the sigmoid, times the width of the losses: where fits start
 STARTS = (-1.0, 0.0, 0.5)  # of the sigmoid's middle: part of the width above the lowest loss
 FARTHEST = 0.5  # of the width of the losses: a predicted loss farther below them is extrapolation
@@ -48,26 +48,23 @@ class TaskFit:
 
     fit: Fit  # of the task's loss
     sigmoid: Sigmoid
-    draws: tuple[Sigmoid, ...]
+    left_out: tuple[Sigmoid, ...]  # each without a group of budgets; none without an interval
     loss_P: Array
     accuracy_P: Array
     mean_error: float  # of the accuracy, by the sigmoid at the measured losses
 
     def predict(self, parameters: float, tokens: float) -> tuple[Interval, Interval]:
-        """The loss and accuracy of a run.
-
-        The accuracy's interval takes both ends of the loss's, so that it is wide enough for both
-        steps; without one of the loss there is none.
-        """
+        """The loss and accuracy of a run; both steps are fitted without each group of budgets."""
         loss = loss_of_run(self.fit, parameters, tokens)
         value = float(self.sigmoid.at(loss.value))
-        if math.isnan(loss.low):  # no interval of the loss
+        law = self.fit.law
+        if not (self.left_out and law and law.left_out):
             return loss, Interval(value, math.nan, math.nan)
-        low, high = (
-            np.percentile([float(each.at(end)) for each in self.draws], ENDS)
-            for end in (loss.high, loss.low)
-        )
-        return loss, Interval(value, min(value, low[0]), max(value, high[1]))
+        loss_G = loss_at(law_of(law.left_out).theta, np.log(parameters), np.log(tokens))
+        pairs = zip(self.left_out, loss_G, strict=True)
+        accuracy_G = np.array([sigmoid.at(loss) for sigmoid, loss in pairs])
+        accuracy = jackknife(value, accuracy_G, law.free, is_linear=True)
+        return loss, replace(accuracy, low=max(accuracy.low, 0.0), high=min(accuracy.high, 1.0))
 
     def extrapolated(self, loss: float) -> float:
         """How far below the measured losses a loss is, as a part of their width."""
@@ -95,13 +92,19 @@ def fit_task(
     accuracies that do not fall with the loss.
     """
     fit = fit_all(runs)
-    loss_P, accuracy_P = _pairs(runs, accuracies)
+    chosen, loss_P, accuracy_P = _pairs(runs, accuracies)
     sigmoid = fit_sigmoid(loss_P, accuracy_P, chance, ceiling)
+    log_budgets = np.log(fit.points.budgets)
+    near_P = np.abs(np.log(chosen.budget_P)[:, None] - log_budgets).argmin(axis=1)
+    left_out = []
+    for group in np.unique(near_P % MOST_GROUPS):
+        rest = near_P % MOST_GROUPS != group
+        left_out.append(_least_squares(loss_P[rest], accuracy_P[rest], sigmoid, chance is not None))
     residual_P = accuracy_P - sigmoid.at(loss_P)
     return TaskFit(
         fit=fit,
         sigmoid=sigmoid,
-        draws=_draws(sigmoid, loss_P, residual_P, chance),
+        left_out=tuple(left_out),
         loss_P=loss_P,
         accuracy_P=accuracy_P,
         mean_error=float(np.abs(residual_P).mean()),
@@ -119,9 +122,9 @@ def backtest(
     last = points.take(points.budget_P == points.budgets[-1])
     rest = runs.take(runs.budget_P < points.budgets[-1])
     law = fit_parametric(usable(rest)).law
-    sigmoid = fit_sigmoid(*_pairs(rest, accuracies), chance, ceiling)
+    sigmoid = fit_sigmoid(*_pairs(rest, accuracies)[1:], chance, ceiling)
     predicted_P = law.loss(last.parameters_P, last.tokens_P)
-    loss_P, accuracy_P = _pairs(last, accuracies)
+    _, loss_P, accuracy_P = _pairs(last, accuracies)
     return [
         Backtest(
             name=name,
@@ -177,8 +180,8 @@ def fit_sigmoid(
     return min(ends, key=lambda end: float(((end.at(loss_P) - accuracy_P) ** 2).sum()))
 
 
-def _pairs(points: Points, accuracies: Mapping[str, float]) -> tuple[Array, Array]:
-    """Losses and accuracies of the runs that are not held out."""
+def _pairs(points: Points, accuracies: Mapping[str, float]) -> tuple[Points, Array, Array]:
+    """The runs that are not held out, their losses and accuracies."""
     has_P = np.array([name in accuracies for name in points.names])
     missing_P = ~has_P & ~points.holdout_P & (points.progress_P >= FINISHED)
     if missing_P.any():
@@ -187,7 +190,7 @@ def _pairs(points: Points, accuracies: Mapping[str, float]) -> tuple[Array, Arra
             f"{points.names[missing_P.argmax()]}; measure it, or exclude them with --exclude"
         )
     chosen = points.take(has_P & ~points.holdout_P)
-    return chosen.loss_P, np.array([accuracies[name] for name in chosen.names])
+    return chosen, chosen.loss_P, np.array([accuracies[name] for name in chosen.names])
 
 
 def _least_squares(loss_P: Array, accuracy_P: Array, start: Sigmoid, is_known: bool) -> Sigmoid:
@@ -206,20 +209,6 @@ def _least_squares(loss_P: Array, accuracy_P: Array, start: Sigmoid, is_known: b
         lambda numbers: sigmoid(numbers).at(loss_P) - accuracy_P, first, bounds=(low, high)
     )
     return sigmoid(found.x)
-
-
-def _draws(
-    fitted: Sigmoid, loss_P: Array, residual_P: Array, chance: float | None
-) -> tuple[Sigmoid, ...]:
-    """Sigmoids of resampled residuals, widened for the numbers that were fitted."""
-    rng = np.random.default_rng(0)
-    spare = max(1, len(loss_P) - (3 if chance is None else 2))
-    pool = (residual_P - residual_P.mean()) * np.sqrt(len(loss_P) / spare)
-    is_known = chance is not None
-    return tuple(
-        _least_squares(loss_P, fitted.at(loss_P) + rng.choice(pool, len(pool)), fitted, is_known)
-        for _ in range(DRAWS)
-    )
 
 
 def _fall(loss: float | Array, steepness: float, middle: float) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,6 +94,9 @@ def test_a_sweep_of_lengths_becomes_a_table_and_a_page_with_both_comparisons(
     assert all(f"Equal {name}" in page for name in ("tokens", "FLOPs"))
     assert all(f"{row.loss:.4f}" in page for row in rows[1:])
     figures = {path.name for path in (runs / "scaling-report").glob("*.png")}
+    forms = {path.suffix for path in (runs / "scaling-report").glob("equal-flops.*")}
+    assert forms == {".png", ".svg", ".pdf", ".csv"}
+    assert re.search(r"runs\.csv, \d{4}-\d\d-\d\d, code ", page)
     assert figures == {"equal-tokens.png", "equal-flops.png"}
     at_tokens = [row for row in rows[1:] if not row.name.endswith("same-flops")]
     lines = loss_by_memory(at_tokens, PAGE).axes[0].get_lines()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -89,18 +89,17 @@ def test_a_law_without_an_optimum_has_no_band(fit):
     assert near_optimal_band(fit, float("nan"), law) is None
 
 
-def test_curves_whose_sizes_do_not_grow_are_no_answer_and_counted():
-    fit = fit_all(simulated(noise=0.02, seed=1))
+def test_sizes_that_do_not_grow_without_one_budget_leave_no_interval():
+    fit = fit_all(simulated(noise=0.003, seed=2))
     approach = preferred(fit, "isoflop")
-    power_K = approach.region.power.copy()
-    power_K[: len(power_K) // 4] = 0.0
-    some = replace(approach, region=replace(approach.region, power=power_K))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = forecast(some, fit.flops_law, parameters=1e9)
-    assert found.unanswered == pytest.approx(0.25, abs=1e-3)
-    assert found.flops.low < found.flops.value < found.flops.high
-    assert forecast(approach, fit.flops_law, parameters=1e9).unanswered == 0
+    assert approach.left_out
+    power_G = approach.left_out.power.copy()
+    power_G[0] = -0.1
+    some = replace(approach, left_out=replace(approach.left_out, power=power_G))
+    item = forecast(some, fit.flops_law, parameters=1e9)
+    assert item.flops.value == forecast(approach, fit.flops_law, parameters=1e9).flops.value
+    assert math.isnan(item.flops.low)
+    assert math.isnan(item.flops.high)
 
 
 def test_the_loss_of_a_single_run_has_an_interval(fit):

@@ -16,7 +16,7 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.frontier import Approach, LawLine
 from pretrain.scaling.law import FlopsLaw, Law
-from pretrain.scaling.lifetime import (
+from pretrain.scaling.predict import (
     REPEATED_TOKENS,
     at_ratio,
     at_size,

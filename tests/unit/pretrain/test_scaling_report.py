@@ -40,7 +40,7 @@ def test_long_tables_of_costs_and_runs_are_folded_and_short_ones_are_not(fit):
 
 def test_a_page_of_runs_without_intervals_says_so():
     fit = fit_all(simulated(num_sizes=3, budgets=(1e18, 1e19, 2), noise=0.005, seed=1))
-    assert not any(approach.region for approach in fit.approaches)
+    assert not any(approach.left_out for approach in fit.approaches)
     page = page_of(fit)
     assert "no interval, exponent of N* ~ C^a" in page
     assert not re.search(r"\bnan\b", page)
