@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv lock demo scaling-demo compare-variants check test test-slurm fuzz golden coverage chaos bench gpu gpu-bundle bench-gpu
+.PHONY: help venv lock demo scaling-demo compare-variants check test test-slurm fuzz golden coverage chaos bench gpu gpu-bundle test-gpu
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -134,18 +134,18 @@ bench: $(DEV_STAMP)  ## the promised speeds, as ratios measured in one run
 OUT := build/gpu
 BUNDLE := build/gpu-bundle
 GPU_OPTIONS = $(if $(STEPS),--steps $(STEPS)) $(if $(AGAIN),--again $(AGAIN)) $(if $(WITHIN),--minutes $(WITHIN)) \
+	$(if $(RESULTS),--results $(RESULTS)) $(if $(CORPUS),--corpus $(CORPUS)) $(if $(NVIDIA),--nvidia $(NVIDIA)) \
 	$(if $(DRY_RUN),--dry-run,$(if $(wildcard $(BUNDLE)),--bundle $(BUNDLE)))
 
 # Without prerequisites: the machine may have no network to install from.
-gpu:  ## the prepared half hour on an NVIDIA GPU, results in OUT; STEPS=a,b AGAIN=a,b WITHIN=minutes DRY_RUN=1
+gpu:  ## what an NVIDIA GPU has not shown yet; STEPS=a,b AGAIN=a,b WITHIN=minutes RESULTS=FILE CORPUS=DIR NVIDIA=DIR DRY_RUN=1
 	$(PYTHON) -m benchmarks gpu --out $(OUT) $(GPU_OPTIONS)
 
-gpu-bundle: $(DEV_STAMP)  ## what a GPU machine without a network needs besides a checkout, in BUNDLE
-	python -m benchmarks gpu-bundle --out $(BUNDLE)
+gpu-bundle: $(DEV_STAMP)  ## what a GPU machine without a network needs besides a checkout, in BUNDLE; CORPUS=DIR to carry
+	python -m benchmarks gpu-bundle --out $(BUNDLE) $(if $(CORPUS),--corpus $(CORPUS))
 
-bench-gpu:  ## tests on an NVIDIA GPU, then the steps of the prepared half hour that measure speed
+test-gpu:  ## the tests that need an NVIDIA GPU
 	GPU_CORPUS=$(wildcard $(BUNDLE)/corpus) $(PYTHON) -m pytest -q -m gpu tests/gpu tests/unit/pretrain/test_dropout.py
 	@if command -v compute-sanitizer > /dev/null; then \
 		compute-sanitizer --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu tests/gpu -k fused; \
 	else echo "compute-sanitizer is not installed: memory accesses are not checked"; fi
-	$(MAKE) gpu STEPS=attention,mfu,profile

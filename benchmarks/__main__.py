@@ -23,7 +23,7 @@ COMMANDS = {
     ),
     "gpu": (
         "benchmarks.gpu.command",
-        "the prepared half hour on an NVIDIA GPU: exactness, resume, memory, speed",
+        "what an NVIDIA GPU has not shown yet: speed, profile, attention, quality, tiles",
     ),
     "gpu-bundle": ("benchmarks.gpu.bundle", "what a GPU machine without a network lacks"),
     "recovery": (

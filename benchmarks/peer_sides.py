@@ -43,6 +43,7 @@ class Case:
     learning_rate: float = 2.5e-4
     dtype: str = "float32"
     init_std: float = 0.02
+    device: str = "cpu"
 
 
 class Side(Protocol):
@@ -131,7 +132,7 @@ class TheirSide:
         lengths = {"tgt_len": case.segment_length, "ext_len": 0}
         dropouts = {"dropout": case.dropout, "dropatt": 0.0}
         self._model = self._model_class(**case.model, **lengths, **dropouts, **options)
-        self._model.to(getattr(torch, case.dtype))
+        self._model.to(case.device, getattr(torch, case.dtype))
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
@@ -146,7 +147,10 @@ class TheirSide:
 
     def weights(self) -> Weights:
         state = self._model.state_dict()
-        return {self._original_name(name): values.numpy() for name, values in state.items()}
+        return {
+            self._original_name(name): values.float().cpu().numpy()
+            for name, values in state.items()
+        }
 
     def train(self, tokens_BL: Tensor, targets_BL: Tensor) -> Tensor:
         self._model.train()
@@ -190,7 +194,7 @@ class OurSide:
         assert weights is not None, "the other side draws the weights"
         config = replace(config_of_original(case.model), dropout=case.dropout)
         state = {name: torch.from_numpy(values) for name, values in weights.items()}
-        self._model = import_state(state, config).to(getattr(torch, case.dtype))
+        self._model = import_state(state, config).to(case.device, getattr(torch, case.dtype))
         optim = OptimConfig(learning_rate=case.learning_rate, clip_norm=CLIP_NORM)
         self._step = training_step(self._model, optim)
         self._stream: Stream | None = None

@@ -1,192 +1,241 @@
-"""One attention with its options and random inputs, by every path, and its errors against float64.
+"""Attention alone: workspaces of our backward pass, and what PyTorch's kernels need for a shape.
 
 B lanes, L queries, M memory rows, C = M + L keys, N heads, G key heads, H head width.
 """
 
 from __future__ import annotations
 
+import os
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu.context import wait_for
-from pretrain.config.model import ModelConfig
-from pretrain.kernels.triton.settings import DROPOUT_LEVELS
+from benchmarks.gpu.findings import Context, wait_for
+from benchmarks.gpu.processes import INTERPRETER
+from benchmarks.measure import in_turns, timed
 from pretrain.model.attention_paths import (
     AttentionPath,
     ScoreTerms,
     Visibility,
     WeightDropout,
-    path_for,
-    plain_attention,
-    tiled_attention,
+    fused_attention,
+    sdpa_attention,
 )
-from pretrain.model.dropout import DropoutStream, Site
-from tests.helpers.exact_attention import kept_weights
-
-ERROR_MARGIN = 1.5  # times the error of plain operations in the same precision
-NAMES = ("output", "query", "keys and values", "positions", "u", "v")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One attention: B lanes, L queries after M memory rows, N heads of width H, and options."""
+    """One attention: B lanes, L queries after M memory rows, N heads of width H, G key heads."""
 
     B: int
     L: int
     M: int
     N: int
     H: int
-    G: int = 0  # key heads; 0: as many as heads
-    window: int = 0  # same_length; 0: all keys
-    num_documents: int = 1  # of a lane; from 2 on they are isolated
-    dropout: float = 0.0
-    adds_distance_bias: bool = False  # instead of the paper's encodings, as alibi and t5 do
+    G: int
 
     def __str__(self) -> str:
-        sizes = f"segment {self.L}, memory {self.M}, {self.N} heads, {self.B} lanes"
+        sizes = f"segment {self.L}, memory {self.M}, {self.N} heads ({self.G}), {self.B} lanes"
         return f"head width {self.H}, {sizes}"
 
 
-def path_of(shape: Shape, device: torch.device, dtype: torch.dtype) -> AttentionPath:
-    """Return how a model with relative positions attends there: on a GPU in the fused kernel."""
-    return path_for("auto", ModelConfig(d_head=shape.H), device, dtype)
+# 1.3B's, one with grouped queries, and narrow heads.
+SHAPES = (
+    Shape(B=4, L=2048, M=2048, N=16, H=128, G=16),
+    Shape(B=4, L=2048, M=2048, N=32, H=128, G=8),
+    Shape(B=4, L=2048, M=2048, N=32, H=64, G=32),
+)
+DRY_SHAPES = (Shape(B=2, L=12, M=7, N=2, H=16, G=1),)
+GOALS = {128: 2.0, 64: 1.6}  # times the time of flash attention, which has no relative term
+PROGRAMS = (160, 640, 2560, 1 << 20)  # of the keys' kernel that share a workspace; 640 is built in
+OURS, FLASH = "ours", "FlashAttention-2"
+Way = Callable[[], Tensor]
 
 
 class AttentionInputs:
     """Random inputs of one shape with gradients, and the ways of computing attention from them."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        device: torch.device,
-        dtype: torch.dtype,
-        masks: type[DropoutStream] = DropoutStream,
-    ) -> None:
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
         self.shape = shape
-        keys = shape.M + shape.L
-        generator = torch.Generator(device).manual_seed(shape.L)
+        B, L, N, H, C = shape.B, shape.L, shape.N, shape.H, shape.M + shape.L
+        generator = torch.Generator(device).manual_seed(L)
 
         def random(*sizes: int) -> Tensor:
             values = torch.randn(*sizes, device=device, generator=generator)
             return values.to(dtype).requires_grad_()
 
-        self.query_BLNH = random(shape.B, shape.L, shape.N, shape.H)
-        self.key_value_BC2GH = random(shape.B, keys, 2, shape.G or shape.N, shape.H)
-        self.position_CNH = random(keys, shape.N, shape.H)
-        self.biases_NH = [random(shape.N, shape.H) for _ in range(2)]
-        self.distance_bias_CN = random(keys, shape.N)
-        self.gradient_BLNH = random(shape.B, shape.L, shape.N, shape.H).detach()
-        lengths = torch.arange(keys, device=device, dtype=torch.int32)
-        documents_BC = (lengths * shape.num_documents // keys).expand(shape.B, keys).contiguous()
-        self._visibility = Visibility(
-            num_queries=shape.L,
-            num_keys=keys,
-            window=shape.window,
-            documents_BC=documents_BC if shape.num_documents > 1 else None,
-            dtype=dtype,
-            device=device,
+        self.query_BLNH = random(B, L, N, H)
+        self.key_value_BC2GH = random(B, C, 2, shape.G, H)
+        self.position_CNH = random(C, N, H)
+        self.biases_NH = [random(N, H) for _ in range(2)]
+        self.square_query_BNCH = random(B, N, C, H)
+        # By the number of queries.
+        self.gradients = {rows: random(B, rows, N, H).detach() for rows in (L, C)}
+        self._visibility = Visibility(num_queries=L, num_keys=C, dtype=dtype, device=device)
+        self._mask = create_block_mask(
+            lambda _b, _h, i, j: j <= i + shape.M, None, None, L, C, device=device.type
         )
-        stream = masks(seed=1, step=1, lanes=range(shape.B)) if shape.dropout else None
-        self._dropout = WeightDropout(rate=shape.dropout, layer=0, stream=stream)
 
     @property
     def leaves(self) -> list[Tensor]:
-        inputs = [self.query_BLNH, self.key_value_BC2GH]
-        if self.shape.adds_distance_bias:
-            return [*inputs, self.distance_bias_CN]
-        return [*inputs, self.position_CNH, *self.biases_NH]
+        return [self.query_BLNH, self.key_value_BC2GH, self.position_CNH, *self.biases_NH]
 
     def relative(self, path: AttentionPath) -> Tensor:
         """Return the paper's attention [B, L, N, H] by one of the paths."""
-        if self.shape.adds_distance_bias:
-            terms = ScoreTerms(distance_bias_CN=self.distance_bias_CN)
-        else:
-            terms = ScoreTerms(
-                position_CNH=self.position_CNH,
-                content_bias_NH=self.biases_NH[0],
-                position_bias_NH=self.biases_NH[1],
-            )
-        parts = [self.key_value_BC2GH]
-        return path(self.query_BLNH, parts, terms, self._visibility, self._dropout)
+        terms = ScoreTerms(
+            position_CNH=self.position_CNH,
+            content_bias_NH=self.biases_NH[0],
+            position_bias_NH=self.biases_NH[1],
+        )
+        return self._by(path, terms)
 
-    def without_positions(self, backend: SDPBackend = SDPBackend.MATH) -> Tensor:
-        """Return attention without its relative term, [B, L, N, H], as PyTorch's kernels do it."""
-        query_BNLH = self.query_BLNH.transpose(1, 2)
-        key_BNCH, value_BNCH = self.key_value_BC2GH.permute(2, 0, 3, 1, 4)
-        mask = causal_lower_right(self.shape.L, self.shape.M + self.shape.L)
+    def without_positions(self) -> Tensor:
+        """Return attention as a model with rope computes it, [B, L, N, H]."""
+        return self._by(sdpa_attention, ScoreTerms())
+
+    def _by(self, path: AttentionPath, terms: ScoreTerms) -> Tensor:
+        no_dropout = WeightDropout(rate=0.0, layer=0, stream=None)
+        return path(self.query_BLNH, [self.key_value_BC2GH], terms, self._visibility, no_dropout)
+
+    def square(self, backend: SDPBackend) -> Tensor:
+        """Return [B, C, N, H] of as many queries as keys, for which every kernel has a mask."""
+        key_BGCH, value_BGCH = self.key_value_BC2GH.permute(2, 0, 3, 1, 4)
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(
-                query_BNLH, key_BNCH, value_BNCH, attn_mask=mask
+                self.square_query_BNCH, key_BGCH, value_BGCH, is_causal=True, enable_gqa=True
             ).transpose(1, 2)
 
-    def forward(self, attention: Callable[[], Tensor]) -> Callable[[], None]:
-        """Return a function that runs the forward pass and waits for the device."""
+    def flex(self, attend: Callable[..., Tensor], is_relative: bool) -> Tensor:
+        """Return attention [B, L, N, H] by FlexAttention; a relative term is a tensor [L, C]."""
+        u_NH, v_NH = self.biases_NH
+        query_BLNH, score_mod, L, C = self.query_BLNH, None, self.shape.L, len(self.position_CNH)
+        if is_relative:
+            query_BLNH = self.query_BLNH + u_NH
+            products_BNLC = torch.einsum(
+                "blnh,cnh->bnlc", (self.query_BLNH + v_NH) * self.shape.H**-0.5, self.position_CNH
+            )
 
-        def work() -> None:
-            attention()
-            wait_for(self.query_BLNH.device)
+            def score_mod(score, b, n, i, j):
+                return score + products_BNLC[b, n, i, (L - 1 - i + j) % C]
 
-        return work
+        key_BGCH, value_BGCH = self.key_value_BC2GH.permute(2, 0, 3, 1, 4)
+        return attend(
+            query_BLNH.transpose(1, 2), key_BGCH, value_BGCH, score_mod=score_mod,
+            block_mask=self._mask, enable_gqa=True,
+        ).transpose(1, 2)  # fmt: skip
 
-    def forward_and_backward(self, attention: Callable[[], Tensor]) -> Callable[[], None]:
+    def forward_and_backward(self, attention: Way) -> Callable[[], None]:
         """Return a function that runs both passes and waits for the device."""
 
         def work() -> None:
-            attention().backward(self.gradient_BLNH)
-            for leaf in self.leaves:
+            output = attention()
+            output.backward(self.gradients[output.shape[1]])
+            for leaf in (*self.leaves, self.square_query_BNCH):
                 leaf.grad = None
             wait_for(self.query_BLNH.device)
 
         return work
 
-
-def errors(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """Return relative errors (2-norm) of the device's path against float64, by tensor.
-
-    None may be much larger than that of plain operations in the same precision.
-    """
-    path = path_of(shape, device, dtype)
-    masks = DropoutStream if path in (plain_attention, tiled_attention) else FusedMasks
-    inputs = AttentionInputs(shape, device, dtype, masks)
-    exact = AttentionInputs(shape, device, torch.float64, masks)
-    with torch.no_grad():
-        for leaf, rounded in zip(exact.leaves, inputs.leaves, strict=True):
-            leaf.copy_(rounded)
-        exact.gradient_BLNH.copy_(inputs.gradient_BLNH)
-    expected = output_and_gradients(exact, plain_attention)
-    ours = output_and_gradients(inputs, path)
-    plain = output_and_gradients(inputs, plain_attention)
-    names = (*NAMES[:3], "distance bias") if shape.adds_distance_bias else NAMES
-    found = {}
-    for name, right, *both in zip(names, expected, ours, plain, strict=True):
-        error, plain_error = (float((x.double() - right).norm() / right.norm()) for x in both)
-        passed = error <= ERROR_MARGIN * plain_error
-        found[name] = {"passed": passed, "error": error, "plain": plain_error}
-    return found
+    def forward(self, attention: Way) -> Callable[[], None]:
+        """Return a function that runs the forward pass and waits for the device."""
+        return lambda: (attention(), wait_for(self.query_BLNH.device))[1]
 
 
-class FusedMasks(DropoutStream):
-    """Drops, by plain operations, the attention weights that the fused kernels drop."""
+def run(context: Context) -> None:
+    """Time our backward pass with each workspace, then all ways, shape by shape."""
+    if context.is_dry:
+        os.environ[INTERPRETER] = "1"  # read when the kernels are imported
+    for shape in context.size(SHAPES, DRY_SHAPES):
+        inputs = AttentionInputs(shape, context.device, context.dtype)
+        for programs in PROGRAMS:
+            context.add(
+                f"{programs} programs, {shape}", **workspace_values(inputs, programs, context)
+            )
+        compare(inputs, context)
 
-    def drop(
-        self, values: Tensor, rate: float, site: Site, layer: int = 0, lane_axis: int = 0
-    ) -> Tensor:
-        """Return the weights [N, B, L, C] without those that the kernels drop, rescaled."""
-        keys_B = self.lane_keys(site, layer, values.device)
-        threshold = round(rate * DROPOUT_LEVELS)
-        N, _, L, C = values.shape
-        keep_BNLC = kept_weights(keys_B.tolist(), N, L, C, threshold).to(values)
-        return values * keep_BNLC.movedim(0, lane_axis) / (1 - threshold / DROPOUT_LEVELS)
+
+def workspace_values(inputs: AttentionInputs, programs: int, context: Context) -> dict[str, float]:
+    """Return the time of our backward pass if `programs` fill a device, and its workspace."""
+    from pretrain.kernels.triton import workspace
+    from pretrain.kernels.triton.attention import fused_relative_attention
+
+    built_in, workspace.FILLING_PROGRAMS = workspace.FILLING_PROGRAMS, programs
+    key_value = inputs.key_value_BC2GH.unbind(2)
+    arguments = (inputs.query_BLNH, *key_value, inputs.position_CNH, *inputs.biases_NH)
+    output = fused_relative_attention(*arguments, workspace_bytes=16 << 30)
+    gradient = inputs.gradients[inputs.shape.L]
+
+    def backward() -> None:
+        torch.autograd.grad(output, inputs.leaves, gradient, retain_graph=True)
+        wait_for(context.device)
+
+    backward()  # compiles
+    on_gpu = context.device.type == "cuda"
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    ms = milliseconds({OURS: backward}, context.size(10, 1))[OURS]
+    peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
+    workspace.FILLING_PROGRAMS = built_in
+    return {"backward_ms": ms, "peak_mib": peak / 2**20}
 
 
-def output_and_gradients(inputs: AttentionInputs, path: AttentionPath) -> list[Tensor]:
-    """Return the output, and the gradients of `inputs.leaves`."""
-    output = inputs.relative(path)
-    return [output.detach(), *torch.autograd.grad(output, inputs.leaves, inputs.gradient_BLNH)]
+def compare(inputs: AttentionInputs, context: Context) -> None:
+    """Report the times of all ways; those of square shapes as for the shape's pairs."""
+    shape = inputs.shape
+    working, refused = runnable(ways(inputs, context.is_dry), inputs)
+    C, rounds = shape.M + shape.L, context.size(10, 1)
+    pairs = (shape.L * shape.M + shape.L * (shape.L + 1) / 2) / (C * (C + 1) / 2)
+    times = {}
+    for name, passes in {
+        "forward_ms": inputs.forward,
+        "both_ms": inputs.forward_and_backward,
+    }.items():
+        found = milliseconds({way: passes(attention) for way, attention in working.items()}, rounds)
+        times[name] = {
+            way: ms * (pairs if way.endswith("square") else 1) for way, ms in found.items()
+        }
+    ratio = times["both_ms"][OURS] / times["both_ms"][FLASH]
+    context.add(str(shape), over_flash=ratio, goal=GOALS.get(shape.H), **times, refused=refused)
+
+
+def ways(inputs: AttentionInputs, is_dry: bool = False) -> dict[str, Way]:
+    """Return the ways to compute attention, by name; only two of them have the relative term."""
+    # Without the compiler, which takes most of a minute on a CPU.
+    flex = flex_attention if is_dry else torch.compile(flex_attention)
+    return {
+        OURS: partial(inputs.relative, fused_attention),
+        FLASH: inputs.without_positions,
+        "FlashAttention-2, square": partial(inputs.square, SDPBackend.FLASH_ATTENTION),
+        "cuDNN, square": partial(inputs.square, SDPBackend.CUDNN_ATTENTION),
+        "FlexAttention": partial(inputs.flex, flex, is_relative=False),
+        "FlexAttention, relative": partial(inputs.flex, flex, is_relative=True),
+    }
+
+
+def runnable(
+    ways: dict[str, Way], inputs: AttentionInputs
+) -> tuple[dict[str, Way], dict[str, str]]:
+    """Return the ways that run here, and for the others the reason that PyTorch gives."""
+    reasons: dict[str, str] = {}
+    for name, way in ways.items():
+        try:
+            inputs.forward_and_backward(way)()
+        except Exception as error:  # PyTorch's compiler raises many kinds
+            if name in (OURS, FLASH):
+                raise
+            reasons[name] = f"{type(error).__name__}: {error}"[:200]
+    return {name: way for name, way in ways.items() if name not in reasons}, reasons
+
+
+def milliseconds(works: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Return the median time of each, measured in turns."""
+    seconds = in_turns({name: timed(work) for name, work in works.items()}, rounds)
+    return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -16,13 +17,13 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu.processes import run_process
+from benchmarks.gpu.steps import ROOT
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.manifest import MANIFEST_NAME
 from foundation.errors import UserError
 from pretrain.commands.output_paths import check_output_directory
 from pretrain.demo.texts import standard_library, write_jsonl
 
-ROOT = Path(__file__).parents[2]
 WHEELS, CORPUS, SITE = "wheels", "corpus", "site"
 # DeepSpeed has no wheel of its own, and its others are usually there.
 BUILT = ("deepspeed",)
@@ -35,6 +36,7 @@ VOCABULARY = 8192
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--corpus", type=Path, help="corpus to carry (default: Python's library)")
     parser.add_argument("--python", default="3.12", help="Python of the machine (default 3.12)")
 
 
@@ -43,7 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out.absolute()
     check_output_directory("--out", out)
     fetch_wheels(out / WHEELS, arguments.python)
-    if not (out / CORPUS / "train" / MANIFEST_NAME).exists():
+    if arguments.corpus:
+        shutil.copytree(arguments.corpus, out / CORPUS, dirs_exist_ok=True)
+    elif not (out / CORPUS / "train" / MANIFEST_NAME).exists():
         text = out.with_name(f"{out.name}-text") / "text.jsonl"
         print(write_jsonl(text, standard_library()))
         build_small_corpus(text, out / CORPUS, TokenizerConfig(kind="bpe", vocab_size=VOCABULARY))

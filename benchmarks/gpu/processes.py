@@ -1,4 +1,4 @@
-"""Steps and training ranks as processes of their own, which end at a limit or with their parent.
+"""Steps as processes of their own, which end at a limit or with their parent.
 
 On a GPU each is a new interpreter. In a dry run it is forked from one that has imported torch and
 DeepSpeed, which takes a tenth of the time; CUDA would not survive the fork.
@@ -13,20 +13,15 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from foundation.errors import UserError
 from pretrain.cli import end_process
-from pretrain.cli import main as pretrain_main
-from pretrain.processes.local_ranks import rank_environment, set_parent_death_signal
-from pretrain.recovery.faults import VARIABLE as FAULT_VARIABLE
-from pretrain.rundir.run_dir import RunDir
+from pretrain.processes.local_ranks import set_parent_death_signal
 
 # The third is what an optimizer and DeepSpeed import at their first use.
 IMPORTED = ("deepspeed", "pretrain.run", "torch._inductor.compile_fx")
-# Writers of shards, which the machines of the half hour lack: training needs none of them.
+# Writers of shards, which a lent machine may lack: training needs none of them.
 ABSENT = ("streaming", "webdataset", "zstandard")
 INTERPRETER = "TRITON_INTERPRET"
 DRY_ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -47,18 +42,16 @@ def run_process(
     log: Path,
     limit: float | None,
     is_dry: bool,
-    environment: Mapping[str, str] | None = None,
-    is_group: bool = False,
     absent: Sequence[str] = ABSENT,
 ) -> int | None:
     """Return the exit status of `work` in a process, -N for signal N, None if `limit` ended it.
 
-    `is_group`: what it starts ends with it. `absent`: packages that it cannot import.
+    What it starts ends with it. `absent`: packages that it cannot import.
     """
     context = (
         multiprocessing.get_context("fork") if is_dry else multiprocessing.get_context("spawn")
     )
-    arguments = (work, log, dict(environment or {}), os.getpid(), is_group, absent)
+    arguments = (work, log, os.getpid(), absent)
     process = context.Process(target=_child, args=arguments)
     process.start()
     try:
@@ -66,38 +59,8 @@ def run_process(
         return process.exitcode
     finally:
         if process.exitcode is None:
-            _kill(process.pid, is_group)
+            _kill(process.pid)
             process.join()
-
-
-def train_ranks(
-    experiment: Path,
-    overrides: Sequence[str],
-    run_dir: RunDir,
-    ranks: int,
-    *,
-    is_dry: bool,
-    fault: str = "",
-    timeout: float | None = None,
-) -> None:
-    """Run `pretrain train` as one rank, to its end or to the fault; as `verify-resume` asks for.
-
-    UserError with the end of its log if it ends in another way.
-    """
-    assert ranks == 1, ranks
-    run_dir.logs.mkdir(parents=True, exist_ok=True)
-    log = run_dir.logs / f"attempt-{len(list(run_dir.logs.glob('attempt-*')))}.log"
-    rank = {"RANK": "0", "LOCAL_RANK": "0", FAULT_VARIABLE: fault}
-    arguments = ["train", str(experiment), *overrides, "--run-dir", str(run_dir.path)]
-    status = run_process(
-        partial(pretrain_main, arguments),
-        log,
-        timeout,
-        is_dry,
-        {**rank_environment(1, os.environ), **rank},
-    )
-    if status != (-signal.SIGKILL if fault else 0):
-        raise UserError(f"training ended with {status}: {last_line(log)}; see {log}")
 
 
 def last_line(log: Path) -> str:
@@ -108,23 +71,14 @@ def last_line(log: Path) -> str:
     return ""
 
 
-def _child(
-    work: Callable[[], int],
-    log: Path,
-    environment: dict[str, str],
-    parent: int,
-    is_group: bool,
-    absent: Sequence[str],
-) -> None:
+def _child(work: Callable[[], int], log: Path, parent: int, absent: Sequence[str]) -> None:
     set_parent_death_signal(parent)
-    if is_group:
-        os.setsid()
+    os.setsid()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(file, standard)
     # Line by line: what a killed step has printed is in its log.
     sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))  # noqa: SIM115
-    os.environ.update(environment)
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  (None: an ImportError)
     status = 1
     try:
@@ -134,11 +88,9 @@ def _child(
     end_process(status)
 
 
-def _kill(pid: int | None, is_group: bool) -> None:
+def _kill(pid: int | None) -> None:
     """Kill the process and, if it has come far enough to lead a group, that group."""
     assert pid is not None
-    if is_group:
+    for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+            kill(pid, signal.SIGKILL)

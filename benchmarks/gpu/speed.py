@@ -1,101 +1,135 @@
-"""Fused attention against PyTorch's best without the relative term, plain, and compiled plain."""
+"""Step time, MFU and device memory of a run as it trains, and where the time goes."""
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Callable
-from functools import partial
+import time
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.profiler import ProfilerActivity
 
-from benchmarks.gpu.attention import AttentionInputs, Shape, path_of
-from benchmarks.gpu.context import Context
-from benchmarks.measure import in_turns, timed
-from pretrain.model.attention_paths import plain_attention
+from benchmarks.gpu.findings import Context, wait_for
+from benchmarks.gpu.gpt import GptTrainer, yardstick
+from benchmarks.gpu.training import Trainer, measured_run, one_rank
+from data_pipeline.lanes.lane_stream import Prefetcher
+from pretrain.config.run import RunConfig
+from pretrain.costs.device_memory import memory_parts, total_bytes
+from pretrain.costs.devices import DEVICES, device_named
+from pretrain.costs.flops import cost_of, flops_of, mean_memory
+from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
+from pretrain.distributed.world import World
 
-SHAPES = (Shape(B=4, L=2048, M=2048, N=16, H=128), Shape(B=4, L=2048, M=2048, N=32, H=64))
-DRY_SHAPES = (Shape(B=2, L=12, M=7, N=2, H=16),)
-GOALS = {128: 2.0, 64: 1.6}  # times the time of flash attention, which has no relative term
-MEMORY_GOAL = 12.0  # times less device memory than plain operations
-BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
-OURS, PLAIN, COMPILED = "ours", "plain", "compiled plain"
+STEPS, WARM_UP, PROFILED, COSTLIEST = 8, 3, 2, 8
+# The first that a kernel's name contains; names of torch, its compiler and libraries, and ours.
+CLASSES = {
+    "attention": r"flash|fmha|sdpa|attention|(forward|gradient|content_bias|delta)_kernel|flex",
+    "GEMM": r"gemm|nvjet|cutlass|xmma|cublas|split_?k|triton_(mm|tem)|\b(add|b|badd)?b?mm\b",
+    "copies": r"mem(cpy|set)|copy|\bcat|nccl|gather|scatter|index|embedding|fill",
+    "reductions": r"reduce|softmax|norm|triton_(red|per)|sum\b|mean|nll|cross_entropy",
+    "pointwise": r"elementwise|triton_poi|multi_tensor|adam|drop_kernel|aten::",
+}
+Rows = dict[str, tuple[float, int]]  # name -> microseconds of its own, calls
 
 
-def run(context: Context) -> None:
-    """Measure the shapes of the goals, first times, then peaks of device memory."""
-    for shape in context.size(SHAPES, DRY_SHAPES):
-        inputs = AttentionInputs(shape, context.device, context.dtype)
-        working, reasons = runnable(ways(inputs, context.is_dry), inputs)
-        rounds = context.size(10, 1)
-        forward = milliseconds({n: inputs.forward(way) for n, way in working.items()}, rounds)
-        both = milliseconds(
-            {name: inputs.forward_and_backward(way) for name, way in working.items()}, rounds
-        )
-        flash = min((name for name in both if name in BACKENDS), key=lambda name: both[name])
-        ratio, goal = both[OURS] / both[flash], GOALS.get(shape.H, max(GOALS.values()))
-        context.report.check(
-            str(shape), context.is_dry or ratio <= goal, best=flash, over_best=ratio, goal=goal,
-            over_best_forward=forward[OURS] / forward[flash], over_plain=both[OURS] / both[PLAIN],
-            forward_ms=forward, both_ms=both, refused=reasons,
+def speed(context: Context) -> None:
+    """Measure steps on prefetched batches, without the first ones."""
+    with one_rank() as world:
+        trainer = trainer_of(context, world)
+        run, seconds = trainer.run, []
+        with Prefetcher(trainer.batches) as batches:
+            trainer.batches = batches
+            for _ in range(context.size(STEPS, 1) + WARM_UP):
+                start = time.perf_counter()
+                trainer.step()
+                wait_for(context.device)
+                seconds.append(time.perf_counter() - start)
+        # By then kernels are compiled and the memory is full.
+        step_seconds, peak_gib = (
+            statistics.median(seconds[WARM_UP:]), memory_in_use_gib(context.device)
         )  # fmt: skip
-    for shape in context.size(SHAPES, DRY_SHAPES):
-        _memory(shape, context)
-
-
-def ways(inputs: AttentionInputs, is_dry: bool = False) -> dict[str, Callable[[], Tensor]]:
-    """Return the ways to compute attention, by name."""
-    # A dry run traces, too, but leaves out the compiler, which takes most of a minute on a CPU.
-    compiled = torch.compile(plain_attention, backend="eager" if is_dry else "inductor")
-    fused = path_of(inputs.shape, inputs.query_BLNH.device, inputs.query_BLNH.dtype)
-    return {
-        OURS: partial(inputs.relative, fused),
-        **{n: partial(inputs.without_positions, getattr(SDPBackend, n)) for n in BACKENDS},
-        PLAIN: partial(inputs.relative, plain_attention),
-        COMPILED: partial(inputs.relative, compiled),
-    }
-
-
-def runnable(
-    ways: dict[str, Callable[[], Tensor]], inputs: AttentionInputs
-) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
-    """Return the ways that run here, and for the others the reason that PyTorch gives."""
-    reasons: dict[str, str] = {}
-    for name, way in ways.items():
-        try:
-            inputs.forward_and_backward(way)()
-        except Exception as error:  # PyTorch's compiler raises many kinds
-            if name == OURS:
-                raise
-            reasons[name] = f"{type(error).__name__}: {error}"[:200]
-    return {name: way for name, way in ways.items() if name not in reasons}, reasons
-
-
-def milliseconds(works: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Return the median time of each, measured in turns."""
-    seconds = in_turns({name: timed(work) for name, work in works.items()}, rounds)
-    return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
-
-
-def _memory(shape: Shape, context: Context) -> None:
-    """Report the peak device memory of ours and of plain operations, without inputs."""
-    if context.is_dry:
-        context.report.add(f"device memory, {shape}", note="needs a device: allocator's peak")
-        return
-    inputs, device = AttentionInputs(shape, context.device, context.dtype), context.device
-
-    def peak(way: Callable[[], Tensor]) -> int:
-        work = inputs.forward_and_backward(way)
-        work()  # the first call compiles
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        work()
-        return torch.cuda.max_memory_allocated(device) - before
-
-    found = ways(inputs)
-    ours, plain = peak(found[OURS]), peak(found[PLAIN])
-    context.report.check(
-        f"device memory, {shape}", plain / ours >= MEMORY_GOAL, ours=ours, plain=plain,
-        plain_over_ours=plain / ours, goal=MEMORY_GOAL,
+        peak = measured_matmul_peak(context.device, context.dtype, context.size(0.5, 0.01))
+    flops = visible_flops_per_token(run) * run.tokens_per_step
+    maker = None if context.is_dry else makers_peak(torch.cuda.get_device_name())
+    values: dict[str, Any] = {}
+    if isinstance(trainer, Trainer):
+        estimated = total_bytes(memory_parts(run, 1, not context.is_dry))
+        values = {"parameters": cost_of(run).parameters, "describe_gib": estimated / 2**30}
+    else:
+        values["parameters"] = sum(each.numel() for each in trainer.module.parameters())
+    context.add(
+        "step", case=context.case, seconds=step_seconds, first_seconds=seconds[0],
+        tokens_per_second=run.tokens_per_step / step_seconds, tokens=run.tokens_per_step,
+        mfu=flops / step_seconds / maker if maker else None,
+        mfu_of_measured=flops / step_seconds / peak, matmul_flops=peak,
+        flops_per_token=flops / run.tokens_per_step, peak_gib=peak_gib, **values,
+        precision=run.engine.number_format, torch=torch.__version__,
     )  # fmt: skip
+
+
+def trainer_of(context: Context, world: World) -> Trainer | GptTrainer:
+    """Return what trains the case."""
+    run = measured_run(context.case, context)
+    if context.case.startswith("gpt"):
+        return GptTrainer(yardstick(run), context.corpus, world)
+    return Trainer(run, context.corpus, world, context.work)
+
+
+def profile(context: Context) -> None:
+    """Report the time of each class of kernels in a step, its idle time, and the costliest."""
+    with one_rank() as world:
+        trainer = trainer_of(context, world)
+        for _ in range(WARM_UP):
+            trainer.step()
+        wait_for(context.device)
+        # On a GPU operators of the CPU would count twice.
+        activity = ProfilerActivity.CPU if context.is_dry else ProfilerActivity.CUDA
+        with torch.profiler.profile(activities=[activity]) as profiler:
+            start = time.perf_counter()
+            for _ in range(PROFILED):
+                trainer.step()
+            wait_for(context.device)
+            wall = time.perf_counter() - start
+    rows: Rows = {
+        row.key: (row.self_cpu_time_total if context.is_dry else row.self_device_time_total,
+                  row.count)
+        for row in profiler.key_averages()
+    }  # fmt: skip
+    context.add("classes", case=context.case, step_ms=1e3 * wall / PROFILED, ms=classes(rows, wall))
+    for name, (microseconds, calls) in sorted(rows.items(), key=lambda row: -row[1][0])[:COSTLIEST]:
+        context.add(
+            name[:100], kind=class_of(name), ms=microseconds / 1e3 / PROFILED,
+            calls=calls // PROFILED,
+        )  # fmt: skip
+
+
+def classes(rows: Rows, wall_seconds: float) -> dict[str, float]:
+    """Return milliseconds per step of each class, and those in which no kernel ran."""
+    totals = dict.fromkeys([*CLASSES, "other"], 0.0)
+    for name, (microseconds, _) in rows.items():
+        totals[class_of(name)] += microseconds / 1e3 / PROFILED
+    return totals | {"idle": max(0.0, 1e3 * wall_seconds / PROFILED - sum(totals.values()))}
+
+
+def class_of(kernel: str) -> str:
+    """Return the class of a kernel by its name."""
+    name = kernel.lower()
+    return next((kind for kind, names in CLASSES.items() if re.search(names, name)), "other")
+
+
+def visible_flops_per_token(run: RunConfig) -> float:
+    """Return the FLOPs per token of training, with only the pairs that a query sees.
+
+    Query i of L sees the M memory rows and i + 1 keys of its segment: (L + 1) / 2 on average.
+    """
+    cost, length = cost_of(run).flops_per_token, run.data.segment_length
+    remembered = mean_memory(run.model)
+    hidden = 1.0 - (remembered + (length + 1) / 2) / (remembered + length)
+    return cost - 3 * hidden * flops_of(run.model, length, run.data.lanes).attention
+
+
+def makers_peak(device_name: str) -> float | None:
+    """Return the data sheet's dense bf16 rate of a GPU of this name, if known."""
+    name = device_named(device_name)
+    return DEVICES[name].bf16 if name else None

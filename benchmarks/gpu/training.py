@@ -12,19 +12,20 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.context import Context
+from benchmarks.gpu.findings import Context
+from benchmarks.gpu.steps import ROOT
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream
-from data_pipeline.lanes.segment_batch import SegmentBatch
+from data_pipeline.lanes.segment_batch import LaneCursor, SegmentBatch
+from foundation.settings import load_config
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.optim import OptimConfig
 from pretrain.config.resolve import with_precision
-from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.optim.learning_rate import learning_rate_at
@@ -43,6 +44,13 @@ def one_rank() -> Iterator[World]:
         destroy_process_group()
 
 
+def lane_stream(run: RunConfig, corpus: Path, cursor: LaneCursor | None = None) -> LaneStream:
+    """Return the batches of a run on one rank."""
+    train, data = Corpus.open(corpus / "train"), run.data
+    lanes = range(data.lanes)
+    return LaneStream(train, data.lanes, run.seed, data.segment_length, lanes, cursor)
+
+
 class Trainer:
     """One run in this process: its engine, its lanes and its checkpoints in `directory`."""
 
@@ -59,14 +67,7 @@ class Trainer:
             found = find_resume_point(directory, world, run_id="")
             assert found is not None, f"no checkpoint in {directory}"
             self.state = self._checkpointer.restore(self.engine, found)
-        self.batches: Iterator[SegmentBatch] = LaneStream(
-            Corpus.open(corpus / "train"),
-            run.data.lanes,
-            run.seed,
-            run.data.segment_length,
-            lanes_of_rank(run, world.rank, world.world_size),
-            self.state.cursor,
-        )
+        self.batches: Iterator[SegmentBatch] = lane_stream(run, corpus, self.state.cursor)
 
     def step(self) -> torch.Tensor:
         """Train one step as `pretrain.train` does; returns its mean loss, on the device."""
@@ -112,16 +113,13 @@ def _bytes_of(value: torch.Tensor) -> bytes:
 
 
 def forget(device: torch.device) -> None:
-    """Free what an engine that nobody refers to any more has left, and measure memory anew."""
+    """Free what an engine that nobody refers to any more has left."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
 
 
-def small_run(
-    context: Context, engine: EngineConfig, optim: OptimConfig | None = None, **more: Any
-) -> RunConfig:
+def small_run(context: Context, engine: EngineConfig, **more: Any) -> RunConfig:
     """Return a run of seconds with heads of 128, dropout and memory, as a new run resolves it.
 
     `more` are settings of the model.
@@ -137,9 +135,55 @@ def small_run(
         "norm_position": "pre",
     }
     data = DataConfig(lanes=4, segment_length=context.size(256, 8))
-    optim = optim or OptimConfig()
-    run = RunConfig(model=ModelConfig(**model | more), data=data, optim=optim, engine=engine)
+    run = RunConfig(model=ModelConfig(**model | more), data=data, engine=engine)
     return resolved(run, context)
+
+
+def measured_run(case: str, context: Context) -> RunConfig:
+    """Return the run of a case, "MODEL [VARIANT]": a model of configs/models, or `relative`.
+
+    The GPT's is that of the model it is measured with: `yardstick` makes it.
+    """
+    name, _, variant = case.partition(" ")
+    name, settings = ("xl_modern_1b" if name == "gpt" else name), VARIANTS[variant]
+    if name == "relative":  # 1.3B
+        model = ModelConfig(
+            vocab_size=32_000, num_layers=24, d_model=2048, num_heads=16, memory_length=2048,
+            norm_position="pre", dropout=0.0,
+        )  # fmt: skip
+        run = RunConfig(model=model, data=DataConfig(lanes=4, segment_length=2048))
+    else:
+        run = load_config(RunConfig, ROOT / "configs" / "models" / f"{name}.yaml")
+        lanes = max(1, 16_384 // run.data.segment_length)
+        run = replace(run, data=replace(run.data, lanes=lanes))
+    vocabulary = vocabulary_of(context)
+    if context.is_dry:
+        run = toy_sized(run, vocabulary)
+    run = replace(run, model=replace(run.model, vocab_size=max(vocabulary, run.model.vocab_size)))
+    if variant == "hybrid":
+        kinds = ["attention" if n % 4 == 3 else "deltanet" for n in range(run.model.num_layers)]
+        run = replace(run, model=replace(run.model, layer_kinds=tuple(kinds)))
+    return resolved(replace(run, engine=EngineConfig(**settings)), context)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "compiled": {"compile": True},
+    "ZeRO 0": {"zero_stage": 0},
+    "ZeRO 1": {"zero_stage": 1},
+    "ZeRO 3": {"zero_stage": 3},
+    "offload": {"offload_optimizer": True},
+    "hybrid": {},
+}
+
+
+def toy_sized(run: RunConfig, vocabulary: int) -> RunConfig:
+    """Return the same run with a tiny model."""
+    model = replace(
+        run.model, vocab_size=vocabulary, num_layers=4, d_model=32, num_heads=2,
+        num_key_heads=1 if run.model.num_key_heads else 0, memory_length=8,
+    )  # fmt: skip
+    return replace(run, model=model, data=replace(run.data, lanes=4, segment_length=16))
 
 
 def resolved(run: RunConfig, context: Context) -> RunConfig:
@@ -149,34 +193,6 @@ def resolved(run: RunConfig, context: Context) -> RunConfig:
     return run
 
 
-def large_run(lanes: int = 4, dropout: float = 0.1, **engine: Any) -> RunConfig:
-    """Return 24 layers of width 2048, 16 heads, vocabulary 32,000, segment = memory = 2048."""
-    model = ModelConfig(
-        vocab_size=32_000,
-        num_layers=24,
-        d_model=2048,
-        num_heads=16,
-        memory_length=2048,
-        norm_position="pre",
-        dropout=dropout,
-    )
-    data = DataConfig(lanes=lanes, segment_length=2048)
-    return RunConfig(model=model, data=data, engine=EngineConfig(**engine))
-
-
 def vocabulary_of(context: Context) -> int:
     """Return the number of tokens that the corpus has."""
     return Corpus.open(context.corpus / "train").manifest.vocab_size
-
-
-def dry_large_run(run: RunConfig, vocabulary: int) -> RunConfig:
-    """Return the same run with a tiny model."""
-    sizes = {
-        "vocab_size": vocabulary,
-        "num_layers": 2,
-        "d_model": 32,
-        "num_heads": 2,
-        "memory_length": 8,
-    }
-    data = replace(run.data, lanes=2, segment_length=8)
-    return replace(run, model=replace(run.model, **sizes), data=data)

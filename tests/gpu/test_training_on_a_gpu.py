@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import os
+import pickle
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from benchmarks.gpu.attention import errors
-from benchmarks.gpu.context import Context
-from benchmarks.gpu.exactness import CELLS, resume, resumed_differences, trained_twice
-from benchmarks.gpu.kernels import CASES, repeats_its_bits
-from benchmarks.gpu.report import findings_in
-from benchmarks.gpu.startup import recorder
-from benchmarks.gpu.training import Trainer, one_rank, small_run
+from benchmarks.gpu.findings import Context
+from benchmarks.gpu.resume import CELLS, resumed_differences
+from benchmarks.gpu.training import Trainer, forget, one_rank, small_run
 from pretrain.config.choices import EngineKind
 from pretrain.config.engine import EngineConfig
 from pretrain.costs.zero_buffers import optimizer_of
 from pretrain.engines.memory_offload import MemoryOffload
+from pretrain.processes.last_collectives import write_last_collectives
+from pretrain.rundir.collective_traces import make_trace_directory
 from tests.helpers.corpora import make_tiny_corpus
+from tests.helpers.fused_attention_cases import CASES, Case, errors_of
 
 pytestmark = pytest.mark.gpu
 
@@ -32,19 +35,28 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(given) if given else make_tiny_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", CASES)
-def test_the_fused_path_is_as_exact_as_plain_operations_and_repeats_its_bits(
-    name: str, dtype: torch.dtype
-) -> None:
-    found = errors(CASES[name], torch.device("cuda"), dtype)
-    assert all(error["passed"] for error in found.values()), found
-    assert repeats_its_bits(CASES[name], torch.device("cuda"), dtype)
+# Those with the interpreter's own layout of keys, or a table of tiles, are not for a GPU.
+FUSED = {
+    name: replace(case, H=width)
+    for name, case in CASES.items()
+    if case.dtype is torch.float32 and case.key_strides is None and not case.from_table
+    for width in [case.H if case.H > 24 else 64]
+} | {"long": Case(N=1, L=600, M=500, H=128, deterministic=True)}
+TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", FUSED)
+def test_the_fused_kernels_agree_with_float64(name: str, dtype: torch.dtype) -> None:
+    found = errors_of(replace(FUSED[name], dtype=dtype, device="cuda"))
+    assert all(error < TOLERANCE[dtype] for error in found.values()), found
 
 
 @pytest.fixture
 def context(corpus: Path, tmp_path: Path) -> Context:
-    context = Context(tmp_path, corpus, is_dry=False, step="test")
+    context = Context(
+        out=tmp_path, results=tmp_path / "results.jsonl", corpus=corpus, step="s", device_name="GPU"
+    )
     context.work.mkdir(parents=True)
     return context
 
@@ -54,21 +66,24 @@ def test_deepspeed_saved_beside_training_and_restored_repeats_its_bits(
     name: str, context: Context
 ) -> None:
     with one_rank() as world:
-        assert resumed_differences(name, CELLS[name], context, world) == []
+        assert resumed_differences(name, context, world) == []
 
 
-@pytest.mark.timeout(600)
-def test_verify_resume_is_bitwise_at_every_stage_in_bf16(context: Context) -> None:
-    resume(context)
-    found = findings_in(context.parts)
-    assert len(found) == 4
-    assert all(each["passed"] for each in found.values()), found
-
-
-def test_the_last_collectives_are_written_while_the_device_is_blocked(context: Context) -> None:
-    recorder(context)
-    (found,) = findings_in(context.parts).values()
-    assert found["passed"], found
+def test_the_last_collectives_are_written_while_the_device_is_blocked(tmp_path: Path) -> None:
+    with one_rank() as world:
+        ones = torch.ones(3, device=world.device)
+        dist.all_reduce(ones)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10_000_000_000)  # cycles: about five seconds
+        work = dist.all_reduce(ones, async_op=True)
+        make_trace_directory(tmp_path, {})
+        start = time.monotonic()
+        paths = write_last_collectives(tmp_path, 0, {})
+        assert time.monotonic() - start < 5.0, "the watchdog waits no longer"
+        assert work is not None
+        work.wait()
+    records = {path.name: pickle.loads(path.read_bytes())["entries"] for path in paths}
+    assert len(records["nccl-rank-0"]) >= 2
 
 
 def test_offloaded_memories_leave_room_on_the_device_and_change_no_bit() -> None:
@@ -121,7 +136,8 @@ def test_passes_do_not_wait_for_the_device_and_a_step_does_so_once_at_its_end(
 def test_deepspeed_takes_the_optimizer_whose_buffers_are_counted(
     name: str, context: Context
 ) -> None:
-    run = small_run(context, EngineConfig(**CELLS[name]))  # pyright: ignore[reportArgumentType]
+    engine, model = CELLS[name]
+    run = small_run(context, EngineConfig(**engine), **model)
     with one_rank() as world:
         engine = Trainer(run, context.corpus, world, context.work).engine
         wrapper = engine._optimizer  # pyright: ignore[reportAttributeAccessIssue]
@@ -130,7 +146,12 @@ def test_deepspeed_takes_the_optimizer_whose_buffers_are_counted(
 
 @pytest.mark.parametrize("kind", get_args(EngineKind))
 def test_training_twice_gives_the_same_bits(context: Context, kind: EngineKind) -> None:
-    run = small_run(context, EngineConfig(kind=kind, precision="bf16"))
+    run, found = small_run(context, EngineConfig(kind=kind, precision="bf16")), []
     with one_rank() as world:
-        first, second = trained_twice(run, context, world, steps=20)
-    assert first == second
+        for _ in range(2):
+            trainer = Trainer(run, context.corpus, world, context.work)
+            found.append((trainer.steps(20), trainer.bits()))
+            trainer.engine.close()
+            del trainer
+            forget(context.device)
+    assert found[0] == found[1]

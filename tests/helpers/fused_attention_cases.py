@@ -50,6 +50,7 @@ class Case:
     workspace_groups: int = 100  # of heads that fit into the workspace
     filling_programs: int = 640  # of the keys' kernel; with fewer, the heads of a group have one
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"  # on a GPU with the tiles of its head width
 
 
 CASES: dict[str, Case] = {
@@ -169,12 +170,13 @@ def errors_of(case: Case) -> dict[str, float]:
     )
     exact.backward(gradient_BLNH.double())
     inputs = [
-        None if t is None else t.detach().to(case.dtype).requires_grad_() for t in exact_inputs
+        None if t is None else t.detach().to(case.device, case.dtype).requires_grad_()
+        for t in exact_inputs
     ]
     if case.key_strides is not None:
         inputs[1:3] = [_spread(tensor.detach(), *case.key_strides) for tensor in inputs[1:3]]
     output = fused(case, inputs, documents_BC)
-    output.backward(gradient_BLNH)
+    output.backward(gradient_BLNH.to(case.device))
     errors = {"output": _relative(output, exact)}
     for name, tensor, reference in zip(ARGUMENTS, inputs, exact_inputs, strict=True):
         if tensor is not None:
@@ -201,6 +203,7 @@ def fused(case: Case, inputs: list[Tensor | None], documents_BC: Tensor | None) 
         _install(tiles, case.H)
     longest = max(tiles.key_gradient.columns, longer)
     score_row = -(-(case.L + case.M) // longest) * longest
+    keys_B = torch.tensor(LANE_KEYS[: case.B], device=case.device)
     group_bytes = case.N // (case.G or case.N) * case.L * score_row * case.dtype.itemsize
     return fused_relative_attention(
         *inputs[:6],
@@ -208,12 +211,12 @@ def fused(case: Case, inputs: list[Tensor | None], documents_BC: Tensor | None) 
         distance_bias_CN=inputs[7],
         sinks_N=inputs[8],
         max_distance=case.max_distance,
-        documents_BC=documents_BC,
+        documents_BC=None if documents_BC is None else documents_BC.to(case.device),
         dropout=case.dropout,
         deterministic=case.deterministic,
-        tiles=None if case.from_table else tiles,
+        tiles=None if case.from_table or case.device != "cpu" else tiles,
         workspace_bytes=case.workspace_groups * group_bytes,
-        dropout_keys_B=torch.tensor(LANE_KEYS[: case.B]) if case.dropout else None,
+        dropout_keys_B=keys_B if case.dropout else None,
     )
 
 
@@ -272,7 +275,7 @@ def _documents(case: Case, generator: torch.Generator) -> Tensor:
 
 
 def _relative(value: Tensor, exact: Tensor) -> float:
-    value, exact = value.detach().double(), exact.detach()
+    value, exact = value.detach().cpu().double(), exact.detach()
     # What is exactly zero (one key in sight: no score matters) is compared with numbers of size
     # one.
     size = exact.norm() if exact.abs().max() > 1e-12 else torch.tensor(float(exact.numel())).sqrt()

@@ -1,100 +1,185 @@
-"""The parts of the prepared half hour: comparisons, sizes, processes, results and candidates."""
+"""What runs first on a GPU: the yardstick, comparisons, processes, findings and the schedule."""
 
 from __future__ import annotations
 
 import json
-import re
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks.__main__ import main
-from benchmarks.gpu import cost, kernels, processes, speed, tiles
-from benchmarks.gpu.attention import AttentionInputs, FusedMasks, Shape, errors
-from benchmarks.gpu.bundle import BUILT, DOWNLOADED, ROOT, locked_versions
-from benchmarks.gpu.context import Context
-from benchmarks.gpu.report import Report, Result, append_result, findings_in, results_in, status_of
-from benchmarks.gpu.steps import LONGEST_STEP, STEPS, Step, selected
-from benchmarks.gpu.training import large_run
+from benchmarks.gpu import command, processes, speed, steps, tiles
+from benchmarks.gpu.attention import AttentionInputs, Shape
+from benchmarks.gpu.bundle import BUILT, DOWNLOADED, locked_versions
+from benchmarks.gpu.findings import CPU, END, Context, Finding, findings_in
+from benchmarks.gpu.gpt import GPT, yardstick
+from benchmarks.gpu.quality import Point, at_equal_flops
+from benchmarks.gpu.steps import LONGEST_STEP, ROOT, STEPS, Step, known_steps, selected
+from benchmarks.gpu.training import measured_run
 from foundation.errors import UserError
 from pretrain.costs.flops import cost_of
-from pretrain.kernels.triton.settings import DROPOUT_LEVELS
 from pretrain.kernels.triton.tiling import FORMAT, KERNELS, kernels_version
 from pretrain.model.attention_paths import plain_attention
-from pretrain.model.dropout import Site
-from tests.helpers.exact_attention import kept_weights
+from tests.helpers.corpora import make_tiny_corpus
 
-CPU = torch.device("cpu")
-SMALL = Shape(B=2, L=12, M=7, N=2, H=16)
+DEVICE = torch.device("cpu")
+H100 = "NVIDIA H100 80GB HBM3"
 
 
-def test_both_sides_attend_to_the_same_keys() -> None:
-    """Without a relative term the paper's attention is what flash attention computes."""
-    inputs = AttentionInputs(SMALL, CPU, torch.float64)
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
+    """On a CPU, and of full size."""
+    out = tmp_path_factory.mktemp("out")
+    corpus = make_tiny_corpus(tmp_path_factory.mktemp("corpus"))
+    return FullSize(out=out, results=out / "results.jsonl", corpus=corpus, step="s")
+
+
+class FullSize(Context):
+    is_dry = False
+    device = DEVICE
+
+
+def test_every_way_attends_to_the_same_keys_with_and_without_positions() -> None:
+    inputs = AttentionInputs(Shape(B=2, L=12, M=7, N=4, H=16, G=2), DEVICE, torch.float64)
+    for leaf in inputs.leaves:  # FlexAttention has no backward pass on a CPU
+        leaf.requires_grad_(False)
     with torch.no_grad():
+        expected = inputs.relative(plain_attention)
+        torch.testing.assert_close(inputs.flex(flex_attention, is_relative=True), expected)
         for leaf in (inputs.position_CNH, *inputs.biases_NH):
             leaf.zero_()
-    torch.testing.assert_close(inputs.without_positions(), inputs.relative(plain_attention))
+        expected = inputs.relative(plain_attention)
+        torch.testing.assert_close(inputs.without_positions(), expected)
+        torch.testing.assert_close(inputs.flex(flex_attention, is_relative=False), expected)
 
 
-def test_plain_operations_drop_what_the_fused_kernels_drop() -> None:
-    stream, sizes = FusedMasks(seed=1, step=1, lanes=[3, 5]), (2, 9, 11)
-    dropped_NBLC = stream.drop(torch.ones(2, *sizes), 0.5, Site.ATTENTION, layer=1, lane_axis=1)
-    keys = stream.lane_keys(Site.ATTENTION, 1, CPU).tolist()
-    kept_BNLC = kept_weights(keys, *sizes, DROPOUT_LEVELS // 2)
-    assert torch.equal(dropped_NBLC, 2.0 * kept_BNLC.transpose(0, 1))
+def test_the_gpt_has_the_models_size_its_tokens_and_its_keys_per_query(context: Context) -> None:
+    run = measured_run("xl_modern_1b", context)
+    gpt = yardstick(run)
+    assert gpt.tokens_per_step == run.tokens_per_step == 16_384
+    memory, length = run.model.longest_memory, run.data.segment_length
+    assert (gpt.data.segment_length + 1) / 2 == memory + (length + 1) / 2
+    with torch.device("meta"):
+        module = GPT(gpt.model, compiles=False)
+    parameters = sum(each.numel() for each in module.parameters())
+    assert parameters == pytest.approx(cost_of(run).parameters, rel=1e-3)
+    # The memory's keys and values are the only other products.
+    assert speed.visible_flops_per_token(gpt) == pytest.approx(
+        speed.visible_flops_per_token(run), rel=0.05
+    )
 
 
-@pytest.mark.parametrize("name", kernels.DRY_CASES)
-def test_errors_are_those_of_the_precision(name: str) -> None:
-    found = errors(kernels.DRY_CASES[name], CPU, torch.float32)
-    assert len(found) == (4 if name == "distance bias" else 6)
-    assert all(0.0 < each["error"] < 1e-5 for each in found.values()), found
-    assert all(each["passed"] for each in found.values()), found
+def test_no_token_of_the_gpt_sees_a_later_one(context: Context) -> None:
+    run = measured_run("xl_modern_1b", context)
+    small = {"num_layers": 2, "d_model": 32, "num_heads": 2, "num_key_heads": 1}
+    module = GPT(replace(run.model, vocab_size=16, **small), compiles=False)
+    tokens_BL = torch.arange(12)[None] % 7
+    changed_BL = tokens_BL.clone()
+    changed_BL[0, 8] = 15
+    nll_BL, other_BL = (module(each, tokens_BL) for each in (tokens_BL, changed_BL))
+    torch.testing.assert_close(nll_BL[:, :8], other_BL[:, :8])
+    assert (nll_BL[:, 8:] != other_BL[:, 8:]).all()  # all of these see it
 
 
-def test_a_wrong_gradient_is_found(monkeypatch) -> None:
-    def path_of(*_arguments: object):
-        return lambda query, *rest: plain_attention(query * 1.001, *rest)
-
-    monkeypatch.setattr("benchmarks.gpu.attention.path_of", path_of)
-    assert not errors(SMALL, CPU, torch.float32)["query"]["passed"]
-
-
-def test_the_large_model_has_its_size_and_pairs_that_no_query_sees_do_not_count() -> None:
-    run = large_run()
+def test_pairs_that_no_query_sees_do_not_count(context: Context) -> None:
+    run = measured_run("relative", context)
     assert 1.25e9 < cost_of(run).parameters < 1.4e9
-    assert run.engine.zero_stage == 2  # what trains by default
-    every, visible = cost_of(run).flops_per_token, cost.visible_flops_per_token(run)
+    every, visible = cost_of(run).flops_per_token, speed.visible_flops_per_token(run)
     # Counted pair by pair, for products of content, positions and values, forward and backward.
     length, memory = run.data.segment_length, run.model.memory_length
     pairs = sum(memory + query + 1 for query in range(length)) / length
     hidden = 3 * run.model.num_layers * 6 * run.model.d_model * (length + memory - pairs)
     assert visible == pytest.approx(every - hidden)
-    assert visible < 0.95 * every
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("void flash::flash_bwd_kernel<Flash_bwd_kernel_traits<cutlass::bfloat16_t>>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
+        ("key_gradient_kernel", "attention"),
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", "GEMM"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
+        ("aten::addmm", "GEMM"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("void at::native::CatArrayBatchedCopy<OpaqueType<2u>>", "copies"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "copies"),
+        ("triton_red_fused__to_copy_mean_pow_0", "copies"),
+        ("void at::native::reduce_kernel<512, 1, ReduceOp<float>>", "reductions"),
+        ("triton_per_fused_mean_mul_pow_1", "reductions"),
+        ("void at::native::vectorized_elementwise_kernel<4, MulFunctor>", "pointwise"),
+        ("triton_poi_fused_mul_silu_2", "pointwise"),
+        ("multi_tensor_apply_kernel<FusedAdamMathFunctor>", "pointwise"),
+        ("something_new", "other"),
+    ],
+)
+def test_kernels_are_classed_by_their_names(kernel: str, kind: str) -> None:
+    assert speed.class_of(kernel) == kind
+
+
+def test_classes_and_idle_time_add_up_to_the_step() -> None:
+    rows = {"a_gemm": (4000.0, 2), "memset": (1000.0, 1), "another_gemm": (2000.0, 1)}
+    found = speed.classes(rows, wall_seconds=0.010)
+    assert {name: ms for name, ms in found.items() if ms} == {"GEMM": 3, "copies": 0.5, "idle": 1.5}
 
 
 def test_data_sheets_are_found_by_the_name_that_the_driver_reports() -> None:
-    assert cost.makers_peak("NVIDIA H200") == 989e12
-    assert cost.makers_peak("NVIDIA A100-SXM4-80GB") == 312e12
-    assert cost.makers_peak("NVIDIA GeForce") is None
+    assert speed.makers_peak("NVIDIA H200") == 989e12
+    assert speed.makers_peak("NVIDIA GeForce") is None
 
 
-def test_what_matters_most_fits_into_twenty_five_minutes() -> None:
-    assert sum(step.expected for step in STEPS) <= 25 * 60
+def test_losses_are_compared_at_the_flops_that_both_have_spent() -> None:
+    ours = [Point(1, 1e15, 5.0), Point(2, 4e15, 4.0)]
+    theirs = [Point(1, 2e15, 4.5), Point(2, 8e15, 3.5)]
+    assert at_equal_flops(ours, theirs) == pytest.approx((4.0, 4.0))
+
+
+def test_eight_minutes_reach_to_the_quality_and_every_step_ends_in_time() -> None:
     assert all(step.expected <= step.limit <= LONGEST_STEP for step in STEPS)
-    assert [step.name for step in selected("mfu, kernels")] == ["kernels", "mfu"]
-    with pytest.raises(UserError, match="found no step 'speed', expected some of environment"):
-        selected("speed")
+    table = command.schedule(STEPS, set(), 480).splitlines()
+    starts = {row.split("|")[1].strip(): row.split("|")[2].strip() for row in table[2:]}
+    names = list(starts)
+    started = [name for name in names if starts[name].endswith(" s")]
+    assert started == names[: names.index("tiles")]
+    assert starts["speed-1b"] == "0 s"
+    known = command.schedule(STEPS, {"speed-1b", "attention"}, 480)
+    assert known.count("| known ") == 2
+    assert [step.name for step in selected("tiles, speed-gpt")] == ["speed-gpt", "tiles"]
+    assert len(selected("speed")) == 6
+    with pytest.raises(UserError, match="found no step 'fast', expected some of speed-1b"):
+        selected("fast")
+
+
+def test_a_step_is_known_while_its_sources_stay_as_they_are(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(steps, "ROOT", tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.py").write_text("a = 1\n")
+    (tmp_path / "other.py").write_text("b = 1\n")
+    step = Step("s", "", 1, 1, "", ("folder", "other.py"))
+    first = step.fingerprint
+    monkeypatch.setattr(steps, "STEPS", (step,))
+
+    def known(now: str | None, part: str = END, device: str = H100) -> set[str]:
+        values = {"step": "s", "part": part, "fingerprint": first, "device": device}
+        return known_steps([Finding(date="", values={}, **values)], now)
+
+    assert known(H100) == known(None) == {"s"}
+    assert known("NVIDIA H200") == known(H100, part="step") == known(None, device=CPU) == set()
+    (tmp_path / "folder" / "notes.txt").write_text("not code\n")
+    assert known(H100) == {"s"}
+    (tmp_path / "folder" / "a.py").write_text("a = 2\n")
+    assert known(H100) == set()
 
 
 @pytest.mark.parametrize("is_dry", [True, False], ids=["forked", "new interpreter"])
 def test_a_step_ends_at_its_limit_and_leaves_its_exit_status(tmp_path: Path, is_dry: bool) -> None:
     log = tmp_path / "log"
-    run = partial(processes.run_process, log=log, is_dry=is_dry, is_group=True)
+    run = partial(processes.run_process, log=log, is_dry=is_dry)
     assert run(partial(int, 3), limit=300) == 3
     assert run(partial(int, "no number"), limit=300) == 1
     assert processes.last_line(log).startswith("ValueError: invalid literal")
@@ -104,51 +189,34 @@ def test_a_step_ends_at_its_limit_and_leaves_its_exit_status(tmp_path: Path, is_
 
 
 def report_and_wait(context: Context) -> None:
-    context.report.check("before", True)
+    context.add("before", ratio=float("nan"))
     time.sleep(600)
 
 
 def report_a_difference(context: Context) -> None:
-    context.report.check("bits", False)
+    context.add("bits", passed=False)
 
 
-def test_a_step_that_fails_or_hangs_does_not_stop_the_others(
+def test_findings_of_a_step_that_fails_or_hangs_are_kept_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     targets = ["builtins:int", f"{__name__}:report_and_wait", f"{__name__}:report_a_difference"]
-    limits = (300, 5.0, 300)
-    steps = [
-        Step(f"s{number}", target, expected=0, limit=limit, purpose="")
-        for number, (target, limit) in enumerate(zip(targets, limits, strict=True))
-    ]
-    monkeypatch.setattr("benchmarks.gpu.command.selected", lambda _: steps)
-    monkeypatch.setattr("benchmarks.gpu.command.prepare", lambda _: None)
+    listed = tuple(
+        Step(f"s{number}", target, expected=0, limit=limit, purpose="", sources=())
+        for number, (target, limit) in enumerate(zip(targets, (300, 5.0, 300), strict=True))
+    )
+    monkeypatch.setattr(steps, "STEPS", listed)
+    monkeypatch.setattr(command, "prepare", lambda _: None)
     arguments = ["gpu", "--dry-run", "--out", str(tmp_path), "--corpus", str(tmp_path)]
-    assert main([*arguments, "--minutes", "0.1"]) == 1  # no time for a step
-    assert results_in(tmp_path, is_dry=True).keys() == set()
     assert main(arguments) == 1
-    results = results_in(tmp_path, is_dry=True)
-    assert [each.status for each in results.values()] == ["failed", "timed out", "missed"]
-    assert results["s0"].error.startswith("TypeError: int() argument must be")
-    assert results["s1"].found == {"before": {"passed": True}}
-    assert re.search(r"\| s2   \| missed    \| \d+ +\| bits", capsys.readouterr().out)
-
-
-def test_what_a_step_found_before_it_was_killed_counts(tmp_path: Path) -> None:
-    report = Report(tmp_path / "parts.jsonl")
-    report.check("first", True, ratio=float("nan"))
-    report.check("second", False)
-    with (tmp_path / "parts.jsonl").open("a") as file:
-        file.write('{"part": "cut sh')
-    found = findings_in(tmp_path / "parts.jsonl")
-    assert found == {"first": {"passed": True, "ratio": "nan"}, "second": {"passed": False}}
-    assert status_of(0, found) == "missed"
-    assert status_of(None, found) == "timed out"
-    assert status_of(1, {}) == "failed"
-    append_result(tmp_path, Result(step="a", status="failed", seconds=1.0, device="cpu"))
-    append_result(tmp_path, Result(step="a", status="ok", seconds=2.0, device="cpu"))
-    assert results_in(tmp_path, is_dry=True)["a"].status == "ok"  # the latest one
-    assert not results_in(tmp_path)  # a dry run is no result of a GPU
+    found = findings_in(tmp_path / "results.jsonl")
+    ends = {each.step: each.values for each in found if each.part == END}
+    assert [each["status"] for each in ends.values()] == ["failed", "timed out", "missed"]
+    assert ends["s0"]["error"].startswith("TypeError: int() argument must be")
+    assert [each.values for each in found if each.part == "before"] == [{"ratio": "nan"}]
+    assert "| s2   | missed    |" in capsys.readouterr().out
+    assert main(arguments) == 1
+    assert findings_in(tmp_path / "results.jsonl") == found  # all are known
 
 
 @pytest.mark.parametrize(
@@ -156,23 +224,48 @@ def test_what_a_step_found_before_it_was_killed_counts(tmp_path: Path) -> None:
     [
         (["--out=OUT", "--minutes=-1"], "--minutes=-1 must be 0 (no end) or more"),
         (["--out=OUT/results.jsonl"], "results.jsonl is a file; name a directory"),
-        (["--out=OUT"], "results.jsonl: line 2 is damaged, expected the result of a step; remove"),
+        (["--out=OUT"], "results.jsonl: line 1 is damaged, expected a finding of a step; remove"),
     ],
 )
 def test_wrong_options_and_damaged_results_are_told_in_a_line(tmp_path, capsys, arguments, said):
-    append_result(tmp_path, Result(step="a", status="ok", seconds=1.0, device="cpu"))
-    with (tmp_path / "results.jsonl").open("a") as file:
-        file.write('{"step": "b", "sta')
+    (tmp_path / "results.jsonl").write_text('{"step": "b", "par')
     words = [each.replace("OUT", str(tmp_path)) for each in arguments]
     assert main(["gpu", "--dry-run", *words]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
-    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_schedule_is_printed_without_a_gpu_and_nothing_is_written(tmp_path, capsys) -> None:
+    assert main(["gpu", "--dry-run", "--minutes", "8", "--out", str(tmp_path / "out")]) == 0
+    assert "| speed-1b " in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("mfu", "milliseconds", "results"),
+    [(0.46, 1.05, ["met"] * 4), (0.39, 1.2, ["missed", "missed", "missed", "met"])],
+)
+def test_goals_are_met_or_missed_by_the_better_of_with_and_without_compile(
+    mfu: float, milliseconds: float, results: list[str]
+) -> None:
+    def finding(step: str, part: str = "step", **values: float) -> Finding:
+        return Finding(step=step, part=part, fingerprint="", device=H100, date="", values=values)
+
+    assert command.goals([]).count("not measured") == 4
+    table = command.goals([
+        finding("speed-relative", mfu=0.1, seconds=9.0),
+        finding("speed-relative-compiled", mfu=mfu, seconds=1.0),
+        finding("speed-1b", mfu=mfu, seconds=milliseconds),
+        finding("speed-gpt-compiled", mfu=0.5, seconds=1.0),
+        finding("evaluation", "torch.bfloat16", tokens_per_second=50.0),
+        finding("evaluation", "torch.float32", tokens_per_second=9.0),
+    ])  # fmt: skip
+    assert [row.split("|")[4].strip() for row in table.splitlines()[2:]] == results
 
 
 def test_no_warp_of_a_candidate_repeats_the_work_of_another() -> None:
-    for shape in speed.SHAPES:
+    for shape in tiles.SEARCHED:
         found = list(tiles.candidates(shape))
         assert {each.kernel for each in found} == set(KERNELS)
         assert 60 < len(found) < 150  # compiled by 12 processes in two minutes
@@ -185,7 +278,7 @@ def test_the_table_has_the_fastest_tile_of_each_kernel(tmp_path: Path) -> None:
     row = {"capability": [9, 0], "head_width": 64, "kernel": "forward", "rows": 64, "columns": 32}
     version = kernels_version()
     rows = [{**row, "seconds": 2.0}, {**row, "warps": 4, "seconds": 1.0}, {**row, "refused": "no"}]
-    tiles.write_table(tmp_path / "tiles.json", rows)
+    assert tiles.write_table(tmp_path / "tiles.json", rows) == [rows[1]]
     table = json.loads((tmp_path / "tiles.json").read_text())
     assert table == {"format": FORMAT, "kernels": version, "tiles": [rows[1]], "tried": rows}
 
@@ -194,16 +287,6 @@ def test_the_lock_has_a_version_of_all_that_the_bundle_carries() -> None:
     pins = locked_versions(ROOT / "requirements.lock")
     assert {*BUILT, *DOWNLOADED} <= pins.keys()
     assert pins["deepspeed"] == "0.19.8"
-
-
-def test_a_step_finds_its_sizes_and_its_folder(tmp_path: Path) -> None:
-    dry = Context(tmp_path, tmp_path / "corpus", is_dry=True, step="mfu")
-    assert (dry.size(8, 1), dry.device, dry.dtype) == (1, CPU, torch.float32)
-    assert {dry.work, dry.log, dry.parts} == {
-        tmp_path / "work" / "mfu",
-        tmp_path / "mfu.log",
-        tmp_path / "mfu.parts.jsonl",
-    }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the steps would run on the GPU")

@@ -1,0 +1,58 @@
+"""What runs first on a GPU, dry: every step in its real process, with tiny sizes, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.gpu.findings import END, findings_in
+from benchmarks.gpu.resume import CELLS
+from benchmarks.gpu.steps import STEPS
+from pretrain.kernels.triton.tiling import KERNELS
+
+# What steps have to have found; NVIDIA's code is not here.
+STEPS_HERE = [step.name for step in STEPS if step.name != "nvidia"]
+PARTS = {
+    **{name: {"step"} for name in STEPS_HERE if name.startswith(("speed", "zero"))},
+    **{name: {"classes"} for name in STEPS_HERE if name.startswith("profile")},
+    "attention": {"640 programs, head width 16, segment 12, memory 7, 2 heads (1), 2 lanes"},
+    "deltanet": {"ours"},
+    "evaluation": {"torch.bfloat16", "torch.float32"},
+    "quality": {"equal FLOPs", "equal seconds"},
+    "tiles": {f"{kernel}, head width 16, segment 16, memory 16, 1 heads (1), 1 lanes"
+              for kernel in KERNELS},
+    "resume": {*CELLS},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_every_step_runs_and_is_not_run_again(tmp_path: Path, capsys) -> None:
+    arguments = ["gpu", "--dry-run", "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    found = findings_in(tmp_path / "results.jsonl")
+    assert done.returncode == 0, (done.stdout, done.stderr, found)
+    ends = [each for each in found if each.part == END]
+    assert [each.step for each in ends] == STEPS_HERE
+    for end in ends:
+        assert (end.values["status"], end.device, end.values["error"]) == ("ok", "cpu", ""), end
+        parts = {each.part for each in found if each.step == end.step}
+        assert PARTS.get(end.step, set()) <= parts, end
+    assert list((tmp_path / "work").iterdir()) == []
+    table = json.loads((tmp_path / "tiles.json").read_text())
+    assert {row["kernel"] for row in table["tiles"]} == set(KERNELS)
+
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.count("| known ") == len(STEPS_HERE)
+    assert findings_in(tmp_path / "results.jsonl") == found
