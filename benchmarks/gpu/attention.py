@@ -209,7 +209,7 @@ def compare(inputs: AttentionInputs, context: Context) -> None:
 def ways(inputs: AttentionInputs, is_dry: bool = False) -> dict[str, Way]:
     """Return the ways to compute attention, by name; only two of them have the relative term."""
     # Without the compiler, which takes most of a minute on a CPU.
-    flex = flex_attention if is_dry else torch.compile(flex_attention)
+    flex = flex_attention if is_dry else torch.compile(flex_attention, dynamic=False)
     return {
         OURS: partial(inputs.relative, fused_attention),
         FLASH: inputs.without_positions,
