@@ -115,15 +115,18 @@ class AttentionInputs:
     def flex(self, attend: Callable[..., Tensor], is_relative: bool) -> Tensor:
         """Return attention [B, L, N, H] by FlexAttention; a relative term is a tensor [L, C]."""
         u_NH, v_NH = self.biases_NH
-        query_BLNH, score_mod, L, C = self.query_BLNH, None, self.shape.L, len(self.position_CNH)
+        query_BLNH, L, C = self.query_BLNH, self.shape.L, len(self.position_CNH)
+        score_mod: Callable[..., Tensor] | None = None
         if is_relative:
             query_BLNH = self.query_BLNH + u_NH
             products_BNLC = torch.einsum(
                 "blnh,cnh->bnlc", (self.query_BLNH + v_NH) * self.shape.H**-0.5, self.position_CNH
             )
 
-            def score_mod(score, b, n, i, j):
+            def with_position(score, b, n, i, j):
                 return score + products_BNLC[b, n, i, (L - 1 - i + j) % C]
+
+            score_mod = with_position
 
         key_BGCH, value_BGCH = self.key_value_BC2GH.permute(2, 0, 3, 1, 4)
         return attend(

@@ -20,6 +20,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World
 from pretrain.engines.engine import batch_tensors
+from pretrain.model.lane_state import Memory
 from pretrain.optim.learning_rate import learning_rate_at
 
 
@@ -40,15 +41,15 @@ class Block(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        D, H, F = model.d_model, model.head_width, model.inner_width
+        D, H, inner = model.d_model, model.head_width, model.inner_width
         self.sizes = [model.num_heads, model.key_heads, model.key_heads]
         self.head_width = H
         self.attention_norm, self.feed_forward_norm = nn.RMSNorm(D), nn.RMSNorm(D)
         self.query_norm, self.key_norm = nn.RMSNorm(H), nn.RMSNorm(H)
         self.projections = nn.Linear(D, sum(self.sizes) * H, bias=False)
         self.output = nn.Linear(self.sizes[0] * H, D, bias=False)
-        self.gate_and_up = nn.Linear(D, 2 * F, bias=False)
-        self.down = nn.Linear(F, D, bias=False)
+        self.gate_and_up = nn.Linear(D, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, D, bias=False)
 
     def forward(self, hidden_BLD: Tensor, angles_LX: Tensor) -> Tensor:
         projected = self.projections(self.attention_norm(hidden_BLD))
@@ -84,10 +85,10 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
         H = model.head_width
         self.rates_X = 10_000 ** (-torch.arange(0, H, 2) / H)
+        self._output = torch.compile(self._nll_BL) if compiles else self._nll_BL
         if compiles:  # one block's code serves all
             for block in self.blocks:
                 block.compile()
-            self.nll_BL = torch.compile(self.nll_BL)
 
     def forward(self, tokens_BL: Tensor, targets_BL: Tensor) -> Tensor:
         hidden_BLD = self.embedding(tokens_BL)
@@ -95,9 +96,9 @@ class GPT(nn.Module):
         angles_LX = positions_L[:, None] * self.rates_X.to(tokens_BL.device)
         for block in self.blocks:
             hidden_BLD = block(hidden_BLD, angles_LX)
-        return self.nll_BL(hidden_BLD, targets_BL)
+        return self._output(hidden_BLD, targets_BL)
 
-    def nll_BL(self, hidden_BLD: Tensor, targets_BL: Tensor) -> Tensor:
+    def _nll_BL(self, hidden_BLD: Tensor, targets_BL: Tensor) -> Tensor:
         logits_BLV = F.linear(self.norm(hidden_BLD), self.embedding.weight)
         return F.cross_entropy(logits_BLV.transpose(1, 2).float(), targets_BL, reduction="none")
 
@@ -128,8 +129,12 @@ class GptTrainer:
         return loss.detach()
 
     @torch.no_grad()
-    def evaluate(self, batch: SegmentBatch, *_: object) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def evaluate(
+        self, batch: SegmentBatch, memory: Memory | None, memory_length: int
+    ) -> tuple[Tensor, Memory]:
         """Return the NLL [B, L] of contexts without memory, as `evaluate` asks a scorer."""
+        assert not memory
+        assert not memory_length
         return self._nll_BL(batch), ()
 
     def _nll_BL(self, batch: SegmentBatch) -> Tensor:

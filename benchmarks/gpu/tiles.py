@@ -66,8 +66,10 @@ def run(context: Context) -> None:
     for (shape, kernel), group in itertools.groupby(tried, lambda each: (each.shape, each.kernel)):
         found = [row_of(candidate, context) for candidate in group]
         rows += found
-        best = write_table(context.out / TABLE.name, rows)
-        context.add(f"{kernel}, {shape}", tried=len(found), best=best[-1])
+        write_table(context.out / TABLE.name, rows)
+        timed_rows = [row for row in found if "seconds" in row]
+        best = min(timed_rows, key=lambda row: row["seconds"], default=None)
+        context.add(f"{kernel}, {shape}", tried=len(found), best=best)
 
 
 def candidates(shape: Shape) -> Iterator[Candidate]:
@@ -167,8 +169,8 @@ def tiles_with(candidate: Candidate, head_width: int, device: torch.device) -> T
     return replace(configured, **{candidate.kernel: candidate.tile})
 
 
-def write_table(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Write and return the fastest row of each kernel; all rows are in the table, too."""
+def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the fastest row of each kernel, and all rows; a step cut short leaves a table."""
     best: dict[tuple[int, str], dict[str, Any]] = {}
     for row in rows:
         key = (row["head_width"], row["kernel"])
@@ -178,4 +180,3 @@ def write_table(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     write_json(
         path, {"format": FORMAT, "kernels": kernels_version(), "tiles": tiles, "tried": rows}
     )
-    return tiles

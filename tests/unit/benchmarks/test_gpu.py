@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -278,7 +280,7 @@ def test_the_table_has_the_fastest_tile_of_each_kernel(tmp_path: Path) -> None:
     row = {"capability": [9, 0], "head_width": 64, "kernel": "forward", "rows": 64, "columns": 32}
     version = kernels_version()
     rows = [{**row, "seconds": 2.0}, {**row, "warps": 4, "seconds": 1.0}, {**row, "refused": "no"}]
-    assert tiles.write_table(tmp_path / "tiles.json", rows) == [rows[1]]
+    tiles.write_table(tmp_path / "tiles.json", rows)
     table = json.loads((tmp_path / "tiles.json").read_text())
     assert table == {"format": FORMAT, "kernels": version, "tiles": [rows[1]], "tried": rows}
 
@@ -287,6 +289,12 @@ def test_the_lock_has_a_version_of_all_that_the_bundle_carries() -> None:
     pins = locked_versions(ROOT / "requirements.lock")
     assert {*BUILT, *DOWNLOADED} <= pins.keys()
     assert pins["deepspeed"] == "0.19.8"
+
+
+def test_the_command_starts_without_writers_of_shards_and_what_the_bundle_carries() -> None:
+    absent = (*processes.ABSENT, "deepspeed", "hjson", "pydantic")
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import benchmarks.gpu.command"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the steps would run on the GPU")
