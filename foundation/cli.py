@@ -8,8 +8,8 @@ A command is a module with these two functions:
 Related commands may share a module: the target "package.module:fetch" stands for its functions
 `add_fetch_arguments` and `run_fetch`.
 
-A module may have HINTS: what to do instead of a flag that others would guess (`--length`), of
-settings (`KEY=VALUE`) or of further arguments (`TEXT`) that the command does not take.
+A module may have HINTS: what to do instead of settings (`KEY=VALUE`) or of further arguments
+(`TEXT`) that the command does not take.
 
 A command with actions (`pretrain scale fit`) is a module that defines `PROGRAM` instead: another
 Program, named "pretrain scale", whose commands are the actions. Programs nest to any depth.
@@ -44,6 +44,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from foundation.errors import ConfigError, UserError, exit_status_of
 from foundation.own_programs import installed_version
 from foundation.settings import (
+    CLOSE,
     MOST_SUGGESTED,
     OTHER_NAMES,
     Setting,
@@ -188,8 +189,6 @@ class _Parser(argparse.ArgumentParser):
         if not name.startswith("-"):
             kind = "KEY=VALUE" if _OVERRIDE.match(unknown) else "TEXT"
             return f"; {self.hints[kind]}" if kind in self.hints else ""
-        if name in self.hints:
-            return f"; {self.hints[name]}"
         schemas = (action.schema for action in self._actions if isinstance(action, _Overrides))
         setting = name.lstrip("-").replace("-", "_")
         if meant := [
@@ -200,8 +199,10 @@ class _Parser(argparse.ArgumentParser):
         del flags["h"], flags["help"]
         # without their dashes, by which all flags are alike
         begun = [flag for flag in flags if flag.startswith(name.lstrip("-"))]
-        close = begun or difflib.get_close_matches(name.lstrip("-"), flags, n=1)
-        return did_you_mean(flags[close[0]] if close else name, list(flags.values()))
+        close = begun or difflib.get_close_matches(name.lstrip("-"), flags, n=1, cutoff=CLOSE)
+        if close:
+            return f"; did you mean {flags[close[0]]!r}?"
+        return f"; expected one of: {', '.join(sorted(flags.values()))}" if flags else ""
 
 
 def add_experiment(

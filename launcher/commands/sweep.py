@@ -65,10 +65,10 @@ PROGRAM = Program(
     },
 )
 
-HINTS = dict.fromkeys(
-    ("KEY=VALUE", "--set"),
-    "settings of all cells are in their experiment, or lists of one value in the sweep's grid",
-)
+HINTS = {
+    "KEY=VALUE": "settings of all cells are in their experiment, or lists of one value in the "
+    "sweep's grid"
+}
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:

@@ -84,9 +84,6 @@ LAUNCH_BOUND_SECONDS = 0.01  # a step starts thousands of kernels, some microsec
 NOTES_COLUMN = 40  # where notes and formulas start, after names of 18 columns and values of 20
 
 
-HINTS = dict.fromkeys(("--ranks", "--nproc", "--world-size"), "use --nodes and --gpus-per-node")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain describe`."""
     add_experiment(parser, RunConfig, "experiment or model file (YAML), or a run")

@@ -14,7 +14,6 @@ from typing import Any, get_args
 from foundation.cli import check_least
 from foundation.errors import ConfigError
 from foundation.settings import MOST_ROWS, parse_size, require_name, size_of
-from pretrain.commands.latest_checkpoint import LATEST_CHECKPOINT_HINTS
 from pretrain.commands.output_paths import check_output_directory
 from pretrain.commands.threads import add_threads, check_threads
 from pretrain.config.choices import Precision, RopeExtension
@@ -65,14 +64,6 @@ def check_probe_flags(arguments: argparse.Namespace) -> None:
 CONTEXT_DEFAULTS = {"context_step": 50, "longest_context": 1000, "positions": 512}
 
 HINTS = {
-    **LATEST_CHECKPOINT_HINTS,
-    **dict.fromkeys(("--corpus", "--dataset"), "use --data"),
-    **dict.fromkeys(("--tokens", "--length"), "use --max-tokens"),
-    **dict.fromkeys(("--memory", "--mem-length", "--mem-len"), "use --memory-length"),
-    **dict.fromkeys(("--rope-scaling", "--rope"), "use --rope-extension"),
-    **dict.fromkeys(("--num-fewshot", "--num_fewshot"), "use --few-shot"),
-    **dict.fromkeys(("--batch-size", "--batch_size", "--batch"), "use --lanes"),
-    **dict.fromkeys(("--dtype", "--bf16"), "use --precision"),
     "KEY=VALUE": "a trained model keeps its settings; see pretrain evaluate --help for flags",
 }
 

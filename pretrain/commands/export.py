@@ -9,20 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from foundation.settings import assert_never
-from pretrain.commands.latest_checkpoint import LATEST_CHECKPOINT_HINTS
 from pretrain.config.choices import ExportFormat
 from pretrain.rundir.run_paths import run_path
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizer import Tokenizer
     from pretrain.weights.trained_model import TrainedModel
-
-
-HINTS = {
-    **LATEST_CHECKPOINT_HINTS,
-    **dict.fromkeys(("--out-dir", "--output-dir", "--output_dir"), "use --output"),
-    **dict.fromkeys(("--hf", "--huggingface"), "use --format huggingface"),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

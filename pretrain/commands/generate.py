@@ -12,7 +12,6 @@ from data_pipeline.tokenizer import Tokenizer
 from foundation.cli import check_least
 from foundation.errors import ConfigError, printable
 from foundation.settings import size_of
-from pretrain.commands.latest_checkpoint import LATEST_CHECKPOINT_HINTS
 from pretrain.commands.threads import add_threads, check_threads
 from pretrain.config.choices import Precision
 from pretrain.distributed.threads import set_threads
@@ -22,14 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HINTS = {
-    **LATEST_CHECKPOINT_HINTS,
-    **dict.fromkeys(
-        ("--length", "--max-length", "--max-tokens", "--max-new-tokens", "--num-tokens"),
-        "use --tokens",
-    ),
-    **dict.fromkeys(("--num-samples", "--num-return-sequences"), "use --samples"),
-    **dict.fromkeys(("--text", "--input"), "use --prompt"),
-    **dict.fromkeys(("--dtype", "--bf16"), "use --precision"),
     "TEXT": "give the text to continue with --prompt, in quotes if it has spaces",
     "KEY=VALUE": "a trained model keeps its settings; see pretrain generate --help for flags",
 }

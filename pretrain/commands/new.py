@@ -17,8 +17,6 @@ from pretrain.scaling.new_experiment import TrainingText, as_file, new_experimen
 from pretrain.terminal.text import counted, si
 
 HINTS = {
-    **dict.fromkeys(("--data", "--dataset", "--input"), "use --corpus"),
-    **dict.fromkeys(("--params", "--size", "--model-size"), "use --parameters"),
     "KEY=VALUE": "change settings in the file, or in the command that trains it",
 }
 

@@ -52,8 +52,6 @@ def test_a_command_with_actions_takes_its_arguments(capsys):
     [
         ("pretrain", "eval x", "use 'pretrain evaluate RUN'"),
         ("pretrain", "sample x", "use 'pretrain generate RUN'"),
-        ("pretrain", "export x --hf", "use --format huggingface"),
-        ("pretrain", "new x.yaml --data d", "use --corpus"),
         ("pretrain", "scale fit sweep.yaml", "'pretrain scale collect sweep.yaml' writes"),
         ("launcher", "train x.yaml", "use 'launcher local EXPERIMENT, or launcher submit'"),
         ("launcher", "stop x", "use 'launcher cancel RUN'"),
@@ -91,8 +89,6 @@ def test_settings_may_stand_before_between_and_after_options(tmp_path, capsys):
         ("--promt=x", "unrecognized arguments: --promt=x; did you mean '--prompt'?"),
         ("--prom=x", "did you mean '--prompt'?"),
         ("--temp=1", "did you mean '--temperature'?"),
-        ("--length=9", "unrecognized arguments: --length=9; use --tokens"),
-        ("--step=9", "unrecognized arguments: --step=9; the latest valid checkpoint is used"),
         ("--prompt-file=/", "--prompt-file / cannot be read (Is a directory)"),
         ("optim.steps=9", "unrecognized arguments: optim.steps=9; a trained model keeps its sett"),
         ("Once upon", "unrecognized arguments: Once upon; give the text to continue with --prompt"),
