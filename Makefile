@@ -41,14 +41,24 @@ lock: $(STAMP)  ## pin the versions and hashes of requirements.lock and requirem
 	$(COMPILE) --extra parquet -o requirements.lock
 	$(COMPILE) --extra dev --constraint requirements.lock -o requirements-dev.lock
 
-demo: $(STAMP)  ## the whole story in minutes: build, train, kill, resume, evaluate, sample, report
-	pretrain demo
+DEMO := runs/demo
+demo: $(STAMP)  ## the whole story in minutes: build, train, kill, resume, compare, evaluate, sample, report
+	test -f $(DEMO)/text.jsonl || python -m benchmarks.texts $(DEMO)/text.jsonl
+	test -f $(DEMO)/data/build.json || data-pipeline build configs/data/jsonl.yaml --input $(DEMO)/text.jsonl \
+		--validation-fraction 0.06 --shard-bytes 524288 --output $(DEMO)/data \
+		tokenizer.kind=bpe tokenizer.vocab_size=4096 threads=2 split_characters=40000
+	rm -rf $(DEMO)/uninterrupted $(DEMO)/killed
+	pretrain verify-resume configs/experiments/demo.yaml --ranks 2 --steps 640 --kill-at 400 --work-dir $(DEMO) \
+		data.path=$(DEMO)/data evaluation.max_tokens=16000
+	pretrain evaluate $(DEMO)/killed --memory-length 0 64 128 256 --max-tokens 16000
+	pretrain generate $(DEMO)/killed --prompt 'class Settings:' --tokens 260 --temperature 0.7 --top-p 0.9
+	pretrain report $(DEMO)/killed --output $(DEMO)
 
 SCALING := runs/scaling-demo
 SCALING_FAMILY := --tuned $(SCALING)/tune/runs.csv --keep-layers
 
 scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 20 small runs, one held out, docs/scaling-example.md
-	test -f $(SCALING)/text.jsonl || python -m pretrain.demo.texts $(SCALING)/text.jsonl
+	test -f $(SCALING)/text.jsonl || python -m benchmarks.texts $(SCALING)/text.jsonl
 	test -f $(SCALING)/data/build.json || data-pipeline build configs/data/bytes.yaml --input $(SCALING)/text.jsonl \
 		--validation-fraction 0.04 --shard-bytes 524288 --output $(SCALING)/data
 	pretrain scale plan configs/experiments/scaling-demo.yaml --rates 6e-3 1.2e-2 2.4e-2 4.8e-2 --steps 1500 \
@@ -81,7 +91,7 @@ VARIANTS_RUN = launcher sweep submit $(VARIANTS_CELLS) $(if $(CLUSTER),--cluster
 # The second plan adds the other seeds at the best rates.
 compare-variants: $(STAMP)  ## members of the family at equal training FLOPs; QUICK=1 CORPUS=DIR MEMBERS=FILE JOBS=N CLUSTER=FILE
 ifndef CORPUS
-	test -f $(VARIANTS_TEXT)/text.jsonl || python -m pretrain.demo.texts $(VARIANTS_TEXT)/text.jsonl
+	test -f $(VARIANTS_TEXT)/text.jsonl || python -m benchmarks.texts $(VARIANTS_TEXT)/text.jsonl
 	test -f $(VARIANTS_TEXT)/data/build.json || data-pipeline build configs/data/bytes.yaml \
 		--input $(VARIANTS_TEXT)/text.jsonl --validation-fraction 0.06 --shard-bytes 524288 --output $(VARIANTS_TEXT)/data
 endif

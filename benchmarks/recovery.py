@@ -22,13 +22,13 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Measurement, Section, add_report_arguments, machine, run_benchmarks
+from benchmarks.texts import standard_library, write_jsonl
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream, SegmentBatch
 from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, RecoveryConfig, RunConfig
-from pretrain.demo.texts import standard_library, write_jsonl
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import Memory

@@ -62,10 +62,6 @@ COMMANDS = {
         "pretrain.commands.scale",
         "run scaling-law experiments: plan, collect, fit, predict, report",
     ),
-    "demo": (
-        "pretrain.demo.command",
-        "build, train, kill, resume, compare, evaluate and sample on this machine, in minutes",
-    ),
 }
 PROGRAM = Program(
     "pretrain",

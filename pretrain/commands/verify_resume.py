@@ -28,8 +28,8 @@ from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
 from pretrain.recovery.faults import VARIABLE as FAULT_VARIABLE
-from pretrain.rundir.events import Interrupted
 from pretrain.rundir.run_dir import RunDir
+from pretrain.terminal.live_bar import live_bar
 from pretrain.terminal.text import counted
 
 EXIT_DIFFERENT = 1
@@ -147,27 +147,18 @@ def train_ranks(
     ranks: int,
     *,
     fault: str = "",
-    attempt: int = 0,
     timeout: float | None = None,
-    is_shown: bool = False,
 ) -> None:
     """Train on ranks of this machine to the end or, with the fault sigkill@N, to step N.
 
-    `is_shown` shows the output of rank 0. Raises UserError with the last lines of the rank that
-    failed if the ranks exit in any other way.
+    Shows what rank 0 logs. Raises UserError with the last lines of the rank that failed if the
+    ranks exit in any other way.
     """
     command = train_command(config, run_dir.path, *overrides)
-    try:
-        with RankGroup(
-            command, ranks, run_dir.logs, attempt, {FAULT_VARIABLE: fault}, echo_rank_zero=is_shown
-        ) as group:
-            statuses = group.wait(timeout=timeout)
-    except KeyboardInterrupt:
-        if run_dir.exists():
-            run_dir.ledger.append(
-                Interrupted(signal="SIGINT", step=latest_step(run_dir.checkpoints))
-            )
-        raise
+    environment = {FAULT_VARIABLE: fault}
+    group = RankGroup(command, ranks, run_dir.logs, environment=environment, echo_rank_zero=True)
+    with live_bar(), group:
+        statuses = group.wait(timeout=timeout)
     failure = describe_failure(statuses, group.logs, first_failure=group.first_failure)
     if fault and KILLED not in statuses:
         raise UserError(f"no rank was killed: {failure or 'the run had already ended'}")
@@ -187,6 +178,7 @@ def settings_of_check(arguments: argparse.Namespace, config: RunConfig) -> list[
     """The user's settings, and those of a run as short as this check."""
     schedule = config.optim.schedule
     return [
+        "evaluation.max_tokens=2000",
         *arguments.overrides,
         *(["engine.precision=fp32"] if _is_elastic(arguments) else []),  # what auto may not be
         f"optim.steps={arguments.steps}",
@@ -199,7 +191,6 @@ def settings_of_check(arguments: argparse.Namespace, config: RunConfig) -> list[
         # The bytes are the same, and they are on disk when the kill comes a step later.
         "checkpoint.asynchronous=false",
         f"evaluation.interval={max(1, arguments.steps // 4)}",
-        "evaluation.max_tokens=2000",
         "metrics.tensorboard=false",
     ]
 

@@ -1,4 +1,4 @@
 """Rank processes on one node: start, watch, exit status; checks of a node.
 
-Imported by commands, demo, `run.py` and `launcher`.
+Imported by commands, `run.py` and `launcher`.
 """

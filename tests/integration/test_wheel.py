@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
-import time
 import venv
 import zipfile
 from pathlib import Path
@@ -108,21 +106,13 @@ def test_shipped_configurations_are_found_from_another_directory(programs, tmp_p
     assert (tmp_path / "data" / "train" / "manifest.json").is_file()
 
 
-def test_the_demo_trains(programs, tmp_path):
-    process = subprocess.Popen(
-        [programs / "pretrain", "demo", "--run-dir", "demo"],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        # A suite started in the background ignores SIGINT, and so would all it starts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    deadline = time.monotonic() + 900
-    while not list(tmp_path.glob("demo/*/metrics.jsonl")) and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    printed = process.communicate()[0]
-    assert process.returncode == 130, printed
+def test_a_run_trains_and_resumes(programs, tmp_path):
+    with (tmp_path / "text.jsonl").open("w") as file:
+        file.writelines(
+            f'{{"id": "{number}", "text": "{"words " * 400}"}}\n' for number in range(90)
+        )
+    build = ("configs/data/bytes.yaml", "--input", "text.jsonl", "--output", "data")
+    run(programs, tmp_path, "data-pipeline", "build", *build, "--validation-fraction", "0.06")
+    check = ("configs/experiments/demo.yaml", "--steps", "4", "--kill-at", "3", "data.path=data")
+    printed = run(programs, tmp_path, "pretrain", "verify-resume", *check)
+    assert "identical: 4 losses" in printed

@@ -220,7 +220,7 @@ def test_a_circle_would_be_seen():
 FLOORS = (
     {"__main__"},
     {"cli"},
-    {"commands", "demo"},
+    {"commands"},
     {"run", "scaling"},
     {"train", "evaluation", "reporting"},
     {"processes", "recovery", "metrics", "weights"},

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import texts
 from foundation.errors import DataError
-from pretrain.demo import texts
 
 
 def test_the_standard_library_is_text_enough_without_its_tests():

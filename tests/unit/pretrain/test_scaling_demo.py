@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import texts
 from data_pipeline.cli import main as data_pipeline
 from foundation.settings import load_config
 from launcher.commands import sweep as launcher_sweep
@@ -19,7 +20,6 @@ from pretrain.cli import main
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
-from pretrain.demo import texts
 from pretrain.scaling.law import Law
 from pretrain.scaling.sweep_file import config_of, read_sweep
 from tests.helpers.scaling_runs import train_by_the_law

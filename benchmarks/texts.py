@@ -1,6 +1,6 @@
-"""The demo's text: the sources and documentation that every Python ships.
+"""The text of the demos: the sources and documentation that every Python ships.
 
-`python -m pretrain.demo.texts FILE` writes it as JSONL.
+`python -m benchmarks.texts FILE` writes it as JSONL.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def write_jsonl(path: Path, documents: Iterable[Named]) -> str:
     if num_bytes < MIN_BYTES:
         raise DataError(
             f"found {num_bytes / 1e6:.2f} MB of text in {count} documents of Python, expected "
-            f"at least {MIN_BYTES / 1e6:.0f} MB; give a folder with text (--corpus DIR)"
+            f"at least {MIN_BYTES / 1e6:.0f} MB; use a Python with its whole standard library"
         )
     return f"{count:,} documents, {num_bytes / 1e6:.1f} MB, from Python's library"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the standard library's text to the file named on the command line."""
-    parser = argparse.ArgumentParser(prog="python -m pretrain.demo.texts")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.texts")
     parser.add_argument("file", type=Path, metavar="FILE.jsonl")
     path = parser.parse_args(arguments).file
 
