@@ -9,8 +9,7 @@ from pathlib import Path
 from foundation.cli import value_text
 from foundation.errors import ConfigError, printable
 from pretrain.reporting.charts import TITLE_CHARACTERS, panel_html, save_panels
-from pretrain.reporting.html import page, paragraph, section, table
-from pretrain.reporting.page_files import write_page
+from pretrain.reporting.html import page, paragraph, section, table, write_page
 from pretrain.reporting.results import differing_settings
 from pretrain.reporting.run_charts import comparison_panels
 from pretrain.reporting.run_history import History, read_histories
@@ -59,8 +58,7 @@ def compare(histories: Sequence[History], output: Path | None, title: str = "") 
     if left_out := _left_out(histories):
         print(f"\n{left_out}")
     if output:
-        html = render(histories, rows, changed)
-        write_page(output / "compare.html", html, [history.path for history in histories])
+        write_page(output / "compare.html", render(histories, rows, changed))
         title = title or title_of([history.name for history in histories])
         save_panels(output / "compare.png", title, comparison_panels(histories))
         print(printable(f"\n{output / 'compare.html'} and compare.png"))

@@ -14,8 +14,7 @@ from foundation.yaml_files import dump_yaml
 from pretrain.commands.output_paths import check_output_directory
 from pretrain.config.run import RunConfig
 from pretrain.reporting.charts import panel_html, save_panels
-from pretrain.reporting.html import Card, page, paragraph, section, table, text
-from pretrain.reporting.page_files import write_page
+from pretrain.reporting.html import Card, page, paragraph, preformatted, section, table, write_page
 from pretrain.reporting.run_charts import run_panels
 from pretrain.reporting.run_history import History, read_histories
 from pretrain.reporting.run_warnings import warnings_of
@@ -71,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write(history: History, directory: Path) -> None:
-    write_page(directory / "report.html", render(history), [history.path])
+    write_page(directory / "report.html", render(history))
     save_panels(directory / "report.png", history.name, run_panels(history))
     print(printable(f"{directory / 'report.html'} and report.png: {summary(history)}"))
     for warning in warnings_of(history):
@@ -215,4 +214,4 @@ def _events(history: History) -> str:
 
 
 def _settings(history: History) -> str:
-    return section("Settings", f"<pre>{text(dump_yaml(to_tree(history.config)))}</pre>")
+    return section("Settings", preformatted(dump_yaml(to_tree(history.config))))

@@ -1,8 +1,8 @@
-"""One look for every chart: palette, quiet axes, ticks, legends, and the drawing as SVG or PNG.
-Torch-free.
+"""One look for every chart: colors, ticks, legends, and the figure as SVG, PNG, PDF and CSV.
+Torch-free. `charts.mplstyle` has the rest of the look.
 
-A chart is drawn twice where it is shown twice: into an HTML page with PAGE, whose colors follow the
-reader's light or dark setting, and into a PNG with PRINT.
+On a page, COLORS become variables of its style sheet, which follow the reader's light or dark
+setting.
 """
 
 from __future__ import annotations
@@ -28,16 +28,24 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-WIDTH_INCHES = 6.2
-# Of a single chart on a page: narrow, so that its text is large enough on a phone 400 px wide.
+STYLE = Path(__file__).with_name("charts.mplstyle")
+# Of a single chart: narrow, so that its text is large enough on a phone 400 px wide.
 CHART_WIDTH_INCHES = 4.6
 PIXELS_PER_INCH, WIDEST_PIXELS = 113, 620  # on a page, at most
 PANEL_INCHES = (6.0, 3.2)  # of several charts in one PNG
-PANELS_IN_A_ROW = 3  # of several axes in one chart
-DPI = 150
-SMALL = 8.5  # points
 LEGEND_ROW_INCHES, LEGEND_CHARACTERS_PER_INCH = 0.18, 16
 TITLE_CHARACTERS = 58  # that fit above one panel at the title's font size
+INK, FAINT, GRID, ALARM, SURFACE = "#22252a", "#50555d", "#e4e2dc", "#c2410c", "#ffffff"
+FIRST, SECOND = "#b9c7dd", "#2456a6"
+COLORS = {
+    "ink": INK,
+    "faint": FAINT,
+    "grid": GRID,
+    "alarm": ALARM,
+    "surface": SURFACE,
+    "first": FIRST,
+    "second": SECOND,
+}
 # Colors that can be told apart, for series without an order ...
 SERIES = (
     "#4f83d6",
@@ -74,80 +82,30 @@ TICKS_OF_A_DECADE = (
 
 
 @dataclass(frozen=True)
-class Palette:
-    """Colors by purpose; the page's style sheet has variables of the same names."""
-
-    ink: str
-    faint: str
-    grid: str
-    first: str
-    second: str
-    alarm: str
-    surface: str
-
-
-# matplotlib accepts no CSS variables, so the page's charts are drawn in placeholders that
-# `chart_html` replaces.
-PAGE = Palette("#010101", "#020202", "#030303", "#040404", "#050505", "#060606", "#070707")
-PRINT = Palette("#22252a", "#50555d", "#e4e2dc", "#b9c7dd", "#2456a6", "#c2410c", "#ffffff")
-
-
-@dataclass(frozen=True)
 class Panel:
     """A chart's title, the labels of its axes, and what draws it."""
 
     title: str
     x_label: str
     y_label: str
-    draw: Callable[[Axes, Palette], None]
+    draw: Callable[[Axes], None]
 
 
-def canvas(
-    palette: Palette, height_inches: float, x_label: str, y_label: str
-) -> tuple[Figure, Axes]:
-    """A figure with quiet axes, and its axes."""
-    width_inches = CHART_WIDTH_INCHES if palette is PAGE else WIDTH_INCHES
-    figure, (axes,) = panels(palette, height_inches, 1, x_label, y_label, width_inches)
+def canvas(height_inches: float, x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    """A figure with one chart, and its axes."""
+    figure = _figure(CHART_WIDTH_INCHES, height_inches)
+    axes = figure.subplots()
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
     return figure, axes
 
 
-def panels(
-    palette: Palette,
-    height_inches: float,
-    count: int,
-    x_label: str,
-    y_label: str,
-    width_inches: float = WIDTH_INCHES,
-) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` axes with common scales; each row is `height_inches` high."""
+def _figure(width_inches: float, height_inches: float) -> Figure:
+    import matplotlib
     from matplotlib.figure import Figure
 
-    rows, columns = -(-count // PANELS_IN_A_ROW), min(count, PANELS_IN_A_ROW)
-    figure = Figure(figsize=(width_inches, rows * height_inches), layout="constrained")
-    figure.set_facecolor(palette.surface)
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    for unused in grid.flat[count:]:
-        unused.set_visible(False)
-    for index, axes in enumerate(grid.flat[:count]):
-        _make_quiet(axes, palette)
-        if index % columns == 0:
-            axes.set_ylabel(y_label, color=palette.faint, fontsize=SMALL)
-        axes.tick_params(labelbottom=index + columns >= count)
-    if count == 1:
-        grid[0, 0].set_xlabel(x_label, color=palette.faint, fontsize=SMALL)
-    else:
-        figure.supxlabel(x_label, color=palette.faint, fontsize=SMALL)
-    return figure, list(grid.flat[:count])
-
-
-def _make_quiet(axes: Axes, palette: Palette) -> None:
-    axes.set_facecolor("none")
-    axes.tick_params(which="both", colors=palette.faint, labelsize=SMALL, length=0)
-    axes.grid(color=palette.grid, linewidth=0.7)
-    axes.set_axisbelow(True)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(palette.grid)
+    matplotlib.rc_file(STYLE, use_default_template=False)
+    return Figure(figsize=(width_inches, height_inches))
 
 
 def spread_colors(count: int) -> list[str]:
@@ -199,28 +157,18 @@ def plain_ticks(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def legend(axes: Axes, palette: Palette, title: str = "", **options: Any) -> None:
+def legend(axes: Axes, title: str = "", **options: Any) -> None:
     """A legend, if anything has a label, on a background that hides lines behind it."""
-    if not axes.get_legend_handles_labels()[1]:
-        return
-    shown = axes.legend(
-        fontsize=8, labelcolor=palette.ink, handlelength=1.8, title=title, edgecolor="none",
-        facecolor=palette.surface, framealpha=0.85, alignment="left", **options,
-    )  # fmt: skip
-    shown.get_title().set(color=palette.faint, fontsize=8)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(title=title, alignment="left", **options)
 
 
-def legend_above(
-    figure: Figure, axes: Axes, palette: Palette, title: str, most_columns: int = 3
-) -> None:
+def legend_above(figure: Figure, axes: Axes, title: str = "", most_columns: int = 3) -> None:
     """The legend of these axes outside of them, where it covers nothing."""
     handles, labels = axes.get_legend_handles_labels()
     columns = _legend_columns(figure, labels, most_columns)
-    shown = figure.legend(
-        handles, labels, loc="outside upper center", ncols=columns, frameon=False,
-        fontsize=8, labelcolor=palette.ink, handlelength=1.8, title=title,
-    )  # fmt: skip
-    shown.get_title().set(color=palette.faint, fontsize=8)
+    position: Any = "outside upper center"
+    figure.legend(handles, labels, loc=position, ncols=columns, frameon=False, title=title)
 
 
 def _legend_columns(figure: Figure, labels: Sequence[str], most: int = 3) -> int:
@@ -229,32 +177,11 @@ def _legend_columns(figure: Figure, labels: Sequence[str], most: int = 3) -> int
     return max(1, min(most, len(labels), int(characters // (max(map(len, labels), default=0) + 6))))
 
 
-def _take_texts_literally(figure: Figure) -> None:
-    """Show a `$` in names as it is: matplotlib would read what is between two as a formula."""
-    from matplotlib.axis import Axis
-    from matplotlib.text import Text
-
-    waiting: list[Any] = [figure]
-    while waiting:
-        artist = waiting.pop()
-        if isinstance(artist, Text):
-            artist.set_parse_math(False)
-        # The labels of ticks are formulas of matplotlib's own.
-        waiting += [artist.label] if isinstance(artist, Axis) else artist.get_children()
-
-
 def chart_html(figure: Figure, alternative: str) -> str:
     """The drawing as inline SVG; `alternative` describes it for screen readers."""
-    import matplotlib
-
-    _take_texts_literally(figure)
     buffer = io.StringIO()
-    # Text remains text, and the same drawing gives the same bytes.
-    options: Any = {"svg.fonttype": "none", "svg.hashsalt": alternative}
-    with matplotlib.rc_context(options):
-        figure.savefig(
-            buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
-        )
+    metadata: Any = {"Date": None, "Creator": None}
+    figure.savefig(buffer, format="svg", transparent=True, metadata=metadata)
     svg = re.sub(r"^.*?<svg", "<svg", buffer.getvalue(), flags=re.DOTALL)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
@@ -263,17 +190,17 @@ def chart_html(figure: Figure, alternative: str) -> str:
     widest = min(WIDEST_PIXELS, round(PIXELS_PER_INCH * figure.get_figwidth()))
     shown = f'role="img" aria-label="{html.escape(alternative)}" style="max-width: {widest}px"'
     svg = svg.replace("<svg", f"<svg {shown}", 1)
-    for name, placeholder in vars(PAGE).items():
-        svg = svg.replace(placeholder, f"var(--{name})")
+    for name, color in COLORS.items():
+        svg = svg.replace(color, f"var(--{name})")
     return svg
 
 
 def panel_html(panel: Panel, height_inches: float, alternative: str) -> str:
     """One panel as inline SVG."""
-    figure, axes = canvas(PAGE, height_inches, panel.x_label, panel.y_label)
-    panel.draw(axes, PAGE)
+    figure, axes = canvas(height_inches, panel.x_label, panel.y_label)
+    panel.draw(axes)
     if labels := axes.get_legend_handles_labels()[1]:
-        legend_above(figure, axes, PAGE, "")
+        legend_above(figure, axes)
         rows = -(-len(labels) // _legend_columns(figure, labels))
         figure.set_figheight(height_inches + LEGEND_ROW_INCHES * rows)
     return chart_html(figure, alternative)
@@ -281,9 +208,8 @@ def panel_html(panel: Panel, height_inches: float, alternative: str) -> str:
 
 def save_png(path: Path, figure: Figure) -> None:
     """Write the figure as a PNG that appears whole or not at all."""
-    _take_texts_literally(figure)
     with atomic_write(path) as file:
-        figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+        figure.savefig(file, format="png", metadata={"Software": None})
 
 
 def save_figure(path: Path, figure: Figure) -> None:
@@ -317,25 +243,17 @@ def drawn_values(figure: Figure) -> list[dict[str, Any]]:
 
 def save_panels(path: Path, title: str, shown: Sequence[Panel]) -> None:
     """Draw the panels, two in a row, into a PNG."""
-    from matplotlib.figure import Figure
-
     columns = min(2, len(shown))
     rows = -(-len(shown) // columns)
     heading = textwrap.fill(title, TITLE_CHARACTERS * columns)  # breaks long words too
-    figure = Figure(
-        figsize=(
-            PANEL_INCHES[0] * columns,
-            PANEL_INCHES[1] * rows + 0.4 * (1 + heading.count("\n")),
-        ),
-        layout="constrained",
-    )
-    figure.suptitle(heading, fontsize=13, color=PRINT.ink)
+    height = PANEL_INCHES[1] * rows + 0.4 * (1 + heading.count("\n"))
+    figure = _figure(PANEL_INCHES[0] * columns, height)
+    figure.suptitle(heading, fontsize=13)
     for number, panel in enumerate(shown, start=1):
         axes = figure.add_subplot(rows, columns, number)
-        _make_quiet(axes, PRINT)
-        axes.set_title(panel.title, fontsize=10.5, color=PRINT.ink, loc="left")
-        axes.set_xlabel(panel.x_label, color=PRINT.faint, fontsize=SMALL)
-        axes.set_ylabel(panel.y_label, color=PRINT.faint, fontsize=SMALL)
-        panel.draw(axes, PRINT)
-        legend(axes, PRINT, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the curves
+        axes.set_title(panel.title)
+        axes.set_xlabel(panel.x_label)
+        axes.set_ylabel(panel.y_label)
+        panel.draw(axes)
+        legend(axes, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the curves
     save_png(path, figure)

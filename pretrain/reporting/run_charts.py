@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foundation.errors import printable
-from pretrain.reporting.charts import SERIES, Palette, Panel, log_ticks
+from pretrain.reporting.charts import ALARM, FAINT, FIRST, INK, SECOND, SERIES, Panel, log_ticks
 from pretrain.reporting.run_history import History
 from pretrain.rundir.metric_names import SMOOTHED_LOSS, STEP_LOSS, VALIDATION_LOSS, set_losses
 from pretrain.terminal.text import distinguished
@@ -34,7 +34,7 @@ def run_panels(history: History) -> list[Panel]:
     has_layers = bool(history.layers("grad_norm"))
     norms, updates = (partial(_by_layer, kind) for kind in ("grad_norm", "update_ratio"))
     seconds = "seconds since the first start"
-    charts: list[tuple[bool, str, str, str, Callable[[History, Axes, Palette], None]]] = [
+    charts: list[tuple[bool, str, str, str, Callable[[History, Axes], None]]] = [
         (True, "Loss", "step", "loss, nats per token", _loss),
         (has_sets, "Validation by corpus", "step", VALIDATION_LOSS, _losses_of_sets),
         (has_memory, "Value of the memory", "step", VALIDATION_LOSS, _value_of_memory),
@@ -60,24 +60,24 @@ def comparison_panels(histories: Sequence[History]) -> list[Panel]:
     ]
 
 
-def _loss(history: History, axes: Axes, palette: Palette) -> None:
+def _loss(history: History, axes: Axes) -> None:
     """Step losses, smoothed, and validation losses; where steps were rewound or skipped."""
     steps_X, losses_X = history.series("loss")
-    axes.plot(steps_X, losses_X, color=palette.first, linewidth=0.8, label=STEP_LOSS)
-    smooth = {"color": palette.second, "linewidth": 1.6, "label": SMOOTHED_LOSS}
+    axes.plot(steps_X, losses_X, color=FIRST, linewidth=0.8, label=STEP_LOSS)
+    smooth = {"color": SECOND, "linewidth": 1.6, "label": SMOOTHED_LOSS}
     axes.plot(*history.smooth_loss, **smooth)
     validated = history.series("loss", history.evaluations)
     if history.evaluations:
-        axes.plot(*validated, "o", color=palette.ink, markersize=4, label=VALIDATION_LOSS)
+        axes.plot(*validated, "o", color=INK, markersize=4, label=VALIDATION_LOSS)
     for number, event in enumerate(history.rewinds):
         label = "rewind" if number == 0 else None
         step = event.to_step
-        axes.axvline(step, color=palette.alarm, linewidth=1.2, linestyle=DASHED, label=label)
+        axes.axvline(step, color=ALARM, linewidth=1.2, linestyle=DASHED, label=label)
     skipped = [line["step"] for line in history.train if line["skipped"]]
     if skipped:
         height, across = [0.97] * len(skipped), axes.get_xaxis_transform()  # below the upper edge
         axes.plot(
-            skipped, height, "x", color=palette.alarm, markersize=6, label="skipped",
+            skipped, height, "x", color=ALARM, markersize=6, label="skipped",
             transform=across,
         )  # fmt: skip
     _hide_the_first_losses(axes, [losses_X], validated[1])
@@ -103,28 +103,26 @@ def _hide_the_first_losses(
         axes.set_ylim(lowest - 0.05 * margin - 1e-3, highest + 0.1 * margin + 1e-3)
 
 
-def _speed(history: History, axes: Axes, palette: Palette) -> None:
+def _speed(history: History, axes: Axes) -> None:
     """Tokens per second of each interval."""
     steps_X, speeds_X = history.series("tokens_per_second")
-    axes.plot(steps_X, speeds_X, color=palette.second, linewidth=1.4)
+    axes.plot(steps_X, speeds_X, color=SECOND, linewidth=1.4)
     axes.set_ylim(0, speeds_X.max() * 1.15 if len(speeds_X) else 1)
 
 
-def _gradient_norm(history: History, axes: Axes, palette: Palette) -> None:
+def _gradient_norm(history: History, axes: Axes) -> None:
     """The norm before clipping, on a logarithmic axis, and where it was clipped."""
     steps_X, norms_X = history.series("grad_norm")
-    axes.plot(steps_X, np.maximum(norms_X, SMALLEST_NORM), color=palette.second, linewidth=0.8)
+    axes.plot(steps_X, np.maximum(norms_X, SMALLEST_NORM), color=SECOND, linewidth=0.8)
     if clip := history.config.optim.clip_norm:
-        axes.axhline(
-            clip, color=palette.faint, linewidth=1.0, linestyle=DASHED, label="clipped above"
-        )
+        axes.axhline(clip, color=FAINT, linewidth=1.0, linestyle=DASHED, label="clipped above")
     axes.set_yscale("log")
     log_ticks(axes.yaxis)
 
 
-def _by_layer(kind: str, history: History, axes: Axes, palette: Palette) -> None:
+def _by_layer(kind: str, history: History, axes: Axes) -> None:
     """A line per layer, the deeper the darker; parameters outside of the layers stand out."""
-    others = {"embedding": palette.ink, "output": palette.alarm, "shared": palette.faint}
+    others = {"embedding": INK, "output": ALARM, "shared": FAINT}
     names = history.layers(kind)
     layers = [name for name in names if name not in others]
     for name in names:
@@ -132,7 +130,7 @@ def _by_layer(kind: str, history: History, axes: Axes, palette: Palette) -> None
         color, alpha, label = others.get(name), 1.0, name
         if name in layers:
             number = layers.index(name)
-            color, alpha = palette.second, 0.25 + 0.75 * (number + 1) / len(layers)
+            color, alpha = SECOND, 0.25 + 0.75 * (number + 1) / len(layers)
             label = name.replace(".", " ") if number in (0, len(layers) - 1) else None
         positive_X = np.maximum(values_X, SMALLEST_NORM)
         axes.plot(steps_X, positive_X, color=color, alpha=alpha, linewidth=1.2, label=label)
@@ -140,21 +138,21 @@ def _by_layer(kind: str, history: History, axes: Axes, palette: Palette) -> None
     log_ticks(axes.yaxis)
 
 
-def _value_of_memory(history: History, axes: Axes, palette: Palette) -> None:
+def _value_of_memory(history: History, axes: Axes) -> None:
     """Validation loss with the training's memory and with none."""
     without, with_memory = (
         history.series(name, history.evaluations) for name in ("loss_without_memory", "loss")
     )
     style = {"marker": "o", "markersize": 3.5}
-    axes.plot(*without, color=palette.faint, linewidth=1.2, label="without memory", **style)
-    axes.plot(*with_memory, color=palette.second, linewidth=1.6, label="with memory", **style)
+    axes.plot(*without, color=FAINT, linewidth=1.2, label="without memory", **style)
+    axes.plot(*with_memory, color=SECOND, linewidth=1.6, label="with memory", **style)
 
 
-def _losses_of_sets(history: History, axes: Axes, palette: Palette) -> None:
+def _losses_of_sets(history: History, axes: Axes) -> None:
     """The validation loss, and that of each set, a color per set."""
     style = {"marker": "o", "markersize": 3.5, "linewidth": 1.4}
     whole = history.series("loss", history.evaluations)
-    axes.plot(*whole, color=palette.ink, label=VALIDATION_LOSS, **style)
+    axes.plot(*whole, color=INK, label=VALIDATION_LOSS, **style)
     measured = {name: None for line in history.evaluations for name in set_losses(line)}
     for number, name in enumerate(measured):
         points = [
@@ -167,22 +165,20 @@ def _losses_of_sets(history: History, axes: Axes, palette: Palette) -> None:
         axes.plot(steps_X, losses_X, color=color, label=printable(name), **style)
 
 
-def _progress(history: History, axes: Axes, palette: Palette) -> None:
+def _progress(history: History, axes: Axes) -> None:
     """The step over the time since the first start, with every failed attempt and every rewind."""
     seconds_X, steps_X = history.progress
     units = (("hours", 3600, 7200), ("minutes", 60, 180), ("seconds", 1, -np.inf))
     unit, divisor = next((unit, size) for unit, size, least in units if seconds_X[-1] > least)
-    axes.plot(seconds_X / divisor, steps_X, color=palette.second, linewidth=1.6)
+    axes.plot(seconds_X / divisor, steps_X, color=SECOND, linewidth=1.6)
     failed_X, reached_X = history.setbacks
     if len(failed_X):
         label = "failed attempt or rewind"
-        axes.plot(
-            failed_X / divisor, reached_X, "x", color=palette.alarm, markersize=7, label=label
-        )
+        axes.plot(failed_X / divisor, reached_X, "x", color=ALARM, markersize=7, label=label)
     axes.set_xlabel(f"{unit} since the first start")
 
 
-def _losses(histories: Sequence[History], axes: Axes, palette: Palette) -> None:
+def _losses(histories: Sequence[History], axes: Axes) -> None:
     """Smoothed losses over tokens, and validation losses as dots, a color per run."""
     for history, color, name in _series(histories):
         steps_X, losses_X = history.smooth_loss
@@ -212,7 +208,7 @@ def _tokens_at(steps_X: np.ndarray, history: History) -> np.ndarray:
     )
 
 
-def _speeds(histories: Sequence[History], axes: Axes, palette: Palette) -> None:
+def _speeds(histories: Sequence[History], axes: Axes) -> None:
     """Tokens per second over steps, a color per run."""
     for history, color, name in _series(histories):
         axes.plot(*history.series("tokens_per_second"), color=color, linewidth=1.4, label=name)

@@ -1,4 +1,4 @@
-"""The charts of a scaling report, each drawn in the palette of the page or of print.
+"""The charts of a scaling report, for page and files.
 
 Legend: P points, X positions on an axis.
 """
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pretrain.reporting.charts import (
+    FAINT,
+    INK,
     SERIES,
-    SMALL,
-    Palette,
     canvas,
     legend,
     legend_above,
@@ -53,13 +53,14 @@ GRID = 80
 MARGIN = 1.6  # beyond the runs and the optimum
 LEVELS, BELOW = 11, 30.0  # contours, from the optimum at so many times fewer FLOPs than any run's
 FEWEST_DECIMALS = 2
+RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
-Chart = Callable[[Fit, Palette], "Figure"]
+Chart = Callable[[Fit], "Figure"]
 
 
-def valleys(fit: Fit, palette: Palette) -> Figure:
+def valleys(fit: Fit) -> Figure:
     """The runs of each budget over their size, with approach 2's parabolas and vertices."""
-    figure, axes = canvas(palette, 4.4, "parameters N", LOSS)
+    figure, axes = canvas(4.4, "parameters N", LOSS)
     points, isoflop = fit.points, fit.estimates.isoflop
     parabolas = {valley.budget: valley for valley in isoflop.valleys} if isoflop else {}
     for budget, style in budget_styles(points.budgets).items():
@@ -70,14 +71,14 @@ def valleys(fit: Fit, palette: Palette) -> Figure:
             _parabola(axes, valley, style["color"])
         if valley and valley.is_used:
             lowest = [valley.parameters], [valley.loss]
-            axes.plot(*lowest, "*", color=palette.ink, markersize=9, zorder=5)
+            axes.plot(*lowest, "*", color=INK, markersize=9, zorder=5)
     if isoflop:
-        axes.plot([], [], "*", color=palette.ink, markersize=9, label="lowest point")
+        axes.plot([], [], "*", color=INK, markersize=9, label="lowest point")
     axes.set_xscale("log")
     log_amount_ticks(axes.xaxis)
     plain_ticks(axes.yaxis)
-    add_bits_per_byte(axes, fit, palette)
-    legend_above(figure, axes, palette, f"budget, {FLOPS}", most_columns=4)
+    add_bits_per_byte(axes, fit)
+    legend_above(figure, axes, f"budget, {FLOPS}", most_columns=4)
     return figure
 
 
@@ -97,55 +98,54 @@ def budget_styles(budgets: Array) -> dict[float, dict[str, Any]]:
     }
 
 
-def add_bits_per_byte(axes: Axes, fit: Fit, palette: Palette) -> None:
+def add_bits_per_byte(axes: Axes, fit: Fit) -> None:
     """The losses in bits per byte on a second axis, where the runs' table has both."""
     factor = fit.points.bits_per_nat
     if not np.isfinite(factor):
         return
     functions = (lambda loss: loss * factor, lambda bits: bits / factor)
     right = axes.secondary_yaxis("right", functions=functions)
-    right.set_ylabel(BITS, color=palette.faint, fontsize=SMALL)
-    right.tick_params(which="both", colors=palette.faint, labelsize=SMALL, length=0)
+    right.set_ylabel(BITS)
     right.spines["right"].set_visible(False)
     plain_ticks(right.yaxis)
 
 
-def frontier(fit: Fit, palette: Palette) -> Figure:
+def frontier(fit: Fit) -> Figure:
     """Every run's loss over its FLOPs, and the least loss by each approach, with bands."""
-    figure, axes = canvas(palette, 4.2, FLOPS, LOSS)
+    figure, axes = canvas(4.2, FLOPS, LOSS)
     runs = fit.points.flops_P, fit.points.loss_P
-    axes.plot(*runs, "o", color=palette.faint, markersize=3, alpha=0.7, label="runs")
+    axes.plot(*runs, "o", color=FAINT, markersize=3, alpha=0.7, label="runs")
     _lines_with_bands(axes, fit, [approach.loss for approach in fit.approaches])
     if fit.holdouts:
-        _held_out(axes, fit, palette)
-    _mark_largest_run(axes, fit, palette)
+        _held_out(axes, fit)
+    _mark_largest_run(axes, fit)
     _log_flops_and_loss(axes)
-    add_bits_per_byte(axes, fit, palette)
-    legend_above(figure, axes, palette, f"least loss {BANDS}")
+    add_bits_per_byte(axes, fit)
+    legend_above(figure, axes, f"least loss {BANDS}")
     return figure
 
 
-def optimal_sizes(fit: Fit, palette: Palette) -> Figure:
+def optimal_sizes(fit: Fit) -> Figure:
     """N* over C for each approach, with bands and the lowest points of approach 2's parabolas."""
     sizes = [approach.parameters for approach in fit.approaches]
-    return _optimum(fit, palette, "optimal parameters N*", sizes, is_tokens=False)
+    return _optimum(fit, "optimal parameters N*", sizes, is_tokens=False)
 
 
-def optimal_tokens(fit: Fit, palette: Palette) -> Figure:
+def optimal_tokens(fit: Fit) -> Figure:
     """D* over C for each approach, with bands."""
 
     def tokens_of(approach) -> Callable[[float], Interval]:
         return lambda log_flops: approach.tokens(log_flops, fit.flops_law)
 
     tokens = [tokens_of(approach) for approach in fit.approaches]
-    return _optimum(fit, palette, "optimal tokens D*", tokens, is_tokens=True)
+    return _optimum(fit, "optimal tokens D*", tokens, is_tokens=True)
 
 
-def residuals(fit: Fit, palette: Palette) -> Figure:
+def residuals(fit: Fit) -> Figure:
     """The relative error of the law of N and D for each run, over its FLOPs, colored by D/N."""
     from matplotlib.colors import LogNorm
 
-    figure, axes = canvas(palette, 3.4, FLOPS, "(predicted - measured) / measured loss, %")
+    figure, axes = canvas(3.4, FLOPS, "(predicted - measured) / measured loss, %")
     assert fit.law
     points, held = fit.points, fit.holdouts
     logs = np.log([points.parameters_P, points.tokens_P])
@@ -158,25 +158,25 @@ def residuals(fit: Fit, palette: Palette) -> Figure:
     shown = axes.scatter(points.flops_P, error_P, c=ratio_P, s=18, linewidths=0, **look)
     if held:
         errors, label = [100 * item.error for item in held], "run held out"
-        look |= {"marker": "D", "edgecolors": palette.ink, "linewidths": 0.8, "label": label}
+        look |= {"marker": "D", "edgecolors": INK, "linewidths": 0.8, "label": label}
         axes.scatter([item.flops for item in held], errors, c=held_ratios, s=24, **look)
-        legend(axes, palette)
-    axes.axhline(0, color=palette.faint, linewidth=0.8)
+        legend(axes)
+    axes.axhline(0, color=FAINT, linewidth=0.8)
     axes.set_xscale("log")
     log_ticks(axes.xaxis, flops_text)
     bar = figure.colorbar(shown, ax=axes, pad=0.02, aspect=30)
-    bar.set_label("tokens per parameter D/N", color=palette.faint, fontsize=SMALL)
+    bar.set_label("tokens per parameter D/N")
     log_amount_ticks(bar.ax.yaxis)
-    bar.ax.tick_params(which="both", colors=palette.faint, labelsize=SMALL, length=0)
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     return figure
 
 
 def flops_text(value: float) -> str:
-    """FLOPs as 10^11 or 2 x 10^11, set as a formula."""
+    """FLOPs as 10 to the 11th or 2 times that, with a raised exponent."""
     exponent = int(np.floor(np.log10(value) + 1e-9))
     digits = f"{value / 10.0**exponent:.3g}"
-    return f"$10^{{{exponent}}}$" if digits == "1" else f"${digits} \\times 10^{{{exponent}}}$"
+    power = "10" + str(exponent).translate(RAISED)
+    return power if digits == "1" else f"{digits} \N{MULTIPLICATION SIGN} {power}"
 
 
 def _log_flops_and_loss(axes: Axes) -> None:
@@ -188,12 +188,11 @@ def _log_flops_and_loss(axes: Axes) -> None:
 
 def _optimum(
     fit: Fit,
-    palette: Palette,
     label: str,
     values: Sequence[Callable[[float], Interval]],
     is_tokens: bool,
 ) -> Figure:
-    figure, axes = canvas(palette, 4.2, FLOPS, label)
+    figure, axes = canvas(4.2, FLOPS, label)
     _lines_with_bands(axes, fit, values)
     isoflop = fit.estimates.isoflop
     if used := [valley for valley in isoflop.valleys if valley.is_used] if isoflop else []:
@@ -202,13 +201,13 @@ def _optimum(
         if is_tokens:
             size_F = np.exp(fit.flops_law.log_tokens(np.log(budget_F), np.log(size_F)))
         lowest = "lowest point of a parabola"
-        axes.plot(budget_F, size_F, "*", color=palette.ink, markersize=8, label=lowest)
-    _mark_largest_run(axes, fit, palette)
+        axes.plot(budget_F, size_F, "*", color=INK, markersize=8, label=lowest)
+    _mark_largest_run(axes, fit)
     axes.set_xscale("log")
     axes.set_yscale("log")
     log_ticks(axes.xaxis, flops_text)
     log_amount_ticks(axes.yaxis)
-    legend_above(figure, axes, palette, f"optimum {BANDS}")
+    legend_above(figure, axes, f"optimum {BANDS}")
     return figure
 
 
@@ -232,29 +231,29 @@ def _lines_with_bands(axes: Axes, fit: Fit, values: Sequence[Callable[[float], I
         axes.fill_between(flops_X, lows, highs, color=color, alpha=0.25, linewidth=0)
 
 
-def _mark_largest_run(axes: Axes, fit: Fit, palette: Palette) -> None:
+def _mark_largest_run(axes: Axes, fit: Fit) -> None:
     dashed = {"linewidth": 0.8, "linestyle": (0, (4, 3)), "label": "largest run fitted"}
-    axes.axvline(fit.points.flops_P.max(), color=palette.faint, **dashed)
+    axes.axvline(fit.points.flops_P.max(), color=FAINT, **dashed)
 
 
-def _held_out(axes: Axes, fit: Fit, palette: Palette) -> None:
+def _held_out(axes: Axes, fit: Fit) -> None:
     """Held-out runs and what approach 3 predicts for each, which is above the frontier for most."""
     flops = [item.flops for item in fit.holdouts]
     predicted = [item.predicted for item in fit.holdouts]
-    color = COLORS[fit.law.key] if fit.law else palette.ink
+    color = COLORS[fit.law.key] if fit.law else INK
     ends = np.array([(each.low, each.high) for each in predicted])
     bounded = (np.isfinite(ends) & (ends > 0)).all(axis=1)
     axes.vlines(np.array(flops)[bounded], *ends[bounded].T, color=color, linewidth=1.0)
     dashes = {"color": color, "markersize": 13, "markeredgewidth": 1.8, "zorder": 5}
     label = "prediction for that run"
     measured = [item.measured for item in fit.holdouts]
-    axes.plot(flops, measured, "D", color=palette.ink, markersize=4, label="run held out", zorder=6)
+    axes.plot(flops, measured, "D", color=INK, markersize=4, label="run held out", zorder=6)
     axes.plot(flops, [each.value for each in predicted], "_", label=label, **dashes)
 
 
-def equal_losses(fit: Fit, palette: Palette) -> Figure:
+def equal_losses(fit: Fit) -> Figure:
     """Contours of L(N, D), the runs, lines of equal FLOPs and the compute-optimal line."""
-    figure, axes = canvas(palette, 4.6, "training tokens D", "parameters N")
+    figure, axes = canvas(4.6, "training tokens D", "parameters N")
     law = fit.law
     assert law
     points, line = fit.points, law_of(law.line)
@@ -275,7 +274,7 @@ def equal_losses(fit: Fit, palette: Palette) -> Figure:
     axes.set_xlim(token_X[0], token_X[-1])
     axes.set_ylim(size_Y[0], size_Y[-1])
     levels = line.loss(np.log(np.geomspace(low, high, LEVELS)))
-    _contours(axes, fit, palette, (token_X, size_Y), levels)
+    _contours(axes, fit, (token_X, size_Y), levels)
     for budget, style in budget_styles(points.budgets).items():
         tokens_Y = np.exp(line.flops_law.log_tokens(np.log(budget), np.log(size_Y)))
         axes.plot(tokens_Y, size_Y, ":", color=style["color"], linewidth=0.9)
@@ -285,17 +284,15 @@ def equal_losses(fit: Fit, palette: Palette) -> Figure:
     label = "compute-optimal"
     axes.plot(np.exp(d_X), np.exp(n_X), color=color, linewidth=1.8, label=label)
     if fit.holdouts:
-        hollow = {"color": palette.ink, "markerfacecolor": "none", "markersize": 5}
+        hollow = {"color": INK, "markerfacecolor": "none", "markersize": 5}
         axes.plot(*held, "D", label="run held out", **hollow)
     log_amount_ticks(axes.xaxis)
     log_amount_ticks(axes.yaxis)
-    legend_above(figure, axes, palette, f"runs and dotted lines: {FLOPS}", most_columns=4)
+    legend_above(figure, axes, f"runs and dotted lines: {FLOPS}", most_columns=4)
     return figure
 
 
-def _contours(
-    axes: Axes, fit: Fit, palette: Palette, grid: tuple[Array, Array], levels: Array
-) -> None:
+def _contours(axes: Axes, fit: Fit, grid: tuple[Array, Array], levels: Array) -> None:
     assert fit.law
     token_X, size_Y = grid
     theta = law_of(fit.law.line).theta
@@ -303,10 +300,8 @@ def _contours(
     decimals = FEWEST_DECIMALS
     while len(rounded := np.unique(np.round(levels, decimals))) < len(levels) and decimals < 5:
         decimals += 1
-    drawn = axes.contour(
-        token_X, size_Y, loss_YX, levels=rounded, colors=palette.faint, linewidths=0.8
-    )
-    axes.clabel(drawn, fmt=f"%.{decimals}f", fontsize=7.5, colors=palette.ink)
+    drawn = axes.contour(token_X, size_Y, loss_YX, levels=rounded, colors=FAINT, linewidths=0.8)
+    axes.clabel(drawn, fmt=f"%.{decimals}f", fontsize=7.5, colors=INK)
 
 
 def charts_of(fit: Fit) -> dict[str, tuple[Chart, str]]:

@@ -14,9 +14,7 @@ import numpy as np
 
 from foundation.errors import DataError
 from pretrain.reporting.charts import (
-    PAGE,
-    PRINT,
-    Palette,
+    INK,
     canvas,
     chart_html,
     legend,
@@ -24,8 +22,7 @@ from pretrain.reporting.charts import (
     save_figure,
     spread_colors,
 )
-from pretrain.reporting.html import page, paragraph, section, table
-from pretrain.reporting.page_files import write_page
+from pretrain.reporting.html import page, paragraph, section, table, write_page
 from pretrain.scaling.charts import LOSS
 from pretrain.scaling.collect import Row, parsed_rows
 from pretrain.scaling.intervals import amount, as_loss
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
 
 CURVE_POINTS = 60
 MOST_TICKS = 10
-Drawing = Callable[[Palette], "Figure"]
+Drawing = Callable[[], "Figure"]
 
 
 @dataclass(frozen=True)
@@ -58,11 +55,12 @@ class Part:
         return "\n".join([fitted_table(self.rows), *self.lines])
 
     def html(self, directory: Path) -> str:
-        """What the page shows; the figures are also written as files."""
+        """What the page shows; the figures are also files."""
         drawn = ""
         for name, (caption, draw) in self.figures.items():
-            save_figure(directory / f"{name}.png", draw(PRINT))
-            drawn += chart_html(draw(PAGE), caption) + paragraph(caption + ".")
+            figure = draw()
+            save_figure(directory / f"{name}.png", figure)
+            drawn += chart_html(figure, caption) + paragraph(caption + ".")
         heads, *rows = self.rows
         return section(self.title, drawn, table(heads, rows, "named"), *map(paragraph, self.lines))
 
@@ -94,7 +92,7 @@ def write_comparison(rows: Sequence[Row], source: Path, directory: Path, title: 
     footer = "Written by 'pretrain scale report'. Losses in nats per token of the validation split."
     path = directory / "report.html"
     sections[-1] += "".join(map(paragraph, left_out))
-    write_page(path, page(title, title, lead, [], sections, footer), [source])
+    write_page(path, page(title, title, lead, [], sections, footer))
     return "\n".join([*(part.text() for part in parts), *left_out, f"report: {path}"])
 
 
@@ -104,17 +102,15 @@ def _rates(rows: Sequence[Row]) -> list[Part]:
     if any(item.optimum.is_known for item in found):
         caption += "; star: the lowest point of the parabola through the rates near it, shaded: "
         caption += "what loses at most 0.5%"
-    figures: dict[str, tuple[str, Drawing]] = {
-        "rates": (caption, lambda palette: loss_by_rate(found, palette))
-    }
+    figures: dict[str, tuple[str, Drawing]] = {"rates": (caption, lambda: loss_by_rate(found))}
     return [Part("Learning rates", tuned_table(found), verdicts(found), figures)]
 
 
-def loss_by_rate(found: Sequence[Tuned], palette: Palette) -> Figure:
+def loss_by_rate(found: Sequence[Tuned]) -> Figure:
     """Final losses over the learning rate, with a parabola and its vertex per batch size."""
     from matplotlib.ticker import NullLocator
 
-    figure, axes = canvas(palette, 3.6, "peak learning rate", LOSS)
+    figure, axes = canvas(3.6, "peak learning rate", LOSS)
     for item, color in zip(found, spread_colors(len(found)), strict=True):
         label = amount(item.tokens_per_step)
         axes.plot(item.rates_S, item.loss_S, "o", color=color, markersize=4, label=label)
@@ -123,7 +119,7 @@ def loss_by_rate(found: Sequence[Tuned], palette: Palette) -> Figure:
             drawn = np.geomspace(rates_S.min(), rates_S.max(), CURVE_POINTS)
             fitted = np.polynomial.Polynomial.fit(np.log(rates_S), loss_S, 2)
             axes.plot(drawn, fitted(np.log(drawn)), "-", color=color, linewidth=1.2)
-            axes.plot([best.rate.value], [best.loss], "*", color=palette.ink, markersize=9)
+            axes.plot([best.rate.value], [best.loss], "*", color=INK, markersize=9)
             axes.axvspan(best.low, best.high, color=color, alpha=0.08, linewidth=0)
     axes.set_xscale("log")
     rates = sorted({float(rate) for item in found for rate in item.rates_S})
@@ -135,7 +131,7 @@ def loss_by_rate(found: Sequence[Tuned], palette: Palette) -> Figure:
     axes.set_xticks(shown, [f"{rate:g}" for rate in shown])
     axes.xaxis.set_minor_locator(NullLocator())
     plain_ticks(axes.yaxis)
-    legend(axes, palette, title="tokens per step")
+    legend(axes, title="tokens per step")
     return figure
 
 
@@ -158,15 +154,15 @@ def _lengths(rows: Sequence[Row]) -> list[Part]:
             for row in sorted(mine, key=lambda row: float(row.loss))
         ]  # fmt: skip
         caption = f"Loss over memory length, a line per segment length; equal {words}"
-        draw: Drawing = lambda palette, mine=mine: loss_by_memory(mine, palette)  # noqa: E731
+        draw: Drawing = lambda mine=mine: loss_by_memory(mine)  # noqa: E731
         figures = {f"equal-{equal.lower()}": (caption, draw)}
         parts.append(Part(f"Equal {equal}", [heads, *cells], [], figures))
     return parts
 
 
-def loss_by_memory(rows: Sequence[Row], palette: Palette) -> Figure:
+def loss_by_memory(rows: Sequence[Row]) -> Figure:
     """Loss over the memory length, a line per segment length; means over seeds."""
-    figure, axes = canvas(palette, 3.4, "memory length M (tokens)", LOSS)
+    figure, axes = canvas(3.4, "memory length M (tokens)", LOSS)
     memories = sorted({int(row.memory_length) for row in rows})
     segments = sorted({int(row.segment_length) for row in rows})
     for segment, color in zip(segments, spread_colors(len(segments)), strict=True):
@@ -180,7 +176,7 @@ def loss_by_memory(rows: Sequence[Row], palette: Palette) -> Figure:
         axes.plot(places, means, "o-", color=color, markersize=4, label=str(segment))
     axes.set_xticks(range(len(memories)), [str(memory) for memory in memories])
     plain_ticks(axes.yaxis)
-    legend(axes, palette, title="segment length T (tokens)")
+    legend(axes, title="segment length T (tokens)")
     return figure
 
 
@@ -189,13 +185,13 @@ def _variants(rows: Sequence[Row]) -> list[Part]:
     figures: dict[str, tuple[str, Drawing]] = {
         "variants": (
             "Loss at equal training FLOPs, a dot per seed",
-            lambda palette: member_losses(results, palette),
+            lambda: member_losses(results),
         )
     }
     if all(each.probed("position") for each in results):
         first = results[0].member
         caption = f"Loss by position in the document, minus that of {first}"
-        figures["positions"] = (caption, lambda palette: loss_by_position(results, palette))
+        figures["positions"] = (caption, lambda: loss_by_position(results))
     return [Part("Variants", variant_table(results), variant_notes(results), figures)]
 
 
@@ -242,27 +238,27 @@ def variant_notes(results: Sequence[MemberResult]) -> list[str]:
     return notes
 
 
-def member_losses(results: Sequence[MemberResult], palette: Palette) -> Figure:
+def member_losses(results: Sequence[MemberResult]) -> Figure:
     """The losses of every member's seeds, and their mean."""
-    figure, axes = canvas(palette, 0.8 + 0.4 * len(results), LOSS, "")
+    figure, axes = canvas(0.8 + 0.4 * len(results), LOSS, "")
     for index, (each, color) in enumerate(zip(results, spread_colors(len(results)), strict=True)):
         axes.plot(each.losses_S, [index] * len(each.losses_S), "o", color=color, markersize=5)
-        axes.plot([each.loss], [index], "|", color=palette.ink, markersize=14)
+        axes.plot([each.loss], [index], "|", color=INK, markersize=14)
     axes.set_yticks(range(len(results)), [each.member for each in results])
     axes.invert_yaxis()
     plain_ticks(axes.xaxis)
     return figure
 
 
-def loss_by_position(results: Sequence[MemberResult], palette: Palette) -> Figure:
+def loss_by_position(results: Sequence[MemberResult]) -> Figure:
     """The loss of each bin of positions, minus that of the first member."""
     base = results[0].probed("position")
     shown = [first for first in base if all(first in each.probed("position") for each in results)]
     label = f"loss minus that of {results[0].member}"
-    figure, axes = canvas(palette, 3.4, "position (tokens)", label)
+    figure, axes = canvas(3.4, "position (tokens)", label)
     for each, color in zip(results, spread_colors(len(results)), strict=True):
         values = [each.probed("position")[first] - base[first] for first in shown]
         axes.plot(range(len(shown)), values, "o-", color=color, markersize=3, label=each.member)
     axes.set_xticks(range(0, len(shown), 2), [str(first) for first in shown[::2]])
-    legend(axes, palette)
+    legend(axes)
     return figure

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from foundation.files import write_json, write_text
-from pretrain.reporting.charts import PAGE, PRINT, chart_html, save_figure
-from pretrain.reporting.html import Card, folded, page, paragraph, section, table
-from pretrain.reporting.page_files import write_page
+from pretrain.reporting.charts import chart_html, save_figure
+from pretrain.reporting.html import Card, folded, page, paragraph, section, table, write_page
 from pretrain.rundir.code_version import code_version
 from pretrain.scaling.charts import charts_of
 from pretrain.scaling.fit import BEYOND, TITLES, Fit, relative_error
@@ -295,10 +294,11 @@ def write_report(fit: Fit, runs: Path, directory: Path, title: str) -> Path:
     drawn: dict[str, str] = {}
     shown_charts = charts_of(fit)
     for name, (chart, caption) in shown_charts.items():
-        drawn[name] = chart_html(chart(fit, PAGE), caption) + paragraph(caption + ".")
-        save_figure(directory / f"{name}.png", chart(fit, PRINT))
+        figure = chart(fit)
+        drawn[name] = chart_html(figure, caption) + paragraph(caption + ".")
+        save_figure(directory / f"{name}.png", figure)
     path = directory / "report.html"
-    write_page(path, render(fit, title, drawn), [runs])
+    write_page(path, render(fit, title, drawn))
     pictures = [f"![{caption}]({name}.png)" for name, (_, caption) in shown_charts.items()]
     printed = "\n".join(["```", *fit_lines(fit, verbose=True), "```"])
     write_text(directory / "report.md", "\n\n".join([f"# {title}", printed, *pictures]) + "\n")

@@ -16,8 +16,10 @@ from pretrain.evaluation.probes.document_position import PositionLoss
 from pretrain.evaluation.probes.probe_run import ProbeResults, mean_of
 from pretrain.evaluation.probes.recall import Recall, recall_distance
 from pretrain.reporting.charts import (
-    PAGE,
+    FAINT,
+    SECOND,
     SERIES,
+    SURFACE,
     canvas,
     chart_html,
     legend_above,
@@ -44,29 +46,29 @@ def recall_chart(
     name: str, recalls: Sequence[Recall], borders: Borders, effective_context: int
 ) -> str:
     """Return accuracy over distance, with intervals, chance, and the borders of what is seen."""
-    figure, axes = canvas(PAGE, 2.6, "distance d (tokens)", "recalled")
+    figure, axes = canvas(2.6, "distance d (tokens)", "recalled")
     places = [place_of(each.distance) for each in recalls]
     values = [each.accuracy for each in recalls]
     below = [max(0.0, each.accuracy - each.low) for each in recalls]
     above = [max(0.0, each.high - each.accuracy) for each in recalls]
     axes.errorbar(
-        places, values, yerr=[below, above], fmt="o-", color=PAGE.second, markersize=4,
+        places, values, yerr=[below, above], fmt="o-", color=SECOND, markersize=4,
         linewidth=1.6, elinewidth=1.2, capsize=2.5, label="recalled, 95% interval",
     )  # fmt: skip
-    axes.axhline(recalls[0].chance, color=PAGE.faint, linewidth=1.2, label="chance")
+    axes.axhline(recalls[0].chance, color=FAINT, linewidth=1.2, label="chance")
     axes.set_ylim(-0.03, 1.03)
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.set_xlim(places[0] - 0.2, places[-1] + 0.2)
     _mark_borders(axes, borders, effective_context)
     _power_ticks(axes, math.floor(places[0]), math.ceil(places[-1]))
-    legend_above(figure, axes, PAGE, "")
+    legend_above(figure, axes)
     return chart_html(figure, f"{name}: accuracy over distance")
 
 
 def position_chart(losses: Sequence[PositionLoss], borders: Borders, effective_context: int) -> str:
     """Return loss over the position in the document, a line per memory length."""
-    figure, axes = canvas(PAGE, 2.6, "position in the document (tokens)", "loss, nats per token")
-    styles = zip(losses, (PAGE.second, SERIES[1]), ("o-", "s--"), strict=False)
+    figure, axes = canvas(2.6, "position in the document (tokens)", "loss, nats per token")
+    styles = zip(losses, (SECOND, SERIES[1]), ("o-", "s--"), strict=False)
     for each, color, style in styles:
         filled = [number for number, count in enumerate(each.tokens) if count]
         places = [number + 0.5 for number in filled]
@@ -83,13 +85,13 @@ def position_chart(losses: Sequence[PositionLoss], borders: Borders, effective_c
     axes.set_xlim(0, num_bins)
     _mark_borders(axes, borders, effective_context)
     _power_ticks(axes, 0, num_bins)
-    legend_above(figure, axes, PAGE, "")
+    legend_above(figure, axes)
     return chart_html(figure, "Loss over the position in the document")
 
 
 def mass_chart(attention: AttentionMass, borders: Borders, effective_context: int) -> str:
     """Return the mean mass of a layer's heads over distance, a line per layer."""
-    figure, axes = canvas(PAGE, 2.6, "distance of the key", "attention in the bin")
+    figure, axes = canvas(2.6, "distance of the key", "attention in the bin")
     totals = attention.total()
     colors = spread_colors(len(totals))
     for layer, (heads, color) in enumerate(zip(totals, colors, strict=True)):
@@ -103,7 +105,7 @@ def mass_chart(attention: AttentionMass, borders: Borders, effective_context: in
     axes.set_xlim(0, len(attention.first_distances))
     _mark_borders(axes, borders, effective_context)
     _power_ticks(axes, 0, len(attention.first_distances))
-    legend_above(figure, axes, PAGE, "")
+    legend_above(figure, axes)
     return chart_html(figure, "Attention by distance, a line per layer")
 
 
@@ -115,7 +117,7 @@ def heads_chart(attention: AttentionMass, borders: Borders) -> str:
     totals = attention.total()
     rows = [head for layer in totals for head in layer]
     height = min(MOST_INCHES, max(LEAST_INCHES, 0.7 + HEAD_INCHES * len(rows)))
-    figure, axes = canvas(PAGE, height, "distance of the key", "layer")
+    figure, axes = canvas(height, "distance of the key", "layer")
     axes.grid(visible=False)
     highest = largest_cell(attention)
     squares, colors = [], []
@@ -123,11 +125,11 @@ def heads_chart(attention: AttentionMass, borders: Borders) -> str:
         for number, value in enumerate(cells):
             right, below = number + 1, row + 1
             squares.append([(number, row), (right, row), (right, below), (number, below)])
-            colors.append(to_rgba(PAGE.second, round(value / highest, 3)))
+            colors.append(to_rgba(SECOND, round(value / highest, 3)))
     axes.add_collection(PolyCollection(squares, facecolors=colors, linewidths=0))
     per_layer = len(totals[0])
     for layer in range(1, len(totals)):
-        axes.axhline(layer * per_layer, color=PAGE.surface, linewidth=2.5)
+        axes.axhline(layer * per_layer, color=SURFACE, linewidth=2.5)
     step = -(-len(totals) // MOST_TICKS)
     places = [(layer + 0.5) * per_layer for layer in range(0, len(totals), step)]
     axes.set_yticks(places, [str(number) for number in attention.layers[::step]])
@@ -135,7 +137,7 @@ def heads_chart(attention: AttentionMass, borders: Borders) -> str:
     axes.set_xlim(0, len(attention.first_distances))
     _mark_borders(axes, borders, 0)
     _power_ticks(axes, 0, len(attention.first_distances))
-    legend_above(figure, axes, PAGE, "")
+    legend_above(figure, axes)
     return chart_html(figure, "Attention by distance, a row of cells per head")
 
 
@@ -153,19 +155,19 @@ def layers_chart(
     form: str,
 ) -> str:
     """Return a dot per head and the mean of each of the layers, below a limit."""
-    figure, axes = canvas(PAGE, 2.1, "layer", y_label)
+    figure, axes = canvas(2.1, "layer", y_label)
     dots = [(layer, value) for layer, heads in zip(layers, values, strict=True) for value in heads]
-    axes.plot(*zip(*dots, strict=True), "o", color=PAGE.second, alpha=0.45, markersize=5,
+    axes.plot(*zip(*dots, strict=True), "o", color=SECOND, alpha=0.45, markersize=5,
               label="a head", markeredgewidth=0)  # fmt: skip
     means = [fmean(heads) for heads in values]
     axes.plot(layers, means, "s-", color=SERIES[1], markersize=4, linewidth=1.4,
               label="mean of the layer")  # fmt: skip
-    axes.axhline(limit, color=PAGE.faint, linestyle=DASHED, linewidth=1.2, label=limit_label)
+    axes.axhline(limit, color=FAINT, linestyle=DASHED, linewidth=1.2, label=limit_label)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(form)
     axes.set_xticks(layers[:: -(-len(values) // MOST_TICKS)])
     axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
-    legend_above(figure, axes, PAGE, "")
+    legend_above(figure, axes)
     return chart_html(figure, f"{y_label} by layer")
 
 

@@ -17,7 +17,6 @@ from pretrain.commands.report import summary
 from pretrain.config.data import DataConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
-from pretrain.reporting.charts import PRINT
 from pretrain.reporting.run_charts import run_panels
 from pretrain.reporting.run_history import MOST_BUCKETS, Measurements, read_history, thinned
 from pretrain.rundir.events import (
@@ -327,6 +326,6 @@ def test_the_loss_chart_hides_the_first_losses_and_shows_the_peak_of_a_later_spi
     steps[200] = {**steps[200], "loss": 7.0}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
     axes = Figure().add_subplot()
-    run_panels(read_history(run))[0].draw(axes, PRINT)
+    run_panels(read_history(run))[0].draw(axes)
     assert 7.0 < axes.get_ylim()[1] < 8.0
     assert axes.get_ylim()[0] < 4.0

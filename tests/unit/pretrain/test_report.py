@@ -7,9 +7,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from pretrain.reporting import charts
-from pretrain.reporting.charts import PAGE, PRINT, Panel, canvas, chart_html, save_panels
+from pretrain.reporting.charts import COLORS, FIRST, Panel, canvas, chart_html, save_panels
 from pretrain.reporting.html import Card, page, paragraph, section, table
-from pretrain.reporting.page_files import write_page
 
 VOID = {"meta", "br", "use", "path", "rect", "image", "hr", "img", "link", "input"}
 
@@ -51,8 +50,8 @@ def checked(document: str) -> _Checker:
 
 
 def chart() -> str:
-    figure, axes = canvas(PAGE, 2.0, "step", "loss")
-    axes.plot([1, 2, 3], [3.0, 2.0, 1.5], color=PAGE.first)
+    figure, axes = canvas(2.0, "step", "loss")
+    axes.plot([1, 2, 3], [3.0, 2.0, 1.5], color=FIRST)
     return chart_html(figure, "a falling <loss>")
 
 
@@ -68,22 +67,9 @@ def test_a_page_is_well_formed_and_refers_to_nothing_outside_itself():
     )
 
 
-def test_a_page_about_other_runs_is_not_replaced_silently(tmp_path, caplog):
-    first, second = tmp_path / "a", tmp_path / "b"
-    page_file = tmp_path / "pages" / "report.html"
-    write_page(page_file, "one", [first, second])
-    write_page(page_file, "two", [second, first])
-    assert not caplog.records
-    assert page_file.read_text().startswith("two")
-    write_page(page_file, "three", [first])
-    assert caplog.messages == [f"{page_file}: replaced a page that was not made from these runs"]
-
-
 def test_text_from_a_model_or_a_corpus_cannot_become_markup():
     hostile = "<script>alert(1)</script>&amp;"
-    assert (
-        section("\udce9 caf\u00e9").encode().startswith("<section><h2>\\udce9 caf\u00e9<".encode())
-    )
+    assert "\\udce9 caf\u00e9" in page("\udce9 caf\u00e9", "", "", [], [], "")
     parts = [section(hostile, paragraph(hostile), table((hostile,), [(hostile,)]))]
     document = page(hostile, hostile, hostile, [Card(hostile, hostile)], parts, hostile)
     assert "<script" not in document
@@ -97,7 +83,7 @@ def test_a_chart_scales_follows_the_pages_colors_and_keeps_its_words_as_text():
     assert "viewBox" in opening[0]
     assert not re.search(r'\b(width|height)="', opening[0])
     assert "var(--first)" in svg
-    assert not re.search(r"#0[1-7]0[1-7]0[1-7]", svg)
+    assert not any(color in svg for color in COLORS.values())
     assert ">loss<" in svg
     assert 'aria-label="a falling &lt;loss&gt;"' in svg
 
@@ -106,15 +92,11 @@ def test_the_same_numbers_give_the_same_drawing():
     assert chart() == chart()
 
 
-def test_the_colors_of_print_are_colors():
-    assert all(re.fullmatch("#[0-9a-f]{6}", color) for color in vars(PRINT).values())
-
-
 @pytest.mark.parametrize("name", ["a-run-with-a-very-long-name-" * 8, "long words " * 20])
 def test_a_long_title_is_broken_into_lines_that_fit_the_figure(tmp_path, monkeypatch, name):
     saved: list[Figure] = []
     monkeypatch.setattr(charts, "save_png", lambda path, figure: saved.append(figure))
-    panel = Panel("Loss", "step", "loss", lambda axes, palette: axes.plot([1, 2], [2, 1]))
+    panel = Panel("Loss", "step", "loss", lambda axes: axes.plot([1, 2], [2, 1]))
     save_panels(tmp_path / "report.png", name, [panel])
     (figure,) = saved
     figure.draw_without_rendering()

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pretrain.reporting.charts import PRINT, canvas, log_amount_ticks
+from pretrain.reporting.charts import canvas, log_amount_ticks
 from pretrain.scaling import charts
 from pretrain.scaling.fit import fit_all
 from tests.helpers.scaling import simulated
@@ -52,7 +52,7 @@ def assert_labels_stand_apart(axes) -> None:
 
 @pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.__name__)
 def test_every_picture_names_its_axes_and_its_numbers_stand_apart(fit, chart):
-    figure = chart(fit, PRINT)
+    figure = chart(fit)
     figure.draw_without_rendering()
     for axes in figure.axes:
         assert axes.get_ylabel()
@@ -62,7 +62,7 @@ def test_every_picture_names_its_axes_and_its_numbers_stand_apart(fit, chart):
 
 @pytest.mark.parametrize("chart", [charts.frontier, charts.optimal_sizes, charts.optimal_tokens])
 def test_bands_are_explained_in_a_legend_that_covers_no_line(fit, chart):
-    figure = chart(fit, PRINT)
+    figure = chart(fit)
     figure.draw_without_rendering()
     (legend,) = figure.legends
     assert "its 95% interval" in legend.get_title().get_text()
@@ -73,7 +73,7 @@ def test_bands_are_explained_in_a_legend_that_covers_no_line(fit, chart):
 @pytest.mark.parametrize("chart", [charts.frontier, charts.optimal_sizes, charts.optimal_tokens])
 def test_approaches_are_told_apart_by_their_lines_too_which_grey_keeps(fit, chart):
     titles = {approach.title for approach in fit.approaches}
-    lines = [line for line in chart(fit, PRINT).axes[0].lines if line.get_label() in titles]
+    lines = [line for line in chart(fit).axes[0].lines if line.get_label() in titles]
     assert len(lines) == 4
     assert len({line.get_linestyle() + str(line._unscaled_dash_pattern) for line in lines}) == 4
 
@@ -81,7 +81,7 @@ def test_approaches_are_told_apart_by_their_lines_too_which_grey_keeps(fit, char
 @pytest.mark.parametrize("span", [1.05, 1.3, 1.9, 3.0, 8.0, 1e3])
 def test_a_logarithmic_axis_of_any_length_has_several_numbers(span):
     for start in (1e9, 3.3e9, 8e9):
-        figure, axes = canvas(PRINT, 3.0, "N", "loss")
+        figure, axes = canvas(3.0, "N", "loss")
         axes.set_xscale("log")
         axes.set_xlim(start, start * span)
         log_amount_ticks(axes.xaxis)
@@ -102,7 +102,7 @@ def held():
 
 
 def test_held_out_runs_are_drawn_with_their_own_predictions(held):
-    axes = charts.frontier(held, PRINT).axes[0]
+    axes = charts.frontier(held).axes[0]
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
     assert drawn["prediction for that run"] == [item.predicted.value for item in held.holdouts]
     assert drawn["run held out"] == [item.measured for item in held.holdouts]
@@ -116,13 +116,13 @@ def test_held_out_runs_are_drawn_with_their_own_predictions(held):
 
 
 def test_errors_of_held_out_runs_are_among_the_residuals(held):
-    _, diamonds = charts.residuals(held, PRINT).axes[0].collections
+    _, diamonds = charts.residuals(held).axes[0].collections
     errors = [100 * item.error for item in held.holdouts]
     assert np.asarray(diamonds.get_offsets())[:, 1].tolist() == pytest.approx(errors)
 
 
 def test_a_contour_has_the_loss_that_it_is_labeled_with(held):
-    axes = charts.equal_losses(held, PRINT).axes[0]
+    axes = charts.equal_losses(held).axes[0]
     (contours,) = [each for each in axes.collections if hasattr(each, "levels")]
     law = held.estimates.laws[held.law.key].law
     found = 0
@@ -136,8 +136,8 @@ def test_a_contour_has_the_loss_that_it_is_labeled_with(held):
 
 def test_bits_per_byte_have_an_axis_where_they_are_known(fit, held):
     for chart in (charts.valleys, charts.frontier):
-        assert not chart(fit, PRINT).axes[0].child_axes
-        figure = chart(held, PRINT)
+        assert not chart(fit).axes[0].child_axes
+        figure = chart(held)
         figure.draw_without_rendering()
         axes = figure.axes[0]
         (right,) = axes.child_axes

@@ -13,7 +13,6 @@ import pytest
 from scipy.special import stdtrit
 
 from foundation.errors import DataError
-from pretrain.reporting.charts import PRINT
 from pretrain.scaling import charts
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.frontier import fit_isoflop
@@ -164,7 +163,7 @@ def test_every_error_is_predicted_minus_measured():
     (row,) = [row for row in left_out_table(left_out) if row[0] == "3 parametric"]
     assert row[-1].startswith("+10.")
     assert "errors are predicted minus measured" in "\n".join(fit_lines(left_out, verbose=True))
-    drawn = charts.residuals(left_out, PRINT).axes[0]
+    drawn = charts.residuals(left_out).axes[0]
     shown_P = np.asarray(drawn.collections[0].get_offsets())[:, 1]
     law = left_out.estimates.laws[left_out.law.key].law
     assert shown_P == pytest.approx(

@@ -14,7 +14,6 @@ from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.run import RunConfig
-from pretrain.reporting.charts import PAGE
 from pretrain.scaling.collect import read_rows
 from pretrain.scaling.comparison_pages import loss_by_memory
 from pretrain.scaling.lengths import plan_lengths
@@ -99,5 +98,5 @@ def test_a_sweep_of_lengths_becomes_a_table_and_a_page_with_both_comparisons(
     assert re.search(r"runs\.csv, \d{4}-\d\d-\d\d, code ", page)
     assert figures == {"equal-tokens.png", "equal-flops.png"}
     at_tokens = [row for row in rows[1:] if not row.name.endswith("same-flops")]
-    lines = loss_by_memory(at_tokens, PAGE).axes[0].get_lines()
+    lines = loss_by_memory(at_tokens).axes[0].get_lines()
     assert [str(line.get_label()) for line in lines] == ["32", "64"]

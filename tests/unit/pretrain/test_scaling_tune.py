@@ -16,7 +16,6 @@ from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.run import RunConfig
-from pretrain.reporting.charts import PRINT
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import Row, write_rows
 from pretrain.scaling.comparison_pages import loss_by_rate
@@ -234,7 +233,7 @@ def test_the_picture_names_the_rates_tried_and_explains_no_star_it_has_not(
     losses, has_star, tmp_path: Path
 ):
     found = [fit_rates(512, [1e-3, 4e-3, 8e-3], losses)]
-    (axes,) = loss_by_rate(found, PRINT).axes
+    (axes,) = loss_by_rate(found).axes
     assert [text.get_text() for text in axes.get_xticklabels()] == ["0.001", "0.004", "0.008"]
     rows = [
         Row(name=f"{rate}", tokens_per_step=512, learning_rate=rate, loss=loss, progress=1.0,
