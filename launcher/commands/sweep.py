@@ -163,7 +163,7 @@ def run_collect(arguments: argparse.Namespace) -> int:
     _, runs, cells = _read(arguments)
     refuse_other_cells(cells)
     output = arguments.output or runs / "results.csv"
-    check_table_path(output, [cell.cell.name for cell in cells])
+    check_table_path(output)
     write_results(output, cells)
     console().print(ResultsTable(cells))
     print(f"{output}: {describe(cells)}")

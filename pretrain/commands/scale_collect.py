@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.average_last < 1:
         raise ConfigError(f"--average-last {arguments.average_last} must be 1 or more")
     rows = [row_of(cell, arguments.average_last) for cell in cells]
-    check_table_path(output, [row.name for row in rows])
+    check_table_path(output)
     write_rows(output, rows)
     left_out = [row for row in rows if row.excluded]
     print(fitted_table(shown_rows(rows)))
