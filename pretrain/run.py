@@ -36,7 +36,7 @@ from pretrain.checkpoint.uploads import Mirror, location
 from pretrain.config.phases import describe_phase, lane_seed_at, run_at, runs_of_phases
 from pretrain.config.resolve import check_same_sets, hashes_of_sets, splits_of_sets
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
-from pretrain.costs.device_memory import check_host_memory
+from pretrain.costs.memory import check_host_memory
 from pretrain.distributed.threads import set_threads
 from pretrain.distributed.world import (
     World,

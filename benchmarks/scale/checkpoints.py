@@ -28,7 +28,7 @@ from pretrain.checkpoint.marker import parts_in, share_of_rank
 from pretrain.checkpoint.pieces import key_of, report_of
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig
-from pretrain.costs.device_memory import checkpoint_bytes
+from pretrain.costs.memory import checkpoint_bytes
 from tests.helpers.checkpoints import index_of, publish_step
 
 MODEL = code_that_runs() / "configs" / "models" / "xl_modern_7b.yaml"

@@ -10,7 +10,7 @@ from benchmarks.measure import markdown_table
 from benchmarks.scale.costs import RANKS, RANKS_OF_NODE
 from benchmarks.scale.failures import exponential, simulate, uniform, weibull
 from pretrain.costs.devices import NodeConfig
-from pretrain.costs.failures import FailureCosts, costs_on
+from pretrain.costs.run_time import FailureCosts, costs_on
 
 CHECKPOINT_BYTES = 840e9  # 70B parameters: fp32 weights and two moments
 NODE = NodeConfig(gpus_per_node=str(RANKS_OF_NODE), disk_mib_per_second=500.0)

@@ -1,6 +1,6 @@
 """A run whose nodes fail, simulated event by event.
 
-`pretrain/costs/failures.py` has the closed form for failures at a constant rate. The simulation
+`pretrain/costs/run_time.py` has the closed form for failures at a constant rate. The simulation
 takes any times between failures, a limited number of spare nodes, and a run that ends.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from pretrain.costs.failures import FailureCosts
+from pretrain.costs.run_time import FailureCosts
 
 
 class Phase(Enum):

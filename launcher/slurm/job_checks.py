@@ -16,14 +16,13 @@ from pretrain.config.phases import runs_of_phases
 from pretrain.config.resolve import split_of, with_precision
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.costs.cluster import ClusterConfig, NodeRange, seconds_of
-from pretrain.costs.device_memory import (
-    checkpoint_bytes,
-    largest_phase,
-    memory_parts,
-    total_bytes,
-)
 from pretrain.costs.devices import DEVICES, GIB, USABLE
 from pretrain.costs.fitting import advice
+from pretrain.costs.memory import (
+    checkpoint_bytes,
+    device_bytes,
+    largest_phase,
+)
 
 
 def check_run(
@@ -126,7 +125,7 @@ def describe_evenly(config: RunConfig) -> str:
 def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None:
     capacity = USABLE * (cluster.gpu_memory or DEVICES[cluster.gpu_model].memory)
     largest = largest_phase(config, ranks, on_gpu=True)
-    needed = total_bytes(memory_parts(largest, ranks, on_gpu=True))
+    needed = device_bytes(largest, ranks, on_gpu=True)
     if needed > capacity:
         raise ConfigError(
             f"a rank needs about {needed / GIB:.1f} GiB, an {cluster.gpu_model} leaves "

@@ -1,7 +1,4 @@
-"""`pretrain describe`: parameters, FLOPs, memory, disk and time before a run starts. Torch-free.
-
-What `pretrain describe` says of failures, for a cluster file with `mtbf_hours`.
-"""
+"""`pretrain describe`: parameters, FLOPs, memory, disk and time before a run starts. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,13 +10,10 @@ from foundation.settings import load_config
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.config.choices import precision_traits, sums_in_order
 from pretrain.config.engine import Attention, attention_in, described
-from pretrain.config.model import DELTANET_CHUNK
 from pretrain.config.phases import advice_on_phases, spans_of_phases
 from pretrain.config.resolve import resolve_if_built, with_precision
 from pretrain.config.run import RunConfig
-from pretrain.costs.device_memory import footprint_of, largest_micro_batch
 from pretrain.costs.devices import GIB, Hardware
-from pretrain.costs.failures import SLOWER_WHILE_WRITING, failure_costs
 from pretrain.costs.fitting import advice
 from pretrain.costs.flops import (
     Flops,
@@ -27,28 +21,23 @@ from pretrain.costs.flops import (
     computed_flops_of_step,
     cost_of,
     flops_of,
-    lanes_of_pass,
-    mean_memory,
-    moment_bytes,
     orthogonalizing_flops,
     parameters_of,
 )
-from pretrain.costs.run_time import RunTime, run_time
+from pretrain.costs.memory import footprint_of, largest_micro_batch
+from pretrain.costs.run_time import (
+    SLOWER_WHILE_WRITING,
+    RunTime,
+    failure_costs,
+    run_time,
+)
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_urls
 from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import counted, si, step_time
 
-FORMULAS = (
-    "M = 3600 mtbf_hours / nodes",
-    "w = checkpoint (mean of the saves) / nodes / disk_mib_per_second; p = its part that training "
-    "loses",
-    "(1 - t/M) e^((t+p)/M) = 1, at least w; about sqrt(2 p M)",
-    "t e^(-(w+s)/M) / ((e^((t+p)/M) - 1) (M + d)), d = 600 s, s = w",
-)
-
 
 def failure_rows(
-    run: RunConfig, hardware: Hardware, step_seconds: float, explain: bool = False
+    run: RunConfig, hardware: Hardware, step_seconds: float
 ) -> list[tuple[str, str, str]]:
     """Return rows of name, value and note; none if it is not known how often nodes fail."""
     node = hardware.node
@@ -75,13 +64,11 @@ def failure_rows(
         counted(best, "step"),
         f"{at_best:.1%}",
     )
-    if explain:
-        notes = tuple(f"{note}; {text}" for note, text in zip(notes, FORMULAS, strict=True))
     return list(zip(names, values, notes, strict=True))
 
 
 LAUNCH_BOUND_SECONDS = 0.01  # a step starts thousands of kernels, some microseconds each
-NOTES_COLUMN = 40  # where notes and formulas start, after names of 18 columns and values of 20
+NOTES_COLUMN = 40  # where notes start, after names of 18 columns and values of 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="assumed utilization of the peak, by all FLOPs (default 0.35, on a CPU 0.25)",
     )
-    parser.add_argument("--explain", action="store_true", help="show the formula of each number")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -111,13 +97,11 @@ def run(arguments: argparse.Namespace) -> int:
         from pretrain.weights.initial_weights import check_initial_weights
 
         check_initial_weights(config)
-    print_fitted(describe(config, hardware, arguments.mfu, arguments.explain), NOTES_COLUMN)
+    print_fitted(describe(config, hardware, arguments.mfu), NOTES_COLUMN)
     return 0
 
 
-def describe(
-    config: RunConfig, hardware: Hardware, mfu: float | None = None, explain: bool = False
-) -> list[str]:
+def describe(config: RunConfig, hardware: Hardware, mfu: float | None = None) -> list[str]:
     """Return all lines of the description; notes start at NOTES_COLUMN."""
     setting = config.engine.precision
     config = with_precision(config, best="bf16" if hardware.on_gpu else "fp32")
@@ -138,15 +122,14 @@ def describe(
         *_width_lines(config),
         *_segment_lines(config),
         "",
-        *_parameter_lines(parameters, explain),
+        *_parameter_lines(parameters),
         "",
-        *_flops_lines(flops, parameters, explain),
+        *_flops_lines(flops, parameters),
         "",
-        *_memory_lines(config, hardware, explain),
+        *_memory_lines(config, hardware),
         "",
-        *_time_lines(config, hardware, mfu, explain),
-        *_failure_lines(config, hardware, mfu, explain),
-        *(["", *_letter_lines(config, world_size)] if explain else ()),
+        *_time_lines(config, hardware, mfu),
+        *_failure_lines(config, hardware, mfu),
     ]
 
 
@@ -181,50 +164,45 @@ def _segment_lines(config: RunConfig) -> list[str]:
     ]
 
 
-def _parameter_lines(parameters: Parameters, explain: bool) -> list[str]:
-    formulas = {
-        "attention": "A d (2 h + 2 k), queries and output, keys and values; "
-        "+ A d h for relative positions",
-        "deltanet": "(L - A) d (2 h + 3 x), queries, keys, values, gate and output; "
-        "+ 4 (2 h + x) of the convolution and the gates of each head",
-        "feed_forward": "L (2 d f + f + d); swiglu: L 3 d f",
-        "norms": "L 4 d; rmsnorm: L 2 d",
-        "biases": "u and v, 2 h, once or per layer; t5: buckets times heads",
-        "compression": "A (c d d + d), learned compression only",
-        "embedding": "V d, by bin; + m d of memory tokens",
-        "head": "biases, cluster rows, projections; weights are the embedding's when tied",
-    }
-    rows = _rows({name: f"{getattr(parameters, name):,}" for name in formulas}, formulas, explain)
+def _parameter_lines(parameters: Parameters) -> list[str]:
+    parts = [
+        "attention",
+        "deltanet",
+        "feed_forward",
+        "norms",
+        "biases",
+        "compression",
+        "embedding",
+        "head",
+    ]
     return [
         _row("parameters", f"{parameters.total:,}", f"({si(parameters.total)})"),
         _row("  body", f"{parameters.body:,}"),
-        *rows,
+        *(_row(f"  {name.replace('_', '-')}", f"{getattr(parameters, name):,}") for name in parts),
     ]
 
 
-def _flops_lines(flops: Flops, parameters: Parameters, explain: bool) -> list[str]:
-    formulas = {
-        "projections": "A 4 d (h + k (1 + M/T)): memory's keys and values are projected again "
-        "in every segment",
-        "positions": "A 2 d h K / (T data.lanes), relative positions only",
-        "attention": "A 6 h K; without relative positions A 4 h K",
-        "deltanet": "(L - A) (2 d (2 h + 3 x) + C (6 h + 4 x + 2 h / H) + 6 H x), in chunks of C",
-        "feed_forward": "L 4 d f; swiglu: L 6 d f",
-        "compression": "A (2 d d + 2 d h + 4 (d k + h T) (1 + 1/c)), learned compression only",
-        "head": "2 d V; tails of an adaptive softmax by Zipf's law",
-    }
+def _flops_lines(flops: Flops, parameters: Parameters) -> list[str]:
+    parts = [
+        "projections",
+        "positions",
+        "attention",
+        "deltanet",
+        "feed_forward",
+        "compression",
+        "head",
+    ]
     six_nd = 6.0 * parameters.total
-    parts = f"(forward {_flop(flops.forward)}, backward {_flop(flops.training - flops.forward)})"
+    passes = f"(forward {_flop(flops.forward)}, backward {_flop(flops.training - flops.forward)})"
     off = f"would be off by {six_nd / flops.training - 1:+.0%}"
-    rows = _rows({name: _flop(getattr(flops, name)) for name in formulas}, formulas, explain)
     return [
-        _row("FLOPs per token", _flop(flops.training), parts),
-        *rows,
+        _row("FLOPs per token", _flop(flops.training), passes),
+        *(_row(f"  {name.replace('_', '-')}", _flop(getattr(flops, name))) for name in parts),
         _row("  6N", _flop(six_nd), off),
     ]
 
 
-def _memory_lines(run: RunConfig, hardware: Hardware, explain: bool) -> list[str]:
+def _memory_lines(run: RunConfig, hardware: Hardware) -> list[str]:
     world_size, capacity = hardware.world_size, hardware.usable_memory
     found = footprint_of(run, world_size, hardware.on_gpu)
     kept = found.run.checkpoint.keep_last
@@ -235,20 +213,12 @@ def _memory_lines(run: RunConfig, hardware: Hardware, explain: bool) -> list[str
     else:
         words = f"DOES NOT FIT in {_gib(capacity)}"
     of_checkpoint = f"({kept} kept, one being written: {_gib(found.disk)} of disk)"
-    if explain:
-        parameters = parameters_of(run.model).total
-        per_parameter = 8 if run.optim.ema_decay else 4
-        per_parameter += moment_bytes(run.model, run.optim, parameters) / parameters
-        of_checkpoint += f" {per_parameter:.4g} P + for every lane M (A d b + 4)"
-        if run.model.num_deltanet_layers:
-            of_checkpoint += " + (L - A) (4 H x + 3 b (2 h + x))"
     name = "device memory" if hardware.on_gpu else "host memory"
     lines = [_row(name, _gib(found.device), f"per rank, {words}")]
     if not hardware.on_gpu:
         words = "not counted: Python, PyTorch and the engine take 0.5 to 1 GiB more"
         lines.append(_row("  runtime", "-", words))
-    for part in found.parts:
-        lines.append(_row(f"  {part.name}", _gib(part.bytes), part.formula if explain else ""))
+    lines += [_row(f"  {part}", _gib(size)) for part, size in found.parts.items()]
     if found.offloaded:
         lines.append(_row("host memory", _gib(found.offloaded), "per rank, for what is offloaded"))
     if not fits:
@@ -259,9 +229,7 @@ def _memory_lines(run: RunConfig, hardware: Hardware, explain: bool) -> list[str
     return lines
 
 
-def _time_lines(
-    config: RunConfig, hardware: Hardware, mfu: float | None, explain: bool
-) -> list[str]:
+def _time_lines(config: RunConfig, hardware: Hardware, mfu: float | None) -> list[str]:
     device, world_size = hardware.device, hardware.world_size
     mfu = hardware.assumed_mfu(mfu)
     time = run_time(config, world_size, device.peak(config.engine) * mfu)
@@ -299,14 +267,6 @@ def _time_lines(
     lines.append(_row("  peak of a rank", f"{_flop(device.peak(config.engine))}/s", words))
     if hardware.on_gpu and not precision_traits(config.engine.number_format).is_half:
         lines.append(_row("  with bf16", f"{_flop(device.bf16)}/s", "(engine.precision=bf16)"))
-    if explain:
-        lines += [
-            "  tokens/s = ranks x peak FLOPs per second x MFU / (FLOPs per token + recomputed)",
-            "  step = data.lanes x data.segment_length x optim.gradient_segments tokens / tokens "
-            "per second; "
-            "training = optim.steps of them, by phase",
-            "  evaluation = forward passes of the busiest rank, with its part of evaluation.lanes",
-        ]
     return lines
 
 
@@ -322,56 +282,11 @@ def _evaluation_line(config: RunConfig, time: RunTime) -> str:
     return _row("  evaluation", duration(time.evaluation), words)
 
 
-def _failure_lines(
-    config: RunConfig, hardware: Hardware, mfu: float | None, explain: bool
-) -> list[str]:
+def _failure_lines(config: RunConfig, hardware: Hardware, mfu: float | None) -> list[str]:
     flops_per_second = hardware.device.peak(config.engine) * hardware.assumed_mfu(mfu)
     of_step = run_time(config, hardware.world_size, flops_per_second).of_step[0]
-    rows = [_row(*row) for row in failure_rows(config, hardware, of_step, explain)]
+    rows = [_row(*row) for row in failure_rows(config, hardware, of_step)]
     return ["", *rows] if rows else []
-
-
-def _letter_lines(config: RunConfig, world_size: int) -> list[str]:
-    """The letters of the formulas with their meanings and values."""
-    model, segment = config.model, config.data.segment_length
-    memory = mean_memory(model)
-    of_layers = "" if isinstance(model.memory_length, int) else ", mean of the layers'"
-    letters: dict[str, tuple[str, float]] = {
-        "L": ("layers", model.num_layers),
-        "d": ("model.d_model", model.d_model),
-        "A": ("layers with attention", model.num_attention_layers),
-        "h": ("heads times head width", model.num_heads * model.head_width),
-        "x": (
-            "heads times width of a deltanet's values",
-            model.num_heads * model.deltanet_value_width,
-        ),
-        "H": ("head width", model.head_width),
-        "C": ("tokens of a deltanet's chunk, at most", DELTANET_CHUNK),
-        "k": ("key heads times head width", model.key_heads * model.head_width),
-        "f": ("inner width of the feed-forward part", model.inner_width),
-        "V": ("vocabulary; adaptive softmax: in bins", model.vocab_size),
-        "c": ("compression rate of a compressed memory", model.compression_rate),
-        "T": ("segment length, with 2 m memory tokens", model.read_tokens(segment)),
-        "m": ("memory tokens; layers take T / (T - 2 m) times their FLOPs", model.memory_tokens),
-        "G": ("optim.gradient_segments, segments of a step", config.optim.gradient_segments),
-        "M": (f"memory length with its compressed rows{of_layers}", memory),
-        "K": ("keys, T + M", model.read_tokens(segment) + memory),
-        "B": ("lanes of one forward pass on a rank", lanes_of_pass(config, world_size)),
-        "R": ("ranks", world_size),
-        "P": ("parameters", parameters_of(model).total),
-        "b": ("bytes of an activation", precision_traits(config.engine.number_format).bytes),
-    }
-    lines = ["letters" + (", with their values in the first phase" if config.data.phases else "")]
-    for letter, (meaning, value) in letters.items():
-        lines.append(_row(f"  {letter}", f"{value:,.15g}", meaning))
-    return [*lines, "  u and v are the two learned biases of relative attention"]
-
-
-def _rows(values: dict[str, str], formulas: dict[str, str], explain: bool) -> list[str]:
-    lines: list[str] = []
-    for name, value in values.items():
-        lines.append(_row(f"  {name.replace('_', '-')}", value, formulas[name] if explain else ""))
-    return lines
 
 
 def _row(name: str, value: str, note: str = "") -> str:

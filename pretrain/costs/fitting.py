@@ -19,15 +19,14 @@ from pretrain.config.choices import shards
 from pretrain.config.engine import EngineConfig
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, lanes_of_rank
-from pretrain.costs.device_memory import (
-    footprint_of,
-    largest_phase,
-    memory_parts,
-    offloaded_bytes,
-    total_bytes,
-)
 from pretrain.costs.devices import GIB
 from pretrain.costs.flops import computed_flops_of_step, flops_per_token
+from pretrain.costs.memory import (
+    device_bytes,
+    footprint_of,
+    largest_phase,
+    offloaded_bytes,
+)
 
 # Stage 3 gathers the weights for each forward and backward pass: half as much traffic again.
 _COST_OF_STAGE = {0: 0.0, 1: 0.005, 2: 0.01, 3: 0.1}
@@ -86,7 +85,7 @@ def cheapest_fit(
         try:
             tried = replace(run, engine=engine)
             largest = largest_phase(tried, world_size, on_gpu)
-            needed = total_bytes(memory_parts(largest, world_size, on_gpu))
+            needed = device_bytes(largest, world_size, on_gpu)
         except ConfigError:  # lanes, heads or lengths of a phase do not divide so
             continue
         if needed <= capacity and _fits_host(tried, world_size, on_gpu, host_capacity):

@@ -22,7 +22,7 @@ from foundation.settings import assert_never
 from pretrain.config.choices import precision_traits
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import parameters_of
-from pretrain.costs.zero_buffers import bucket_elements, overlaps_reduction
+from pretrain.costs.memory import bucket_elements, overlaps_reduction
 from pretrain.distributed.world import World
 from pretrain.engines.engine import (
     Memory,

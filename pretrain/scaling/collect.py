@@ -12,8 +12,8 @@ import numpy as np
 
 from foundation.csv_files import write_csv
 from foundation.errors import ConfigError, DataError
-from pretrain.costs.device_memory import lane_bytes
 from pretrain.costs.flops import cost_of
+from pretrain.costs.memory import lane_bytes
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.metric_names import set_losses, task_columns

@@ -16,10 +16,10 @@ import numpy as np
 from foundation.errors import ConfigError
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig, accumulation_steps
-from pretrain.costs.device_memory import Footprint, footprint_of
 from pretrain.costs.devices import GIB, Hardware, device_named
 from pretrain.costs.fitting import advice, cheapest_fit
 from pretrain.costs.flops import computed_flops_of_step, cost_of, lanes_of_pass, parameters_of
+from pretrain.costs.memory import Footprint, footprint_of
 from pretrain.costs.run_time import run_time
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import last_of

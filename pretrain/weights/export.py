@@ -39,8 +39,8 @@ from foundation.records import Fields, InvalidField
 from foundation.settings import parse_config, to_tree
 from pretrain.config.engine import Attention, attention_in
 from pretrain.config.run import RunConfig
-from pretrain.costs.device_memory import MASTER_BYTES
 from pretrain.costs.flops import parameters_of
+from pretrain.costs.memory import MASTER_BYTES
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.rundir.run_paths import EXPORTED_WEIGHTS

@@ -18,7 +18,7 @@ from benchmarks.gpu.resume import CELLS, resumed_differences
 from benchmarks.gpu.training import Trainer, forget, one_rank, small_run
 from pretrain.config.choices import EngineKind
 from pretrain.config.engine import EngineConfig
-from pretrain.costs.zero_buffers import optimizer_of
+from pretrain.costs.memory import optimizer_of
 from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.processes.last_collectives import write_last_collectives
 from pretrain.rundir.collective_traces import make_trace_directory

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from launcher.cli import main
 from launcher.status.run_state import read_state
 from pretrain.commands.same_run import differing_losses
-from pretrain.costs.device_memory import checkpoint_bytes
+from pretrain.costs.memory import checkpoint_bytes
 from pretrain.recovery.faults import VARIABLE
 from pretrain.rundir.events import Stalled, Straggler
 from pretrain.rundir.exit_status import EXIT_STOPPED

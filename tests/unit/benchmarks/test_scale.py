@@ -19,7 +19,7 @@ from benchmarks.scale.status import write_heartbeats
 from foundation.errors import UserError
 from foundation.files import write_text
 from pretrain.config.run import RunConfig
-from pretrain.costs.failures import FailureCosts
+from pretrain.costs.run_time import FailureCosts
 from pretrain.rundir.heartbeat import read_heartbeats
 from pretrain.rundir.run_dir import AttemptFiles, RunDir
 

@@ -76,11 +76,12 @@ def test_settings_may_stand_before_between_and_after_options(tmp_path, capsys):
         "--mfu",
         "0.5",
         "model.num_layers=2",
-        "--explain",
+        "--gpu",
+        "H100",
         "model.d_model=64",
     ]
     assert main(["describe", *arguments]) == 0
-    assert "2 (A M d b" in capsys.readouterr().out
+    assert "at an MFU of 50%" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

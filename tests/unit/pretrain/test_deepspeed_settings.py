@@ -12,7 +12,7 @@ from pretrain.cli import main
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
-from pretrain.costs.zero_buffers import (
+from pretrain.costs.memory import (
     SMALLEST_BUCKET,
     largest_parameter,
     optimizer_of,

@@ -17,15 +17,15 @@ from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import EvaluationConfig, RunConfig
 from pretrain.costs.cluster import load_cluster
-from pretrain.costs.device_memory import (
-    checkpoint_bytes,
-    largest_micro_batch,
-    memory_parts,
-    total_bytes,
-)
 from pretrain.costs.devices import Hardware
 from pretrain.costs.fitting import advice, cheapest_fit
 from pretrain.costs.flops import flops_of, parameters_of
+from pretrain.costs.memory import (
+    checkpoint_bytes,
+    device_bytes,
+    largest_micro_batch,
+    memory_parts,
+)
 from pretrain.costs.run_time import flops_of_evaluation, run_time
 from pretrain.rundir.run_dir import RunDir
 
@@ -51,11 +51,11 @@ def wide_run() -> RunConfig:
 
 
 def needed_of(run: RunConfig) -> float:
-    return total_bytes(memory_parts(run, 4, on_gpu=True))
+    return device_bytes(run, 4, on_gpu=True)
 
 
 def parts_of(run: RunConfig, ranks: int = 4) -> dict[str, float]:
-    return {part.name: part.bytes for part in memory_parts(run, ranks)}
+    return memory_parts(run, ranks)
 
 
 def test_a_step_too_small_for_gpus_is_called_an_upper_bound(capsys):
@@ -81,59 +81,6 @@ def test_describe_prints_what_the_published_model_is_made_of(capsys):
         assert expected in output
 
 
-def test_formulas_are_shown_on_request_only(capsys):
-    main(["describe", str(MODELS / "enwik8-base.yaml")])
-    assert "A d (2 h + 2 k)" not in capsys.readouterr().out
-    main(["describe", str(MODELS / "enwik8-base.yaml"), "--explain"])
-    explained = capsys.readouterr().out
-    for formula in (
-        "A d (2 h + 2 k)",
-        "12 P + for every lane M (A d b + 4)",
-        "tokens/s = ranks x peak FLOPs",
-    ):
-        assert formula in explained
-
-
-def test_every_letter_of_every_formula_is_explained_with_its_value(capsys):
-    settings = [
-        "model.compression=conv",
-        "model.compressed_length=8",
-        "model.layer_kinds=[attention,deltanet]",
-        "engine.activation_checkpointing=full",
-    ]
-    assert main(["describe", str(MODELS / "enwik8-base.yaml"), *settings, "--explain"]) == 0
-    formulas, legend = capsys.readouterr().out.split("\nletters\n")
-    explained = {line.split()[0]: line.split()[1] for line in legend.splitlines()[:-1]}
-    assert explained["L"] == "12"
-    assert explained["d"] == "512"
-    lines = [line[40:] for line in formulas.splitlines() if line.startswith(("  ", "checkpoint"))]
-    used = set(re.findall(r"(?<![\w'/-])[A-Za-z](?![\w'-])", "\n".join(lines)))
-    assert {"L", "K", "V", "P", "b"} <= used
-    others = {
-        "a",
-        "u",
-        "v",
-        "s",
-        "x",
-        "G",
-    }  # the article, letters with a line of their own, a unit, times, a prefix
-    assert used <= {*explained, *others}
-
-
-@pytest.mark.parametrize(
-    ("gpu", "precision", "peak", "words"),
-    [
-        ("H100", "fp32", 67e12, "67 TFLOP/s  (fp32; data sheet, dense)"),
-        ("H200", "fp32", 67e12, "67 TFLOP/s  (fp32; data sheet, dense)"),
-        ("A100", "fp32", 19.5e12, "19.5 TFLOP/s  (fp32; data sheet, dense)"),
-        ("H100", "bf16", 989e12, "989 TFLOP/s  (bf16; data sheet, dense)"),
-        ("H100", "fp16", 989e12, "989 TFLOP/s  (fp16; data sheet, dense)"),
-        ("A100", "bf16", 312e12, "312 TFLOP/s  (bf16; data sheet, dense)"),
-        ("H100", "auto", 989e12, "ZeRO-2, bf16 (auto), activation"),
-        ("cpu", "auto", 100e9, "ZeRO-2, fp32 (auto), activation"),
-        ("cpu", "fp32", 100e9, "100 GFLOP/s  (fp32; a core's order of magnitude)"),
-    ],
-)
 def test_time_follows_from_the_peak_of_the_configured_precision(
     capsys, gpu, precision, peak, words
 ):
@@ -211,7 +158,7 @@ def test_the_7b_model_does_not_fit_and_what_is_advised_does(capsys, hardware, se
 
 def test_the_advised_change_is_the_cheapest_of_those_that_fit():
     run = run_config(precision="bf16", zero_stage=1, deepspeed_extra=SMALL_BUCKETS)
-    needed = total_bytes(memory_parts(run, 4, on_gpu=True))
+    needed = device_bytes(run, 4, on_gpu=True)
     unchanged = cheapest_fit(run, 4, needed, on_gpu=True)
     assert unchanged is not None
     assert unchanged.changes == {}
@@ -227,7 +174,7 @@ def test_the_advised_change_is_the_cheapest_of_those_that_fit():
             kept = {key.removeprefix("engine."): value for key, value in found.changes.items()}
             del kept[name.removeprefix("engine.")]
             fewer = replace(run, engine=replace(run.engine, **kept))
-            assert total_bytes(memory_parts(fewer, 4, on_gpu=True)) > part * needed
+            assert device_bytes(fewer, 4, on_gpu=True) > part * needed
     assert costs == sorted(costs)
     assert "engine.offload_optimizer" in changes, "the most expensive change comes last"
     assert advice(run, 4, 0.9 * needed, True) == "set engine.zero_stage=2 (0.00 GiB)"
@@ -426,10 +373,7 @@ def test_checkpointing_activations_and_smaller_micro_batches_save_memory():
 
 def test_with_offloaded_memories_one_slots_memory_is_on_the_device():
     plain, offloaded = (
-        {
-            part.name: part.bytes
-            for part in memory_parts(run_config(micro_batch_lanes=1, **engine), 4, on_gpu=True)
-        }
+        memory_parts(run_config(micro_batch_lanes=1, **engine), 4, on_gpu=True)
         for engine in ({}, {"offload_memories": True})
     )
     assert offloaded.pop("recurrent memory") / 3 == plain.pop("recurrent memory") / (2 * 4), (
@@ -453,8 +397,8 @@ def test_an_ema_takes_four_bytes_more_per_parameter():
 def test_the_largest_micro_batch_is_the_largest_that_fits():
     run = run_config()
     for lanes in (1, 2, 4):
-        capacity = total_bytes(
-            memory_parts(replace(run, engine=replace(run.engine, micro_batch_lanes=lanes)), 4)
+        capacity = device_bytes(
+            replace(run, engine=replace(run.engine, micro_batch_lanes=lanes)), 4
         )
         assert largest_micro_batch(run, 4, capacity) == lanes
     assert largest_micro_batch(run, 4, 1000.0) == 0
@@ -468,9 +412,7 @@ def test_a_checkpoint_holds_twelve_bytes_per_parameter_and_every_memory_row():
 
 def test_gpus_keep_no_attention_weights_unless_the_fused_kernel_cannot_serve():
     def activations(on_gpu: bool, **engine) -> float:
-        return {part.name: part.bytes for part in memory_parts(run_config(**engine), 4, on_gpu)}[
-            "activations"
-        ]
+        return memory_parts(run_config(**engine), 4, on_gpu)["activations"]
 
     assert activations(True, precision="bf16") < 0.9 * activations(False, precision="bf16")
     assert activations(True, precision="fp32") == activations(
@@ -507,9 +449,9 @@ def test_a_description_fits_80_columns_and_keeps_its_columns():
     path = MODELS / "xl_modern_7b.yaml"  # does not fit, which takes advice
     run = load_config(RunConfig, path, ["engine.checkpoint_every_n_layers=2"])
     hardware = Hardware(nodes=1, ranks_per_node=4, name="H100")
-    lines = list(fitted(describe(run, hardware, explain=True), NOTES_COLUMN, 80))
+    lines = list(fitted(describe(run, hardware), NOTES_COLUMN, 80))
     assert max(map(len, lines)) <= 80
-    unfitted = describe(run, hardware, explain=True)
+    unfitted = describe(run, hardware)
     assert max(map(len, unfitted)) > 100
     words = "\n".join(lines).split()
     assert words == "\n".join(unfitted).split()

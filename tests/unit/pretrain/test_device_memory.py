@@ -21,8 +21,8 @@ from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
-from pretrain.costs.device_memory import LayerActivations, memory_parts, total_bytes
 from pretrain.costs.flops import DeltaNetCosts
+from pretrain.costs.memory import LayerActivations, device_bytes, memory_parts
 from pretrain.kernels.triton.settings import CAPABILITIES
 from pretrain.kernels.triton.tiling import built_in_tiles
 from pretrain.kernels.triton.workspace import WORKSPACE_BYTES
@@ -114,7 +114,7 @@ def measured() -> dict[str, float]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_estimate_of_a_steps_peak_memory_is_within_15_per_cent(measured, name):
-    assert total_bytes(memory_parts(run_of(name), 1)) == pytest.approx(measured[name], rel=0.15)
+    assert device_bytes(run_of(name), 1) == pytest.approx(measured[name], rel=0.15)
 
 
 LARGE = {
@@ -186,9 +186,7 @@ def test_the_fused_kernels_workspace_is_counted_as_the_launcher_allocates_it(nam
     for capability in CAPABILITIES:
         assert counted == launched_workspace_bytes(run, capability) > 0
     assert (counted > WORKSPACE_BYTES) == (name == "one group that exceeds the limit")
-    described = {part.name: part for part in memory_parts(run, 1, on_gpu=True)}["activations"]
-    assert described.bytes > counted
-    assert f"{counted / 2**20:,.0f} MiB of score gradients" in described.formula
+    assert memory_parts(run, 1, on_gpu=True)["activations"] > counted
 
 
 def test_only_the_fused_kernel_of_a_gpu_has_a_workspace():
@@ -197,8 +195,6 @@ def test_only_the_fused_kernel_of_a_gpu_has_a_workspace():
     for settings, on_gpu in ((run, False), (plain, True)):
         layer = LayerActivations(settings, 6, 2, on_gpu, "attention", memory=8)
         assert layer.workspace == 0
-        parts = memory_parts(settings, 1, on_gpu)
-        assert not any("score gradients" in part.formula for part in parts)
 
 
 def test_a_model_that_no_memory_can_hold_is_refused_before_it_is_drawn(corpus, tmp_path, capsys):

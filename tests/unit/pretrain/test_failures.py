@@ -11,9 +11,9 @@ from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.costs.cluster import load_cluster
-from pretrain.costs.device_memory import checkpoint_bytes
 from pretrain.costs.devices import Hardware, NodeConfig
-from pretrain.costs.failures import SLOWER_WHILE_WRITING, FailureCosts, failure_costs
+from pretrain.costs.memory import checkpoint_bytes
+from pretrain.costs.run_time import SLOWER_WHILE_WRITING, FailureCosts, failure_costs
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 HOUR = FailureCosts(between_failures=3600.0, pause=30.0)
@@ -112,4 +112,3 @@ def test_describe_prints_the_best_interval_of_a_cluster_whose_failures_are_known
     many = described(capsys, tmp_path, "mtbf_hours: 63")
     steps = [int(text.partition("best interval")[2].split()[0]) for text in (few, many)]
     assert steps[1] == pytest.approx(steps[0] / 10, rel=0.03)  # the root of a hundredth
-    assert "sqrt(2 p M)" in described(capsys, tmp_path, "mtbf_hours: 63", options=("--explain",))

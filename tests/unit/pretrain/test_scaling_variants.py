@@ -24,8 +24,8 @@ from launcher.commands import sweep as launcher_sweep
 from pretrain.cli import main
 from pretrain.commands.scale import PROGRAM
 from pretrain.config.run import RunConfig
-from pretrain.costs.device_memory import checkpoint_bytes
 from pretrain.costs.flops import computed_flops_of_step
+from pretrain.costs.memory import checkpoint_bytes
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import Row, read_rows
 from pretrain.scaling.comparison_pages import variant_notes, variant_table

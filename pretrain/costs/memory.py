@@ -1,39 +1,50 @@
-"""Device memory of a rank by part, in bytes, and the size of a checkpoint. Torch-free.
+"""What a run occupies: memory of a rank's device by part and of its host, and disk. Torch-free.
 
-P parameters, R ranks, L layers, A of them with attention, B lanes of one forward pass, T segment
-with its memory tokens, G gradient segments, M memory with its compressed rows (the mean of the
-layers), K = T + M keys, d d_model, h heads times head width, k key heads times head width, f inner
-width, V vocabulary, b bytes of an activation.
+P parameters, R ranks, w bytes of a weight, c bytes in which gradients are summed over the ranks;
+DeepSpeed 0.19.8 decides by stage, precision and offloading. Tests compare these functions with the
+optimizer that results and with the bytes of real steps:
 
-What a run occupies: memory of a rank's device and of its host, and disk.
+    optimizer                      gradients in the backward pass      they are summed
+    (none), FP16_UnfusedOptimizer  w P                                 after it
+    BF16_Optimizer                 4 P, and 2 P until the update       after it
+    DeepSpeedZeroOptimizer         stage 1: 4 P + 4 P / R              after it
+    DeepSpeedZeroOptimizer         stage 2: 4 P / R                    bucket by bucket in it
+    DeepSpeedZeroOptimizer_Stage3  4 P / R                             bucket by bucket in it
+
+On a GPU stages 2 and 3 sum a bucket on a stream of its own while the pass goes on (overlap_comm).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
 from foundation.errors import ConfigError
+from foundation.settings import assert_never
 from pretrain.config.choices import (
     LayerKind,
+    ZeroOptimizer,
     attends,
     feed_forward_traits,
+    learns_to_compress,
     norm_traits,
     norms_inputs,
     position_traits,
     precision_traits,
     recomputation_traits,
+    reduction_bytes,
     scales_with_length,
     shards,
 )
 from pretrain.config.engine import Attention, attention_in
 from pretrain.config.lane_parts import lane_parts
+from pretrain.config.model import ModelConfig
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.devices import GIB
 from pretrain.costs.flops import (
-    MOMENT_BYTES,
     DeltaNetCosts,
     bins_of,
     lanes_of_pass,
@@ -41,7 +52,6 @@ from pretrain.costs.flops import (
     parameters_of,
     tokens_of_pass,
 )
-from pretrain.costs.zero_buffers import Buffers, buffers_of, largest_parameter, stage_of
 from pretrain.kernels.triton.tiling import built_in_tiles
 from pretrain.kernels.triton.workspace import workspace_of
 
@@ -52,15 +62,8 @@ TILE_CAPABILITY = (9, 0)  # whose tiles round the workspace's rows; those of oth
 TILE_ROWS = 128  # queries of a tile on a CPU; keys after them are skipped
 
 
-@dataclass(frozen=True)
-class Part:
-    name: str
-    bytes: float
-    formula: str
-
-
-def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[Part]:
-    """Return the parts of one rank's memory at its peak under the run's settings."""
+def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> dict[str, float]:
+    """Return the bytes of one rank's memory at its peak under the run's settings, by part."""
     pass_rows = tokens_of_pass(run, world_size)
     rows = min(run.engine.logits_chunk_tokens or pass_rows, pass_rows)
     bins = bins_of(run.model)
@@ -68,18 +71,23 @@ def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> list[
     if rows < pass_rows and _width(run) == 2:  # gradients are summed over chunks in float32
         logits += MASTER_BYTES * sum(size * (width + 1) for size, width in bins)
     buffers = buffers_of(run, world_size, on_gpu)
-    return [
-        *_weights_and_optimizer(run, world_size),
-        _gradients(run, buffers),
-        Part("gradient buckets", buffers.buckets, buffers.buckets_formula),
-        _recurrent_memory(run, world_size, on_gpu),
-        _activations(run, world_size, on_gpu, logits, buffers.gradients),
-        Part(
-            "logits",
-            logits,
-            f"{LOGIT_COPIES} * 4 G T B V; in chunks, less of G T B, and in bf16 4 d V",
-        ),
-    ]
+    gradients = buffers.gradients
+    if _has_segments(run) and stage_of(run) == 3:
+        # A gradient is complete, and can be reduced, when the first segment's is there.
+        gradients += _width(run) * parameters_of(run.model).total
+    return {
+        **_weights_and_optimizer(run, world_size),
+        "gradients": gradients,
+        "gradient buckets": buffers.buckets,
+        "recurrent memory": _recurrent_memory(run, world_size, on_gpu),
+        "activations": _activations(run, world_size, on_gpu, logits, buffers.gradients),
+        "logits": logits,
+    }
+
+
+def device_bytes(run: RunConfig, world_size: int, on_gpu: bool = False) -> float:
+    """Return the bytes of one rank's memory at its peak under the run's settings."""
+    return sum(memory_parts(run, world_size, on_gpu).values())
 
 
 def largest_phase(run: RunConfig, world_size: int, on_gpu: bool = False) -> RunConfig:
@@ -87,12 +95,7 @@ def largest_phase(run: RunConfig, world_size: int, on_gpu: bool = False) -> RunC
     phases = runs_of_phases(run)
     if len(phases) == 1:
         return phases[0]
-    return max(phases, key=lambda phase: total_bytes(memory_parts(phase, world_size, on_gpu)))
-
-
-def total_bytes(parts: list[Part]) -> float:
-    """Return the sum of all parts."""
-    return sum(part.bytes for part in parts)
+    return max(phases, key=lambda phase: device_bytes(phase, world_size, on_gpu))
 
 
 def largest_micro_batch(
@@ -103,7 +106,7 @@ def largest_micro_batch(
     for lanes in range(own, 0, -1):
         if own % lanes == 0:
             tried = replace(run, engine=replace(run.engine, micro_batch_lanes=lanes))
-            if total_bytes(memory_parts(tried, world_size, on_gpu)) <= capacity:
+            if device_bytes(tried, world_size, on_gpu) <= capacity:
                 return lanes
     return 0
 
@@ -129,7 +132,7 @@ def offloaded_bytes(run: RunConfig, world_size: int) -> float:
     needed = buffers_of(run, world_size, on_gpu=True).offloaded
     if run.engine.offload_memories:
         kept = replace(run, engine=replace(run.engine, offload_memories=False))
-        needed += _recurrent_memory(kept, world_size, on_gpu=True).bytes
+        needed += _recurrent_memory(kept, world_size, on_gpu=True)
     return needed
 
 
@@ -148,16 +151,6 @@ def check_host_memory(run: RunConfig, world_size: int, ranks_on_node: int, on_gp
         )
 
 
-def _gradients(run: RunConfig, buffers: Buffers) -> Part:
-    """Return what a rank keeps of gradients, under ZeRO-3 also before all segments have theirs."""
-    waiting, formula = 0, buffers.gradients_formula
-    if _has_segments(run) and stage_of(run) == 3:
-        # A gradient is complete, and can be reduced, when the first segment's is there.
-        waiting = _width(run) * parameters_of(run.model).total
-        formula += f"; {_width(run)} P of all segments, before they are reduced"
-    return Part("gradients", buffers.gradients + waiting, formula)
-
-
 def _has_segments(run: RunConfig) -> bool:
     return run.optim.gradient_segments > 1
 
@@ -167,55 +160,41 @@ def _checkpoints_all(run: RunConfig) -> bool:
     return repeated.layers and run.engine.checkpoint_every_n_layers == 1
 
 
-def _weights_and_optimizer(run: RunConfig, world_size: int) -> list[Part]:
+def _weights_and_optimizer(run: RunConfig, world_size: int) -> dict[str, float]:
     parameters, stage, width = parameters_of(run.model), stage_of(run), _width(run)
     # float32 weights that ZeRO does not shard are their own masters.
     master = 0 if width == 4 and stage == 0 else MASTER_BYTES
-    offloaded = run.engine.offload_optimizer
-    moments = moment_bytes(run.model, run.optim, parameters.total) / parameters.total
-    each = master + moments + _ema_bytes(run)
-    held = f"master weights, {moments / MOMENT_BYTES:.3g} moments"
-    held += " and an EMA" if run.optim.ema_decay else ""
-    formula = f"{each:.4g} P" + (" / R" if stage else "") + f": {held} in float32"
-    weights = Part("weights", parameters.total * width, f"{width} P")
+    moments = moment_bytes(run.model, run.optim, parameters.total)
+    optimizer = (master + _ema_bytes(run)) * parameters.total + moments
+    weights = float(width * parameters.total)
     if stage == 3:  # it gathers a layer for its use, and prefetches the next one
         gathered = 2 * parameters.body / run.model.num_layers + largest_parameter(run.model)
         sharers = run.engine.secondary_shard_ranks
         shares = 1 / world_size + (1 / sharers if sharers > 1 else 0)
-        formula = f"{width} P / R, two gathered layers and the largest matrix"
-        formula += f", and {width} P / {sharers} once more" if sharers > 1 else ""
         if _has_segments(run) and not _checkpoints_all(run):
             # DeepSpeed frees what it gathered for the last segment, and not for those before.
-            gathered, formula = parameters.total, f"{width} P / R and {width} P, all gathered"
-        weights = Part("weights", width * (parameters.total * shares + gathered), formula)
-    return [
-        weights,
-        Part(
-            "optimizer",
-            0.0 if offloaded else parameters.total * each / (world_size if stage else 1),
-            "on the CPU" if offloaded else formula,
-        ),
-    ]
+            gathered = parameters.total
+        weights = width * (parameters.total * shares + gathered)
+    is_offloaded = run.engine.offload_optimizer
+    return {
+        "weights": weights,
+        "optimizer": 0.0 if is_offloaded else optimizer / (world_size if stage else 1),
+    }
 
 
-def _recurrent_memory(run: RunConfig, world_size: int, on_gpu: bool) -> Part:
+def _recurrent_memory(run: RunConfig, world_size: int, on_gpu: bool) -> float:
     of_one_lane = lane_parts(run.model).num_bytes(_width(run))
-    each = "(A M d b + states)"
+    lanes_at_once = lanes_of_pass(run, world_size)
     # Between the segments of a step; kept for the backward pass.
-    between = (run.optim.gradient_segments - 1) * of_one_lane * lanes_of_pass(run, world_size)
-    further = ", and G - 1 more in a forward pass" if between else ""
+    between = (run.optim.gradient_segments - 1) * of_one_lane * lanes_at_once
     if run.engine.offload_memories and on_gpu:  # on a CPU, host memory is what is counted
-        lanes = lanes_of_pass(run, world_size)
-        formula = f"3 {each} for each lane of a forward pass: old, new, on its way to the host"
-        return Part("recurrent memory", 3 * of_one_lane * lanes + between, formula + further)
-    lanes = len(lanes_of_rank(run, 0, world_size))
-    formula = f"2 {each} for each of the rank's lanes, old and new"
-    return Part("recurrent memory", 2 * of_one_lane * lanes + between, formula + further)
+        return 3 * of_one_lane * lanes_at_once + between  # old, new, on its way to the host
+    return 2 * of_one_lane * len(lanes_of_rank(run, 0, world_size)) + between  # old and new
 
 
 def _activations(
     run: RunConfig, world_size: int, on_gpu: bool, logits: float, gradients: float
-) -> Part:
+) -> float:
     """Return what is kept for the backward pass, plus what that pass of one layer needs."""
     segments = run.optim.gradient_segments
     width, every = _width(run), run.engine.checkpoint_every_n_layers
@@ -223,9 +202,6 @@ def _activations(
     numbered = enumerate(run.model.memory_lengths())
     made = cache(partial(LayerActivations, run, lanes, width, on_gpu))
     layers = [made(run.model.layer_kind(index), each + compressed) for index, each in numbered]
-    formula = "what a layer keeps (rows of T B d, T B h, K B k and T B f, attention's weights)"
-    workspace = max(layer.workspace for layer in layers)
-    scores = f", {workspace / 2**20:,.0f} MiB of score gradients" if workspace else ""
     checkpointed = layers[::every]
     freed = kept = segments * sum(layer.kept for layer in layers)
     working = max(layer.working for layer in layers)
@@ -238,22 +214,17 @@ def _activations(
         # A layer runs again when the logits are already freed, so only what exceeds them adds to
         # the peak.
         working = max(0.0, max(layer.kept + layer.working for layer in checkpointed) - logits)
-        other = "" if every == 1 else ", all of it in the layers that are not checkpointed"
-        formula = f"G L T B d b + beyond the logits {formula}, twice{other}"
     else:
         if repeated.scores:
             weights = [layer.weights for layer in checkpointed]
             kept -= segments * sum(weights) - max(weights)
-            some = "all" if every == 1 else "some"
-            formula += f", the weights of {some} layers but one left out"
-        freed, formula = kept - layers[-1].kept, f"G L + 1 times {formula}"
+        freed = kept - layers[-1].kept
     is_unsharded = not shards(run.engine.kind)
     if is_unsharded and width == 4 and accumulation_steps(run, world_size) == 1:
         # The backward pass allocates gradients while it frees activations, so the two do not peak
         # together.
         kept -= min(gradients, freed)
-        formula += ", less what is freed when the gradients exist"
-    return Part("activations", kept + working, formula + scores)
+    return kept + working
 
 
 @dataclass(frozen=True)
@@ -382,12 +353,119 @@ def _width(run: RunConfig) -> int:
     return precision_traits(run.engine.number_format).bytes
 
 
+# Elements of a bucket at least: smaller sums take as long as this one on most networks.
+SMALLEST_BUCKET = 1 << 22
+COPIED = 500_000_000  # elements at most that stages 0 and 1 copy at a time, to sum them
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes of a rank during the backward pass, and of what is offloaded in its host memory."""
+
+    gradients: float
+    buckets: float
+    offloaded: float
+
+
+def stage_of(run: RunConfig) -> int:
+    """Return the ZeRO stage; plain torch has none."""
+    return run.engine.zero_stage if shards(run.engine.kind) else 0
+
+
+def optimizer_of(run: RunConfig) -> ZeroOptimizer:
+    """Return the class that DeepSpeed wraps around our optimizer; empty if it does not."""
+    stage, precision = stage_of(run), run.engine.number_format
+    if stage == 3:
+        return "DeepSpeedZeroOptimizer_Stage3"
+    if stage == 0:
+        is_wrapped = shards(run.engine.kind) and precision_traits(precision).is_half
+        return "FP16_UnfusedOptimizer" if is_wrapped else ""
+    if stage == 1 and not run.engine.offload_optimizer:
+        match precision:
+            case "bf16":
+                return "BF16_Optimizer"
+            case "fp16" | "fp32":
+                pass
+            case _:
+                assert_never(precision)
+    return "DeepSpeedZeroOptimizer"
+
+
+def overlaps_reduction(run: RunConfig, on_gpu: bool) -> bool:
+    """Whether gradients are summed over the ranks while the backward pass goes on."""
+    return on_gpu and (
+        stage_of(run) == 3 or (stage_of(run) == 2 and not run.engine.offload_optimizer)
+    )
+
+
+def bucket_elements(run: RunConfig) -> int:
+    """Return the size of a bucket: the largest parameter's.
+
+    ZeRO-2 sums a larger parameter's gradient in place and lets go of it: on a GPU its memory could
+    get into use again while it is read. DeepSpeed's 500,000,000 would be 2 GB for each of up to
+    four buffers.
+    """
+    zero = run.engine.deepspeed_extra.get("zero_optimization")
+    given = zero.get("reduce_bucket_size") if isinstance(zero, Mapping) else None
+    # DeepSpeed takes 5e8, too, and rejects values that are not numbers.
+    return int(given) if isinstance(given, (int, float)) else smallest_bucket(run.model)
+
+
+def smallest_bucket(model: ModelConfig) -> int:
+    """Return the elements of a bucket into which every parameter fits."""
+    return min(parameters_of(model).total, max(SMALLEST_BUCKET, largest_parameter(model)))
+
+
+def largest_parameter(model: ModelConfig) -> int:
+    """Return the elements of the largest parameter."""
+    attention = model.head_width * max(model.num_heads, 2 * model.key_heads)
+    learns = model.compressed_length and learns_to_compress(model.compression)
+    compressed = model.compression_rate * model.d_model if learns else 0
+    values = model.num_heads * model.deltanet_value_width if model.num_deltanet_layers else 0
+    rows = max(attention, values, model.inner_width, compressed, model.memory_tokens)
+    bins = (size * width for size, width in bins_of(model))
+    return max(rows * model.d_model, *bins)
+
+
+def buffers_of(run: RunConfig, world_size: int, on_gpu: bool) -> Buffers:
+    """Return what a rank keeps of gradients and buckets at the peak of its backward pass."""
+    P, R, stage = parameters_of(run.model).total, world_size, stage_of(run)
+    w, c = _width(run), reduction_bytes(run.engine.reduction_precision)
+    bucket = bucket_elements(run)
+    # A bucket is put together in the weights' type; one more copy, or two, are on their way.
+    staged = 2 if overlaps_reduction(run, on_gpu) else 1
+    offloads = run.engine.offload_optimizer
+    kind = optimizer_of(run)
+    moments = moment_bytes(run.model, run.optim, P)
+    match kind:
+        case "" | "FP16_UnfusedOptimizer":
+            own = w if shards(run.engine.kind) else 4
+            copied = own * min(P, COPIED) if shards(run.engine.kind) else 0
+            return Buffers(own * P, copied, 0)
+        case "BF16_Optimizer":
+            return Buffers(6 * P, (4 + (c if c != 4 else 0)) * min(P, COPIED), 0)
+        case "DeepSpeedZeroOptimizer":
+            kept = (8 + w) * P + moments
+            offloaded = kept / R + w * largest_parameter(run.model) if offloads else 0
+            if stage == 1:  # when they are summed
+                return Buffers(4 * P + 4 * P / R, 4 * bucket, offloaded)
+            several = w == 4 and accumulation_steps(run, R) > 1  # the sum so far, and the next
+            copies = w + (c if c != w else 0)
+            buckets = staged * w * bucket + copies * min(bucket, P / R)
+            return Buffers((8 if several else 4) * P / R, buckets, offloaded)
+        case "DeepSpeedZeroOptimizer_Stage3":
+            offloaded = (12 * P + moments) / R if offloads else 0
+            return Buffers(0 if offloads else 4 * P / R, 2 * c * bucket, offloaded)
+        case _:
+            assert_never(kind)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
     """Bytes of a run in the phase that needs the most memory."""
 
     run: RunConfig  # in that phase
-    parts: tuple[Part, ...]  # of a rank's device; on a CPU, of host memory
+    parts: dict[str, float]  # of a rank's device; on a CPU, of host memory
     offloaded: float  # host memory of a rank, for what its GPU offloads
     drawn: float  # host memory of a rank, for the weights as it draws them
     checkpoint: float
@@ -396,7 +474,7 @@ class Footprint:
     @property
     def device(self) -> float:
         """Bytes of a rank's device."""
-        return total_bytes(list(self.parts))
+        return sum(self.parts.values())
 
     @property
     def host(self) -> float:
@@ -416,7 +494,7 @@ def footprint_of(run: RunConfig, world_size: int, on_gpu: bool) -> Footprint:
     is_drawn_on_device = on_gpu and stage_of(largest) == 3
     return Footprint(
         run=largest,
-        parts=tuple(memory_parts(largest, world_size, on_gpu)),
+        parts=memory_parts(largest, world_size, on_gpu),
         offloaded=offloaded_bytes(largest, world_size) if on_gpu else 0.0,
         drawn=0.0 if is_drawn_on_device else MASTER_BYTES * parameters_of(largest.model).total,
         checkpoint=saved,
