@@ -10,16 +10,12 @@ with ExitWhenInterrupted():
 # name -> (module, what it does)
 COMMANDS = {
     "build": (
-        "data_pipeline.commands.build:build",
+        "data_pipeline.commands.build",
         "turn text into a corpus; rerun the command to resume after a crash",
     ),
     "settings": (
         "data_pipeline.commands.settings",
         "explain the settings of a corpus file: default, allowed values, meaning",
-    ),
-    "merge": (
-        "data_pipeline.commands.build:merge",
-        "merge the parts that `build --part` built into one corpus",
     ),
     "fetch": (
         "data_pipeline.commands.fetch:fetch",

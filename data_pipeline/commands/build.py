@@ -1,4 +1,4 @@
-"""`data-pipeline build` and `data-pipeline merge`."""
+"""`data-pipeline build`: a corpus, a part of one, or the merge of its parts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TOKENS_PER_PIECE = 100  # of the training split, on average; with fewer a build 
 TOKENIZER_KINDS = get_args(BuiltTokenizer)
 
 
-def add_build_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `data-pipeline build`."""
     _add_settings(parser)
     group = parser.add_mutually_exclusive_group()
@@ -65,16 +65,12 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--part", type=_part, metavar="I/N", help="build only part I of N, as an array job's task"
     )
+    group.add_argument("--merge", type=int, metavar="N", help="merge the N parts of such a job")
 
 
-def add_merge_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the command line of `data-pipeline merge`."""
-    _add_settings(parser)
-    parser.add_argument("--parts", type=int, required=True, metavar="N", help="number of parts")
-
-
-def run_build(arguments: argparse.Namespace) -> int:
-    """Build a corpus, or one part of it."""
+def run(arguments: argparse.Namespace) -> int:
+    """Build a corpus or one part of it, or merge parts."""
+    check_least(arguments, 1, "processes", "merge")
     config = _corpus_config(arguments)
     with StatusLine() as status:
         if arguments.part:
@@ -83,25 +79,15 @@ def run_build(arguments: argparse.Namespace) -> int:
             if can_shuffle(config, num_parts):
                 status.show("shuffling")
                 shuffle_one(config, part, num_parts, status.show)
-        elif arguments.processes is not None or config.shuffles:
-            arguments.processes = 1 if arguments.processes is None else arguments.processes
-            check_least(arguments, 1, "processes")
-            if arguments.processes > MOST_THREADS:
-                raise ConfigError(
-                    f"--processes={arguments.processes} must be at most {MOST_THREADS:,}"
-                )
-            result = build_in_processes(config, arguments.processes, status.show)
+        elif arguments.merge:
+            result = merge_parts(config, arguments.merge, status.show)
+        elif arguments.processes or config.shuffles:
+            processes = arguments.processes or 1
+            if processes > MOST_THREADS:
+                raise ConfigError(f"--processes={processes} must be at most {MOST_THREADS:,}")
+            result = build_in_processes(config, processes, status.show)
         else:
             result = build_corpus(config, status.show)
-    return _print_result(config, result)
-
-
-def run_merge(arguments: argparse.Namespace) -> int:
-    """Merge finished parts."""
-    check_least(arguments, 1, "parts")
-    config = _corpus_config(arguments)
-    with StatusLine() as status:
-        result = merge_parts(config, arguments.parts, status.show)
     return _print_result(config, result)
 
 

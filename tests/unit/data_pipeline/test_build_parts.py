@@ -153,7 +153,7 @@ def test_settings_that_parts_do_not_support_are_rejected(tmp_path, capsys):
     ]
     for part in (1, 2):
         assert main(["build", *flags, f"--part={part}/2"]) == 0
-    assert main(["merge", *flags, "--parts=2"]) == 0
+    assert main(["build", *flags, "--merge=2"]) == 0
     assert "documents" in capsys.readouterr().out
 
 

@@ -96,7 +96,7 @@ def test_any_number_of_processes_and_array_tasks_give_the_same_bytes(whole, tmp_
         assert main(["build", *flags, f"--part={part}/3"]) == 0
     stretches = {path.parts[-2] for path in parts_directory(tasks).glob("*/shuffled")}
     assert stretches == {"00002-of-00003", "00003-of-00003"}
-    assert main(["merge", *flags, "--parts=3"]) == 0
+    assert main(["build", *flags, "--merge=3"]) == 0
     assert same_files(whole.output, several.output)
     assert same_files(whole.output, tasks.output)
     assert not parts_directory(several).exists()
