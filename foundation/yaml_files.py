@@ -35,7 +35,7 @@ def _kind(name: str, command: str, marks: str) -> FileKind:
 
 
 KINDS = (
-    _kind("a sweep", "launcher sweep plan FILE", "grid cells"),
+    _kind("a sweep", "launcher sweep status FILE", "grid cells"),
     _kind("a comparison of variants", "pretrain scale plan FILE", "flops members"),
     _kind(
         "a cluster file",

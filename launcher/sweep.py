@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foundation.cli import as_overrides, value_text
-from foundation.csv_files import write_csv
+from foundation.cli import as_overrides
 from foundation.errors import EXIT_INTERRUPTED, ConfigError, UserError
 from foundation.own_programs import own_command
 from launcher.restart_policy import RestartPolicy
@@ -121,10 +120,6 @@ def describe(cells: Sequence[CellRun]) -> str:
     return f"{done} of {len(cells)} cells are done{others}"
 
 
-# Of an evaluation's line, what is no result of its own, or is one under another name.
-_NOT_RESULTS = ("kind", "step", "seconds", "loss", "bits_per_byte")
-
-
 def settings_of(cells: Sequence[CellRun]) -> list[dict[str, Any]]:
     """Each cell's values of the settings in which cells differ; defaults are values, too."""
     found = differing_settings([cell.config for cell in cells])
@@ -132,7 +127,7 @@ def settings_of(cells: Sequence[CellRun]) -> list[dict[str, Any]]:
 
 
 def planned(cell: CellRun, settings: Mapping[str, Any]) -> dict[str, str]:
-    """A row of `launcher sweep plan`."""
+    """A row of `launcher sweep submit --dry-run`."""
     row = {
         "cell": cell.cell.name,
         "steps": f"{cell.config.optim.steps:,}",
@@ -145,30 +140,6 @@ def planned(cell: CellRun, settings: Mapping[str, Any]) -> dict[str, str]:
     except ConfigError:  # the corpus, and with it the vocabulary size, is missing
         pass
     return {**row, "settings": as_overrides(settings)}
-
-
-def result_of(cell: CellRun, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of `launcher sweep collect`: the cell's settings, state and results."""
-    state = cell.state
-    return {
-        "cell": cell.cell.name,
-        **{name: value_text(value) for name, value in settings.items()},
-        "state": str(state.state),
-        "step": state.step,
-        **vars(state.results),
-        **{
-            f"evaluation_{key}": value
-            for key, value in (state.evaluation or {}).items()
-            if key not in _NOT_RESULTS
-        },
-    }
-
-
-def write_results(path: Path, cells: Sequence[CellRun]) -> None:
-    """Write one CSV row per cell, atomically; values that a cell does not have are empty."""
-    rows = list(map(result_of, cells, settings_of(cells)))
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    write_csv(path, columns, rows)
 
 
 _POLL_SECONDS = 0.2

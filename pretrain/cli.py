@@ -47,11 +47,7 @@ COMMANDS = {
     ),
     "report": (
         "pretrain.commands.report",
-        "show a run's loss, speed, failures and settings on one page",
-    ),
-    "compare": (
-        "pretrain.commands.compare",
-        "show numbers, settings and curves of several runs side by side",
+        "show a run's loss, speed, failures and settings on one page, or several side by side",
     ),
     "checkpoint": ("pretrain.commands.checkpoint", "list, verify or prune a run's checkpoints"),
     "verify-resume": (
@@ -72,6 +68,7 @@ PROGRAM = Program(
         "sample": "pretrain generate RUN",
         "info": "pretrain describe RUN",
         "plot": "pretrain report RUN",
+        "compare": "pretrain report RUN RUN",
         "resume": "launcher resume RUN",
         "status": "launcher status",
         "sweep": "launcher sweep",

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foundation.cli import Program
-from foundation.csv_files import check_table_path
 from foundation.errors import EXIT_USER_ERROR, ConfigError, UserError
 from launcher.slurm import client as slurm
 from launcher.stop_signals import StopSignals
@@ -29,21 +28,19 @@ from launcher.sweep import (
     run_cells,
     settings_of,
     submit_array,
-    write_results,
 )
 from pretrain.config.run import accumulation_steps
 from pretrain.costs.cluster import load_cluster, parse_nodes
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import Sweep, read_sweep
-from pretrain.scaling.which_runs import cells_directory, started_cells
+from pretrain.scaling.which_runs import cells_directory
 from pretrain.terminal.text import counted
 
 PROGRAM = Program(
     "launcher sweep",
     "The cells of a sweep file: a grid, or cells as 'pretrain scale plan' writes them.",
     {
-        "plan": ("launcher.commands.sweep:plan", "show the cells: steps, parameters, FLOPs"),
         "submit": (
             "launcher.commands.sweep:submit",
             "start the cells that are neither done nor active",
@@ -52,16 +49,11 @@ PROGRAM = Program(
             "launcher.commands.sweep:status",
             "show state, results and settings of each cell",
         ),
-        "report": (
-            "launcher.commands.sweep:report",
-            "compare the cells: results, differing settings and curves as tables and one page",
-        ),
-        "collect": ("launcher.commands.sweep:collect", "write settings and results as CSV"),
     },
     {
         **dict.fromkeys(("run", "start", "local"), "launcher sweep submit SWEEP --local"),
-        "results": "launcher sweep report SWEEP",
-        "compare": "launcher sweep report SWEEP",
+        **dict.fromkeys(("report", "results", "compare", "collect"), "pretrain report SWEEP"),
+        "plan": "launcher sweep submit SWEEP --local --dry-run",
     },
 )
 
@@ -71,39 +63,19 @@ HINTS = {
 }
 
 
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `launcher sweep plan`, with which the others begin."""
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sweep", type=Path, metavar="SWEEP", help="sweep file")
     parser.add_argument(
         "--runs-dir", type=Path, help="parent of the cells' run directories (default runs/SWEEP)"
     )
 
 
-add_status_arguments = add_plan_arguments
-
-
-def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `launcher sweep collect`."""
-    add_plan_arguments(parser)
-    parser.add_argument(
-        "--output", type=Path, metavar="CSV", help="output file (default RUNS/results.csv)"
-    )
-
-
-def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `launcher sweep report`."""
-    add_plan_arguments(parser)
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="directory for compare.html and compare.png (default RUNS)",
-    )
+add_status_arguments = _add_sweep
 
 
 def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher sweep submit`."""
-    add_plan_arguments(parser)
+    _add_sweep(parser)
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--local", action="store_true", help="on this machine")
     place.add_argument(
@@ -134,51 +106,12 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_plan(arguments: argparse.Namespace) -> int:
-    """Print a row per cell."""
-    _, _, cells = _read(arguments)
-    _print_plan(cells)
-    print(describe(cells))
-    return 0
-
-
-def _print_plan(cells: Sequence[CellRun]) -> None:
-    from launcher.commands.tables import console, plain_table
-
-    console().print(plain_table(list(map(planned, cells, settings_of(cells)))))
-
-
 def run_status(arguments: argparse.Namespace) -> int:
     """Print state, results and settings of each cell."""
     from launcher.commands.tables import console, sweep_status
 
     console().print(sweep_status(_read(arguments)[2]))
     return 0
-
-
-def run_collect(arguments: argparse.Namespace) -> int:
-    """Write the table of results."""
-    from launcher.commands.tables import ResultsTable, console
-
-    _, runs, cells = _read(arguments)
-    refuse_other_cells(cells)
-    output = arguments.output or runs / "results.csv"
-    check_table_path(output)
-    write_results(output, cells)
-    console().print(ResultsTable(cells))
-    print(f"{output}: {describe(cells)}")
-    return 0
-
-
-def run_report(arguments: argparse.Namespace) -> int:
-    """Compare the cells that have made a step, as `pretrain compare` does."""
-    from pretrain.commands.compare import compare
-    from pretrain.reporting.run_history import read_histories
-
-    sweep = read_sweep(arguments.sweep)
-    runs = cells_directory(sweep, arguments.runs_dir)
-    started = started_cells(sweep, arguments.sweep, runs)
-    return compare(read_histories(started, at_least=1), arguments.output or runs, sweep.name)
 
 
 def run_submit(arguments: argparse.Namespace) -> int:
@@ -266,7 +199,9 @@ def _run_here(
     order = longest_first(waiting) if (arguments.jobs or 1) > 1 else waiting
     if arguments.dry_run:
         if order:
-            _print_plan(order)
+            from launcher.commands.tables import console, plain_table
+
+            console().print(plain_table(list(map(planned, order, settings_of(order)))))
         print(f"would start {counted(len(order), 'cell')}, {arguments.jobs or 1} at a time")
         return 0
     runs.mkdir(parents=True, exist_ok=True)
@@ -280,7 +215,7 @@ def _run_here(
         print(f"{count} failed: {names}; rerun the same command to start only these again")
         return EXIT_USER_ERROR
     if len(waiting) + sum(cell.is_done for cell in cells) == len(cells):
+        print(f"all {len(cells)} cells are done; next: pretrain report {runs}")
         flags = cells_flags(sweep, arguments)
-        print(f"all {len(cells)} cells are done; next: launcher sweep report {flags}")
         print(f"or as a table for scaling laws:  pretrain scale collect {flags}")
     return 0

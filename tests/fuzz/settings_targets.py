@@ -131,7 +131,7 @@ def _read_cluster(path: Path) -> None:
 
 def _read_sweep(path: Path) -> None:
     read_sweep(path)
-    command(launcher.main, "sweep", "plan", path, "--runs-dir", path.parent / "runs")
+    command(launcher.main, "sweep", "status", path, "--runs-dir", path.parent / "runs")
 
 
 def _plan_variants(path: Path) -> None:

@@ -103,7 +103,7 @@ def test_reports_comparisons_and_tables_of_sweeps_have_the_losses_of_sets(
     more = RunDir(tmp_path / "more")
     assert train(places, more, f"evaluation.sets.more={places['b']}") == 0
     capsys.readouterr()
-    assert main(["compare", str(trained.path), str(more.path)]) == 0
+    assert main(["report", str(trained.path), str(more.path)]) == 0
     cells = {
         line.split("  ")[0]: line.split()[-2:] for line in capsys.readouterr().out.splitlines()
     }

@@ -108,7 +108,7 @@ def test_killed_cells_are_tried_again_alone_and_end_as_if_nothing_had_happened(
 def _check_that_all_places_show_the_same_losses(
     sweep: Path, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Progress, status, report, compare, results.csv and sweep status, of a cell."""
+    """Progress, status, report, compare.csv and sweep status, of a cell."""
     cell = "narrow"
     run = runs / cell
     steps = losses(runs, cell)[-10:]
@@ -128,7 +128,7 @@ def _check_that_all_places_show_the_same_losses(
     page = (run / "report.html").read_text()
     assert f"<b>{train}</b><span>train loss" in page
     assert f"<b>{validation}</b><span>validation loss" in page
-    assert pretrain(["compare", str(run), str(runs / "wide")]) == 0
+    assert pretrain(["report", str(run), str(runs / "wide")]) == 0
     compared = printed(capsys)
     assert re.search(rf"train loss +{train} +\d\.\d{{4}}\n", compared)
     assert re.search(rf"validation loss +{validation} +\d\.\d{{4}}\n", compared)
@@ -136,9 +136,8 @@ def _check_that_all_places_show_the_same_losses(
     states = printed(capsys)
     assert re.search(rf"{cell} +{train} +{validation} ", states)
     assert states.count("done") == len(CELLS) + 1
-    assert launcher(["sweep", "collect", str(sweep), f"--runs-dir={runs}"]) == 0
-    with open(runs / "results.csv") as file:
-        (row,) = [row for row in csv.DictReader(file) if row["cell"] == cell]
+    with open(runs / "compare.csv") as file:
+        (row,) = [row for row in csv.DictReader(file) if row["run"] == cell]
     found = [f"{float(row[name]):.4f}" for name in ("train_loss", "validation_loss")]
     assert found == [train, validation]
     printed(capsys)
@@ -172,10 +171,7 @@ metrics: {{interval: 2, tensorboard: false}}
     ("program", "words"),
     [
         (launcher, ["sweep", "submit", "SWEEP", "--local"]),
-        (launcher, ["sweep", "report", "SWEEP"]),
-        (launcher, ["sweep", "collect", "SWEEP"]),
         (pretrain, ["scale", "collect", "SWEEP"]),
-        (pretrain, ["compare", "SWEEP"]),
         (pretrain, ["report", "SWEEP"]),
     ],
     ids=lambda value: "-".join(value[:3]) if isinstance(value, list) else value.__module__,

@@ -40,7 +40,7 @@ CALLS: dict[str, tuple[Callable[..., int], tuple[str, ...]]] = {
     "a corpus configuration": (data_pipeline, ("build", "FILE")),
     "an experiment": (pretrain, ("describe", "FILE")),
     "a cluster file": (launcher, ("submit", EXPERIMENT, "--cluster", "FILE")),
-    "a sweep": (launcher, ("sweep", "plan", "FILE")),
+    "a sweep": (launcher, ("sweep", "status", "FILE")),
     "a comparison of variants": (pretrain, ("scale", "plan", "FILE")),
 }
 

@@ -234,7 +234,7 @@ def test_status_shows_cells_that_have_not_begun_too(sweep, capsys):
     assert lines[-1] == "0 of 3 cells are done"
 
 
-@pytest.mark.parametrize("program", [["sweep", "status"], ["sweep", "plan"]])
+@pytest.mark.parametrize("program", [["sweep", "status"]])
 def test_the_name_of_a_sweep_is_refused_with_its_file(sweep, capsys, monkeypatch, program):
     monkeypatch.chdir(sweep.parent)
     wanted = "does not exist; expected the file of a sweep (YAML)"
@@ -339,7 +339,7 @@ def test_every_sweep_file_is_valid(path, tmp_path):
 )
 def test_a_grid_with_a_mistake_is_refused(grid, capsys, text, message):
     grid.write_text(f"format: 1\nname: grid\n{text}\n")
-    assert main(["sweep", "plan", str(grid)]) == 2
+    assert main(["sweep", "status", str(grid)]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -347,7 +347,7 @@ def test_a_grid_with_a_mistake_is_refused(grid, capsys, text, message):
 def test_what_every_sweep_file_has_is_asked_for_with_what_to_write(grid, capsys, name):
     lines = grid.read_text().splitlines()
     grid.write_text("\n".join(line for line in lines if not line.startswith(f"{name}:")))
-    assert main(["sweep", "plan", str(grid)]) == 2
+    assert main(["sweep", "status", str(grid)]) == 2
     assert f"{name} is missing; write '{name}: " in capsys.readouterr().err
 
 
@@ -368,32 +368,34 @@ def test_the_list_of_cells_in_the_docs_runs_as_it_stands(sweep, capsys, monkeypa
 
 def test_a_report_compares_the_cells_that_have_made_a_step(grid, capsys, caplog, monkeypatch):
     monkeypatch.chdir(grid.parent)
-    assert main(["sweep", "report", str(grid)]) == 2
+    assert pretrain(["report", str(grid)]) == 2
     assert "none of its 4 cells has started in runs/grid" in capsys.readouterr().err
     cells = cells_of(grid)
     make_done(cells[1])
     make_done(cells[3])
     RunDir.create(cells[0].path, cells[0].config)
-    assert main(["sweep", "report", str(grid), f"--runs-dir={grid.parent / 'runs/grid'}"]) == 0
+    assert pretrain(["report", str(grid)]) == 0
     output = capsys.readouterr().out
     assert re.search(r"^run +0\.0003-shape_cosine-lanes_8 +0\.001-sh\S+_8$", output, re.MULTILINE)
     assert re.search(r"^memory gain +\+0\.5000 +\+0\.5000$", output, re.MULTILINE)
     assert re.search(r"^optim\.learning_rate +0\.0003 +0\.001$", output, re.MULTILINE)
     assert f"left out: {cells[0].path} has no measured step" in caplog.text
     assert "optim.learning_rate" in Path("runs/grid/compare.html").read_text()
-
-
-def test_each_action_explains_its_own_flags_and_takes_no_others(grid, capsys):
-    pages = []
-    for action in ("plan", "submit", "status", "report", "collect"):
-        with pytest.raises(SystemExit):
-            main(["sweep", action, "--help"])
-        pages.append(capsys.readouterr().out.partition("\n\n")[2])
-    assert len(set(pages)) == 5
-    assert ["--jobs" in page for page in pages] == [False, True, False, False, False]
-    assert ["--output" in page for page in pages] == [False, False, False, True, True]
-    assert main(["sweep", "collect", str(grid), "--local"]) == 2
-    assert "unrecognized arguments: --local" in capsys.readouterr().err
+    with open("runs/grid/compare.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["run"] for row in rows] == [cells[1].path.name, cells[3].path.name]
+    expected = {
+        "optim.learning_rate": "0.0003",
+        "evaluation_perplexity": "7.4",
+        "train_loss": "0.75",
+        "validation_loss": "2",
+        "bits_per_byte": "1.25",
+        "memory_gain": "0.5",
+        "parameters": str(cost_of(cells[1].config).parameters),
+        "flops": str(cost_of(cells[1].config).flops),
+        "skipped_windows": "1",
+    }
+    assert {name: rows[0][name] for name in expected} == expected
 
 
 def test_shared_code_names_the_run_directory_and_not_the_flag_of_one_command():
@@ -404,41 +406,14 @@ def test_shared_code_names_the_run_directory_and_not_the_flag_of_one_command():
     assert found == []
 
 
-def test_plan_shows_what_the_cells_will_be(grid, capsys, monkeypatch):
+def test_a_dry_run_shows_what_the_cells_will_be(grid, capsys, monkeypatch):
     monkeypatch.chdir(grid.parent)
-    assert main(["sweep", "plan", str(grid)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["cell", "steps", "parameters", "FLOPs", "settings"]
-    assert "optim.learning_rate=0.0003" in lines[1]
-    assert lines[1].split()[1] == "10"
-    assert lines[-1] == "0 of 4 cells are done"
-
-
-def test_collect_writes_settings_and_results_of_every_cell(grid, capsys, monkeypatch):
-    monkeypatch.chdir(grid.parent)
-    cell = cells_of(grid)[1]
-    make_done(cell)
-    assert main(["sweep", "collect", str(grid)]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^cell +train loss .*goodput", said, re.M)
-    assert "results.csv: 1 of 4 cells are done" in said
-    with open("runs/grid/results.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 4
-    assert rows[1]["optim.learning_rate"] == "0.0003"
-    assert rows[1]["evaluation_perplexity"] == "7.4"
-    expected = {
-        "state": "done",
-        "train_loss": "0.75",
-        "validation_loss": "2",
-        "bits_per_byte": "1.25",
-        "memory_gain": "0.5",
-        "parameters": str(cost_of(cell.config).parameters),
-        "flops": str(cost_of(cell.config).flops),
-        "skipped_windows": "1",
-    }
-    assert {name: rows[1][name] for name in expected} == expected
-    assert (rows[0]["state"], rows[0]["bits_per_byte"]) == ("new", "")
+    assert main(["sweep", "submit", str(grid), "--local", "--dry-run"]) == 0
+    first, heads, *lines = capsys.readouterr().out.splitlines()
+    assert first == "0 of 4 cells are done"
+    assert heads.split() == ["cell", "steps", "parameters", "FLOPs", "settings"]
+    assert "optim.learning_rate=0.0003" in lines[0]
+    assert lines[0].split()[1] == "10"
 
 
 def test_a_validation_loss_of_an_earlier_step_names_that_step(sweep, capsys, monkeypatch):
@@ -448,45 +423,36 @@ def test_a_validation_loss_of_an_earlier_step_names_that_step(sweep, capsys, mon
     metrics = Path("runs/three/plain/metrics.jsonl")
     interval, evaluation = metrics.read_text().splitlines()
     metrics.write_text(f"{evaluation.replace(': 10', ': 5')}\n{interval}\n")
-    for words in (["sweep", "status", str(sweep)], ["sweep", "report", str(sweep)]):
-        assert main(words) == 0
+    for program, words in ((main, ["sweep", "status"]), (pretrain, ["report"])):
+        assert program([*words, str(sweep)]) == 0
         said = capsys.readouterr().out
         assert said.count("2.0000 (step 5)") == 1
         assert said.count("2.0000") == 3
     assert Path("runs/three/compare.html").read_text().count(">2.0000 (step 5)<") == 1
     assert main(["status", "runs/three/plain"]) == 0
     assert re.search(r"validation loss +2\.0000 \(step 5\)", capsys.readouterr().out)
-    assert pretrain(["report", "runs/three/plain", "runs/three/other"]) == 0
-    first, second = capsys.readouterr().out.splitlines()[:2]
-    assert "step 10 of 10, train loss 0.7500, validation loss 2.0000 (step 5), " in first
-    assert "validation loss 2.0000, " in second
+    assert pretrain(["report", "runs/three/plain"]) == 0
+    words = "step 10 of 10, train loss 0.7500, validation loss 2.0000 (step 5), "
+    assert words in capsys.readouterr().out
 
 
-def test_results_are_spelled_as_settings_files_spell_them(sweep, monkeypatch):
+def test_a_setting_that_differs_has_its_value_in_every_row_as_settings_files_spell_it(
+    sweep, monkeypatch
+):
     monkeypatch.chdir(sweep.parent)
     text = sweep.read_text().replace("overrides: [", "overrides: [model.tie_embeddings=false, ", 1)
     sweep.write_text(text)
-    assert main(["sweep", "collect", str(sweep)]) == 0
-    with open("runs/three/results.csv") as file:
-        found = {row["model.tie_embeddings"] for row in csv.DictReader(file)}
-    assert found == {"true", "false"}
-
-
-def test_a_setting_that_differs_has_its_value_in_every_row_also_where_it_is_the_default(
-    sweep, capsys, monkeypatch
-):
-    monkeypatch.chdir(sweep.parent)
-    assert main(["sweep", "collect", str(sweep)]) == 0
-    with open("runs/three/results.csv") as file:
+    for cell in read_cells(read_sweep(sweep), sweep, Path("runs/three")):
+        make_done(cell)
+    assert pretrain(["report", str(sweep)]) == 0
+    with open("runs/three/compare.csv") as file:
         rows = list(csv.DictReader(file))
     assert [(row["seed"], row["data.lanes"]) for row in rows] == [
         ("1", "8"),
         ("1", "3"),
         ("2", "8"),
     ]
-    capsys.readouterr()
-    assert main(["sweep", "status", str(sweep)]) == 0
-    assert "data.lanes=8 seed=2" in capsys.readouterr().out
+    assert {row["model.tie_embeddings"] for row in rows} == {"true", "false"}
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -506,7 +472,7 @@ def test_sweep_status_shows_every_result_at_any_width(grid, width):
 
 
 def test_no_command_of_sweeps_takes_settings(grid, capsys):
-    assert main(["sweep", "plan", str(grid), "optim.steps=9"]) == 2
+    assert main(["sweep", "status", str(grid), "optim.steps=9"]) == 2
     assert "settings of all cells are in their experiment, or lists" in capsys.readouterr().err
 
 
@@ -547,7 +513,7 @@ def test_bad_input_gets_one_line_and_leaves_nothing(sweep, capsys, monkeypatch, 
 
 def test_a_missing_experiment_is_not_answered_with_the_sweep_itself(sweep, capsys):
     sweep.write_text(sweep.read_text().replace("tiny.yaml", "sweeep.yaml"))
-    assert main(["sweep", "plan", str(sweep)]) == 2
+    assert main(["sweep", "status", str(sweep)]) == 2
     error = capsys.readouterr().err
     assert "sweeep.yaml does not exist (experiment is relative to the sweep's file)" in error
     assert "sweep.yaml'" not in error

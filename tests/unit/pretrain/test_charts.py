@@ -9,13 +9,13 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pretrain.commands.compare import title_of
 from pretrain.reporting import charts
 from pretrain.reporting.charts import (
     Panel,
     panel_html,
     save_panels,
 )
+from pretrain.reporting.run_page import title_of
 
 NAME = r"runs/$\frac$ at $5"  # in matplotlib's formulas an error
 

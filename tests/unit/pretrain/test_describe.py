@@ -81,6 +81,20 @@ def test_describe_prints_what_the_published_model_is_made_of(capsys):
         assert expected in output
 
 
+@pytest.mark.parametrize(
+    ("gpu", "precision", "peak", "words"),
+    [
+        ("H100", "fp32", 67e12, "67 TFLOP/s  (fp32; data sheet, dense)"),
+        ("H200", "fp32", 67e12, "67 TFLOP/s  (fp32; data sheet, dense)"),
+        ("A100", "fp32", 19.5e12, "19.5 TFLOP/s  (fp32; data sheet, dense)"),
+        ("H100", "bf16", 989e12, "989 TFLOP/s  (bf16; data sheet, dense)"),
+        ("H100", "fp16", 989e12, "989 TFLOP/s  (fp16; data sheet, dense)"),
+        ("A100", "bf16", 312e12, "312 TFLOP/s  (bf16; data sheet, dense)"),
+        ("H100", "auto", 989e12, "ZeRO-2, bf16 (auto), activation"),
+        ("cpu", "auto", 100e9, "ZeRO-2, fp32 (auto), activation"),
+        ("cpu", "fp32", 100e9, "100 GFLOP/s  (fp32; a core's order of magnitude)"),
+    ],
+)
 def test_time_follows_from_the_peak_of_the_configured_precision(
     capsys, gpu, precision, peak, words
 ):

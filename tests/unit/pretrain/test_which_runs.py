@@ -32,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         model = ModelConfig(vocab_size=300, memory_length=int(cell.rpartition("_")[2]))
         RunDir.create(path, RunConfig(name=path.name, model=model))
         (tmp_path / "runs" / "mem" / "logs" / path.name).mkdir(parents=True)
-    (tmp_path / "runs" / "mem" / "results.csv").touch()
+    (tmp_path / "runs" / "mem" / "compare.csv").touch()
     (tmp_path / "runs" / "mem" / "sweep.lock").touch()
     (tmp_path / "tiny.yaml").write_text("name: tiny\nmodel: {vocab_size: 300}\n")
     (tmp_path / "mem.yaml").write_text(GRID)
@@ -104,7 +104,7 @@ def test_what_a_sweep_keeps_beside_its_cells_is_no_damaged_run_but_a_broken_one_
     assert launcher(["status", *map(str, everything)]) == 0
     rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert ["memory_length_64", "damaged"] in rows
-    assert not {"logs", "results.csv", "sweep.lock"} & {row[0] for row in rows if row}
+    assert not {"logs", "compare.csv", "sweep.lock"} & {row[0] for row in rows if row}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_what_a_sweep_keeps_beside_its_cells_is_no_damaged_run_but_a_broken_one_
         (launcher, ["cancel", "nowhere"], "nowhere holds no run: it has no run.json; check"),
         (launcher, ["status", "tiny.yaml"], "tiny.yaml is no sweep (it has neither"),
         (pretrain, ["export", "tiny.yaml", "--output=x"], "name the run's directory, by default"),
-        (pretrain, ["compare", "other.yaml"], "none of its 3 cells has started in runs/other"),
+        (pretrain, ["report", "other.yaml"], "none of its 3 cells has started in runs/other"),
         (pretrain, ["report", "mem.yaml"], "runs/mem/memory_length_0 has no measured step yet"),
     ],
 )
@@ -159,4 +159,4 @@ def test_commands_of_both_programs_take_the_name_of_a_run(here, capsys):
 
 def test_several_paths_without_any_run_are_refused(here):
     with pytest.raises(ConfigError, match="contain no runs"):
-        runs_of([Path("runs/mem/logs"), Path("runs/mem/results.csv")])
+        runs_of([Path("runs/mem/logs"), Path("runs/mem/compare.csv")])

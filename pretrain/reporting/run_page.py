@@ -1,0 +1,307 @@
+"""The page of a run, and the page of several runs side by side with its tables. Torch-free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from foundation.cli import value_text
+from foundation.csv_files import write_csv
+from foundation.errors import printable
+from foundation.progress import duration
+from foundation.settings import to_tree
+from foundation.yaml_files import dump_yaml
+from pretrain.config.run import RunConfig
+from pretrain.reporting.charts import TITLE_CHARACTERS, panel_html, save_panels
+from pretrain.reporting.html import (
+    Card,
+    page,
+    paragraph,
+    preformatted,
+    section,
+    table,
+    write_page,
+)
+from pretrain.reporting.results import differing_settings
+from pretrain.reporting.run_charts import comparison_panels, run_panels
+from pretrain.reporting.run_history import History
+from pretrain.reporting.run_warnings import warnings_of
+from pretrain.rundir.events import GaveUp
+from pretrain.rundir.ledger import events_of
+from pretrain.rundir.metric_names import (
+    MEMORY_GAIN,
+    RUN_SPEED,
+    SPEED,
+    TRAIN_LOSS,
+    VALIDATION_LOSS,
+    latest_with_tasks,
+    set_loss_name,
+    set_losses,
+    task_metrics,
+)
+from pretrain.terminal.text import counted, distinguished, fitted_table, number, perplexity, si
+
+MOST_EVENTS = 60
+CHART_INCHES = 2.3
+# Of an evaluation's line, what is not a result of its own, or is one under another name.
+_NOT_RESULTS = ("kind", "step", "seconds", "loss", "bits_per_byte")
+
+
+def write_report(history: History, directory: Path) -> None:
+    """Write report.html and report.png about a run, and print a summary and warnings."""
+    write_page(directory / "report.html", render(history))
+    save_panels(directory / "report.png", history.name, run_panels(history))
+    print(printable(f"{directory / 'report.html'} and report.png: {summary(history)}"))
+    for warning in warnings_of(history):
+        print(f"warning: {warning}")
+
+
+def write_comparison(histories: Sequence[History], directory: Path) -> None:
+    """Print a column per run: its numbers, and the settings in which the runs differ.
+
+    Writes them as compare.csv, a row per run, and with curves as compare.html and compare.png.
+    """
+    rows, changed = numbers_of(histories), _differing_settings(histories)
+    print(fitted_table([heads_of(histories), *rows]))
+    if changed:
+        print("\n" + fitted_table([("setting", *heads_of(histories)[1:]), *changed]))
+    if left_out := _left_out(histories):
+        print(f"\n{left_out}")
+    write_page(directory / "compare.html", render_comparison(histories, rows, changed))
+    title = title_of([history.name for history in histories])
+    save_panels(directory / "compare.png", title, comparison_panels(histories))
+    columns = list(zip(*(values for _, *values in changed), strict=True)) or [()] * len(histories)
+    settings = [name for name, *_ in changed]
+    lines = [
+        {**dict(zip(settings, values, strict=True)), **_results(history)}
+        for values, history in zip(columns, histories, strict=True)
+    ]
+    names = ["run", *dict.fromkeys(name for line in lines for name in line)]
+    write_csv(directory / "compare.csv", names, lines)
+    print(printable(f"\n{directory / 'compare.html'}, compare.png and compare.csv"))
+
+
+def _results(history: History) -> dict[str, Any]:
+    """Return what a row of compare.csv has besides the settings."""
+    evaluation = history.summary.evaluation or {}
+    measured = {name: value for name, value in evaluation.items() if name not in _NOT_RESULTS}
+    return {
+        "run": printable(history.path.name),
+        "step": history.step,
+        **vars(history.results),
+        **{f"evaluation_{name}": value for name, value in measured.items()},
+    }
+
+
+def summary(history: History) -> str:
+    """The run in a line."""
+    steps = history.config.optim.steps
+    results = history.results
+    parts = [
+        f"step {history.step:,} of {steps:,}",
+        f"{TRAIN_LOSS} {number(results.train_loss, '.4f')}",
+        f"{VALIDATION_LOSS} {results.cells[VALIDATION_LOSS]}",
+    ]
+    if history.time_spent is not None:
+        parts.append(f"goodput {history.time_spent.goodput:.0%}")
+    parts.append(f"failed attempts: {len(history.failures)}, rewinds: {len(history.rewinds)}")
+    parts.append(f"skipped steps: {history.measured.num_skipped}")
+    parts += filter(None, [history.unsaved])
+    return ", ".join(parts)
+
+
+def render(history: History) -> str:
+    """The whole page."""
+    step = f"Step {history.step:,} of {history.config.optim.steps:,}"
+    step = "; ".join(filter(None, (step, history.unsaved)))
+    lead = f"{setup_of(history.config)}. {step}."
+    charts = [
+        section(
+            panel.title,
+            panel_html(panel, CHART_INCHES, f"{panel.title}: {panel.y_label} over {panel.x_label}"),
+        )
+        for panel in run_panels(history)
+    ]
+    footer = (
+        "Written by 'pretrain report' from metrics.jsonl and ledger.jsonl. "
+        "Losses in nats per token, but for bits per byte."
+    )
+    sections = [
+        *_warnings(history),
+        *charts,
+        _sets(history),
+        _tasks(history),
+        _time(history),
+        _events(history),
+        _settings(history),
+    ]
+    return page(history.name, "Training run", lead, _cards(history), sections, footer)
+
+
+def setup_of(config: RunConfig) -> str:
+    """Describe model, batch and engine in a line."""
+    model, data, engine = config.model, config.data, config.engine
+    return (
+        f"{model.num_layers} layers of width {model.d_model}, "
+        f"{value_text(model.memory_length)} tokens of memory; "
+        f"{data.lanes} lanes in segments of {data.segment_length}; "
+        f"ZeRO-{engine.zero_stage} in {engine.precision}"
+    )
+
+
+def _cards(history: History) -> list[Card]:
+    results, loss = history.results, history.results.train_loss
+    words = f"{TRAIN_LOSS}: mean of the latest interval"
+    if loss is not None:
+        words += f", a perplexity of {perplexity(loss):,.1f}"
+    cards = [Card(number(loss, ".4f"), words)]
+    if results.validation_loss is not None:
+        words = f"{VALIDATION_LOSS} after step {history.evaluations[-1]['step']:,}"
+        if results.bits_per_byte is not None:
+            words += f", {results.bits_per_byte:.4f} bits per byte"
+        cards.append(Card(f"{results.validation_loss:.4f}", words))
+    if results.memory_gain is not None:
+        words = f"{MEMORY_GAIN}: how much higher the {VALIDATION_LOSS} is without memory"
+        cards.append(Card(f"{results.memory_gain:+.4f}", words))
+    speed = results.run_tokens_per_second
+    speed = "so far" if speed is None else f"at {speed:,.0f} {RUN_SPEED}"
+    cards.append(Card(si(history.tokens).strip(), f"tokens read, {speed}"))
+    if (spent := history.time_spent) is not None:
+        words = f"goodput: of {duration(spent.total)}, in productive steps"
+        cards.append(Card(f"{spent.goodput:.0%}", words))
+    rewinds = counted(len(history.rewinds), "automatic rewind")
+    words = f"failed attempts; {rewinds}, {counted(history.measured.num_skipped, 'skipped step')}"
+    mood = "bad" if events_of(history.ledger, GaveUp) else ""
+    return [*cards, Card(str(len(history.failures)), words, mood)]
+
+
+def _warnings(history: History) -> list[str]:
+    found = warnings_of(history)
+    return [section("Warnings", *(paragraph(each, "alarm") for each in found))] if found else []
+
+
+def _sets(history: History) -> str:
+    """The latest loss of each set, if there are any."""
+    line = history.summary.evaluation or {}
+    if not (losses := set_losses(line)):
+        return ""
+    rows = [
+        [set_loss_name(printable(name)), number(loss, ".4f"), f"{perplexity(loss):,.2f}"]
+        for name, loss in losses.items()
+    ]
+    words = f"After step {line['step']:,}, with the memory that the run trains with."
+    heads = ["", "loss", "perplexity"]
+    return section("Losses by corpus", paragraph(words), table(heads, rows, "named"))
+
+
+def _tasks(history: History) -> str:
+    """The latest metrics of tasks, if there are any."""
+    if (line := latest_with_tasks(history.evaluations)) is None:
+        return ""
+    rows = [[printable(name), f"{value:.4f}"] for name, value in task_metrics(line).items()]
+    words = f"After step {line['step']:,}."
+    return section("Tasks", paragraph(words), table(["", "value"], rows, "named"))
+
+
+def _time(history: History) -> str:
+    spent = history.time_spent
+    if spent is None:
+        return ""
+    rows = [
+        [name.replace("_", " "), duration(seconds), f"{seconds / spent.total:.1%}"]
+        for name, seconds in vars(spent).items()
+    ]
+    words = (
+        "Goodput is the part of training. Restarts are all that has no line of its own: starts, "
+        "waiting after failures, steps made again."
+    )
+    return section("Time", paragraph(words), table(["", "time", "part"], rows, "named"))
+
+
+def _events(history: History) -> str:
+    shown = list(history.ledger)[-MOST_EVENTS:]
+    rows = [
+        [time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event.time)), event.description]
+        for event in shown
+    ]
+    left_out = len(history.ledger) - len(shown)
+    more = [paragraph(f"{left_out} earlier events are in ledger.jsonl.")] if left_out else []
+    return section("Events", *more, table([], rows, "words"))
+
+
+def _settings(history: History) -> str:
+    return section("Settings", preformatted(dump_yaml(to_tree(history.config))))
+
+
+def title_of(names: Sequence[str]) -> str:
+    """The title of a picture of these runs: their names while they fit on a line."""
+    title = " / ".join(names)
+    return title if len(title) <= TITLE_CHARACTERS else f"{len(names)} runs"
+
+
+def render_comparison(
+    histories: Sequence[History], rows: Sequence[Sequence[str]], changed: Sequence[Sequence[str]]
+) -> str:
+    """The whole page."""
+    losses, speeds = comparison_panels(histories)
+    heads = heads_of(histories)
+    settings = (
+        table(["setting", *heads[1:]], changed, "named")
+        if changed
+        else paragraph("All settings are the same.")
+    )
+    caption = "Smoothed loss of every run over its tokens"
+    sections = [
+        section("Loss", panel_html(losses, 2.8, f"{caption}; dots are validation")),
+        section("Numbers", table(heads, rows, "named")),
+        section("Different settings", settings),
+        section("Speed", panel_html(speeds, 2.2, f"{SPEED} of every interval of each run")),
+    ]
+    lead = f"{len(histories)} runs over the tokens they have read; dots are validation losses. "
+    lead += _left_out(histories)
+    return page(
+        "Runs side by side", "Comparison", lead, [], sections, "Written by 'pretrain report'."
+    )
+
+
+def numbers_of(histories: Sequence[History]) -> list[tuple[str, ...]]:
+    """Return a row per quantity: its name, and its value in each run."""
+    columns = list(map(_numbers, histories))
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [(name, *(column.get(name, "-") for column in columns)) for name in names]
+
+
+def _numbers(history: History) -> dict[str, str]:
+    results = history.results
+    return {
+        "step": f"{history.step:,}",
+        "tokens": si(history.tokens).strip(),
+        **results.cells,
+        **{
+            set_loss_name(printable(name)): number(loss, ".4f") + results.when_validated
+            for name, loss in set_losses(history.summary.evaluation).items()
+        },
+        **{
+            printable(name): f"{value:.4f}"
+            for name, value in task_metrics(latest_with_tasks(history.evaluations)).items()
+        },
+    }
+
+
+def heads_of(histories: Sequence[History]) -> tuple[str, ...]:
+    """Return the heads of a table with a column per run."""
+    return ("run", *distinguished([printable(history.path.name) for history in histories]))
+
+
+def _left_out(histories: Sequence[History]) -> str:
+    """Say what all names start with, if the heads leave it out; else ""."""
+    name, shown = printable(histories[0].path.name), heads_of(histories)[1]
+    return f"All names start with {name.removesuffix(shown)!r}." if name != shown else ""
+
+
+def _differing_settings(histories: Sequence[History]) -> list[tuple[str, ...]]:
+    """A row per setting that is not the same everywhere, with every run's value."""
+    found = differing_settings([history.config for history in histories])
+    return [(key, *map(value_text, values)) for key, values in found.items()]
