@@ -58,86 +58,52 @@ class Definition:
 
 @dataclass(frozen=True)
 class Module:
+    """A module of ours."""
+
     docstring: str
     definitions: dict[str, Definition]
     imports: dict[str, Import]  # of other packages, by the name bound here
     own: dict[str, Key]  # the names that come from our packages
 
 
-@dataclass(frozen=True)
-class Bundle:
-    text: str
-    keys: frozenset[Key]  # what it has
-
-
 def bundle(
-    root: str,
-    heading: str,
-    replaced: Mapping[str, str],
-    beside: Mapping[str, Bundle] | None = None,
-) -> Bundle:
-    """Return module `root` with everything that it needs of ours, which it no longer imports.
+    root: str, heading: str, replaced: Mapping[str, str], home: Mapping[Key, str]
+) -> tuple[str, list[Key]]:
+    """Return module `root` with all that it needs of ours, and which definitions that are.
 
-    `replaced` has names that another module defines for all -> that module. `beside` has the other
-    bundles of the directory by module name; what they define is imported from them.
+    `replaced` has names that another module defines for all -> that module. `home` has definitions
+    -> the module of the directory to import them from.
     """
-    home = {key: name for name, other in (beside or {}).items() for key in other.keys}
-    needed = _needed([(root, name) for name in module(root).definitions], replaced, home)
+    needed: dict[Key, None] = {}
+    waiting = [(root, name) for name in module(root).definitions]
+    while waiting:
+        key = waiting.pop()
+        if key not in needed:
+            needed[key] = None
+            read = module(key[0])
+            for name in sorted(_definition(key).uses) if key not in home else ():
+                used = (key[0], name) if name in read.definitions else read.own.get(name)
+                waiting += [(replaced.get(used[1], used[0]), used[1])] if used else []
     own = [key for key in needed if key not in home]
     names = [name for _, name in own]
     assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
     own.sort(key=lambda key: (_depth(key[0]), key[0], _definition(key).line))
-    used = {bound for key in own for bound in _imports_of(key)}
-    used |= {(f"from .{home[key]} import", key[1]) for key in needed if key in home}
+    used_imports = {(f"from .{home[key]} import", key[1]) for key in needed if key in home}
+    for key in own:
+        imports = module(key[0]).imports
+        used_imports |= {imports[name] for name in _definition(key).uses & imports.keys()}
+    statements: dict[str, list[str]] = {}
+    for how, name in sorted(used_imports):
+        statements.setdefault(how, []).append(name)
     parts = [
         f'{heading}\n\n"""{module(root).docstring}\n"""\n',
         "from __future__ import annotations\n",
-        "\n".join(_statements(used)),
+        "\n".join(f"{how} {', '.join(names)}" for how, names in statements.items()),
     ]
     for key, before in zip(own, [("", ""), *own], strict=False):
         mark = "" if key[0] == before[0] else f"# {key[0]}\n\n\n"
         parts.append(f"\n\n{mark}{_definition(key).source}")
-    return Bundle("\n".join(parts) + "\n", frozenset(own))
-
-
-def _needed(start: list[Key], replaced: Mapping[str, str], home: Mapping[Key, str]) -> list[Key]:
-    """Return `start` and all definitions that they use, directly or not."""
-    found: dict[Key, None] = {}
-    while start:
-        key = start.pop()
-        if key in found:
-            continue
-        found[key] = None
-        if key not in home:
-            used = [_resolved(key[0], name) for name in sorted(_definition(key).uses)]
-            start += [(replaced.get(each[1], each[0]), each[1]) for each in used if each]
-    return list(found)
-
-
-def _imports_of(key: Key) -> Iterator[Import]:
-    imports = module(key[0]).imports
-    return (imports[name] for name in _definition(key).uses & imports.keys())
-
-
-def _statements(imports: set[Import]) -> Iterator[str]:
-    """Yield import statements, one per module."""
-    for how in sorted({how for how, _ in imports}):
-        names = sorted(name for each, name in imports if each == how)
-        if how == "import":
-            yield from (f"import {name}" for name in names)
-        else:
-            yield (
-                f"{how} {names[0]}"
-                if len(names) == 1
-                else f"{how} (\n    " + ",\n    ".join(names) + ",\n)"
-            )
-
-
-def _resolved(of_module: str, name: str) -> Key | None:
-    """Return where the module's `name` is defined, if that is in our packages."""
-    if name in module(of_module).definitions:
-        return of_module, name
-    return module(of_module).own.get(name)
+    return "\n".join(parts) + "\n", own
 
 
 def _definition(key: Key) -> Definition:
@@ -154,7 +120,7 @@ def _depth(name: str) -> int:
 def module(name: str) -> Module:
     """Read a module of ours, `pretrain.model.memory` for example."""
     text = (ROOT / (name.replace(".", "/") + ".py")).read_text()
-    tree = ast.parse(text)
+    tree, lines = ast.parse(text), text.splitlines()
     read = Module(ast.get_docstring(tree) or "", {}, {}, {})
     for node in tree.body:
         if isinstance(node, ast.Import):
@@ -171,35 +137,25 @@ def module(name: str) -> Module:
                     how = f"from {node.module} import"
                     read.imports[alias.asname or alias.name] = (how, ast.unparse(alias))
         else:
-            for defined in _names_of(node):
-                read.definitions[defined] = _definition_of(node, text.splitlines())
+            first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))]) - 1
+            while first and lines[first - 1].startswith("#"):
+                first -= 1
+            uses = frozenset(_names_in(node))
+            source = "\n".join(lines[first : node.end_lineno])
+            targets = getattr(node, "targets", [getattr(node, "target", ast.Pass())])
+            defined = [name for target in targets for name in _names_in(target)]
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                defined = [node.name]
+            elif isinstance(node, ast.Try):  # an import that may fail
+                imports = [each for each in node.body if isinstance(each, ast.Import)]
+                defined = [alias.name for each in imports for alias in each.names]
+            for each in defined:
+                read.definitions[each] = Definition(node.lineno, source, uses)
     return read
 
 
-def _names_of(node: ast.stmt) -> list[str]:
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return [node.name]
-    if isinstance(node, ast.Try):  # an import that may fail
-        return [
-            alias.name for each in node.body if isinstance(each, ast.Import) for alias in each.names
-        ]
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return [
-        each.id
-        for target in targets
-        if target
-        for each in ast.walk(target)
-        if isinstance(each, ast.Name)
-    ]
-
-
-def _definition_of(node: ast.stmt, lines: list[str]) -> Definition:
-    decorators = getattr(node, "decorator_list", [])
-    first = min([node.lineno, *(each.lineno for each in decorators)]) - 1
-    while first and lines[first - 1].startswith("#"):
-        first -= 1
-    uses = frozenset(each.id for each in ast.walk(node) if isinstance(each, ast.Name))
-    return Definition(node.lineno, "\n".join(lines[first : node.end_lineno]), uses)
+def _names_in(node: ast.AST) -> list[str]:
+    return [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
 
 
 OWN_CLASS = "XLPretrainTokenizer"
@@ -385,15 +341,18 @@ def write_huggingface(
 def code_of_export() -> dict[str, str]:
     """Return the source of the export's modules by name."""
     heading = HEADING.format(version=code_version())
-    configuration, modeling, tokenization = (f"{__package__}.{name}" for name in CODE)
+    configuration, modeling = (f"{__package__}.{name}" for name in CODE[:2])
     replaced = {
         **dict.fromkeys(("ConfigError", "abbreviated"), configuration),
         **dict.fromkeys(("DropoutStream", "path_for"), modeling),
     }
-    bundles: dict[str, Bundle] = {}
-    for root in (configuration, modeling, tokenization):
-        bundles[root.rpartition(".")[2]] = bundle(root, heading, replaced, dict(bundles))
-    return {name: each.text for name, each in bundles.items()}
+    texts: dict[str, str] = {}
+    home: dict[Key, str] = {}
+    for name in CODE:
+        root = f"{__package__}.{name}"
+        texts[name], own = bundle(root, heading, replaced, dict(home))
+        home |= dict.fromkeys(own, name)
+    return texts
 
 
 def _write_all_weights(directory: Path, tensors: Mapping[str, Tensor], largest_file: int) -> None:
