@@ -1,13 +1,9 @@
-"""`pretrain evaluate`: losses on a split, context lengths, and the sliding-window baseline.
-
-The flags of `pretrain evaluate --probe`. Torch-free.
-"""
+"""`pretrain evaluate`: losses on a split, context lengths, and the sliding-window baseline."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,47 +17,12 @@ from pretrain.evaluation.probes.probe_settings import ProbeName
 from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import fitted_table
 
-TRIALS = 64
-
-
-def add_probe_flags(parser: argparse.ArgumentParser, what: Callable[..., Any]) -> None:
-    """Declare --probe, by `what` among the things to measure, and the flags that go with it."""
-    names = get_args(ProbeName)
-    probes = f"probe the memory, and write a page with pictures: {', '.join(names)}"
-    what("--probe", nargs="+", choices=names, metavar="PROBE", help=probes)
-    add = parser.add_argument_group("with --probe").add_argument
-    trials = f"needles and copies at each distance (default {TRIALS})"
-    add("--trials", type=int, metavar="N", help=trials)
-    longest = "test recall up to N tokens (default: twice what a layer sees)"
-    add("--longest-distance", type=size_of("tokens"), metavar="N", help=longest)
-    add("--seed", type=int, metavar="N", help="draw other needles and copies (default 0)")
-    output = "directory for probes.html and probes.json (default: the run's)"
-    add("--output", type=Path, metavar="DIR", help=output)
-
-
-def check_probe_flags(arguments: argparse.Namespace) -> None:
-    """Set the defaults of --probe; ConfigError for bad numbers and flags without --probe."""
-    numbers = {"trials": TRIALS, "longest_distance": 0, "seed": 0}
-    for name in (*numbers, "output"):
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, numbers.get(name))
-        elif not arguments.probe:
-            raise ConfigError(f"--{name.replace('_', '-')} requires --probe")
-    if not arguments.probe:
-        return
-    check_least(arguments, 1, "trials")
-    check_least(arguments, 0, "seed")
-    if arguments.longest_distance > MOST_ROWS:
-        raise ConfigError(
-            f"--longest-distance={arguments.longest_distance} must be at most {MOST_ROWS:,}"
-        )
-    if arguments.output:
-        check_output_directory("--output", arguments.output)
-    if len(arguments.memory_length or ()) > 1:
-        raise ConfigError("--probe goes with one --memory-length; compare two calls")
-
-
-CONTEXT_DEFAULTS = {"context_step": 50, "longest_context": 1000, "positions": 512}
+# What is measured besides losses -> the flags that go only with it, and their defaults.
+OWN_FLAGS: dict[str, dict[str, Any]] = {
+    "context_length": {"context_step": 50, "longest_context": 1000, "positions": 512},
+    "tasks": {"limit": None, "few_shot": None, "run_task_code": False},
+    "probe": {"trials": 64, "longest_distance": 0, "seed": 0, "output": None},
+}
 
 HINTS = {
     "KEY=VALUE": "a trained model keeps its settings; see pretrain evaluate --help for flags",
@@ -103,17 +64,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare = "compare tokens/s with computing a window for every token"
     what("--compare-sliding-window", action="store_true", help=compare)
     what("--tasks", nargs="+", metavar="TASK", help="run tasks of lm-eval: names, or YAML files")
-    add_probe_flags(parser, what)
-    harness = parser.add_argument_group("with --tasks").add_argument
-    harness("--limit", type=int, metavar="N", help="use N examples of each task (default: all)")
+    names = get_args(ProbeName)
+    probes = f"probe the memory, and write a page with pictures: {', '.join(names)}"
+    what("--probe", nargs="+", choices=names, metavar="PROBE", help=probes)
+    own = parser.add_argument_group("with --tasks").add_argument
+    own("--limit", type=int, metavar="N", help="use N examples of each task (default: all)")
     code = "allow `!function` in YAML files of tasks, which runs code of those who wrote them"
-    harness("--run-task-code", action="store_true", help=code)
+    own("--run-task-code", action="store_true", help=code)
     few_shot = "examples in front of each (default: the task's)"
-    harness("--few-shot", type=int, metavar="N", help=few_shot)
-    context = parser.add_argument_group("with --context-length")
-    for name, value in CONTEXT_DEFAULTS.items():
-        flag = f"--{name.replace('_', '-')}"
-        context.add_argument(flag, type=size_of("tokens"), metavar="N", help=f"default {value}")
+    own("--few-shot", type=int, metavar="N", help=few_shot)
+    own = parser.add_argument_group("with --context-length").add_argument
+    for name, value in OWN_FLAGS["context_length"].items():
+        own(_flag(name), type=size_of("tokens"), metavar="N", help=f"default {value}")
+    own = parser.add_argument_group("with --probe").add_argument
+    trials = f"needles and copies at each distance (default {OWN_FLAGS['probe']['trials']})"
+    own("--trials", type=int, metavar="N", help=trials)
+    longest = "test recall up to N tokens (default: twice what a layer sees)"
+    own("--longest-distance", type=size_of("tokens"), metavar="N", help=longest)
+    own("--seed", type=int, metavar="N", help="draw other needles and copies (default 0)")
+    output = "directory for probes.html and probes.json (default: the run's)"
+    own("--output", type=Path, metavar="DIR", help=output)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -130,35 +104,38 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Set the defaults of --context-length; ConfigError for bad numbers and unused options."""
+    """Set defaults; ConfigError for bad numbers and for flags that would have no effect."""
     memory_lengths = arguments.memory_length or []
     check_threads(arguments)
     _check_sets(arguments)
+    for what, flags in OWN_FLAGS.items():
+        for name, default in flags.items():
+            value = getattr(arguments, name)
+            if value is None or value is False:
+                setattr(arguments, name, default)
+            elif not getattr(arguments, what):
+                raise ConfigError(f"{_flag(name)} requires {_flag(what)}")
+        if getattr(arguments, what) and len(memory_lengths) > 1:
+            raise ConfigError(f"{_flag(what)} goes with one --memory-length; compare two calls")
     check_least(arguments, 0, "memory_length", "segment_length", "lanes", "max_tokens", "clamp")
-    for name, value in CONTEXT_DEFAULTS.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-        elif not arguments.context_length:
-            raise ConfigError(f"--{name.replace('_', '-')} requires --context-length")
+    check_least(arguments, 0, "limit", "few_shot", "seed")
+    check_least(arguments, 1, "trials")
+    if arguments.longest_distance > MOST_ROWS:
+        raise ConfigError(
+            f"--longest-distance={arguments.longest_distance} must be at most {MOST_ROWS:,}"
+        )
+    if arguments.output:
+        check_output_directory("--output", arguments.output)
     numbers = [run for run in arguments.runs if parse_size(str(run), "tokens") is not None]
     if arguments.context_length and (missing := [run for run in numbers if not run.exists()]):
         raise ConfigError(
             f"--context-length takes no number, found {missing[0]}; use --context-length "
             f"--longest-context {missing[0]}"
         )
-    if arguments.context_length and len(memory_lengths) > 1:
-        raise ConfigError(
-            "--context-length measures with one memory length; give one, and compare two calls"
-        )
     if (arguments.context_length or arguments.compare_sliding_window) and arguments.lanes:
         raise ConfigError("--lanes goes with neither --context-length nor --compare-sliding-window")
-    harness = (arguments.limit, arguments.few_shot, arguments.run_task_code)
-    if not arguments.tasks and harness != (None, None, False):
-        raise ConfigError("--limit, --few-shot and --run-task-code require --tasks")
-    check_least(arguments, 0, "limit", "few_shot")
-    if arguments.tasks and (len(memory_lengths) > 1 or arguments.max_tokens):
-        raise ConfigError("--tasks goes with one --memory-length, and with no --max-tokens")
-    check_probe_flags(arguments)
+    if arguments.tasks and arguments.max_tokens:
+        raise ConfigError("--tasks goes with no --max-tokens; use --limit")
     if arguments.tasks:
         from pretrain.evaluation.task_names import check_tasks, silence_libraries
 

@@ -322,7 +322,7 @@ def test_another_user_s_run_does_not_choose_what_is_contacted(
     ("options", "reason"),
     [
         (["--positions", "9"], "requires --context-length"),
-        (["--context-length", "--memory-length", "0", "8"], "one memory length"),
+        (["--context-length", "--memory-length", "0", "8"], "one --memory-length"),
         (["--context-length", "--positions", "0"], "expected 1 or more"),
         (["--context-length", "400"], "use --context-length --longest-context 400"),
         (["--same-length", "--memory-length", "0"], "above 0"),
