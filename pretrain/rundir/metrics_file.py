@@ -4,11 +4,6 @@ A line is damaged if it is not the measurement that a step or an evaluation writ
 and people edit files. Damaged lines are skipped, and one warning has their numbers.
 
 A run's measurements in a few numbers, from lines of metrics.jsonl one by one.
-
-Finds the latest evaluation in a metrics.jsonl that may have gigabytes.
-
-The totals that every interval's line has count the seconds of all evaluations until then. They only
-grow, so a binary search finds the two intervals between which the latest one is.
 """
 
 from __future__ import annotations
@@ -96,19 +91,31 @@ def is_number(value: object) -> TypeGuard[float]:
     return type(value) in _NUMBER
 
 
-def latest_measurements(path: Path) -> Iterator[dict[str, Any]]:
-    """Measurements, latest first, of the last few megabytes of a file that may have gigabytes."""
+def latest_measurements(
+    path: Path, most: int = _TAIL_BYTES, containing: bytes = b""
+) -> Iterator[dict[str, Any]]:
+    """Measurements, latest first, of the last few megabytes of a file that may have gigabytes.
+
+    With `containing`, those whose line does; a file without lines is not searched on.
+    """
     with open_measurements(path) as file:
         start = file.seek(0, os.SEEK_END)
-        end, rest = max(0, start - _TAIL_BYTES), b""
-        while start > end:
+        end, rest = max(0, start - most), b""
+        while start > end and len(rest) <= LARGEST_LINE_BYTES:
             size = min(_BLOCK_BYTES, start - end)
             start -= size
             file.seek(start)
             rest, *lines = (file.read(size) + rest).split(b"\n")  # `rest` begins further ahead
-            yield from filter(None, map(measurement_of, reversed(lines)))
-        if start == 0 and (first := measurement_of(rest)):
+            found = (line for line in reversed(lines) if containing in line)
+            yield from filter(None, map(measurement_of, found))
+        if start == 0 and containing in rest and (first := measurement_of(rest)):
             yield first
+
+
+def latest_evaluation(path: Path) -> dict[str, Any] | None:
+    """The latest evaluation, however many steps came after it; a damaged one is skipped."""
+    lines = latest_measurements(path, most=1 << 62, containing=b'"evaluation"')
+    return next((line for line in lines if line["kind"] == "evaluation"), None)
 
 
 def open_measurements(path: Path) -> BinaryIO:
@@ -269,7 +276,7 @@ def summarize_file(path: Path) -> MetricsSummary:
         return summary
     summary = replace(summary, **vars(sums or TimeSums()))
     if summary.evaluation is None and summary.evaluation_seconds:
-        summary = replace(summary, evaluation=latest_evaluation(path, summary.evaluation_seconds))
+        summary = replace(summary, evaluation=latest_evaluation(path))
     return summary
 
 
@@ -280,73 +287,3 @@ def _totals_in(line: Mapping[str, Any]) -> TimeSums | None:
     known = {each.name for each in fields(TimeSums)}
     is_usable = known >= totals.keys() and all(map(is_number, totals.values()))
     return TimeSums(**totals) if is_usable else None
-
-
-_NEAR_BYTES = 1 << 14  # which are read rather than searched
-_ROUNDING = 2e-6  # of totals
-_MOST_DAMAGED = 100  # evaluations in a row that are skipped
-
-
-def latest_evaluation(path: Path, seconds: float) -> dict[str, Any] | None:
-    """The latest evaluation, where all of them together took `seconds`.
-
-    A damaged one is skipped. None if there is none, or no line has totals.
-    """
-    with open_measurements(path) as file:
-        end = file.seek(0, os.SEEK_END)
-        for _ in range(_MOST_DAMAGED):
-            start, before, end = _window(file, end, seconds)
-            evaluations = [
-                line
-                for line, _ in _lines_with(file, b'"evaluation"', start, end)
-                if line["kind"] == "evaluation"
-            ]
-            if evaluations:
-                return evaluations[-1]
-            if before <= 0:
-                return None
-            end, seconds = start, before
-    return None
-
-
-def _window(file: BinaryIO, end: int, seconds: float) -> tuple[int, float, int]:
-    """The end of the last interval whose total is below `seconds`, that total, and the end of the
-    next interval, of those before `end`."""
-    start, before, right = 0, 0.0, end
-    while right - start > _NEAR_BYTES:
-        middle = (start + right) // 2
-        found = next(_totals(file, middle, end), None)
-        if found is None:
-            right = middle  # a long interval: its line is not in this half
-        elif found[0] < seconds - _ROUNDING:
-            before, start = found
-        else:
-            right, end = middle, found[1]
-    for total, place in _totals(file, start, end):
-        if total < seconds - _ROUNDING:
-            before, start = total, place
-    return start, before, end
-
-
-def _totals(file: BinaryIO, start: int, end: int) -> Iterator[tuple[float, int]]:
-    """Seconds of evaluations until each interval of this part, and where its line ends."""
-    for line, place in _lines_with(file, b'"totals"', start, end):
-        totals = line.get("totals")
-        if isinstance(totals, dict) and is_number(total := totals.get("evaluation_seconds")):
-            yield total, place
-
-
-def _lines_with(
-    file: BinaryIO, text: bytes, start: int, end: int
-) -> Iterator[tuple[dict[str, Any], int]]:
-    """The measurements that contain `text` and begin in this part, and where each line ends."""
-    # From one byte before: a line that begins exactly at the start is whole.
-    place = file.seek(max(0, start - 1))
-    if start:
-        place += len(file.readline(LARGEST_LINE_BYTES))
-    while place < end and (content := file.readline(LARGEST_LINE_BYTES)):
-        if len(content) == LARGEST_LINE_BYTES:
-            return  # no line of a run: what follows is not searched
-        place += len(content)
-        if text in content and (line := measurement_of(content)):
-            yield line, place
