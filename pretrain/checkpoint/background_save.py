@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from foundation.errors import CheckpointError, UserError, os_error_text, remedy_of
-from pretrain.checkpoint.destinations import Disk, FilePart
+from pretrain.checkpoint.destinations import Disk, FilePart, put_files
 from pretrain.checkpoint.directory import MEMORY, rank_file
 from pretrain.checkpoint.pieces import key_of, report_of
 from pretrain.engines.engine import Engine, is_out_of_memory
@@ -511,11 +511,11 @@ class Save(Transfer):
         return host
 
     def _write(self, host: list[Tensor]) -> dict[str, Any]:
-        described = {}
-        for file, buffer in zip(self._rank_files, host, strict=True):
-            part = replace(self._part_of(file), body=buffer.numpy().data)
-            described[file.name] = self._disk.put(self.step, file.name, part, self.check)
-        return described
+        parts = (
+            (file.name, replace(self._part_of(file), body=buffer.numpy().data))
+            for file, buffer in zip(self._rank_files, host, strict=True)
+        )
+        return put_files(self._disk, self.step, parts, self.check)
 
     def _part_of(self, file: RankFile) -> FilePart:
         """What this rank writes of the file."""

@@ -74,6 +74,16 @@ class Destination(Protocol[Source]):
         ...
 
 
+S = TypeVar("S")
+
+
+def put_files(
+    destination: Destination[S], step: int, files: Iterable[tuple[str, S]], check: Check
+) -> dict[str, Any]:
+    """Bring a rank's files of the step there; returns what is confirmed of each, by name."""
+    return {name: destination.put(step, name, source, check) for name, source in files}
+
+
 # ----------------------------------------------------------------------------------------- a disk
 
 BLOCK_BYTES = 1 << 24

@@ -120,9 +120,11 @@ class LocalTier:
                 used = f"step {shared_step}, the shared one" if shared_step else "none"
                 why = str(refused[0][1]) if refused else _why(offers)
                 logger.warning("local checkpoints are not used: %s; using %s", why, used)
-        if self._disk is not None:
+        if (disk := self._disk) is not None:
+            last = found.step if found else shared_step
             with contextlib.suppress(OSError):
-                files.discard_from(self._disk.root, (found.step if found else shared_step) + 1)
+                for step in filter(lambda step: step > last, reversed(disk.steps())):
+                    disk.remove(step)
         return found
 
     def _get(self, step: int) -> marker.Checkpoint:

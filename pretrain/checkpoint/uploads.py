@@ -24,7 +24,7 @@ from pretrain.checkpoint.background_save import (
     SaveProblem,
     Transfer,
 )
-from pretrain.checkpoint.destinations import Check, Disk, ObjectStore, Publication
+from pretrain.checkpoint.destinations import Check, Disk, ObjectStore, Publication, put_files
 from pretrain.checkpoint.marker import parse_index
 from pretrain.config.run import RunConfig
 from pretrain.distributed.rounds import Worker
@@ -109,8 +109,8 @@ def upload_share(
     """Upload a rank's share of the files that the checkpoint's index lists."""
     step, path = int(directory.name.removeprefix("step-")), directory / files.INDEX
     listed = parse_index(path, path.read_bytes())["files"]
-    for name in share_of_rank(listed, rank, num_ranks):
-        store.put(step, name, directory / name, check)
+    share = ((name, directory / name) for name in share_of_rank(listed, rank, num_ranks))
+    put_files(store, step, share, check)
 
 
 class Mirror:
