@@ -10,11 +10,14 @@ import math
 import os
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 import pretrain.rundir.restore as restoring
 from data_pipeline.corpora.stores import StoreError
@@ -273,9 +276,41 @@ class Store:
         pass
 
 
-def upload_to(store: Store, directory: Path) -> Upload:
-    reports = RankReports("", rank=0, num_ranks=1)
+def upload_to(store: Store, directory: Path, reports: RankReports | None = None) -> Upload:
+    reports = reports or RankReports("", rank=0, num_ranks=1)
     return Upload(directory, reports, store, store, Outage(Patience(math.inf)))  # type: ignore[arg-type]
+
+
+def test_rank_0_knows_that_another_rank_fails_and_publishes_once_all_have_put_their_files(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 0.01)
+    is_back, store = threading.Event(), HashStore()
+
+    def look() -> None:
+        if not is_back.is_set():
+            raise StoreError("the store is away")
+
+    directory = publish_step(tmp_path, 1, num_ranks=2)
+    uploads = [
+        upload_to(
+            Store(look if rank else lambda: None), directory, RankReports("a", rank, 2, store)
+        )
+        for rank in (0, 1)
+    ]
+    threads = [threading.Thread(target=upload.run) for upload in uploads]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 60
+    while not uploads[0].any_failure:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not uploads[0].failure
+    assert not uploads[0].is_published
+    is_back.set()
+    for thread in threads:
+        thread.join(60)
+    assert [upload.is_published for upload in uploads] == [True, False]
 
 
 def test_an_upload_that_fails_is_tried_again_in_the_background_and_logged_once(
