@@ -481,17 +481,8 @@ class JobEnded(Event):
     @property
     def cause(self) -> str:
         """Why it ended."""
-        if self.reason is JobEndReason.ERROR:
-            return self.message
-        if self.reason is JobEndReason.NODE_FAILED:
-            return f"node {self.node} failed" if self.node else "a node failed"
-        if self.reason is JobEndReason.PROLOG_FAILED:
-            return f"the prolog failed on {f'node {self.node}' if self.node else 'a node'}"
-        if self.reason is JobEndReason.NODE_EXCLUDED:
-            return f"ranks on node {self.node} failed twice in a row"
-        if self.reason is JobEndReason.RUN_IN_USE:
-            return f"job {self.other_job} has the run"
-        return _JOB_CAUSES.get(self.reason, self.reason.value.replace("_", " "))
+        cause = _JOB_CAUSES.get(self.reason, self.reason.value.replace("_", " "))
+        return cause.format(self, f"node {self.node}" if self.node else "a node")
 
     @property
     def description(self) -> str:
@@ -536,6 +527,11 @@ _REPLACEMENT_CAUSES = {
     ReplacedBecause.RUN_DIRECTORY_UNSEEN: "node {} does not see the run directory",
 }
 _JOB_CAUSES = {
+    JobEndReason.ERROR: "{0.message}",
+    JobEndReason.NODE_FAILED: "{1} failed",
+    JobEndReason.PROLOG_FAILED: "the prolog failed on {1}",
+    JobEndReason.NODE_EXCLUDED: "ranks on {1} failed twice in a row",
+    JobEndReason.RUN_IN_USE: "job {0.other_job} has the run",
     JobEndReason.GAVE_UP: "the supervisor gave up",
     JobEndReason.STOP_REQUESTED: "asked to stop",
     JobEndReason.REQUEUED_BY_USER: "requeued by a user, or by Slurm",
