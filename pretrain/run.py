@@ -69,7 +69,6 @@ from pretrain.recovery.rewind import (
 from pretrain.recovery.spike_detector import Spike
 from pretrain.recovery.starts import checked_data, record_start
 from pretrain.recovery.stop_requests import StopRequest
-from pretrain.rundir.collective_traces import make_trace_directory
 from pretrain.rundir.events import (
     Finished,
     Mirrored,
@@ -83,7 +82,7 @@ from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.rundir.ledger import Ledger, events_of, last_of, steps_that_stand
 from pretrain.rundir.lock import VARIABLE, Fence, StorageNote
-from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_dir import RunDir, make_trace_directory
 from pretrain.state import TrainState
 from pretrain.train import Outcome, Parts, RankProcess, train
 from pretrain.weights.initial_weights import check_initial_weights, load_initial_weights

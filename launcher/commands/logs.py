@@ -18,10 +18,9 @@ from foundation.files import lines_of, read_together
 from launcher.error_lines import error_lines
 from launcher.status.infer_status import State
 from launcher.status.slurm_queue import read_states
-from pretrain.rundir.collective_traces import traces_of_attempt
 from pretrain.rundir.events import AttemptEnded
 from pretrain.rundir.ledger import events_of
-from pretrain.rundir.run_dir import AttemptFiles, RunDir, attempts_of
+from pretrain.rundir.run_dir import AttemptFiles, RunDir, attempts_of, traces_of_attempt
 from pretrain.rundir.run_paths import run_path
 
 _POLL_SECONDS = 0.3

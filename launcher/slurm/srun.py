@@ -26,9 +26,8 @@ from launcher.slurm.snapshot import Snapshot
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
-from pretrain.rundir.collective_traces import variables_of_attempt
 from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
-from pretrain.rundir.run_dir import AttemptFiles, RunDir
+from pretrain.rundir.run_dir import AttemptFiles, RunDir, variables_of_attempt
 
 # srun forwards this to every rank. (srun itself ends on SIGTERM.)
 SAVE_AND_STOP = signal.SIGUSR2

@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d as c10d  # the recorder has no public fun
 
 from foundation.files import atomic_write
 from pretrain.distributed.rounds import describe_waits
-from pretrain.rundir.collective_traces import trace_prefix
+from pretrain.rundir.run_dir import trace_prefix
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,9 @@ from foundation.errors import EXIT_USER_ERROR
 from foundation.files import own_file
 from foundation.own_programs import own_command
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
-from pretrain.rundir.collective_traces import variables_of_attempt
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.lock import VARIABLE
-from pretrain.rundir.run_dir import AttemptFiles
+from pretrain.rundir.run_dir import AttemptFiles, variables_of_attempt
 from pretrain.rundir.time_spent import STARTED_AT
 from pretrain.terminal.live_bar import LogLine, show
 from pretrain.terminal.log import LINE_START, NO_RELAY, RELAY_VARIABLE

@@ -11,6 +11,8 @@ Where the files of each attempt are.
 
 RUN/logs/attempt-3/rank-12.log    what rank 12 wrote      rank-12.status    how it ended (Slurm)
                    srun.log       the same of its srun    meeting/port      where rank 0 listens
+                   nccl-rank-12   torch's flight recorder of a rank that hung, which `torchfrtrace`
+                   gloo-rank-12   reads: its last collectives, and small exchanges
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -169,6 +172,34 @@ def attempts_of(logs: Path) -> list[AttemptFiles]:
     names = (_DIRECTORY.fullmatch(path.name) for path in logs.glob("attempt-*"))
     numbers = sorted(int(name[1]) for name in names if name)
     return [AttemptFiles(logs, number) for number in numbers]
+
+
+ATTEMPT_FILES = "PRETRAIN_ATTEMPT_FILES"  # from the launcher: LOGS/attempt-3
+_TRACE = re.compile(r"(?:nccl|gloo)-rank-(\d+)")
+
+
+def variables_of_attempt(logs: Path, attempt: int) -> dict[str, str]:
+    """The environment variable from which the ranks of an attempt know where the files go."""
+    return {ATTEMPT_FILES: str(AttemptFiles(logs, attempt).directory)}
+
+
+def make_trace_directory(logs: Path, environment: Mapping[str, str]) -> None:
+    """Create what a launcher has created for ranks of its own."""
+    Path(trace_prefix(logs, "", environment)).parent.mkdir(parents=True, exist_ok=True)
+
+
+def trace_prefix(logs: Path, backend: str, environment: Mapping[str, str]) -> str:
+    """The path of a rank's file without the rank; attempt 0 for a rank without a launcher."""
+    return f"{environment.get(ATTEMPT_FILES) or AttemptFiles(logs, 0).directory}/{backend}-rank-"
+
+
+def traces_of_attempt(logs: Path, attempt: int) -> dict[str, list[int]]:
+    """Return prefix of names -> ranks, of the files that an attempt left."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for path in AttemptFiles(logs, attempt).directory.glob("*-rank-*"):
+        if match := _TRACE.fullmatch(path.name):
+            found[path.name.removesuffix(match[1])].append(int(match[1]))
+    return {prefix: sorted(ranks) for prefix, ranks in sorted(found.items())}
 
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,9 @@ import pytest
 
 from launcher.cli import main
 from pretrain.processes.local_ranks import RankGroup, train_command
-from pretrain.rundir.collective_traces import traces_of_attempt
 from pretrain.rundir.events import Stalled
 from pretrain.rundir.ledger import events_of
-from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_dir import RunDir, traces_of_attempt
 from tests.integration.test_checkpoint_failures import SETTINGS
 
 

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.commands.same_run import differing_losses, summary
-from pretrain.rundir.collective_traces import VARIABLE
 from pretrain.rundir.events import (
     AttemptEnded,
     Event,
@@ -29,7 +28,7 @@ from pretrain.rundir.events import (
     TrainingBegan,
 )
 from pretrain.rundir.ledger import events_of, last_of
-from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_dir import ATTEMPT_FILES, RunDir
 from tests.slurm.lab import SlurmLab
 
 E = TypeVar("E", bound=Event)
@@ -232,7 +231,7 @@ def in_background(work: Callable[[], None]) -> threading.Thread:
 
 def _attempt_of(variables: Mapping[str, str]) -> int:
     """The number of the attempt that a rank with these environment variables belongs to."""
-    return int(Path(variables[VARIABLE]).name.removeprefix("attempt-"))
+    return int(Path(variables[ATTEMPT_FILES]).name.removeprefix("attempt-"))
 
 
 def assert_status(run: SlurmRun, state: str, **expected: object) -> None:

@@ -13,7 +13,7 @@ from pretrain.processes.last_collectives import (
     set_trace_files,
     write_last_collectives,
 )
-from pretrain.rundir.collective_traces import (
+from pretrain.rundir.run_dir import (
     make_trace_directory,
     traces_of_attempt,
     variables_of_attempt,
