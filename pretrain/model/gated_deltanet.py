@@ -107,10 +107,15 @@ def delta_rule_in_chunks(
     left_ZBNHY = (key * between_ZBNYY[..., -1, :, None]).mT
     reading_ZBNYH = query * since_ZBNY1
     read = []
-    for chunk in range(num_chunks):
-        new_BNYX = updates_ZBNYX[chunk] - keys_ZBNYH[chunk] @ state_BNHX
-        read.append(reading_ZBNYH[chunk] @ state_BNHX + weights_ZBNYY[chunk] @ new_BNYX)
-        state_BNHX = state_BNHX * since_ZBNY1[chunk, :, :, -1:] + left_ZBNHY[chunk] @ new_BNYX
+    # Unbound: the gradient of an index would be a tensor of all chunks, for each of them.
+    for update_BNYX, key_BNYH, weight_BNYY, left_BNHY, reading_BNYH, since_BNY1 in zip(
+        *(updates_ZBNYX.unbind(), keys_ZBNYH.unbind(), weights_ZBNYY.unbind()),
+        *(left_ZBNHY.unbind(), reading_ZBNYH.unbind(), since_ZBNY1.unbind()),
+        strict=True,
+    ):
+        new_BNYX = update_BNYX - key_BNYH @ state_BNHX
+        read.append(reading_BNYH @ state_BNHX + weight_BNYY @ new_BNYX)
+        state_BNHX = state_BNHX * since_BNY1[:, :, -1:] + left_BNHY @ new_BNYX
     read_BLNX = torch.cat(read, dim=2).transpose(1, 2)
     return read_BLNX[:, :num_tokens], state_BNHX
 
