@@ -9,7 +9,7 @@ from foundation.progress import duration
 from foundation.settings import load_config
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.config.choices import precision_traits, sums_in_order
-from pretrain.config.engine import Attention, attention_in, described
+from pretrain.config.engine import Attention, DeltaRule, attention_in, delta_rule_of, described
 from pretrain.config.phases import advice_on_phases, spans_of_phases
 from pretrain.config.resolve import resolve_if_built, with_precision
 from pretrain.config.run import RunConfig
@@ -136,12 +136,17 @@ def describe(config: RunConfig, hardware: Hardware, mfu: float | None = None) ->
 def _attention_lines(config: RunConfig, hardware: Hardware) -> list[str]:
     if not hardware.on_gpu:
         return []
-    kind, reason = attention_in(config.engine, config.model, on_gpu=True)
-    kernel = config.engine.attention_kernel
-    if kind is Attention.PLAIN or sums_in_order(kernel):
-        return [described(kind, reason)]
-    unordered = f"engine.attention_kernel={kernel} sums in no fixed order"
-    return [described(kind, reason), f"a resume is not bitwise: {unordered}"]
+    engine, model = config.engine, config.model
+    paths: list[tuple[Attention | DeltaRule, str]] = [attention_in(engine, model, on_gpu=True)]
+    kernel, is_half = engine.attention_kernel, precision_traits(engine.number_format).is_half
+    if model.num_deltanet_layers:
+        paths.append(delta_rule_of(kernel, model, on_gpu=True, is_half=is_half))
+    lines = [described(*path) for path in paths]
+    repeats = all(kind in (Attention.PLAIN, DeltaRule.CHUNKS) for kind, _ in paths)
+    if not (repeats or sums_in_order(kernel)):
+        unordered = f"engine.attention_kernel={kernel} sums in no fixed order"
+        lines.append(f"a resume is not bitwise: {unordered}")
+    return lines
 
 
 def _width_lines(config: RunConfig) -> list[str]:

@@ -34,6 +34,7 @@ from pretrain.config.choices import (
     reduction_bytes,
     resolved_precision,
     shards,
+    sums_in_order,
 )
 from pretrain.config.model import MOST_LAYERS, ModelConfig
 from pretrain.config.resume_rules import fixed
@@ -64,7 +65,7 @@ class EngineConfig:
     offload_memories: bool = False
     """Keep memories of inactive slots in host memory."""
     attention_kernel: AttentionKernel = "auto"
-    """auto: fastest with ordered sums; sdpa: torch's; atomic: unordered sums; plain: to compare."""
+    """auto: fastest with ordered sums; atomic: any order, fla; sdpa: torch's; plain: to compare."""
     compile: bool = False
     """Compile, in training, what lies between attentions; rounds otherwise; not tried on a GPU."""
     logits_chunk_tokens: int = setting(0, Range(0, MOST), unit="tokens")
@@ -134,15 +135,23 @@ class Attention(Enum):
     PLAIN = "plain operations, slower and with every score in memory"
 
 
+class DeltaRule(Enum):
+    """How the gated delta rule is computed."""
+
+    CHUNKS = "plain operations in chunks"
+    FLA = "flash-linear-attention"
+
+
 @dataclass(frozen=True)
 class Limit:
-    """What excludes a model from some kinds of attention."""
+    """What excludes a model from some kinds of attention, or of the delta rule."""
 
     option: str
     applies: Callable[[ModelConfig, bool], bool]  # to a model, in half precision or not
     sdpa: bool = False  # `scaled_dot_product_attention` cannot express it
     flash: bool = False  # on a GPU it would not use FlashAttention for it
     fused: bool = False  # the fused kernel does not support it
+    fla: bool = False  # flash-linear-attention's delta rule does not support it
 
 
 LIMITS = (
@@ -157,8 +166,17 @@ LIMITS = (
     # Its masks are a function of seed, step, layer and lane; torch's are not.
     Limit("model.attention_dropout", lambda model, _: model.attention_dropout > 0, sdpa=True),
     Limit("heads wider than 128", lambda model, _: model.head_width > 128, fused=True),
-    Limit("heads wider than 256", lambda model, _: model.head_width > 256, flash=True, fused=True),
-    Limit("activations in float32", lambda _, is_half: not is_half, flash=True, fused=True),
+    Limit(
+        "heads wider than 256",
+        lambda model, _: model.head_width > 256,
+        flash=True,
+        fused=True,
+        fla=True,
+    ),
+    Limit("heads of odd width", lambda model, _: model.head_width % 2 > 0, fla=True),
+    Limit(
+        "activations in float32", lambda _, is_half: not is_half, flash=True, fused=True, fla=True
+    ),
 )
 
 
@@ -188,6 +206,20 @@ def attention_of(
     return Attention.PLAIN, f"{reason}; not the fused kernel: {', '.join(for_fused)}"
 
 
+def delta_rule_of(
+    kernel: AttentionKernel, model: ModelConfig, *, on_gpu: bool, is_half: bool
+) -> tuple[DeltaRule, str]:
+    """Return how deltanets compute with this `engine.attention_kernel`, and why not faster."""
+    if not on_gpu:
+        return DeltaRule.CHUNKS, ""
+    found = [limit.option for limit in LIMITS if limit.fla and limit.applies(model, is_half)]
+    if sums_in_order(kernel):  # it selects kernels by timing them in each process
+        found = [f"engine.attention_kernel={kernel}, so that a resume is bitwise", *found]
+    if not found:
+        return DeltaRule.FLA, "if it is installed"
+    return DeltaRule.CHUNKS, f"not flash-linear-attention: {', '.join(found)}"
+
+
 def attention_in(
     engine: EngineConfig, model: ModelConfig, *, on_gpu: bool
 ) -> tuple[Attention, str]:
@@ -204,6 +236,7 @@ def check_attention(engine: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(f"{setting} cannot express {', '.join(found)}; use auto")
 
 
-def described(kind: Attention, reason: str) -> str:
-    """Return in one line how a model attends on a GPU, and why."""
-    return f"attention: {kind.value}" + (f" ({reason})" if reason else "")
+def described(kind: Attention | DeltaRule, reason: str) -> str:
+    """Return in one line how a model attends or computes the delta rule on a GPU, and why."""
+    name = "attention" if isinstance(kind, Attention) else "delta rule"
+    return f"{name}: {kind.value}" + (f" ({reason})" if reason else "")

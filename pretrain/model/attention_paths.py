@@ -19,7 +19,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from foundation.settings import assert_never
 from pretrain.config.choices import AttentionKernel, sums_in_order
-from pretrain.config.engine import Attention, attention_of, described
+from pretrain.config.engine import Attention, DeltaRule, attention_of, described
 from pretrain.config.model import ModelConfig
 from pretrain.kernels.cpu.attention import relative_attention, relative_shift
 from pretrain.kernels.triton.settings import DTYPES, interprets_kernels, unsupported_reason
@@ -70,7 +70,7 @@ class Visibility:
         zeros = torch.zeros(forbidden.shape, dtype=self.dtype, device=self.device)
         return zeros.masked_fill_(forbidden, float("-inf"))
 
-    @property
+    @cached_property
     def num_visible_BL(self) -> Tensor:
         """How many keys each query sees; [1, L] or [B, L]."""
         ends = torch.arange(self.num_keys - self.num_queries, self.num_keys, device=self.device) + 1
@@ -112,7 +112,7 @@ def path_for(
     if kind is Attention.FUSED and (unsupported := unsupported_reason(device)):
         kind, reason = Attention.PLAIN, f"{reason}; not the fused kernel: {unsupported}"
     if on_gpu:
-        _log_once(kind, reason)
+        log_once(kind, reason)
     match kind:
         case Attention.TILES:
             return tiled_attention
@@ -297,6 +297,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 @functools.cache
-def _log_once(kind: Attention, reason: str) -> None:
+def log_once(kind: Attention | DeltaRule, reason: str) -> None:
+    """Log how a model computes on a GPU, and why."""
     level = logging.WARNING if kind is Attention.PLAIN else logging.INFO
     logging.getLogger(__name__).log(level, "%s", described(kind, reason))

@@ -20,23 +20,31 @@ and Y the tokens of one (Y x Y: queries, keys).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, relu, silu
 from torch.utils.checkpoint import checkpoint
 
+from pretrain.config.choices import AttentionKernel
+from pretrain.config.engine import DeltaRule, delta_rule_of
 from pretrain.config.model import CONVOLUTION_WIDTH, DELTANET_CHUNK, ModelConfig
+from pretrain.kernels.triton.settings import DTYPES
+from pretrain.model.attention_paths import log_once
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.parameters import RMSNorm, normal, uniform
 
 
 @dataclass(frozen=True)
 class DeltaInputs:
-    """What one head's tokens do to its state, for all lanes and heads, in one floating-point type.
+    """What one head's tokens do to its state, for all lanes and heads.
 
-    `documents_BL` are the tokens' documents, 0 that of the token before the segment; None: one.
+    `delta_rule` takes all in one floating-point type, queries and keys `normalized`. `documents_BL`
+    are the tokens' documents, 0 that of the token before the segment; None: one.
     """
 
     query_BLNH: Tensor
@@ -45,6 +53,52 @@ class DeltaInputs:
     log_decay_BLN: Tensor  # log(alpha), at most 0
     write_BLN: Tensor  # beta
     documents_BL: Tensor | None = None
+
+
+# From what tokens do and a state [B, N, H, X] to what they read, [B, L, N, X], and the state after.
+DeltaRulePath = Callable[[DeltaInputs, Tensor], tuple[Tensor, Tensor]]
+FORGOTTEN = -128.0  # a logarithm of decay of which exp is 0 in float32, also beside others in a sum
+
+
+def delta_rule_for(
+    kernel: AttentionKernel, model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> DeltaRulePath:
+    """Return how deltanets compute there; what a GPU gets is logged once."""
+    on_gpu = device.type != "cpu"
+    kind, reason = delta_rule_of(kernel, model, on_gpu=on_gpu, is_half=dtype in DTYPES)
+    if kind is DeltaRule.FLA:
+        reason = ""
+        if not _has_fla():
+            kind, reason = DeltaRule.CHUNKS, "flash-linear-attention is not installed"
+    if on_gpu:
+        log_once(kind, reason)
+    return fla_delta_rule if kind is DeltaRule.FLA else delta_rule
+
+
+@functools.cache
+def _has_fla() -> bool:
+    return importlib.util.find_spec("fla") is not None
+
+
+def fla_delta_rule(inputs: DeltaInputs, state_BNHX: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `delta_rule` returns for the inputs `normalized`, by kernels in half precision.
+
+    A document's sums of decays are rounded by those of documents before it, no more.
+    """
+    from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports]
+        chunk_gated_delta_rule,
+    )
+
+    log_decay_BLN = inputs.log_decay_BLN
+    if inputs.documents_BL is not None:
+        log_decay_BLN = log_decay_BLN.masked_fill(_is_new(inputs.documents_BL), FORGOTTEN)
+    return chunk_gated_delta_rule(
+        *(inputs.query_BLNH, inputs.key_BLNH, inputs.value_BLNX, log_decay_BLN, inputs.write_BLN),
+        scale=inputs.query_BLNH.shape[-1] ** -0.5,
+        initial_state=state_BNHX,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
 
 
 def delta_rule(inputs: DeltaInputs, state_BNHX: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,10 +111,8 @@ def delta_rule(inputs: DeltaInputs, state_BNHX: Tensor) -> tuple[Tensor, Tensor]
 def delta_rule_by_step(inputs: DeltaInputs, state_BNHX: Tensor) -> tuple[Tensor, Tensor]:
     """Return what `delta_rule` returns, token by token: the definition, and fastest for one."""
     decay_BLN = inputs.log_decay_BLN.exp()
-    if inputs.documents_BL is not None:  # forget where a token is in another one than that before
-        before_B1 = torch.zeros_like(inputs.documents_BL[:, :1])
-        is_new_BL = inputs.documents_BL.diff(dim=1, prepend=before_B1) != 0
-        decay_BLN = decay_BLN.masked_fill(is_new_BL[:, :, None], 0.0)
+    if inputs.documents_BL is not None:
+        decay_BLN = decay_BLN.masked_fill(_is_new(inputs.documents_BL), 0.0)
     read = []
     for t in range(decay_BLN.shape[1]):
         key_BNH1 = inputs.key_BLNH[:, t, :, :, None]
@@ -69,6 +121,12 @@ def delta_rule_by_step(inputs: DeltaInputs, state_BNHX: Tensor) -> tuple[Tensor,
         state_BNHX = state_BNHX + key_BNH1 @ (inputs.write_BLN[:, t, :, None, None] * error_BN1X)
         read.append(inputs.query_BLNH[:, t, :, None] @ state_BNHX)
     return torch.cat(read, dim=2).transpose(1, 2), state_BNHX
+
+
+def _is_new(documents_BL: Tensor) -> Tensor:
+    """Return which tokens are in another document than the one before, [B, L, 1]."""
+    before_B1 = torch.zeros_like(documents_BL[:, :1])
+    return (documents_BL.diff(dim=1, prepend=before_B1) != 0)[:, :, None]
 
 
 def delta_rule_in_chunks(
@@ -172,9 +230,10 @@ class GatedDeltaNet(nn.Module):
     the layer's output is W_o (RMSNorm(o) * SiLU(W_g x)), o what the head read.
     """
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, kernel: AttentionKernel = "auto") -> None:
         super().__init__()
-        self._layer = layer
+        self._layer, self._config = layer, config
+        self._kernel: AttentionKernel = kernel
         self._rate = config.dropout
         self._head_width, self._value_width = config.head_width, config.deltanet_value_width
         # Selective checkpointing: the backward pass computes products between tokens again.
@@ -223,13 +282,16 @@ class GatedDeltaNet(nn.Module):
         rows_BXY = torch.cat([tail_BXY, new_BLY], dim=1)
         mixed_BLY = silu(self._convolved(rows_BXY, documents_BL))
         inputs = self._delta_inputs(mixed_BLY, decay_BLN, write_BLN, documents_BL)
-        state_BNHX = state_BNHX.to(inputs.query_BLNH.dtype)
+        rule = delta_rule_for(self._kernel, self._config, segment_BLD.device, segment_BLD.dtype)
+        if rule is delta_rule:
+            inputs = normalized(inputs)
+        state_BNHX = state_BNHX.to(inputs.write_BLN.dtype)
         if self.recomputes_scores and torch.is_grad_enabled():
             read_BLNX, state_BNHX = checkpoint(
-                delta_rule, inputs, state_BNHX, use_reentrant=False, preserve_rng_state=False
+                rule, inputs, state_BNHX, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            read_BLNX, state_BNHX = delta_rule(inputs, state_BNHX)
+            read_BLNX, state_BNHX = rule(inputs, state_BNHX)
         normed_BLX = self.output_norm(read_BLNX.to(segment_BLD.dtype)).flatten(2)
         output_BLD = linear(
             normed_BLX * silu(linear(segment_BLD, self.gate_weight)), self.output_weight
@@ -255,15 +317,14 @@ class GatedDeltaNet(nn.Module):
     def _delta_inputs(
         self, mixed_BLY: Tensor, decay_BLN: Tensor, write_BLN: Tensor, documents_BL: Tensor | None
     ) -> DeltaInputs:
-        """Return what the delta rule computes with, in float32 or wider."""
+        """Return what the delta rule computes with, the gates in float32 or wider."""
         exact = torch.promote_types(mixed_BLY.dtype, torch.float32)
         keys = self.query_weight.shape[0]
-        query, key, value = mixed_BLY.to(exact).split([keys, keys, self.value_weight.shape[0]], -1)
+        query, key, value = mixed_BLY.split([keys, keys, self.value_weight.shape[0]], dim=-1)
         rate_N, bias_N = self.decay_rate.to(exact), self.decay_bias.to(exact)
         return DeltaInputs(
-            query_BLNH=_normalized(query.unflatten(-1, (-1, self._head_width)))
-            * self._head_width**-0.5,
-            key_BLNH=_normalized(key.unflatten(-1, (-1, self._head_width))),
+            query_BLNH=query.unflatten(-1, (-1, self._head_width)),
+            key_BLNH=key.unflatten(-1, (-1, self._head_width)),
             value_BLNX=value.unflatten(-1, (-1, self._value_width)),
             log_decay_BLN=-rate_N.exp() * _softplus(decay_BLN.to(exact) + bias_N),
             write_BLN=(-_softplus(-write_BLN.to(exact))).exp(),  # sigmoid
@@ -280,9 +341,21 @@ def _softplus(values: Tensor) -> Tensor:
     return values.clamp(max=SOFTPLUS_LINEAR).exp().log1p() + relu(values - SOFTPLUS_LINEAR)
 
 
-def _normalized(vectors: Tensor) -> Tensor:
-    """Return the vectors with norm 1; tiny ones become smaller, and zero stays zero."""
-    return vectors * (vectors.square().sum(-1, keepdim=True) + NORM_SQUARE_EPSILON).rsqrt()
+def normalized(inputs: DeltaInputs) -> DeltaInputs:
+    """Return the inputs in the gates' type, queries and keys with norm 1, the scores' scale added.
+
+    Tiny vectors become smaller, and zero stays zero.
+    """
+    query_BLNH, key_BLNH, value_BLNX = (
+        each.to(inputs.write_BLN.dtype)
+        for each in (inputs.query_BLNH, inputs.key_BLNH, inputs.value_BLNX)
+    )
+    query_BLNH, key_BLNH = (
+        each * (each.square().sum(-1, keepdim=True) + NORM_SQUARE_EPSILON).rsqrt()
+        for each in (query_BLNH, key_BLNH)
+    )
+    scaled_BLNH = query_BLNH * query_BLNH.shape[-1] ** -0.5
+    return replace(inputs, query_BLNH=scaled_BLNH, key_BLNH=key_BLNH, value_BLNX=value_BLNX)
 
 
 def _with_tail(documents_BL: Tensor) -> Tensor:

@@ -103,9 +103,9 @@ class ResidualLayer(nn.Module):
 class DeltaNetLayer(ResidualLayer):
     """A Gated DeltaNet in attention's place: it reads and updates a state of fixed size."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, kernel: AttentionKernel) -> None:
         super().__init__(config)
-        self.deltanet = GatedDeltaNet(config, layer)
+        self.deltanet = GatedDeltaNet(config, layer, kernel)
         self._add_feed_forward(config, layer)
 
     def forward(
@@ -208,6 +208,6 @@ def layer_of(
         case "attention":
             return TransformerLayer(config, layer, kernel)
         case "deltanet":
-            return DeltaNetLayer(config, layer)
+            return DeltaNetLayer(config, layer, kernel)
         case _:
             assert_never(kind)

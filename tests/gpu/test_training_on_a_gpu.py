@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,10 +21,17 @@ from pretrain.config.choices import EngineKind
 from pretrain.config.engine import EngineConfig
 from pretrain.costs.memory import optimizer_of
 from pretrain.engines.memory_offload import MemoryOffload
+from pretrain.model.gated_deltanet import (
+    DeltaInputs,
+    delta_rule_by_step,
+    fla_delta_rule,
+    normalized,
+)
 from pretrain.processes.last_collectives import write_last_collectives
 from pretrain.rundir.collective_traces import make_trace_directory
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.fused_attention_cases import CASES, Case, errors_of
+from tests.unit.pretrain.test_delta_rule import random_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -130,6 +138,33 @@ def test_passes_do_not_wait_for_the_device_and_a_step_does_so_once_at_its_end(
                 trainer.engine.step(1e-3)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("is_isolated", [False, True])
+def test_fla_computes_the_delta_rule_with_its_gradients(is_isolated: bool) -> None:
+    pytest.importorskip("fla")
+    inputs, state_BNHX = random_inputs(200, (5, 6, 71, 128) if is_isolated else None)
+    names = [each.name for each in fields(DeltaInputs) if each.name != "documents_BL"]
+    if inputs.documents_BL is not None:
+        inputs = replace(inputs, documents_BL=inputs.documents_BL.cuda())
+
+    def outputs(rule: Callable[..., Any], half: torch.dtype, exact: torch.dtype) -> list[Any]:
+        types = dict.fromkeys(names[:3], half) | dict.fromkeys(names[3:], exact)
+        leaves = {
+            name: getattr(inputs, name).bfloat16().to("cuda", dtype).requires_grad_()
+            for name, dtype in types.items()
+        }
+        state = state_BNHX.to("cuda", exact).requires_grad_()
+        found = rule(replace(inputs, **leaves), state)
+        loss = sum((each.double() * each.detach().double().sin()).sum() for each in found)
+        assert isinstance(loss, torch.Tensor)
+        return [*found, *torch.autograd.grad(loss, (*leaves.values(), state))]
+
+    found = outputs(fla_delta_rule, torch.bfloat16, torch.float32)
+    double = (torch.float64, torch.float64)
+    expected = outputs(lambda each, state: delta_rule_by_step(normalized(each), state), *double)
+    for left, right in zip(found, expected, strict=True):
+        assert (left.double() - right).norm() < 0.02 * right.norm()
 
 
 @pytest.mark.parametrize("name", CELLS)

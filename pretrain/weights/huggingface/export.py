@@ -344,7 +344,7 @@ def code_of_export() -> dict[str, str]:
     configuration, modeling = (f"{__package__}.{name}" for name in CODE[:2])
     replaced = {
         **dict.fromkeys(("ConfigError", "abbreviated"), configuration),
-        **dict.fromkeys(("DropoutStream", "path_for"), modeling),
+        **dict.fromkeys(("DropoutStream", "path_for", "delta_rule_for"), modeling),
     }
     texts: dict[str, str] = {}
     home: dict[Key, str] = {}

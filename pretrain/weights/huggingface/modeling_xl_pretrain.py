@@ -25,6 +25,7 @@ from pretrain.config.choices import AttentionKernel
 from pretrain.config.model import ModelConfig
 from pretrain.model.attention_paths import AttentionPath, plain_attention, tiled_attention
 from pretrain.model.cached import new_stream
+from pretrain.model.gated_deltanet import DeltaRulePath, delta_rule
 from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.huggingface.configuration_xl_pretrain import XLPretrainConfig
@@ -32,7 +33,7 @@ from pretrain.weights.huggingface.configuration_xl_pretrain import XLPretrainCon
 ALIGNMENT = 64  # bytes, as torch allocates
 
 
-# An export has these two in place of the project's own.
+# An export has these three in place of the project's own.
 class DropoutStream:
     """The masks of dropout in training, of which there are none here."""
 
@@ -42,6 +43,13 @@ def path_for(
 ) -> AttentionPath:
     """Return how attention is computed: in tiles on a CPU, elsewhere in plain operations."""
     return tiled_attention if device.type == "cpu" else plain_attention
+
+
+def delta_rule_for(
+    kernel: AttentionKernel, model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> DeltaRulePath:
+    """Return how a deltanet's states are computed."""
+    return delta_rule
 
 
 @dataclass

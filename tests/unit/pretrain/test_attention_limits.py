@@ -26,16 +26,23 @@ from pretrain.config.choices import (
     NormKind,
     Positions,
 )
-from pretrain.config.engine import LIMITS, Attention, EngineConfig, attention_of
+from pretrain.config.engine import (
+    LIMITS,
+    Attention,
+    DeltaRule,
+    EngineConfig,
+    attention_of,
+    delta_rule_of,
+)
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
 from pretrain.kernels.triton.tiling import built_in_tiles
-from pretrain.model import attention_paths
 from pretrain.model.attention_paths import (
     ScoreTerms,
     Visibility,
     WeightDropout,
+    log_once,
     path_for,
     plain_attention,
     sdpa_attention,
@@ -193,6 +200,41 @@ def test_a_gpu_takes_the_fastest_attention_and_the_reason_names_what_excludes_ot
         built_in_tiles(config.head_width, (9, 0))
 
 
+@pytest.mark.parametrize(
+    ("kernel", "options", "is_half", "reason"),
+    [
+        ("atomic", {}, True, "if it is installed"),
+        ("auto", {}, True, "engine.attention_kernel=auto, so that a resume is bitwise"),
+        ("plain", {}, True, "engine.attention_kernel=plain"),
+        ("atomic", {"d_head": 264}, True, "wider than 256"),
+        ("atomic", {"d_head": 7}, True, "odd width"),
+        ("atomic", {}, False, "activations in float32"),
+    ],
+)
+def test_a_gpu_computes_the_delta_rule_by_fla_or_the_reason_names_what_excludes_it(
+    kernel, options, is_half, reason
+):
+    config = replace(TINY, layer_kinds=("deltanet",), **options)
+    found = delta_rule_of(kernel, config, on_gpu=True, is_half=is_half)
+    assert (found[0] is DeltaRule.FLA) == (reason == "if it is installed")
+    assert reason in found[1]
+    assert delta_rule_of(kernel, config, on_gpu=False, is_half=True) == (DeltaRule.CHUNKS, "")
+
+
+def test_describe_says_how_a_gpu_computes_a_hybrid(capsys):
+    path = str(Path(__file__).parents[3] / "configs/models/xl_modern_1b.yaml")
+    hybrid = "model.layer_kinds=[deltanet, deltanet, attention]"
+    for kernel, text in (
+        ("auto", "\ndelta rule: plain operations in chunks (not flash-linear-attention: engine."),
+        ("atomic", "\ndelta rule: flash-linear-attention (if it is installed)\n"),
+    ):
+        overrides = (hybrid, f"engine.attention_kernel={kernel}")
+        assert main(["describe", path, *overrides, "--gpu", "h100"]) == 0
+        output = capsys.readouterr().out
+        assert text in output
+        assert ("a resume is not bitwise" in output) == (kernel == "atomic")
+
+
 def test_describe_says_how_a_gpu_attends(capsys):
     for name, text in (
         ("xl_modern_1b", "\nattention: torch's scaled_dot_product_attention\n"),
@@ -207,7 +249,7 @@ def test_describe_says_how_a_gpu_attends(capsys):
 
 
 def test_what_a_gpu_gets_is_logged_once(caplog):
-    attention_paths._log_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             assert path_for("auto", ROPE, GPU, torch.bfloat16) is sdpa_attention
@@ -248,8 +290,11 @@ def test_its_backward_pass_is_strict_where_operations_without_an_order_only_warn
 def test_the_page_has_the_table():
     page = (Path(__file__).parents[3] / "docs/model.md").read_text()
     section = page.split("## Attention kernels")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| `?([^|`]+)`? \| (yes|no) \| (yes|no) \|$", section, re.MULTILINE)
+    rows = re.findall(
+        r"^\| `?([^|`]+)`? \| (yes|no) \| (yes|no) \| (yes|no) \|$", section, re.MULTILINE
+    )
     words = {True: "no", False: "yes"}
     assert rows == [
-        (limit.option, words[limit.sdpa or limit.flash], words[limit.fused]) for limit in LIMITS
+        (each.option, words[each.sdpa or each.flash], words[each.fused], words[each.fla])
+        for each in LIMITS
     ]

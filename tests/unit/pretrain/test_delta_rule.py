@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from pretrain.model.gated_deltanet import DeltaInputs, delta_rule_by_step, delta_rule_in_chunks
+from pretrain.config.model import ModelConfig
+from pretrain.model import gated_deltanet
+from pretrain.model.attention_paths import log_once
+from pretrain.model.gated_deltanet import (
+    DeltaInputs,
+    GatedDeltaNet,
+    delta_rule,
+    delta_rule_by_step,
+    delta_rule_for,
+    delta_rule_in_chunks,
+    fla_delta_rule,
+)
 
 LANES, HEADS, KEY, VALUE = 2, 3, 6, 10
 TENSORS = ("query_BLNH", "key_BLNH", "value_BLNX", "log_decay_BLN", "write_BLN")
@@ -109,3 +123,77 @@ def test_gates_that_forget_everything_leave_finite_gradients() -> None:
     inputs, state = random_inputs(32)
     inputs = replace(inputs, log_decay_BLN=inputs.log_decay_BLN * 1e4)
     assert all(each.isfinite().all() for each in results(delta_rule_in_chunks, inputs, state))
+
+
+def chunk_gated_delta_rule(
+    q_BLNH: Tensor,
+    k_BLNH: Tensor,
+    v_BLNX: Tensor,
+    g_BLN: Tensor,
+    beta_BLN: Tensor,
+    *,
+    scale: float,
+    initial_state: Tensor,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+) -> tuple[Tensor, Tensor]:
+    """What flash-linear-attention 0.6 documents of its function, and its plain code computes."""
+    assert output_final_state
+    assert use_qk_l2norm_in_kernel
+    q_BLNH, k_BLNH = (
+        x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q_BLNH, k_BLNH)
+    )
+    state_BNHX, read = initial_state, []
+    for t in range(q_BLNH.shape[1]):
+        state_BNHX = state_BNHX * g_BLN[:, t].exp()[..., None, None]
+        stored_BNX = torch.einsum("bnhx,bnh->bnx", state_BNHX, k_BLNH[:, t])
+        update_BNX = beta_BLN[:, t, :, None] * (v_BLNX[:, t] - stored_BNX)
+        state_BNHX = state_BNHX + torch.einsum("bnh,bnx->bnhx", k_BLNH[:, t], update_BNX)
+        read.append(torch.einsum("bnhx,bnh->bnx", state_BNHX, q_BLNH[:, t] * scale))
+    return torch.stack(read, dim=1), state_BNHX
+
+
+@pytest.fixture
+def fla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of a package whose kernels need a GPU; tests/gpu has the kernels."""
+    module = SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
+    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(gated_deltanet, "_has_fla", lambda: True)
+
+
+@pytest.mark.parametrize("starts", [None, (5, 6, 11)], ids=str)
+def test_a_layer_gives_fla_what_it_takes(fla, monkeypatch, starts) -> None:
+    model = ModelConfig(vocab_size=8, d_model=12, num_heads=HEADS, layer_kinds=("deltanet",))
+    layer, (inputs, _) = GatedDeltaNet(model, 0).double(), random_inputs(20, starts)
+    outputs, numbers = [], torch.Generator().manual_seed(3)
+    hidden_BLD = torch.randn(LANES, 20, 12, dtype=torch.float64, generator=numbers)
+    state = torch.randn(LANES, HEADS, 4, 8, dtype=torch.float64, generator=numbers)
+    tail = torch.zeros(LANES, 3, 48, dtype=torch.float64)
+    for rule in (delta_rule, fla_delta_rule):
+        monkeypatch.setattr(gated_deltanet, "delta_rule_for", lambda *_, rule=rule: rule)
+        read, *carried = layer(hidden_BLD, state, tail, inputs.documents_BL, dropout=None)
+        gradients = torch.autograd.grad(read.square().sum(), tuple(layer.parameters()))
+        outputs.append([read.detach(), *carried, *gradients])
+    torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-10)
+
+
+def test_fla_computes_only_where_installed_and_asked_for(fla, monkeypatch, caplog) -> None:
+    model, cuda = ModelConfig(layer_kinds=("deltanet",)), torch.device("cuda", 0)
+    log_once.cache_clear()
+    with caplog.at_level(logging.INFO):
+        assert delta_rule_for("atomic", model, cuda, torch.bfloat16) is fla_delta_rule
+        for kernel, device, dtype in (
+            ("atomic", torch.device("cpu"), torch.bfloat16),
+            ("atomic", cuda, torch.float32),
+            ("auto", cuda, torch.bfloat16),
+        ):
+            assert delta_rule_for(kernel, model, device, dtype) is delta_rule
+        monkeypatch.setattr(gated_deltanet, "_has_fla", lambda: False)
+        assert delta_rule_for("atomic", model, cuda, torch.bfloat16) is delta_rule
+    texts = [record.getMessage().partition(" (")[::2] for record in caplog.records]
+    assert [text for text, _ in texts] == [
+        "delta rule: flash-linear-attention",
+        *["delta rule: plain operations in chunks"] * 3,
+    ]
+    assert "not installed" in texts[-1][1]
