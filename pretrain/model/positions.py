@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from foundation.settings import assert_never
-from pretrain.config.choices import RopeExtension, position_traits
+from pretrain.config.choices import RopeExtension, position_traits, scales_with_length
 from pretrain.config.model import T5_BUCKETS, T5_MAX_DISTANCE, ModelConfig
 from pretrain.model.attention_paths import Visibility
 from pretrain.model.parameters import normal
@@ -215,6 +215,9 @@ class SegmentKeys:
                 dtype=self._dtype,
                 device=documents_BC.device,
             )
+            if scales_with_length(self._config.softmax_scaling):
+                # Here, since compiled layers would each compute it again.
+                _ = self._visibility[key].num_visible_BL
         return self._visibility[key]
 
 
