@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from foundation.errors import ConfigError
 from pretrain.config.choices import AttentionKernel, position_traits, scales_with_length
 from pretrain.config.model import ModelConfig
 from pretrain.model.attention_paths import ScoreTerms, Visibility, WeightDropout, path_for
@@ -25,6 +26,7 @@ from pretrain.model.positions import rotated_BXNH
 # The inverse of the mean of log n for n up to 1024: queries that see about 400 keys keep their
 # size.
 INITIAL_LENGTH_SCALE = 0.168
+MOST_COMPILED = 64  # shapes of a layer, each of which takes about a minute
 
 
 class RelativeAttention(nn.Module):
@@ -209,9 +211,21 @@ def compiled_if(compiles: bool, function: Callable[..., Any]) -> Callable[..., A
     """
     if not (compiles and torch.is_grad_enabled()):
         return function
-    # Anew for each length of a memory that fills, once for all layers; past the limit torch raises.
-    torch._dynamo.config.recompile_limit = 64
-    return _compiled(function)
+    return functools.partial(_run_compiled, function)
+
+
+def _run_compiled(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    from torch._dynamo.exc import FailOnRecompileLimitHit  # loads torch's compiler
+
+    # Anew for each length of a memory that fills, once for all layers.
+    torch._dynamo.config.recompile_limit = MOST_COMPILED
+    try:
+        return _compiled(function)(*inputs, **options)
+    except FailOnRecompileLimitHit:
+        raise ConfigError(
+            f"engine.compile=true: found more than {MOST_COMPILED} shapes of a layer's rows, "
+            "expected few lengths while memory fills; use longer segments, or do not compile"
+        ) from None
 
 
 _compiled = functools.cache(functools.partial(torch.compile, fullgraph=True, dynamic=False))

@@ -1,9 +1,9 @@
 """How many models of the process's earlier starts are alive when a run builds the next one:
 `python -m tests.helpers.live_models EXPERIMENT OUTPUT`.
 
-For every ZeRO stage and the wrappers that DeepSpeed has for precisions it trains EXPERIMENT in the
-process, whose phases and faults make the run start again. It writes OUTPUT/live.json: the counts
-of each cell, a start each.
+For every ZeRO stage and the wrappers that DeepSpeed has for precisions, and compiled in each
+precision, it trains EXPERIMENT in the process, whose phases and faults make the run start again. It
+writes OUTPUT/live.json: the counts of each cell, a start each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.run import build_engine, run_training
 
-CELLS = ((0, "bf16"), (1, "fp32"), (2, "fp16"), (3, "fp32"), (3, "bf16"))
+CELLS = (
+    *((0, "bf16", False), (1, "fp32", False), (2, "fp16", False), (3, "fp32", False)),
+    *((3, "bf16", False), (1, "fp16", True), (2, "bf16", True), (3, "fp32", True)),
+)
 
 
 def main(experiment: Path, output: Path) -> None:
@@ -35,9 +38,10 @@ def main(experiment: Path, output: Path) -> None:
 
     pretrain.run.build_engine = counting
     world, found = init_world(600), {}
-    for stage, precision in CELLS:
-        name = f"zero{stage}-{precision}"
+    for stage, precision, compiles in CELLS:
+        name = f"zero{stage}-{precision}" + ("-compiled" if compiles else "")
         settings = [f"engine.zero_stage={stage}", f"engine.precision={precision}"]
+        settings.append(f"engine.compile={str(compiles).lower()}")
         config = resolve(load_config(RunConfig, experiment, settings))
         assert run_training(config, output / name, world) == 0
         found[name], counts[:] = list(counts), []

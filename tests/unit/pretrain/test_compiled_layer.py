@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -10,6 +12,8 @@ from foundation.errors import ConfigError
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
+from pretrain.model import attention
+from pretrain.model.positions import SegmentKeys
 from tests.helpers.compiled_layer import between_attentions, layers_of
 
 MODERN = ModelConfig(
@@ -33,6 +37,25 @@ def test_all_layers_share_the_compiled_code_without_a_graph_break() -> None:
         between_attentions(MODERN, layers[1], rows=5)
     assert counters["stats"]["unique_graphs"] == known
     assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_more_shapes_than_are_compiled_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "MOST_COMPILED", 1)
+    torch._dynamo.reset()
+    layer = layers_of(MODERN)[0]
+    layer.compiles = True
+    between_attentions(MODERN, layer, rows=3)
+    with pytest.raises(ConfigError, match=r"engine\.compile=true: found more than 1 shapes"):
+        between_attentions(MODERN, layer, rows=4)
+
+
+def test_layers_with_the_same_keys_count_the_visible_ones_once() -> None:
+    model = replace(MODERN, softmax_scaling="log_length")
+    documents_BC = torch.zeros(2, 16, dtype=torch.int32)
+    keys = SegmentKeys(model, torch.float32, [], documents_BC, 8)
+    assert "num_visible_BL" in vars(keys.visibility(16, 8))  # before compiled layers read it
+    assert keys.visibility(16, 8).num_visible_BL.tolist() == [list(range(9, 17))]
 
 
 def test_a_model_with_dropout_cannot_be_compiled() -> None:
