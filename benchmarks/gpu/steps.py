@@ -51,15 +51,15 @@ def _speed(name: str, case: str, expected: float, purpose: str, *sources: str) -
 
 STEPS = (
     _speed("speed-1b", "xl_modern_1b", 35, "tokens/s, MFU and peak memory of xl_modern_1b"),
-    _speed("speed-relative", "relative", 35, "the same of 1.3B with relative attention"),
+    _speed("speed-relative", "relative_1b", 35, "the same of 1.3B with relative attention"),
     _speed("speed-gpt-compiled", "gpt compiled", 45, "of a plain GPT, compiled", *_SPEED, *_GPT),
     _speed("speed-1b-compiled", "xl_modern_1b compiled", 45, "of xl_modern_1b, compiled"),
-    _speed("speed-relative-compiled", "relative compiled", 45, "of 1.3B, compiled"),
+    _speed("speed-relative-compiled", "relative_1b compiled", 45, "of 1.3B, compiled"),
     _speed("speed-gpt", "gpt", 25, "of a plain GPT, not compiled", *_SPEED, *_GPT),
     Step("profile-1b", "benchmarks.gpu.speed:profile", 30, 120,
          "where a step's time goes, by class of kernels", _SPEED, "xl_modern_1b"),
     Step("profile-relative", "benchmarks.gpu.speed:profile", 30, 120,
-         "the same of 1.3B with relative attention", _SPEED, "relative"),
+         "the same of 1.3B with relative attention", _SPEED, "relative_1b"),
     Step("attention", "benchmarks.gpu.attention:run", 60, 240,
          "four workspaces; FlashAttention-2, cuDNN, FlexAttention",
          (*_KERNELS, "benchmarks/gpu/attention.py")),

@@ -140,13 +140,13 @@ def small_run(context: Context, engine: EngineConfig, **more: Any) -> RunConfig:
 
 
 def measured_run(case: str, context: Context) -> RunConfig:
-    """Return the run of a case, "MODEL [VARIANT]": a model of configs/models, or `relative`.
+    """Return the run of a case, "MODEL [VARIANT]": a model of configs/models, or `relative_1b`.
 
     The GPT's is that of the model it is measured with: `yardstick` makes it.
     """
     name, _, variant = case.partition(" ")
     name, settings = ("xl_modern_1b" if name == "gpt" else name), VARIANTS[variant]
-    if name == "relative":  # 1.3B
+    if name == "relative_1b":  # 1.3B
         model = ModelConfig(
             vocab_size=32_000, num_layers=24, d_model=2048, num_heads=16, memory_length=2048,
             norm_position="pre", dropout=0.0,

@@ -28,7 +28,7 @@ from pretrain.model.gated_deltanet import (
     normalized,
 )
 from pretrain.processes.last_collectives import write_last_collectives
-from pretrain.rundir.collective_traces import make_trace_directory
+from pretrain.rundir.run_dir import make_trace_directory
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.fused_attention_cases import CASES, Case, errors_of
 from tests.unit.pretrain.test_delta_rule import random_inputs

@@ -89,7 +89,7 @@ def test_no_token_of_the_gpt_sees_a_later_one(context: Context) -> None:
 
 
 def test_pairs_that_no_query_sees_do_not_count(context: Context) -> None:
-    run = measured_run("relative", context)
+    run = measured_run("relative_1b", context)
     assert 1.25e9 < cost_of(run).parameters < 1.4e9
     every, visible = cost_of(run).flops_per_token, speed.visible_flops_per_token(run)
     # Counted pair by pair, for products of content, positions and values, forward and backward.
