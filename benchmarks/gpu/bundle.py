@@ -28,6 +28,7 @@ WHEELS, CORPUS, SITE = "wheels", "corpus", "site"
 # DeepSpeed has no wheel of its own, and its others are usually there.
 BUILT = ("deepspeed",)
 DOWNLOADED = ("annotated-types", "hjson", "pydantic", "pydantic-core", "typing-inspection")
+OPTIONAL = ("fla-core==0.6.0",)  # kernels of deltanets, which no lock has
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 LARGEST_BUNDLE = 40 << 20  # bytes
 VOCABULARY = 8192
@@ -63,7 +64,7 @@ def fetch_wheels(directory: Path, python: str) -> None:
     """Fetch the wheels of the lock's versions for a Python and Linux on x86_64."""
     pins, pip = locked_versions(ROOT / "requirements.lock"), [sys.executable, "-m", "pip"]
     quiet = ["--quiet", "--disable-pip-version-check", "--no-deps"]
-    names = [f"{name}=={pins[name]}" for name in DOWNLOADED]
+    names = [*(f"{name}=={pins[name]}" for name in DOWNLOADED), *OPTIONAL]
     platforms = [word for each in PLATFORMS for word in ("--platform", each)]
     where = ["--only-binary=:all:", "--python-version", python, *platforms, "-d", str(directory)]
     subprocess.run([*pip, "download", *quiet, *where, *names], check=True)

@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks.__main__ import main
-from benchmarks.gpu import command, processes, speed, steps, tiles
+from benchmarks.gpu import bundle, command, processes, speed, steps, tiles
 from benchmarks.gpu.attention import AttentionInputs, Shape
 from benchmarks.gpu.bundle import BUILT, DOWNLOADED, locked_versions
 from benchmarks.gpu.findings import CPU, END, Context, Finding, findings_in
@@ -23,8 +23,10 @@ from benchmarks.gpu.gpt import GPT, yardstick
 from benchmarks.gpu.quality import Point, at_equal_flops
 from benchmarks.gpu.steps import LONGEST_STEP, ROOT, STEPS, Step, known_steps, selected
 from benchmarks.gpu.training import measured_run
+from data_pipeline.corpora.manifest import MANIFEST_NAME
 from foundation.errors import UserError
 from pretrain.costs.flops import cost_of
+from pretrain.costs.memory import memory_parts
 from pretrain.kernels.triton.tiling import FORMAT, KERNELS, kernels_version
 from pretrain.model.attention_paths import plain_attention
 from tests.helpers.corpora import make_tiny_corpus
@@ -86,6 +88,13 @@ def test_no_token_of_the_gpt_sees_a_later_one(context: Context) -> None:
     nll_BL, other_BL = (module(each, tokens_BL) for each in (tokens_BL, changed_BL))
     torch.testing.assert_close(nll_BL[:, :8], other_BL[:, :8])
     assert (nll_BL[:, 8:] != other_BL[:, 8:]).all()  # all of these see it
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if step.case], ids=lambda step: step.name)
+def test_every_model_that_is_measured_fits_into_80_gigabytes(context: Context, step: Step) -> None:
+    run = measured_run(step.case, context)
+    run = replace(run, engine=replace(run.engine, precision="bf16"))
+    assert sum(memory_parts(run, 1, on_gpu=True).values()) < 72 * 2**30
 
 
 def test_pairs_that_no_query_sees_do_not_count(context: Context) -> None:
@@ -289,6 +298,14 @@ def test_the_lock_has_a_version_of_all_that_the_bundle_carries() -> None:
     pins = locked_versions(ROOT / "requirements.lock")
     assert {*BUILT, *DOWNLOADED} <= pins.keys()
     assert pins["deepspeed"] == "0.19.8"
+
+
+def test_the_bundle_carries_the_corpus_that_is_given(context: Context, monkeypatch) -> None:
+    monkeypatch.setattr(bundle, "fetch_wheels", lambda *_: None)  # from a network
+    out = context.out / "bundle"
+    assert main(["gpu-bundle", "--out", str(out), "--corpus", str(context.corpus)]) == 0
+    manifest = Path("train", MANIFEST_NAME)
+    assert (out / "corpus" / manifest).read_bytes() == (context.corpus / manifest).read_bytes()
 
 
 def test_the_command_starts_without_writers_of_shards_and_what_the_bundle_carries() -> None:
