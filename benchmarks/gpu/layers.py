@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu.findings import Context, wait_for
 from benchmarks.gpu.training import measured_run
@@ -32,20 +33,24 @@ TOY_SIZES = {"n_token": 64, "n_layer": 2, "n_head": 2, "d_model": 32, "d_head": 
 def deltanet(context: Context) -> None:
     """Time the layer that a hybrid of xl_modern_1b has, with each kernel that there is."""
     run, device = measured_run("xl_modern_1b hybrid", context), context.device
-    layer = GatedDeltaNet(run.model, 0).to(device, context.dtype)
     B, L, N = run.data.lanes, run.data.segment_length, run.model.num_heads
     segment_BLD = torch.randn(B, L, run.model.d_model, device=device, dtype=context.dtype)
     state_BNHX = torch.zeros(B, N, run.model.head_width, run.model.deltanet_value_width)
-    tail_BXY = torch.zeros(B, 3, layer.convolution_weight.shape[-1])
-    carried = state_BNHX.to(device), tail_BXY.to(device, context.dtype)
     segment_BLD.requires_grad_()
+    for name in ("ours", "fla"):
+        is_missing = importlib.util.find_spec("fla") is None
+        if name == "fla" and (is_missing or context.is_dry):
+            context.add(name, note="fla not installed" if is_missing else "fla needs a GPU")
+            continue
+        layer = GatedDeltaNet(run.model, 0, "auto" if name == "ours" else "atomic")
+        layer.to(device, context.dtype)
+        tail_BXY = torch.zeros(B, 3, layer.convolution_weight.shape[-1], dtype=context.dtype)
+        carried = state_BNHX.to(device), tail_BXY.to(device)
 
-    def step() -> None:
-        layer(segment_BLD, *carried, None, dropout=None)[0].sum().backward()
+        def step(layer: GatedDeltaNet = layer, carried: tuple[Tensor, Tensor] = carried) -> None:
+            layer(segment_BLD, *carried, None, dropout=None)[0].sum().backward()
 
-    context.add("ours", ms=1e3 * _seconds(step, context), lanes=B, tokens=L)
-    if importlib.util.find_spec("fla") is None:
-        context.add("fla", note="fla not installed")
+        context.add(name, ms=1e3 * _seconds(step, context), lanes=B, tokens=L)
 
 
 def evaluation(context: Context) -> None:
