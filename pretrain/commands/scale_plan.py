@@ -48,6 +48,7 @@ from pretrain.scaling.plan import (
     check_runs,
     make_sweep,
     optimum_at_ratio,
+    plan_lengths,
     plan_runs,
     spread_sizes,
     tokens_here,
@@ -62,7 +63,7 @@ from pretrain.scaling.recipe import (
     step_law_rule,
     with_budget,
 )
-from pretrain.scaling.sweep_file import Axis, sweep_path, write_sweep
+from pretrain.scaling.sweep_file import Axis, sweep_path
 from pretrain.scaling.which_runs import cells_directory, cells_of
 from pretrain.terminal.text import counted, fitted_table, flops_text, number
 
@@ -129,6 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("variants: planned again when runs have ended, more seeds")
     words = "parent of the cells' run directories (default runs/NAME): where best rates are read"
     group.add_argument("--runs-dir", type=Path, metavar="DIR", help=words)
+    parser.set_defaults(get_default=parser.get_default)
 
 
 def add_machine(group: argparse._ActionsContainer) -> None:
@@ -147,8 +149,8 @@ def add_machine(group: argparse._ActionsContainer) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and its cost, and write the sweep file."""
-    plans = {"sizes": _sizes_at_budgets, "rates": _rates, "lengths": _lengths}
-    return {**plans, "variants": _variants}[_axis_of(arguments)](arguments)
+    plans = {"sizes": _sizes_at_budgets, "variants": _variants}
+    return plans.get(_axis_of(arguments), _one_model)(arguments)
 
 
 def _axis_of(arguments: argparse.Namespace) -> Axis:
@@ -156,9 +158,8 @@ def _axis_of(arguments: argparse.Namespace) -> Axis:
     file = find_config(arguments.experiment)
     tree = read_tree(file) if file.is_file() else {}
     is_comparison = "members" in tree
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    given = {name for name, value in vars(arguments).items() if value != parser.get_default(name)}
+    default = arguments.get_default
+    given = {name for name, value in vars(arguments).items() if value != default(name)}
     axis: Axis | None = None
     if is_comparison:
         axis = "variants"
@@ -184,48 +185,32 @@ def _axis_of(arguments: argparse.Namespace) -> Axis:
     return axis
 
 
-def _rates(arguments: argparse.Namespace) -> int:
-    from pretrain.scaling.rates import plan_rates
-
+def _one_model(arguments: argparse.Namespace) -> int:
+    """The experiment's model at several rates, or with several lengths."""
     if arguments.steps is not None:
         check_least(arguments, 1, "steps")
-    base, name = sweep_base(arguments, "rates")
-    runs = plan_rates(
-        with_vocabulary(base),
-        arguments.rates,
-        lanes=arguments.lanes,
-        seeds=arguments.seeds,
-        steps=arguments.steps,
-    )
+    varies: Axis = "rates" if arguments.rates else "lengths"
+    base, name = sweep_base(arguments, varies)
+    resolved = with_vocabulary(base)
+    if varies == "rates":
+        from pretrain.scaling.rates import plan_rates
+
+        runs = plan_rates(
+            resolved,
+            arguments.rates,
+            lanes=arguments.lanes,
+            seeds=arguments.seeds,
+            steps=arguments.steps,
+        )
+        fewer_tokens, fewer_lanes, replaced = "fewer --steps", "smaller --lanes", []
+    else:
+        runs = plan_lengths(resolved, arguments.segments, arguments.memories)
+        fewer_tokens = "an experiment of fewer steps"
+        fewer_lanes = "longer --segments, which need fewer lanes"
+        replaced = [replaced_settings(base)]
     unchecked = check_corpus(
-        base, runs, fewer_tokens="use fewer --steps or more text", fewer_lanes="smaller --lanes"
+        base, runs, fewer_tokens=f"use {fewer_tokens} or more text", fewer_lanes=fewer_lanes
     )
-    return _written(arguments, name, base, runs, unchecked, "rates")
-
-
-def _lengths(arguments: argparse.Namespace) -> int:
-    from pretrain.scaling.lengths import plan_lengths
-
-    base, name = sweep_base(arguments, "lengths")
-    runs = plan_lengths(with_vocabulary(base), arguments.segments, arguments.memories)
-    unchecked = check_corpus(
-        base,
-        runs,
-        fewer_tokens="use an experiment of fewer steps, or more text",
-        fewer_lanes="longer --segments, which need fewer lanes",
-    )
-    return _written(arguments, name, base, runs, [replaced_settings(base), *unchecked], "lengths")
-
-
-def _written(
-    arguments: argparse.Namespace,
-    name: str,
-    base: RunConfig,
-    runs: list[PlannedRun],
-    lines: list[str],
-    varies: Axis,
-) -> int:
-    """Print the cells of one model and write their sweep."""
     heads = ["cell", "segment", "memory", "lanes", "steps", "rate", "D", "C"]
     rows = [
         [
@@ -240,8 +225,10 @@ def _written(
     ]
     total = f"{counted(len(runs), 'run')} of {amount(runs[0].cost.parameters)} parameters, "
     total += f"{sum(item.cost.flops for item in runs):.3g} FLOPs"
-    print("\n".join([fitted_table([heads, *rows]), f"total: {total}", *lines]))
-    write_plan(arguments, name, base, runs, [total], varies)
+    print("\n".join([fitted_table([heads, *rows]), f"total: {total}", *replaced, *unchecked]))
+    path = sweep_path(arguments.output, name)
+    sweep = make_sweep(name, arguments.experiment, base, runs, path.parent, [total], varies)
+    write_plan(path, sweep)
     return 0
 
 
@@ -271,7 +258,7 @@ def _variants(arguments: argparse.Namespace) -> int:
     folder = cells_directory(sweep, arguments.runs_dir)
     best = best_rates([row_of(cell) for cell in cells_of(sweep, path, folder)])
     cells = list(planned_cells(comparison, runs, best))
-    write_sweep(path, make_sweep(name, file, base, cells, path.parent, notes, "variants"))
+    sweep = make_sweep(name, file, base, cells, path.parent, notes, "variants")
     rows = [["member", "parameters", "steps", "tokens", "best rate"]]
     for member, run in runs.items():
         cost = cost_of(run)
@@ -279,11 +266,11 @@ def _variants(arguments: argparse.Namespace) -> int:
         rows.append([member, *numbers, number(best.get(member), "g")])
     print("\n".join([fitted_table(rows), *notes, *unchecked]))
     is_complete = len(best) == len(runs) or len(comparison.seeds) == 1
-    where = f"{path}{f' --runs-dir {arguments.runs_dir}' if arguments.runs_dir else ''}"
-    then = "this command again, which adds the other seeds at the best rates"
-    then = f"pretrain scale measure {where}" if is_complete else then
-    print(f"sweep: {path} ({counted(len(cells), 'cell')})")
-    print(f"next: launcher sweep submit {where} --local (or --cluster FILE), then {then}")
+    where = f"--runs-dir {arguments.runs_dir} " if arguments.runs_dir else ""
+    then = f"pretrain scale measure {path} {where}".rstrip()
+    if not is_complete:
+        then = "this command again, which adds the other seeds at the best rates"
+    write_plan(path, sweep, f"{where}--local (or --cluster FILE)", then)
     return 0
 
 
@@ -342,11 +329,12 @@ def _sizes_at_budgets(arguments: argparse.Namespace) -> int:
     lines += [*_rule_lines(rule, [item.run for item in runs]), *filter(None, [repeated])]
     print("\n".join([*lines, _replaced(family.base, rule), *unchecked]))
     notes = [*_notes(arguments, around), *lines]
+    path = sweep_path(arguments.output, name)
+    sweep = make_sweep(name, arguments.experiment, base, runs, path.parent, notes)
     if machine:
-        where = _where(machine.hardware, arguments.cluster)
-        write_plan(arguments, name, base, runs, notes, "sizes", where)
+        write_plan(path, sweep, _where(machine.hardware, arguments.cluster))
     else:
-        write_plan(arguments, name, base, runs, notes, "sizes")
+        write_plan(path, sweep)
     return 0
 
 
@@ -445,21 +433,8 @@ def _center(family: Family, arguments: argparse.Namespace) -> tuple[Callable[[fl
 
 
 def _table(runs: list[PlannedRun]) -> list[list[str]]:
-    heads = [
-        "cell",
-        "layers",
-        "d_model",
-        "heads",
-        "N",
-        "body",
-        "D",
-        "D/N",
-        "lanes",
-        "steps",
-        "rate",
-    ]
-    heads += ["C", "of budget", "C/6ND"]
-    rows = [heads]
+    heads = ["cell", "layers", "d_model", "heads", "N", "body", "D", "D/N", "lanes", "steps"]
+    rows = [[*heads, "rate", "C", "of budget", "C/6ND"]]
     for item in runs:
         model, cost = item.run.model, item.cost
         rows.append(

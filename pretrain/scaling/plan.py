@@ -1,8 +1,7 @@
-"""Plans: a few legal sizes around the predicted optimum of each budget, written as a sweep file."""
+"""Plans: sizes around the optimum of each budget, or lengths of one model, as a sweep file."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import operator
@@ -22,8 +21,8 @@ from foundation.yaml_files import Tree
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import RunCost, cost_of
 from pretrain.scaling.family import Family
-from pretrain.scaling.recipe import refuse_unsuited
-from pretrain.scaling.sweep_file import FORMAT, Axis, Cell, Sweep, sweep_path, write_sweep
+from pretrain.scaling.recipe import refuse_unsuited, with_steps
+from pretrain.scaling.sweep_file import FORMAT, Axis, Cell, Sweep, write_sweep
 from pretrain.terminal.text import counted
 
 MOST_SIZES = 1000  # of a budget
@@ -192,6 +191,64 @@ def _planned(
     return planned_run(replace(run, name=name, seed=seed), facts, holdout=holdout)
 
 
+def plan_lengths(
+    base: RunConfig, segments: Sequence[int], memories: Sequence[int]
+) -> list[PlannedRun]:
+    """Every segment length with every memory length, at the base's tokens and at its FLOPs.
+
+    Every run has the base's tokens per step: in more lanes of shorter segments, or fewer of longer
+    ones. At equal tokens a longer context costs more FLOPs; at equal FLOPs it reads fewer tokens.
+    Raises ConfigError where a segment does not divide the tokens of a step, or a budget pays for
+    too few steps.
+    """
+    refuse_unsuited(base)
+    if not segments or not memories or min(segments) < 1 or min(memories) < 0:
+        raise ConfigError("--segments must be positive and --memories 0 or more")
+    if len({*segments}) * len({*memories}) < 2:
+        raise ConfigError(
+            "one segment with one memory length leaves nothing to compare; give at least two of "
+            "either"
+        )
+    runs: list[PlannedRun] = []
+    for segment in sorted({*segments}):
+        for memory in sorted({*memories}):
+            runs += _runs_of(base, _with_context(base, segment, memory), f"t{segment}-m{memory}")
+    return runs
+
+
+def _with_context(base: RunConfig, segment: int, memory: int) -> RunConfig:
+    lanes, rest = divmod(base.tokens_per_step, segment * base.optim.gradient_segments)
+    if rest:
+        raise ConfigError(
+            f"segments of {segment} do not divide the {base.tokens_per_step} tokens of a step "
+            "(data.lanes="
+            f"{base.data.lanes} x data.segment_length={base.data.segment_length}); use divisors "
+            "of it"
+        )
+    return replace(
+        base,
+        model=base.model.with_memory(memory),
+        data=replace(base.data, segment_length=segment, lanes=lanes),
+    )
+
+
+def _runs_of(base: RunConfig, run: RunConfig, context: str) -> list[PlannedRun]:
+    """The run at the base's tokens and at its FLOPs; one run if the steps are the same."""
+    cost = cost_of(run)
+    at_flops = round(cost_of(base).flops / (cost.flops_per_token * cost.tokens_per_step))
+    steps = {f"{context}-same-tokens": base.optim.steps, f"{context}-same-flops": at_flops}
+    if at_flops == base.optim.steps:
+        steps = {context: at_flops}
+    facts = {
+        "segment_length": run.data.segment_length,
+        "memory_length": run.model.longest_memory,
+    }
+    return [
+        planned_run(replace(with_steps(run, count), name=name), facts)
+        for name, count in steps.items()
+    ]
+
+
 def tokens_here(base: RunConfig) -> int | None:
     """How many training tokens the corpus has; None if it is not here."""
     directory = base.data.directory() / SPLITS[0]
@@ -241,23 +298,16 @@ def refuse_more_tokens(
 
 
 def write_plan(
-    arguments: argparse.Namespace,
-    name: str,
-    base: RunConfig,
-    runs: Sequence[PlannedRun],
-    notes: Sequence[str],
-    varies: Axis,
+    path: Path,
+    sweep: Sweep,
     where: str = "--local (or --cluster FILE)",
+    then: str = "",
 ) -> None:
-    """Write the sweep `name`; print its path, and what comes next: submitting it `where`.
-
-    `base` includes the overrides of the command line.
-    """
-    path = sweep_path(arguments.output, name)
-    sweep = make_sweep(name, arguments.experiment, base, runs, path.parent, notes, varies)
+    """Write the sweep; print its path, and what comes next (empty `then`: to collect it)."""
     write_sweep(path, sweep)
-    print(f"sweep: {path} ({counted(len(runs), 'cell')})")
-    print(f"next: launcher sweep submit {path} {where}, then pretrain scale collect {path}")
+    print(f"sweep: {path} ({counted(len(sweep.cells), 'cell')})")
+    then = then or f"pretrain scale collect {path}"
+    print(f"next: launcher sweep submit {path} {where}, then {then}")
 
 
 def make_sweep(

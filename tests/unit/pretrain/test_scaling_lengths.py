@@ -16,7 +16,7 @@ from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.run import RunConfig
 from pretrain.scaling.collect import read_rows
 from pretrain.scaling.comparison_pages import loss_by_memory
-from pretrain.scaling.lengths import plan_lengths
+from pretrain.scaling.plan import plan_lengths
 from pretrain.scaling.sweep_file import config_of, read_sweep
 from tests.helpers.scaling_runs import EXPERIMENT, command, train_by_the_law
 
