@@ -11,8 +11,7 @@ from foundation.errors import ConfigError, DataError
 from foundation.settings import load_config
 from pretrain.commands.output_paths import check_sweep_output
 from pretrain.config.run import RunConfig
-from pretrain.scaling.family import WIDTH_MULTIPLE, Family, read_ladder
-from pretrain.scaling.recipe import RULES, Rule, step_law_rule
+from pretrain.scaling.recipe import RULES, WIDTH_MULTIPLE, Family, Rule, read_ladder, step_law_rule
 from pretrain.scaling.sweep_file import Sweep, read_sweep, sweep_path
 from pretrain.scaling.which_runs import PlacedCell, cells_directory, cells_of
 

@@ -32,7 +32,6 @@ from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.devices import Hardware
 from pretrain.costs.flops import cost_of
-from pretrain.scaling.family import Family
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.placement import (
     Machine,
@@ -56,6 +55,7 @@ from pretrain.scaling.plan import (
 )
 from pretrain.scaling.predict import noted_repeats
 from pretrain.scaling.recipe import (
+    Family,
     Rule,
     base_rule,
     outside_step_law,

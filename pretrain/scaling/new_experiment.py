@@ -20,9 +20,8 @@ from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import EvaluationConfig, RunConfig
 from pretrain.costs.flops import cost_of
-from pretrain.scaling.family import Family, power_of_two
 from pretrain.scaling.intervals import amount
-from pretrain.scaling.recipe import with_steps
+from pretrain.scaling.recipe import Family, power_of_two, with_steps
 
 _FAMILY = {1e7: "10m", 3e7: "30m", 1e8: "100m", 3e8: "300m", 1e9: "1b", 3e9: "3b", 7e9: "7b"}
 # Below these, heads are half and a quarter as wide and not grouped: shapes come in finer steps.

@@ -24,10 +24,9 @@ from pretrain.costs.run_time import run_time
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.scaling.family import Family, power_of_two
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.plan import PlannedRun
-from pretrain.scaling.recipe import Rule, wanted_lanes, with_budget
+from pretrain.scaling.recipe import Family, Rule, power_of_two, wanted_lanes, with_budget
 from pretrain.scaling.which_runs import runs_of
 from pretrain.terminal.text import counted
 

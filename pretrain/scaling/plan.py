@@ -20,8 +20,7 @@ from foundation.settings import differences, load_config, to_tree
 from foundation.yaml_files import Tree
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import RunCost, cost_of
-from pretrain.scaling.family import Family
-from pretrain.scaling.recipe import refuse_unsuited, with_steps
+from pretrain.scaling.recipe import Family, refuse_unsuited, with_steps
 from pretrain.scaling.sweep_file import FORMAT, Axis, Cell, Sweep, write_sweep
 from pretrain.terminal.text import counted
 

@@ -20,7 +20,6 @@ from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.collect import read_rows
-from pretrain.scaling.family import Family, read_ladder
 from pretrain.scaling.plan import (
     make_sweep,
     optimum_at_ratio,
@@ -28,7 +27,14 @@ from pretrain.scaling.plan import (
     refuse_more_tokens,
     spread_sizes,
 )
-from pretrain.scaling.recipe import RULES, outside_step_law, step_law, with_budget
+from pretrain.scaling.recipe import (
+    RULES,
+    Family,
+    outside_step_law,
+    read_ladder,
+    step_law,
+    with_budget,
+)
 from pretrain.scaling.sweep_file import config_of, read_sweep, write_sweep
 from tests.helpers import scaling_runs
 from tests.helpers.scaling_runs import command, train_by_the_law
