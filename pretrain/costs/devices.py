@@ -24,7 +24,7 @@ _GPUS = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*:)?[0-9]{1,4}")
 
 @dataclass(frozen=True)
 class Device:
-    """Peaks of dense matrix products on a device, in FLOPs per second, and its memory in bytes."""
+    """Peaks of dense products (FLOPs per second) and bytes of memory, as the vendor gives them."""
 
     bf16: float  # and fp16
     fp32: float
@@ -48,7 +48,7 @@ DEVICES = {
     "A100-40": Device(bf16=312e12, fp32=19.5e12, memory=40e9),
     "L40S": Device(bf16=362e12, fp32=91.6e12, memory=48e9),
     "MI300X": Device(bf16=1307e12, fp32=163e12, memory=192e9),
-    "RTX4090": Device(bf16=165e12, fp32=82.6e12, memory=24e9),
+    "RTX4090": Device(bf16=165e12, fp32=82.6e12, memory=24e9),  # with sums in fp32
     # memory 0: that of the machine this runs on
     "cpu": Device(bf16=100e9, fp32=100e9, memory=0.0, origin="a core's order of magnitude"),
 }
