@@ -18,7 +18,9 @@ from pretrain.reporting.run_history import read_history
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+# Without what `make test` tells the makes below it.
+INHERITED = {name: text for name, text in os.environ.items() if not name.startswith("MAKE")}
+ENVIRONMENT = {**INHERITED, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -29,7 +31,8 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 def story(tmp_path_factory) -> tuple[Path, str]:
     """The demo's directory and what its recipe printed."""
     folder: Path = tmp_path_factory.mktemp("story") / "demo"
-    recipe = run(["make", "--dry-run", "--old-file=.venv/.installed", "demo", f"DEMO={folder}"])
+    make = ["make", "--no-print-directory", "--dry-run", "--old-file=.venv/.installed"]
+    recipe = run([*make, "demo", f"DEMO={folder}"])
     whole, short = "--steps 640 --kill-at 400", "--steps 24 --kill-at 14"
     assert whole in recipe.stdout
     programs = f"PATH={Path(sys.executable).parent}:$PATH; set -e"
