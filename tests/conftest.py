@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 # cost many times more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 THREADS = int(os.environ["OMP_NUM_THREADS"])
+# Torch finds compiled kernels by a key without the instruction set; those of another crash.
+ISA = os.environ.get("ATEN_CPU_CAPABILITY", "native")
+KERNELS = f"{tempfile.gettempdir()}/xl-pretrain-kernels-{os.getuid()}-{ISA}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", KERNELS)
 # Nothing is looked up on the web, and the code of exports is copied to where it is removed.
 os.environ["HF_HUB_OFFLINE"] = "1"
 HUGGINGFACE_MODULES = tempfile.TemporaryDirectory(prefix="huggingface-modules-")
