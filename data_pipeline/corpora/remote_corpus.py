@@ -1,6 +1,7 @@
 """A corpus named by a URL, read like a local one: lanes fetch shards into the node's cache.
 
 CACHE/corpora/ID/remote.json          the URL, and the size limit of the cache
+CACHE/corpora/ID/copied.json          which versions of the store's manifests the copies are
 CACHE/corpora/ID/tokenizer/           a copy of the store's
 CACHE/corpora/ID/SPLIT/manifest.json  a copy of the store's; the shards are in CACHE/shards
 """
@@ -13,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +27,9 @@ from data_pipeline.corpora.manifest import (
     REMOTE_NAME,
     SPLITS,
     TOKENIZER_DIRECTORY,
+    Manifest,
     ShardInfo,
+    read_manifest,
 )
 from data_pipeline.corpora.shard_cache import ShardCache
 from data_pipeline.corpora.stores import RetryPolicy, Store, store_at
@@ -33,8 +37,9 @@ from data_pipeline.shards.shards import ShardReader
 from foundation.errors import DataError
 from foundation.files import private_directory, read_json, url_of, write_json
 from foundation.locks import exclusive_lock
+from foundation.records import from_json
 
-CORPORA = "corpora"
+CORPORA, COPIED_NAME = "corpora", "copied.json"
 OPEN_SECONDS = 600.0
 PREFETCH_THREADS = 4
 
@@ -44,7 +49,8 @@ def local_corpus_directory(
 ) -> Path:
     """Return the directory to read the corpus from: `path`, or this node's copy of a URL.
 
-    Manifests and tokenizer are then in the directory, as the store has them now.
+    Manifests and tokenizer are then in the directory, as the store has them now. A manifest is
+    fetched only if the store has another version of it.
     """
     if (url := url_of(path)) is None:
         return path
@@ -53,20 +59,43 @@ def local_corpus_directory(
     root = private_directory(config.path.absolute())
     private_directory(root / CORPORA)
     directory = private_directory(_home_of(root, store.url))
-    asked, mark = time.time_ns(), directory / REMOTE_NAME
+    asked = time.time_ns()
     # All ranks of the node call this at the same time; one of them fetches.
     with exclusive_lock(directory / ".lock", OPEN_SECONDS):
-        if not (mark.exists() and asked <= mark.stat().st_mtime_ns <= time.time_ns()):
-            _fetch_descriptions(url, directory, retry_policy)
-            write_json(mark, {"url": store.url, "cache_gib": config.gib})
+        write_json(directory / REMOTE_NAME, {"url": store.url, "cache_gib": config.gib})
+        copied = _read_copied(directory)
+        if not asked <= copied.compared_ns <= time.time_ns():
+            write_json(
+                directory / COPIED_NAME, asdict(_compare(url, directory, retry_policy, copied))
+            )
     return directory
 
 
-def _fetch_descriptions(url: str, directory: Path, policy: RetryPolicy) -> None:
-    """Fetch the manifests of all splits, and the tokenizer unless it is there."""
+@dataclass(frozen=True)
+class _Copied:
+    """What a copy was made of: the versions of the store's manifests, and when they were asked."""
+
+    compared_ns: int = 0
+    versions: dict[str, str] = field(default_factory=dict)  # of each split; "" if not known
+
+
+def _read_copied(directory: Path) -> _Copied:
+    try:
+        return from_json(_Copied, read_json(directory / COPIED_NAME))
+    except (OSError, ValueError, TypeError):
+        return _Copied()
+
+
+def _compare(url: str, directory: Path, policy: RetryPolicy, before: _Copied) -> _Copied:
+    """Fetch what is not as the store has it now, manifests and the tokenizer."""
+    compared_ns, versions = time.time_ns(), {}
     for split in SPLITS:
+        store = store_at(f"{url}/{split}", policy)
+        # Before the file: if it changes in between, the next call fetches it.
+        versions[split] = store.version(MANIFEST_NAME)
         try:
-            manifest = fetch_manifest(store_at(f"{url}/{split}", policy), directory / split)
+            manifest = _unchanged(directory / split, versions[split], before.versions.get(split))
+            manifest = manifest or fetch_manifest(store, directory / split)
         except NotFetchedError as error:
             if not error.is_absent or split == SPLITS[0]:
                 raise
@@ -76,6 +105,15 @@ def _fetch_descriptions(url: str, directory: Path, policy: RetryPolicy) -> None:
         if split == SPLITS[0]:
             tokenizers = store_at(f"{url}/{TOKENIZER_DIRECTORY}", policy)
             fetch_tokenizer(tokenizers, directory / TOKENIZER_DIRECTORY, manifest.tokenizer)
+    return _Copied(compared_ns, versions)
+
+
+def _unchanged(split: Path, version: str, before: str | None) -> Manifest | None:
+    """Return the copied manifest if it is valid and of the version that the store has."""
+    if version and version == before:
+        with contextlib.suppress(DataError):
+            return read_manifest(split)
+    return None
 
 
 def _home_of(cache: Path, url: str) -> Path:

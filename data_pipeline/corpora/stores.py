@@ -14,6 +14,7 @@ import base64
 import contextlib
 import http.client
 import logging
+import os
 import random
 import re
 import threading
@@ -37,7 +38,7 @@ from foundation.settings import OBJECT_STORES
 _LENGTH = re.compile(r"[0-9]{1,18}")
 
 
-def open_url(url: str, timeout: float) -> HTTPResponse:
+def open_url(url: str, timeout: float, method: str = "GET") -> HTTPResponse:
     """Return the answer to a request; what urllib raises, and DataError for a variable not set."""
     try:
         plain, user, password = user_and_password(url)
@@ -45,7 +46,7 @@ def open_url(url: str, timeout: float) -> HTTPResponse:
         raise DataError(
             f"{url} needs the variable {error.args[0]} with PASSWORD@HOST, for this host; export it"
         ) from None
-    request = urllib.request.Request(plain)
+    request = urllib.request.Request(plain, method=method)
     if user:
         token = base64.b64encode(f"{user}:{password}".encode()).decode()
         # Not redirected: not to another scheme, which may be another server's.
@@ -87,6 +88,7 @@ def redirect_problem(before: str, after: str) -> str | None:
 
 
 BLOCK_BYTES = 1 << 18
+LONGEST_VERSION = 200
 WEB = ("http", "https")
 TRANSIENT_STATUS = (408, 425, 429)  # the 4xx answers that a later attempt may not get
 # Codes and exceptions of SDKs that another attempt would give again.
@@ -144,7 +146,15 @@ class Store(Protocol):
         ...
 
 
-def store_at(url: str, retry_policy: RetryPolicy | None = None) -> Store:
+class VersionedStore(Store, Protocol):
+    """One that can be asked whether a file has changed."""
+
+    def version(self, name: str) -> str:
+        """Return the ETag of the file `name`, which changes with it; "" if it is not known."""
+        ...
+
+
+def store_at(url: str, retry_policy: RetryPolicy | None = None) -> VersionedStore:
     """Return the store for the URL's scheme; DataError if it is unknown."""
     _refuse_secrets(url)
     scheme = url.partition("://")[0]
@@ -189,6 +199,15 @@ class WebStore:
                 raise
             raise StoreError(f"the connection failed ({error})") from None
 
+    def version(self, name: str) -> str:
+        """Return the ETag of the file, if the server tells one."""
+        try:
+            url = f"{self.url}/{quote(name)}"
+            with open_url(url, self.retry_policy.timeout, "HEAD") as answer:
+                return answer.headers.get("ETag", "")[:LONGEST_VERSION]
+        except (OSError, ValueError, OverflowError, http.client.HTTPException):
+            return ""
+
 
 class ObjectStore:
     """Any store that mosaicml-streaming has a downloader for.
@@ -212,6 +231,20 @@ class ObjectStore:
                 downloader.download(f"{self.url}/{name}", str(path), self.retry_policy.timeout)
             finally:
                 self._idle.append(downloader)
+
+    def version(self, name: str) -> str:
+        """Return the ETag of the file, of S3 only: streaming has no such request."""
+        if not self.url.startswith("s3://"):
+            return ""
+        bucket, _, prefix = self.url.removeprefix("s3://").partition("/")
+        try:
+            from boto3.session import Session
+
+            client = Session().client("s3", endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
+            found = client.head_object(Bucket=bucket, Key=f"{prefix}/{name}".lstrip("/"))
+            return str(found.get("ETag", ""))[:LONGEST_VERSION]
+        except Exception:  # the SDK's have no common base class; `download` will say what is wrong
+            return ""
 
 
 @contextlib.contextmanager

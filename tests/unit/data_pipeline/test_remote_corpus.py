@@ -237,15 +237,38 @@ def test_a_denied_validation_split_is_an_error_and_an_absent_one_names_the_setti
         Corpus.open(tmp_path / "local" / "validation")
 
 
-def test_a_call_takes_the_manifest_that_the_store_has_now(built, tmp_path):
-    store, cache = tmp_path / "store", CacheConfig(directory=tmp_path / "cache")
+@pytest.mark.parametrize("kind", ["http", "s3"])
+def test_a_manifest_is_fetched_again_only_when_the_store_has_another_version(
+    built, tmp_path, kind, monkeypatch, s3_endpoint, bucket
+):
+    store = tmp_path / "store"
     shutil.copytree(built, store)
-    with FileServer(store) as server:
-        for end_id in (read_manifest(built / "train").end_id, 3):
-            replace(read_manifest(built / "train"), end_id=end_id).write(store / "train")
-            directory = local_corpus_directory(Path(server.url), cache, QUICK)
-            assert read_manifest(directory / "train").end_id == end_id
-        assert server.requests["tokenizer.json"] == 1
+    if kind == "s3":
+        put_directory(s3_endpoint, store, f"{bucket}/c")
+    with FileServer(s3_endpoint if kind == "s3" else store) as server:
+        url = Path(server.url if kind == "http" else f"{bucket}/c")
+        if kind == "s3":
+            monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
+        cache = CacheConfig(directory=tmp_path / "cache")
+
+        def fetched() -> int:
+            before = server.requests["manifest.json"]
+            directory = local_corpus_directory(url, cache, QUICK)
+            assert Corpus.open(directory / "train").manifest == read_manifest(expected)
+            return server.requests["manifest.json"] - before
+
+        expected = built / "train"
+        assert fetched() == 2, "of both splits"
+        assert fetched() == 0
+        copy = next((tmp_path / "cache").rglob("train/manifest.json"))
+        copy.write_text(copy.read_text().replace("1", "2"))
+        assert fetched() == 1, "a copy that was changed is no copy"
+        expected = store / "train"
+        replace(read_manifest(built / "train"), end_id=3).write(expected)
+        if kind == "s3":
+            put_directory(s3_endpoint, store, f"{bucket}/c")
+        # Its tokenizer is another now: only the manifests are looked at.
+        assert fetched() == 1
 
 
 def test_ranks_that_ask_at_the_same_time_ask_the_store_once_or_twice(built, tmp_path):
