@@ -75,7 +75,7 @@ def compiled_dropout(capability: int) -> tuple[Any, Resources]:
     from pretrain.kernels.triton import dropout
 
     constants = {"IS_LANE_FIRST": True, "THRESHOLD": 6554, "SCALE": 65536 / (65536 - 6554)}
-    constants |= {"BLOCK": dropout.BLOCK, "PLACES": 1}
+    constants["BLOCK"] = dropout.BLOCK
     types = {"values": "*bf16", "outputs": "*bf16", "lanes": "*i64"} | dict.fromkeys(
         constants, "constexpr"
     )
