@@ -36,6 +36,7 @@ import math
 import threading
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -375,7 +376,7 @@ def pieces_in(rank_files: list[RankFile], rank: int) -> dict[str, Any]:
     return report_of(elements, rank)
 
 
-class Transfer:
+class Transfer(ABC):
     """A rank's part in bringing a checkpoint to a destination, which `run` does in a thread.
 
     `_put` brings the rank's files there and returns what it reports; rank 0's then `_publish`es.
@@ -388,11 +389,11 @@ class Transfer:
         self.is_published = False  # as far as this rank knows: rank 0 knows first
         self._problem: SaveProblem | None = None
 
-    def _put(self) -> tuple[Report, Mapping[str, Any]]:
-        raise NotImplementedError
+    @abstractmethod
+    def _put(self) -> tuple[Report, Mapping[str, Any]]: ...
 
-    def _publish(self, reports: list[Report]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _publish(self, reports: list[Report]) -> None: ...
 
     def run(self) -> None:
         try:

@@ -15,7 +15,7 @@ and relative to the last row's: 0 is the same, -1 the one before. All lanes have
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -163,11 +163,6 @@ def detached(memory: Memory) -> Memory:
 def selected_lanes(memory: Memory, lanes: Tensor | slice) -> Memory:
     """Return the memory of these lanes, in this order; one may occur several times."""
     return tuple(part[lanes] for part in memory)
-
-
-def joined_lanes(memories: Sequence[Memory]) -> Memory:
-    """Return one memory with the lanes of all, in this order."""
-    return tuple(torch.cat(parts) for parts in zip(*memories, strict=True))
 
 
 def _empty(part: LanePart, num_lanes: int, like: Tensor) -> Tensor:

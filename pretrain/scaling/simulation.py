@@ -7,6 +7,7 @@ them. What the answers of many such sweeps differ by is what one of them is unce
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from foundation.errors import ConfigError, DataError
 from pretrain.scaling.fit import TITLES
 from pretrain.scaling.frontier import LawLine, Line, fit_isoflop
 from pretrain.scaling.intervals import LEVEL, as_size
-from pretrain.scaling.law import HUBER_DELTA, FlopsLaw, Law, fit_flops_law, minimize
+from pretrain.scaling.law import HUBER_DELTA, FlopsLaw, Law, fit_flops_law, minimize, uncenter
 from pretrain.scaling.plan import PlannedRun
 from pretrain.scaling.table import Array, Points
 
@@ -82,17 +83,15 @@ def _answers(
     n_P, d_P = np.log(points.parameters_P), np.log(points.tokens_P)
     loss_KP = ASSUMED.loss(points.parameters_P, points.tokens_P) * np.exp(noise_KP)
     center = np.array([n_P.mean(), d_P.mean()])
-    theta = ASSUMED.theta.copy()
-    theta[1:3] -= theta[3:] * center  # of logarithms without their means, as `scale fit` has them
+    theta = uncenter(ASSUMED.theta, -center)  # the means are taken away, as by `scale fit`
     data = n_P - center[0], d_P - center[1]
     fits = [minimize(theta, *data, np.log(loss_P), HUBER_DELTA) for loss_P in loss_KP]
-    theta_K5 = np.array([law for law, _ in fits])
-    theta_K5[:, 1:3] += theta_K5[:, 3:] * center
+    theta_K5 = uncenter(np.array([law for law, _ in fits]), center)
     yield "parametric", _answers_of(LawLine(theta_K5, flops_law), log_target)
     found = []
     for loss_P in loss_KP:
         try:
-            line = fit_isoflop(_with_losses(points, loss_P)).frontier
+            line = fit_isoflop(replace(points, loss_P=loss_P)).frontier
         except DataError:  # too few budgets with a vertex inside their sizes
             continue
         found.append(_answers_of(line, log_target))
@@ -102,10 +101,6 @@ def _answers(
 
 def _answers_of(line: Line, log_flops: float) -> Array:
     return np.stack([line.log_parameters(log_flops), line.loss(log_flops)], axis=-1)
-
-
-def _with_losses(points: Points, loss_P: Array) -> Points:
-    return Points(**{**vars(points), "loss_P": loss_P})
 
 
 def _points_of(runs: Sequence[PlannedRun]) -> Points:

@@ -18,7 +18,7 @@ from pretrain.config.engine import EngineConfig
 from pretrain.config.lane_parts import LanePart, LaneParts
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.distributed.world import World
-from pretrain.model.lane_state import LaneState, Memory, joined_lanes, lanes_of, selected_lanes
+from pretrain.model.lane_state import LaneState, Memory, lanes_of, selected_lanes
 from pretrain.run import build_engine
 from pretrain.state import TrainState
 from tests.helpers.models import TINY
@@ -101,7 +101,8 @@ def test_lanes_that_are_taken_apart_and_joined_are_the_same_memory() -> None:
     memory = memory_of(state)
     halves = [selected_lanes(memory, lanes) for lanes in (slice(0, 1), slice(1, 4))]
     assert [lanes_of(half) for half in halves] == [1, 3]
-    assert same(joined_lanes(halves), memory)
+    joined = tuple(torch.cat(parts) for parts in zip(*halves, strict=True))
+    assert same(joined, memory)
     assert same(state.joined(state.taken_apart(memory)), memory)
     swapped = selected_lanes(memory, torch.tensor([3, 3, 0, 1]))
     assert same(selected_lanes(swapped, slice(2, 4)), selected_lanes(memory, slice(0, 2)))
