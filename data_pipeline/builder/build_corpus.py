@@ -80,8 +80,6 @@ class BuildResult:
     was_finished: bool = False  # before this call
     duplicates: int = 0  # documents dropped because an earlier one has equal text
     split_documents: int = 0  # documents cut into several
-    crlf_documents: int = 0  # with line ends of Windows
-    cr_documents: int = 0  # with carriage returns alone
     round_trip: RoundTrip = field(default_factory=RoundTrip)
 
 

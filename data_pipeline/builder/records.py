@@ -23,7 +23,7 @@ JSON_FRAME_BYTES = 1 << 20  # of a record, in addition to its text
 REJECTS_NAME = "rejects.jsonl"
 HASH_BYTES = 16
 TOKEN_BYTES = 4
-RULE_COUNTS = ("duplicates", "split_documents", "crlf_documents", "cr_documents")
+RULE_COUNTS = ("duplicates", "split_documents")
 CUTS = ("\n\n", "\n", " ")  # ends of a paragraph, line and word: where to cut, best first
 
 
@@ -193,7 +193,6 @@ class DocumentRules:
         self._seen = set(seen)
         self.duplicates = 0
         self.split_documents = 0
-        self.crlf_documents = self.cr_documents = 0  # whose text has \r\n, or \r alone
 
     @property
     def counts(self) -> dict[str, int]:
@@ -205,10 +204,6 @@ class DocumentRules:
         if self._config.drop_duplicates and self._is_copy(document.content):
             self.duplicates += 1
             return
-        if "\r" in document.text:
-            pairs = document.text.count("\r\n")
-            self.crlf_documents += pairs > 0
-            self.cr_documents += document.text.count("\r") > pairs
         limit = self._config.split_characters
         if not limit or len(document.text) <= limit:
             yield document

@@ -53,7 +53,7 @@ def list_sources(
     """Return every input file under `roots`, by root and then by name; DataError if none.
 
     Also DataError for a file that no reader understands. `report` gets a note about files that are
-    left out, and about links that lead out of a root.
+    left out.
     """
     inputs = [_sources_under(root, len(roots) > 1, config, report) for root in roots]
     check_apart(inputs, "would be read twice")
@@ -101,14 +101,11 @@ def _sources_under(
         return _with_kinds(root.parent, [root.name], "", config)
     _check_folder(root, config)
     prefix = f"{root.resolve().name}/" if is_one_of_many else ""
-    walk = _Walk(root, _own_folders(config))
-    names = sorted(path.relative_to(root).as_posix() for path in walk.files(root))
+    found = _files(root, _own_folders(config))
+    names = sorted(path.relative_to(root).as_posix() for path in found)
     hashes = _hashes_of_shards(root, names) if may_read_as("mds", config) else {}
     suffixes = tuple(suffix.lower() for suffix in config.suffixes)
     names = [name for name in names if without_compression(name).endswith(suffixes or "")]
-    if walk.links:
-        text = f"input {root} has links that lead out of it, which are followed"
-        report(Note(f"{text}: {_examples(walk.links)}"))
     if not config.suffixes and (left_out := _companions(names, config)):
         report(Note(f"input {root}: left out, beside records: {_examples(left_out)}"))
         names = [name for name in names if name not in left_out]
@@ -165,48 +162,34 @@ def _check_folder(root: Path, config: CorpusConfig) -> None:
             )
 
 
-class _Walk:
-    """Lists the files of a folder, through symlinks too; `links` that lead out of `root`.
+def _files(
+    folder: Path, excluded: frozenset[Path], parents: frozenset[Path] = frozenset()
+) -> Iterator[Path]:
+    """Yield the files of a folder, through symlinks too.
 
     Unreadable folders, broken links, and what is neither a file nor a folder are errors.
     """
-
-    def __init__(self, root: Path, excluded: frozenset[Path]) -> None:
-        self._root, self._real_root, self._excluded = root, root.resolve(), excluded
-        self.links: list[str] = []
-
-    def files(self, folder: Path, parents: frozenset[Path] = frozenset()) -> Iterator[Path]:
-        real = folder.resolve()
-        if real in parents:
-            raise DataError(
-                f"input {folder} is a link to one of its parent folders; remove the link"
-            )
-        if real in self._excluded:
-            return
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                path = Path(entry.path)
-                self._note_link(entry)
-                if entry.is_dir():
-                    yield from self.files(path, parents | {real})
-                elif entry.is_file():
-                    yield path
-                elif entry.is_symlink() and not path.exists():
-                    raise DataError(
-                        f"input {entry.path} is a link to {os.readlink(entry.path)}, "
-                        "which does not exist; restore or remove it"
-                    )
-                else:
-                    raise _not_a_file(path)
-
-    def _note_link(self, entry: os.DirEntry[str]) -> None:
-        if entry.is_symlink():
-            target = Path(entry.path).resolve()
-            if self._real_root not in target.parents:
-                name = Path(entry.path).relative_to(self._root).as_posix()
-                self.links.append(f"{name} -> {target}")
+    real = folder.resolve()
+    if real in parents:
+        raise DataError(f"input {folder} is a link to one of its parent folders; remove the link")
+    if real in excluded:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            path = Path(entry.path)
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                yield from _files(path, excluded, parents | {real})
+            elif entry.is_file():
+                yield path
+            elif entry.is_symlink() and not path.exists():
+                raise DataError(
+                    f"input {entry.path} is a link to {os.readlink(entry.path)}, "
+                    "which does not exist; restore or remove it"
+                )
+            else:
+                raise _not_a_file(path)
 
 
 def _not_a_file(path: Path) -> DataError:

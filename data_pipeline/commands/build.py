@@ -134,12 +134,6 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
         print(f"{result.duplicates:,} documents were dropped: an earlier one has equal text")
     if result.split_documents:
         print(f"{result.split_documents:,} long documents were cut into NAME#1, NAME#2, ...")
-    if result.crlf_documents or result.cr_documents:
-        print(
-            f"line endings: {result.crlf_documents:,} documents have \\r\\n and "
-            f"{result.cr_documents:,} have \\r alone, which became tokens; "
-            "normalize_newlines=true builds them with \\n"
-        )
     train = result.manifests.get("train")
     if train and needs_training(config.tokenizer):
         print(vocabulary_advice(train.tokens, train.vocab_size), end="")

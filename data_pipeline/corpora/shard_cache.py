@@ -5,13 +5,12 @@ CACHE/incoming/SHA256.N    N bytes reserved by a download, whose process holds t
 CACHE/lengths/SHA256       the lengths of its documents, see below
 CACHE/locks/000 ... fff    one lock per shard, by the first digits of its SHA-256
 CACHE/room.lock            held while a process evicts and reserves, see below
-CACHE/readers/SHA256.X     only without flock: a process that has the shard open, see locks.py
 
 The cache removes nothing in these directories but what has such a name, and is a directory of this
 user into which no other can write. Locks are released when their process
 dies, so a reservation whose lock is free was left by a killed process. An open shard is never
-evicted: the lock on the file itself, taken before the file gets its name, protects it. Without
-flock its marks do, which processes make and look for while they hold room.lock.
+evicted: the lock on the file itself, taken before the file gets its name, protects it. So the cache
+needs a file system with flock.
 
 The lengths of the documents of remote shards, on this node's disk.
 
@@ -45,11 +44,8 @@ from data_pipeline.corpora.stores import Store
 from foundation.errors import DataError
 from foundation.files import fsync_directory, path_below, private_directory
 from foundation.locks import (
-    NoFileLocksError,
     exclusive_lock,
     held_lock,
-    is_in_use,
-    open_marked,
     open_shared,
     try_lock,
 )
@@ -151,12 +147,12 @@ class ShardCache:
     def __init__(self, config: CacheConfig) -> None:
         self.directory = config.path
         self.limit = int(config.gib * GIB)
-        self._shards, self._incoming, self._locks, self._readers = (
-            self.directory / name for name in ("shards", "incoming", "locks", "readers")
+        self._shards, self._incoming, self._locks = (
+            self.directory / name for name in ("shards", "incoming", "locks")
         )
         self._verified: dict[str, FileState] = {}  # as each shard was when it was checked
         private_directory(self.directory)
-        for directory in (self._shards, self._incoming, self._locks, self._readers):
+        for directory in (self._shards, self._incoming, self._locks):
             private_directory(directory)
         self._space = CacheSpace(self._shards, self.limit, self._evict, self._reserved)
         self.lengths = LengthCache(self.directory, self._locks, self.limit // LENGTHS_SHARE)
@@ -194,7 +190,7 @@ class ShardCache:
         """Open the shard's file if it is in the cache and valid; the caller holds its lock."""
         path = path_below(self._shards, info.sha256)
         try:
-            file = self._open_in_use(path)
+            file = open_shared(path)
         except FileNotFoundError:
             return None
         # No link left: it was evicted between the opening and the locking.
@@ -216,7 +212,7 @@ class ShardCache:
         try:
             fetch_shard(store, info, arrived, reserved)
             # Lock it before it gets its name: no other process can evict it in between.
-            file = self._open_in_use(arrived)
+            file = open_shared(arrived)
             os.replace(arrived, self._shards / info.sha256)
             fsync_directory(self._shards)
         finally:
@@ -250,22 +246,10 @@ class ShardCache:
     def _room(self) -> contextlib.AbstractContextManager[None]:
         return exclusive_lock(self.directory / "room.lock", EVICTION_SECONDS)
 
-    def _open_in_use(self, path: Path) -> BinaryIO:
-        """Open a shard that then is not evicted as long as it is open or mapped."""
-        try:
-            return open_shared(path)
-        except NoFileLocksError:
-            with self._room():
-                return open_marked(path, self._readers)
-
     def _evict(self, path: Path) -> bool:
         """Remove a shard, unless a process has it open; whether it was removed."""
         with open(path, "rb") as file:
-            try:
-                is_free = try_lock(file)
-            except NoFileLocksError:
-                is_free = not is_in_use(self._readers, path.name)
-            if is_free:
+            if is_free := try_lock(file):
                 path.unlink()
             return is_free
 

@@ -6,6 +6,7 @@ a part of them is one copy.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +20,6 @@ from data_pipeline.shards.mds import InvalidShard
 from data_pipeline.shards.tar import TarError
 from foundation.errors import DataError
 from foundation.files import path_text
-from foundation.locks import mapped
 
 # Modules with the same functions: SUFFIX, sample_bytes, write_shard, read_layout.
 FORMATS: dict[ShardFormat, ModuleType] = {"mds": mds, "webdataset": wds}
@@ -70,7 +70,7 @@ class ShardReader:
         self._dtype = dtype
         try:
             with file or open(path, "rb") as opened:
-                self._memory = mapped(opened)
+                self._memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise DataError(
                 f"shard {path} is missing; restore it or build the corpus again"
