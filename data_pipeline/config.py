@@ -239,9 +239,3 @@ class SegmentLengths:
             self.at(start) * max(0, min(end, step) - start)
             for start, end in zip([0, *ends], ends, strict=False)
         )
-
-    def step_of(self, token: int) -> int:
-        """Return the step that reads the lane's token number `token`."""
-        starts = (start for start, _ in reversed(self.changes))
-        start = next((start for start in starts if self.tokens_before(start) <= token), 0)
-        return start + (token - self.tokens_before(start)) // self.at(start)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from data_pipeline.commands.verify import CORPUS_HELP
 from data_pipeline.config import CacheConfig, SegmentLengths
 from data_pipeline.corpora.corpus import Corpus, split_directory
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
-from data_pipeline.lanes.audit import ReadSpan, audit_steps, find_document
+from data_pipeline.lanes.audit import audit_steps
 from data_pipeline.lanes.mixture import Mixture, exact_repeats, repeats_of_weights
 from foundation.cli import check_least
 from foundation.errors import ConfigError, shown_id
@@ -31,14 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=64,
         help="tokens of a lane per step (default 64)",
     )
-    then = "segment length from a step on, for phases that change nothing else"
-    add("--then", type=_then, action="append", default=[], metavar="STEP=LENGTH", help=then)
-    add("--steps", type=_steps, metavar="FIRST:END", help="without END (default: the first step)")
-    first = "step of the run at which the lanes started (default 0)"
-    add("--first-step", type=int, default=0, metavar="STEP", help=first)
+    steps = "steps since the lanes started, without END (default: the first)"
+    add("--steps", type=_steps, default=range(1), metavar="FIRST:END", help=steps)
     add("--lane", type=int, help="only this lane")
-    add("--document", metavar="ID", help="when this document is read, in --epochs or --steps")
-    add("--epochs", type=int, help="epochs to search for --document (default 1, or by --steps)")
     mix = "another corpus of the run's data.mixture"
     add("--mix", action="append", default=[], metavar="DIR=REPEAT", help=mix)
     add("--repeat", type=float, default=1.0, help="repeats of the first corpus, with --mix")
@@ -50,21 +44,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print one line per span of a document."""
     _check(arguments)
-    if arguments.document is None and arguments.steps is None:
-        arguments.steps = range(arguments.first_step, arguments.first_step + 1)
-    if arguments.steps is not None and not 0 <= arguments.first_step <= arguments.steps.start:
-        raise ConfigError(
-            f"--steps start at {arguments.steps.start}, before the lanes did at "
-            f"--first-step={arguments.first_step}; audit the phase before with its own lanes and "
-            "seed"
-        )
     data = _open_data(arguments)
     columns = ["step", "lane", "document", "offset", "tokens", "epoch"]
     if arguments.ranks > 1:
         columns.append("rank")
     if not arguments.json:
         print(*columns, sep="\t")
-    for span in _spans(data, arguments):
+    lane = arguments.lane
+    spans = audit_steps(
+        data,
+        arguments.lanes,
+        arguments.seed,
+        SegmentLengths(arguments.segment_length),
+        arguments.steps,
+        None if lane is None else range(lane, lane + 1),
+    )
+    for span in spans:
         row = {**asdict(span), "rank": span.lane * arguments.ranks // arguments.lanes}
         if arguments.json:
             print(json.dumps(row))
@@ -80,8 +75,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"--segment-length={arguments.segment_length} must be at most {MOST_ROWS:,}"
         )
-    if arguments.epochs is not None:
-        check_least(arguments, 1, "epochs")
     if arguments.lanes % arguments.ranks:
         raise ConfigError(
             f"--lanes={arguments.lanes} does not divide over {arguments.ranks} ranks; "
@@ -103,35 +96,6 @@ def _steps(text: str) -> range:
             f"found {text!r}, which contains no step; END must be after FIRST"
         )
     return steps
-
-
-def _then(text: str) -> tuple[int, int]:
-    step, _, length = text.partition("=")
-    try:
-        return int(step), int(length)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"found {text!r}, expected STEP=LENGTH such as 1000=128"
-        ) from None
-
-
-def _spans(data: Corpus | Mixture, arguments: argparse.Namespace) -> Iterator[ReadSpan]:
-    """Yield the spans with steps of the run. Lanes count steps from their own start."""
-    first_step, steps = arguments.first_step, arguments.steps
-    changes = [(step - first_step, length) for step, length in arguments.then]
-    lengths = SegmentLengths(arguments.segment_length, changes)
-    settings = (arguments.lanes, arguments.seed, lengths)
-    lane = arguments.lane
-    if steps is not None:
-        steps = range(steps.start - first_step, steps.stop - first_step)
-    if arguments.document is None:
-        assert steps is not None, "run() has set the first step"
-        spans = audit_steps(data, *settings, steps, None if lane is None else range(lane, lane + 1))
-    else:
-        spans = find_document(data, arguments.document, *settings, arguments.epochs, steps)
-    for span in spans:
-        if lane in (None, span.lane):
-            yield replace(span, step=span.step + first_step)
 
 
 def _open_data(arguments: argparse.Namespace) -> Corpus | Mixture:

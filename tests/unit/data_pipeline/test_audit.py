@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from data_pipeline.cli import main
-from data_pipeline.config import MixturePart
+from data_pipeline.config import MixturePart, SegmentLengths
 from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.lanes.audit import audit_steps
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_mixture
 from tests.helpers.corpora import write_numbered_corpus
@@ -138,61 +139,9 @@ def test_the_audit_of_one_lane_is_that_lane_of_the_full_audit(corpus, capsys):
     assert "not among the 4 lanes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_a_document_is_found_at_the_steps_where_the_full_audit_lists_it(
-    corpus, tmp_path, capsys, mixed
-):
-    extra = ["--repeat=1.5"] if mixed else []
-    if mixed:
-        other = write_numbered_corpus(tmp_path, [[30, 7, 40], [12, 50]])
-        extra.append(f"--mix={other.directory}=2")
-    whole = audited(capsys, corpus, "--steps=0:200", *extra)
-    for name in ("document 0", "document 1200"):
-        name = next(piece["document"] for piece in whole if piece["document"] >= name)
-        found = audited(capsys, corpus, f"--document={name}", "--epochs=2", *extra)
-        expected = [piece for piece in whole if piece["document"] == name and piece["epoch"] < 2]
-        key = lambda piece: (piece["epoch"], piece["lane"], piece["step"], piece["offset"])  # noqa: E731
-        assert found
-        assert sorted(found, key=key) == sorted(expected, key=key)
-
-
 def test_what_the_audit_cannot_answer_is_an_error(corpus, capsys):
-    assert main(["audit", str(corpus.directory), "--lanes=2", "--document=nobody"]) == 2
-    assert "has the id 'nobody'" in capsys.readouterr().err
     assert main(["audit", str(corpus.directory), "--lanes=2", "--mix=books"]) == 2
     assert "expected DIR=REPEAT" in capsys.readouterr().err
-
-
-def test_the_steps_of_a_later_phase_are_those_of_the_run(corpus, capsys):
-    since_phase = audited(capsys, corpus, "--steps=3:6", "--seed=8")
-    of_run = audited(capsys, corpus, "--steps=103:106", "--seed=8", "--first-step=100")
-    assert of_run == [{**piece, "step": piece["step"] + 100} for piece in since_phase]
-    name = since_phase[0]["document"]
-    found = audited(capsys, corpus, f"--document={name}", "--seed=8", "--first-step=100")
-    assert since_phase[0]["step"] + 100 in {piece["step"] for piece in found}
-    assert (
-        main(["audit", str(corpus.directory), "--lanes=2", "--steps=5:6", "--first-step=100"]) == 2
-    )
-    assert "--steps start at 5, before the lanes did at --first-step=100" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("steps", [range(40, 90), range(300)])
-def test_a_document_is_searched_in_the_given_steps_for_any_number_of_epochs(corpus, capsys, steps):
-    window = f"--steps={steps.start}:{steps.stop}"
-    whole = audited(capsys, corpus, window)
-    name = whole[0]["document"]
-    key = lambda piece: (piece["step"], piece["lane"], piece["offset"])  # noqa: E731
-    found = audited(capsys, corpus, f"--document={name}", window)
-    assert sorted(found, key=key) == [piece for piece in whole if piece["document"] == name]
-    assert len({piece["epoch"] for piece in found}) > 1
-    shifted = audited(
-        capsys,
-        corpus,
-        f"--document={name}",
-        f"--steps={steps.start + 7}:{steps.stop + 7}",
-        "--first-step=7",
-    )
-    assert shifted == [{**piece, "step": piece["step"] + 7} for piece in found]
 
 
 def test_weights_are_those_of_the_runs_mixture(corpus, tmp_path, capsys):
@@ -233,29 +182,17 @@ def test_weights_are_those_of_the_runs_mixture(corpus, tmp_path, capsys):
     assert "a repeat of nan is not positive or too small" in capsys.readouterr().err
 
 
-def test_the_audit_of_growing_segments_lists_what_the_lanes_read(corpus, capsys):
-    grown = ["--steps=100:150", "--first-step=100", "--then=120=32", "--then=140=64"]
-    pieces = audited(capsys, corpus, *grown)
+def test_the_audit_of_growing_segments_lists_what_the_lanes_read(corpus):
+    """By `audit_steps`, as a rewind asks it: the same tokens, in segments of other lengths."""
+    grown = SegmentLengths(LENGTH, ((20, 32), (40, 64)))
+    assert grown.tokens_before(50) == 100 * LENGTH
     read = [
-        piece
-        for piece in audited(capsys, corpus, "--steps=0:200")
-        if piece["step"] < (20 + 40 + 40)
-    ]
-    by_lane = [
         [
-            (piece["lane"], piece["document"], piece["offset"] + token)
-            for piece in listed
-            for token in range(piece["tokens"])
+            (span.lane, span.document, span.offset + token)
+            for span in audit_steps(corpus, NUM_LANES, 1, lengths, range(steps))
+            for token in range(span.tokens)
         ]
-        for listed in (pieces, read)
+        for lengths, steps in ((grown, 50), (SegmentLengths(LENGTH), 100))
     ]
-    assert sorted(by_lane[0]) == sorted(by_lane[1]), "the same tokens, in segments of other lengths"
-    sums = dict.fromkeys(range(100, 150), 0)
-    for piece in pieces:
-        sums[piece["step"]] += piece["tokens"]
-    assert set(sums.values()) == {NUM_LANES * 16, NUM_LANES * 32, NUM_LANES * 64}
-    late = next(piece["document"] for piece in pieces if piece["step"] == 125)
-    found = audited(capsys, corpus, f"--document={late}", *grown[1:])
-    assert found == [piece for piece in pieces if piece["document"] == late and piece["epoch"] == 0]
-    assert main(["audit", str(corpus.directory), "--lanes=2", "--then=9=8", "--then=7=8"]) == 2
-    assert "each change at a later step than the one before" in capsys.readouterr().err
+    assert len(read[0]) == NUM_LANES * 100 * LENGTH
+    assert sorted(read[0]) == sorted(read[1])
