@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import tempfile
 import warnings
@@ -23,6 +24,8 @@ THREADS = int(os.environ["OMP_NUM_THREADS"])
 ISA = os.environ.get("ATEN_CPU_CAPABILITY", "native")
 KERNELS = f"{tempfile.gettempdir()}/xl-pretrain-kernels-{os.getuid()}-{ISA}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", KERNELS)
+# A shell ignores SIGINT in its background jobs, and so would every process that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Nothing is looked up on the web, and the code of exports is copied to where it is removed.
 os.environ["HF_HUB_OFFLINE"] = "1"
 HUGGINGFACE_MODULES = tempfile.TemporaryDirectory(prefix="huggingface-modules-")

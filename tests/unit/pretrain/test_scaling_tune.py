@@ -176,17 +176,17 @@ def test_a_real_sweep_is_planned_trained_and_reported(tmp_path: Path, capsys):
         f"""name: tiny
 model: {{num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8}}
 data: {{path: {corpus}, lanes: 4, segment_length: 8}}
-optim: {{steps: 30, learning_rate: 8e-2, schedule: {{shape: constant, warmup_steps: 1}}}}
+optim: {{steps: 30, learning_rate: 4e-2, schedule: {{shape: constant, warmup_steps: 1}}}}
 engine: {{kind: torch}}
 evaluation: {{interval: 0}}
 metrics: {{tensorboard: false}}
 """,
     )
-    rates = ["2e-2", "8e-2", "3.2e-1"]
+    rates = ["1e-2", "4e-2", "1.6e-1"]  # the middle is the best by more than rounding
     plan = ["scale", "plan", str(experiment), "--rates", *rates]
     assert main([*plan, "evaluation.max_tokens=200", "--output", str(sweep)]) == 0
     cells = read_sweep(sweep).cells
-    write_text(experiment, experiment.read_text().replace("learning_rate: 8e-2, ", ""))
+    write_text(experiment, experiment.read_text().replace("learning_rate: 4e-2, ", ""))
     for cell in cells:
         run = ["train", str(experiment), "--run-dir", str(tmp_path / "runs" / cell.name)]
         assert main([*run, *cell.overrides]) == 0
