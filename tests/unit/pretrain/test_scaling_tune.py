@@ -182,7 +182,7 @@ evaluation: {{interval: 0}}
 metrics: {{tensorboard: false}}
 """,
     )
-    rates = ["1e-2", "4e-2", "1.6e-1"]  # the middle is the best by more than rounding
+    rates = ["4e-3", "1.6e-2", "6.4e-2", "2.56e-1"]  # the ends lose by more than rounding
     plan = ["scale", "plan", str(experiment), "--rates", *rates]
     assert main([*plan, "evaluation.max_tokens=200", "--output", str(sweep)]) == 0
     cells = read_sweep(sweep).cells
