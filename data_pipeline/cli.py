@@ -38,15 +38,9 @@ COMMANDS = {
         "list what each lane reads at each step, without reading tokens",
     ),
 }
-_BUILD = "data-pipeline build CONFIG --input PATH --output DIR"
 PROGRAM = Program(
     "data-pipeline",
     "Turn text into shards of tokens, and check them.",
     COMMANDS,
-    {
-        **dict.fromkeys(("tokenize", "prepare", "preprocess", "create"), _BUILD),
-        **dict.fromkeys(("info", "stats", "show"), "data-pipeline inspect DIR"),
-        "download": "data-pipeline fetch URL DIR",
-    },
 )
 main = PROGRAM.main

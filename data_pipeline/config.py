@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from foundation.errors import ConfigError
 from foundation.settings import (
@@ -46,24 +46,6 @@ SMALLEST_VOCABULARY = 300  # the 256 bytes and a few pieces
 LARGEST_VOCABULARY = 1 << 24
 LARGEST_SHARD_BYTES = 1 << 31  # MDS stores offsets inside a shard in 32 bits
 
-CORPUS_NAMES = {  # setting -> what other systems call it, for errors about such a name
-    "input": "inputs files source sources data_files path",
-    "output": "output_dir out destination output_path",
-    "validation_input": "validation valid_files val_input",
-    "validation_fraction": "val_fraction val_split validation_split split",
-    "format": "input_format",
-    "suffixes": "extensions glob pattern",
-    "text_field": "text_column text_key column",
-    "id_field": "id_column id_key",
-    "drop_duplicates": "dedup deduplicate",
-    "shuffle_seed": "shuffle seed",
-    "shard_bytes": "shard_size",
-    "threads": "num_threads workers",
-    "tokenizer.kind": "model_type tokenizer_type",
-    "tokenizer.vocab_size": "vocabulary_size",
-    "tokenizer.path": "tokenizer_path tokenizer_model tokenizer_file",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
@@ -93,11 +75,6 @@ class TokenizerConfig:
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
     """Which text becomes which corpus. The same text and settings give the same bytes."""
-
-    OTHER_NAMES: ClassVar[Mapping[str, str]] = CORPUS_NAMES
-    ELSEWHERE: ClassVar[Mapping[str, str]] = {
-        "give --processes to 'data-pipeline build'": "processes num_proc num_processes num_workers"
-    }
 
     input: tuple[Path, ...]
     """Files, or folders read recursively; dot files are ignored."""

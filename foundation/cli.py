@@ -8,19 +8,12 @@ A command is a module with these two functions:
 Related commands may share a module: the target "package.module:fetch" stands for its functions
 `add_fetch_arguments` and `run_fetch`.
 
-A module may have HINTS: what to do instead of settings (`KEY=VALUE`) or of further arguments
-(`TEXT`) that the command does not take.
-
 A command with actions (`pretrain scale fit`) is a module that defines `PROGRAM` instead: another
 Program, named "pretrain scale", whose commands are the actions. Programs nest to any depth.
 
 Modules are imported late because importing torch takes seconds and most commands do not need it.
 Positional arguments such as `a.b=value` overrides may stand before, between and after the flags.
 argparse's own subparsers do not support that.
-
-Lines of a command's output, fitted to the terminal: its columns stay readable at 80 of them.
-
-The settings of a schema as text for a terminal.
 """
 
 from __future__ import annotations
@@ -31,32 +24,20 @@ import difflib
 import importlib
 import io
 import itertools
-import re
-import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from types import MappingProxyType, NoneType, UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from foundation.errors import ConfigError, UserError, exit_status_of
 from foundation.own_programs import installed_version
-from foundation.settings import (
-    CLOSE,
-    MOST_SUGGESTED,
-    OTHER_NAMES,
-    Setting,
-    settings_called,
-    settings_of,
-    suggestion,
-)
-from foundation.yaml_files import YAML_SUFFIXES, did_you_mean
+from foundation.settings import Setting, settings_of, suggestion
+from foundation.yaml_files import did_you_mean
 
-_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
-_UNKNOWN = "unrecognized arguments: "  # argparse's words
-_REQUIRED = "the following arguments are required: "
+_OVERRIDES = "KEY=VALUE"
 
 
 @dataclass(frozen=True)
@@ -66,7 +47,6 @@ class Program:
     name: str
     purpose: str
     commands: Mapping[str, tuple[str, str]]  # name -> (target, what it does)
-    meant: Mapping[str, str] = field(default_factory=dict)  # what others would guess -> what to run
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run one command of the command line and return its exit status."""
@@ -98,9 +78,6 @@ class Program:
             return 0
         if name not in self.commands:
             hint = did_you_mean(name, list(self.commands))
-            hint = f"; use '{self.meant[name]}'" if name in self.meant else hint
-            if "/" in name:  # the RUN or file that a command is followed by
-                hint = f"; one of {', '.join(sorted(self.commands))} comes before {name}"
             raise UserError(f"unknown command '{self.name} {name}'{hint}")
         target, summary = self.commands[name]
         module_name, _, function = target.partition(":")
@@ -114,9 +91,6 @@ class Program:
         )
         getattr(module, f"add_{function}_arguments" if function else "add_arguments")(parser)
         run = getattr(module, f"run_{function}" if function else "run")
-        parser.hints = getattr(module, "HINTS", parser.hints)
-        rest = parser.with_overrides_first(rest)
-        parser.words = rest
         parser.refuse_unknown_flags(rest)
         return run(parser.parse_intermixed_args(rest))
 
@@ -131,127 +105,33 @@ def _escape_what_cannot_be_encoded() -> None:
 class _Parser(argparse.ArgumentParser):
     """Reports a wrong command line as every other error: in one line."""
 
-    hints: Mapping[str, str] = MappingProxyType({})  # HINTS of the command's module
-    words: Sequence[str] = ()  # of the command line
-
     def refuse_unknown_flags(self, arguments: Sequence[str]) -> None:
         """Raise UserError for a flag that there is not, whose value may look like an argument."""
-        flags = itertools.takewhile(lambda each: each != "--", arguments)
-        for flag in (each for each in flags if each.startswith("--")):
-            if flag.partition("=")[0] not in self._option_string_actions:
-                self.error(f"{_UNKNOWN}{flag}")
-
-    def with_overrides_first(self, arguments: Sequence[str]) -> list[str]:
-        """The arguments with the file and overrides that follow a flag's several numbers moved
-        before them."""
-        if not any(isinstance(action, _Overrides) for action in self._actions):
-            return list(arguments)
-        moved, kept, flag = [], [], None
-        for word in arguments:
-            flag = self._option_string_actions.get(word, None if word.startswith("--") else flag)
-            takes = flag.type if flag is not None and flag.nargs == "+" else None
-            is_file = takes is not Path and word.endswith(YAML_SUFFIXES)
-            (moved if takes and (is_file or _OVERRIDE.match(word)) else kept).append(word)
-        return moved + kept
+        for word in itertools.takewhile(lambda word: word != "--", arguments):
+            name = word.partition("=")[0]
+            if name.startswith("--") and name not in self._option_string_actions:
+                # without their dashes, by which all flags are alike
+                flags = {flag.lstrip("-"): flag for flag in self._option_string_actions}
+                del flags["h"], flags["help"]
+                begun = [flag for flag in flags if flag.startswith(name.lstrip("-"))]
+                close = begun or difflib.get_close_matches(name.lstrip("-"), flags, n=1)
+                hint = did_you_mean(flags[close[0]] if close else "", list(flags.values()))
+                raise UserError(f"unrecognized arguments: {name}{hint}")
 
     def error(self, message: str) -> NoReturn:
-        _, _, rest = message.partition(_UNKNOWN)
-        hint = self._hint(rest.split()[0].partition("=")[0], rest) if rest else ""
-        if "expected one argument" in message and self._has_value_with_dash(message.split()[1]):
-            hint = "; a value that starts with a dash follows an equals sign, as in --flag=-1"
-        if flag := self._flag_that_took(message):
-            hint = f"; {flag} takes all words up to the next flag, so write other arguments first"
-        message = message.replace(
-            ", KEY=VALUE", ""
-        )  # argparse takes what may be left out for required
-        raise UserError(f"{message}{hint or f'; see {self.prog} --help'}")
-
-    def _flag_that_took(self, message: str) -> str:
-        """The flag of several values that may have taken an argument which is missing, or ""."""
-        known = self._option_string_actions
-        if not self.words or not self.words[0].startswith("-"):
-            return ""  # what comes first is not missing
-        several = [word for word in self.words if word in known and known[word].nargs in ("+", "*")]
-        if re.match(f"{_REQUIRED}[^-]", message):
-            return several[-1] if several else ""
-        refused = message.partition(": expected")[0]  # of no value at all, argparse expects one
-        return next((flag for flag in several if refused.startswith(f"argument {flag}: ")), "")
-
-    def _has_value_with_dash(self, names: str) -> bool:
-        """Whether a word that is no flag, but begins like one, follows the flag `-n/--names:`."""
-        flags = names.rstrip(":").split("/")
-        after = [word for flag, word in itertools.pairwise(self.words) if flag in flags]
-        known = self._option_string_actions
-        return any(word[:1] == "-" and word.partition("=")[0] not in known for word in after)
-
-    def _hint(self, name: str, unknown: str) -> str:
-        """Return how to write what was not recognized: a flag of this name, or arguments."""
-        if not name.startswith("-"):
-            kind = "KEY=VALUE" if _OVERRIDE.match(unknown) else "TEXT"
-            return f"; {self.hints[kind]}" if kind in self.hints else ""
-        schemas = (action.schema for action in self._actions if isinstance(action, _Overrides))
-        setting = name.lstrip("-").replace("-", "_")
-        if meant := [
-            f"{each}=VALUE" for schema in schemas for each in settings_called(schema, setting)
-        ]:
-            return f"; a setting has no dashes: {' or '.join(meant[:MOST_SUGGESTED])}"
-        flags = {flag.lstrip("-"): flag for flag in self._option_string_actions}
-        del flags["h"], flags["help"]
-        # without their dashes, by which all flags are alike
-        begun = [flag for flag in flags if flag.startswith(name.lstrip("-"))]
-        close = begun or difflib.get_close_matches(name.lstrip("-"), flags, n=1, cutoff=CLOSE)
-        if close:
-            return f"; did you mean {flags[close[0]]!r}?"
-        return f"; expected one of: {', '.join(sorted(flags.values()))}" if flags else ""
+        message = message.replace(f", {_OVERRIDES}", "")  # argparse takes them for required
+        raise UserError(f"{message}; see {self.prog} --help")
 
 
-def add_experiment(
-    parser: argparse.ArgumentParser,
-    schema: Any,
-    words: str = "experiment file (YAML)",
-    file: str = "experiment",
-) -> None:
-    """Define the argument `file` and `overrides` of settings of `schema`.
-
-    Overrides may also come first.
-    """
-    parser.add_argument(file, type=Path, metavar=file.upper(), help=words)
-    overrides = parser.add_argument(
+def add_experiment(parser: argparse.ArgumentParser, words: str = "experiment file (YAML)") -> None:
+    """Define the arguments `experiment` and `overrides`."""
+    parser.add_argument("experiment", type=Path, metavar="EXPERIMENT", help=words)
+    parser.add_argument(
         "overrides",
         nargs="*",
-        metavar="KEY=VALUE",
-        action=_Overrides,
+        metavar=_OVERRIDES,
         help="settings that override the file's, such as model.dropout=0.1",
     )
-    assert isinstance(overrides, _Overrides)
-    overrides.schema, overrides.file = schema, file
-
-
-class _Overrides(argparse.Action):
-    """Takes the one name that is no override as the file, wherever it stands."""
-
-    schema: Any = None  # of the settings
-    file = ""  # the argument for it
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        first = getattr(namespace, self.file)
-        names = [str(first), *values]
-        files = [name for name in names if not _OVERRIDE.match(name)]
-        if len(files) != 1 and names[0] not in files and not first.exists():
-            found = " ".join(names)
-            raise UserError(
-                f"found {found}, expected one {self.file} and overrides of its settings"
-            )
-        if len(files) == 1:
-            setattr(namespace, self.file, Path(files[0]))
-            names = files + [name for name in names if name != files[0]]
-        namespace.overrides = names[1:]
 
 
 def check_least(arguments: argparse.Namespace, least: int, *names: str) -> None:
@@ -261,42 +141,6 @@ def check_least(arguments: argparse.Namespace, least: int, *names: str) -> None:
         for each in value if isinstance(value, list) else [value]:
             if each is not None and not each >= least:
                 raise ConfigError(f"--{name.replace('_', '-')}={each} must be {least} or more")
-
-
-LEAST_WIDTH = 40
-
-
-def print_fitted(lines: Iterable[str], indent: int) -> None:
-    """Print the lines; on a terminal, what does not fit continues below, indented by `indent`.
-
-    In a pipe a line stays whole, for those who search in it.
-    """
-    width = terminal_width()
-    for line in fitted(lines, indent, width) if width else lines:
-        print(line)
-
-
-def terminal_width() -> int:
-    """The columns of the terminal that stdout is; 0 in a pipe, where lines stay whole."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-
-
-def fitted(lines: Iterable[str], indent: int, width: int) -> Iterator[str]:
-    """Yield the lines, those that are longer than `width` in several."""
-    for line in lines:
-        if len(line) <= width:
-            yield line
-            continue
-        start, text = line[:indent], line[indent:]
-        if start.strip() and not start.endswith(" "):  # no column begins there
-            start, text = line[: len(line) - len(line.lstrip())], line
-        yield from textwrap.wrap(
-            text.strip(),
-            max(width, LEAST_WIDTH),
-            initial_indent=start,
-            subsequent_indent=" " * indent,
-            break_on_hyphens=False,
-        )
 
 
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path"}
@@ -309,41 +153,28 @@ def no_resume(name: str) -> str:
 
 
 def matching(schema: Any, prefix: str) -> list[Setting]:
-    """Return the settings that are called `prefix` here or in another system, with those in them.
-
-    If there are none, those that have it in a name or as a choice. ConfigError, with a close name,
-    if there are none either.
-    """
+    """Return the settings that are called `prefix`, with those in them, or else those that have it
+    in their name; ConfigError, with a close name, if there are none."""
     known = list(settings_of(schema))
-    others: Mapping[str, str] = getattr(schema, OTHER_NAMES, {})
-    names = {
-        each.name: (each.name, each.leaf, *others.get(each.name, "").split()) for each in known
-    }
-    choices = {x.name: get_args(x.hint) if get_origin(x.hint) is Literal else () for x in known}
-    meant = [name for name, called in names.items() if prefix in called] or [
-        name
-        for name, called in names.items()
-        if any(prefix in each for each in called) or prefix in choices[name]
+    meant = [each.name for each in known if prefix in (each.name, each.leaf)] or [
+        each.name for each in known if prefix in each.name
     ]
     if not meant:
         *sections, name = prefix.split(".")
         owners = [each.section for each in known if each.name == ".".join(sections)]
-        hint = suggestion((*owners, schema)[0] or schema, schema, sections, name, "")
+        hint = suggestion((*owners, schema)[0] or schema, schema, sections, name)
         raise ConfigError(f"{prefix}: unknown setting{hint}")
     inside = tuple(f"{name}{mark}" for name in meant for mark in (".", "["))
-    return [x for x in known if x.name in meant or x.name.startswith(inside)]
+    return [each for each in known if each.name in meant or each.name.startswith(inside)]
 
 
 def as_text(schema: Any, prefix: str, rule: ResumeRule, width: int) -> Iterator[str]:
     """Yield lines of at most `width` that describe the settings that begin with `prefix`."""
-    others: Mapping[str, str] = getattr(schema, OTHER_NAMES, {})
     for setting in matching(schema, prefix):
         head = setting.name if setting.section else f"{setting.name} = {default_of(setting)}"
         facts = [setting.meaning]
         if not setting.section:
             facts.append(f"Value: {kind_of(setting)}{_and(rule(setting.name))}")
-        if names := others.get(setting.name):
-            facts.append(f"Elsewhere: {', '.join(names.split())}")
         yield head
         for fact in facts:
             yield from textwrap.wrap(fact, width, initial_indent="    ", subsequent_indent="      ")

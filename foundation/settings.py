@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import difflib
 import functools
 import inspect
@@ -21,7 +20,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from fractions import Fraction
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from foundation.credentials import problem_of
 from foundation.errors import ConfigError
@@ -32,10 +31,8 @@ from foundation.yaml_files import (
     abbreviated,
     did_you_mean,
     merge,
-    names_of,
     parse_override,
     read_tree,
-    refuse_other_kind,
 )
 
 RANGE, UNIT = "range", "unit"
@@ -228,9 +225,6 @@ def amount_of(unit: str) -> Callable[[str], float]:
 
 
 MOST_SUGGESTED = 3
-CLOSE = 0.75  # similarity from which a name of another system counts as misspelt
-OTHER_NAMES = "OTHER_NAMES"  # attribute of a schema: dotted name -> its names in other systems
-ELSEWHERE = "ELSEWHERE"  # attribute: what to do -> settings of other systems that ours do not have
 
 
 @dataclass(frozen=True)
@@ -283,16 +277,6 @@ def settings_of(schema: Any, prefix: str = "") -> Iterator[Setting]:
             yield from settings_of(setting.section, f"{setting.name}{mark}")
 
 
-def settings_called(root: Any, name: str) -> list[str]:
-    """Return the dotted names of the settings that are called so, here or else in other systems."""
-    known = [each for each in settings_of(root) if "[]" not in each.name and each.section is None]
-    others: Mapping[str, str] = getattr(root, OTHER_NAMES, {})
-    if name in (each.name for each in known):
-        return [name]
-    own = [each.name for each in known if name == each.leaf]
-    return own or [each.name for each in known if name in others.get(each.name, "").split()]
-
-
 def section_of_list(hint: Any) -> Any:
     """Return the schema of the sections of a list setting, or None for other settings."""
     items = get_args(hint) if get_origin(hint) is tuple else ()
@@ -330,64 +314,22 @@ def meanings_of(schema: type) -> Mapping[str, str]:
     return found
 
 
-def suggestion(schema: Any, root: Any, where: Sequence[str], name: str, value: Any) -> str:
+def suggestion(schema: Any, root: Any, where: Sequence[str], name: str) -> str:
     """Return the end of an error about the unknown `name` in the section `where` of `root`.
 
-    It names the settings that are called so elsewhere, in the schema or in another system, what to
-    do instead, or else a close name.
+    It names the settings that are called so in other sections, or else a close name.
     """
-    for advice, names in getattr(root, ELSEWHERE, {}).items():
-        if name in names.split():
-            return f"; {advice}"
-    known = {each.name: each for each in settings_of(root)}
-    others: Mapping[str, str] = getattr(root, OTHER_NAMES, {})
-    meant = [each for each in known.values() if name in others.get(each.name, "").split()]
-    if meant:
-        target = _target(meant[0], known, value)
-        meaning = target.meaning.rstrip(".")
-        return f"; use {target.name}{f' ({meaning})' if meaning else ''}"
-    plain = [each for each in known.values() if "[]" not in each.name]
+    plain = [each for each in settings_of(root) if "[]" not in each.name]
     inside = [each for each in plain if each.name.startswith(".".join((*where, "")))]
-    same = [each for each in inside if each.leaf == name] or [x for x in plain if x.leaf == name]
-    if same:
-        targets = [_target(each, known, value).name for each in same]
-        return f"; did you mean {_listed(targets)}?"
+    same = [each.name for each in inside if each.leaf == name]
+    if same := same or [each.name for each in plain if each.leaf == name]:
+        return f"; did you mean {' or '.join(map(repr, same[:MOST_SUGGESTED]))}?"
     own = [each.name for each in fields(schema)]
     nested = {each.leaf: each.name for each in reversed(inside)}
     close = difflib.get_close_matches(name, nested, n=1)
-    if difflib.get_close_matches(name, own):
-        return did_you_mean(name, own)
-    if close:
+    if close and not difflib.get_close_matches(name, own):
         return f"; did you mean {nested[close[0]]!r}?"
-    foreign = {other: each for each, text in others.items() for other in text.split()}
-    close = difflib.get_close_matches(name, foreign, n=1, cutoff=CLOSE)
-    return f"; did you mean {foreign[close[0]]!r}?" if close else did_you_mean(name, own)
-
-
-def section_hint(section: Any, where: Sequence[str], value: Any) -> str:
-    """Return the end of an error about one `value` in place of a section: what to write."""
-    name = ".".join(where)
-    hints = get_type_hints(section)
-    for each in fields(section):
-        if value in _choices(hints[each.name]):
-            return f"; write {name}.{each.name}={value}"
-    names = ", ".join(each.name for each in fields(section))
-    return f"; its settings are {names}"
-
-
-def _target(setting: Setting, known: Mapping[str, Setting], value: Any) -> Setting:
-    """Return the setting; of a section, the one in it that can have this value, if any can."""
-    inside = (each for each in known.values() if each.name.startswith(f"{setting.name}."))
-    return next((each for each in inside if value in _choices(each.hint)), setting)
-
-
-def _choices(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) is Literal else ()
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = [repr(name) for name in names[:MOST_SUGGESTED]]
-    return " or ".join([", ".join(shown[:-1]), shown[-1]] if shown[:-1] else shown)
+    return did_you_mean(name, own)
 
 
 T = TypeVar("T")
@@ -398,7 +340,7 @@ _UNPARSED = ", unable to parse string as an integer"  # pydantic's words
 _EXPECTED = {  # instead of pydantic's words
     "path_type": "expected a path",
     "tuple_type": "expected a list",
-    "dict_type": "expected a section with names in it",
+    "dict_type": "expected a section",
     "missing": "expected one more value",  # of a list with a fixed number
 }
 _PERCENT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)%")
@@ -416,7 +358,6 @@ def load_config(
     ConfigError lists the invalid settings: those of the file, and those that `overridden_by` made.
     """
     tree = read_tree(Path(path))
-    refuse_other_kind(tree, Path(path), names_of(schema))
     for override in overrides:
         merge(tree, parse_override(override))
     value, problems = _checked(schema, tree)
@@ -438,29 +379,13 @@ def parse_config(schema: type[T], tree: Mapping[str, Any], source: str) -> T:
 
 def _checked(schema: Any, tree: Mapping[str, Any]) -> tuple[Any, Sequence[str]]:
     """The instance, meaningless if there are problems, and what is wrong with the settings."""
-    problems = _Problems()
-    value: Any = None
-    with contextlib.suppress(_TooManyError):
-        value = _build(schema, tree, (), problems, schema)
-    return value, problems
+    problems: list[str] = []
+    return _build(schema, tree, (), problems, schema), problems
 
 
 def _error_of(*found: tuple[str, Sequence[str]]) -> ConfigError:
     """The error that lists the problems of each source that has some."""
     return ConfigError("\n".join(_report(source, each) for source, each in found if each))
-
-
-class _TooManyError(Exception):
-    """A message has room for no more problems."""
-
-
-class _Problems(list[str]):
-    """What is wrong with settings. Adding the last that is reported raises _TooManyError."""
-
-    def append(self, problem: str) -> None:
-        super().append(problem)
-        if len(self) == MOST_PROBLEMS:
-            raise _TooManyError
 
 
 def to_tree(config: Any) -> Any:
@@ -488,20 +413,21 @@ def differences(
     return found
 
 
-def _build(schema: Any, tree: Any, where: tuple[str, ...], problems: _Problems, root: Any) -> Any:
+def _build(schema: Any, tree: Any, where: tuple[str, ...], problems: list[str], root: Any) -> Any:
     """Return a `schema` instance, or _WRONG with the reasons added to `problems`."""
     tree = {} if tree is None else tree  # `model:` with nothing under it
     if not isinstance(tree, Mapping):
-        name, found = ".".join(where) or "settings", abbreviated(tree)
-        hint = section_hint(schema, where, tree)
-        problems.append(f"{name}: found {found}, expected a section with names in it{hint}")
+        problems.append(
+            f"{'.'.join(where) or 'settings'}: found {abbreviated(tree)}, expected a section; its "
+            f"settings are {', '.join(each.name for each in fields(schema))}"
+        )
         return _WRONG
     hints = get_type_hints(schema)
     known = [field for field in fields(schema) if field.init]
     names = [field.name for field in known]
-    for key, value in tree.items():
-        if key not in names:
-            hint = suggestion(schema, root, where, str(key), value)
+    for key in tree:
+        if key not in names and len(problems) < MOST_PROBLEMS:  # hints take time
+            hint = suggestion(schema, root, where, str(key))
             problems.append(f"{_dotted(where, key)}: unknown setting{hint}")
     values: Tree = {}
     for known_field in known:
@@ -529,7 +455,7 @@ def _build(schema: Any, tree: Any, where: tuple[str, ...], problems: _Problems, 
         return _WRONG
 
 
-def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: _Problems, root: Any) -> Any:
+def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: list[str], root: Any) -> Any:
     if is_dataclass(hint):
         return _build(hint, value, where, problems, root)
     section = section_of_list(hint)
@@ -605,8 +531,9 @@ def _adapter(hint: Any) -> Any:
 def _report(source: str, problems: Sequence[str]) -> str:
     if len(problems) == 1:
         return f"{source}: {problems[0]}"
-    more = " or more" if len(problems) == MOST_PROBLEMS else ""
-    lines = [f"{source}: {len(problems)} problems{more}", *(f"  {problem}" for problem in problems)]
+    shown = problems[:MOST_PROBLEMS]
+    more = " or more" if len(shown) == MOST_PROBLEMS else ""
+    lines = [f"{source}: {len(shown)} problems{more}", *(f"  {problem}" for problem in shown)]
     return "\n".join(lines)
 
 

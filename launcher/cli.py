@@ -61,11 +61,6 @@ PROGRAM = Program(
     "launcher",
     "Keep pretraining runs going.",
     COMMANDS,
-    {
-        **dict.fromkeys(("run", "train", "start"), "launcher local EXPERIMENT, or launcher submit"),
-        **dict.fromkeys(("stop", "kill"), "launcher cancel RUN"),
-        **dict.fromkeys(("list", "ls", "ps"), "launcher status"),
-    },
 )
 
 

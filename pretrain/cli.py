@@ -63,19 +63,6 @@ PROGRAM = Program(
     "pretrain",
     "Pretrain Transformer-XL language models, with exact memory and exact resume.",
     COMMANDS,
-    {
-        "eval": "pretrain evaluate RUN",
-        "sample": "pretrain generate RUN",
-        "info": "pretrain describe RUN",
-        "plot": "pretrain report RUN",
-        "compare": "pretrain report RUN RUN",
-        "resume": "launcher resume RUN",
-        "status": "launcher status",
-        "sweep": "launcher sweep",
-        "tune": "pretrain scale plan --rates",
-        "init": "pretrain new",
-        "convert": "pretrain export or pretrain import-original",
-    },
 )
 main = PROGRAM.main
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.config import CorpusConfig
 from foundation.cli import ResumeRule, default_of, kind_of, no_resume
-from foundation.settings import OTHER_NAMES, Setting, settings_of
+from foundation.settings import Setting, settings_of
 from pretrain.commands.settings import resume_rule
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig
@@ -20,8 +20,8 @@ INTRODUCTION = """\
 
 Every setting of the three kinds of files, written by `python -m tests.settings_page` from the
 classes that check them. The same text is printed by `pretrain settings [PREFIX]`, `data-pipeline
-settings [PREFIX]` and `launcher settings [PREFIX]`; PREFIX is a setting, a section, or what another
-system calls it: `pretrain settings lr`.
+settings [PREFIX]` and `launcher settings [PREFIX]`; PREFIX is a setting, a section or a part of a
+name: `pretrain settings rate`.
 
 * A file has `name: value` lines, in sections: `optim: {steps: 400}`. The command line takes the
   same as `optim.steps=400`. `extends: other.yaml` takes over another file's settings.
@@ -29,8 +29,7 @@ system calls it: `pretrain settings lr`.
   (powers of 1,000), or `4Ki`, `8Mi`, `1Gi` (powers of 1,024). Where the unit is bytes, B stands
   for bytes: `2GB`, `2GiB`.
   Flags that take a number of tokens, parameters or bytes accept the same.
-* A name that is unknown here is an error that suggests the setting meant. "Elsewhere" lists names
-  of the paper's code and of other systems that are recognized in it.
+* A name that is unknown here is an error that suggests the closest setting.
 * A setting that is fixed for a run must be the same when the run is resumed.
 """
 KINDS = (
@@ -55,33 +54,28 @@ def _lines() -> Iterator[str]:
 def as_markdown(schema: Any, rule: ResumeRule) -> Iterator[str]:
     """Yield a table of the schema's own settings, then one of each of its sections."""
     settings = list(settings_of(schema))
-    others: Mapping[str, str] = getattr(schema, OTHER_NAMES, {})
-    yield from _table(schema, _inside("", settings), rule, others)
+    yield from _table(schema, _inside("", settings), rule)
     for section in settings:
         if section.section:
             mark = "[]" if section.hint is not section.section else ""
             name = f"{section.name}{mark}"
             yield from ("", f"### {section.name}", "", section.meaning, "")
-            yield from _table(section.section, _inside(name, settings), rule, others)
+            yield from _table(section.section, _inside(name, settings), rule)
 
 
 def _inside(section: str, settings: Sequence[Setting]) -> list[Setting]:
     return [each for each in settings if each.name.rpartition(".")[0] == section]
 
 
-def _table(
-    owner: type, settings: Sequence[Setting], rule: ResumeRule, others: Mapping[str, str]
-) -> Iterator[str]:
+def _table(owner: type, settings: Sequence[Setting], rule: ResumeRule) -> Iterator[str]:
     source = inspect.getmodule(owner)
     assert source is not None
     yield f"Defined in `{source.__name__.replace('.', '/')}.py`."
     yield from ("", "| setting | default | value | meaning |", "|---|---|---|---|")
     for each in settings:
         if each.section is None:
-            names = others.get(each.name, "").split()
-            aside = f" Elsewhere: {', '.join(f'`{name}`' for name in names)}." if names else ""
             value = "; ".join(filter(None, (kind_of(each), rule(each.name))))
-            meaning = f"{each.meaning}{aside}".replace("|", "\\|")
+            meaning = each.meaning.replace("|", "\\|")
             yield f"| `{each.name}` | `{default_of(each)}` | {value} | {meaning} |"
 
 

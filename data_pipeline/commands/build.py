@@ -22,7 +22,7 @@ from foundation.cli import check_least, kind_of
 from foundation.errors import ConfigError
 from foundation.progress import StatusLine
 from foundation.settings import MOST_THREADS, parse_config, settings_of
-from foundation.yaml_files import merge, names_of, parse_override, read_tree, refuse_other_kind
+from foundation.yaml_files import merge, parse_override, read_tree
 
 # Flags that set a setting, named by its last part, and how many values they take.
 SETTING_FLAGS = {
@@ -172,8 +172,6 @@ def _corpus_config(arguments: argparse.Namespace) -> CorpusConfig:
             "let one extend the other"
         )
     tree = read_tree(Path(files[0])) if files else {}
-    for file in files:
-        refuse_other_kind(tree, Path(file), names_of(CorpusConfig))
     for text in arguments.settings:
         if "=" in text:
             merge(tree, parse_override(text))

@@ -22,8 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="",
         metavar="PREFIX",
-        help="a setting, a section, a choice, a part of a name, or what another system calls it "
-        "(default: all settings)",
+        help="a setting, a section or a part of a name (default: all settings)",
     )
 
 

@@ -27,13 +27,12 @@ from data_pipeline.lanes.lane_plan import check_lanes
 from data_pipeline.lanes.mixture import plan_of
 from data_pipeline.shards.shards import ShardReader
 from data_pipeline.tokenizer import Tokenizer
-from foundation.cli import check_least, print_fitted
+from foundation.cli import check_least
 from foundation.errors import DataError, printable, shown_id
 from foundation.files import path_text, url_of
 from foundation.progress import StatusLine
 
 SAMPLE_TOKENS = 120
-FACTS_COLUMN = 19  # after the names of the facts
 CORPUS_HELP = "directory or URL of a corpus, or the directory of one split"
 
 
@@ -72,8 +71,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     directory = local_corpus_directory(arguments.directory, CacheConfig())
     for split in splits_of(directory):
         num_lanes = 0 if split.name == "validation" else arguments.lanes or _usual_lanes(split)
-        lines = map(printable, describe_split(split, num_lanes, arguments.seed))
-        print_fitted(lines, FACTS_COLUMN)
+        print(printable("\n".join(describe_split(split, num_lanes, arguments.seed))))
     if hash_of_all := corpus_hash(directory):
         print(f"manifest_hash      {hash_of_all}  (all splits)")
     return 0

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher local`."""
-    add_experiment(parser, RunConfig)
+    add_experiment(parser)
     parser.add_argument(
         "--ranks", type=int, default=1, help="processes on this machine (default %(default)s)"
     )

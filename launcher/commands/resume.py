@@ -20,11 +20,6 @@ from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_run
 from pretrain.rundir.run_paths import run_path
 
-HINTS = {
-    "KEY=VALUE": "a run resumes with its own settings; to change some, give them to the command "
-    "that started it ('launcher local' or 'launcher submit'), which resumes it, too",
-}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher resume`."""

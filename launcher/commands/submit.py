@@ -40,7 +40,7 @@ from pretrain.terminal.text import counted
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher submit`."""
-    add_experiment(parser, RunConfig)
+    add_experiment(parser)
     parser.add_argument(
         "--cluster", type=Path, required=True, help="cluster file (configs/clusters/*.yaml)"
     )

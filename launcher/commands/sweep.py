@@ -50,17 +50,7 @@ PROGRAM = Program(
             "show state, results and settings of each cell",
         ),
     },
-    {
-        **dict.fromkeys(("run", "start", "local"), "launcher sweep submit SWEEP --local"),
-        **dict.fromkeys(("report", "results", "compare", "collect"), "pretrain report SWEEP"),
-        "plan": "launcher sweep submit SWEEP --local --dry-run",
-    },
 )
-
-HINTS = {
-    "KEY=VALUE": "settings of all cells are in their experiment, or lists of one value in the "
-    "sweep's grid"
-}
 
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:

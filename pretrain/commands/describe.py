@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from foundation.cli import add_experiment, print_fitted
+from foundation.cli import add_experiment
 from foundation.progress import duration
 from foundation.settings import load_config
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
@@ -68,12 +68,11 @@ def failure_rows(
 
 
 LAUNCH_BOUND_SECONDS = 0.01  # a step starts thousands of kernels, some microseconds each
-NOTES_COLUMN = 40  # where notes start, after names of 18 columns and values of 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `pretrain describe`."""
-    add_experiment(parser, RunConfig, "experiment or model file (YAML), or a run")
+    add_experiment(parser, "experiment or model file (YAML), or a run")
     add_hardware_arguments(parser)
     parser.add_argument(
         "--mfu",
@@ -97,12 +96,12 @@ def run(arguments: argparse.Namespace) -> int:
         from pretrain.weights.initial_weights import check_initial_weights
 
         check_initial_weights(config)
-    print_fitted(describe(config, hardware, arguments.mfu), NOTES_COLUMN)
+    print("\n".join(describe(config, hardware, arguments.mfu)))
     return 0
 
 
 def describe(config: RunConfig, hardware: Hardware, mfu: float | None = None) -> list[str]:
-    """Return all lines of the description; notes start at NOTES_COLUMN."""
+    """Return all lines of the description."""
     setting = config.engine.precision
     config = with_precision(config, best="bf16" if hardware.on_gpu else "fp32")
     engine, world_size = config.engine, hardware.world_size

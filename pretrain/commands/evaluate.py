@@ -24,10 +24,6 @@ OWN_FLAGS: dict[str, dict[str, Any]] = {
     "probe": {"trials": 64, "longest_distance": 0, "seed": 0, "output": None},
 }
 
-HINTS = {
-    "KEY=VALUE": "a trained model keeps its settings; see pretrain evaluate --help for flags",
-}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""

@@ -20,11 +20,6 @@ from pretrain.rundir.run_paths import run_path
 if TYPE_CHECKING:
     from torch import Tensor
 
-HINTS = {
-    "TEXT": "give the text to continue with --prompt, in quotes if it has spaces",
-    "KEY=VALUE": "a trained model keeps its settings; see pretrain generate --help for flags",
-}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""

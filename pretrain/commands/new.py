@@ -16,10 +16,6 @@ from pretrain.config.resolve import resolve
 from pretrain.scaling.new_experiment import TrainingText, as_file, new_experiment
 from pretrain.terminal.text import counted, si
 
-HINTS = {
-    "KEY=VALUE": "change settings in the file, or in the command that trains it",
-}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain new`."""

@@ -17,7 +17,7 @@ import numpy as np
 from foundation.cli import add_experiment, check_least
 from foundation.errors import ConfigError
 from foundation.settings import amount_of, load_config, size_of
-from foundation.yaml_files import find_config, read_tree, refuse_other_kind
+from foundation.yaml_files import find_config, read_tree
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.commands.scale import (
     add_family,
@@ -84,7 +84,7 @@ FLAGS: dict[Axis, str] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale plan`, by what a plan varies."""
     words = "experiment that is varied, or the file of a comparison of variants"
-    add_experiment(parser, RunConfig, words)
+    add_experiment(parser, words)
     add_sweep_output(parser)
     flags, lengths = amount_of("FLOPs"), size_of("tokens")
     seeds = "train each run once per seed (default: 1, or the experiment's)"
@@ -170,8 +170,6 @@ def _axis_of(arguments: argparse.Namespace) -> Axis:
     elif given & {"segments", "memories"}:
         axis = "lengths"
     if axis is None:
-        if not tree.keys() & {"model", "data", "optim"}:
-            refuse_other_kind(tree, arguments.experiment, ["members"])
         raise ConfigError(
             f"{arguments.experiment}: found nothing to vary; give --budgets, --rates, or "
             "--segments and --memories, or the file of a comparison"

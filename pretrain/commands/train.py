@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain train`."""
-    add_experiment(parser, RunConfig)
+    add_experiment(parser)
     parser.add_argument(
         "--run-dir",
         type=Path,

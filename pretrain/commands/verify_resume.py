@@ -40,7 +40,7 @@ ELASTIC_TOLERANCE = 1e-5  # relative, of losses in fp32
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain verify-resume`."""
-    add_experiment(parser, RunConfig)
+    add_experiment(parser)
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default 2)")
     parser.add_argument("--steps", type=int, default=20, help="steps to train (default 20)")
     parser.add_argument(

@@ -11,10 +11,8 @@ that are like ours need no entry.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import ClassVar
 
 from foundation.errors import ConfigError
 from foundation.settings import (
@@ -35,104 +33,6 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.resume_rules import changeable, fixed
 from pretrain.terminal.text import counted
-
-RUN_NAMES = {
-    "name": "run_name experiment_name job_name",
-    "seed": "random_seed manual_seed",
-    "initial_weights": "init_from pretrained pretrained_model load_checkpoint finetune_from",
-    "model.vocab_size": "n_token n_vocab",
-    "model.layer_kinds": "layer_types",
-    "model.num_layers": "n_layer layers n_layers num_hidden_layers depth",
-    "model.d_model": "hidden_size hidden_dim n_embd width dim",
-    "model.num_heads": "n_head n_heads heads num_attention_heads",
-    "model.num_key_heads": "n_kv_heads num_key_value_heads kv_heads",
-    "model.d_head": "head_dim head_size",
-    "model.d_inner": "intermediate_size ffn_hidden_size ffn_dim d_ff mlp_dim",
-    "model.d_embed": "embedding_size emb_dim",
-    "model.memory_length": "mem_len memory mem_length memory_size",
-    "model.compressed_length": "cmem_len",
-    "model.positions": "position_embedding pos_emb position_embedding_type pos_encoding",
-    "model.softmax_scaling": "ssmax scalable_softmax scale_with_length",
-    "model.attention_sinks": "sinks learnable_sinks softmax_offset off_by_one",
-    "model.query_key_norm": "qk_norm qk_layernorm",
-    "model.feed_forward": "activation hidden_act activation_function act_fn ffn mlp",
-    "model.norm": "norm_type normalization",
-    "model.norm_position": "pre_lnorm pre_norm prenorm",
-    "model.untie_biases": "untie_r",
-    "model.clamp_length": "clamp_len",
-    "model.isolate_documents": "reset_attention_mask document_mask",
-    "model.dropout": "resid_pdrop hidden_dropout",
-    "model.attention_dropout": "dropatt attn_pdrop",
-    "model.tie_embeddings": "tie_weight tie_word_embeddings tie_weights",
-    "model.tie_projections": "tie_projs",
-    "model.z_loss": "z_loss_weight",
-    "model.init_std": "initializer_range init_scale",
-    "model.rope_extension": "rope_scaling rope_scaling_type",
-    "model.base_width": "mup mup_width mup_base_width",
-    "data.path": "corpus dataset data_path data_dir train_data",
-    "data.mixture": "blend data_blend sources",
-    "data.lanes": "batch batch_size global_batch_size train_batch_size",
-    "data.segment_length": "tgt_len seq_len seq_length sequence_length context_length block_size "
-    "max_seq_len max_length bptt ctx ctx_len n_ctx n_positions max_position_embeddings",
-    "data.cache.directory": "cache_dir",
-    "data.cache.gib": "cache_limit size_gib",
-    "data.phases": "batch_size_warmup seq_len_warmup",
-    "optim": "training trainer",
-    "optim.steps": "max_steps num_steps train_iters max_step total_steps epochs num_train_epochs "
-    "max_epochs",
-    "optim.name": "optimizer optimizer_type optim_type",
-    "optim.learning_rate": "lr max_lr peak_lr",
-    "optim.betas": "adam_betas adam_beta1 adam_beta2 beta1 beta2",
-    "optim.epsilon": "eps adam_eps adam_epsilon",
-    "optim.weight_decay": "wd",
-    "optim.clip_norm": "clip grad_clip gradient_clipping max_grad_norm clip_grad",
-    "optim.ema_decay": "ema ema_rate",
-    "optim.schedule.shape": "lr_scheduler lr_scheduler_type lr_decay_style scheduler",
-    "optim.schedule.warmup_steps": "warmup warmup_step lr_warmup_steps warmup_iters",
-    "optim.schedule.decay_steps": "lr_decay_iters cooldown_steps",
-    "optim.schedule.final_fraction": "min_lr min_fraction min_lr_ratio lr_min lr_min_ratio eta_min",
-    "engine.kind": "engine backend",
-    "engine.zero_stage": "zero stage zero_optimization_stage",
-    "engine.reduction_precision": "reduce_dtype communication_data_type grad_reduce_in_fp32",
-    "engine.secondary_shard_ranks": "zero_hpz_partition_size hpz",
-    "engine.precision": "dtype mixed_precision bf16 fp16 torch_dtype amp autocast",
-    "engine.activation_checkpointing": "gradient_checkpointing recompute checkpoint_activations",
-    "engine.offload_optimizer": "cpu_offload",
-    "engine.attention_kernel": "attn_implementation flash_attention",
-    "engine.micro_batch_lanes": "micro_batch micro_batch_size per_device_train_batch_size "
-    "batch_chunk train_micro_batch_size_per_gpu gradient_accumulation_steps accumulation_steps",
-    "engine.watchdog_timeout_seconds": "timeout",
-    "engine.deepspeed_extra": "deepspeed zero_optimization",
-    "checkpoint": "checkpointing checkpoints",
-    "checkpoint.interval": "save_interval save_steps save_every checkpoint_interval",
-    "checkpoint.asynchronous": "async_save",
-    "checkpoint.keep_last": "save_total_limit max_checkpoints",
-    "recovery": "healing",
-    "recovery.spike_threshold": "spike_score",
-    "evaluation": "eval validation",
-    "evaluation.interval": "eval_interval eval_steps eval_every val_interval",
-    "evaluation.lanes": "eval_batch_size",
-    "evaluation.max_tokens": "eval_tokens eval_iters",
-    "metrics": "logging",
-    "metrics.interval": "log_interval logging_steps log_every print_every",
-    "metrics.tensorboard": "use_tensorboard",
-    "metrics.wandb_project": "wandb wandb_log",
-    "metrics.profile_steps": "profile",
-}
-
-RUN_ELSEWHERE = {
-    "give --ranks to 'launcher local', or --nodes to 'launcher submit'": "ranks gpus nodes "
-    "num_gpus num_nodes n_gpu devices world_size nproc_per_node num_processes",
-    "give --run-dir to the command that trains (default runs/NAME)": "run_dir output_dir out_dir "
-    "save_dir checkpoint_dir work_dir log_dir",
-    "leave it out: the command that started a run resumes it": "resume auto_resume "
-    "resume_from_checkpoint",
-    "leave it out: ranks take GPUs where there are any": "device cuda use_cuda",
-    "set OMP_NUM_THREADS in the ranks' environment": "threads num_threads",
-    "leave it out: each rank reads ahead in a thread": "num_workers dataloader_num_workers",
-    "the corpus has it: set it in the file for 'data-pipeline build'": "tokenizer tokenizer_path "
-    "tokenizer_name vocab_file val_fraction validation_fraction val_split",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,9 +150,6 @@ class MetricsConfig:
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One training run. The same file, seed and corpus give the same run."""
-
-    OTHER_NAMES: ClassVar[Mapping[str, str]] = RUN_NAMES
-    ELSEWHERE: ClassVar[Mapping[str, str]] = RUN_ELSEWHERE
 
     name: str = fixed("run")
     """Name of the run, of its directory in `runs/` and of its Slurm jobs."""

@@ -14,7 +14,7 @@ import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from foundation.credentials import is_variable_name, referenced_variable
 from foundation.errors import ConfigError
@@ -112,35 +112,12 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         _OF_THE_LAUNCHER.split(), "is decided by the launcher; remove it"
     ),
 }
-_CLUSTER_NAMES = {  # setting -> what Slurm and other systems call it, for errors about such a name
-    "gpus_per_node": "gpus num_gpus gres",
-    "gpu": "gpu_type device accelerator",
-    "ranks_per_node": "tasks_per_node ntasks_per_node ntasks gpus_per_task",
-    "partition": "queue partitions",
-    "cpus_per_rank": "cpus_per_task cpus_per_gpu",
-    "time_limit": "time walltime timelimit",
-    "signal_seconds": "signal",
-    "options": "account qos project mem constraint exclusive reservation sbatch extra_options",
-    "srun_options": "srun srun_args srun_flags",
-    "setup": "modules module_load prologue pre_commands setup_commands",
-    "environment": "env environ variables",
-    "container_image": "image container",
-    "container_runtime": "runtime",
-    "container_mounts": "mounts binds volumes",
-}
-
-
 ContainerRuntime = Literal["", "pyxis", "apptainer"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(NodeConfig):
     """A file of configs/clusters. Empty text stands for the cluster's default."""
-
-    OTHER_NAMES: ClassVar[Mapping[str, str]] = _CLUSTER_NAMES
-    ELSEWHERE: ClassVar[Mapping[str, str]] = {
-        "give --nodes to 'launcher submit'": "nodes num_nodes node_count"
-    }
 
     partition: str = ""
     """Partition, or several (main,urgent): the first that can start the job."""

@@ -43,7 +43,6 @@ from foundation.yaml_files import (
     dump_yaml,
     find_config,
     read_tree,
-    refuse_other_kind,
 )
 from pretrain.config.run import RunConfig
 
@@ -97,7 +96,6 @@ def read_sweep(path: Path) -> Sweep:
     """A sweep file; ConfigError lists everything that is wrong with it."""
     _refuse_name(path)
     tree = read_tree(path)
-    refuse_other_kind(tree, path, ("grid", "cells"))
     _check_form(tree, path)
     if "grid" in tree:
         tree = _expanded(tree, path)

@@ -6,11 +6,12 @@ Measurements as lines for people.
 from __future__ import annotations
 
 import math
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from foundation.cli import terminal_width
 from foundation.progress import duration
 
 PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y", "R", "Q")
@@ -72,7 +73,8 @@ def fitted_table(rows: Sequence[Sequence[str]], width: int | None = None) -> str
 
     Each of them starts with the first column.
     """
-    width = terminal_width() if width is None else width
+    if width is None:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     first, *others = _widths(rows)
     room = width - first if width else math.inf
     groups = column_groups([needed + 2 for needed in others], room)

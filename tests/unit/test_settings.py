@@ -9,7 +9,7 @@ import pytest
 from data_pipeline.cli import main as data_pipeline
 from data_pipeline.config import CorpusConfig
 from foundation.errors import ConfigError
-from foundation.settings import ELSEWHERE, OTHER_NAMES, parse_config, parse_size, settings_of
+from foundation.settings import parse_config, parse_size, settings_of
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from pretrain.config.run import RunConfig
@@ -46,53 +46,21 @@ def test_the_settings_page_is_what_its_command_writes():
 @pytest.mark.parametrize(
     ("tree", "answer"),
     [
-        ({"lr": 1e-3}, "lr: unknown setting; use optim.learning_rate ("),
-        ({"optim": {"lr": 1e-3}}, "optim.lr: unknown setting; use optim.learning_rate ("),
-        ({"layers": 3}, "layers: unknown setting; use model.num_layers ("),
-        ({"model": {"hidden_size": 64}}, "use model.d_model ("),
         ({"learning_rate": 1e-3}, "did you mean 'optim.learning_rate'?"),
-        ({"batch_size": 8}, "use data.lanes ("),
-        ({"micro_batch": 8}, "use engine.micro_batch_lanes ("),
-        ({"data": {"seq_len": 8}}, "use data.segment_length ("),
-        ({"context_length": 8}, "use data.segment_length ("),
-        ({"data": {"tgt_len": 8}}, "use data.segment_length ("),
-        ({"model": {"mem_len": 8}}, "use model.memory_length ("),
-        ({"model": {"n_layer": 8}}, "use model.num_layers ("),
-        ({"model": {"n_head": 8}}, "use model.num_heads ("),
-        ({"d_inner": 8}, "did you mean 'model.d_inner'?"),
-        ({"warmup": 8}, "use optim.schedule.warmup_steps ("),
+        ({"optim": {"lr": 1e-3}}, "optim.lr: unknown setting; expected one of: betas, clip_norm,"),
         ({"weight_decay": 0.1}, "did you mean 'optim.weight_decay'?"),
-        ({"schedule": "cosine"}, "did you mean 'optim.schedule.shape'?"),
-        ({"lr_scheduler": "linear"}, "use optim.schedule.shape ("),
-        ({"optim": {"schedule": "cosine"}}, "write optim.schedule.shape=cosine"),
+        ({"schedule": "cosine"}, "did you mean 'optim.schedule'?"),
         ({"optim": {"schedule": 3}}, "its settings are shape, warmup_steps"),
-        ({"min_lr": 1e-5}, "final_fraction (Learning rate at the end, as a fraction of the peak)"),
-        ({"min_fraction": 0.1}, "use optim.schedule.final_fraction ("),
-        ({"max_steps": 10}, "use optim.steps ("),
-        ({"save_interval": 10}, "use checkpoint.interval ("),
-        ({"model": {"activatoin": "relu"}}, "did you mean 'model.feed_forward'?"),
+        ({"model": {"num_hed": 2}}, "did you mean 'num_heads'?"),
         ({"optim": {"lanes": 8}}, "did you mean 'data.lanes' or 'evaluation.lanes'?"),
-        ({"nodes": 4}, "give --ranks to 'launcher local', or --nodes to 'launcher submit'"),
-        ({"engine": {"num_workers": 4}}, "leave it out: each rank reads ahead in a thread"),
-        ({"interval": 8}, "'checkpoint.interval', 'evaluation.interval' or 'metrics.interval'?"),
+        ({"interval": 8}, "'checkpoint.interval' or 'evaluation.interval' or 'metrics.interval'?"),
     ],
 )  # fmt: skip
-def test_a_name_of_another_system_or_section_is_answered_with_the_setting_meant(tree, answer):
+def test_a_misspelt_name_or_one_of_another_section_is_answered_with_the_setting_meant(tree, answer):
     with pytest.raises(ConfigError) as caught:
         parse_config(RunConfig, tree, "file")
     assert answer in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_names_of_other_systems_lead_to_one_setting_each_and_are_none_of_ours():
-    for schema in SCHEMAS:
-        names = getattr(schema, OTHER_NAMES)
-        known = {each.name for each in settings_of(schema)}
-        assert set(names) <= known
-        elsewhere = getattr(schema, ELSEWHERE)
-        foreign = [name for text in (*names.values(), *elsewhere.values()) for name in text.split()]
-        assert len(set(foreign)) == len(foreign)
-        assert not set(foreign) & {name for name in known if "." not in name} - {"engine"}
 
 
 @pytest.mark.parametrize(
@@ -139,22 +107,13 @@ def test_a_number_with_an_unknown_unit_is_told_which_there_are(text):
         parse_config(CorpusConfig, {**CORPUS, "shard_bytes": "8Q"}, "file")
 
 
-def test_batch_means_lanes():
-    with pytest.raises(ConfigError, match=r"batch: unknown setting; use data\.lanes"):
-        parse_config(RunConfig, {"batch": 8}, "file")
-
-
 def test_every_program_prints_its_settings_in_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for program, prefix, expected in (
         (pretrain, "", "data.phases[].from_step = required"),
         (pretrain, "optim.schedule", "optim.schedule.warmup_steps = 0"),
-        (pretrain, "lr", "optim.learning_rate = 0.00025"),
-        (pretrain, "schedule", "optim.schedule.shape = cosine"),
+        (pretrain, "rate", "optim.learning_rate = 0.00025"),
         (pretrain, "engine.precision", "auto, fp32, bf16 or fp16; a resume may change it"),
-        (pretrain, "rope", "model.positions = relative"),
-        (pretrain, "pos", "model.positions = relative"),
-        (pretrain, "save", "checkpoint.interval = "),
         (data_pipeline, "vocab", "tokenizer.vocab_size = 16384"),
         (data_pipeline, "tokenizer", "tokenizer.vocab_size = 16384"),
         (launcher, "time", "time_limit = 24:00:00"),

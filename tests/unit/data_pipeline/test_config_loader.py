@@ -283,7 +283,7 @@ def test_sections_in_a_list_are_checked_as_any_other(tmp_path):
     said = error_of(path)
     assert "others.1.mod: unknown setting; did you mean 'mode'?" in said
     assert "others.2.rate: found 'x', expected" in said
-    assert "others.3: found 3, expected a section with names in it" in said
+    assert "others.3: found 3, expected a section; its settings are" in said
     right = load_config(
         Outer, write(tmp_path / "b.yaml", "name: x\nothers: [{rate: 1}, {mode: fast}]\n")
     )

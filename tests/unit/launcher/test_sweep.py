@@ -471,11 +471,6 @@ def test_sweep_status_shows_every_result_at_any_width(grid, width):
     assert max(map(len, output.splitlines())) <= width
 
 
-def test_no_command_of_sweeps_takes_settings(grid, capsys):
-    assert main(["sweep", "status", str(grid), "optim.steps=9"]) == 2
-    assert "settings of all cells are in their experiment, or lists" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

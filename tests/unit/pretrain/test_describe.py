@@ -8,16 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from foundation.cli import fitted
 from foundation.settings import load_config
 from pretrain.cli import main
-from pretrain.commands.describe import NOTES_COLUMN, describe
 from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import EvaluationConfig, RunConfig
 from pretrain.costs.cluster import load_cluster
-from pretrain.costs.devices import Hardware
 from pretrain.costs.fitting import advice, cheapest_fit
 from pretrain.costs.flops import flops_of, parameters_of
 from pretrain.costs.memory import (
@@ -457,16 +454,3 @@ def test_what_train_refuses_about_data_and_weights_is_refused_here_with_the_same
             assert message in said[-1]
         assert said[0].endswith(said[1]) or said[1].endswith(said[0])
     assert not (tmp_path / "run" / "run.json").exists()
-
-
-def test_a_description_fits_80_columns_and_keeps_its_columns():
-    path = MODELS / "xl_modern_7b.yaml"  # does not fit, which takes advice
-    run = load_config(RunConfig, path, ["engine.checkpoint_every_n_layers=2"])
-    hardware = Hardware(nodes=1, ranks_per_node=4, name="H100")
-    lines = list(fitted(describe(run, hardware), NOTES_COLUMN, 80))
-    assert max(map(len, lines)) <= 80
-    unfitted = describe(run, hardware)
-    assert max(map(len, unfitted)) > 100
-    words = "\n".join(lines).split()
-    assert words == "\n".join(unfitted).split()
-    assert [line for line in lines if line.startswith(" " * NOTES_COLUMN)]
