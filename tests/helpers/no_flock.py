@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
-import fcntl
 import platform
 import struct
-from collections.abc import Iterator
-from unittest import mock
 
 _FLOCK = {"x86_64": 73, "aarch64": 32}
 _NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER_MODE = 38, 22, 2
@@ -33,10 +29,3 @@ def deny_flock() -> None:
     ):
         if libc.prctl(*call):
             raise OSError(ctypes.get_errno(), "seccomp is not available")
-
-
-@contextlib.contextmanager
-def without_flock(number: int = errno.ENOSYS) -> Iterator[None]:
-    """The same inside this process only, where a filter could not be taken back."""
-    with mock.patch.object(fcntl, "flock", side_effect=OSError(number, "no locks")):
-        yield
