@@ -13,10 +13,10 @@ import json
 import os
 import re
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -177,35 +177,44 @@ def fsync_file(path: Path) -> None:
     fsync_directory(path)  # the same calls: open read-only, fsync, close
 
 
-def sha256_of(
-    path: Path,
-    on_bytes: Callable[[int], None] = lambda count: None,
-    start: int = 0,
-    num_bytes: int | None = None,
-) -> str:
-    """Return the SHA-256 of a file's contents as hexadecimal text, or of a part of them.
-
-    `on_bytes` is told how many bytes more are hashed.
-    """
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's contents as hexadecimal text."""
     with open(path, "rb") as file:
-        return sha256_of_file(file, on_bytes, start, num_bytes)
+        return sha256_of_file(file)
 
 
-def sha256_of_file(
-    file: BinaryIO,
-    on_bytes: Callable[[int], None] = lambda count: None,
-    start: int = 0,
-    num_bytes: int | None = None,
-) -> str:
-    """Return the SHA-256 of an opened file, whatever has its name by now."""
+def sha256_of_file(file: BinaryIO) -> str:
+    """Return the SHA-256 of an opened file from its start, whatever has its name by now."""
     digest = hashlib.sha256()
-    left = sys.maxsize if num_bytes is None else num_bytes
-    file.seek(start)
-    while block := file.read(min(left, HASH_BLOCK_BYTES)):
+    file.seek(0)
+    while block := file.read(HASH_BLOCK_BYTES):
         digest.update(block)
-        left -= len(block)
-        on_bytes(len(block))
     return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a file has to contain."""
+
+    bytes: int
+    sha256: str
+
+    def mismatch(self, path: Path) -> str | None:
+        """Return how the file differs; None if it does not."""
+        if (size := path.stat().st_size) != self.bytes:
+            return f"{size} bytes arrived, expected {self.bytes}"
+        return self.hash_mismatch(sha256_of(path))
+
+    def hash_mismatch(self, sha256: str) -> str | None:
+        """Return how a hash differs; None if it does not."""
+        if sha256 == self.sha256:
+            return None
+        return f"its SHA-256 is {sha256[:16]}..., expected {self.sha256[:16]}..."
+
+
+def content_of(path: Path) -> Content:
+    """Return what the file contains now."""
+    return Content(path.stat().st_size, sha256_of(path))
 
 
 def read_regular(path: Path, limit: int = LARGEST_READ_BYTES) -> bytes:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from benchmarks.scale.costs import RANKS, RANKS_OF_NODE, Cost, Row
+from benchmarks.scale.costs import RANKS, Cost, Row
 from benchmarks.scale.instruments import counted_files
 from data_pipeline.lanes.lane_stream import LaneCursor
 from foundation.own_programs import code_that_runs
@@ -24,7 +24,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import RankReports
 from pretrain.checkpoint.elastic_reader import FragmentReader
-from pretrain.checkpoint.marker import parts_in, share_of_rank
+from pretrain.checkpoint.marker import share_of_rank
 from pretrain.checkpoint.pieces import key_of, report_of
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig
@@ -34,10 +34,10 @@ from tests.helpers.checkpoints import index_of, publish_step
 MODEL = code_that_runs() / "configs" / "models" / "xl_modern_7b.yaml"
 SIZES = (16, 64, 256)
 ELEMENTS = 100  # of a rank's file
-MOST_FILES = RANKS[-1] + RANKS[-1] // RANKS_OF_NODE + 2  # with index and marker
+MOST_FILES = RANKS[-1] + 2  # with index and marker
 PARAMETERS, STATE = 961, ("exp_avg", "exp_avg_sq", "weight")  # of 70B, and what Adam has of each
 SECONDS = 2.0  # from the last byte to the published checkpoint
-MOST_OF_SHARE = 2.0  # what a rank has written of a file is hashed whole
+MOST_OF_SHARE = 2.0  # a rank's file is hashed whole
 
 
 def checkpoint_costs(directory: Path) -> Iterator[Row]:
@@ -49,7 +49,7 @@ def checkpoint_costs(directory: Path) -> Iterator[Row]:
     yield from sizes_of_checkpoints()
     yield Cost(
         name="checkpoint: files", measured=found["files"], at_most=MOST_FILES,
-        detail="an engine file per rank, a file of lane memories per node",
+        detail="one per rank, index and marker",
     )  # fmt: skip
     yield Cost(name="checkpoint: index", unit="bytes", measured=found["index"])
     yield Cost(
@@ -99,17 +99,12 @@ def publication_seconds(root: Path, ranks: int) -> float:
         epochs_B=np.zeros(1, int), positions_B=np.zeros(1, int), checks_B=np.zeros(1, int),
     ).to_tree()  # fmt: skip
     for rank in range(ranks):
-        first = rank - rank % RANKS_OF_NODE
-        written = {
-            files.rank_file("engine", rank): {"start": 0, "bytes": 1, "sha256": "0" * 64},
-            files.rank_file("state", first): {
-                "start": rank - first, "bytes": 1, "sha256": "0" * 64
-            },
-        }  # fmt: skip
         report = {"first_lane": rank, "num_lanes": 1, "cursor": cursor}
-        reports_of(rank).post({**report, "files": written}, pieces)
+        reports_of(rank).post({**report, "bytes": 1, "sha256": "0" * 64}, pieces)
     partial = files.partial_directory(root, ranks, "publication")
     partial.mkdir()
+    for rank in range(ranks):
+        (partial / files.rank_file(rank)).write_bytes(b"x")
     start = time.perf_counter()
     reports = reports_of(0).collect(lambda: None)
     final = files.step_directory(root, ranks)
@@ -122,15 +117,15 @@ def publication_seconds(root: Path, ranks: int) -> float:
 
 def costs_of(directory: Path, ranks: int) -> Iterator[tuple[str, float]]:
     """Yield name and value of each cost of a checkpoint of so many ranks."""
-    path = publish_step(directory, ranks, num_ranks=ranks, node_ranks=RANKS_OF_NODE)
+    path = publish_step(directory, ranks, num_ranks=ranks)
     yield "files", len(list(path.iterdir()))
     found = marker.read_index(path)
     yield "index", (path / files.INDEX).stat().st_size
-    parts = parts_in(found.index)
-    shares = [share_of_rank(parts, rank, ranks) for rank in range(ranks)]
-    assert list(chain(*shares)) == parts, "every byte by one rank"
-    sizes = [sum(part.bytes for part in share) for share in shares]
-    yield "share", max(sizes) * ranks / sum(sizes)
+    sizes = [content.bytes for content in found.files.values()]
+    shares = [share_of_rank(sizes, rank, ranks) for rank in range(ranks)]
+    assert list(chain(*shares)) == list(range(ranks)), "every file by one rank"
+    hashed = [sum(sizes[number] for number in share) for share in shares]
+    yield "share", max(hashed) * ranks / sum(hashed)
     with counted_files(path) as counts:
         marker.check_share(found, ranks // 2, ranks)
     yield "verified", counts["opened"]

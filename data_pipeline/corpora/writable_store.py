@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,35 +26,10 @@ from data_pipeline.corpora.stores import (
     with_timeout,
 )
 from foundation.errors import DataError
-from foundation.files import path_below, sha256_of
+from foundation.files import Content, path_below
 
 S3 = "s3://"
 MOST_DELETED = 1000  # objects of one request, a limit of S3
-
-
-@dataclass(frozen=True)
-class Content:
-    """What a file has to contain."""
-
-    bytes: int
-    sha256: str
-
-    def mismatch(self, path: Path) -> str | None:
-        """Return how the file differs; None if it does not."""
-        if (size := path.stat().st_size) != self.bytes:
-            return f"{size} bytes arrived, expected {self.bytes}"
-        return self.hash_mismatch(sha256_of(path))
-
-    def hash_mismatch(self, sha256: str) -> str | None:
-        """Return how a hash differs; None if it does not."""
-        if sha256 == self.sha256:
-            return None
-        return f"its SHA-256 is {sha256[:16]}..., expected {self.sha256[:16]}..."
-
-
-def content_of(path: Path) -> Content:
-    """Return what the file contains now."""
-    return Content(path.stat().st_size, sha256_of(path))
 
 
 class WritableStore:

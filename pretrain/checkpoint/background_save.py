@@ -18,14 +18,13 @@ into a destination, and reports them once they are there; rank 0 publishes when 
 They go through the store where the ranks met: the threads use no collectives, and to look for files
 of thousands of ranks is slow, because a network file system answers for a minute from its cache
 that a name does not exist. Rank 0 asks the store how many reports there are, then takes all at
-once. The same store tells the ranks of a node what each of them writes into their file.
+once.
 
 Safetensors files are laid out first, copied to host memory, then written and hashed in one pass.
 The safetensors library reads them: the header's length (8 bytes, little-endian), the header (JSON:
 type, shape and offsets of each tensor), then the tensors' bytes without gaps. The library's own
 writer would copy everything once more, and a hash would read the file back. Here both happen on the
-way to the disk, without the interpreter lock, so that the loop keeps training. Several ranks of a
-node can write one file: all know its header beforehand, each writes its part.
+way to the disk, without the interpreter lock, so that the loop keeps training.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -47,7 +46,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from foundation.errors import CheckpointError, UserError, os_error_text, remedy_of
-from pretrain.checkpoint.destinations import Disk, FilePart, put_files
+from pretrain.checkpoint.destinations import Disk, TensorFile
 from pretrain.checkpoint.directory import MEMORY, rank_file
 from pretrain.checkpoint.pieces import key_of, report_of
 from pretrain.engines.engine import Engine, is_out_of_memory
@@ -55,7 +54,6 @@ from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState
 
 ALIGNMENT = 8
-PART_ALIGNMENT = 4096
 TYPE_NAMES = {
     torch.float64: "F64",
     torch.int64: "I64",
@@ -83,41 +81,6 @@ class Layout:
         return len(self.header) + self.num_bytes
 
 
-def whole_file(layout: Layout) -> FilePart:
-    """The part of a rank that writes the file alone."""
-    return FilePart(layout.header, 0, layout.num_bytes, 0, layout.file_bytes)
-
-
-def part_of_file(headers: Mapping[int, bytes], rank: int) -> FilePart:
-    """The part of `rank` in a file of the ranks whose own tensors the `headers` describe.
-
-    A tensor's key is RANK|NAME. Parts follow each other in the headers' order, the first one with
-    the file's header. Each ends with a multiple of `PART_ALIGNMENT`, so that no two ranks write to
-    the same page: what fills it is a tensor, because the library takes no file with gaps.
-    """
-    entries: dict[str, dict[str, Any]] = {}
-    ranges: dict[int, tuple[int, int, int]] = {}
-    start = 0
-    for each, header in headers.items():
-        end = start
-        for name, entry in json.loads(header[8:]).items():
-            low, high = (start + offset for offset in entry["data_offsets"])
-            entries[f"{each}|{name}"] = {**entry, "data_offsets": [low, high]}
-            end = max(end, high)
-        padding = -end % PART_ALIGNMENT
-        if padding:
-            filled = {"dtype": "U8", "shape": [padding], "data_offsets": [end, end + padding]}
-            entries[f"{each}|padding"] = filled
-        ranges[each] = (start, end - start, padding)
-        start = end + padding
-    header = _header_of(entries, PART_ALIGNMENT)
-    file_bytes = len(header) + start
-    start, num_bytes, padding = ranges[rank]
-    if rank == next(iter(headers)):
-        return FilePart(header, 0, num_bytes, padding, file_bytes)
-    return FilePart(b"", len(header) + start, num_bytes, padding, file_bytes)
-
-
 def layout_of(tensors: Pieces) -> Layout:
     """Lay out the widest types first, so that every tensor is aligned; by name within a type."""
     entries: dict[str, dict[str, Any]] = {}
@@ -133,14 +96,9 @@ def layout_of(tensors: Pieces) -> Layout:
             "shape": shape,
             "data_offsets": [start, end],
         }
-    return Layout(_header_of(entries, ALIGNMENT), offsets, end)
-
-
-def _header_of(entries: Mapping[str, Any], alignment: int) -> bytes:
-    """The bytes of a file before its tensors, a multiple of `alignment`."""
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % alignment)
-    return len(text).to_bytes(8, "little") + text
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    return Layout(len(text).to_bytes(8, "little") + text, offsets, end)
 
 
 def copy_to_host(tensors: Pieces, layout: Layout, host: Tensor) -> None:
@@ -184,27 +142,6 @@ class RankReports:
             return
         self._store.set(str(self.rank), cast("str", content))  # bytes are as good
         self._store.add("count", 1)
-
-    def post_header(self, header: bytes, ranks: Sequence[int]) -> None:
-        """Tell the `ranks`, this one and others, what this one writes into the file of all."""
-        assert self._store is not None
-        self._store.set(f"header/{self.rank}", cast("str", zlib.compress(header, level=1)))
-        self._store.add(f"headers/{ranks[0]}", 1)
-
-    def headers(self, ranks: Sequence[int], while_waiting: Callable[[], None]) -> dict[int, bytes]:
-        """Return what each of the `ranks` has posted; `while_waiting` may raise."""
-        assert self._store is not None
-        pause = POLL_SECONDS
-        while self._store.add(f"headers/{ranks[0]}", 0) < len(ranks):
-            while_waiting()
-            time.sleep(pause)
-            pause = min(1.5 * pause, LONGEST_POLL_SECONDS)
-        names = [f"header/{rank}" for rank in ranks]
-        found = map(zlib.decompress, self._store.multi_get(names))
-        if self._store.add(f"read/{ranks[0]}", 1) == len(ranks):
-            for name in (*names, f"headers/{ranks[0]}", f"read/{ranks[0]}"):
-                self._store.delete_key(name)
-        return dict(zip(ranks, found, strict=True))
 
     def collect(self, while_waiting: Callable[[], None]) -> list[Report]:
         """Return the reports of all ranks, in their order (rank 0); `while_waiting` may raise."""
@@ -280,69 +217,59 @@ class SaveProblem:
         return cls(text, may_pass=False, remedy="")
 
 
-class HostBuffers:
+class HostBuffer:
     """Host memory that saves reuse: to allocate and pin it takes longer than to fill it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._buffers: dict[str, Tensor] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def bytes_for(self, name: str, num_bytes: int) -> Tensor:
-        """Return at least `num_bytes`: the buffer of the last call with this name if it fits."""
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < num_bytes:
-            self._buffers.pop(name, None)  # free it first: both may not fit
-            buffer = torch.empty(
-                num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda"
-            )
-            self._buffers[name] = buffer
-        return buffer
+    def with_bytes(self, num_bytes: int) -> Tensor:
+        """Return at least `num_bytes`: what the last call returned if it is large enough."""
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(0)  # freed first: both may not fit
+            pinned = self.device.type == "cuda"
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        return self._buffer
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """A file to be written by these `ranks`, and the live tensors of this one that go into it."""
+    """The live tensors that a rank saves, and how its file lays them out."""
 
-    name: str
     tensors: Pieces
     layout: Layout
-    ranks: Sequence[int]
+
+    @classmethod
+    def of(cls, fragments: Pieces, state: TrainState, lane_state: LaneState) -> RankFile:
+        """The file of these fragments, of memories in lane order and the random-number state."""
+        memories = [memory for memory in state.memories if memory is not None]
+        parts = [lane_state.named(memory) for memory in memories]
+        names = parts[0] if parts else ()
+        tensors = {**fragments, **{MEMORY + name: [part[name] for part in parts] for name in names}}
+        tensors["random.cpu"] = [torch.get_rng_state()]
+        if torch.cuda.is_available():
+            tensors["random.cuda"] = [torch.cuda.get_rng_state()]
+        return cls(tensors, layout_of(tensors))
+
+    def pieces(self, rank: int) -> dict[str, Any]:
+        """Return what the rank reports of the pieces of parameters in it."""
+        elements = {
+            key: sum(piece.numel() for piece in pieces)
+            for key, pieces in self.tensors.items()
+            if "|" in key
+        }
+        return report_of(elements, rank)
 
 
-def files_of_rank(
-    engine: Engine, state: TrainState, lane_state: LaneState, node: Sequence[int]
-) -> list[RankFile]:
-    """Return what this rank saves: fragments, memories in lane order, random-number state.
-
-    The ranks of its `node` save the last two in one file.
-    """
-    fragments: Pieces = {
+def owned_fragments(engine: Engine) -> Pieces:
+    """Return the fragments that this rank saves."""
+    return {
         key_of(fragment.name, fragment.start, kind): [value]
         for fragment in engine.fragments()
         if fragment.owned
         for kind, value in fragment.values.items()
     }
-    return files_of(fragments, state, lane_state, engine.world.rank, node)
-
-
-def files_of(
-    fragments: Pieces, state: TrainState, lane_state: LaneState, rank: int, node: Sequence[int]
-) -> list[RankFile]:
-    """Return the files of `rank` that hold these fragments and the state."""
-    memories = [memory for memory in state.memories if memory is not None]
-    parts = [lane_state.named(memory) for memory in memories]
-    slots = {MEMORY + name: [part[name] for part in parts] for name in (parts[0] if parts else ())}
-    random = {"random.cpu": [torch.get_rng_state()]}
-    if torch.cuda.is_available():
-        random["random.cuda"] = [torch.cuda.get_rng_state()]
-    named: dict[str, tuple[Pieces, Sequence[int]]] = {
-        "engine": (fragments, (rank,)),
-        "state": ({**slots, **random}, node),
-    }
-    return [
-        RankFile(rank_file(kind, ranks[0]), tensors, layout_of(tensors), ranks)
-        for kind, (tensors, ranks) in named.items()
-    ]
 
 
 def new_index(
@@ -363,17 +290,6 @@ def new_index(
         "config": config,
         **more,
     }
-
-
-def pieces_in(rank_files: list[RankFile], rank: int) -> dict[str, Any]:
-    """Return what the rank reports of the pieces in its files."""
-    elements = {
-        key: sum(piece.numel() for piece in pieces)
-        for each in rank_files
-        if each.name.startswith("engine-")
-        for key, pieces in each.tensors.items()
-    }
-    return report_of(elements, rank)
 
 
 class Transfer(ABC):
@@ -453,7 +369,7 @@ class Transfer(ABC):
 
 
 class Save(Transfer):
-    """The transfer of live tensors, those of `rank_files`, to a disk.
+    """The transfer of the live tensors of a rank's file to a disk.
 
     `index` is the checkpoint's without its lists, `report` what this rank adds to them.
     """
@@ -461,22 +377,21 @@ class Save(Transfer):
     def __init__(
         self,
         disk: Disk,
-        rank_files: list[RankFile],
+        rank_file: RankFile,
         index: dict[str, Any],
         report: dict[str, Any],
         reports: RankReports,
-        buffers: HostBuffers,
+        buffer: HostBuffer,
         then: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(index["step"], reports)
-        self._disk, self._rank_files = disk, rank_files
+        self._disk, self._rank_file = disk, rank_file
         self._index, self._report = index, report
-        self._pieces = pieces_in(rank_files, reports.rank)
-        self._buffers, self._then = buffers, then
+        self._buffer, self._then = buffer, then
         self._computed: torch.cuda.Event | None = None  # all that will be saved
-        if buffers.device.type == "cuda":
+        if buffer.device.type == "cuda":
             self._computed = torch.cuda.Event()
-            self._computed.record(torch.cuda.current_stream(buffers.device))
+            self._computed.record(torch.cuda.current_stream(buffer.device))
         self._copied = threading.Event()
 
     def wait_for_copy(self) -> None:
@@ -484,12 +399,12 @@ class Save(Transfer):
         self._copied.wait()
 
     def _put(self) -> tuple[Report, Mapping[str, Any]]:
-        for each in self._rank_files:
-            if len(each.ranks) > 1:  # now, so that nobody waits for it once all have copied
-                self._reports.post_header(each.layout.header, each.ranks)
-        host = self._copy()
+        layout, pieces = self._rank_file.layout, self._rank_file.pieces(self._reports.rank)
+        body = self._copy()
         self._copied.set()
-        return {**self._report, "files": self._write(host)}, self._pieces
+        content = TensorFile(layout.header, body.numpy().data[: layout.num_bytes])
+        written = self._disk.put(self.step, rank_file(self._reports.rank), content, self.check)
+        return {**self._report, **written}, pieces
 
     def _publish(self, reports: list[Report]) -> None:
         self._disk.publish(self._index, reports)
@@ -499,31 +414,14 @@ class Save(Transfer):
         self._copied.set()
         super()._end()
 
-    def _copy(self) -> list[Tensor]:
-        with _separate_stream(self._buffers.device, self._computed):
-            host = [
-                self._buffers.bytes_for(each.name, each.layout.num_bytes)
-                for each in self._rank_files
-            ]
-            for each, buffer in zip(self._rank_files, host, strict=True):
-                copy_to_host(each.tensors, each.layout, buffer)
-        # What was live is not kept until the files are written, or the next save.
-        self._rank_files = [replace(each, tensors={}) for each in self._rank_files]
+    def _copy(self) -> Tensor:
+        layout = self._rank_file.layout
+        with _separate_stream(self._buffer.device, self._computed):
+            host = self._buffer.with_bytes(layout.num_bytes)
+            copy_to_host(self._rank_file.tensors, layout, host)
+        # What was live is not kept until the file is written, or the next save.
+        self._rank_file = RankFile({}, layout)
         return host
-
-    def _write(self, host: list[Tensor]) -> dict[str, Any]:
-        parts = (
-            (file.name, replace(self._part_of(file), body=buffer.numpy().data))
-            for file, buffer in zip(self._rank_files, host, strict=True)
-        )
-        return put_files(self._disk, self.step, parts, self.check)
-
-    def _part_of(self, file: RankFile) -> FilePart:
-        """What this rank writes of the file."""
-        if len(file.ranks) == 1:
-            return whole_file(file.layout)
-        headers = self._reports.headers(file.ranks, self.check)
-        return part_of_file(headers, self._reports.rank)
 
 
 @contextlib.contextmanager

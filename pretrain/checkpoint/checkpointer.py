@@ -1,6 +1,6 @@
 """Saving a run and restoring it at any world size and ZeRO stage.
 
-Each rank writes its own files in a background thread (`background_save`), without collectives; rank
+Each rank writes its own file in a background thread (`background_save`), without collectives; rank
 0 publishes them (`marker`). On resume each rank reads the slices that it needs (`elastic_reader`).
 There is no pickle.
 
@@ -32,13 +32,13 @@ from foundation.settings import to_tree
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import (
-    HostBuffers,
+    HostBuffer,
     RankFile,
     RankReports,
     Save,
     SaveProblem,
-    files_of_rank,
     new_index,
+    owned_fragments,
 )
 from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.elastic_reader import (
@@ -57,7 +57,6 @@ from pretrain.distributed.world import (
     gather_found,
     gather_values,
     raise_on_all_ranks,
-    ranks_of_node,
 )
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState, Memory, selected_lanes
@@ -172,10 +171,9 @@ class Checkpointer:
     ) -> None:
         self._run, self._disk, self._world = run, disk, world
         self._lane_state = LaneState(run.model)
-        self._buffers = HostBuffers(world.device)
+        self._buffer = HostBuffer(world.device)
         self._save: Save | None = None
         self._saves = 0  # that were started
-        self._node: Sequence[int] = ()  # the ranks of this node
         self._saver = Worker("save")
         self._remover = Worker("removal")  # of old checkpoints, which no save waits for
         self._outage = Outage(patience or Patience())
@@ -209,9 +207,8 @@ class Checkpointer:
         """
         self.finish()
         require_equal_replicas(engine, state)
-        self._node = self._node or ranks_of_node(self._world)
-        rank_files = files_of_rank(engine, state, self._lane_state, self._node)
-        if problem := self._problem_ahead(state.step, rank_files, obstacle):
+        rank_file = RankFile.of(owned_fragments(engine), state, self._lane_state)
+        if problem := self._problem_ahead(state.step, rank_file, obstacle):
             self._give_up_save(state.step, problem)
             return False
         more = {"validation_loss": validation_loss, "world_size": self._world.world_size}
@@ -221,11 +218,11 @@ class Checkpointer:
         name = f"{self._disk.attempt}/{self._saves}"
         self._save = Save(
             self._disk,
-            rank_files,
+            rank_file,
             index,
             report,
             RankReports(name, self._world.rank, self._world.world_size),
-            self._buffers,
+            self._buffer,
             then=lambda: self._remover.add(partial(self._remove_old, suspected_since)),
         )
         self._saver.add(self._save.run)
@@ -346,10 +343,10 @@ class Checkpointer:
         return state
 
     def _problem_ahead(
-        self, step: int, rank_files: list[RankFile], obstacle: Callable[[], str]
+        self, step: int, rank_file: RankFile, obstacle: Callable[[], str]
     ) -> SaveProblem | None:
         """Return rank 0's reason not to start a save; without one, the disk is prepared."""
-        own_bytes = torch.tensor(sum(each.layout.file_bytes for each in rank_files))
+        own_bytes = torch.tensor(rank_file.layout.file_bytes)
         wanted = int(rows_of_ranks(own_bytes).sum()) + self._world.world_size * INDEX_BYTES_PER_RANK
         problem = None
         if self._world.is_main:

@@ -9,7 +9,7 @@ index lists has been confirmed there by name and size. So whoever looks finds wh
 
     URL/mirror.json                       which checkpoints there are; replaced as a whole, last
         step-00000100-5b1c.../            named by step and hash of its index: never changed
-            engine-00000.safetensors ...  the checkpoint's files, then index.json, then COMPLETE
+            rank-00000.safetensors ...    the checkpoint's files, then index.json, then COMPLETE
             run.json config.yaml ledger.jsonl metrics.jsonl    the run as it was then
 
 A folder that mirror.json does not name does not exist for a reader, whatever is in it. What is kept
@@ -24,7 +24,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,14 +33,15 @@ from typing import Any, Protocol, TypeVar
 from data_pipeline.corpora.copy_corpus import in_parallel
 from data_pipeline.corpora.fetch import NotFetchedError, fetch_file
 from data_pipeline.corpora.stores import RetryPolicy, store_at
-from data_pipeline.corpora.writable_store import Content, WritableStore, content_of, size_problem
+from data_pipeline.corpora.writable_store import WritableStore, size_problem
 from foundation.errors import CheckpointError, UserError
 from foundation.files import (
+    Content,
+    content_of,
     named_errors,
     own_file,
     parse_json,
     path_below,
-    sha256_of,
     write_text,
 )
 from foundation.records import Fields, InvalidField
@@ -58,7 +59,7 @@ class Destination(Protocol[Source]):
     """A place that keeps checkpoints."""
 
     def put(self, step: int, name: str, source: Source, check: Check) -> dict[str, Any]:
-        """Bring a file, or a rank's part of one, there; returns what is confirmed to be there."""
+        """Bring a file there; returns the size and SHA-256 that are confirmed to be there."""
         ...
 
     def steps(self) -> list[int]:
@@ -74,57 +75,32 @@ class Destination(Protocol[Source]):
         ...
 
 
-S = TypeVar("S")
-
-
-def put_files(
-    destination: Destination[S], step: int, files: Iterable[tuple[str, S]], check: Check
-) -> dict[str, Any]:
-    """Bring a rank's files of the step there; returns what is confirmed of each, by name."""
-    return {name: destination.put(step, name, source, check) for name, source in files}
-
-
 # ----------------------------------------------------------------------------------------- a disk
 
 BLOCK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class FilePart:
-    """The part of a file that one rank writes: a header or none, its tensors' bytes, zeros."""
+class TensorFile:
+    """A file to be written: its header, then the bytes of its tensors, in host memory."""
 
     header: bytes
-    start: int
-    num_bytes: int
-    padding: int
-    file_bytes: int
-    body: memoryview | bytes = b""  # in host memory, perhaps longer than `num_bytes`
-
-    @property
-    def part_bytes(self) -> int:
-        return len(self.header) + self.num_bytes + self.padding
+    body: memoryview | bytes
 
 
-def write_file(path: Path, part: FilePart, check: Check) -> dict[str, Any]:
-    """Write and fsync a part of the file; returns start, size and SHA-256 of the part."""
-    digest = hashlib.sha256()
-    body = part.body[: part.num_bytes]
-
-    def created(path: str, flags: int) -> int:  # not truncated: other ranks may have written
-        return own_file(path, flags | os.O_CREAT)
-
-    with named_errors(path), open(path, "r+b", opener=created) as file:
-        file.seek(part.start)
-        for source in (memoryview(part.header), body, memoryview(bytes(part.padding))):
+def write_file(path: Path, content: TensorFile, check: Check) -> dict[str, Any]:
+    """Write and fsync the file; returns its size and SHA-256."""
+    digest, num_bytes = hashlib.sha256(), 0
+    with named_errors(path), open(path, "wb", opener=own_file) as file:
+        for source in (memoryview(content.header), memoryview(content.body)):
             for start in range(0, len(source), BLOCK_BYTES):
                 check()
                 block = source[start : start + BLOCK_BYTES]
                 digest.update(block)
-                file.write(block)
-        file.truncate(part.file_bytes)  # the same on all ranks: cuts what a former try has left
+                num_bytes += file.write(block)
         file.flush()
         os.fsync(file.fileno())
-    return {"start": part.start, "bytes": part.part_bytes, "sha256": digest.hexdigest()}
+    return {"bytes": num_bytes, "sha256": digest.hexdigest()}
 
 
 @dataclass(frozen=True)
@@ -151,7 +127,7 @@ class Disk:
         files.require_space(self.root, num_bytes)
         self.partial(step).mkdir(exist_ok=True)
 
-    def put(self, step: int, name: str, source: FilePart, check: Check) -> dict[str, Any]:
+    def put(self, step: int, name: str, source: TensorFile, check: Check) -> dict[str, Any]:
         return write_file(self.partial(step) / name, source, check)
 
     def publish(self, index: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> None:
@@ -189,33 +165,6 @@ RUN_FILES = {
     "metrics.jsonl": 1 << 36,
 }
 _IN_A_STEP = re.compile(r"(step-(\d{8})-[0-9a-f]{16})/[^/]+")
-
-
-@dataclass(frozen=True)
-class ListedContent:
-    """What a file of a checkpoint has to contain: parts, one after the other."""
-
-    parts: tuple[Content, ...]
-
-    @classmethod
-    def of(cls, parts: Iterable[Mapping[str, Any]]) -> ListedContent:
-        """As an index lists the file."""
-        return cls(tuple(Content(**part) for part in parts))
-
-    @property
-    def bytes(self) -> int:
-        return sum(part.bytes for part in self.parts)
-
-    def mismatch(self, path: Path) -> str | None:
-        """Return how the file differs; None if it does not."""
-        if (size := path.stat().st_size) != self.bytes:
-            return f"{size} bytes arrived, expected {self.bytes}"
-        start = 0
-        for part in self.parts:
-            if problem := part.hash_mismatch(sha256_of(path, start=start, num_bytes=part.bytes)):
-                return problem
-            start += part.bytes
-        return None
 
 
 @dataclass(frozen=True)
@@ -351,7 +300,7 @@ class ObjectStore:
         self.url, self.scratch = url.rstrip("/"), scratch
         self._policy = retry_policy or RetryPolicy()
         self._named = StoredCheckpoint(-1, Content(0, ""))  # that of the last file put there
-        self._listed: dict[str, Any] = {}
+        self._listed: dict[str, Content] = {}
         self._unnamed: dict[int, list[str]] = {}
 
     def index(self) -> MirrorIndex:
@@ -377,24 +326,21 @@ class ObjectStore:
         self._fetch(found.folder, files.INDEX, target, found.index)
         write_text(target / files.MARKER, f"{found.index.sha256}\n")
         checkpoint = marker.read_index(target)
-        listed = checkpoint.index["files"]
         files.require_space(self.scratch, checkpoint.num_bytes)
         for name, content in found.run_files.items():
             self._fetch(found.folder, name, self.scratch, content)
 
         def fetch(name: str) -> None:
-            self._fetch(found.folder, name, target, ListedContent.of(listed[name]))
+            self._fetch(found.folder, name, target, checkpoint.files[name])
 
-        in_parallel(fetch, sorted(listed), f"step {step}", logger.info)
+        in_parallel(fetch, sorted(checkpoint.files), f"step {step}", logger.info)
         return marker.verify(target, index.run)
 
     @cached_property
     def fetched_index(self) -> MirrorIndex:
         return self.index()
 
-    def _fetch(
-        self, folder: str, name: str, directory: Path, content: Content | ListedContent
-    ) -> None:
+    def _fetch(self, folder: str, name: str, directory: Path, content: Content) -> None:
         """Fetch a file of known content, unless it is there; CheckpointError if the store has
         another."""
         path = path_below(directory, name)
@@ -424,10 +370,9 @@ class ObjectStore:
         """Upload a file of the checkpoint in the directory of `source`."""
         check()
         if self._named.step != step:
-            path = source.with_name(files.INDEX)
-            self._listed = marker.parse_index(path, path.read_bytes())["files"]
+            self._listed = marker.read_index(source.parent).files
             self._named = StoredCheckpoint.of(source.parent)
-        content = _listed_content(source, self._listed[name])
+        content = self._listed[name]  # the store is compared with it
         self.writable.put(f"{self._named.folder}/{name}", source, content)
         return vars(content)
 
@@ -442,16 +387,6 @@ class ObjectStore:
         for names in (markers, self._unnamed[step][len(markers) :]):
             if names:
                 self.writable.delete(names)
-
-
-def _listed_content(path: Path, parts: list[dict[str, Any]]) -> Content:
-    """Return what the file contains, which is what the index lists; CheckpointError if not."""
-    expected = ListedContent.of(parts)
-    if len(expected.parts) == 1:
-        return expected.parts[0]  # the store is compared with it
-    if problem := expected.mismatch(path):
-        raise CheckpointError(f"{path}: {problem}")
-    return content_of(path)
 
 
 class Publication:

@@ -1,14 +1,13 @@
 """The directory of a checkpoint: its files, free space, and which checkpoints are kept. Torch-free.
 
 RUN/checkpoints/step-00000100/
-    engine-00000.safetensors   fragments of weights and moments, one file per rank
-    state-00000.safetensors    lane memories and random-number state, one file per node, by the
-                               number of its first rank
-    index.json                 sizes and SHA-256 of all files, what is in them, the ranks' lanes and
-                               their cursor, and the run's id, step and settings
-    COMPLETE                   the marker: SHA-256 of index.json (`marker.py`)
-    REFUSED                    only if a start could not resume from it: the reason
-    VALIDATION_LOSS            only if it was saved before its evaluation ended: the loss
+    rank-00000.safetensors   one file per rank: fragments of weights and moments, lane memories,
+                             random-number state
+    index.json               sizes and SHA-256 of all files, what is in them, the ranks' lanes and
+                             their cursor, and the run's id, step and settings
+    COMPLETE                 the marker: SHA-256 of index.json (`marker.py`)
+    REFUSED                  only if a start could not resume from it: the reason
+    VALIDATION_LOSS          only if it was saved before its evaluation ended: the loss
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ from foundation.files import read_json, read_regular
 
 logger = logging.getLogger(__name__)
 
-KINDS = ("engine", "state")
 MARKER = "COMPLETE"
 INDEX = "index.json"
 REFUSED = "REFUSED"
 VALIDATION_LOSS = "VALIDATION_LOSS"
-MEMORY = "memory."  # starts the keys of lane memories in state files; then comes the part's name
+MEMORY = "memory."  # starts the keys of lane memories; then comes the part's name
 REMOVED = "-removed"  # ends the names of directories that are being removed
 MANY_FILES, REMOVERS = 64, 16  # from which on a directory is removed by so many threads
 STEP_NAME = re.compile(r"step-(\d{8})")
@@ -53,9 +51,9 @@ def partial_directory(root: Path, step: int, attempt: str) -> Path:
     return root / f".partial-{step:08d}-{attempt}"
 
 
-def rank_file(kind: str, rank: int) -> str:
-    """Return the name of a file whose first rank is `rank`; `kind` is one of KINDS."""
-    return f"{kind}-{rank:05d}.safetensors"
+def rank_file(rank: int) -> str:
+    """Return the name of the file that a rank has written."""
+    return f"rank-{rank:05d}.safetensors"
 
 
 def steps_on_disk(root: Path) -> list[int]:

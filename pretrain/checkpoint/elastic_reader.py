@@ -2,7 +2,7 @@
 
 A checkpoint of 2 ranks, read by 3 (one parameter of 12 elements):
 
-    in the files    engine-00000: "w|0|weight" [0, 6)      engine-00001: "w|6|weight" [6, 12)
+    in the files    rank-00000: "w|0|weight" [0, 6)      rank-00001: "w|6|weight" [6, 12)
     in the engine   rank 0: [0, 4)    rank 1: [4, 8), from both files    rank 2: [8, 12)
 
 A key is PARAMETER|START|KIND, so the files say which elements they hold, and neither the writer's
@@ -13,7 +13,6 @@ which it needs some: its own if ranks and stage are those of the save.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,7 +115,7 @@ class FragmentReader:
 
     def _handle(self, rank: int) -> Any:
         if rank not in self._handles:
-            path = self._directory / rank_file("engine", rank)
+            path = self._directory / rank_file(rank)
             self._handles[rank] = self._stack.enter_context(opened(path))
         return self._handles[rank]
 
@@ -177,24 +176,14 @@ def load_memory(found: Checkpoint, lanes: range) -> dict[str, Tensor] | None:
 
 def _memory_of(found: Checkpoint, rank: int, lanes: slice) -> dict[str, Tensor]:
     """Return the parts of the memories of these lanes, which a rank has saved, by name."""
-    path, prefix = state_of_rank(found, rank)
-    with opened(path) as handle:
-        start = prefix + MEMORY
-        keys = [key for key in handle.keys() if key.startswith(start)]  # noqa: SIM118
-        return {key.removeprefix(start): handle.get_slice(key)[lanes] for key in keys}
+    with opened(found.directory / rank_file(rank)) as handle:
+        keys = [key for key in handle.keys() if key.startswith(MEMORY)]  # noqa: SIM118
+        return {key.removeprefix(MEMORY): handle.get_slice(key)[lanes] for key in keys}
 
 
 def restore_random_state(found: Checkpoint, rank: int) -> None:
     """Set the random-number state to the one that a rank has saved."""
-    path, prefix = state_of_rank(found, rank)
-    with opened(path) as handle:
-        torch.set_rng_state(handle.get_tensor(prefix + "random.cpu"))
-        if torch.cuda.is_available() and (key := prefix + "random.cuda") in handle.keys():  # noqa: SIM118
-            torch.cuda.set_rng_state(handle.get_tensor(key))
-
-
-def state_of_rank(found: Checkpoint, rank: int) -> tuple[Path, str]:
-    """Return the file with a rank's memories and random-number state, and how their keys start."""
-    name = found.rank_reports[rank]["state"]
-    is_shared = len(found.index["files"][name]) > 1
-    return found.directory / name, f"{rank}|" if is_shared else ""
+    with opened(found.directory / rank_file(rank)) as handle:
+        torch.set_rng_state(handle.get_tensor("random.cpu"))
+        if torch.cuda.is_available() and "random.cuda" in handle.keys():  # noqa: SIM118
+            torch.cuda.set_rng_state(handle.get_tensor("random.cuda"))

@@ -1,6 +1,6 @@
 """Local checkpoints: each rank's own part on its node's disk, between those of the run directory.
 
-LOCAL/run-3f0c.../rank-00003/step-00000150/     COMPLETE, index.json, engine-00000.safetensors, ...
+LOCAL/run-3f0c.../rank-00003/step-00000150/     COMPLETE, index.json, rank-00000.safetensors
 
 What a rank writes is a checkpoint of one rank, by the same code and with the same hashes as a
 shared one (`marker.py`): every fragment that it holds counts as a whole parameter. So it needs no
@@ -31,10 +31,10 @@ from foundation.settings import differences, to_tree
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import (
-    HostBuffers,
+    HostBuffer,
+    RankFile,
     RankReports,
     Save,
-    files_of,
     new_index,
 )
 from pretrain.checkpoint.checkpointer import require_equal_replicas
@@ -82,7 +82,7 @@ class LocalTier:
         tree = json.loads(json.dumps(to_tree(config)))
         self._config = {name: part for name, part in tree.items() if name not in MAY_DIFFER}
         self._standing = standing
-        self._buffers = HostBuffers(world.device)
+        self._buffer = HostBuffer(world.device)
         self._save: Save | None = None
         self._saver = Worker("local save")
         self._has_failed = False
@@ -163,12 +163,12 @@ class LocalTier:
             for fragment in engine.fragments()
             for kind, value in fragment.values.items()
         }
-        rank_files = files_of(pieces, state, self._lane_state, rank=0, node=(0,))
+        rank_file = RankFile.of(pieces, state, self._lane_state)
         rank, world_size = self._world.rank, self._world.world_size
         local = {"attempt": disk.attempt, "rank": rank, "world_size": world_size}
         index = new_index(disk.run_id, self._config, engine, state, local=local)
         try:
-            disk.prepare(state.step, sum(each.layout.file_bytes for each in rank_files))
+            disk.prepare(state.step, rank_file.layout.file_bytes)
         except (OSError, UserError) as error:
             self._failed(state.step, _text(error))
             return
@@ -177,11 +177,11 @@ class LocalTier:
         report = {"first_lane": 0, "num_lanes": lanes, "cursor": cursor}
         self._save = Save(
             disk,
-            rank_files,
+            rank_file,
             index,
             report,
             RankReports("", rank=0, num_ranks=1),
-            self._buffers,
+            self._buffer,
             then=lambda: files.prune(disk.root, disk.steps(), KEPT),
         )
         self._saver.add(self._save.run)

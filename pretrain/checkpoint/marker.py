@@ -2,9 +2,8 @@
 
 A save writes into a hidden directory, in this order:
 
-    1. every rank: its safetensors file and its part of that of its node, hashed while they are
-       written and then fsynced
-    2. every rank: its report to rank 0, with sizes and hashes of those two, once both are on disk
+    1. every rank: its safetensors file, hashed while it is written and then fsynced
+    2. every rank: its report to rank 0, with size and hash, once the file is on disk
     3. rank 0, once it has all reports and sees all their files: index.json, which merges them
     4. rank 0: COMPLETE, the marker, which holds the SHA-256 of index.json
     5. rank 0: the rename to step-N, and an fsync of the parent directory
@@ -23,14 +22,12 @@ no start has refused the checkpoint, which leaves a note in it (`REFUSED`).
 The index of a checkpoint, index.json: what it says is checked once, before anything acts on it.
 
 format, run, step, world_size, config     which checkpoint it is
-files      name -> bytes and sha256       of every file but index and marker, as a list of the parts
-                                          that one rank each has written, one after the other
+ranks      bytes and sha256               of every rank's file, in their order
+           first_lane, num_lanes, cursor  of the lanes that it had
 pieces     parameter -> kinds and runs    which rank's file has which elements (`pieces.py`)
-ranks      first_lane, num_lanes, cursor  of every rank, in their order; `state`, the file with its
-                                          memories (`state_of_rank`)
 tokens_seen, optimizer_steps, loss_scale, validation_loss
 
-Who hashes what of a checkpoint: every byte once over the ranks, and rank 0 shows how far it is.
+Files are named by rank (`rank_file`), so an index names no path.
 """
 
 from __future__ import annotations
@@ -38,19 +35,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import stat
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 from foundation.errors import STORAGE_FAILS, CheckpointError, UnreadableError
 from foundation.files import (
+    Content,
     fsync_directory,
     parse_json,
     read_regular,
@@ -58,11 +53,10 @@ from foundation.files import (
     sha256_of,
     write_text,
 )
-from foundation.records import Fields, InvalidField, shown
+from foundation.records import Fields, InvalidField
 from pretrain.checkpoint import pieces
 from pretrain.checkpoint.directory import (
     INDEX,
-    KINDS,
     MARKER,
     REFUSED,
     STEP_NAME,
@@ -78,9 +72,8 @@ from pretrain.checkpoint.pieces import (
     parsed,
     require_pieces,
 )
-from pretrain.terminal.text import counted
 
-FORMAT = 6  # of a checkpoint: file names, keys of tensors and of the index
+FORMAT = 7  # of a checkpoint: file names, keys of tensors and of the index
 
 
 def parse_index(path: Path, content: bytes) -> dict[str, Any]:
@@ -115,10 +108,6 @@ def _check(fields: Fields, index: dict[str, Any]) -> None:
         scale = fields.object("loss_scale")
         scale.number("scale")
         scale.integer("updates")
-    for name in fields.tree("files"):
-        for part in fields.object("files").items(name):
-            part.only(("bytes", "sha256")).integer("bytes")
-            part.sha256("sha256")
     reports, next_lane = fields.items("ranks"), 0
     if fields.integer("world_size", least=1) != len(reports):
         raise InvalidField(f"world_size is {index['world_size']}, ranks has {len(reports)}")
@@ -127,100 +116,29 @@ def _check(fields: Fields, index: dict[str, Any]) -> None:
     if not all(isinstance(each.get("cursor", ...), (dict, NoneType)) for each in index["ranks"]):
         raise InvalidField("a rank has no cursor")
     for report in reports:
+        report.only(("bytes", "sha256", "first_lane", "num_lanes", "cursor"))
+        report.integer("bytes")
+        report.sha256("sha256")
         report.integer("first_lane", next_lane, next_lane)
         next_lane += report.integer("num_lanes")
     if not next_lane:
         raise InvalidField("ranks have no lanes")
-    _check_files(index["files"], [report.text("state") for report in reports])
 
 
-def _check_files(files: dict[str, Any], states: list[str]) -> None:
-    """Raise InvalidField unless each rank has its part in two of the files: its engine's, and the
-    one of `states`.
-
-    Whatever is listed is opened, so nothing but these names may be.
-    """
-    engines, possible = ([rank_file(kind, n) for n in range(len(states))] for kind in KINDS)
-    parts = Counter([*engines, *states])
-    for name, count in parts.items():
-        if (found := len(files.get(name, ()))) != count:
-            raise InvalidField(f"{shown(name)} has {counted(found, 'part')}, expected {count}")
-    unknown = (files.keys() - parts.keys()) | (set(states) - set(possible))
-    if unknown:
-        raise InvalidField(f"found the file {shown(min(unknown))}, expected those of ranks only")
-
-
-logger = logging.getLogger(__name__)
-
-SECONDS_BETWEEN_LINES = 10.0
-
-
-class Part(NamedTuple):
-    """What one rank has written of a file: the bytes from `start` on. `engine_rank`: of pieces."""
-
-    name: str
-    start: int
-    bytes: int
-    sha256: str
-    engine_rank: int | None = None
-
-
-def parts_in(index: Mapping[str, Any]) -> list[Part]:
-    """Return all parts that an index lists, those of each rank together; IndexError or KeyError
-    if a rank has none."""
-    found = []
-    ends: dict[str, tuple[int, int]] = {}
-    for rank, report in enumerate(index["ranks"]):
-        for kind, name in ("engine", rank_file("engine", rank)), ("state", report["state"]):
-            number, start = ends.get(name, (0, 0))
-            part = index["files"][name][number]
-            engine_rank = rank if kind == "engine" else None
-            found.append(Part(name, start, part["bytes"], part["sha256"], engine_rank))
-            ends[name] = (number + 1, start + part["bytes"])
-    return found
-
-
-def share_of_rank(parts: Sequence[Part], rank: int, world_size: int) -> list[Part]:
-    """Return the parts that a rank hashes: those of consecutive ranks, of equal bytes.
+def share_of_rank(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
+    """Return the numbers of the files that a rank hashes: consecutive ones, of equal bytes.
 
     With as many ranks as saved it, a rank hashes about what it will read, so that its node has that
-    in memory by then. A part is hashed by one rank: with more ranks than parts, some have nothing.
+    in memory by then. A file is hashed by one rank: with more ranks than files, some have nothing.
     """
-    total = sum(part.bytes for part in parts) or 1
+    total = sum(sizes) or 1
     share, before = [], 0
-    for part in parts:
-        middle = min(before + part.bytes / 2, total - 0.5)
+    for number, size in enumerate(sizes):
+        middle = min(before + size / 2, total - 0.5)
         if int(middle * world_size / total) == rank:
-            share.append(part)
-        before += part.bytes
+            share.append(number)
+        before += size
     return share
-
-
-class Progress:
-    """How much of a rank's share is hashed; a line at most every few seconds if it `is_shown`.
-
-    The rank hashes `own_bytes` of the checkpoint's `num_bytes`.
-    """
-
-    def __init__(
-        self, step: int, num_bytes: int, world_size: int, own_bytes: int, is_shown: bool
-    ) -> None:
-        self._what = f"{num_bytes / 2**30:,.1f} GiB by {counted(world_size, 'rank')}"
-        self._step, self._is_shown = step, is_shown
-        self._own_bytes, self._done = own_bytes, 0
-        self._started = self._shown = time.monotonic()
-
-    def add(self, num_bytes: int) -> None:
-        """Note that so many bytes more are hashed."""
-        self._done += num_bytes
-        now = time.monotonic()
-        if not self._is_shown or now < self._shown + SECONDS_BETWEEN_LINES:
-            return
-        self._shown = now
-        part = self._done / max(self._own_bytes, self._done)
-        left = (now - self._started) * (1 - part) / part
-        what = "verifying step %d: %.0f%% of %s, about %.0f s left"
-        logger.info(what, self._step, 100 * part, self._what, left)
 
 
 @dataclass(frozen=True)
@@ -241,9 +159,17 @@ class Checkpoint:
         return self.index["ranks"]
 
     @property
+    def files(self) -> dict[str, Content]:
+        """What each file has to contain, by its name."""
+        return {
+            rank_file(rank): Content(report["bytes"], report["sha256"])
+            for rank, report in enumerate(self.rank_reports)
+        }
+
+    @property
     def num_bytes(self) -> int:
-        """The size of all files that the index lists."""
-        return sum(map(_bytes_of, self.index["files"].values()))
+        """The size of all files."""
+        return sum(report["bytes"] for report in self.rank_reports)
 
     @cached_property
     def pieces(self) -> Pieces:
@@ -264,15 +190,12 @@ def publish(
     withheld.
     """
     lists = {
-        "files": _files_of(reports),
         "pieces": merged(each["pieces"] for each in reports),
         "ranks": [
-            {name: value for name, value in each.items() if name not in ("files", "pieces")}
-            | {"state": next(name for name in each["files"] if name.startswith("state"))}
-            for each in reports
+            {name: value for name, value in each.items() if name != "pieces"} for each in reports
         ],
     }
-    _check_sizes(partial, lists["files"])  # a rank may have written into a directory of its own
+    _check_sizes(partial, lists["ranks"])  # a rank may have written into a directory of its own
     # A line per field: indented, those of thousands of ranks take a second to write, in Python.
     whole = {**index, "format": FORMAT, **lists}
     lines = sorted(f"{json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in whole.items())
@@ -285,22 +208,6 @@ def publish(
     fsync_directory(final.parent)
 
 
-def _files_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the index's `files` from what each rank has written of which file."""
-    parts: dict[str, list[Mapping[str, Any]]] = {}
-    for each in reports:
-        for name, part in each["files"].items():
-            parts.setdefault(name, []).append(part)
-    files = {}
-    for name, written in parts.items():
-        end = 0
-        for part in written:
-            assert part["start"] == end, f"{name}: parts of ranks in another order"
-            end += part["bytes"]
-        files[name] = [{"bytes": each["bytes"], "sha256": each["sha256"]} for each in written]
-    return files
-
-
 def verify(directory: Path, run_id: str = "") -> Checkpoint:
     """Read and check a checkpoint of the run; CheckpointError names the first file that is wrong.
 
@@ -311,22 +218,16 @@ def verify(directory: Path, run_id: str = "") -> Checkpoint:
     return found
 
 
-def check_share(
-    found: Checkpoint, rank: int = 0, world_size: int = 1, is_shown: bool = False
-) -> None:
-    """Read and check a rank's share of the files that the index lists; CheckpointError as above.
+def check_share(found: Checkpoint, rank: int = 0, world_size: int = 1) -> None:
+    """Read and check a rank's share of the files; CheckpointError as above.
 
     Ranks that verify together call it after one of them has read the index for all.
     """
-    parts = parts_in(found.index)
-    share = share_of_rank(parts, rank, world_size)
-    own_bytes = sum(part.bytes for part in share)
-    progress = Progress(found.step, found.num_bytes, world_size, own_bytes, is_shown)
-    for part in share:
-        _check_part(found, part, parts, progress.add)
-        if part.engine_rank is not None:
-            expected = elements_of_rank(found.pieces, part.engine_rank)
-            require_pieces(found.directory / part.name, expected)
+    sizes = [report["bytes"] for report in found.rank_reports]
+    for number in share_of_rank(sizes, rank, world_size):
+        path = found.directory / rank_file(number)
+        _check_contents(path, found.files)
+        require_pieces(path, elements_of_rank(found.pieces, number))
 
 
 def read_index(directory: Path, run_id: str = "") -> Checkpoint:
@@ -353,7 +254,7 @@ def read_index(directory: Path, run_id: str = "") -> Checkpoint:
 def counts(directory: Path) -> bool:
     """Whether marker, index and sizes are right and no start has refused the checkpoint."""
     try:
-        _check_sizes(directory, read_index(directory).index["files"])
+        _check_sizes(directory, read_index(directory).rank_reports)
         return not (directory / REFUSED).exists()
     except (CheckpointError, OSError):
         return False
@@ -441,33 +342,24 @@ def remember(directory: Path, refused: str) -> None:
             (directory / REFUSED).unlink(missing_ok=True)
 
 
-def _bytes_of(parts: Sequence[Mapping[str, Any]]) -> int:
-    return sum(part["bytes"] for part in parts)
-
-
-def _check_part(
-    found: Checkpoint, part: Part, parts: Sequence[Part], on_bytes: Callable[[int], None]
-) -> None:
-    path = found.directory / part.name
-    file_bytes = _bytes_of(found.index["files"][part.name])
-    _check_size(path, file_bytes)
-    is_last = part.start + part.bytes == file_bytes
-    with _refusing(path):  # the last part to the end, wherever that is by now
-        sha256 = sha256_of(path, on_bytes, part.start, None if is_last else part.bytes)
-    if sha256 == part.sha256:
+def _check_contents(path: Path, files: Mapping[str, Content]) -> None:
+    _check_size(path, files[path.name].bytes)
+    with _refusing(path):
+        sha256 = sha256_of(path)
+    if sha256 == files[path.name].sha256:
         return
     # A common accident is a copy of a directory that mixed up the ranks: say so.
-    owner = next((each.name for each in parts if each.sha256 == sha256), part.name)
+    owner = next((name for name, content in files.items() if content.sha256 == sha256), None)
     raise CheckpointError(
         f"{path}: contains the data of {owner}"
-        if owner != part.name
+        if owner
         else f"{path}: its contents changed since it was written"
     )
 
 
-def _check_sizes(directory: Path, listed: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Raise CheckpointError unless all files that an index lists are there, with their sizes."""
-    sizes = {directory / name: _bytes_of(parts) for name, parts in listed.items()}
+def _check_sizes(directory: Path, reports: Sequence[Mapping[str, Any]]) -> None:
+    """Raise CheckpointError unless all ranks' files are there, with the sizes that they report."""
+    sizes = {directory / rank_file(rank): each["bytes"] for rank, each in enumerate(reports)}
     read_together(lambda path: _check_size(path, sizes[path]), list(sizes))
 
 

@@ -82,7 +82,7 @@ def _find(
         if found == verified:  # also its index, with the hashes
             return found
         with raise_on_all_ranks():
-            marker.check_share(found, world.rank, world.world_size, is_shown=world.is_main)
+            marker.check_share(found, world.rank, world.world_size)
         if world.is_main:
             marker.remember(directory, refused="")
             what = "resuming from %s, verified in %.1f s (%s MiB by %s)"

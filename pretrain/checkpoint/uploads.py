@@ -24,8 +24,8 @@ from pretrain.checkpoint.background_save import (
     SaveProblem,
     Transfer,
 )
-from pretrain.checkpoint.destinations import Check, Disk, ObjectStore, Publication, put_files
-from pretrain.checkpoint.marker import parse_index
+from pretrain.checkpoint.destinations import Check, Disk, ObjectStore, Publication
+from pretrain.checkpoint.marker import read_index
 from pretrain.config.run import RunConfig
 from pretrain.distributed.rounds import Worker
 from pretrain.distributed.world import World, on_any_rank
@@ -107,10 +107,9 @@ def upload_share(
     store: ObjectStore, directory: Path, rank: int, num_ranks: int, check: Check
 ) -> None:
     """Upload a rank's share of the files that the checkpoint's index lists."""
-    step, path = int(directory.name.removeprefix("step-")), directory / files.INDEX
-    listed = parse_index(path, path.read_bytes())["files"]
-    share = ((name, directory / name) for name in share_of_rank(listed, rank, num_ranks))
-    put_files(store, step, share, check)
+    found = read_index(directory)
+    for name in share_of_rank(found.files, rank, num_ranks):
+        store.put(found.step, name, directory / name, check)
 
 
 class Mirror:

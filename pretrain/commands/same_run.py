@@ -90,8 +90,7 @@ def differing_state(left: Checkpoint, right: Checkpoint) -> list[str]:
     cursors = [[report["cursor"] for report in found.rank_reports] for found in (left, right)]
     if cursors[0] != cursors[1]:
         problems.append("lane cursors differ")
-    names = left.index["files"].keys() | right.index["files"].keys()
-    for name in sorted(name for name in names if name.endswith(".safetensors")):
+    for name in sorted(left.files.keys() | right.files.keys()):
         problems += _differing_tensors(left.directory / name, right.directory / name)
     return problems
 

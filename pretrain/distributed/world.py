@@ -40,7 +40,6 @@ from foundation.errors import (
     UserError,
 )
 from foundation.files import await_text, write_text
-from foundation.locks import boot_of_machine
 from foundation.records import from_json, to_json
 from pretrain.distributed.rounds import largest_of_ranks, rows_of_ranks
 from pretrain.distributed.slurm_variables import (
@@ -358,12 +357,6 @@ def gather_found(value: T | None, kind: Any) -> list[T]:
     if not any_rank(value is not None):
         return []
     return [each for each in gather_values(value, kind | None) if each is not None]
-
-
-def ranks_of_node(world: World) -> Sequence[int]:
-    """Return the ranks on this rank's node, itself among them; all ranks call it together."""
-    boots = gather_values(boot_of_machine(), str)
-    return [rank for rank, boot in enumerate(boots) if boot == boots[world.rank]]
 
 
 @contextlib.contextmanager

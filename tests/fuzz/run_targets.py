@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from data_pipeline.corpora.writable_store import content_of
-from foundation.files import sha256_of
+from foundation.files import content_of, sha256_of
 from foundation.settings import to_tree
 from launcher import cli as launcher
 from pretrain import cli as pretrain
@@ -49,7 +48,7 @@ def run_targets(run: Path, experiment: Path) -> dict[str, Target]:
             path = copy / step / name
             index = json.loads((copy / step / "index.json").read_bytes())
             size = path.stat().st_size
-            index["files"][name] = [{"bytes": size, "sha256": sha256_of(path)}]
+            index["ranks"][0].update(bytes=size, sha256=sha256_of(path))
             (copy / step / "index.json").write_bytes(json_text(index))
             seal_index(copy)
 
@@ -68,11 +67,8 @@ def run_targets(run: Path, experiment: Path) -> dict[str, Target]:
     return {
         "checkpoint index": resumed(f"{step}/index.json", json.loads, seal_index),
         "marker": resumed(f"{step}/COMPLETE"),
-        "fragments": resumed(
-            f"{step}/engine-00000.safetensors", None, seal_file("engine-00000.safetensors")
-        ),
-        "memories": resumed(
-            f"{step}/state-00000.safetensors", None, seal_file("state-00000.safetensors")
+        "rank's file": resumed(
+            f"{step}/rank-00000.safetensors", None, seal_file("rank-00000.safetensors")
         ),
         "ledger of a resume": Target(
             run, "ledger.jsonl", resume, *lines, is_protected=False, seconds=0.1

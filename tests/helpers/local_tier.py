@@ -67,7 +67,7 @@ def run_all(corpus: Path, output: Path) -> None:
     runs.copy("killed", "resumed")
     runs.train("resumed")
 
-    damaged = runs.copy("killed", "damaged") / "rank-00001/step-00000010/engine-00000.safetensors"
+    damaged = runs.copy("killed", "damaged") / "rank-00001/step-00000010/rank-00000.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)

@@ -41,7 +41,7 @@ def save(run_dir: RunDir, step: int) -> Path:
     with open(run_dir.metrics, "a") as file:
         file.write(json.dumps(train_line(step)) + "\n")
     root, run = run_dir.checkpoints, run_dir.identity.id
-    return publish_step(root, step, RANKS, node_ranks=RANKS, run=run)
+    return publish_step(root, step, RANKS, run=run)
 
 
 def upload(

@@ -151,7 +151,7 @@ def test_a_corrupted_checkpoint_is_named_and_the_one_before_is_used(experiment, 
     run_dir = RunDir(tmp_path / "run")
     assert train(experiment, run_dir).returncode == 0
     before = run_dir.read_metrics()
-    damaged = run_dir.checkpoints / "step-00000020" / files.rank_file("engine", 0)
+    damaged = run_dir.checkpoints / "step-00000020" / files.rank_file(0)
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)

@@ -45,7 +45,7 @@ def chain_cells() -> list[dict[str, Any]]:
         begin = end
     # After its saves. Rank 1 verifies the second rank's files.
     cells[-1]["drift"] = [1, "layers.1.attention.output_weight"]
-    cells[-1]["damage"] = f"step-{END:08d}/engine-00001.safetensors"
+    cells[-1]["damage"] = f"step-{END:08d}/rank-00001.safetensors"
     return cells
 
 
@@ -252,15 +252,15 @@ def test_the_chain_ends_with_the_state_of_the_run_in_one_go_to_rounding(output: 
 
 
 CHANGED = {
-    "weight": ("engine-00001", "|weight", " (weight): differs by"),
-    "momentum": ("engine-00001", "|momentum", " (momentum): differs by"),
-    "first moment": ("engine-00001", "|exp_avg", " (exp_avg): differs by"),
-    "second moment": ("engine-00000", "|exp_avg_sq", " (exp_avg_sq): differs by"),
-    "average": ("engine-00000", "|ema", " (ema): differs by"),
-    "memory": ("state-00000", "1|memory.layers.1.hidden", "memory of layers.1.hidden: differs by"),
+    "weight": ("rank-00001", "|weight", " (weight): differs by"),
+    "momentum": ("rank-00001", "|momentum", " (momentum): differs by"),
+    "first moment": ("rank-00001", "|exp_avg", " (exp_avg): differs by"),
+    "second moment": ("rank-00000", "|exp_avg_sq", " (exp_avg_sq): differs by"),
+    "average": ("rank-00000", "|ema", " (ema): differs by"),
+    "memory": ("rank-00001", "memory.layers.1.hidden", "memory of layers.1.hidden: differs by"),
     "documents of the memory": (
-        "state-00000",
-        "0|memory.documents",
+        "rank-00000",
+        "memory.documents",
         "memory of documents: differs",
     ),
 }

@@ -41,7 +41,7 @@ def test_list_names_every_step_even_if_its_index_is_unreadable(run_dir, capsys):
     assert "unreadable" in lines[2]
 
 
-@pytest.mark.parametrize("name", ["engine-00001.safetensors", "state-00000.safetensors"])
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors"])
 def test_verify_names_the_corrupted_file_and_fails(run_dir, capsys, name):
     assert main(["checkpoint", "verify", str(run_dir.path)]) == 0
     flip_a_bit(run_dir.checkpoints / "step-00000030" / name)
@@ -90,7 +90,7 @@ def test_prune_keeps_the_checkpoint_from_before_what_may_become_a_spike(
 
 def test_prune_never_deletes_the_last_valid_checkpoint(run_dir, capsys):
     for step in (30, 40):
-        flip_a_bit(run_dir.checkpoints / f"step-{step:08d}" / "engine-00000.safetensors")
+        flip_a_bit(run_dir.checkpoints / f"step-{step:08d}" / "rank-00000.safetensors")
     assert main(["checkpoint", "prune", str(run_dir.path)]) == 2
     assert "nothing was deleted" in capsys.readouterr().err
     assert files.steps_on_disk(run_dir.checkpoints) == [10, 20, 30, 40]

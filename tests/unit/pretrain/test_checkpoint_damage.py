@@ -29,12 +29,7 @@ from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.unit.pretrain.test_checkpoint_marker import rewrite_index
 
-NAMES = (
-    *(files.rank_file(kind, rank) for kind in ("engine", "state") for rank in (0, 1)),
-    files.INDEX,
-    files.MARKER,
-)
-STATE_1 = "state-00001.safetensors"
+NAMES = (files.rank_file(0), files.rank_file(1), files.INDEX, files.MARKER)
 NOBODY = 65534
 
 
@@ -172,7 +167,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(root, name, h
 def test_a_file_whose_reading_fails_is_named_and_the_checkpoint_before_is_used(root, name):
     step_2 = files.step_directory(root, 2)
     if name not in (files.INDEX, files.MARKER):  # else its size is refused before it is read
-        rewrite_index(step_2, lambda index: index["files"][name][0].update(bytes=0))
+        rewrite_index(step_2, lambda index: index["ranks"][NAMES.index(name)].update(bytes=0))
     (step_2 / name).unlink()
     (step_2 / name).symlink_to("/proc/self/mem")  # EIO, as from a disk that breaks
     said: list[str] = []
@@ -184,34 +179,19 @@ def test_a_file_whose_reading_fails_is_named_and_the_checkpoint_before_is_used(r
 
 INDEXES: dict[str, Callable[[dict[str, Any]], object]] = {
     "no format": lambda index: index.pop("format"),
-    "no files": lambda index: index.pop("files"),
     "no world size": lambda index: index.pop("world_size"),
     "no step": lambda index: index.pop("step"),
     "no reports": lambda index: index.pop("ranks"),
     "no loss scale": lambda index: index.pop("loss_scale"),
     "a rank without a cursor": lambda index: index["ranks"][0].pop("cursor"),
     "a report too few": lambda index: index["ranks"].pop(),
-    "files of another kind": lambda index: index.update(files=["engine-00000.safetensors"]),
-    "a file without a size": lambda index: index["files"][STATE_1][0].pop("bytes"),
-    "a file elsewhere": lambda index: index["files"].update(
-        {"../../../etc/passwd": index["files"]["state-00000.safetensors"]}
-    ),
-    "an engine file elsewhere": lambda index: index["files"].update(
-        {"engine-/../../x": index["files"]["state-00000.safetensors"]}
-    ),
-    "a size that is text": lambda index: index["files"][STATE_1][0].update(bytes="9" * 5000),
-    "a checksum that is a number": lambda index: index["files"][STATE_1][0].update(sha256=1.5),
-    "a file without parts": lambda index: index["files"].update({STATE_1: []}),
-    "parts of another kind": lambda index: index["files"].update({STATE_1: {"bytes": 1}}),
-    "a part of nobody": lambda index: index["files"][STATE_1].append(index["files"][STATE_1][0]),
-    "a rank without a part": lambda index: index["ranks"][1].update(
-        state="state-00000.safetensors"
-    ),
-    "a state file elsewhere": lambda index: (
-        index["ranks"][1].update(state="../x"),
-        index["files"].update({"../x": index["files"].pop(STATE_1)}),
-    ),
-    "a state file that is a list": lambda index: index["ranks"][1].update(state=[]),
+    "a file without a size": lambda index: index["ranks"][1].pop("bytes"),
+    "a file without a checksum": lambda index: index["ranks"][1].pop("sha256"),
+    "a file elsewhere": lambda index: index["ranks"][1].update(file="../../../etc/passwd"),
+    "a size that is text": lambda index: index["ranks"][1].update(bytes="9" * 5000),
+    "a size below zero": lambda index: index["ranks"][1].update(bytes=-1),
+    "a checksum that is a number": lambda index: index["ranks"][1].update(sha256=1.5),
+    "a rank that is a list": lambda index: index["ranks"].append([]),
     "no pieces": lambda index: index.pop("pieces"),
     "pieces of another kind": lambda index: index.update(pieces=[]),
     "a parameter without kinds": lambda index: index["pieces"]["w"].update(kinds=[]),
@@ -239,7 +219,7 @@ def test_a_file_with_other_pieces_than_the_index_says_is_refused_by_name(root):
     directory = files.step_directory(root, 2)
     swapped = [[1, 0, 100, 1], [0, 100, 100, 1]]
     rewrite_index(directory, lambda index: index["pieces"]["w"].update(runs=swapped))
-    with pytest.raises(CheckpointError, match=r"engine-00000.*found 'w\|0\|weight' of shape"):
+    with pytest.raises(CheckpointError, match=r"rank-00000.*found 'w\|0\|weight' of shape"):
         marker.verify(directory)
 
 
@@ -279,7 +259,7 @@ def test_a_file_in_place_of_a_checkpoint_is_refused(root):
 
 
 def test_a_refused_checkpoint_is_no_progress_until_it_can_be_read_again(root, world):
-    damaged = files.step_directory(root, 2) / "engine-00000.safetensors"
+    damaged = files.step_directory(root, 2) / files.rank_file(0)
     flip(1, 0)(damaged)
     assert marker.latest_step(root) == 2, "only reading everything can tell"
     assert found_step(root, world) == 1
@@ -319,7 +299,7 @@ def test_a_rewind_deletes_nothing_if_no_checkpoint_before_the_spike_is_valid(tmp
     run_dir = RunDir.create(tmp_path / "run", run)
     for step in (10, 20):
         publish_step(run_dir.checkpoints, step, run=run_dir.identity.id)
-    flip(1, 0)(files.step_directory(run_dir.checkpoints, 10) / "state-00001.safetensors")
+    flip(1, 0)(files.step_directory(run_dir.checkpoints, 10) / files.rank_file(1))
     with pytest.raises(CheckpointError, match="none of its 1 checkpoints is valid"):
         rewind(run, run_dir, world, Spike(15, 18, 9.0, 2.0))
     assert files.steps_on_disk(run_dir.checkpoints) == [10, 20]
@@ -351,9 +331,9 @@ def test_what_a_rewind_has_verified_is_not_hashed_again_unless_it_is_another(
 ):
     hashed: list[int] = []
 
-    def counting(path: Path, on_bytes: Callable[[int], None], start: int, _: int | None) -> str:
-        hashed.append(path.stat().st_size - start)
-        return sha256_of(path, on_bytes, start)
+    def counting(path: Path) -> str:
+        hashed.append(path.stat().st_size)
+        return sha256_of(path)
 
     monkeypatch.setattr(marker, "sha256_of", counting)
     found = find_resume_point(root, world, "", before=2)

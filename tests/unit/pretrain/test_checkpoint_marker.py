@@ -56,8 +56,8 @@ def replace_by_that_of_step_1(*paths: Path) -> None:
 
 
 def exchange_ranks(directory: Path) -> None:
-    (directory / "engine-00000.safetensors").write_bytes(
-        (directory / "engine-00001.safetensors").read_bytes()
+    (directory / "rank-00000.safetensors").write_bytes(
+        (directory / "rank-00001.safetensors").read_bytes()
     )
 
 
@@ -71,7 +71,7 @@ def rewrite_index(directory: Path, change: Callable[[dict[str, Any]], object]) -
 
 def forget_a_rank(directory: Path) -> None:
     """As if fewer ranks had been published: marker, index and files agree with each other."""
-    rewrite_index(directory, lambda index: index["files"].pop("engine-00001.safetensors"))
+    rewrite_index(directory, lambda index: index["ranks"].pop())
 
 
 def set_older_format(directory: Path) -> None:
@@ -86,25 +86,25 @@ def rename_step_1(directory: Path) -> None:
 # what happened -> (how, to the checkpoint of step 2; part of the error)
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "flipped bit": (
-        lambda step: flip_a_bit(step / "engine-00001.safetensors"),
-        "engine-00001.safetensors",
+        lambda step: flip_a_bit(step / "rank-00001.safetensors"),
+        "rank-00001.safetensors",
     ),
     "truncated file": (
-        lambda step: cut(step / "state-00000.safetensors"),
-        "state-00000.safetensors",
+        lambda step: cut(step / "rank-00000.safetensors"),
+        "rank-00000.safetensors",
     ),
     "missing file": (
-        lambda step: (step / "engine-00000.safetensors").unlink(),
-        "engine-00000.safetensors: missing",
+        lambda step: (step / "rank-00000.safetensors").unlink(),
+        "rank-00000.safetensors: missing",
     ),
-    "missing rank": (forget_a_rank, "'engine-00001.safetensors' has 0 parts, expected 1"),
+    "missing rank": (forget_a_rank, "world_size is 2, ranks has 1"),
     "another rank's file": (
         exchange_ranks,
-        "engine-00000.safetensors: contains the data of engine-00001",
+        "rank-00000.safetensors: contains the data of rank-00001",
     ),
     "file of an older step": (
-        lambda step: replace_by_that_of_step_1(step / "engine-00000.safetensors"),
-        "engine-00000.safetensors",
+        lambda step: replace_by_that_of_step_1(step / "rank-00000.safetensors"),
+        "rank-00000.safetensors",
     ),
     "old marker, new files": (
         lambda step: replace_by_that_of_step_1(step / files.MARKER),
@@ -121,9 +121,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         f"found format 4, expected format {marker.FORMAT}; resume with the",
     ),
     "unknown field of a file": (
-        lambda step: rewrite_index(
-            step, lambda index: index["files"]["state-00000.safetensors"][0].update(mode=4095)
-        ),
+        lambda step: rewrite_index(step, lambda index: index["ranks"][0].update(mode=4095)),
         "'mode' is unknown",
     ),
     "no marker": (lambda step: (step / files.MARKER).unlink(), "COMPLETE"),
@@ -156,7 +154,7 @@ def test_a_checkpoint_of_another_run_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_run_with_only_corrupted_checkpoints_does_not_start_from_scratch(tmp_path: Path) -> None:
-    flip_a_bit(publish_step(tmp_path, 1) / "engine-00000.safetensors")
+    flip_a_bit(publish_step(tmp_path, 1) / "rank-00000.safetensors")
     with pytest.raises(CheckpointError, match="none of its 1 checkpoints is valid"):
         marker.latest_valid(tmp_path, lambda text: None)
 
@@ -206,7 +204,7 @@ def test_too_little_disk_space_is_an_error(tmp_path: Path) -> None:
 
 
 def test_publishing_again_replaces_an_invalid_checkpoint(tmp_path: Path) -> None:
-    flip_a_bit(publish_step(tmp_path, 3) / "engine-00000.safetensors")
+    flip_a_bit(publish_step(tmp_path, 3) / "rank-00000.safetensors")
     publish_step(tmp_path, 3)
     assert marker.verify(files.step_directory(tmp_path, 3)).step == 3
 
@@ -215,11 +213,9 @@ def test_publishing_again_replaces_an_invalid_checkpoint(tmp_path: Path) -> None
 def test_a_file_that_rank_0_does_not_see_whole_is_not_published(tmp_path, content, words):
     partial, final = tmp_path / ".partial-00000001-attempt", files.step_directory(tmp_path, 1)
     partial.mkdir()
-    name = files.rank_file("engine", 0)
-    report = {"first_lane": 0, "num_lanes": 1, "cursor": None}
-    written = {"start": 0, "bytes": 9, "sha256": "0" * 64}
-    report |= {"files": {name: written, files.rank_file("state", 0): written}, "pieces": {}}
-    (partial / files.rank_file("state", 0)).write_bytes(b"all of it")
+    name = files.rank_file(0)
+    report = {"first_lane": 0, "num_lanes": 1, "cursor": None, "bytes": 9, "sha256": "0" * 64}
+    report["pieces"] = {}
     if content is not None:
         (partial / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{name}: {words}"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +10,9 @@ from safetensors.torch import save_file
 
 from foundation.errors import CheckpointError
 from foundation.records import Fields
-from pretrain.checkpoint import marker
 from pretrain.checkpoint.directory import rank_file
 from pretrain.checkpoint.elastic_reader import FragmentReader
-from pretrain.checkpoint.marker import Checkpoint, Progress, parts_in, share_of_rank
+from pretrain.checkpoint.marker import Checkpoint, share_of_rank
 from pretrain.checkpoint.pieces import elements_of_rank, key_of, merged, parsed, report_of
 
 SIZES = {"embedding": 64, "norm": 7, "query": 48, "bias": 1, "out": 96}
@@ -63,7 +60,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             for name, low, high in layout(rank, 4)
             for kind in KINDS
         }
-        save_file(tensors, directory / rank_file("engine", rank))
+        save_file(tensors, directory / rank_file(rank))
     pieces = merged([report_of(elements(layout(rank, 4)), rank) for rank in range(4)])
     return Checkpoint(directory, {"world_size": 4, "pieces": pieces, "layout": request.param})
 
@@ -112,62 +109,23 @@ def test_the_index_says_for_each_rank_exactly_what_it_reported_in_few_runs(layou
     assert max(len(held.runs) for held in pieces.values()) <= 3, "whatever the number of ranks"
 
 
-def index_of(sizes: Iterator[int], ranks: int, node_ranks: int = 1) -> dict[str, Any]:
-    """Files and ranks of a checkpoint: one of lane memories for every `node_ranks`."""
-    files: dict[str, list[dict[str, Any]]] = {}
-    reports = []
-    for rank in range(ranks):
-        state = rank_file("state", rank - rank % node_ranks)
-        for name in (rank_file("engine", rank), state):
-            files.setdefault(name, []).append({"bytes": next(sizes), "sha256": f"{name} {rank}"})
-        reports.append({"state": state})
-    return {"files": files, "ranks": reports}
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64])
 @pytest.mark.parametrize("saved_by", [1, 2, 5, 64])
-@pytest.mark.parametrize("node_ranks", [1, 4])
-def test_each_byte_is_hashed_by_one_rank_and_no_rank_hashes_much_more_than_its_part(
-    saved_by, world_size, node_ranks
+def test_each_file_is_hashed_by_one_rank_and_no_rank_hashes_much_more_than_its_part(
+    saved_by, world_size
 ):
     generator = random.Random(saved_by * world_size)
-    drawn = iter([generator.choice([0, 1, 50, 900, 1000]) for _ in range(2 * saved_by)])
-    index = index_of(drawn, saved_by, node_ranks)
-    parts = parts_in(index)
-    found = [share_of_rank(parts, rank, world_size) for rank in range(world_size)]
-    hashed = sorted(part for share in found for part in share)
-    for name, entries in index["files"].items():
-        own = [part for part in hashed if part.name == name]
-        assert [part.bytes for part in own] == [entry["bytes"] for entry in entries]
-        assert [part.sha256 for part in own] == [entry["sha256"] for entry in entries]
-        assert [part.start for part in own] == [
-            sum(p.bytes for p in own[:n]) for n in range(len(own))
-        ]
-    assert len(hashed) == 2 * saved_by
-    sizes = [sum(part.bytes for part in share) for share in found]
-    assert max(sizes) <= sum(sizes) / world_size + 1000, "a share, and at most one part more"
+    sizes = [generator.choice([0, 1, 50, 900, 1000]) for _ in range(saved_by)]
+    shares = [share_of_rank(sizes, rank, world_size) for rank in range(world_size)]
+    assert [number for share in shares for number in share] == list(range(saved_by))
+    largest = max(sum(sizes[number] for number in share) for share in shares)
+    assert largest <= sum(sizes) / world_size + 1000, "a share, and at most one file more"
 
 
-def test_ranks_of_the_same_world_hash_the_parts_that_they_will_read():
-    parts = parts_in(index_of(iter([800, 200] * 16), 16, node_ranks=8))
-    for rank in range(16):
-        engine, state = share_of_rank(parts, rank, 16)
-        assert (engine.name, engine.engine_rank) == (rank_file("engine", rank), rank)
-        assert (state.name, state.start) == (rank_file("state", rank // 8 * 8), rank % 8 * 200)
-
-
-def test_progress_is_a_line_every_few_seconds_on_one_rank(monkeypatch, caplog):
-    now = [0.0]
-    monkeypatch.setattr(marker.time, "monotonic", lambda: now[0])
-    shown, silent = (Progress(7, 8 << 30, 4, 2 << 30, is_shown) for is_shown in (True, False))
-    caplog.set_level("INFO")
-    for _ in range(10):
-        now[0] += 4.0
-        shown.add(1 << 27)
-        silent.add(1 << 27)
-    lines = [record.getMessage() for record in caplog.records]
-    assert lines[0] == "verifying step 7: 19% of 8.0 GiB by 4 ranks, about 52 s left"
-    assert len(lines) == 3
+def test_ranks_of_the_same_world_hash_the_files_that_they_will_read():
+    assert [share_of_rank([1000, 800] * 8, rank, 16) for rank in range(16)] == [
+        [rank] for rank in range(16)
+    ]
 
 
 def test_a_rank_may_hold_nothing():

@@ -19,11 +19,12 @@ from foundation.retry import Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import (
-    HostBuffers,
+    HostBuffer,
+    RankFile,
     RankReports,
     Save,
     SaveProblem,
-    files_of_rank,
+    owned_fragments,
 )
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.destinations import Disk
@@ -105,8 +106,7 @@ def test_an_asynchronous_save_writes_the_bytes_of_a_blocking_one_while_the_loop_
         marker.verify(files.step_directory(tmp_path / name, 3))
         for name in ("blocking", "background")
     )
-    assert found.index["files"] == blocking.index["files"]
-    assert len(found.index["files"]) == 2
+    assert found.files == blocking.files
 
 
 def test_a_save_starts_when_the_one_before_is_published(engine, world, tmp_path):
@@ -129,9 +129,7 @@ def test_the_next_call_raises_the_error_of_a_save_and_removes_its_files(engine, 
         while not saving.has_failed and time.monotonic() < begin + 300:
             time.sleep(0.01)
         assert saving.has_failed, "known before anybody waits for the save"
-        with pytest.raises(
-            CheckpointError, match=r"could not save step 2.*engine-00000.safetensors"
-        ):
+        with pytest.raises(CheckpointError, match=r"could not save step 2.*rank-00000.safetensors"):
             saving.finish()
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
     saving.save(engine, state_of(engine, 2))
@@ -157,7 +155,7 @@ def test_within_the_patience_a_save_that_fails_is_followed_by_another_some_steps
     assert saving.finish()
     assert not saving.is_to_try_again
     assert files.steps_on_disk(tmp_path) == [2]
-    assert f"{tmp_path}/.partial-00000001-attempt/engine-00000.safetensors: " in caplog.text
+    assert f"{tmp_path}/.partial-00000001-attempt/rank-00000.safetensors: " in caplog.text
     assert caplog.text.count("training continues") == 1
 
 
@@ -204,7 +202,7 @@ def test_a_checkpoint_that_is_lost_after_it_was_verified_is_refused_by_name(
     saving.save(engine, state_of(engine, 1))
     saving.finish()
     found = marker.verify(files.step_directory(tmp_path, 1))
-    lost = found.directory / files.rank_file("engine", 0)
+    lost = found.directory / files.rank_file(0)
     lost.unlink()
     with pytest.raises(UnreadableError, match=rf"{lost.name}"):
         saving.restore(engine, found)
@@ -226,11 +224,11 @@ def test_a_save_that_waits_for_another_rank_can_be_canceled(engine, world, tmp_p
     disk.prepare(4, 0)
     save = Save(
         disk,
-        files_of_rank(engine, state_of(engine, 4), LaneState(RUN.model), (0,)),
+        RankFile.of(owned_fragments(engine), state_of(engine, 4), LaneState(RUN.model)),
         {"step": 4},
         {},
         RankReports("4", 0, 2, HashStore()),
-        HostBuffers(torch.device("cpu")),
+        HostBuffer(torch.device("cpu")),
     )
     worker = Worker("save")
     worker.add(save.run)

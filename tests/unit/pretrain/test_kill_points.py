@@ -18,17 +18,18 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
-from foundation.files import atomic_write, write_json
+from foundation.files import atomic_write
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, lanes_of_rank
 from pretrain.rundir.run_dir import RunDir
-from tests.helpers.checkpoints import engine_file, index_of, report_of_files
+from tests.helpers.checkpoints import index_of, rank_content, report_of_file
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.metrics import train_line
 
@@ -119,8 +120,9 @@ class Run:
         if found is None:
             return None
         self.step = found.step
-        for name in sorted(name for name in found.index["files"] if name.startswith("state")):
-            for lane, digest in json.loads((found.directory / name).read_text()).items():
+        for name in found.files:
+            state = load_file(found.directory / name)["state"].tobytes()
+            for lane, digest in json.loads(state).items():
                 self.hashes[int(lane)] = bytes.fromhex(digest)
         reports = found.rank_reports
         return LaneCursor.join([LaneCursor.from_tree(report["cursor"]) for report in reports])
@@ -141,22 +143,20 @@ class Run:
                 self.save([batch.cursor for batch in batches])
 
     def save(self, cursors: list[LaneCursor]) -> None:
-        """Save as the ranks do: each its files, then its report, in any order; rank 0 publishes."""
+        """Save as the ranks do: each its file, then its report, in any order; rank 0 publishes."""
         partial = files.partial_directory(self.run_dir.checkpoints, self.step, "attempt")
         partial.mkdir(parents=True, exist_ok=True)
         reports: dict[int, dict[str, Any]] = {}
         for rank in random.Random(self.step).sample(range(self.world_size), self.world_size):
-            names = [files.rank_file(kind, rank) for kind in ("engine", "state")]
             held = {
                 lane: self.hashes[lane].hex() for lane in lanes_of_rank(RUN, rank, self.world_size)
             }
-            with atomic_write(partial / names[0]) as file:
-                file.write(engine_file(self.step, rank))
-            write_json(partial / names[1], held)
+            with atomic_write(partial / files.rank_file(rank)) as file:
+                file.write(rank_content(self.step, rank, json.dumps(held).encode()))
             lanes = lanes_of_rank(RUN, rank, self.world_size)
             report = {"first_lane": lanes.start, "num_lanes": len(lanes)}
             report["cursor"] = cursors[rank].to_tree()
-            reports[rank] = report | report_of_files(partial, rank)
+            reports[rank] = report | report_of_file(partial, rank)
         final = files.step_directory(self.run_dir.checkpoints, self.step)
         in_order = [reports[rank] for rank in range(self.world_size)]
         marker.publish(partial, final, index_of(self.step, self.world_size), in_order)

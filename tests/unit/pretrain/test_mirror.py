@@ -21,9 +21,9 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 import pretrain.rundir.restore as restoring
 from data_pipeline.corpora.stores import StoreError
-from data_pipeline.corpora.writable_store import Content, WritableStore, content_of
+from data_pipeline.corpora.writable_store import WritableStore
 from foundation.errors import CheckpointError, ConfigError, DataError
-from foundation.files import write_text
+from foundation.files import Content, content_of, write_text
 from foundation.retry import Outage, Patience
 from pretrain.checkpoint import destinations
 from pretrain.checkpoint.background_save import RankReports
@@ -74,10 +74,9 @@ def test_an_upload_that_is_killed_anywhere_leaves_the_checkpoint_before_it_and_t
     def second() -> None:
         upload(run_dir, url, 200, tmp_path / "scratch", keep_last=1)
 
-    own = RANKS + 1  # an engine file per rank, one state file
-    last = own + 4 + 2 + 1  # its files, the run's, index and marker, mirror.json
+    last = RANKS + 4 + 2 + 1  # its files, the run's, index and marker, mirror.json
     mirror = over_http(url, s3_endpoint)
-    for number in (1, 2, own + 1, last - 2, last - 1, last):
+    for number in (1, 2, RANKS + 1, last - 2, last - 1, last):
         assert killed_at(number, "put", WritableStore, second)
         assert restored(mirror, tmp_path / f"restored-{number}") == 100
     for number in (1, 2):  # mirror.json is there: from now on the new one counts
@@ -107,9 +106,9 @@ def test_a_restore_that_is_killed_anywhere_is_no_run_until_it_has_gone_on(what, 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_store_that_fails_at_first_gives_the_right_checkpoint(fault, tmp_path, url, stored):
     with FileServer(stored) as server:
-        server.fault, server.faulty, server.content = fault, 1, "engine"
+        server.fault, server.faulty, server.content = fault, 1, "rank-00000"
         assert restored(server.url, tmp_path / "restored", QUICK) == 200
-        assert server.requests["engine-00000.safetensors"] == 2
+        assert server.requests["rank-00000.safetensors"] == 2
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +157,9 @@ def change_root(home: Path, change: Callable[[dict], object]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda home: (newest(home) / "engine-00001.safetensors").unlink(),
-        lambda home: (newest(home) / "state-00000.safetensors").write_bytes(b"x"),
-        lambda home: flip_last_bit(newest(home) / "state-00000.safetensors"),
+        lambda home: (newest(home) / "rank-00001.safetensors").unlink(),
+        lambda home: (newest(home) / "rank-00000.safetensors").write_bytes(b"x"),
+        lambda home: flip_last_bit(newest(home) / "rank-00000.safetensors"),
         lambda home: (newest(home) / "index.json").write_bytes(b"{}"),
         lambda home: (newest(home) / "ledger.jsonl").write_bytes(b"\n"),
         lambda home: shutil.rmtree(newest(home)),
@@ -168,7 +167,7 @@ def change_root(home: Path, change: Callable[[dict], object]) -> None:
     ids=[
         "a file gone",
         "another file",
-        "another part",
+        "another bit",
         "another index",
         "another ledger",
         "all gone",
@@ -221,7 +220,7 @@ def test_a_store_that_is_away_is_an_error_and_no_reason_to_take_an_older_checkpo
     tmp_path, stored
 ):
     with FileServer(stored) as server:
-        server.fault, server.faulty, server.content = "500", 99, "engine"
+        server.fault, server.faulty, server.content = "500", 99, "rank"
         with pytest.raises(DataError, match=r"step-00000200.*could not be fetched.*500"):
             restore_run(server.url, tmp_path / "restored", QUICK)
         assert not RunDir(tmp_path / "restored").exists()

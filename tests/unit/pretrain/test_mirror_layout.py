@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from data_pipeline.corpora.writable_store import Content
 from foundation.errors import CheckpointError
+from foundation.files import Content
 from pretrain.checkpoint.destinations import RUN_FILES, MirrorIndex, StoredCheckpoint
 from pretrain.checkpoint.uploads import share_of_rank
 from pretrain.config.run import CheckpointConfig

@@ -311,7 +311,7 @@ def test_a_checkpoint_lost_between_its_verification_and_its_reading_leaves_the_o
     finally:
         log.removeHandler(losing)
         log.setLevel(logging.NOTSET)
-    lost = "step-00000010/engine-00000.safetensors: cannot be read any more: No such file"
+    lost = "step-00000010/rank-00000.safetensors: cannot be read any more: No such file"
     assert lost in caplog.text
     assert "; using the one before" in caplog.text
     assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == [

@@ -1,0 +1,171 @@
+"""The file that each rank saves: written without the library, read by it, by slices and lanes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from foundation.files import content_of
+from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
+from pretrain.checkpoint.background_save import (
+    HostBuffer,
+    Pieces,
+    RankFile,
+    RankReports,
+    Save,
+    copy_to_host,
+    layout_of,
+)
+from pretrain.checkpoint.destinations import BLOCK_BYTES, Disk, TensorFile, write_file
+from pretrain.checkpoint.elastic_reader import load_memory, restore_random_state
+from pretrain.checkpoint.pieces import key_of
+from pretrain.distributed.rounds import Worker
+from pretrain.model.lane_state import LaneState, Memory, _shape
+from pretrain.state import TrainState
+from tests.helpers.checkpoints import index_of
+from tests.helpers.models import TINY
+
+
+def written(path: Path, tensors: Pieces) -> dict[str, object]:
+    layout = layout_of(tensors)
+    host = torch.full(
+        (layout.num_bytes + 100,), 0xAB, dtype=torch.uint8
+    )  # a longer buffer, used before
+    copy_to_host(tensors, layout, host)
+    body = host.numpy().data[: layout.num_bytes]
+    return write_file(path, TensorFile(layout.header, body), lambda: None)
+
+
+def test_the_library_reads_every_type_and_shape_bitwise(tmp_path):
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    tensors = {
+        "bytes": [torch.arange(7, dtype=torch.uint8)],
+        "half": [random(3, 5).to(torch.bfloat16)],
+        "half.16": [random(3).to(torch.float16)],
+        "documents": [torch.arange(-3, 3, dtype=torch.int32).view(2, 3)],
+        "count": [torch.tensor([2**40])],
+        "double": [random(1).double()],
+        "odd|0|weight": [random(11)],
+        "empty": [torch.empty(2, 0, 4)],
+        "turned": [random(4, 6).t()],
+    }
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(b"x" * 99_999)  # of a former try
+    described = written(path, tensors)
+    loaded = load_file(path)
+    assert loaded.keys() == tensors.keys()
+    for name, (tensor,) in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor), name
+    assert described == vars(content_of(path))
+
+
+def test_pieces_become_one_tensor(tmp_path):
+    slots = [torch.arange(12.0).view(2, 3, 2), torch.arange(12.0, 18.0).view(1, 3, 2)]
+    written(tmp_path / "file", {"memory": slots})
+    with safe_open(tmp_path / "file", framework="pt") as handle:
+        assert torch.equal(handle.get_slice("memory")[1:3], torch.cat(slots)[1:3])
+
+
+def test_writing_can_be_canceled_between_blocks(tmp_path):
+    calls = []
+
+    def give_up_at_the_third() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise InterruptedError
+
+    body = bytes(3 * BLOCK_BYTES)
+    with pytest.raises(InterruptedError):
+        write_file(tmp_path / "file", TensorFile(b"header", body), give_up_at_the_third)
+    assert (tmp_path / "file").stat().st_size < len(body)
+
+
+LANES = (2, 1, 0, 3, 1)  # of each rank
+FIRST = [sum(LANES[:rank]) for rank in range(len(LANES))]
+
+
+def memory_of(rank: int) -> Memory:
+    """The memory of a rank's lanes, of three rows."""
+    generator = torch.Generator().manual_seed(rank)
+    return tuple(
+        torch.randint(1, 9999, _shape(part, LANES[rank], 3), generator=generator).float()
+        for part in LaneState(TINY).parts
+    )
+
+
+def saves_of(root: Path) -> list[Save]:
+    """The ranks' parts of a save, each with a connection of its own; nothing is started."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    disk = Disk(root, "attempt")
+    disk.prepare(7, 0)
+    saves = []
+    for rank, num_lanes in enumerate(LANES):
+        own = TCPStore("127.0.0.1", store.port, wait_for_workers=False) if rank else store
+        fragments = {key_of("w", 4 * rank, "weight"): [torch.full((4,), float(rank))]}
+        memories: list[Memory | None] = [memory_of(rank)] if num_lanes else []
+        torch.manual_seed(rank)
+        file = RankFile.of(fragments, TrainState(step=7, memories=memories), LaneState(TINY))
+        report = {"first_lane": FIRST[rank], "num_lanes": num_lanes, "cursor": None}
+        reports = RankReports("a/1", rank, len(LANES), own)
+        buffer = HostBuffer(torch.device("cpu"))
+        saves.append(Save(disk, file, index_of(7, len(LANES)), report, reports, buffer))
+    return saves
+
+
+def start(*saves: Save) -> None:
+    for save in saves:
+        worker = Worker("save")
+        worker.add(save.run)
+        worker.end()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> marker.Checkpoint:
+    root = tmp_path_factory.mktemp("root")
+    saves = saves_of(root)
+    start(*reversed(saves))
+    assert [save.wait_for_publication() for save in saves] == [None] * len(saves)
+    return marker.verify(files.step_directory(root, 7))
+
+
+def test_any_lanes_are_read_from_the_files_of_the_ranks_that_had_them(saved):
+    lane_state = LaneState(TINY)
+    with_lanes = [lane_state.named(memory_of(rank)) for rank in range(len(LANES)) if LANES[rank]]
+    whole = {name: torch.cat([each[name] for each in with_lanes]) for name in with_lanes[0]}
+    for lanes in (range(7), range(2, 3), range(1, 6)):
+        loaded = load_memory(saved, lanes)
+        assert loaded is not None
+        assert loaded.keys() == whole.keys()
+        for name, part in whole.items():
+            assert torch.equal(loaded[name], part[lanes.start : lanes.stop]), name
+
+
+def test_each_rank_finds_its_own_random_state(saved):
+    for rank in range(len(LANES)):
+        torch.manual_seed(rank)
+        expected = torch.get_rng_state()
+        torch.manual_seed(99)
+        restore_random_state(saved, rank)
+        assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_without_the_file_of_one_rank_nothing_is_published(tmp_path):
+    saves = saves_of(tmp_path)
+    start(*saves[:3], saves[4])
+    assert saves[4].wait_for_files() is None, "it waits for no other rank"
+    for save in (*saves[:3], saves[4]):
+        save.cancel()
+    assert not saves[0].is_published
+    assert files.steps_on_disk(tmp_path) == []
