@@ -37,13 +37,12 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from foundation.errors import CheckpointError, UserError, os_error_text, remedy_of
 from pretrain.checkpoint.destinations import Disk, TensorFile
@@ -112,8 +111,41 @@ def copy_to_host(tensors: Pieces, layout: Layout, host: Tensor) -> None:
             start = end
 
 
+class SaveCanceled(Exception):
+    """The loop canceled the save."""
+
+
+@dataclass(frozen=True)
+class SaveProblem:
+    """Why a rank's part of a save failed."""
+
+    text: str
+    may_pass: bool = True  # storage failed, so a later save may succeed
+    remedy: str = "free disk space"
+
+    @classmethod
+    def of(cls, error: Exception) -> SaveProblem:
+        if isinstance(error, RankFailed):
+            return error.problem
+        if isinstance(error, OSError):
+            return cls(os_error_text(error), remedy=remedy_of(error))
+        if isinstance(error, CheckpointError):  # rank 0 does not see what a rank has written
+            return cls(str(error), remedy="check the disk or file server")
+        if is_out_of_memory(error):
+            return cls(f"out of host memory ({error!r})"[:300], remedy="free host memory")
+        text = (str(error) if isinstance(error, UserError) else "") or repr(error)
+        return cls(text, may_pass=False, remedy="")
+
+
+class RankFailed(Exception):
+    """Another rank has failed, so that its files will not come."""
+
+    def __init__(self, problem: SaveProblem) -> None:
+        self.problem = problem
+
+
 POLL_SECONDS = 0.02
-LONGEST_POLL_SECONDS = 1.0  # of a rank among thousands that ask rank 0's store
+FAILURE = "failure"
 _LENGTH_BYTES = 8
 Report = dict[str, Any]
 
@@ -121,50 +153,44 @@ Report = dict[str, Any]
 class RankReports:
     """The reports of one transfer, which all ranks give the same `name`, unlike that of any other.
 
-    `store` is by default that of the ranks' process group; one rank alone needs none.
+    `store` is by default that of the ranks' process group; one rank alone has its own.
     """
 
     def __init__(self, name: str, rank: int, num_ranks: int, store: Store | None = None) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        self._own: bytes | None = None
-        self._own_failures = 0
-        self._store: Store | None = None
-        if num_ranks > 1:
-            assert store is not None or dist.is_initialized()
-            store = store or distributed_c10d._get_default_store()
-            self._store = PrefixStore(f"save/{name}", store)
+        if store is None:
+            store = distributed_c10d._get_default_store() if num_ranks > 1 else HashStore()
+        self._store = PrefixStore(f"save/{name}", store)
 
     def post(self, report: Mapping[str, Any], pieces: Mapping[str, Any]) -> None:
         """Report what this rank has written; does not wait for rank 0."""
         content = encoded(report, pieces)
-        if self._store is None:
-            self._own = content
-            return
         self._store.set(str(self.rank), cast("str", content))  # bytes are as good
         self._store.add("count", 1)
 
+    def post_failure(self, problem: SaveProblem) -> None:
+        """Report, unless this is rank 0, that there will be no report of this rank."""
+        if self.rank:
+            problem = replace(problem, text=f"rank {self.rank}: {problem.text}")
+            with contextlib.suppress(RuntimeError):  # rank 0 is gone, as every rank will notice
+                self._store.set(FAILURE, json.dumps(asdict(problem)))
+
     def collect(self, while_waiting: Callable[[], None]) -> list[Report]:
-        """Return the reports of all ranks, in their order (rank 0); `while_waiting` may raise."""
-        if self._store is None:
-            assert self._own is not None, "collect() before post()"
-            return decoded([self._own])
+        """Return the reports of all ranks, in their order (rank 0); `while_waiting` may raise.
+
+        RankFailed as soon as one has posted a failure.
+        """
         while self._store.add("count", 0) < self.num_ranks:
             while_waiting()
+            if self._store.check([FAILURE]):
+                raise RankFailed(SaveProblem(**json.loads(self._store.get(FAILURE))))
             time.sleep(POLL_SECONDS)
         return decoded(self._store.multi_get([str(rank) for rank in range(self.num_ranks)]))
 
-    def count_failing(self, more: int = 0) -> int:
-        """Add to the number of ranks that fail at the moment and try again; returns it."""
-        if self._store is None:
-            self._own_failures += more
-            return self._own_failures
-        return self._store.add("failures", more)
-
     def clear(self) -> None:
         """Remove from the store what has been collected: a request for each rank (rank 0)."""
-        if self._store is not None:
-            for name in (*map(str, range(self.num_ranks)), "count", "failures"):
-                self._store.delete_key(name)
+        for name in (*map(str, range(self.num_ranks)), "count"):
+            self._store.delete_key(name)
 
 
 def encoded(report: Mapping[str, Any], pieces: Mapping[str, Any]) -> bytes:
@@ -187,34 +213,6 @@ def decoded(contents: Sequence[bytes]) -> list[Report]:
         report = json.loads(zlib.decompress(content[_LENGTH_BYTES:end]))
         reports.append({**report, "pieces": known[pieces]})
     return reports
-
-
-# After all ranks have written: how long rank 0 may take to write index and marker.
-PUBLISH_SECONDS = 600.0
-
-
-class SaveCanceled(Exception):
-    """The loop canceled the save."""
-
-
-@dataclass(frozen=True)
-class SaveProblem:
-    """Why a rank's part of a save failed."""
-
-    text: str
-    may_pass: bool = True  # storage failed, so a later save may succeed
-    remedy: str = "free disk space"
-
-    @classmethod
-    def of(cls, error: Exception) -> SaveProblem:
-        if isinstance(error, OSError):
-            return cls(os_error_text(error), remedy=remedy_of(error))
-        if isinstance(error, CheckpointError):  # rank 0 does not see what a rank has written
-            return cls(str(error), remedy="check the disk or file server")
-        if is_out_of_memory(error):
-            return cls(f"out of host memory ({error!r})"[:300], remedy="free host memory")
-        text = (str(error) if isinstance(error, UserError) else "") or repr(error)
-        return cls(text, may_pass=False, remedy="")
 
 
 class HostBuffer:
@@ -322,6 +320,7 @@ class Transfer(ABC):
                 self._reports.clear()
         except Exception as error:  # the loop asks for it, and every rank then raises it
             self._problem = SaveProblem.of(error)
+            self._reports.post_failure(self._problem)
         finally:
             self._end()
 
@@ -339,19 +338,10 @@ class Transfer(ABC):
         """Why this rank has failed, as far as it has; waits for nothing."""
         return self._problem
 
-    def wait_for_files(self) -> SaveProblem | None:
-        """Return when this rank's files are there, or with the problem."""
-        self._written.wait()
+    def wait(self) -> SaveProblem | None:
+        """Return when this rank's file is there and, on rank 0, all are published; else why not."""
+        (self._written if self._reports.rank else self._ended).wait()
         return self._problem
-
-    def wait_for_publication(self) -> SaveProblem | None:
-        """Return when rank 0 has published (on other ranks at once), or with the problem."""
-        if is_late := not self._ended.wait(PUBLISH_SECONDS):
-            self.cancel()
-        if self.is_published:  # maybe late, while its end was awaited
-            return None
-        late = SaveProblem(f"step {self.step}: not published after {PUBLISH_SECONDS:.0f} s")
-        return late if is_late else self._problem
 
     def stop(self) -> None:
         """Let it put and publish nothing more."""

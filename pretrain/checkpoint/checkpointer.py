@@ -255,9 +255,9 @@ class Checkpointer:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank has failed to write its part of the save in progress.
+        """Whether the save in progress has failed, as far as this rank knows.
 
-        Ranks can differ. If it is True on any, all have to `finish`.
+        If it is True on any, all have to `finish`.
         """
         return self._save is not None and self._save.problem is not None
 
@@ -285,10 +285,7 @@ class Checkpointer:
         if self._save is None:
             return True
         save, self._save = self._save, None
-        # In two rounds: rank 0 would wait in vain for the files of a rank that failed, so all ranks
-        # first exchange whether theirs are written. Only then does anyone wait for the publication.
-        problems = gather_found(save.wait_for_files(), SaveProblem)
-        problems = problems or gather_found(save.wait_for_publication(), SaveProblem)
+        problems = gather_found(save.wait(), SaveProblem)
         if not problems:
             self._outage.ended()
             self._published_step = save.step

@@ -265,7 +265,7 @@ class LocalTier:
         if self._save is None:
             return
         save, self._save = self._save, None
-        if problem := save.wait_for_publication():
+        if problem := save.wait():
             self._failed(save.step, problem.text)
         else:
             self._has_failed = False

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from data_pipeline.corpora.stores import RetryPolicy
 from pretrain.checkpoint import marker
+from pretrain.checkpoint.background_save import RankReports
 from pretrain.checkpoint.destinations import Disk, ObjectStore, Publication
-from pretrain.checkpoint.uploads import upload_share
+from pretrain.checkpoint.uploads import Upload
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.rundir.events import JobStarted, Started, Submitted
@@ -54,13 +56,15 @@ def upload(
 ) -> None:
     """What all ranks do for one checkpoint, one after the other."""
     scratch.mkdir(exist_ok=True)
-    store = ObjectStore(url, scratch, FAST)
+    store, ranks = ObjectStore(url, scratch, FAST), HashStore()
     directory = run_dir.checkpoints / f"step-{step:08d}"
-    for rank in range(RANKS):
-        upload_share(store, directory, rank, RANKS, lambda: None)
     kept = CheckpointConfig(keep_last=keep_last)
     disk = Disk(run_dir.checkpoints, "", run_dir.identity.id, may_write)
-    Publication(store, disk, step, kept).publish(directory, lambda: None)
+    publication = Publication(store, disk, step, kept)
+    for rank in reversed(range(RANKS)):
+        upload = Upload(directory, RankReports("", rank, RANKS, ranks), store, publication)
+        upload.run()
+        assert upload.problem is None, upload.problem
 
 
 def restored(url: str, directory: Path, policy: RetryPolicy = FAST) -> int:

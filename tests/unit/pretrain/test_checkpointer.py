@@ -232,7 +232,7 @@ def test_a_save_that_waits_for_another_rank_can_be_canceled(engine, world, tmp_p
     )
     worker = Worker("save")
     worker.add(save.run)
-    assert save.wait_for_files() is None
+    save._written.wait()
     assert save.problem is None
     save.cancel()
     assert save.problem is not None

@@ -6,7 +6,6 @@ A checkpoint here is one of `tests.helpers.checkpoints`, which verifies and whic
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -14,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,11 +24,11 @@ from data_pipeline.corpora.stores import StoreError
 from data_pipeline.corpora.writable_store import WritableStore
 from foundation.errors import CheckpointError, ConfigError, DataError
 from foundation.files import Content, content_of, write_text
-from foundation.retry import Outage, Patience
 from pretrain.checkpoint import destinations
 from pretrain.checkpoint.background_save import RankReports
-from pretrain.checkpoint.destinations import ROOT
-from pretrain.checkpoint.uploads import Upload
+from pretrain.checkpoint.destinations import ROOT, Disk, Publication
+from pretrain.checkpoint.uploads import Mirror, Upload
+from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.rundir.events import Restored, Started
 from pretrain.rundir.restore import restore_run
 from pretrain.rundir.run_dir import RunDir
@@ -277,71 +277,53 @@ class Store:
 
 def upload_to(store: Store, directory: Path, reports: RankReports | None = None) -> Upload:
     reports = reports or RankReports("", rank=0, num_ranks=1)
-    return Upload(directory, reports, store, store, Outage(Patience(math.inf)))  # type: ignore[arg-type]
+    return Upload(directory, reports, store, store)  # type: ignore[arg-type]
 
 
-def test_rank_0_knows_that_another_rank_fails_and_publishes_once_all_have_put_their_files(
-    tmp_path, monkeypatch
+def test_an_upload_fails_on_rank_0_with_the_reason_of_whichever_rank_fails(tmp_path):
+    def look() -> None:
+        raise StoreError("the store is away")
+
+    directory, store = publish_step(tmp_path, 1, num_ranks=2), HashStore()
+    first, second = (
+        upload_to(Store(what), directory, RankReports("a", rank, 2, store))
+        for rank, what in enumerate((lambda: None, look))
+    )
+    thread = threading.Thread(target=first.run)
+    thread.start()
+    second.run()
+    thread.join(60)
+    assert first.problem is not None
+    assert first.problem.text == "rank 1: StoreError('the store is away')"
+    assert not first.is_published
+
+
+def test_a_failed_upload_is_followed_by_that_of_the_latest_checkpoint_and_logged_once(
+    tmp_path, world, bucket, caplog, monkeypatch
 ):
     monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 0.01)
-    is_back, store = threading.Event(), HashStore()
+    problems = iter([DataError("the store is away")] * 2)
 
-    def look() -> None:
-        if not is_back.is_set():
-            raise StoreError("the store is away")
-
-    directory = publish_step(tmp_path, 1, num_ranks=2)
-    uploads = [
-        upload_to(
-            Store(look if rank else lambda: None), directory, RankReports("a", rank, 2, store)
-        )
-        for rank in (0, 1)
-    ]
-    threads = [threading.Thread(target=upload.run) for upload in uploads]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 60
-    while not uploads[0].any_failure:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert not uploads[0].failure
-    assert not uploads[0].is_published
-    is_back.set()
-    for thread in threads:
-        thread.join(60)
-    assert [upload.is_published for upload in uploads] == [True, False]
-
-
-def test_an_upload_that_fails_is_tried_again_in_the_background_and_logged_once(
-    tmp_path, caplog, monkeypatch
-):
-    monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 0.01)
-    tries = iter([StoreError("the store is away")] * 2)
-
-    def look() -> None:
-        if error := next(tries, None):
+    def read(self: Publication, real: Callable[..., Any] = Publication.read) -> Any:
+        if error := next(problems, None):
             raise error
+        return real(self)
 
-    directory = publish_step(tmp_path, 1, num_ranks=1)
-    store = Store(look)
-    upload = upload_to(store, directory)
-    upload.run()
-    assert store.looks == 3
-    assert upload.is_published
-    assert caplog.text.count("training continues") == 1
-    assert caplog.text.count("works again") == 1
-    assert not upload.failure
-
-
-def test_a_canceled_upload_that_fails_is_not_tried_again_and_says_nothing(tmp_path, caplog):
-    def fail() -> None:
-        upload.stop()
-        raise OSError("the scratch directory is gone")
-
-    store = Store(fail)
-    upload = upload_to(store, tmp_path / "step-00000001")
-    upload.run()
-    assert store.looks == 1
-    assert upload.is_ended
-    assert not upload.is_published
-    assert not caplog.text
+    monkeypatch.setattr(Publication, "read", read)
+    run_dir = run_in(tmp_path / "run", [100, 200])
+    run = RunConfig(name="tiny", checkpoint=CheckpointConfig(mirror=f"{bucket}/runs"))
+    notes: list[tuple[int, float | str]] = []
+    disk = Disk(run_dir.checkpoints, "a", run_dir.identity.id)
+    with Mirror(run, disk, world, 0, 0, lambda *note: notes.append(note)) as mirror:
+        mirror.agree(mirror.is_due(100), 100)
+        deadline = time.monotonic() + 300
+        while len(notes) < 2:
+            assert time.monotonic() < deadline
+            mirror.agree(mirror.is_due(200), 200)
+            time.sleep(0.01)
+        assert mirror.held() == ()
+        mirror.finish()
+    assert notes[0] == (100, "the store is away")
+    assert notes[1][0] == 200
+    assert isinstance(notes[1][1], float)
+    assert caplog.text.count("training continues") == caplog.text.count("works again") == 1

@@ -9,7 +9,6 @@ import pytest
 from foundation.errors import CheckpointError
 from foundation.files import Content
 from pretrain.checkpoint.destinations import RUN_FILES, MirrorIndex, StoredCheckpoint
-from pretrain.checkpoint.uploads import share_of_rank
 from pretrain.config.run import CheckpointConfig
 
 
@@ -55,14 +54,6 @@ def test_a_step_that_is_made_again_replaces_the_one_of_before_a_rewind_in_anothe
     assert after.find(200, again.index) == again
     assert after.find(200, stored(200).index) is None
     assert again.folder != stored(200).folder
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_ranks_share_the_files_and_leave_none_out(world_size):
-    names = [f"engine-{rank}" for rank in range(5)]
-    shares = [share_of_rank(names, rank, world_size) for rank in range(world_size)]
-    assert sorted(name for share in shares for name in share) == names
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_markers_are_deleted_first_and_nothing_that_is_not_a_step_is_ever_deleted():

@@ -136,7 +136,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> marker.Checkpoint:
     root = tmp_path_factory.mktemp("root")
     saves = saves_of(root)
     start(*reversed(saves))
-    assert [save.wait_for_publication() for save in saves] == [None] * len(saves)
+    assert [save.wait() for save in saves] == [None] * len(saves)
     return marker.verify(files.step_directory(root, 7))
 
 
@@ -161,10 +161,23 @@ def test_each_rank_finds_its_own_random_state(saved):
         assert torch.equal(torch.get_rng_state(), expected)
 
 
+def test_a_rank_that_fails_ends_the_save_on_rank_0_which_names_it(tmp_path):
+    saves = saves_of(tmp_path)
+    (tmp_path / ".partial-00000007-attempt" / files.rank_file(3)).mkdir()
+    start(*saves)
+    assert [save.wait() for save in saves[1:3]] == [None, None]
+    problem = saves[0].wait()
+    assert problem is not None
+    assert problem.may_pass
+    assert problem.text.startswith("rank 3: ")
+    assert "rank-00003.safetensors: Is a directory" in problem.text
+    assert files.steps_on_disk(tmp_path) == []
+
+
 def test_without_the_file_of_one_rank_nothing_is_published(tmp_path):
     saves = saves_of(tmp_path)
     start(*saves[:3], saves[4])
-    assert saves[4].wait_for_files() is None, "it waits for no other rank"
+    assert saves[4].wait() is None, "it waits for no other rank"
     for save in (*saves[:3], saves[4]):
         save.cancel()
     assert not saves[0].is_published

@@ -293,7 +293,7 @@ class Lose(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.getMessage().startswith("resuming from") and "00000010" in record.getMessage():
-            for path in Path(record.args[0]).glob("engine-*"):  # type: ignore[index,arg-type]
+            for path in Path(record.args[0]).glob("rank-*"):  # type: ignore[index,arg-type]
                 path.unlink()
 
 

@@ -117,19 +117,3 @@ def _told_by(attempt: Attempt) -> str:
         return "saved" if attempt.finish() else "not saved"
     except CheckpointError as error:
         return str(error)
-
-
-def test_a_step_that_is_published_late_is_reported_as_saved(
-    engine, world, tmp_path, caplog, monkeypatch
-):
-    monkeypatch.setattr("pretrain.checkpoint.background_save.PUBLISH_SECONDS", 0.05)
-    saving = Attempt(tmp_path / "checkpoints", world, "only")
-    saving.save(engine, TrainState(step=3, memories=[None]))
-    assert saving.is_about_to_publish.wait(SECONDS)
-    later = threading.Timer(0.5, saving.may_publish.set)
-    later.start()
-    assert saving.finish()
-    later.join()
-    assert saving.published_step == 3
-    assert not caplog.text
-    marker.verify(files.step_directory(tmp_path / "checkpoints", 3))
