@@ -133,11 +133,10 @@ def train(parts: Parts, process: RankProcess) -> Outcome:
             # Before the last evaluation: whatever ends the run in it, no step is lost.
             _save(parts, process, outcome)
             break
-        validation_loss = _evaluate(parts, process) if evaluates else None
-        if evaluates and validation_loss is None:
+        if evaluates and not _evaluate(parts, process):
             outcome, saving = Outcome.STOPPED, True
         if saving:
-            _save(parts, process, outcome, validation_loss)
+            _save(parts, process, outcome)
         elif saves_locally:
             with metrics.saving():
                 parts.local.save(engine, state, metrics.unwritten)
@@ -180,16 +179,16 @@ def _evaluates_after(config: RunConfig, step: int) -> bool:
     return step == config.optim.steps or bool(step and interval and step % interval == 0)
 
 
-def _evaluate(parts: Parts, process: RankProcess) -> float | None:
-    """Measure the validation loss and write it; None if any rank was asked to stop before."""
+def _evaluate(parts: Parts, process: RankProcess) -> bool:
+    """Measure the validation loss and write it; False if any rank was asked to stop before."""
     process.heartbeat.beat(parts.state.step, "evaluate")
     try:
         evaluation = parts.evaluate()
     except StopRequested:
         parts.metrics.cut_off_evaluation()
-        return None
+        return False
     parts.metrics.write_evaluation(parts.state.step, evaluation)
-    return evaluation["loss"]
+    return True
 
 
 def _complete_evaluation(parts: Parts, process: RankProcess) -> bool:
@@ -198,19 +197,13 @@ def _complete_evaluation(parts: Parts, process: RankProcess) -> bool:
     step = parts.state.step
     if not _evaluates_after(parts.config, step) or parts.metrics.has_evaluation(step):
         return True
-    if (loss := _evaluate(parts, process)) is None:
+    if not _evaluate(parts, process):
         return False
     parts.metrics.wait_until_written()
-    parts.checkpointer.note_validation_loss(step, loss)
     return True
 
 
-def _save(
-    parts: Parts,
-    process: RankProcess,
-    outcome: Outcome | None,
-    validation_loss: float | None = None,
-) -> None:
+def _save(parts: Parts, process: RankProcess, outcome: Outcome | None) -> None:
     """Start a checkpoint of this step; if the loop ends, wait until it is published."""
     process.heartbeat.beat(parts.state.step, "save")
     with parts.metrics.saving():
@@ -219,7 +212,6 @@ def _save(
             parts.checkpointer.save,
             parts.engine,
             parts.state,
-            validation_loss,
             obstacle=parts.metrics.unwritten,
             suspected_since=parts.spike_monitor.suspected_since,
         )

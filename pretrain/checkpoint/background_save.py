@@ -283,7 +283,6 @@ def new_index(
         "tokens_seen": state.tokens_seen,
         "optimizer_steps": engine.optimizer_step_count(),
         "loss_scale": engine.loss_scaler.to_tree() if engine.loss_scaler is not None else None,
-        "validation_loss": None,
         "world_size": 1,
         "config": config,
         **more,

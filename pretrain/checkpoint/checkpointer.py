@@ -12,7 +12,6 @@ rank adds a part, would mix two models.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -26,7 +25,6 @@ from torch import Tensor
 
 from data_pipeline.lanes.lane_stream import LaneCursor
 from foundation.errors import CheckpointError, UserError
-from foundation.files import write_text
 from foundation.retry import ANY_REMEDY, Outage, Patience
 from foundation.settings import to_tree
 from pretrain.checkpoint import directory as files
@@ -194,7 +192,6 @@ class Checkpointer:
         self,
         engine: Engine,
         state: TrainState,
-        validation_loss: float | None = None,
         obstacle: Callable[[], str] = lambda: "",
         suspected_since: int | None = None,
     ) -> bool:
@@ -211,8 +208,8 @@ class Checkpointer:
         if problem := self._problem_ahead(state.step, rank_file, obstacle):
             self._give_up_save(state.step, problem)
             return False
-        more = {"validation_loss": validation_loss, "world_size": self._world.world_size}
-        index = new_index(self._disk.run_id, to_tree(self._run), engine, state, **more)
+        world_size, config = self._world.world_size, to_tree(self._run)
+        index = new_index(self._disk.run_id, config, engine, state, world_size=world_size)
         report = report_of_lanes(state.cursor, self._run, self._world)
         self._saves += 1
         name = f"{self._disk.attempt}/{self._saves}"
@@ -227,19 +224,6 @@ class Checkpointer:
         )
         self._saver.add(self._save.run)
         return self._run.checkpoint.asynchronous or self.finish()
-
-    def note_validation_loss(self, step: int, loss: float) -> None:
-        """Add the loss to the published checkpoint of `step`, and remove what is not kept then.
-
-        Not if storage does not take it: then no checkpoint is kept for its sake.
-        """
-        if self._world.is_main:
-            self._remover.wait()
-            with contextlib.suppress(OSError, UserError):
-                self._disk.may_write()
-                noted = files.step_directory(self._disk.root, step) / files.VALIDATION_LOSS
-                write_text(noted, f"{loss!r}\n")
-                self._prune(None)
 
     def until_published(self, save: Callable[[], bool]) -> None:
         """Return when what `save` saves is published, however often it takes."""
@@ -367,7 +351,7 @@ class Checkpointer:
 
     def _prune(self, suspected_since: int | None) -> None:
         kept, valid = self._run.checkpoint, marker.steps_that_count(self._disk.root)
-        numbers = (kept.keep_last, kept.keep_every, kept.keep_best)
+        numbers = (kept.keep_last, kept.keep_every)
         files.prune(self._disk.root, valid, *numbers, suspected_since, self._held())
 
     def _restore_state(self, engine: Engine, found: marker.Checkpoint) -> TrainState:

@@ -174,14 +174,12 @@ class StoredCheckpoint:
     step: int
     index: Content
     run_files: dict[str, Content] = field(default_factory=dict)
-    validation_loss: float | None = None
 
     @classmethod
     def of(cls, directory: Path) -> StoredCheckpoint:
         """The one in a directory, as a store names it, without the run's files."""
-        index, loss = content_of(directory / files.INDEX), files.validation_loss(directory)
         step = int(directory.name.removeprefix("step-"))
-        return cls(step, index, {}, loss if loss == loss else None)
+        return cls(step, content_of(directory / files.INDEX))
 
     @property
     def folder(self) -> str:
@@ -223,7 +221,6 @@ class MirrorIndex:
                     name: vars(content)
                     for name, content in {files.INDEX: each.index, **each.run_files}.items()
                 },
-                "validation_loss": each.validation_loss,
             }
             for each in self.checkpoints
         ]
@@ -251,10 +248,8 @@ class MirrorIndex:
         """
         by_step = {each.step: each for each in self.checkpoints} | {new.step: new}
         steps = sorted(by_step)
-        losses = {step: by_step[step].validation_loss for step in steps}
-        best = files.best_of(losses, kept.keep_best)
-        old = files.steps_to_prune(steps, steps, kept.keep_last, kept.keep_every, best)
-        left = [by_step[step] for step in steps if step not in old or step in on_disk]
+        old = files.steps_to_prune(steps, steps, kept.keep_last, kept.keep_every, on_disk)
+        left = [by_step[step] for step in steps if step not in old]
         return MirrorIndex(self.run, tuple(left))
 
     def unnamed(self, names: Sequence[str]) -> dict[int, list[str]]:
@@ -274,19 +269,15 @@ class MirrorIndex:
 
 
 def _parsed_checkpoint(fields: Fields) -> StoredCheckpoint:
-    fields.only(("step", "files", "validation_loss"))
+    fields.only(("step", "files"))
     limits = {files.INDEX: LARGEST_INDEX_BYTES, **RUN_FILES}
     entries = fields.object("files").only(list(limits))
     contents = {}
     for name, most in limits.items():
         entry = entries.object(name).only(("bytes", "sha256"))
         contents[name] = Content(entry.integer("bytes", most=most), entry.sha256("sha256"))
-    try:
-        loss = fields.number("validation_loss")
-    except InvalidField:
-        loss = None  # it only says what is kept
     step = fields.integer("step", most=MOST_STEPS)
-    return StoredCheckpoint(step, contents.pop(files.INDEX), contents, loss)
+    return StoredCheckpoint(step, contents.pop(files.INDEX), contents)
 
 
 class ObjectStore:
@@ -431,7 +422,7 @@ class Publication:
                 run_files[name] = self._put(f"{new.folder}/{name}", copy, check)
             for name in (files.INDEX, files.MARKER):  # the marker last
                 self._put(f"{new.folder}/{name}", directory / name, check)
-            new = StoredCheckpoint(new.step, new.index, run_files, new.validation_loss)
+            new = StoredCheckpoint(new.step, new.index, run_files)
             stored = stored.adding(new, self._disk.steps(), self._kept)
             write_text(self._store.scratch / ROOT, stored.to_bytes().decode())
             self._disk.may_write()

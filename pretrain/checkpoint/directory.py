@@ -7,30 +7,26 @@ RUN/checkpoints/step-00000100/
                              their cursor, and the run's id, step and settings
     COMPLETE                 the marker: SHA-256 of index.json (`marker.py`)
     REFUSED                  only if a start could not resume from it: the reason
-    VALIDATION_LOSS          only if it was saved before its evaluation ended: the loss
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from foundation.errors import STORAGE_FAILS, CheckpointError, UnreadableError
-from foundation.files import read_json, read_regular
 
 logger = logging.getLogger(__name__)
 
 MARKER = "COMPLETE"
 INDEX = "index.json"
 REFUSED = "REFUSED"
-VALIDATION_LOSS = "VALIDATION_LOSS"
 MEMORY = "memory."  # starts the keys of lane memories; then comes the part's name
 REMOVED = "-removed"  # ends the names of directories that are being removed
 MANY_FILES, REMOVERS = 64, 16  # from which on a directory is removed by so many threads
@@ -84,17 +80,17 @@ def steps_to_prune(
     valid: Sequence[int],
     keep_last: int,
     keep_every: int,
-    best: Collection[int] = (),
+    held: Collection[int] = (),
     suspected_since: int | None = None,
 ) -> list[int]:
-    """Return the steps before the last `valid` ones, without `best` and multiples of `keep_every`.
+    """Return the steps before the last `valid` ones, without `held` and multiples of `keep_every`.
 
     `steps` and `valid` are sorted, oldest first. A step that is not valid keeps no other from being
     kept: it is removed when it is old, like all others. While losses since step `suspected_since`
     may become a spike, the latest valid step before it is not returned: the run would rewind to it.
     """
     oldest_kept = min(valid[-keep_last:], default=0)
-    kept = {*best, *[step for step in valid if step < (suspected_since or 0)][-1:]}
+    kept = {*held, *[step for step in valid if step < (suspected_since or 0)][-1:]}
     return [
         step
         for step in steps
@@ -102,38 +98,11 @@ def steps_to_prune(
     ]
 
 
-def best_steps(root: Path, valid: Sequence[int], count: int) -> list[int]:
-    """Return the steps of the `count` lowest validation losses, best first; ties: later first."""
-    if not count:
-        return []
-    return best_of({step: validation_loss(step_directory(root, step)) for step in valid}, count)
-
-
-def best_of(losses: Mapping[int, float | None], count: int) -> list[int]:
-    """Return the steps of the `count` lowest losses, best first; ties: later first."""
-    ranked = sorted(
-        (loss, -step) for step, loss in losses.items() if loss is not None and not math.isnan(loss)
-    )
-    return [-negative for _, negative in ranked[:count]]
-
-
-def validation_loss(directory: Path) -> float | None:
-    """Return the checkpoint's validation loss, without verifying it; None if there is none."""
-    try:
-        if (noted := directory / VALIDATION_LOSS).exists():
-            return float(read_regular(noted, 1 << 10))
-        loss = read_json(directory / INDEX)["validation_loss"]
-        return float(loss) if isinstance(loss, (int, float)) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def prune(
     root: Path,
     valid: Sequence[int],
     keep_last: int,
     keep_every: int = 0,
-    keep_best: int = 0,
     suspected_since: int | None = None,
     held: Collection[int] = (),
 ) -> list[int]:
@@ -141,9 +110,8 @@ def prune(
 
     Those `held` stay besides, such as one that is being uploaded.
     """
-    best = [*best_steps(root, valid, keep_best), *held]
     steps = steps_on_disk(root)
-    old = steps_to_prune(steps, valid, keep_last, keep_every, best, suspected_since)
+    old = steps_to_prune(steps, valid, keep_last, keep_every, held, suspected_since)
     return [step for step in old if _could_remove(step_directory(root, step))]
 
 

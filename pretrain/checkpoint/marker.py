@@ -25,7 +25,7 @@ format, run, step, world_size, config     which checkpoint it is
 ranks      bytes and sha256               of every rank's file, in their order
            first_lane, num_lanes, cursor  of the lanes that it had
 pieces     parameter -> kinds and runs    which rank's file has which elements (`pieces.py`)
-tokens_seen, optimizer_steps, loss_scale, validation_loss
+tokens_seen, optimizer_steps, loss_scale
 
 Files are named by rank (`rank_file`), so an index names no path.
 """
@@ -100,8 +100,6 @@ def _check(fields: Fields, index: dict[str, Any]) -> None:
     for name in ("step", "tokens_seen", "optimizer_steps"):
         fields.integer(name)
     fields.object("config")
-    if type(index.get("validation_loss", ...)) not in (int, float, NoneType):  # it may be NaN
-        raise InvalidField("validation_loss is not a number")
     if "loss_scale" not in index:
         raise InvalidField("loss_scale is missing")
     if index["loss_scale"] is not None:

@@ -45,7 +45,6 @@ def add_prune_arguments(parser: argparse.ArgumentParser) -> None:
     flags = {
         "--keep-last": "keep the latest N",
         "--keep-every": "also keep steps that are multiples of N; 0: none",
-        "--keep-best": "also keep the N with the lowest validation loss",
     }
     for flag, meaning in flags.items():
         parser.add_argument(
@@ -71,22 +70,25 @@ def run_fetch(arguments: argparse.Namespace) -> int:
 def run_list(arguments: argparse.Namespace) -> int:
     """Print a line per checkpoint; nothing is verified."""
     root, steps = _checkpoints(arguments.run)
-    rows = [_row(files.step_directory(root, step), step) for step in steps]
+    losses = {
+        line["step"]: f"{line['loss']:.4f}"
+        for line in RunDir.open(arguments.run).read_metrics()
+        if line["kind"] == "evaluation" and line["loss"] is not None
+    }
+    rows = [_row(files.step_directory(root, step), step, losses.get(step, "-")) for step in steps]
     if rows:
         print(text_table([("step", "ranks", "tokens", "validation", "MiB"), *rows], left=()))
     return 0
 
 
-def _row(directory: Path, step: int) -> tuple[str, ...]:
+def _row(directory: Path, step: int, loss: str) -> tuple[str, ...]:
     size = "?"
     try:
         size = f"{sum(path.stat().st_size for path in directory.iterdir()) / 2**20:.1f}"
         index = read_json(directory / files.INDEX)
-        loss = index.get("validation_loss")
-        shown = "-" if loss is None else f"{loss:.4f}"
-        return str(step), str(index["world_size"]), str(index["tokens_seen"]), shown, size
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return str(step), "?", "unreadable", "?", size
+        return str(step), str(index["world_size"]), str(index["tokens_seen"]), loss, size
+    except (OSError, ValueError, KeyError, TypeError):
+        return str(step), "?", "unreadable", loss, size
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
@@ -109,26 +111,22 @@ def run_prune(arguments: argparse.Namespace) -> int:
     """Delete checkpoints that are not to be kept; CheckpointError if no valid one would remain."""
     run_dir = RunDir.open(arguments.run)
     configured = run_dir.config.checkpoint
-    last, every, best = (
+    last, every = (
         getattr(configured, name) if getattr(arguments, name) is None else getattr(arguments, name)
-        for name in ("keep_last", "keep_every", "keep_best")
+        for name in ("keep_last", "keep_every")
     )
-    if last < 1 or every < 0 or best < 0:
-        raise ConfigError(
-            f"--keep-last={last} must be at least 1, --keep-every={every} and --keep-best={best} "
-            "at least 0"
-        )
+    if last < 1 or every < 0:
+        raise ConfigError(f"--keep-last={last} must be at least 1, --keep-every={every} at least 0")
     root = run_dir.checkpoints
     with run_dir.locked():  # a run that trains prunes its own checkpoints
         steps = files.steps_on_disk(root)
         valid = marker.steps_that_count(root)
-        kept_best = files.best_steps(root, valid, best)
         latest = max(valid, default=0)  # from which the run would resume
         suspected = suspected_since(run_dir.config, run_dir.read_metrics(), latest)
-        pruned = files.steps_to_prune(steps, valid, last, every, kept_best, suspected)
+        pruned = files.steps_to_prune(steps, valid, last, every, suspected_since=suspected)
         _require_valid_rest(root, pruned, [step for step in steps if step not in pruned])
         if not arguments.dry_run:
-            pruned = files.prune(root, valid, last, every, best, suspected)
+            pruned = files.prune(root, valid, last, every, suspected)
     verb = "would delete" if arguments.dry_run else "deleted"
     print(f"{verb} the checkpoints of {len(pruned)} steps: {', '.join(map(str, pruned)) or 'none'}")
     return 0

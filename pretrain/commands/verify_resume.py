@@ -187,7 +187,6 @@ def settings_of_check(arguments: argparse.Namespace, config: RunConfig) -> list[
         # The last checkpoint before the kill is one step older, so that a step is repeated.
         f"checkpoint.interval={max(1, arguments.kill_at - 1)}",
         "checkpoint.keep_last=3",
-        "checkpoint.keep_best=0",
         # The bytes are the same, and they are on disk when the kill comes a step later.
         "checkpoint.asynchronous=false",
         f"evaluation.interval={max(1, arguments.steps // 4)}",

@@ -69,8 +69,6 @@ class CheckpointConfig:
     """Latest checkpoints that are kept."""
     keep_every: int = setting(0, Range(0, MOST), unit="steps")
     """Keep also every checkpoint whose step is a multiple of it; 0: none."""
-    keep_best: int = setting(0, Range(0, MOST), unit="checkpoints")
-    """Keep also this many with the lowest validation loss."""
     storage_patience_seconds: float = setting(1800.0, Range(0, 1e7), unit="seconds")
     """How long to train on and retry while the run directory cannot be written; 0: stop at once."""
     local: Path | None = None
@@ -202,13 +200,6 @@ class RunConfig:
             raise ConfigError(
                 f"model.memory_tokens={self.model.memory_tokens} needs optim.gradient_segments of "
                 "2 or more, found 1: only a later segment's loss teaches what to write"
-            )
-        saved, evaluated = self.checkpoint.interval, self.evaluation.interval
-        if self.checkpoint.keep_best and (not evaluated or saved % evaluated):
-            raise ConfigError(
-                f"checkpoint.keep_best={self.checkpoint.keep_best} needs an evaluation at every "
-                f"saved step: checkpoint.interval={saved} must be a multiple of "
-                f"evaluation.interval={evaluated}"
             )
 
     @property

@@ -17,7 +17,7 @@ from pretrain.checkpoint.pieces import key_of, report_of
 def index_of(step: int, num_ranks: int) -> dict[str, object]:
     """What rank 0 knows of a checkpoint."""
     counts = dict.fromkeys(("tokens_seen", "optimizer_steps"), step)
-    rest = {"run": "run", "config": {}, "loss_scale": None, "validation_loss": None}
+    rest = {"run": "run", "config": {}, "loss_scale": None}
     return {"step": step, "world_size": num_ranks, **counts, **rest}
 
 

@@ -229,8 +229,6 @@ def test_the_checkpoint_holds_as_many_bytes_as_describe_promises(undisturbed):
         with safe_open(path, "pt") as file:
             tensors |= {(path.name, name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     held = sum(
-        tensor.nbytes
-        for (_, key), tensor in tensors.items()
-        if not key.startswith("random.")
+        tensor.nbytes for (_, key), tensor in tensors.items() if not key.startswith("random.")
     )
     assert held == checkpoint_bytes(run)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.directory import validation_loss
 from pretrain.checkpoint.marker import latest_step
 from pretrain.cli import main
 from pretrain.processes.local_ranks import RankGroup, train_command
@@ -34,7 +33,7 @@ model: {{num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8}}
 data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
 optim: {{steps: {STEPS}}}
 engine: {{kind: torch}}
-checkpoint: {{interval: 4, keep_last: 1, keep_best: 1}}
+checkpoint: {{interval: 4, keep_last: 1}}
 evaluation: {{interval: 2, max_tokens: 600, lanes: 2}}
 metrics: {{interval: 3, tensorboard: false}}
 """
@@ -74,10 +73,6 @@ def test_a_stopped_evaluation_is_made_by_the_next_attempt_and_every_line_is_ther
     monkeypatch.delenv(VARIABLE)
     assert train(experiment, run_dir) == 0
     assert lines_of(run_dir) == lines_of(uninterrupted)
-    for each in (run_dir, uninterrupted):
-        kept = {path.name: validation_loss(path) for path in each.checkpoints.iterdir()}
-        *_, loss = [line["loss"] for line in lines_of(each) if line["step"] == STEPS]
-        assert kept == {f"step-{STEPS:08d}": loss}, "the last one, which is the best"
 
 
 def test_a_run_killed_in_its_last_evaluation_repeats_no_step(

@@ -10,7 +10,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.cli import main
 from pretrain.config.model import ModelConfig
-from pretrain.config.run import CheckpointConfig, EvaluationConfig, RunConfig
+from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.recovery import spike_detector
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
@@ -26,19 +26,20 @@ def run_dir(tmp_path: Path) -> RunDir:
         tmp_path / "run", RunConfig(model=ModelConfig(vocab_size=300), checkpoint=kept)
     )
     for step in (10, 20, 30, 40):
-        publish_step(
-            run_dir.checkpoints, step, tokens_seen=64 * step, validation_loss=2 + step / 100
-        )
+        publish_step(run_dir.checkpoints, step, tokens_seen=64 * step)
     return run_dir
 
 
 def test_list_names_every_step_even_if_its_index_is_unreadable(run_dir, capsys):
     (run_dir.checkpoints / "step-00000020" / files.INDEX).write_text("{")
+    evaluation = {"kind": "evaluation", "step": 10, "loss": 2.1}
+    run_dir.metrics.write_text(json.dumps(evaluation) + "\n")
     assert main(["checkpoint", "list", str(run_dir.path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["step", "10", "20", "30", "40"]
     assert lines[1].split()[1:4] == ["2", "640", "2.1000"]
     assert "unreadable" in lines[2]
+    assert lines[3].split()[3] == "-"
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors"])
@@ -69,8 +70,6 @@ def test_prune_removes_what_the_run_would_and_a_dry_run_nothing(run_dir, capsys)
     assert main(["checkpoint", "prune", str(run_dir.path), "--dry-run"]) == 0
     assert "10, 20" in capsys.readouterr().out
     assert files.steps_on_disk(run_dir.checkpoints) == [10, 20, 30, 40]
-    assert main(["checkpoint", "prune", str(run_dir.path), "--keep-best", "1", "--dry-run"]) == 0
-    assert "1 steps: 20" in capsys.readouterr().out
     assert main(["checkpoint", "prune", str(run_dir.path), "--keep-every", "20"]) == 0
     assert files.steps_on_disk(run_dir.checkpoints) == [20, 30, 40]
 
@@ -110,14 +109,3 @@ def test_flags_of_prune_are_errors_elsewhere(run_dir, capsys):
 def test_settings_that_can_keep_nothing_are_errors():
     with pytest.raises(ConfigError, match="keep_every=-1"):
         CheckpointConfig(keep_every=-1)
-    with pytest.raises(ConfigError, match="keep_best=-1"):
-        CheckpointConfig(keep_best=-1)
-
-
-@pytest.mark.parametrize("evaluation_interval", [0, 15])
-def test_keep_best_needs_an_evaluation_at_every_saved_step(evaluation_interval):
-    with pytest.raises(ConfigError, match="keep_best=2 needs an evaluation at every saved step"):
-        RunConfig(
-            checkpoint=CheckpointConfig(interval=20, keep_best=2),
-            evaluation=EvaluationConfig(interval=evaluation_interval),
-        )

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -177,18 +176,6 @@ def test_prune_keeps_multiples_of_keep_every(tmp_path: Path) -> None:
     assert files.steps_on_disk(tmp_path) == [3, 6, 7]
 
 
-def test_prune_keeps_those_of_lowest_validation_loss(tmp_path: Path) -> None:
-    losses = [3.0, 2.0, math.nan, 2.5, 2.0, 2.7, None]
-    for step, loss in enumerate(losses, 1):
-        publish_step(tmp_path, step, num_ranks=1, validation_loss=loss)
-    (files.step_directory(tmp_path, 1) / files.INDEX).write_text("{")
-    valid = marker.steps_that_count(tmp_path)
-    assert valid == [2, 3, 4, 5, 6, 7]
-    assert files.best_steps(tmp_path, valid, 3) == [5, 2, 4]
-    assert files.prune(tmp_path, valid, keep_last=1, keep_best=2) == [1, 3, 4, 6]
-    assert files.steps_on_disk(tmp_path) == [2, 5, 7]
-
-
 def test_prune_keeps_the_latest_from_before_a_suspicion_until_it_is_over(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         publish_step(tmp_path, step, num_ranks=1)
@@ -243,11 +230,10 @@ def test_a_step_that_is_a_link_is_refused_and_what_it_leads_to_is_never_removed(
     assert sorted(elsewhere.iterdir()) == before
 
 
-@pytest.mark.parametrize("name", [files.INDEX, files.MARKER, files.VALIDATION_LOSS])
+@pytest.mark.parametrize("name", [files.INDEX, files.MARKER])
 def test_holes_of_40_gib_in_a_checkpoint_cost_no_memory(tmp_path, name):
     step = publish_step(tmp_path, 1)
     with open(step / name, "wb") as file:
         file.truncate(40 << 30)
     with memory_limit(1 << 30):
-        assert files.validation_loss(step) is None
-        assert marker.latest_step(tmp_path) == (1 if name == files.VALIDATION_LOSS else 0)
+        assert marker.latest_step(tmp_path) == 0

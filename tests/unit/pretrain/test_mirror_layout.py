@@ -12,9 +12,9 @@ from pretrain.checkpoint.destinations import RUN_FILES, MirrorIndex, StoredCheck
 from pretrain.config.run import CheckpointConfig
 
 
-def stored(step: int, loss: float | None = None, version: str = "a") -> StoredCheckpoint:
+def stored(step: int, version: str = "a") -> StoredCheckpoint:
     content = Content(10, version * 64)
-    return StoredCheckpoint(step, content, dict.fromkeys(RUN_FILES, content), loss)
+    return StoredCheckpoint(step, content, dict.fromkeys(RUN_FILES, content))
 
 
 def index(*steps: int) -> MirrorIndex:
@@ -39,13 +39,6 @@ def test_the_store_keeps_what_the_retention_of_the_run_keeps(before, new, on_dis
     assert [each.step for each in after.checkpoints] == kept
 
 
-def test_the_best_are_kept_by_the_losses_in_the_index():
-    before = MirrorIndex("r", (stored(100, 2.0), stored(200, 1.0), stored(300, None)))
-    kept = CheckpointConfig(keep_last=1, keep_best=1)
-    after = before.adding(stored(400, 3.0), [400], kept)
-    assert [each.step for each in after.checkpoints] == [200, 400]
-
-
 def test_a_step_that_is_made_again_replaces_the_one_of_before_a_rewind_in_another_folder():
     before = index(100, 200, 300).until(100)
     assert [each.step for each in before.checkpoints] == [100]
@@ -67,7 +60,7 @@ def test_markers_are_deleted_first_and_nothing_that_is_not_a_step_is_ever_delete
 
 
 def test_the_index_reads_back_as_it_was_written():
-    before = MirrorIndex("r", (stored(100, 1.5), stored(200)))
+    before = MirrorIndex("r", (stored(100), stored(200)))
     assert MirrorIndex.parse("here", before.to_bytes()) == before
 
 
