@@ -37,14 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
     config = resolve(
         with_absolute_paths(load_config(RunConfig, arguments.experiment, arguments.overrides))
     )
-    from torch import get_num_threads
-
     from pretrain.distributed.world import (
         destroy_process_group,
         init_world,
         world_from_environment,
     )
-    from pretrain.processes.core_binding import bind_to_cores_beside_gpu
     from pretrain.processes.device_variables import set_device_variables
     from pretrain.run import run_training, set_threads_of_rank
 
@@ -52,8 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
     set_up_logging(f"rank {rank.rank}", arguments.log_level)
     set_threads_of_rank()
     set_device_variables(os.environ, Path(tempfile.gettempdir()))
-    # Before NCCL and gloo start threads, which inherit it.
-    bind_to_cores_beside_gpu(rank.device, get_num_threads())
     world = init_world(config.engine.watchdog_timeout_seconds)
     if world.is_main and (advice := advice_on_phases(config)):
         logger.warning(advice)

@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -63,9 +62,8 @@ _LONGEST_TEXT = 120
 def main() -> int:
     """`python -m pretrain.processes.node_check OUT`; 0 unless the launcher is lost."""
     out = Path(sys.argv[1])
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-        "1"  # a process that has touched a GPU cannot fork
-    )
+    # A process that has touched a GPU cannot fork.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     variables = rank_variables(os.environ) if is_slurm_task(os.environ) else os.environ
     world = world_from_environment(variables)
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
@@ -75,9 +73,8 @@ def main() -> int:
     )
     number, deadline = 0, time.monotonic() + LOST_SECONDS
     while time.monotonic() < deadline:
-        names = set(
-            os.listdir(out)
-        )  # a look-up of one name may come from a network file system's cache
+        # A look-up of one name may come from a network file system's cache.
+        names = set(os.listdir(out))
         if END in names:
             return 0
         if round_file(number) not in names:
@@ -228,28 +225,21 @@ def _all_reduce(world: World, rank: int, size: int) -> LinkMeasurement:
     )
 
 
-BUSY_FRACTION = 0.3  # of one core
-RUNNABLE_FRACTION = (
-    0.8  # of the looks at it: on a full node even a process that never rests gets little time
-)
-SAMPLES = 10
-_SAMPLE_SECONDS = 0.1
+BUSY_PERCENT = 10.0  # of one core: on a full node even a process that never rests gets little
+LOOK_AT_PROCESSES_SECONDS = 1.0
 
 
 def find_strays(on_gpus: bool) -> list[str]:
     """Processes that are not of this check and keep a core busy, or hold device memory."""
     strays = [process for process in psutil.process_iter(["pid", "name"]) if not _is_ours(process)]
-    before = {process.pid: _cpu_seconds(process) for process in strays}
-    start, runnable = time.monotonic(), Counter[int]()
-    for _ in range(SAMPLES):
-        time.sleep(_SAMPLE_SECONDS)
-        runnable.update(process.pid for process in strays if _is_runnable(process))
-    seconds = time.monotonic() - start
-    found = []
     for process in strays:
-        share = (_cpu_seconds(process) - before[process.pid]) / seconds
-        if share >= BUSY_FRACTION or runnable[process.pid] >= RUNNABLE_FRACTION * SAMPLES:
-            found.append(f"{process.info['name']} ({process.pid}) keeps a core busy")
+        _cpu_percent(process)  # counts from here
+    time.sleep(LOOK_AT_PROCESSES_SECONDS)
+    found = [
+        f"{process.info['name']} ({process.pid}) keeps a core busy"
+        for process in strays
+        if _cpu_percent(process) >= BUSY_PERCENT
+    ]
     return found + (_on_gpus() if on_gpus else [])
 
 
@@ -260,19 +250,11 @@ def _is_ours(process: psutil.Process) -> bool:
         return False
 
 
-def _is_runnable(process: psutil.Process) -> bool:
+def _cpu_percent(process: psutil.Process) -> float:
     try:
-        return process.status() == psutil.STATUS_RUNNING
-    except psutil.Error:
-        return False
-
-
-def _cpu_seconds(process: psutil.Process) -> float:
-    try:
-        times = process.cpu_times()
+        return process.cpu_percent()
     except psutil.Error:  # it is gone
         return 0.0
-    return times.user + times.system
 
 
 def _on_gpus() -> list[str]:
