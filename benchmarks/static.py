@@ -39,7 +39,7 @@ from benchmarks.kernels import compiled
 from benchmarks.measure import markdown_table
 from foundation.files import read_json, write_json, write_text
 from foundation.settings import load_config
-from pretrain.config.choices import position_traits
+from pretrain.config.choices import POSITIONS
 from pretrain.config.engine import Attention, attention_of
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
@@ -139,7 +139,7 @@ def compiled_kernels() -> dict[str, Any]:
 
 def kernel_names(model: ModelConfig) -> dict[str, str]:
     """Return the model's fused kernels, as `Tiles` and as `benchmarks kernels` name them."""
-    positions = position_traits(model.positions)
+    positions = POSITIONS[model.positions]
     has_documents = attention_of("auto", model, on_gpu=True, is_half=True)[0] is Attention.SDPA
     options = {
         "documents": has_documents or model.isolate_documents,

@@ -8,7 +8,6 @@ from foundation.cli import add_experiment
 from foundation.progress import duration
 from foundation.settings import load_config
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
-from pretrain.config.choices import precision_traits, sums_in_order
 from pretrain.config.engine import Attention, DeltaRule, attention_in, delta_rule_of, described
 from pretrain.config.phases import advice_on_phases, spans_of_phases
 from pretrain.config.resolve import resolve_if_built, with_precision
@@ -137,12 +136,12 @@ def _attention_lines(config: RunConfig, hardware: Hardware) -> list[str]:
         return []
     engine, model = config.engine, config.model
     paths: list[tuple[Attention | DeltaRule, str]] = [attention_in(engine, model, on_gpu=True)]
-    kernel, is_half = engine.attention_kernel, precision_traits(engine.number_format).is_half
+    kernel, is_half = engine.attention_kernel, engine.number_format != "fp32"
     if model.num_deltanet_layers:
         paths.append(delta_rule_of(kernel, model, on_gpu=True, is_half=is_half))
     lines = [described(*path) for path in paths]
     repeats = all(kind in (Attention.PLAIN, DeltaRule.CHUNKS) for kind, _ in paths)
-    if not (repeats or sums_in_order(kernel)):
+    if kernel == "atomic" and not repeats:
         unordered = f"engine.attention_kernel={kernel} sums in no fixed order"
         lines.append(f"a resume is not bitwise: {unordered}")
     return lines
@@ -269,7 +268,7 @@ def _time_lines(config: RunConfig, hardware: Hardware, mfu: float | None) -> lis
     lines.append(_row("  run", duration(seconds), words))
     words = f"({device.describe_peak(config.engine)})"
     lines.append(_row("  peak of a rank", f"{_flop(device.peak(config.engine))}/s", words))
-    if hardware.on_gpu and not precision_traits(config.engine.number_format).is_half:
+    if hardware.on_gpu and config.engine.number_format == "fp32":
         lines.append(_row("  with bf16", f"{_flop(device.bf16)}/s", "(engine.precision=bf16)"))
     return lines
 

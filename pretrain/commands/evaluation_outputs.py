@@ -19,7 +19,7 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import HOW_TO_SPLIT, SPLITS, is_left_out
 from foundation.errors import ConfigError, DataError
 from foundation.files import path_text, write_json, write_text
-from pretrain.config.choices import position_traits
+from pretrain.config.choices import POSITIONS
 from pretrain.config.resolve import splits_of_sets
 from pretrain.distributed.threads import set_threads
 from pretrain.distributed.world import World, destroy_process_group, init_world
@@ -130,7 +130,7 @@ def _load(arguments: argparse.Namespace, path: Path, world: World) -> TrainedMod
     options = {"ema": arguments.ema, "precision": arguments.precision}
     trained = load_trained(path, world.device, model_settings=settings, **options)
     positions = trained.config.model.positions
-    if arguments.rope_extension is not None and not position_traits(positions).rotates:
+    if arguments.rope_extension is not None and not POSITIONS[positions].rotates:
         raise ConfigError(
             f"--rope-extension stretches rotations, but {path} has model.positions={positions}; "
             "leave it out"

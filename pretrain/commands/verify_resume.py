@@ -23,7 +23,6 @@ from foundation.errors import ConfigError, UserError
 from foundation.settings import load_config
 from pretrain.checkpoint.marker import latest_step
 from pretrain.commands.output_paths import check_output_directory
-from pretrain.config.choices import precision_traits
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
@@ -73,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     for ranks in (arguments.ranks, _resume_ranks(arguments)):
         for phase in runs_of_phases(config):
             accumulation_steps(phase, ranks)  # one error here instead of one from every rank
-    if _is_elastic(arguments) and precision_traits(config.engine.number_format).is_half:
+    if _is_elastic(arguments) and config.engine.number_format != "fp32":
         raise ConfigError(
             f"engine.precision={config.engine.precision}: with --resume-ranks or --resume-zero "
             f"losses must agree to {ELASTIC_TOLERANCE:g}, which only fp32 does; add "

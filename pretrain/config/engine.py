@@ -23,18 +23,13 @@ from foundation.settings import (
     setting,
 )
 from pretrain.config.choices import (
+    POSITIONS,
     ActivationCheckpointing,
     AttentionKernel,
     EngineKind,
     Precision,
     PrecisionSetting,
     ReductionPrecision,
-    position_traits,
-    precision_traits,
-    reduction_bytes,
-    resolved_precision,
-    shards,
-    sums_in_order,
 )
 from pretrain.config.model import MOST_LAYERS, ModelConfig
 from pretrain.config.resume_rules import fixed
@@ -79,12 +74,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_ranges("engine.", self)
-        if not shards(self.kind) and self.zero_stage > 2:  # 2 is the default, nobody asked for it
+        if self.kind != "deepspeed" and self.zero_stage > 2:  # 2 may be the default
             raise ConfigError(
                 f"engine.zero_stage={self.zero_stage} needs engine.kind=deepspeed, found "
                 f"{self.kind}, which shards nothing; remove one of them"
             )
-        if self.offload_optimizer and (not shards(self.kind) or self.zero_stage == 0):
+        if self.offload_optimizer and (self.kind != "deepspeed" or self.zero_stage == 0):
             raise ConfigError(
                 "engine.offload_optimizer needs engine.kind=deepspeed and engine.zero_stage of 1 "
                 f"or more, found {self.kind} and {self.zero_stage}"
@@ -93,14 +88,14 @@ class EngineConfig:
         _reject_nvme(self.deepspeed_extra)
 
     def _check_reduction(self) -> None:
-        is_plain = not shards(self.kind) or self.zero_stage == 0
-        if is_plain and reduction_bytes(self.reduction_precision) < 4:
+        is_plain = self.kind != "deepspeed" or self.zero_stage == 0
+        if is_plain and self.reduction_precision != "fp32":
             raise ConfigError(
                 f"engine.reduction_precision={self.reduction_precision} needs "
                 "engine.kind=deepspeed and engine.zero_stage of 1 or more, found "
                 f"{self.kind} and {self.zero_stage}"
             )
-        if self.secondary_shard_ranks > 1 and (not shards(self.kind) or self.zero_stage < 3):
+        if self.secondary_shard_ranks > 1 and (self.kind != "deepspeed" or self.zero_stage < 3):
             raise ConfigError(
                 f"engine.secondary_shard_ranks={self.secondary_shard_ranks} needs "
                 f"engine.kind=deepspeed and engine.zero_stage=3, found {self.kind} and "
@@ -110,7 +105,7 @@ class EngineConfig:
     @property
     def number_format(self) -> Precision:
         """The precision; of `auto`, as long as no device has been asked, a CPU's."""
-        return resolved_precision(self.precision, best="fp32")
+        return "fp32" if self.precision == "auto" else self.precision
 
 
 def _reject_nvme(deepspeed_extra: dict[str, Any]) -> None:
@@ -157,7 +152,7 @@ class Limit:
 LIMITS = (
     Limit(
         "model.positions other than rope",
-        lambda model, _: not position_traits(model.positions).rotates,
+        lambda model, _: not POSITIONS[model.positions].rotates,
         sdpa=True,
     ),
     Limit("model.attention_sinks", lambda model, _: model.attention_sinks, sdpa=True),
@@ -213,7 +208,7 @@ def delta_rule_of(
     if not on_gpu:
         return DeltaRule.CHUNKS, ""
     found = [limit.option for limit in LIMITS if limit.fla and limit.applies(model, is_half)]
-    if sums_in_order(kernel):  # it selects kernels by timing them in each process
+    if kernel != "atomic":  # it selects kernels by timing them in each process
         found = [f"engine.attention_kernel={kernel}, so that a resume is bitwise", *found]
     if not found:
         return DeltaRule.FLA, "if it is installed"
@@ -224,7 +219,7 @@ def attention_in(
     engine: EngineConfig, model: ModelConfig, *, on_gpu: bool
 ) -> tuple[Attention, str]:
     """Return `attention_of` a run."""
-    is_half = precision_traits(engine.number_format).is_half
+    is_half = engine.number_format != "fp32"
     return attention_of(engine.attention_kernel, model, on_gpu=on_gpu, is_half=is_half)
 
 

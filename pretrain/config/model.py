@@ -11,6 +11,8 @@ from data_pipeline.config import LARGEST_VOCABULARY
 from foundation.errors import ConfigError
 from foundation.settings import MOST_ROWS, Range, check_ranges, setting
 from pretrain.config.choices import (
+    FEED_FORWARDS,
+    POSITIONS,
     CompressionKind,
     FeedForwardKind,
     LayerKind,
@@ -19,9 +21,6 @@ from pretrain.config.choices import (
     Positions,
     RopeExtension,
     SoftmaxScaling,
-    attends,
-    feed_forward_traits,
-    position_traits,
 )
 
 # Settings of training alone; and of the memory, which evaluation may choose, too.
@@ -120,7 +119,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_ranges("model.", self)
-        if position_traits(self.positions).projects_encodings and self.d_model % 2:
+        if POSITIONS[self.positions].projects_encodings and self.d_model % 2:
             raise ConfigError(
                 f"model.d_model={self.d_model} is odd; sine and cosine halves need an even number"
             )
@@ -165,7 +164,7 @@ class ModelConfig:
             )
 
     def _check_positions(self) -> None:
-        traits = position_traits(self.positions)
+        traits = POSITIONS[self.positions]
         if traits.rotates and self.head_width % 2:
             raise ConfigError(
                 f"model.positions={self.positions} rotates pairs of a head's channels, but a head "
@@ -280,7 +279,7 @@ class ModelConfig:
         pattern = self._memory_pattern
         lengths = pattern * (self.num_layers // len(pattern))
         numbered = enumerate(lengths)
-        return tuple(each for i, each in numbered if attends(self.layer_kind(i))) or lengths
+        return tuple(each for i, each in numbered if self.layer_kind(i) == "attention") or lengths
 
     def with_memory(self, longest: int) -> ModelConfig:
         """Return the model with another longest memory, see `memory_lengths`."""
@@ -305,7 +304,7 @@ class ModelConfig:
     @property
     def num_attention_layers(self) -> int:
         kinds = self.layer_kinds or ("attention",)
-        return sum(map(attends, kinds)) * (self.num_layers // len(kinds))
+        return kinds.count("attention") * (self.num_layers // len(kinds))
 
     @property
     def num_deltanet_layers(self) -> int:
@@ -325,7 +324,7 @@ class ModelConfig:
 
     @property
     def inner_width(self) -> int:
-        if self.d_inner or not feed_forward_traits(self.feed_forward).is_gated:
+        if self.d_inner or not FEED_FORWARDS[self.feed_forward].is_gated:
             return self.d_inner or 4 * self.d_model
         return -(-8 * self.d_model // (3 * GATED_MULTIPLE)) * GATED_MULTIPLE
 

@@ -6,14 +6,7 @@ from dataclasses import dataclass, field
 
 from foundation.errors import ConfigError
 from foundation.settings import MOST, Range, check_ranges, setting
-from pretrain.config.choices import (
-    OptimizerName,
-    ReductionPrecision,
-    ScheduleShape,
-    orthogonalizes,
-    reduction_bytes,
-    schedule_traits,
-)
+from pretrain.config.choices import OptimizerName, ReductionPrecision, ScheduleShape
 from pretrain.config.resume_rules import changeable
 
 MOST_SEGMENTS = 4096
@@ -72,7 +65,7 @@ class OptimConfig:
                 f"optim.schedule.warmup_steps={self.steps // 20}"
             )
         left = self.steps - self.schedule.warmup_steps
-        decays_last = schedule_traits(self.schedule.shape).decays_last
+        decays_last = self.schedule.shape == "wsd"
         if decays_last and self.schedule.decay_steps > left:
             raise ConfigError(
                 f"optim.schedule.decay_steps={self.schedule.decay_steps} is longer than the {left} "
@@ -83,8 +76,7 @@ class OptimConfig:
     @property
     def rounds_updates(self) -> bool:
         """Whether updates are rounded more than float32 rounds them."""
-        is_muon = orthogonalizes(self.name)
-        return is_muon and reduction_bytes(self.muon_precision) < 4
+        return self.name == "muon" and self.muon_precision != "fp32"
 
     @property
     def decay_steps(self) -> int:

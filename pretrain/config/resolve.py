@@ -20,7 +20,7 @@ from foundation.errors import ConfigError, DataError, UserError
 from foundation.files import absolute, path_text, url_of
 from foundation.settings import LONGEST_NAME
 from foundation.yaml_files import YAML_SUFFIXES
-from pretrain.config.choices import Precision, resolved_precision
+from pretrain.config.choices import Precision
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig
 
@@ -229,7 +229,7 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
 
 def with_precision(config: RunConfig, best: Precision) -> RunConfig:
     """Return the run with the precision that `auto` stands for where `best` is the best one."""
-    precision = resolved_precision(config.engine.precision, best)
+    precision = best if config.engine.precision == "auto" else config.engine.precision
     return replace(config, engine=replace(config.engine, precision=precision))
 
 

@@ -26,7 +26,6 @@ from foundation.settings import (
     require_object_store,
     setting,
 )
-from pretrain.config.choices import shards
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig, check_attention
 from pretrain.config.model import ModelConfig
@@ -183,7 +182,7 @@ class RunConfig:
                 f"initial_weights_may_differ: found {', '.join(unknown)}, expected names of model "
                 "settings, such as clamp_length"
             )
-        if self.evaluation.tasks and shards(self.engine.kind) and self.engine.zero_stage > 2:
+        if self.evaluation.tasks and self.engine.kind == "deepspeed" and self.engine.zero_stage > 2:
             raise ConfigError(
                 "evaluation.tasks needs a rank with whole weights, engine.zero_stage=3 shards "
                 "them; use stage 2, or `pretrain evaluate RUN --tasks` on checkpoints"

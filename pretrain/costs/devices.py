@@ -9,7 +9,6 @@ from typing import Literal
 
 from foundation.errors import ConfigError
 from foundation.settings import Range, check_ranges, setting
-from pretrain.config.choices import precision_traits
 from pretrain.config.engine import EngineConfig
 
 GIB = 1 << 30
@@ -33,7 +32,7 @@ class Device:
 
     def peak(self, engine: EngineConfig) -> float:
         """Return the FLOPs per second in the engine's precision."""
-        return self.bf16 if precision_traits(engine.number_format).is_half else self.fp32
+        return self.bf16 if engine.number_format != "fp32" else self.fp32
 
     def describe_peak(self, engine: EngineConfig) -> str:
         """Return precision and origin of the peak."""

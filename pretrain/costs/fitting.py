@@ -15,7 +15,6 @@ from typing import Any
 
 from foundation.cli import as_overrides
 from foundation.errors import ConfigError
-from pretrain.config.choices import shards
 from pretrain.config.engine import EngineConfig
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, lanes_of_rank
@@ -109,7 +108,7 @@ def _candidates(
     """Each combination of changes with its cost; none undoes what the run asks for."""
     engine = run.engine
     kinds = ("none", "selective", "full")
-    stages = range(engine.zero_stage, 4) if shards(engine.kind) else (engine.zero_stage,)
+    stages = range(engine.zero_stage, 4) if engine.kind == "deepspeed" else (engine.zero_stage,)
     may_offload = (False, True) if on_gpu else (False,)
     for stage, kind, (lanes, passes), memories, optimizer in itertools.product(
         stages,

@@ -21,16 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from foundation.errors import ConfigError
-from pretrain.config.choices import (
-    feed_forward_traits,
-    learns_to_compress,
-    norm_traits,
-    norms_inputs,
-    orthogonalizes,
-    position_traits,
-    recomputation_traits,
-    scales_with_length,
-)
+from pretrain.config.choices import FEED_FORWARDS, POSITIONS
 from pretrain.config.model import CONVOLUTION_WIDTH, DELTANET_CHUNK, T5_BUCKETS, ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.phases import spans_of_phases
@@ -42,7 +33,7 @@ MOMENT_BYTES = 4  # float32; AdamW has two moments
 
 def orthogonalizing_flops(model: ModelConfig, optim: OptimConfig) -> float:
     """Return the FLOPs of one update in making matrices orthogonal, of all ranks together."""
-    if not orthogonalizes(optim.name):
+    if optim.name != "muon":
         return 0.0
     return sum(newton_schulz_flops(*shape) for shape in _matrices(model))
 
@@ -50,7 +41,7 @@ def orthogonalizing_flops(model: ModelConfig, optim: OptimConfig) -> float:
 def moment_bytes(model: ModelConfig, optim: OptimConfig, parameters: int) -> float:
     """Return the bytes of the moments of all `parameters`: two each, of Muon's matrices one."""
     total = 2.0 * MOMENT_BYTES * parameters
-    if not orthogonalizes(optim.name):
+    if optim.name != "muon":
         return total
     return total - MOMENT_BYTES * sum(rows * width for rows, width in _matrices(model))
 
@@ -70,9 +61,9 @@ def _matrices(model: ModelConfig) -> Iterator[tuple[int, int]]:
     d, f, n = model.d_model, model.inner_width, model.num_heads
     queries, keys = (heads * model.head_width for heads in (n, model.key_heads))
     of_attention = [(queries, d), (keys, d), (keys, d), (d, queries)]
-    if position_traits(model.positions).projects_encodings:
+    if POSITIONS[model.positions].projects_encodings:
         of_attention.append((queries, d))
-    if model.compressed_length and learns_to_compress(model.compression):
+    if model.compressed_length and model.compression == "conv":
         of_attention.append((d, model.compression_rate * d))
     for _ in range(model.num_attention_layers):
         yield from of_attention
@@ -80,7 +71,7 @@ def _matrices(model: ModelConfig) -> Iterator[tuple[int, int]]:
         values = n * model.deltanet_value_width
         yield from ((queries, d), (queries, d), (values, d), (values, d), (n, d), (n, d))
         yield d, values
-    gated = feed_forward_traits(model.feed_forward).is_gated
+    gated = FEED_FORWARDS[model.feed_forward].is_gated
     for _ in range(model.num_layers):
         yield from ((f, d), (d, f), *(((f, d),) if gated else ()))
 
@@ -294,12 +285,12 @@ def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
     factor, lanes = tokens / run.data.segment_length, lanes_of_pass(run, world_size)
     flops, w = _training_flops(run, lanes), _attention_widths(model)[0]
     of_layers = 0.0
-    repeated = recomputation_traits(engine.activation_checkpointing)
-    if repeated.layers:
+    repeated = engine.activation_checkpointing
+    if repeated == "full":
         of_layers = flops.forward - flops.head
-        if norms_inputs(model.norm_position):  # only a norm after it needs a layer's last product
+        if model.norm_position == "pre":  # only a norm after it needs a layer's last product
             of_layers -= model.num_layers * 2 * model.d_model * model.inner_width * factor
-    elif repeated.scores:  # the scores, not what they weight; the delta rule
+    elif repeated == "selective":  # the scores, not what they weight; the delta rule
         keys = tokens + mean_memory(model)
         of_layers = flops.attention - model.num_attention_layers * 2 * w * keys * factor
         repeated_rule = DeltaNetCosts(model, tokens).recomputed_flops
@@ -333,9 +324,9 @@ def parameters_of(model: ModelConfig) -> Parameters:
     d, layers, attending = model.d_model, model.num_layers, model.num_attention_layers
     w, k = _attention_widths(model)
     embedding, head = _vocabulary_parameters(model)
-    position = d * w if position_traits(model.positions).projects_encodings else 0
-    per_norm = norm_traits(model.norm).vectors * d
-    norms = 2 * layers + (model.memory_tokens > 0 and norms_inputs(model.norm_position))
+    position = d * w if POSITIONS[model.positions].projects_encodings else 0
+    per_norm = (2 if model.norm == "layernorm" else 1) * d
+    norms = 2 * layers + (model.memory_tokens > 0 and model.norm_position == "pre")
     return Parameters(
         embedding=embedding + model.memory_tokens * d,
         head=head,
@@ -363,12 +354,12 @@ def flops_of(
     tokens = model.read_tokens(segment_length)
     factor = tokens / segment_length
     deltanet, deltanets = DeltaNetCosts(model, tokens), model.num_deltanet_layers
-    projects = position_traits(model.positions).projects_encodings
+    projects = POSITIONS[model.positions].projects_encodings
     memory = mean_memory(model)
     keys, remembered = tokens + memory, memory / segment_length
     positions = layers * 2 * d * w * keys / (segment_length * lanes) if projects else 0.0
     compression, still = _compression_flops(model, segment_length)
-    is_gated = feed_forward_traits(model.feed_forward).is_gated
+    is_gated = FEED_FORWARDS[model.feed_forward].is_gated
     return Flops(
         projections=layers * 4 * d * ((w + k) * factor + k * remembered),
         positions=positions,
@@ -380,7 +371,7 @@ def flops_of(
         # What the first of G segments remembers has no gradient. With pre-norm, the parameters of
         # its norm have.
         without_gradient=positions
-        + (0.0 if norms_inputs(model.norm_position) else layers * 4 * d * k * remembered)
+        + (0.0 if model.norm_position == "pre" else layers * 4 * d * k * remembered)
         / gradient_segments
         + layers * still
         + deltanets * deltanet.flops_without_gradient(gradient_segments) * factor,
@@ -394,12 +385,12 @@ def _attention_widths(model: ModelConfig) -> tuple[int, int]:
 
 def _feed_forward_parameters(model: ModelConfig) -> int:
     d, f = model.d_model, model.inner_width
-    is_gated = feed_forward_traits(model.feed_forward).is_gated
+    is_gated = FEED_FORWARDS[model.feed_forward].is_gated
     return 3 * d * f if is_gated else 2 * d * f + f + d
 
 
 def _position_biases(model: ModelConfig) -> int:
-    traits = position_traits(model.positions)
+    traits = POSITIONS[model.positions]
     if not model.num_attention_layers:
         return 0
     if traits.learns_bias:
@@ -415,11 +406,11 @@ def _position_biases(model: ModelConfig) -> int:
 
 
 def _scales(model: ModelConfig) -> bool:
-    return scales_with_length(model.softmax_scaling)
+    return model.softmax_scaling == "log_length"
 
 
 def _learns_to_compress(model: ModelConfig) -> bool:
-    return bool(model.compressed_length) and learns_to_compress(model.compression)
+    return bool(model.compressed_length) and model.compression == "conv"
 
 
 def _compression_flops(model: ModelConfig, segment_length: int) -> tuple[float, float]:

@@ -20,23 +20,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from typing import Literal
 
 from foundation.errors import ConfigError
 from foundation.settings import assert_never
 from pretrain.config.choices import (
+    FEED_FORWARDS,
+    POSITIONS,
     LayerKind,
-    ZeroOptimizer,
-    attends,
-    feed_forward_traits,
-    learns_to_compress,
-    norm_traits,
-    norms_inputs,
-    position_traits,
-    precision_traits,
-    recomputation_traits,
-    reduction_bytes,
-    scales_with_length,
-    shards,
 )
 from pretrain.config.engine import Attention, attention_in
 from pretrain.config.lane_parts import lane_parts
@@ -156,8 +147,8 @@ def _has_segments(run: RunConfig) -> bool:
 
 
 def _checkpoints_all(run: RunConfig) -> bool:
-    repeated = recomputation_traits(run.engine.activation_checkpointing)
-    return repeated.layers and run.engine.checkpoint_every_n_layers == 1
+    repeated = run.engine.activation_checkpointing
+    return repeated == "full" and run.engine.checkpoint_every_n_layers == 1
 
 
 def _weights_and_optimizer(run: RunConfig, world_size: int) -> dict[str, float]:
@@ -205,8 +196,8 @@ def _activations(
     checkpointed = layers[::every]
     freed = kept = segments * sum(layer.kept for layer in layers)
     working = max(layer.working for layer in layers)
-    repeated = recomputation_traits(run.engine.activation_checkpointing)
-    if repeated.layers:
+    repeated = run.engine.activation_checkpointing
+    if repeated == "full":
         tokens = segments * lanes * run.model.read_tokens(run.data.segment_length)
         inputs = len(checkpointed) * tokens * run.model.d_model * width
         kept -= segments * sum(layer.kept for layer in checkpointed)
@@ -215,11 +206,11 @@ def _activations(
         # the peak.
         working = max(0.0, max(layer.kept + layer.working for layer in checkpointed) - logits)
     else:
-        if repeated.scores:
+        if repeated == "selective":
             weights = [layer.weights for layer in checkpointed]
             kept -= segments * sum(weights) - max(weights)
         freed = kept - layers[-1].kept
-    is_unsharded = not shards(run.engine.kind)
+    is_unsharded = run.engine.kind != "deepspeed"
     if is_unsharded and width == 4 and accumulation_steps(run, world_size) == 1:
         # The backward pass allocates gradients while it frees activations, so the two do not peak
         # together.
@@ -249,21 +240,21 @@ class LayerActivations:
     @cached_property
     def weights(self) -> float:
         """What selective checkpointing computes again: attention's weights, the delta rule."""
-        if not attends(self.kind):
+        if self.kind != "attention":
             return self.lanes * self._deltanet.kept_by_rule(self.width)
         return self._pairs * (1 + self._drops_weights * self._is_plain)
 
     @cached_property
     def working(self) -> float:
         """During its backward pass only: about the gradients of what was kept."""
-        if not attends(self.kind):  # the delta rule's tensors are freed as its gradients come
+        if self.kind != "attention":  # the delta rule's tensors are freed as its gradients come
             return self._rows - self.width * self.lanes * self._deltanet.kept_elements
         return self._rows + self._pairs * self._is_plain + self.workspace
 
     @cached_property
     def workspace(self) -> float:
         """Gradients of the scores of some heads, which the fused kernels pass to each other."""
-        if self._attention is not Attention.FUSED or not attends(self.kind):
+        if self._attention is not Attention.FUSED or self.kind != "attention":
             return 0.0
         model, T = self.run.model, self._tokens
         needed = workspace_of(
@@ -286,20 +277,20 @@ class LayerActivations:
         k = model.key_heads * model.head_width
         tokens, keys = T * self.lanes, (T + M) * self.lanes
         # Input, its sum with attention, both norms (pre: of memory too).
-        normed = keys if norms_inputs(model.norm_position) and attends(self.kind) else tokens
+        normed = keys if model.norm_position == "pre" and self.kind == "attention" else tokens
         elements = (3 * tokens + normed) * d
-        elements += norm_traits(model.norm).kept * (tokens + normed) * d
-        inner_tensors = feed_forward_traits(model.feed_forward).inner_tensors + bool(model.dropout)
+        elements += (model.norm == "rmsnorm") * (tokens + normed) * d
+        inner_tensors = FEED_FORWARDS[model.feed_forward].inner_tensors + bool(model.dropout)
         elements += tokens * model.inner_width * inner_tensors
-        if not attends(self.kind):
+        if self.kind != "attention":
             elements += self.lanes * self._deltanet.kept_elements + self._deltanet.joined_elements
             return float(self.width * elements)
         elements += 2 * tokens * h + 2 * keys * k  # queries and what they read; keys and values
         if model.query_key_norm:
             elements += 2 * tokens * h + 3 * keys * k
-        if scales_with_length(model.softmax_scaling):
+        if model.softmax_scaling == "log_length":
             elements += tokens * h
-        if position_traits(model.positions).projects_encodings:
+        if POSITIONS[model.positions].projects_encodings:
             elements += (T + M) * h
         return self.width * elements
 
@@ -319,7 +310,7 @@ class LayerActivations:
             return 0.0
         model, T = self.run.model, self._tokens
         rows = 2 * model.d_model + model.inner_width if model.dropout else 0
-        drops = self._drops_weights and attends(self.kind)
+        drops = self._drops_weights and self.kind == "attention"
         pairs = model.num_heads * (T + self.memory) if drops else 0
         return T * self.lanes * (rows + pairs)
 
@@ -350,7 +341,7 @@ def _ema_bytes(run: RunConfig) -> int:
 
 
 def _width(run: RunConfig) -> int:
-    return precision_traits(run.engine.number_format).bytes
+    return 4 if run.engine.number_format == "fp32" else 2
 
 
 # Elements of a bucket at least: smaller sums take as long as this one on most networks.
@@ -369,7 +360,17 @@ class Buffers:
 
 def stage_of(run: RunConfig) -> int:
     """Return the ZeRO stage; plain torch has none."""
-    return run.engine.zero_stage if shards(run.engine.kind) else 0
+    return run.engine.zero_stage if run.engine.kind == "deepspeed" else 0
+
+
+# DeepSpeed's classes around our optimizer; empty: none.
+ZeroOptimizer = Literal[
+    "",
+    "FP16_UnfusedOptimizer",
+    "BF16_Optimizer",
+    "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizer_Stage3",
+]
 
 
 def optimizer_of(run: RunConfig) -> ZeroOptimizer:
@@ -378,16 +379,10 @@ def optimizer_of(run: RunConfig) -> ZeroOptimizer:
     if stage == 3:
         return "DeepSpeedZeroOptimizer_Stage3"
     if stage == 0:
-        is_wrapped = shards(run.engine.kind) and precision_traits(precision).is_half
+        is_wrapped = run.engine.kind == "deepspeed" and precision != "fp32"
         return "FP16_UnfusedOptimizer" if is_wrapped else ""
-    if stage == 1 and not run.engine.offload_optimizer:
-        match precision:
-            case "bf16":
-                return "BF16_Optimizer"
-            case "fp16" | "fp32":
-                pass
-            case _:
-                assert_never(precision)
+    if stage == 1 and not run.engine.offload_optimizer and precision == "bf16":
+        return "BF16_Optimizer"
     return "DeepSpeedZeroOptimizer"
 
 
@@ -419,7 +414,7 @@ def smallest_bucket(model: ModelConfig) -> int:
 def largest_parameter(model: ModelConfig) -> int:
     """Return the elements of the largest parameter."""
     attention = model.head_width * max(model.num_heads, 2 * model.key_heads)
-    learns = model.compressed_length and learns_to_compress(model.compression)
+    learns = model.compressed_length and model.compression == "conv"
     compressed = model.compression_rate * model.d_model if learns else 0
     values = model.num_heads * model.deltanet_value_width if model.num_deltanet_layers else 0
     rows = max(attention, values, model.inner_width, compressed, model.memory_tokens)
@@ -430,7 +425,7 @@ def largest_parameter(model: ModelConfig) -> int:
 def buffers_of(run: RunConfig, world_size: int, on_gpu: bool) -> Buffers:
     """Return what a rank keeps of gradients and buckets at the peak of its backward pass."""
     P, R, stage = parameters_of(run.model).total, world_size, stage_of(run)
-    w, c = _width(run), reduction_bytes(run.engine.reduction_precision)
+    w, c = _width(run), (4 if run.engine.reduction_precision == "fp32" else 2)
     bucket = bucket_elements(run)
     # A bucket is put together in the weights' type; one more copy, or two, are on their way.
     staged = 2 if overlaps_reduction(run, on_gpu) else 1
@@ -439,8 +434,8 @@ def buffers_of(run: RunConfig, world_size: int, on_gpu: bool) -> Buffers:
     moments = moment_bytes(run.model, run.optim, P)
     match kind:
         case "" | "FP16_UnfusedOptimizer":
-            own = w if shards(run.engine.kind) else 4
-            copied = own * min(P, COPIED) if shards(run.engine.kind) else 0
+            own = w if run.engine.kind == "deepspeed" else 4
+            copied = own * min(P, COPIED) if run.engine.kind == "deepspeed" else 0
             return Buffers(own * P, copied, 0)
         case "BF16_Optimizer":
             return Buffers(6 * P, (4 + (c if c != 4 else 0)) * min(P, COPIED), 0)

@@ -19,7 +19,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from data_pipeline.lanes.segment_batch import SegmentBatch
 from foundation.errors import ConfigError
 from foundation.settings import assert_never
-from pretrain.config.choices import precision_traits
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import parameters_of
 from pretrain.costs.memory import bucket_elements, overlaps_reduction
@@ -144,7 +143,7 @@ def deepspeed_settings(
             derived["fp16"] = {"enabled": True, "loss_scale": 1.0}
         case _:
             assert_never(run.engine.number_format)
-    if precision_traits(run.engine.number_format).is_half and run.engine.zero_stage > 0:
+    if run.engine.number_format != "fp32" and run.engine.zero_stage > 0:
         # Stage 0 cannot accumulate in another type than the weights'.
         derived["data_types"] = {"grad_accum_dtype": "fp32"}
     if run.engine.zero_stage > 0:
@@ -215,7 +214,7 @@ def is_unwrapped(run: RunConfig) -> bool:
 
     It would then clip gradients without reporting their norm, so the engine does both.
     """
-    return run.engine.zero_stage == 0 and not precision_traits(run.engine.number_format).is_half
+    return run.engine.zero_stage == 0 and run.engine.number_format == "fp32"
 
 
 def _merged(derived: dict[str, Any], extra: Mapping[str, Any], where: str) -> dict[str, Any]:

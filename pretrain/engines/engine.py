@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from data_pipeline.lanes.segment_batch import SegmentBatch
 from foundation.errors import ConfigError
-from pretrain.config.choices import Precision, precision_traits
+from pretrain.config.choices import Precision
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, sum_over_ranks
@@ -175,7 +175,7 @@ def evaluate_module(
 
 def loss_scaler_of(run: RunConfig) -> LossScaler | None:
     """Return a new loss scaler in fp16, else None."""
-    if not precision_traits(run.engine.number_format).scales_loss:
+    if run.engine.number_format != "fp16":
         return None
     return LossScaler(INITIAL_SCALE, WINDOW)
 
@@ -210,7 +210,7 @@ class TorchEngine:
         self._master.train()
         self.module: nn.Module = self._master
         self.loss_scaler = loss_scaler_of(run)
-        if precision_traits(run.engine.number_format).is_half:
+        if run.engine.number_format != "fp32":
             self.module = copy.deepcopy(self._master).to(dtype_of(run.engine.number_format))
         self._optimizer = build_optimizer(self._master, run.optim)
         self._create_state()

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from foundation.errors import ConfigError
-from pretrain.config.choices import AttentionKernel, position_traits, scales_with_length
+from pretrain.config.choices import POSITIONS, AttentionKernel
 from pretrain.config.model import ModelConfig
 from pretrain.model.attention_paths import ScoreTerms, Visibility, WeightDropout, path_for
 from pretrain.model.dropout import DropoutStream, Site, drop
@@ -47,7 +47,7 @@ class RelativeAttention(nn.Module):
         self._kernel: AttentionKernel = kernel
         # Selective checkpointing: the backward pass computes the scores again.
         self.recomputes_scores = False
-        self._positions = position_traits(config.positions)
+        self._positions = POSITIONS[config.positions]
         self._head_width = config.head_width
         self._config = config
         self._num_key_heads = config.key_heads
@@ -66,7 +66,7 @@ class RelativeAttention(nn.Module):
         self.query_norm = RMSNorm(config.head_width) if config.query_key_norm else None
         self.key_norm = RMSNorm(config.head_width) if config.query_key_norm else None
         self.length_scale = None
-        if scales_with_length(config.softmax_scaling):
+        if config.softmax_scaling == "log_length":
             self.length_scale = constant(config.num_heads, value=INITIAL_LENGTH_SCALE)
         self.sinks = zeros(config.num_heads) if config.attention_sinks else None
 

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from foundation.settings import assert_never
-from pretrain.config.choices import AttentionKernel, sums_in_order
+from pretrain.config.choices import AttentionKernel
 from pretrain.config.engine import Attention, DeltaRule, attention_of, described
 from pretrain.config.model import ModelConfig
 from pretrain.kernels.cpu.attention import relative_attention, relative_shift
@@ -119,7 +119,7 @@ def path_for(
         case Attention.SDPA:
             return sdpa_attention
         case Attention.FUSED:
-            return functools.partial(fused_attention, is_bitwise=sums_in_order(kernel))
+            return functools.partial(fused_attention, is_bitwise=kernel != "atomic")
         case Attention.PLAIN:
             return plain_attention
         case _:

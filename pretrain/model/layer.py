@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, relu, silu
 
 from foundation.settings import assert_never
-from pretrain.config.choices import (
-    AttentionKernel,
-    FeedForwardKind,
-    feed_forward_traits,
-    norms_inputs,
-)
+from pretrain.config.choices import FEED_FORWARDS, AttentionKernel, FeedForwardKind
 from pretrain.config.model import ModelConfig
 from pretrain.model.attention import RelativeAttention, compiled_if
 from pretrain.model.attention_paths import ScoreTerms, Visibility
@@ -37,7 +32,7 @@ class FeedForward(nn.Module):
         self._layer = layer
         self._rate = config.dropout
         self._kind: FeedForwardKind = config.feed_forward
-        gated = feed_forward_traits(self._kind).is_gated
+        gated = FEED_FORWARDS[self._kind].is_gated
         std = config.matrix_init_std
         self.inner_weight = normal(config.inner_width, config.d_model, std=std)
         self.inner_bias = None if gated else zeros(config.inner_width)
@@ -73,7 +68,7 @@ class ResidualLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self._norms_inputs = norms_inputs(config.norm_position)
+        self._norms_inputs = config.norm_position == "pre"
         # Compile what lies between two attentions, in training.
         self.compiles = False
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from foundation.settings import assert_never
-from pretrain.config.choices import CompressionKind, learns_to_compress, norms_inputs
+from pretrain.config.choices import CompressionKind
 from pretrain.config.model import ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.layer import TransformerLayer
@@ -91,7 +91,7 @@ class Compression(nn.Module):
         self._rate = config.compression_rate
         self._head_width = config.head_width
         self._heads_per_key = config.num_heads // config.key_heads
-        self._learns = learns_to_compress(self._kind)
+        self._learns = self._kind == "conv"
         if self._learns:
             shape = (config.d_model, self._rate * config.d_model)
             self.weight = normal(*shape, std=config.matrix_init_std)
@@ -203,7 +203,7 @@ class MemoryTokens(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.initial = normal(config.memory_tokens, config.d_model, std=config.init_std)
-        self.norm = norm_of(config) if norms_inputs(config.norm_position) else None
+        self.norm = norm_of(config) if config.norm_position == "pre" else None
         self._scale = config.embedding_scale
         self._count = config.memory_tokens  # ZeRO-3 has sharded the parameter when it is asked
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from foundation.settings import assert_never
-from pretrain.config.choices import RopeExtension, position_traits, scales_with_length
+from pretrain.config.choices import POSITIONS, RopeExtension
 from pretrain.config.model import T5_BUCKETS, T5_MAX_DISTANCE, ModelConfig
 from pretrain.model.attention_paths import Visibility
 from pretrain.model.parameters import normal
@@ -160,7 +160,7 @@ class DistanceBias(nn.Module):
         super().__init__()
         self._config = config
         self.bucket_bias = None
-        if position_traits(config.positions).learns_bias:
+        if POSITIONS[config.positions].learns_bias:
             self.bucket_bias = normal(T5_BUCKETS, config.num_heads, std=config.init_std)
 
     def forward(self, num_keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -215,7 +215,7 @@ class SegmentKeys:
                 dtype=self._dtype,
                 device=documents_BC.device,
             )
-            if scales_with_length(self._config.softmax_scaling):
+            if self._config.softmax_scaling == "log_length":
                 # Here, since compiled layers would each compute it again.
                 _ = self._visibility[key].num_visible_BL
         return self._visibility[key]

@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from foundation.errors import ConfigError
-from pretrain.config.choices import (
-    ActivationCheckpointing,
-    AttentionKernel,
-    position_traits,
-    recomputation_traits,
-)
+from pretrain.config.choices import POSITIONS, ActivationCheckpointing, AttentionKernel
 from pretrain.config.model import ModelConfig
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.embedding_and_softmax import AdaptiveSoftmax, Embedding, with_gradient_of
@@ -81,7 +76,7 @@ class TransformerXL(nn.Module):
             raise ConfigError("model.vocab_size=0; set it to the tokenizer's number of tokens")
         self.config = config
         self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
-        recomputes_scores = recomputation_traits(activation_checkpointing).scores
+        recomputes_scores = activation_checkpointing == "selective"
         self.checkpoint_every_n_layers = checkpoint_every_n_layers
         self.embedding = Embedding(config)
         layers = [layer_of(config, layer, attention_kernel) for layer in range(config.num_layers)]
@@ -92,7 +87,7 @@ class TransformerXL(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.content_bias: nn.Parameter | None = None  # u, r_w_bias
         self.position_bias: nn.Parameter | None = None  # v, r_r_bias
-        positions = position_traits(config.positions)
+        positions = POSITIONS[config.positions]
         has_attention = config.num_attention_layers > 0
         if positions.projects_encodings and not config.untie_biases and has_attention:
             self.content_bias = normal(config.num_heads, config.head_width, std=config.init_std)
@@ -230,7 +225,7 @@ class TransformerXL(nn.Module):
         # Options are keyword arguments: DeepSpeed's hooks inspect the positional ones and support
         # tensors only.
         if (
-            not recomputation_traits(self.activation_checkpointing).layers
+            self.activation_checkpointing != "full"
             or index % self.checkpoint_every_n_layers
             or not torch.is_grad_enabled()
         ):
@@ -347,7 +342,7 @@ class TransformerXL(nn.Module):
         if self.distance_bias is not None:
             return self.distance_bias(num_keys, hidden_BLD.dtype, hidden_BLD.device)
         positions_CX = encodings.encodings_CD(num_keys, hidden_BLD.dtype, hidden_BLD.device)
-        drops = position_traits(self.config.positions).projects_encodings
+        drops = POSITIONS[self.config.positions].projects_encodings
         if dropout is None or self.config.dropout == 0.0 or not drops:
             return positions_CX
         return dropout.drop_shared(positions_CX, self.config.dropout, Site.POSITIONS)
@@ -357,7 +352,7 @@ class TransformerXL(nn.Module):
 
         Where a layer then sees more keys than in training, `rope_extension` acts.
         """
-        if not position_traits(self.config.positions).rotates:
+        if not POSITIONS[self.config.positions].rotates:
             return
         trained = self.trained_keys or (0,) * self.config.num_layers
         lengths = self.config.memory_lengths(longest_memory)
@@ -373,6 +368,6 @@ class TransformerXL(nn.Module):
         }
 
     def _encodings_of(self, stretch: Stretch | None) -> RelativePositions:
-        rotates = position_traits(self.config.positions).rotates
+        rotates = POSITIONS[self.config.positions].rotates
         width = self.config.head_width if rotates else self.config.d_model
         return RelativePositions(width, self.config.clamp_length, stretch)

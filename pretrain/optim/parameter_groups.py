@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from foundation.settings import assert_never
-from pretrain.config.choices import OptimizerName, orthogonalizes
+from pretrain.config.choices import OptimizerName
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.model.transformer_xl import TransformerXL
@@ -94,7 +94,7 @@ def group_traits(role: Role, optim: OptimConfig, model: ModelConfig) -> GroupTra
             grows = False
         case _:
             assert_never(role)
-    by_muon = role == "matrix" and orthogonalizes(optim.name)
+    by_muon = role == "matrix" and optim.name == "muon"
     exponent = MUON_RATE_EXPONENT if by_muon else rate_exponent(optim.name)
     factor = width**exponent if grows else 1.0
     epsilon = optim.epsilon if role == "output_bias" else optim.epsilon / width

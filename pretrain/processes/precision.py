@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.utils import deterministic
 
-from pretrain.config.choices import Precision, PrecisionSetting, resolved_precision, sums_in_order
+from pretrain.config.choices import Precision, PrecisionSetting
 from pretrain.config.engine import Attention, attention_in
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig
@@ -38,7 +38,7 @@ def set_determinism(config: RunConfig, device: torch.device) -> None:
     if device.type != "cuda":
         return
     kernel = config.engine.attention_kernel
-    if not sums_in_order(kernel):
+    if kernel == "atomic":
         logger.warning("not bitwise: engine.attention_kernel=%s sums in no fixed order", kernel)
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
@@ -71,7 +71,7 @@ def with_precision_of_run(config: RunConfig, directory: Path, world: World) -> R
         if world.is_main and RunDir(directory).exists():
             recorded = RunDir.open(directory).config.engine.precision
     recorded = broadcast_value(recorded, str)
-    kept = resolved_precision(recorded, best)
+    kept = best if recorded == "auto" else recorded
     resolved = with_precision(config, kept)
     if world.is_main and resolved != config and kept != best:
         logger.info(

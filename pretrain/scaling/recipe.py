@@ -15,7 +15,6 @@ from pathlib import Path
 
 from foundation.errors import ConfigError
 from foundation.settings import load_config
-from pretrain.config.choices import schedule_traits
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of, parameters_of
@@ -289,7 +288,7 @@ def refuse_unsuited(base: RunConfig) -> None:
             "take them out of the base"
         )
     schedule = base.optim.schedule
-    if not schedule_traits(schedule.shape).decays or schedule.final_fraction > DECAYED:
+    if schedule.shape in ("constant", "inverse_sqrt") or schedule.final_fraction > DECAYED:
         raise ConfigError(
             f"optim.schedule.shape={schedule.shape} final_fraction={schedule.final_fraction} does "
             "not decay the "

@@ -8,7 +8,7 @@ import torch
 from torch._inductor import config as inductor
 from torch.profiler import ProfilerActivity, profile
 
-from pretrain.config.choices import position_traits
+from pretrain.config.choices import POSITIONS
 from pretrain.config.model import ModelConfig
 from pretrain.model.attention import RelativeAttention, compiled_if
 from pretrain.model.attention_paths import Visibility
@@ -34,7 +34,7 @@ def layers_of(model: ModelConfig) -> list[TransformerLayer]:
 
 def between_attentions(model: ModelConfig, layer: TransformerLayer, rows: int = LENGTH) -> None:
     """Run what a layer computes before and after attention, and if it has gradients, backward."""
-    width, is_relative = model.d_model, position_traits(model.positions).projects_encodings
+    width, is_relative = model.d_model, POSITIONS[model.positions].projects_encodings
     visibility = Visibility(
         num_queries=LENGTH,
         num_keys=rows + LENGTH,

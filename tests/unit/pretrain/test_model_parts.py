@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pretrain.config.choices import FeedForwardKind, feed_forward_traits
+from pretrain.config.choices import FEED_FORWARDS, FeedForwardKind
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.model.attention_paths import Visibility
@@ -175,7 +175,7 @@ def test_feed_forward_keeps_as_many_inner_tensors_as_its_traits_say(kind) -> Non
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(torch.randn(2, 4, 6, requires_grad=True), dropout=None)
-    assert len(kept) == feed_forward_traits(kind).inner_tensors
+    assert len(kept) == FEED_FORWARDS[kind].inner_tensors
 
 
 @pytest.mark.parametrize("cutoffs", [(), (9, 20)])
