@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,11 +31,11 @@ REPLICATES = 25
 FEWEST = 0.9
 
 
-def accuracies_of(law: Law, points: Points, noise: float, seed: int) -> dict[str, float]:
-    """The runs' accuracies by their true losses, with noise."""
+def with_accuracies(law: Law, points: Points, noise: float, seed: int) -> Points:
+    """The runs with accuracies by their true losses, with noise."""
     true_P = TRUTH.at(law.loss(points.parameters_P, points.tokens_P))
     noise_P = noise * np.random.default_rng(seed).standard_normal(len(points))
-    return dict(zip(points.names, np.clip(true_P + noise_P, 0, 1).tolist(), strict=True))
+    return replace(points, accuracy_P=np.clip(true_P + noise_P, 0, 1))
 
 
 def answers(law: Law, noise: float, seed: int) -> Iterator[tuple[float, bool, float]]:
@@ -42,7 +43,7 @@ def answers(law: Law, noise: float, seed: int) -> Iterator[tuple[float, bool, fl
     points = simulated(
         law, budgets=(*RANGE, BUDGETS), num_sizes=SIZES, noise=LOSS_NOISE, seed=2 * seed
     )
-    task = fit_task(points, accuracies_of(law, points, noise, 2 * seed + 1), CHANCE)
+    task = fit_task(with_accuracies(law, points, noise, 2 * seed + 1), CHANCE)
     for factor in FACTORS:
         n, d = np.exp(log_optimum(law.theta, np.log(factor * RANGE[1]), SIX_N))
         true = float(TRUTH.at(law.loss(n, d)))

@@ -57,8 +57,6 @@ PROGRAM = Program(
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
     """The flags of every action that fits runs."""
-    from pretrain.scaling.frontier import REACH
-
     add = parser.add_argument
     add("runs", type=Path, metavar="RUNS", help="CSV or JSON, one run per row: N, D, loss and more")
     add(
@@ -67,7 +65,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="ROLE=NAME",
         help="name of the column of a role: parameters, tokens, loss, flops, budget, name, "
-        "progress, holdout, bits, error or excluded",
+        "progress, holdout or excluded",
     )
     add("--where", action="append", default=[], metavar="COLUMN=VALUE", help="use only these rows")
     add(
@@ -81,9 +79,6 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     add("--unit", action="append", default=[], metavar="ROLE=FACTOR", help=unit)
     held = "predict these rows instead of fitting them"
     add("--holdout", action="append", default=[], metavar="COLUMN=VALUE", help=held)
-    reach = "approach 2: use the sizes within this factor of each budget's lowest run (default "
-    reach += "%(default)s; inf: all)"
-    add("--reach", type=float, default=REACH, metavar="X", help=reach)
 
 
 def add_family(parser: argparse._ActionsContainer) -> None:

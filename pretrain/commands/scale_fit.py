@@ -21,12 +21,10 @@ MANY_RUNS = 10_000  # whose fit takes long enough for progress
 
 def fit_of(arguments: argparse.Namespace) -> Fit:
     """Return the fit that the flags of `add_runs` describe. It takes seconds and is not stored."""
-    if not arguments.reach > 1:
-        raise ConfigError(f"--reach {arguments.reach} must be above 1: a factor in size")
     points = points_of(arguments)
     with StatusLine() as status:
         report = status.show if len(points) >= MANY_RUNS else lambda _: None
-        return fit_all(points, reach=arguments.reach, report=report)
+        return fit_all(points, report=report)
 
 
 def points_of(arguments: argparse.Namespace) -> Points:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
 import numpy as np
@@ -62,14 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _law_lines(law: MemoryLaw, runs: Trained) -> list[str]:
     error = np.abs(law.loss(*runs.values) / runs.loss_P - 1)
-    alpha, beta, gamma = law.exponents
+    (floor, *weights), (alpha, beta, gamma) = law.coefficients, law.exponents
     shortest = mean_power(law.reference[2], law.segment_length, gamma)
-    scales = law.coefficients[1:] * [*law.reference[:2] ** law.exponents[:2], 1 / shortest]
-    forms = (f"/ N^{alpha:.3f}", f"/ D^{beta:.3f}", f"<k^-{gamma:.3f}>")
-    terms = [f"{scale:.4g} {form}" for scale, form in zip(scales, forms, strict=True) if scale > 0]
+    scales = weights * np.array([*law.reference[:2] ** law.exponents[:2], 1 / shortest])
+    terms = [f"{scales[0]:.4g} / N^{alpha:.3f}"]
+    if len(np.unique(runs.parameters_P)) == 1:
+        floor, terms = floor + weights[0], []
+    terms += [f"{scales[1]:.4g} / D^{beta:.3f}", f"{scales[2]:.4g} <k^-{gamma:.3f}>"]
     lines = [
         f"{counted(len(runs.loss_P), 'run')} with segments of {runs.segment_length}: loss = "
-        f"{' + '.join([f'{law.coefficients[0]:.4g}', *terms])}, a mean over tokens with k = "
+        f"{' + '.join([f'{floor:.4g}', *terms])}, a mean over tokens with k = "
         f"memory + 1 to memory + {runs.segment_length} keys; mean absolute error {error.mean():.2%}"
     ]
     if not law.coefficients[3] > 0:
@@ -90,7 +91,7 @@ def _errors(law: MemoryLaw, runs: Trained) -> list[list[str]]:
 
 
 def _row(found: Optimum) -> list[str]:
-    memory = shown(found.memory, lambda value: f"{value:.0f}" if math.isfinite(value) else "-")
+    memory = shown(found.memory, lambda value, _: f"{value:.0f}")
     return [
         flops_text(found.flops),
         f"at least {memory}" if found.is_edge else memory,

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-
-import numpy as np
+import math
 
 from foundation.errors import ConfigError, DataError
 from foundation.settings import amount_of
 from pretrain.commands.scale import add_runs
 from pretrain.commands.scale_fit import points_of
-from pretrain.scaling.intervals import amount, as_loss, shown
+from pretrain.scaling.intervals import amount, as_loss, fixed, shown
 from pretrain.scaling.law import ParametricFit
-from pretrain.scaling.predict import forecast, law_of_runs, refuse_wild, run_doubts
-from pretrain.scaling.table import Columns, Points, values_by_name
-from pretrain.scaling.task_fit import FARTHEST, Backtest, TaskFit, backtest, fit_task
-from pretrain.terminal.text import counted, fitted_table
+from pretrain.scaling.predict import law_of_runs, refuse_wild, run_doubts
+from pretrain.scaling.table import Columns
+from pretrain.scaling.task_fit import FARTHEST, TaskFit, backtest, fit_task
+from pretrain.terminal.text import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,110 +41,72 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print both steps, the backtest and the prediction."""
-    _check(arguments)
+    given = [name for name in ("flops", "tokens", "params") if getattr(arguments, name)]
+    if given not in ([], ["flops"], ["tokens", "params"]):
+        raise ConfigError("give --flops, or --params and --tokens together, or none of them")
+    ends = arguments.chance, arguments.ceiling
+    if not 0 <= (ends[0] or 0) < ends[1] <= 1:
+        raise ConfigError(
+            f"--chance {ends[0] or 0:g} and --ceiling {ends[1]:g}: expected 0 <= chance < ceiling "
+            "<= 1"
+        )
+    arguments.column = [*arguments.column, f"accuracy={arguments.accuracy}"]
     if arguments.task_loss:
-        arguments.column = [*arguments.column, f"loss={arguments.task_loss}"]
-    runs = points_of(arguments)
-    columns = Columns.parse(arguments.column)
-    accuracies = values_by_name(arguments.runs, arguments.accuracy, columns)
-    task = fit_task(runs, accuracies, arguments.chance, arguments.ceiling)
-    asked = _asked(task, arguments)
-    lines = [
-        *_step_lines(task, columns.loss, arguments),
-        *_backtest_lines(runs, accuracies, arguments),
-    ]
-    if asked:
-        parameters, tokens = asked
-        loss, accuracy = task.predict(parameters, tokens)
-        lines += [
-            f"N {amount(parameters)}, D {amount(tokens)}: {columns.loss} {shown(loss, as_loss)}, "
-            f"{arguments.accuracy} {shown(accuracy, _percent)}"
-        ]
-        if (distance := task.extrapolated(loss.value)) > FARTHEST:
-            lines.insert(
-                0,
-                f"warning: a loss of {as_loss(loss.value)} is {distance:.0%} of the range of the "
-                "runs' losses below the lowest: the accuracy is extrapolated; add better runs",
-            )
+        arguments.column.append(f"loss={arguments.task_loss}")
+    runs, loss = points_of(arguments), Columns.parse(arguments.column).loss
+    task = fit_task(runs, *ends)
+    lines = _step_lines(task, loss, arguments.accuracy)
+    try:
+        error, second, both = backtest(runs, *ends)
+        lines.append(
+            "without the largest budget, mean absolute errors there: "
+            f"loss {error:.2%}, accuracy {100 * second:.1f} points by step 2 alone and "
+            f"{100 * both:.1f} by both"
+        )
+    except DataError as error:
+        lines.append(f"no check on the largest budget: {error}")
+    if given:
+        lines = [*_prediction(task, loss, arguments), *lines]
     print("\n".join(lines))
     return 0
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    given = [name for name in ("flops", "tokens", "params") if getattr(arguments, name)]
-    if given not in ([], ["flops"], ["tokens", "params"]):
-        raise ConfigError("give --flops, or --params and --tokens together, or none of them")
-    chance, ceiling = arguments.chance or 0.0, arguments.ceiling
-    if not 0 <= chance < ceiling <= 1:
-        raise ConfigError(
-            f"--chance {chance:g} and --ceiling {ceiling:g}: expected 0 <= chance < ceiling <= 1"
-        )
-
-
-def _asked(task: TaskFit, arguments: argparse.Namespace) -> tuple[float, float] | None:
-    """Parameters and tokens of the run that is asked for; ConfigError if it is too far away."""
+def _prediction(task: TaskFit, loss: str, arguments: argparse.Namespace) -> list[str]:
+    """The accuracy of the run that is asked for; ConfigError if it is too far away."""
+    parameters, tokens = arguments.params, arguments.tokens
     if arguments.flops:
-        found = forecast(law_of_runs(task.fit), task.fit.flops_law, flops=arguments.flops)
-        asked = found.parameters.value, found.tokens.value
-    elif arguments.params:
-        asked = arguments.params, arguments.tokens
-    else:
-        return None
+        law, log_flops = law_of_runs(task.fit), math.log(arguments.flops)
+        parameters = law.parameters(log_flops).value
+        tokens = law.tokens(log_flops, task.fit.flops_law).value
     if not arguments.force:
-        refuse_wild(run_doubts(task.fit, *asked))
-    return asked
+        refuse_wild(run_doubts(task.fit, parameters, tokens))
+    found, accuracy = task.predict(parameters, tokens)
+    lines = []
+    if (distance := task.extrapolated(found.value)) > FARTHEST:
+        lines.append(
+            f"warning: a loss of {as_loss(found.value)} is {distance:.0%} of the range of the "
+            "runs' losses below the lowest: the accuracy is extrapolated; add better runs"
+        )
+    return [
+        *lines,
+        f"N {amount(parameters)}, D {amount(tokens)}: {loss} {shown(found, as_loss)}, "
+        f"{arguments.accuracy} {shown(accuracy, _percent)}",
+    ]
 
 
-def _step_lines(task: TaskFit, loss: str, arguments: argparse.Namespace) -> list[str]:
-    found = task.sigmoid
-    parametric = task.fit.estimates.laws[law_of_runs(task.fit).key]
-    assert isinstance(parametric, ParametricFit)
-    law = parametric.law
+def _step_lines(task: TaskFit, loss: str, accuracy: str) -> list[str]:
+    found, fitted = task.sigmoid, law_of_runs(task.fit).fit
+    assert isinstance(fitted, ParametricFit)
+    law = fitted.law
     return [
         f"step 1, {counted(len(task.loss_P), 'run')}: {loss} = {law.E:.4g} + {law.A:.4g} / "
         f"N^{law.alpha:.3f} + {law.B:.4g} / D^{law.beta:.3f}, mean absolute error "
-        f"{parametric.mean_error:.2%}",
-        f"step 2: {arguments.accuracy} = {found.floor:.3f} + {found.ceiling - found.floor:.3f} / "
+        f"{fitted.mean_error:.2%}",
+        f"step 2: {accuracy} = {found.floor:.3f} + {found.ceiling - found.floor:.3f} / "
         f"(1 + exp({found.steepness:.3g} ({loss} - {found.middle:.3f}))), mean absolute error "
         f"{100 * task.mean_error:.2f} points",
     ]
 
 
-def _backtest_lines(
-    runs: Points, accuracies: Mapping[str, float], arguments: argparse.Namespace
-) -> list[str]:
-    try:
-        found = backtest(runs, accuracies, arguments.chance, arguments.ceiling)
-    except DataError as error:
-        return [f"no backtest: {error}"]
-    heads = ["largest budget, left out", "loss", "predicted", "accuracy", "step 2 alone", "both"]
-    rows = [
-        [
-            item.name,
-            as_loss(item.loss),
-            f"{as_loss(item.predicted_loss)} ({item.predicted_loss / item.loss - 1:+.2%})",
-            _percent(item.accuracy),
-            *(
-                f"{_percent(value)} ({100 * (value - item.accuracy):+.1f})"
-                for value in (item.from_measured_loss, item.predicted_accuracy)
-            ),
-        ]
-        for item in found
-    ]
-    return [fitted_table([heads, *rows]), _errors(found)]
-
-
-def _errors(found: Sequence[Backtest]) -> str:
-    loss = np.mean([abs(item.predicted_loss / item.loss - 1) for item in found])
-    second, both = (
-        100 * np.mean([abs(getattr(item, name) - item.accuracy) for item in found])
-        for name in ("from_measured_loss", "predicted_accuracy")
-    )
-    return (
-        f"mean absolute errors there: loss {loss:.2%}, accuracy {second:.1f} points by step 2 "
-        f"alone and {both:.1f} by both"
-    )
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}%"
+def _percent(value: float, half: float = math.nan) -> str:
+    return f"{fixed(100 * value, 100 * half, '.1f')}%"

@@ -206,19 +206,21 @@ def panel_html(panel: Panel, height_inches: float, alternative: str) -> str:
     return chart_html(figure, alternative)
 
 
-def save_png(path: Path, figure: Figure) -> None:
+def save_png(path: Path, figure: Figure, title: str | None = None) -> None:
     """Write the figure as a PNG that appears whole or not at all."""
     with atomic_write(path) as file:
-        figure.savefig(file, format="png", metadata={"Software": None})
+        figure.savefig(file, format="png", metadata={"Software": None, "Title": title})
 
 
-def save_figure(path: Path, figure: Figure) -> None:
-    """Write a figure of a paper beside `path`: as PNG, SVG and PDF, and what it draws as CSV."""
-    save_png(path.with_suffix(".png"), figure)
-    for form in ("svg", "pdf"):
-        date = {"Date": None} if form == "svg" else {"CreationDate": None}
+def save_figure(path: Path, figure: Figure, title: str) -> None:
+    """Write a figure of a paper beside `path`: as PNG, SVG and PDF, and what it draws as CSV.
+
+    The title is among what the files say of themselves; a paper has its own caption.
+    """
+    save_png(path.with_suffix(".png"), figure, title)
+    for form, date in (("svg", "Date"), ("pdf", "CreationDate")):
         with atomic_write(path.with_suffix(f".{form}")) as file:
-            figure.savefig(file, format=form, metadata=date)
+            figure.savefig(file, format=form, metadata={date: None, "Title": title})
     write_csv(path.with_suffix(".csv"), ("series", "x", "y"), drawn_values(figure))
 
 

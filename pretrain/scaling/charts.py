@@ -24,7 +24,7 @@ from pretrain.reporting.charts import (
     spread_markers,
 )
 from pretrain.scaling.fit import BEYOND, Fit, relative_error
-from pretrain.scaling.frontier import Valley, law_of
+from pretrain.scaling.frontier import Approach, Valley, law_of
 from pretrain.scaling.intervals import LEVEL, Interval
 from pretrain.scaling.law import loss_at
 from pretrain.scaling.table import Array
@@ -32,6 +32,7 @@ from pretrain.scaling.table import Array
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.path import Path
 
 COLORS: dict[str, str] = dict(
     zip(("parametric", "lowest", "isoflop", "tied"), SERIES, strict=False)
@@ -47,12 +48,12 @@ LOSS = "loss (nats per token)"
 FLOPS = "training FLOPs C"
 BANDS = f"by each law, in a band of its {LEVEL}% interval"
 MOST_LABELS = 12  # of budgets in a legend
-BITS = "bits per byte"
 BAND_POINTS = 60
 GRID = 80
 MARGIN = 1.6  # beyond the runs and the optimum
 LEVELS, BELOW = 11, 30.0  # contours, from the optimum at so many times fewer FLOPs than any run's
 FEWEST_DECIMALS = 2
+EDGE = 2.0  # a label may be half as near to the axes as to runs
 RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
 Chart = Callable[[Fit], "Figure"]
@@ -61,7 +62,7 @@ Chart = Callable[[Fit], "Figure"]
 def valleys(fit: Fit) -> Figure:
     """The runs of each budget over their size, with approach 2's parabolas and vertices."""
     figure, axes = canvas(4.4, "parameters N", LOSS)
-    points, isoflop = fit.points, fit.estimates.isoflop
+    points, isoflop = fit.points, fit.isoflop
     parabolas = {valley.budget: valley for valley in isoflop.valleys} if isoflop else {}
     for budget, style in budget_styles(points.budgets).items():
         mine = points.budget_P == budget
@@ -77,7 +78,6 @@ def valleys(fit: Fit) -> Figure:
     axes.set_xscale("log")
     log_amount_ticks(axes.xaxis)
     plain_ticks(axes.yaxis)
-    add_bits_per_byte(axes, fit)
     legend_above(figure, axes, f"budget, {FLOPS}", most_columns=4)
     return figure
 
@@ -98,18 +98,6 @@ def budget_styles(budgets: Array) -> dict[float, dict[str, Any]]:
     }
 
 
-def add_bits_per_byte(axes: Axes, fit: Fit) -> None:
-    """The losses in bits per byte on a second axis, where the runs' table has both."""
-    factor = fit.points.bits_per_nat
-    if not np.isfinite(factor):
-        return
-    functions = (lambda loss: loss * factor, lambda bits: bits / factor)
-    right = axes.secondary_yaxis("right", functions=functions)
-    right.set_ylabel(BITS)
-    right.spines["right"].set_visible(False)
-    plain_ticks(right.yaxis)
-
-
 def frontier(fit: Fit) -> Figure:
     """Every run's loss over its FLOPs, and the least loss by each approach, with bands."""
     figure, axes = canvas(4.2, FLOPS, LOSS)
@@ -119,26 +107,12 @@ def frontier(fit: Fit) -> Figure:
     if fit.holdouts:
         _held_out(axes, fit)
     _mark_largest_run(axes, fit)
-    _log_flops_and_loss(axes)
-    add_bits_per_byte(axes, fit)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    log_ticks(axes.xaxis, flops_text)
+    plain_ticks(axes.yaxis)
     legend_above(figure, axes, f"least loss {BANDS}")
     return figure
-
-
-def optimal_sizes(fit: Fit) -> Figure:
-    """N* over C for each approach, with bands and the lowest points of approach 2's parabolas."""
-    sizes = [approach.parameters for approach in fit.approaches]
-    return _optimum(fit, "optimal parameters N*", sizes, is_tokens=False)
-
-
-def optimal_tokens(fit: Fit) -> Figure:
-    """D* over C for each approach, with bands."""
-
-    def tokens_of(approach) -> Callable[[float], Interval]:
-        return lambda log_flops: approach.tokens(log_flops, fit.flops_law)
-
-    tokens = [tokens_of(approach) for approach in fit.approaches]
-    return _optimum(fit, "optimal tokens D*", tokens, is_tokens=True)
 
 
 def residuals(fit: Fit) -> Figure:
@@ -179,23 +153,18 @@ def flops_text(value: float) -> str:
     return power if digits == "1" else f"{digits} \N{MULTIPLICATION SIGN} {power}"
 
 
-def _log_flops_and_loss(axes: Axes) -> None:
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    log_ticks(axes.xaxis, flops_text)
-    plain_ticks(axes.yaxis)
-
-
-def _optimum(
-    fit: Fit,
-    label: str,
-    values: Sequence[Callable[[float], Interval]],
-    is_tokens: bool,
-) -> Figure:
+def optimum(fit: Fit, is_tokens: bool) -> Figure:
+    """N* or D* over C by each law, with bands and the lowest points of approach 2's parabolas."""
+    label = "optimal tokens D*" if is_tokens else "optimal parameters N*"
     figure, axes = canvas(4.2, FLOPS, label)
-    _lines_with_bands(axes, fit, values)
-    isoflop = fit.estimates.isoflop
-    if used := [valley for valley in isoflop.valleys if valley.is_used] if isoflop else []:
+
+    def value_of(approach: Approach) -> Callable[[float], Interval]:
+        if is_tokens:
+            return lambda log_flops: approach.tokens(log_flops, fit.flops_law)
+        return approach.parameters
+
+    _lines_with_bands(axes, fit, [value_of(approach) for approach in fit.approaches])
+    if used := [valley for valley in fit.isoflop.valleys if valley.is_used] if fit.isoflop else []:
         budget_F = np.array([valley.budget for valley in used])
         size_F = np.array([valley.parameters for valley in used])
         if is_tokens:
@@ -274,7 +243,9 @@ def equal_losses(fit: Fit) -> Figure:
     axes.set_xlim(token_X[0], token_X[-1])
     axes.set_ylim(size_Y[0], size_Y[-1])
     levels = line.loss(np.log(np.geomspace(low, high, LEVELS)))
-    _contours(axes, fit, (token_X, size_Y), levels)
+    marks = [points.tokens_P, *held[:1], np.exp(d_X)], [points.parameters_P, *held[1:], np.exp(n_X)]
+    taken_P2 = np.stack([np.concatenate(each) for each in marks], axis=1)
+    _contours(axes, fit, (token_X, size_Y), levels, taken_P2)
     for budget, style in budget_styles(points.budgets).items():
         tokens_Y = np.exp(line.flops_law.log_tokens(np.log(budget), np.log(size_Y)))
         axes.plot(tokens_Y, size_Y, ":", color=style["color"], linewidth=0.9)
@@ -292,7 +263,9 @@ def equal_losses(fit: Fit) -> Figure:
     return figure
 
 
-def _contours(axes: Axes, fit: Fit, grid: tuple[Array, Array], levels: Array) -> None:
+def _contours(
+    axes: Axes, fit: Fit, grid: tuple[Array, Array], levels: Array, taken_P2: Array
+) -> None:
     assert fit.law
     token_X, size_Y = grid
     theta = law_of(fit.law.line).theta
@@ -301,7 +274,28 @@ def _contours(axes: Axes, fit: Fit, grid: tuple[Array, Array], levels: Array) ->
     while len(rounded := np.unique(np.round(levels, decimals))) < len(levels) and decimals < 5:
         decimals += 1
     drawn = axes.contour(token_X, size_Y, loss_YX, levels=rounded, colors=FAINT, linewidths=0.8)
-    axes.clabel(drawn, fmt=f"%.{decimals}f", fontsize=7.5, colors=INK)
+    places = _label_places(drawn.get_paths(), taken_P2, np.stack([token_X, size_Y], axis=1))
+    label: Any = {"fmt": f"%.{decimals}f", "manual": places}
+    axes.clabel(drawn, fontsize=7.5, colors=INK, **label)
+
+
+def _label_places(
+    curves: Sequence[Path], taken_P2: Array, grid_X2: Array
+) -> list[tuple[float, float]]:
+    """The place on each curve that is farthest from what is drawn and the axes' ends."""
+    low_2, high_2 = np.log(grid_X2[[0, -1]])
+    taken_P2 = (np.log(taken_P2) - low_2) / (high_2 - low_2)
+    places = []
+    for curve in curves:
+        if not len(curve.vertices):
+            continue
+        place_V2 = (np.log(curve.vertices) - low_2) / (high_2 - low_2)
+        apart_V = np.linalg.norm(place_V2[:, None] - taken_P2, axis=-1).min(axis=1)
+        edge_V = np.minimum(place_V2, 1 - place_V2).min(axis=1)
+        best = int(np.minimum(apart_V, EDGE * edge_V).argmax())
+        taken_P2 = np.append(taken_P2, place_V2[[best]], axis=0)
+        places.append(tuple(curve.vertices[best]))
+    return places
 
 
 def charts_of(fit: Fit) -> dict[str, tuple[Chart, str]]:
@@ -321,11 +315,11 @@ def charts_of(fit: Fit) -> dict[str, tuple[Chart, str]]:
             f"The least loss that C training FLOPs can buy, by each law. {bands}{held}{dash}",
         ),
         "sizes": (
-            optimal_sizes,
+            lambda fit: optimum(fit, is_tokens=False),
             f"The compute-optimal number of parameters N* at C FLOPs. {bands}",
         ),
         "tokens": (
-            optimal_tokens,
+            lambda fit: optimum(fit, is_tokens=True),
             f"The compute-optimal number of training tokens D* at C FLOPs. {bands}",
         ),
     }

@@ -54,12 +54,12 @@ class Part:
         """What the terminal shows."""
         return "\n".join([fitted_table(self.rows), *self.lines])
 
-    def html(self, directory: Path) -> str:
-        """What the page shows; the figures are also files."""
+    def html(self, directory: Path, about: str) -> str:
+        """What the page shows; the figures are also files, of the table `about`."""
         drawn = ""
         for name, (caption, draw) in self.figures.items():
             figure = draw()
-            save_figure(directory / f"{name}.png", figure)
+            save_figure(directory / f"{name}.png", figure, f"{caption} ({about})")
             drawn += chart_html(figure, caption) + paragraph(caption + ".")
         heads, *rows = self.rows
         return section(self.title, drawn, table(heads, rows, "named"), *map(paragraph, self.lines))
@@ -85,14 +85,15 @@ def write_comparison(rows: Sequence[Row], source: Path, directory: Path, title: 
     make = {"rates": _rates, "lengths": _lengths, "variants": _variants}[kind]
     parts = make([row for row in rows if kind != "lengths" or not row.excluded])
     directory.mkdir(parents=True, exist_ok=True)
-    sections = [part.html(directory) for part in parts]
+    name, about = "/".join(source.parts[-2:]), provenance()
+    sections = [part.html(directory, f"{name}, {about}") for part in parts]
     left_out = [f"left out: {row.name}: {row.excluded}" for row in rows if row.excluded]
     done = counted(len(rows) - len(left_out), "finished run")
-    lead = f"{provenance(source)}: {done} of a sweep that varies {kind}."
+    lead = f"{done} of a sweep that varies {kind}."
     footer = "Written by 'pretrain scale report'. Losses in nats per token of the validation split."
     path = directory / "report.html"
     sections[-1] += "".join(map(paragraph, left_out))
-    write_page(path, page(title, title, lead, [], sections, footer))
+    write_page(path, page(f"{title}: {name}", about, lead, [], sections, footer))
     return "\n".join([*(part.text() for part in parts), *left_out, f"report: {path}"])
 
 

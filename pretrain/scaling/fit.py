@@ -20,24 +20,22 @@ import numpy as np
 from foundation.errors import DataError
 from pretrain.scaling.frontier import (
     FEWEST_FOR_FLOOR,
-    NO_LINE,
-    REACH,
+    VERTEX_ERROR,
     Approach,
     IsoflopFit,
-    LawLine,
-    Line,
-    LowestRuns,
+    Law,
     fit_isoflop,
     fit_lowest_runs,
     law_of,
 )
 from pretrain.scaling.intervals import Interval, as_loss, as_size
 from pretrain.scaling.law import (
+    TOLERATED,
     FlopsLaw,
+    LawLine,
     ParametricFit,
     fit_flops_law,
     fit_parametric,
-    left_out_laws,
     loss_at,
 )
 from pretrain.scaling.table import HELD_OUT, Array, Points, usable
@@ -51,8 +49,6 @@ TITLES = {
     "lowest": "1 lowest runs",
 }
 NUMBERS = {"lowest": 4, "tied": 4, "parametric": 5, "isoflop": 6}
-# Where they differ, its interval of the loss held the truth in 85% of 105 sweeps (make coverage).
-NOT_HELD = "it assumes equal exponents, and does not know how far they differ"
 ROUGH_FLOPS_LAW = 0.03
 NEAR = 3.0  # times the lowest run's size: the runs of the left-out budget that count
 SAME_ERROR = 2e-4  # of the loss: errors that differ by less are equal, since seeds differ by more
@@ -63,7 +59,6 @@ FAR = 4.5  # standard deviations: of 1,000 sweeps of 240 runs, two have a run th
 GROSS = 0.5  # relative error of an outlier, however few runs there are to measure the noise by
 MOST_OUTLIERS = 0.1  # a larger part of the runs (but one) is not a few that went wrong
 MOST_NAMED = 3
-TOLERATED = 2.5  # standard deviations, more than which no error counts for the noise
 FEWEST_FREE = 3  # degrees of freedom
 UNLIKELY = 1e-3  # of a trend by chance
 UNTIED = 0.05  # of exponents that differ by chance
@@ -76,50 +71,12 @@ def relative_error(predicted: Number, measured: Number) -> Number:
     return predicted / measured - 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Estimates:
-    """The laws without intervals; `unavailable` has the reason for each that is missing."""
-
-    laws: Mapping[str, LowestRuns | IsoflopFit | ParametricFit]
-    unavailable: Mapping[str, str]
-
-    @property
-    def isoflop(self) -> IsoflopFit | None:
-        law = self.laws.get("isoflop")
-        return law if isinstance(law, IsoflopFit) else None
-
-    @property
-    def parametric(self) -> ParametricFit | None:
-        """Approach 3 with exponents of its own."""
-        law = self.laws.get("parametric")
-        return law if isinstance(law, ParametricFit) else None
-
-    def lines(self, flops_law: FlopsLaw) -> dict[str, Line]:
-        """The compute-optimal line of each law there is."""
-        return {
-            key: LawLine(law.law.theta, flops_law)
-            if isinstance(law, ParametricFit)
-            else law.frontier
-            for key, law in self.laws.items()
-        }
-
-    def losses(self, points: Points) -> dict[str, Array]:
-        """The losses [P] that each law predicts for runs; NaN where it predicts none."""
-        return {
-            key: law.law.loss(points.parameters_P, points.tokens_P)
-            if isinstance(law, ParametricFit)
-            else law.loss_of(points.parameters_P, points.flops_P)
-            for key, law in self.laws.items()
-            if not isinstance(law, LowestRuns)
-        }
-
-
-def estimate(points: Points, reach: float = REACH) -> Estimates:
-    """Fit every law; `reach` is approach 2's."""
-    fits: dict[str, Callable[[], LowestRuns | IsoflopFit | ParametricFit]] = {
+def estimate(points: Points) -> tuple[dict[str, Law], dict[str, str]]:
+    """Fit every law; the reason for each that these runs do not allow."""
+    fits: dict[str, Callable[[], Law]] = {
         "parametric": lambda: fit_parametric(points),
         "tied": lambda: fit_parametric(points, tied=True),
-        "isoflop": lambda: fit_isoflop(points, reach),
+        "isoflop": lambda: fit_isoflop(points),
         "lowest": lambda: fit_lowest_runs(points),
     }
     laws, unavailable = {}, {}
@@ -128,7 +85,7 @@ def estimate(points: Points, reach: float = REACH) -> Estimates:
             laws[key] = fit()
         except DataError as error:
             unavailable[key] = str(error).removeprefix(f"{points.source}: ")
-    return Estimates(laws=laws, unavailable=unavailable)
+    return laws, unavailable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +124,7 @@ class Fit:
     flops_law: FlopsLaw
     approaches: tuple[Approach, ...]  # from the one to rely on
     doubts: Mapping[str, str]  # law -> why it is not relied on, whatever its error
-    estimates: Estimates
+    unavailable: Mapping[str, str]  # law -> why these runs do not allow it
     left_out: LeftOut | None
     holdouts: tuple[Prediction, ...]
     warnings: tuple[str, ...]
@@ -176,6 +133,12 @@ class Fit:
     def largest(self) -> float:
         """FLOPs of the largest budget."""
         return float(self.points.budgets[-1])
+
+    @property
+    def isoflop(self) -> IsoflopFit | None:
+        """Approach 2's parabolas, if these runs allow them."""
+        fits = [approach.fit for approach in self.approaches]
+        return next((fit for fit in fits if isinstance(fit, IsoflopFit)), None)
 
     @property
     def num_unpredicted(self) -> int:
@@ -202,9 +165,7 @@ class Fit:
         return next((each for each in self.approaches if isinstance(each.line, LawLine)), None)
 
 
-def fit_all(
-    runs: Points, *, reach: float = REACH, report: Callable[[str], None] = lambda _: None
-) -> Fit:
+def fit_all(runs: Points, *, report: Callable[[str], None] = lambda _: None) -> Fit:
     """Fit every law; DataError if the runs allow none, or all have the same budget.
 
     `report` hears what is being done, which takes seconds with a hundred thousand runs.
@@ -218,15 +179,15 @@ def fit_all(
             "cost no more; check which columns are N, D and C (--column ROLE=NAME)"
         )
     report(f"fitting {counted(len(points), 'run')} by {len(TITLES)} laws")
-    estimates = estimate(points, reach)
-    if not estimates.laws:
-        reasons = [f"{TITLES[key]}: {reason}" for key, reason in estimates.unavailable.items()]
+    laws, unavailable = estimate(points)
+    if not laws:
+        reasons = [f"{TITLES[key]}: {reason}" for key, reason in unavailable.items()]
         raise DataError(f"{points.source}: no law fits these runs ({'; '.join(reasons)})")
     report("finding the intervals")
-    approaches = approaches_of(points, estimates, flops_law)
+    approaches = [approach_of(key, law, points, flops_law) for key, law in laws.items()]
     report("predicting the largest budget from the others")
-    left_out = leave_largest_out(points, flops_law, estimates, reach)
-    doubts = _doubts(points, estimates)
+    left_out = leave_largest_out(points, flops_law, laws)
+    doubts = _doubts(points, laws)
     errors = left_out.error if left_out else {}
 
     def place(approach: Approach) -> tuple[bool, bool, int, int]:
@@ -245,7 +206,7 @@ def fit_all(
         flops_law=flops_law,
         approaches=tuple(sorted(approaches, key=place)),
         doubts=doubts,
-        estimates=estimates,
+        unavailable=unavailable,
         left_out=left_out,
         holdouts=(),
         warnings=(),
@@ -255,51 +216,37 @@ def fit_all(
     return replace(fit, warnings=tuple(_warnings(fit)))
 
 
-def approaches_of(
-    points: Points, estimates: Estimates, flops_law: FlopsLaw
-) -> tuple[Approach, ...]:
-    """Every law that these runs allow, with its intervals or why it has none."""
-    optimal = estimates.lines(flops_law)
+def approach_of(key: str, law: Law, points: Points, flops_law: FlopsLaw) -> Approach:
+    """A law of these runs with its intervals, or why it has none."""
     last = math.inf
-    if len(points.budgets) < FEWEST_FOR_FLOOR:  # a power law without a floor ends too low
-        last = float(np.log(points.budgets[-1]))
-    approaches = []
-    for key, law in estimates.laws.items():
-        approach = Approach(key, TITLES[key], optimal[key], None)
-        try:
-            if isinstance(law, ParametricFit) and law.is_tied:
-                approach = replace(approach, no_interval=NOT_HELD)
-            elif isinstance(law, ParametricFit):
-                laws = LawLine(left_out_laws(points, law), flops_law)
-                approach = replace(approach, left_out=laws, free=len(laws.theta) - 1)
-            elif isinstance(law, IsoflopFit):
-                approach = replace(approach, warnings=law.warnings, last=last)
-                lines = law.left_out_lines()
-                approach = replace(approach, left_out=lines, free=len(lines.power) - 2)
-            else:
-                approach = replace(approach, no_interval=NO_LINE, last=last)
-        except DataError as error:
-            approach = replace(approach, no_interval=str(error))
-        approaches.append(approach)
-    return tuple(approaches)
+    if not isinstance(law, ParametricFit) and len(points.budgets) < FEWEST_FOR_FLOOR:
+        last = float(np.log(points.budgets[-1]))  # a power law without a floor ends too low
+    approach = Approach(key, TITLES[key], law, law.line(flops_law), last=last)
+    try:
+        lines, free, groups = law.left_out(points, flops_law)
+    except DataError as error:
+        return replace(approach, no_interval=str(error))
+    approach = replace(approach, left_out=lines, free=free, loss_free=free, groups=groups)
+    if isinstance(law, ParametricFit):
+        return replace(approach, loss_free=max(FEWEST_FREE, free // 2))
+    return replace(approach, vertex_error=VERTEX_ERROR)
 
 
 def leave_largest_out(
-    points: Points, flops_law: FlopsLaw, estimates: Estimates, reach: float = REACH
+    points: Points, flops_law: FlopsLaw, laws: Mapping[str, Law]
 ) -> LeftOut | None:
     """Predict the largest budget from those below; None with fewer than three budgets.
 
-    `estimates` are those of all budgets. Errors are compared on the runs that all laws predict.
+    `laws` are those of all budgets. Errors are compared on the runs that all laws predict.
     """
     budgets = points.budgets
     if len(budgets) < 3:
         return None
     last = points.take(points.budget_P == budgets[-1])
-    below = estimate(points.take(points.budget_P < budgets[-1]), reach)
-    measured = measured_optimum(estimates.isoflop, last)
+    below, unavailable = estimate(points.take(points.budget_P < budgets[-1]))
+    measured = measured_optimum(laws.get("isoflop"), last)
     log_flops = float(np.log(last.flops_P).mean())
-    lines = below.lines(flops_law)
-    predicted = below.losses(last)
+    predicted = {key: law.losses(last) for key, law in below.items() if key != "lowest"}
     near_P = np.abs(np.log(last.parameters_P / measured[0])) <= np.log(NEAR)
     near_P &= np.all([np.isfinite(loss_P) for loss_P in predicted.values()] or [near_P], axis=0)
     if not near_P.any():
@@ -308,6 +255,7 @@ def leave_largest_out(
         key: float(np.abs(relative_error(loss_P, last.loss_P))[near_P].mean())
         for key, loss_P in predicted.items()
     }
+    lines = {key: law.line(flops_law) for key, law in below.items()}
     return LeftOut(
         budget=float(budgets[-1]),
         error={key: error for key, error in errors.items() if math.isfinite(error)},
@@ -315,14 +263,14 @@ def leave_largest_out(
             key: (float(np.exp(line.log_parameters(log_flops))), float(line.loss(log_flops)))
             for key, line in lines.items()
         },
-        unavailable=below.unavailable,
+        unavailable=unavailable,
         measured=measured,
     )
 
 
-def measured_optimum(isoflop: IsoflopFit | None, last: Points) -> tuple[float, float]:
+def measured_optimum(isoflop: Law | None, last: Points) -> tuple[float, float]:
     """N* and its loss at the one budget of `last`: its vertex in the fit, else its lowest run."""
-    for valley in isoflop.valleys if isoflop else ():
+    for valley in isoflop.valleys if isinstance(isoflop, IsoflopFit) else ():
         if valley.budget == last.budget_P[0] and valley.is_used:
             return valley.parameters, valley.loss
     lowest = int(last.loss_P.argmin())
@@ -349,7 +297,7 @@ def predict_holdouts(runs: Points, law: Approach) -> tuple[Prediction, ...]:
 def loss_interval(law: Approach, parameters: float, tokens: float) -> Interval:
     """L(N, D) by approach 3, with its interval."""
     n, d = np.log(parameters), np.log(tokens)
-    return law.interval(lambda line: loss_at(law_of(line).theta, n, d))
+    return law.loss_of(lambda line: loss_at(law_of(line).theta, n, d))
 
 
 def disagreement(approaches: tuple[Approach, ...], log_flops: float) -> float:
@@ -369,15 +317,15 @@ def noise_of(error_P: Array, numbers: int = NUMBERS["parametric"]) -> float:
     return scale
 
 
-def _doubts(points: Points, estimates: Estimates) -> dict[str, str]:
+def _doubts(points: Points, laws: Mapping[str, Law]) -> dict[str, str]:
     """Why a law of approach 3 is not relied on: a trend of its errors, or exponents that differ."""
     from scipy.special import fdtrc
 
     doubts = {}
     errors = {
-        key: relative_error(loss_P, points.loss_P)
-        for key, loss_P in estimates.losses(points).items()
-        if key != "isoflop"
+        key: relative_error(law.losses(points), points.loss_P)
+        for key, law in laws.items()
+        if isinstance(law, ParametricFit)
     }
     for key, error_P in errors.items():
         far_P = _outliers(error_P)
@@ -456,12 +404,11 @@ def _warnings(fit: Fit) -> list[str]:
         )
     if fit.left_out is None:
         found.append("two budgets: none is left to check the laws on")
-    if parametric := fit.estimates.parametric:
-        predicted_P = parametric.law.loss(points.parameters_P, points.tokens_P)
-        found += _named_outliers(fit, relative_error(predicted_P, points.loss_P))
-    for law in fit.estimates.laws.values():
-        if isinstance(law, ParametricFit) and law.undetermined and not law.is_tied:
-            found.append(f"these runs do not determine the {' and '.join(law.undetermined)}")
+    if free := fit.approach("parametric"):
+        assert isinstance(free.fit, ParametricFit)
+        found += _named_outliers(fit, relative_error(free.fit.losses(points), points.loss_P))
+        if free.fit.undetermined:
+            found.append(f"these runs do not determine the {' and '.join(free.fit.undetermined)}")
     rivals = tuple(
         each for each in fit.approaches if each.key != "lowest" and each.key not in fit.doubts
     )
@@ -469,7 +416,7 @@ def _warnings(fit: Fit) -> list[str]:
     if rivals and (ratio := disagreement(rivals, float(np.log(flops)))) > DISAGREEMENT:
         found.append(f"at {flops:.3g} FLOPs the laws' optimal sizes differ {ratio:.2f}x")
     return found + [
-        f"{approach.title}: {line}" for approach in fit.approaches for line in approach.warnings
+        f"{item.title}: {line}" for item in fit.approaches if item.fit for line in item.fit.warnings
     ]
 
 
@@ -483,10 +430,12 @@ def _named_outliers(fit: Fit, error_P: Array) -> list[str]:
     ]
     more = f" and {len(order) - MOST_NAMED} more" if len(order) > MOST_NAMED else ""
     log_flops = float(np.log(BEYOND * fit.largest))
-    others = estimate(points.take(~far_P)).lines(fit.flops_law).get(fit.approaches[0].key)
+    first = fit.approaches[0]
+    others = estimate(points.take(~far_P))[0].get(first.key)
     effect = ""
     if others:
-        sizes = [line.log_parameters(log_flops) for line in (fit.approaches[0].line, others)]
+        lines = first.line, others.line(fit.flops_law)
+        sizes = [line.log_parameters(log_flops) for line in lines]
         old, new = (as_size(float(np.exp(size))) for size in sizes)
         effect = f"; without them N* at {np.exp(log_flops):.3g} goes from {old} to {new}"
     return [

@@ -18,7 +18,7 @@ import numpy as np
 
 from foundation.errors import DataError
 from pretrain.scaling.intervals import FEWEST_GROUPS, Interval, jackknife
-from pretrain.scaling.law import FlopsLaw, exponents, log_optimum, loss_at
+from pretrain.scaling.law import FlopsLaw, LawLine
 from pretrain.scaling.table import Array, Points
 from pretrain.terminal.text import counted
 
@@ -27,9 +27,7 @@ FEWEST_SIZES = 3
 MOST_NAMED = 2  # budgets without a vertex
 GOOD_SIZES = 5
 REACH = 6.0  # a parabola goes through the sizes within this factor of its budget's lowest run
-# A parabola's vertex is off by some percent of N*, the same at every budget, which scatter does
-# not show: a line that is known more closely than this has no interval of its sizes.
-FINEST = 1.1
+VERTEX_ERROR = 0.01  # of N*: a parabola's vertex is off by about that, alike at every budget
 DECAYS = np.geomspace(0.005, 1.0, 60)
 NO_LINE = "its sizes are those of single runs"
 
@@ -44,69 +42,80 @@ class Line(Protocol):
     def exponents(self, flops_law: FlopsLaw) -> tuple[Array, Array]: ...
 
 
-@dataclass(frozen=True)
-class LawLine:
-    """The optimal line that laws theta [5] or [G, 5] imply."""
-
-    theta: Array
-    flops_law: FlopsLaw
-
-    def log_parameters(self, log_flops: float | Array) -> Array:
-        """ln N* at C FLOPs."""
-        return log_optimum(self.theta, log_flops, self.flops_law)[0]
-
-    def loss(self, log_flops: float | Array) -> Array:
-        """L(N*, D*) at C FLOPs."""
-        n, d = log_optimum(self.theta, log_flops, self.flops_law)
-        return loss_at(self.theta, n, d)
-
-    def exponents(self, flops_law: FlopsLaw) -> tuple[Array, Array]:
-        """The powers a, b of C in N* ~ C^a and D* ~ C^b."""
-        return exponents(self.theta, flops_law)
-
-
 def law_of(line: Line) -> LawLine:
     """The line as approach 3's, whose lines are all of laws."""
     assert isinstance(line, LawLine)
     return line
 
 
+class Law(Protocol):
+    """A law fitted to runs. All four share this, and nothing else knows them apart."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
+
+    def line(self, flops_law: FlopsLaw) -> Line:
+        """Its compute-optimal line."""
+        ...
+
+    def losses(self, points: Points) -> Array:
+        """The losses [P] that it predicts for runs; NaN where it predicts none."""
+        ...
+
+    def left_out(self, points: Points, flops_law: FlopsLaw) -> tuple[Line, int, str]:
+        """The lines without each group of runs, their degrees of freedom, and what the groups are;
+        DataError if there are none to give an interval.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Approach:
-    """One approach's line, the lines without each budget (or why there are none), warnings."""
+    """One law's line, and the lines without each budget or why there are none."""
 
     key: str
     title: str
+    fit: Law | None
     line: Line
-    left_out: Line | None
+    left_out: Line | None = None
     free: int = 0  # degrees of freedom of its intervals
+    loss_free: int = 0  # those of losses, which fewer budgets determine
+    vertex_error: float = 0.0  # of ln N*, at every budget alike
+    groups: str = ""  # that are left out in turn
     no_interval: str = ""
-    warnings: tuple[str, ...] = ()
     last: float = math.inf  # ln C beyond which it has no loss
 
     def parameters(self, log_flops: float) -> Interval:
         """N* at C FLOPs."""
-        return self.interval(lambda line: np.exp(line.log_parameters(log_flops)))
+        return self._size(lambda line: np.exp(line.log_parameters(log_flops)), self.vertex_error)
+
+    def tokens(self, log_flops: float, flops_law: FlopsLaw) -> Interval:
+        """D* at C FLOPs."""
+        c, shared = np.asarray(log_flops), flops_law.power * self.vertex_error
+        return self._size(
+            lambda line: np.exp(flops_law.log_tokens(c, line.log_parameters(c))), shared
+        )
+
+    def _size(self, value_of: Callable[[Line], Array], shared: float) -> Interval:
+        if self.left_out is None:
+            return Interval(float(value_of(self.line)), np.nan, np.nan)
+        left_out_G = value_of(self.left_out)
+        return jackknife(value_of(self.line), left_out_G, self.free, shared=shared)
 
     def loss(self, log_flops: float) -> Interval:
         """The least loss at C FLOPs; NaN where the approach has none."""
         if log_flops > self.last + 1e-6:
             return Interval(np.nan, np.nan, np.nan)
-        return self.interval(lambda line: line.loss(log_flops))
+        return self.loss_of(lambda line: line.loss(log_flops))
 
-    def tokens(self, log_flops: float, flops_law: FlopsLaw) -> Interval:
-        """D* at C FLOPs."""
-        c = np.asarray(log_flops)
-        return self.interval(lambda line: np.exp(flops_law.log_tokens(c, line.log_parameters(c))))
+    def loss_of(self, value_of: Callable[[Line], Array]) -> Interval:
+        """Any loss that follows from the line, with its interval."""
+        return replace(self, free=self.loss_free).intervals(lambda line: (value_of(line),))[0]
 
     def powers(self, flops_law: FlopsLaw) -> tuple[Interval, Interval]:
         """The exponents a and b."""
         a, b = self.intervals(lambda line: line.exponents(flops_law), is_linear=True)
         return a, b
-
-    def interval(self, value_of: Callable[[Line], Array]) -> Interval:
-        """Any quantity of the line, with its interval."""
-        return self.intervals(lambda line: (value_of(line),))[0]
 
     def intervals(
         self, values_of: Callable[[Line], Sequence[Array]], is_linear: bool = False
@@ -117,7 +126,7 @@ class Approach:
             return [Interval(float(value), np.nan, np.nan) for value in values]
         with np.errstate(over="ignore"):
             pairs = list(zip(values, values_of(self.left_out), strict=True))
-        return [jackknife(value, each_G, self.free, is_linear) for value, each_G in pairs]
+        return [jackknife(value, each_G, self.free, is_linear=is_linear) for value, each_G in pairs]
 
 
 @dataclass(frozen=True)
@@ -155,8 +164,6 @@ def fit_frontier(
 
     A part of the places of a `whole` has its center, and a floor only if that has.
     """
-    from scipy.optimize import minimize_scalar, nnls
-
     center = whole.center if whole else float(log_flops_F.mean())
     has_floor = whole.has_floor if whole else len(log_flops_F) >= FEWEST_FOR_FLOOR
     x_F = log_flops_F - center
@@ -164,21 +171,33 @@ def fit_frontier(
     slope, log_loss_scale = np.polyfit(x_F, np.log(loss_F), 1)
     floor, decay = 0.0, -slope
     if has_floor:
-
-        def linear(log_decay: float) -> tuple[Array, float]:
-            curve_F = np.exp(-np.exp(log_decay) * x_F)
-            return nnls(np.stack([np.ones_like(x_F), curve_F], axis=1), loss_F)
-
-        errors = [linear(np.log(each))[1] for each in DECAYS]
-        best = int(np.argmin(errors))
-        ends = np.log(DECAYS[[max(best - 1, 0), min(best + 1, len(DECAYS) - 1)]])
-        found = minimize_scalar(
-            lambda each: linear(each)[1], bounds=ends, method="bounded", options={"xatol": 1e-9}
-        )
-        (floor, scale), _ = linear(found.x)
-        decay, log_loss_scale = np.exp(found.x), np.log(max(scale, 1e-300))
+        floor, scale, decay = _decay_to_floor(x_F, loss_F)
+        log_loss_scale = np.log(scale)
     numbers = map(np.asarray, (log_scale, power, floor, log_loss_scale, decay))
     return Frontier(*numbers, center=center, has_floor=has_floor)
+
+
+def _decay_to_floor(x_F: Array, loss_F: Array) -> tuple[float, float, float]:
+    """E >= 0, m > 0 and g of the least squares of E + m exp(-g x), which given g are a line's."""
+    from scipy.optimize import minimize_scalar
+
+    def fitted(log_decay: float | Array) -> tuple[Array, Array, Array]:
+        curve = np.exp(-np.exp(np.asarray(log_decay))[..., None] * x_F)
+        off = curve - curve.mean(axis=-1, keepdims=True)
+        scale = np.maximum((off @ loss_F) / (off**2).sum(axis=-1), 1e-300)
+        floor = loss_F.mean() - scale * curve.mean(axis=-1)
+        scale = np.where(floor < 0, (curve @ loss_F) / (curve**2).sum(axis=-1), scale)
+        floor = np.maximum(floor, 0)
+        errors = floor[..., None] + scale[..., None] * curve - loss_F
+        return floor, scale, (errors**2).sum(axis=-1)
+
+    best = int(fitted(np.log(DECAYS))[2].argmin())
+    ends = np.log(DECAYS[[max(best - 1, 0), min(best + 1, len(DECAYS) - 1)]])
+    log_decay = minimize_scalar(
+        lambda each: fitted(each)[2], bounds=ends, method="bounded", options={"xatol": 1e-9}
+    ).x
+    floor, scale, _ = fitted(log_decay)
+    return float(floor), float(scale), float(np.exp(log_decay))
 
 
 @dataclass(frozen=True)
@@ -186,6 +205,16 @@ class LowestRuns:
     """Approach 1: a line through the lowest run of each budget."""
 
     frontier: Frontier
+    warnings: tuple[str, ...] = ()
+
+    def line(self, flops_law: FlopsLaw) -> Frontier:
+        return self.frontier
+
+    def losses(self, points: Points) -> Array:
+        return np.full(len(points), np.nan)
+
+    def left_out(self, points: Points, flops_law: FlopsLaw) -> tuple[Frontier, int, str]:
+        raise DataError(NO_LINE)
 
 
 def fit_lowest_runs(points: Points) -> LowestRuns:
@@ -232,7 +261,6 @@ class IsoflopFit:
     valleys: tuple[Valley, ...]
     frontier: Frontier
     warnings: tuple[str, ...]
-    reach: float
 
     @property
     def bend(self) -> float:
@@ -240,11 +268,8 @@ class IsoflopFit:
         used = [valley for valley in self.valleys if valley.is_used]
         return float(np.median([valley.bend / valley.loss for valley in used]))
 
-    def left_out_lines(self) -> Frontier:
-        """The lines [G] without each vertex; DataError where there are too few.
-
-        They have no sizes where the scatter gives an interval that is finer than FINEST.
-        """
+    def left_out(self, points: Points, flops_law: FlopsLaw) -> tuple[Frontier, int, str]:
+        """The lines [G] without each vertex; DataError where there are too few."""
         used = [valley for valley in self.valleys if valley.is_used]
         if len(used) < FEWEST_GROUPS:
             raise DataError(
@@ -257,21 +282,21 @@ class IsoflopFit:
         ]
         names = ("log_scale", "power", "floor", "log_loss_scale", "decay")
         numbers = {name: np.array([getattr(line, name) for line in lines]) for name in names}
-        scales = np.exp(self.frontier.log_scale), np.exp(numbers["log_scale"])
-        if jackknife(*scales, len(used) - 2).width < FINEST**2:
-            numbers["log_scale"] = np.full(len(used), np.nan)
-        return replace(self.frontier, **numbers)
+        return replace(self.frontier, **numbers), len(used) - 2, f"{len(used)} budgets"
 
-    def loss_of(self, parameters: Array, flops: Array) -> Array:
-        """The losses of single runs within REACH of the optimum; NaN farther from it."""
-        off = np.log(parameters) - self.frontier.log_parameters(np.log(flops))
-        loss = self.frontier.loss(np.log(flops)) * (1 + self.bend / 2 * off**2)
-        return np.where(np.abs(off) <= np.log(REACH), loss, np.nan)
+    def line(self, flops_law: FlopsLaw) -> Frontier:
+        return self.frontier
+
+    def losses(self, points: Points) -> Array:
+        c_P = np.log(points.flops_P)
+        off_P = np.log(points.parameters_P) - self.frontier.log_parameters(c_P)
+        loss_P = self.frontier.loss(c_P) * (1 + self.bend / 2 * off_P**2)
+        return np.where(np.abs(off_P) <= np.log(REACH), loss_P, np.nan)
 
 
-def fit_isoflop(points: Points, reach: float = REACH) -> IsoflopFit:
+def fit_isoflop(points: Points) -> IsoflopFit:
     """Parabolas of all budgets; DataError when fewer than two have a vertex inside their sizes."""
-    points = near_lowest(points, reach)
+    points = near_lowest(points)
     valleys = tuple(_valley(points, budget) for budget in points.budgets)
     used = [valley for valley in valleys if valley.is_used]
     if len(used) < 2:
@@ -283,7 +308,6 @@ def fit_isoflop(points: Points, reach: float = REACH) -> IsoflopFit:
         valleys=valleys,
         frontier=fit_frontier(*_logs(used)),
         warnings=tuple(_warnings(valleys)),
-        reach=reach,
     )
 
 
@@ -294,8 +318,8 @@ def _logs(valleys: Sequence[Valley]) -> tuple[Array, Array, Array]:
     return np.log(budget_F), np.log(size_F), loss_F
 
 
-def near_lowest(points: Points, reach: float) -> Points:
-    """The runs within `reach` times of their budget's lowest run, and never fewer than its nearest
+def near_lowest(points: Points) -> Points:
+    """The runs within REACH times of their budget's lowest run, and never fewer than its nearest
     GOOD_SIZES sizes.
     """
     # Far from its lowest point a valley is steeper on one side, and a parabola through it is off.
@@ -306,7 +330,7 @@ def near_lowest(points: Points, reach: float) -> Points:
         distance = np.abs(n_P[mine] - n_P[mine[points.loss_P[mine].argmin()]])
         per_size = np.sort(distance[np.unique(n_P[mine], return_index=True)[1]])
         nearest = per_size[min(GOOD_SIZES, len(per_size)) - 1]
-        near_P[mine[distance <= max(np.log(reach), nearest) + 1e-9]] = True
+        near_P[mine[distance <= max(np.log(REACH), nearest) + 1e-9]] = True
     return points.take(near_P)
 
 

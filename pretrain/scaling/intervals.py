@@ -22,6 +22,8 @@ from pretrain.terminal.text import prefixed, si
 LEVEL = 95  # percent
 FEWEST_GROUPS = 4
 MOST_GROUPS = 20  # of many budgets, every twentieth is left out at once
+MOST_DECIMALS = 6
+NORMAL = 1.96  # standard deviations on either side that hold 95%
 ERRORS = "errors are predicted minus measured (+: the prediction is too high)"
 
 
@@ -45,32 +47,54 @@ def groups_of(values: Array) -> Array:
 
 
 def jackknife(
-    value: float | Array, left_out_G: Array, free: int, is_linear: bool = False
+    value: float | Array,
+    left_out_G: Array,
+    free: int,
+    *,
+    is_linear: bool = False,
+    shared: float = 0.0,
 ) -> Interval:
     """The estimate with its 95% interval, by Student's t with `free` degrees of freedom.
 
-    It is of the logarithm, so that both ends are positive, unless `is_linear`. There are no ends
-    where one of the groups alone determines the value.
+    It is of the logarithm, so that both ends are positive, unless `is_linear`. `shared` is the
+    standard deviation of an error of the logarithm that no group shows. There are no ends where one
+    of the groups alone determines the value.
     """
     from scipy.special import stdtrit
 
     value, left_out_G = float(value), np.asarray(left_out_G, float)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        off_G = left_out_G - value if is_linear else np.log(left_out_G / value)
-        half = stdtrit(free, 0.5 + LEVEL / 200) * np.sqrt((1 - 1 / len(off_G)) * (off_G**2).sum())
+        off_G = left_out_G if is_linear else np.log(left_out_G)
+        scatter = np.sqrt((1 - 1 / len(off_G)) * ((off_G - off_G.mean()) ** 2).sum())
+        half = np.hypot(stdtrit(free, 0.5 + LEVEL / 200) * scatter, NORMAL * shared)
         ends = (value - half, value + half) if is_linear else value * np.exp([-half, half])
     if not (free > 0 and np.isfinite(ends).all()):
         return Interval(value, np.nan, np.nan)
     return Interval(value, float(ends[0]), float(ends[1]))
 
 
-def shown(interval: Interval, text: Callable[[float], str]) -> str:
-    """An interval as `value [low, high]`, each number formatted by `text`; the value alone where
+Text = Callable[[float, float], str]  # of a number whose interval is of that half-width, or NaN
+
+
+def shown(interval: Interval, text: Text) -> str:
+    """An interval as `value [low, high]`, to two digits of half its width; the value alone where
     there is no interval.
     """
-    if math.isnan(interval.low) and math.isnan(interval.high):
-        return text(interval.value)
-    return f"{text(interval.value)} [{text(interval.low)}, {text(interval.high)}]"
+    half = (interval.high - interval.low) / 2
+    if math.isnan(half):
+        return text(interval.value, math.nan)
+    value, low, high = (text(each, half) for each in vars(interval).values())
+    return f"{value} [{low}, {high}]"
+
+
+def fixed(value: float, half: float, usual: str) -> str:
+    """The number to two digits of `half`, at most MOST_DECIMALS; else by the `usual` format."""
+    if not math.isfinite(value):
+        return "-"
+    if not 0 < half < math.inf:
+        return f"{value:{usual}}"
+    decimals = min(1 - math.floor(math.log10(half)), MOST_DECIMALS)
+    return f"{round(value, decimals):.{max(decimals, 0)}f}"
 
 
 def amount(value: float) -> str:
@@ -78,24 +102,24 @@ def amount(value: float) -> str:
     return si(value).replace(" ", "")
 
 
-def as_size(value: float) -> str:
+def as_size(value: float, half: float = math.nan) -> str:
     """Estimated parameters or tokens: `10.0M`, `2.20G`, `-` for none."""
     if not math.isfinite(value):
         return "-"
     number, prefix = prefixed(value)
-    return f"{number:#.3g}".rstrip(".") + prefix
+    return fixed(number, half * number / value if value else half, "#.3g").rstrip(".") + prefix
 
 
-def as_loss(value: float) -> str:
+def as_loss(value: float, half: float = math.nan) -> str:
     """A loss in nats per token: `1.6640`."""
-    return f"{value:.4f}" if math.isfinite(value) else "-"
+    return fixed(value, half, ".4f")
 
 
-def as_exponent(value: float) -> str:
+def as_exponent(value: float, half: float = math.nan) -> str:
     """An exponent: `0.466`."""
-    return f"{value:.3f}" if math.isfinite(value) else "-"
+    return fixed(value, half, ".3f")
 
 
-def as_factor(value: float) -> str:
+def as_factor(value: float, half: float = math.nan) -> str:
     """A constant of the law: `1606`."""
-    return f"{value:.4g}" if math.isfinite(value) else "-"
+    return f"{value:.3g}" if 1e6 <= abs(value) < math.inf else fixed(value, half, ".4g")

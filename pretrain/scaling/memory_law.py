@@ -10,6 +10,7 @@ Legend: P runs, G laws, each without a group of runs, X memory lengths, N sizes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -53,7 +54,7 @@ class Trained:
 class MemoryLaw:
     """A fitted law; terms are relative to reference values, so that all numbers are near 1."""
 
-    coefficients: Array  # E, A, B, G >= 0, of the terms below; A is 0 for runs of one size
+    coefficients: Array  # E, A, B, G >= 0, of the terms below
     exponents: Array  # alpha, beta, gamma
     reference: Array  # N, D, M at which the terms are 1
     segment_length: int
@@ -176,53 +177,34 @@ def fit_memory_law(runs: Trained) -> MemoryLaw:
         reference=np.array([*_middle(runs), runs.memory_P.min()]),
         segment_length=runs.segment_length,
     )
-    has_sizes = len(np.unique(runs.parameters_P)) >= FEWEST
     best, least = None, np.inf
-    for alpha in EXPONENTS if has_sizes else EXPONENTS[:1]:
-        for beta in EXPONENTS:
-            for gamma in EXPONENTS:
-                exponents = np.array([alpha, beta, gamma])
-                terms = law.terms(runs.values, exponents)
-                if not has_sizes:
-                    terms[0] = np.zeros_like(terms[0])
-                design = np.stack([np.ones_like(runs.loss_P), *terms], axis=-1)
-                solution, error = nnls(design / runs.loss_P[:, None], np.ones_like(runs.loss_P))
-                if error < least:
-                    best, least = (solution, exponents), error
+    for exponents in itertools.product(EXPONENTS, repeat=3):
+        terms = law.terms(runs.values, np.array(exponents))
+        design = np.stack([np.ones_like(runs.loss_P), *terms], axis=-1)
+        solution, error = nnls(design / runs.loss_P[:, None], np.ones_like(runs.loss_P))
+        if error < least:
+            best, least = (solution, np.array(exponents)), error
     assert best is not None
-    return _refined(replace(law, coefficients=best[0], exponents=best[1]), runs, _free(runs))
+    return _refined(replace(law, coefficients=best[0], exponents=best[1]), runs)
 
 
 def _middle(runs: Trained) -> list[float]:
     return [float(np.exp(np.log(each).mean())) for each in (runs.parameters_P, runs.tokens_P)]
 
 
-def _free(runs: Trained) -> Array:
-    """Which of the seven numbers these runs determine."""
-    has_sizes = len(np.unique(runs.parameters_P)) >= FEWEST
-    return np.array([True, has_sizes, True, True, has_sizes, True, True])
-
-
-def _refined(start: MemoryLaw, runs: Trained, free: Array) -> MemoryLaw:
-    """The law of least squares of relative errors, in the `free` numbers."""
+def _refined(start: MemoryLaw, runs: Trained) -> MemoryLaw:
+    """The law of least squares of relative errors. Of runs of one size the term of N is a constant,
+    like E, and only their sum is determined.
+    """
     from scipy.optimize import least_squares
 
-    numbers = start.numbers
-
-    def all_numbers(chosen: Array) -> Array:
-        every = numbers.copy()
-        every[free] = chosen
-        return every
-
-    low = np.array([0.0] * 4 + [FLATTEST] * 3)[free]
-    high = np.array([np.inf] * 4 + [STEEPEST] * 3)[free]
-    found = least_squares(
-        lambda chosen: start.losses_of(all_numbers(chosen), runs.values) / runs.loss_P - 1,
-        np.clip(numbers[free], low + 1e-9, high - 1e-9),
+    low, high = np.array([0.0] * 4 + [FLATTEST] * 3), np.array([np.inf] * 4 + [STEEPEST] * 3)
+    numbers = least_squares(
+        lambda numbers: start.losses_of(numbers, runs.values) / runs.loss_P - 1,
+        np.clip(start.numbers, low + 1e-9, high - 1e-9),
         bounds=(low, high),
-    )
-    every = all_numbers(found.x)
-    return replace(start, coefficients=every[:4], exponents=every[4:])
+    ).x
+    return replace(start, coefficients=numbers[:4], exponents=numbers[4:])
 
 
 def left_out_laws(law: MemoryLaw, runs: Trained) -> list[MemoryLaw]:
@@ -233,7 +215,7 @@ def left_out_laws(law: MemoryLaw, runs: Trained) -> list[MemoryLaw]:
         columns = {
             name: value[group_P != group] for name, value in vars(runs).items() if name[-2:] == "_P"
         }
-        laws.append(_refined(law, replace(runs, **columns), _free(runs)))
+        laws.append(_refined(law, replace(runs, **columns)))
     return laws
 
 
@@ -252,7 +234,7 @@ def best_memory(law: MemoryLaw, runs: Trained, flops: float) -> Optimum:
     loss_NX = law.loss(*values)
     size, memory = np.unravel_index(int(loss_NX.argmin()), loss_NX.shape)
     without_GX = np.array([each.loss(*values).min(axis=0) for each in left_out_laws(law, runs)])
-    free = len(without_GX) - int(_free(runs).sum())
+    free = len(without_GX) - (7 if len(size_N) > 1 else 5)
     keys = jackknife(1 + memory_X[memory], 1 + memory_X[without_GX.argmin(axis=1)], free)
     return Optimum(
         flops=flops,

@@ -476,6 +476,6 @@ def _words(fitted: Power, letter: str) -> str:
     return f"{letter}^{shown(fitted.power, as_exponent)} between and beyond"
 
 
-def as_rate(value: float) -> str:
+def as_rate(value: float, half: float = math.nan) -> str:
     """A learning rate: `2.1e-03`."""
     return f"{value:.1e}" if math.isfinite(value) else "-"

@@ -6,24 +6,35 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from foundation.files import write_json, write_text
+from foundation.files import write_json
 from pretrain.reporting.charts import chart_html, save_figure
-from pretrain.reporting.html import Card, folded, page, paragraph, section, table, write_page
+from pretrain.reporting.html import (
+    Card,
+    folded,
+    page,
+    paragraph,
+    preformatted,
+    section,
+    table,
+    write_page,
+)
 from pretrain.rundir.code_version import code_version
 from pretrain.scaling.charts import charts_of
 from pretrain.scaling.fit import BEYOND, TITLES, Fit, relative_error
-from pretrain.scaling.frontier import Approach, Line, Valley, law_of
+from pretrain.scaling.frontier import Approach, Line, law_of
 from pretrain.scaling.intervals import (
     ERRORS,
     LEVEL,
     Interval,
+    Text,
     amount,
     as_exponent,
     as_factor,
@@ -31,14 +42,14 @@ from pretrain.scaling.intervals import (
     as_size,
     shown,
 )
-from pretrain.scaling.law import NAMES
+from pretrain.scaling.law import NAMES, LawLine
 from pretrain.scaling.predict import BAND, near_optimal_band
 from pretrain.scaling.table import Array, Points
 from pretrain.terminal.text import counted, flops_text, text_table
 
 WIDTH = 100
 MOST_WARNINGS, WARNING_LINES = 5, 2
-Numbers = list[tuple[str, Interval, Callable[[float], str]]]
+Numbers = list[tuple[str, Interval, Text]]
 
 
 def numbers_at(fit: Fit, approach: Approach, flops: float) -> Numbers:
@@ -64,10 +75,13 @@ def fit_lines(fit: Fit, flops: float = 0.0, verbose: bool = False) -> list[str]:
         *warning_lines(fit, verbose),
         *answer_lines(fit, flops),
         "",
-        text_table(narrow(law_table(fit, flops)), left=(0, -1) if fit.doubts else (0,)),
-        *_holdout_lines(fit, verbose),
+        text_table(narrow([[*row[:3], *row[4:]] for row in law_table(fit, flops)])),  # without D*
+        *(f"{TITLES[key]} is not relied on: {why}" for key, why in fit.doubts.items()),
     ]
-    return lines + ([""] + _details(fit) if verbose else [])
+    if fit.num_unpredicted:
+        words = counted(fit.num_unpredicted, "held-out run")
+        lines.append(f"{words} not predicted: only approach 3 can, and it is not available")
+    return [*lines, "", *_details(fit)] if verbose else lines + _holdouts(fit)[-1:]
 
 
 def answer_lines(fit: Fit, flops: float) -> list[str]:
@@ -101,19 +115,15 @@ def choice_line(fit: Fit) -> str:
     return f"{line}, which nothing checks"
 
 
-def law_table(fit: Fit, flops: float, has_tokens: bool = False) -> list[list[str]]:
-    """Heads and a row per law, from the one to rely on; D* only if `has_tokens`."""
-    heads = ["law", "left-out error", "a", f"N* at {flops:.3g}", "D*", "loss", "not relied on:"]
+def law_table(fit: Fit, flops: float) -> list[list[str]]:
+    """Heads and a row per law, from the one to rely on."""
     errors = fit.left_out.error if fit.left_out else {}
-    rows = [heads]
+    rows = [["law", "left-out error", f"N* at {flops:.3g}", "D*", "loss", "a"]]
     for approach in fit.approaches:
         error = f"{errors[approach.key]:.2%}" if approach.key in errors else "-"
-        *optimum, a = (shown(value, text) for _, value, text in numbers_at(fit, approach, flops))
-        rows.append([approach.title, error, a, *optimum, fit.doubts.get(approach.key, "")])
-    columns = [*range(len(heads) - (not fit.doubts))]
-    if not has_tokens:
-        columns.remove(heads.index("D*"))
-    return [[row[column] for column in columns] for row in rows]
+        numbers = (shown(value, text) for _, value, text in numbers_at(fit, approach, flops))
+        rows.append([approach.title, error, *numbers])
+    return rows
 
 
 def narrow(rows: list[list[str]]) -> list[list[str]]:
@@ -141,7 +151,7 @@ def warning_lines(fit: Fit, verbose: bool = False) -> list[str]:
 def law_intervals(fit: Fit, key: str = "parametric") -> dict[str, Interval]:
     """The five numbers of a law of approach 3 with their intervals; empty without it."""
     law = fit.approach(key)
-    if law is None:
+    if law is None or not isinstance(law.line, LawLine):
         return {}
 
     def numbers(line: Line) -> list[Array]:
@@ -164,30 +174,24 @@ def left_out_table(fit: Fit) -> list[list[str]]:
     return rows
 
 
-def _holdout_lines(fit: Fit, verbose: bool) -> list[str]:
-    """Predictions of runs that the fit did not see; without `verbose`, of the last one."""
-    lines = []
-    for item in fit.holdouts if verbose else fit.holdouts[-1:]:
-        lines.append(
-            f"held out {item.name}: measured {as_loss(item.measured)}, predicted "
-            f"{shown(item.predicted, as_loss)} ({item.error:+.2%})"
-        )
-    if fit.num_unpredicted:
-        words = counted(fit.num_unpredicted, "held-out run")
-        lines.append(f"{words} not predicted: only approach 3 can, and it is not available")
-    return ["", *lines] if lines else []
+def _holdouts(fit: Fit) -> list[str]:
+    """The predictions of runs that were not fitted; the intervals have no noise of single runs."""
+    return [
+        f"held out {item.name}: measured {as_loss(item.measured)}, predicted "
+        f"{shown(item.predicted, as_loss)} ({item.error:+.2%})"
+        for item in fit.holdouts
+    ]
 
 
 def _details(fit: Fit) -> list[str]:
     """All else: notes, why what is missing is, the laws' numbers, the left-out optimum, the runs
     left out.
     """
-    lines = [*(f"note: {note}" for note in fit.points.notes)]
-    lines += [f"{TITLES[key]} is not available: {why}" for key, why in unavailable(fit).items()]
+    lines = [*(f"note: {note}" for note in fit.points.notes), *_missing(fit)]
     lines += [
-        f"{item.title} has no intervals: {item.no_interval}"
+        f"intervals of {item.title}: a jackknife that leaves out each of {item.groups}"
         for item in fit.approaches
-        if item.no_interval
+        if item.groups
     ]
     lines.append(
         f"FLOPs per token: {fit.flops_law.scale:.4g} N^{fit.flops_law.power:.4g}, within "
@@ -197,6 +201,7 @@ def _details(fit: Fit) -> list[str]:
         if law := law_intervals(fit, key):
             numbers = "  ".join(f"{name} {shown(law[name], as_factor)}" for name in law)
             lines.append(f"{TITLES[key]}, E + A/N^alpha + B/D^beta: {numbers}")
+    lines += _holdouts(fit)
     if (spread := seed_spread(fit.points)) is not None:
         lines.append(f"standard deviation of losses that differ only by the seed: {spread:.3%}")
     if fit.left_out:
@@ -207,66 +212,62 @@ def _details(fit: Fit) -> list[str]:
     return lines + [f"left out: {item.name}: {item.reason}" for item in fit.points.excluded]
 
 
-def unavailable(fit: Fit) -> dict[str, str]:
-    """The laws that are missing, or were without the largest budget, and why."""
+def _missing(fit: Fit) -> list[str]:
+    """Why there is no such law, also without the largest budget, or no interval of it."""
     lost = fit.left_out.unavailable if fit.left_out else {}
     without = {key: f"without the largest budget: {why}" for key, why in lost.items()}
-    return {**without, **fit.estimates.unavailable}
+    missing = {**without, **fit.unavailable}
+    return [
+        *(f"{TITLES[key]} is not available: {why}" for key, why in missing.items()),
+        *(f"{i.title} has no intervals: {i.no_interval}" for i in fit.approaches if i.no_interval),
+    ]
 
 
 def fit_tree(fit: Fit) -> dict[str, Any]:
-    """The fit as JSON-able values."""
-    isoflop = fit.estimates.isoflop
-    return {
+    """The fit as JSON-able values; null for a number that there is not."""
+    optima = {
+        item.key: [
+            {"flops": flops, **{name: value for name, value, _ in numbers_at(fit, item, flops)}}
+            for flops in (fit.largest, BEYOND * fit.largest)
+        ]
+        for item in fit.approaches
+    }
+    laws = {
+        item.key: {
+            "optima": optima[item.key],
+            "numbers": law_intervals(fit, item.key),
+            "doubt": fit.doubts.get(item.key),
+            "no_interval": item.no_interval or None,
+        }
+        for item in fit.approaches
+    }
+    tree = {
         "source": fit.points.source,
         "num_runs": len(fit.points),
         "budgets": fit.points.budgets.tolist(),
         "flops_per_token": {"scale": fit.flops_law.scale, "power": fit.flops_law.power},
         "rely_on": None if fit.none_because else fit.approaches[0].key,
-        "laws": {item.key: _law_tree(fit, item) for item in fit.approaches},
-        "valleys": [_valley_tree(valley) for valley in isoflop.valleys] if isoflop else [],
-        "unavailable": dict(fit.estimates.unavailable),
-        "left_out": vars(fit.left_out) if fit.left_out else None,
-        "holdouts": [
-            {**vars(item), "predicted": _interval_tree(item.predicted), "error": item.error}
-            for item in fit.holdouts
-        ],
-        "excluded": [vars(item) for item in fit.points.excluded],
-        "warnings": list(fit.warnings),
-        "notes": list(fit.points.notes),
-        "bits_per_byte_of_a_nat": _finite(fit.points.bits_per_nat),
+        "laws": laws,
+        "valleys": fit.isoflop.valleys if fit.isoflop else [],
+        "unavailable": fit.unavailable,
+        "left_out": fit.left_out,
+        "holdouts": [{**_plain(item), "error": item.error} for item in fit.holdouts],
+        "excluded": fit.points.excluded,
+        "warnings": fit.warnings,
+        "notes": fit.points.notes,
     }
+    return {key: _plain(value) for key, value in tree.items()}
 
 
-def _law_tree(fit: Fit, approach: Approach) -> dict[str, Any]:
-    """A law's numbers, and its optimum at the largest budget and beyond it."""
-    optima = [
-        {"flops": flops, **{name: _interval_tree(value) for name, value, _ in numbers}}
-        for flops in (fit.largest, BEYOND * fit.largest)
-        if (numbers := numbers_at(fit, approach, flops))
-    ]
-    law = law_intervals(fit, approach.key) if approach.key in ("parametric", "tied") else {}
-    return {
-        "optima": optima,
-        "numbers": {name: _interval_tree(value) for name, value in law.items()},
-        "doubt": fit.doubts.get(approach.key),
-        "no_interval": approach.no_interval or None,
-    }
-
-
-def _valley_tree(valley: Valley) -> dict[str, Any]:
-    """A budget's parabola; null where it has no lowest point."""
-    numbers = {name: _finite(getattr(valley, name)) for name in ("parameters", "loss", "bend")}
-    return {"budget": valley.budget, **numbers, "unused_because": valley.reason or None}
-
-
-def _interval_tree(interval: Interval) -> dict[str, float | None]:
-    """An interval with null for an end that there is not; JSON has no NaN and no infinity."""
-    return {name: _finite(value) for name, value in vars(interval).items()}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _plain(value: Any) -> Any:
+    """The value as JSON has it, which has no NaN and no infinity."""
+    if is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def seed_spread(points: Points) -> float | None:
@@ -282,65 +283,54 @@ def seed_spread(points: Points) -> float | None:
     return float(np.sqrt((rest_P**2).sum() / free))
 
 
-MOST_ROWS = 60
-FEW_ROWS = 12  # of costs or runs; a longer table is folded
+FEW_ROWS = 12  # of costs; a longer table is folded
 
 
 def write_report(fit: Fit, runs: Path, directory: Path, title: str) -> Path:
-    """Write report.html about the table `runs`, Markdown, JSON and figures; return the page's
-    path.
-    """
+    """Write report.html about the table `runs`, fit.json and the figures; return the page."""
     directory.mkdir(parents=True, exist_ok=True)
     drawn: dict[str, str] = {}
-    shown_charts = charts_of(fit)
-    for name, (chart, caption) in shown_charts.items():
+    table_name, about = "/".join(runs.parts[-2:]), provenance()
+    for name, (chart, caption) in charts_of(fit).items():
         figure = chart(fit)
         drawn[name] = chart_html(figure, caption) + paragraph(caption + ".")
-        save_figure(directory / f"{name}.png", figure)
+        save_figure(directory / f"{name}.png", figure, f"{caption} ({table_name}, {about})")
     path = directory / "report.html"
-    write_page(path, render(fit, title, drawn))
-    pictures = [f"![{caption}]({name}.png)" for name, (_, caption) in shown_charts.items()]
-    printed = "\n".join(["```", *fit_lines(fit, verbose=True), "```"])
-    write_text(directory / "report.md", "\n\n".join([f"# {title}", printed, *pictures]) + "\n")
+    write_page(path, render(fit, f"{title}: {table_name}", about, drawn))
     write_json(directory / "fit.json", fit_tree(fit))
     return path
 
 
-def provenance(source: Path | str) -> str:
-    """The table, today's date and the code that reads it."""
-    return f"{source}, {datetime.now(timezone.utc).date().isoformat()}, code {code_version()}"
+def provenance() -> str:
+    """Today's date and the code that reads the table."""
+    return f"{datetime.now(timezone.utc).date().isoformat()}, code {code_version()}"
 
 
-def render(fit: Fit, title: str, drawn: dict[str, str]) -> str:
-    """The whole page; `drawn` has the charts as HTML by name."""
+def render(fit: Fit, title: str, about: str, drawn: Mapping[str, str]) -> str:
+    """The whole page; `drawn` has the charts as HTML by name, `about` is beside the title."""
     points = fit.points
     lead = (
-        f"{provenance(points.source)}: {counted(len(points), 'run')} at "
-        f"{counted(len(points.budgets), 'budget')} from {points.flops_P.min():.3g} to "
-        f"{points.flops_P.max():.3g} training FLOPs. Brackets are {LEVEL}% intervals, losses in "
-        "nats per token."
+        f"{counted(len(points), 'run')} at {counted(len(points.budgets), 'budget')} from "
+        f"{points.flops_P.min():.3g} to {points.flops_P.max():.3g} training FLOPs. Brackets are "
+        f"{LEVEL}% intervals, losses in nats per token."
     )
     sections = [
         _warnings(fit),
         _laws(fit),
         _figures("Runs of equal FLOPs", drawn, "isoflop"),
         _figures("Compute-optimal frontier", drawn, "frontier", "sizes", "tokens"),
-        _checks(fit),
         _figures("Errors and equal losses", drawn, "residuals", "contours"),
         _costs(fit),
-        _left_out(fit),
-        _runs(fit),
+        section("All numbers", folded("as text", preformatted("\n".join(_details(fit))))),
     ]
     footer = (
-        "Written by 'pretrain scale report'. The same as text is in report.md, as numbers in "
-        "fit.json; every figure is beside this page as PNG, SVG, PDF and CSV."
+        "Written by 'pretrain scale report'. All numbers are in fit.json; every figure is beside "
+        "this page as PNG, SVG, PDF and CSV."
     )
-    return page(
-        title, "Scaling laws", lead, _cards(fit), [part for part in sections if part], footer
-    )
+    return page(title, about, lead, _cards(fit), [part for part in sections if part], footer)
 
 
-def _figures(title: str, drawn: dict[str, str], *names: str) -> str:
+def _figures(title: str, drawn: Mapping[str, str], *names: str) -> str:
     present = [drawn[name] for name in names if name in drawn]
     return section(title, *present) if present else ""
 
@@ -351,28 +341,26 @@ def _cards(fit: Fit) -> list[Card]:
     flops = BEYOND * fit.largest
     cards = []
     for name, interval, text in numbers_at(fit, fit.approaches[0], flops):
-        ends = shown(interval, text).removeprefix(text(interval.value)).strip() or "no interval"
-        where = "exponent of N* ~ C^a" if name == "a" else f"at {flops:.3g} FLOPs"
-        cards.append(Card(f"{name} {text(interval.value)}", f"{ends}, {where}"))
+        value, _, ends = shown(interval, text).partition(" ")
+        where = "exponent of N* ~ C^a" if name == "a" else f"{name} at {flops:.3g} FLOPs"
+        cards.append(Card(value, f"{where}, {ends or 'no interval'}"))
     return cards
 
 
 def _warnings(fit: Fit) -> str:
-    parts = [paragraph(f"{choice_line(fit).capitalize()}.", "")]
-    if fit.warnings:
-        parts.append(table([], [[line] for line in fit.warnings], "words"))
+    words = choice_line(fit)
+    parts = [paragraph(f"{words[0].upper()}{words[1:]}.", "")]
+    parts += [paragraph(f"Warning: {line}.", "") for line in fit.warnings]
     return section("Answer" if not fit.warnings else "Answer and warnings", *parts)
 
 
 def _laws(fit: Fit) -> str:
-    heads, *rows = law_table(fit, BEYOND * fit.largest, has_tokens=True)
-    parts = [table(heads, [list(map(_whole, row)) for row in rows], "named ranges")]
-    reasons = [f"{item.title}: {item.no_interval}" for item in fit.approaches if item.no_interval]
-    parts += [paragraph(f"No interval by {line}.") for line in reasons]
-    parts += [
-        paragraph(f"{TITLES[key]} is not available: {why}.")
-        for key, why in unavailable(fit).items()
-    ]
+    heads, *rows = law_table(fit, BEYOND * fit.largest)
+    # a line of a table on a narrow screen ends before an interval and not inside of it
+    cells = [[cell.replace(", ", ",\N{NO-BREAK SPACE}") for cell in row] for row in rows]
+    parts = [table(heads, cells, "named ranges")]
+    doubts = [f"{TITLES[key]} is not relied on: {why}" for key, why in fit.doubts.items()]
+    parts += [paragraph(f"{line}.") for line in (*doubts, *_missing(fit))]
     if band := near_optimal_band(fit, fit.largest, fit.approaches[0]):
         low, high = (as_size(size) for size in band)
         parts.append(
@@ -381,45 +369,12 @@ def _laws(fit: Fit) -> str:
                 f"{BAND:.0%} by {fit.approaches[0].title}."
             )
         )
-    numbers = [
-        [TITLES[key], *(_whole(shown(value, as_factor)) for value in law.values())]
-        for key in ("parametric", "tied")
-        if (law := law_intervals(fit, key))
-    ]
-    if numbers:
-        parts.append(paragraph("L(N, D) = E + A/N^alpha + B/D^beta:"))
-        parts.append(table(["", "E", "A", "B", "alpha", "beta"], numbers, "named ranges"))
-    parts += [paragraph(f"{note}.") for note in fit.points.notes]
     return section("Laws", *parts)
-
-
-def _whole(cell: str) -> str:
-    """The cell, whose lines on a narrow screen end before an interval and not inside of it."""
-    return cell.replace(", ", ",\N{NO-BREAK SPACE}")
-
-
-def _checks(fit: Fit) -> str:
-    parts = []
-    if fit.left_out:
-        words = f"The optimum at {fit.left_out.budget:.3g} FLOPs, predicted without those runs:"
-        heads, *rows = left_out_table(fit)
-        parts += [paragraph(words), table(heads, rows, "named ranges")]
-    if fit.holdouts:
-        rows = [
-            [item.name, amount(item.parameters), amount(item.tokens), as_loss(item.measured),
-             _whole(shown(item.predicted, as_loss)), f"{item.error:+.2%}"]
-            for item in fit.holdouts
-        ]  # fmt: skip
-        parts.append(paragraph("Held-out runs; the interval has no noise of a single run:"))
-        heads = ["run", "N", "D", "measured", "predicted", "error"]
-        parts.append(table(heads, rows, "named ranges"))
-    errors = paragraph(f"{ERRORS[0].upper()}{ERRORS[1:]}.")
-    return section("Validation", *parts, errors) if parts else ""
 
 
 def _costs(fit: Fit) -> str:
     points, rows = fit.points, []
-    for budget in points.budgets[:MOST_ROWS]:
+    for budget in points.budgets:
         mine = points.take(points.budget_P == budget)
         sizes, tokens = (
             f"{amount(values.min())} to {amount(values.max())}"
@@ -428,41 +383,8 @@ def _costs(fit: Fit) -> str:
         flops = float(mine.flops_P.sum())
         share = f"{flops / points.flops_P.sum():.2g}"
         rows.append([f"{budget:.3g}", str(len(mine)), sizes, tokens, flops_text(flops), share])
-    law = f"FLOPs per token of these runs: {fit.flops_law.scale:.4g} N^{fit.flops_law.power:.4g}."
     heads = ["budget", "runs", "parameters", "tokens", "FLOPs", "share"]
     total = flops_text(float(points.flops_P.sum()))
+    drawn = table(heads, rows, "named")
     heading = f"{counted(len(points.budgets), 'budget')}, {total} FLOPs"
-    return section("Cost", paragraph(law), _table(heading, heads, rows, "named"))
-
-
-def _left_out(fit: Fit) -> str:
-    excluded = fit.points.excluded
-    rows = [[item.name, item.reason] for item in excluded[:MOST_ROWS]]
-    heading = _heading(len(rows), len(excluded))
-    return section("Left out", _table(heading, ["run", "reason"], rows, "words")) if rows else ""
-
-
-def _runs(fit: Fit) -> str:
-    points = fit.points
-    order = np.lexsort((points.parameters_P, points.budget_P))[:MOST_ROWS]
-    rows = [
-        [
-            points.names[i],
-            *(amount(float(values[i])) for values in (points.parameters_P, points.tokens_P)),
-            flops_text(float(points.flops_P[i])),
-            as_loss(float(points.loss_P[i])),
-        ]
-        for i in order
-    ]
-    heads = ["run", "N", "D", "C", "loss"]
-    return section("Runs", _table(_heading(len(rows), len(points)), heads, rows, "named"))
-
-
-def _heading(count: int, total: int) -> str:
-    return f"The first {count} of {total}" if count < total else f"All {total}"
-
-
-def _table(heading: str, heads: list[str], rows: list[list[str]], style: str) -> str:
-    """The table, folded behind the heading where it is long."""
-    shown = table(heads, rows, style)
-    return folded(heading, shown) if len(rows) > FEW_ROWS else shown
+    return section("Cost", folded(heading, drawn) if len(rows) > FEW_ROWS else drawn)

@@ -34,7 +34,6 @@ PLAIN_RATIO = (0.3, 4.0)  # of C/6ND: for a Transformer-XL it is 0.65 to 2.4
 TOKENS_PER_PARAMETER = (0.03, 5e3)
 FEWEST_PARAMETERS, FEWEST_TOKENS = 1e3, 1e4  # of a model that anyone trains to fit a law
 NEAR = 4.0  # a ratio within this factor of 1000^k is a matter of units
-SAME_TEXT = 0.01  # relative spread of bits per nat: what is scored differs a little in its length
 SMALLEST, LARGEST = 1e-9, 1e40  # of any number in a table; powers of more overflow
 ORIGIN = "expected a CSV or JSON file with one run per row"
 YES = ("1", "1.0", "true", "yes")
@@ -69,10 +68,10 @@ class Points:
     budget_P: Array
     progress_P: Array
     holdout_P: Array
+    accuracy_P: Array | None = None  # of a task; NaN for a run without one
     excluded: tuple[Exclusion, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    bits_per_nat: float = np.nan  # bits per byte of a loss of 1 nat per token; NaN: unknown
     source: str = "points"
 
     def __len__(self) -> int:
@@ -81,7 +80,11 @@ class Points:
     def take(self, chosen_P: Array) -> Points:
         """The points of a mask or of indices."""
         indices = np.flatnonzero(chosen_P) if chosen_P.dtype == bool else chosen_P
-        columns = {name: array[indices] for name, array in vars(self).items() if name[-2:] == "_P"}
+        columns = {
+            name: array[indices]
+            for name, array in vars(self).items()
+            if name[-2:] == "_P" and array is not None
+        }
         return replace(self, names=tuple(self.names[i] for i in indices), **columns)
 
     def without(self, bad_P: Array, reason_of: Callable[[int], str]) -> Points:
@@ -136,8 +139,8 @@ class Columns:
     name: str = "name"
     progress: str = "progress"  # fraction of the learning-rate schedule; absent: all of it
     holdout: str = "holdout"  # true: predicted, never fitted
-    bits: str = "bits_per_byte"  # the same losses per byte of the text, where they were measured
     excluded: str = "excluded"  # not empty: why the run takes no part
+    accuracy: str = ""  # of a task
 
     @classmethod
     def parse(cls, items: Sequence[str]) -> Columns:
@@ -306,25 +309,6 @@ def read_points(
     return points.without(repeats_P, lambda _: "repeats an earlier row with the same N, D and loss")
 
 
-def values_by_name(path: Path, column: str, columns: Columns | None = None) -> dict[str, float]:
-    """Return a column of finite numbers by the names of the runs, without rows that lack one.
-
-    DataError if there is no such column, or if two runs of one name differ in it.
-    """
-    rows = rows_of(Path(path))
-    if not any(column in row for row in rows):
-        raise DataError(f"{path}: no column {column!r}{did_you_mean(column, column_names(rows))}")
-    values: dict[str, float] = {}
-    for row in rows:
-        name, value = (columns or Columns()).name_of(row), number(row.get(column))
-        if math.isfinite(value) and values.setdefault(name, value) != value:
-            raise DataError(
-                f"{path}: row {row['_line']}: another run is named {name!r}, too, with another "
-                f"{column}; give each run its own name"
-            )
-    return values
-
-
 def _known(columns: Columns, rows: Sequence[Row], path: Path) -> tuple[Columns, list[str]]:
     """The columns with usual names for those that are absent, and a note for each.
 
@@ -360,12 +344,6 @@ class _Reader:
 
     def points(self, notes: list[str]) -> Points:
         loss_P, sizes = self._losses(notes), self._sizes(notes)
-        bits = self._bits_per_nat(loss_P)
-        if math.isfinite(bits):
-            per_token = 1 / (np.log(2) * bits)
-            notes.append(
-                f"1 nat per token is {bits:.4g} bits per byte ({per_token:.3g} bytes per token)"
-            )
         budget_P = (
             self.numbers("budget") if self._has("budget") else grouped_budgets(sizes["flops"])
         )
@@ -394,9 +372,9 @@ class _Reader:
             budget_P=budget_P,
             progress_P=progress_P,
             holdout_P=np.array(flags, bool),
+            accuracy_P=self._values(self.columns.accuracy) if self.columns.accuracy else None,
             notes=tuple(notes),
             warnings=(warning,) if warning else (),
-            bits_per_nat=bits,
             source=str(self.path),
         )
 
@@ -408,7 +386,7 @@ class _Reader:
                 f"{self.path}: no column {column!r} (found: {', '.join(present)}); name it with "
                 f"--column {role}=NAME"
             )
-        values_P = np.array([number(row.get(column)) for row in self.rows])
+        values_P = self._values(column)
         self.refuse_where(~np.isfinite(values_P), column, "a finite number")
         self.refuse_where(values_P <= 0, column, "a positive number")
         is_wild_P = (values_P < SMALLEST) | (values_P > LARGEST)
@@ -424,6 +402,9 @@ class _Reader:
                 f"{self.path}: row {bad[0]['_line']}: {column}={shown(bad[0].get(column))}{others},"
                 f" expected {wish}; correct it or exclude it with --exclude 'COLUMN=VALUE: reason'"
             )
+
+    def _values(self, column: str) -> Array:
+        return np.array([number(row.get(column)) for row in self.rows])
 
     def _has(self, role: str) -> bool:
         return any(row.get(getattr(self.columns, role)) not in (None, "") for row in self.rows)
@@ -443,45 +424,33 @@ class _Reader:
             )
         return loss_P
 
-    def _bits_per_nat(self, loss_P: Array) -> float:
-        """Bits per byte of a loss of 1 nat per token; NaN unless it is the same in all runs."""
-        columns = self.columns
-        if columns.loss != Columns.loss and columns.bits == Columns.bits:  # those of other losses
-            return math.nan
-        bits_P = np.array([number(row.get(columns.bits)) for row in self.rows])
-        known_P = (bits_P > 0) & (bits_P < LARGEST_LOSS)  # not NaN
-        ratio_P = bits_P[known_P] / loss_P[known_P]
-        if not len(ratio_P) or np.ptp(ratio_P) > SAME_TEXT * ratio_P.min():
-            return math.nan
-        return float(np.median(ratio_P))
-
     def _sizes(self, notes: list[str]) -> dict[str, Array]:
         """N, D and C, one of which may follow from the others."""
-        roles = ("parameters", "tokens", "flops")
         # A column of N or D that is there but empty is an error of its rows, not an assumption.
-        given = [
-            role
-            for role in roles
-            if self._has(role)
-            or (role != "flops" and getattr(self.columns, role) in column_names(self.rows))
-        ]
-        if "flops" not in given:
-            given = ["parameters", "tokens"]
-        elif given == ["flops"]:
-            given = ["parameters", "flops"]
-        sizes = {role: self.numbers(role) for role in given}
-        for missing in {*roles} - {*given}:
-            column = getattr(self.columns, missing)
-            match missing:
-                case "flops":
-                    sizes["flops"] = 6 * sizes["parameters"] * sizes["tokens"]
-                    notes.append(f"no column {column!r}: C = 6ND")
-                case "tokens":
-                    sizes["tokens"] = sizes["flops"] / (6 * sizes["parameters"])
-                    notes.append(f"no column {column!r}: D = C / 6N")
-                case _:
-                    sizes["parameters"] = sizes["flops"] / (6 * sizes["tokens"])
-                    notes.append(f"no column {column!r}: N = C / 6D")
+        present = column_names(self.rows)
+        is_given = {
+            role: getattr(self.columns, role) in present for role in ("parameters", "tokens")
+        }
+        if not self._has("flops"):
+            missing = "flops"
+        elif not is_given["tokens"]:
+            missing = "tokens"
+        else:
+            missing = "" if is_given["parameters"] else "parameters"
+        sizes = {role: self.numbers(role) for role in (*is_given, "flops") if role != missing}
+        column = getattr(self.columns, missing, "")
+        match missing:
+            case "flops":
+                sizes["flops"] = 6 * sizes["parameters"] * sizes["tokens"]
+                notes.append(f"no column {column!r}: C = 6ND")
+            case "tokens":
+                sizes["tokens"] = sizes["flops"] / (6 * sizes["parameters"])
+                notes.append(f"no column {column!r}: D = C / 6N")
+            case "parameters":
+                sizes["parameters"] = sizes["flops"] / (6 * sizes["tokens"])
+                notes.append(f"no column {column!r}: N = C / 6D")
+            case _:
+                pass
         return sizes
 
     def _units_warning(self, *, parameters: Array, tokens: Array, flops: Array) -> str:

@@ -8,17 +8,22 @@ Source: Bhagia et al. 2024 (the OLMo ladder). Legend: P runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from foundation.errors import DataError
-from pretrain.scaling.fit import Fit, fit_all
-from pretrain.scaling.frontier import law_of
-from pretrain.scaling.intervals import MOST_GROUPS, Interval, jackknife
-from pretrain.scaling.law import fit_parametric, loss_at
-from pretrain.scaling.predict import loss_of_run
+from pretrain.scaling.fit import FEWEST_FREE, Fit, fit_all, loss_interval
+from pretrain.scaling.intervals import (
+    FEWEST_GROUPS,
+    MOST_GROUPS,
+    Interval,
+    groups_of,
+    jackknife,
+)
+from pretrain.scaling.law import ParametricFit, fit_parametric, loss_at
+from pretrain.scaling.predict import law_of_runs
 from pretrain.scaling.table import FINISHED, Array, Points, usable
 from pretrain.terminal.text import counted
 
@@ -39,7 +44,8 @@ class Sigmoid:
 
     def at(self, loss: float | Array) -> Array:
         """The accuracy at a loss."""
-        return self.floor + (self.ceiling - self.floor) * _fall(loss, self.steepness, self.middle)
+        rise = np.exp(np.clip(self.steepness * (np.asarray(loss) - self.middle), -500, 500))
+        return self.floor + (self.ceiling - self.floor) / (1 + rise)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,22 +54,21 @@ class TaskFit:
 
     fit: Fit  # of the task's loss
     sigmoid: Sigmoid
-    left_out: tuple[Sigmoid, ...]  # each without a group of budgets; none without an interval
+    left_out: tuple[tuple[Array, Sigmoid], ...]  # law theta and sigmoid without groups of budgets
     loss_P: Array
-    accuracy_P: Array
     mean_error: float  # of the accuracy, by the sigmoid at the measured losses
 
     def predict(self, parameters: float, tokens: float) -> tuple[Interval, Interval]:
         """The loss and accuracy of a run; both steps are fitted without each group of budgets."""
-        loss = loss_of_run(self.fit, parameters, tokens)
+        law = law_of_runs(self.fit)
+        loss = loss_interval(law, parameters, tokens)
         value = float(self.sigmoid.at(loss.value))
-        law = self.fit.law
-        if not (self.left_out and law and law.left_out):
+        logs = np.log(parameters), np.log(tokens)
+        accuracy_G = [sigmoid.at(float(loss_at(theta, *logs))) for theta, sigmoid in self.left_out]
+        if not accuracy_G:
             return loss, Interval(value, math.nan, math.nan)
-        loss_G = loss_at(law_of(law.left_out).theta, np.log(parameters), np.log(tokens))
-        pairs = zip(self.left_out, loss_G, strict=True)
-        accuracy_G = np.array([sigmoid.at(loss) for sigmoid, loss in pairs])
-        accuracy = jackknife(value, accuracy_G, law.free, is_linear=True)
+        free = max(FEWEST_FREE, (len(accuracy_G) - 1) // 2)
+        accuracy = jackknife(value, np.array(accuracy_G), free, is_linear=True)
         return loss, replace(accuracy, low=max(accuracy.low, 0.0), high=min(accuracy.high, 1.0))
 
     def extrapolated(self, loss: float) -> float:
@@ -71,73 +76,58 @@ class TaskFit:
         return float((self.loss_P.min() - loss) / np.ptp(self.loss_P))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Backtest:
-    """One run of the largest budget, predicted from runs of the smaller ones."""
-
-    name: str
-    loss: float
-    predicted_loss: float
-    accuracy: float
-    from_measured_loss: float  # the second step alone
-    predicted_accuracy: float  # both
-
-
-def fit_task(
-    runs: Points, accuracies: Mapping[str, float], chance: float | None = None, ceiling: float = 1.0
-) -> TaskFit:
+def fit_task(runs: Points, chance: float | None = None, ceiling: float = 1.0) -> TaskFit:
     """Fit both steps; the points' losses are the task's. `chance` and `ceiling`: known ends.
 
     Mid-schedule rows with an accuracy are pairs of the second step. DataError for too few runs, or
     accuracies that do not fall with the loss.
     """
     fit = fit_all(runs)
-    chosen, loss_P, accuracy_P = _pairs(runs, accuracies)
+    chosen, loss_P, accuracy_P = _pairs(runs)
     sigmoid = fit_sigmoid(loss_P, accuracy_P, chance, ceiling)
-    log_budgets = np.log(fit.points.budgets)
-    near_P = np.abs(np.log(chosen.budget_P)[:, None] - log_budgets).argmin(axis=1)
-    left_out = []
-    for group in np.unique(near_P % MOST_GROUPS):
-        rest = near_P % MOST_GROUPS != group
-        left_out.append(_least_squares(loss_P[rest], accuracy_P[rest], sigmoid, chance is not None))
-    residual_P = accuracy_P - sigmoid.at(loss_P)
     return TaskFit(
         fit=fit,
         sigmoid=sigmoid,
-        left_out=tuple(left_out),
+        left_out=tuple(_without_budgets(fit, chosen, sigmoid, chance is not None)),
         loss_P=loss_P,
-        accuracy_P=accuracy_P,
-        mean_error=float(np.abs(residual_P).mean()),
+        mean_error=float(np.abs(accuracy_P - sigmoid.at(loss_P)).mean()),
     )
 
 
+def _without_budgets(
+    fit: Fit, chosen: Points, whole: Sigmoid, is_known: bool
+) -> Iterator[tuple[Array, Sigmoid]]:
+    """Both steps without each group of budgets; nothing where there are too few."""
+    law = fit.law.fit if fit.law else None
+    if not isinstance(law, ParametricFit) or law.is_tied or len(fit.points.budgets) < FEWEST_GROUPS:
+        return
+    log_budgets = np.log(fit.points.budgets)
+    near_P = np.abs(np.log(chosen.budget_P)[:, None] - log_budgets).argmin(axis=1) % MOST_GROUPS
+    group_P = groups_of(fit.points.budget_P)
+    assert chosen.accuracy_P is not None
+    laws = law.without_each(fit.points, group_P)
+    for group, theta in zip(np.unique(group_P), laws, strict=True):
+        pairs = chosen.loss_P[near_P != group], chosen.accuracy_P[near_P != group]
+        yield theta, _least_squares(*pairs, whole, is_known)
+
+
 def backtest(
-    runs: Points, accuracies: Mapping[str, float], chance: float | None = None, ceiling: float = 1.0
-) -> list[Backtest]:
-    """Predict the runs of the largest budget from the others, by each step and by both.
+    runs: Points, chance: float | None = None, ceiling: float = 1.0
+) -> tuple[float, float, float]:
+    """Predict the runs of the largest budget from the others: the mean absolute relative error of
+    the loss, and the mean absolute errors of the accuracy by the second step alone and by both.
 
     DataError if those below it do not allow it.
     """
     points = usable(runs)
     last = points.take(points.budget_P == points.budgets[-1])
     rest = runs.take(runs.budget_P < points.budgets[-1])
-    law = fit_parametric(usable(rest)).law
-    sigmoid = fit_sigmoid(*_pairs(rest, accuracies)[1:], chance, ceiling)
-    predicted_P = law.loss(last.parameters_P, last.tokens_P)
-    _, loss_P, accuracy_P = _pairs(last, accuracies)
-    return [
-        Backtest(
-            name=name,
-            loss=float(loss),
-            predicted_loss=float(predicted),
-            accuracy=float(accuracy),
-            from_measured_loss=float(sigmoid.at(loss)),
-            predicted_accuracy=float(sigmoid.at(predicted)),
-        )
-        for name, loss, predicted, accuracy in zip(
-            last.names, loss_P, predicted_P, accuracy_P, strict=True
-        )
-    ]
+    predicted_P = fit_parametric(usable(rest)).losses(last)
+    sigmoid = fit_sigmoid(*_pairs(rest)[1:], chance, ceiling)
+    _, loss_P, accuracy_P = _pairs(last)
+    errors = predicted_P / loss_P - 1, sigmoid.at(loss_P) - accuracy_P
+    loss, second = (float(np.abs(error_P).mean()) for error_P in errors)
+    return loss, second, float(np.abs(sigmoid.at(predicted_P) - accuracy_P).mean())
 
 
 def fit_sigmoid(
@@ -180,9 +170,10 @@ def fit_sigmoid(
     return min(ends, key=lambda end: float(((end.at(loss_P) - accuracy_P) ** 2).sum()))
 
 
-def _pairs(points: Points, accuracies: Mapping[str, float]) -> tuple[Points, Array, Array]:
-    """The runs that are not held out, their losses and accuracies."""
-    has_P = np.array([name in accuracies for name in points.names])
+def _pairs(points: Points) -> tuple[Points, Array, Array]:
+    """The runs with an accuracy that are not held out, their losses and accuracies."""
+    assert points.accuracy_P is not None
+    has_P = np.isfinite(points.accuracy_P)
     missing_P = ~has_P & ~points.holdout_P & (points.progress_P >= FINISHED)
     if missing_P.any():
         raise DataError(
@@ -190,7 +181,8 @@ def _pairs(points: Points, accuracies: Mapping[str, float]) -> tuple[Points, Arr
             f"{points.names[missing_P.argmax()]}; measure it, or exclude them with --exclude"
         )
     chosen = points.take(has_P & ~points.holdout_P)
-    return chosen, chosen.loss_P, np.array([accuracies[name] for name in chosen.names])
+    assert chosen.accuracy_P is not None
+    return chosen, chosen.loss_P, chosen.accuracy_P
 
 
 def _least_squares(loss_P: Array, accuracy_P: Array, start: Sigmoid, is_known: bool) -> Sigmoid:
@@ -209,8 +201,3 @@ def _least_squares(loss_P: Array, accuracy_P: Array, start: Sigmoid, is_known: b
         lambda numbers: sigmoid(numbers).at(loss_P) - accuracy_P, first, bounds=(low, high)
     )
     return sigmoid(found.x)
-
-
-def _fall(loss: float | Array, steepness: float, middle: float) -> Array:
-    """1 for a loss of 0, falling to 0."""
-    return 1 / (1 + np.exp(np.clip(steepness * (np.asarray(loss) - middle), -500, 500)))

@@ -9,20 +9,20 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from pretrain.reporting.charts import canvas, log_amount_ticks
 from pretrain.scaling import charts
 from pretrain.scaling.fit import fit_all
 from tests.helpers.scaling import simulated
 
-CHARTS = [
-    charts.valleys,
-    charts.frontier,
-    charts.optimal_sizes,
-    charts.optimal_tokens,
-    charts.residuals,
-    charts.equal_losses,
-]
+NAMES = ["isoflop", "frontier", "sizes", "tokens", "residuals", "contours"]
+BANDS = ["frontier", "sizes", "tokens"]
+
+
+def drawn(fit, name: str) -> Figure:
+    chart, _ = charts.charts_of(fit)[name]
+    return chart(fit)
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,9 @@ def assert_labels_stand_apart(axes) -> None:
         ]
 
 
-@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.__name__)
-def test_every_picture_names_its_axes_and_its_numbers_stand_apart(fit, chart):
-    figure = chart(fit)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_picture_names_its_axes_and_its_numbers_stand_apart(fit, name):
+    figure = drawn(fit, name)
     figure.draw_without_rendering()
     for axes in figure.axes:
         assert axes.get_ylabel()
@@ -60,9 +60,9 @@ def test_every_picture_names_its_axes_and_its_numbers_stand_apart(fit, chart):
     assert figure.axes[0].get_xlabel()
 
 
-@pytest.mark.parametrize("chart", [charts.frontier, charts.optimal_sizes, charts.optimal_tokens])
-def test_bands_are_explained_in_a_legend_that_covers_no_line(fit, chart):
-    figure = chart(fit)
+@pytest.mark.parametrize("name", BANDS)
+def test_bands_are_explained_in_a_legend_that_covers_no_line(fit, name):
+    figure = drawn(fit, name)
     figure.draw_without_rendering()
     (legend,) = figure.legends
     assert "its 95% interval" in legend.get_title().get_text()
@@ -70,10 +70,10 @@ def test_bands_are_explained_in_a_legend_that_covers_no_line(fit, chart):
     assert legend.get_window_extent().y0 >= figure.axes[0].get_window_extent().y1
 
 
-@pytest.mark.parametrize("chart", [charts.frontier, charts.optimal_sizes, charts.optimal_tokens])
-def test_approaches_are_told_apart_by_their_lines_too_which_grey_keeps(fit, chart):
+@pytest.mark.parametrize("name", BANDS)
+def test_approaches_are_told_apart_by_their_lines_too_which_grey_keeps(fit, name):
     titles = {approach.title for approach in fit.approaches}
-    lines = [line for line in chart(fit).axes[0].lines if line.get_label() in titles]
+    lines = [line for line in drawn(fit, name).axes[0].lines if line.get_label() in titles]
     assert len(lines) == 4
     assert len({line.get_linestyle() + str(line._unscaled_dash_pattern) for line in lines}) == 4
 
@@ -95,10 +95,10 @@ def test_a_logarithmic_axis_of_any_length_has_several_numbers(span):
 
 @pytest.fixture(scope="module")
 def held():
-    """Runs at six budgets of which the largest is held out, with losses in bits per byte."""
+    """Runs at six budgets of which the largest is held out."""
     points = simulated(noise=0.004, budgets=(1e18, 1e20, 6), num_sizes=5, seed=1)
     is_last_P = points.budget_P == points.budgets[-1]
-    return fit_all(replace(points, holdout_P=is_last_P, bits_per_nat=0.35))
+    return fit_all(replace(points, holdout_P=is_last_P))
 
 
 def test_held_out_runs_are_drawn_with_their_own_predictions(held):
@@ -124,7 +124,7 @@ def test_errors_of_held_out_runs_are_among_the_residuals(held):
 def test_a_contour_has_the_loss_that_it_is_labeled_with(held):
     axes = charts.equal_losses(held).axes[0]
     (contours,) = [each for each in axes.collections if hasattr(each, "levels")]
-    law = held.estimates.laws[held.law.key].law
+    law = held.law.fit.law
     found = 0
     for level, path in zip(contours.levels, contours.get_paths(), strict=True):
         tokens_X, size_X = path.vertices.T
@@ -132,17 +132,6 @@ def test_a_contour_has_the_loss_that_it_is_labeled_with(held):
         assert law.loss(size_X, tokens_X) == pytest.approx(level, rel=2e-3)
     assert found > 100
     assert axes.get_xlim()[1] > max(item.tokens for item in held.holdouts)
-
-
-def test_bits_per_byte_have_an_axis_where_they_are_known(fit, held):
-    for chart in (charts.valleys, charts.frontier):
-        assert not chart(fit).axes[0].child_axes
-        figure = chart(held)
-        figure.draw_without_rendering()
-        axes = figure.axes[0]
-        (right,) = axes.child_axes
-        assert (axes.get_ylabel(), right.get_ylabel()) == ("loss (nats per token)", "bits per byte")
-        assert right.get_ylim() == pytest.approx([0.35 * end for end in axes.get_ylim()])
 
 
 def test_a_dozen_budgets_have_a_color_a_marker_and_a_label_each_and_more_some_labels():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 import warnings
@@ -15,9 +14,7 @@ from scipy.special import stdtrit
 from foundation.errors import DataError
 from pretrain.scaling import charts
 from pretrain.scaling.fit import fit_all
-from pretrain.scaling.frontier import fit_isoflop
 from pretrain.scaling.law import log_optimum
-from pretrain.scaling.predict import forecast
 from pretrain.scaling.report import fit_lines, left_out_table, seed_spread
 from tests.helpers.scaling import BESIROGLU, HOFFMANN, SIX_N, make_points, simulated
 from tests.interval_coverage import Sweep, measure, noisy
@@ -63,25 +60,13 @@ def test_an_interval_is_students_t_of_the_fits_without_each_budget(key, free):
             of(fit.approach(key)),
             np.array([scale(of(law).value) for law in without]),
         )
-        error = np.sqrt(0.8 * ((value_G - scale(interval.value)) ** 2).sum())
-        half_width = stdtrit(free, 0.975) * error
+        error = np.sqrt(0.8 * ((value_G - value_G.mean()) ** 2).sum())
+        shared = 0.01 if key == "isoflop" and scale is np.log else 0  # of every vertex alike
+        half_width = np.hypot(stdtrit(free, 0.975) * error, 1.96 * shared)
         ends = scale(interval.value) + half_width * np.array([-1, 1])
         assert [scale(interval.low), scale(interval.high)] == pytest.approx(
             ends, abs=half_width / 500
         )
-
-
-def test_a_line_that_is_known_better_than_a_parabola_can_be_has_no_interval_of_its_sizes():
-    close, far = (
-        fit_all(simulated(budgets=(1e18, 1e20, 6), num_sizes=5, noise=noise)).approach("isoflop")
-        for noise in (0.001, 0.02)
-    )
-    for approach in (close, far):
-        a = approach.powers(SIX_N)[0]
-        assert a.low < a.value < a.high
-        assert approach.loss(FURTHER).low < approach.loss(FURTHER).high
-    assert np.isnan(close.parameters(FURTHER).low)
-    assert far.parameters(FURTHER).low < far.parameters(FURTHER).high
 
 
 def test_too_few_budgets_for_an_interval_get_none_and_the_reason():
@@ -94,7 +79,7 @@ def test_too_few_budgets_for_an_interval_get_none_and_the_reason():
     assert "2 IsoFLOP has no intervals: 3 budgets with a vertex" in said
     assert "3 parametric has no intervals: 3 budgets; an interval needs 4" in said
     assert "1 lowest runs has no intervals: its sizes are those of single runs" in said
-    assert re.search(r"^2 IsoFLOP +\S+ +0\.\d{3} ", said, re.M)
+    assert re.search(r"^2 IsoFLOP .* 0\.\d{3}$", said, re.M)
 
 
 def test_an_outlier_hardly_widens_the_intervals_of_approach_3():
@@ -165,7 +150,7 @@ def test_every_error_is_predicted_minus_measured():
     assert "errors are predicted minus measured" in "\n".join(fit_lines(left_out, verbose=True))
     drawn = charts.residuals(left_out).axes[0]
     shown_P = np.asarray(drawn.collections[0].get_offsets())[:, 1]
-    law = left_out.estimates.laws[left_out.law.key].law
+    law = left_out.law.fit.law
     assert shown_P == pytest.approx(
         100 * (law.loss(points.parameters_P, points.tokens_P) / lucky.loss_P - 1)
     )
@@ -210,7 +195,7 @@ def test_an_approach_these_runs_do_not_allow_is_a_reason_not_an_error():
     size_P, tokens_P = np.exp(rng.uniform(16, 21, 20)), np.exp(rng.uniform(20, 25, 20))
     fit = fit_all(make_points(size_P, tokens_P, HOFFMANN.loss(size_P, tokens_P)))
     assert {approach.key for approach in fit.approaches} == {"parametric", "tied"}
-    assert "approach 2 needs two" in fit.estimates.unavailable["isoflop"]
+    assert "approach 2 needs two" in fit.unavailable["isoflop"]
 
 
 def test_flops_per_token_that_fall_with_the_size_are_refused():
@@ -218,18 +203,6 @@ def test_flops_per_token_that_fall_with_the_size_are_refused():
     falling = replace(points, flops_P=1e12 * points.tokens_P / points.parameters_P)
     with pytest.raises(DataError, match=r"FLOPs per token go as N\^-1, so larger models cost no"):
         fit_all(falling)
-
-
-def test_the_check_on_the_largest_budget_takes_the_sizes_that_the_fit_takes():
-    points = simulated(num_sizes=9, spread=20.0)
-    found = {}
-    for reach in (6.0, math.inf):
-        left = fit_all(points, reach=reach).left_out
-        rest = points.take(points.budget_P < points.budgets[-1])
-        line = fit_isoflop(rest, reach).frontier
-        found[reach] = left.optimum["isoflop"][0]
-        assert np.log(found[reach]) == pytest.approx(line.log_parameters(np.log(left.budget)))
-    assert found[6.0] != pytest.approx(found[math.inf], rel=1e-3)
 
 
 def test_intervals_without_an_end_cost_no_warning():
@@ -240,5 +213,4 @@ def test_intervals_without_an_end_cost_no_warning():
         warnings.simplefilter("error")
         fit = fit_all(replace(points, loss_P=loss_P))
         assert fit_lines(fit)
-        found = forecast(fit.approach("parametric"), fit.flops_law, flops=1e21)
-    assert found.parameters.value > 0
+        assert fit.approach("parametric").parameters(FURTHER).value > 0

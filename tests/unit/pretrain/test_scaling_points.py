@@ -271,22 +271,6 @@ def test_a_unit_is_a_role_and_a_positive_factor():
             units_of([item])
 
 
-def test_bits_per_byte_are_known_only_where_they_are_of_the_same_losses(tmp_path):
-    path = tmp_path / "runs.csv"
-
-    def factor(bits: tuple[object, ...], columns: Columns | None = None) -> float:
-        rows = zip((100, 200, 400), (3.0, 2.8, 2.6), bits, strict=True)
-        text = "".join(f"{size},1000,{loss},{loss},{each}\n" for size, loss, each in rows)
-        path.write_text("N,D,loss,other,bits_per_byte\n" + text)
-        return read_points(path, columns).bits_per_nat
-
-    assert factor((1.5, 1.4, 1.3)) == pytest.approx(0.5)
-    assert factor((1.5, "", "x")) == pytest.approx(0.5)
-    for unknown in ((1.5, 1.4, 1.0), ("", "", ""), ("nan", -1, "1e300")):
-        assert np.isnan(factor(unknown))
-    assert np.isnan(factor((1.5, 1.4, 1.3), Columns(loss="other")))
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [

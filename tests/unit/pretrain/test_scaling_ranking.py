@@ -139,7 +139,7 @@ def test_an_outlier_is_named_with_its_effect_and_hardly_moves_the_law(factor):
     assert said.startswith("1 run over 4.5 standard deviations off the law: point 17 (loss ")
     assert "without them N* at 1e+21 goes from" in said
     assert said.endswith("--exclude 'name=point 17: reason'")
-    assert fit.estimates.parametric.law.alpha == pytest.approx(HOFFMANN.alpha, rel=0.15)
+    assert fit.approach("parametric").fit.law.alpha == pytest.approx(HOFFMANN.alpha, rel=0.15)
 
 
 def test_laws_that_differ_are_said_to():

@@ -52,9 +52,10 @@ def test_the_simulated_width_is_that_of_fits_to_losses_drawn_from_the_law(tmp_pa
             holdout_P=np.zeros(len(facts), bool),
             **columns,
         )
-        for key, line in estimate(points).lines(flops_law).items():
+        for key, law in estimate(points)[0].items():
             if key in found:
-                found[key].append(float(line.log_parameters(np.log(TARGET))))
+                best = law.line(flops_law).log_parameters(np.log(TARGET))
+                found[key].append(float(best))
     for key, title in (("parametric", "3"), ("isoflop", "2")):
         (row,) = (line for line in lines if line[:3] == ["as", "it", "is"] and line[4] == title)
         low, high = (size(text.strip("[],")) for text in row[7:9])

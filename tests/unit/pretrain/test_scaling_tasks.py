@@ -11,6 +11,7 @@ import pytest
 from foundation.csv_files import write_csv
 from foundation.errors import DataError
 from pretrain.commands import scale
+from pretrain.scaling.table import Points
 from pretrain.scaling.task_fit import Sigmoid, backtest, fit_sigmoid, fit_task
 from tests import task_coverage
 from tests.helpers.scaling import HOFFMANN, simulated
@@ -19,12 +20,12 @@ TRUTH = Sigmoid(floor=0.25, ceiling=1.0, steepness=6.0, middle=2.7)
 RUNS = simulated(noise=0.002)
 
 
-def accuracies_of(points, noise=0.004, seed=0) -> dict[str, float]:
-    """What the sigmoid gives at the losses that the law says, and a little noise."""
+def with_accuracies(points, noise=0.004, seed=0) -> Points:
+    """The runs with what the sigmoid gives at the losses that the law says, and a little noise."""
     rng = np.random.default_rng(seed)
     true_P = TRUTH.at(HOFFMANN.loss(points.parameters_P, points.tokens_P))
     noisy_P = np.clip(true_P + noise * rng.standard_normal(len(points)), 0, 1)
-    return dict(zip(points.names, noisy_P.tolist(), strict=True))
+    return replace(points, accuracy_P=noisy_P)
 
 
 def test_a_sigmoid_without_noise_is_found_exactly():
@@ -35,7 +36,7 @@ def test_a_sigmoid_without_noise_is_found_exactly():
 
 
 def test_both_steps_predict_a_run_and_the_interval_holds_the_truth():
-    task = fit_task(RUNS, accuracies_of(RUNS))
+    task = fit_task(with_accuracies(RUNS))
     size, tokens = 3e9, 1e11
     loss, accuracy = task.predict(size, tokens)
     true_loss = float(HOFFMANN.loss(size, tokens))
@@ -47,7 +48,7 @@ def test_both_steps_predict_a_run_and_the_interval_holds_the_truth():
 
 def test_without_an_interval_of_the_loss_the_accuracy_has_none():
     few = simulated(num_sizes=3, budgets=(1e18, 1e20, 2), noise=0.002)
-    loss, accuracy = fit_task(few, accuracies_of(few)).predict(1e9, 2e10)
+    loss, accuracy = fit_task(with_accuracies(few)).predict(1e9, 2e10)
     assert np.isnan([loss.low, loss.high, accuracy.low, accuracy.high]).all()
     assert 0 < accuracy.value < 1
 
@@ -59,18 +60,15 @@ def test_accuracies_below_chance_are_refused():
 
 
 def test_the_backtest_never_sees_the_largest_budget():
-    accuracies = accuracies_of(RUNS)
-    found = backtest(RUNS, accuracies, 0.25)
-    last = RUNS.take(RUNS.budget_P == RUNS.budgets[-1])
-    assert [item.name for item in found] == list(last.names)
-    for item in found:
-        assert item.predicted_loss == pytest.approx(item.loss, rel=0.02)
-        assert item.predicted_accuracy == pytest.approx(item.accuracy, abs=0.04)
-    spoilt = accuracies | dict.fromkeys(last.names, 0.3)
-    again = backtest(RUNS, spoilt, 0.25)
-    assert [item.predicted_accuracy for item in again] == [
-        item.predicted_accuracy for item in found
-    ]
+    runs = with_accuracies(RUNS)
+    loss, second, both = backtest(runs, 0.25)
+    assert loss < 0.01
+    assert max(second, both) < 0.02
+    last_P = RUNS.budget_P == RUNS.budgets[-1]
+    spoilt = replace(runs, accuracy_P=np.where(last_P, 0.0, runs.accuracy_P))
+    again = backtest(spoilt, 0.25)
+    assert again[0] == loss
+    assert min(again[1:]) > 0.3
 
 
 @pytest.mark.parametrize(
@@ -89,11 +87,11 @@ def test_accuracies_that_no_sigmoid_explains_are_refused(accuracy_P, said):
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    accuracies = accuracies_of(RUNS)
+    accuracies = with_accuracies(RUNS).accuracy_P
     columns = ("name", "N", "D", "C", "budget", "loss", "loss/task", "tasks/task/acc")
     values = zip(
         RUNS.names, RUNS.parameters_P, RUNS.tokens_P, RUNS.flops_P, RUNS.budget_P,
-        RUNS.loss_P + 1, RUNS.loss_P, accuracies.values(), strict=True,
+        RUNS.loss_P + 1, RUNS.loss_P, accuracies, strict=True,
     )  # fmt: skip
     path = tmp_path_factory.mktemp("tasks") / "runs.csv"
     write_csv(path, columns, [dict(zip(columns, row, strict=True)) for row in values])
@@ -124,7 +122,7 @@ def test_the_command_prints_both_steps_the_backtest_and_the_answer(table, capsys
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--accuracy", "tasks/other/acc"), "no column 'tasks/other/acc'; did you mean 'tasks/t"),
+        (("--accuracy", "tasks/other/acc"), "no column 'tasks/other/acc' for --column accuracy="),
         (("--accuracy", "tasks/task/acc", "--params", "1e9"), "give --flops, or --params and --to"),
         (
             ("--accuracy", "tasks/task/acc", "--chance", "25"),
@@ -142,14 +140,12 @@ def test_mistakes_are_one_line(table, words, said, capsys):
 
 
 def test_the_coverage_of_accuracies_fails_where_intervals_miss_the_truth(monkeypatch, capsys):
-    def too_low(*asked) -> dict[str, float]:
+    def too_low(*asked) -> Points:
         """A sigmoid whose middle is elsewhere, so that nothing but the truth shows it."""
-        return {
-            name: 0.25 + 0.75 * ((value - 0.25) / 0.75) ** 2
-            for name, value in measured(*asked).items()
-        }
+        points = measured(*asked)
+        return replace(points, accuracy_P=0.25 + 0.75 * ((points.accuracy_P - 0.25) / 0.75) ** 2)
 
-    measured = task_coverage.accuracies_of
+    measured = task_coverage.with_accuracies
     monkeypatch.setattr("sys.argv", ["task_coverage", "--replicates", "1"])
     monkeypatch.setattr(task_coverage, "LAWS", (HOFFMANN,))
     monkeypatch.setattr(task_coverage, "NOISES", (0.01,))
@@ -157,7 +153,7 @@ def test_the_coverage_of_accuracies_fails_where_intervals_miss_the_truth(monkeyp
     held = r"^1% +(1|10) +1 +{} +(\d+\.\d) points"
     widths = dict(re.findall(held.format("100%"), capsys.readouterr().out, re.M))
     assert 0 < float(widths["1"]) < 20
-    monkeypatch.setattr(task_coverage, "accuracies_of", too_low)
+    monkeypatch.setattr(task_coverage, "with_accuracies", too_low)
     assert task_coverage.main() == 1
     assert re.findall(held.format("0%"), capsys.readouterr().out, re.M)
 
@@ -176,8 +172,8 @@ def test_the_ceiling_is_known_where_runs_are_all_below_the_middle():
 
 
 def test_mid_schedule_rows_are_pairs_of_the_second_step_alone():
-    points = replace(RUNS, progress_P=np.where(np.arange(len(RUNS)) % 2, 1.0, 0.5))
-    task = fit_task(points, accuracies_of(RUNS))
+    points = replace(with_accuracies(RUNS), progress_P=np.where(np.arange(len(RUNS)) % 2, 1.0, 0.5))
+    task = fit_task(points)
     assert len(task.fit.points) == len(RUNS) // 2
     assert len(task.loss_P) == len(RUNS)
 

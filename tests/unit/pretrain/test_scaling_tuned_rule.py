@@ -184,7 +184,7 @@ def test_batches_follow_the_rungs_that_compared_some():
         assert rule.batch.power.low < 0.5 < rule.batch.power.high
         # The best of batches 2x apart: far less certain than the rungs' rates.
         assert rule.batch.power.high - rule.batch.power.low > 0.5
-        assert "D^0.500 [" in rule.describe([])[1]
+        assert "D^0.50 [" in rule.describe([])[1]
 
 
 def test_the_interval_of_a_power_covers_the_truth_as_often_as_it_says():
