@@ -21,7 +21,7 @@ from pretrain.commands.scale_fit import fit_of
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
-from pretrain.scaling.fit import Fit, loss_interval
+from pretrain.scaling.fit import TITLES, Fit, loss_interval
 from pretrain.scaling.frontier import Approach
 from pretrain.scaling.intervals import LEVEL, Interval, amount, as_loss, as_size, shown
 from pretrain.scaling.predict import (
@@ -36,7 +36,6 @@ from pretrain.scaling.predict import (
     near_optimal_band,
     optimal_flops,
     preferred,
-    refuse_unknown,
     refuse_wild,
     run_doubts,
 )
@@ -59,8 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         help_text = f"predict the optimum of this many {words}"
         add(f"--{name}", type=amount_of(words), default=0.0, metavar=letter, help=help_text)
-    law = "law whose optimum is written: parametric, tied, isoflop or lowest"
-    add("--law", default="", help=law)
+    add("--law", choices=list(TITLES), default="", help="law whose optimum is written")
     base = "base experiment, whose family of shapes is chosen from"
     add("--experiment", type=Path, metavar="FILE", help=base)
     written = "write the nearest legal run here, as an experiment file"
@@ -127,7 +125,6 @@ def _check(arguments: argparse.Namespace) -> None:
         if not 0 <= getattr(arguments, name) <= LARGEST:
             flag = f"--{name.replace('_', '-')} {getattr(arguments, name):g}"
             raise ConfigError(f"{flag}: expected a number above 0 and at most {LARGEST:g}")
-    refuse_unknown(arguments.law)
     if arguments.write:
         if not arguments.experiment:
             raise ConfigError(

@@ -61,22 +61,13 @@ class MemoryLaw:
 
     def loss(self, parameters: Array, tokens: Array, memory: Array) -> Array:
         """The loss at sizes, tokens and memory lengths that broadcast."""
-        return self.losses_of(self.numbers, (parameters, tokens, memory))
+        terms = self.terms((parameters, tokens, memory))
+        floor, *weights = self.coefficients
+        return np.asarray(floor + sum(w * t for w, t in zip(weights, terms, strict=True)))
 
-    @property
-    def numbers(self) -> Array:
-        """All seven."""
-        return np.concatenate([self.coefficients, self.exponents])
-
-    def losses_of(self, numbers: Array, values: Sequence[Array]) -> Array:
-        """Losses by other seven numbers, the last axis; their other axes broadcast with values."""
-        terms = self.terms(values, np.moveaxis(numbers[..., 4:], -1, 0))
-        weights = np.moveaxis(numbers[..., :4], -1, 0)
-        return np.asarray(weights[0] + sum(w * t for w, t in zip(weights[1:], terms, strict=True)))
-
-    def terms(self, values: Sequence[Array], exponents: Array) -> list[Array]:
-        """Those of N, D and M; the exponents are the first axis."""
-        (parameters, tokens, memory), (alpha, beta, gamma) = values, exponents
+    def terms(self, values: Sequence[Array]) -> list[Array]:
+        """Those of N, D and M."""
+        (parameters, tokens, memory), (alpha, beta, gamma) = values, self.exponents
         shortest = mean_power(self.reference[2], self.segment_length, gamma)
         return [
             (parameters / self.reference[0]) ** -alpha,
@@ -179,7 +170,7 @@ def fit_memory_law(runs: Trained) -> MemoryLaw:
     )
     best, least = None, np.inf
     for exponents in itertools.product(EXPONENTS, repeat=3):
-        terms = law.terms(runs.values, np.array(exponents))
+        terms = replace(law, exponents=np.array(exponents)).terms(runs.values)
         design = np.stack([np.ones_like(runs.loss_P), *terms], axis=-1)
         solution, error = nnls(design / runs.loss_P[:, None], np.ones_like(runs.loss_P))
         if error < least:
@@ -199,12 +190,17 @@ def _refined(start: MemoryLaw, runs: Trained) -> MemoryLaw:
     from scipy.optimize import least_squares
 
     low, high = np.array([0.0] * 4 + [FLATTEST] * 3), np.array([np.inf] * 4 + [STEEPEST] * 3)
-    numbers = least_squares(
-        lambda numbers: start.losses_of(numbers, runs.values) / runs.loss_P - 1,
-        np.clip(start.numbers, low + 1e-9, high - 1e-9),
+
+    def law(numbers: Array) -> MemoryLaw:
+        return replace(start, coefficients=numbers[:4], exponents=numbers[4:])
+
+    first = np.clip([*start.coefficients, *start.exponents], low + 1e-9, high - 1e-9)
+    found = least_squares(
+        lambda numbers: law(numbers).loss(*runs.values) / runs.loss_P - 1,
+        first,
         bounds=(low, high),
-    ).x
-    return replace(start, coefficients=numbers[:4], exponents=numbers[4:])
+    )
+    return law(found.x)
 
 
 def left_out_laws(law: MemoryLaw, runs: Trained) -> list[MemoryLaw]:

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from foundation.errors import ConfigError
-from foundation.yaml_files import did_you_mean
-from pretrain.scaling.fit import TITLES, Fit, disagreement, loss_interval
+from pretrain.scaling.fit import Fit, disagreement, loss_interval
 from pretrain.scaling.frontier import Approach, IsoflopFit, Line, law_of
 from pretrain.scaling.intervals import Interval, amount, as_loss, as_size, shown
 from pretrain.scaling.law import FlopsLaw, LawLine, log_loss, log_optimum, loss_at
@@ -68,7 +67,6 @@ def optimal_flops(
 
 def preferred(fit: Fit, key: str = "") -> Approach:
     """Return the law of that key, or the one that comes first; ConfigError if it is missing."""
-    refuse_unknown(key)
     if not key:
         return fit.approaches[0]
     if approach := fit.approach(key):
@@ -82,12 +80,6 @@ def law_of_runs(fit: Fit) -> Approach:
         reason = fit.unavailable["parametric"]
         raise ConfigError(f"this needs a law of N and D, and there is none: {reason}")
     return fit.law
-
-
-def refuse_unknown(key: str) -> None:
-    """Raise ConfigError for an unknown approach; an empty key is allowed."""
-    if key and key not in TITLES:
-        raise ConfigError(f"--law {key} is not a law{did_you_mean(key, list(TITLES))}")
 
 
 def near_optimal_band(fit: Fit, flops: float, approach: Approach) -> tuple[float, float] | None:

@@ -145,10 +145,6 @@ def test_wrong_questions_take_one_line(collected, capsys):
         (("predict", runs), "give a positive --flops, --tokens or --params"),
         (("predict", runs, "--flops", "1e16", "--write", "x.yaml"), "--write needs --experiment"),
         (
-            ("predict", runs, "--flops", "1e16", "--law", "bogus"),
-            "--law bogus is not a law; expected one of: isoflop",
-        ),
-        (
             ("predict", runs, "--flops", "1e16", "--experiment", collected),
             "is a directory; give a YAML file",
         ),
