@@ -84,21 +84,16 @@ MEMBERS := configs/comparisons/variants$(if $(QUICK),-quick).yaml
 VARIANTS := runs/$(basename $(notdir $(MEMBERS)))$(if $(CORPUS),-$(notdir $(CORPUS:/=)))
 VARIANTS_TEXT := runs/variants-text
 VARIANTS_CELLS = $(VARIANTS)/sweep.yaml --runs-dir $(VARIANTS)/cells
-VARIANTS_PLAN = pretrain scale plan $(MEMBERS) --name $(notdir $(VARIANTS)) --output $(VARIANTS_CELLS) \
-	--set data.path=$(abspath $(or $(CORPUS),$(VARIANTS_TEXT)/data))
-VARIANTS_RUN = launcher sweep submit $(VARIANTS_CELLS) $(if $(CLUSTER),--cluster $(CLUSTER),--local -j $(JOBS))
 
-# The second plan adds the other seeds at the best rates.
 compare-variants: $(STAMP)  ## members of the family at equal training FLOPs; QUICK=1 CORPUS=DIR MEMBERS=FILE JOBS=N CLUSTER=FILE
 ifndef CORPUS
 	test -f $(VARIANTS_TEXT)/text.jsonl || python -m benchmarks.texts $(VARIANTS_TEXT)/text.jsonl
 	test -f $(VARIANTS_TEXT)/data/build.json || data-pipeline build configs/data/bytes.yaml \
 		--input $(VARIANTS_TEXT)/text.jsonl --validation-fraction 0.06 --shard-bytes 524288 --output $(VARIANTS_TEXT)/data
 endif
-	$(VARIANTS_PLAN)
-	$(VARIANTS_RUN)
-	$(VARIANTS_PLAN)
-	$(VARIANTS_RUN)
+	pretrain scale plan $(MEMBERS) --name $(notdir $(VARIANTS)) --output $(VARIANTS)/sweep.yaml \
+		data.path=$(abspath $(or $(CORPUS),$(VARIANTS_TEXT)/data))
+	launcher sweep submit $(VARIANTS_CELLS) $(if $(CLUSTER),--cluster $(CLUSTER),--local -j $(JOBS))
 	pretrain scale measure $(VARIANTS_CELLS)
 	pretrain scale collect $(VARIANTS_CELLS)
 	pretrain scale report $(VARIANTS)/cells/runs.csv --output $(VARIANTS)/report --title Variants

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 from foundation.cli import Program
 from foundation.errors import ConfigError, DataError
-from foundation.settings import load_config
-from pretrain.commands.output_paths import check_sweep_output
 from pretrain.config.run import RunConfig
-from pretrain.scaling.recipe import RULES, WIDTH_MULTIPLE, Family, Rule, read_ladder, step_law_rule
-from pretrain.scaling.sweep_file import Sweep, read_sweep, sweep_path
+from pretrain.scaling.recipe import RULES, Family, Rule, read_ladder, step_law_rule
+from pretrain.scaling.sweep_file import Sweep, read_sweep
 from pretrain.scaling.which_runs import PlacedCell, cells_directory, cells_of
 
 PROGRAM = Program(
@@ -88,82 +85,37 @@ def add_family(parser: argparse._ActionsContainer) -> None:
     add("--rule", choices=tuple(RULES), default="step-law", help=rules)
     tuned = "rate, and batch if they were tried, from these tables of sweeps of rates"
     add("--tuned", type=Path, nargs="+", default=[], metavar="RUNS", help=tuned)
-    multiple = "make the number of lanes a multiple of N, the ranks (default 1)"
-    add("--lanes-multiple", type=int, default=1, metavar="N", help=multiple)
     layers = "give every size the experiment's number of layers"
     add("--keep-layers", action="store_true", help=layers)
-    widths = f"make every width a multiple of N (default: {WIDTH_MULTIPLE} from "
-    widths += f"{4 * WIDTH_MULTIPLE} on, if the head size allows it)"
-    add("--width-multiple", type=int, default=0, metavar="N", help=widths)
     ladder = "choose from the shapes of these model or experiment files only"
     add("--ladder", type=Path, nargs="+", default=[], metavar="FILE", help=ladder)
 
 
 def family_of(base: RunConfig, arguments: argparse.Namespace) -> Family:
-    """The shapes that the flags of `add_family` allow; ConfigError for two kinds at once."""
-    if arguments.ladder and (arguments.keep_layers or arguments.width_multiple):
-        raise ConfigError(
-            "--ladder chooses among the files' shapes, so --keep-layers and --width-multiple have "
-            "no effect; leave them out"
-        )
-    return Family(
-        base=base,
-        keep_layers=arguments.keep_layers,
-        width_multiple=arguments.width_multiple,
-        rungs=read_ladder(arguments.ladder),
-    )
+    """The shapes that the flags of `add_family` allow."""
+    rungs = read_ladder(arguments.ladder)
+    return Family(base=base, keep_layers=arguments.keep_layers, rungs=rungs)
 
 
 def rule_of(base: RunConfig, arguments: argparse.Namespace) -> Rule:
     """The rule of rates and batches that the flags of `add_family` name."""
-    if not arguments.tuned:
-        rule = RULES[arguments.rule]
-        if base.model.base_width and rule is step_law_rule:
-            raise ConfigError(
-                f"model.base_width={base.model.base_width} makes one learning rate hold at every "
-                "width, and the Step Law would lower it once more; use --rule base, or --tuned "
-                "with a sweep of that model"
-            )
-        return rule
-    from pretrain.scaling.rates import TunedRule, read_rungs
+    if arguments.tuned:
+        from pretrain.scaling.rates import TunedRule, read_rungs
 
-    return TunedRule(rungs=read_rungs(arguments.tuned), base_width=base.model.base_width)
+        return TunedRule(rungs=read_rungs(arguments.tuned), base_width=base.model.base_width)
+    rule = RULES[arguments.rule]
+    if base.model.base_width and rule is step_law_rule:
+        raise ConfigError(
+            f"model.base_width={base.model.base_width} makes one learning rate hold at every "
+            "width, and the Step Law would lower it once more; use --rule base, or --tuned with a "
+            "sweep of that model"
+        )
+    return rule
 
 
 def rule_name(arguments: argparse.Namespace) -> str:
     """The rule as notes and files name it."""
     return f"tuned by {', '.join(map(str, arguments.tuned))}" if arguments.tuned else arguments.rule
-
-
-def add_sweep_output(
-    parser: argparse.ArgumentParser, name: str = "the experiment's and what is planned"
-) -> None:
-    """The flags of an action that writes a sweep file; `name` says what it is called."""
-    add = parser.add_argument
-    words = f"name of the sweep (default: that of --output, else {name})"
-    add("--name", default="", help=words)
-    path = "sweep file to write (default configs/sweeps/NAME.yaml)"
-    add("--output", type=Path, metavar="FILE", help=path)
-    overrides = "the same as KEY=VALUE alone"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=overrides)
-
-
-def sweep_base(arguments: argparse.Namespace, kind: str) -> tuple[RunConfig, str]:
-    """The experiment with its overrides, of whose checkpoints one is kept, and the sweep's name."""
-    overrides = [*arguments.overrides, *arguments.set]
-    base = load_config(RunConfig, arguments.experiment, overrides)
-    base = replace(base, checkpoint=replace(base.checkpoint, keep_last=1))
-    return base, sweep_name(arguments, f"{base.name}-{kind}")
-
-
-def sweep_name(arguments: argparse.Namespace, default: str) -> str:
-    """The name that the flags of `add_sweep_output` give: two files have their own runs.
-
-    Raises ConfigError if the sweep file cannot be written.
-    """
-    name = arguments.name or (arguments.output.stem if arguments.output else default)
-    check_sweep_output(sweep_path(arguments.output, name), name)
-    return name
 
 
 def add_sweep(parser: argparse.ArgumentParser) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from foundation.cli import check_least
 from foundation.errors import ConfigError
 from foundation.files import read_json
 from pretrain.commands.scale import add_sweep, swept_runs
@@ -33,21 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Probe every run that is compared; one that has been probed so already is passed over."""
-    if arguments.trials < 1 or arguments.longest_distance < SHORTEST:
-        raise ConfigError(f"--trials must be 1 or more, and --longest-distance {SHORTEST} or more")
+    """Write probes.html and probes.json of every run that is compared.
+
+    One that has been probed so already is skipped.
+    """
+    check_least(arguments, 1, "trials")
+    check_least(arguments, SHORTEST, "longest_distance")
     sweep, runs, cells = swept_runs(arguments)
     if sweep.varies != "variants":
         raise ConfigError(f"{arguments.sweep} varies {sweep.varies}, expected variants")
     compared = [row for rows in compared_rows(list(map(row_of, cells))).values() for row in rows]
-    paths = [runs / row.name for row in compared]
-    probe_runs(paths, arguments.trials, arguments.longest_distance)
-    print(f"{counted(len(paths), 'run')} probed; next: pretrain scale collect {arguments.sweep}")
-    return 0
 
-
-def probe_runs(runs: Sequence[Path], trials: int, longest_distance: int) -> None:
-    """Write probes.html and probes.json of every run that does not have the same already."""
     from data_pipeline.corpora.corpus import Corpus  # late: torch takes seconds
     from pretrain.commands.evaluation_outputs import probe_with_status, write_probes
     from pretrain.distributed.world import destroy_process_group, init_world
@@ -57,7 +53,7 @@ def probe_runs(runs: Sequence[Path], trials: int, longest_distance: int) -> None
 
     world = init_world()
     try:
-        for path in runs:
+        for path in (runs / row.name for row in compared):
             config = RunDir.open(path).config
             settings = ProbeSettings(
                 names=("needle", "position"),
@@ -65,8 +61,8 @@ def probe_runs(runs: Sequence[Path], trials: int, longest_distance: int) -> None
                 segment_length=config.data.segment_length,
                 lanes=config.evaluation.lanes,
                 max_tokens=config.evaluation.max_tokens,
-                trials=trials,
-                longest_distance=longest_distance,
+                trials=arguments.trials,
+                longest_distance=arguments.longest_distance,
                 seed=0,
             )
             if _is_probed(path / PROBES, config.optim.steps, settings):
@@ -78,6 +74,9 @@ def probe_runs(runs: Sequence[Path], trials: int, longest_distance: int) -> None
             print(f"{path.name}: needle {found['needle_accuracy']:.1%}", flush=True)
     finally:
         destroy_process_group()
+    count = counted(len(compared), "run")
+    print(f"{count} probed; next: pretrain scale collect {arguments.sweep}")
+    return 0
 
 
 def _is_probed(path: Path, step: int, settings: ProbeSettings) -> bool:

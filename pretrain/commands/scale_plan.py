@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,65 +19,56 @@ from foundation.errors import ConfigError
 from foundation.settings import amount_of, load_config, size_of
 from foundation.yaml_files import find_config, read_tree
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
-from pretrain.commands.scale import (
-    add_family,
-    add_sweep_output,
-    family_of,
-    rule_name,
-    rule_of,
-    sweep_base,
-    sweep_name,
-)
+from pretrain.commands.output_paths import check_sweep_output
+from pretrain.commands.scale import add_family, family_of, rule_name, rule_of
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
-from pretrain.costs.devices import Hardware
-from pretrain.costs.flops import cost_of
+from pretrain.costs.devices import GIB, Hardware
+from pretrain.costs.flops import computed_flops_of_step
+from pretrain.costs.memory import checkpoint_bytes
 from pretrain.scaling.intervals import amount
-from pretrain.scaling.placement import (
-    Machine,
-    Utilization,
-    measured_utilization,
-    placement_table,
-    placement_totals,
-)
+from pretrain.scaling.placement import Machine, placement_table, placement_totals
 from pretrain.scaling.plan import (
     TOKENS_PER_PARAMETER,
     PlannedRun,
+    at_computed_flops,
+    at_tokens,
+    axis,
     check_corpus,
     check_runs,
+    corpus_of,
+    length_axes,
     make_sweep,
     optimum_at_ratio,
-    plan_lengths,
-    plan_runs,
+    plan_sizes,
+    planned_run,
     spread_sizes,
-    tokens_here,
-    write_plan,
+    varied,
 )
 from pretrain.scaling.predict import noted_repeats
+from pretrain.scaling.rates import FEWEST_RATES, TunedRule
 from pretrain.scaling.recipe import (
     Family,
     Rule,
-    base_rule,
     outside_step_law,
     replaced_settings,
     step_law_rule,
     with_budget,
 )
-from pretrain.scaling.sweep_file import Axis, sweep_path
-from pretrain.scaling.which_runs import cells_directory, cells_of
-from pretrain.terminal.text import counted, fitted_table, flops_text, number
+from pretrain.scaling.sweep_file import Kind, sweep_path, write_sweep
+from pretrain.scaling.variants import plan_members, read_comparison
+from pretrain.terminal.text import counted, fitted_table, flops_text
 
 PFLOPS_DAY = 86400e15
 
-
 # The flags that belong to what a plan varies.
-FLAGS: dict[Axis, str] = {
+FLAGS: dict[Kind, str] = {
     "sizes": "budgets sizes spread holdout_budgets tokens_per_parameter checks around ratios "
-    "max_epochs simulate noise rule tuned lanes_multiple keep_layers width_multiple ladder "
-    "cluster nodes gpus_per_node gpu gpu_memory gpu_flops mfu host_memory measured speed seeds",
+    "max_epochs simulate noise rule tuned keep_layers ladder cluster nodes gpus_per_node gpu "
+    "gpu_memory gpu_flops mfu host_memory seeds",
     "rates": "rates lanes steps seeds",
-    "lengths": "segments memories",
-    "variants": "runs_dir",
+    "lengths": "segments memories steps seeds",
+    "variants": "",
 }
 
 
@@ -85,10 +76,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale plan`, by what a plan varies."""
     words = "experiment that is varied, or the file of a comparison of variants"
     add_experiment(parser, words)
-    add_sweep_output(parser)
+    add = parser.add_argument
+    words = "name of the sweep (default: that of --output, else the experiment's and what varies)"
+    add("--name", default="", help=words)
+    words = "sweep file to write (default configs/sweeps/NAME.yaml)"
+    add("--output", type=Path, metavar="FILE", help=words)
     flags, lengths = amount_of("FLOPs"), size_of("tokens")
     seeds = "train each run once per seed (default: 1, or the experiment's)"
-    parser.add_argument("--seeds", type=int, nargs="+", default=[], metavar="SEED", help=seeds)
+    add("--seeds", type=int, nargs="+", default=[], metavar="SEED", help=seeds)
+    words = "steps with the experiment's lanes and lengths (default: the experiment's)"
+    add("--steps", type=int, metavar="N", help=words)
     group = parser.add_argument_group("sizes: the experiment's family at budgets")
     add = group.add_argument
     words = "training FLOPs per run"
@@ -113,227 +110,194 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "with --simulate: relative standard deviation of a run's loss (default %(default)s)"
     add("--noise", type=float, default=0.005, help=words)
     add_family(group)
-    add_machine(parser.add_argument_group("sizes, for a machine: cells are planned to fit it"))
+    group = parser.add_argument_group("sizes, for a machine: cells are planned to fit it")
+    add_hardware_arguments(group)
+    mfu = "assumed utilization of the peak, as in 'pretrain describe'"
+    group.add_argument("--mfu", type=float, help=mfu)
+    host = "host memory of a GPU node, such as 2T bytes; without it only devices are checked"
+    group.add_argument(
+        "--host-memory", type=amount_of("bytes"), default=math.inf, metavar="BYTES", help=host
+    )
     add = parser.add_argument_group("rates: the experiment at several, equal tokens").add_argument
     rates = "peak learning rates, best 2x apart"
     add("--rates", type=float, nargs="+", default=[], metavar="LR", help=rates)
     lanes = "numbers of lanes, and so batch sizes (default: the experiment's)"
     add("--lanes", type=int, nargs="+", default=[], metavar="N", help=lanes)
-    steps = "steps with the experiment's lanes (default: the experiment's)"
-    add("--steps", type=int, metavar="N", help=steps)
     group = parser.add_argument_group("lengths: the experiment at equal tokens and equal FLOPs")
-    for name, letter in (("segments", "T"), ("memories", "M")):
-        words = f"{name[:-1] if letter == 'T' else 'memory'} lengths, in tokens"
-        group.add_argument(
-            f"--{name}", type=lengths, nargs="+", default=[], metavar=letter, help=words
-        )
-    group = parser.add_argument_group("variants: planned again when runs have ended, more seeds")
-    words = "parent of the cells' run directories (default runs/NAME): where best rates are read"
-    group.add_argument("--runs-dir", type=Path, metavar="DIR", help=words)
+    words = "segment lengths, in tokens"
+    group.add_argument("--segments", type=lengths, nargs="+", default=[], metavar="T", help=words)
+    words = "memory lengths, in tokens"
+    group.add_argument("--memories", type=lengths, nargs="+", default=[], metavar="M", help=words)
     parser.set_defaults(get_default=parser.get_default)
-
-
-def add_machine(group: argparse._ActionsContainer) -> None:
-    """The flags of the machine that a plan is for: without one, nothing checks that cells fit."""
-    add = group.add_argument
-    add_hardware_arguments(group)
-    mfu = "assumed utilization of the peak, as in 'pretrain describe'"
-    add("--mfu", type=float, help=mfu)
-    host = "host memory of a GPU node, such as 2T bytes; without it only devices are checked"
-    add("--host-memory", type=amount_of("bytes"), default=math.inf, metavar="BYTES", help=host)
-    measured = "take the utilization of each size from these runs on the same devices"
-    add("--measured", type=Path, nargs="+", default=[], metavar="RUN", help=measured)
-    speed = "FLOPs per second of the machine, to print hours"
-    add("--speed", type=float, default=0.0, metavar="FLOPS", help=speed)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and its cost, and write the sweep file."""
-    plans = {"sizes": _sizes_at_budgets, "variants": _variants}
-    return plans.get(_axis_of(arguments), _one_model)(arguments)
-
-
-def _axis_of(arguments: argparse.Namespace) -> Axis:
-    """What the plan varies; ConfigError for nothing, or for flags of something else."""
-    file = find_config(arguments.experiment)
-    tree = read_tree(file) if file.is_file() else {}
-    is_comparison = "members" in tree
-    default = arguments.get_default
-    given = {name for name, value in vars(arguments).items() if value != default(name)}
-    axis: Axis | None = None
-    if is_comparison:
-        axis = "variants"
-    elif "budgets" in given:
-        axis = "sizes"
-    elif "rates" in given:
-        axis = "rates"
-    elif given & {"segments", "memories"}:
-        axis = "lengths"
-    if axis is None:
-        raise ConfigError(
-            f"{arguments.experiment}: found nothing to vary; give --budgets, --rates, or "
-            "--segments and --memories, or the file of a comparison"
-        )
-    other = {*" ".join(FLAGS.values()).split()} - {*FLAGS[axis].split()}
-    if wrong := sorted(given & other):
-        raise ConfigError(
-            f"--{wrong[0].replace('_', '-')} has no meaning in a plan that varies {axis}; leave it "
-            "out, or make two plans"
-        )
-    return axis
-
-
-def _one_model(arguments: argparse.Namespace) -> int:
-    """The experiment's model at several rates, or with several lengths."""
-    if arguments.steps is not None:
-        check_least(arguments, 1, "steps")
-    varies: Axis = "rates" if arguments.rates else "lengths"
-    base, name = sweep_base(arguments, varies)
-    resolved = with_vocabulary(base)
-    if varies == "rates":
-        from pretrain.scaling.rates import plan_rates
-
-        runs = plan_rates(
-            resolved,
-            arguments.rates,
-            lanes=arguments.lanes,
-            seeds=arguments.seeds,
-            steps=arguments.steps,
-        )
-        fewer_tokens, fewer_lanes, replaced = "fewer --steps", "smaller --lanes", []
+    kind = _kind_of(arguments)
+    check_least(arguments, 1, "steps", "lanes")
+    file, overrides, name = arguments.experiment, arguments.overrides, ""
+    if kind == "variants":
+        comparison = read_comparison(file, overrides)
+        file, overrides = find_config(file.parent / comparison.experiment), comparison.settings
+        name = comparison.name
+        if not file.exists():
+            raise ConfigError(
+                f"{arguments.experiment}: {file} does not exist (experiment is relative to the "
+                "comparison's file)"
+            )
+    base = load_config(RunConfig, file, overrides)
+    name = name or f"{base.name}-{'scaling' if kind == 'sizes' else kind}"
+    name = arguments.name or (arguments.output.stem if arguments.output else name)
+    path = sweep_path(arguments.output, name)
+    check_sweep_output(path, name)
+    notes: list[str] = []
+    where = "--local (or --cluster FILE)"
+    if kind == "sizes":
+        runs, notes, where = _sizes_at_budgets(base, arguments)
+    elif kind == "variants":
+        runs = plan_members(comparison, file)
     else:
-        runs = plan_lengths(resolved, arguments.segments, arguments.memories)
-        fewer_tokens = "an experiment of fewer steps"
-        fewer_lanes = "longer --segments, which need fewer lanes"
-        replaced = [replaced_settings(base)]
-    unchecked = check_corpus(
-        base, runs, fewer_tokens=f"use {fewer_tokens} or more text", fewer_lanes=fewer_lanes
-    )
-    heads = ["cell", "segment", "memory", "lanes", "steps", "rate", "D", "C"]
-    rows = [
-        [
-            item.name,
-            *map(str, (item.run.data.segment_length, item.run.model.longest_memory)),
-            *map(str, (item.run.data.lanes, item.cost.steps)),
-            f"{item.run.optim.learning_rate:.3g}",
-            amount(item.cost.tokens),
-            flops_text(item.cost.flops),
-        ]
-        for item in runs
-    ]
-    total = f"{counted(len(runs), 'run')} of {amount(runs[0].cost.parameters)} parameters, "
-    total += f"{sum(item.cost.flops for item in runs):.3g} FLOPs"
-    print("\n".join([fitted_table([heads, *rows]), f"total: {total}", *replaced, *unchecked]))
-    path = sweep_path(arguments.output, name)
-    sweep = make_sweep(name, arguments.experiment, base, runs, path.parent, [total], varies)
-    write_plan(path, sweep)
-    return 0
-
-
-def _variants(arguments: argparse.Namespace) -> int:
-    """Every member at every rate; again when runs have ended, with the other seeds."""
-    from pretrain.scaling.collect import row_of
-    from pretrain.scaling.variants import best_rates, member_runs, planned_cells, read_comparison
-
-    comparison = read_comparison(arguments.experiment)
-    file = find_config(arguments.experiment.parent / comparison.experiment)
-    if not file.exists():
-        raise ConfigError(
-            f"{arguments.experiment}: {file} does not exist (experiment is relative to the "
-            "comparison's file)"
-        )
-    name = sweep_name(arguments, comparison.name)
-    path = sweep_path(arguments.output, name)
-    overrides = [*arguments.overrides, *arguments.set]
-    runs = member_runs(comparison, file, overrides)
-    base = load_config(RunConfig, file, [*comparison.settings, *overrides])
-    notes = [f"{flops_text(comparison.flops)} FLOPs for each run of {', '.join(runs)}"]
-    cells = list(planned_cells(comparison, runs, {}))
-    unchecked = check_corpus(
-        base, cells, fewer_tokens="use fewer flops or more text", fewer_lanes="smaller data.lanes"
-    )
-    sweep = make_sweep(name, file, base, cells, path.parent, notes, "variants")
-    folder = cells_directory(sweep, arguments.runs_dir)
-    best = best_rates([row_of(cell) for cell in cells_of(sweep, path, folder)])
-    cells = list(planned_cells(comparison, runs, best))
-    sweep = make_sweep(name, file, base, cells, path.parent, notes, "variants")
-    rows = [["member", "parameters", "steps", "tokens", "best rate"]]
-    for member, run in runs.items():
-        cost = cost_of(run)
-        numbers = [amount(cost.parameters), f"{cost.steps:,}", amount(cost.tokens)]
-        rows.append([member, *numbers, number(best.get(member), "g")])
-    print("\n".join([fitted_table(rows), *notes, *unchecked]))
-    is_complete = len(best) == len(runs) or len(comparison.seeds) == 1
-    where = f"--runs-dir {arguments.runs_dir} " if arguments.runs_dir else ""
-    then = f"pretrain scale measure {path} {where}".rstrip()
-    if not is_complete:
-        then = "this command again, which adds the other seeds at the best rates"
-    write_plan(path, sweep, f"{where}--local (or --cluster FILE)", then)
-    return 0
-
-
-def _sizes_at_budgets(arguments: argparse.Namespace) -> int:
-    for budget in (*arguments.budgets, *arguments.holdout_budgets):
-        if not 0 < budget < math.inf:
-            raise ConfigError(f"a budget of {budget} FLOPs is not positive and finite")
-    if not 1 <= arguments.max_epochs < math.inf:
-        raise ConfigError(f"--max-epochs {arguments.max_epochs:g} must be 1 or more")
-    check_least(arguments, 1, "lanes_multiple")
-    base, name = sweep_base(arguments, "scaling")
-    family = family_of(with_vocabulary(base), arguments)
-    optimum, around = _center(family, arguments)
-    rule = rule_of(family.base, arguments)
-    machine, multiple = _machine(family, rule, arguments), arguments.lanes_multiple
-    runs = plan_runs(
-        family,
-        sorted({*arguments.budgets}),
-        _sizes(family, optimum, arguments),
-        machine.make
-        if machine
-        else lambda run, budget: (with_budget(run, budget, rule, multiple), {}),
-        seeds=list(dict.fromkeys(arguments.seeds)) or [1],
-        holdouts={budget: optimum(budget) for budget in arguments.holdout_budgets},
-    )
-    checks = check_runs(runs) if arguments.checks else []
-    runs += checks
-    unchecked = check_corpus(
-        base,
-        runs,
-        fewer_tokens="use smaller budgets, larger sizes, more text or --max-epochs 4",
-        fewer_lanes="a base with fewer lanes or --rule base",
-        max_epochs=arguments.max_epochs,
-    )
-    runs, repeated = noted_repeats(runs, tokens_here(base) or sys.maxsize)
+        runs = _of_one_model(kind, with_vocabulary(base), arguments)
+    unchecked = []
+    if (corpus := corpus_of(runs[0].run)) is None:
+        unchecked = [f"note: no corpus at {base.data.path}, so nothing checks that it is enough"]
+    else:
+        check_corpus(corpus, runs, arguments.max_epochs)
+        if kind == "sizes":
+            runs, repeated = noted_repeats(runs, corpus.num_tokens)
+            notes += [repeated] if repeated else []
     print(fitted_table(_table(runs)))
-    lines = [family.description, _totals(runs, arguments.speed)]
-    if checks:
-        part = sum(item.cost.flops for item in checks) / sum(item.cost.flops for item in runs)
-        lines.append(
-            f"checks: {counted(len(checks), 'run')} of these at other rates and seeds, {part:.0%} "
-            "of the FLOPs; 'scale collect' says what they show (--no-checks leaves them out)"
-        )
-    if machine:
+    if "nodes" in runs[0].facts:
         print(f"\n{fitted_table(placement_table(runs))}\n")
-        sizes = [item.cost.parameters for item in runs]
-        lines.append(placement_totals(runs, machine.hardware))
-        lines.append(machine.hardware.describe())
-        lines.append(machine.utilization.describe(sizes))
     if arguments.simulate is not None:
         from pretrain.scaling.simulation import simulated_table
 
         table = simulated_table(runs, arguments.simulate, arguments.noise)
         words = f"At {arguments.simulate:.3g} FLOPs, if Besiroglu et al. 2024's law held with"
         print(f"\n{words} {arguments.noise:.1%} of noise:\n\n{fitted_table(table)}\n")
-    lines += [*_rule_lines(rule, [item.run for item in runs]), *filter(None, [repeated])]
-    print("\n".join([*lines, _replaced(family.base, rule), *unchecked]))
-    notes = [*_notes(arguments, around), *lines]
-    path = sweep_path(arguments.output, name)
-    sweep = make_sweep(name, arguments.experiment, base, runs, path.parent, notes)
-    if machine:
-        write_plan(path, sweep, _where(machine.hardware, arguments.cluster))
-    else:
-        write_plan(path, sweep)
+    notes = [*_totals(runs), *notes]
+    print("\n".join([*notes, replaced_settings(base), *unchecked]))
+    write_sweep(path, make_sweep(name, file, base, runs, path.parent, notes, kind))
+    then = "measure" if kind == "variants" else "collect"
+    print(f"sweep: {path} ({counted(len(runs), 'cell')})")
+    print(f"next: launcher sweep submit {path} {where}, then pretrain scale {then} {path}")
     return 0
+
+
+def _kind_of(arguments: argparse.Namespace) -> Kind:
+    """What the plan varies; ConfigError for nothing, or for flags of something else."""
+    file = find_config(arguments.experiment)
+    tree = read_tree(file) if file.is_file() else {}
+    default = arguments.get_default
+    given = {name for name, value in vars(arguments).items() if value != default(name)}
+    kinds: dict[Kind, bool] = {
+        "variants": "members" in tree,
+        "sizes": "budgets" in given,
+        "rates": "rates" in given,
+        "lengths": bool(given & {"segments", "memories"}),
+    }
+    kind = next((kind for kind, is_it in kinds.items() if is_it), None)
+    if kind is None:
+        raise ConfigError(
+            f"{arguments.experiment}: found nothing to vary; give --budgets, --rates, or "
+            "--segments and --memories, or the file of a comparison"
+        )
+    other = {*" ".join(FLAGS.values()).split()} - {*FLAGS[kind].split()}
+    if wrong := sorted(given & other):
+        raise ConfigError(
+            f"--{wrong[0].replace('_', '-')} has no meaning in a plan that varies {kind}; leave it "
+            "out, or make two plans"
+        )
+    return kind
+
+
+def _of_one_model(kind: Kind, base: RunConfig, arguments: argparse.Namespace) -> list[PlannedRun]:
+    """The experiment's model at several rates, or with several lengths."""
+    rates, tokens = arguments.rates, (arguments.steps or base.optim.steps) * base.tokens_per_step
+    seeds = axis("s", "seed", arguments.seeds or [base.seed])
+    if kind == "rates":
+        if len({*rates}) < FEWEST_RATES or not all(0 < rate < math.inf for rate in rates):
+            raise ConfigError(
+                f"--rates {' '.join(f'{rate:g}' for rate in rates)}: expected at least "
+                f"{FEWEST_RATES} different positive rates, such as 5e-4 1e-3 2e-3 4e-3"
+            )
+        lanes = axis("lanes", "data.lanes", arguments.lanes or [base.data.lanes])
+        axes = [lanes, axis("lr", "optim.learning_rate", rates), seeds]
+        runs = varied(arguments.experiment, arguments.overrides, axes)
+        return [planned_run(at_tokens(run, tokens)) for run in runs]
+    segments = arguments.segments or [base.data.segment_length]
+    memories = arguments.memories or [base.model.longest_memory]
+    runs = varied(
+        arguments.experiment,
+        arguments.overrides,
+        [*length_axes(base, segments, memories), seeds],
+    )
+    flops = computed_flops_of_step(base, 1) * tokens / base.tokens_per_step
+    found = []
+    for run in runs:
+        same = [at_tokens(run, tokens), at_computed_flops(run, flops)]
+        if same[0] == same[1]:
+            found.append(planned_run(same[0]))
+            continue
+        for made, what in zip(same, ("tokens", "flops"), strict=True):
+            found.append(planned_run(replace(made, name=f"{made.name}-same-{what}")))
+    return found
+
+
+def _sizes_at_budgets(
+    base: RunConfig, arguments: argparse.Namespace
+) -> tuple[list[PlannedRun], list[str], str]:
+    """The runs, notes on them, and the flags with which 'launcher sweep submit' starts them."""
+    for budget in (*arguments.budgets, *arguments.holdout_budgets):
+        if not 0 < budget < math.inf:
+            raise ConfigError(f"a budget of {budget} FLOPs is not positive and finite")
+    if not 1 <= arguments.max_epochs < math.inf:
+        raise ConfigError(f"--max-epochs {arguments.max_epochs:g} must be 1 or more")
+    family = family_of(with_vocabulary(base), arguments)
+    optimum, around = _center(family, arguments)
+    rule, machine = rule_of(family.base, arguments), None
+    where = "--local (or --cluster FILE)"
+    if any(getattr(arguments, name) is not None for name in ("cluster", "gpu", "gpus_per_node")):
+        hardware = hardware_of(arguments)
+        mfu = hardware.assumed_mfu(arguments.mfu)
+        machine = Machine(hardware=hardware, mfu=mfu, rule=rule, host_memory=arguments.host_memory)
+        where = _where(hardware, arguments.cluster)
+    elif arguments.nodes != "1" or arguments.mfu is not None:
+        raise ConfigError(
+            "--nodes and --mfu need a machine: add --cluster FILE, or --gpu H100 --gpus 8"
+        )
+    if arguments.ratios:
+        if min(arguments.ratios) <= 0:
+            raise ConfigError("--ratios must be positive")
+        at_ratio = [optimum_at_ratio(family, each) for each in sorted(arguments.ratios)[::-1]]
+        sizes: Callable[[float], Sequence[float]] = lambda budget: [  # noqa: E731
+            each(budget) for each in at_ratio
+        ]
+        centered = "D/N of " + ", ".join(f"{ratio:g}" for ratio in arguments.ratios)
+    else:
+        sizes = spread_sizes(optimum, arguments.sizes, arguments.spread)
+        centered = f"centered on {around}, {counted(arguments.sizes, 'size')} "
+        centered += f"{arguments.spread:g}x apart"
+    runs = plan_sizes(
+        family,
+        sorted({*arguments.budgets}),
+        sizes,
+        machine.make if machine else lambda run, budget: (with_budget(run, budget, rule), {}),
+        seeds=list(dict.fromkeys(arguments.seeds)) or [1],
+        holdouts={budget: optimum(budget) for budget in arguments.holdout_budgets},
+    )
+    checks = check_runs(runs) if arguments.checks else []
+    runs += checks
+    notes = [f"{centered}, rule {rule_name(arguments)}", family.description]
+    if checks:
+        part = sum(item.cost.flops for item in checks) / sum(item.cost.flops for item in runs)
+        notes.append(
+            f"checks: {counted(len(checks), 'run')} of these at other rates and seeds, {part:.0%} "
+            "of the FLOPs; 'scale collect' says what they show (--no-checks leaves them out)"
+        )
+    if machine:
+        notes += placement_totals(runs, machine.hardware, machine.mfu)
+    return runs, notes + _rule_lines(rule, [item.run for item in runs]), where
 
 
 def _where(hardware: Hardware, cluster: Path | None) -> str:
@@ -344,68 +308,14 @@ def _where(hardware: Hardware, cluster: Path | None) -> str:
     return f"--cluster {cluster or 'FILE'} --nodes {nodes}"
 
 
-def _notes(arguments: argparse.Namespace, around: str) -> list[str]:
-    if arguments.ratios:
-        sizes = "D/N of " + ", ".join(f"{ratio:g}" for ratio in arguments.ratios)
-        return [sizes, f"rule {rule_name(arguments)}"]
-    sizes = f"{counted(arguments.sizes, 'size')} {arguments.spread:g}x apart"
-    return [f"centered on {around}, {sizes}", f"rule {rule_name(arguments)}"]
-
-
 def _rule_lines(rule: Rule, runs: list[RunConfig]) -> list[str]:
     """What the rates and batches rest on."""
-    if rule is step_law_rule:
-        return [line for line in [outside_step_law(runs)] if line]
-    if rule is base_rule:
+    if isinstance(rule, TunedRule):
+        return rule.describe(runs)
+    if rule is not step_law_rule:
         return []
-    from pretrain.scaling.rates import TunedRule
-
-    assert isinstance(rule, TunedRule)
-    return rule.describe(runs)
-
-
-def _machine(family: Family, rule: Rule, arguments: argparse.Namespace) -> Machine | None:
-    """The machine that the flags name; None without any. ConfigError for half of one."""
-    named = (arguments.cluster, arguments.gpu, arguments.gpus_per_node)
-    if all(each is None for each in named):
-        if arguments.nodes != "1" or arguments.mfu is not None or arguments.measured:
-            raise ConfigError(
-                "--nodes, --mfu and --measured need a machine: add --cluster FILE, or --gpu H100 "
-                "--gpus 8"
-            )
-        return None
-    hardware = hardware_of(arguments)
-    assumed = hardware.assumed_mfu(arguments.mfu)
-    utilization = Utilization(assumed)
-    if arguments.measured:
-        utilization = measured_utilization(arguments.measured, hardware, assumed)
-    return Machine(
-        hardware=hardware,
-        utilization=utilization,
-        family=family,
-        rule=rule,
-        lanes_multiple=arguments.lanes_multiple,
-        host_memory=arguments.host_memory,
-    )
-
-
-def _sizes(
-    family: Family, optimum: Callable[[float], float], arguments: argparse.Namespace
-) -> Callable[[float], list[float]]:
-    if not arguments.ratios:
-        return spread_sizes(optimum, arguments.sizes, arguments.spread)
-    if min(arguments.ratios) <= 0:
-        raise ConfigError("--ratios must be positive")
-    at_ratio = [optimum_at_ratio(family, ratio) for ratio in sorted(arguments.ratios, reverse=True)]
-    return lambda budget: [each(budget) for each in at_ratio]
-
-
-def _replaced(base: RunConfig, rule: Rule) -> str:
-    """What every run has in place of the base's settings, besides its size and steps."""
-    changes = [replaced_settings(base), "no evaluation before the end"]
-    if rule is step_law_rule:
-        changes.append("learning rate and lanes of the Step Law; --rule base keeps those")
-    return ", ".join(changes)
+    words = "learning rate and lanes are those of the Step Law; --rule base keeps the experiment's"
+    return [words, *outside_step_law(runs)]
 
 
 def _center(family: Family, arguments: argparse.Namespace) -> tuple[Callable[[float], float], str]:
@@ -423,16 +333,15 @@ def _center(family: Family, arguments: argparse.Namespace) -> tuple[Callable[[fl
     if fit.none_because:
         raise ConfigError(f"--around {arguments.around}: {choice_line(fit)}")
     approach = fit.approaches[0]
-
-    def optimum(flops: float) -> float:
-        return float(np.exp(approach.line.log_parameters(np.log(flops))))
-
-    return optimum, f"{approach.title} of {arguments.around.name}"
+    return (
+        lambda flops: float(np.exp(approach.line.log_parameters(np.log(flops)))),
+        f"{approach.title} of {arguments.around.name}",
+    )
 
 
 def _table(runs: list[PlannedRun]) -> list[list[str]]:
-    heads = ["cell", "layers", "d_model", "heads", "N", "body", "D", "D/N", "lanes", "steps"]
-    rows = [[*heads, "rate", "C", "of budget", "C/6ND"]]
+    heads = ["cell", "layers", "d_model", "heads", "N", "body", "D", "D/N", "segment", "memory"]
+    rows = [[*heads, "lanes", "steps", "rate", "C", "C/6ND"]]
     for item in runs:
         model, cost = item.run.model, item.cost
         rows.append(
@@ -441,22 +350,23 @@ def _table(runs: list[PlannedRun]) -> list[list[str]]:
                 *(str(value) for value in (model.num_layers, model.d_model, model.num_heads)),
                 *(amount(value) for value in (cost.parameters, cost.body_parameters, cost.tokens)),
                 f"{cost.tokens / cost.parameters:.1f}",
+                *(str(value) for value in (item.run.data.segment_length, model.longest_memory)),
                 *(str(value) for value in (item.run.data.lanes, cost.steps)),
                 f"{item.run.optim.learning_rate:.2e}",
                 flops_text(cost.flops),
-                f"{cost.flops / item.facts['budget'] - 1:+.2%}",
                 f"{cost.flops / (6 * cost.parameters * cost.tokens):.2f}",
             ]
         )
     return rows
 
 
-def _totals(runs: list[PlannedRun], speed: float) -> str:
+def _totals(runs: list[PlannedRun]) -> list[str]:
+    """What all runs cost together, and the disk that they fill."""
     flops, tokens = sum(item.cost.flops for item in runs), sum(item.cost.tokens for item in runs)
-    days = f"{flops:.3g} FLOPs ({flops / PFLOPS_DAY:.3g} PFLOP/s-days)"
-    text = f"total: {counted(len(runs), 'run')}, {days}, {amount(tokens)} tokens"
-    return (
-        f"{text}, {flops / speed / 3600:.3g} hours at {speed:.3g} FLOPs per second"
-        if speed > 0
-        else text
-    )
+    saved = [checkpoint_bytes(item.run) / GIB for item in runs]
+    return [
+        f"total: {counted(len(runs), 'run')}, {flops:.3g} FLOPs ({flops / PFLOPS_DAY:.3g} "
+        f"PFLOP/s-days), {amount(tokens)} tokens",
+        f"disk: each run keeps its last checkpoint alone, {sum(saved):,.3g} GiB in all, and has "
+        f"two while it saves, up to {2 * max(saved):,.3g} GiB",
+    ]

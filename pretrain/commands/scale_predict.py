@@ -39,7 +39,7 @@ from pretrain.scaling.predict import (
     refuse_wild,
     run_doubts,
 )
-from pretrain.scaling.recipe import with_budget
+from pretrain.scaling.recipe import FAR_SIZE, with_budget
 from pretrain.scaling.report import choice_line, warning_lines
 from pretrain.terminal.text import counted, fitted_table, flops_text
 
@@ -187,9 +187,8 @@ def _nearest(
     """Print, and write where wanted, the legal run nearest to the `chosen` law, N* and loss."""
     law, parameters, loss = chosen
     family = family_of(base, arguments)
-    shaped = family.nearest(parameters.value)
-    family.refuse_far(shaped, parameters.value)
-    run = with_budget(shaped, flops, rule_of(base, arguments), arguments.lanes_multiple)
+    shaped = family.nearest(parameters.value, FAR_SIZE)
+    run = with_budget(shaped, flops, rule_of(base, arguments))
     run = replace(run, name=f"{base.name}-c{flops:.3g}".replace("+", ""))
     cost, model = cost_of(run), run.model
     print(

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import numpy as np
-
 from foundation.csv_files import write_csv
 from foundation.errors import ConfigError, DataError
 from pretrain.costs.flops import cost_of
@@ -43,7 +41,6 @@ class Row:
     C_6ND: float | str = ""
     loss: float | str = ""  # infinite if it diverged
     bits_per_byte: float | str = ""  # the same loss, per byte of the text
-    loss_error: float | str = ""  # standard error, of an average over the last evaluations
     budget: float | str = ""
     seed: int | str = ""
     progress: float | str = ""
@@ -52,9 +49,7 @@ class Row:
     learning_rate: float | str = ""
     rate_factor: float | str = ""  # of the plan's rate, where the cell checks it
     tokens_per_step: int | str = ""
-    seconds: float | str = (
-        ""  # of training, without evaluations and saves, where the run measured it
-    )
+    seconds: float | str = ""  # of training, without evaluations and saves
     segment_length: int | str = ""
     memory_length: int | str = ""  # in training
     base_width: int | str = ""  # from which rates transfer to other widths; 0: they do not
@@ -62,10 +57,8 @@ class Row:
     varies: str = ""  # what the sweep's plan varied
     code: str = ""  # versions of the code that trained it, where the run noted them
     excluded: str = ""  # why the cell takes no part
-    set_losses: Mapping[str, float] = field(default_factory=dict)  # a column `loss/NAME` for each
-    tasks: Mapping[str, float] = field(
-        default_factory=dict
-    )  # a column `tasks/TASK/METRIC` for each
+    set_losses: Mapping[str, float] = field(default_factory=dict)  # a column `loss/NAME` each
+    tasks: Mapping[str, float] = field(default_factory=dict)  # a column `tasks/TASK/METRIC` each
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> None:
@@ -99,13 +92,9 @@ def parsed_rows(path: Path, lines: Sequence[tuple[int, Mapping[str, str]]]) -> l
                 raise DataError(
                     f"{path}: row {line}: {name}={row[name]!r}, expected a number; collect again"
                 ) from None
-        found.append(Row(**values, tasks=probes_in(row)))
+        probes = {name: row[name] for name in row if name.startswith(PROBED) and row[name]}
+        found.append(Row(**values, tasks={name: float(text) for name, text in probes.items()}))
     return found
-
-
-def probes_in(row: Mapping[str, str]) -> dict[str, float]:
-    """The columns of probes, as far as they are filled."""
-    return {name: float(row[name]) for name in row if name.startswith(PROBED) and row[name]}
 
 
 def shown_rows(rows: Sequence[Row]) -> list[list[str]]:
@@ -119,17 +108,13 @@ def shown_rows(rows: Sequence[Row]) -> list[list[str]]:
     return [["cell", "N", "D", "C", "loss"], *cells]
 
 
-def row_of(placed: PlacedCell, last: int = 1) -> Row:
-    """Return the row of a cell from its run; a bad run never raises.
-
-    The loss is the mean of the `last` evaluations.
-    """
+def row_of(placed: PlacedCell) -> Row:
+    """Return the row of a cell from its run; a bad run never raises."""
     cell, steps, run_dir = placed.cell, placed.config.optim.steps, RunDir(placed.path)
-    holdout = "yes" if cell.holdout else ""
     row = Row(
         name=cell.name,
         budget=cell.facts.get("budget", ""),
-        holdout=holdout,
+        holdout="yes" if cell.holdout else "",
         rate_factor=cell.facts.get("rate_factor", ""),
         varies=placed.varies,
     )
@@ -142,13 +127,22 @@ def row_of(placed: PlacedCell, last: int = 1) -> Row:
         cost = cost_of(config, step)
     except ConfigError as error:
         return replace(row, excluded=f"config.yaml cannot be read: {error}")
-    evaluations = [
-        item for item in measured if item.get("kind") == "evaluation" and item["step"] == step
+    kinds = [item for item in measured if item.get("kind") == "evaluation" and item["step"] == step]
+    last = kinds[-1] if kinds else {}
+    loss, bits = last.get("loss"), last.get("bits_per_byte")
+    seconds = [
+        item["seconds"] for item in measured if item["kind"] == "train" and item.get("seconds")
     ]
-    loss = evaluations[-1].get("loss") if evaluations else None
-    loss_error: float | str = ""
-    if last > 1 and _is_finite(loss):
-        loss, loss_error = _averaged(measured, last)
+    code = [event.code for event in events_of(run_dir.ledger.read(), TrainingBegan) if event.code]
+    if step < steps:
+        excluded = f"stopped at step {step} of {steps}: mid-schedule"
+    elif not last:
+        excluded = "finished without a last evaluation"
+    elif not _is_finite(loss):
+        excluded = "diverged: its last evaluation's loss is NaN or infinite"
+    else:
+        factor = row.rate_factor
+        excluded = f"checks the rate: x{factor:g} of the plan's" if factor else ""
     unique = cell.facts.get("unique_tokens", 0.0)
     return replace(
         row,
@@ -158,9 +152,8 @@ def row_of(placed: PlacedCell, last: int = 1) -> Row:
         D_effective=effective_tokens(cost.tokens, unique) if unique > 0 else cost.tokens,
         C=cost.flops,
         C_6ND=6.0 * cost.parameters * cost.tokens,
-        loss="" if not evaluations else float(loss) if _is_finite(loss) else math.inf,
-        bits_per_byte=_bits_per_byte(evaluations[-1], loss) if evaluations else "",
-        loss_error=loss_error,
+        loss="" if not last else float(loss) if _is_finite(loss) else math.inf,
+        bits_per_byte=float(bits) if _is_finite(loss) and _is_finite(bits) else "",
         seed=config.seed,
         progress=step / steps,
         schedule=config.optim.schedule.shape,
@@ -170,21 +163,11 @@ def row_of(placed: PlacedCell, last: int = 1) -> Row:
         memory_length=config.model.longest_memory,
         base_width=config.model.base_width,
         lane_bytes=lane_bytes(config),
-        seconds=sum(
-            item["seconds"] for item in measured if item["kind"] == "train" and item.get("seconds")
-        )
-        or "",
-        code=" ".join(
-            dict.fromkeys(
-                event.code
-                for event in events_of(run_dir.ledger.read(), TrainingBegan)
-                if event.code
-            )
-        ),
-        excluded=_reason(step, steps, evaluations, loss)
-        or (f"checks the rate: x{row.rate_factor:g} of the plan's" if row.rate_factor else ""),
-        set_losses=set_losses(evaluations[-1]) if evaluations else {},
-        tasks=(task_columns(evaluations[-1]) if evaluations else {}) | probe_columns(placed.path),
+        seconds=sum(seconds) or "",
+        code=" ".join(dict.fromkeys(code)),
+        excluded=excluded,
+        set_losses=set_losses(last),
+        tasks=task_columns(last) | probe_columns(placed.path),
     )
 
 
@@ -205,34 +188,6 @@ def rate_checks(rows: Sequence[Row]) -> list[str]:
             "('scale plan --rates') and plan with --tuned"
         )
     return lines
-
-
-def _reason(step: int, steps: int, evaluations: Sequence[Any], loss: Any) -> str:
-    """Why a run has no final loss; empty when it has one."""
-    if step < steps:
-        return f"stopped at step {step} of {steps}: mid-schedule"
-    if not evaluations:
-        return "finished without a last evaluation"
-    return "" if _is_finite(loss) else "diverged: its last evaluation's loss is NaN or infinite"
-
-
-def _averaged(measured: Sequence[Any], last: int) -> tuple[float, float | str]:
-    """The mean loss of the last evaluations, and its standard error if there are two."""
-    losses = [
-        item["loss"]
-        for item in measured
-        if item.get("kind") == "evaluation" and _is_finite(item.get("loss"))
-    ][-last:]
-    error = float(np.std(losses, ddof=1) / np.sqrt(len(losses))) if len(losses) > 1 else ""
-    return float(np.mean(losses)), error
-
-
-def _bits_per_byte(evaluation: Mapping[str, Any], loss: Any) -> float | str:
-    """The loss in bits per byte, at the evaluation's bytes per token; empty if it has none."""
-    bits, of_last = evaluation.get("bits_per_byte"), evaluation.get("loss")
-    if not (_is_finite(loss) and _is_finite(bits) and of_last):
-        return ""
-    return float(loss * bits / of_last)
 
 
 def _is_finite(value: Any) -> TypeGuard[float]:

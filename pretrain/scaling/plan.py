@@ -1,15 +1,21 @@
-"""Plans: sizes around the optimum of each budget, or lengths of one model, as a sweep file."""
+"""Plans: cells are settings times values, each at equal tokens or FLOPs, written as a sweep file.
+
+`varied` makes a run of every combination of the values of some axes: learning rates, lengths,
+members of a comparison, seeds. `plan_sizes` makes those whose values follow from a budget: shapes
+around its optimum, with a rule's rate and batch.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import math
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import SPLITS
@@ -17,12 +23,11 @@ from data_pipeline.lanes.lane_plan import check_lanes
 from data_pipeline.lanes.mixture import plan_of
 from foundation.errors import ConfigError, DataError
 from foundation.settings import differences, load_config, to_tree
-from foundation.yaml_files import Tree
+from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
-from pretrain.costs.flops import RunCost, cost_of
-from pretrain.scaling.recipe import Family, refuse_unsuited, with_steps
-from pretrain.scaling.sweep_file import FORMAT, Axis, Cell, Sweep, write_sweep
-from pretrain.terminal.text import counted
+from pretrain.costs.flops import RunCost, computed_flops_of_step, cost_of
+from pretrain.scaling.recipe import FAR_SIZE, Family, at_flops, refuse_unsuited, with_steps
+from pretrain.scaling.sweep_file import FORMAT, Cell, Kind, Sweep
 
 MOST_SIZES = 1000  # of a budget
 RATE_FACTORS = (0.5, 2.0)  # of the plan's rate, at one size of each budget
@@ -43,12 +48,91 @@ class PlannedRun:
         return self.run.name
 
 
-def planned_run(run: RunConfig, facts: Mapping[str, float], *, holdout: bool = False) -> PlannedRun:
-    """The run, evaluated at its end only; its tokens and FLOPs are among the facts."""
-    run = replace(run, evaluation=replace(run.evaluation, interval=0))
+def planned_run(
+    run: RunConfig, facts: Mapping[str, float] | None = None, *, holdout: bool = False
+) -> PlannedRun:
+    """The run, evaluated at its end only and with its last checkpoint kept, and its facts."""
+    run = replace(
+        run,
+        evaluation=replace(run.evaluation, interval=0),
+        checkpoint=replace(run.checkpoint, keep_last=1),
+    )
     cost = cost_of(run)
-    facts = {**facts, "tokens": cost.tokens, "flops": cost.flops}
-    return PlannedRun(run=run, cost=cost, facts=facts, holdout=holdout)
+    known = {name: getattr(cost, name) for name in ("parameters", "body_parameters", "steps")}
+    known |= {"tokens": cost.tokens, "tokens_per_step": cost.tokens_per_step, "flops": cost.flops}
+    known["learning_rate"] = run.optim.learning_rate
+    return PlannedRun(run=run, cost=cost, facts={**known, **(facts or {})}, holdout=holdout)
+
+
+# Part of a cell's name -> the overrides that it stands for.
+Axis = Mapping[str, Sequence[str]]
+
+
+def axis(letters: str, setting: str, values: Sequence[float]) -> Axis:
+    """The axis of one setting; no part of a name if there is one value."""
+    distinct = sorted({*values})
+    return {
+        f"{letters}{value:g}" if len(distinct) > 1 else "": [f"{setting}={value!r}"]
+        for value in distinct
+    }
+
+
+def length_axes(base: RunConfig, segments: Sequence[int], memories: Sequence[int]) -> list[Axis]:
+    """Segment lengths at the base's tokens per step, so with other lanes; and memory lengths."""
+    if min(segments) < 1 or min(memories) < 0:
+        raise ConfigError("--segments must be positive and --memories 0 or more")
+    if len({*segments}) * len({*memories}) < 2:
+        raise ConfigError("one segment with one memory length leaves nothing to compare; add one")
+    of_segments: dict[str, Sequence[str]] = {}
+    for segment in sorted({*segments}):
+        lanes, rest = divmod(base.tokens_per_step, segment * base.optim.gradient_segments)
+        if rest:
+            raise ConfigError(
+                f"segments of {segment} do not divide the {base.tokens_per_step} tokens of a step; "
+                "use divisors of it"
+            )
+        of_segments[f"t{segment}"] = [f"data.segment_length={segment}", f"data.lanes={lanes}"]
+    of_memories = {
+        f"m{memory}": [
+            f"model.memory_length={json.dumps(base.model.with_memory(memory).memory_length)}"
+        ]
+        for memory in sorted({*memories})
+    }
+    return [of_segments, of_memories]
+
+
+def varied(experiment: Path, overrides: Sequence[str], axes: Sequence[Axis]) -> list[RunConfig]:
+    """A run of every combination of the axes' values, the last axis changing first.
+
+    Raises ConfigError for settings that do not exist or do not go together.
+    """
+    runs = []
+    for parts in itertools.product(*(axis.items() for axis in axes)):
+        name = "-".join(filter(None, (part for part, _ in parts)))
+        made = [*overrides, *itertools.chain(*(settings for _, settings in parts))]
+        run = load_config(RunConfig, experiment, made, overridden_by=f"cell {name}")
+        refuse_unsuited(run)
+        runs.append(with_vocabulary(replace(run, name=name)))
+    return runs
+
+
+def at_tokens(run: RunConfig, tokens: float) -> RunConfig:
+    """The run with the steps that read so many tokens; ConfigError if that is none."""
+    steps = int(tokens // run.tokens_per_step)
+    if not steps:
+        raise ConfigError(
+            f"{run.name}: {tokens:,.0f} tokens are less than one step of {run.tokens_per_step:,}; "
+            "use fewer lanes or more steps"
+        )
+    return with_steps(run, steps)
+
+
+def at_computed_flops(run: RunConfig, flops: float) -> RunConfig:
+    """The run with the steps that these FLOPs pay for, with all that is computed.
+
+    So also what Muon takes, and what is computed a second time.
+    """
+    return at_flops(run, flops, computed_flops_of_step(run, 1))
 
 
 # What makes a cell of a shape and a budget: the whole run, and what else is known about it.
@@ -64,16 +148,11 @@ def spread_sizes(
             f"found {num_sizes} sizes {spread:g}x apart, expected 1 to {MOST_SIZES} and a spread "
             "above 1"
         )
-    middle = (num_sizes - 1) / 2
-
-    def sizes(budget: float) -> list[float]:
-        best = optimum(budget)
-        return [best * spread ** (index - middle) for index in range(num_sizes)]
-
-    return sizes
+    steps = [index - (num_sizes - 1) / 2 for index in range(num_sizes)]
+    return lambda budget: [optimum(budget) * spread**step for step in steps]
 
 
-def plan_runs(
+def plan_sizes(
     family: Family,
     budgets: Sequence[float],
     sizes: Callable[[float], Sequence[float]],
@@ -88,20 +167,41 @@ def plan_runs(
     steps.
     """
     refuse_unsuited(family.base)
-    if not budgets or min((*budgets, *(holdouts or ()))) <= 0 or not seeds:
-        raise ConfigError("a plan needs positive budgets and at least one seed")
     runs: list[PlannedRun] = []
     for budget in budgets:
-        for run in _distinct_shapes(family, budget, sizes(budget)):
+        wanted = sizes(budget)
+        shaped = [family.nearest(size, FAR_SIZE) for size in wanted]
+        distinct = list({cost_of(run).parameters: run for run in shaped}.values())
+        if len(distinct) < len(wanted):
+            raise ConfigError(
+                f"at {budget:.3g} FLOPs only {len(distinct)} of {len(wanted)} sizes from "
+                f"{min(wanted):.3g} to {max(wanted):.3g} parameters are different legal shapes; "
+                "use a larger --spread, fewer sizes, or a base with smaller heads"
+            )
+        for run in distinct:
             made, facts = make(run, budget)
             runs += [
-                _planned(made, budget, facts, seed, f"-s{seed}" if len(seeds) > 1 else "")
+                _of_budget(made, budget, facts, seed, f"-s{seed}" if len(seeds) > 1 else "")
                 for seed in seeds
             ]
     for budget, size in (holdouts or {}).items():
         made, facts = make(family.nearest(size), budget)
-        runs.append(_planned(made, budget, facts, seeds[0], "-holdout", holdout=True))
+        runs.append(_of_budget(made, budget, facts, seeds[0], "-holdout", holdout=True))
     return runs
+
+
+def _of_budget(
+    run: RunConfig,
+    budget: float,
+    facts: Mapping[str, float],
+    seed: int,
+    suffix: str,
+    holdout: bool = False,
+) -> PlannedRun:
+    name = f"c{budget:.3g}-d{run.model.d_model}-l{run.model.num_layers}{suffix}".replace("+", "")
+    return planned_run(
+        replace(run, name=name, seed=seed), {"budget": budget, **facts}, holdout=holdout
+    )
 
 
 def check_runs(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
@@ -116,38 +216,18 @@ def check_runs(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
             budgets.setdefault(item.facts["budget"], []).append(item)
     middles = [budgets[budget][len(budgets[budget]) // 2] for budget in sorted(budgets)]
     found = []
-    for item in middles:
-        optim = item.run.optim
-        for factor in RATE_FACTORS:
-            rate = float(f"{factor * optim.learning_rate:.4g}")
-            run = replace(item.run, optim=replace(optim, learning_rate=rate))
-            facts = {"learning_rate": rate, "rate_factor": factor}
-            found.append(_again(item, run, f"-rate{factor:g}", facts))
+    for item, factor in itertools.product(middles, RATE_FACTORS):
+        rate = float(f"{factor * item.run.optim.learning_rate:.4g}")
+        optim = replace(item.run.optim, learning_rate=rate)
+        run = replace(item.run, name=f"{item.name}-rate{factor:g}", optim=optim)
+        facts = {**item.facts, "learning_rate": rate, "rate_factor": factor}
+        found.append(replace(item, run=run, facts=facts))
     if len({item.run.seed for item in runs}) == 1:
         first = middles[0]
         for seed in (first.run.seed + 1, first.run.seed + 2):
-            found.append(_again(first, replace(first.run, seed=seed), f"-s{seed}", {}))
+            run = replace(first.run, name=f"{first.name}-s{seed}", seed=seed)
+            found.append(replace(first, run=run))
     return found
-
-
-def _again(item: PlannedRun, run: RunConfig, suffix: str, facts: Mapping[str, float]) -> PlannedRun:
-    run = replace(run, name=item.name + suffix)
-    return replace(item, run=run, facts={**item.facts, **facts})
-
-
-def _distinct_shapes(family: Family, budget: float, sizes: Sequence[float]) -> list[RunConfig]:
-    shaped = [family.nearest(size) for size in sizes]
-    for run, size in zip(shaped, sizes, strict=True):
-        family.refuse_far(run, size)
-    distinct = list({cost_of(run).parameters: run for run in shaped}.values())
-    if len(distinct) < len(sizes):
-        raise ConfigError(
-            f"at {budget:.3g} FLOPs only {len(distinct)} of {len(sizes)} sizes from "
-            f"{min(sizes):.3g} to {max(sizes):.3g} "
-            "parameters are different legal shapes; use a larger --spread, fewer sizes, a "
-            + ("ladder with more rungs" if family.rungs else "base with smaller heads")
-        )
-    return distinct
 
 
 def optimum_at_ratio(family: Family, tokens_per_parameter: float) -> Callable[[float], float]:
@@ -168,145 +248,34 @@ def optimum_at_ratio(family: Family, tokens_per_parameter: float) -> Callable[[f
     return optimum
 
 
-def _planned(
-    run: RunConfig,
-    budget: float,
-    known: Mapping[str, float],
-    seed: int,
-    suffix: str,
-    holdout: bool = False,
-) -> PlannedRun:
-    name = f"c{budget:.3g}-d{run.model.d_model}-l{run.model.num_layers}{suffix}".replace("+", "")
-    cost = cost_of(run)
-    facts = {
-        "budget": budget,
-        "parameters": cost.parameters,
-        "body_parameters": cost.body_parameters,
-        "steps": cost.steps,
-        "learning_rate": run.optim.learning_rate,
-        "tokens_per_step": cost.tokens_per_step,
-        **known,
-    }
-    return planned_run(replace(run, name=name, seed=seed), facts, holdout=holdout)
-
-
-def plan_lengths(
-    base: RunConfig, segments: Sequence[int], memories: Sequence[int]
-) -> list[PlannedRun]:
-    """Every segment length with every memory length, at the base's tokens and at its FLOPs.
-
-    Every run has the base's tokens per step: in more lanes of shorter segments, or fewer of longer
-    ones. At equal tokens a longer context costs more FLOPs; at equal FLOPs it reads fewer tokens.
-    Raises ConfigError where a segment does not divide the tokens of a step, or a budget pays for
-    too few steps.
-    """
-    refuse_unsuited(base)
-    if not segments or not memories or min(segments) < 1 or min(memories) < 0:
-        raise ConfigError("--segments must be positive and --memories 0 or more")
-    if len({*segments}) * len({*memories}) < 2:
-        raise ConfigError(
-            "one segment with one memory length leaves nothing to compare; give at least two of "
-            "either"
-        )
-    runs: list[PlannedRun] = []
-    for segment in sorted({*segments}):
-        for memory in sorted({*memories}):
-            runs += _runs_of(base, _with_context(base, segment, memory), f"t{segment}-m{memory}")
-    return runs
-
-
-def _with_context(base: RunConfig, segment: int, memory: int) -> RunConfig:
-    lanes, rest = divmod(base.tokens_per_step, segment * base.optim.gradient_segments)
-    if rest:
-        raise ConfigError(
-            f"segments of {segment} do not divide the {base.tokens_per_step} tokens of a step "
-            "(data.lanes="
-            f"{base.data.lanes} x data.segment_length={base.data.segment_length}); use divisors "
-            "of it"
-        )
-    return replace(
-        base,
-        model=base.model.with_memory(memory),
-        data=replace(base.data, segment_length=segment, lanes=lanes),
-    )
-
-
-def _runs_of(base: RunConfig, run: RunConfig, context: str) -> list[PlannedRun]:
-    """The run at the base's tokens and at its FLOPs; one run if the steps are the same."""
-    cost = cost_of(run)
-    at_flops = round(cost_of(base).flops / (cost.flops_per_token * cost.tokens_per_step))
-    steps = {f"{context}-same-tokens": base.optim.steps, f"{context}-same-flops": at_flops}
-    if at_flops == base.optim.steps:
-        steps = {context: at_flops}
-    facts = {
-        "segment_length": run.data.segment_length,
-        "memory_length": run.model.longest_memory,
-    }
-    return [
-        planned_run(replace(with_steps(run, count), name=name), facts)
-        for name, count in steps.items()
-    ]
-
-
-def tokens_here(base: RunConfig) -> int | None:
-    """How many training tokens the corpus has; None if it is not here."""
+def corpus_of(base: RunConfig) -> Corpus | None:
+    """The corpus of training; None if it is not here."""
     directory = base.data.directory() / SPLITS[0]
-    return Corpus.open(directory, check_hashes=False).num_tokens if directory.is_dir() else None
+    return Corpus.open(directory, check_hashes=False) if directory.is_dir() else None
 
 
-def check_corpus(
-    base: RunConfig,
-    runs: Sequence[PlannedRun],
-    *,
-    fewer_tokens: str,
-    fewer_lanes: str,
-    max_epochs: float = 1.0,
-) -> list[str]:
-    """Return a note if the corpus is not here; DataError if it is too small for a run.
+def check_corpus(corpus: Corpus, runs: Sequence[PlannedRun], max_epochs: float = 1.0) -> None:
+    """Raise DataError if the corpus is too small for a run, as repeated tokens are worth less.
 
-    That is one that reads over `max_epochs` or has a lane with nothing to read. `fewer_tokens` and
-    `fewer_lanes` are what to change in the plan then.
+    That is one that reads over `max_epochs`, or has a lane with nothing to read.
     """
-    directory = base.data.directory() / SPLITS[0]
-    if not directory.is_dir():
-        return [f"note: no corpus at {base.data.path}, so nothing checks that it has enough tokens"]
-    corpus = Corpus.open(directory, check_hashes=False)
-    tokens = {item.name: item.cost.tokens for item in runs}
-    refuse_more_tokens(tokens, corpus.num_tokens, fewer_tokens, max_epochs)
-    shown = {(item.run.data.lanes, item.run.seed): item.name for item in reversed(runs)}
-    for (lanes, seed), name in shown.items():
+    greedy = [item for item in runs if item.cost.tokens > corpus.num_tokens * max_epochs]
+    if greedy:
+        worst = max(greedy, key=lambda item: item.cost.tokens)
+        often = "" if max_epochs == 1 else f" in {max_epochs:g} epochs"
+        raise DataError(
+            f"{len(greedy)} of {len(runs)} cells need more tokens than the corpus has "
+            f"({corpus.num_tokens:,}{often}); {worst.name} needs {worst.cost.tokens:,}: use fewer "
+            "FLOPs or steps, larger sizes, more text, or for sizes --max-epochs 4"
+        )
+    for (lanes, seed), name in {
+        (item.run.data.lanes, item.run.seed): item.name for item in reversed(runs)
+    }.items():
         try:
             check_lanes(plan_of(corpus, lanes, seed), corpus.manifest.longest_document)
         except DataError as error:
-            raise DataError(f"{name}: {error}; in a plan: {fewer_lanes}") from error
-    return []
-
-
-def refuse_more_tokens(
-    tokens: Mapping[str, int], available: int, advice: str, max_epochs: float = 1.0
-) -> None:
-    """Raise DataError if a cell reads over `max_epochs`: repeated tokens are worth less."""
-    greedy = [name for name, count in tokens.items() if count > available * max_epochs]
-    if greedy:
-        worst = max(greedy, key=tokens.__getitem__)
-        often = "" if max_epochs == 1 else f" in {max_epochs:g} epochs"
-        raise DataError(
-            f"{len(greedy)} of {len(tokens)} cells need more tokens than the corpus has "
-            f"({available:,}{often}); {worst} needs {tokens[worst]:,}: {advice}"
-        )
-
-
-def write_plan(
-    path: Path,
-    sweep: Sweep,
-    where: str = "--local (or --cluster FILE)",
-    then: str = "",
-) -> None:
-    """Write the sweep; print its path, and what comes next (empty `then`: to collect it)."""
-    write_sweep(path, sweep)
-    print(f"sweep: {path} ({counted(len(sweep.cells), 'cell')})")
-    then = then or f"pretrain scale collect {path}"
-    print(f"next: launcher sweep submit {path} {where}, then {then}")
+            remedy = "longer segments, or for sizes --rule base"
+            raise DataError(f"{name}: {error}; in a plan: {remedy}") from error
 
 
 def make_sweep(
@@ -316,7 +285,7 @@ def make_sweep(
     runs: Sequence[PlannedRun],
     directory: Path,
     notes: Sequence[str],
-    varies: Axis = "sizes",
+    varies: Kind = "sizes",
 ) -> Sweep:
     """Return the runs as a sweep whose file will be in `directory`.
 
@@ -325,28 +294,25 @@ def make_sweep(
     setting. A vocabulary size that `base` leaves unset remains unset: it is read from the corpus
     when the cell runs.
     """
-    plain = load_config(RunConfig, experiment)
+    plain = to_tree(load_config(RunConfig, experiment))
+    vocabulary = base.model.vocab_size
+    trees = [
+        to_tree(replace(item.run, model=replace(item.run.model, vocab_size=vocabulary)))
+        for item in runs
+    ]
+    names = list(dict.fromkeys(name for tree in trees for name in differences(plain, tree)))
     relative = Path(os.path.relpath(experiment.resolve(), directory.resolve()))
-    trees = [to_tree(_with_vocabulary_of(base, item.run)) for item in runs]
-    names = list(
-        dict.fromkeys(name for tree in trees for name in differences(to_tree(plain), tree))
-    )
     cells = [
         Cell(
             name=item.name,
             experiment=relative,
-            overrides=tuple(f"{name}={_value_of(tree, name)}" for name in names),
+            overrides=tuple(
+                f"{name}={functools.reduce(operator.getitem, name.split('.'), tree)}"
+                for name in names
+            ),
             facts=dict(item.facts),
             holdout=item.holdout,
         )
         for item, tree in zip(runs, trees, strict=True)
     ]
     return Sweep(format=FORMAT, name=name, varies=varies, notes=tuple(notes), cells=tuple(cells))
-
-
-def _with_vocabulary_of(base: RunConfig, run: RunConfig) -> RunConfig:
-    return replace(run, model=replace(run.model, vocab_size=base.model.vocab_size))
-
-
-def _value_of(tree: Tree, name: str) -> Any:
-    return functools.reduce(operator.getitem, name.split("."), tree)

@@ -58,15 +58,13 @@ def probe_columns(run: Path) -> dict[str, float]:
     if not (run / PROBES).exists():
         return {}
     found = read_probed(run)
-    bins = [
-        each
-        for each in zip(found.first_positions_X, found.losses_X, found.tokens_X, strict=True)
-        if each[2]
-    ]
+    bins = zip(found.first_positions_X, found.losses_X, found.tokens_X, strict=True)
+    bins = [each for each in bins if each[2]]
     columns = {f"position/{first}": loss for first, loss, _ in bins}
     columns |= {f"needle/{distance}": each for distance, each in found.needle.items()}
     columns["chance"] = found.chance
-    if far := [each for each in bins if each[0] >= FAR]:
-        tokens = sum(count for *_, count in far)
-        columns["far_loss"] = sum(loss * count for _, loss, count in far) / tokens
+    far = [(loss, count) for first, loss, count in bins if first >= FAR]
+    if far:
+        tokens = sum(count for _, count in far)
+        columns["far_loss"] = sum(loss * count for loss, count in far) / tokens
     return {PROBED + name: value for name, value in columns.items()}

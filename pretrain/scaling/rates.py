@@ -1,4 +1,4 @@
-"""Learning rates: sweeps of one model at several, their valleys, and the rule of plans by them.
+"""Learning rates: the valley of losses over several, and the rule of plans by such sweeps.
 
 The loss over ln(rate) is flat at the bottom, rises slowly towards lower rates and steeply towards
 higher ones. So a parabola is fitted only to rates near the lowest loss, and the answer is a range
@@ -16,87 +16,19 @@ from pathlib import Path
 import numpy as np
 
 from foundation.errors import ConfigError, DataError
-from foundation.settings import MOST
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.collect import Row, read_rows
-from pretrain.scaling.intervals import Interval, amount, as_exponent, as_loss, as_size, shown
-from pretrain.scaling.plan import PlannedRun, planned_run
+from pretrain.scaling.intervals import Interval, amount, as_loss, as_size
 from pretrain.scaling.table import Array
 from pretrain.terminal.text import counted
 
-NORMAL_95 = 1.96  # standard deviations on either side that hold 95%
-UNKNOWN_SPREAD = math.log(2) / 2  # of ln rate, where a rung's sweep gave no interval
 FAR = 4.0  # times the smallest or largest rung: beyond, a rate is extrapolated
 FAR_TOKENS = 10.0  # times the fewest or most tokens of a rung: the best rate depends on them, too
 NEAR = 4.0  # rates within this factor of the one with the lowest loss shape the parabola
 FEWEST_RATES = 3
 DIVERGED = 1.5  # times the lowest loss: a higher rate whose run ends above has diverged
 TOLERABLE = 0.005  # of the loss: what a rate in the reported range may lose
-
-
-def plan_rates(
-    base: RunConfig,
-    rates: Sequence[float],
-    *,
-    lanes: Sequence[int] = (),
-    seeds: Sequence[int] = (),
-    steps: int | None = None,
-) -> list[PlannedRun]:
-    """The base with every rate, number of lanes and seed; all read as many tokens.
-
-    More lanes make fewer steps. `steps` are those with the base's lanes (None: the base's); warm-up
-    and decay are in proportion to them. Raises ConfigError for rates that are no positive numbers,
-    or fewer than three.
-    """
-    if len({*rates}) < FEWEST_RATES or not all(0 < rate < math.inf for rate in rates):
-        raise ConfigError(
-            f"--rates {' '.join(f'{rate:g}' for rate in rates)}: expected at least {FEWEST_RATES} "
-            "different positive rates, such as 5e-4 1e-3 2e-3 4e-3"
-        )
-    if base.data.phases:
-        raise ConfigError(f"{base.name} has phases (data.phases); take them out to tune its rate")
-    steps = base.optim.steps if steps is None else steps
-    if steps > MOST:
-        raise ConfigError(f"--steps={steps} must be at most {MOST:g}")
-    tokens = steps * base.tokens_per_step
-    runs = []
-    for count in sorted({*(lanes or [base.data.lanes])}):
-        run = replace(base, data=replace(base.data, lanes=count))
-        if num_steps := tokens // run.tokens_per_step:
-            run = _with_steps(run, num_steps)
-        else:
-            raise ConfigError(f"--lanes {count}: {tokens:,} tokens are less than one step of them")
-        runs += [
-            _planned(run, rate, seed, len({*seeds}) > 1)
-            for rate in sorted({*rates})
-            for seed in sorted({*(seeds or [base.seed])})
-        ]
-    return runs
-
-
-def _with_steps(run: RunConfig, steps: int) -> RunConfig:
-    """The run with that many steps, and warm-up, decay and saves in proportion."""
-    optim, schedule = run.optim, run.optim.schedule
-    part = steps / optim.steps
-    schedule = replace(
-        schedule,
-        warmup_steps=round(part * schedule.warmup_steps),
-        decay_steps=round(part * schedule.decay_steps),
-    )
-    interval = max(1, round(part * run.checkpoint.interval))
-    return replace(
-        run,
-        optim=replace(optim, steps=steps, schedule=schedule),
-        checkpoint=replace(run.checkpoint, interval=interval),
-    )
-
-
-def _planned(run: RunConfig, rate: float, seed: int, has_seeds: bool) -> PlannedRun:
-    name = f"b{run.tokens_per_step}-lr{rate:g}" + (f"-s{seed}" if has_seeds else "")
-    optim = replace(run.optim, learning_rate=rate)
-    facts = {"learning_rate": rate, "tokens_per_step": run.tokens_per_step}
-    return planned_run(replace(run, name=name, seed=seed, optim=optim), facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +40,6 @@ class Optimum:
     low: float  # from here...
     high: float  # ...to here a rate loses at most TOLERABLE
     doubt: str = ""  # why there is no optimum, or no interval
-    missing_rates: tuple[float, ...] = ()  # without which there is none
 
     @property
     def is_known(self) -> bool:
@@ -129,75 +60,64 @@ class Tuned:
     near_S: Array  # which runs shaped the parabola
     optimum: Optimum
 
+    @property
+    def lowest(self) -> tuple[float, float]:
+        """The rate whose mean loss over the seeds is lowest, and that loss."""
+        means = {rate: self.loss_S[self.rates_S == rate].mean() for rate in self.rates_S}
+        rate = min(means, key=means.__getitem__)
+        return float(rate), float(means[rate])
 
-def fit_rates(
-    tokens_per_step: int,
-    rates: Sequence[float],
-    losses: Sequence[float],
-) -> Tuned:
+
+def fit_rates(tokens_per_step: int, rates: Sequence[float], losses: Sequence[float]) -> Tuned:
     """The valley of the losses over the rates, without those of runs that diverged.
 
     Their loss is not finite, or far above the lowest one at a higher rate than that of the lowest,
     which would bend the parabola. A far lower rate that ends as high only learns slowly.
     Raises DataError if fewer than three rates ended with a loss.
     """
-    pairs = sorted(zip(rates, losses, strict=True))
-    _require_enough(tokens_per_step, [rate for rate, loss in pairs if math.isfinite(loss)])
-    rates_S, loss_S = (np.array(x) for x in zip(*pairs, strict=True))
+    order = np.argsort(rates, kind="stable")
+    rates_S, loss_S = np.array(rates, float)[order], np.array(losses, float)[order]
     finite_S = np.where(np.isfinite(loss_S), loss_S, math.inf)
-    is_slower_S = rates_S <= rates_S[finite_S.argmin()]
-    usable_S = np.isfinite(loss_S) & (is_slower_S | (loss_S <= DIVERGED * finite_S.min()))
+    usable_S = np.isfinite(loss_S)
+    if usable_S.any():
+        is_slower_S = rates_S <= rates_S[finite_S.argmin()]
+        usable_S &= is_slower_S | (loss_S <= DIVERGED * finite_S.min())
     diverged = tuple(sorted({float(rate) for rate in rates_S[~usable_S]}))
     rates_S, loss_S = rates_S[usable_S], loss_S[usable_S]
-    _require_enough(tokens_per_step, rates_S)
-    best = _lowest_rate(rates_S, loss_S)
-    near_S = (rates_S <= best * NEAR * 1.001) & (rates_S >= best / NEAR / 1.001)
-    doubt, missing = _missing_rates(rates_S, near_S, best, diverged)
-    optimum = _optimum(rates_S[near_S], loss_S[near_S]) if not doubt else _NONE
-    return Tuned(
-        tokens_per_step=tokens_per_step,
-        rates_S=rates_S,
-        loss_S=loss_S,
-        diverged=diverged,
-        near_S=near_S,
-        optimum=replace(optimum, doubt=doubt or optimum.doubt, missing_rates=missing),
-    )
-
-
-def _require_enough(tokens_per_step: int, rates: Sequence[float] | Array) -> None:
-    if (count := len({*rates})) < FEWEST_RATES:
+    if (count := len({*rates_S})) < FEWEST_RATES:
         raise DataError(
             f"{tokens_per_step:,} tokens per step: {counted(count, 'rate')} ended with a loss, a "
             f"valley needs {FEWEST_RATES}; let the sweep finish, or add lower rates"
         )
+    tuned = Tuned(
+        tokens_per_step=tokens_per_step,
+        rates_S=rates_S,
+        loss_S=loss_S,
+        diverged=diverged,
+        near_S=np.ones(len(rates_S), bool),
+        optimum=_NONE,
+    )
+    best, _ = tuned.lowest
+    near_S = (rates_S <= best * NEAR * 1.001) & (rates_S >= best / NEAR / 1.001)
+    doubt = _missing_rates(rates_S, rates_S[near_S], best, diverged)
+    optimum = replace(_NONE, doubt=doubt) if doubt else _optimum(rates_S[near_S], loss_S[near_S])
+    return replace(tuned, near_S=near_S, optimum=optimum)
 
 
-def _lowest_rate(rates_S: Array, loss_S: Array) -> float:
-    """The rate whose mean loss over the seeds is lowest."""
-    means = {rate: loss_S[rates_S == rate].mean() for rate in np.unique(rates_S)}
-    return float(min(means, key=means.__getitem__))
-
-
-def _missing_rates(
-    rates_S: Array, near_S: Array, best: float, diverged: Sequence[float]
-) -> tuple[str, tuple[float, ...]]:
-    """Why the lowest loss cannot be enclosed, and by which rates it could be.
-
-    Empty if there are rates on both sides of it.
-    """
+def _missing_rates(rates_S: Array, near: Array, best: float, diverged: Sequence[float]) -> str:
+    """Why the lowest loss has no rates on both sides, and which to add; empty if it has."""
     lower, higher = best / 2, best * 2
     too_high = min((rate for rate in diverged if rate > best), default=math.inf)
     if best == rates_S.min():
-        return f"{best:g} is the lowest rate tried: add {lower:g}", (lower,)
+        return f"{best:g} is the lowest rate tried: add {lower:g}"
     if best == rates_S.max():
         if too_high <= higher * 1.001:
             higher = float(f"{math.sqrt(best * too_high):.2g}")
         what = "that did not diverge" if math.isfinite(too_high) else "tried"
-        return f"{best:g} is the highest rate {what}: add {higher:g}", (higher,)
-    near = rates_S[near_S]
+        return f"{best:g} is the highest rate {what}: add {higher:g}"
     if near.min() == best or near.max() == best:
-        return f"rates near {best:g} are missing: add {lower:g} and {higher:g}", (lower, higher)
-    return "", ()
+        return f"rates near {best:g} are missing: add {lower:g} and {higher:g}"
+    return ""
 
 
 def _optimum(rates_S: Array, loss_S: Array) -> Optimum:
@@ -262,40 +182,22 @@ def verdicts(found: Sequence[Tuned]) -> list[str]:
     """One line per batch size: the best rate, or why there is none; and one for each warning."""
     lines = []
     for item in found:
-        lines.append(f"{amount(item.tokens_per_step)} tokens a step: {_verdict(item.optimum)}")
-        if warning := _warning(item):
-            lines.append(f"warning: {warning}")
-    if added := sorted({rate for item in found for rate in item.optimum.missing_rates}):
-        words = " ".join(f"{rate:g}" for rate in added)
-        lines.append(
-            f"to add rates: plan again with {words} among --rates and the other flags as before; "
-            "finished runs are kept"
-        )
+        best, (rate, loss) = item.optimum, item.lowest
+        start = f"{amount(item.tokens_per_step)} tokens a step: "
+        if not best.is_known:
+            lines.append(f"{start}no best rate: {best.doubt} (plan again; finished runs are kept)")
+            continue
+        text = f"{start}optim.learning_rate={best.rate.value:.2g}"
+        if math.isfinite(best.rate.low):
+            text += f" [{best.rate.low:.2g}, {best.rate.high:.2g}]"
+        text += f", loss {as_loss(best.loss)}; {best.low:.2g} to {best.high:.2g} lose at most "
+        lines.append(f"{text}{TOLERABLE:.1%}" + (f" ({best.doubt})" if best.doubt else ""))
+        if not best.low <= rate <= best.high or best.loss < loss * (1 - TOLERABLE):
+            lines.append(
+                f"warning: the lowest measured loss is {as_loss(loss)}, at {rate:.3g}: the losses "
+                f"do not follow the parabola, so prefer {rate:.3g}, or add seeds and rates near it"
+            )
     return lines
-
-
-def _warning(item: Tuned) -> str:
-    """Where the parabola contradicts the losses that it stands for; empty if it does not."""
-    optimum, rate = item.optimum, _lowest_rate(item.rates_S, item.loss_S)
-    loss = float(item.loss_S[item.rates_S == rate].mean())
-    if not optimum.is_known or (
-        optimum.low <= rate <= optimum.high and optimum.loss >= loss * (1 - TOLERABLE)
-    ):
-        return ""
-    return (
-        f"the lowest measured loss is {as_loss(loss)}, at {rate:.3g}: the losses do not follow the "
-        f"parabola, so prefer {rate:.3g}, or add seeds and rates near it"
-    )
-
-
-def _verdict(best: Optimum) -> str:
-    if not best.is_known:
-        return f"no best rate: {best.doubt}"
-    text = f"optim.learning_rate={best.rate.value:.2g}"
-    if math.isfinite(best.rate.low):
-        text += f" [{best.rate.low:.2g}, {best.rate.high:.2g}]"
-    text += f", loss {as_loss(best.loss)}; {best.low:.2g} to {best.high:.2g} lose at most "
-    return f"{text}{TOLERABLE:.1%}" + (f" ({best.doubt})" if best.doubt else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,81 +211,46 @@ class Rung:
     num_batches: int  # batch sizes that were compared
     base_width: int = 0  # from which its rates transfer to other widths; 0: they do not
 
-    @property
-    def spread(self) -> float:
-        """The standard deviation of ln rate."""
-        if not self.rate.high > self.rate.low > 0:
-            return UNKNOWN_SPREAD
-        return math.log(self.rate.high / self.rate.low) / (2 * NORMAL_95)
-
 
 def read_rungs(tables: Sequence[Path]) -> tuple[Rung, ...]:
     """The rungs of tables that `collect` wrote of sweeps of rates, by size.
 
     ConfigError for a table whose best rate is not known yet.
     """
-    return tuple(sorted(map(_rung_of, tables), key=lambda rung: rung.body_parameters))
-
-
-def _rung_of(path: Path) -> Rung:
-    rows = read_rows(path)
-    if {row.varies for row in rows} != {"rates"}:
-        raise ConfigError(f"--tuned {path}: expected the table of a sweep that varies rates")
-    found = tuned_rates(rows)
-    known = [item for item in found if item.optimum.is_known]
-    if not known:
-        raise ConfigError(
-            f"--tuned {path}: has no best rate: {found[0].optimum.doubt}; "
-            f"'pretrain scale report {path}' shows the losses"
+    rungs = []
+    for path in tables:
+        rows = read_rows(path)
+        if {row.varies for row in rows} != {"rates"}:
+            raise ConfigError(f"--tuned {path}: expected the table of a sweep that varies rates")
+        found = tuned_rates(rows)
+        best = min(found, key=lambda item: (not item.optimum.is_known, item.optimum.loss))
+        if not best.optimum.is_known:
+            raise ConfigError(
+                f"--tuned {path}: has no best rate: {best.optimum.doubt}; "
+                f"'pretrain scale report {path}' shows the losses"
+            )
+        ended = next(row for row in rows if row.progress == 1.0)
+        rungs.append(
+            Rung(
+                body_parameters=float(ended.N_body),
+                tokens=float(ended.D),
+                rate=best.optimum.rate,
+                tokens_per_step=best.tokens_per_step,
+                num_batches=len(found),
+                base_width=int(ended.base_width),
+            )
         )
-    best: Tuned = min(known, key=lambda item: item.optimum.loss)
-    ended = next(row for row in rows if row.progress == 1.0)
-    return Rung(
-        body_parameters=float(ended.N_body),
-        tokens=float(ended.D),
-        rate=best.optimum.rate,
-        tokens_per_step=best.tokens_per_step,
-        num_batches=len(found),
-        base_width=int(ended.base_width),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Power:
-    """y = exp(intercept) x^power, with the 95% interval of the power (NaN: it was not fitted)."""
-
-    intercept: float
-    power: Interval
-
-    def at(self, x: float) -> float:
-        return math.exp(self.intercept + self.power.value * math.log(x))
-
-
-def fit_power(x: Sequence[float], y: Sequence[float], spread: Sequence[float]) -> Power:
-    """Weighted least squares of ln y over ln x; a constant if all x are the same.
-
-    The errors are those stated, or the scatter around the line if that is larger.
-    """
-    log_x, log_y = np.log(x), np.log(y)
-    weights = 1 / np.square(spread)
-    x_mean, y_mean = np.average(log_x, weights=weights), np.average(log_y, weights=weights)
-    squares = float((weights * (log_x - x_mean) ** 2).sum())
-    if squares < 1e-12:
-        return Power(intercept=float(y_mean), power=Interval(0.0, math.nan, math.nan))
-    power = float((weights * (log_x - x_mean) * (log_y - y_mean)).sum()) / squares
-    residuals = log_y - y_mean - power * (log_x - x_mean)
-    spare = len(log_x) - 2
-    scatter = float((weights * residuals**2).sum()) / spare if spare else 0.0
-    error = NORMAL_95 * math.sqrt(max(1.0, scatter) / squares)
-    return Power(
-        intercept=float(y_mean - power * x_mean),
-        power=Interval(power, power - error, power + error),
-    )
+    return tuple(sorted(rungs, key=lambda rung: rung.body_parameters))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TunedRule:
-    """A rule for `with_budget`: the rungs' rate and batch at any size."""
+    """A rule for `with_budget`: the rungs' rate and batch at any size.
+
+    The rate is a power of N without embeddings, or that of the rungs at any size if rates transfer
+    between widths. The batch is a power of D over the rungs that compared some; the run's own if
+    none did.
+    """
 
     rungs: tuple[Rung, ...]
     base_width: int = 0  # of the runs
@@ -394,88 +261,58 @@ class TunedRule:
         return self.base_width > 0 and {rung.base_width for rung in self.rungs} == {self.base_width}
 
     @property
-    def rate(self) -> Power:
-        """The rate over N without embeddings."""
-        return fit_power(
-            [1.0 if self.transfers else rung.body_parameters for rung in self.rungs],
-            [rung.rate.value for rung in self.rungs],
-            [rung.spread for rung in self.rungs],
-        )
+    def rate(self) -> np.poly1d:
+        """ln rate over ln N."""
+        sizes = [1.0 if self.transfers else rung.body_parameters for rung in self.rungs]
+        return _power(sizes, [rung.rate.value for rung in self.rungs])
 
     @property
-    def batch(self) -> Power | None:
-        """Tokens per step over D; None if no rung compared batches: then the run keeps its own."""
-        rungs = self._with_batches
+    def batch(self) -> np.poly1d | None:
+        """ln of the tokens per step over ln D."""
+        rungs = [rung for rung in self.rungs if rung.num_batches > 1]
         if not rungs:
             return None
-        return fit_power(
-            [rung.tokens for rung in rungs],
-            [rung.tokens_per_step for rung in rungs],
-            [UNKNOWN_SPREAD] * len(rungs),  # the best of a few, usually 2x apart
-        )
+        return _power([rung.tokens for rung in rungs], [rung.tokens_per_step for rung in rungs])
 
     def __call__(self, run: RunConfig, tokens: float) -> tuple[float, float]:
-        batch = self.batch
-        return self.rate.at(cost_of(run).body_parameters), batch.at(tokens) if batch else 0.0
+        rate, batch = self.rate(math.log(cost_of(run).body_parameters)), self.batch
+        # A constant poly1d is false.
+        return math.exp(rate), 0.0 if batch is None else math.exp(batch(math.log(tokens)))
 
     def describe(self, runs: Sequence[RunConfig]) -> list[str]:
         """The rungs, the rule, and which of the runs it is extrapolated to; a line each."""
         rungs = ", ".join(
-            f"{shown(rung.rate, as_rate)} at {as_size(rung.body_parameters)}" for rung in self.rungs
+            f"{rung.rate.value:.1e} at {as_size(rung.body_parameters)}" for rung in self.rungs
         )
         words = "the same at every width (model.base_width)"
         words = words if self.transfers else _words(self.rate, "N")
         lines = [f"rate: tuned on {rungs} (N without embeddings); {words}"]
-        if batch := self.batch:
-            sizes = ", ".join(
-                f"{amount(rung.tokens_per_step)} at D of {as_size(rung.tokens)}"
-                for rung in self._with_batches
+        if (batch := self.batch) is not None:
+            lines.append(f"batch: the best of those tried; {_words(batch, 'D')}")
+        far = [run.name for run in runs if self._is_far(run)]
+        if far:
+            lines.append(
+                f"warning: {len(far)} of {counted(len(runs), 'cell')}, such as {far[0]}, are over "
+                f"{FAR:g}x from the rungs in size or {FAR_TOKENS:g}x in tokens, so that their "
+                "rates are extrapolated: tune a rung nearer to them"
             )
-            lines.append(f"batch: the best of those tried, {sizes}; {_words(batch, 'D')}")
-        return lines + self._doubts(runs)
+        return lines
 
-    def _doubts(self, runs: Sequence[RunConfig]) -> list[str]:
-        """A line for runs far from the rungs in size, and one for those far from them in tokens."""
-        found = []
-        sizes, tokens = (
-            [getattr(rung, name) for rung in self.rungs] for name in ("body_parameters", "tokens")
-        )
-        if not self.transfers and (
-            far := _far(runs, [cost_of(run).body_parameters for run in runs], sizes, FAR)
-        ):
-            found.append(
-                f"warning: the rates of {len(far)} of {len(runs)} cells are extrapolated over "
-                f"{FAR:g}x beyond the rungs, such as {far[0].name}'s: tune a rung nearer to them"
-            )
-        if far := _far(runs, [cost_of(run).tokens for run in runs], tokens, FAR_TOKENS):
-            ends = " to ".join(dict.fromkeys(amount(end) for end in (min(tokens), max(tokens))))
-            found.append(
-                f"warning: {len(far)} of {len(runs)} cells, such as {far[0].name}, read over "
-                f"{FAR_TOKENS:g}x more or fewer tokens than the rungs ({ends}), and the best rate "
-                "depends on that, too: tune over about as many"
-            )
-        return found
-
-    @property
-    def _with_batches(self) -> tuple[Rung, ...]:
-        """The rungs that compared batches."""
-        return tuple(rung for rung in self.rungs if rung.num_batches > 1)
+    def _is_far(self, run: RunConfig) -> bool:
+        cost = cost_of(run)
+        sizes = [cost.body_parameters / rung.body_parameters for rung in self.rungs]
+        tokens = [cost.tokens / rung.tokens for rung in self.rungs]
+        far = [(tokens, FAR_TOKENS)] + ([] if self.transfers else [(sizes, FAR)])
+        return any(min(ratios) > factor or max(ratios) < 1 / factor for ratios, factor in far)
 
 
-def _far(
-    runs: Sequence[RunConfig], values: Sequence[float], known: Sequence[float], factor: float
-) -> list[RunConfig]:
-    """The runs whose value is over `factor` times outside of the known ones."""
-    low, high = min(known) / factor, max(known) * factor
-    return [run for run, value in zip(runs, values, strict=True) if not low <= value <= high]
+def _power(x: Sequence[float], y: Sequence[float]) -> np.poly1d:
+    """ln y over ln x: a line, or a constant if all x are the same."""
+    degree = 1 if len({*x}) > 1 else 0
+    return np.poly1d(np.polyfit(np.log(x), np.log(y), degree))
 
 
-def _words(fitted: Power, letter: str) -> str:
-    if not math.isfinite(fitted.power.low):
-        return "the same at every size, since there is one rung: add a second"
-    return f"{letter}^{shown(fitted.power, as_exponent)} between and beyond"
-
-
-def as_rate(value: float, half: float = math.nan) -> str:
-    """A learning rate: `2.1e-03`."""
-    return f"{value:.1e}" if math.isfinite(value) else "-"
+def _words(fitted: np.poly1d, letter: str) -> str:
+    if fitted.order == 0:
+        return "the same at every size, as of one rung: add a second"
+    return f"{letter}^{fitted.coef[0]:.3f} between and beyond"

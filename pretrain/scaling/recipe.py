@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foundation.errors import ConfigError
-from foundation.settings import load_config
+from foundation.settings import MOST, load_config
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of, parameters_of
@@ -25,16 +25,11 @@ DEPTH_FREEDOM = 1.4
 DEPTH_WEIGHT = 0.3  # how much a wrong depth counts against a wrong size, both as logarithms
 HEADS_PER_KEY_FREEDOM = 1.51  # where the base's number of heads per key head does not divide
 MOST_HEADS = 512
+FAR_SIZE = 0.5  # how far, as a logarithm, a shape may be from the size it is for
 INNER_MULTIPLE = 8
 WIDTH_MULTIPLE = 128  # of widths from 4 times it on
 STEPS_PER_DOUBLING = 8  # widths between a power of two and the next, at most
 SHAPE = ("layer_kinds", "num_layers", "d_model", "num_heads", "num_key_heads", "d_head", "d_inner")
-
-
-@dataclass(frozen=True, order=True)
-class Shape:
-    num_heads: int
-    num_layers: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,54 +38,52 @@ class Family:
 
     base: RunConfig
     keep_layers: bool = False  # every shape has the base's depth
-    width_multiple: int = 0  # of every width; 0: WIDTH_MULTIPLE, where the base's heads allow it
     rungs: tuple[ModelConfig, ...] = ()  # of a ladder; if there are any, only their shapes
 
-    def __post_init__(self) -> None:
-        if self.width_multiple < 0:
-            raise ConfigError(f"--width-multiple {self.width_multiple} must be 1 or more")
-        if self.width_multiple and self.base.model.d_model % self.base.model.num_heads:
-            raise ConfigError(
-                f"--width-multiple needs a base whose d_model ({self.base.model.d_model}) is a "
-                f"multiple of its {self.base.model.num_heads} heads"
-            )
+    def nearest(self, parameters: float, tolerance: float = math.inf) -> RunConfig:
+        """The base in the shape whose parameters come nearest to the wanted number.
 
-    def nearest(self, parameters: float) -> RunConfig:
-        """The base in the shape whose parameters come nearest to the wanted number."""
-        if self.rungs:
-            return min(
-                (
-                    replace(self.base, model=_shaped_as(self.base.model, each))
-                    for each in self.rungs
-                ),
-                key=lambda run: abs(math.log(parameters_of(run.model).total / parameters)),
+        ConfigError if their logarithms differ by more than the tolerance.
+        """
+        run = self._nearest_rung(parameters) if self.rungs else self._nearest_shape(parameters)
+        found = parameters_of(run.model).total
+        if abs(math.log(found / parameters)) > tolerance:
+            remedy = "smaller heads or another vocabulary"
+            raise ConfigError(
+                f"the nearest shape to {parameters:.3g} parameters has {found:.3g} (heads of "
+                f"{run.model.head_width}, vocabulary {run.model.vocab_size}); use "
+                + ("a ladder with more rungs" if self.rungs else f"a base with {remedy}")
             )
-        best = (math.inf, Shape(self.base.model.num_heads, self.base.model.num_layers))
-        for num_heads in range(1, MOST_HEADS + 1):
-            if not self._allows(num_heads):
-                continue
-            closest, smallest = self._closest_depth(num_heads, parameters)
-            best = min(best, closest)
-            if smallest > 2 * parameters:
+        return run
+
+    def _nearest_rung(self, parameters: float) -> RunConfig:
+        shapes = [{name: getattr(rung, name) for name in SHAPE} for rung in self.rungs]
+        models = [replace(self.base.model, **shape) for shape in shapes]
+        sizes = [abs(math.log(parameters_of(model).total / parameters)) for model in models]
+        return replace(self.base, model=models[sizes.index(min(sizes))])
+
+    def _nearest_shape(self, parameters: float) -> RunConfig:
+        model, period = self.base.model, self.base.model.period
+        best = (math.inf, model.num_heads, model.num_layers)
+        for num_heads in filter(self._allows, range(1, MOST_HEADS + 1)):
+            one, two = (
+                parameters_of(with_shape(self.base, num_heads, depth).model).total
+                for depth in (period, 2 * period)
+            )
+            ideal = max(1.0, model.num_layers * num_heads / model.num_heads)
+            fewest = max(1, math.ceil(ideal / DEPTH_FREEDOM / period))
+            most = max(fewest, math.floor(ideal * DEPTH_FREEDOM / period))
+            depths = [period * count for count in range(fewest, most + 1)]
+            if self.keep_layers:
+                depths, ideal = [model.num_layers], model.num_layers
+            for depth in depths:
+                size = one + (depth - period) * (two - one) / period
+                distance = abs(math.log(size / parameters))
+                distance += DEPTH_WEIGHT * abs(math.log(depth / ideal))
+                best = min(best, (distance, num_heads, depth))
+            if one + (depths[0] - period) * (two - one) / period > 2 * parameters:
                 break
-        return with_shape(self.base, best[1])
-
-    def refuse_far(self, run: RunConfig, parameters: float, tolerance: float = 0.5) -> None:
-        """Raise ConfigError if the nearest shape is far off; the family does not allow it."""
-        found, model = parameters_of(run.model).total, self.base.model
-        if abs(math.log(found / parameters)) <= tolerance:
-            return
-        if self.rungs:
-            raise ConfigError(
-                f"the nearest rung to {parameters:.3g} parameters has {found:.3g} (vocabulary "
-                f"{model.vocab_size}); add a rung to --ladder, or change budgets and --spread"
-            )
-        raise ConfigError(
-            f"the nearest legal shape to {parameters:.3g} parameters has {found:.3g} (heads of "
-            f"{model.head_width}, "
-            f"vocabulary {model.vocab_size}); use a base experiment with smaller heads or "
-            "another vocabulary"
-        )
+        return with_shape(self.base, *best[1:])
 
     @property
     def description(self) -> str:
@@ -100,13 +93,9 @@ class Family:
             return f"shapes of {len(self.rungs)} rungs: " + ", ".join(
                 f"{each.num_layers}x{each.d_model}" for each in self.rungs
             )
-        if self.keep_layers:
-            return f"shapes: {model.num_layers} layers, heads of {model.head_width}"
-        ratio = model.d_model / model.num_layers
-        return (
-            f"shapes: width / depth within {DEPTH_FREEDOM}x of {ratio:.3g}, heads of "
-            f"{model.head_width}"
-        )
+        depth = f"width / depth within {DEPTH_FREEDOM}x of {model.d_model / model.num_layers:.3g}"
+        depth = f"{model.num_layers} layers" if self.keep_layers else depth
+        return f"shapes: {depth}, heads of {model.head_width}"
 
     def _allows(self, num_heads: int) -> bool:
         """Whether so many heads make a round width, group as the base's, and can be shared so."""
@@ -114,67 +103,27 @@ class Family:
         if num_heads == model.num_heads:
             return True
         multiple = max(1, power_of_two(num_heads) // STEPS_PER_DOUBLING)
-        key_heads = _key_heads(model, num_heads)
-        if num_heads % multiple or key_heads is None:
+        if num_heads % multiple or _key_heads(model, num_heads) is None:
             return False
-        if model.d_model % model.num_heads:
-            return True
-        step = model.d_model // model.num_heads
+        step, rest = divmod(model.d_model, model.num_heads)
         width = num_heads * step
-        if self.width_multiple:
-            return width % self.width_multiple == 0
-        is_narrow = width < 4 * WIDTH_MULTIPLE
-        is_odd = WIDTH_MULTIPLE % step and step % WIDTH_MULTIPLE
-        return bool(is_narrow or is_odd or width % WIDTH_MULTIPLE == 0)
-
-    def _closest_depth(
-        self, num_heads: int, parameters: float
-    ) -> tuple[tuple[float, Shape], float]:
-        """The best depth of a width with its distance, and the fewest parameters of that width."""
-        model = self.base.model
-        period = model.period
-        one, two = (
-            parameters_of(with_shape(self.base, Shape(num_heads, depth)).model).total
-            for depth in (period, 2 * period)
-        )
-
-        def parameters_at(depth: int) -> float:
-            return one + (depth - period) * (two - one) / period
-
-        ideal = model.num_layers * num_heads / model.num_heads
-        fewest = max(1, math.ceil(ideal / DEPTH_FREEDOM / period))
-        most = max(fewest, math.floor(ideal * DEPTH_FREEDOM / period))
-        depths = [period * count for count in range(fewest, most + 1)]
-        if self.keep_layers:
-            depths, ideal = [model.num_layers], model.num_layers
-        scores = [
-            (
-                abs(math.log(parameters_at(depth) / parameters))
-                + DEPTH_WEIGHT * abs(math.log(depth / max(1.0, ideal))),
-                Shape(num_heads, depth),
-            )
-            for depth in depths
-        ]
-        return min(scores), parameters_at(depths[0])
+        can_be_round = not rest and not (WIDTH_MULTIPLE % step and step % WIDTH_MULTIPLE)
+        return not can_be_round or width < 4 * WIDTH_MULTIPLE or width % WIDTH_MULTIPLE == 0
 
 
-def with_shape(base: RunConfig, shape: Shape) -> RunConfig:
+def with_shape(base: RunConfig, num_heads: int, num_layers: int) -> RunConfig:
     """Return the base with other numbers of heads and layers, its widths in proportion."""
     model = base.model
-    growth = shape.num_heads / model.num_heads
-    inner = (
-        INNER_MULTIPLE * max(1, round(model.d_inner * growth / INNER_MULTIPLE))
-        if model.d_inner
-        else 0
-    )
+    growth = num_heads / model.num_heads
+    inner = max(1, round(model.d_inner * growth / INNER_MULTIPLE)) * INNER_MULTIPLE
     shaped = replace(
         model,
-        num_heads=shape.num_heads,
-        num_key_heads=(_key_heads(model, shape.num_heads) or 0) if model.num_key_heads else 0,
-        num_layers=shape.num_layers,
+        num_heads=num_heads,
+        num_key_heads=(_key_heads(model, num_heads) or 0) if model.num_key_heads else 0,
+        num_layers=num_layers,
         d_model=2 * round(model.d_model * growth / 2),
         d_head=model.head_width,
-        d_inner=inner,
+        d_inner=inner if model.d_inner else 0,
     )
     return replace(base, model=shaped)
 
@@ -183,10 +132,6 @@ def read_ladder(paths: Sequence[Path]) -> tuple[ModelConfig, ...]:
     """The models of experiment or model files, smallest first."""
     rungs = [load_config(RunConfig, path).model for path in paths]
     return tuple(sorted(rungs, key=lambda model: (model.d_model, model.num_layers)))
-
-
-def _shaped_as(model: ModelConfig, rung: ModelConfig) -> ModelConfig:
-    return replace(model, **{name: getattr(rung, name) for name in SHAPE})
 
 
 def _key_heads(model: ModelConfig, num_heads: int) -> int | None:
@@ -217,9 +162,9 @@ Rule = Callable[[RunConfig, float], tuple[float, float]]
 STEP_LAW_PARAMETERS = (60e6, 1.07e9)
 STEP_LAW_TOKENS = (2e9, 100e9)
 WARMUP = 0.05  # of the steps
-FEWEST_STEPS = 100  # so that whole steps miss the budget by at most 0.5%
+FEWEST_STEPS = 50  # so that whole steps miss the budget by at most 1%
+BATCHES = 100  # of a rule's batch, that the tokens are at least
 SAVES = 4  # per run, so that a killed cell repeats at most a quarter of its steps
-TOLERANCE = 0.01  # of the budget's FLOPs
 DECAYED = 0.2  # the highest final fraction of the peak rate that still counts as decayed
 
 
@@ -252,8 +197,8 @@ def base_rule(run: RunConfig, tokens: float) -> tuple[float, float]:
 RULES: dict[str, Rule] = {"step-law": step_law_rule, "base": base_rule}
 
 
-def outside_step_law(runs: Sequence[RunConfig]) -> str:
-    """Which of the runs Step Law was not measured for, in one line; empty if none."""
+def outside_step_law(runs: Sequence[RunConfig]) -> list[str]:
+    """Which of the runs Step Law was not measured for, in one line; none if it was for all."""
     costs = {run.name: cost_of(run) for run in runs}
     outside = [
         name
@@ -262,83 +207,72 @@ def outside_step_law(runs: Sequence[RunConfig]) -> str:
         or _clipped(cost.tokens, STEP_LAW_TOKENS) != cost.tokens
     ]
     if not outside:
-        return ""
-    return (
-        f"clipped: {len(outside)} of {counted(len(runs), 'cell')} are outside the runs that Step "
-        f"Law was fitted to (body of {_range(STEP_LAW_PARAMETERS)}, D of "
-        f"{_range(STEP_LAW_TOKENS)}), such as {outside[0]}; rate and batch are at most those at "
-        "its edge: tune a few sizes and give --tuned"
-    )
+        return []
+    return [
+        f"clipped: {len(outside)} of {counted(len(runs), 'cell')}, such as {outside[0]}, are "
+        "outside the runs that Step Law was fitted to (bodies of 60M to 1.07G over 2G to 100G "
+        "tokens); rate and batch are at most those at its edge: tune a few sizes and give --tuned"
+    ]
 
 
 def _clipped(value: float, bounds: tuple[float, float]) -> float:
     return min(max(value, bounds[0]), bounds[1])
 
 
-def _range(bounds: tuple[float, float]) -> str:
-    return f"{bounds[0]:.3g} to {bounds[1]:.3g}"
-
-
 def refuse_unsuited(base: RunConfig) -> None:
     """Raise ConfigError for phases, which start at fixed steps, and for undecayed schedules."""
     if base.data.phases:
         raise ConfigError(
-            f"{base.name} has {len(base.data.phases)} phases (data.phases), and a plan counts all "
-            "steps as equal; "
-            "take them out of the base"
+            f"{base.name} has {counted(len(base.data.phases), 'phase')} (data.phases), and a plan "
+            "counts all steps as equal; take them out of the base"
         )
     schedule = base.optim.schedule
     if schedule.shape in ("constant", "inverse_sqrt") or schedule.final_fraction > DECAYED:
         raise ConfigError(
             f"optim.schedule.shape={schedule.shape} final_fraction={schedule.final_fraction} does "
-            "not decay the "
-            "learning rate; scaling runs need linear, cosine or wsd with final_fraction of at "
-            f"most {DECAYED}"
+            "not decay the learning rate; scaling runs need linear, cosine or wsd with "
+            f"final_fraction of at most {DECAYED}"
         )
 
 
 def with_budget(run: RunConfig, budget: float, rule: Rule, lanes_multiple: int = 1) -> RunConfig:
     """Return the run with the rule's batch and the whole steps that `budget` FLOPs allow."""
-    tokens = budget / cost_of(run).flops_per_token
-    rate, _ = rule(run, tokens)
+    rate, _ = rule(run, budget / cost_of(run).flops_per_token)
     if wanted := wanted_lanes(run, budget, rule):
         lanes = lanes_multiple * max(1, round(wanted / lanes_multiple))
         run = replace(run, data=replace(run.data, lanes=lanes))
-    cost = cost_of(
-        run
-    )  # again: positions are projected once per batch, so FLOPs per token depend on the lanes
-    steps = round(budget / (cost.flops_per_token * cost.tokens_per_step))
-    if steps < FEWEST_STEPS // 2:
-        raise ConfigError(
-            f"{budget:.3g} FLOPs pay for {steps} steps of {cost.tokens_per_step} tokens at "
-            f"{cost.parameters:.3g} "
-            f"parameters; a run needs at least {FEWEST_STEPS // 2}: use a larger budget or fewer "
-            "lanes"
-        )
-    run = with_steps(
-        replace(run, optim=replace(run.optim, learning_rate=float(f"{rate:.4g}"))), steps
-    )
-    error = cost_of(run).flops / budget - 1
-    assert abs(error) <= TOLERANCE, f"{steps} steps miss the budget by {error:.2%}"
-    return run
+    run = replace(run, optim=replace(run.optim, learning_rate=float(f"{rate:.4g}")))
+    # After the lanes: positions are projected once per batch, so FLOPs depend on their number.
+    cost = cost_of(run)
+    return at_flops(run, budget, cost.flops_per_token * cost.tokens_per_step)
 
 
 def wanted_lanes(run: RunConfig, budget: float, rule: Rule) -> float:
     """Return the lanes of the rule's batch, not whole; 0 where it keeps those of the run."""
     tokens = budget / cost_of(run).flops_per_token
     _, batch = rule(run, tokens)
-    segment = run.lane_tokens_per_step
-    return min(batch / segment, tokens / (FEWEST_STEPS * segment))
+    return min(batch, tokens / BATCHES) / run.lane_tokens_per_step
 
 
 def replaced_settings(base: RunConfig) -> str:
-    """What `with_steps` gives every run in place of the base's settings, in one line."""
-    schedule = base.optim.schedule
+    """What every run of a plan has in place of the base's settings, in one line."""
     return (
         f"every run: optim.schedule.warmup_steps is {WARMUP:.0%} of its steps (the experiment: "
-        f"{schedule.warmup_steps} of {base.optim.steps}), "
-        "checkpoint.interval a quarter of them, of which one is kept"
+        f"{base.optim.schedule.warmup_steps} of {base.optim.steps}), {SAVES} checkpoints, of which "
+        "the last is kept, no evaluation before the end"
     )
+
+
+def at_flops(run: RunConfig, flops: float, of_step: float) -> RunConfig:
+    """Return the run with the steps that these FLOPs pay for; ConfigError for too few or many."""
+    steps = flops / of_step
+    if not FEWEST_STEPS - 0.5 <= steps <= MOST:
+        raise ConfigError(
+            f"{run.name}: {flops:.3g} FLOPs pay for {steps:.3g} steps of {run.tokens_per_step:,} "
+            f"tokens at {parameters_of(run.model).total:.3g} parameters, expected {FEWEST_STEPS} "
+            f"to {MOST:g}; change the FLOPs or the lanes"
+        )
+    return with_steps(run, round(steps))
 
 
 def with_steps(run: RunConfig, steps: int) -> RunConfig:

@@ -27,8 +27,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,10 +46,8 @@ from foundation.yaml_files import (
 from pretrain.config.run import RunConfig
 
 FORMAT = 1
-Axis = Literal["sizes", "rates", "lengths", "variants"]
+Kind = Literal["sizes", "rates", "lengths", "variants"]
 MOST_CELLS = 100_000
-LARGEST_FACT = 1e300  # an integer may be larger than any float
-_LIST_CELLS = "list '- {name: ..., experiment: FILE, overrides: [...]}' under cells"
 _SAFE = re.compile(r"[^A-Za-z0-9.+-]+")  # characters that a directory's name should not have
 
 
@@ -71,7 +68,7 @@ class Sweep:
 
     format: int
     name: str
-    varies: Axis = "sizes"
+    varies: Kind = "sizes"
     notes: tuple[str, ...] = ()
     cells: tuple[Cell, ...] = ()
 
@@ -94,19 +91,30 @@ class Sweep:
 
 def read_sweep(path: Path) -> Sweep:
     """A sweep file; ConfigError lists everything that is wrong with it."""
-    _refuse_name(path)
+    if path.suffix not in YAML_SUFFIXES and not path.exists():
+        beside = [path.with_name(f"{path.name}.yaml"), sweep_path(None, path.name)]
+        found = [each for each in beside if find_config(each).is_file()]
+        hint = f"; did you mean '{found[0]}'?" if found else ""
+        raise ConfigError(f"{path} does not exist; expected the file of a sweep (YAML){hint}")
     tree = read_tree(path)
-    _check_form(tree, path)
+    for name, example in (("format", str(FORMAT)), ("name", "NAME")):
+        if name not in tree:
+            raise ConfigError(f"{path}: {name} is missing; write '{name}: {example}'")
     if "grid" in tree:
         tree = _expanded(tree, path)
     cells = tree.get("cells")
-    if isinstance(cells, list):
-        # Cell by cell, because names inside a list are not checked otherwise.
-        parsed = [
-            parse_config(Cell, cell, f"{path}: cells[{index}]") for index, cell in enumerate(cells)
-        ]
-        tree["cells"] = [to_tree(cell) for cell in parsed]
-    return parse_config(Sweep, tree, str(path))
+    if not isinstance(cells, list):
+        raise ConfigError(
+            f"{path}: expected a grid, such as 'grid: {{optim.learning_rate: [3e-4, 1e-3]}}', or a "
+            "list '- {name: ..., experiment: FILE, overrides: [...]}' under cells"
+        )
+    # Cell by cell, because names inside a list are not checked otherwise.
+    parsed = []
+    for index, cell in enumerate(cells):
+        if isinstance(cell, dict):
+            check_overrides(f"{path}: cells[{index}]: overrides", cell.get("overrides", []))
+        parsed.append(to_tree(parse_config(Cell, cell, f"{path}: cells[{index}]")))
+    return parse_config(Sweep, {**tree, "cells": parsed}, str(path))
 
 
 def sweep_path(wanted: Path | None, name: str) -> Path:
@@ -123,39 +131,6 @@ def write_sweep(path: Path, sweep: Sweep) -> None:
     write_text(path, header + dump_yaml(to_tree(sweep)))
 
 
-def _refuse_name(path: Path) -> None:
-    """Raise ConfigError, with the file of that name if there is one, for the name of a sweep."""
-    if path.suffix in YAML_SUFFIXES or path.exists():
-        return
-    beside = path.with_name(f"{path.name}.yaml")
-    found = [each for each in (beside, sweep_path(None, path.name)) if find_config(each).is_file()]
-    hint = f"; did you mean '{found[0]}'?" if found else ""
-    raise ConfigError(f"{path} does not exist; expected the file of a sweep (YAML){hint}")
-
-
-def _check_form(tree: Tree, path: Path) -> None:
-    """ConfigError, with what to write, for what people try first in place of this format."""
-    grid, cells = tree.get("grid"), tree.get("cells")
-    problem = ""
-    if "format" not in tree:
-        problem = f"format is missing; write 'format: {FORMAT}' first"
-    elif "name" not in tree:
-        problem = "name is missing; write 'name: NAME', also the folder of its runs in runs/"
-    elif "grid" not in tree and "cells" not in tree:
-        problem = "found neither grid nor cells; write 'grid: {optim.learning_rate: [3e-4, 1e-3]}'"
-    elif isinstance(tree.get("experiment"), list) or (
-        isinstance(grid, dict) and "experiment" in grid
-    ):
-        problem = f"a grid varies the settings of one experiment; for several, {_LIST_CELLS}"
-    elif "grid" not in tree and ("experiment" in tree or not isinstance(cells, list)):
-        problem = f"expected cells that each name their experiment; {_LIST_CELLS}"
-    if problem:
-        raise ConfigError(f"{path}: {problem}")
-    for number, cell in enumerate(cells if isinstance(cells, list) else ()):
-        if isinstance(cell, dict):
-            check_overrides(f"{path}: cells[{number}]: overrides", cell.get("overrides", []))
-
-
 def check_overrides(name: str, value: Any) -> None:
     """Raise ConfigError unless the value in a file is a list of overrides."""
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
@@ -168,78 +143,49 @@ def check_overrides(name: str, value: Any) -> None:
 def _expanded(tree: Tree, path: Path) -> Tree:
     """The same sweep with the cells of its grid."""
     grid, experiment = tree.pop("grid"), tree.pop("experiment", None)
-    if "cells" in tree:
-        raise ConfigError(f"{path}: found both cells and grid; use one of them")
-    if not isinstance(experiment, str):
+    if not isinstance(experiment, str) or "cells" in tree:
         raise ConfigError(
-            f"{path}: a grid needs 'experiment: FILE', the experiment whose settings it varies"
+            f"{path}: a grid needs 'experiment: FILE', the experiment whose settings it varies, "
+            "and has no cells beside it"
         )
     if not isinstance(grid, dict) or not grid:
         raise ConfigError(
             f"{path}: grid is {abbreviated(grid)}; "
             "write it as {optim.learning_rate: [3e-4, 1e-3], ...}"
         )
-    if unknown := [key for key in tree if key not in ("format", "name", "notes")]:
-        raise ConfigError(
-            f"{path}: {unknown[0]}: unknown setting; beside a grid there are format, name, notes "
-            "and experiment; a setting of all cells is a list of one value in the grid"
-        )
     for key, values in grid.items():
-        if not isinstance(key, str) or not isinstance(values, list) or not values:
+        is_list = isinstance(key, str) and isinstance(values, list) and values
+        if not is_list or any(isinstance(each, dict) for each in values):
             raise ConfigError(
                 f"{path}: grid.{key} is {abbreviated(values)}; "
                 "expected a list of values, such as [1, 2], under the name of a setting"
             )
-    _refuse_bundles(grid, path)
     if (count := math.prod(map(len, grid.values()))) > MOST_CELLS:
         raise ConfigError(
             f"{path}: the grid has {count:,} combinations, expected at most {MOST_CELLS:,}"
         )
-    combinations = [
-        dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
-    ]
-    return {**tree, "cells": [_cell_of(settings, experiment) for settings in combinations]}
-
-
-def _refuse_bundles(grid: Mapping[str, list[Any]], path: Path) -> None:
-    """Raise ConfigError for values that each set several settings, under a name of their own."""
-    known = [each.name for each in fields(RunConfig)]
-    for key, values in grid.items():
-        bundles = [each for each in values if isinstance(each, (dict, list))]
-        if bundles and "." not in key and key not in known:
-            raise ConfigError(
-                f"{path}: grid.{key}: unknown setting, found {abbreviated(bundles[0])}; a grid "
-                f"varies single settings; to vary several together, {_LIST_CELLS}"
-            )
-
-
-def _cell_of(settings: Mapping[str, Any], experiment: str) -> Tree:
-    texts = {key: _value_text(value) for key, value in settings.items()}
-    short = {key: key.rpartition(".")[2] for key in settings}
+    short = {key: key.rpartition(".")[2] for key in grid}
     if len(set(short.values())) < len(short):
-        short = {key: key for key in settings}
-    name = _short("-".join(f"{short[key]}_{_SAFE.sub('_', text)}" for key, text in texts.items()))
-    return {
-        "name": name,
-        "experiment": experiment,
-        "overrides": [f"name={name}", *(f"{key}={text}" for key, text in texts.items())],
-        "facts": {
-            key: float(value)
-            for key, value in settings.items()
-            if type(value) in (int, float) and abs(value) < LARGEST_FACT
-        },
-    }
+        short = {key: key for key in grid}
+    cells = []
+    for values in itertools.product(*grid.values()):
+        # As the values would stand on the command line.
+        texts = [each if isinstance(each, str) else json.dumps(each) for each in values]
+        parts = [
+            f"{short[key]}_{_SAFE.sub('_', text)}" for key, text in zip(grid, texts, strict=True)
+        ]
+        name = _short("-".join(parts))
+        overrides = [f"{key}={text}" for key, text in zip(grid, texts, strict=True)]
+        cells.append(
+            {"name": name, "experiment": experiment, "overrides": [f"name={name}", *overrides]}
+        )
+    return {**tree, "cells": cells}
 
 
 def _short(name: str) -> str:
     """The name, or if it is too long its beginning and a hash of all of it."""
     digest = hashlib.sha256(name.encode()).hexdigest()[:8]
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]}-{digest}"
-
-
-def _value_text(value: Any) -> str:
-    """As it would stand on the command line."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def config_of(cell: Cell, sweep_path: Path) -> RunConfig:

@@ -1,10 +1,10 @@
-"""A comparison of variants of one model at equal training FLOPs: its file, and the runs it needs.
+"""A comparison of variants of one model at equal training FLOPs: its file, and its results.
 
 name: variants
 experiment: ../experiments/variants.yaml    # relative to this file
 flops: 6e11                 # of training, of every run
-rates: [2e-3, 4e-3, 8e-3]   # every member is trained with each, with the first seed
-seeds: [1, 2]               # the others train each member at its best rate alone
+rates: [2e-3, 4e-3, 8e-3]   # every member is trained with each...
+seeds: [1, 2]               # ...and each of these
 settings: [model.d_model=64]                # of all members; may be left out
 members:                    # settings by which each differs from the experiment
   no-memory: [model.memory_length=0]
@@ -17,24 +17,19 @@ Letters: S seeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
 from foundation.errors import ConfigError, DataError
-from foundation.settings import MOST, load_config, require_name
+from foundation.settings import load_config, require_name
 from foundation.yaml_files import read_tree
-from pretrain.config.resolve import with_vocabulary
-from pretrain.config.run import RunConfig
-from pretrain.costs.flops import computed_flops_of_step, cost_of
 from pretrain.scaling.collect import Row
-from pretrain.scaling.plan import PlannedRun, planned_run
+from pretrain.scaling.plan import PlannedRun, at_computed_flops, planned_run, varied
 from pretrain.scaling.probed import PROBED
-from pretrain.scaling.recipe import refuse_unsuited, with_steps
 from pretrain.scaling.sweep_file import check_overrides
 
-FEWEST_STEPS = 50  # so that whole steps miss the FLOPs by at most 1%
 _PLANNED = ("name", "seed", "optim.steps", "optim.learning_rate", "evaluation.interval")
 _PLANNED += ("optim.schedule.warmup_steps", "optim.schedule.decay_steps", "checkpoint.interval")
 
@@ -55,92 +50,46 @@ class Comparison:
         require_name("name", self.name)
         for member in self.members:
             require_name("members", member)
-        if not self.flops >= 1:
-            raise ConfigError(f"flops={self.flops:g} must be 1 or more")
         if len(self.members) < 2:
             raise ConfigError(f"found {len(self.members)} members, expected two or more")
-        if not self.rates or min(self.rates) <= 0 or len({*self.rates}) < len(self.rates):
-            raise ConfigError(
-                f"rates={list(self.rates)}: expected one or more different positive numbers"
-            )
-        if not self.seeds or min(self.seeds) < 0 or len({*self.seeds}) < len(self.seeds):
-            raise ConfigError(
-                f"seeds={list(self.seeds)}: expected one or more different numbers of 0 or more"
-            )
-        for overrides in (self.settings, *self.members.values()):
-            _refuse_planned(overrides)
+        for name, values, least in (("rates", self.rates, 1e-300), ("seeds", self.seeds, 0)):
+            if not values or min(values) < least or len({*values}) < len(values):
+                raise ConfigError(
+                    f"{name}={list(values)}: expected one or more different numbers, none negative"
+                )
+        for each in (*self.settings, *(each for item in self.members.values() for each in item)):
+            if each.partition("=")[0] in _PLANNED:
+                raise ConfigError(f"{each} follows from flops, rates and seeds; leave it out")
 
 
-def _refuse_planned(overrides: Sequence[str]) -> None:
-    for each in overrides:
-        if each.partition("=")[0] in _PLANNED:
-            raise ConfigError(f"{each} follows from flops, rates and seeds; leave it out")
+def read_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
+    """Return the comparison in a file, with further settings of all members.
 
-
-def read_comparison(path: Path) -> Comparison:
-    """Return the comparison in a file; ConfigError lists everything that is wrong with it."""
+    ConfigError lists everything that is wrong with it.
+    """
     tree = read_tree(path)
     members = tree.get("members")
-    for member, overrides in members.items() if isinstance(members, dict) else ():
-        check_overrides(f"{path}: members.{member}", overrides)
+    for member, settings in members.items() if isinstance(members, dict) else ():
+        check_overrides(f"{path}: members.{member}", settings)
     check_overrides(f"{path}: settings", tree.get("settings", []))
-    return load_config(Comparison, path)
+    found = load_config(Comparison, path)
+    return replace(found, settings=(*found.settings, *overrides))
 
 
-def member_runs(
-    comparison: Comparison, experiment: Path, settings: Sequence[str]
-) -> dict[str, RunConfig]:
-    """Return every member with the steps that its FLOPs pay for; `settings` replace the file's.
+def plan_members(comparison: Comparison, experiment: Path) -> list[PlannedRun]:
+    """Every member at every rate and seed, with the steps that its FLOPs pay for.
 
-    Steps count all that is computed: also what Muon takes, and what is computed a second time.
-    Raises ConfigError for settings that do not go together or follow from the FLOPs, and for too
-    few or too many FLOPs.
+    Members take turns, so that what slows the machine for a while slows all of them. Raises
+    ConfigError for settings that do not go together, and for too few or too many FLOPs.
     """
-    _refuse_planned(settings)
-    found = {}
-    for member, overrides in comparison.members.items():
-        changed = [*comparison.settings, *settings, *overrides]
-        run = load_config(RunConfig, experiment, changed, overridden_by=f"member {member}")
-        refuse_unsuited(run)
-        run = with_vocabulary(run)
-        steps = round(comparison.flops / computed_flops_of_step(run, 1))
-        if steps < FEWEST_STEPS:
-            raise ConfigError(
-                f"flops={comparison.flops:g} pay for {steps} steps of {run.tokens_per_step:,} "
-                f"tokens of {member} ({cost_of(run).parameters:,} parameters), expected at least "
-                f"{FEWEST_STEPS}; use more FLOPs or fewer lanes"
-            )
-        if steps > MOST:
-            raise ConfigError(
-                f"flops={comparison.flops:g} pay for {steps:.2g} steps of {member}, expected at "
-                f"most {MOST:g}; use fewer FLOPs"
-            )
-        found[member] = with_steps(run, steps)
-    return found
-
-
-def planned_cells(
-    comparison: Comparison, runs: Mapping[str, RunConfig], best: Mapping[str, float]
-) -> Iterator[PlannedRun]:
-    """Yield the runs to train: every rate with the first seed, the best rates with the others.
-
-    Members take turns, so that what slows the machine for a while slows all of them.
-    """
-    first, *others = comparison.seeds
-    tuned = [(member, rate, first) for rate in comparison.rates for member in runs]
-    repeated = [
-        (member, best[member], seed) for seed in others for member in runs if member in best
-    ]
-    for member, rate, seed in tuned + repeated:
-        run, flops = runs[member], comparison.flops
-        optim = replace(run.optim, learning_rate=rate)
-        name = cell_name(member, flops, rate, seed)
-        yield planned_run(replace(run, name=name, seed=seed, optim=optim), {"budget": flops})
-
-
-def cell_name(member: str, flops: float, rate: float, seed: int) -> str:
-    """Return the name of a cell, in which the member can be found again."""
-    return f"c{flops:.3g}-{member}-lr{rate:g}-s{seed}".replace("+", "")
+    budget = f"c{comparison.flops:.3g}".replace("+", "")
+    members = {f"{budget}-{name}": item for name, item in comparison.members.items()}
+    rates = {f"lr{rate:g}": [f"optim.learning_rate={rate!r}"] for rate in comparison.rates}
+    seeds = {f"s{seed}": [f"seed={seed}"] for seed in comparison.seeds}
+    runs = varied(experiment, comparison.settings, [members, rates, seeds])
+    runs.sort(key=lambda run: (run.seed, run.optim.learning_rate))
+    flops = comparison.flops
+    return [planned_run(at_computed_flops(run, flops), {"budget": flops}) for run in runs]
 
 
 def member_of(cell: str) -> str:
@@ -148,41 +97,25 @@ def member_of(cell: str) -> str:
     return cell.partition("-")[2].rpartition("-lr")[0]
 
 
-def best_rates(rows: Sequence[Row]) -> dict[str, float]:
-    """The rate of the lowest loss of each member whose runs of the first seed have all ended.
+def compared_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The runs of each member at its best rate, one per seed, where all of its runs have ended.
 
-    A member that diverged at every rate has none.
+    The best rate has the lowest mean loss of the seeds. DataError if no member has one.
     """
     found = {}
-    first = next((row.seed for row in rows if row.seed != ""), "")
     for member in dict.fromkeys(member_of(row.name) for row in rows):
-        tuned = [row for row in rows if member_of(row.name) == member and row.seed in (first, "")]
-        best = min(tuned, key=_loss_of)
-        has_ended = all(row.progress == 1.0 and row.loss != "" for row in tuned)
-        if has_ended and math.isfinite(_loss_of(best)):
-            found[member] = float(best.learning_rate)
-    return found
-
-
-def compared_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The finished runs of each member at its best rate, one per seed; DataError for none."""
-    found = {}
-    for member, rate in best_rates(rows).items():
-        at_best = [
-            row for row in rows if (member_of(row.name), row.learning_rate) == (member, rate)
-        ]
-        if finished := [row for row in at_best if not row.excluded]:
-            found[member] = finished
+        by_rate: dict[float | str, list[Row]] = {}
+        for row in rows:
+            if member_of(row.name) == member:
+                by_rate.setdefault(row.learning_rate, []).append(row)
+        runs = [row for of_rate in by_rate.values() for row in of_rate]
+        if all(row.progress == 1.0 and row.loss != "" for row in runs):
+            best = min(by_rate.values(), key=lambda runs: fmean(float(row.loss) for row in runs))
+            if not any(row.excluded for row in best):
+                found[member] = best
     if not found:
-        raise DataError(
-            "no member has ended at all of its rates; let the sweep finish, or run the same "
-            "command again to continue it"
-        )
+        raise DataError("no member has ended at all of its rates and seeds; let the sweep finish")
     return found
-
-
-def _loss_of(row: Row) -> float:
-    return float(row.loss) if row.loss != "" else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,10 +142,11 @@ class MemberResult:
     def probed(self, name: str) -> dict[int, float]:
         """The values of the columns probes/NAME/NUMBER, by their numbers."""
         start = f"{PROBED}{name}/"
-        found = {
-            key.removeprefix(start): x for key, x in self.probes.items() if key.startswith(start)
+        return {
+            int(key.removeprefix(start)): value
+            for key, value in self.probes.items()
+            if key.startswith(start)
         }
-        return {int(key): value for key, value in found.items()}
 
 
 def results_of(rows: Sequence[Row]) -> list[MemberResult]:
@@ -220,8 +154,7 @@ def results_of(rows: Sequence[Row]) -> list[MemberResult]:
     found = []
     for member, compared in compared_rows(rows).items():
         mine = [row for row in rows if member_of(row.name) == member]
-        rates = {float(row.learning_rate) for row in mine if row.learning_rate != ""}
-        rate = float(compared[0].learning_rate)
+        rates = {float(row.learning_rate) for row in mine}
         speeds = [float(row.D) / float(row.seconds) for row in mine if row.seconds]
         shared = [
             name
@@ -233,7 +166,8 @@ def results_of(rows: Sequence[Row]) -> list[MemberResult]:
                 member=member,
                 first=compared[0],
                 losses_S=tuple(float(row.loss) for row in compared),
-                is_edge=len(rates) > 1 and rate in (min(rates), max(rates)),
+                is_edge=len(rates) > 1
+                and float(compared[0].learning_rate) in (min(rates), max(rates)),
                 tokens_per_second=median(speeds) if speeds else math.nan,
                 probes={name: fmean(row.tasks[name] for row in compared) for name in shared},
             )

@@ -18,16 +18,7 @@ from pretrain.scaling.sweep_file import Cell, Sweep, config_of, read_sweep
 from pretrain.terminal.text import counted
 
 # What a sweep keeps beside its cells, so that a shell's `runs/SWEEP/*` has it.
-_BESIDE_CELLS = (
-    "logs",
-    "*.csv",
-    "*-report",
-    "compare.html",
-    "compare.png",
-    "*.lock",
-    "*.owner",
-    ".*",
-)
+_BESIDE_CELLS = ("logs", "*.csv", "*-report", "compare.*", "*.lock", "*.owner", ".*")
 _DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
 _MOST_SHOWN = 3  # settings of a run that are not its cell's
 _log = logging.getLogger(__name__)
@@ -42,7 +33,7 @@ def cells_directory(sweep: Sweep, given: Path | None = None) -> Path:
     return given or RUNS / sweep.name
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PlacedCell:
     """A cell of a sweep's file, its settings as planned, and where its run is."""
 
@@ -59,9 +50,7 @@ def cells_of(sweep: Sweep, file: Path, runs: Path) -> list[PlacedCell]:
     ConfigError for a run with other settings than its cell's.
     """
     cells = [
-        PlacedCell(
-            cell=cell, config=config_of(cell, file), path=runs / cell.name, varies=sweep.varies
-        )
+        PlacedCell(cell, config_of(cell, file), runs / cell.name, sweep.varies)
         for cell in sweep.cells
     ]
     refuse_others((each.path, other_settings(each.path, each.config)) for each in cells)
@@ -104,7 +93,7 @@ def runs_of(paths: Sequence[Path], is_run: Callable[[Path], bool] = _holds_run) 
     found: list[Path] = []
     for path in paths:
         if path.suffix in YAML_SUFFIXES and find_config(path).is_file():
-            found += started_cells(_sweep_at(path), path, is_run=is_run)
+            found += _started_cells(path, is_run)
         elif inner := list(find_runs(path, is_run)):
             found += inner
         elif len(paths) == 1 or not _is_beside_cells(path):
@@ -135,27 +124,19 @@ def find_runs(
             yield from find_runs(entry, is_run, depth - 1)
 
 
-def _sweep_at(path: Path) -> Sweep:
-    tree = read_tree(path)
-    if not tree.keys() & {"cells", "grid"}:
-        raise ConfigError(
-            f"{path} is no sweep (it has neither cells nor grid); if it is an experiment, name "
-            f"its run, by default {RUNS / str(tree.get('name', 'NAME'))}"
-        )
-    return read_sweep(path)
-
-
-def started_cells(
-    sweep: Sweep,
-    path: Path,
-    runs_dir: Path | None = None,
-    is_run: Callable[[Path], bool] = _holds_run,
-) -> list[Path]:
+def _started_cells(path: Path, is_run: Callable[[Path], bool]) -> list[Path]:
     """Run directories of the cells that have started, of the sweep in the file `path`.
 
     ConfigError if none has, or one is another run.
     """
-    folder = cells_directory(sweep, runs_dir)
+    tree = read_tree(path)
+    if not tree.keys() & {"cells", "grid"}:
+        raise ConfigError(
+            f"{path} is not a sweep (it has neither cells nor grid); if it is an experiment, name "
+            f"its run, by default {RUNS / str(tree.get('name', 'NAME'))}"
+        )
+    sweep = read_sweep(path)
+    folder = cells_directory(sweep)
     found = [cell.path for cell in cells_of(sweep, path, folder) if is_run(cell.path)]
     if not found:
         raise ConfigError(

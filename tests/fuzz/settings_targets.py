@@ -137,8 +137,8 @@ def _read_sweep(path: Path) -> None:
 def _plan_variants(path: Path) -> None:
     output = path.parent / "planned.yaml"
     output.unlink(missing_ok=True)
-    plan = ["scale", "plan", path, "--output", output, "--runs-dir", path.parent / "r"]
-    command(pretrain.main, *plan, "--set", "optim.schedule.shape=cosine")
+    plan = ["scale", "plan", path, "--output", output]
+    command(pretrain.main, *plan, "optim.schedule.shape=cosine")
 
 
 def _plan_corpus(path: Path) -> None:

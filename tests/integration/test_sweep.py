@@ -183,7 +183,7 @@ def test_no_reader_takes_the_runs_of_one_optimizer_for_cells_of_another(
     assert program([word.replace("SWEEP", "muon.yaml") for word in words]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
-    assert "cell b32-lr0.001: the run in runs/rates/b32-lr0.001 has" in captured.err
+    assert "cell lr0.001: the run in runs/rates/lr0.001 has" in captured.err
     assert "has other settings: optim.name adamw -> muon (and 2 more such cells)" in captured.err
     assert not re.search(r"\d\.\d{4}|done", captured.out), "nothing of theirs is shown"
 

@@ -106,7 +106,7 @@ COMMANDS = {
     "train": lambda file, setting: pretrain(["train", file, setting, "--run-dir", "run"]),
     "verify-resume": lambda file, setting: pretrain(["verify-resume", file, setting]),
     "scale plan": lambda file, setting: pretrain(
-        ["scale", "plan", file, "--set", setting, "--budgets", "1e15", "--output", "plan"]
+        ["scale", "plan", file, setting, "--budgets", "1e15", "--output", "plan"]
     ),
     "local": lambda file, setting: launcher(["local", file, setting]),
     "submit": lambda file, setting: launcher(

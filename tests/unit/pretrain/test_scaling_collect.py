@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 import shutil
 from pathlib import Path
@@ -109,32 +108,6 @@ def test_a_run_of_fewer_steps_than_its_cell_has_now_stopped_before_its_end(
     assert "0 of 19 cells have a final loss" in capsys.readouterr().out
     for row in csv.DictReader((tmp_path / "runs.csv").read_text().splitlines()):
         assert re.fullmatch(r"stopped at step (\d+) of \1{1}0: mid-schedule", row["excluded"])
-
-
-def test_the_last_evaluations_are_averaged_where_asked_for(collected, tmp_path, capsys):
-    sweep_path = collected / "sweep.yaml"
-    cell = read_sweep(sweep_path).cells[0]
-    runs = tmp_path / "runs"
-    train_by_the_law(runs / cell.name, config_of(cell, sweep_path), loss=3.0)
-    metrics = RunDir(runs / cell.name).metrics
-    earlier = [{"kind": "evaluation", "step": step, "loss": 3.0 + step} for step in (1, 2)]
-    text = "".join(json.dumps(line) + "\n" for line in earlier) + metrics.read_text()
-    write_text(metrics, text)
-    output = ("--runs-dir", runs, "--output", tmp_path / "runs.csv")
-    assert command("collect", sweep_path, *output, "--average-last", 3) == 0
-    row = next(csv.DictReader((tmp_path / "runs.csv").read_text().splitlines()))
-    assert float(row["loss"]) == pytest.approx(4.0)
-    assert float(row["loss_error"]) == pytest.approx(1 / 3**0.5)
-    assert float(row["bits_per_byte"]) == pytest.approx(0.4 * 4.0)
-    assert "nothing to average" not in capsys.readouterr().out
-    write_text(metrics, text.partition("\n")[2].partition("\n")[2])
-    assert command("collect", sweep_path, *output, "--average-last", 3) == 0
-    assert "note: nothing to average in 1 cell with one evaluation" in capsys.readouterr().out
-    assert command("collect", sweep_path, *output) == 0
-    row = next(csv.DictReader((tmp_path / "runs.csv").read_text().splitlines()))
-    assert (float(row["loss"]), row["loss_error"]) == (3.0, "")
-    assert command("collect", sweep_path, *output, "--average-last", 0) == 2
-    assert "--average-last 0 must be 1 or more" in capsys.readouterr().err
 
 
 def test_tables_and_pages_are_beside_the_sweeps_runs_unless_told_otherwise(

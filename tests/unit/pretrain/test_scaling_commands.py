@@ -22,19 +22,16 @@ from tests.helpers.scaling_runs import command
 
 
 def test_plan_prints_shapes_costs_and_the_total(swept, capsys):
-    arguments = ("--budgets", "1e14", "1e15", "--output", swept / "other.yaml", "--speed", "1e12")
+    arguments = ("--budgets", "1e14", "1e15", "--output", swept / "other.yaml")
     arguments += ("--no-checks",)
     assert command("plan", swept / "books.yaml", *arguments) == 0
     said = capsys.readouterr().out
-    assert re.search(
-        r"total: 10 runs, 5\.\d+e\+15 FLOPs .* 1\.5\d hours at 1e\+12 FLOPs per second", said
-    )
+    assert re.search(r"total: 10 runs, 5\.\d+e\+15 FLOPs ", said)
     assert "note: no corpus at absent" in said
     assert re.search(
         r"^every run: optim\.schedule\.warmup_steps is 5% of its steps .*, ", said, re.M
     )
-    assert "learning rate and lanes of the Step Law; --rule base keeps those\n" in said
-    assert re.search(r"c1e15-d\d+-l\d+ .* [+-]0\.\d\d%", said)
+    assert "rate and lanes are those of the Step Law; --rule base keeps the experiment's" in said
 
 
 def test_fit_of_the_collected_table_finds_the_law_and_predicts_the_hold_out(collected, capsys):
@@ -86,7 +83,7 @@ def test_a_plan_can_be_centered_on_earlier_runs(collected):
     )
     assert command("plan", collected / "books.yaml", *around) == 0
     sweep = read_sweep(out)
-    assert "centered on 3 parametric of runs.csv" in sweep.notes[0]
+    assert any("centered on 3 parametric of runs.csv" in note for note in sweep.notes)
     losses = [
         float(HOFFMANN.loss(cell.facts["parameters"], cell.facts["tokens"])) for cell in sweep.cells
     ]

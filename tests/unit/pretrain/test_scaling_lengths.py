@@ -3,69 +3,62 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from foundation.errors import ConfigError
 from foundation.files import write_text
-from pretrain.config.data import DataConfig, PhaseConfig
-from pretrain.config.model import ModelConfig
-from pretrain.config.optim import OptimConfig, ScheduleConfig
-from pretrain.config.run import RunConfig
+from pretrain.costs.flops import cost_of
 from pretrain.scaling.collect import read_rows
 from pretrain.scaling.comparison_pages import loss_by_memory
-from pretrain.scaling.plan import plan_lengths
 from pretrain.scaling.sweep_file import config_of, read_sweep
 from tests.helpers.scaling_runs import EXPERIMENT, command, train_by_the_law
 
-BASE = RunConfig(
-    model=ModelConfig(vocab_size=300, num_layers=2, d_model=32, num_heads=2, memory_length=32),
-    data=DataConfig(segment_length=32, lanes=16),
-    optim=OptimConfig(steps=1000),
-)
+BASE = """name: base
+model: {vocab_size: 300, num_layers: 2, d_model: 32, num_heads: 2, memory_length: 32}
+data: {path: absent, segment_length: 32, lanes: 16}
+optim: {steps: 1000}
+"""
 
 
-def test_contexts_differ_in_nothing_but_segment_and_memory_at_equal_tokens_and_equal_flops():
-    runs = plan_lengths(BASE, [16, 32, 64], [0, 32, 128])
-    contexts = {(item.run.data.segment_length, item.run.model.memory_length) for item in runs}
+def test_contexts_differ_in_nothing_but_segment_and_memory_at_equal_tokens_and_equal_flops(
+    tmp_path: Path,
+):
+    write_text(tmp_path / "base.yaml", BASE)
+    sweep = tmp_path / "sweep.yaml"
+    lengths = ("--segments", 16, 32, 64, "--memories", 0, 32, 128, "--output", sweep)
+    assert command("plan", tmp_path / "base.yaml", *lengths) == 0
+    runs = [config_of(cell, sweep) for cell in read_sweep(sweep).cells]
+    contexts = {(run.data.segment_length, run.model.memory_length) for run in runs}
     assert len(contexts) == 9
-    base = next(item for item in runs if item.name == "t32-m32")
-    for item in runs:
-        assert item.cost.parameters == base.cost.parameters
-        assert item.run.tokens_per_step == BASE.tokens_per_step
-        assert item.run.optim.learning_rate == BASE.optim.learning_rate
-        if not item.name.endswith("same-flops"):
-            assert item.cost.tokens == base.cost.tokens
-        if not item.name.endswith("same-tokens"):
-            assert item.cost.flops == pytest.approx(base.cost.flops, rel=0.01)
-    assert len(runs) == len({item.name for item in runs}) == 17
+    base = cost_of(next(run for run in runs if run.name == "t32-m32"))
+    for run in runs:
+        cost = cost_of(run)
+        assert cost.parameters == base.parameters
+        assert run.tokens_per_step == 512
+        assert run.optim.learning_rate == runs[0].optim.learning_rate
+        if not run.name.endswith("same-flops"):
+            assert cost.tokens == base.tokens
+        if not run.name.endswith("same-tokens"):
+            assert cost.flops == pytest.approx(base.flops, rel=0.01)
+    assert len(runs) == len({run.name for run in runs}) == 17
 
 
 @pytest.mark.parametrize(
-    ("base", "segments", "memories", "said"),
+    ("flags", "said"),
     [
-        (BASE, [24], [0, 32], "segments of 24 do not divide the 512 tokens of a step"),
-        (BASE, [32, 32], [8], "leaves nothing to compare"),
-        (BASE, [0], [8, 16], "--segments must be positive"),
+        (["--segments", 24, "--memories", 0, 32], "segments of 24 do not divide the 512 tokens"),
+        (["--segments", 32, 32, "--memories", 8], "leaves nothing to compare"),
         (
-            replace(BASE, optim=OptimConfig(schedule=ScheduleConfig(shape="constant"))),
-            [32],
-            [8, 16],
+            ["--segments", 32, "--memories", 8, 16, "optim.schedule.shape=constant"],
             "does not decay",
-        ),
-        (
-            replace(BASE, data=replace(BASE.data, phases=(PhaseConfig(from_step=9, lanes=8),))),
-            [32],
-            [8],
-            "has 1 phases",
         ),
     ],
 )
-def test_what_cannot_be_compared_is_said(base, segments, memories, said):
-    with pytest.raises(ConfigError, match=said):
-        plan_lengths(base, segments, memories)
+def test_what_cannot_be_compared_is_said(tmp_path: Path, capsys, flags, said):
+    write_text(tmp_path / "base.yaml", BASE)
+    assert command("plan", tmp_path / "base.yaml", *flags, "--output", tmp_path / "s.yaml") == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_sweep_of_lengths_becomes_a_table_and_a_page_with_both_comparisons(

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from foundation.files import write_text
-from foundation.settings import load_config
 from pretrain.commands import scale
 from pretrain.commands.describe import describe
-from pretrain.config.run import RunConfig
 from pretrain.costs.devices import GIB, USABLE, Hardware, device_named
-from pretrain.costs.flops import computed_flops_of_step, cost_of
-from pretrain.rundir.events import Started
-from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import config_of, read_sweep
-from tests.helpers.metrics import train_line
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 BASE = CONFIGS / "models" / "xl_modern_100m.yaml"
@@ -52,12 +43,11 @@ def test_every_cell_of_a_plan_up_to_1e21_flops_fits_8_h100_by_describe(planned):
         assert f"per rank, fits in {H100.usable_memory / GIB:.2f} GiB" in said, cell.name
         assert cell.facts["device_gib"] <= H100.usable_memory / GIB
         memory = re.search(r"device memory +([\d.,]+) GiB", said)
-        saved = re.search(r"checkpoint +([\d.,]+) GiB .*: ([\d.,]+) GiB of disk", said)
+        saved = re.search(r"checkpoint +([\d.,]+) GiB ", said)
         assert memory
         assert saved
         assert float(memory[1]) == pytest.approx(cell.facts["device_gib"], abs=0.006)
         assert float(saved[1]) == pytest.approx(cell.facts["checkpoint_gib"], abs=0.006)
-        assert float(saved[2].replace(",", "")) == pytest.approx(cell.facts["disk_gib"], abs=0.006)
         training = re.search(r"\n  run .*\(([\d.,]+) GPU-hours", said)
         assert training
         gpu_hours = float(training[1].replace(",", ""))
@@ -75,24 +65,16 @@ def test_the_largest_cells_need_and_get_smaller_passes_or_offloading(planned):
         assert max(step for step in (1, 2, 4, 8, 16, 32) if own % step == 0) >= own / 16
 
 
-def test_a_cell_that_cannot_fit_is_one_line_with_the_nearest_size_that_does(tmp_path, capsys):
+def test_a_cell_that_cannot_fit_is_one_line_with_the_ranks_that_would_do(tmp_path, capsys):
     arguments = ("--budgets", "3e22", "--sizes", 1, "--gpu", "H100", "--gpus", 1)
     assert plan(tmp_path, *arguments, "--tokens-per-parameter", 2) == 2
     said = capsys.readouterr().err
-    found = re.fullmatch(
-        r"error: at 3e\+22 FLOPs ([\d.]+)G parameters \(\d+x\d+\) do not fit into 68.5 GiB on each "
-        r"of 1 rank \(H100\): no engine setting makes it fit here; use \d+ ranks.*; the nearest "
-        r"size that fits is ([\d.]+)G \(\d+x\d+\): use more --nodes, .*\n",
+    assert re.fullmatch(
+        r"error: at 3e\+22 FLOPs \d+x\d+ do not fit into 68.5 GiB on each of 1 rank \(H100\): no "
+        r"engine setting makes it fit here; use \d+ ranks.*\n",
         said,
-    )
-    assert found, said
+    ), said
     assert not (tmp_path / "sweep.yaml").exists()
-    too_large, nearest = (float(size) * 1e9 for size in found.groups())
-    ratio = 2 * (too_large / nearest) ** 2
-    assert plan(tmp_path, *arguments, "--tokens-per-parameter", ratio) == 0
-    ((cell, run),) = cells_of(tmp_path)
-    assert cell.facts["parameters"] == pytest.approx(nearest, rel=0.05)
-    assert "DOES NOT FIT" not in "\n".join(describe(run, replace(H100, ranks_per_node=1)))
 
 
 def test_host_memory_is_checked_if_it_is_known(tmp_path, capsys):
@@ -101,10 +83,7 @@ def test_host_memory_is_checked_if_it_is_known(tmp_path, capsys):
     ((cell, _),) = cells_of(tmp_path)
     assert 10 < cell.facts["host_gib"] < 1e12 / GIB
     assert plan(tmp_path, *arguments, "--host-memory", "150G") == 2
-    assert (
-        "what is offloaded, drawn or copied while saving exceeds --host-memory, 140 GiB; the "
-        in capsys.readouterr().err
-    )
+    assert "exceeds --host-memory" in capsys.readouterr().err
 
 
 def test_a_machine_with_no_gpu_or_half_named_is_refused(tmp_path, capsys):
@@ -124,39 +103,6 @@ def test_small_cells_of_a_cluster_get_fewer_nodes(tmp_path, capsys):
         assert run.data.lanes % (8 * count) == 0, cell.name
 
 
-def train(directory, run: RunConfig, mfu: float, gpu="NVIDIA H100 80GB HBM3"):
-    """A run directory as one of 8 H100 leaves it, at a speed that is this part of the peak."""
-    run_dir = RunDir.create(directory, run)
-    half = replace(run, engine=replace(run.engine, precision="bf16"))
-    peak = 8 * H100.device.peak(half.engine)
-    speed = run.tokens_per_step * mfu * peak / computed_flops_of_step(half, 8)
-    line = train_line(1, seconds=1.0, tokens_per_second=speed)
-    write_text(run_dir.metrics, json.dumps(line) + "\n")
-    run_dir.ledger.append(Started(step=0, world_size=8, environment={"GPU": gpu}))
-    return cost_of(run).parameters
-
-
-def test_the_mfu_of_a_size_is_that_of_runs_of_about_that_size(tmp_path, capsys):
-    small, large = (
-        load_config(RunConfig, CONFIGS / "models" / f"xl_modern_{size}.yaml")
-        for size in ("30m", "300m")
-    )
-    train(tmp_path / "runs" / "small", small, 0.1)
-    train(tmp_path / "runs" / "large", large, 0.4)
-    arguments = ("--budgets", "1e18", "1e21", "--sizes", 2, "--gpu", "H100", "--gpus", 8)
-    assert plan(tmp_path, *arguments, "--measured", tmp_path / "runs") == 0
-    said = capsys.readouterr().out
-    assert re.search(
-        r"MFU: measured on 2 sizes from [\d.]+M \(10.0%\) to [\d.]+M \(40.0%\); 2 cells over 2x",
-        said,
-    )
-    mfu = [cell.facts["mfu"] for cell, _ in cells_of(tmp_path)]
-    assert 0.1 < mfu[0] < mfu[1] < mfu[2] == mfu[3] == pytest.approx(0.4)
-    train(tmp_path / "runs" / "other", small, 0.1, gpu="NVIDIA A100-SXM4-80GB")
-    assert plan(tmp_path, *arguments, "--measured", tmp_path / "runs") == 2
-    assert "was trained on A100, and the plan is for H100" in capsys.readouterr().err
-
-
 def test_ratios_plan_one_size_for_each_at_every_budget(tmp_path):
     assert plan(tmp_path, "--budgets", "1e19", "1e20", "--ratios", 20, 80, 320) == 0
     found = [cell.facts["tokens"] / cell.facts["parameters"] for cell, _ in cells_of(tmp_path)]
@@ -170,6 +116,7 @@ def test_a_gpu_of_less_memory_gets_cells_that_fit_it_and_is_named_with_what_is_a
     words = ("--budgets", "1e20", "--sizes", 2, "--gpus", 8, "--gpu", *flags)
     assert plan(tmp_path, *words) == 0
     said = capsys.readouterr().out
+    assert re.search(r"disk: each run keeps its last checkpoint alone, [\d.]+ GiB in all", said)
     assert re.search(r"1 x 8 A100\S*: 40 GB, 92% of it usable, and 312 TFLOP/s in bf16 each", said)
     for cell, _ in cells_of(tmp_path):
         assert cell.facts["device_gib"] <= USABLE * 40e9 / GIB

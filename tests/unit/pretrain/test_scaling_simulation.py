@@ -21,7 +21,7 @@ UNITS = {"M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def plan(path: Path, *flags: object) -> int:
-    words = ["plan", EXPERIMENT, "--set", "model.vocab_size=1000", "--output", path, *flags]
+    words = ["plan", EXPERIMENT, "model.vocab_size=1000", "--output", path, *flags]
     return scale.PROGRAM.main([str(word) for word in words])
 
 

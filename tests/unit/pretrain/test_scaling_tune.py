@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from foundation.errors import ConfigError, DataError
+from foundation.errors import DataError
 from foundation.files import write_text
 from pretrain.cli import main
-from pretrain.config.data import DataConfig, PhaseConfig
-from pretrain.config.model import ModelConfig
-from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.run import RunConfig
+from pretrain.costs.flops import cost_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import Row, write_rows
 from pretrain.scaling.comparison_pages import loss_by_rate
-from pretrain.scaling.rates import TOLERABLE, fit_rates, plan_rates, verdicts
-from pretrain.scaling.sweep_file import read_sweep
+from pretrain.scaling.rates import TOLERABLE, fit_rates, verdicts
+from pretrain.scaling.sweep_file import config_of, read_sweep
 from tests.helpers.corpora import make_tiny_corpus
 
-WARMUP = 80
-BASE = RunConfig(
-    model=ModelConfig(vocab_size=300, num_layers=2, d_model=32, num_heads=2, memory_length=32),
-    data=DataConfig(segment_length=32, lanes=16),
-    optim=OptimConfig(steps=1000, schedule=ScheduleConfig(warmup_steps=WARMUP)),
-)
+BASE = """name: base
+model: {vocab_size: 300, num_layers: 2, d_model: 32, num_heads: 2, memory_length: 32}
+optim: {steps: 1000}
+data:
+  path: absent
+  segment_length: 32
+  lanes: 16
+"""
 RATES = [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]
 BEST, LOWEST, BEND = 1.2e-3, 3.0, 0.1
 
@@ -39,45 +38,49 @@ def losses_at(rates, noise=0.0, rng=None) -> list[float]:
     return list(exact * (1 + noise * rng.standard_normal(len(rates))) if rng else exact)
 
 
-def test_cells_differ_in_rate_lanes_and_seed_alone_and_read_as_many_tokens():
-    runs = plan_rates(BASE, RATES, lanes=[16, 32], seeds=[1, 2])
-    assert len(runs) == len({item.name for item in runs}) == 5 * 2 * 2
-    for item in runs:
-        assert item.cost.tokens == 1000 * 512
-        expected = replace(
-            BASE.optim,
-            learning_rate=item.run.optim.learning_rate,
-            steps=item.run.optim.steps,
-            schedule=item.run.optim.schedule,
-        )
-        assert item.run.optim == expected
-        assert item.run.model == BASE.model
-    assert {item.run.optim.steps for item in runs} == {1000, 500}
-    assert {item.run.optim.learning_rate for item in runs} == set(RATES)
-    unchanged = [item.run.optim.schedule for item in runs if item.run.data.lanes == 16]
-    assert all(schedule == BASE.optim.schedule for schedule in unchanged)
-    halved = [item.run.optim.schedule for item in runs if item.run.data.lanes == 32]
-    assert {schedule.warmup_steps for schedule in halved} == {WARMUP // 2}
+def planned(tmp_path: Path, *flags: object, text: str = "") -> list[RunConfig]:
+    """The runs of a plan of the base with these flags."""
+    experiment, sweep = tmp_path / "base.yaml", tmp_path / "sweep.yaml"
+    write_text(experiment, BASE + text)
+    words = ["scale", "plan", experiment, *flags, "--output", sweep]
+    assert main([str(word) for word in words]) == 0
+    return [config_of(cell, sweep) for cell in read_sweep(sweep).cells]
+
+
+def test_cells_differ_in_rate_lanes_and_seed_alone_and_read_as_many_tokens(tmp_path):
+    runs = planned(tmp_path, "--rates", *RATES, "--lanes", 16, 32, "--seeds", 1, 2)
+    assert len(runs) == len({run.name for run in runs}) == 5 * 2 * 2
+    assert {(run.data.lanes, run.optim.steps) for run in runs} == {(16, 1000), (32, 500)}
+    assert {run.optim.learning_rate for run in runs} == set(RATES)
+    assert {run.seed for run in runs} == {1, 2}
+    for run in runs:
+        assert cost_of(run).tokens == 1000 * 512
+        assert run.optim.schedule.warmup_steps == 0.05 * run.optim.steps
+        assert run.model == runs[0].model
+        same = {"steps", "learning_rate", "schedule"}
+        for name in vars(run.optim).keys() - same:
+            assert getattr(run.optim, name) == getattr(runs[0].optim, name)
 
 
 @pytest.mark.parametrize(
-    ("base", "rates", "options", "said"),
+    ("flags", "text", "said"),
     [
-        (BASE, [1e-3, 1e-3, 2e-3], {}, "expected at least 3 different positive rates"),
-        (BASE, [0.0, 1e-3, 2e-3], {}, "expected at least 3 different positive rates"),
-        (BASE, [1e-3, 2e-3, math.inf], {}, "expected at least 3 different positive rates"),
-        (BASE, RATES, {"lanes": [100_000]}, "less than one step"),
-        (
-            replace(BASE, data=replace(BASE.data, phases=(PhaseConfig(from_step=9, lanes=8),))),
-            RATES,
-            {},
-            "has phases",
-        ),
+        (["1e-3", "1e-3", "2e-3"], "", "expected at least 3 different positive rates"),
+        (["0", "1e-3", "2e-3"], "", "expected at least 3 different positive rates"),
+        (["1e-3", "2e-3", "inf"], "", "expected at least 3 different positive rates"),
+        (["1e-3", "2e-3", "4e-3", "--lanes", "100000"], "", "less than one step"),
+        (["1e-3", "2e-3", "4e-3", "--steps", "0"], "", "--steps=0 must be 1 or more"),
+        (["1e-3", "2e-3", "4e-3", "--memories", "8"], "", "--memories has no meaning in a plan"),
+        (["1e-3", "2e-3", "4e-3", "optim.schedule.shape=constant"], "", "does not decay"),
+        (["1e-3", "2e-3", "4e-3"], "  phases: [{from_step: 9, lanes: 8}]\n", "has 1 phase "),
     ],
 )
-def test_rates_that_make_no_sweep_are_refused(base, rates, options, said):
-    with pytest.raises(ConfigError, match=said):
-        plan_rates(base, rates, **options)
+def test_rates_that_make_no_sweep_are_refused(tmp_path, capsys, flags, text, said):
+    write_text(tmp_path / "base.yaml", BASE + text)
+    words = ["scale", "plan", str(tmp_path / "base.yaml"), "--rates", *flags]
+    assert main([*words, "--output", str(tmp_path / "sweep.yaml")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "sweep.yaml").exists()
 
 
 def test_a_known_valley_is_found_with_the_range_that_loses_half_a_percent():
@@ -123,7 +126,6 @@ def test_a_low_rate_that_ends_far_above_the_lowest_loss_is_slow_and_has_not_dive
 def test_a_rate_that_diverged_is_not_advised_again(diverged, said):
     found = fit_rates(512, [1e-3, 2e-3, 4e-3, diverged], [3.3, 3.1, 3.0, math.inf])
     assert said in verdicts([found])[0]
-    assert diverged not in found.optimum.missing_rates
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_a_real_sweep_is_planned_trained_and_reported(tmp_path: Path, capsys):
         f"""name: tiny
 model: {{num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8}}
 data: {{path: {corpus}, lanes: 4, segment_length: 8}}
-optim: {{steps: 30, learning_rate: 4e-2, schedule: {{shape: constant, warmup_steps: 1}}}}
+optim: {{steps: 30, learning_rate: 4e-2, schedule: {{shape: linear, final_fraction: 0.2}}}}
 engine: {{kind: torch}}
 evaluation: {{interval: 0}}
 metrics: {{tensorboard: false}}
@@ -207,9 +209,7 @@ metrics: {{tensorboard: false}}
     assert (tmp_path / "runs" / "scaling-report" / "rates.png").stat().st_size > 5_000
 
 
-def test_plans_for_which_the_corpus_is_too_small_are_refused_with_their_own_advice(
-    tmp_path: Path, capsys
-):
+def test_plans_for_which_the_corpus_is_too_small_are_refused(tmp_path: Path, capsys):
     corpus = make_tiny_corpus(tmp_path / "corpus")
     experiment = tmp_path / "tiny.yaml"
     write_text(
@@ -218,9 +218,7 @@ def test_plans_for_which_the_corpus_is_too_small_are_refused_with_their_own_advi
         f"data: {{path: {corpus}, lanes: 16, segment_length: 32}}\noptim: {{steps: 4}}\n",
     )
     for command, advice in (
-        (["--rates", "0.1", "0.2", "0.4", "--steps", "9999"], "use fewer --steps"),
-        (["--rates", "0.1", "0.2", "0.4", "--steps", "0"], "--steps=0 must be"),
-        (["--segments", "1", "32", "--memories", "8"], "longer --segments"),
+        (["--rates", "0.1", "0.2", "0.4", "--steps", "9999"], "3 of 3 cells need more tokens"),
     ):
         out = ["--output", str(tmp_path / "sweep.yaml")]
         assert main(["scale", "plan", str(experiment), *command, *out]) == 2

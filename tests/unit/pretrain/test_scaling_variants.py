@@ -8,10 +8,10 @@ import argparse
 import importlib
 import io
 import math
-import re
 import shlex
 import subprocess
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,11 +32,9 @@ from pretrain.scaling.comparison_pages import variant_notes, variant_table
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.variants import (
     MemberResult,
-    best_rates,
-    cell_name,
+    compared_rows,
     member_of,
-    member_runs,
-    planned_cells,
+    plan_members,
     read_comparison,
     results_of,
 )
@@ -65,49 +63,46 @@ members:
 
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
 def test_members_of_the_shipped_comparisons_differ_and_train_for_as_many_flops(path):
-    comparison = read_comparison(path)
-    experiment = path.parent / comparison.experiment
-    runs = member_runs(comparison, experiment, ["model.vocab_size=257"])
-    assert list(runs) == list(comparison.members)
+    comparison = read_comparison(path, ["model.vocab_size=257"])
+    planned = plan_members(comparison, path.parent / comparison.experiment)
+    members = list(comparison.members)
+    assert len(planned) == len(members) * len(comparison.rates) * len(comparison.seeds)
+    assert [member_of(item.name) for item in planned[: len(members)]] == members, "they take turns"
+    runs = {member_of(item.name): item.run for item in planned[: len(members)]}
+    assert len({item.name for item in planned}) == len(planned)
     for member, run in runs.items():
         flops = computed_flops_of_step(run, 1) * run.optim.steps
         assert flops == pytest.approx(comparison.flops, rel=0.01), member
         assert run.tokens_per_step == runs["transformer-xl"].tokens_per_step
-    assert len({str(run) for run in runs.values()}) == len(runs)
-    cells = list(planned_cells(comparison, runs, dict.fromkeys(runs, comparison.rates[0])))
-    assert len(cells) == len(runs) * (len(comparison.rates) + len(comparison.seeds) - 1)
-    assert [member_of(cell.name) for cell in cells[: len(runs)]] == list(runs), "they take turns"
+    assert len({str(replace(run, name="x")) for run in runs.values()}) == len(runs)
 
 
 @pytest.mark.parametrize("member", ["xl", "a-lr-b", "k2-s1"])
-def test_a_cells_name_tells_its_member_and_every_number(member):
-    name = cell_name(member, 4e11, 2e-3, 7)
-    assert member_of(name) == member
-    others = [(5e11, 2e-3, 7), (4e11, 4e-3, 7), (4e11, 2e-3, 8)]
-    assert name not in {cell_name(member, *numbers) for numbers in others}
+def test_a_cells_name_tells_its_member(member):
+    assert member_of(f"c4e11-{member}-lr0.002-s7") == member
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("seeds: [3, 4]|seeds: [3, 3]", "different numbers of 0 or more"),
-        ("rates: [1e-5, 4e-3]|rates: [0]", "different positive numbers"),
-        ("flops: 1e8|flops: 0", "flops=0 must be 1 or more"),
-        ("flops: 1e8|flops: 1e6", "pay for 1 steps of 16 tokens of no-memory"),
+        ("seeds: [3, 4]|seeds: [3, 3]", "different numbers, none negative"),
+        ("rates: [1e-5, 4e-3]|rates: [0]", "different numbers, none negative"),
+        ("flops: 1e8|flops: 0", "0 FLOPs pay for 0 steps of 16 tokens"),
+        ("flops: 1e8|flops: 1e6", "c1e06-no-memory-lr1e-05-s3: 1e+06 FLOPs pay for 0.8"),
         ("  no-memory: [model.memory_length=0]\n|", "found 1 members, expected two"),
         ("model.memory_length=0|optim.steps=9", "optim.steps=9 follows from flops"),
         ("evaluation.max_tokens=200|seed=9", "seed=9 follows from flops"),
-        ("model.memory_length=0|model.memory=0", "member no-memory (over"),
+        ("model.memory_length=0|model.memory=0", "cell c1e08-no-memory-lr1e-05-s3 (over"),
         ("no-memory:|no/memory:", "members"),
-        ("rates: [1e-5, 4e-3]|rates: []", "expected one or more different positive numbers"),
+        ("rates: [1e-5, 4e-3]|rates: []", "expected one or more different numbers, none negative"),
         ("rates: [1e-5, 4e-3]|rates:", "rates: found no value, expected a list"),
         (
             f"{TWO[TWO.index('members') :]}|members: [a]\n",
             "members: found ['a'], expected a section",
         ),
         ("experiment: tiny|experiment: absent", "does not exist (experiment is relative to the"),
-        ("seeds: [3, 4]|seeds: []", "expected one or more different numbers of 0 or more"),
-        ("flops: 1e8|flops: 5e25", "steps of no-memory, expected at most 1e+12; use fewer FLOPs"),
+        ("seeds: [3, 4]|seeds: []", "expected one or more different numbers, none negative"),
+        ("flops: 1e8|flops: 5e25", "expected 50 to 1e+12; change the FLOPs"),
         ("[model.memory_length=0]|3", "members.no-memory is 3; write settings as on a command"),
     ],
 )
@@ -118,7 +113,7 @@ def test_a_wrong_comparison_is_refused_in_a_line(tmp_path, capsys, text, said):
     write_text(tmp_path / "two.yaml", TWO.replace(before, after))
     out = tmp_path / "sweep.yaml"
     plan = ["scale", "plan", str(tmp_path / "two.yaml"), "--output", str(out)]
-    assert main([*plan, "--set", "model.vocab_size=300"]) == 2
+    assert main([*plan, "model.vocab_size=300"]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
@@ -130,30 +125,36 @@ def test_overrides_hold_for_all_members_and_those_that_the_plan_makes_are_refuse
     write_text(tmp_path / "two.yaml", TWO)
     out = tmp_path / "sweep.yaml"
     plan = ["scale", "plan", "--output", str(out), "model.vocab_size=300"]
-    for refused in (["optim.steps=9"], ["--set", "checkpoint.interval=9"]):
-        assert main([*plan, str(tmp_path / "two.yaml"), *refused]) == 2
-        assert capsys.readouterr().err == (
-            f"error: {refused[-1]} follows from flops, rates and seeds; leave it out\n"
-        )
+    for refused in ("optim.steps=9", "checkpoint.interval=9"):
+        assert main([*plan, str(tmp_path / "two.yaml"), refused]) == 2
+        assert f"{refused} follows from flops, rates and seeds" in capsys.readouterr().err
         assert not out.exists()
     assert main([*plan, str(tmp_path / "two.yaml"), "model.d_model=8"]) == 0
     cells = read_sweep(out).cells
-    assert len(cells) == 4
+    assert len(cells) == 8
     assert all({"model.d_model=8", "model.vocab_size=300"} <= {*x.overrides} for x in cells)
 
 
 def ended(member: str, rate: float, loss: float | str, seed: int = 1) -> Row:
-    name = cell_name(member, 1e9, rate, seed)
-    progress = 1.0 if loss else 0.5
-    return Row(name=name, progress=progress, loss=loss, learning_rate=rate, seed=seed)
+    return Row(
+        name=f"c1e09-{member}-lr{rate:g}-s{seed}",
+        progress=1.0 if loss else 0.5,
+        loss=loss,
+        learning_rate=rate,
+        seed=seed,
+        excluded="diverged" if loss == math.inf else "",
+    )
 
 
-def test_a_best_rate_is_that_of_the_lowest_loss_once_all_rates_have_ended():
-    good = [ended("a", 1e-3, 2.0), ended("a", 2e-3, 1.9), ended("a", 4e-3, math.inf)]
+def test_a_members_best_rate_has_the_lowest_mean_of_its_seeds_once_all_runs_have_ended():
+    seeds = [ended("a", 1e-3, 2.0), ended("a", 2e-3, 1.9), ended("a", 4e-3, math.inf)]
+    seeds += [ended("a", 1e-3, 1.9, 2), ended("a", 2e-3, 2.1, 2), ended("a", 4e-3, 0.1, 2)]
     running = [ended("b", 1e-3, 1.0), ended("b", 2e-3, "")]
     diverged = [ended("c", 1e-3, math.inf)]
-    other_seed = [ended("a", 1e-3, 0.1, seed=2)]
-    assert best_rates([*good, *running, *diverged, *other_seed]) == {"a": 2e-3}
+    found = compared_rows([*seeds, *running, *diverged])
+    assert {member: [row.loss for row in rows] for member, rows in found.items()} == {
+        "a": [2.0, 1.9]
+    }
 
 
 def result(member: str, losses: tuple[float, ...], is_edge: bool = False) -> MemberResult:
@@ -211,16 +212,9 @@ def compared(tmp_path_factory) -> Path:
     write_text(directory / "tiny.yaml", TINY.replace("CORPUS", str(corpus)))
     write_text(directory / "two.yaml", TWO)
     cells = [directory / "sweep.yaml", "--runs-dir", directory / "cells"]
-    plan = ["plan", directory / "two.yaml", "--output", *cells]
-    assert "this command again" in call(*plan)
-    first = train(directory)
-    assert "pretrain scale measure" in call(*plan)
-    assert len(first) == 4
-    assert all(name.endswith("-s3") for name in first)
-    assert [re.sub("^c1e08-", "", name) for name in train(directory)] == [
-        "no-memory-lr0.004-s4",
-        "long-lr0.004-s4",
-    ]
+    said = call("plan", directory / "two.yaml", "--output", directory / "sweep.yaml")
+    assert "pretrain scale measure" in said
+    assert len(train(directory)) == 8
     said = call("measure", *cells, "--trials", 4, "--longest-distance", 32)
     assert "4 runs probed" in said
     assert said.count(": needle ") == 4
@@ -256,8 +250,9 @@ def test_runs_that_were_probed_are_not_probed_again_but_with_other_trials(compar
 def test_a_run_with_other_settings_than_its_cell_is_refused(compared, tmp_path, capsys):
     write_text(tmp_path / "tiny.yaml", (compared / "tiny.yaml").read_text())
     write_text(tmp_path / "two.yaml", TWO.replace("[8, 32]", "[32, 8]"))
-    plan = ["plan", str(tmp_path / "two.yaml"), "--output", str(tmp_path / "sweep.yaml")]
-    assert main(["scale", *plan, "--runs-dir", str(compared / "cells")]) == 2
+    sweep = tmp_path / "sweep.yaml"
+    call("plan", tmp_path / "two.yaml", "--output", sweep)
+    assert main(["scale", "collect", str(sweep), "--runs-dir", str(compared / "cells")]) == 2
     assert "model.memory_length" in capsys.readouterr().err
 
 
@@ -301,7 +296,7 @@ def test_every_command_of_make_compare_variants_is_understood(options):
             module, _, name = PROGRAM.commands[words[2]][0].partition(":")
             add = f"add_{name}_arguments" if name else "add_arguments"
             getattr(importlib.import_module(module), add)(parser)
-            parsed = parser.parse_args(words[3:])
+            parsed = parser.parse_intermixed_args(words[3:])
             actions.append(words[2])
             if words[2] == "plan":
                 assert (REPOSITORY / parsed.experiment).is_file()
@@ -309,5 +304,5 @@ def test_every_command_of_make_compare_variants_is_understood(options):
             launcher_sweep.add_submit_arguments(parser)
             assert bool(parser.parse_args(words[3:]).cluster) == ("CLUSTER=c.yaml" in options)
             actions.append("submit")
-    assert actions == ["plan", "submit", "plan", "submit", "measure", "collect", "report"]
+    assert actions == ["plan", "submit", "measure", "collect", "report"]
     assert any("data-pipeline" in words for words in commands) == ("CORPUS=x/books/" not in options)

@@ -123,7 +123,7 @@ def test_what_a_sweep_keeps_beside_its_cells_is_no_damaged_run_but_a_broken_one_
         ),
         (launcher, ["logs", "mem"], "it is a sweep; its runs are runs/mem/memory_length_0, runs"),
         (launcher, ["cancel", "nowhere"], "nowhere holds no run: it has no run.json; check"),
-        (launcher, ["status", "tiny.yaml"], "tiny.yaml is no sweep (it has neither"),
+        (launcher, ["status", "tiny.yaml"], "tiny.yaml is not a sweep (it has neither"),
         (pretrain, ["export", "tiny.yaml", "--output=x"], "name the run's directory, by default"),
         (pretrain, ["report", "other.yaml"], "none of its 3 cells has started in runs/other"),
         (pretrain, ["report", "mem.yaml"], "runs/mem/memory_length_0 has no measured step yet"),
