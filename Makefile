@@ -94,7 +94,8 @@ endif
 	pretrain scale plan $(MEMBERS) --name $(notdir $(VARIANTS)) --output $(VARIANTS)/sweep.yaml \
 		data.path=$(abspath $(or $(CORPUS),$(VARIANTS_TEXT)/data))
 	launcher sweep submit $(VARIANTS_CELLS) $(if $(CLUSTER),--cluster $(CLUSTER),--local -j $(JOBS))
-	pretrain scale measure $(VARIANTS_CELLS)
+	pretrain evaluate $(VARIANTS)/cells/c*-s* --probe needle position --longest-distance 512 \
+		--max-tokens $(if $(QUICK),8k,80k) > $(VARIANTS)/probes.txt
 	pretrain scale collect $(VARIANTS_CELLS)
 	pretrain scale report $(VARIANTS)/cells/runs.csv --output $(VARIANTS)/report --title Variants
 

@@ -7,17 +7,16 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foundation.cli import as_overrides
 from foundation.errors import EXIT_INTERRUPTED, ConfigError, UserError
 from foundation.own_programs import own_command
 from launcher.restart_policy import RestartPolicy
 from launcher.slurm import client as slurm
-from launcher.slurm.job_checks import check_request, check_run, missing_notes
+from launcher.slurm.job_checks import check_request, check_run
 from launcher.slurm.sbatch import Job, render_array
 from launcher.slurm.snapshot import Snapshot, replaced_snapshot
 from launcher.status.infer_status import State
@@ -36,7 +35,6 @@ from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir, make_run_directory, refuse_foreign_run
 from pretrain.scaling.sweep_file import Cell, Sweep, config_of
 from pretrain.scaling.which_runs import other_settings, refuse_others
-from pretrain.terminal.text import flops_text, si
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,17 +93,15 @@ def longest_first(cells: Sequence[CellRun]) -> list[CellRun]:
 
     With several cells at a time, a long one that starts last would run alone in the end.
     """
-    return sorted(cells, key=_flops_left, reverse=True)
 
+    def flops_left(cell: CellRun) -> float:
+        try:
+            config = with_vocabulary(cell.config)
+        except UserError:  # the corpus is missing, and the cell itself will report that
+            return 0.0
+        return cost_of(config).flops * (1 - cell.state.step / config.optim.steps)
 
-def _flops_left(cell: CellRun) -> float:
-    try:
-        config = with_vocabulary(cell.config)
-    except (
-        UserError
-    ):  # the corpus, and with it the vocabulary size, is missing; the cell itself will report that
-        return 0.0
-    return cost_of(config).flops - cost_of(config, min(cell.state.step, config.optim.steps)).flops
+    return sorted(cells, key=flops_left, reverse=True)
 
 
 def describe(cells: Sequence[CellRun]) -> str:
@@ -124,22 +120,6 @@ def settings_of(cells: Sequence[CellRun]) -> list[dict[str, Any]]:
     """Each cell's values of the settings in which cells differ; defaults are values, too."""
     found = differing_settings([cell.config for cell in cells])
     return [{key: found[key][index] for key in found} for index in range(len(cells))]
-
-
-def planned(cell: CellRun, settings: Mapping[str, Any]) -> dict[str, str]:
-    """A row of `launcher sweep submit --dry-run`."""
-    row = {
-        "cell": cell.cell.name,
-        "steps": f"{cell.config.optim.steps:,}",
-        "parameters": "-",
-        "FLOPs": "-",
-    }
-    try:
-        cost = cost_of(with_vocabulary(cell.config))
-        row |= {"parameters": si(cost.parameters), "FLOPs": flops_text(cost.flops)}
-    except ConfigError:  # the corpus, and with it the vocabulary size, is missing
-        pass
-    return {**row, "settings": as_overrides(settings)}
 
 
 _POLL_SECONDS = 0.2
@@ -221,12 +201,6 @@ def classes(
     return dict(sorted(found.items()))
 
 
-def missing_data(cells: Sequence[CellRun]) -> list[str]:
-    """A line for every corpus of these cells that is not on this host."""
-    lines = (missing_notes(with_absolute_paths(cell.config)) for cell in cells)
-    return sorted({line for each in lines for line in each})
-
-
 def parts_of(cells: Sequence[CellRun], largest: int) -> Iterator[Sequence[CellRun]]:
     """The cells in their order, in as few arrays as Slurm's largest size allows."""
     if largest < 1:
@@ -300,8 +274,8 @@ def was_array_task(run_dir: RunDir) -> bool:
 
 def _fewest_nodes(cell: CellRun, cluster: ClusterConfig, nodes: NodeRange, is_dry_run: bool) -> int:
     config = with_vocabulary(with_absolute_paths(cell.config))
-    problem = ""
     planned = cell.cell.facts.get("nodes", 1)  # by 'pretrain scale plan'
+    problem = ""
     for count in range(int(max(nodes.least, min(nodes.most, planned))), nodes.most + 1):
         try:
             path = cell.path.resolve()

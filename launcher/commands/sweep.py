@@ -13,6 +13,7 @@ from pathlib import Path
 from foundation.cli import Program
 from foundation.errors import EXIT_USER_ERROR, ConfigError, UserError
 from launcher.slurm import client as slurm
+from launcher.slurm.job_checks import missing_notes
 from launcher.stop_signals import StopSignals
 from launcher.sweep import (
     CellRun,
@@ -20,15 +21,13 @@ from launcher.sweep import (
     classes,
     describe,
     longest_first,
-    missing_data,
     parts_of,
-    planned,
     read_cells,
     refuse_other_cells,
     run_cells,
-    settings_of,
     submit_array,
 )
+from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import accumulation_steps
 from pretrain.costs.cluster import load_cluster, parse_nodes
 from pretrain.rundir.exit_status import EXIT_STOPPED
@@ -164,7 +163,8 @@ def _submit(
                 f"each{limit}",
                 flush=True,
             )
-    for line in missing_data(waiting):
+    missing = [missing_notes(with_absolute_paths(cell.config)) for cell in waiting]
+    for line in sorted({line for lines in missing for line in lines}):
         print(line, file=sys.stderr)
     if waiting and not arguments.dry_run:
         print(f"Status: launcher sweep status {cells_flags(sweep, arguments)}")
@@ -189,9 +189,9 @@ def _run_here(
     order = longest_first(waiting) if (arguments.jobs or 1) > 1 else waiting
     if arguments.dry_run:
         if order:
-            from launcher.commands.tables import console, plain_table
+            from launcher.commands.tables import console, settings_table
 
-            console().print(plain_table(list(map(planned, order, settings_of(order)))))
+            console().print(settings_table(order))
         print(f"would start {counted(len(order), 'cell')}, {arguments.jobs or 1} at a time")
         return 0
     runs.mkdir(parents=True, exist_ok=True)

@@ -204,13 +204,18 @@ def _parts(cells: Sequence[CellRun]) -> Iterator[RenderableType]:
     yield RunsTable([cell.state for cell in cells])
     if any(cell.state.step for cell in cells):
         yield from ("", ResultsTable(cells))
-    settings = settings_of(cells)
-    if any(settings):
-        names = (cell.cell.name for cell in cells)
-        texts = map(as_overrides, settings)
-        rows = [{"cell": name, "settings": text} for name, text in zip(names, texts, strict=True)]
-        yield from ("", plain_table(rows))
+    if any(settings_of(cells)):
+        yield from ("", settings_table(cells))
     yield Text(describe(cells))
+
+
+def settings_table(cells: Sequence[CellRun]) -> Table:
+    """A row per cell: the settings in which the cells differ."""
+    texts = map(as_overrides, settings_of(cells))
+    names = (cell.cell.name for cell in cells)
+    return plain_table(
+        [{"cell": name, "settings": text} for name, text in zip(names, texts, strict=True)]
+    )
 
 
 @dataclass(frozen=True)

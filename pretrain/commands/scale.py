@@ -44,10 +44,6 @@ PROGRAM = Program(
             "pretrain.commands.scale_memory",
             "fit the loss over size, tokens and memory length, and name the memory that pays",
         ),
-        "measure": (
-            "pretrain.commands.scale_measure",
-            "probe the runs of variants at their best rates: needle, loss by position",
-        ),
     },
 )
 

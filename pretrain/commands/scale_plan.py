@@ -178,9 +178,8 @@ def run(arguments: argparse.Namespace) -> int:
     notes = [*_totals(runs), *notes]
     print("\n".join([*notes, replaced_settings(base), *unchecked]))
     write_sweep(path, make_sweep(name, file, base, runs, path.parent, notes, kind))
-    then = "measure" if kind == "variants" else "collect"
     print(f"sweep: {path} ({counted(len(runs), 'cell')})")
-    print(f"next: launcher sweep submit {path} {where}, then pretrain scale {then} {path}")
+    print(f"next: launcher sweep submit {path} {where}, then pretrain scale collect {path}")
     return 0
 
 

@@ -28,7 +28,7 @@ class Probed:
 def read_probed(run: Path) -> Probed:
     """Return the probes of a run; DataError if they are missing or damaged."""
     path = run / PROBES
-    remedy = "'pretrain scale measure' writes it"
+    remedy = "'pretrain evaluate RUN --probe needle position' writes it"
     try:
         return _parsed(Fields(read_json(path)).object("probes"))
     except FileNotFoundError:

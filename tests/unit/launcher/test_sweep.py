@@ -403,9 +403,8 @@ def test_a_dry_run_shows_what_the_cells_will_be(grid, capsys, monkeypatch):
     assert main(["sweep", "submit", str(grid), "--local", "--dry-run"]) == 0
     first, heads, *lines = capsys.readouterr().out.splitlines()
     assert first == "0 of 4 cells are done"
-    assert heads.split() == ["cell", "steps", "parameters", "FLOPs", "settings"]
+    assert heads.split() == ["cell", "settings"]
     assert "optim.learning_rate=0.0003" in lines[0]
-    assert lines[0].split()[1] == "10"
 
 
 def test_a_validation_loss_of_an_earlier_step_names_that_step(sweep, capsys, monkeypatch):

@@ -50,7 +50,7 @@ def test_contexts_differ_in_nothing_but_segment_and_memory_at_equal_tokens_and_e
         (["--segments", 24, "--memories", 0, 32], "segments of 24 do not divide the 512 tokens"),
         (["--segments", 32, 32, "--memories", 8], "leaves nothing to compare"),
         (
-            ["--segments", 32, "--memories", 8, 16, "optim.schedule.shape=constant"],
+            ["optim.schedule.shape=constant", "--segments", 32, "--memories", 8, 16],
             "does not decay",
         ),
     ],

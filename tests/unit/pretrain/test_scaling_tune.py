@@ -71,7 +71,11 @@ def test_cells_differ_in_rate_lanes_and_seed_alone_and_read_as_many_tokens(tmp_p
         (["1e-3", "2e-3", "4e-3", "--lanes", "100000"], "", "less than one step"),
         (["1e-3", "2e-3", "4e-3", "--steps", "0"], "", "--steps=0 must be 1 or more"),
         (["1e-3", "2e-3", "4e-3", "--memories", "8"], "", "--memories has no meaning in a plan"),
-        (["1e-3", "2e-3", "4e-3", "optim.schedule.shape=constant"], "", "does not decay"),
+        (
+            ["1e-3", "2e-3", "4e-3", "--seeds", "1"],
+            "  phases: [{from_step: 9, lanes: 8}]\n",
+            "phase",
+        ),
         (["1e-3", "2e-3", "4e-3"], "  phases: [{from_step: 9, lanes: 8}]\n", "has 1 phase "),
     ],
 )

@@ -22,6 +22,7 @@ from foundation.files import write_text
 from foundation.settings import load_config
 from launcher.commands import sweep as launcher_sweep
 from pretrain.cli import main
+from pretrain.commands import evaluate
 from pretrain.commands.scale import PROGRAM
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import computed_flops_of_step
@@ -124,12 +125,12 @@ def test_overrides_hold_for_all_members_and_those_that_the_plan_makes_are_refuse
     write_text(tmp_path / "tiny.yaml", TINY.replace("CORPUS", str(tmp_path / "absent")))
     write_text(tmp_path / "two.yaml", TWO)
     out = tmp_path / "sweep.yaml"
-    plan = ["scale", "plan", "--output", str(out), "model.vocab_size=300"]
+    plan = ["scale", "plan", str(tmp_path / "two.yaml"), "--output", str(out)]
     for refused in ("optim.steps=9", "checkpoint.interval=9"):
-        assert main([*plan, str(tmp_path / "two.yaml"), refused]) == 2
+        assert main([*plan, "model.vocab_size=300", refused]) == 2
         assert f"{refused} follows from flops, rates and seeds" in capsys.readouterr().err
         assert not out.exists()
-    assert main([*plan, str(tmp_path / "two.yaml"), "model.d_model=8"]) == 0
+    assert main([*plan, "model.vocab_size=300", "model.d_model=8"]) == 0
     cells = read_sweep(out).cells
     assert len(cells) == 8
     assert all({"model.d_model=8", "model.vocab_size=300"} <= {*x.overrides} for x in cells)
@@ -211,13 +212,12 @@ def compared(tmp_path_factory) -> Path:
     corpus = make_tiny_corpus(directory / "corpus")
     write_text(directory / "tiny.yaml", TINY.replace("CORPUS", str(corpus)))
     write_text(directory / "two.yaml", TWO)
-    cells = [directory / "sweep.yaml", "--runs-dir", directory / "cells"]
     said = call("plan", directory / "two.yaml", "--output", directory / "sweep.yaml")
-    assert "pretrain scale measure" in said
+    assert "pretrain scale collect" in said
     assert len(train(directory)) == 8
-    said = call("measure", *cells, "--trials", 4, "--longest-distance", 32)
-    assert "4 runs probed" in said
-    assert said.count(": needle ") == 4
+    runs = sorted((directory / "cells").glob("c*-s*"))
+    probe = ["--probe", "needle", "position", "--trials=4", "--longest-distance=32"]
+    assert main(["evaluate", *map(str, runs), *probe, "--max-tokens=200"]) == 0
     return directory
 
 
@@ -241,12 +241,6 @@ def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared):
     assert {path.name for path in out.glob("*.png")} == {"variants.png", "positions.png"}
 
 
-def test_runs_that_were_probed_are_not_probed_again_but_with_other_trials(compared):
-    cells = [compared / "sweep.yaml", "--runs-dir", compared / "cells"]
-    assert ": needle " not in call("measure", *cells, "--trials", 4, "--longest-distance", 32)
-    assert ": needle " in call("measure", *cells, "--trials", 5, "--longest-distance", 32)
-
-
 def test_a_run_with_other_settings_than_its_cell_is_refused(compared, tmp_path, capsys):
     write_text(tmp_path / "tiny.yaml", (compared / "tiny.yaml").read_text())
     write_text(tmp_path / "two.yaml", TWO.replace("[8, 32]", "[32, 8]"))
@@ -256,16 +250,13 @@ def test_a_run_with_other_settings_than_its_cell_is_refused(compared, tmp_path, 
     assert "model.memory_length" in capsys.readouterr().err
 
 
-def test_without_a_finished_member_there_is_nothing_to_measure_and_no_table(
-    compared, tmp_path, capsys
-):
+def test_without_a_finished_member_there_is_no_page(compared, tmp_path, capsys):
     (tmp_path / "cells").mkdir()
     cells = [str(compared / "sweep.yaml"), "--runs-dir", str(tmp_path / "cells")]
     assert main(["scale", "collect", *cells]) == 0
     capsys.readouterr()
-    for words in (["measure", *cells], ["report", str(tmp_path / "cells" / "runs.csv")]):
-        assert main(["scale", *words]) == 2
-        assert "no member has ended at all of its rates" in capsys.readouterr().err
+    assert main(["scale", "report", str(tmp_path / "cells" / "runs.csv")]) == 2
+    assert "no member has ended at all of its rates" in capsys.readouterr().err
 
 
 def test_a_real_checkpoint_has_the_bytes_that_describe_counts(compared):
@@ -300,9 +291,14 @@ def test_every_command_of_make_compare_variants_is_understood(options):
             actions.append(words[2])
             if words[2] == "plan":
                 assert (REPOSITORY / parsed.experiment).is_file()
+        elif words[:2] == ["pretrain", "evaluate"]:
+            evaluate.add_arguments(parser)
+            probed = parser.parse_args(words[2 : words.index(">")])
+            assert probed.probe == ["needle", "position"]
+            actions.append("probe")
         elif words[0] == "launcher":
             launcher_sweep.add_submit_arguments(parser)
             assert bool(parser.parse_args(words[3:]).cluster) == ("CLUSTER=c.yaml" in options)
             actions.append("submit")
-    assert actions == ["plan", "submit", "measure", "collect", "report"]
+    assert actions == ["plan", "submit", "probe", "collect", "report"]
     assert any("data-pipeline" in words for words in commands) == ("CORPUS=x/books/" not in options)
