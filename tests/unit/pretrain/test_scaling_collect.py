@@ -122,6 +122,6 @@ def test_tables_and_pages_are_beside_the_sweeps_runs_unless_told_otherwise(
     assert f"next: pretrain scale fit {table}, then pretrain scale report {table}\n" in said
     assert command("report", table) == 0
     said = capsys.readouterr().out
-    assert re.search(r"^law +left-out error +a +N\*", said, re.M)
+    assert re.search(r"^law +left-out error +N\* at", said, re.M)
     assert said.endswith("report: mine/scaling-report/report.html\n")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
