@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from pretrain.checkpoint.background_save import (
     RankReports,
     Save,
     copy_to_host,
+    decoded,
+    encoded,
     layout_of,
 )
 from pretrain.checkpoint.destinations import BLOCK_BYTES, Disk, TensorFile, write_file
@@ -92,6 +95,7 @@ def test_writing_can_be_canceled_between_blocks(tmp_path):
     assert (tmp_path / "file").stat().st_size < len(body)
 
 
+PIECES = {"w": {"kinds": ["weight"], "pieces": [[0, 100]]}}
 LANES = (2, 1, 0, 3, 1)  # of each rank
 FIRST = [sum(LANES[:rank]) for rank in range(len(LANES))]
 
@@ -182,3 +186,43 @@ def test_without_the_file_of_one_rank_nothing_is_published(tmp_path):
         save.cancel()
     assert not saves[0].is_published
     assert files.steps_on_disk(tmp_path) == []
+
+
+def reports_of(num_ranks: int, name: str, store: TCPStore) -> list[RankReports]:
+    """Those of each rank, over its own connection."""
+    return [
+        RankReports(
+            name,
+            rank,
+            num_ranks,
+            TCPStore("127.0.0.1", store.port, wait_for_workers=False) if rank else store,
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def test_rank_0_gets_every_report_in_rank_order_and_none_of_a_save_that_was_given_up():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for reports in reports_of(64, "a/1", store)[1:]:
+        reports.post({"save": 1}, {})
+    ranks = reports_of(64, "a/2", store)
+    collected: list[dict[str, object]] = []
+    collecting = threading.Thread(target=lambda: collected.extend(ranks[0].collect(int)))
+    collecting.start()
+    for reports in reversed(ranks):
+        assert not collected
+        reports.post({"save": 2, "rank": reports.rank}, PIECES if reports.rank else {})
+    collecting.join(30)
+    assert [report["rank"] for report in collected] == list(range(64))
+    assert {report["save"] for report in collected} == {2}
+    assert collected[0]["pieces"] == {}
+    assert all(report["pieces"] == PIECES for report in collected[1:])
+    before = store.num_keys()
+    ranks[0].clear()
+    assert store.num_keys() == before - 65, "those of each rank, and their number"
+
+
+def test_equal_pieces_of_thousands_of_ranks_are_read_once():
+    reports = decoded([encoded({"rank": rank}, PIECES) for rank in range(4096)])
+    assert reports[-1] == {"rank": 4095, "pieces": PIECES}
+    assert len({id(report["pieces"]) for report in reports}) == 1
