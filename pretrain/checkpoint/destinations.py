@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from data_pipeline.corpora.copy_corpus import in_parallel
 from data_pipeline.corpora.fetch import NotFetchedError, fetch_file
@@ -52,27 +52,6 @@ from pretrain.config.run import CheckpointConfig
 logger = logging.getLogger(__name__)
 
 Check = Callable[[], None]  # raises once what it is given to is not wanted any more
-Source = TypeVar("Source", contravariant=True)
-
-
-class Destination(Protocol[Source]):
-    """A place that keeps checkpoints."""
-
-    def put(self, step: int, name: str, source: Source, check: Check) -> dict[str, Any]:
-        """Bring a file there; returns the size and SHA-256 that are confirmed to be there."""
-        ...
-
-    def steps(self) -> list[int]:
-        """Return the steps whose marker is there, oldest first."""
-        ...
-
-    def get(self, step: int) -> marker.Checkpoint:
-        """Return the verified checkpoint; CheckpointError if it is not whole."""
-        ...
-
-    def remove(self, step: int) -> None:
-        """Remove the step, its marker first."""
-        ...
 
 
 # ----------------------------------------------------------------------------------------- a disk
@@ -227,10 +206,9 @@ class MirrorIndex:
         tree = {"format": FORMAT, "run": self.run, "checkpoints": checkpoints}
         return (json.dumps(tree, indent=1, sort_keys=True) + "\n").encode()
 
-    def find(self, step: int, index: Content) -> StoredCheckpoint | None:
-        """Return the checkpoint of the step if it is this one, and not an earlier try of it."""
-        found = (each for each in self.checkpoints if (each.step, each.index) == (step, index))
-        return next(found, None)
+    def has(self, new: StoredCheckpoint) -> bool:
+        """Whether it lists the checkpoint, and not an earlier try of its step."""
+        return new.folder in [each.folder for each in self.checkpoints]
 
     def until(self, step: int) -> MirrorIndex:
         """Return the index without checkpoints after the one that a start resumes from.
@@ -252,20 +230,16 @@ class MirrorIndex:
         left = [by_step[step] for step in steps if step not in old]
         return MirrorIndex(self.run, tuple(left))
 
-    def unnamed(self, names: Sequence[str]) -> dict[int, list[str]]:
-        """Return the objects in folders of steps that it does not name, by step, markers first.
+    def unnamed(self, names: Sequence[str]) -> list[str]:
+        """Return the objects in folders of steps that it does not name.
 
         Also what interrupted uploads left, but for later steps than the last one named: those may
         be being uploaded. Nothing else under the URL is ever deleted.
         """
         kept = {each.folder for each in self.checkpoints}
         last = max((each.step for each in self.checkpoints), default=-1)
-        gone: dict[int, list[str]] = {}
-        for name in sorted(names, key=lambda name: not name.endswith(f"/{files.MARKER}")):
-            match = _IN_A_STEP.fullmatch(name)
-            if match and match[1] not in kept and int(match[2]) <= last:
-                gone.setdefault(int(match[2]), []).append(name)
-        return gone
+        matches = filter(None, map(_IN_A_STEP.fullmatch, names))
+        return [match[0] for match in matches if match[1] not in kept and int(match[2]) <= last]
 
 
 def _parsed_checkpoint(fields: Fields) -> StoredCheckpoint:
@@ -281,7 +255,7 @@ def _parsed_checkpoint(fields: Fields) -> StoredCheckpoint:
 
 
 class ObjectStore:
-    """The checkpoints of a run under a URL: a `Destination`.
+    """The checkpoints of a run under a URL.
 
     Every function may be interrupted at any point and called again: what the store has already is
     only compared. Files arrive in `scratch`, where a directory in use becomes a whole one.
@@ -290,9 +264,6 @@ class ObjectStore:
     def __init__(self, url: str, scratch: Path, retry_policy: RetryPolicy | None = None) -> None:
         self.url, self.scratch = url.rstrip("/"), scratch
         self._policy = retry_policy or RetryPolicy()
-        self._named = StoredCheckpoint(-1, Content(0, ""))  # that of the last file put there
-        self._listed: dict[str, Content] = {}
-        self._unnamed: dict[int, list[str]] = {}
 
     def index(self) -> MirrorIndex:
         """Return mirror.json; NotFetchedError if there is none."""
@@ -301,16 +272,12 @@ class ObjectStore:
         fetch_file(store, ROOT, path, self.scratch, check, LARGEST_ROOT_BYTES)
         return MirrorIndex.parse(f"{self.url}/{ROOT}", path.read_bytes())
 
-    def steps(self) -> list[int]:
-        return [each.step for each in self.index().checkpoints]
-
-    def get(self, step: int) -> marker.Checkpoint:
+    def get(self, index: MirrorIndex, step: int) -> marker.Checkpoint:
         """Fetch a checkpoint and the run's files with it into `scratch`.
 
         What is there already from an interrupted call is not fetched again. DataError if the store
         does not answer.
         """
-        index = self.fetched_index
         found = next(each for each in index.checkpoints if each.step == step)
         target = files.step_directory(self.scratch, step)
         target.mkdir(exist_ok=True)
@@ -326,10 +293,6 @@ class ObjectStore:
 
         in_parallel(fetch, sorted(checkpoint.files), f"step {step}", logger.info)
         return marker.verify(target, index.run)
-
-    @cached_property
-    def fetched_index(self) -> MirrorIndex:
-        return self.index()
 
     def _fetch(self, folder: str, name: str, directory: Path, content: Content) -> None:
         """Fetch a file of known content, unless it is there; CheckpointError if the store has
@@ -357,27 +320,19 @@ class ObjectStore:
         """Opened when it is first needed: importing an SDK takes seconds."""
         return WritableStore(self.url, self.scratch, self._policy)
 
-    def put(self, step: int, name: str, source: Path, check: Check) -> dict[str, Any]:
-        """Upload a file of the checkpoint in the directory of `source`."""
+    def put(self, name: str, path: Path, content: Content, check: Check) -> None:
+        """Upload a file unless the store has it; DataError unless the store returns `content`."""
         check()
-        if self._named.step != step:
-            self._listed = marker.read_index(source.parent).files
-            self._named = StoredCheckpoint.of(source.parent)
-        content = self._listed[name]  # the store is compared with it
-        self.writable.put(f"{self._named.folder}/{name}", source, content)
-        return vars(content)
+        self.writable.put(name, path, content)
 
-    def note_unnamed(self, index: MirrorIndex) -> list[int]:
-        """Return the steps of which the store has objects that the index does not name."""
-        self._unnamed = index.unnamed(self.writable.names())
-        return sorted(self._unnamed)
-
-    def remove(self, step: int) -> None:
-        """Remove the objects of the step that were unnamed, markers first."""
-        markers = [name for name in self._unnamed[step] if name.endswith(f"/{files.MARKER}")]
-        for names in (markers, self._unnamed[step][len(markers) :]):
-            if names:
-                self.writable.delete(names)
+    def remove_unnamed(self, index: MirrorIndex, check: Check) -> None:
+        """Remove what the index does not name, markers first."""
+        names = index.unnamed(self.writable.names())
+        markers = [name for name in names if name.endswith(f"/{files.MARKER}")]
+        for group in (markers, [name for name in names if name not in markers]):
+            if group:
+                check()
+                self.writable.delete(group)
 
 
 class Publication:
@@ -414,7 +369,7 @@ class Publication:
         found = self.read()
         stored = self._index or found.until(self._resumed_step)
         new = StoredCheckpoint.of(directory)
-        if stored.find(new.step, new.index) is None:
+        if not stored.has(new):
             run_files = {}
             for name in RUN_FILES:
                 copy = self._store.scratch / name
@@ -431,9 +386,8 @@ class Publication:
         self._delete(stored, check)
 
     def _put(self, name: str, path: Path, check: Check) -> Content:
-        check()
         content = content_of(path)
-        self._store.writable.put(name, path, content)
+        self._store.put(name, path, content, check)
         return content
 
     def _delete(self, stored: MirrorIndex, check: Check) -> None:
@@ -443,10 +397,12 @@ class Publication:
                 raise CheckpointError(
                     f"{self._store.url}: nothing can be deleted in this kind of store"
                 )
-            for step in self._store.note_unnamed(stored):
+
+            def may_delete() -> None:
                 check()
                 self._disk.may_write()  # a newer attempt may be uploading what is not listed yet
-                self._store.remove(step)
+
+            self._store.remove_unnamed(stored, may_delete)
         except UserError as error:
             if not self._is_deletion_logged:
                 logger.warning("%s; old checkpoints stay there", error)

@@ -18,7 +18,7 @@ from pathlib import Path
 from foundation.retry import Outage, Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.background_save import RankReports, Report, Transfer
-from pretrain.checkpoint.destinations import Disk, ObjectStore, Publication
+from pretrain.checkpoint.destinations import Disk, ObjectStore, Publication, StoredCheckpoint
 from pretrain.checkpoint.marker import read_index
 from pretrain.config.run import RunConfig
 from pretrain.distributed.rounds import Worker
@@ -47,9 +47,10 @@ class Upload(Transfer):
 
     def _put(self) -> tuple[Report, dict[str, object]]:
         self._publication.read()  # another run's folder gets no files
-        names = sorted(read_index(self._directory).files)
-        for name in names[self._reports.rank :: self._reports.num_ranks]:
-            self._store.put(self.step, name, self._directory / name, self.check)
+        contents = sorted(read_index(self._directory).files.items())
+        folder = StoredCheckpoint.of(self._directory).folder
+        for name, content in contents[self._reports.rank :: self._reports.num_ranks]:
+            self._store.put(f"{folder}/{name}", self._directory / name, content, self.check)
         return {}, {}
 
     def _publish(self, reports: list[Report]) -> None:

@@ -55,7 +55,7 @@ def restore_run(url: str, directory: Path, retry_policy: RetryPolicy | None = No
 
 def _restore(store: ObjectStore, run_dir: RunDir) -> int:
     store.scratch.mkdir(exist_ok=True)
-    index = store.fetched_index
+    index = store.index()
     steps = [each.step for each in index.checkpoints]
     if not steps:
         raise CheckpointError(f"{store.url}: it has no checkpoint yet; start the run without it")
@@ -64,7 +64,7 @@ def _restore(store: ObjectStore, run_dir: RunDir) -> int:
         return _step_here(RunDir.open(run_dir.path), index, store.url)
 
     def get(step: int) -> marker.Checkpoint:
-        found = store.get(step)
+        found = store.get(index, step)
         _check_run(RunDir(store.scratch), index.run)
         return found
 
