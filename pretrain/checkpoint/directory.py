@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from foundation.errors import STORAGE_FAILS, CheckpointError, UnreadableError
@@ -29,7 +28,6 @@ INDEX = "index.json"
 REFUSED = "REFUSED"
 MEMORY = "memory."  # starts the keys of lane memories; then comes the part's name
 REMOVED = "-removed"  # ends the names of directories that are being removed
-MANY_FILES, REMOVERS = 64, 16  # from which on a directory is removed by so many threads
 STEP_NAME = re.compile(r"step-(\d{8})")
 
 
@@ -170,24 +168,9 @@ def remove(directory: Path) -> None:
 
 
 def _delete(directory: Path) -> None:
-    """Remove a directory as far as possible, many files at a time: each waits for a file server.
-
-    Of a link, nothing but the link itself.
-    """
+    """Remove a directory as far as possible; of a link, nothing but the link itself."""
     if directory.is_symlink():
         with contextlib.suppress(OSError):
             directory.unlink()
-        return
-    try:
-        names = os.listdir(directory)
-    except OSError:
-        names = []
-
-    def unlink(name: str) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(directory / name)
-
-    if len(names) >= MANY_FILES:
-        with ThreadPoolExecutor(REMOVERS) as pool:
-            list(pool.map(unlink, names))
-    shutil.rmtree(directory, ignore_errors=True)
+    else:
+        shutil.rmtree(directory, ignore_errors=True)

@@ -19,11 +19,11 @@ import logging
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from foundation.errors import CheckpointError, UserError, os_error_text
 from foundation.files import private_directory
@@ -47,7 +47,6 @@ from pretrain.distributed.world import World, broadcast_value, gather_values
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState
-from pretrain.terminal.text import counted
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +132,8 @@ class LocalTier:
         start, problem, found = time.monotonic(), "", None
         try:
             found = self._disk.get(step)
-        except (OSError, UserError) as error:
-            problem = _text(error)
+        except CheckpointError as error:
+            problem = str(error)
         problems = gather_values(problem, str)
         if found is None or any(problems):
             raise CheckpointError(_first(problems))
@@ -222,44 +221,40 @@ class LocalTier:
         return disk
 
     def _offer(self, shared_step: int, before: int | None) -> Offer:
-        attempts: dict[str, str] = {}
-        problem = ""
-        if self._disk is None:
-            return Offer()
+        attempts, problem = {}, ""
         try:
-            for step in self._disk.steps():
-                if step <= shared_step or (before is not None and step >= before):
-                    continue
+            steps = self._disk.steps() if self._disk else []
+        except CheckpointError as error:
+            return Offer(problem=str(error))
+        for step in steps:
+            if shared_step < step < (before or sys.maxsize):
                 try:
-                    index = marker.read_index(files.step_directory(self._disk.root, step)).index
-                    problem = self._misfit(index)
-                    if not problem:
-                        attempts[str(step)] = index["local"]["attempt"]
-                except (OSError, UserError) as error:
-                    problem = _text(error)
-        except (OSError, UserError) as error:
-            problem = _text(error)
+                    attempts[str(step)] = self._attempt_that_saved(step)
+                except CheckpointError as error:
+                    problem = str(error)
         return Offer(attempts, problem)
 
-    def _misfit(self, index: dict[str, Any]) -> str:
-        """Why this rank cannot resume from such a checkpoint; '' if it can."""
-        made = index.get("local")
-        if not isinstance(made, dict) or made.keys() != {"attempt", "rank", "world_size"}:
-            return "found a checkpoint that is no local one"
-        attempt, here = made["attempt"], (self._world.rank, self._world.world_size)
-        if made["world_size"] != here[1]:
-            ranks = counted(here[1], "rank")
-            return (
-                f"step {index['step']} was saved by {made['world_size']} ranks, now it is {ranks}"
+    def _attempt_that_saved(self, step: int) -> str:
+        """Return it; CheckpointError if this rank cannot resume from the step."""
+        assert self._disk is not None
+        index = marker.read_index(files.step_directory(self._disk.root, step)).index
+        match index.get("local"):
+            case {"attempt": str(attempt), "rank": int(rank), "world_size": int(world_size)}:
+                pass
+            case _:
+                raise CheckpointError("found a checkpoint that is no local one")
+        if (rank, world_size) != (self._world.rank, self._world.world_size):
+            raise CheckpointError(
+                f"step {step} was saved by rank {rank} of {world_size}, now it is rank "
+                f"{self._world.rank} of {self._world.world_size}"
             )
-        if made["rank"] != here[0]:
-            return f"step {index['step']} was saved by rank {made['rank']}"
-        if changes := differences(index["config"], self._config):
-            name, (old, new) = next(iter(changes.items()))
-            return f"step {index['step']} was saved with other settings ({name}: {old} -> {new})"
-        if not isinstance(attempt, str) or index["step"] > self._standing.get(attempt, -1):
-            return f"step {index['step']} is from before the run went back"
-        return ""
+        for name, (old, new) in differences(index["config"], self._config).items():
+            raise CheckpointError(
+                f"step {step} was saved with other settings ({name}: {old} -> {new})"
+            )
+        if step > self._standing.get(attempt, -1):
+            raise CheckpointError(f"step {step} is from before the run went back")
+        return attempt
 
     def _finish(self) -> None:
         if self._save is None:
@@ -280,10 +275,8 @@ class LocalTier:
 
 def _why(offers: list[Offer]) -> str:
     """Why ranks have no step in common."""
-    problem = _first([each.problem if not each.attempts else "" for each in offers])
-    lacking = [rank for rank, each in enumerate(offers) if not each.attempts]
-    without = f"rank {lacking[0]}: has none on its node" if lacking else ""
-    return problem or without or "no step is there on all ranks"
+    problems = ["" if each.attempts else each.problem or "has none on its node" for each in offers]
+    return _first(problems) or "no step is there on all ranks"
 
 
 def _remove_old(own: Path) -> None:

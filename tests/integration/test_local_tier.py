@@ -75,7 +75,7 @@ def test_steps_that_the_run_has_made_again_do_not_come_back(output):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("one-rank", "rank 0: step 10 was saved by 2 ranks, now it is 1 rank"),
+        ("one-rank", "rank 0: step 10 was saved by rank 0 of 2, now it is rank 0 of 1"),
         ("stage", "rank 0: step 10 was saved with other settings (engine.zero_stage: 2 -> 1)"),
     ],
 )

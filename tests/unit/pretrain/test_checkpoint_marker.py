@@ -211,13 +211,10 @@ def test_a_file_that_rank_0_does_not_see_whole_is_not_published(tmp_path, conten
     assert not (partial / files.MARKER).exists()
 
 
-@pytest.mark.parametrize("number", [2, files.MANY_FILES])
-def test_a_step_that_is_a_link_is_refused_and_what_it_leads_to_is_never_removed(tmp_path, number):
+def test_a_step_that_is_a_link_is_refused_and_what_it_leads_to_is_never_removed(tmp_path):
     root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     root.mkdir()
     publish_step(root, 1).rename(elsewhere)
-    for each in range(number):
-        (elsewhere / f"{each}").touch()
     before = sorted(elsewhere.iterdir())
     link = files.step_directory(root, 1)
     link.symlink_to(elsewhere)
