@@ -9,7 +9,7 @@ one waits for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from pathlib import Path
 
@@ -36,23 +36,32 @@ def set_trace_files(environment: MutableMapping[str, str], logs: Path) -> None:
 def write_last_collectives(logs: Path, rank: int, environment: Mapping[str, str]) -> list[Path]:
     """Write a file for each backend that was used; returns their paths.
 
-    Without the lines of code that started the collectives, which are in the stacks in the log: to
-    find them torch reads the symbols of its libraries, which may take longer than the rank has.
+    First without the lines of code that started the collectives: to find the first of those, torch
+    reads the symbols of its libraries, which took 6 s on a machine that had not read them yet.
     """
     for wait in describe_waits():
         logger.warning(wait)
-    paths = []
-    for backend, recorders in _recorders().items() if dist.is_initialized() else ():
-        dumps = (dump(includeStackTraces=False) for dump in recorders)
-        content = next((dump for dump in dumps if _ENTRY in dump), None)
-        if content is None:
-            continue
-        path = Path(f"{trace_prefix(logs, backend, environment)}{rank}")
-        with atomic_write(path, sync=False) as file:
-            file.write(content)
-        logger.warning("wrote the last collectives of %s to %s", backend, path)
-        paths.append(path)
-    return paths
+    paths: dict[str, Path] = {}
+    for has_stacks in (False, True):
+        for backend, content in dumps(has_stacks):
+            path = Path(f"{trace_prefix(logs, backend, environment)}{rank}")
+            with atomic_write(path, sync=False) as file:
+                file.write(content)
+            if backend not in paths:
+                logger.warning("wrote the last collectives of %s to %s", backend, path)
+            paths[backend] = path
+    return list(paths.values())
+
+
+def dumps(has_stacks: bool) -> Iterator[tuple[str, bytes]]:
+    """The pickled records of each backend that has any, with or without Python's stacks."""
+    if not dist.is_initialized():
+        return
+    for backend, recorders in _recorders().items():
+        found = (dump(includeStackTraces=has_stacks) for dump in recorders)
+        content = next((each for each in found if _ENTRY in each), None)
+        if content is not None:
+            yield backend, content
 
 
 def _recorders() -> dict[str, list[Callable[..., bytes]]]:
