@@ -189,8 +189,8 @@ metrics: {{tensorboard: false}}
 """,
     )
     rates = ["4e-3", "1.6e-2", "6.4e-2", "2.56e-1"]  # the ends lose by more than rounding
-    plan = ["scale", "plan", str(experiment), "--rates", *rates]
-    assert main([*plan, "evaluation.max_tokens=200", "--output", str(sweep)]) == 0
+    plan = ["scale", "plan", str(experiment), "evaluation.max_tokens=200", "--rates", *rates]
+    assert main([*plan, "--output", str(sweep)]) == 0
     cells = read_sweep(sweep).cells
     write_text(experiment, experiment.read_text().replace("learning_rate: 4e-2, ", ""))
     for cell in cells:
