@@ -54,8 +54,8 @@ from pretrain.metrics.stragglers import ForwardClock
 from pretrain.metrics.wandb_writer import check_wandb, wandb_writer
 from pretrain.model.parameters import WithoutDrawing
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.processes.device import check_tiles, set_determinism, with_precision_of_run
 from pretrain.processes.last_collectives import set_trace_files, write_last_collectives
-from pretrain.processes.precision import check_tiles, set_determinism, with_precision_of_run
 from pretrain.recovery.faults import fault_from_environment
 from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
 from pretrain.recovery.out_of_memory import record_out_of_memory, with_fitting_micro_batch

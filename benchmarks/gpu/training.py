@@ -29,7 +29,7 @@ from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.optim.learning_rate import learning_rate_at
-from pretrain.processes.precision import has_bf16, set_determinism
+from pretrain.processes.device import has_bf16, set_determinism
 from pretrain.run import build_engine
 from pretrain.state import TrainState
 

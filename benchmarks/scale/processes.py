@@ -13,7 +13,7 @@ from benchmarks.scale.growth import growth_of
 from benchmarks.scale.ranks import STEP_SECONDS
 from foundation.own_programs import own_command
 from pretrain.distributed.rounds import rounds_of
-from pretrain.distributed.world import LAZY_VARIABLE, needed_descriptors
+from pretrain.distributed.world import LAZY_VARIABLE, MOST_DESCRIPTORS
 
 SIZES = (2, 4, 8, 16)
 MOST_MILLISECONDS = 1.0
@@ -44,15 +44,13 @@ def _descriptors(of_main: dict[int, float], of_another: dict[int, float]) -> Ite
     """Yield what is open on rank 0, which has the store's connections as well, and on another."""
     store = growth_of({size: count - of_another[size] for size, count in of_main.items()})
     another = growth_of(of_another)
-    limit = needed_descriptors(0, RANKS[-1], is_mesh=False)
     yield Cost(
-        name="descriptors of rank 0", measured=of_main, at_most=limit,
+        name="descriptors of rank 0", measured=of_main, at_most=MOST_DESCRIPTORS,
         expected={ranks: round(store.at(ranks) + another.at(ranks)) for ranks in RANKS},
         detail=f"from 64 on those of another rank and {store.describe('ranks')}; the limit is "
-        "raised as far as these need, or one line names it",
+        "raised as far as the hard one allows",
     )  # fmt: skip
-    limit = needed_descriptors(1, RANKS[-1], is_mesh=False)
-    yield Cost(name="descriptors of another rank", measured=of_another, at_most=limit)
+    yield Cost(name="descriptors of another rank", measured=of_another, at_most=MOST_DESCRIPTORS)
 
 
 def _saves(measured: dict[int, float]) -> Cost:

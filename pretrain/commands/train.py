@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         init_world,
         world_from_environment,
     )
-    from pretrain.processes.device_variables import set_device_variables
+    from pretrain.processes.device import set_device_variables
     from pretrain.run import run_training, set_threads_of_rank
 
     rank = world_from_environment(os.environ)

@@ -51,11 +51,11 @@ from pretrain.distributed.slurm_variables import (
 
 LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
 LARGEST_MESH = 64  # ranks
-OWN_DESCRIPTORS = 512  # libraries, logs, shards, checkpoints
+MOST_DESCRIPTORS = 1 << 16
 
 
-def prepare_descriptors(rank: int, world_size: int) -> None:
-    """Raise this process's limit as far as its connections need; ConfigError if it may not be.
+def prepare_descriptors(world_size: int) -> None:
+    """Let this process open as many files and connections as it may, up to MOST_DESCRIPTORS.
 
     From more than LARGEST_MESH ranks on, gloo connects two ranks when a collective first needs it:
     those are a few per rank, and two more where their number doubles. Smaller worlds connect all at
@@ -63,23 +63,10 @@ def prepare_descriptors(rank: int, world_size: int) -> None:
     """
     if world_size > LARGEST_MESH:
         os.environ.setdefault(LAZY_VARIABLE, "1")
-    is_mesh = os.environ.get(LAZY_VARIABLE) != "1"
-    needed = needed_descriptors(rank, world_size, is_mesh)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigError(
-            f"rank {rank} of {world_size:,} needs {needed:,} open files and connections, and its "
-            f"hard limit is {hard:,}; raise it (ulimit -Hn, or LimitNOFILE of slurmd)"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-def needed_descriptors(rank: int, world_size: int, is_mesh: bool) -> int:
-    """Return how many descriptors a rank has open at most."""
-    store = world_size if rank == 0 else 1
-    return OWN_DESCRIPTORS + store + (world_size if is_mesh else 0)
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 LOOPBACK = "127.0.0.1"  # where ranks of one machine meet
@@ -262,7 +249,7 @@ def init_world(watchdog_timeout_seconds: float = 0.0) -> World:
         torch.cuda.set_device(world.device)
     if dist.is_initialized():
         return world
-    prepare_descriptors(world.rank, world.world_size)
+    prepare_descriptors(world.world_size)
     timeout = collective_timeout(watchdog_timeout_seconds)
     set_default_timeout(timeout)
     if world.world_size == 1 and "MASTER_ADDR" not in os.environ:

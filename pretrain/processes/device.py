@@ -1,30 +1,59 @@
-"""The precision of a run: chosen once, when it starts, and from then on one of its settings.
+"""How a rank uses its device: variables, repeatable results, and the precision of the run.
 
-Bitwise repeatable results on a GPU, where several operations are not so by themselves.
-
-What remains outside of it: another device, library or number of ranks rounds differently, and NCCL
-may choose another algorithm on other nodes. `docs/reliability.md` lists all of it.
+The precision is chosen once, when a run starts, and from then on one of its settings. On a GPU
+several operations do not repeat their bits by themselves. What remains outside of it: another
+device, library or number of ranks rounds differently, and NCCL may choose another algorithm on
+other nodes. `docs/reliability.md` lists all of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import MutableMapping
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from torch.utils import deterministic
 
+from foundation.errors import DataError
+from foundation.files import private_directory
 from pretrain.config.choices import Precision, PrecisionSetting
 from pretrain.config.engine import Attention, attention_in
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig
+from pretrain.distributed.slurm_variables import is_slurm_task
 from pretrain.distributed.world import World, any_rank, broadcast_value, raise_on_all_ranks
 from pretrain.kernels.triton.settings import unsupported_reason
 from pretrain.kernels.triton.tiling import tiles_for
 from pretrain.rundir.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
+
+TRITON_CACHE = "TRITON_CACHE_DIR"
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+NEW_ALLOCATOR = "PYTORCH_ALLOC_CONF"  # its name in newer versions of torch
+
+
+def set_device_variables(environment: MutableMapping[str, str], local: Path) -> None:
+    """Set them before CUDA is used; `local` is a directory on the node's own disk.
+
+    Segments that grow keep memory whole while the sizes of tensors change. More than a MiB of
+    pinned host memory is not rounded up to a power of two, if torch can reuse such blocks. On
+    Slurm, triton's compiled kernels stay on the node: hundreds of ranks that write into one home
+    directory on a network disk wait for each other.
+    """
+    if ALLOCATOR not in environment and NEW_ALLOCATOR not in environment:
+        environment[ALLOCATOR] = "expandable_segments:True"
+        if tuple(map(int, version("torch").split(".")[:2])) >= (2, 15):
+            environment[ALLOCATOR] += ",pinned_max_round_threshold_mb:1"
+    if is_slurm_task(environment) and TRITON_CACHE not in environment:
+        cache = local / f"triton-{os.getuid()}"
+        with contextlib.suppress(OSError, DataError):  # its files are executed
+            environment[TRITON_CACHE] = str(private_directory(cache))
+
 
 # Eight buffers of 4 MiB per stream: with them a matrix product takes the same path every time.
 CUBLAS_WORKSPACE = ":4096:8"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,12 @@ from pretrain.config.run import RunConfig
 from pretrain.kernels.triton.settings import DTYPES
 from pretrain.model.attention_paths import path_for
 from pretrain.model.parameters import dtype_of
-from pretrain.processes.precision import set_determinism, with_precision_of_run
+from pretrain.processes import device
+from pretrain.processes.device import (
+    set_determinism,
+    set_device_variables,
+    with_precision_of_run,
+)
 from pretrain.rundir.run_dir import RunDir
 from pretrain.weights.trained_model import precision_on
 from tests.helpers.choices import choices_of
@@ -93,3 +99,58 @@ def test_settings_and_tensors_agree_on_which_precisions_the_fused_kernel_takes(p
     run = run_in(precision)
     takes = dtype_of(run.engine.number_format) in DTYPES
     assert (attention_in(run.engine, run.model, on_gpu=True)[0] is Attention.FUSED) == takes
+
+
+TASK = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+SETTINGS = "expandable_segments:True,pinned_max_round_threshold_mb:1"
+GROWING = {"PYTORCH_CUDA_ALLOC_CONF": SETTINGS}
+
+
+@pytest.mark.parametrize(
+    ("given", "caches"),
+    [
+        ({}, False),
+        (TASK, True),
+        ({**TASK, "TRITON_CACHE_DIR": "/mine"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, False),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, False),
+    ],
+)
+def test_a_rank_gets_what_nobody_has_set(
+    tmp_path: Path, given: dict[str, str], caches: bool
+) -> None:
+    environment = dict(given)
+    set_device_variables(environment, tmp_path)
+    own = {} if any("ALLOC" in name for name in given) else dict(GROWING)
+    cache = tmp_path / f"triton-{os.getuid()}"
+    own |= {"TRITON_CACHE_DIR": str(cache)} if caches else {}
+    assert environment == {**given, **own}
+    assert cache.exists() == caches
+
+
+def test_torch_takes_the_settings_of_its_allocator() -> None:
+    torch._C._accelerator_setAllocatorSettings(SETTINGS)
+
+
+def test_an_older_torch_gets_no_setting_that_it_does_not_know(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(device, "version", lambda name: "2.11.0")
+    environment: dict[str, str] = {}
+    set_device_variables(environment, tmp_path)
+    assert environment == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "open to others"])
+def test_a_cache_that_another_user_may_have_made_is_not_used(tmp_path: Path, kind: str) -> None:
+    cache = tmp_path / f"triton-{os.getuid()}"
+    (tmp_path / "elsewhere").mkdir()
+    match kind:
+        case "link":
+            cache.symlink_to(tmp_path / "elsewhere")
+        case "file":
+            cache.touch()
+        case _:
+            cache.mkdir()
+            cache.chmod(0o777)
+    environment = dict(TASK)
+    set_device_variables(environment, tmp_path)
+    assert "TRITON_CACHE_DIR" not in environment
