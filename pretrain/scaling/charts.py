@@ -247,8 +247,9 @@ def equal_losses(fit: Fit) -> Figure:
     taken_P2 = np.stack([np.concatenate(each) for each in marks], axis=1)
     _contours(axes, fit, (token_X, size_Y), levels, taken_P2)
     for budget, style in budget_styles(points.budgets).items():
-        tokens_Y = np.exp(line.flops_law.log_tokens(np.log(budget), np.log(size_Y)))
-        axes.plot(tokens_Y, size_Y, ":", color=style["color"], linewidth=0.9)
+        if style["label"]:  # of many budgets only some have a line
+            tokens_Y = np.exp(line.flops_law.log_tokens(np.log(budget), np.log(size_Y)))
+            axes.plot(tokens_Y, size_Y, ":", color=style["color"], linewidth=0.9)
         mine = points.budget_P == budget
         axes.plot(points.tokens_P[mine], points.parameters_P[mine], linestyle="", **style)
     color = COLORS[law.key]

@@ -371,17 +371,13 @@ def _reasons(unused: list[Valley]) -> str:
 
 def _warnings(valleys: tuple[Valley, ...]) -> list[str]:
     unused = [valley for valley in valleys if not valley.is_used]
-    few = [
-        f"{valley.budget:.3g}"
-        for valley in valleys
-        if valley.is_used and valley.num_sizes < GOOD_SIZES
-    ]
+    few = [each for each in valleys if each.is_used and each.num_sizes < GOOD_SIZES]
     found = []
     if unused:
         found.append(f"{counted(len(unused), 'budget')} not used ({_reasons(unused)})")
     if few:
         found.append(
-            f"fewer than {GOOD_SIZES} sizes, so that one run moves the vertex far, at "
-            f"{', '.join(few)}"
+            f"{counted(len(few), 'budget')} of fewer than {GOOD_SIZES} sizes, where one run moves "
+            f"the vertex far: {few[0].budget:.3g}{' and others' if few[1:] else ''}"
         )
     return found

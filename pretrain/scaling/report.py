@@ -47,7 +47,7 @@ from pretrain.scaling.predict import BAND, near_optimal_band
 from pretrain.scaling.table import Array, Points
 from pretrain.terminal.text import counted, flops_text, text_table
 
-WIDTH = 100
+WIDTH, PRE_WIDTH = 100, 84  # of the terminal and of text on a page
 MOST_WARNINGS, WARNING_LINES = 5, 2
 Numbers = list[tuple[str, Interval, Text]]
 
@@ -314,6 +314,10 @@ def render(fit: Fit, title: str, about: str, drawn: Mapping[str, str]) -> str:
         f"{points.flops_P.min():.3g} to {points.flops_P.max():.3g} training FLOPs. Brackets are "
         f"{LEVEL}% intervals, losses in nats per token."
     )
+    text = "\n".join(
+        textwrap.fill(line, PRE_WIDTH, subsequent_indent="  ") if len(line) > PRE_WIDTH else line
+        for line in "\n".join(_details(fit)).splitlines()
+    )
     sections = [
         _warnings(fit),
         _laws(fit),
@@ -321,7 +325,7 @@ def render(fit: Fit, title: str, about: str, drawn: Mapping[str, str]) -> str:
         _figures("Compute-optimal frontier", drawn, "frontier", "sizes", "tokens"),
         _figures("Errors and equal losses", drawn, "residuals", "contours"),
         _costs(fit),
-        section("All numbers", folded("as text", preformatted("\n".join(_details(fit))))),
+        section("All numbers", folded("as text", preformatted(text))),
     ]
     footer = (
         "Written by 'pretrain scale report'. All numbers are in fit.json; every figure is beside "
