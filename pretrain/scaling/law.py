@@ -197,7 +197,8 @@ class ParametricFit:
         groups = groups_of(points.budget_P), "budgets"
         if not self._do_budgets_differ(points):
             count = max(MOST_GROUPS, min(len(points), MOST_FITTED // len(points)))
-            groups = np.arange(len(points)) % count, "groups of runs"
+            name = "runs" if count == len(points) else "groups of runs"
+            groups = np.arange(len(points)) % count, name
         laws = self.without_each(points, groups[0])
         return LawLine(laws, flops_law), len(laws) - 1, f"{len(laws)} {groups[1]}"
 
