@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from data_pipeline.config import CacheConfig, MixturePart
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, read_manifest, read_vocab_size
@@ -23,10 +22,6 @@ from foundation.yaml_files import YAML_SUFFIXES
 from pretrain.config.choices import Precision
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig
-
-if TYPE_CHECKING:
-    from data_pipeline.corpora.corpus import Corpus
-    from data_pipeline.lanes.mixture import Mixture
 
 VALIDATION = SPLITS[1]
 
@@ -132,33 +127,24 @@ def _as_name(part: str) -> str:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Return the run with its vocabulary size.
+    """Return the run with its vocabulary size; UserError if it cannot train on the corpus.
 
-    UserError with all reasons why the run cannot train on the corpus, also those that would only
-    show later: a small corpus has several.
+    Reads no shard: every rank does this for all lanes, and reads its own later.
     """
     # Imported late: commands that only estimate costs need no numpy.
     from data_pipeline.corpora.corpus import tokenizer_of
-    from data_pipeline.lanes.mixture import open_training_data
+    from data_pipeline.lanes.lane_plan import check_lanes
+    from data_pipeline.lanes.mixture import open_training_data, plan_of
 
-    phases = runs_of_phases(config)
-    corpora = [
-        open_training_data(data.path, data.mixture, data.cache, data.manifest_hash)
-        for data in (phase.data for phase in phases)
-    ]
-    problems = [
-        problem
-        for phase, corpus in zip(phases, corpora, strict=True)
-        for problem in _problems(phase, corpus)
-    ]
-    if problem := _error_of(lambda: read_manifest(config.data.directory() / "validation")):
-        problems.append(problem)
-    else:
-        problems += filter(None, [_error_of(lambda: splits_of_sets(config))])
-    if problems:
-        count = f"{len(problems)} problems with the corpus: " if problems[1:] else ""
-        raise DataError(count + "; also, ".join(problems))
-    vocab_size = tokenizer_of(corpora[0].tokenizer_directory.parent).vocab_size  # same in all
+    corpus = None
+    for phase in runs_of_phases(config):
+        data = phase.data
+        corpus = open_training_data(data.path, data.mixture, data.cache, data.manifest_hash)
+        check_lanes(plan_of(corpus, data.lanes, phase.seed), corpus.manifest.longest_document)
+    assert corpus is not None
+    read_manifest(config.data.directory() / VALIDATION)
+    splits_of_sets(config)
+    vocab_size = tokenizer_of(corpus.tokenizer_directory.parent).vocab_size  # same in all
     if config.model.vocab_size not in (0, vocab_size):
         raise UserError(
             f"model.vocab_size={config.model.vocab_size}, but the tokenizer of "
@@ -166,37 +152,6 @@ def resolve(config: RunConfig) -> RunConfig:
             "taken from the corpus"
         )
     return _with_vocab_size(config, vocab_size)
-
-
-def _problems(phase: RunConfig, corpus: Corpus | Mixture) -> list[str]:
-    """Why the phase cannot read the corpus; what else would go wrong with it only if it cannot."""
-    from data_pipeline.lanes.lane_plan import check_lanes
-    from data_pipeline.lanes.mixture import plan_of
-
-    lanes, segment, manifest = phase.data.lanes, phase.lane_tokens_per_step, corpus.manifest
-    # Reads no shard: every rank does this for all lanes, and reads its own later.
-    plan = plan_of(corpus, lanes, phase.seed)
-    if not (problem := _error_of(lambda: check_lanes(plan, manifest.longest_document))):
-        return []
-    share = manifest.tokens // max(1, manifest.tokens // max(1, manifest.longest_document))
-    if segment <= share:
-        return [problem]
-    number = phase.optim.gradient_segments
-    what = f"{number} segments of a step, {segment}" if number > 1 else f"segments of {segment}"
-    return [
-        problem,
-        f"{what} tokens are longer than the {share} tokens of a lane; use "
-        f"data.segment_length={share // number} or less",
-    ]
-
-
-def _error_of(check: Callable[[], object]) -> str:
-    """What a check finds wrong with the data; empty if nothing."""
-    try:
-        check()
-    except DataError as error:
-        return str(error)
-    return ""
 
 
 def resolve_if_built(config: RunConfig) -> RunConfig:

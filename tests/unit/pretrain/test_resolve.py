@@ -27,7 +27,7 @@ def test_every_path_of_a_run_becomes_absolute(monkeypatch, tmp_path: Path) -> No
     assert paths == [tmp_path / name for name in "wdabc"]
 
 
-def test_the_first_error_about_a_small_corpus_names_everything_to_change(tmp_path: Path) -> None:
+def test_what_a_small_corpus_cannot_serve_is_rejected_before_training(tmp_path: Path) -> None:
     for name, length in (("a", 20), ("b", 40)):
         (tmp_path / f"{name}.txt").write_text("x" * length)
     tokenizer = TokenizerConfig(kind="bytes")
@@ -36,15 +36,10 @@ def test_the_first_error_about_a_small_corpus_names_everything_to_change(tmp_pat
         input=text, output=tmp_path / "c", validation_fraction=0, tokenizer=tokenizer
     )
     build_corpus(without)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=r"62 tokens are too few for 16 lanes.*data\.lanes=1"):
         resolve(RunConfig(data=DataConfig(path=tmp_path / "c")))
-    said = str(caught.value)
-    assert said.startswith("3 problems with the corpus: 62 tokens are too few for 16 lanes")
-    assert "use at most 1 lanes (data.lanes=1)" in said
-    assert "longer than the 62 tokens of a lane; use data.segment_length=62 or less" in said
-    assert "has no validation split; build the corpus with validation_fraction above 0" in said
     fitting = DataConfig(path=tmp_path / "c", lanes=1, segment_length=62)
-    with pytest.raises(DataError, match=r"^data.path=.* has no validation split"):
+    with pytest.raises(DataError, match="has no validation split"):
         resolve(RunConfig(data=fitting))
     (tmp_path / "v.txt").write_text("y" * 5)
     build_corpus(
