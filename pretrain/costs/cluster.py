@@ -2,8 +2,6 @@
 
 `pretrain` reads them to estimate costs, `launcher` to submit jobs; one reader refuses the same
 files. Torch-free.
-
-What `--nodes` of a command says.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from foundation.credentials import is_variable_name, referenced_variable
 from foundation.errors import ConfigError
@@ -47,26 +45,18 @@ class NodeRange:
 
 def parse_nodes(text: str) -> NodeRange:
     """`4`, `4:16` or `4+1`."""
-    found = _NODES.fullmatch(text)
-    if not found:
-        raise ConfigError(
-            f"--nodes={text[:40]} is neither a number nor a range; write 4, 4:16 for 4 to 16, or "
-            "4+1 for 4 and a spare one"
-        )
-    first, sign, second = int(found[1]), found[2], int(found[3] or found[1])
-    if sign == "+":
-        if not (first and second and first + second <= MOST_NODES):
-            raise ConfigError(
-                f"--nodes={text}: expected 1 or more nodes to train and 1 or more spare ones, at "
-                f"most {MOST_NODES:,} in all; write 4+1 for 4 and a spare one"
-            )
-        return NodeRange(first, first, spare=second)
-    if not sign and not 1 <= first <= MOST_NODES:
-        raise ConfigError(f"--nodes={text} must be from 1 to {MOST_NODES:,}")
-    nodes = NodeRange(first, second)
-    if not 1 <= nodes.least <= nodes.most <= MOST_NODES:
-        raise ConfigError(f"--nodes={text}: expected 1 to {MOST_NODES:,}, the smaller number first")
-    return nodes
+    if match := _NODES.fullmatch(text):
+        first, second = int(match[1]), int(match[3] or match[1])
+        if match[2] == "+":
+            nodes, is_valid = NodeRange(first, first, spare=second), second > 0
+        else:
+            nodes, is_valid = NodeRange(first, second), first <= second
+        if is_valid and first >= 1 and nodes.most + nodes.spare <= MOST_NODES:
+            return nodes
+    raise ConfigError(
+        f"--nodes={text[:40]}: expected a number from 1 to {MOST_NODES:,}, 4:16 for 4 to 16, or "
+        "4+1 for 4 and a spare one"
+    )
 
 
 def fixed_nodes(text: str) -> NodeRange:
@@ -180,7 +170,8 @@ def _check_texts(cluster: ClusterConfig) -> None:
             "which is taken from the shell that submits"
         )
     for name_of, value in to_tree(cluster).items():
-        for text in _texts_in(value):
+        value = list(value.values()) if isinstance(value, dict) else value
+        for text in map(str, value if isinstance(value, list) else [value]):
             if control_characters(text):
                 raise ConfigError(
                     f"{name_of}: found a control character in {text[:80]!r}, expected one line of "
@@ -198,12 +189,6 @@ def _check_references(environment: Mapping[str, str]) -> None:
                 f"environment.{name}: found a value that everybody who reads the file or the job "
                 f"script would know; write '{name}: env:{name}' and export {name} where you submit"
             )
-
-
-def _texts_in(value: Any) -> list[str]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [str(each) for each in (value if isinstance(value, list) else [value])]
 
 
 def control_characters(text: str) -> bool:

@@ -145,7 +145,7 @@ def test_ranks_that_can_not_start_are_told_with_their_last_line(tmp_path, monkey
     ("arguments", "message"),
     [
         (["--local", "--ranks=0"], "--ranks=0 must be from 1 to 1,024"),
-        (["--cluster=cluster.yaml", "--nodes=99999999999"], "must be from 1 to 65,536"),
+        (["--cluster=cluster.yaml", "--nodes=99999999999"], "expected a number from 1 to 65,536"),
         (["--local", "--directory=/proc"], "/proc: No such file or directory"),
         (["--cluster=nowhere.yaml"], "nowhere.yaml does not exist"),
         (["--cluster=cluster.yaml", "--nodes=2:4"], "--nodes=2:4: found a range"),

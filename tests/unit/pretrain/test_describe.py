@@ -122,8 +122,8 @@ def test_time_follows_from_the_peak_of_the_configured_precision(
             [str(MODELS / "enwik8-base.yaml"), "--gpus-per-node", "4"],
             "data.lanes=22 does not divide over 4 ranks",
         ),
-        ([str(MODELS / "enwik8-base.yaml"), "--nodes=99999999999"], "must be from 1 to 65,536"),
-        ([str(MODELS / "enwik8-base.yaml"), "--nodes", "0"], "--nodes=0 must be from 1 to 65,536"),
+        ([str(MODELS / "enwik8-base.yaml"), "--nodes=99999999999"], "expected a number from 1"),
+        ([str(MODELS / "enwik8-base.yaml"), "--nodes", "0"], "--nodes=0: expected a number from 1"),
         (
             [str(MODELS / "enwik8-base.yaml"), "--mfu", "2"],
             "--mfu=2.0 must be above 0 and at most 1",
