@@ -1,6 +1,6 @@
 """What each lane carries from segment to segment: every tensor of its memory, by the settings.
 
-A kind of layer carries what `_parts_of_layer` lists for it. Checkpoints, elastic resumes, offloaded
+A kind of layer carries what `_layer_parts` lists for it. Checkpoints, elastic resumes, offloaded
 memories, evaluation and costs go through this list and know no kind of layer. Torch-free.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from foundation.settings import assert_never
 from pretrain.config.model import CONVOLUTION_WIDTH, ModelConfig
 
 # rows: one per remembered token, or per group of tokens; none at first.
@@ -33,16 +32,9 @@ class LanePart:
 
     def num_bytes(self, activation_bytes: int) -> int:
         """Return the bytes of one lane when the memory is full."""
-        count, width = math.prod(self.shape), 4 if self.in_float32 else activation_bytes
-        match self.kind:
-            case "rows":
-                return self.length * count * width
-            case "documents":
-                return self.length * 4
-            case "state":
-                return count * width
-            case _:
-                assert_never(self.kind)
+        rows = 1 if self.kind == "state" else self.length
+        width = 4 if self.in_float32 or self.kind == "documents" else activation_bytes
+        return rows * math.prod(self.shape) * width
 
 
 @dataclass(frozen=True)
@@ -76,45 +68,32 @@ def lane_parts(model: ModelConfig, memory_length: int | None = None) -> LanePart
     """
     lengths = model.memory_lengths(memory_length)
     length = max(lengths)
-    documents = _documents("documents", length, _waiting(model, length))
-    shared = (documents,)
-    if model.compressed_length:
-        compressed = model.compressed_length if length else 0
-        shared = (_documents("compressed_documents", compressed), documents)
+    shared: list[LanePart] = []
     if model.memory_tokens:
         shape = (model.memory_tokens, model.d_model)
-        shared = (LanePart(name="memory_tokens", kind="state", shape=shape), *shared)
-    layers = tuple(_parts_of_layer(model, *each) for each in enumerate(lengths))
-    return LaneParts(layers, shared, is_forgotten=length == 0 < model.longest_memory)
-
-
-def _parts_of_layer(model: ModelConfig, index: int, length: int) -> tuple[LanePart, ...]:
-    """Return the parts of a layer by its kind."""
-    kind = model.layer_kind(index)
-    match kind:
-        case "attention":
-            return _parts_of_attention(model, index, length)
-        case "deltanet":
-            return _parts_of_deltanet(model, index)
-        case _:
-            assert_never(kind)
-
-
-def _parts_of_deltanet(model: ModelConfig, index: int) -> tuple[LanePart, ...]:
-    """Return the state of every head, and what the short convolution still reads."""
-    name, heads = f"layers.{index}", model.num_heads
-    state = (heads, model.head_width, model.deltanet_value_width)
-    tail = (CONVOLUTION_WIDTH - 1, heads * (2 * model.head_width + model.deltanet_value_width))
-    return (
-        LanePart(name=f"{name}.state", kind="state", shape=state, in_float32=True),
-        LanePart(name=f"{name}.tail", kind="state", shape=tail),
-    )
-
-
-def _parts_of_attention(model: ModelConfig, index: int, length: int) -> tuple[LanePart, ...]:
-    """Return a layer's inputs, and the compressed ones if any."""
-    name, shape = f"layers.{index}", (model.d_model,)
+        shared.append(LanePart(name="memory_tokens", kind="state", shape=shape))
+    if model.compressed_length:
+        compressed = model.compressed_length if length else 0
+        shared.append(LanePart(name="compressed_documents", kind="documents", length=compressed))
     waiting = _waiting(model, length)
+    shared.append(LanePart(name="documents", kind="documents", length=length, waiting=waiting))
+    layers = tuple(_layer_parts(model, *each) for each in enumerate(lengths))
+    return LaneParts(layers, tuple(shared), is_forgotten=length == 0 < model.longest_memory)
+
+
+def _layer_parts(model: ModelConfig, index: int, length: int) -> tuple[LanePart, ...]:
+    """Return the parts of a layer by its kind."""
+    name, heads = f"layers.{index}", model.num_heads
+    if model.layer_kind(index) == "deltanet":
+        # The state of every head, and what the short convolution still reads.
+        state = (heads, model.head_width, model.deltanet_value_width)
+        tail = (CONVOLUTION_WIDTH - 1, heads * (2 * model.head_width + model.deltanet_value_width))
+        return (
+            LanePart(name=f"{name}.state", kind="state", shape=state, in_float32=True),
+            LanePart(name=f"{name}.tail", kind="state", shape=tail),
+        )
+    # Its inputs, and the compressed ones if any.
+    shape, waiting = (model.d_model,), _waiting(model, length)
     hidden = LanePart(
         name=f"{name}.hidden", kind="rows", shape=shape, length=length, waiting=waiting
     )
@@ -122,10 +101,6 @@ def _parts_of_attention(model: ModelConfig, index: int, length: int) -> tuple[La
         return (hidden,)
     compressed = model.compressed_length if length else 0
     return hidden, LanePart(name=f"{name}.compressed", kind="rows", shape=shape, length=compressed)
-
-
-def _documents(name: str, length: int, waiting: int = 0) -> LanePart:
-    return LanePart(name=name, kind="documents", length=length, waiting=waiting)
 
 
 def _waiting(model: ModelConfig, length: int) -> int:

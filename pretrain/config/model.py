@@ -251,9 +251,8 @@ class ModelConfig:
         """
         most = self.longest_memory
         longest = most if longest is None else longest
-        pattern = (longest if each >= most else min(each, longest) for each in self._memory_pattern)
-        pattern = tuple(pattern)
-        return pattern * (self.num_layers // len(pattern))
+        lengths = self._memory_pattern * (self.num_layers // len(self._memory_pattern))
+        return tuple(longest if each >= most else min(each, longest) for each in lengths)
 
     def most_keys(self, longest_memory: int, segment_length: int) -> int:
         """Return how many keys the queries of such segments see when the memory is full."""
@@ -276,8 +275,7 @@ class ModelConfig:
     @property
     def attended_lengths(self) -> tuple[int, ...]:
         """The lengths of layers with attention; of all layers if none has."""
-        pattern = self._memory_pattern
-        lengths = pattern * (self.num_layers // len(pattern))
+        lengths = self._memory_pattern * (self.num_layers // len(self._memory_pattern))
         numbered = enumerate(lengths)
         return tuple(each for i, each in numbered if self.layer_kind(i) == "attention") or lengths
 

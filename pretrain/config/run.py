@@ -2,11 +2,6 @@
 
 Torch-free: the launcher reads these on a login node. What can be derived is a property, not a
 setting. `changeable` and `fixed` say what may change when a run is resumed.
-
-What settings are called in the paper's code and in other systems.
-
-An error about such a name says which setting to use, or what to do where there is no setting. Names
-that are like ours need no entry.
 """
 
 from __future__ import annotations
