@@ -426,7 +426,6 @@ def build_engine(config: RunConfig, world: World, draws: bool = True) -> Engine:
         engine.activation_checkpointing,
         engine.attention_kernel,
         engine.logits_chunk_tokens,
-        engine.checkpoint_every_n_layers,
         engine.compile,
     )
     with contextlib.nullcontext() if draws else WithoutDrawing():

@@ -17,7 +17,7 @@ from data_pipeline.lanes.lane_stream import Prefetcher
 from pretrain.config.run import RunConfig
 from pretrain.costs.devices import DEVICES, device_named
 from pretrain.costs.flops import cost_of, flops_of, mean_memory
-from pretrain.costs.memory import device_bytes
+from pretrain.costs.memory import Footprint
 from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
 from pretrain.distributed.world import World
 
@@ -54,7 +54,7 @@ def speed(context: Context) -> None:
     maker = None if context.is_dry else makers_peak(torch.cuda.get_device_name())
     values: dict[str, Any] = {}
     if isinstance(trainer, Trainer):
-        estimated = device_bytes(run, 1, not context.is_dry)
+        estimated = Footprint(run, 1, not context.is_dry).device
         values = {"parameters": cost_of(run).parameters, "describe_gib": estimated / 2**30}
     else:
         values["parameters"] = sum(each.numel() for each in trainer.module.parameters())

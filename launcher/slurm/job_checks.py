@@ -18,11 +18,7 @@ from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.costs.cluster import ClusterConfig, NodeRange, seconds_of
 from pretrain.costs.devices import DEVICES, GIB, USABLE
 from pretrain.costs.fitting import advice
-from pretrain.costs.memory import (
-    checkpoint_bytes,
-    device_bytes,
-    largest_phase,
-)
+from pretrain.costs.memory import checkpoint_bytes, footprint_of
 
 
 def check_run(
@@ -124,8 +120,7 @@ def describe_evenly(config: RunConfig) -> str:
 
 def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None:
     capacity = USABLE * (cluster.gpu_memory or DEVICES[cluster.gpu_model].memory)
-    largest = largest_phase(config, ranks, on_gpu=True)
-    needed = device_bytes(largest, ranks, on_gpu=True)
+    needed = footprint_of(config, ranks, on_gpu=True).device
     if needed > capacity:
         raise ConfigError(
             f"a rank needs about {needed / GIB:.1f} GiB, an {cluster.gpu_model} leaves "

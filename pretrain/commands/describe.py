@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from foundation.cli import add_experiment
 from foundation.progress import duration
@@ -33,38 +34,6 @@ from pretrain.costs.run_time import (
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_urls
 from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import counted, si, step_time
-
-
-def failure_rows(
-    run: RunConfig, hardware: Hardware, step_seconds: float
-) -> list[tuple[str, str, str]]:
-    """Return rows of name, value and note; none if it is not known how often nodes fail."""
-    node = hardware.node
-    costs = failure_costs(run, hardware, step_seconds)
-    if node is None or costs is None:
-        return []
-    best = max(1, round(costs.best_interval / step_seconds))
-    given = run.checkpoint.interval
-    at_best, at_given = (costs.goodput(steps * step_seconds) for steps in (best, given))
-    saving = f"of {counted(hardware.nodes, 'node')} at {node.disk_mib_per_second:g} MiB/s each"
-    if run.checkpoint.asynchronous:
-        saving += f", training {SLOWER_WHILE_WRITING:.0%} slower meanwhile (assumed)"
-    notes = (
-        f"on average, one of {counted(hardware.nodes, 'node')}",
-        saving,
-        f"({duration(best * step_seconds)}, for checkpoint.interval)",
-        f"at best; {at_given:.1%} with checkpoint.interval={given} "
-        f"({duration(given * step_seconds)})",
-    )
-    names = "a failure every", "  a save takes", "  best interval", "  goodput"
-    values = (
-        duration(costs.between_failures),
-        duration(costs.write or costs.pause),
-        counted(best, "step"),
-        f"{at_best:.1%}",
-    )
-    return list(zip(names, values, notes, strict=True))
-
 
 LAUNCH_BOUND_SECONDS = 0.01  # a step starts thousands of kernels, some microseconds each
 
@@ -103,22 +72,22 @@ def describe(config: RunConfig, hardware: Hardware, mfu: float | None = None) ->
     """Return all lines of the description."""
     setting = config.engine.precision
     config = with_precision(config, best="bf16" if hardware.on_gpu else "fp32")
-    engine, world_size = config.engine, hardware.world_size
+    engine = config.engine
     precision = engine.number_format + (f" ({setting})" if setting != engine.precision else "")
     parameters = parameters_of(config.model)
     segment, segments = config.data.segment_length, config.optim.gradient_segments
     flops = flops_of(config.model, segment, config.data.lanes, segments)
-    every = engine.checkpoint_every_n_layers
+    time = run_time(
+        config,
+        hardware.world_size,
+        hardware.device.peak(engine) * hardware.assumed_mfu(mfu),
+    )
     return [
-        (
-            f"{config.name}: {counted(world_size, 'rank')} ({hardware.name}), "
-            f"ZeRO-{engine.zero_stage}, {precision}, "
-            f"activation checkpointing {engine.activation_checkpointing}"
-            + (f" of one in {every} layers" if every > 1 else "")
-        ),
+        f"{config.name}: {counted(hardware.world_size, 'rank')} ({hardware.name}), "
+        f"ZeRO-{engine.zero_stage}, {precision}, "
+        f"activation checkpointing {engine.activation_checkpointing}",
+        *_model_lines(config, parameters),
         *_attention_lines(config, hardware),
-        *_width_lines(config),
-        *_segment_lines(config),
         "",
         *_parameter_lines(parameters),
         "",
@@ -126,9 +95,33 @@ def describe(config: RunConfig, hardware: Hardware, mfu: float | None = None) ->
         "",
         *_memory_lines(config, hardware),
         "",
-        *_time_lines(config, hardware, mfu),
-        *_failure_lines(config, hardware, mfu),
+        *_time_lines(config, hardware, time, hardware.assumed_mfu(mfu)),
+        *_failure_lines(config, hardware, time.of_step[0]),
     ]
+
+
+def _model_lines(config: RunConfig, parameters: Parameters) -> list[str]:
+    """Return what is special about the model: mixed layers, muP, segments that teach each other."""
+    model, segments, lines = config.model, config.optim.gradient_segments, []
+    if deltanets := model.num_deltanet_layers:
+        attending = model.num_attention_layers
+        common = math.gcd(deltanets, attending)
+        mixed = f"{deltanets // common}:{attending // common} Gated DeltaNet and attention"
+        lines.append(
+            f"{mixed if attending else 'Gated DeltaNet'}, {counted(model.num_layers, 'layer')}, "
+            f"{si(parameters.total).replace(' ', '')} parameters, {config.optim.name}"
+        )
+    if model.base_width:
+        lines.append(
+            f"muP: {model.width_multiplier:g}x as wide as the base, model.base_width="
+            f"{model.base_width}, whose rates and initial weights hold"
+        )
+    if segments > 1:
+        lines.append(
+            f"a step reads {segments} segments of each lane (optim.gradient_segments), whose "
+            "memories carry gradients"
+        )
+    return lines
 
 
 def _attention_lines(config: RunConfig, hardware: Hardware) -> list[str]:
@@ -147,62 +140,28 @@ def _attention_lines(config: RunConfig, hardware: Hardware) -> list[str]:
     return lines
 
 
-def _width_lines(config: RunConfig) -> list[str]:
-    model = config.model
-    if not model.base_width:
-        return []
-    return [
-        f"muP: {model.width_multiplier:g}x as wide as the base, model.base_width="
-        f"{model.base_width}, whose rates and initial weights hold",
-    ]
-
-
-def _segment_lines(config: RunConfig) -> list[str]:
-    segments = config.optim.gradient_segments
-    if segments == 1:
-        return []
-    return [
-        f"a step reads {segments} segments of each lane (optim.gradient_segments), whose memories "
-        "carry gradients"
-    ]
-
-
 def _parameter_lines(parameters: Parameters) -> list[str]:
-    parts = [
-        "attention",
-        "deltanet",
-        "feed_forward",
-        "norms",
-        "biases",
-        "compression",
-        "embedding",
-        "head",
-    ]
     return [
         _row("parameters", f"{parameters.total:,}", f"({si(parameters.total)})"),
         _row("  body", f"{parameters.body:,}"),
-        *(_row(f"  {name.replace('_', '-')}", f"{getattr(parameters, name):,}") for name in parts),
+        *(_row(_part(name), f"{count:,}") for name, count in vars(parameters).items() if count),
     ]
 
 
 def _flops_lines(flops: Flops, parameters: Parameters) -> list[str]:
-    parts = [
-        "projections",
-        "positions",
-        "attention",
-        "deltanet",
-        "feed_forward",
-        "compression",
-        "head",
-    ]
     six_nd = 6.0 * parameters.total
     passes = f"(forward {_flop(flops.forward)}, backward {_flop(flops.training - flops.forward)})"
     off = f"would be off by {six_nd / flops.training - 1:+.0%}"
+    parts = {name: each for name, each in vars(flops).items() if name != "without_gradient"}
     return [
         _row("FLOPs per token", _flop(flops.training), passes),
-        *(_row(f"  {name.replace('_', '-')}", _flop(getattr(flops, name))) for name in parts),
+        *(_row(_part(name), _flop(each)) for name, each in parts.items() if each),
         _row("  6N", _flop(six_nd), off),
     ]
+
+
+def _part(name: str) -> str:
+    return f"  {name.replace('_', '-')}"
 
 
 def _memory_lines(run: RunConfig, hardware: Hardware) -> list[str]:
@@ -221,7 +180,7 @@ def _memory_lines(run: RunConfig, hardware: Hardware) -> list[str]:
     if not hardware.on_gpu:
         words = "not counted: Python, PyTorch and the engine take 0.5 to 1 GiB more"
         lines.append(_row("  runtime", "-", words))
-    lines += [_row(f"  {part}", _gib(size)) for part, size in found.parts.items()]
+    lines += [_row(f"  {part}", _gib(size)) for part, size in found.parts.items() if size]
     if found.offloaded:
         lines.append(_row("host memory", _gib(found.offloaded), "per rank, for what is offloaded"))
     if not fits:
@@ -232,10 +191,8 @@ def _memory_lines(run: RunConfig, hardware: Hardware) -> list[str]:
     return lines
 
 
-def _time_lines(config: RunConfig, hardware: Hardware, mfu: float | None) -> list[str]:
+def _time_lines(config: RunConfig, hardware: Hardware, time: RunTime, mfu: float) -> list[str]:
     device, world_size = hardware.device, hardware.world_size
-    mfu = hardware.assumed_mfu(mfu)
-    time = run_time(config, world_size, device.peak(config.engine) * mfu)
     spans = spans_of_phases(config, range(config.optim.steps))
     cost = cost_of(config)
     computed = sum(count * computed_flops_of_step(phase, world_size) for phase, count in spans)
@@ -285,11 +242,27 @@ def _evaluation_line(config: RunConfig, time: RunTime) -> str:
     return _row("  evaluation", duration(time.evaluation), words)
 
 
-def _failure_lines(config: RunConfig, hardware: Hardware, mfu: float | None) -> list[str]:
-    flops_per_second = hardware.device.peak(config.engine) * hardware.assumed_mfu(mfu)
-    of_step = run_time(config, hardware.world_size, flops_per_second).of_step[0]
-    rows = [_row(*row) for row in failure_rows(config, hardware, of_step)]
-    return ["", *rows] if rows else []
+def _failure_lines(config: RunConfig, hardware: Hardware, step_seconds: float) -> list[str]:
+    """Return what failures cost; none if it is not known how often nodes fail."""
+    node, costs = hardware.node, failure_costs(config, hardware)
+    if node is None or costs is None:
+        return []
+    best, given = max(1, round(costs.best_interval / step_seconds)), config.checkpoint.interval
+    at_best, at_given = (costs.goodput(steps * step_seconds) for steps in (best, given))
+    nodes = counted(hardware.nodes, "node")
+    saving = f"of {nodes} at {node.disk_mib_per_second:g} MiB/s each"
+    if config.checkpoint.asynchronous:
+        saving += f", training {SLOWER_WHILE_WRITING:.0%} slower meanwhile (assumed)"
+    at_given_words = f"at best; {at_given:.1%} with checkpoint.interval={given} "
+    at_given_words += f"({duration(given * step_seconds)})"
+    advised = f"({duration(best * step_seconds)}, for checkpoint.interval)"
+    return [
+        "",
+        _row("a failure every", duration(costs.between_failures), f"on average, one of {nodes}"),
+        _row("  a save takes", duration(costs.write or costs.pause), saving),
+        _row("  best interval", counted(best, "step"), advised),
+        _row("  goodput", f"{at_best:.1%}", at_given_words),
+    ]
 
 
 def _row(name: str, value: str, note: str = "") -> str:

@@ -31,7 +31,7 @@ from pretrain.config.choices import (
     PrecisionSetting,
     ReductionPrecision,
 )
-from pretrain.config.model import MOST_LAYERS, ModelConfig
+from pretrain.config.model import ModelConfig
 from pretrain.config.resume_rules import fixed
 
 MOST_RANKS = 1 << 20
@@ -53,8 +53,6 @@ class EngineConfig:
     """Weights and activations; auto: bf16 on GPUs that have it, else fp32, chosen at the start."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """What the backward pass recomputes; selective: attention's scores, the delta rule."""
-    checkpoint_every_n_layers: int = setting(1, Range(1, MOST_LAYERS), unit="layers")
-    """Apply activation checkpointing to one layer in N."""
     offload_optimizer: bool = False
     """Keep master weights and moments, and run the update, on the CPU; needs ZeRO 1 or more."""
     offload_memories: bool = False
@@ -79,28 +77,17 @@ class EngineConfig:
                 f"engine.zero_stage={self.zero_stage} needs engine.kind=deepspeed, found "
                 f"{self.kind}, which shards nothing; remove one of them"
             )
-        if self.offload_optimizer and (self.kind != "deepspeed" or self.zero_stage == 0):
-            raise ConfigError(
-                "engine.offload_optimizer needs engine.kind=deepspeed and engine.zero_stage of 1 "
-                f"or more, found {self.kind} and {self.zero_stage}"
-            )
-        self._check_reduction()
+        for name, is_set, least in (
+            ("offload_optimizer", self.offload_optimizer, 1),
+            ("reduction_precision", self.reduction_precision != "fp32", 1),
+            ("secondary_shard_ranks", self.secondary_shard_ranks > 1, 3),
+        ):
+            if is_set and (self.kind != "deepspeed" or self.zero_stage < least):
+                raise ConfigError(
+                    f"engine.{name}={getattr(self, name)} needs engine.kind=deepspeed and "
+                    f"engine.zero_stage of {least} or more, found {self.kind} and {self.zero_stage}"
+                )
         _reject_nvme(self.deepspeed_extra)
-
-    def _check_reduction(self) -> None:
-        is_plain = self.kind != "deepspeed" or self.zero_stage == 0
-        if is_plain and self.reduction_precision != "fp32":
-            raise ConfigError(
-                f"engine.reduction_precision={self.reduction_precision} needs "
-                "engine.kind=deepspeed and engine.zero_stage of 1 or more, found "
-                f"{self.kind} and {self.zero_stage}"
-            )
-        if self.secondary_shard_ranks > 1 and (self.kind != "deepspeed" or self.zero_stage < 3):
-            raise ConfigError(
-                f"engine.secondary_shard_ranks={self.secondary_shard_ranks} needs "
-                f"engine.kind=deepspeed and engine.zero_stage=3, found {self.kind} and "
-                f"{self.zero_stage}: in lower stages every rank has all weights"
-            )
 
     @property
     def number_format(self) -> Precision:

@@ -20,17 +20,13 @@ from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, lanes_of_rank
 from pretrain.costs.devices import GIB
 from pretrain.costs.flops import computed_flops_of_step, flops_per_token
-from pretrain.costs.memory import (
-    device_bytes,
-    footprint_of,
-    largest_phase,
-    offloaded_bytes,
-)
+from pretrain.costs.memory import footprint_of
 
-# Stage 3 gathers the weights for each forward and backward pass: half as much traffic again.
-_COST_OF_STAGE = {0: 0.0, 1: 0.005, 2: 0.01, 3: 0.1}
+# By stage. Stage 3 gathers the weights for each forward and backward pass: half as much traffic
+# again.
+_COST_OF_STAGE = (0.0, 0.005, 0.01, 0.1)
 # Of twice as many passes: each is smaller; from stage 2 on each exchanges gradients, too.
-_COST_OF_PASSES = {0: 0.01, 1: 0.01, 2: 0.02, 3: 0.05}
+_COST_OF_PASSES = (0.01, 0.01, 0.02, 0.05)
 _COST_OF_OFFLOADED_MEMORIES = 0.02  # copied while other slots compute
 _COST_OF_OFFLOADED_OPTIMIZER = 0.5  # the CPU updates the weights
 _MOST_RANKS = 64  # times as many are tried where no setting helps
@@ -45,7 +41,6 @@ class Fit:
     bytes: float  # of a rank's device
     cost: float  # the part of a step's time that they are estimated to add
     host_bytes: float  # of a rank, for what is offloaded
-    ranks: int
 
     @property
     def description(self) -> str:
@@ -57,12 +52,12 @@ class Fit:
 
 def advice(run: RunConfig, world_size: int, capacity: float, on_gpu: bool) -> str:
     """Return in one line what lets a run fit into `capacity` bytes per rank."""
-    if found := cheapest_fit(run, world_size, capacity, on_gpu):
-        return f"set {found.description}"
+    if fit := cheapest_fit(run, world_size, capacity, on_gpu):
+        return f"set {fit.description}"
     ranks = 2 * world_size
     while ranks <= _MOST_RANKS * world_size:
-        if found := cheapest_fit(run, ranks, capacity, on_gpu):
-            settings = f" with {found.description}" if found.changes else ""
+        if fit := cheapest_fit(run, ranks, capacity, on_gpu):
+            settings = f" with {fit.description}" if fit.changes else ""
             return f"no engine setting makes it fit here; use {ranks} ranks{settings}"
         ranks *= 2
     return "nothing makes it fit; use a smaller model, shorter segments or a shorter memory"
@@ -79,27 +74,20 @@ def cheapest_fit(
 
     `host_capacity`: bytes of host memory for each rank of a GPU.
     """
-    candidates = sorted(_candidates(run, world_size, on_gpu), key=lambda candidate: candidate[0])
-    for cost, engine in candidates:
+    for cost, engine in sorted(_candidates(run, world_size, on_gpu), key=lambda each: each[0]):
         try:
-            tried = replace(run, engine=engine)
-            largest = largest_phase(tried, world_size, on_gpu)
-            needed = device_bytes(largest, world_size, on_gpu)
+            footprint = footprint_of(replace(run, engine=engine), world_size, on_gpu)
+            needed = footprint.device
         except ConfigError:  # lanes, heads or lengths of a phase do not divide so
             continue
-        if needed <= capacity and _fits_host(tried, world_size, on_gpu, host_capacity):
+        if needed <= capacity and footprint.host <= host_capacity:
             changes = {
                 f"engine.{name}": value
                 for name, value in vars(engine).items()
                 if value != getattr(run.engine, name)
             }
-            host = offloaded_bytes(tried, world_size) if changes else 0.0
-            return Fit(engine, changes, needed, cost, host, world_size)
+            return Fit(engine, changes, needed, cost, footprint.offloaded if changes else 0.0)
     return None
-
-
-def _fits_host(run: RunConfig, world_size: int, on_gpu: bool, capacity: float) -> bool:
-    return capacity == math.inf or footprint_of(run, world_size, on_gpu).host <= capacity
 
 
 def _candidates(
@@ -108,56 +96,40 @@ def _candidates(
     """Each combination of changes with its cost; none undoes what the run asks for."""
     engine = run.engine
     kinds = ("none", "selective", "full")
-    stages = range(engine.zero_stage, 4) if engine.kind == "deepspeed" else (engine.zero_stage,)
     may_offload = (False, True) if on_gpu else (False,)
-    for stage, kind, (lanes, passes), memories, optimizer in itertools.product(
-        stages,
+    try:
+        own = min(len(lanes_of_rank(phase, 0, world_size)) for phase in runs_of_phases(run))
+        once = run.tokens_per_step * flops_per_token(run)
+    except ConfigError:  # the lanes do not divide over so many ranks, or there is no vocabulary
+        return
+    most = min(engine.micro_batch_lanes or own, own)  # lanes of a pass
+    for stage, kind, lanes, memories, optimizer in itertools.product(
+        range(engine.zero_stage, 4) if engine.kind == "deepspeed" else (engine.zero_stage,),
         kinds[kinds.index(engine.activation_checkpointing) :],
-        list(_passes(run, world_size)),
+        [lanes for lanes in range(most, 0, -1) if own % lanes == 0],
         sorted({engine.offload_memories, *may_offload}),
         sorted({engine.offload_optimizer, *may_offload}),
     ):
         changes: dict[str, Any] = {
             "zero_stage": stage,
             "activation_checkpointing": kind,
-            "micro_batch_lanes": lanes,
+            "micro_batch_lanes": engine.micro_batch_lanes if lanes == most else lanes,
             "offload_memories": memories,
             "offload_optimizer": optimizer,
         }
         try:
-            tried = replace(engine, **changes)
-            yield _cost(replace(run, engine=tried), world_size, passes), tried
+            tried = replace(run, engine=replace(engine, **changes))
+            computed = computed_flops_of_step(tried, world_size)
         except ConfigError:  # they contradict each other, or the model
             continue
-
-
-def _passes(run: RunConfig, world_size: int) -> Iterator[tuple[int, float]]:
-    """Lanes of a pass, and how many times as many passes a step then has.
-
-    Lanes are 0 where they are as before: all, if the run names no number.
-    """
-    engine = run.engine
-    try:
-        own = min(len(lanes_of_rank(phase, 0, world_size)) for phase in runs_of_phases(run))
-    except ConfigError:  # the lanes do not divide over so many ranks
-        return
-    most = min(engine.micro_batch_lanes or own, own)
-    for lanes in (lanes for lanes in range(most, 0, -1) if own % lanes == 0):
-        yield engine.micro_batch_lanes if lanes == most else lanes, most / lanes
-
-
-def _cost(run: RunConfig, world_size: int, passes: float) -> float:
-    """What the settings add to a step, as a part of its time; `passes` times as many as before."""
-    try:
-        once = run.tokens_per_step * flops_per_token(run)
-        repeated = computed_flops_of_step(run, world_size) / once - 1
-    except ConfigError:
-        return math.inf
-    engine = run.engine
-    return (
-        repeated
-        + _COST_OF_STAGE[engine.zero_stage]
-        + _COST_OF_PASSES[engine.zero_stage] * math.log2(passes)
-        + _COST_OF_OFFLOADED_MEMORIES * engine.offload_memories
-        + _COST_OF_OFFLOADED_OPTIMIZER * engine.offload_optimizer
-    )
+        yield (
+            (
+                computed / once
+                - 1
+                + _COST_OF_STAGE[stage]
+                + _COST_OF_PASSES[stage] * math.log2(most / lanes)
+                + _COST_OF_OFFLOADED_MEMORIES * memories
+                + _COST_OF_OFFLOADED_OPTIMIZER * optimizer
+            ),
+            tried.engine,
+        )

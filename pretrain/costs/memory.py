@@ -19,74 +19,229 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
-from typing import Literal
+from functools import cached_property
 
 from foundation.errors import ConfigError
-from foundation.settings import assert_never
-from pretrain.config.choices import (
-    FEED_FORWARDS,
-    POSITIONS,
-    LayerKind,
-)
+from pretrain.config.choices import FEED_FORWARDS, POSITIONS, LayerKind
 from pretrain.config.engine import Attention, attention_in
 from pretrain.config.lane_parts import lane_parts
-from pretrain.config.model import ModelConfig
+from pretrain.config.model import CONVOLUTION_WIDTH, ModelConfig
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.devices import GIB
 from pretrain.costs.flops import (
-    DeltaNetCosts,
+    Parameters,
     bins_of,
+    chunks_of,
     lanes_of_pass,
     moment_bytes,
     parameters_of,
     tokens_of_pass,
+    weights_of,
 )
 from pretrain.kernels.triton.tiling import built_in_tiles
 from pretrain.kernels.triton.workspace import workspace_of
 
 MASTER_BYTES = 4
-EMA_BYTES = 4
+EXACT_BYTES = 4  # the delta rule computes in float32
 LOGIT_COPIES = 3  # logits, their float32 softmax, its gradient
 TILE_CAPABILITY = (9, 0)  # whose tiles round the workspace's rows; those of other GPUs are as wide
 TILE_ROWS = 128  # queries of a tile on a CPU; keys after them are skipped
+# Elements of a bucket at least: smaller sums take as long as this one on most networks.
+SMALLEST_BUCKET = 1 << 22
+COPIED = 500_000_000  # elements at most that stages 0 and 1 copy at a time, to sum them
 
 
-def memory_parts(run: RunConfig, world_size: int, on_gpu: bool = False) -> dict[str, float]:
-    """Return the bytes of one rank's memory at its peak under the run's settings, by part."""
-    pass_rows = tokens_of_pass(run, world_size)
-    rows = min(run.engine.logits_chunk_tokens or pass_rows, pass_rows)
-    bins = bins_of(run.model)
-    logits = LOGIT_COPIES * MASTER_BYTES * rows * (bins[0][0] + len(bins) - 1)
-    if rows < pass_rows and _width(run) == 2:  # gradients are summed over chunks in float32
-        logits += MASTER_BYTES * sum(size * (width + 1) for size, width in bins)
-    buffers = buffers_of(run, world_size, on_gpu)
-    gradients = buffers.gradients
-    if _has_segments(run) and stage_of(run) == 3:
-        # A gradient is complete, and can be reduced, when the first segment's is there.
-        gradients += _width(run) * parameters_of(run.model).total
-    return {
-        **_weights_and_optimizer(run, world_size),
-        "gradients": gradients,
-        "gradient buckets": buffers.buckets,
-        "recurrent memory": _recurrent_memory(run, world_size, on_gpu),
-        "activations": _activations(run, world_size, on_gpu, logits, buffers.gradients),
-        "logits": logits,
-    }
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a run in the phase that `run` describes, at its peak.
+
+    A rank's device on a CPU is its part of host memory.
+    """
+
+    run: RunConfig
+    world_size: int
+    on_gpu: bool = False
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Of a rank's device, by what occupies it."""
+        return {
+            "weights": self._weights,
+            "optimizer": self._optimizer,
+            "gradients": self._buffers[0] + self._unreduced,
+            "gradient buckets": self._buffers[1],
+            "recurrent memory": self._recurrent_memory(self.run.engine.offload_memories),
+            "activations": self._activations,
+            "logits": self._logits,
+        }
+
+    @property
+    def device(self) -> float:
+        """Of a rank's device."""
+        return sum(self.parts.values())
+
+    @property
+    def offloaded(self) -> float:
+        """Of a rank's host memory, for what its GPU offloads."""
+        if not self.on_gpu:
+            return 0.0
+        has_memories = self.run.engine.offload_memories
+        return self._buffers[2] + self._recurrent_memory(False) * has_memories
+
+    @property
+    def host(self) -> float:
+        """Of a rank's host memory at its peak, besides the process itself; for a GPU."""
+        is_drawn_on_device = self.on_gpu and self._stage == 3
+        drawn = 0.0 if is_drawn_on_device else float(MASTER_BYTES * self._parameters.total)
+        return max(drawn, self.offloaded + self.copy)
+
+    @property
+    def checkpoint(self) -> float:
+        """Of one checkpoint."""
+        return checkpoint_bytes(self.run)
+
+    @property
+    def copy(self) -> float:
+        """Of a rank's host memory while it saves in the background."""
+        return self.checkpoint / self.world_size if self.run.checkpoint.asynchronous else 0.0
+
+    @property
+    def disk(self) -> float:
+        """Of the checkpoints that are kept, and the one being written."""
+        return (self.run.checkpoint.keep_last + 1) * self.checkpoint
+
+    @cached_property
+    def _parameters(self) -> Parameters:
+        return parameters_of(self.run.model)
+
+    @cached_property
+    def _stage(self) -> int:
+        return stage_of(self.run)
+
+    @property
+    def _weight_bytes(self) -> int:
+        return activation_bytes(self.run)
+
+    @cached_property
+    def _buffers(self) -> tuple[float, float, float]:
+        """Gradients and buckets at the peak of the backward pass; what is offloaded on the host."""
+        run, P, R, w = self.run, self._parameters.total, self.world_size, self._weight_bytes
+        c = 4 if run.engine.reduction_precision == "fp32" else 2
+        if run.engine.kind != "deepspeed":
+            return 4 * P, 0, 0
+        if self._stage == 0:
+            return w * P, w * min(P, COPIED), 0
+        if optimizer_of(run) == "BF16_Optimizer":
+            return 6 * P, (4 + (c if c != 4 else 0)) * min(P, COPIED), 0
+        bucket, offloads = bucket_elements(run), run.engine.offload_optimizer
+        moments = moment_bytes(run.model, run.optim) if offloads else 0.0
+        if self._stage == 3:
+            offloaded = (12 * P + moments) / R if offloads else 0.0
+            return 0.0 if offloads else 4 * P / R, 2 * c * bucket, offloaded
+        largest = largest_parameter(run.model)
+        offloaded = ((8 + w) * P + moments) / R + w * largest if offloads else 0.0
+        if self._stage == 1:  # when they are summed
+            return 4 * P + 4 * P / R, 4 * bucket, offloaded
+        # A bucket is put together in the weights' type; one more copy, or two, are on their way.
+        staged = 2 if overlaps_reduction(run, self.on_gpu) else 1
+        several = w == 4 and accumulation_steps(run, R) > 1  # the sum so far, and the next
+        copies = w + (c if c != w else 0)
+        buckets = staged * w * bucket + copies * min(bucket, P / R)
+        return (8 if several else 4) * P / R, buckets, offloaded
+
+    @property
+    def _weights(self) -> float:
+        engine, P, w = self.run.engine, self._parameters.total, self._weight_bytes
+        if self._stage < 3:
+            return float(w * P)
+        # A layer is gathered for its use, and the next one is prefetched.
+        gathered = 2 * self._parameters.body / self.run.model.num_layers
+        gathered += largest_parameter(self.run.model)
+        if self.run.optim.gradient_segments > 1 and engine.activation_checkpointing != "full":
+            # DeepSpeed frees what it gathered for the last segment, and not for those before.
+            gathered = P
+        sharers = engine.secondary_shard_ranks
+        shares = 1 / self.world_size + (1 / sharers if sharers > 1 else 0)
+        return w * (P * shares + gathered)
+
+    @property
+    def _optimizer(self) -> float:
+        run, P = self.run, self._parameters.total
+        if run.engine.offload_optimizer:
+            return 0.0
+        # float32 weights that ZeRO does not shard are their own masters.
+        masters = 0 if self._weight_bytes == 4 and self._stage == 0 else MASTER_BYTES
+        per_weight = masters + MASTER_BYTES * bool(run.optim.ema_decay)
+        total = per_weight * P + moment_bytes(run.model, run.optim)
+        return total / (self.world_size if self._stage else 1)
+
+    @property
+    def _unreduced(self) -> float:
+        """A gradient is complete, and can be reduced, when the first segment's is there."""
+        is_late = self.run.optim.gradient_segments > 1 and self._stage == 3
+        return float(self._weight_bytes * self._parameters.total * is_late)
+
+    @property
+    def _logits(self) -> float:
+        pass_rows = tokens_of_pass(self.run, self.world_size)
+        rows = min(self.run.engine.logits_chunk_tokens or pass_rows, pass_rows)
+        bins = bins_of(self.run.model)
+        logits = LOGIT_COPIES * MASTER_BYTES * rows * (bins[0][0] + len(bins) - 1)
+        if rows < pass_rows and self._weight_bytes == 2:  # gradients are summed in float32
+            logits += MASTER_BYTES * sum(size * (width + 1) for size, width in bins)
+        return logits
+
+    def _recurrent_memory(self, is_offloaded: bool) -> float:
+        of_one_lane, at_once = lane_bytes(self.run), lanes_of_pass(self.run, self.world_size)
+        # Between the segments of a step; kept for the backward pass.
+        between = (self.run.optim.gradient_segments - 1) * of_one_lane * at_once
+        if is_offloaded and self.on_gpu:  # on a CPU, host memory is what is counted
+            return 3 * of_one_lane * at_once + between  # old, new, on its way to the host
+        own = len(lanes_of_rank(self.run, 0, self.world_size))
+        return 2 * of_one_lane * own + between  # old and new
+
+    @property
+    def _activations(self) -> float:
+        """What is kept for the backward pass, plus what that pass of one layer needs."""
+        run, model, segments = self.run, self.run.model, self.run.optim.gradient_segments
+        lanes, width = lanes_of_pass(run, self.world_size), self._weight_bytes
+        kinds = [
+            (model.layer_kind(index), length + model.compressed_length)
+            for index, length in enumerate(model.memory_lengths())
+        ]
+        # Each kind once, because plans ask for thousands of settings.
+        by_kind = {
+            (kind, memory): layer_bytes(run, lanes, self.on_gpu, kind, memory)
+            for kind, memory in set(kinds)
+        }
+        layers = [by_kind[kind] for kind in kinds]
+        kept = segments * sum(layer.kept for layer in layers)
+        working = max(layer.working for layer in layers)
+        if run.engine.activation_checkpointing == "full":
+            tokens = segments * lanes * model.read_tokens(run.data.segment_length)
+            freed = kept = float(len(layers) * tokens * model.d_model * width)  # their inputs
+            # A layer runs again when the logits are already freed, so only what exceeds them adds
+            # to the peak.
+            most = max(layer.kept + layer.working for layer in layers)
+            working = max(0.0, most - self._logits)
+        else:
+            if run.engine.activation_checkpointing == "selective":
+                repeated = [layer.repeated for layer in layers]
+                kept -= segments * sum(repeated) - max(repeated)
+            freed = kept - layers[-1].kept
+        is_unsharded = run.engine.kind != "deepspeed"
+        if is_unsharded and width == 4 and accumulation_steps(run, self.world_size) == 1:
+            # The backward pass allocates gradients while it frees activations, so the two do not
+            # peak together.
+            kept -= min(self._buffers[0], freed)
+        return kept + working
 
 
-def device_bytes(run: RunConfig, world_size: int, on_gpu: bool = False) -> float:
-    """Return the bytes of one rank's memory at its peak under the run's settings."""
-    return sum(memory_parts(run, world_size, on_gpu).values())
-
-
-def largest_phase(run: RunConfig, world_size: int, on_gpu: bool = False) -> RunConfig:
-    """Return the run in the phase in which a rank needs the most memory."""
-    phases = runs_of_phases(run)
-    if len(phases) == 1:
-        return phases[0]
-    return max(phases, key=lambda phase: device_bytes(phase, world_size, on_gpu))
+def footprint_of(run: RunConfig, world_size: int, on_gpu: bool = False) -> Footprint:
+    """Return what the run occupies in the phase in which a rank needs the most memory."""
+    phases = [Footprint(phase, world_size, on_gpu) for phase in runs_of_phases(run)]
+    return max(phases, key=lambda phase: phase.device) if phases[1:] else phases[0]
 
 
 def largest_micro_batch(
@@ -97,7 +252,7 @@ def largest_micro_batch(
     for lanes in range(own, 0, -1):
         if own % lanes == 0:
             tried = replace(run, engine=replace(run.engine, micro_batch_lanes=lanes))
-            if device_bytes(tried, world_size, on_gpu) <= capacity:
+            if Footprint(tried, world_size, on_gpu).device <= capacity:
                 return lanes
     return 0
 
@@ -107,24 +262,19 @@ def checkpoint_bytes(run: RunConfig) -> float:
 
     File headers and the random-number state of each rank (5 kB) come on top.
     """
-    parameters = parameters_of(run.model).total
-    elements = float(MASTER_BYTES + _ema_bytes(run)) * parameters
-    elements += moment_bytes(run.model, run.optim, parameters)
-    return elements + run.data.lanes * lane_bytes(run)
+    copies = 1 + bool(run.optim.ema_decay)
+    weights = MASTER_BYTES * copies * parameters_of(run.model).total
+    return weights + moment_bytes(run.model, run.optim) + run.data.lanes * lane_bytes(run)
 
 
 def lane_bytes(run: RunConfig) -> int:
     """Return the bytes that each lane carries from segment to segment when its memory is full."""
-    return lane_parts(run.model).num_bytes(_width(run))
+    return lane_parts(run.model).num_bytes(activation_bytes(run))
 
 
-def offloaded_bytes(run: RunConfig, world_size: int) -> float:
-    """Return the bytes of a rank's host memory for what its GPU offloads, 0 if it does not."""
-    needed = buffers_of(run, world_size, on_gpu=True).offloaded
-    if run.engine.offload_memories:
-        kept = replace(run, engine=replace(run.engine, offload_memories=False))
-        needed += _recurrent_memory(kept, world_size, on_gpu=True)
-    return needed
+def activation_bytes(run: RunConfig) -> int:
+    """Return the bytes of an element of an activation, and of a weight that computes it."""
+    return 4 if run.engine.number_format == "fp32" else 2
 
 
 def check_host_memory(run: RunConfig, world_size: int, ranks_on_node: int, on_gpu: bool) -> None:
@@ -142,220 +292,98 @@ def check_host_memory(run: RunConfig, world_size: int, ranks_on_node: int, on_gp
         )
 
 
-def _has_segments(run: RunConfig) -> bool:
-    return run.optim.gradient_segments > 1
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of one layer for a segment of all lanes of a pass, counted tensor by tensor."""
+
+    kept: float  # from forward to backward
+    repeated: float  # of these, what selective checkpointing computes again
+    working: float  # during its backward pass only: about the gradients of what was kept
+    workspace: float = 0.0  # of these, what fused kernels pass to each other
 
 
-def _checkpoints_all(run: RunConfig) -> bool:
-    repeated = run.engine.activation_checkpointing
-    return repeated == "full" and run.engine.checkpoint_every_n_layers == 1
+def layer_bytes(
+    run: RunConfig, lanes: int, on_gpu: bool, kind: LayerKind, memory: int
+) -> LayerBytes:
+    """Return what a layer that remembers `memory` rows occupies, compressed ones included."""
+    model, width = run.model, activation_bytes(run)
+    queries = model.read_tokens(run.data.segment_length)
+    tokens, keys, d = queries * lanes, (queries + memory) * lanes, model.d_model
+    is_attention, has_dropout = kind == "attention", bool(model.dropout)
+    # Input, its sum with attention, both norms (pre: of memory too).
+    normed = keys if model.norm_position == "pre" and is_attention else tokens
+    elements = (3 * tokens + normed) * d
+    if model.norm == "rmsnorm":  # once more before the gain
+        elements += (tokens + normed) * d
+    inner_tensors = FEED_FORWARDS[model.feed_forward].inner_tensors + has_dropout
+    elements += tokens * model.inner_width * inner_tensors
+    # Dropout's masks, a byte per element; a GPU draws them again in the backward pass.
+    masks = 0 if on_gpu else tokens * (2 * d + model.inner_width) * has_dropout
+    if not is_attention:
+        of_mixer, joined, of_rule = _deltanet_elements(run, queries)
+        rows = width * (elements + lanes * of_mixer + joined)
+        repeated = max(width, EXACT_BYTES) * lanes * of_rule
+        # The delta rule's tensors are freed as its gradients come.
+        return LayerBytes(rows + repeated + masks, repeated, rows - width * lanes * of_mixer)
 
-
-def _weights_and_optimizer(run: RunConfig, world_size: int) -> dict[str, float]:
-    parameters, stage, width = parameters_of(run.model), stage_of(run), _width(run)
-    # float32 weights that ZeRO does not shard are their own masters.
-    master = 0 if width == 4 and stage == 0 else MASTER_BYTES
-    moments = moment_bytes(run.model, run.optim, parameters.total)
-    optimizer = (master + _ema_bytes(run)) * parameters.total + moments
-    weights = float(width * parameters.total)
-    if stage == 3:  # it gathers a layer for its use, and prefetches the next one
-        gathered = 2 * parameters.body / run.model.num_layers + largest_parameter(run.model)
-        sharers = run.engine.secondary_shard_ranks
-        shares = 1 / world_size + (1 / sharers if sharers > 1 else 0)
-        if _has_segments(run) and not _checkpoints_all(run):
-            # DeepSpeed frees what it gathered for the last segment, and not for those before.
-            gathered = parameters.total
-        weights = width * (parameters.total * shares + gathered)
-    is_offloaded = run.engine.offload_optimizer
-    return {
-        "weights": weights,
-        "optimizer": 0.0 if is_offloaded else optimizer / (world_size if stage else 1),
-    }
-
-
-def _recurrent_memory(run: RunConfig, world_size: int, on_gpu: bool) -> float:
-    of_one_lane = lane_parts(run.model).num_bytes(_width(run))
-    lanes_at_once = lanes_of_pass(run, world_size)
-    # Between the segments of a step; kept for the backward pass.
-    between = (run.optim.gradient_segments - 1) * of_one_lane * lanes_at_once
-    if run.engine.offload_memories and on_gpu:  # on a CPU, host memory is what is counted
-        return 3 * of_one_lane * lanes_at_once + between  # old, new, on its way to the host
-    return 2 * of_one_lane * len(lanes_of_rank(run, 0, world_size)) + between  # old and new
-
-
-def _activations(
-    run: RunConfig, world_size: int, on_gpu: bool, logits: float, gradients: float
-) -> float:
-    """Return what is kept for the backward pass, plus what that pass of one layer needs."""
-    segments = run.optim.gradient_segments
-    width, every = _width(run), run.engine.checkpoint_every_n_layers
-    lanes, compressed = lanes_of_pass(run, world_size), run.model.compressed_length
-    numbered = enumerate(run.model.memory_lengths())
-    made = cache(partial(LayerActivations, run, lanes, width, on_gpu))
-    layers = [made(run.model.layer_kind(index), each + compressed) for index, each in numbered]
-    checkpointed = layers[::every]
-    freed = kept = segments * sum(layer.kept for layer in layers)
-    working = max(layer.working for layer in layers)
-    repeated = run.engine.activation_checkpointing
-    if repeated == "full":
-        tokens = segments * lanes * run.model.read_tokens(run.data.segment_length)
-        inputs = len(checkpointed) * tokens * run.model.d_model * width
-        kept -= segments * sum(layer.kept for layer in checkpointed)
-        freed = kept = inputs + kept
-        # A layer runs again when the logits are already freed, so only what exceeds them adds to
-        # the peak.
-        working = max(0.0, max(layer.kept + layer.working for layer in checkpointed) - logits)
+    attention = attention_in(run.engine, model, on_gpu=on_gpu)[0]
+    is_plain, drops_weights = attention is Attention.PLAIN, bool(model.attention_dropout)
+    n = model.num_heads
+    h, k = n * model.head_width, model.key_heads * model.head_width
+    elements += 2 * tokens * h + 2 * keys * k  # queries and what they read; keys and values
+    if model.query_key_norm:
+        elements += 2 * tokens * h + 3 * keys * k
+    if model.softmax_scaling == "log_length":
+        elements += tokens * h
+    if POSITIONS[model.positions].projects_encodings:
+        elements += (queries + memory) * h
+    if attention in (Attention.SDPA, Attention.FUSED):
+        weights = 4.0 * tokens * n  # they keep one number per query
+    elif is_plain:
+        weights = float(width * keys * queries * n)
     else:
-        if repeated == "selective":
-            weights = [layer.weights for layer in checkpointed]
-            kept -= segments * sum(weights) - max(weights)
-        freed = kept - layers[-1].kept
-    is_unsharded = run.engine.kind != "deepspeed"
-    if is_unsharded and width == 4 and accumulation_steps(run, world_size) == 1:
-        # The backward pass allocates gradients while it frees activations, so the two do not peak
-        # together.
-        kept -= min(gradients, freed)
-    return kept + working
+        weights = width * tokens * n * (memory + (queries + min(queries, TILE_ROWS)) / 2)
+    if drops_weights and not on_gpu:
+        masks += keys * queries * n
+    workspace = _workspace(run, lanes, queries, memory) if attention is Attention.FUSED else 0.0
+    rows, repeated = width * elements, weights * (1 + (drops_weights and is_plain))
+    working = rows + weights * is_plain + workspace
+    return LayerBytes(rows + repeated + masks, repeated, working, workspace)
 
 
-@dataclass(frozen=True)
-class LayerActivations:
-    """Bytes of one layer from the forward to the backward pass, counted tensor by tensor.
+def _deltanet_elements(run: RunConfig, tokens: int) -> tuple[int, int, float]:
+    """Return what a deltanet keeps for its backward pass: outside the delta rule and in it per
+    lane, and once for all lanes.
 
-    Cached, because plans ask of thousands of settings, each for all layers of a kind.
+    Outside, in activations: the convolution's input, its taps where documents hide some, and its
+    result; what the heads read, normed; the gate before and after its activation; the product.
+    Once: the weights of queries, keys, values and gates, joined for one product of all. In the
+    rule: tensors of rows, five matrices per chunk and head, and the state before each chunk.
     """
-
-    run: RunConfig
-    lanes: int
-    width: int  # bytes of an element
-    on_gpu: bool
-    kind: LayerKind
-    memory: int  # M, rows that the layer remembers
-
-    @cached_property
-    def kept(self) -> float:
-        """From forward to backward."""
-        return self._rows + self.weights + self._masks
-
-    @cached_property
-    def weights(self) -> float:
-        """What selective checkpointing computes again: attention's weights, the delta rule."""
-        if self.kind != "attention":
-            return self.lanes * self._deltanet.kept_by_rule(self.width)
-        return self._pairs * (1 + self._drops_weights * self._is_plain)
-
-    @cached_property
-    def working(self) -> float:
-        """During its backward pass only: about the gradients of what was kept."""
-        if self.kind != "attention":  # the delta rule's tensors are freed as its gradients come
-            return self._rows - self.width * self.lanes * self._deltanet.kept_elements
-        return self._rows + self._pairs * self._is_plain + self.workspace
-
-    @cached_property
-    def workspace(self) -> float:
-        """Gradients of the scores of some heads, which the fused kernels pass to each other."""
-        if self._attention is not Attention.FUSED or self.kind != "attention":
-            return 0.0
-        model, T = self.run.model, self._tokens
-        needed = workspace_of(
-            lanes=self.lanes,
-            queries=T,
-            keys=T + self.memory,
-            heads=model.num_heads,
-            groups=model.key_heads,
-            head_width=model.head_width,
-            tiles=built_in_tiles(model.head_width, TILE_CAPABILITY),
-            element_bytes=self.width,
-        )
-        return float(needed.num_bytes(self.width))
-
-    @cached_property
-    def _rows(self) -> float:
-        """All tensors with a row per token, key or distance; a deltanet's joined weights."""
-        model, T, M = self.run.model, self._tokens, self.memory
-        d, h = model.d_model, model.num_heads * model.head_width
-        k = model.key_heads * model.head_width
-        tokens, keys = T * self.lanes, (T + M) * self.lanes
-        # Input, its sum with attention, both norms (pre: of memory too).
-        normed = keys if model.norm_position == "pre" and self.kind == "attention" else tokens
-        elements = (3 * tokens + normed) * d
-        elements += (model.norm == "rmsnorm") * (tokens + normed) * d
-        inner_tensors = FEED_FORWARDS[model.feed_forward].inner_tensors + bool(model.dropout)
-        elements += tokens * model.inner_width * inner_tensors
-        if self.kind != "attention":
-            elements += self.lanes * self._deltanet.kept_elements + self._deltanet.joined_elements
-            return float(self.width * elements)
-        elements += 2 * tokens * h + 2 * keys * k  # queries and what they read; keys and values
-        if model.query_key_norm:
-            elements += 2 * tokens * h + 3 * keys * k
-        if model.softmax_scaling == "log_length":
-            elements += tokens * h
-        if POSITIONS[model.positions].projects_encodings:
-            elements += (T + M) * h
-        return self.width * elements
-
-    @cached_property
-    def _pairs(self) -> float:
-        """Attention's weights."""
-        T, M, heads = self._tokens, self.memory, self.run.model.num_heads
-        if self._attention in (Attention.SDPA, Attention.FUSED):
-            return 4.0 * T * heads * self.lanes  # they keep one number per query
-        keys = T + M if self._is_plain else M + (T + min(T, TILE_ROWS)) / 2
-        return float(self.width * T * keys * heads * self.lanes)
-
-    @property
-    def _masks(self) -> float:
-        """Dropout's masks, a byte per element; a GPU draws them again in the backward pass."""
-        if self.on_gpu:
-            return 0.0
-        model, T = self.run.model, self._tokens
-        rows = 2 * model.d_model + model.inner_width if model.dropout else 0
-        drops = self._drops_weights and self.kind == "attention"
-        pairs = model.num_heads * (T + self.memory) if drops else 0
-        return T * self.lanes * (rows + pairs)
-
-    @property
-    def _drops_weights(self) -> bool:
-        return bool(self.run.model.attention_dropout)
-
-    @property
-    def _tokens(self) -> int:
-        """Of a segment, with its memory tokens."""
-        return self.run.model.read_tokens(self.run.data.segment_length)
-
-    @property
-    def _deltanet(self) -> DeltaNetCosts:
-        return DeltaNetCosts(self.run.model, self._tokens)
-
-    @cached_property
-    def _attention(self) -> Attention:
-        return attention_in(self.run.engine, self.run.model, on_gpu=self.on_gpu)[0]
-
-    @property
-    def _is_plain(self) -> bool:
-        return self._attention is Attention.PLAIN
+    model, n = run.model, run.model.num_heads
+    w, v = n * model.head_width, n * model.deltanet_value_width
+    taps = CONVOLUTION_WIDTH - 1 if model.isolate_documents else 0
+    number, size = chunks_of(tokens)
+    of_mixer = tokens * ((2 + taps) * (2 * w + v) + 4 * v)
+    joined = model.d_model * (2 * w + v + 2 * n)
+    of_rule = tokens * (9 * w + 5 * v) + number * (5 * n * size * size + v * model.head_width)
+    return of_mixer, joined, of_rule
 
 
-def _ema_bytes(run: RunConfig) -> int:
-    return EMA_BYTES if run.optim.ema_decay else 0
-
-
-def _width(run: RunConfig) -> int:
-    return 4 if run.engine.number_format == "fp32" else 2
-
-
-# Elements of a bucket at least: smaller sums take as long as this one on most networks.
-SMALLEST_BUCKET = 1 << 22
-COPIED = 500_000_000  # elements at most that stages 0 and 1 copy at a time, to sum them
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """Bytes of a rank during the backward pass, and of what is offloaded in its host memory."""
-
-    gradients: float
-    buckets: float
-    offloaded: float
+def _workspace(run: RunConfig, lanes: int, queries: int, memory: int) -> float:
+    """Return gradients of the scores of some heads, which the fused kernels pass to each other."""
+    model, width = run.model, activation_bytes(run)
+    needed = workspace_of(
+        lanes=lanes,
+        queries=queries,
+        keys=queries + memory,
+        heads=model.num_heads,
+        groups=model.key_heads,
+        head_width=model.head_width,
+        tiles=built_in_tiles(model.head_width, TILE_CAPABILITY),
+        element_bytes=width,
+    )
+    return float(needed.num_bytes(width))
 
 
 def stage_of(run: RunConfig) -> int:
@@ -363,17 +391,7 @@ def stage_of(run: RunConfig) -> int:
     return run.engine.zero_stage if run.engine.kind == "deepspeed" else 0
 
 
-# DeepSpeed's classes around our optimizer; empty: none.
-ZeroOptimizer = Literal[
-    "",
-    "FP16_UnfusedOptimizer",
-    "BF16_Optimizer",
-    "DeepSpeedZeroOptimizer",
-    "DeepSpeedZeroOptimizer_Stage3",
-]
-
-
-def optimizer_of(run: RunConfig) -> ZeroOptimizer:
+def optimizer_of(run: RunConfig) -> str:
     """Return the class that DeepSpeed wraps around our optimizer; empty if it does not."""
     stage, precision = stage_of(run), run.engine.number_format
     if stage == 3:
@@ -394,7 +412,7 @@ def overlaps_reduction(run: RunConfig, on_gpu: bool) -> bool:
 
 
 def bucket_elements(run: RunConfig) -> int:
-    """Return the size of a bucket: the largest parameter's.
+    """Return the size of a bucket: every parameter fits into it.
 
     ZeRO-2 sums a larger parameter's gradient in place and lets go of it: on a GPU its memory could
     get into use again while it is read. DeepSpeed's 500,000,000 would be 2 GB for each of up to
@@ -402,96 +420,11 @@ def bucket_elements(run: RunConfig) -> int:
     """
     zero = run.engine.deepspeed_extra.get("zero_optimization")
     given = zero.get("reduce_bucket_size") if isinstance(zero, Mapping) else None
-    # DeepSpeed takes 5e8, too, and rejects values that are not numbers.
-    return int(given) if isinstance(given, (int, float)) else smallest_bucket(run.model)
-
-
-def smallest_bucket(model: ModelConfig) -> int:
-    """Return the elements of a bucket into which every parameter fits."""
-    return min(parameters_of(model).total, max(SMALLEST_BUCKET, largest_parameter(model)))
+    if isinstance(given, (int, float)):  # DeepSpeed takes 5e8, too, and rejects other values
+        return int(given)
+    return min(parameters_of(run.model).total, max(SMALLEST_BUCKET, largest_parameter(run.model)))
 
 
 def largest_parameter(model: ModelConfig) -> int:
     """Return the elements of the largest parameter."""
-    attention = model.head_width * max(model.num_heads, 2 * model.key_heads)
-    learns = model.compressed_length and model.compression == "conv"
-    compressed = model.compression_rate * model.d_model if learns else 0
-    values = model.num_heads * model.deltanet_value_width if model.num_deltanet_layers else 0
-    rows = max(attention, values, model.inner_width, compressed, model.memory_tokens)
-    bins = (size * width for size, width in bins_of(model))
-    return max(rows * model.d_model, *bins)
-
-
-def buffers_of(run: RunConfig, world_size: int, on_gpu: bool) -> Buffers:
-    """Return what a rank keeps of gradients and buckets at the peak of its backward pass."""
-    P, R, stage = parameters_of(run.model).total, world_size, stage_of(run)
-    w, c = _width(run), (4 if run.engine.reduction_precision == "fp32" else 2)
-    bucket = bucket_elements(run)
-    # A bucket is put together in the weights' type; one more copy, or two, are on their way.
-    staged = 2 if overlaps_reduction(run, on_gpu) else 1
-    offloads = run.engine.offload_optimizer
-    kind = optimizer_of(run)
-    moments = moment_bytes(run.model, run.optim, P)
-    match kind:
-        case "" | "FP16_UnfusedOptimizer":
-            own = w if run.engine.kind == "deepspeed" else 4
-            copied = own * min(P, COPIED) if run.engine.kind == "deepspeed" else 0
-            return Buffers(own * P, copied, 0)
-        case "BF16_Optimizer":
-            return Buffers(6 * P, (4 + (c if c != 4 else 0)) * min(P, COPIED), 0)
-        case "DeepSpeedZeroOptimizer":
-            kept = (8 + w) * P + moments
-            offloaded = kept / R + w * largest_parameter(run.model) if offloads else 0
-            if stage == 1:  # when they are summed
-                return Buffers(4 * P + 4 * P / R, 4 * bucket, offloaded)
-            several = w == 4 and accumulation_steps(run, R) > 1  # the sum so far, and the next
-            copies = w + (c if c != w else 0)
-            buckets = staged * w * bucket + copies * min(bucket, P / R)
-            return Buffers((8 if several else 4) * P / R, buckets, offloaded)
-        case "DeepSpeedZeroOptimizer_Stage3":
-            offloaded = (12 * P + moments) / R if offloads else 0
-            return Buffers(0 if offloads else 4 * P / R, 2 * c * bucket, offloaded)
-        case _:
-            assert_never(kind)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Footprint:
-    """Bytes of a run in the phase that needs the most memory."""
-
-    run: RunConfig  # in that phase
-    parts: dict[str, float]  # of a rank's device; on a CPU, of host memory
-    offloaded: float  # host memory of a rank, for what its GPU offloads
-    drawn: float  # host memory of a rank, for the weights as it draws them
-    checkpoint: float
-    copy: float  # host memory of a rank while it saves
-
-    @property
-    def device(self) -> float:
-        """Bytes of a rank's device."""
-        return sum(self.parts.values())
-
-    @property
-    def host(self) -> float:
-        """Bytes of a rank's host memory at its peak, besides the process itself; for a GPU."""
-        return max(self.drawn, self.offloaded + self.copy)
-
-    @property
-    def disk(self) -> float:
-        """Bytes of the checkpoints that are kept, and of the one being written."""
-        return (self.run.checkpoint.keep_last + 1) * self.checkpoint
-
-
-def footprint_of(run: RunConfig, world_size: int, on_gpu: bool) -> Footprint:
-    """Return what the run occupies on so many ranks."""
-    largest = largest_phase(run, world_size, on_gpu)
-    saved = checkpoint_bytes(largest)
-    is_drawn_on_device = on_gpu and stage_of(largest) == 3
-    return Footprint(
-        run=largest,
-        parts=memory_parts(largest, world_size, on_gpu),
-        offloaded=offloaded_bytes(largest, world_size) if on_gpu else 0.0,
-        drawn=0.0 if is_drawn_on_device else MASTER_BYTES * parameters_of(largest.model).total,
-        checkpoint=saved,
-        copy=saved / world_size if largest.checkpoint.asynchronous else 0.0,
-    )
+    return max(each.elements for each in weights_of(model) if each.copies)

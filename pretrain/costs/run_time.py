@@ -32,7 +32,7 @@ from pretrain.costs.flops import (
     computed_flops_of_step,
     flops_of,
 )
-from pretrain.costs.memory import checkpoint_bytes, footprint_of
+from pretrain.costs.memory import footprint_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,56 +55,50 @@ def run_time(run: RunConfig, world_size: int, flops_per_second: float) -> RunTim
         for phase, _ in spans
     ]
     counts = _evaluations(run)
-    tokens = _evaluated_tokens(run, _split_here(run.data.path))
-    sets = [_split_here(each.path) for each in _measured_sets(run)]
+    # With memory and without; sets only with it.
+    models = [run.model]
+    if run.model.longest_memory:
+        models.append(replace(run.model, memory_length=0, compressed_length=0, same_length=False))
+    splits = [(_split_here(run.data.path), models)]
+    splits += [(_split_here(each.path), [run.model]) for each in _measured_sets(run)]
+    tokens = [_evaluated_tokens(run, split) for split, _ in splits]
     evaluation = None
-    if tokens is not None and None not in (_evaluated_tokens(run, split) for split in sets):
+    if None not in tokens:
         evaluation = sum(
-            count
-            * (
-                flops_of_evaluation(phase, tokens, world_size)
-                + sum(_flops_of_set(phase, split, world_size) for split in sets)
-            )
-            / flops_per_second
+            count * evaluation_flops(phase, split, world_size, models) / flops_per_second
             for (phase, _), count in zip(spans, counts, strict=True)
+            for split, models in splits
         )
     return RunTime(
         of_step=tuple(of_step),
         training=sum(count * each for (_, count), each in zip(spans, of_step, strict=True)),
         evaluation=evaluation,
         evaluations=sum(counts),
-        tokens=tokens,
-        sets=len(sets),
+        tokens=tokens[0],
+        sets=len(splits) - 1,
     )
 
 
-def flops_of_evaluation(run: RunConfig, tokens: int, world_size: int) -> float:
-    """Return the FLOPs of the busiest rank for the validation loss, with memory and without."""
-    models = [run.model]
-    if run.model.longest_memory:
-        models.append(replace(run.model, memory_length=0, compressed_length=0, same_length=False))
-    return _flops_of_corpus(run, _split_here(run.data.path), tokens, world_size, models)
-
-
-def _flops_of_set(run: RunConfig, split: Path | None, world_size: int) -> float:
-    """The FLOPs of the busiest rank for the loss of a set; its tokens are known."""
-    tokens = _evaluated_tokens(run, split)
-    assert tokens is not None
-    return _flops_of_corpus(run, split, tokens, world_size, [run.model])
-
-
-def _flops_of_corpus(
-    run: RunConfig, split: Path | None, tokens: int, world_size: int, models: Sequence[ModelConfig]
+def evaluation_flops(
+    run: RunConfig, split: Path | None, world_size: int, models: Sequence[ModelConfig]
 ) -> float:
-    """The FLOPs of the busiest rank.
+    """The FLOPs of the busiest rank for the losses of these models on a split.
 
-    Ranks beyond the number of lanes compute what is not counted, and shorten nothing.
+    Ranks beyond the number of lanes compute what is not counted, and shorten nothing. Lanes are
+    whole documents: a few long ones leave some lanes empty, which takes longer.
     """
-    length = run.data.segment_length
-    lanes, batches = _lanes_and_batches(run, split, tokens)
+    lanes, length, most = run.evaluation.lanes, run.data.segment_length, run.evaluation.max_tokens
+    if split is None:  # estimated
+        batches = -(-most // (lanes * length))
+    else:
+        from data_pipeline.corpora.corpus import Corpus  # late: numpy
+        from data_pipeline.lanes.evaluation_stream import EvaluationStream, useful_lanes
+
+        corpus = Corpus.open(split)
+        lanes = useful_lanes(corpus, lanes, length, most)
+        batches = len(EvaluationStream(corpus, lanes, length, range(1), most))
     own = -(-lanes // world_size)
-    forward = sum(flops_of(model, length, own).forward for model in models)
-    return batches * own * length * forward
+    return batches * own * length * sum(flops_of(model, length, own).forward for model in models)
 
 
 def _evaluations(run: RunConfig) -> list[int]:
@@ -126,22 +120,6 @@ def _evaluated_tokens(run: RunConfig, split: Path | None) -> int | None:
         return asked
     there = read_manifest(split).tokens
     return there if asked is None else min(asked, there)
-
-
-def _lanes_and_batches(run: RunConfig, split: Path | None, tokens: int) -> tuple[int, int]:
-    """Lanes that an evaluation uses, and its batches; estimated if the corpus is not here.
-
-    Lanes are whole documents: a few long ones leave some lanes empty, which takes longer.
-    """
-    lanes, length = run.evaluation.lanes, run.data.segment_length
-    if split is None:
-        return lanes, -(-tokens // (lanes * length))
-    from data_pipeline.corpora.corpus import Corpus  # late: numpy
-    from data_pipeline.lanes.evaluation_stream import EvaluationStream, useful_lanes
-
-    corpus, most = Corpus.open(split), run.evaluation.max_tokens
-    lanes = useful_lanes(corpus, lanes, length, most)
-    return lanes, len(EvaluationStream(corpus, lanes, length, range(1), most))
 
 
 def _measured_sets(run: RunConfig) -> list[EvaluationSet]:
@@ -206,7 +184,7 @@ class FailureCosts:
         return max(low * self.between_failures, self.write)
 
 
-def failure_costs(run: RunConfig, hardware: Hardware, step_seconds: float) -> FailureCosts | None:
+def failure_costs(run: RunConfig, hardware: Hardware) -> FailureCosts | None:
     """Return what failures cost the run there; None if it is not known how often nodes fail.
 
     Every node reads and writes its part of a checkpoint at `disk_mib_per_second`.
@@ -214,9 +192,8 @@ def failure_costs(run: RunConfig, hardware: Hardware, step_seconds: float) -> Fa
     node = hardware.node
     if node is None or not node.mtbf_hours:
         return None
-    largest = footprint_of(run, hardware.world_size, hardware.on_gpu).run
-    in_background = run.checkpoint.asynchronous
-    return costs_on(node, hardware.nodes, checkpoint_bytes(largest), in_background)
+    saved = footprint_of(run, hardware.world_size, hardware.on_gpu).checkpoint
+    return costs_on(node, hardware.nodes, saved, run.checkpoint.asynchronous)
 
 
 def costs_on(

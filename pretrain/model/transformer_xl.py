@@ -68,7 +68,6 @@ class TransformerXL(nn.Module):
         activation_checkpointing: ActivationCheckpointing = "none",
         attention_kernel: AttentionKernel = "auto",
         logits_chunk_tokens: int = 0,
-        checkpoint_every_n_layers: int = 1,
         compiles: bool = False,
     ) -> None:
         super().__init__()
@@ -77,12 +76,10 @@ class TransformerXL(nn.Module):
         self.config = config
         self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
         recomputes_scores = activation_checkpointing == "selective"
-        self.checkpoint_every_n_layers = checkpoint_every_n_layers
         self.embedding = Embedding(config)
         layers = [layer_of(config, layer, attention_kernel) for layer in range(config.num_layers)]
         for layer in layers:
             layer.compiles = compiles
-        for layer in layers[::checkpoint_every_n_layers]:
             layer.mixer.recomputes_scores = recomputes_scores
         self.layers = nn.ModuleList(layers)
         self.content_bias: nn.Parameter | None = None  # u, r_w_bias
@@ -220,15 +217,11 @@ class TransformerXL(nn.Module):
         hidden_BLD = drop(hidden_BLD, self.config.dropout, dropout, Site.FINAL)
         return hidden_BLD, state.joined(remembered), errors
 
-    def _run(self, index: int, module: nn.Module, *inputs: Tensor | None, **options: Any) -> Any:
-        """Run a layer's module, with full activation checkpointing for every n-th layer if set."""
+    def _run(self, module: nn.Module, *inputs: Tensor | None, **options: Any) -> Any:
+        """Run a layer's module, with full activation checkpointing if set."""
         # Options are keyword arguments: DeepSpeed's hooks inspect the positional ones and support
         # tensors only.
-        if (
-            self.activation_checkpointing != "full"
-            or index % self.checkpoint_every_n_layers
-            or not torch.is_grad_enabled()
-        ):
+        if self.activation_checkpointing != "full" or not torch.is_grad_enabled():
             return module(*inputs, **options)
         return checkpoint(module, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
@@ -273,14 +266,13 @@ class TransformerXL(nn.Module):
         if isinstance(layer, DeltaNetLayer):
             inputs = (hidden_BLD, *parts, segment.keys.isolated_documents_BL)
             options = {"dropout": segment.dropout, "carries_gradient": segment.carries_gradient}
-            output_BLD, *carried = self._run(index, layer, *inputs, **options)
+            output_BLD, *carried = self._run(layer, *inputs, **options)
             return output_BLD, tuple(carried), None
         num_keys = sum(part.shape[1] for part in parts) + hidden_BLD.shape[1]
         # Compressed rows are older.
         memory_BMD = parts[0] if len(parts) == 1 else torch.cat(parts[::-1], dim=1)
         length = segment.state.parts.layers[index][0].length
         output_BLD = self._run(
-            index,
             layer,
             *(hidden_BLD, memory_BMD, segment.keys.positions_CX(index, num_keys)),
             *(self.content_bias, self.position_bias),
@@ -302,7 +294,6 @@ class TransformerXL(nn.Module):
         recent_BMD, compressed_BKD = parts
         isolated = (segment.leaving_BX, segment.documents_BL)
         new_BKD, error = self._run(
-            index,
             self.compressions[index],
             leaving_rows(recent_BMD, hidden_BLD, segment.leaving_BX.shape[1]),
             hidden_BLD.detach(),

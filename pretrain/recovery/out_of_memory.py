@@ -74,8 +74,8 @@ def with_fitting_micro_batch(run: RunConfig, world_size: int, ledger: Sequence[E
 def memory_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
     """What determines how much memory a lane takes, except the model, which a run never changes."""
     names = (
-        "zero_stage", "precision", "activation_checkpointing", "checkpoint_every_n_layers",
-        "offload_optimizer", "offload_memories", "logits_chunk_tokens",
+        "zero_stage", "precision", "activation_checkpointing", "offload_optimizer",
+        "offload_memories", "logits_chunk_tokens",
     )  # fmt: skip
     engine = {name: getattr(run.engine, name) for name in names}
     return {"world_size": world_size, "segment_length": run.data.segment_length, **engine}

@@ -73,9 +73,8 @@ FURTHER = {
     }
     for kind, more in {
         "selective": {"activation_checkpointing": "selective"},
-        "every2-chunks": {
+        "full-chunks": {
             "activation_checkpointing": "full",
-            "checkpoint_every_n_layers": 2,
             "logits_chunk_tokens": 6,
         },
         "offload": {"offload_optimizer": True},

@@ -8,7 +8,7 @@ import pytest
 
 from foundation.settings import parse_config
 from pretrain.config.run import RunConfig
-from pretrain.costs.memory import device_bytes, offloaded_bytes, optimizer_of
+from pretrain.costs.memory import Footprint, optimizer_of
 from tests.helpers.live_tensors import measured_by_ranks, zero_cell
 
 RANKS = 3
@@ -34,7 +34,7 @@ def test_the_estimate_of_a_passes_peak_is_within_15_per_cent(
     measured: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
     run = parse_config(RunConfig, CELLS[name], name)
-    expected = device_bytes(run, RANKS) + offloaded_bytes(run, RANKS)
+    expected = Footprint(run, RANKS).device + Footprint(run, RANKS, on_gpu=True).offloaded
     for found in measured[name]:
         assert found["peak_of_training"] == pytest.approx(expected, rel=0.15)
 

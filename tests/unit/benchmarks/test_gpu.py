@@ -26,7 +26,7 @@ from benchmarks.gpu.training import measured_run
 from data_pipeline.corpora.manifest import MANIFEST_NAME
 from foundation.errors import UserError
 from pretrain.costs.flops import cost_of
-from pretrain.costs.memory import memory_parts
+from pretrain.costs.memory import Footprint
 from pretrain.kernels.triton.tiling import FORMAT, KERNELS, kernels_version
 from pretrain.model.attention_paths import plain_attention
 from tests.helpers.corpora import make_tiny_corpus
@@ -94,7 +94,7 @@ def test_no_token_of_the_gpt_sees_a_later_one(context: Context) -> None:
 def test_every_model_that_is_measured_fits_into_80_gigabytes(context: Context, step: Step) -> None:
     run = measured_run(step.case, context)
     run = replace(run, engine=replace(run.engine, precision="bf16"))
-    assert sum(memory_parts(run, 1, on_gpu=True).values()) < 72 * 2**30
+    assert Footprint(run, 1, on_gpu=True).device < 72 * 2**30
 
 
 def test_pairs_that_no_query_sees_do_not_count(context: Context) -> None:

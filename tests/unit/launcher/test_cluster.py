@@ -25,7 +25,7 @@ from pretrain.costs.cluster import (
     seconds_of,
 )
 from pretrain.costs.devices import DEVICES, USABLE
-from pretrain.costs.memory import device_bytes
+from pretrain.costs.memory import Footprint
 
 CLUSTERS = sorted((Path(__file__).parents[3] / "configs" / "clusters").glob("*.yaml"))
 CPU = ClusterConfig(ranks_per_node=2)
@@ -265,7 +265,7 @@ def test_a_rank_on_a_gpu_needs_no_room_for_attention_weights_that_the_fused_kern
     config = run_config(model=model, engine=EngineConfig(precision="bf16"))
     config = dataclasses.replace(config, data=DataConfig(lanes=64, segment_length=4096))
     room = USABLE * DEVICES["A100"].memory
-    written, kept = (device_bytes(config, 8, on_gpu) for on_gpu in (False, True))
+    written, kept = (Footprint(config, 8, on_gpu).device for on_gpu in (False, True))
     assert kept < room < written
     check_run(config, GPU, NodeRange(1, 1), tmp_path)
 

@@ -178,7 +178,7 @@ def test_the_summary_counts_failed_cells(sweep):
 def test_the_name_of_a_cell_with_many_settings_is_cut_and_stays_its_own(sweep):
     grid = sweep.parent / "grid.yaml"
     names = ["engine.watchdog_timeout_seconds", "checkpoint.storage_patience_seconds"]
-    names += ["recovery.spike_threshold", "engine.checkpoint_every_n_layers"]
+    names += ["recovery.spike_threshold", "evaluation.interval"]
     settings = ", ".join(f"{name}: [111, 112]" for name in names)
     grid.write_text(f"format: 1\nname: grid\nexperiment: tiny.yaml\ngrid: {{{settings}}}\n")
     cells = cells_of(grid)

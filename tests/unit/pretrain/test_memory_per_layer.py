@@ -17,7 +17,7 @@ from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
-from pretrain.costs.memory import checkpoint_bytes, memory_parts
+from pretrain.costs.memory import Footprint, checkpoint_bytes
 from pretrain.model.attention_paths import Visibility
 from pretrain.model.lane_state import LaneState
 from pretrain.model.transformer_xl import TransformerXL
@@ -137,7 +137,7 @@ def test_bytes_of_memory_and_checkpoint_are_those_of_the_tensors(width: str) -> 
     module = TransformerXL(model).to(dtype)
     _, memory = module(random_tokens(6, 8), random_tokens(6, 8, 1))
     num_bytes = sum(part.nbytes for part in memory)
-    parts = memory_parts(run, world_size=1)
+    parts = Footprint(run, 1).parts
     assert parts["recurrent memory"] == 2 * num_bytes
     uniform = replace(run, model=replace(model, memory_length=8))
     saved = checkpoint_bytes(uniform) - checkpoint_bytes(run)
