@@ -206,15 +206,12 @@ class Footprint:
         """What is kept for the backward pass, plus what that pass of one layer needs."""
         run, model, segments = self.run, self.run.model, self.run.optim.gradient_segments
         lanes, width = lanes_of_pass(run, self.world_size), self._weight_bytes
-        kinds = [
+        kinds: list[tuple[LayerKind, int]] = [
             (model.layer_kind(index), length + model.compressed_length)
             for index, length in enumerate(model.memory_lengths())
         ]
         # Each kind once, because plans ask for thousands of settings.
-        by_kind = {
-            (kind, memory): layer_bytes(run, lanes, self.on_gpu, kind, memory)
-            for kind, memory in set(kinds)
-        }
+        by_kind = {kind: layer_bytes(run, lanes, self.on_gpu, *kind) for kind in set(kinds)}
         layers = [by_kind[kind] for kind in kinds]
         kept = segments * sum(layer.kept for layer in layers)
         working = max(layer.working for layer in layers)
