@@ -1,4 +1,4 @@
-"""`pretrain evaluate`: losses on a split, context lengths, and the sliding-window baseline."""
+"""`pretrain evaluate`: losses on a split, context lengths, probes and tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from foundation.cli import check_least
 from foundation.errors import ConfigError
 from foundation.settings import MOST_ROWS, parse_size, require_name, size_of
 from pretrain.commands.output_paths import check_output_directory
-from pretrain.commands.threads import add_threads, check_threads
 from pretrain.config.choices import Precision, RopeExtension
 from pretrain.evaluation.probes.probe_settings import ProbeName
 from pretrain.rundir.run_paths import run_path
@@ -19,9 +18,9 @@ from pretrain.terminal.text import fitted_table
 
 # What is measured besides losses -> the flags that go only with it, and their defaults.
 OWN_FLAGS: dict[str, dict[str, Any]] = {
-    "context_length": {"context_step": 50, "longest_context": 1000, "positions": 512},
+    "context_length": {"longest_context": 1000},
     "tasks": {"limit": None, "few_shot": None, "run_task_code": False},
-    "probe": {"trials": 64, "longest_distance": 0, "seed": 0, "output": None},
+    "probe": {"trials": 64, "longest_distance": 0, "output": None},
 }
 
 
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lanes", type=int, default=0, metavar="N", help=lanes)
     max_tokens = "score about the first N tokens (default: all)"
     add("--max-tokens", type=size_of("tokens"), default=0, metavar="N", help=max_tokens)
-    add_threads(parser)
     precision = "of weights and activations (default: the run's on a GPU, fp32 on a CPU)"
     add("--precision", choices=get_args(Precision), help=precision)
     add("--ema", action="store_true", help="use the weight EMA, if the run has one")
@@ -57,8 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group().add_argument
     measure = "measure the relative effective context length of the models"
     what("--context-length", action="store_true", help=measure)
-    compare = "compare tokens/s with computing a window for every token"
-    what("--compare-sliding-window", action="store_true", help=compare)
     what("--tasks", nargs="+", metavar="TASK", help="run tasks of lm-eval: names, or YAML files")
     names = get_args(ProbeName)
     probes = f"probe the memory, and write a page with pictures: {', '.join(names)}"
@@ -70,14 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     few_shot = "examples in front of each (default: the task's)"
     own("--few-shot", type=int, metavar="N", help=few_shot)
     own = parser.add_argument_group("with --context-length").add_argument
-    for name, value in OWN_FLAGS["context_length"].items():
-        own(_flag(name), type=size_of("tokens"), metavar="N", help=f"default {value}")
+    contexts = "measure contexts of a twentieth of N, two twentieths, ... N tokens (default 1000)"
+    own("--longest-context", type=size_of("tokens"), metavar="N", help=contexts)
     own = parser.add_argument_group("with --probe").add_argument
     trials = f"needles and copies at each distance (default {OWN_FLAGS['probe']['trials']})"
     own("--trials", type=int, metavar="N", help=trials)
     longest = "test recall up to N tokens (default: twice what a layer sees)"
     own("--longest-distance", type=size_of("tokens"), metavar="N", help=longest)
-    own("--seed", type=int, metavar="N", help="draw other needles and copies (default 0)")
     output = "directory for probes.html and probes.json (default: the run's)"
     own("--output", type=Path, metavar="DIR", help=output)
 
@@ -102,7 +97,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     """Set defaults; ConfigError for bad numbers and for flags that would have no effect."""
     memory_lengths = arguments.memory_length or []
-    check_threads(arguments)
     _check_sets(arguments)
     for what, flags in OWN_FLAGS.items():
         for name, default in flags.items():
@@ -114,7 +108,7 @@ def _check(arguments: argparse.Namespace) -> None:
         if getattr(arguments, what) and len(memory_lengths) > 1:
             raise ConfigError(f"{_flag(what)} goes with one --memory-length; compare two calls")
     check_least(arguments, 0, "memory_length", "segment_length", "lanes", "max_tokens", "clamp")
-    check_least(arguments, 0, "limit", "few_shot", "seed")
+    check_least(arguments, 0, "limit", "few_shot")
     check_least(arguments, 1, "trials")
     if arguments.longest_distance > MOST_ROWS:
         raise ConfigError(
@@ -128,8 +122,9 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--context-length takes no number, found {missing[0]}; use --context-length "
             f"--longest-context {missing[0]}"
         )
-    if (arguments.context_length or arguments.compare_sliding_window) and arguments.lanes:
-        raise ConfigError("--lanes goes with neither --context-length nor --compare-sliding-window")
+    check_least(arguments, 2, "longest_context")
+    if arguments.context_length and arguments.lanes:
+        raise ConfigError("--lanes goes with no --context-length")
     if arguments.tasks and arguments.max_tokens:
         raise ConfigError("--tasks goes with no --max-tokens; use --limit")
     if arguments.tasks:
@@ -147,12 +142,8 @@ def _check(arguments: argparse.Namespace) -> None:
 def _check_sets(arguments: argparse.Namespace) -> None:
     """Raise ConfigError unless --sets names a path by each name, and only the losses are asked."""
     sets: list[str] = arguments.sets or []
-    others = (arguments.context_length, arguments.compare_sliding_window, arguments.tasks)
-    if arguments.sets is not None and any((*others, arguments.probe)):
-        raise ConfigError(
-            "--sets goes with neither --context-length, --compare-sliding-window, --tasks nor "
-            "--probe"
-        )
+    if arguments.sets is not None and any(getattr(arguments, what) for what in OWN_FLAGS):
+        raise ConfigError("--sets goes with neither --context-length, --tasks nor --probe")
     named = {name: path for name, _, path in (each.partition("=") for each in sets)}
     if not all(named.values()) or len(named) < len(sets):
         raise ConfigError(f"--sets {' '.join(sets)}: expected NAME=PATH, each with another name")

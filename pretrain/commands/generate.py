@@ -12,7 +12,6 @@ from data_pipeline.tokenizer import Tokenizer
 from foundation.cli import check_least
 from foundation.errors import ConfigError, printable
 from foundation.settings import size_of
-from pretrain.commands.threads import add_threads, check_threads
 from pretrain.config.choices import Precision
 from pretrain.distributed.threads import set_threads
 from pretrain.rundir.run_paths import run_path
@@ -50,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--samples", type=int, default=1, metavar="N", help=samples)
     memory = "tokens of memory (default: as in training)"
     add("--memory-length", type=size_of("tokens"), metavar="N", help=memory)
-    add_threads(parser)
     precision = "of weights and activations (default: the run's on a GPU, fp32 on a CPU)"
     add("--precision", choices=get_args(Precision), help=precision)
     add("--ema", action="store_true", help="use the weight EMA, if the run has one")
@@ -72,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     options = {"ema": arguments.ema, "precision": arguments.precision}
     trained = load_trained(arguments.run, inference_device(), **options)
-    set_threads(arguments.threads or 0)
+    set_threads(0)
     tokenizer = load_tokenizer(trained, arguments.data)
     tokens = generate(
         trained.module,
@@ -106,7 +104,6 @@ def _take_prompt_file(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    check_threads(arguments)
     check_least(arguments, 1, "tokens", "samples")
     check_least(arguments, 0, "memory_length")
     if not 0 <= arguments.seed < 2**63:

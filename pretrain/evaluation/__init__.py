@@ -1,4 +1,4 @@
-"""Loss by memory length, effective context length, the sliding-window baseline, sampling.
+"""Loss by memory length, effective context length, probes, tasks, sampling.
 
 Imported by commands and `run.py`; uses weights, engines and model.
 """

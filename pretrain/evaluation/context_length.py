@@ -47,13 +47,6 @@ class ContextGrid:
     step: int
     longest: int
 
-    def __post_init__(self) -> None:
-        if not 0 < self.step <= self.longest // 2:
-            raise ConfigError(
-                f"context step {self.step} and longest context {self.longest}: "
-                "the step must be positive and at most half of the longest"
-            )
-
 
 def relative_effective_context_lengths(
     losses: Sequence[Losses],
@@ -94,22 +87,18 @@ def _gain(best_P: Tensor, longer_P: Tensor, share: float) -> float:
 
 
 class SplitPositions:
-    """Positions spread evenly over a split, each with at least `longest` tokens before it."""
+    """Up to `most` positions spread evenly over a split, each after `longest` tokens or more."""
 
-    def __init__(
-        self, corpus: Corpus, num_positions: int, longest: int, max_tokens: int = 0
-    ) -> None:
+    def __init__(self, corpus: Corpus, most: int, longest: int, max_tokens: int = 0) -> None:
         parts = EvaluationStream(corpus, 1, READ_TOKENS, range(1), max_tokens)
         tokens_T = torch.cat([torch.from_numpy(part.targets_BL[part.valid_BL]) for part in parts])
         available = len(tokens_T) - longest
-        if num_positions < 1:
-            raise ConfigError(f"the number of positions is {num_positions}, expected 1 or more")
-        if available < num_positions:
+        if available < 1:
             raise ConfigError(
-                f"{corpus.directory} has {max(available, 0):,} positions with {longest:,} tokens "
-                f"before them, {num_positions:,} are requested; use fewer positions or a shorter "
-                "longest context"
+                f"{corpus.directory} has {len(tokens_T):,} tokens, expected more than the longest "
+                f"context, {longest:,}; use a shorter one"
             )
+        num_positions = min(most, available)
         self.tokens_T = tokens_T
         self._end_id = corpus.manifest.end_id
         self.offsets_P = longest + torch.arange(num_positions) * available // num_positions

@@ -61,8 +61,7 @@ def test_all_probes_of_a_model_make_a_page_and_a_file_of_numbers(
     [
         [],
         ["--probe", *ALL, "--trials", "3"],
-        ["--compare-sliding-window", "--memory-length", "8"],
-        ["--context-length", "--context-step", "4", "--longest-context", "8", "--positions", "9"],
+        ["--context-length", "--longest-context", "8"],
     ],
 )
 def test_a_model_is_measured_in_the_precision_that_was_asked_for(

@@ -6,7 +6,7 @@ of shapes as in `pretrain.model`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,7 +112,6 @@ def loss_by_position(
     segment_length: int,
     num_lanes: int,
     max_tokens: int = 0,
-    advance: Callable[[int], None] = lambda tokens: None,
 ) -> list[PositionLoss]:
     """Return the losses of the split, or its first `max_tokens`, with each memory length."""
     found = []
@@ -125,7 +124,6 @@ def loss_by_position(
             segment_length=segment_length,
             num_lanes=num_lanes,
             max_tokens=max_tokens,
-            advance=advance,
         )
         found.append(by_position.result(evaluated))
     return found

@@ -212,13 +212,13 @@ RECALL_WORDS = {
 }
 
 
-def render(name: str, step: int, results: ProbeResults) -> str:
+def render(name: str, results: ProbeResults) -> str:
     """Return the whole page."""
     settings, borders = results.settings, results.borders
     recl = results.context.length if results.context else 0
     lead = (
-        f"Step {step:,}. Read in segments of {settings.segment_length:,} tokens with a memory of "
-        f"{settings.memory_length:,}. {_reach(borders)}."
+        f"Step {results.step:,}. Read in segments of {settings.segment_length:,} tokens with a "
+        f"memory of {settings.memory_length:,}. {_reach(borders)}."
     )
     sections = [_recall(kind, found, borders, recl) for kind, found in results.recalls.items()]
     if results.position:
@@ -229,7 +229,7 @@ def render(name: str, step: int, results: ProbeResults) -> str:
         "ids from all over the vocabulary"
     )  # fmt: skip
     footer = (
-        f"Written by 'pretrain evaluate --probe' with {source}; seed {settings.seed}, "
+        f"Written by 'pretrain evaluate --probe' with {source}; "
         f"{settings.trials} trials at each distance. How to read it: docs/evaluation.md. All "
         "numbers: probes.json."
     )

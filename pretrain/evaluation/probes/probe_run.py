@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -22,7 +22,6 @@ from pretrain.evaluation.probes.distances import Borders, bin_names, borders_of
 from pretrain.evaluation.probes.document_position import PositionLoss, loss_by_position
 from pretrain.evaluation.probes.probe_settings import ATTENTION, ProbeSettings
 from pretrain.evaluation.probes.recall import (
-    ProbeTokens,
     Recall,
     RecallKind,
     distances_up_to,
@@ -41,10 +40,11 @@ RECALLS: tuple[RecallKind, ...] = ("needle", "copy")
 class ProbeResults:
     """What the probes that were asked for have found."""
 
+    step: int
     settings: ProbeSettings
     borders: Borders
     text: str  # where text and frequent tokens are from; "" for the vocabulary alone
-    recalls: Mapping[RecallKind, tuple[Recall, ...]]
+    recalls: Mapping[RecallKind, Sequence[Recall]]
     position: tuple[PositionLoss, ...] = ()  # with memory and without
     attention: AttentionMass | None = None
     context: ContextLength | None = None  # of this model alone, over all positions
@@ -59,6 +59,7 @@ class ProbeResults:
                 measured[name] = asdict(found)  # type: ignore[assignment]
         settings, borders = asdict(self.settings), asdict(self.borders)
         return {
+            "step": self.step,
             "summary": self.summary(),
             "settings": {**settings, "text": self.text},
             "borders": borders,
@@ -108,16 +109,30 @@ def run_probes(
     borders = borders_of(module.config, memory, segment)
     settings = replace(settings, longest_distance=settings.longest_distance or 2 * borders.direct)
     results = ProbeResults(
-        settings=settings, borders=borders, text=str(corpus.location) if corpus else "", recalls={}
+        step=scorer.trained.step,
+        settings=settings,
+        borders=borders,
+        text=str(corpus.location) if corpus else "",
+        recalls={},
     )
     if not set(RECALLS).isdisjoint(names):
         tokens = tokens_of_corpus(corpus) if corpus else tokens_of_vocabulary(tokenizer)
-        found = {
-            kind: _recalls(scorer, kind, tokens, settings, borders, say)
-            for kind in RECALLS
-            if kind in names
-        }
-        results = replace(results, recalls=found)
+        shown = (borders.segment, borders.direct, borders.total)
+        recalls: dict[RecallKind, list[Recall]] = {name: [] for name in RECALLS if name in names}
+        for kind, found in recalls.items():
+            for distance in distances_up_to(settings.longest_distance, shown):
+                say(f"{kind} after {distance:,} tokens")
+                recall = measure_recall(
+                    kind,
+                    module,
+                    tokens,
+                    distance,
+                    memory_length=memory,
+                    segment_length=segment,
+                    num_trials=settings.trials,
+                )
+                found.append(recall)
+        results = replace(results, recalls=recalls)
     if corpus is None:
         return results
     if "position" in names:
@@ -138,46 +153,13 @@ def run_probes(
         results = replace(results, attention=attention)
     if "recl" in names:
         say("effective context length")
-        results = replace(results, context=_context(scorer, corpus, settings, borders))
+        step = -(-2 * borders.direct // CONTEXT_STEPS)
+        grid = ContextGrid(step, step * CONTEXT_STEPS)
+        positions = SplitPositions(corpus, CONTEXT_POSITIONS, grid.longest, settings.max_tokens)
+        losses = [lambda length: positions.losses(module, length, memory, segment)]
+        (context,) = relative_effective_context_lengths(losses, grid, (1.0,))[0]
+        results = replace(results, context=context)
     return results
-
-
-def _recalls(
-    scorer: TrainedScorer,
-    kind: RecallKind,
-    tokens: ProbeTokens,
-    settings: ProbeSettings,
-    borders: Borders,
-    say: Callable[[str], None],
-) -> tuple[Recall, ...]:
-    shown = (borders.segment, borders.direct, borders.total)
-    found = []
-    for distance in distances_up_to(settings.longest_distance, shown):
-        say(f"{kind} after {distance:,} tokens")
-        recall = measure_recall(
-            kind,
-            scorer.trained.module,
-            tokens,
-            distance,
-            memory_length=settings.memory_length,
-            segment_length=settings.segment_length,
-            num_trials=settings.trials,
-            seed=settings.seed,
-        )
-        found.append(recall)
-    return tuple(found)
-
-
-def _context(
-    scorer: TrainedScorer, corpus: Corpus, settings: ProbeSettings, borders: Borders
-) -> ContextLength:
-    step = -(-2 * borders.direct // CONTEXT_STEPS)
-    grid = ContextGrid(step, step * CONTEXT_STEPS)
-    positions = SplitPositions(corpus, CONTEXT_POSITIONS, grid.longest, settings.max_tokens)
-    memory, segment = settings.memory_length, settings.segment_length
-    module = scorer.trained.module
-    losses = [lambda length: positions.losses(module, length, memory, segment)]
-    return relative_effective_context_lengths(losses, grid, (1.0,))[0][0]
 
 
 def probe_rows(results: ProbeResults) -> list[tuple[str, ...]]:

@@ -20,7 +20,6 @@ class ProbeSettings:
     max_tokens: int  # of the probe `position`; 0: the whole split
     trials: int  # at each distance
     longest_distance: int  # 0: twice what a token sees directly
-    seed: int
 
     def needs_text(self) -> bool:
         """Whether a probe reads a split; the others only take tokens from it, if there is one."""

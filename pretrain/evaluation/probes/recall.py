@@ -15,7 +15,7 @@ Which tokens probes are made of: ids of the vocabulary itself, so that any token
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -216,13 +216,11 @@ def measure_recall(
     memory_length: int,
     segment_length: int,
     num_trials: int,
-    seed: int,
-    advance: Callable[[int], None] = lambda tokens: None,
+    seed: int = 0,
 ) -> Recall:
     """Return the recall at one distance; the seed and the distance fix the trials.
 
-    The second occurrence is as often at the start of a segment as at its end. `advance` is called
-    with the number of tokens read.
+    The second occurrence is as often at the start of a segment as at its end.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + distance)
     groups = -(-num_trials // LANES)
@@ -237,7 +235,6 @@ def measure_recall(
         right_BJ, losses_BJ = _scored(logits_BJV, trials, tokens.candidates, first_scored)
         right.append(right_BJ.double().mean(1))
         losses.append(losses_BJ.flatten())
-        advance(trials.tokens_BT.numel())
     right_B, losses_X = torch.cat(right), torch.cat(losses)
     low, high = wilson_interval(float(right_B.sum()), num_trials)
     choices = num_choices(kind, tokens)

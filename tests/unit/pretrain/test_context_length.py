@@ -88,7 +88,7 @@ def test_a_position_sees_exactly_that_many_tokens(corpus, positions, length) -> 
         init_std=0.3,
     )
     module = TransformerXL(config).double().eval()
-    positions = SplitPositions(corpus, num_positions=70, longest=30)
+    positions = SplitPositions(corpus, 70, longest=30)
     found_P = positions.losses(module, length, memory_length=30, segment_length=5)
     for index in (0, 1, 69):
         offset = int(positions.offsets_P[index])
@@ -99,11 +99,10 @@ def test_a_position_sees_exactly_that_many_tokens(corpus, positions, length) -> 
     assert len(found_P) == len(positions) == 70
 
 
-def test_impossible_measurements_are_refused(corpus) -> None:
-    with pytest.raises(ConfigError, match="at most half of the longest"):
-        ContextGrid(step=60, longest=100)
-    with pytest.raises(ConfigError, match=r"are requested; use fewer positions"):
-        SplitPositions(corpus, num_positions=10**9, longest=30)
+def test_a_short_split_has_fewer_positions_and_too_short_a_one_is_refused(corpus) -> None:
+    assert len(SplitPositions(corpus, 10**9, longest=30)) == corpus.num_tokens - 30
+    with pytest.raises(ConfigError, match="use a shorter one"):
+        SplitPositions(corpus, 5, longest=10**9)
 
 
 def test_a_step_is_in_the_same_column_of_every_row() -> None:

@@ -195,12 +195,14 @@ def test_layers_keep_their_numbers_beside_deltanets(corpus):
     assert found.layers == (1, 3)
     settings = ProbeSettings(
         names=("attention",), memory_length=MEMORY, segment_length=SEGMENT, lanes=1,
-        max_tokens=0, trials=1, longest_distance=0, seed=0,
+        max_tokens=0, trials=1, longest_distance=0,
     )  # fmt: skip
     borders = borders_of(model.config, MEMORY, SEGMENT)
-    results = ProbeResults(settings=settings, borders=borders, text="", recalls={}, attention=found)
+    results = ProbeResults(
+        step=1, settings=settings, borders=borders, text="", recalls={}, attention=found
+    )
     assert [row[1] for row in probe_rows(results)[1:]] == ["layer 1", "layer 3"]
-    page = render("run", 1, results)
+    page = render("run", results)
     assert page.count("<tr><td>1</td>") == page.count("<tr><td>3</td>") == 1
     assert "<tr><td>0</td>" not in page
 

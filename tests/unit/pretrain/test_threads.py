@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 
 import pytest
 import torch
 
-from foundation.errors import ConfigError
 from foundation.own_programs import own_command
-from pretrain.commands.threads import check_threads
 from pretrain.distributed.threads import WAITING, describe_waiting, wait_briefly
 from pretrain.recovery.starts import environment_changes, environment_of_rank
 from pretrain.run import set_threads_of_rank
@@ -55,9 +52,3 @@ def test_a_rank_takes_the_threads_of_its_environment_else_its_part_of_the_cores(
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     set_threads_of_rank()
     assert torch.get_num_threads() == 2
-
-
-@pytest.mark.parametrize("threads", [-1, 0, 5000])
-def test_an_impossible_number_of_threads_is_refused(threads):
-    with pytest.raises(ConfigError, match=f"--threads={threads} must be from 1 to 4,096"):
-        check_threads(argparse.Namespace(threads=threads))
