@@ -128,11 +128,10 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.tasks and arguments.max_tokens:
         raise ConfigError("--tasks goes with no --max-tokens; use --limit")
     if arguments.tasks:
-        from pretrain.evaluation.task_names import check_tasks, silence_libraries
+        from pretrain.evaluation.task_names import check_tasks
 
         arguments.tasks = [name for each in arguments.tasks for name in each.split(",") if name]
         check_tasks(arguments.tasks)
-        silence_libraries()
     if arguments.same_length and 0 in memory_lengths:
         raise ConfigError(
             "--same-length needs a --memory-length above 0, the number of keys each token sees"

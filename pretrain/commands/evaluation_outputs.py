@@ -20,7 +20,7 @@ from pretrain.config.choices import POSITIONS
 from pretrain.config.resolve import splits_of_sets
 from pretrain.distributed.threads import set_threads
 from pretrain.distributed.world import World, destroy_process_group, init_world
-from pretrain.evaluation import context_length, harness
+from pretrain.evaluation import context_length
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
 from pretrain.evaluation.probes.probe_page import render
 from pretrain.evaluation.probes.probe_run import ProbeResults, probe_rows, run_probes
@@ -202,6 +202,8 @@ def _context_lengths(
 
 
 def _tasks(arguments: argparse.Namespace, path: Path, scorer: TrainedScorer) -> EvaluationOutput:
+    from pretrain.evaluation import harness  # late: lm-eval is an extra
+
     memory, segment = _how_to_read(arguments, scorer.trained)
     results = harness.run_tasks(
         scorer.trained,

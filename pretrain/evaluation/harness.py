@@ -1,11 +1,8 @@
-"""Tasks of lm-eval, EleutherAI's evaluation harness, on a trained model.
+"""A trained model as lm-eval, EleutherAI's evaluation harness, sees one, and its tasks on it.
 
-lm-eval is an extra; it is imported when tasks run.
-
-A trained model as lm-eval, EleutherAI's evaluation harness, sees one.
-
-Importing this module registers it as `xl-pretrain`. Memory is cached keys and values, so a context
-of any length takes linear time, and none is cut. Letters of shapes as in `pretrain.model`.
+lm-eval is an extra, so this module is imported when tasks run. Importing it registers the model as
+`xl-pretrain`. Memory is cached keys and values, so a context of any length takes linear time, and
+none is cut. Letters of shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations
@@ -21,6 +18,8 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager, _yaml_loader
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
@@ -29,7 +28,6 @@ from foundation.errors import ConfigError, DataError
 from foundation.yaml_files import YAML_SUFFIXES
 from pretrain.config.choices import Precision
 from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
-from pretrain.evaluation.task_names import check_tasks, silence_libraries
 from pretrain.model.cached import new_stream
 from pretrain.model.memory import document_starts
 from pretrain.weights.trained_model import TrainedModel, load_tokenizer, load_trained
@@ -234,15 +232,13 @@ def run_tasks(
     examples of a task are used (0: all); `bootstrap_iters` are for standard errors (0: none);
     `options` are those of `TrainedLM`. Unless it `runs_code`, `!function` in a file is a DataError.
     """
-    simple_evaluate, manager = _harness(tasks)
-
     # The decorator that registers the class hides its arguments.
     model = TrainedLM(trained, **options)  # pyright: ignore[reportCallIssue]
     with _one_line("run", tasks), _functions(runs_code):
         found = simple_evaluate(
             model,
             tasks=list(tasks),
-            task_manager=manager,
+            task_manager=_manager(_needs_defaults(tasks)),
             limit=limit or None,
             num_fewshot=few_shot,
             log_samples=False,
@@ -254,36 +250,22 @@ def run_tasks(
 
 def load_tasks(tasks: Sequence[str]) -> None:
     """Load tasks and their data; ConfigError or DataError if that fails, also for `!function`."""
-    _, manager = _harness(tasks)
     with _one_line("load", tasks), _functions(are_run=False):
-        manager.load(list(tasks))
+        _manager(_needs_defaults(tasks)).load(list(tasks))
 
 
-def _harness(tasks: Sequence[str]) -> tuple[Any, Any]:
-    """Return lm-eval's `simple_evaluate` and a manager that finds the tasks."""
-    check_tasks(tasks)
-    silence_libraries()
-    try:
-        from lm_eval.evaluator import simple_evaluate
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise ConfigError(
-            f"tasks need lm-eval ({error}); `pip install 'xl-pretrain[lm-eval]'`"
-        ) from None
-    files = [task for task in tasks if task.endswith(YAML_SUFFIXES)]
-    return simple_evaluate, _manager(TaskManager, include_defaults=len(files) < len(tasks))
+def _needs_defaults(tasks: Sequence[str]) -> bool:
+    return not all(task.endswith(YAML_SUFFIXES) for task in tasks)
 
 
 @functools.cache  # the index of lm-eval's own tasks takes seconds, in every evaluation of a run
-def _manager(kind: Any, include_defaults: bool) -> Any:
-    return kind(include_defaults=include_defaults)
+def _manager(include_defaults: bool) -> TaskManager:
+    return TaskManager(include_defaults=include_defaults)
 
 
 @contextlib.contextmanager
 def _functions(are_run: bool) -> Iterator[None]:
     """Whether lm-eval imports what `!function` names in files that are not its own."""
-    from lm_eval.tasks import _yaml_loader
-
     load, own = _yaml_loader._import_func_in_yml, Path(_yaml_loader.__file__).parent
 
     def load_trusted(name: str, folder: Path) -> Any:

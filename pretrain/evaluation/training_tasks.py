@@ -19,7 +19,7 @@ import torch
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import broadcast_value
 from pretrain.engines.engine import Engine
-from pretrain.evaluation.harness import load_tasks, run_tasks
+from pretrain.evaluation.task_names import check_tasks
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.recovery.stop_requests import StopRequested
 from pretrain.rundir.metric_names import task_values
@@ -31,7 +31,10 @@ logger = logging.getLogger(__name__)
 def check_training_tasks(run: RunConfig) -> None:
     """Raise ConfigError or DataError if the run's tasks, or their data, cannot be loaded."""
     if run.evaluation.tasks:
+        check_tasks(run.evaluation.tasks)
         with kept_random_state():
+            from pretrain.evaluation.harness import load_tasks  # late: lm-eval is an extra
+
             load_tasks(run.evaluation.tasks)
 
 
@@ -65,6 +68,8 @@ def training_tasks(
             return {}
         try:
             with kept_random_state(), evaluating(engine) as module:
+                from pretrain.evaluation.harness import run_tasks
+
                 trained = TrainedModel(module, run, step, run.data.directory())
                 results = run_tasks(
                     trained,

@@ -80,3 +80,12 @@ assert "torch" in sys.modules
 assert not {"deepspeed", "streaming", "transformers", "triton.language", "rich"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_training_and_evaluation_need_no_lm_eval():
+    code = """
+import sys
+sys.modules["lm_eval"] = None
+import pretrain.commands.evaluation_outputs, pretrain.run
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
