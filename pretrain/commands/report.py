@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output:
         check_output_directory("--output", arguments.output)
     paths = runs_of(arguments.runs)
-    histories = read_histories(paths, at_least=1)
+    histories = read_histories(paths)
     if len(paths) == 1:
         write_report(histories[0], arguments.output or paths[0])
     else:

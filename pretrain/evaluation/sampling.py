@@ -15,7 +15,7 @@ from torch import Tensor
 
 from data_pipeline.tokenizer import Tokenizer, tokenizer_traits
 from foundation.errors import ConfigError
-from pretrain.model.cached import new_stream
+from pretrain.model.cached import last_logits_BTV, new_stream
 from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
 
@@ -70,12 +70,9 @@ def generate(
     starts_BL = document_starts(tokens_BL, end_id)
     length = module.config.longest_memory if memory_length is None else memory_length
     stream = new_stream(module, length, segment_length, len(prompt) + num_tokens)
-    logits_BLV = tokens_BL
     seen_BV = seen_tokens(tokens_BL.cpu(), module.config.vocab_size)
     last_B = tokens_BL[:, -1].cpu()
-    for start in range(0, tokens_BL.shape[1], segment_length):
-        part = slice(start, start + segment_length)
-        logits_BLV = stream.logits_BLV(tokens_BL[:, part], starts_BL[:, part], 1)
+    logits_BLV = last_logits_BTV(stream.logits_BLV, tokens_BL, starts_BL, segment_length, 1)
     for remaining in reversed(range(num_tokens)):
         seen_BV[:, end_id] = False  # every document ends: no penalty
         logits_BV = penalized(logits_BLV[:, -1].float().cpu(), seen_BV, sampling.repetition_penalty)

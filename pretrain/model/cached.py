@@ -12,6 +12,7 @@ Letters of shapes as in `pretrain.model`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -321,6 +322,27 @@ class CachedStream:
 
 
 Stream = HiddenStateStream | SegmentStream | CachedStream
+
+
+def last_logits_BTV(
+    read: Callable[[Tensor, Tensor, int], Tensor],
+    tokens_BT: Tensor,
+    starts_BT: Tensor,
+    segment_length: int,
+    num_last: int,
+) -> Tensor:
+    """Return the logits of the last `num_last` tokens of a text that is read in segments.
+
+    `read` takes tokens, which of them start a document, and how many logits to return.
+    """
+    num_tokens, parts = tokens_BT.shape[1], []
+    for start in range(0, num_tokens, segment_length):
+        stop = min(start + segment_length, num_tokens)
+        count = stop - max(start, num_tokens - num_last)
+        part_BLV = read(tokens_BT[:, start:stop], starts_BT[:, start:stop], max(1, count))
+        if count > 0:
+            parts.append(part_BLV)
+    return torch.cat(parts, dim=1)
 
 
 def new_stream(

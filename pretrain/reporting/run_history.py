@@ -291,10 +291,10 @@ def read_history(path: Path) -> History:
     )
 
 
-def read_histories(paths: Sequence[Path], at_least: int) -> list[History]:
+def read_histories(paths: Sequence[Path]) -> list[History]:
     """The pasts of these runs; those without a measured step are left out, with a warning.
 
-    DataError if fewer than `at_least` are left.
+    DataError if none is left.
     """
     found, problems = [], []
     for path in paths:
@@ -302,7 +302,7 @@ def read_histories(paths: Sequence[Path], at_least: int) -> list[History]:
             found.append(read_history(path))
         except DataError as error:
             problems.append(error)
-    if problems and len(found) < at_least:
+    if problems and not found:
         raise problems[0]
     for problem in problems:
         logger.warning("left out: %s", problem)

@@ -30,9 +30,11 @@ from pretrain.terminal.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 DASHED, DOTTED, DASH_DOTTED = (0, (4, 3)), (0, (1, 2)), (0, (5, 2, 1, 2))
 MOST_TICKS = 11
+MARGIN = 0.2  # of a power of two, beside points at the ends of an axis
 MOST_LAYERS_NAMED = 6
 HEAD_INCHES, LEAST_INCHES, MOST_INCHES = 0.13, 1.6, 7.0
 
@@ -58,11 +60,9 @@ def recall_chart(
     axes.axhline(recalls[0].chance, color=FAINT, linewidth=1.2, label="chance")
     axes.set_ylim(-0.03, 1.03)
     axes.yaxis.set_major_formatter("{x:.0%}")
-    axes.set_xlim(places[0] - 0.2, places[-1] + 0.2)
-    _mark_borders(axes, borders, effective_context)
-    _power_ticks(axes, math.floor(places[0]), math.ceil(places[-1]))
-    legend_above(figure, axes)
-    return chart_html(figure, f"{name}: accuracy over distance")
+    axes.set_xlim(places[0] - MARGIN, places[-1] + MARGIN)
+    title = f"{name}: accuracy over distance"
+    return _by_distance(figure, axes, borders, effective_context, title)
 
 
 def position_chart(losses: Sequence[PositionLoss], borders: Borders, effective_context: int) -> str:
@@ -81,12 +81,9 @@ def position_chart(losses: Sequence[PositionLoss], borders: Borders, effective_c
         words = f"memory {each.memory_length:,}" if each.memory_length else "no memory"
         axes.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
         axes.plot(places, values, style, color=color, markersize=4, linewidth=1.6, label=words)
-    num_bins = max(len(each.tokens) for each in losses)
-    axes.set_xlim(0, num_bins)
-    _mark_borders(axes, borders, effective_context)
-    _power_ticks(axes, 0, num_bins)
-    legend_above(figure, axes)
-    return chart_html(figure, "Loss over the position in the document")
+    axes.set_xlim(0, max(len(each.tokens) for each in losses))
+    title = "Loss over the position in the document"
+    return _by_distance(figure, axes, borders, effective_context, title)
 
 
 def mass_chart(attention: AttentionMass, borders: Borders, effective_context: int) -> str:
@@ -103,10 +100,8 @@ def mass_chart(attention: AttentionMass, borders: Borders, effective_context: in
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.set_xlim(0, len(attention.first_distances))
-    _mark_borders(axes, borders, effective_context)
-    _power_ticks(axes, 0, len(attention.first_distances))
-    legend_above(figure, axes)
-    return chart_html(figure, "Attention by distance, a line per layer")
+    title = "Attention by distance, a line per layer"
+    return _by_distance(figure, axes, borders, effective_context, title)
 
 
 def heads_chart(attention: AttentionMass, borders: Borders) -> str:
@@ -135,10 +130,8 @@ def heads_chart(attention: AttentionMass, borders: Borders) -> str:
     axes.set_yticks(places, [str(number) for number in attention.layers[::step]])
     axes.set_ylim(len(rows), 0)
     axes.set_xlim(0, len(attention.first_distances))
-    _mark_borders(axes, borders, 0)
-    _power_ticks(axes, 0, len(attention.first_distances))
-    legend_above(figure, axes)
-    return chart_html(figure, "Attention by distance, a row of cells per head")
+    title = "Attention by distance, a row of cells per head"
+    return _by_distance(figure, axes, borders, 0, title)
 
 
 def largest_cell(attention: AttentionMass) -> float:
@@ -171,8 +164,10 @@ def layers_chart(
     return chart_html(figure, f"{y_label} by layer")
 
 
-def _mark_borders(axes: Axes, borders: Borders, effective_context: int) -> None:
-    """Draw the borders that are within the axis as lines, with names for the legend."""
+def _by_distance(
+    figure: Figure, axes: Axes, borders: Borders, effective_context: int, title: str
+) -> str:
+    """Return the chart with ticks at powers of two and lines at the borders within the axis."""
     lines = (
         (borders.segment, "segment", SERIES[2], DASHED),
         (borders.direct, "segment + memory", SERIES[5], DASH_DOTTED),
@@ -188,13 +183,11 @@ def _mark_borders(axes: Axes, borders: Borders, effective_context: int) -> None:
                          clip_on=False, zorder=1)  # fmt: skip
             if label != "RECL":  # which may be the same as a border
                 marked.add(distance)
-
-
-def _power_ticks(axes: Axes, first: int, last: int) -> None:
-    step = -(-(last - first + 1) // MOST_TICKS)
-    places = range(first, last + 1, step)
-    texts = [str((1 << place) >> 1) for place in places]
-    axes.set_xticks(list(places), texts)
+    first, last = math.floor(low + MARGIN + 1e-9), math.ceil(high - MARGIN - 1e-9)
+    places = range(first, last + 1, -(-(last - first + 1) // MOST_TICKS))
+    axes.set_xticks(list(places), [str((1 << place) >> 1) for place in places])
+    legend_above(figure, axes)
+    return chart_html(figure, title)
 
 
 RECALL_WORDS = {

@@ -29,7 +29,7 @@ from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
 from foundation.settings import assert_never
 from pretrain.evaluation.probes.distances import wilson_interval
-from pretrain.model.cached import new_stream
+from pretrain.model.cached import last_logits_BTV, new_stream
 from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
 
@@ -194,17 +194,8 @@ def scored_logits(
     device = next(module.parameters()).device
     inputs_BT = trials.tokens_BT[:, :-1].to(device)
     starts_BT = document_starts(inputs_BT, end_id)
-    length = inputs_BT.shape[1]
-    first = length - trials.num_scored
-    stream = new_stream(module, memory_length, segment_length, length)
-    found = []
-    for start in range(0, length, segment_length):
-        part = slice(start, min(start + segment_length, length))
-        wanted = part.stop - max(start, first)
-        logits_BLV = stream.logits_BLV(inputs_BT[:, part], starts_BT[:, part], max(1, wanted))
-        if wanted > 0:
-            found.append(logits_BLV)
-    return torch.cat(found, dim=1)
+    read = new_stream(module, memory_length, segment_length, inputs_BT.shape[1]).logits_BLV
+    return last_logits_BTV(read, inputs_BT, starts_BT, segment_length, trials.num_scored)
 
 
 def measure_recall(

@@ -24,7 +24,7 @@ from transformers.utils.generic import ModelOutput
 from pretrain.config.choices import AttentionKernel
 from pretrain.config.model import ModelConfig
 from pretrain.model.attention_paths import AttentionPath, plain_attention, tiled_attention
-from pretrain.model.cached import new_stream
+from pretrain.model.cached import last_logits_BTV, new_stream
 from pretrain.model.gated_deltanet import DeltaRulePath, delta_rule
 from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
@@ -71,22 +71,13 @@ def logits_BTV(
 ) -> Tensor:
     """Return the logits of the last `num_last` tokens, or of all if it is 0, read in segments.
 
-    `read` takes tokens, which of them start a document, and how many logits to return. `last_B` are
-    the tokens before these, if any.
+    `read` is that of `last_logits_BTV`; `last_B` are the tokens before these, if any.
     """
-    num_tokens = tokens_BT.shape[1]
     starts_BT = document_starts(tokens_BT, config.document_end_id)
     if last_B is not None:
         starts_BT[:, 0] = last_B == config.document_end_id
-    first = num_tokens - (num_last or num_tokens)  # whose logits are returned
-    parts = []
-    for start in range(0, num_tokens, config.segment_length):
-        stop = min(start + config.segment_length, num_tokens)
-        count = stop - max(start, first)
-        part_BLV = read(tokens_BT[:, start:stop], starts_BT[:, start:stop], max(1, count))
-        if count > 0:
-            parts.append(part_BLV)
-    return torch.cat(parts, dim=1)
+    num_last = num_last or tokens_BT.shape[1]
+    return last_logits_BTV(read, tokens_BT, starts_BT, config.segment_length, num_last)
 
 
 class XLPretrainCache:
