@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from foundation.cli import check_least
 from foundation.errors import ConfigError
-from foundation.settings import MOST_ROWS, parse_size, require_name, size_of
+from foundation.settings import MOST_ROWS, require_name, size_of
 from pretrain.commands.output_paths import check_output_directory
 from pretrain.config.choices import Precision, RopeExtension
 from pretrain.evaluation.probes.probe_settings import ProbeName
@@ -116,12 +116,6 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if arguments.output:
         check_output_directory("--output", arguments.output)
-    numbers = [run for run in arguments.runs if parse_size(str(run), "tokens") is not None]
-    if arguments.context_length and (missing := [run for run in numbers if not run.exists()]):
-        raise ConfigError(
-            f"--context-length takes no number, found {missing[0]}; use --context-length "
-            f"--longest-context {missing[0]}"
-        )
     check_least(arguments, 2, "longest_context")
     if arguments.context_length and arguments.lanes:
         raise ConfigError("--lanes goes with no --context-length")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -48,7 +47,10 @@ def differing_losses(left: RunDir, right: RunDir, tolerance: float | None = None
     and tokens must be equal in both cases.
     """
     names = ["loss", "learning_rate", "tokens", *(["grad_norm"] if tolerance is None else [])]
-    first, second = _per_step(left), _per_step(right)
+    first, second = (
+        {line["step"]: line for line in run_dir.read_metrics() if line["kind"] == "train"}
+        for run_dir in (left, right)
+    )
     problems = [
         f"step {step}: only in {(left if step in first else right).path.name}"
         for step in sorted(first.keys() ^ second.keys())
@@ -64,7 +66,7 @@ def differing_losses(left: RunDir, right: RunDir, tolerance: float | None = None
 def differing_progress(left: Checkpoint, right: Checkpoint) -> list[str]:
     """Where checkpoints of any numbers of ranks differ in step, tokens or a lane's cursor."""
     problems = _differing_counters(left, right, COUNTERS)
-    if _joined_cursor(left) != _joined_cursor(right):
+    if load_cursor(left).to_tree() != load_cursor(right).to_tree():
         problems.append("lane cursors differ")
     return problems
 
@@ -102,10 +104,6 @@ def summary(problems: list[str]) -> str:
     return shown + (f"\n  and {more} more" if more > 0 else "")
 
 
-def _per_step(run_dir: RunDir) -> dict[int, dict[str, Any]]:
-    return {line["step"]: line for line in run_dir.read_metrics() if line["kind"] == "train"}
-
-
 def _agree(ours: float | None, theirs: float | None, tolerance: float | None) -> bool:
     """None is a number that was not finite."""
     if ours is None or theirs is None or tolerance is None:
@@ -121,12 +119,11 @@ def _differing_counters(left: Checkpoint, right: Checkpoint, keys: tuple[str, ..
     ]
 
 
-def _joined_cursor(found: Checkpoint) -> dict[str, Any]:
-    return load_cursor(found).to_tree()
-
-
 def _differing_memories(left: Checkpoint, right: Checkpoint, tolerance: float) -> list[str]:
-    ours, theirs = (load_memory(each, range(_num_lanes(each))) or {} for each in (left, right))
+    ours, theirs = (
+        load_memory(found, range(sum(report["num_lanes"] for report in found.rank_reports))) or {}
+        for found in (left, right)
+    )
     if ours.keys() != theirs.keys():
         return [f"memories: {len(ours)} parts against {len(theirs)}"]
     return [
@@ -134,10 +131,6 @@ def _differing_memories(left: Checkpoint, right: Checkpoint, tolerance: float) -
         for name, mine in ours.items()
         for problem in _differing_pair(f"memory of {name}", mine, theirs[name], tolerance)
     ]
-
-
-def _num_lanes(found: Checkpoint) -> int:
-    return sum(report["num_lanes"] for report in found.rank_reports)
 
 
 def _differing_pair(

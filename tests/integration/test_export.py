@@ -303,7 +303,6 @@ def test_another_user_s_run_does_not_choose_what_is_contacted(
         (["--longest-context", "9"], "requires --context-length"),
         (["--context-length", "--memory-length", "0", "8"], "one --memory-length"),
         (["--context-length", "--longest-context", "1"], "must be 2 or more"),
-        (["--context-length", "400"], "use --context-length --longest-context 400"),
         (["--same-length", "--memory-length", "0"], "above 0"),
         (["--context-length", "--lanes", "2"], "--lanes goes with no --context-length"),
     ],

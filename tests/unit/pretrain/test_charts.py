@@ -15,18 +15,12 @@ from pretrain.reporting.charts import (
     panel_html,
     save_panels,
 )
-from pretrain.reporting.run_page import title_of
 
 NAME = r"runs/$\frac$ at $5"  # in matplotlib's formulas an error
 
 
 def panel_of(name: str) -> Panel:
     return Panel(name, name, name, lambda axes: axes.loglog([1, 9], [2, 3], label=name))
-
-
-def test_many_runs_are_counted_in_the_title_of_their_comparison():
-    assert title_of(["a", "b"]) == "a / b"
-    assert title_of([f"learning_rate_{number}" for number in range(9)]) == "9 runs"
 
 
 def test_a_dollar_in_a_name_is_a_dollar_in_every_chart(tmp_path: Path) -> None:

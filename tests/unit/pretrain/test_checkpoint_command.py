@@ -101,11 +101,6 @@ def test_prune_is_an_error_while_the_run_trains(run_dir, capsys):
     assert "in use" in capsys.readouterr().err
 
 
-def test_flags_of_prune_are_errors_elsewhere(run_dir, capsys):
-    assert main(["checkpoint", "list", str(run_dir.path), "--dry-run"]) == 2
-    assert "unrecognized arguments: --dry-run" in capsys.readouterr().err
-
-
 def test_settings_that_can_keep_nothing_are_errors():
     with pytest.raises(ConfigError, match="keep_every=-1"):
         CheckpointConfig(keep_every=-1)

@@ -12,14 +12,11 @@ from foundation.errors import ConfigError
 from pretrain.config.model import ModelConfig
 from pretrain.evaluation.context_length import (
     ContextGrid,
-    ContextLength,
     Losses,
     SplitPositions,
-    context_rows,
     relative_effective_context_lengths,
 )
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.terminal.text import text_table
 
 CONTEXTS = ContextGrid(step=10, longest=100)
 
@@ -103,15 +100,3 @@ def test_a_short_split_has_fewer_positions_and_too_short_a_one_is_refused(corpus
     assert len(SplitPositions(corpus, 10**9, longest=30)) == corpus.num_tokens - 30
     with pytest.raises(ConfigError, match="use a shorter one"):
         SplitPositions(corpus, 5, longest=10**9)
-
-
-def test_a_step_is_in_the_same_column_of_every_row() -> None:
-    rows = context_rows(
-        [
-            ContextLength(1.0, 64, (0.25, 0.031, 0.005), reached_longest=False),
-            ContextLength(0.1, 32, (0.002,), reached_longest=False),
-        ],
-        16,
-    )
-    _, long, short = text_table(rows).splitlines()
-    assert long.index("25.0%") + 5 == short.index("0.2%") + 4

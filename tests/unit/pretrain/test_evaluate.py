@@ -21,12 +21,10 @@ from pretrain.evaluation.evaluate import (
     EvaluationResult,
     TrainedScorer,
     evaluate,
-    loss_rows,
     training_evaluator,
 )
 from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.terminal.text import text_table
 from pretrain.weights.trained_model import TrainedModel
 from tests.helpers.models import VARIANTS
 
@@ -90,12 +88,6 @@ def test_one_lane_with_a_memory_as_long_as_the_split_equals_one_forward_pass(sco
     assert result.perplexity == pytest.approx(math.exp(result.loss))
 
 
-def test_without_memory_the_loss_is_another_one(scorer, corpus):
-    assert (
-        abs(measured(scorer, corpus, memory_length=0).loss - measured(scorer, corpus).loss) > 1e-3
-    )
-
-
 def test_bits_are_those_of_the_text(scorer, corpus):
     result = measured(scorer, corpus)
     bits = result.loss * result.tokens / math.log(2)
@@ -152,15 +144,6 @@ def test_the_sizes_of_a_texts_tokens_sum_to_the_texts(kind):
     assert bytes_V[ids].sum() == len(text.encode())
     assert characters_V[ids].sum() == len(text)
     assert bytes_V[tokenizer.end_id] == characters_V[tokenizer.end_id] == 0
-
-
-def test_the_table_aligns_its_columns(scorer, corpus):
-    rows = text_table(
-        loss_rows([measured(scorer, corpus, memory_length=length) for length in (0, 16)])
-    ).splitlines()
-    assert len(rows) == 3
-    assert len({len(row) for row in rows}) == 1
-    assert rows[2].split()[0] == "16"
 
 
 def test_the_number_of_lanes_follows_from_the_corpus_and_is_reported(scorer, corpus):
