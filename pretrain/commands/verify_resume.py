@@ -15,7 +15,7 @@ import argparse
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from foundation.cli import add_experiment, check_least
@@ -112,20 +112,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def train_and_compare(
-    arguments: argparse.Namespace,
-    settings: Sequence[str],
-    work: Path,
-    train_with: Callable[..., None] | None = None,
+    arguments: argparse.Namespace, settings: Sequence[str], work: Path
 ) -> list[str]:
-    """Return how the runs differ; `train_with` trains instead of `train_ranks`."""
+    """Return how the runs differ."""
     from pretrain.commands.same_run import differences
 
     uninterrupted, killed = RunDir(work / "uninterrupted"), RunDir(work / "killed")
     for run_dir in (uninterrupted, killed):
         if run_dir.exists():
             raise ConfigError(f"{run_dir.path} exists; remove it or use another --work-dir")
-    train_one = train_with or train_ranks
-    train = functools.partial(train_one, arguments.experiment, timeout=START_SECONDS)
+    train = functools.partial(train_ranks, arguments.experiment)
     _report(f"1/3 {arguments.steps} steps on {counted(arguments.ranks, 'rank')}, uninterrupted")
     train(settings, uninterrupted, arguments.ranks)
     _report(f"2/3 the same run, every rank SIGKILLed after step {arguments.kill_at}")
@@ -146,7 +142,6 @@ def train_ranks(
     ranks: int,
     *,
     fault: str = "",
-    timeout: float | None = None,
 ) -> None:
     """Train on ranks of this machine to the end or, with the fault sigkill@N, to step N.
 
@@ -157,7 +152,7 @@ def train_ranks(
     environment = {FAULT_VARIABLE: fault}
     group = RankGroup(command, ranks, run_dir.logs, environment=environment, echo_rank_zero=True)
     with live_bar(), group:
-        statuses = group.wait(timeout=timeout)
+        statuses = group.wait(timeout=START_SECONDS)
     failure = describe_failure(statuses, group.logs, first_failure=group.first_failure)
     if fault and KILLED not in statuses:
         raise UserError(f"no rank was killed: {failure or 'the run had already ended'}")
