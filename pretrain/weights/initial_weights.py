@@ -14,7 +14,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.engines.engine import Engine
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.weights.export import CONFIG, WEIGHTS, checked_export, is_export
+from pretrain.weights.export import CONFIG, WEIGHTS, checked_export
 
 
 def check_initial_weights(run: RunConfig) -> None:
@@ -26,11 +26,6 @@ def check_initial_weights(run: RunConfig) -> None:
     export = run.initial_weights
     if export is None:
         return
-    if not is_export(export):
-        raise CheckpointError(
-            f"initial_weights={export} contains no {WEIGHTS} with its settings; give the output of "
-            "'pretrain export' or 'pretrain import-original'"
-        )
     tree = checked_export(export)
     _refuse_other_tokens(run, export)
     with _opened(export) as handle:
