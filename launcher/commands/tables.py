@@ -37,10 +37,8 @@ STYLES = {
     State.OTHER: "bold red",
 }
 WIDTH_OF_PIPES = 200
-LEAST_FULL_WIDTH = 140  # below it the reasons would be squeezed into a few characters per line
 MOST_NODES = 16  # that are named one by one
-FEW_NUMBERS = ("step", "%", TRAIN_LOSS, "left", "saved")
-NUMBERS = ("step", "%", TRAIN_LOSS, RECENT_SPEED, "goodput", "left", "checkpoint", "attempts")
+NUMBERS = ("step", "%", TRAIN_LOSS, "left", "saved")
 
 
 def console() -> Console:
@@ -48,54 +46,36 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else WIDTH_OF_PIPES, highlight=False)
 
 
-def render(states: Sequence[RunState], in_full: bool) -> Group | RunsTable:
+def render(states: Sequence[RunState], in_full: bool) -> Group:
     """One run in full if requested, else a table."""
-    return one_run(states[0]) if in_full and len(states) == 1 else RunsTable(states)
+    return one_run(states[0]) if in_full and len(states) == 1 else runs_table(states)
 
 
-@dataclass(frozen=True)
-class RunsTable:
-    """A row per run, named by its path under the common parent of all runs.
-
-    A narrow terminal gets the most important columns, and the reasons below the table.
-    """
-
-    states: Sequence[RunState]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        is_narrow = options.max_width < LEAST_FULL_WIDTH
-        numbers = FEW_NUMBERS if is_narrow else NUMBERS
-        names = [Text(printable(name)) for name in _short_names([s.path for s in self.states])]
-        reasons = [Text(_reason(state), style="dim") for state in self.states]
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column("run", header_style="dim", overflow="fold")
-        for name in ("state", *numbers):
-            justify = "right" if name in numbers else "left"
-            table.add_column(name, justify=justify, no_wrap=True, header_style="dim")
-        if not is_narrow:
-            table.add_column("", overflow="fold")
-        for name, state, reason in zip(names, self.states, reasons, strict=True):
-            cells = _cells(state)
-            last = [] if is_narrow else [reason]
-            table.add_row(name, _word(state), *(cells[column] for column in numbers), *last)
-        yield table
-        if is_narrow:
-            for name, reason in zip(names, reasons, strict=True):
-                if reason:
-                    yield Text.assemble(name, ": ", reason)
+def runs_table(states: Sequence[RunState]) -> Group:
+    """A row per run, named by its path under the common parent of all runs; the reasons for their
+    states below the table."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("run", header_style="dim", overflow="fold")
+    table.add_column("state", no_wrap=True, header_style="dim")
+    for name in NUMBERS:
+        table.add_column(name, justify="right", no_wrap=True, header_style="dim")
+    reasons = []
+    for path, state in zip(_short_names([state.path for state in states]), states, strict=True):
+        name, cells = Text(printable(path)), _cells(state)
+        table.add_row(name, _word(state), *(cells[column] for column in NUMBERS))
+        if reason := _reason(state):
+            reasons.append(Text.assemble(name, ": ", (reason, "dim")))
+    return Group(table, *reasons)
 
 
 def _cells(state: RunState) -> dict[str, str]:
     saved = state.checkpoint
     return {
+        **state.results.cells,
         "step": f"{state.step:,}",
         "%": f"{state.fraction_done:.0%}",
-        RECENT_SPEED: number(state.recent_tokens_per_second, ",.0f"),
-        **state.results.cells,
         "left": _left(state),
         "saved": "-" if saved is None else f"{saved:,}",
-        "checkpoint": "-" if saved is None else f"{saved:,} ({age(state.checkpoint_age)})",
-        "attempts": str(state.attempts),
     }
 
 
@@ -201,7 +181,7 @@ def sweep_status(cells: Sequence[CellRun]) -> Group:
 
 
 def _parts(cells: Sequence[CellRun]) -> Iterator[RenderableType]:
-    yield RunsTable([cell.state for cell in cells])
+    yield runs_table([cell.state for cell in cells])
     if any(cell.state.step for cell in cells):
         yield from ("", ResultsTable(cells))
     if any(settings_of(cells)):

@@ -113,11 +113,6 @@ def usable_nodes(config: RunConfig, ranks_per_node: int, nodes: int) -> int:
     return 0
 
 
-def describe_evenly(config: RunConfig) -> str:
-    """Return what divides evenly where `usable_nodes` are used."""
-    return f"data.lanes={config.data.lanes} divides evenly"
-
-
 def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None:
     capacity = USABLE * (cluster.gpu_memory or DEVICES[cluster.gpu_model].memory)
     needed = footprint_of(config, ranks, on_gpu=True).device
@@ -149,7 +144,8 @@ def _uneven_sizes(config: RunConfig, cluster: ClusterConfig, nodes: NodeRange) -
     if used == nodes.most:
         return []
     return [
-        f"note: of {nodes.most} nodes only {used} would be used, so that {describe_evenly(config)}"
+        f"note: of {nodes.most} nodes only {used} would be used, so that "
+        f"data.lanes={config.data.lanes} divides evenly"
     ]
 
 
@@ -163,23 +159,6 @@ def missing_notes(config: RunConfig) -> list[str]:
         "starts, unless the nodes see it there: build it, or correct the path"
         for name, (path, needed, what) in _read_paths(config).items()
         if not os.path.isfile(path / needed)
-    ]
-
-
-def unmounted_notes(config: RunConfig, cluster: ClusterConfig, run_dir: Path) -> list[str]:
-    """Return a line for every local path that the ranks would not see in the cluster's
-    container."""
-    if not cluster.container_image:
-        return []
-    mounted = [run_dir, *map(Path, cluster.container_mounts)]
-    paths = {name: path for name, (path, _, _) in _read_paths(config).items()}
-    if config.initial_weights is not None:
-        paths["initial_weights"] = Path(config.initial_weights)
-    return [
-        f"note: {name}: {path} is below none of container_mounts, so the ranks would not see it in "
-        "the container; add its directory"
-        for name, path in paths.items()
-        if url_of(path) is None and not any(map(path.is_relative_to, mounted))
     ]
 
 

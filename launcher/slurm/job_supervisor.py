@@ -25,7 +25,7 @@ from launcher.restart_policy import (
     policy_of,
 )
 from launcher.slurm import client as slurm
-from launcher.slurm.job_checks import describe_evenly, usable_nodes
+from launcher.slurm.job_checks import usable_nodes
 from launcher.slurm.job_exit import JobExit, ThisJob
 from launcher.slurm.lost_nodes import (
     FirstNodeGuard,
@@ -368,7 +368,9 @@ def first_nodes(
         for phase in runs_of_phases(config):
             accumulation_steps(phase, most * ranks_per_node)  # says what does not divide
     if count < most:
-        _log.warning("using %d of %d nodes so that %s", count, most, describe_evenly(config))
+        _log.warning(
+            "using %d of %d nodes so that data.lanes=%d divides", count, most, config.data.lanes
+        )
     return JobNodes(names[:count], names[count:])
 
 

@@ -91,7 +91,6 @@ class Evidence:
     checkpoint: int | None  # step of the latest one
     checkpoint_time: float | None
     steps: int  # that the run has to make
-    is_beating: bool = False  # its heartbeats changed between two looks
 
     @property
     def latest_step(self) -> int:
@@ -134,7 +133,7 @@ class Evidence:
         return self.last_seen if is_elsewhere else self.now
 
 
-def gather(run_dir: RunDir, steps: int, is_beating: bool = False) -> Evidence:
+def gather(run_dir: RunDir, steps: int) -> Evidence:
     """Read the directory of a run that has to make `steps` steps."""
     latest = latest_step(run_dir.checkpoints) or None
     saved = None
@@ -150,7 +149,6 @@ def gather(run_dir: RunDir, steps: int, is_beating: bool = False) -> Evidence:
         checkpoint=latest,
         checkpoint_time=saved,
         steps=steps,
-        is_beating=is_beating,
     )
 
 
@@ -174,14 +172,11 @@ def infer_status(evidence: Evidence) -> Status:
         return running
     silence = _seconds_since_remote_heartbeat(evidence, heartbeats)
     if not is_over and silence is not None:
-        if abs(silence) < UNRESPONSIVE_SECONDS or evidence.is_beating:
+        if silence < UNRESPONSIVE_SECONDS:
             return running
         source = heartbeats[0] if heartbeats else evidence.locks[0]
         hostname = source.hostname.partition(".")[0]
         reason = f"no heartbeat from {hostname} for {duration(silence)}"
-        if silence < 0:
-            ahead = duration(-silence)
-            reason = f"no heartbeat from {hostname}, whose clock is {ahead} ahead of this one"
         return Status(State.UNRESPONSIVE, reason)
     ended = _waiting_or_canceled(evidence, last) or _ended(evidence, last)
     # A note from before the last start is of another process: ranks can start without the launcher.

@@ -110,13 +110,10 @@ def is_run(path: Path) -> bool:
     return RunDir(path).exists() or Snapshot(path).experiment.is_file()
 
 
-def read_state(path: Path, is_beating: bool = False) -> RunState:
-    """The state of the run in this directory now; ConfigError if there is none.
-
-    `is_beating`: its heartbeats have changed since an earlier look.
-    """
+def read_state(path: Path) -> RunState:
+    """The state of the run in this directory now; ConfigError if there is none."""
     config = config_of_run(path)
-    evidence = gather(RunDir(path), config.optim.steps, is_beating)
+    evidence = gather(RunDir(path), config.optim.steps)
     status = infer_status(evidence)
     is_running = status.state is State.RUNNING
     speed, left = evidence.metrics.recent_tokens_per_second, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,31 +13,7 @@ from launcher.slurm import client as slurm
 from launcher.slurm.client import JobRecord, QueuedJob
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState, read_state
-from pretrain.rundir.heartbeat import SECOND_LOOK_SECONDS, read_heartbeats
-from pretrain.rundir.run_dir import RunDir
 
-# Slurm's reasons why a job waits.
-_WAITING = {
-    "Resources": "waiting for nodes",
-    "Priority": "waiting (priority)",
-    "Dependency": "waiting for another job",
-    "BeginTime": "may not start yet",
-    "JobArrayTaskLimit": "waiting for other cells of its sweep",
-    "JobHeldUser": "held by its user",
-    "JobHeldAdmin": "held by an administrator, or after a failed start",
-    "PartitionDown": "its partition is down",
-    "PartitionTimeLimit": "asks for more time than its partition allows",
-    "PartitionNodeLimit": "asks for more nodes than its partition has",
-    "ReqNodeNotAvail": "the nodes it needs are down or reserved",
-}
-# The same for reasons that are sentences or have a beginning in common.
-_WAITING_IF = {
-    "Nodes required for job": "the nodes it needs are down, drained or reserved",
-    "launch failed": "held after a failed start",
-    "requeued in": "held by 'scontrol requeuehold'",
-    "QOS": "waiting for a limit of its QOS",
-    "Assoc": "waiting for a limit of its account",
-}
 # Accounting's states of earlier starts of a job that is in the queue again.
 _REQUEUED = {
     "PREEMPTED": (State.PREEMPTED, "preempted by another job"),
@@ -81,7 +56,7 @@ def read_states(paths: Sequence[Path]) -> list[RunState]:
                 name=path.name, path=str(path), state=State.DAMAGED, reason=str(error)
             )
             states.append(damaged)
-    return with_queue(_after_a_second_look(states))
+    return with_queue(states)
 
 
 def _read_anything(path: Path) -> RunState:
@@ -105,31 +80,6 @@ def _read_anything(path: Path) -> RunState:
         _log.debug("%s", path, exc_info=True)
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{path} cannot be read ({reason})") from error
-
-
-def _after_a_second_look(states: Sequence[RunState]) -> list[RunState]:
-    """The states, once more for runs that seem unresponsive.
-
-    Our clock may be ahead of theirs. But a rank that runs rewrites its heartbeat: its host's clock
-    is compared with itself.
-    """
-    before = {
-        state.path: read_heartbeats(RunDir(Path(state.path)).heartbeats)
-        for state in states
-        if state.state is State.UNRESPONSIVE
-    }
-    if not before:
-        return list(states)
-    time.sleep(SECOND_LOOK_SECONDS)
-    beating = {
-        path
-        for path, records in before.items()
-        if read_heartbeats(RunDir(Path(path)).heartbeats) != records
-    }
-    return [
-        read_state(Path(state.path), is_beating=True) if state.path in beating else state
-        for state in states
-    ]
 
 
 def with_queue(states: Sequence[RunState]) -> list[RunState]:
@@ -192,7 +142,7 @@ def joined(state: RunState, job: str, queue: Queue) -> RunState:
 
 
 def _pending(state: RunState, job: QueuedJob, records: Sequence[JobRecord]) -> RunState:
-    reason = _waits_because(job.reason)
+    reason = f"waiting ({job.reason})"
     if job.is_held:
         reason += f"; 'scontrol release {job.address}' lets it start"
     elif job.start not in _UNKNOWN_TIMES:
@@ -206,16 +156,6 @@ def _pending(state: RunState, job: QueuedJob, records: Sequence[JobRecord]) -> R
     latest = ([end for end in ends if end in _REQUEUED] or ["REQUEUED"])[-1]
     requeued, cause = _REQUEUED[latest]
     return replace(state, state=requeued, reason=f"{cause}; {reason}")
-
-
-def _waits_because(reason: str) -> str:
-    """Slurm's reason why a job waits, for people; details behind its first word are kept."""
-    word, comma, details = reason.partition(",")
-    known = _WAITING.get(word.strip())
-    if known is None:
-        general = next((text for part, text in _WAITING_IF.items() if part in reason), "")
-        return f"{general} ({reason})" if general else reason
-    return f"{known} ({details.strip()})" if comma else known
 
 
 def _running(state: RunState, job: QueuedJob) -> RunState:

@@ -204,8 +204,6 @@ Phase = Literal["start", "train", "evaluate", "save", "wait"]
 
 WRITE_SECONDS = 1.0
 REWRITE_SECONDS = 5.0  # without a beat: the host's own clock says for how long there was none
-# After which the file of a node that runs has changed.
-SECOND_LOOK_SECONDS = NODE_SECONDS + WRITE_SECONDS + 1.0
 
 
 class Heartbeat:

@@ -29,7 +29,6 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from foundation.errors import exit_status_of
-from launcher.status import slurm_queue
 from pretrain.rundir.heartbeat import slots_of_user
 from tests.fuzz.mutations import CANARY, Change
 from tests.fuzz.target import Refused, Target, changes_of
@@ -187,8 +186,6 @@ def _check_output(text: str, status: int) -> None:
 @contextlib.contextmanager
 def _caught_output(output: io.BytesIO) -> Iterator[None]:
     """Catch what is printed; undo what a command does to its process."""
-    look = slurm_queue.SECOND_LOOK_SECONDS
-    slurm_queue.SECOND_LOOK_SECONDS = 0.1  # a wait that is meant, before a run is called dead
     root, environment, hook = logging.getLogger(), os.environ.copy(), sys.excepthook
     handlers, level = list(root.handlers), root.level
     # as strict as the interpreter's own streams
@@ -204,7 +201,6 @@ def _caught_output(output: io.BytesIO) -> Iterator[None]:
         err.detach()
         root.handlers[:] = handlers
         root.setLevel(level)
-        slurm_queue.SECOND_LOOK_SECONDS = look
         sys.excepthook = hook  # each process group wraps it
         os.environ.clear()
         os.environ.update(environment)

@@ -198,7 +198,7 @@ def test_a_prolog_that_fails_is_named_with_its_host(others: Runs, forgotten: Slu
     run = others.submit("held", options={"nodelist": "n5,n6"})
     run.until(lambda: run.state() == "PENDING" and run.ends())
     reason = (
-        "the prolog failed on node n6; held after a failed start (launch failed requeued held); "
+        "the prolog failed on node n6; waiting (launch failed requeued held); "
         f"'scontrol release {run.job}' lets it start"
     )
     assert_status(run, "requeued", reason=reason)

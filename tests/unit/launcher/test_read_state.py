@@ -86,15 +86,3 @@ def test_times_of_clocks_that_differ_make_no_negative_or_absurd_durations(run_di
     assert note.endswith(
         "2 events have times in the future or out of order; clocks differ, durations are estimates"
     )
-
-
-def test_a_failure_of_a_run_whose_clock_went_back_is_as_old_as_its_own_host_says(run_dir):
-    events = (Started(step=0, world_size=1), 200), (attempt_ended(NextAction.RETRY), 690)
-    write_ledger(run_dir, *events, (Resumed(step=4, world_size=1), 660))
-    run_dir.heartbeats.mkdir()
-    beat = {"time": time.time() - 630, "written": time.time() - 630, "step": 7, "phase": "train"}
-    beat |= {"rank": 0, "hostname": "n1", "pid": 1}
-    (run_dir.heartbeats / "ranks-from-00000.jsonl").write_text(json.dumps(beat))
-    state = read_state(run_dir.path, is_beating=True)
-    assert state.state == "running"
-    assert state.last_failure_age == pytest.approx(60, abs=2)

@@ -72,7 +72,6 @@ def evidence(
     checkpoint=None,
     steps=100,
     metrics=None,
-    is_beating=False,
 ) -> Evidence:
     return Evidence(
         now=NOW,
@@ -83,7 +82,6 @@ def evidence(
         checkpoint=checkpoint,
         checkpoint_time=None,
         steps=steps,
-        is_beating=is_beating,
     )
 
 
@@ -143,20 +141,9 @@ def elsewhere(seconds_ago: float) -> Lock:
         ),
         (evidence(START, beats=[beat(320, since_written=5)]), "running", "no progress for 5.2 min"),
         (
-            evidence(START, beats=[beat(915, since_written=600)], is_beating=True),
-            "running",
-            "no progress for 5.2 min",
-        ),
-        (evidence(START, beats=[beat(605, since_written=600)], is_beating=True), "running", ""),
-        (
             evidence(START, beats=[beat(360)]),
             "unresponsive",
             "no heartbeat from elsewhere for 6.0 min",
-        ),
-        (
-            evidence(START, beats=[beat(-86400)]),
-            "unresponsive",
-            "no heartbeat from elsewhere, whose clock is 24 h ahead of this one",
         ),
         (
             evidence(START, RETRY, locks=[HELD]),

@@ -4,12 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_pipeline.config import MixturePart
-from launcher.slurm.job_checks import missing_notes, unmounted_notes
+from launcher.slurm.job_checks import missing_notes
 from pretrain.config.data import DataConfig
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import ClusterConfig
-
-CLUSTER = ClusterConfig(ranks_per_node=1)
 
 
 def test_corpora_that_are_not_on_this_host_are_warned_of_and_urls_are_not(tmp_path):
@@ -37,14 +34,3 @@ def test_corpora_that_are_not_on_this_host_are_warned_of_and_urls_are_not(tmp_pa
     assert (
         f"evaluation.sets.code: found no finished split of a corpus at {tmp_path}/code" in warning
     )
-
-
-def test_data_that_is_not_mounted_in_the_container_is_noted():
-    run, run_dir = RunConfig(data=DataConfig(path=Path("/big/corpus"))), Path("/home/runs/a")
-    inside = replace(CLUSTER, container_image="/x.sqsh", container_runtime="pyxis")
-    (note,) = unmounted_notes(run, inside, run_dir)
-    assert "data.path: /big/corpus is below none of container_mounts" in note
-    assert unmounted_notes(run, replace(inside, container_mounts=("/big",)), run_dir) == []
-    assert unmounted_notes(run, CLUSTER, run_dir) == []
-    remote = replace(run, data=DataConfig(path=Path("s3://bucket/corpus")))
-    assert unmounted_notes(remote, inside, run_dir) == []
