@@ -26,8 +26,17 @@ from launcher.restart_policy import (
 )
 from launcher.stop_signals import StopSignals, StopWhileWaiting
 from pretrain.checkpoint import marker
-from pretrain.rundir.events import AttemptEnded, Event, Interrupted, NextAction
+from pretrain.config.run import RunConfig
+from pretrain.rundir.events import (
+    AttemptEnded,
+    Event,
+    Finished,
+    Interrupted,
+    NextAction,
+    TrainingBegan,
+)
 from pretrain.rundir.exit_status import EXIT_STOPPED, ended_by_watchdog
+from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir
 
 EXIT_STATUS = {
@@ -143,6 +152,21 @@ def supervise(
 def latest_step(run_dir: RunDir) -> int:
     """The step of the latest checkpoint that no start has refused; 0 if there is none."""
     return marker.latest_step(run_dir.checkpoints)
+
+
+def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
+    """Whether the run has finished all steps of `config`, and saved the last one."""
+    last = last_of(run_dir.ledger.read(), TrainingBegan, Finished)
+    return isinstance(last, Finished) and latest_step(run_dir) >= config.optim.steps
+
+
+def is_done_already(run_dir: RunDir, config: RunConfig) -> bool:
+    """Whether the directory holds this run with all its steps; ConfigError if it holds another."""
+    if not run_dir.exists():
+        run_dir.refuse_strangers()
+        return False
+    RunDir.open(run_dir.path).refuse_other_run(config)
+    return is_complete(run_dir, config)
 
 
 def next_attempt_number(run_dir: RunDir) -> int:

@@ -11,9 +11,8 @@ from foundation.cli import add_experiment
 from foundation.errors import ConfigError
 from foundation.settings import load_config
 from launcher.restart_policy import add_policy_arguments, policy_of
-from launcher.status.run_state import is_done_already
 from launcher.stop_signals import HOLDER, StopSignals, StorageWaits
-from launcher.supervisor import supervise
+from launcher.supervisor import is_done_already, supervise
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
@@ -38,20 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="run directory; resumed if it contains this run (default runs/NAME)",
     )
-    add_mirror_argument(parser)
     add_policy_arguments(parser)
     add_log_level_argument(parser)
-
-
-def add_mirror_argument(parser: argparse.ArgumentParser) -> None:
-    """Define --from."""
-    parser.add_argument(
-        "--from",
-        dest="mirror",
-        metavar="URL",
-        help="where checkpoint.mirror has put the run: make its run directory here first, and "
-        "resume from the latest checkpoint there",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,10 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir = RunDir(path, waits.patience(config.checkpoint.storage_patience_seconds))
     command = train_command(arguments.experiment, run_dir.path, *arguments.overrides)
     existed = run_dir.path.exists()
-    if arguments.mirror:
-        from pretrain.rundir.restore import restore_run  # it takes a while
-
-        restore_run(arguments.mirror, run_dir.path)
     refuse_foreign_run(run_dir.path)
     # Before any rank starts: what is refused must leave no failed attempt in the ledger.
     if is_done_already(run_dir, with_absolute_paths(config)):

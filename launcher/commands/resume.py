@@ -54,7 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
             overrides=[],
             ranks=state.ranks or 1,
             run_dir=arguments.run,
-            mirror=None,
             attempts_without_progress=RestartPolicy.attempts_without_progress,
         )
     )

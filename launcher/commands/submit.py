@@ -13,7 +13,6 @@ from pathlib import Path
 from foundation.cli import add_experiment
 from foundation.errors import ConfigError
 from foundation.settings import load_config
-from launcher.commands.local import add_mirror_argument
 from launcher.restart_policy import add_policy_arguments, policy_of
 from launcher.slurm import client as slurm
 from launcher.slurm.job_checks import (
@@ -23,7 +22,7 @@ from launcher.slurm.job_checks import (
 )
 from launcher.slurm.sbatch import Job, quote, render
 from launcher.slurm.snapshot import Snapshot, replaced_snapshot
-from launcher.status.run_state import is_done_already
+from launcher.supervisor import is_done_already
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import load_cluster, parse_nodes
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="run directory, on a disk that all nodes share (default runs/NAME)",
     )
-    add_mirror_argument(parser)
     add_policy_arguments(parser)
     parser.add_argument(
         "--dry-run",
@@ -78,10 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(render(job), end="")
         _print_notes(notes)
         return 0
-    if arguments.mirror:
-        from pretrain.rundir.restore import restore_run  # it takes a while
-
-        restore_run(arguments.mirror, job.run_dir)
     number = submit(job, config)
     _print_notes(notes)
     print(f"job {number} ({job.name}), run directory {job.run_dir}")

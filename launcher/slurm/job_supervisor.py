@@ -43,13 +43,12 @@ from launcher.slurm.srun import (
     training_command,
 )
 from launcher.stop_signals import HOLDER, StopSignals, StopWhileWaiting, StorageWaits
-from launcher.supervisor import latest_step, supervise
+from launcher.supervisor import is_complete, latest_step, supervise
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.costs.cluster import load_cluster
 from pretrain.rundir.events import (
     Event,
-    Finished,
     JobEnded,
     JobEndReason,
     JobStarted,
@@ -264,12 +263,6 @@ def end_of_start(ledger: Sequence[Event], job: ThisJob) -> JobEnded | None:
     last = last_of([end for end in events_of(ledger, JobEnded) if end.job == job.id], JobEnded)
     is_own = last and last.restart == job.restart and last.reason is not JobEndReason.FORGOTTEN
     return last if is_own else None
-
-
-def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
-    """Whether the run has finished all steps of `config`, and saved the last one."""
-    last = last_of(run_dir.ledger.read(), TrainingBegan, Finished)
-    return isinstance(last, Finished) and latest_step(run_dir) >= config.optim.steps
 
 
 def open_start(ledger: Sequence[Event], job: str) -> JobStarted | None:

@@ -168,16 +168,6 @@ def state_of_mirror(ledger: Sequence[Event]) -> tuple[int | None, str]:
     return (None if stored is None else stored.step), problem
 
 
-def is_done_already(run_dir: RunDir, config: RunConfig) -> bool:
-    """Whether the directory holds this run with all its steps; ConfigError if it holds another."""
-    if not run_dir.exists():
-        run_dir.refuse_strangers()
-        return False
-    RunDir.open(run_dir.path).refuse_other_run(config)
-    state = read_state(run_dir.path)
-    return state.is_done and state.steps >= config.optim.steps
-
-
 def config_of_run(path: Path) -> RunConfig:
     """A run's settings, or those it was submitted with if it has not started.
 

@@ -97,14 +97,14 @@ def _step_here(run_dir: RunDir, index: MirrorIndex, url: str) -> int:
     if run_dir.identity.id != index.run:
         raise ConfigError(
             f"{run_dir.path} holds run {run_dir.identity.id}, {url} has run {index.run}; "
-            "choose another run directory with --run-dir"
+            "choose another run directory"
         )
     here = marker.latest_step(run_dir.checkpoints)
     there = max((each.step for each in index.checkpoints), default=0)
     if there > here:
         raise ConfigError(
             f"{run_dir.path} has reached step {here}, {url} has step {there} of the same run; "
-            "choose another run directory, or leave out --from to continue what is on this disk"
+            "choose another run directory, or continue what is on this disk"
         )
     logger.info("%s has step %d of this run already: nothing to restore", run_dir.path, here)
     return here

@@ -89,7 +89,8 @@ def test_a_run_goes_on_from_the_store_with_other_ranks_and_its_disk_gone(
     shutil.rmtree(first.path)
 
     url = f"{bucket}/runs/tiny"
-    more = [f"--run-dir={second.path}", f"--from={url}", mirror]
+    assert pretrain(["checkpoint", "fetch", url, str(second.path)]) == 0
+    more = [f"--run-dir={second.path}", mirror]
     assert launcher(["local", str(experiment), *more]) == 0
     assert differing_losses(undisturbed, second, 1e-5) == []
     events = second.ledger.read()
@@ -128,28 +129,8 @@ def test_a_store_that_is_away_costs_a_run_nothing_and_gets_the_checkpoint_when_i
     assert (back.mirrored, back.mirror_problem) == (26, "")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["local", "--run-dir", "{run}", "--from", "{url}"],
-        [
-            "submit",
-            "--cluster",
-            "configs/clusters/cpu.yaml",
-            "--run-dir",
-            "{run}",
-            "--from",
-            "{url}",
-        ],
-    ],
-    ids=lambda command: command[0],
-)
-def test_a_wrong_url_is_one_line_before_anything_starts(
-    command, experiment, tmp_path, bucket, capsys
-):
-    places = {"run": tmp_path / "run", "url": f"{bucket}/nothing"}
-    name, *options = (part.format(**places) for part in command)
-    assert launcher([name, str(experiment), *options]) == 2
+def test_a_wrong_url_is_one_line_before_anything_is_written(tmp_path, bucket, capsys):
+    assert pretrain(["checkpoint", "fetch", f"{bucket}/nothing", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert f"{bucket}/nothing/mirror.json could not be fetched" in error
     assert len([line for line in error.splitlines() if line.startswith("error: ")]) == 1
