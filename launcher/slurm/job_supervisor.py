@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from foundation.errors import ConfigError, UserError
-from foundation.own_programs import code_that_runs
 from foundation.settings import load_config
 from launcher.restart_policy import (
     AttemptResult,
@@ -40,7 +39,6 @@ from launcher.slurm.srun import (
     Step,
     nodes_that_cannot_start,
     nodes_that_miss,
-    training_command,
 )
 from launcher.stop_signals import HOLDER, StopSignals, StopWhileWaiting, StorageWaits
 from launcher.supervisor import is_complete, latest_step, supervise
@@ -58,7 +56,7 @@ from pretrain.rundir.events import (
 )
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.ledger import events_of, job_names, last_of
-from pretrain.rundir.lock import VARIABLE, Fence, StaleAttempt, read_lock
+from pretrain.rundir.lock import Fence, StaleAttempt, read_lock
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_run
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 from pretrain.terminal.text import counted
@@ -320,17 +318,9 @@ class AttemptStarter:
         if self._pool.nodes.training != before:
             self._step = self._checked_step()
         step = self._step
-        shared = {VARIABLE: self._claim(number)}
         where = ", ".join(step.nodes)
         _log.info("attempt %d: %s on %s", number, counted(step.ranks, "rank"), where)
-        command = training_command(code_that_runs(), self._run_dir.path)
-        self._ranks = SlurmRanks(
-            command,
-            step,
-            self._run_dir,
-            number,
-            shared,
-        )
+        self._ranks = SlurmRanks(step, self._run_dir, number, self._claim(number))
         return self._ranks
 
     def _checked_step(self) -> Step:

@@ -27,6 +27,7 @@ from pretrain.costs.cluster import ClusterConfig
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
 from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
+from pretrain.rundir.lock import VARIABLE
 from pretrain.rundir.run_dir import AttemptFiles, RunDir, variables_of_attempt
 
 # srun forwards this to every rank. (srun itself ends on SIGTERM.)
@@ -62,29 +63,6 @@ class Step:
         """The first rank on the first of these nodes that the step has; None if it has none."""
         places = [self.nodes.index(node) for node in nodes if node in self.nodes]
         return places[0] * self.tasks_per_node if places else None
-
-
-def training_command(code: Path, run_dir: Path) -> list[str]:
-    """The arguments of Python that train the run with a copy of the code."""
-    experiment = Snapshot(run_dir).experiment
-    train = ("train", str(experiment), "--run-dir", str(run_dir))
-    return copied_arguments(code, "pretrain", *train)
-
-
-def rank_task(code: Path, run_dir: Path, attempt: int, command: Sequence[str]) -> list[str]:
-    """The arguments of Python that run `command` as one rank, with a log of its own."""
-    log = AttemptFiles(RunDir(run_dir).logs, attempt).rank_log("{rank}")
-    return copied_arguments(code, "launcher.slurm.task", str(log), *command)
-
-
-def meeting_point(step: Step, run_dir: Path, attempt: int) -> dict[str, str]:
-    """The environment variables by which the ranks of an attempt find each other."""
-    return {
-        "MASTER_ADDR": step.nodes[0],
-        PORT_FILE_VARIABLE: str(AttemptFiles(RunDir(run_dir).logs, attempt).port),
-        **variables_of_attempt(RunDir(run_dir).logs, attempt),
-        "PYTHONUNBUFFERED": "1",
-    }
 
 
 def srun_command(
@@ -146,24 +124,27 @@ def in_container(
 
 
 class SlurmRanks:
-    """The ranks of one attempt, already started, which share the variables of `variables`."""
+    """The ranks of one attempt, already started, which own the run by the token of its fence."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        step: Step,
-        run_dir: RunDir,
-        attempt: int,
-        variables: Mapping[str, str],
-    ) -> None:
+    def __init__(self, step: Step, run_dir: RunDir, attempt: int, token: str) -> None:
         self._step = step
         self.first_failure: int | None = None
         self.failed_nodes: list[str] = []  # by srun's word, known after `wait`
         files = AttemptFiles(run_dir.logs, attempt)
         files.create_meeting()
         self.logs = files.rank_logs(step.ranks)
-        meeting = meeting_point(step, run_dir.path, attempt)
-        task = rank_task(code_that_runs(), run_dir.path, attempt, command)
+        variables = {
+            "MASTER_ADDR": step.nodes[0],
+            PORT_FILE_VARIABLE: str(files.port),
+            **variables_of_attempt(run_dir.logs, attempt),
+            "PYTHONUNBUFFERED": "1",
+            VARIABLE: token,
+        }
+        code, experiment = code_that_runs(), str(Snapshot(run_dir.path).experiment)
+        train = ("train", experiment, "--run-dir", str(run_dir.path))
+        command = copied_arguments(code, "pretrain", *train)
+        log = str(files.rank_log("{rank}"))
+        task = copied_arguments(code, "launcher.slurm.task", log, *command)
         line = srun_command(step, task, [run_dir.path], Path.cwd())
         self._log = files.srun_log
         with open(self._log, "ab", opener=own_file) as log:
@@ -172,7 +153,7 @@ class SlurmRanks:
             parent = os.getpid()
             self._srun = subprocess.Popen(
                 line,
-                env={**os.environ, **meeting, **variables},
+                env={**os.environ, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -419,16 +400,10 @@ def _names(probe: subprocess.Popen[str], node: str, deadline: float) -> bool:
 
 
 def _printed_by_each_node(step: Step, flags: Sequence[str], command: Sequence[str]) -> list[str]:
-    """The words that a task on each node prints."""
-    return run_on_each_node(step, flags, command).stdout.split()
-
-
-def run_on_each_node(
-    step: Step, flags: Sequence[str], command: Sequence[str]
-) -> subprocess.CompletedProcess[str]:
-    """Run a task on each node of the step; a failure of one leaves the others alone."""
+    """The words that a task on each node prints; a failure of one leaves the others alone."""
     srun = ["srun", f"--nodes={step.num_nodes}", f"--ntasks={step.num_nodes}"]
     srun += [f"--nodelist={','.join(step.nodes)}"]
     srun += ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--overlap", "--export=ALL"]
     srun += [*flags, *command]
-    return subprocess.run(srun, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(srun, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return done.stdout.split()
