@@ -33,7 +33,6 @@ _UNREACHABLE = re.compile(
 _NO_SLURM = (
     "'{}' found no Slurm cluster on this host; run it on a login node, or use 'launcher local'"
 )
-_TAKEN_OUT = re.compile("down|drain|fail", re.IGNORECASE)  # states of nodes that begin so
 _HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT")  # after `scontrol requeuehold`
 _COMMAND_SECONDS = 120.0
 # A controller that comes back answers queries before it has processed the submissions in its
@@ -256,16 +255,6 @@ def node_states(names: Sequence[str], field: str = "%T") -> dict[str, str]:
     """The states of nodes as sinfo calls them, such as `idle` and `mixed*`, or another field."""
     listed = _checked(["sinfo", "-h", "-N", "-n", ",".join(names), "-o", f"%N|{field}"])
     return dict(line.split("|", 1) for line in listed.splitlines())  # a line for each partition
-
-
-def is_taken_out(state: str) -> bool:
-    """Whether Slurm or an administrator has taken a node in this state out of service."""
-    return _TAKEN_OUT.match(state) is not None
-
-
-def is_silent(state: str) -> bool:
-    """Whether a node in this state has not answered the controller, for now."""
-    return state.endswith("*")
 
 
 def cancel(job: str) -> None:

@@ -126,10 +126,8 @@ class NodePool:
         come together, so one that is gone keeps those of others back.
         """
         states = slurm.retry_until_reachable(lambda: slurm.node_states(known))
-        out = [node for node in known if slurm.is_taken_out(states.get(node, ""))]
-        doubtful = [
-            node for node in known if slurm.is_silent(states.get(node, "")) or node in named
-        ]
+        out = [node for node in known if is_taken_out(states.get(node, ""))]
+        doubtful = [node for node in known if states.get(node, "").endswith("*") or node in named]
         silent = nodes_without_launch([node for node in doubtful if node not in out])
         return [node for node in known if node in out or node in silent]
 
@@ -150,6 +148,11 @@ class NodePool:
             left = counted(len(after.spare), "spare node")
             _log.warning("spare node %s is left out (%s); %s left", node, reason.value, left)
         self.nodes = after
+
+
+def is_taken_out(state: str) -> bool:
+    """Whether Slurm or an administrator has taken a node in this state out of service."""
+    return state.lower().startswith(("down", "drain", "fail"))
 
 
 def replaced_nodes(ledger: Sequence[Event], job: ThisJob) -> list[str]:

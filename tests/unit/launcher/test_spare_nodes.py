@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from foundation.errors import ConfigError
-from launcher.slurm.client import is_silent, is_taken_out
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.job_supervisor import first_nodes
 from launcher.slurm.lost_nodes import (
     FirstNodeGuard,
     JobNodes,
     has_lost_first_node,
+    is_taken_out,
     num_old_steps,
     replaced_nodes,
     use_up_old_numbers,
@@ -74,16 +74,14 @@ def test_a_job_has_lost_its_first_node_if_it_runs_without_the_one_of_its_script(
 
 
 @pytest.mark.parametrize(
-    ("state", "taken_out", "silent"),
+    ("state", "taken_out"),
     [
-        ("idle", False, False), ("mixed", False, False), ("idle~", False, False),
-        ("allocated*", False, True), ("mixed*", False, True),
-        ("down", True, False), ("down*", True, True),
-        ("draining", True, False), ("drained@", True, False), ("failing", True, False),
+        ("idle", False), ("mixed", False), ("idle~", False), ("allocated*", False),
+        ("down", True), ("down*", True), ("draining", True), ("drained@", True), ("failing", True),
     ],
 )  # fmt: skip
-def test_nodes_in_these_states_are_replaced_or_tried_before(state, taken_out, silent):
-    assert (is_taken_out(state), is_silent(state)) == (taken_out, silent)
+def test_nodes_in_these_states_are_replaced(state, taken_out):
+    assert is_taken_out(state) is taken_out
 
 
 def test_a_supervisor_after_one_that_was_killed_leaves_out_the_nodes_replaced_in_this_start():
