@@ -4,7 +4,6 @@ all logs."""
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import time
 from collections import deque
@@ -25,7 +24,6 @@ from pretrain.rundir.run_paths import run_path
 
 _POLL_SECONDS = 0.3
 _STATE_SECONDS = 3.0  # between two looks at whether the run is still active
-_MARK = re.compile(r"supervisor: attempt (\d+): ")  # what the supervisor logs when one starts
 _NUM_LAST_LINES = 10  # of the logs of a run that failed without an error line
 _NO_LINES = "the job could not write a line: its disk was full, or its directory moved or removed"
 
@@ -130,13 +128,9 @@ def _chosen(logs: Path, number: int | None) -> RankLogs | None:
     return RankLogs(chosen, attempts[chosen].logged_ranks())
 
 
-def _job_logs(logs: Path) -> list[Path]:
-    """The logs of Slurm jobs, oldest first: decisions of supervisors, and what Slurm wrote."""
-    return sorted(logs.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
-
-
 def _job_log(logs: Path) -> Path | None:
-    return next(reversed(_job_logs(logs)), None)
+    """The log of the latest Slurm job: decisions of its supervisor, and what Slurm wrote."""
+    return max(logs.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _print_errors(arguments: argparse.Namespace, run_dir: RunDir, chosen: RankLogs | None) -> bool:
@@ -183,12 +177,8 @@ def _sources(
         yield f"rank {first}", errors_of(_lines(chosen.paths[first]))
     if chosen and (srun := AttemptFiles(run_dir.logs, chosen.attempt).srun_log).exists():
         yield "srun", errors_of(_lines(srun))
-    jobs = lines_of_attempt(
-        [_lines(path) for path in _job_logs(run_dir.logs)],
-        chosen.attempt if chosen else None,
-        is_latest=arguments.attempt is None,
-    )
-    yield "job", errors_of(jobs)
+    if arguments.attempt is None and (log := _job_log(run_dir.logs)):
+        yield "job", errors_of(_lines(log))
     paths = [chosen.paths[rank] for rank in ranks] if chosen else []
     others = read_together(lambda path: errors_of(_lines(path)), paths)
     yield from ((f"rank {rank}", errors) for rank, errors in zip(ranks, others, strict=True))
@@ -197,19 +187,6 @@ def _sources(
 def _errors(lines: Sequence[str], count: int) -> Sequence[str]:
     """The last `count` lines that speak of an error; 0: all."""
     return deque(error_lines(lines), maxlen=count or None)
-
-
-def lines_of_attempt(logs: Sequence[list[str]], attempt: int | None, is_latest: bool) -> list[str]:
-    """What jobs logged about an attempt, until the next one started; what is before the first one
-    belongs to it, and what follows the latest one too, as a job that failed before its supervisor
-    began."""
-    lines = [line for log in logs for line in log]
-    marks = {int(match[1]): i for i, line in enumerate(lines) if (match := _MARK.search(line))}
-    if attempt is None or attempt not in marks:
-        return lines if is_latest else []
-    begin = 0 if attempt == min(marks) else marks[attempt]
-    end = marks.get(attempt + 1, len(lines))
-    return lines[begin:end]
 
 
 def _last_words(logs: Path, chosen: RankLogs | None) -> list[str]:

@@ -13,7 +13,6 @@ import pytest
 
 from foundation.files import lines_of
 from launcher.cli import main
-from launcher.commands.logs import lines_of_attempt
 from launcher.error_lines import error_lines
 from launcher.status.infer_status import State
 from launcher.status.run_state import RunState
@@ -174,17 +173,6 @@ def test_an_earlier_attempt_can_be_chosen(run_dir, capsys):
     assert capsys.readouterr().out == "of attempt 2\n"
     assert main(["logs", str(run_dir.path), "--attempt=3"]) == 2
     assert "--attempt=3: the run has the attempts 2 to 10" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("attempt", "is_latest", "expected"),
-    [(0, False, "ab"), (1, False, "c"), (2, True, "de"), (None, True, "abcde"), (7, True, "abcde")],
-)
-def test_a_jobs_log_is_cut_where_attempts_start(attempt, is_latest, expected):
-    marks = [f"INFO 12:04:31 supervisor: attempt {number}: 2 ranks on n1\n" for number in range(3)]
-    logs = [["a", marks[0], "b", marks[1], "c", marks[2], "d"], ["e"]]
-    found = lines_of_attempt(logs, attempt, is_latest)
-    assert "".join(line for line in found if line not in marks) == expected
 
 
 def test_a_quiet_run_has_no_errors(run_dir, capsys):
