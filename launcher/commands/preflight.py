@@ -374,19 +374,16 @@ def _report(
     slow = [*_slow_devices(node, by_node), *_slow_disk(node, by_node)]
     if (share := _best_share(node, pairs)) < _SLOW_FRACTION:
         slow.append(f"reduces at {share:.0%} of the others' rate at best")
-    links = _slow_links(node, pairs)
     strays = [f"stray: {stray}" for one in own for stray in one.strays or ()]
     missing = sorted({one.missing for one in own if one.missing})
     if broken and not any(node in pair.nodes and not pair.problem for pair in pairs):
         verdict = "broken"
     else:
-        verdict = (
-            "slow" if slow or missing else "link" if broken or links else "busy" if strays else "ok"
-        )
+        verdict = "slow" if slow or missing else "link" if broken else "busy" if strays else "ok"
     return NodeReport(
         node=node,
         verdict=verdict,
-        problems=(*broken, *missing, *slow, *links, *strays),
+        problems=(*broken, *missing, *slow, *strays),
         device=own[0].device,
         ranks=len(own),
         matmul_flops=min(one.matmul_flops for one in own),
@@ -415,24 +412,6 @@ def _slow_disk(node: str, by_node: Mapping[str, Sequence[RankMeasurement]]) -> l
     usual = statistics.median(rates.values())
     share = rates.get(node, usual) / usual
     return [f"writes to disk at {share:.0%} of the usual rate"] if share < _SLOW_FRACTION else []
-
-
-def _slow_links(node: str, pairs: Sequence[PairResult]) -> list[str]:
-    """Slow pairs of two nodes neither of which is slow with all others."""
-    slow = {
-        name for pair in pairs for name in pair.nodes if _best_share(name, pairs) < _SLOW_FRACTION
-    }
-    rates = {
-        pair.nodes: pair.bytes_per_second
-        for pair in pairs
-        if pair.bytes_per_second and not slow & {*pair.nodes}
-    }
-    usual = statistics.median(rates.values()) if rates else 0.0
-    return [
-        f"reduces with {_partner(nodes, node)} at {rate / usual:.0%} of the usual rate"
-        for nodes, rate in rates.items()
-        if node in nodes and rate < _SLOW_FRACTION * usual
-    ]
 
 
 def _best_share(node: str, pairs: Sequence[PairResult]) -> float:

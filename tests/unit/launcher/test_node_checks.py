@@ -68,13 +68,6 @@ def test_a_node_that_is_slow_with_all_others_is_named_and_they_are_not():
     assert [said[node][0] for node in ("n1", "n2", "n4")] == ["ok"] * 3
 
 
-def test_a_slow_connection_of_two_good_nodes_is_told_of_both():
-    said = verdicts(results=pairs(n1_n3=SLOW))
-    assert said["n1"] == ("link", "reduces with n3 at 20% of the usual rate")
-    assert said["n3"] == ("link", "reduces with n1 at 20% of the usual rate")
-    assert said["n2"] == ("ok", "")
-
-
 def test_a_node_that_reaches_nobody_is_broken_and_one_lost_connection_is_told_as_one():
     said = verdicts(
         results=pairs(n1_n3="no connection", n2_n3="no connection", n3_n4="no connection")
