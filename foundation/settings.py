@@ -336,14 +336,12 @@ T = TypeVar("T")
 COMMAND_LINE = "command line"
 MOST_PROBLEMS = 20  # in one message
 _LONGEST_NAME = 60  # characters of an unknown setting's name in a message
-_UNPARSED = ", unable to parse string as an integer"  # pydantic's words
 _EXPECTED = {  # instead of pydantic's words
     "path_type": "expected a path",
-    "tuple_type": "expected a list",
+    "tuple_type": "expected a list, such as [1, 2]",
     "dict_type": "expected a section",
     "missing": "expected one more value",  # of a list with a fixed number
 }
-_PERCENT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)%")
 _WRONG = object()  # in place of an invalid value, whose reason is among the problems
 
 
@@ -482,24 +480,10 @@ def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: list[str]
         for item in error.errors():
             name, found = _dotted((*where, *item["loc"])), abbreviated(item["input"])
             expected = item["msg"].replace("Input should be", "expected", 1)
-            expected = expected.replace(_UNPARSED, ", such as 1000, without commas")
             expected = _EXPECTED.get(item["type"], expected)
-            if item["type"] == "tuple_type" and item["input"] is not None:
-                expected = f"expected a list, such as {_as_list(item['input'])}"
-            elif item["type"] == "float_parsing" and (
-                part := _PERCENT.fullmatch(str(item["input"]))
-            ):
-                expected = f"expected a fraction, such as {float(part[1]) / 100:g}"
             found = "no value" if item["input"] is None else found
             problems.append(f"{name}: found {found}, {expected}")
     return _WRONG
-
-
-def _as_list(value: Any) -> str:
-    """Return how to write a list that was written without brackets."""
-    if isinstance(value, str) and "," in value and len(value) <= _LONGEST_NAME:
-        return f"[{', '.join(each.strip() for each in value.split(','))}]"
-    return f"[{abbreviated(value)}]"
 
 
 def _texts_in(value: Any) -> Iterator[str]:

@@ -94,10 +94,7 @@ def _read_text(path: Path, extended_by: tuple[Path, ...]) -> str:
         hint = did_you_mean(path.name, names)
         raise ConfigError(f"{path}{wanted_by} does not exist{hint}") from None
     except IsADirectoryError:
-        advice = "give a YAML file in it"
-        if (path / "run.json").is_file():
-            advice = f"it holds a run, which 'launcher resume {path}' continues; give a YAML file"
-        raise ConfigError(f"{path}{wanted_by} is a directory; {advice}") from None
+        raise ConfigError(f"{path}{wanted_by} is a directory; give a YAML file in it") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path}{wanted_by} is not UTF-8 text (byte {error.start}); is it a YAML file?"

@@ -205,10 +205,8 @@ def test_a_missing_file_suggests_a_similar_one_and_names_the_file_that_extends_i
         ("name: x\ninner: {rate: 1:30.5}\n", "inner.rate: found '1:30.5', expected a valid number"),
         (
             "name: x\ninner: {sizes: 3}\n",
-            "inner.sizes: found 3, expected a list, such as [3]",
+            "inner.sizes: found 3, expected a list, such as [1, 2]",
         ),
-        ("name: x\ninner: {sizes: '3, 4'}\n", "found '3, 4', expected a list, such as [3, 4]"),
-        ("name: x\ninner: {rate: 5%}\n", "found '5%', expected a fraction, such as 0.05"),
         ("name: x\ncount: 1\0\n", "a.yaml:2:9: not valid YAML: unacceptable character #x0000"),
         ("", "a.yaml is empty, expected settings as 'name: value' lines"),
         ("# name: x\n", "a.yaml is empty, expected settings as 'name: value' lines"),

@@ -41,10 +41,3 @@ def test_bad_input_is_refused_before_anything_starts(
     assert main(["local", *(text.format(experiment="x.yaml") for text in arguments)]) == 2
     assert message in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.yaml"]
-
-
-def test_a_run_in_place_of_an_experiment_is_answered_with_how_it_continues(tmp_path, capsys):
-    (tmp_path / "run.json").touch()
-    assert main(["local", str(tmp_path)]) == 2
-    expected = f"{tmp_path} is a directory; it holds a run, which 'launcher resume {tmp_path}' "
-    assert expected in capsys.readouterr().err
