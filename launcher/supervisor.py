@@ -37,7 +37,7 @@ from pretrain.rundir.events import (
 )
 from pretrain.rundir.exit_status import EXIT_STOPPED, ended_by_watchdog
 from pretrain.rundir.ledger import last_of
-from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_dir import RunDir, attempts_of
 
 EXIT_STATUS = {
     NextAction.FINISHED: 0,
@@ -171,9 +171,7 @@ def is_done_already(run_dir: RunDir, config: RunConfig) -> bool:
 
 def next_attempt_number(run_dir: RunDir) -> int:
     """One more than the highest attempt that left logs, so that no log is written twice."""
-    # Those of older versions left files instead of a directory.
-    numbers = [path.name.split("-")[1] for path in run_dir.logs.glob("attempt-*")]
-    return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
+    return max((attempt.number for attempt in attempts_of(run_dir.logs)), default=-1) + 1
 
 
 def _stopper(

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -22,7 +21,7 @@ from launcher.status.run_state import RunState
 from launcher.sweep import CellRun, describe, settings_of
 from pretrain.reporting.results import HEADS
 from pretrain.rundir.metric_names import RECENT_SPEED, TRAIN_LOSS
-from pretrain.terminal.text import column_groups, counted, number
+from pretrain.terminal.text import counted, fitted_table, number
 
 STYLES = {
     State.RUNNING: "green",
@@ -172,21 +171,22 @@ def _left(state: RunState) -> str:
     return "-" if state.seconds_left is None else duration(state.seconds_left)
 
 
-GAP = 2  # between columns
-
-
-def sweep_status(cells: Sequence[CellRun]) -> Group:
-    """How the cells stand, and as soon as one has made a step, their results."""
-    return Group(*_parts(cells))
-
-
-def _parts(cells: Sequence[CellRun]) -> Iterator[RenderableType]:
-    yield runs_table([cell.state for cell in cells])
+def sweep_status(cells: Sequence[CellRun], width: int | None = None) -> Group:
+    """How the cells stand, and as soon as one has made a step, their results, in tables that fit
+    the width, by default the terminal's."""
+    parts: list[RenderableType] = [runs_table([cell.state for cell in cells])]
+    names = [printable(cell.cell.name) for cell in cells]
     if any(cell.state.step for cell in cells):
-        yield from ("", ResultsTable(cells))
+        results = [cell.state.results.cells for cell in cells]
+        rows = [["cell", *HEADS]]
+        rows += [
+            [name, *(each[head] for head in HEADS)]
+            for name, each in zip(names, results, strict=True)
+        ]
+        parts += ["", Text(fitted_table(rows, width))]
     if any(settings_of(cells)):
-        yield from ("", settings_table(cells))
-    yield Text(describe(cells))
+        parts += ["", settings_table(cells)]
+    return Group(*parts, Text(describe(cells)))
 
 
 def settings_table(cells: Sequence[CellRun]) -> Table:
@@ -196,30 +196,3 @@ def settings_table(cells: Sequence[CellRun]) -> Table:
     return plain_table(
         [{"cell": name, "settings": text} for name, text in zip(names, texts, strict=True)]
     )
-
-
-@dataclass(frozen=True)
-class ResultsTable:
-    """A row per cell; on a narrow terminal several tables, one below the other."""
-
-    cells: Sequence[CellRun]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        cells = [cell.state.results.cells for cell in self.cells]
-        longest = max(len(printable(cell.cell.name)) for cell in self.cells)
-        room = options.max_width - min(longest, options.max_width // 4)
-        widths = [max(map(len, [head, *(each[head] for each in cells)])) + GAP for head in HEADS]
-        for index, group in enumerate(column_groups(widths, room)):
-            if index:
-                yield ""
-            yield self._table([HEADS[column] for column in group])
-
-    def _table(self, heads: Sequence[str]) -> Table:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column("cell", header_style="dim", overflow="fold")
-        for head in heads:
-            table.add_column(head, justify="right", no_wrap=True, header_style="dim")
-        for cell in self.cells:
-            values = cell.state.results.cells
-            table.add_row(Text(printable(cell.cell.name)), *(values[head] for head in heads))
-        return table

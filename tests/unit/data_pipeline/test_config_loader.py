@@ -201,7 +201,7 @@ def test_a_missing_file_suggests_a_similar_one_and_names_the_file_that_extends_i
         ("name: x\ninner: {rate: .nan}\n", "inner.rate: found nan, expected a finite number"),
         ("name: x\ncount: 0300\n", "a.yaml:2:8: not valid YAML: 0300 starts with 0: write 300"),
         ("name: -007\n", "starts with 0: write -7, or '-007' for a text"),
-        ("name: x\ncount: 5:00\n", "count: found '5:00', expected a valid integer, such as 1000"),
+        ("name: x\ncount: 5:00\n", "count: found '5:00', expected a valid integer"),
         ("name: x\ninner: {rate: 1:30.5}\n", "inner.rate: found '1:30.5', expected a valid number"),
         (
             "name: x\ninner: {sizes: 3}\n",

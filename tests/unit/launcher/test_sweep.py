@@ -452,7 +452,7 @@ def test_sweep_status_shows_every_result_at_any_width(grid, width):
     make_done(cell)
     screen = Console(width=width)
     with screen.capture() as capture:
-        screen.print(sweep_status(cells_of(grid)))
+        screen.print(sweep_status(cells_of(grid), width))
     output = capture.get()
     for head in HEADS:
         assert head in output
