@@ -44,6 +44,7 @@ from data_pipeline.builder.sources import SourceFile, check_apart, check_unchang
 from data_pipeline.builder.split_writer import (
     CorpusShards,
     DocumentEncoder,
+    Progress,
     ShardFiles,
     Sources,
     SplitWriter,
@@ -63,7 +64,7 @@ from data_pipeline.corpora.manifest import (
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
 from foundation.files import fsync_file, named_errors
-from foundation.progress import Progress, Report
+from foundation.progress import Report
 from foundation.settings import to_tree
 
 BATCH_CHARACTERS = 1 << 22  # encoded together: enough for all threads, small enough to hold

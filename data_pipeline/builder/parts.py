@@ -59,9 +59,11 @@ from data_pipeline.builder.records import HASH_BYTES, REJECTS_NAME, RULE_COUNTS,
 from data_pipeline.builder.shuffle import directories_of, shuffle_part
 from data_pipeline.builder.sources import PARTS_SUFFIX
 from data_pipeline.builder.split_writer import (
+    Reading,
     Sources,
     check_not_empty,
     check_sources,
+    joined,
     splits_of_build,
 )
 from data_pipeline.config import CorpusConfig
@@ -76,7 +78,7 @@ from data_pipeline.shards.shards import read_index, renamed, shard_name, write_i
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError, DataError, UserError
 from foundation.files import atomic_write, fsync_directory, write_text
-from foundation.progress import Note, Reading, Report, joined
+from foundation.progress import Note, Report
 
 PART_NAMES = f"{5 * '[0-9]'}-of-{5 * '[0-9]'}"  # of their directories
 
@@ -460,7 +462,7 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with, args=(connection,), daemon=True).start()
 
-    def send(what: str | Reading | Note) -> None:
+    def send(what: object) -> None:
         # Notes of one part are enough: they are about the tokenizer and the whole input.
         if isinstance(what, Reading) or (isinstance(what, Note) and part == 1):
             connection.send(what)

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.builder.journal import BuildJournal, claimed_output, is_finished
-from data_pipeline.builder.split_writer import CorpusShards, EncodedDocument, SplitWriter
+from data_pipeline.builder.split_writer import CorpusShards, EncodedDocument, Progress, SplitWriter
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpora.manifest import (
     SPLITS,
@@ -44,7 +44,7 @@ from data_pipeline.corpora.manifest import (
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import DataError
 from foundation.files import atomic_write, named_errors, parse_json
-from foundation.progress import Progress, Report
+from foundation.progress import Report
 
 FIELDS = ("keys", "token_ends", "id_ends", "text_bytes", "characters")
 DOCUMENT_BYTES = 512  # host memory of a document beside its tokens: its id, objects of Python

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from data_pipeline.builder.split_writer import Progress, Reading, joined
 from foundation import progress
-from foundation.progress import Progress, Reading, StatusLine, duration, joined
+from foundation.progress import StatusLine, duration
 
 
 def test_rate_and_time_left_count_from_the_resume_of_the_build(monkeypatch):
