@@ -456,9 +456,8 @@ def test_sweep_status_shows_every_result_at_any_width(grid, width):
     output = capture.get()
     for head in HEADS:
         assert head in output
-    # A cell's name may be folded.
-    (lowest,) = (line for line in output.splitlines() if "+0.5000" in line)
-    assert lowest.split()[1:5] == ["0.7500", "2.0000", "1.2500", "+0.5000"]
+    of_cell = " ".join(line for line in output.splitlines() if cell.cell.name in line).split()
+    assert {"0.7500", "2.0000", "1.2500", "+0.5000"} <= {*of_cell}
     assert max(map(len, output.splitlines())) <= width
 
 
