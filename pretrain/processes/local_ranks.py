@@ -31,9 +31,8 @@ from pretrain.terminal.log import LINE_START, NO_RELAY, RELAY_VARIABLE
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(
-    None, use_errno=True
-)  # loaded before any fork: a child must not take the loader's lock
+# Loaded before any fork: a child must not take the loader's lock.
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def train_command(experiment: Path, run_dir: Path, *overrides: str) -> list[str]:
@@ -107,16 +106,13 @@ class RankGroup:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         failed_since: float | None = None
-        while None in (statuses := self.poll()):
-            now = time.monotonic()
-            failed = [
-                rank
-                for rank, status in enumerate(statuses)
-                if status not in (None, 0, EXIT_STOPPED)
-            ]
-            if failed and failed_since is None:
+        while True:
+            statuses, now = self.poll(), time.monotonic()
+            if self.first_failure is None and (failed := _failed(statuses)):
                 failed_since = now
                 self.first_failure = _first_hand(failed, statuses)
+            if None not in statuses:
+                break
             if failed_since is not None and now - failed_since >= grace:
                 self.kill()
             elif deadline is not None and now >= deadline:
@@ -125,9 +121,6 @@ class RankGroup:
                 meanwhile()
                 time.sleep(_POLL_SECONDS)
         self._close_echo()
-        failed = [rank for rank, status in enumerate(statuses) if status not in (0, EXIT_STOPPED)]
-        if failed and self.first_failure is None:
-            self.first_failure = _first_hand(failed, statuses)
         return [process.returncode for process in self._processes]
 
     def terminate(self) -> None:
@@ -141,9 +134,8 @@ class RankGroup:
         """Kill every rank and everything it started, and wait until they are gone."""
         for process in self._processes:
             if process.returncode is None:
-                os.killpg(
-                    process.pid, signal.SIGKILL
-                )  # not reaped yet, so the group is surely still its own
+                # Not reaped yet, so the group is surely still its own.
+                os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
         self._close_echo()
@@ -190,9 +182,8 @@ def _reap(process: subprocess.Popen[bytes]) -> int | None:
     if process.returncode is None:
         if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
-        os.killpg(
-            process.pid, signal.SIGKILL
-        )  # before the status is collected: afterwards the id may be another's
+        # Before the status is collected: afterwards the id may be another's.
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return process.returncode
 
@@ -235,7 +226,7 @@ def describe_failure(
     If the first failure is unknown, a rank that exited by itself tells more than those that were
     killed after it.
     """
-    failed = [rank for rank, status in enumerate(statuses) if status not in (0, EXIT_STOPPED)]
+    failed = _failed(statuses)
     if not failed:
         return ""
     rank = (
@@ -262,6 +253,11 @@ def _last_error(log: str) -> str:
         elif found:
             found.append(line)
     return "\n".join(found)
+
+
+def _failed(statuses: Sequence[int | None]) -> list[int]:
+    """The ranks that have ended otherwise than done or stopped on request."""
+    return [rank for rank, status in enumerate(statuses) if status not in (None, 0, EXIT_STOPPED)]
 
 
 def _first_hand(failed: Sequence[int], statuses: Sequence[int | None]) -> int:

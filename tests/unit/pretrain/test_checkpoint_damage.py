@@ -140,14 +140,6 @@ def test_damage_is_not_waited_for(root, world, caplog):
     assert "using" not in caplog.text
 
 
-def test_a_refusal_says_which_step_is_used_instead(root, world, caplog):
-    flip(1, 0)(root / "step-00000002" / files.INDEX)
-    find_resume_point(root, world, "")
-    assert (
-        "step-00000002/index.json: does not match its COMPLETE marker; using step 1" in caplog.text
-    )
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(root, name, how):

@@ -45,10 +45,6 @@ def test_a_partial_checkpoint_is_never_listed(tmp_path: Path) -> None:
     assert files.steps_on_disk(tmp_path) == [1]
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 def replace_by_that_of_step_1(*paths: Path) -> None:
     for path in paths:
         path.write_bytes((files.step_directory(path.parents[1], 1) / path.name).read_bytes())
@@ -84,18 +80,6 @@ def rename_step_1(directory: Path) -> None:
 
 # what happened -> (how, to the checkpoint of step 2; part of the error)
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "flipped bit": (
-        lambda step: flip_a_bit(step / "rank-00001.safetensors"),
-        "rank-00001.safetensors",
-    ),
-    "truncated file": (
-        lambda step: cut(step / "rank-00000.safetensors"),
-        "rank-00000.safetensors",
-    ),
-    "missing file": (
-        lambda step: (step / "rank-00000.safetensors").unlink(),
-        "rank-00000.safetensors: missing",
-    ),
     "missing rank": (forget_a_rank, "world_size is 2, ranks has 1"),
     "another rank's file": (
         exchange_ranks,
@@ -114,7 +98,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         "contains the checkpoint of step 1",
     ),
     "renamed directory": (rename_step_1, "contains the checkpoint of step 1"),
-    "corrupted index": (lambda step: flip_a_bit(step / files.INDEX), "index.json"),
     "older format": (
         set_older_format,
         f"found format 4, expected format {marker.FORMAT}; resume with the",
@@ -123,7 +106,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda step: rewrite_index(step, lambda index: index["ranks"][0].update(mode=4095)),
         "'mode' is unknown",
     ),
-    "no marker": (lambda step: (step / files.MARKER).unlink(), "COMPLETE"),
 }
 
 

@@ -12,19 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from foundation.errors import CheckpointError, UnreadableError, UserError
 from foundation.retry import Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import (
-    HostBuffer,
-    RankFile,
-    RankReports,
-    Save,
     SaveProblem,
-    owned_fragments,
 )
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.destinations import Disk
@@ -33,12 +27,10 @@ from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.distributed.rounds import Worker
 from pretrain.distributed.world import (
     World,
 )
 from pretrain.engines.engine import Engine
-from pretrain.model.lane_state import LaneState
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.run import build_engine
 from pretrain.rundir.lock import StaleAttempt
@@ -107,16 +99,6 @@ def test_an_asynchronous_save_writes_the_bytes_of_a_blocking_one_while_the_loop_
         for name in ("blocking", "background")
     )
     assert found.files == blocking.files
-
-
-def test_a_save_starts_when_the_one_before_is_published(engine, world, tmp_path):
-    with checkpointer(tmp_path, world) as saving:
-        for step in (1, 2, 3):
-            saving.save(engine, state_of(engine, step))
-            for before in range(1, step):
-                marker.verify(files.step_directory(tmp_path, before))
-        saving.finish()
-    assert files.steps_on_disk(tmp_path) == [1, 2, 3]
 
 
 def test_the_next_call_raises_the_error_of_a_save_and_removes_its_files(engine, world, tmp_path):
@@ -217,27 +199,6 @@ def test_a_save_that_storage_is_not_to_blame_for_is_not_tried_again(engine, worl
     saving.save(engine, state_of(engine, 1))
     with pytest.raises(CheckpointError, match="could not save step 1: a newer attempt"):
         saving.finish()
-
-
-def test_a_save_that_waits_for_another_rank_can_be_canceled(engine, world, tmp_path):
-    disk = Disk(tmp_path, "attempt")
-    disk.prepare(4, 0)
-    save = Save(
-        disk,
-        RankFile.of(owned_fragments(engine), state_of(engine, 4), LaneState(RUN.model)),
-        {"step": 4},
-        {},
-        RankReports("4", 0, 2, HashStore()),
-        HostBuffer(torch.device("cpu")),
-    )
-    worker = Worker("save")
-    worker.add(save.run)
-    save._written.wait()
-    assert save.problem is None
-    save.cancel()
-    assert save.problem is not None
-    assert not disk.steps()
-    worker.end()
 
 
 @pytest.mark.parametrize(
