@@ -113,7 +113,6 @@ class Attempt:
     token: str
     before: int | None = None  # checkpoints of this step and later ones cannot be read any more
     reads_local: bool = True  # False: those on the nodes' disks cannot be read
-    verified: Checkpoint | None = None  # its files were hashed by the rewind to it
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,8 @@ def _next_attempt(process: RankProcess, attempt: Attempt, ended: Ended) -> Attem
             return Attempt(token) if world.world_size == 1 else None
         case Outcome.DIVERGED:
             assert ended.spike is not None
-            return Attempt(token, verified=rewind(process.config, run_dir, world, ended.spike))
+            rewind(process.config, run_dir, world, ended.spike)
+            return Attempt(token)
         case Outcome.UNREADABLE:
             assert ended.found is not None
             if ended.found.is_local:
@@ -226,7 +226,6 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
         attempt.before,
         run_dir.patience,
         nearer=local.find if attempt.reads_local else None,
-        verified=attempt.verified,
     )
     if attempt.before is not None and found is None:
         raise CheckpointError(

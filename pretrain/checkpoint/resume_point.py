@@ -26,12 +26,10 @@ def find_resume_point(
     before: int | None = None,
     patience: Patience | None = None,
     nearer: Nearer | None = None,
-    verified: marker.Checkpoint | None = None,
 ) -> marker.Checkpoint | None:
     """Return the latest valid checkpoint (of a step below `before`); None if the run has none yet.
 
-    The files of the `verified` one, which a rewind in this process has just hashed, are not hashed
-    again. `nearer` gets the latest step here and `before`; what it finds after that step is taken
+    `nearer` gets the latest step here and `before`; what it finds after that step is taken
     instead.
 
     Rank 0 reads the index for all; each rank hashes its share of the files. A checkpoint is refused
@@ -44,7 +42,7 @@ def find_resume_point(
     while True:
         refused: marker.Refused = []
         try:
-            found, refused = _find(root, world, run_id, before, nearer, verified)
+            found, refused = _find(root, world, run_id, before, nearer)
             if found is None and refused:
                 raise marker.none_valid(root, refused)
         except UnreadableError as error:
@@ -70,7 +68,6 @@ def _find(
     run_id: str,
     before: int | None,
     nearer: Nearer | None,
-    verified: marker.Checkpoint | None,
 ) -> tuple[marker.Checkpoint | None, marker.Refused]:
     def get(step: int) -> marker.Checkpoint:
         directory, start = files.step_directory(root, step), time.monotonic()
@@ -79,8 +76,6 @@ def _find(
             if world.is_main:
                 index = marker.read_index(directory, run_id).index
         found = marker.Checkpoint(directory, broadcast_value(index, dict[str, Any]))
-        if found == verified:  # also its index, with the hashes
-            return found
         with raise_on_all_ranks():
             marker.check_share(found, world.rank, world.world_size)
         if world.is_main:

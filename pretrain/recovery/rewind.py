@@ -24,7 +24,6 @@ from data_pipeline.lanes.lane_stream import LaneStream, SegmentBatch
 from data_pipeline.lanes.mixture import Mixture
 from foundation.errors import TrainingError
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint.marker import Checkpoint
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.phases import first_step_at, lane_seed_at, lanes_since, run_at
 from pretrain.config.run import RunConfig
@@ -49,8 +48,8 @@ SKIP_MARGIN_SEGMENTS = 10
 _TURN_OFF = "set recovery.spike_threshold=0 to train without rewinding"
 
 
-def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> Checkpoint | None:
-    """Let the next start resume from before the spike and skip its data; returns from where.
+def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
+    """Let the next start resume from before the spike and skip its data.
 
     Raises TrainingError after `recovery.max_rewinds` rewinds, or if no checkpoint is from before
     the spike: to start from scratch is for the user to decide. CheckpointError, with nothing
@@ -61,7 +60,7 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> Check
     )
     with raise_on_all_ranks():
         if not world.is_main:
-            return before
+            return
         ledger = run_dir.ledger.read()
         rewinds = events_of(ledger, Rewind)  # not windows: those that touch are one
         at: dict[str, Any] = {
@@ -89,7 +88,6 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> Check
             spike.describe(), step, window.start, window.stop - 1, len(rewinds) + 1,
             run.recovery.max_rewinds,
         )  # fmt: skip
-    return before
 
 
 def inherited_windows(run: RunConfig, run_dir: RunDir, world: World, step: int) -> list[range]:

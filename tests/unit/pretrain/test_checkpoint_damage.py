@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
 import tempfile
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 
 from foundation.errors import CheckpointError, UnreadableError
-from foundation.files import sha256_of
 from foundation.retry import Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
@@ -316,24 +314,3 @@ def test_pieces_whose_counts_add_up_but_that_overlap_or_leave_a_hole_are_refused
     rewrite_index(directory, lambda index: index["pieces"]["w"].update(runs=runs))
     with pytest.raises(CheckpointError, match=f"a piece of 'w' starts at element {missing}"):
         marker.verify(directory)
-
-
-def test_what_a_rewind_has_verified_is_not_hashed_again_unless_it_is_another(
-    root, world, monkeypatch
-):
-    hashed: list[int] = []
-
-    def counting(path: Path) -> str:
-        hashed.append(path.stat().st_size)
-        return sha256_of(path)
-
-    monkeypatch.setattr(marker, "sha256_of", counting)
-    found = find_resume_point(root, world, "", before=2)
-    assert found is not None
-    assert sum(hashed) == found.num_bytes
-    shutil.rmtree(root / "step-00000002")  # as the rewind does
-    assert find_resume_point(root, world, "", verified=found) == found
-    assert sum(hashed) == found.num_bytes, "once"
-    other = dataclasses.replace(found, index={**found.index, "tokens_seen": 99})
-    find_resume_point(root, world, "", verified=other)
-    assert sum(hashed) == 2 * found.num_bytes
