@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.lanes.lane_stream import LaneCursor
-from foundation.errors import CheckpointError, UserError
+from foundation.errors import CheckpointError, UnreadableError, UserError
 from foundation.retry import ANY_REMEDY, Outage, Patience
 from foundation.settings import to_tree
 from pretrain.checkpoint import directory as files
@@ -313,11 +313,15 @@ class Checkpointer:
         UnreadableError on every rank if one can no longer read it.
         """
         self.finish()
-        # The pieces of a local checkpoint fit only where the engine shards as it did then.
-        also = (UserError,) if found.is_local else ()
-        with raise_on_all_ranks(), marker.reading(found.directory, *also):
-            load_fragments(engine, found)
-            state = self._restore_state(engine, found)
+        with raise_on_all_ranks():
+            try:
+                load_fragments(engine, found)
+                state = self._restore_state(engine, found)
+            except UserError as error:
+                if not found.is_local:
+                    raise
+                # Its pieces fit only where the engine shards as it did then.
+                raise UnreadableError(f"{found.directory}: cannot be used: {error}") from error
         restore_counters(engine, found)
         if not found.is_local:
             self._published_step = found.step

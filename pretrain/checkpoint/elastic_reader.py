@@ -77,24 +77,15 @@ class FragmentReader:
     def opened_ranks(self) -> list[int]:
         return sorted(self._handles)
 
-    def parameter_names(self) -> set[str]:
-        return set(self._pieces)
-
-    def kinds(self) -> set[str]:
-        return {kind for held in self._pieces.values() for kind in held.kinds}
-
     def pieces(self) -> set[tuple[str, str]]:
         """Return what there is, as pairs of a parameter and a kind."""
         return {(name, kind) for name, held in self._pieces.items() for kind in held.kinds}
-
-    def num_elements(self, parameter: str) -> int:
-        return self._pieces[parameter].num_elements
 
     def whole(self, parameter: str, kind: str) -> Tensor:
         """Return a flat copy of all elements; CheckpointError if some are missing."""
         if parameter not in self._pieces:
             raise CheckpointError(f"{self._directory}: found no {parameter}")
-        whole = torch.empty(self.num_elements(parameter), dtype=torch.float32)
+        whole = torch.empty(self._pieces[parameter].num_elements, dtype=torch.float32)
         self.copy_into(whole, parameter, 0, kind)
         return whole
 
@@ -126,18 +117,17 @@ def load_weights(module: torch.nn.Module, found: Checkpoint, ema: bool = False) 
     Raises CheckpointError if names or shapes differ, or if the run kept no EMA.
     """
     with FragmentReader(found) as reader, torch.no_grad():
-        if ema and EMA not in reader.kinds():
+        if ema and EMA not in {kind for _, kind in reader.pieces()}:
             raise CheckpointError(
                 f"{found.directory}: found no EMA; train with optim.ema_decay above 0"
             )
         parameters = dict(module.named_parameters())
-        if parameters.keys() != reader.parameter_names():
-            odd = sorted(parameters.keys() ^ reader.parameter_names())
+        if odd := sorted(parameters.keys() ^ found.pieces.keys()):
             raise CheckpointError(
                 f"{found.directory}: parameters differ from the model's: {', '.join(odd[:5])}"
             )
         for name, parameter in parameters.items():
-            if (count := reader.num_elements(name)) != parameter.numel():
+            if (count := found.pieces[name].num_elements) != parameter.numel():
                 raise CheckpointError(
                     f"{found.directory}: found {count} elements of {name}, "
                     f"expected {parameter.numel()}"

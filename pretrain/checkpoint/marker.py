@@ -319,17 +319,6 @@ def step_of(found: Checkpoint | None) -> str:
     return f"step {found.step}" if found else ""
 
 
-@contextlib.contextmanager
-def reading(directory: Path, *also: type[Exception]) -> Iterator[None]:
-    """Turn errors in reading files of a checkpoint that was good into UnreadableError."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError, *also) as error:
-        raise UnreadableError(f"{directory}: cannot be read any more: {error}") from error
-
-
 def remember(directory: Path, refused: str) -> None:
     """Note in the checkpoint why it was refused, for `counts`; '' removes the note."""
     # A disk that cannot be written does not matter: the next start reads everything again.
