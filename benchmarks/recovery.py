@@ -33,8 +33,9 @@ from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import Memory
 from pretrain.optim.learning_rate import learning_rate_at
-from pretrain.recovery.spike_detector import Spike, SpikeDetector
+from pretrain.recovery.loss_spikes import SpikeDetector
 from pretrain.run import build_engine
+from pretrain.rundir.events import Spike
 
 STEPS = 300
 HEALTHY_RUNS, MOST_TRIED = 50, 100
@@ -61,8 +62,14 @@ class Recorded:
 
     def spike(self, settings: RecoveryConfig) -> Spike | None:
         """The first spike that the run would rewind at."""
-        detector = SpikeDetector(settings, self.warmup_steps)
-        found = (detector.observe(step, loss) for step, loss in enumerate(self.losses, 1))
+        schedule = ScheduleConfig(warmup_steps=self.warmup_steps)
+        optim = OptimConfig(steps=10 * STEPS, schedule=schedule)
+        detector = SpikeDetector(RunConfig(recovery=settings, optim=optim))
+        lines = (
+            {"kind": "train", "step": step, "loss": loss, "skipped": loss is None}
+            for step, loss in enumerate(self.losses, 1)
+        )
+        found = (detector.observe([line]) for line in lines)
         return next((spike for spike in found if spike), None)
 
     @property

@@ -57,45 +57,32 @@ from pretrain.model.transformer_xl import TransformerXL
 from pretrain.processes.device import check_tiles, set_determinism, with_precision_of_run
 from pretrain.processes.last_collectives import set_trace_files, write_last_collectives
 from pretrain.recovery.faults import fault_from_environment
-from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
 from pretrain.recovery.out_of_memory import record_out_of_memory, with_fitting_micro_batch
 from pretrain.recovery.rewind import (
+    SpikeFound,
+    SpikeMonitor,
     inherited_windows,
     name_suspects,
     rewind,
     segments_consumed,
     skip_windows,
 )
-from pretrain.recovery.spike_detector import Spike
 from pretrain.recovery.starts import checked_data, record_start
 from pretrain.recovery.stop_requests import StopRequest
-from pretrain.rundir.events import (
-    Finished,
-    Mirrored,
-    MirrorFailed,
-    OutOfMemory,
-    PhaseFinished,
-    Restored,
-    Stopped,
-)
+from pretrain.rundir.events import Mirrored, Outcome, OutOfMemory, Spike, TrainingEnded
 from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.rundir.heartbeat import Heartbeat
-from pretrain.rundir.ledger import Ledger, events_of, last_of, steps_that_stand
+from pretrain.rundir.ledger import Ledger, events_of, last_stored, steps_that_stand
 from pretrain.rundir.lock import VARIABLE, Fence, StorageNote
 from pretrain.rundir.run_dir import RunDir, make_trace_directory
 from pretrain.state import TrainState
-from pretrain.train import Outcome, Parts, RankProcess, train
+from pretrain.train import Parts, RankProcess, train
 from pretrain.weights.initial_weights import check_initial_weights, load_initial_weights
 
 logger = logging.getLogger(__name__)
 
 # Shards that a rank may have open besides its lanes': the last two of each split, and the next one.
 SHARDS_BESIDE_LANES = 5
-EVENT_OF_OUTCOME = {
-    Outcome.FINISHED: Finished,
-    Outcome.PHASE_FINISHED: PhaseFinished,
-    Outcome.STOPPED: Stopped,
-}
 EXIT_STATUSES = {
     Outcome.FINISHED: 0,
     Outcome.STOPPED: EXIT_STOPPED,
@@ -266,17 +253,13 @@ def _mirror(process: RankProcess, disk: Disk, resumed_step: int) -> Mirror:
     run_dir, world, url = process.run_dir, process.world, location(process.config)
     ledger, uploaded = Ledger(run_dir.ledger.path), 0
     if url and world.is_main:
-        last = last_of(ledger.read(), Mirrored, Restored)
+        last = last_stored(ledger.read())
         if last is not None and (last.step, last.url) == (resumed_step, url):
             uploaded = resumed_step
 
     def note(step: int, what: float | str) -> None:
-        failed = isinstance(what, str)
-        ledger.append_soon(
-            MirrorFailed(step=step, url=url, problem=what)
-            if failed
-            else Mirrored(step=step, url=url, seconds=what)
-        )
+        how = {"problem": what} if isinstance(what, str) else {"seconds": what}
+        ledger.append_soon(Mirrored(step=step, url=url, **how))
 
     return Mirror(process.config, disk, world, resumed_step, broadcast_value(uploaded, int), note)
 
@@ -302,7 +285,7 @@ def _train_from(
     where: dict[str, Any] = {"world_size": world.world_size, "attempt": disk.attempt}
     is_local = found is not None and found.is_local
     record_start(run_dir, world, state.step, process.data, where, is_local)
-    windows = inherited_windows(config, run_dir, world, state.step)
+    windows = inherited_windows(run_dir, world, state.step)
     lane_seed = lane_seed_at(config, state.step)
     stream = _open_lanes(process, config, engine, state)
     batches = skip_windows(stream, segments_consumed(state.step, windows), windows)
@@ -337,7 +320,8 @@ def _train_from(
         local.remove()
     if world.is_main:
         run_dir.ledger.append(
-            EVENT_OF_OUTCOME[outcome](
+            TrainingEnded(
+                outcome=outcome,
                 step=state.step,
                 lanes=config.data.lanes,
                 lane_seed=lane_seed,

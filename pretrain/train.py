@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -21,25 +20,13 @@ from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.model.lane_state import LaneState
 from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
-from pretrain.recovery.loss_spikes import SpikeMonitor
+from pretrain.recovery.rewind import SpikeMonitor
 from pretrain.recovery.stop_requests import Agreement, StopRequest, StopRequested
+from pretrain.rundir.events import Outcome
 from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.rundir.lock import Fence
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState, memories_without
-
-
-class Outcome(Enum):
-    """Why an attempt within this process ended."""
-
-    # The loop returned, and a checkpoint of its last step is on disk.
-    FINISHED = auto()
-    PHASE_FINISHED = auto()
-    STOPPED = auto()
-    # It raised.
-    DIVERGED = auto()
-    OUT_OF_MEMORY = auto()
-    UNREADABLE = auto()  # the checkpoint that it was to resume from
 
 
 @dataclass(frozen=True)

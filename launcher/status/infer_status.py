@@ -17,13 +17,11 @@ from pretrain.rundir.events import (
     AttemptEnded,
     Canceled,
     Event,
-    Finished,
     Interrupted,
     JobEnded,
     JobEndReason,
     JobStarted,
     NextAction,
-    Stopped,
     Submitted,
     TrainingBegan,
 )
@@ -194,8 +192,9 @@ def last_turn(ledger: Sequence[Event]) -> Event | None:
     ended = last_of(ledger, JobStarted, JobEnded)  # a later start may have the same number
     start = f"{ended.job}.{ended.restart}" if isinstance(ended, JobEnded) else ""
     timely = [event for event in ledger if not began_in(event, start)]
-    ends = (Stopped, Finished, AttemptEnded, Interrupted)
-    turn = last_of(timely, TrainingBegan, *ends, JobStarted, JobEnded)
+    kinds = (TrainingBegan, AttemptEnded, JobStarted, JobEnded)
+    turns = [event for event in timely if isinstance(event, kinds) or _is_end(event)]
+    turn = turns[-1] if turns else None
     of_job = last_of(timely, TrainingBegan, Submitted, JobStarted, JobEnded)
     return of_job if isinstance(of_job, JobEnded) else turn
 
@@ -257,7 +256,7 @@ def _canceled(evidence: Evidence) -> Status:
 def _ended(evidence: Evidence, last: Event | None) -> Status:
     if last is None:
         return Status(State.NEW, "no attempt yet")
-    end = last_of(evidence.ledger, Stopped, Finished, AttemptEnded, Interrupted)
+    end = next((event for event in reversed(evidence.ledger) if _is_end(event)), None)
     if end is not None and not _continues_after(last):
         if is_finished(end):
             steps = evidence.steps
@@ -268,12 +267,18 @@ def _ended(evidence: Evidence, last: Event | None) -> Status:
         if isinstance(end, Interrupted):
             return Status(State.STOPPED, end.description)
         if is_stopped(end):
-            return Status(State.STOPPED, f"stopped on request after step {end.step:,}")
+            step = getattr(end, "step", 0)
+            return Status(State.STOPPED, f"stopped on request after step {step:,}")
         if isinstance(end, AttemptEnded) and end.next in (NextAction.GIVE_UP, NextAction.REFUSED):
             return Status(State.FAILED, interruptions(evidence.ledger, False)[-1].description)
     when = datetime.datetime.fromtimestamp(evidence.last_seen).strftime("%Y-%m-%d %H:%M:%S")
     reason = f"its processes ended silently after {when}: they were killed, or the node went down"
     return Status(State.FAILED, reason, is_lost=True)
+
+
+def _is_end(event: Event) -> bool:
+    """Whether an attempt ended here; the end of a phase is no such end."""
+    return isinstance(event, AttemptEnded) or is_finished(event) or is_stopped(event)
 
 
 def _continues_after(turn: Event) -> bool:

@@ -21,14 +21,19 @@ from pretrain.rundir.events import (
     JobEnded,
     JobStarted,
     Mirrored,
-    MirrorEvent,
-    MirrorFailed,
     NodeReplaced,
     Restored,
     Submitted,
     TrainingBegan,
 )
-from pretrain.rundir.ledger import events_of, interruptions, job_names, last_of, num_attempts
+from pretrain.rundir.ledger import (
+    events_of,
+    interruptions,
+    job_names,
+    last_of,
+    last_stored,
+    num_attempts,
+)
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.time_spent import TimeSpent
 
@@ -163,8 +168,8 @@ def read_state(path: Path) -> RunState:
 
 def state_of_mirror(ledger: Sequence[Event]) -> tuple[int | None, str]:
     """The latest step in the object store, and why the one after it is not there."""
-    stored, last = last_of(ledger, Mirrored, Restored), last_of(ledger, MirrorEvent)
-    problem = last.problem if isinstance(last, MirrorFailed) else ""
+    stored, last = last_stored(ledger), last_of(ledger, Mirrored, Restored)
+    problem = last.problem if isinstance(last, Mirrored) else ""
     return (None if stored is None else stored.step), problem
 
 

@@ -13,7 +13,7 @@ from foundation.errors import CheckpointError, ConfigError, printable
 from foundation.files import read_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.recovery.spike_detector import suspected_since
+from pretrain.recovery.loss_spikes import SpikeDetector
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import text_table
@@ -122,7 +122,9 @@ def run_prune(arguments: argparse.Namespace) -> int:
         steps = files.steps_on_disk(root)
         valid = marker.steps_that_count(root)
         latest = max(valid, default=0)  # from which the run would resume
-        suspected = suspected_since(run_dir.config, run_dir.read_metrics(), latest)
+        detector = SpikeDetector(run_dir.config)
+        detector.observe(line for line in run_dir.read_metrics() if line["step"] <= latest)
+        suspected = detector.suspected_since
         pruned = files.steps_to_prune(steps, valid, last, every, suspected_since=suspected)
         _require_valid_rest(root, pruned, [step for step in steps if step not in pruned])
         if not arguments.dry_run:

@@ -35,15 +35,14 @@ class RecoveryConfig:
 
     A loss is anomalous if it is `spike_threshold` robust standard deviations above the median of
     the last 50 losses. If losses stay there, or updates are skipped, for 20 steps in a row, the run
-    rewinds to the checkpoint before the first of them and skips their data.
+    rewinds to the checkpoint before the first of them and skips their data. If more than half of
+    the last 50 updates were skipped, the run stops.
     """
 
     skip_grad_norm: float = setting(0.0, Range(0, MOST))
     """Skip steps whose gradient has a larger norm; 0: only non-finite ones."""
-    max_skipped_fraction: float = setting(0.5, Range(0, 1))
-    """Stop if more than this part of the last 50 updates were skipped; 1: never."""
     spike_threshold: float = setting(8.0, Range(0, 1e6))
-    """Robust standard deviations above the median from which a loss is anomalous; 0: never."""
+    """Robust standard deviations above the median that make a loss anomalous; 0: recovery off."""
     max_rewinds: int = setting(3, Range(0, 1_000_000), unit="rewinds")
     """Rewinds after which the run stops, with a report."""
 

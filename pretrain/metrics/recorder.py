@@ -76,7 +76,7 @@ from pretrain.metrics.writers import MetricsFiles, StepProfiler
 from pretrain.model.lane_state import LaneState
 from pretrain.model.parameters import dtype_of
 from pretrain.optim.layer_norms import layer_metrics
-from pretrain.rundir.events import Stalled, Straggler
+from pretrain.rundir.events import Slowdown
 from pretrain.rundir.metric_names import set_losses, task_metrics, train_loss
 from pretrain.rundir.metrics_file import has_evaluation
 from pretrain.rundir.run_dir import RunDir
@@ -379,7 +379,7 @@ class MetricsRecorder:
     ) -> dict[str, float]:
         if not seconds:
             return {}
-        event = Stalled(
+        event = Slowdown(
             step=step, seconds=seconds, rank=rank_that_stalled(seconds, standstill_R, busy_R)
         )
         self._run_dir.ledger.append_soon(event)
@@ -391,7 +391,7 @@ class MetricsRecorder:
         if slowest is None:
             return {}
         if self._stragglers.observe(slowest, num_steps):
-            self._run_dir.ledger.append_soon(Straggler(step=step, **asdict(slowest)))
+            self._run_dir.ledger.append_soon(Slowdown(step=step, **asdict(slowest)))
             logger.warning(
                 "straggler: rank %d needs %.3g s per step for its own work, %.1f times the median "
                 "of the others; %s names its node",

@@ -1,108 +1,100 @@
-"""Loss spikes: how all ranks learn of one at the same step."""
+"""What counts as a loss spike: a pure function of the losses, so all who ask agree. Torch-free."""
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from foundation.errors import TrainingError
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import World, broadcast_value
-from pretrain.recovery import spike_detector
-from pretrain.recovery.spike_detector import Spike, detector_of
-from pretrain.rundir.events import GaveUp
-from pretrain.rundir.metrics_file import (
-    is_longer_than_its_end,
-    latest_measurements,
-    measurements_of,
-)
-from pretrain.rundir.run_dir import RunDir
-from pretrain.state import TrainState
+from pretrain.rundir.events import Spike
 
-# What is usual follows from the last window of losses. A detector that starts so many windows back
-# has forgotten by now where it started.
-WINDOWS_READ = 20
-
-
-class SpikeFound(Exception):
-    """Raised on every rank at the same step."""
-
-    def __init__(self, spike: Spike) -> None:
-        super().__init__(spike.describe())
-        self.spike = spike
+# The smallest deviation to assume, as a fraction of the median: where losses hardly vary, a small
+# rise is no spike.
+LEAST_DEVIATION = 0.01
+# Losses that each new one is compared with. Short, so that the loss falls little within it. A run
+# cannot rewind before it has as many of the same data, or in the warm-up of the learning rate.
+WINDOW = 50
+SPIKE_STEPS = 20  # anomalous steps in a row that make a spike; a shorter jump is none
+DEVIATIONS_PER_MAD = 1.4826  # standard deviations per median absolute deviation, normally
+# A spike starts above the threshold and lasts while losses are above this part of it: losses vary
+# more in a spike than before it, so a single one near the threshold is not its end.
+STILL_ABOVE = 0.25
+MOST_SKIPPED = 0.5  # of the last WINDOW updates; a run that skips more does not learn
 
 
-class SpikeMonitor:
-    """Watches losses and skipped updates of a run.
+class SpikeDetector:
+    """Takes every step in order. Later losses are compared with those that were not anomalous.
 
-    Its history is metrics.jsonl, so a resumed run decides alike.
+    Losses are compared with those of the same data only: the history starts again at each phase. Up
+    to the end of the warm-up of the learning rate, and before WINDOW losses are known, no loss is
+    anomalous.
     """
 
-    def __init__(self, run: RunConfig, run_dir: RunDir, world: World, state: TrainState) -> None:
-        self._run = run
-        self._run_dir = run_dir
-        self._world = world
-        self._detector = detector_of(run)
-        self._skipped: deque[tuple[int, bool]] = deque(maxlen=spike_detector.WINDOW)
-        if world.is_main:
-            measured = _last_steps(run_dir.metrics, WINDOWS_READ * spike_detector.WINDOW)
-            self._observe(line for line in measured if line["step"] <= state.step)
+    def __init__(self, run: RunConfig) -> None:
+        self._threshold = run.recovery.spike_threshold
+        self._warmup_steps = max(run.optim.schedule.warmup_steps, WINDOW)
+        self._data_changes = [phase.from_step for phase in run.data.phases]
+        self._usual: deque[float] = deque(maxlen=WINDOW)
+        self._suspicion: list[tuple[int, float | None]] = []
+        self._skipped: deque[tuple[int, bool]] = deque(maxlen=WINDOW)
 
     @property
     def suspected_since(self) -> int | None:
-        """The first step of what may become a spike, on rank 0; a save keeps a checkpoint from
-        before it."""
-        return self._detector.suspected_since
+        """The first of the steps that are a spike if it lasts; None if losses are as usual."""
+        return self._suspicion[0][0] if self._suspicion else None
 
-    def check(self, lines: Iterable[dict[str, Any]], ends_run: bool = False) -> None:
-        """Take the metrics of new steps (on rank 0); raise SpikeFound on all ranks at a spike.
-
-        Raises TrainingError on all ranks if too many of the last updates were skipped.
-        """
-        found = self._observe(lines) or self._too_many_skipped(ends_run)
-        found = broadcast_value(found, Spike | GaveUp | None)
-        if isinstance(found, Spike):
-            raise SpikeFound(found)
-        if found is None:
-            return
-        if self._world.is_main:
-            self._run_dir.ledger.append(found)
-        raise TrainingError(self._report(found))
-
-    def _observe(self, lines: Iterable[dict[str, Any]]) -> Spike | None:
-        found = None
+    def observe(self, lines: Iterable[Mapping[str, Any]]) -> Spike | None:
+        """The spike that lines of metrics.jsonl complete."""
+        spike = None
         for line in lines:
-            if line.get("overflowed"):
-                continue
-            self._skipped.append((line["step"], line["skipped"]))
-            found = self._detector.observe_line(line) or found
-        return found
+            # With an overflow the loss scale was too large; it says nothing of data or weights.
+            if line["kind"] == "train" and not line.get("overflowed"):
+                self._skipped.append((line["step"], line["skipped"]))
+                loss = None if line["skipped"] else line["loss"]
+                spike = self._observe_step(line["step"], loss) or spike
+        return spike
 
-    def _too_many_skipped(self, ends_run: bool) -> GaveUp | None:
-        """The event, if the last WINDOW updates, or all of a shorter run, were skipped so."""
-        steps, allowed = list(self._skipped), self._run.recovery.max_skipped_fraction
+    def too_many_skipped(self, ends_run: bool) -> Spike | None:
+        """The last WINDOW updates, or all of a run that ends before, if too many were skipped."""
+        steps = list(self._skipped)
         skipped = sum(was_skipped for _, was_skipped in steps)
-        enough = len(steps) == spike_detector.WINDOW or ends_run
-        if not enough or skipped <= allowed * len(steps):
+        is_known = self._threshold and (len(steps) == WINDOW or ends_run)
+        if not is_known or skipped <= MOST_SKIPPED * len(steps):
             return None
-        return GaveUp(first_step=steps[0][0], step=steps[-1][0], skipped=skipped)
+        return Spike(first_step=steps[0][0], last_step=steps[-1][0], skipped=skipped)
 
-    def _report(self, found: GaveUp) -> str:
-        limit = self._run.recovery.skip_grad_norm
-        larger = f" or above recovery.skip_grad_norm={limit:g}" if limit else ""
-        return (
-            f"{found.spike}, their gradients were not finite{larger}; found more than "
-            f"recovery.max_skipped_fraction={self._run.recovery.max_skipped_fraction:g} of the "
-            "updates, so the run does not learn; lower optim.learning_rate or clean the data"
+    def _observe_step(self, step: int, loss: float | None) -> Spike | None:
+        if step - 1 in self._data_changes:
+            self._usual.clear()
+            self._suspicion.clear()
+        if not self._is_suspect(step, loss):
+            self._suspicion.clear()
+            if loss is not None:
+                self._usual.append(loss)
+            return None
+        self._suspicion.append((step, loss))
+        if len(self._suspicion) < SPIKE_STEPS:
+            return None
+        return Spike(
+            first_step=self._suspicion[0][0],
+            last_step=step,
+            loss=max((each for _, each in self._suspicion if each is not None), default=None),
+            usual=statistics.median(self._usual) if self._usual else None,
         )
 
-
-def _last_steps(metrics: Path, least: int) -> list[dict[str, Any]]:
-    """Return the lines of steps at the end of metrics.jsonl, oldest first: all of them, or from a
-    long file at least so many. To read those of 500,000 steps would keep every rank waiting."""
-    lines = [line for line in latest_measurements(metrics) if line["kind"] == "train"]
-    if len(lines) < least and is_longer_than_its_end(metrics):
-        return [line for line in measurements_of(metrics) if line["kind"] == "train"]
-    return lines[::-1]
+    def _is_suspect(self, step: int, loss: float | None) -> bool:
+        threshold = self._threshold
+        if not threshold or step <= self._warmup_steps:
+            return False
+        if loss is None:
+            return True
+        if len(self._usual) < WINDOW:
+            return False
+        if self._suspicion:
+            threshold *= STILL_ABOVE
+        median = statistics.median(self._usual)
+        absolute_deviation = statistics.median(abs(each - median) for each in self._usual)
+        deviation = max(DEVIATIONS_PER_MAD * absolute_deviation, LEAST_DEVIATION * median)
+        return loss - median > threshold * deviation

@@ -30,22 +30,72 @@ from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, broadcast_value, gather_values, raise_on_all_ranks
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import Memory
-from pretrain.recovery.spike_detector import Spike
+from pretrain.recovery.loss_spikes import MOST_SKIPPED, SpikeDetector
 from pretrain.rundir.events import (
     GaveUp,
     Rewind,
+    Spike,
     SuspectDocument,
     SuspectDocuments,
-    WindowDropped,
 )
 from pretrain.rundir.ledger import events_of, skipped_windows
+from pretrain.rundir.metrics_file import latest_measurements
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
 
 logger = logging.getLogger(__name__)
 
 SKIP_MARGIN_SEGMENTS = 10
-_TURN_OFF = "set recovery.spike_threshold=0 to train without rewinding"
+
+
+class SpikeFound(Exception):
+    """Raised on every rank at the same step."""
+
+    def __init__(self, spike: Spike) -> None:
+        super().__init__(str(spike))
+        self.spike = spike
+
+
+class SpikeMonitor:
+    """Watches losses and skipped updates of a run.
+
+    Its history is metrics.jsonl, so a resumed run decides alike.
+    """
+
+    def __init__(self, run: RunConfig, run_dir: RunDir, world: World, state: TrainState) -> None:
+        self._run, self._run_dir, self._world = run, run_dir, world
+        self._detector = SpikeDetector(run)
+        if world.is_main:
+            # The end of a long file is enough: what is usual follows from the last few losses.
+            measured = list(latest_measurements(run_dir.metrics))[::-1]
+            self._detector.observe(line for line in measured if line["step"] <= state.step)
+
+    @property
+    def suspected_since(self) -> int | None:
+        """The first step of what may become a spike, on rank 0; a save keeps a checkpoint from
+        before it."""
+        return self._detector.suspected_since
+
+    def check(self, lines: Iterable[dict[str, Any]], ends_run: bool = False) -> None:
+        """Take the metrics of new steps (on rank 0); raise SpikeFound on all ranks at a spike.
+
+        Raises TrainingError on all ranks if too many of the last updates were skipped.
+        """
+        spike = self._detector.observe(lines) or self._detector.too_many_skipped(ends_run)
+        spike = broadcast_value(spike, Spike | None)
+        if spike is None:
+            return
+        if spike.skipped is None:
+            raise SpikeFound(spike)
+        if self._world.is_main:
+            self._run_dir.ledger.append(GaveUp(spike=spike))
+        limit = self._run.recovery.skip_grad_norm
+        larger = f" or above recovery.skip_grad_norm={limit:g}" if limit else ""
+        raise TrainingError(
+            f"{spike}, their gradients were not finite{larger}; found more than "
+            f"{MOST_SKIPPED:.0%} of the updates, so the run does not learn; lower "
+            "optim.learning_rate or clean the data"
+        )
 
 
 def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
@@ -63,54 +113,46 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
             return
         ledger = run_dir.ledger.read()
         rewinds = events_of(ledger, Rewind)  # not windows: those that touch are one
-        at: dict[str, Any] = {
-            "first_step": spike.first_step,
-            "step": spike.last_step,
-            "loss": spike.loss,
-            "usual_loss": spike.usual,
-        }
-        if before is None or len(rewinds) >= run.recovery.max_rewinds:
-            run_dir.ledger.append(GaveUp(**at))
-            raise TrainingError(
-                _nothing_saved(run, spike)
-                if before is None
-                else _too_many_rewinds(run, run_dir, spike, rewinds)
-            )
+        most = run.recovery.max_rewinds
+        if before is None or len(rewinds) >= most:
+            run_dir.ledger.append(GaveUp(spike=spike))
+            raise TrainingError(_why_no_rewind(run, run_dir, spike, rewinds, before is None))
         # Checkpoints go first. After a crash in between, the run just meets the spike again. In the
         # other order the window could skip segments that the remaining weights have already read.
         files.discard_from(run_dir.checkpoints, spike.first_step)
-        step = before.step
-        window = window_of(spike, skipped_windows(ledger), run, step)
-        run_dir.ledger.append(Rewind(**at, to_step=step, segments=(window.start, window.stop)))
+        window = window_of(spike, skipped_windows(ledger), run, before.step)
+        event = Rewind(spike=spike, to_step=before.step, segments=(window.start, window.stop))
+        run_dir.ledger.append(event)
         logger.warning(
-            "recovery: %s; rewinding to step %d, skipping segments %d to %d "
-            "(rewind %d of at most %d)",
-            spike.describe(), step, window.start, window.stop - 1, len(rewinds) + 1,
-            run.recovery.max_rewinds,
-        )  # fmt: skip
+            "recovery: %s (rewind %d of at most %d)", event.description, len(rewinds) + 1, most
+        )
 
 
-def inherited_windows(run: RunConfig, run_dir: RunDir, world: World, step: int) -> list[range]:
-    """The windows to skip in a run that resumes from `step`, on all ranks; rank 0 logs them.
+def _why_no_rewind(
+    run: RunConfig, run_dir: RunDir, spike: Spike, rewinds: Sequence[Rewind], is_unsaved: bool
+) -> str:
+    off = "set recovery.spike_threshold=0 to train without rewinding"
+    if is_unsaved:
+        return (
+            f"{spike}; found no checkpoint from before step {spike.first_step} to rewind to; use a "
+            f"checkpoint.interval below {run.checkpoint.interval}, lower optim.learning_rate, or "
+            f"{off}"
+        )
+    steps = f", at steps {', '.join(str(event.step) for event in rewinds)}" if rewinds else ""
+    return (
+        f"{spike}, after {len(rewinds)} rewinds (recovery.max_rewinds={run.recovery.max_rewinds})"
+        f"{steps}; lower optim.learning_rate, clean the documents that {run_dir.ledger.path} "
+        f"names, raise recovery.max_rewinds, or {off}"
+    )
 
-    If recovery is off now, those that the run has not reached are dropped from the ledger.
-    """
-    windows: list[range] = []
-    if world.is_main:
-        windows = skipped_windows(run_dir.ledger.read())
-        reached = segments_consumed(step, windows)
-        for window in windows:
-            first, last, is_ahead = window.start, window.stop - 1, window.start >= reached
-            if not is_ahead or run.recovery.spike_threshold:
-                state = "skips" if is_ahead else "has skipped"
-                advice = "; recovery.spike_threshold=0 reads them after all" if is_ahead else ""
-                logger.info("recovery: the run %s segments %d to %d%s", state, first, last, advice)
-                continue
-            run_dir.ledger.append(WindowDropped(step=step, segments=(first, window.stop)))
-            logger.info(
-                "recovery: off; the run reads segments %d to %d, which it was to skip", first, last
-            )
-        windows = skipped_windows(run_dir.ledger.read())
+
+def inherited_windows(run_dir: RunDir, world: World, step: int) -> list[range]:
+    """The windows to skip in a run that resumes from `step`, on all ranks; rank 0 logs them."""
+    windows = skipped_windows(run_dir.ledger.read()) if world.is_main else []
+    reached = segments_consumed(step, windows)
+    for window in windows:
+        state = "skips" if window.start >= reached else "has skipped"
+        logger.info("recovery: the run %s segments %d to %d", state, window.start, window.stop - 1)
     spans = [[window.start, window.stop] for window in windows]
     return [range(*span) for span in broadcast_value(spans, list[list[int]])]
 
@@ -167,26 +209,6 @@ def lane_lengths(run: RunConfig, step: int, windows: Sequence[range]) -> Segment
     return SegmentLengths(lengths.pop(0), tuple(lengths.items()))
 
 
-def _too_many_rewinds(
-    run: RunConfig, run_dir: RunDir, spike: Spike, rewinds: Sequence[Rewind]
-) -> str:
-    steps = f", at steps {', '.join(str(event.step) for event in rewinds)}" if rewinds else ""
-    return (
-        f"{spike.describe()}, after {len(rewinds)} rewinds "
-        f"(recovery.max_rewinds={run.recovery.max_rewinds}){steps}; lower optim.learning_rate, "
-        f"clean the documents that {run_dir.ledger.path} names, raise recovery.max_rewinds, or "
-        f"{_TURN_OFF}"
-    )
-
-
-def _nothing_saved(run: RunConfig, spike: Spike) -> str:
-    return (
-        f"{spike.describe()}; found no checkpoint from before step {spike.first_step} to rewind "
-        f"to; use a checkpoint.interval below {run.checkpoint.interval}, lower "
-        f"optim.learning_rate, or {_TURN_OFF}"
-    )
-
-
 NUM_SUSPECTS = 5
 NO_STEP = 1 << 62  # beyond every run's last step
 LossSums = dict[tuple[str, int], tuple[float, int]]  # (document, lane) -> sum of losses, tokens
@@ -241,7 +263,7 @@ def name_suspects(
 def _open_case(run_dir: RunDir) -> list[list[int]]:
     """The windows of all rewinds, as [start, stop]; [] unless the last one has no suspects yet."""
     ledger = run_dir.ledger.read()
-    events = events_of(ledger, Rewind, WindowDropped, SuspectDocuments)
+    events = events_of(ledger, Rewind, SuspectDocuments)
     if not events or not isinstance(events[-1], Rewind):
         return []
     earlier = skipped_windows([event for event in ledger if event is not events[-1]])

@@ -27,7 +27,7 @@ from pretrain.distributed.threads import describe_waiting
 from pretrain.distributed.world import World, gather_values
 from pretrain.kernels.triton.tiling import table_name
 from pretrain.rundir.code_version import code_version
-from pretrain.rundir.events import Resumed, Started, TrainingBegan
+from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import events_of, last_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.time_spent import seconds_since_start
@@ -149,16 +149,13 @@ def record_start(
         **data,
         **where,
     }
-    if not step:
-        ledger.append(Started(**began))
-        return
-    before = last_of(ledger.read(), TrainingBegan)
-    if before is None:
+    before = last_of(ledger.read(), TrainingBegan) if step else None
+    if step and before is None:
         logger.warning(
             "%s has no earlier start; what it said, such as rewinds, is lost", ledger.path
         )
     changes = environment_changes(before.environment if before else {}, environment)
-    resumed = Resumed(**began, changes=changes, local=is_local)
+    event = TrainingBegan(**began, changes=changes, local=is_local)
     if changes:
-        logger.warning(resumed.not_bitwise)
-    ledger.append(resumed)
+        logger.warning(event.not_bitwise)
+    ledger.append(event)

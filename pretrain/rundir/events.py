@@ -44,9 +44,11 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBegan(Event):
-    """Base of Started and Resumed.
+    """Training began: from initial weights, or from the checkpoint of `step`.
 
-    `attempt` is the token of its fence: JOB.RESTART.NUMBER.RANDOM on Slurm.
+    `attempt` is the token of its fence: JOB.RESTART.NUMBER.RANDOM on Slurm. `changes` are those of
+    the environment since the attempt before: name -> [old, new]. With any, results are no longer
+    bitwise those of an uninterrupted run.
     """
 
     step: int
@@ -59,33 +61,16 @@ class TrainingBegan(Event):
     validation: str = ""  # hash of the validation split's manifest
     sets: dict[str, str] = field(default_factory=dict)  # of each set's, by its name
     corpora: dict[str, str] = field(default_factory=dict)  # path or URL -> manifest_hash
-
-    @property
-    def ranks(self) -> str:
-        return f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
-
-
-class Started(TrainingBegan):
-    """Training began from initial weights."""
-
-    sentence = "started on {0.ranks}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resumed(TrainingBegan):
-    """Training continued from the checkpoint of `step`, or from the ranks' `local` ones.
-
-    `changes` are those of the environment since the attempt before: name -> [old, new]. With any,
-    results are no longer bitwise those of an uninterrupted run.
-    """
-
     changes: dict[str, tuple[str, str]] = field(default_factory=dict)
-    local: bool = False
+    local: bool = False  # from the ranks' local checkpoints
 
     @property
     def description(self) -> str:
+        ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
+        if not self.step:
+            return f"started on {ranks}"
         which = "the local checkpoints of " if self.local else ""
-        resumed = f"resumed from {which}step {self.step} on {self.ranks}"
+        resumed = f"resumed from {which}step {self.step} on {ranks}"
         return f"{resumed}; {self.not_bitwise}" if self.changes else resumed
 
     @property
@@ -94,11 +79,24 @@ class Resumed(TrainingBegan):
         return f"not bitwise from here: {', '.join(changes)}"
 
 
+class Outcome(Enum):
+    """Why an attempt within a rank's process ended."""
+
+    # The loop returned, and a checkpoint of its last step is on disk.
+    FINISHED = "finished"
+    PHASE_FINISHED = "phase_finished"
+    STOPPED = "stopped"
+    # It raised.
+    DIVERGED = "diverged"
+    OUT_OF_MEMORY = "out_of_memory"
+    UNREADABLE = "unreadable"  # the checkpoint that it was to resume from
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingEnded(Event):
-    """Base of Stopped, Finished and PhaseFinished: where training ended, and what its lanes had
-    read by then."""
+    """The loop returned after `step`; what its lanes had read by then."""
 
+    outcome: Outcome
     step: int
     world_size: int = 0
     attempt: str = ""
@@ -109,17 +107,12 @@ class TrainingEnded(Event):
     save_seconds: float = 0.0  # of waiting for saves since the last metrics
     evaluation_seconds: float = 0.0  # of an evaluation that a stop request cut off
 
-
-class Stopped(TrainingEnded):
-    sentence = "stopped on request after step {0.step} and saved a checkpoint"
-
-
-class Finished(TrainingEnded):
-    sentence = "finished after step {0.step}"
-
-
-class PhaseFinished(TrainingEnded):
-    sentence = "finished a phase after step {0.step}"
+    @property
+    def description(self) -> str:
+        if self.outcome is Outcome.STOPPED:
+            return f"stopped on request after step {self.step} and saved a checkpoint"
+        what = "finished a phase" if self.outcome is Outcome.PHASE_FINISHED else "finished"
+        return f"{what} after step {self.step}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,85 +146,79 @@ class OutOfMemory(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MirrorEvent(Event):
-    """Base of what happens between the run and the object store at `url`."""
+class Mirrored(Event):
+    """The checkpoint of `step` is in the object store at `url`, read back and compared; or not yet,
+    because of `problem`, and the upload is tried again."""
+
+    step: int
+    url: str
+    seconds: float = 0.0
+    problem: str = ""
+
+    @property
+    def description(self) -> str:
+        where = f"in {self.url}" if not self.problem else f"not in {self.url}: {self.problem}"
+        return f"the checkpoint of step {self.step} is {where}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored(Event):
+    """The run directory was made from the store, to resume from the checkpoint of `step`."""
+
+    sentence = "restored the checkpoint of step {0.step} from {0.url}"
 
     step: int
     url: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mirrored(MirrorEvent):
-    """The checkpoint of `step` is in the store, read back and compared."""
-
-    sentence = "the checkpoint of step {0.step} is in {0.url}"
-
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class MirrorFailed(MirrorEvent):
-    """The checkpoint of `step` is not in the store yet; the upload is tried again."""
-
-    sentence = "the checkpoint of step {0.step} is not in {0.url}: {0.problem}"
-
-    problem: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restored(MirrorEvent):
-    """The run directory was made from the store, to resume from the checkpoint of `step`."""
-
-    sentence = "restored the checkpoint of step {0.step} from {0.url}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Straggler(Event):
-    """A rank that needed `ratio` times as long as the others for its own part of a step."""
-
-    sentence = "rank {0.rank} took {0.ratio:.1f} times as long as the others"
-
-    step: int
-    rank: int
-    seconds: float
-    ratio: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stalled(Event):
-    """Steps until `step` took `seconds` longer than usual, because of `rank` if it was one."""
+class Slowdown(Event):
+    """Steps until `step` took `seconds` longer than usual, because of `rank` if it was one; or that
+    rank takes `ratio` times as long as the others for its own part of every step, `seconds`."""
 
     step: int
     seconds: float
     rank: int | None = None
+    ratio: float | None = None
 
     @property
     def description(self) -> str:
         who = "the ranks" if self.rank is None else f"rank {self.rank}"
-        return f"{who} stood still for {self.seconds:.0f} s"
+        if self.ratio is None:
+            return f"{who} stood still for {self.seconds:.0f} s"
+        return f"{who} took {self.ratio:.1f} times as long as the others"
 
 
-def describe_spike(first: int, last: int, loss: float | None, usual: float | None) -> str:
-    """Steps `first` to `last` had losses up to `loss`, or None if all were skipped."""
-    steps = f"steps {first} to {last}"
-    if loss is None or usual is None:
-        return f"{steps} were all skipped"
-    return f"{steps} had losses up to {loss:.3f} where {usual:.3f} was usual"
+@dataclass(frozen=True)
+class Spike:
+    """Steps in a row, up to the latest, with anomalous losses or skipped updates; or the last of
+    them, of which too many were `skipped`."""
+
+    first_step: int
+    last_step: int
+    loss: float | None = None  # the highest; None if every step was skipped
+    usual: float | None = None  # the median before
+    skipped: int | None = None
+
+    def __str__(self) -> str:
+        steps = f"steps {self.first_step} to {self.last_step}"
+        if self.skipped is not None:
+            updates = self.last_step - self.first_step + 1
+            return f"{self.skipped} of the {updates} updates of {steps} were skipped"
+        if self.loss is None or self.usual is None:
+            return f"{steps} were all skipped"
+        return f"{steps} had losses up to {self.loss:.3f} where {self.usual:.3f} was usual"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeEvent(Event):
-    """Base of Rewind and GaveUp: the loss spike, of which `step` is the last step."""
+    """Base of Rewind and GaveUp."""
 
-    first_step: int
-    step: int
-    # None if every step was skipped. The default matters: None is left out of the file.
-    loss: float | None = None
-    usual_loss: float | None = None
+    spike: Spike
 
     @property
-    def spike(self) -> str:
-        return describe_spike(self.first_step, self.step, self.loss, self.usual_loss)
+    def step(self) -> int:
+        return self.spike.last_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,33 +236,10 @@ class Rewind(SpikeEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowDropped(Event):
-    """The run, now without recovery, reads `segments` after all: it had not reached them."""
-
-    step: int
-    segments: tuple[int, int]
-
-    @property
-    def description(self) -> str:
-        start, stop = self.segments
-        return f"recovery is off: segments {start} to {stop - 1} are no longer skipped"
-
-
-@dataclass(frozen=True, kw_only=True)
 class GaveUp(SpikeEvent):
-    """A spike that the run cannot rewind from, or too many `skipped` updates among these steps."""
+    """A spike that the run cannot rewind from."""
 
     sentence = "gave up: {0.spike}"
-
-    skipped: int | None = None
-
-    @property
-    def spike(self) -> str:
-        if self.skipped is None:
-            return super().spike
-        steps = f"steps {self.first_step} to {self.step}"
-        updates = self.step - self.first_step + 1
-        return f"{self.skipped} of the {updates} updates of {steps} were skipped"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,24 +37,23 @@ from pretrain.rundir.events import (
     AttemptEnded,
     Canceled,
     Event,
-    Finished,
     GaveUp,
     Interrupted,
     JobEnded,
     JobEndReason,
     JobStarted,
+    Mirrored,
     NextAction,
     NodeReplaced,
+    Outcome,
     OutOfMemory,
     ReplacedBecause,
     Restored,
     Rewind,
-    Stopped,
     Submitted,
     SupervisorKilled,
     TrainingBegan,
     TrainingEnded,
-    WindowDropped,
 )
 
 NOTABLE_SECONDS = 60.0  # by which clocks of a cluster do not differ
@@ -227,6 +226,12 @@ def last_of(ledger: Sequence[Event], *kinds: type[E]) -> E | None:
     return next((event for event in reversed(ledger) if isinstance(event, kinds)), None)
 
 
+def last_stored(ledger: Sequence[Event]) -> Mirrored | Restored | None:
+    """The last event that says which checkpoint is in the object store."""
+    stored = events_of(ledger, Mirrored, Restored)
+    return next((e for e in stored[::-1] if isinstance(e, Restored) or not e.problem), None)
+
+
 def job_names(ledger: Sequence[Event]) -> list[str]:
     """The names under which the run was submitted: Slurm uses the numbers of jobs again."""
     return list(dict.fromkeys(event.job_name for event in events_of(ledger, Submitted)))
@@ -299,7 +304,7 @@ def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruptio
         elif isinstance(event, AttemptEnded):
             if event.next in _FAILED:
                 # where training gave up by itself, the supervisor only saw a rank's exit status
-                cause = inside.spike if isinstance(inside, GaveUp) else event.cause
+                cause = str(inside.spike) if isinstance(inside, GaveUp) else event.cause
                 found.append(Interruption(event.time, event.step, cause))
             open_attempt = inside = None
         elif isinstance(event, JobEnded):
@@ -333,15 +338,8 @@ def _lost(when: float, step: int) -> Interruption:
 
 def skipped_windows(ledger: Sequence[Event]) -> list[range]:
     """The windows of segments that rewinds skip, in order; overlapping ones are joined."""
-    spans: list[tuple[int, ...]] = []
-    for event in events_of(ledger, Rewind, WindowDropped):
-        if isinstance(event, Rewind):
-            spans.append(event.segments)
-        else:
-            first, end = event.segments
-            spans = [span for span in spans if span[0] < first or span[1] > end]
     windows: list[range] = []
-    for start, stop in sorted(spans):
+    for start, stop in sorted(event.segments for event in events_of(ledger, Rewind)):
         if windows and start <= windows[-1].stop:
             start, stop = windows[-1].start, max(stop, windows[-1].stop)
             windows.pop()
@@ -351,13 +349,15 @@ def skipped_windows(ledger: Sequence[Event]) -> list[range]:
 
 def is_finished(event: Event) -> bool:
     """Whether all steps were made."""
-    return isinstance(event, Finished) or _next(event) is NextAction.FINISHED
+    return _how(event) in (Outcome.FINISHED, NextAction.FINISHED)
 
 
 def is_stopped(event: Event) -> bool:
     """Whether an attempt stopped on request, or none was made any more."""
-    return isinstance(event, (Stopped, Interrupted)) or _next(event) is NextAction.STOPPED
+    return isinstance(event, Interrupted) or _how(event) in (Outcome.STOPPED, NextAction.STOPPED)
 
 
-def _next(event: Event) -> NextAction | None:
+def _how(event: Event) -> Outcome | NextAction | None:
+    if isinstance(event, TrainingEnded):
+        return event.outcome
     return event.next if isinstance(event, AttemptEnded) else None

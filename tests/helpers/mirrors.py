@@ -17,7 +17,7 @@ from pretrain.checkpoint.destinations import Disk, ObjectStore, Publication
 from pretrain.checkpoint.uploads import Upload
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.rundir.events import JobStarted, Started, Submitted
+from pretrain.rundir.events import JobStarted, Submitted, TrainingBegan
 from pretrain.rundir.restore import SCRATCH, restore_run
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
@@ -33,7 +33,7 @@ def run_in(directory: Path, steps: list[int]) -> RunDir:
     run_dir = RunDir.create(directory, RunConfig(name="tiny", model=ModelConfig(vocab_size=300)))
     run_dir.ledger.append(Submitted(job="17", job_name="tiny"))
     run_dir.ledger.append(JobStarted(job="17", restart=0, nodes=("n1",), step=0))
-    run_dir.ledger.append(Started(step=0, world_size=RANKS, attempt="17.0.0.ab"))
+    run_dir.ledger.append(TrainingBegan(step=0, world_size=RANKS, attempt="17.0.0.ab"))
     for step in steps:
         save(run_dir, step)
     return run_dir

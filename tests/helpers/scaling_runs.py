@@ -9,7 +9,7 @@ from foundation.files import write_text
 from pretrain.commands import scale
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
-from pretrain.rundir.events import Started
+from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.law import Law
 from tests.helpers.metrics import train_line
@@ -49,4 +49,4 @@ def train_by_the_law(
         more = {"loss/code": final + 1, "tasks/quiz/acc": 0.5, "bits_per_byte": 0.4 * final}
         lines.append({"kind": "evaluation", "step": last, "seconds": 50.0, "loss": final, **more})
     write_text(run_dir.metrics, "".join(json.dumps(line) + "\n" for line in lines))
-    run_dir.ledger.append(Started(step=0, world_size=1, code="v1-7-gabc"))
+    run_dir.ledger.append(TrainingBegan(step=0, world_size=1, code="v1-7-gabc"))

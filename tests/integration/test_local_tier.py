@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.commands.same_run import differences
-from pretrain.rundir.events import Resumed
+from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.local_tier import STEPS
@@ -27,8 +27,8 @@ def output(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resumed(output: Path, name: str) -> list[tuple[int, bool]]:
     """The step of each resumption, and whether it was local."""
-    events = events_of(RunDir(output / name).ledger.read(), Resumed)
-    return [(event.step, event.local) for event in events]
+    events = events_of(RunDir(output / name).ledger.read(), TrainingBegan)
+    return [(event.step, event.local) for event in events if event.step]
 
 
 def said(output: Path, name: str) -> str:

@@ -23,7 +23,7 @@ from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.processes.local_ranks import train_command
 from pretrain.recovery.faults import VARIABLE
 from pretrain.run import build_engine
-from pretrain.rundir.events import Finished, PhaseFinished, TrainingEnded
+from pretrain.rundir.events import TrainingEnded
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
@@ -80,7 +80,7 @@ def uninterrupted(experiment: Path) -> tuple[RunDir, str]:
 
 
 def ends_of_phases(run_dir: RunDir) -> list[TrainingEnded]:
-    return events_of(run_dir.ledger.read(), PhaseFinished, Finished)
+    return events_of(run_dir.ledger.read(), TrainingEnded)
 
 
 def test_each_phase_reads_its_own_data_in_its_own_lanes(corpora, uninterrupted):

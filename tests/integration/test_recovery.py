@@ -17,13 +17,7 @@ from data_pipeline.config import CorpusConfig, TokenizerConfig
 from pretrain.commands.same_run import differing_losses, summary
 from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
 from pretrain.recovery.faults import VARIABLE
-from pretrain.rundir.events import (
-    GaveUp,
-    OutOfMemory,
-    Rewind,
-    Straggler,
-    SuspectDocuments,
-)
+from pretrain.rundir.events import GaveUp, OutOfMemory, Rewind, Slowdown, SuspectDocuments
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_text, write_jsonl
@@ -78,6 +72,11 @@ def train(
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+def slow_ranks(run_dir: RunDir) -> list[Slowdown]:
+    events = events_of(run_dir.ledger.read(), Slowdown)
+    return [event for event in events if event.ratio is not None]
+
+
 def losses_of(run_dir: RunDir) -> list[float]:
     return [line["loss"] for line in run_dir.read_metrics() if line["kind"] == "train"]
 
@@ -125,7 +124,7 @@ def recovered(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
 def test_a_poisoned_document_makes_the_run_rewind_and_is_skipped_and_named(recovered, experiment):
     rewinds = events_of(recovered.ledger.read(), Rewind)
     assert [rewind.to_step for rewind in rewinds] == [160], "keep_last=1 kept it beside 180"
-    assert (rewinds[0].loss or 0.0) > (rewinds[0].usual_loss or 0.0) + 0.5
+    assert (rewinds[0].spike.loss or 0.0) > (rewinds[0].spike.usual or 0.0) + 0.5
     begin, end = rewinds[0].segments
     assert begin <= 163 < 195 < end, "the whole document, in segments counted from 0"
     assert POISONED in {piece["document"] for piece in audited(experiment, range(begin, end))}
@@ -246,6 +245,6 @@ def test_ranks_restart_together_when_one_is_out_of_memory_and_a_slow_one_is_name
     )
     assert slow.returncode == 0, slow.stdout + slow.stderr
     assert "straggler: rank 1 needs" in slow.stdout + slow.stderr
-    named = events_of(run_dir.ledger.read(), Straggler)
+    named = slow_ranks(run_dir)
     assert [event.rank for event in named] == [1]
-    assert named[0].ratio > 1.5
+    assert (named[0].ratio or 0.0) > 1.5

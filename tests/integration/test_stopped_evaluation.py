@@ -12,9 +12,9 @@ from pretrain.checkpoint.marker import latest_step
 from pretrain.cli import main
 from pretrain.processes.local_ranks import RankGroup, train_command
 from pretrain.recovery.faults import VARIABLE
-from pretrain.rundir.events import Finished, Stopped
+from pretrain.rundir.events import TrainingEnded
 from pretrain.rundir.exit_status import EXIT_STOPPED
-from pretrain.rundir.ledger import last_of
+from pretrain.rundir.ledger import is_finished, last_of
 from pretrain.rundir.run_dir import RunDir
 
 STEPS = 8
@@ -66,7 +66,7 @@ def test_a_stopped_evaluation_is_made_by_the_next_attempt_and_every_line_is_ther
     monkeypatch.setenv(VARIABLE, f"sigterm-in-evaluation@{step}")
     assert train(experiment, run_dir) == EXIT_STOPPED
     assert latest_step(run_dir.checkpoints) == step
-    stopped = last_of(run_dir.ledger.read(), Stopped)
+    stopped = last_of(run_dir.ledger.read(), TrainingEnded)
     assert stopped is not None
     assert stopped.evaluation_seconds > 0
     assert step not in [each["step"] for each in lines_of(run_dir) if each["kind"] == "evaluation"]
@@ -85,7 +85,7 @@ def test_a_run_killed_in_its_last_evaluation_repeats_no_step(
     assert latest_step(run_dir.checkpoints) == STEPS
     assert train(experiment, run_dir) == 0
     assert lines_of(run_dir) == lines_of(uninterrupted)
-    assert isinstance(run_dir.ledger.read()[-1], Finished)
+    assert is_finished(run_dir.ledger.read()[-1])
 
 
 def test_a_signal_to_one_rank_ends_the_evaluation_of_all(experiment, tmp_path):

@@ -25,7 +25,9 @@ from pretrain.rundir.events import (
     JobEndReason,
     JobStarted,
     NextAction,
+    Outcome,
     TrainingBegan,
+    TrainingEnded,
 )
 from pretrain.rundir.ledger import events_of, last_of
 from pretrain.rundir.run_dir import ATTEMPT_FILES, RunDir
@@ -134,6 +136,10 @@ class SlurmRun:
     def attempts(self) -> list[NextAction]:
         """What followed each attempt."""
         return [event.next for event in self.events(AttemptEnded)]
+
+    def ended_at(self, outcome: Outcome) -> list[int]:
+        """The step after which each attempt with this outcome ended."""
+        return [event.step for event in self.events(TrainingEnded) if event.outcome is outcome]
 
     def begun_at(self) -> list[int]:
         """The step from which each attempt continued."""

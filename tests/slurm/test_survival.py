@@ -22,15 +22,13 @@ from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.commands.same_run import differing_losses
 from pretrain.rundir.events import (
     AttemptEnded,
-    Finished,
     JobEnded,
     JobEndReason,
     JobStarted,
     NextAction,
-    Resumed,
-    Started,
-    Stopped,
+    Outcome,
     Submitted,
+    TrainingBegan,
 )
 from tests.helpers.corpora import make_tiny_corpus
 from tests.slurm.lab import SlurmLab
@@ -282,14 +280,14 @@ def test_preempted_with_and_without_notice_and_robbed_of_a_slurmstepd_it_ends_as
         run.until(lambda: "PreemptTime=20" in lab.run("scontrol", "show", "job", run.job).stdout)
     run.wait_for_end(JobEndReason.PREEMPTED)
     run.wait_for_step(180)
-    assert [event.step for event in run.events(Stopped)] == run.begun_at()[1:]  # no step again
+    assert run.ended_at(Outcome.STOPPED) == run.begun_at()[1:]  # no step again
     lab.run("scontrol", "update", "PartitionName=main", "PreemptMode=CANCEL", "GraceTime=0")
     preempt(run)
     run.wait_for_end(JobEndReason.PREEMPTED, count=2)
     lab.run("scontrol", "update", "PartitionName=main", "PreemptMode=REQUEUE", "GraceTime=30")
     run.wait_for_step(220)
     lab.run_on("n2", "pkill", "-9", "-f", rf"slurmstepd: .{run.job}\.[0-9]")
-    run.until(lambda: run.events(Finished))
+    run.until(lambda: run.ended_at(Outcome.FINISHED))
     assert_status(run, "done", reason=f"its job {run.job} still holds n1 n2")
     run.wait_until_finished()
     run.assert_same_as(reference)
@@ -405,11 +403,11 @@ def test_a_directory_that_vanishes_under_one_host_is_never_a_finished_run(
 def test_a_run_of_one_or_two_hosts_goes_on_with_one(runs: Runs, lab: SlurmLab, reference: SlurmRun):
     run = runs.submit("elastic", nodes="1:2", options={"exclude": "n3,n4"})
     run.wait_for_step(INTERVAL + 20)
-    assert [event.world_size for event in run.events(Started)] == [4]
+    assert [event.world_size for event in run.events(TrainingBegan)] == [4]
     lab.power_off("n2")
     run.wait_until_finished()
     lab.boot("n2")
-    assert [event.world_size for event in run.events(Resumed)] == [2]
+    assert [event.world_size for event in run.events(TrainingBegan)] == [4, 2]
     assert_status(run, "done", ranks=2, last_failure="node n2 failed")
     trained = [
         [line for line in each.dir.read_metrics() if line["kind"] == "train"]
@@ -435,7 +433,7 @@ def test_cut_into_three_by_its_time_limit_no_step_is_made_twice(
     *cut, last = limited.ends()
     assert (set(cut), last) == ({"time limit near"}, "finished")
     assert len(cut) >= 2
-    assert limited.begun_at() == [0, *(event.step for event in limited.events(Stopped))]
+    assert limited.begun_at() == [0, *limited.ended_at(Outcome.STOPPED)]
 
 
 def test_killed_killed_while_saving_killed_again_and_hanging_costs_steps_since_the_checkpoint(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.rundir.events import JobEnded, JobStarted, Resumed, SupervisorKilled
+from pretrain.rundir.events import JobEnded, JobStarted, SupervisorKilled, TrainingBegan
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
@@ -100,7 +100,7 @@ def test_six_cells_as_an_array_are_completed_although_three_were_killed(
     for cell in KILLED:
         assert losses(folder, cell) == losses(folder, f"{cell}-again")
         ledger = RunDir(folder / "runs" / cell).ledger.read()
-        assert len(events_of(ledger, Resumed)) == 1
+        assert len(events_of(ledger, TrainingBegan)) == 2
         assert len(events_of(ledger, SupervisorKilled)) == (KILLED[cell] == SUPERVISOR)
 
 

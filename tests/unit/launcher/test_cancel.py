@@ -23,7 +23,14 @@ from launcher.slurm.sbatch import Job, is_script_of, render
 from launcher.slurm.snapshot import Snapshot
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig, NodeRange
-from pretrain.rundir.events import Canceled, Finished, JobStarted, Started, Submitted
+from pretrain.rundir.events import (
+    Canceled,
+    JobStarted,
+    Outcome,
+    Submitted,
+    TrainingBegan,
+    TrainingEnded,
+)
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.full_disk import full_disk
@@ -187,7 +194,7 @@ def test_a_run_of_another_host_is_cancelled_there(run_dir, capsys):
 def test_a_finished_run_is_not_resumed(run_dir, capsys):
     steps = run_dir.config.optim.steps
     run_dir.metrics.write_text(json.dumps(train_line(steps)) + "\n")
-    run_dir.ledger.append(Finished(step=steps))
+    run_dir.ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=steps))
     publish_step(run_dir.checkpoints, steps)
     assert main(["resume", str(run_dir.path)]) == 2
     assert f"is done after step {steps:,}; to train further" in capsys.readouterr().err
@@ -244,8 +251,8 @@ def test_a_run_is_not_resumed_while_its_job_is_ending_but_while_one_of_its_numbe
         steps = canceled.config.optim.steps
         canceled.metrics.write_text(json.dumps(train_line(steps)) + "\n")
         canceled.ledger.append(JobStarted(job="1", restart=0, nodes=("n1",), step=0))
-        canceled.ledger.append(Started(step=0, world_size=1))
-        canceled.ledger.append(Finished(step=steps))
+        canceled.ledger.append(TrainingBegan(step=0, world_size=1))
+        canceled.ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=steps))
     assert main(["resume", str(canceled.path)]) == status
     output = capsys.readouterr()
     assert (

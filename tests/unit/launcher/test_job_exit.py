@@ -43,11 +43,12 @@ from pretrain.rundir.events import (
     JobStarted,
     NextAction,
     NodeReplaced,
+    Outcome,
     ReplacedBecause,
-    Started,
-    Stopped,
     Submitted,
     SupervisorKilled,
+    TrainingBegan,
+    TrainingEnded,
 )
 from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.lock import read_lock
@@ -330,13 +331,13 @@ def test_what_ranks_write_after_the_end_of_their_job_is_no_turn_of_the_run():
     over = [
         started("7"),
         ended("7", JobEndReason.CANCELED),
-        Stopped(step=2),
+        TrainingEnded(outcome=Outcome.STOPPED, step=2),
         attempt("7", NextAction.STOPPED, 0, 2),
     ]
     assert last_turn(over) is over[1]
     again = [*over, Submitted(job="8"), started("8")]
     assert last_turn(again) is again[-1]
-    trains = [*over, started("7"), Started(step=0, world_size=1, attempt="7.0.1.ab")]
+    trains = [*over, started("7"), TrainingBegan(step=0, world_size=1, attempt="7.0.1.ab")]
     assert last_turn(trains) is trains[-1], "a later start of the same number"
 
 

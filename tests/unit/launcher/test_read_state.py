@@ -19,8 +19,8 @@ from pretrain.rundir.events import (
     Event,
     GaveUp,
     NextAction,
-    Resumed,
-    Started,
+    Spike,
+    TrainingBegan,
 )
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
@@ -57,7 +57,7 @@ def write_ledger(run_dir: RunDir, *events: tuple[Event, float]) -> None:
 
 def test_what_is_saved_is_what_checkpoints_say_not_measurements(run_dir):
     interval = run_dir.config.checkpoint.interval
-    run_dir.ledger.append(Started(step=0, world_size=2))
+    run_dir.ledger.append(TrainingBegan(step=0, world_size=2))
     last = 2 * interval + 3
     run_dir.metrics.write_text(json.dumps(train_line(last)) + "\n")
     assert read_state(run_dir.path).unsaved == f"no step of {last} is saved"
@@ -73,10 +73,10 @@ def test_times_of_clocks_that_differ_make_no_negative_or_absurd_durations(run_di
     run_dir.metrics.write_text(json.dumps(line) + "\n")
     write_ledger(
         run_dir,
-        (GaveUp(first_step=8, step=9, loss=9.0, usual_loss=3.0), 110),
-        (Started(step=0, world_size=2), 100),
+        (GaveUp(spike=Spike(8, 9, 9.0, 3.0)), 110),
+        (TrainingBegan(step=0, world_size=2), 100),
         (attempt_ended(NextAction.RETRY), 5000),  # a clock behind
-        (Resumed(step=4, world_size=2), 60),
+        (TrainingBegan(step=4, world_size=2), 60),
         (attempt_ended(NextAction.GIVE_UP), -86400),  # a clock ahead
     )
     state = read_state(run_dir.path)

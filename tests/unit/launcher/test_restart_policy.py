@@ -22,8 +22,9 @@ from pretrain.rundir.events import (
     JobEndReason,
     JobStarted,
     NextAction,
-    Started,
-    Stopped,
+    Outcome,
+    TrainingBegan,
+    TrainingEnded,
 )
 from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.run_dir import RunDir
@@ -96,12 +97,12 @@ def test_slurm_has_longer_to_recover_where_it_started_no_rank():
 def cut(number: int, trained: float, starting: float = 50.0, steps: int = 1) -> list[Event]:
     """The events of a start of job 7 that its time limit ended; the `number`-th."""
     begin, step = 1000.0 * number, 10 * number
-    began = Started(time=begin + starting, step=step, world_size=2)
+    began = TrainingBegan(time=begin + starting, step=step, world_size=2)
     end = begin + starting + trained
     return [
         JobStarted(time=begin, job="7", restart=number, nodes=("n1",), step=step),
         began,
-        Stopped(time=end, step=step + steps),
+        TrainingEnded(outcome=Outcome.STOPPED, time=end, step=step + steps),
         JobEnded(
             time=end + 1,
             job="7",

@@ -14,16 +14,16 @@ from pretrain.rundir.events import (
     AttemptReason,
     Canceled,
     Event,
-    Finished,
     GaveUp,
     JobEnded,
     JobEndReason,
     JobStarted,
     NextAction,
-    Resumed,
-    Started,
-    Stopped,
+    Outcome,
+    Spike,
     Submitted,
+    TrainingBegan,
+    TrainingEnded,
 )
 from pretrain.rundir.heartbeat import HeartbeatRecord
 from pretrain.rundir.lock import Lock
@@ -93,18 +93,18 @@ FULL = "waiting for storage: /run/x: full"
 KILLED = "rank 1 was killed by SIGKILL"
 RETRY = attempt_ended(NextAction.RETRY)
 GIVEN_UP = attempt_ended(NextAction.GIVE_UP)
-START = Started(time=NOW - 100, step=0, world_size=2)
+START = TrainingBegan(time=NOW - 100, step=0, world_size=2)
 EARLIER = replace(START, time=NOW - 200)
 REFUSED = attempt_ended(NextAction.REFUSED, AttemptReason.USER_ERROR)
 STOPPED = attempt_ended(NextAction.STOPPED, AttemptReason.STOP_REQUESTED, step=1200)
 FINISHED = attempt_ended(NextAction.FINISHED, AttemptReason.FINISHED)
-GAVE_UP = GaveUp(time=NOW - 1, first_step=8, step=9, loss=9.0, usual_loss=3.0)
+GAVE_UP = GaveUp(time=NOW - 1, spike=Spike(8, 9, 9.0, 3.0))
 JOB_STARTED = JobStarted(time=NOW + 1, job="17", restart=1, nodes=("n1", "n2"), step=40)
 SUBMITTED = Submitted(time=NOW + 1, job="17")
 CANCELED = Canceled(time=NOW - 20, job="17")
-LATE_START = Started(time=NOW - 10, step=0, world_size=2, attempt="17.0.0.a1b2")
-STOP = Stopped(time=NOW, step=1)
-FINISH = Finished(time=NOW, step=100)
+LATE_START = TrainingBegan(time=NOW - 10, step=0, world_size=2, attempt="17.0.0.a1b2")
+STOP = TrainingEnded(outcome=Outcome.STOPPED, time=NOW, step=1)
+FINISH = TrainingEnded(outcome=Outcome.FINISHED, time=NOW, step=100)
 
 
 def job_ended(reason: JobEndReason, requeued: bool = False, **more: str) -> JobEnded:
@@ -311,7 +311,7 @@ def goodput_of(found: Evidence, is_running: bool) -> float:
 def test_goodput_counts_waiting_after_failures_but_not_time_stopped_on_request_or_in_the_queue():
     metrics = MetricsSummary(seconds=30.0)
 
-    def begun(seconds_ago: float) -> Started:
+    def begun(seconds_ago: float) -> TrainingBegan:
         return replace(START, time=NOW - seconds_ago)
 
     running = evidence(begun(60), RETRY, begun(10), metrics=metrics)
@@ -404,9 +404,9 @@ def test_the_time_of_a_run_is_told_apart_and_adds_up():
 
 def test_a_directory_is_read_as_a_whole(tmp_path):
     run_dir = RunDir.create(tmp_path / "run", RunConfig(name="books"))
-    run_dir.ledger.append(Started(step=0, world_size=2))
+    run_dir.ledger.append(TrainingBegan(step=0, world_size=2))
     run_dir.ledger.append(attempt_ended(NextAction.RETRY, step=10))
-    run_dir.ledger.append(Resumed(step=10, world_size=2))
+    run_dir.ledger.append(TrainingBegan(step=10, world_size=2))
     line = train_line(12, 3.5, train_loss=3.25, tokens_per_second=1e3, seconds=1e-3)
     run_dir.metrics.write_text(json.dumps(line) + "\n")
     publish_step(run_dir.checkpoints, 10)

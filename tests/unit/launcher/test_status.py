@@ -16,7 +16,7 @@ from launcher.status.run_state import RunState
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import RunResults
 from pretrain.rundir import heartbeat
-from pretrain.rundir.events import Started
+from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.time_spent import TimeSpent
 
@@ -58,7 +58,7 @@ def test_a_damaged_run_takes_a_row_of_a_table_but_is_an_error_alone(runs, capsys
 
 def test_the_status_of_512_nodes_takes_a_file_of_each(runs, capsys, monkeypatch):
     run_dir = RunDir(runs / "alone")
-    run_dir.ledger.append(Started(step=0, world_size=4096))
+    run_dir.ledger.append(TrainingBegan(step=0, world_size=4096))
     run_dir.heartbeats.mkdir()
     for node in range(512):
         of_node = [

@@ -16,7 +16,7 @@ from launcher.cli import main
 from launcher.slurm.snapshot import Snapshot, replaced_snapshot
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import load_cluster
-from pretrain.rundir.events import Finished
+from pretrain.rundir.events import Outcome, TrainingEnded
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 
@@ -121,7 +121,7 @@ def test_a_run_that_is_done_is_not_submitted_again_unless_it_gets_more_steps(fil
     run_dir.metrics.write_text(
         json.dumps({**measured, "grad_norm": 1.0, "skipped": False}) + "\n", encoding="utf-8"
     )
-    run_dir.ledger.append(Finished(step=10))
+    run_dir.ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=10))
     submit(files, "optim.steps=10")
     assert "is done" not in capsys.readouterr().err, "its last checkpoint is lost"
     publish_step(run_dir.checkpoints, 10)

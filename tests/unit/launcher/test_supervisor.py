@@ -20,7 +20,7 @@ from launcher.status.run_state import read_state
 from launcher.stop_signals import StopSignals, StorageWaits
 from launcher.supervisor import Ranks, supervise
 from pretrain.config.run import RunConfig
-from pretrain.rundir.events import AttemptEnded, AttemptReason, NextAction, Started
+from pretrain.rundir.events import AttemptEnded, AttemptReason, NextAction, TrainingBegan
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.lock import read_lock
@@ -32,14 +32,14 @@ from tests.helpers.full_disk import full_disk
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
     run_dir = RunDir.create(tmp_path / "run", RunConfig(name="books"))
-    run_dir.ledger.append(Started(step=0, world_size=1))
+    run_dir.ledger.append(TrainingBegan(step=0, world_size=1))
     return run_dir
 
 
 def test_a_start_with_another_number_of_ranks_is_noted(run_dir, tmp_path):
     assert change_of_ranks(run_dir, 1) == ""
     assert change_of_ranks(RunDir(tmp_path / "new"), 2) == ""
-    run_dir.ledger.append(Started(step=0, world_size=2))
+    run_dir.ledger.append(TrainingBegan(step=0, world_size=2))
     assert change_of_ranks(run_dir, 2) == ""
     assert change_of_ranks(run_dir, 1).endswith("resumes on 1 rank and had 2 before (--ranks=2)")
 

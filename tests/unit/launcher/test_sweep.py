@@ -39,7 +39,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.costs.cluster import ClusterConfig, NodeRange
 from pretrain.costs.flops import cost_of
 from pretrain.reporting.results import HEADS
-from pretrain.rundir.events import Finished, Rewind, Started, Submitted
+from pretrain.rundir.events import Outcome, Rewind, Spike, Submitted, TrainingBegan, TrainingEnded
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import read_sweep
@@ -80,9 +80,8 @@ def make_done(cell: CellRun) -> None:
     interval = train_line(steps, train_loss=0.75, tokens_per_second=10.0, seconds=2.0)
     lines = [json.dumps(line) for line in (interval, evaluation)]
     run_dir.metrics.write_text("\n".join(lines) + "\n")
-    window = {"first_step": 4, "step": 6, "to_step": 2, "segments": (2, 9)}
-    run_dir.ledger.append(Rewind(**window, loss=9.0, usual_loss=1.0))
-    run_dir.ledger.append(Finished(step=steps))
+    run_dir.ledger.append(Rewind(spike=Spike(4, 6, 9.0, 1.0), to_step=2, segments=(2, 9)))
+    run_dir.ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=steps))
     publish_step(run_dir.checkpoints, steps)
 
 
@@ -170,7 +169,7 @@ def test_a_limited_array_starts_when_those_of_an_earlier_submission_have_ended(s
 def test_the_summary_counts_failed_cells(sweep):
     *lost, last = cells_of(sweep)
     for cell in lost:
-        RunDir.create(cell.path, cell.config).ledger.append(Started(step=0, world_size=1))
+        RunDir.create(cell.path, cell.config).ledger.append(TrainingBegan(step=0, world_size=1))
     make_done(last)
     assert describe(cells_of(sweep)) == "1 of 3 cells are done, 2 failed"
 

@@ -11,7 +11,7 @@ from pretrain.checkpoint import marker
 from pretrain.cli import main
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.recovery import spike_detector
+from pretrain.recovery import loss_spikes
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
@@ -79,8 +79,8 @@ def test_prune_keeps_the_checkpoint_from_before_what_may_become_a_spike(
     run_dir, monkeypatch, losses_since, kept
 ):
     """As a save of the run would: with `keep_last=1` a rewind would have nothing to go back to."""
-    monkeypatch.setattr(spike_detector, "WINDOW", 10)
-    monkeypatch.setattr(spike_detector, "SPIKE_STEPS", 100)
+    monkeypatch.setattr(loss_spikes, "WINDOW", 10)
+    monkeypatch.setattr(loss_spikes, "SPIKE_STEPS", 100)
     lines = [train_line(step, 9.0 if step >= losses_since else 1.0) for step in range(1, 45)]
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["checkpoint", "prune", str(run_dir.path), "--keep-last=1"]) == 0

@@ -22,7 +22,7 @@ from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World
 from pretrain.recovery.rewind import rewind
-from pretrain.recovery.spike_detector import Spike
+from pretrain.rundir.events import Spike
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.unit.pretrain.test_checkpoint_marker import rewrite_index

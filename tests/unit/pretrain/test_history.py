@@ -23,13 +23,14 @@ from pretrain.rundir.events import (
     AttemptEnded,
     AttemptReason,
     Event,
-    Finished,
     JobEnded,
     JobEndReason,
     NextAction,
-    Resumed,
+    Outcome,
     Rewind,
-    Started,
+    Spike,
+    TrainingBegan,
+    TrainingEnded,
 )
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
@@ -39,7 +40,7 @@ START = datetime.datetime(2026, 11, 18, 6, 40, tzinfo=datetime.timezone.utc)
 STEPS = 40
 
 
-SPIKE = {"first_step": 13, "step": 15, "loss": 9.0, "usual_loss": 3.0}
+SPIKE = Spike(13, 15, 9.0, 3.0)
 
 
 def at(second: float, event: Event) -> Event:
@@ -111,12 +112,12 @@ def make_run(directory: Path, name: str = "small", learning_rate: float = 1e-3) 
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_ledger(
         run_dir,
-        at(0, Started(step=0, world_size=2)),
-        at(15, Rewind(**SPIKE, to_step=10, segments=(12, 25))),
-        at(16, Resumed(step=10, world_size=2)),
+        at(0, TrainingBegan(step=0, world_size=2)),
+        at(15, Rewind(spike=SPIKE, to_step=10, segments=(12, 25))),
+        at(16, TrainingBegan(step=10, world_size=2)),
         at(36, KILLED),
-        at(56, Resumed(step=15, world_size=1)),
-        at(91, Finished(step=40)),
+        at(56, TrainingBegan(step=15, world_size=1)),
+        at(91, TrainingEnded(outcome=Outcome.FINISHED, step=40)),
     )
     return directory
 
@@ -137,9 +138,14 @@ def test_goodput_is_the_share_of_the_time_under_way_that_went_into_steps_that_co
 
 
 def test_an_attempt_that_was_killed_with_its_supervisor_is_a_failed_one(run, capsys):
-    began = (Started(step=0, world_size=2), Resumed(step=20, world_size=2))
+    began = (TrainingBegan(step=0, world_size=2), TrainingBegan(step=20, world_size=2))
     run_dir = RunDir.open(run)
-    write_ledger(run_dir, at(0, began[0]), at(50, began[1]), at(91, Finished(step=40)))
+    write_ledger(
+        run_dir,
+        at(0, began[0]),
+        at(50, began[1]),
+        at(91, TrainingEnded(outcome=Outcome.FINISHED, step=40)),
+    )
     assert main(["report", str(run)]) == 0
     assert "failed attempts: 1" in capsys.readouterr().out
     write_ledger(run_dir, at(0, began[0]), at(50, began[1]))
@@ -176,7 +182,7 @@ def long_run(directory: Path, steps: int) -> tuple[Path, list[dict]]:
     for index in range(9, steps, 10):
         lines[index] |= {"seconds": 1.0, "tokens_per_second": 8.0, "grad_norm/output": 0.1}
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    write_ledger(run_dir, at(0, Started(step=0, world_size=1)))
+    write_ledger(run_dir, at(0, TrainingBegan(step=0, world_size=1)))
     return directory, lines
 
 

@@ -15,32 +15,28 @@ from pretrain.rundir.events import (
     AttemptEnded,
     AttemptReason,
     Canceled,
-    Finished,
     GaveUp,
     Interrupted,
     JobEnded,
     JobEndReason,
     JobStarted,
     Mirrored,
-    MirrorFailed,
     NextAction,
     NodeReplaced,
+    Outcome,
     OutOfMemory,
-    PhaseFinished,
     ReplacedBecause,
     Restored,
-    Resumed,
     Rewind,
     SettingsChanged,
-    Stalled,
-    Started,
-    Stopped,
-    Straggler,
+    Slowdown,
+    Spike,
     Submitted,
     SupervisorKilled,
     SuspectDocument,
     SuspectDocuments,
-    WindowDropped,
+    TrainingBegan,
+    TrainingEnded,
 )
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
 from pretrain.rundir.ledger import (
@@ -55,7 +51,7 @@ from pretrain.rundir.metrics_file import read_measurements
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.full_disk import full_disk
 
-SPIKE = {"first_step": 13, "step": 15, "loss": 9.0, "usual_loss": 3.0}
+SPIKE = Spike(13, 15, 9.0, 3.0)
 RETRY = AttemptEnded(
     attempt_number=3,
     statuses=(1, -9),
@@ -66,7 +62,7 @@ RETRY = AttemptEnded(
     next=NextAction.RETRY,
     without_progress=1,
 )
-START, RESUME = Started(step=0, world_size=1), Resumed(step=10, world_size=1)
+START, RESUME = TrainingBegan(step=0, world_size=1), TrainingBegan(step=10, world_size=1)
 JOB_STARTED = JobStarted(job="17", restart=0, nodes=("n1",), step=0)
 PREEMPTED = JobEnded(job="17", restart=0, reason=JobEndReason.PREEMPTED, requeued=True)
 NODE_FAILED = replace(PREEMPTED, reason=JobEndReason.NODE_FAILED, node="n2", requeued=False)
@@ -81,19 +77,22 @@ EXAMPLES = [
     (START, "started on 1 rank"),
     (RESUME, "resumed from step 10 on 1 rank"),
     (REPLACED, "node n2 failed; spare node n3 used"),
-    (Stopped(step=7, tokens_of_corpora={"a": 3}), "stopped on request after step 7"),
-    (Finished(step=7), "finished after step 7"),
-    (PhaseFinished(step=7), "finished a phase after step 7"),
+    (
+        TrainingEnded(outcome=Outcome.STOPPED, step=7, tokens_of_corpora={"a": 3}),
+        "stopped on request after step 7",
+    ),
+    (TrainingEnded(outcome=Outcome.FINISHED, step=7), "finished after step 7"),
+    (TrainingEnded(outcome=Outcome.PHASE_FINISHED, step=7), "finished a phase after step 7"),
     (SettingsChanged(changes={"optim.steps": (10, 20)}), "optim.steps from 10 to 20"),
     (OutOfMemory(rank=3, micro_batch_lanes=8), "rank 3 ran out of memory with 8 lanes"),
-    (Stalled(step=4, seconds=20.1, rank=1), "rank 1 stood still for 20 s"),
-    (Straggler(step=4, rank=2, seconds=1.0, ratio=2.25), "rank 2 took 2.2 times as long"),
+    (Slowdown(step=4, seconds=20.1, rank=1), "rank 1 stood still for 20 s"),
+    (Slowdown(step=4, rank=2, seconds=1.0, ratio=2.25), "rank 2 took 2.2 times as long"),
     (
-        Rewind(**SPIKE, to_step=10, segments=(12, 25)),
+        Rewind(spike=SPIKE, to_step=10, segments=(12, 25)),
         "rewound to step 10, skipping segments 12 to 24",
     ),
     (
-        Rewind(first_step=1, step=2, to_step=0, segments=(0, 9), loss=None, usual_loss=None),
+        Rewind(spike=Spike(1, 2), to_step=0, segments=(0, 9)),
         "steps 1 to 2 were all skipped: rewound to step 0",
     ),
     (
@@ -102,14 +101,13 @@ EXAMPLES = [
     ),
     (Mirrored(step=9, url="s3://b/x", seconds=1.5), "the checkpoint of step 9 is in s3://b/x"),
     (
-        MirrorFailed(step=9, url="s3://b/x", problem="no bucket"),
+        Mirrored(step=9, url="s3://b/x", problem="no bucket"),
         "the checkpoint of step 9 is not in s3://b/x: no bucket",
     ),
     (Restored(step=9, url="s3://b/x"), "restored the checkpoint of step 9 from s3://b/x"),
-    (WindowDropped(step=9, segments=(12, 25)), "segments 12 to 24 are no longer skipped"),
-    (GaveUp(**SPIKE), "gave up: steps 13 to 15 had losses up to 9.000"),
+    (GaveUp(spike=SPIKE), "gave up: steps 13 to 15 had losses up to 9.000"),
     (
-        GaveUp(first_step=1, step=30, skipped=29),
+        GaveUp(spike=Spike(1, 30, skipped=29)),
         "gave up: 29 of the 30 updates of steps 1 to 30 were skipped",
     ),
     (
@@ -184,9 +182,11 @@ def test_an_event_that_an_act_waits_for_outlasts_a_full_disk(tmp_path):
             waiting.append(time.time())
             free_space()
 
-        Ledger(path, Patience(60, free_some_space)).append(Finished(step=7))
+        Ledger(path, Patience(60, free_some_space)).append(
+            TrainingEnded(outcome=Outcome.FINISHED, step=7)
+        )
     (event,) = Ledger(path).read()
-    assert event == Finished(step=7)
+    assert event == TrainingEnded(outcome=Outcome.FINISHED, step=7)
     assert len(waiting) == 1
     assert began - 0.01 < event.time <= waiting[0], "when it happened, not when it was written"
 
@@ -194,16 +194,19 @@ def test_an_event_that_an_act_waits_for_outlasts_a_full_disk(tmp_path):
 def test_without_patience_an_event_that_cannot_be_written_is_an_error_with_its_path(tmp_path):
     path = tmp_path / "ledger.jsonl"
     with full_disk(), pytest.raises(OSError, match="File too large") as raised:
-        Ledger(path).append(Finished(step=7))
+        Ledger(path).append(TrainingEnded(outcome=Outcome.FINISHED, step=7))
     assert raised.value.filename == str(path)
 
 
 def test_an_event_that_nothing_waits_for_is_written_with_the_next_one(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     with full_disk():
-        ledger.append_soon(Finished(step=6))
-    ledger.append(Finished(step=7))
-    assert ledger.read() == [Finished(step=6), Finished(step=7)]
+        ledger.append_soon(TrainingEnded(outcome=Outcome.FINISHED, step=6))
+    ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=7))
+    assert ledger.read() == [
+        TrainingEnded(outcome=Outcome.FINISHED, step=6),
+        TrainingEnded(outcome=Outcome.FINISHED, step=7),
+    ]
 
 
 def test_an_event_that_a_full_disk_cuts_short_leaves_the_others_whole(tmp_path):
@@ -211,7 +214,7 @@ def test_an_event_that_a_full_disk_cuts_short_leaves_the_others_whole(tmp_path):
     ledger.append(START)
     before = ledger.path.read_bytes()
     with full_disk(len(before) + 10), pytest.raises(OSError, match="File too large"):
-        ledger.append(Finished(step=7))
+        ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=7))
     assert ledger.path.read_bytes() == before
 
 
@@ -221,7 +224,7 @@ def test_an_event_is_appended_through_no_link_and_waits_for_no_pipe(tmp_path, tr
     precious.write_text("mine\n")
     path.symlink_to(precious) if trap == "link" else os.mkfifo(path)
     with pytest.raises(UserError, match=r"is a link|is a pipe"):
-        Ledger(path).append(Finished(step=7))
+        Ledger(path).append(TrainingEnded(outcome=Outcome.FINISHED, step=7))
     assert precious.read_text() == "mine\n"
 
 
@@ -230,10 +233,10 @@ def test_an_event_is_appended_through_no_link_and_waits_for_no_pipe(tmp_path, tr
     [
         b'{"event": "tor',
         b'{"time": "2026-11-22T00:00:00+00:00", "event": "something_new"}',
-        b'{"time": "2026-11-22T00:00:00+00:00", "event": "finished", "step": "seven"}',
-        b'{"time": "2026-11-22T00:00:00+00:00", "event": "finished"}',
-        b'{"time": "2026-11-22T00:00:00+00:00", "event": "finished", "step": 7, "why": "x"}',
-        b'{"time": 7, "event": "finished", "step": 7}',
+        b'{"time": "2026-11-22T00:00:00+00:00", "event": "restored", "url": "", "step": "seven"}',
+        b'{"time": "2026-11-22T00:00:00+00:00", "event": "restored", "url": ""}',
+        b'{"time": "2026-11-22T00:00:00+00:00", "event": "restored", "url": "", "step": 7, "x": 1}',
+        b'{"time": 7, "event": "restored", "url": "", "step": 7}',
         b'{"time": "2026-11-22T00:00:00+00:00", "event": "job_ended", "job": "1", "restart": 0,'
         b' "reason": "bored", "requeued": true}',
         b"[1]",
@@ -245,8 +248,8 @@ def test_lines_that_are_not_events_are_skipped_with_one_warning(tmp_path, caplog
     ledger.append(START)
     with open(ledger.path, "ab") as file:
         file.write(damaged)  # without an end of line, as after a crash
-    ledger.append(Finished(step=7))
-    assert ledger.read() == [START, Finished(step=7)]
+    ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=7))
+    assert ledger.read() == [START, TrainingEnded(outcome=Outcome.FINISHED, step=7)]
     (record,) = caplog.records
     assert record.getMessage().endswith("in line 2")
 
@@ -266,13 +269,13 @@ def test_attempts_are_starts_and_those_that_ended_before_one():
 @pytest.mark.parametrize(
     ("ledger", "is_running", "causes"),
     [
-        ([START, Finished(step=9)], False, []),
-        ([START, RETRY, RESUME, Finished(step=9)], False, [KILLED]),
-        ([START, RESUME, Finished(step=9)], False, [LOST]),
+        ([START, TrainingEnded(outcome=Outcome.FINISHED, step=9)], False, []),
+        ([START, RETRY, RESUME, TrainingEnded(outcome=Outcome.FINISHED, step=9)], False, [KILLED]),
+        ([START, RESUME, TrainingEnded(outcome=Outcome.FINISHED, step=9)], False, [LOST]),
         ([START], True, []),
         ([START], False, [LOST]),
-        ([START, PhaseFinished(step=9), RESUME], True, []),
-        ([START, Rewind(**SPIKE, to_step=0, segments=(0, 9)), RESUME], True, []),
+        ([START, TrainingEnded(outcome=Outcome.PHASE_FINISHED, step=9), RESUME], True, []),
+        ([START, Rewind(spike=SPIKE, to_step=0, segments=(0, 9)), RESUME], True, []),
         (
             [START, OutOfMemory(rank=0, micro_batch_lanes=4), RESUME],
             True,
@@ -289,7 +292,7 @@ def test_attempts_are_starts_and_those_that_ended_before_one():
             ["out of memory; continuing with half the lanes per forward pass"],
         ),
         (
-            [START, GaveUp(**SPIKE), replace(RETRY, next=NextAction.REFUSED)],
+            [START, GaveUp(spike=SPIKE), replace(RETRY, next=NextAction.REFUSED)],
             False,
             ["steps 13 to 15 had losses up to 9.000 where 3.000 was usual"],
         ),
@@ -339,7 +342,7 @@ def test_every_interruption_is_found_once_also_those_nobody_could_write(ledger, 
 
 
 def test_preemption_interrupts_a_run_but_is_no_failure():
-    ledger = [JOB_STARTED, START, Stopped(step=4), PREEMPTED]
+    ledger = [JOB_STARTED, START, TrainingEnded(outcome=Outcome.STOPPED, step=4), PREEMPTED]
     (found,) = interruptions(ledger, is_running=False)
     assert (found.description, found.is_failure, found.step) == ("preempted", False, 4)
 

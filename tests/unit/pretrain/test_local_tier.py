@@ -12,7 +12,7 @@ from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.local_tier import DAYS_KEPT, LocalTier
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.distributed.world import World
-from pretrain.rundir.events import Restored, Resumed, Rewind, Started
+from pretrain.rundir.events import Restored, Rewind, Spike, TrainingBegan
 from pretrain.rundir.ledger import LAST, steps_that_stand
 
 ID = "0123456789ab"
@@ -23,11 +23,11 @@ def tier(disk: Path, world: World, run_id: str = ID) -> LocalTier:
     return LocalTier(config, Disk(Path(), "attempt", run_id), world, {})
 
 
-def start(attempt: str, step: int) -> Started | Resumed:
-    return (Resumed if step else Started)(step=step, world_size=2, attempt=attempt)
+def start(attempt: str, step: int) -> TrainingBegan:
+    return TrainingBegan(step=step, world_size=2, attempt=attempt)
 
 
-REWIND = Rewind(first_step=70, step=90, to_step=60, segments=(68, 100))
+REWIND = Rewind(spike=Spike(70, 90), to_step=60, segments=(68, 100))
 RESTORED = Restored(step=40, url="s3://bucket/run")
 
 

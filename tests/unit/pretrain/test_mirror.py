@@ -29,7 +29,7 @@ from pretrain.checkpoint.background_save import RankReports
 from pretrain.checkpoint.destinations import ROOT, Disk, Publication
 from pretrain.checkpoint.uploads import Mirror, Upload
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.rundir.events import Restored, Started
+from pretrain.rundir.events import Restored, TrainingBegan
 from pretrain.rundir.restore import restore_run
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
@@ -234,7 +234,7 @@ def test_jobs_of_the_cluster_it_comes_from_are_not_in_the_restored_ledger(tmp_pa
     with FileServer(stored) as server:
         restored(server.url, tmp_path / "restored", QUICK)
         events = RunDir(tmp_path / "restored").ledger.read()
-        assert [type(each) for each in events] == [Started, Restored]
+        assert [type(each) for each in events] == [TrainingBegan, Restored]
         # Again, on a machine that has it: nothing happens; where it is another run: refused.
         assert restored(server.url, tmp_path / "restored", QUICK) == 200
         assert RunDir(tmp_path / "restored").ledger.read() == events

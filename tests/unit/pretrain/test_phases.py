@@ -29,7 +29,7 @@ from pretrain.recovery.rewind import (
     segments_consumed,
     window_of,
 )
-from pretrain.recovery.spike_detector import Spike
+from pretrain.rundir.events import Spike
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.unit.pretrain.test_recovery import SETTINGS

@@ -31,17 +31,16 @@ from pretrain.config.run import (
     RunConfig,
 )
 from pretrain.distributed.world import World, init_world
-from pretrain.recovery import loss_spikes, spike_detector
+from pretrain.recovery import loss_spikes
 from pretrain.recovery import rewind as recovery_rewind
-from pretrain.recovery.loss_spikes import SpikeFound, SpikeMonitor
-from pretrain.recovery.spike_detector import suspected_since
+from pretrain.recovery.rewind import SpikeFound, SpikeMonitor
 from pretrain.run import run_training
 from pretrain.rundir.events import (
-    Finished,
     GaveUp,
+    Outcome,
     Rewind,
-    Started,
-    WindowDropped,
+    TrainingBegan,
+    TrainingEnded,
 )
 from pretrain.rundir.ledger import events_of, skipped_windows
 from pretrain.rundir.metrics_file import is_longer_than_its_end
@@ -50,14 +49,15 @@ from pretrain.state import TrainState
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.metrics import train_line
 
-HARMFUL = RecoveryConfig(skip_grad_norm=1e-9, max_skipped_fraction=1.0, max_rewinds=1)
+HARMFUL = RecoveryConfig(skip_grad_norm=1e-9, max_rewinds=1)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A spike of three steps after ten losses."""
-    monkeypatch.setattr(spike_detector, "SPIKE_STEPS", 3)
-    monkeypatch.setattr(spike_detector, "WINDOW", 10)
+    monkeypatch.setattr(loss_spikes, "SPIKE_STEPS", 3)
+    monkeypatch.setattr(loss_spikes, "WINDOW", 10)
+    monkeypatch.setattr(loss_spikes, "MOST_SKIPPED", 1.0)
     monkeypatch.setattr(recovery_rewind, "SKIP_MARGIN_SEGMENTS", 2)
 
 
@@ -87,7 +87,8 @@ def error_of(run: RunConfig, run_dir: RunDir, world: World) -> str:
     with pytest.raises(TrainingError) as raised:
         run_training(run, run_dir.path, world)
     assert "\n" not in str(raised.value)
-    assert not events_of(run_dir.ledger.read(), Finished)
+    ends = events_of(run_dir.ledger.read(), TrainingEnded)
+    assert Outcome.FINISHED not in [end.outcome for end in ends]
     return str(raised.value)
 
 
@@ -97,7 +98,7 @@ def test_the_only_checkpoint_before_a_spike_outlives_saves_within_it(run, run_di
                   recovery=replace(HARMFUL, max_rewinds=2))  # fmt: skip
     error = error_of(run, run_dir, world)
     rewinds = events_of(run_dir.ledger.read(), Rewind)
-    assert [(event.first_step, event.to_step) for event in rewinds] == [(11, 10)] * 2
+    assert [(event.spike.first_step, event.to_step) for event in rewinds] == [(11, 10)] * 2
     assert steps_on_disk(run_dir.checkpoints) == [10, 12]
     assert len(skipped_windows(rewinds)) == 1, "they touch, and are counted one by one all the same"
     assert "after 2 rewinds (recovery.max_rewinds=2), at steps 13, 13;" in error
@@ -115,25 +116,18 @@ def test_a_run_without_a_checkpoint_before_the_spike_stops_and_says_so(run, run_
     assert not events_of(ledger, Rewind)
 
 
-def test_inherited_windows_are_named_at_each_start_and_dropped_when_recovery_is_off(
-    run, run_dir, world, caplog, monkeypatch
+def test_inherited_windows_are_named_at_each_start_and_skipped_also_when_recovery_is_off(
+    run, run_dir, world, caplog
 ):
     caplog.set_level(logging.INFO)
     assert "recovery.spike_threshold=0 to train without rewinding" in error_of(run, run_dir, world)
-    assert skipped_windows(run_dir.ledger.read()) == [range(10, 15)]
-    skips = "the run skips segments 10 to 14; recovery.spike_threshold=0 reads them after all"
-    assert caplog.text.count(skips) == 1
+    windows = skipped_windows(run_dir.ledger.read())
+    assert windows == [range(10, 15)]
     caplog.clear()
-    error_of(run, run_dir, world)
-    assert skips in caplog.text, "a later start says it, too"
-
-    monkeypatch.setattr(spike_detector, "WINDOW", 50)  # whose first steps were all skipped
     harmless = replace(run, recovery=RecoveryConfig(spike_threshold=0.0))
     assert run_training(harmless, run_dir.path, world) == 0
-    assert "the run reads segments 10 to 14, which it was to skip" in caplog.text
-    ledger = run_dir.ledger.read()
-    assert [event.step for event in events_of(ledger, WindowDropped)] == [10]
-    assert skipped_windows(ledger) == []
+    assert "the run skips segments 10 to 14" in caplog.text
+    assert skipped_windows(run_dir.ledger.read()) == windows
     assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(
         range(1, 31)
     )
@@ -143,12 +137,10 @@ def test_inherited_windows_are_named_at_each_start_and_dropped_when_recovery_is_
 def test_a_run_that_skips_nearly_all_updates_ends_with_an_error(
     run, run_dir, world, monkeypatch, window, last
 ):
-    """Without rewinding, such a run used to be called finished."""
-    monkeypatch.setattr(spike_detector, "WINDOW", window)
-    off = RecoveryConfig(skip_grad_norm=1e-9, spike_threshold=0.0)
-    error = error_of(replace(run, recovery=off), run_dir, world)
+    monkeypatch.setattr(loss_spikes, "MOST_SKIPPED", 0.5)
+    monkeypatch.setattr(loss_spikes, "WINDOW", window)
+    error = error_of(run, run_dir, world)
     assert error.startswith(f"{last} of the {last} updates of steps 1 to {last} were skipped")
-    assert "recovery.max_skipped_fraction=0.5" in error
     assert "recovery.skip_grad_norm=1e-09" in error
     assert [event.step for event in events_of(run_dir.ledger.read(), GaveUp)] == [last]
 
@@ -157,10 +149,13 @@ def lines(first: int, last: int, **more: bool) -> list[dict]:
     return [train_line(step, **more) for step in range(first, last + 1)]
 
 
-def test_half_of_the_updates_may_be_skipped_and_overflows_do_not_count(run, run_dir, world):
-    off = replace(HARMFUL, max_skipped_fraction=0.5, spike_threshold=0.0)
+def test_half_of_the_updates_may_be_skipped_and_overflows_do_not_count(
+    run, run_dir, world, monkeypatch
+):
+    monkeypatch.setattr(loss_spikes, "MOST_SKIPPED", 0.5)
+    monkeypatch.setattr(loss_spikes, "SPIKE_STEPS", 20)
     run_dir.path.mkdir()
-    monitor = SpikeMonitor(replace(run, recovery=off), run_dir, world, TrainState.fresh(1))
+    monitor = SpikeMonitor(run, run_dir, world, TrainState.fresh(1))
     monitor.check(lines(1, 40, skipped=True, overflowed=True), ends_run=True)
     monitor.check([*lines(41, 45), *lines(46, 50, skipped=True)])
     monitor.check([], ends_run=True)
@@ -178,26 +173,16 @@ def test_overflows_are_no_steps_of_a_spike_and_do_not_end_one(run, run_dir, worl
         monitor.check(lines(51, 51, skipped=True))
 
 
-@pytest.mark.parametrize(("windows", "is_read_whole"), [(20, False), (10_000, True)])
-def test_a_long_run_resumes_with_the_suspicion_that_all_its_losses_raise(
-    run, run_dir, world, monkeypatch, windows, is_read_whole
-):
+def test_a_long_run_resumes_with_the_suspicion_that_all_its_losses_raise(run, run_dir, world):
     count, noise = 45_000, random.Random(1)
     losses = [3.0 + noise.gauss(0, 0.05) for _ in range(count)] + [9.0, 9.0]
     measured = [train_line(step, loss) for step, loss in enumerate(losses, start=1)]
     run_dir.path.mkdir()
     run_dir.metrics.write_text("".join(json.dumps(each) + "\n" for each in measured))
     run = replace(run, optim=OptimConfig(steps=90_000))
-    monkeypatch.setattr(loss_spikes, "WINDOWS_READ", windows)
     assert is_longer_than_its_end(run_dir.metrics)
-    whole: list[Path] = []
-    monkeypatch.setattr(
-        loss_spikes, "measurements_of", lambda path: (whole.append(path), measured)[1]
-    )
     state = TrainState(step=count + 1)
     assert SpikeMonitor(run, run_dir, world, state).suspected_since == count + 1
-    assert suspected_since(run, measured, state.step) == count + 1
-    assert bool(whole) == is_read_whole
 
 
 def test_a_run_takes_its_warm_up_and_its_phases_into_account(run, run_dir, world):
@@ -242,7 +227,7 @@ def test_a_run_records_its_corpora_and_is_not_resumed_on_another_validation_spli
     ]
     short = replace(run, optim=OptimConfig(steps=2), data=replace(run.data, path=corpora[0]))
     assert run_training(short, tmp_path / "run", world) == 0
-    (started,) = events_of(RunDir(tmp_path / "run").ledger.read(), Started)
+    (started,) = events_of(RunDir(tmp_path / "run").ledger.read(), TrainingBegan)
     assert started.corpora == {str(corpora[0]): corpus_hash(corpora[0])}
     pinned = replace(short.data, manifest_hash=started.corpora[str(corpora[0])])
     longer = replace(short, optim=OptimConfig(steps=4))

@@ -14,7 +14,7 @@ from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.run import RunConfig
 from pretrain.reporting.run_history import read_history
 from pretrain.reporting.run_warnings import warnings_of
-from pretrain.rundir.events import Started
+from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.metrics import train_line
 
@@ -54,7 +54,7 @@ def warned(
         for number, loss in enumerate(validated, 1)
     ]
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run_dir.ledger.append(Started(step=0, world_size=1))
+    run_dir.ledger.append(TrainingBegan(step=0, world_size=1))
     return warnings_of(read_history(run_dir.path))
 
 

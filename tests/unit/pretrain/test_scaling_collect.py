@@ -11,7 +11,7 @@ import pytest
 
 from foundation.files import write_text
 from pretrain.costs.flops import cost_of
-from pretrain.rundir.events import Resumed
+from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import config_of, read_sweep
 from tests.helpers.scaling import HOFFMANN
@@ -58,7 +58,9 @@ def test_cells_without_a_final_loss_are_in_the_table_with_their_reason(collected
         metrics,
         "".join(line for line in metrics.read_text().splitlines(True) if "evaluation" not in line),
     )
-    RunDir(runs / cells[4].name).ledger.append(Resumed(step=9, world_size=1, code="v1-8-gdef"))
+    RunDir(runs / cells[4].name).ledger.append(
+        TrainingBegan(step=9, world_size=1, code="v1-8-gdef")
+    )
     assert (
         command("collect", sweep_path, "--runs-dir", runs, "--output", tmp_path / "runs.csv") == 0
     )

@@ -16,7 +16,7 @@ from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
-from pretrain.rundir.events import Started
+from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.intervals import Interval
 from pretrain.scaling.rates import Rung, TunedRule
@@ -60,7 +60,7 @@ def tuned(directory, width: int, lanes=(16, 32)) -> str:
         lines = [train_line(last, loss, tokens=last, seconds=1.0)]
         lines.append({"kind": "evaluation", "step": last, "loss": loss})
         write_text(run_dir.metrics, "".join(json.dumps(line) + "\n" for line in lines))
-        run_dir.ledger.append(Started(step=0, world_size=1))
+        run_dir.ledger.append(TrainingBegan(step=0, world_size=1))
     assert command("collect", sweep, "--runs-dir", runs) == 0
     return str(runs / "runs.csv")
 
