@@ -30,10 +30,11 @@ from pretrain.config.run import RunConfig
 from pretrain.rundir.events import (
     AttemptEnded,
     Event,
-    Finished,
     Interrupted,
     NextAction,
+    Outcome,
     TrainingBegan,
+    TrainingEnded,
 )
 from pretrain.rundir.exit_status import EXIT_STOPPED, ended_by_watchdog
 from pretrain.rundir.ledger import last_of
@@ -156,8 +157,9 @@ def latest_step(run_dir: RunDir) -> int:
 
 def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
     """Whether the run has finished all steps of `config`, and saved the last one."""
-    last = last_of(run_dir.ledger.read(), TrainingBegan, Finished)
-    return isinstance(last, Finished) and latest_step(run_dir) >= config.optim.steps
+    last = last_of(run_dir.ledger.read(), TrainingBegan, TrainingEnded)
+    is_over = isinstance(last, TrainingEnded) and last.outcome is Outcome.FINISHED
+    return is_over and latest_step(run_dir) >= config.optim.steps
 
 
 def is_done_already(run_dir: RunDir, config: RunConfig) -> bool:

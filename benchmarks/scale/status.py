@@ -1,10 +1,8 @@
-"""What watching a run costs: heartbeats of its ranks, and `launcher status`."""
+"""What `launcher status` costs."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +11,10 @@ from benchmarks.scale.costs import RANKS, RANKS_OF_NODE, Cost, Row
 from benchmarks.scale.instruments import bytes_read, counted_files
 from launcher.status.run_state import read_state
 from pretrain.config.run import RunConfig
-from pretrain.rundir.heartbeat import NODE_SECONDS, Heartbeat, HeartbeatRecord, NodeHeartbeats
+from pretrain.rundir.heartbeat import HeartbeatRecord, node_file
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.metrics import train_line
 
-NODES = (2, 4, 8)  # whose ranks beat at the same time
-FIRST_SECONDS = 5.0  # in which every node writes its file at once
 STEPS = (8_000, 64_000, 500_000)  # of a run, at RANKS
 STATUS_SECONDS = 2.0
 FIFTY_RUNS_SECONDS = 1.0
@@ -26,12 +22,7 @@ ROUNDS = 5
 
 
 def status_costs(directory: Path) -> Iterator[Row]:
-    """Yield the costs of heartbeats and of `launcher status`."""
-    yield Cost(
-        name="heartbeats: files written per second", of="ranks", measured=heartbeats(directory),
-        at_most=1.02 * RANKS[-1] / RANKS_OF_NODE / NODE_SECONDS,
-        detail=f"nodes of {RANKS_OF_NODE} real ranks' heartbeats, {2 * NODE_SECONDS:g} s of them",
-    )  # fmt: skip
+    """Yield the costs of `launcher status`."""
     opened, seconds = {}, {}
     for ranks in RANKS:
         run = RunDir.create(directory / f"run-{ranks}", RunConfig(name="run"))
@@ -61,38 +52,19 @@ def status_costs(directory: Path) -> Iterator[Row]:
     )  # fmt: skip
 
 
-def heartbeats(directory: Path) -> dict[int, float]:
-    """Return how many files per second the ranks of so many nodes write, by number of ranks."""
-    homes = {nodes: directory / f"beats-{nodes}" for nodes in NODES}
-    with contextlib.ExitStack() as stack:
-        # The first rank of each node comes first, as threads of one process write to one temporary
-        # file where ranks have their own.
-        for local in range(RANKS_OF_NODE):
-            for nodes, home in homes.items():
-                for first in range(0, nodes * RANKS_OF_NODE, RANKS_OF_NODE):
-                    stack.enter_context(Heartbeat(home, first + local, 0.0, local_rank=local))
-            time.sleep(FIRST_SECONDS if local == 0 else 0.0)
-        with contextlib.ExitStack() as watches:
-            counts = {n: watches.enter_context(counted_files(h)) for n, h in homes.items()}
-            time.sleep(2 * NODE_SECONDS)
-    return {n * RANKS_OF_NODE: c["moved in"] / (2 * NODE_SECONDS) for n, c in counts.items()}
-
-
 def write_heartbeats(run: RunDir, ranks: int) -> None:
     """Write what the ranks of other nodes would write."""
     run.heartbeats.mkdir()
     for first in range(0, ranks, RANKS_OF_NODE):
-        node, now = NodeHeartbeats(run.heartbeats, first), time.time()
-        for rank in range(first, first + RANKS_OF_NODE):
-            node.write(HeartbeatRecord(
-                rank=rank, time=now, written=now, step=7, phase="train",
-                hostname=f"node-{first}", pid=os.getpid(),
-            ))  # fmt: skip
-        node.publish()
-        content = node.path.read_bytes()
-        for rank in range(first, first + RANKS_OF_NODE):
-            node.remove(rank)  # from this node's own memory, and the file with the last one
-        node.path.write_bytes(content)
+        now, node = time.time(), f"node-{first}"
+        records = (
+            HeartbeatRecord(
+                rank=rank, time=now, written=now, step=7, phase="train", hostname=node, pid=1
+            )
+            for rank in range(first, first + RANKS_OF_NODE)
+        )
+        content = b"".join(record.line for record in records)
+        node_file(run.heartbeats, first).write_bytes(content)
 
 
 def write_metrics(run: RunDir, steps: int) -> None:

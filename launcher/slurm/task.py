@@ -7,7 +7,6 @@ not.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -15,13 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-from foundation.errors import DataError, exit_status_of
+from foundation.errors import exit_status_of
 from foundation.files import own_file, write_text
 from foundation.retry import Patience, StorageError, outlast
 from pretrain.distributed.slurm_variables import rank_variables
-from pretrain.rundir import heartbeat
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
-from pretrain.rundir.heartbeat import NodeHeartbeats
 
 GRACE_SECONDS = 2.0
 PATIENCE_SECONDS = 1800.0  # with a run directory that cannot be written
@@ -62,21 +59,10 @@ def main() -> int:
         outlast(patience, lambda: write_text(log.with_suffix(".status"), str(status)))
     except StorageError as error:
         print(f"error: rank {rank} {describe_exit(status)}, not written: {error}", file=sys.stderr)
-    if status < 0:
-        _publish_heartbeats(log.parents[2], int(rank))
     if status not in (0, EXIT_STOPPED):
         # When this task fails, srun kills the others. Until then they can log the error they see.
         time.sleep(GRACE_SECONDS)
     return 0 if status == 0 else 1
-
-
-def _publish_heartbeats(run_dir: Path, rank: int) -> None:
-    """Let others see now where a killed rank stood: its node's file may be ten seconds old."""
-    local_rank = int(os.environ["SLURM_LOCALID"])
-    node = NodeHeartbeats(run_dir / heartbeat.DIRECTORY, rank - local_rank)
-    with contextlib.suppress(OSError, DataError):
-        if node.read():
-            node.publish()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from foundation.errors import exit_status_of
-from pretrain.rundir.heartbeat import slots_of_user
 from tests.fuzz.mutations import CANARY, Change
 from tests.fuzz.target import Refused, Target, changes_of
 
@@ -239,7 +238,7 @@ def _watched(work: Path, may_read: bool) -> Iterator[_Watch]:
     if not _hook_added:
         _hook_added.append(True)
         sys.addaudithook(_on_event)
-    own = [*(work / name for name in OWN), slots_of_user()]
+    own = [work / name for name in OWN]
     allowed = tuple(map(os.path.realpath, own))
     before, tempfile.tempdir = tempfile.tempdir, str(work / "scratch")
     _watch = watch = _Watch(work, allowed, may_read, [])

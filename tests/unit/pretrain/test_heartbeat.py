@@ -1,22 +1,28 @@
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from foundation.errors import DataError
 from pretrain.rundir import heartbeat
-from pretrain.rundir.heartbeat import Heartbeat, HeartbeatRecord, NodeHeartbeats, read_heartbeats
+from pretrain.rundir.heartbeat import (
+    SLOT_BYTES,
+    Heartbeat,
+    HeartbeatRecord,
+    node_file,
+    read_heartbeats,
+)
 from pretrain.rundir.watchdog import await_last_words
+from tests.helpers.full_disk import full_disk
 
 STEPS_THEN_WAITS = """
 import sys, time
@@ -69,16 +75,9 @@ def record_of(rank: int, step: int = 7) -> HeartbeatRecord:
     )
 
 
-def published(path: Path) -> list[tuple[int, int]]:
-    """Rank and step in each line of a node's file."""
-    lines = map(json.loads, path.read_text().splitlines())
-    return [(line["rank"], line["step"]) for line in lines]
-
-
 def test_a_heartbeat_overwrites_no_file_that_a_link_leads_to(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    (tmp_path / f".ranks-from-00000.jsonl.{os.getpid()}.tmp").symlink_to(precious)
     (tmp_path / "ranks-from-00000.jsonl").symlink_to(precious)
     with Heartbeat(tmp_path, rank=0, watchdog_timeout_seconds=0):
         pass
@@ -96,65 +95,40 @@ def test_a_heartbeat_says_where_the_rank_is_and_is_removed_when_it_exits_cleanly
     assert not list(directory.iterdir())
 
 
-def test_of_all_ranks_of_a_node_one_writes_its_file_once_in_ten_seconds(tmp_path):
-    ranks = [NodeHeartbeats(tmp_path, first_rank=8) for _ in range(8)]
-    writers = []
-    for seconds in (0, 0, 5, 9, 11):
-        for number, node in enumerate(ranks):
-            node.write(record_of(8 + number, step=seconds))
-            if node.is_due():
-                node.publish()
-                writers.append((seconds, number))
-        marker = ranks[0]._slots / "published"
-        os.utime(marker, (then := time.time() - seconds - 1, then))
-    assert writers == [(0, 0), (11, 0)], "at 0 s the first, at 11 s the first that found it older"
-    assert published(ranks[3].path) == [(8, 11), *((rank, 9) for rank in range(9, 16))]
-    assert [record.step for record in read_heartbeats(tmp_path)] == [11] * 8, "newer on the node"
-    for number, node in enumerate(ranks):
-        assert node.path.exists()
-        node.remove(8 + number)
+def test_the_ranks_of_a_node_share_a_file_that_goes_with_the_last_of_them(tmp_path):
+    with contextlib.ExitStack() as first_ranks:
+        ranks = [
+            first_ranks.enter_context(Heartbeat(tmp_path, 8 + local, 0, local_rank=local))
+            for local in range(4)
+        ]
+        with Heartbeat(tmp_path, 12, 0, local_rank=4) as last:
+            for step, heartbeat in enumerate([*ranks, last], start=1):
+                heartbeat.beat(step, "train")
+            read_when_step(tmp_path, 5)
+            assert [each.rank for each in read_heartbeats(tmp_path)] == list(range(8, 13))
+        assert [each.rank for each in read_heartbeats(tmp_path)] == list(range(8, 12))
+        assert [path.name for path in tmp_path.iterdir()] == ["ranks-from-00008.jsonl"]
     assert not list(tmp_path.iterdir())
-    assert not ranks[0]._slots.exists()
 
 
-@pytest.mark.parametrize("trap", ["link", "writable", "large"])
-def test_slots_that_others_could_have_made_are_neither_written_nor_read(tmp_path, trap):
-    node, outside = NodeHeartbeats(tmp_path / "run", first_rank=0), tmp_path / "outside"
-    outside.mkdir(mode=0o700)
-    node._make_slots().rmdir()
-    if trap == "link":
-        node._slots.symlink_to(outside)
-    else:
-        node._slots.mkdir()
-        node._slots.chmod(0o777 if trap == "writable" else 0o700)
-    try:
-        forged = node._slots / "rank-00000.json"
-        forged.write_text(json.dumps(vars(record_of(0))) + " " * (trap == "large") * 100_000)
-        assert node.read() == []
-        if trap != "large":
-            for act in (node.publish, lambda: node.write(record_of(0))):
-                with pytest.raises(DataError, match=r"is a link|written by other users"):
-                    act()
-            node.remove(0)
-            assert [path.name for path in node._slots.iterdir()] == [forged.name]
-    finally:
-        if trap == "link":
-            node._slots.unlink()
-        else:
-            shutil.rmtree(node._slots)
+def test_a_rank_beats_on_a_full_disk_whose_file_is_there(tmp_path, caplog):
+    with Heartbeat(tmp_path, 0, 0) as heartbeat:
+        heartbeat.beat(1, "train")
+        read_when_step(tmp_path, 1)
+        with full_disk(SLOT_BYTES):
+            heartbeat.beat(2, "train")
+            read_when_step(tmp_path, 2)
+    assert not caplog.records
 
 
 def test_readers_elsewhere_see_the_files_of_all_nodes_and_a_rank_that_moved_once(
     tmp_path, monkeypatch
 ):
-    for first in (0, 2):
-        node = NodeHeartbeats(tmp_path, first)
-        for rank in (first, first + 1):
-            node.write(record_of(rank))
-        node.publish()
-    moved = {**vars(record_of(3, step=9)), "hostname": "n9"}
-    (tmp_path / "ranks-from-00003.jsonl").write_text(json.dumps(moved))
     here = socket.gethostname()
+    for first in (0, 2):
+        lines = [record_of(rank).line for rank in (first, first + 1)]
+        node_file(tmp_path, first).write_bytes(b"".join(lines))
+    node_file(tmp_path, 3).write_bytes(replace(record_of(3, step=9), hostname="n9").line)
     monkeypatch.setattr(heartbeat.socket, "gethostname", lambda: "login")
     found = read_heartbeats(tmp_path)
     assert [(each.rank, each.hostname) for each in found] == [
@@ -179,8 +153,8 @@ def test_a_rank_without_a_heartbeat_writes_its_stack_and_ends_but_suspended_time
     assert re.search(r"^Timeout \(0:00:02\)!$", errors, re.MULTILINE)
     assert "wait_for_ever" in errors
     assert errors.rstrip().endswith("last words")
-    # Other nodes see where it stood, although its node's file was not ten seconds old.
-    assert published(tmp_path / "ranks-from-00002.jsonl") == [(3, 5)]
+    # Others see where it stood.
+    assert [(each.rank, each.step) for each in read_heartbeats(tmp_path)] == [(3, 5)]
 
 
 def test_sigquit_writes_the_stacks_of_a_process_that_continues_and_sigusr2_requests_a_stop(
