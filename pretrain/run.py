@@ -51,7 +51,7 @@ from pretrain.evaluation.evaluate import training_evaluator
 from pretrain.evaluation.training_tasks import check_training_tasks, has_tasks_after, training_tasks
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.stragglers import ForwardClock
-from pretrain.metrics.wandb_writer import check_wandb, wandb_writer
+from pretrain.metrics.wandb_writer import check_wandb, wandb_copy
 from pretrain.model.parameters import WithoutDrawing
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.processes.device import check_tiles, set_determinism, with_precision_of_run
@@ -191,10 +191,11 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
         with raise_on_all_ranks():
             if world.is_main and token is None:
                 outlast(patience, fence.claim)
-        if world.is_main:  # ends after the heartbeat: a last upload is not a hang
-            stack.enter_context(wandb_writer(run_dir, config.metrics.wandb_project))
+        # Ends after the heartbeat: a last upload is not a hang.
+        project = config.metrics.wandb_project if world.is_main else ""
+        copy = stack.enter_context(wandb_copy(run_dir, project))
         stack.enter_context(heartbeat)
-        yield RankProcess(config, run_dir, world, fence, stop, fault, heartbeat, data)
+        yield RankProcess(config, run_dir, world, fence, stop, fault, heartbeat, data, copy)
 
 
 def _train(process: RankProcess, attempt: Attempt) -> Ended:
@@ -293,7 +294,7 @@ def _train_from(
         process.heartbeat.beat(state.step, "train")
         clock = ForwardClock(engine.module, world.device)
         metrics = MetricsRecorder(
-            config, run_dir, world, state, prefetcher, clock, process.fence.check
+            config, run_dir, world, state, prefetcher, clock, process.fence.check, process.copy
         )
         parts = Parts(
             config=config,

@@ -17,6 +17,7 @@ from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.metrics.recorder import MetricsRecorder
+from pretrain.metrics.wandb_writer import Copy
 from pretrain.model.lane_state import LaneState
 from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
@@ -41,6 +42,7 @@ class RankProcess:
     fault: Fault
     heartbeat: Heartbeat
     data: Mapping[str, Any]  # what each start records of it; on rank 0
+    copy: Copy  # takes lines of metrics for Weights & Biases
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ from pretrain.metrics.stragglers import (
     rank_that_stalled,
     slowest_of,
 )
+from pretrain.metrics.wandb_writer import Copy
 from pretrain.metrics.writers import MetricsFiles, StepProfiler
 from pretrain.model.lane_state import LaneState
 from pretrain.model.parameters import dtype_of
@@ -189,7 +190,8 @@ class MetricsRecorder:
     """Measures on every rank, writes on rank 0.
 
     Metrics after `state.step` are removed first: those steps are repeated. `may_write` is called
-    before each write; it raises UserError in an attempt that another one has replaced.
+    before each write; it raises UserError in an attempt that another one has replaced. `copy` takes
+    each line as well.
     """
 
     def __init__(
@@ -201,12 +203,14 @@ class MetricsRecorder:
         prefetcher: Prefetcher,
         forward_clock: ForwardClock,
         may_write: Callable[[], None] = lambda: None,
+        copy: Copy = lambda lines: None,
     ) -> None:
         self._run = run
         self._run_dir = run_dir
         self._world = world
         self._prefetcher = prefetcher
         self._forward_clock = forward_clock
+        self._copy = copy
         self._lane_meter = LaneMeter(run, state)
         self._stragglers = StragglerWatch()
         self._files: MetricsFiles | None = None
@@ -277,6 +281,7 @@ class MetricsRecorder:
             lines[-1] |= self._lane_meter.numbers(of_lanes)
             lines[-1] |= self._norms_per_layer(last.result, squares)
             self._files.append(lines)
+            self._copy(lines)
             total = self._run.optim.steps
             logger.info(
                 train_line(lines, total, seconds / len(steps)),
@@ -291,7 +296,9 @@ class MetricsRecorder:
         self._pause_since(start)
         if self._files is not None:
             seconds = self._idle_since - start
-            self._files.append([{"kind": "evaluation", "step": step, "seconds": seconds, **values}])
+            line = {"kind": "evaluation", "step": step, "seconds": seconds, **values}
+            self._files.append([line])
+            self._copy([line])
             logger.info(evaluation_line(step, values, set_losses(values) | task_metrics(values)))
 
     def cut_off_evaluation(self) -> None:
