@@ -22,13 +22,13 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foundation.errors import ConfigError, UserError, printable
 from foundation.files import named_errors, read_json, read_regular, write_text
 from foundation.locks import held_lock, is_locked_by
-from foundation.records import Fields, InvalidField
+from foundation.records import built
 
 # A supervisor claims the run for the ranks it starts and passes them the token here; ranks without
 # one claim the run.
@@ -74,8 +74,8 @@ class Lock:
     pid: int
     holder: str
     hostname: str
-    since: float
-    is_held: bool | None  # None where only its own host could tell
+    since: float = 0.0
+    is_held: bool | None = None  # None where only its own host could tell
     failing_storage: str = ""  # why its holder cannot write now, or could not at its end
     failing_since: float = 0.0
     waits: bool = False  # for storage; else it trains meanwhile
@@ -165,26 +165,14 @@ def read_lock(path: Path) -> Lock | None:
     Also None if this user may not look.
     """
     try:
-        owner, since = Fields(read_json(path)), path.stat().st_mtime
-        pid, hostname = owner.integer("pid"), owner.text("hostname")
-        holder = owner.text("holder")
-        failing = owner.text("failing_storage") if owner.has("failing_storage") else ""
-        failing_since = owner.number("failing_since") if failing else 0.0
-        waits = owner.flag("waits") if failing else False
-        stopped_by = owner.text("stopped_by") if owner.has("stopped_by") else ""
+        tree, since = read_json(path), path.stat().st_mtime
+        owner: Lock = built(Lock, tree)
     except (FileNotFoundError, PermissionError):
         return None
-    except (ValueError, InvalidField):  # it is being taken now, or damaged
+    except (ValueError, TypeError):  # it is being taken now, or damaged
         return None
-    is_held = is_locked_by(pid, path) if hostname == socket.gethostname() else None
-    return Lock(
-        pid=pid,
-        holder=holder,
-        hostname=hostname,
-        since=since,
-        is_held=is_held,
-        failing_storage=failing,
-        failing_since=failing_since,
-        waits=waits,
-        stopped_by=stopped_by,
-    )
+    texts = (owner.holder, owner.hostname, owner.failing_storage, owner.stopped_by)
+    if not all(map(str.isprintable, texts)):
+        return None
+    is_here = owner.hostname == socket.gethostname()
+    return replace(owner, since=since, is_held=is_locked_by(owner.pid, path) if is_here else None)

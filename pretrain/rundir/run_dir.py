@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fnmatch
-import json
 import logging
 import os
 import re
@@ -49,7 +48,6 @@ from foundation.records import Fields, InvalidField
 from foundation.retry import Patience, outlast
 from foundation.settings import differences, load_config, parse_config, to_tree
 from foundation.yaml_files import dump_yaml
-from pretrain.checkpoint.directory import INDEX, step_directory
 from pretrain.checkpoint.marker import latest_step
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.resume_rules import may_change
@@ -59,7 +57,7 @@ from pretrain.rundir.events import SettingsChanged
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, exclusive_lock, read_lock
 from pretrain.rundir.metrics_file import cut_measurements_after, read_measurements
-from pretrain.rundir.run_paths import advice_on, warn_of_missing_disk
+from pretrain.rundir.run_paths import advice_on
 
 _NAMES = {
     *("run.json", "config.yaml", "ledger.jsonl", "metrics.jsonl", "matmul_peaks.json", "attempt"),
@@ -73,7 +71,6 @@ _OBEYED = ("ledger.jsonl", "config.yaml", "slurm")
 
 def make_run_directory(run_dir: Path) -> None:
     """Create the directory of a run, which nobody else may write whatever the umask."""
-    warn_of_missing_disk(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o755)
 
 
@@ -205,6 +202,10 @@ def traces_of_attempt(logs: Path, attempt: int) -> dict[str, list[int]]:
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
+_RESTORE = (
+    'put back a copy of run.json, or write {"name": ..., "id": ...} into it, as a checkpoint\'s '
+    'index.json has them ("config" and "run"); without a checkpoint, start again in a new directory'
+)
 _PROBE_BYTES = 1 << 16  # what an attempt writes before its first step, and more
 
 # What may be there before run.json: left by a crash, or by a launcher that submitted the run.
@@ -226,7 +227,7 @@ class RunIdentity:
 
     name: str
     id: str
-    created: str  # UTC, ISO 8601
+    created: str = ""  # UTC, ISO 8601
     format: int = FORMAT
 
 
@@ -289,7 +290,7 @@ class RunDir:
         """
         run_dir = cls(path)
         if not run_dir.exists():
-            advice = run_dir._way_back(otherwise=advice_on(path))
+            advice = _RESTORE if run_dir.checkpoints.is_dir() else advice_on(path)
             raise ConfigError(f"{path} holds no run: it has no run.json; {advice}")
         _ = run_dir.identity
         return run_dir
@@ -335,8 +336,7 @@ class RunDir:
                 return identity
         except (ValueError, AttributeError, ConfigError, InvalidField) as error:
             reason = str(error).partition("\n")[0]
-            advice = self._way_back("no checkpoint is valid: start again in a new run directory")
-            raise ConfigError(f"{self._identity_file} is damaged ({reason}); {advice}") from None
+            raise ConfigError(f"{self._identity_file} is damaged ({reason}); {_RESTORE}") from None
         raise ConfigError(
             f"{self._identity_file} has format {found}, this version reads format {FORMAT}; "
             "resume with the version that started the run"
@@ -345,11 +345,10 @@ class RunDir:
     @property
     def config(self) -> RunConfig:
         """The settings of the run, resolved."""
-        if not self.config_file.exists() and (step := latest_step(self.checkpoints)):
-            index = step_directory(self.checkpoints, step) / INDEX
+        if not self.config_file.exists() and self.exists():
             raise ConfigError(
-                f"{self.config_file} is missing; put back a copy of it, or write into it what "
-                f'{index} has as "config"'
+                f"{self.config_file} is missing; put back a copy of it, or write into it what a "
+                'checkpoint\'s index.json has as "config"'
             )
         return load_config(RunConfig, self.config_file)
 
@@ -426,19 +425,6 @@ class RunDir:
         refusals = {key: _refusal(key, old, new, step) for key, (old, new) in changes.items()}
         return {key: reason for key, reason in refusals.items() if reason}
 
-    def _way_back(self, otherwise: str) -> str:
-        """How to get run.json back, which the latest checkpoint knows; without one, `otherwise`."""
-        step = latest_step(self.checkpoints) if self.checkpoints.is_dir() else 0
-        saved = read_json(step_directory(self.checkpoints, step) / INDEX) if step else {}
-        name = saved.get("config", {}).get("name")
-        if not name:
-            return otherwise
-        identity = RunIdentity(name, saved["run"], created="")
-        return (
-            f"the checkpoints, up to step {step}, and {self.config_file.name} are other files: put "
-            f"back a copy of run.json, or write into it {json.dumps(asdict(identity))}"
-        )
-
     def refuse_strangers(self) -> None:
         """Raise ConfigError if something else than a run is there."""
         if not self.path.exists() or self.exists():
@@ -454,7 +440,7 @@ class RunDir:
             if not any(fnmatch.fnmatch(name, known) for known in _BEFORE_IDENTITY)
         ]
         if strangers:
-            advice = self._way_back(otherwise="choose an empty run directory")
+            advice = _RESTORE if self.checkpoints.is_dir() else "choose an empty run directory"
             raise ConfigError(
                 f"{self.path} holds other files and no run ({', '.join(strangers[:5])}); {advice}"
             )

@@ -23,7 +23,6 @@ from pretrain.rundir.events import SettingsChanged
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.metrics_file import measurement_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.run_paths import warn_of_missing_disk
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
 
@@ -44,30 +43,6 @@ def test_a_new_directory_holds_identity_and_resolved_settings(tmp_path):
     assert opened.identity == created.identity
     assert opened.identity.name == "first"
     assert opened.checkpoints.is_dir()
-
-
-@pytest.mark.parametrize(
-    ("name", "first"),
-    [
-        ("/mnt-is-not-there/me/run", "/mnt-is-not-there"),
-        ("/usr/a-disk/run", "/usr/a-disk"),
-        ("/usr/run", ""),  # only the run's own directory is new
-        ("{tmp}/a/b/run", ""),
-        ("runs/run", ""),
-    ],
-)
-def test_a_run_where_a_disk_may_be_missing_names_the_directory_it_makes(
-    tmp_path, caplog, name, first
-):
-    warn_of_missing_disk(Path(name.format(tmp=tmp_path)))
-    assert [record.getMessage().split()[0] for record in caplog.records] == [first] * bool(first)
-
-
-def test_two_runs_of_one_name_have_different_ids(tmp_path):
-    assert (
-        RunDir.create(tmp_path / "a", RUN).identity.id
-        != RunDir.create(tmp_path / "b", RUN).identity.id
-    )
 
 
 def test_a_directory_without_a_run_can_not_be_opened(tmp_path):
@@ -139,12 +114,6 @@ def test_a_path_is_the_same_setting_relative_and_absolute(tmp_path, monkeypatch)
     RunDir.create(tmp_path / "run", run).refuse_other_run(with_absolute_paths(run))
 
 
-def test_the_engine_kind_may_not_change(tmp_path):
-    RunDir.create(tmp_path, RUN)
-    changed = replace(RUN, engine=EngineConfig(kind="torch"))
-    assert "engine.kind: deepspeed -> torch" in resume_error(tmp_path, changed)
-
-
 def test_a_directory_with_other_files_is_refused_and_left_as_it_is(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     assert "thesis.tex" in resume_error(tmp_path, RUN)
@@ -159,14 +128,11 @@ def test_a_half_made_directory_is_completed(tmp_path):
 
 
 def test_a_damaged_identity_or_another_format_is_refused(tmp_path):
-    run_dir = RunDir.create(tmp_path, RUN)
+    RunDir.create(tmp_path, RUN)
     identity = json.loads((tmp_path / "run.json").read_text())
     (tmp_path / "run.json").write_text(json.dumps({**identity, "format": 99}))
     with pytest.raises(ConfigError, match="has format 99"):
         RunDir.open(tmp_path)
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"run\.json is damaged .* start again in a new"):
-        _ = run_dir.identity
 
 
 @pytest.mark.parametrize(
@@ -177,20 +143,17 @@ def test_a_damaged_identity_or_another_format_is_refused(tmp_path):
         None,
     ],
 )
-@pytest.mark.parametrize("act", [RunDir.open, lambda path: RunDir.create_or_resume(path, RUN)])
-def test_a_damaged_identity_can_be_written_again_from_what_the_message_says(tmp_path, damage, act):
-    run_dir = RunDir.create(tmp_path, RUN)
-    lost = run_dir.identity
-    publish_step(run_dir.checkpoints, 7, run=lost.id, config=to_tree(RUN))
+def test_a_damaged_identity_is_refused_with_the_way_to_write_it_again(tmp_path, damage):
+    lost = RunDir.create(tmp_path, RUN).identity
     (tmp_path / "run.json").unlink()
     if damage is not None:
         (tmp_path / "run.json").write_bytes(damage)
-    with pytest.raises(ConfigError) as raised:
-        act(tmp_path)
-    said = str(raised.value)
-    assert "\n" not in said
-    assert "the checkpoints, up to step 7, and config.yaml are other files" in said
-    (tmp_path / "run.json").write_text(said.partition("write into it ")[2])
+    with pytest.raises(
+        ConfigError, match=r"write .* into it, as a checkpoint's index.json"
+    ) as raised:
+        RunDir.open(tmp_path)
+    assert "\n" not in str(raised.value)
+    (tmp_path / "run.json").write_text(json.dumps({"name": lost.name, "id": lost.id}))
     assert RunDir.open(tmp_path).identity == replace(lost, created="")
 
 
@@ -198,7 +161,7 @@ def test_lost_settings_can_be_written_again_from_a_checkpoint(tmp_path):
     run_dir = RunDir.create(tmp_path, RUN)
     step = publish_step(run_dir.checkpoints, 7, run=run_dir.identity.id, config=to_tree(RUN))
     run_dir.config_file.unlink()
-    with pytest.raises(ConfigError, match=r"write into it what .*/index.json has as \"config\""):
+    with pytest.raises(ConfigError, match=r"write into it what .*index.json has as \"config\""):
         RunDir.create_or_resume(tmp_path, RUN)
     run_dir.config_file.write_text(json.dumps(json.loads((step / INDEX).read_text())["config"]))
     assert RunDir.create_or_resume(tmp_path, RUN).config == RUN
@@ -259,10 +222,6 @@ def test_damaged_lines_are_skipped_with_one_warning_that_has_their_numbers(tmp_p
     assert run_dir.metrics.read_text() == "".join(lines[:4])
     run_dir.read_metrics()
     assert len(caplog.messages) == 2, "a start reports them and removes them"
-
-
-def test_cutting_metrics_that_are_not_there_is_fine(tmp_path):
-    assert RunDir(tmp_path).cut_metrics_after(3) == 0
 
 
 def test_a_second_holder_is_refused_and_told_who_has_it(tmp_path):

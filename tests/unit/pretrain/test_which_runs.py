@@ -52,17 +52,6 @@ def test_a_name_stands_for_the_run_in_runs_unless_there_is_such_a_path_here(here
     assert run_path("first") == Path("first")
 
 
-def test_a_directory_without_runs_does_not_hide_the_runs_of_the_same_name(here):
-    for name in ("first", "mem", "other"):
-        (here / name).mkdir()
-    assert run_path("first") == Path("runs/first")
-    assert run_path("mem") == Path("runs/mem")
-    assert run_path("other") == Path("other")
-    assert run_path(".") == Path()
-    RunDir.create(here / "mem" / "a", RunConfig(name="a"))
-    assert run_path("mem") == Path("mem")
-
-
 def test_the_name_of_a_cell_stands_for_its_run_where_one_sweep_has_it(here):
     assert run_path("memory_length_64") == CELL_PATHS[1]
     assert run_path("memory_length_65") == Path("memory_length_65")
