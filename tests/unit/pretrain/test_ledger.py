@@ -254,10 +254,6 @@ def test_lines_that_are_not_events_are_skipped_with_one_warning(tmp_path, caplog
     assert record.getMessage().endswith("in line 2")
 
 
-def test_a_run_without_a_ledger_has_no_events(tmp_path):
-    assert Ledger(tmp_path / "ledger.jsonl").read() == []
-
-
 def test_attempts_are_starts_and_those_that_ended_before_one():
     begun = [START, RETRY, RESUME, RETRY]
     assert num_attempts(begun, is_running=False) == 2

@@ -70,14 +70,6 @@ def test_80_columns_show_loss_speed_and_time_left_and_wide_terminals_all(monkeyp
     assert line in shown
 
 
-def test_a_line_may_come_in_pieces_and_what_looks_like_measurements_is_a_line():
-    assert screen(written("step  5/", "10  loss", " 2.5\nsa", "ved\n")) == [
-        "step  5/10  loss 2.5",
-        "saved",
-        "",
-    ]
-
-
 def test_on_a_terminal_there_is_a_bar_and_elsewhere_plain_lines():
     plain = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True

@@ -279,13 +279,6 @@ def test_steps_that_cannot_be_profiled_are_errors(steps):
         MetricsConfig(profile_steps=steps)
 
 
-def test_an_engine_without_a_gradient_norm_is_recorded_as_such(world, run_dir):
-    recorder = Recorder(world, run_dir)
-    recorder.make_step(1.0, grad_norm=None)
-    recorder.close()
-    assert run_dir.read_metrics()[0]["grad_norm"] is None
-
-
 @pytest.mark.parametrize("loss", [118.0, 1e6])
 def test_a_diverged_loss_is_written_and_read_back_without_a_perplexity(world, run_dir, loss):
     recorder = Recorder(world, run_dir)

@@ -19,14 +19,6 @@ def test_only_a_step_far_beyond_the_usual_by_seconds_and_by_ratio_is_a_stall():
     assert lost(40.0, *[0.1] * 5) == 0, "the first step compiles kernels"
 
 
-def test_a_stall_is_counted_once():
-    meter = StallMeter()
-    for seconds in (0.1, 0.1, 0.1, 20.1):
-        meter.observe(seconds)
-    assert meter.take() == pytest.approx(20.0)
-    assert meter.take() == 0
-
-
 @pytest.mark.parametrize(
     ("standstill_R", "busy_R", "rank"),
     [

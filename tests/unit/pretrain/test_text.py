@@ -2,21 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.measure import markdown_table
 from pretrain.terminal.text import (
     distinguished,
     fitted_table,
-    number,
     step_time,
     text_table,
 )
 
 ROWS = [["case", "loss", "verdict"], ["short", "12.5", "ok"], ["a longer one", "3", "-"]]
-
-
-def test_a_missing_number_is_a_dash():
-    assert number(None, ",.0f") == "-"
-    assert number(1234.5678, ",.1f") == "1,234.6"
 
 
 @pytest.mark.parametrize(
@@ -53,15 +46,6 @@ def test_a_table_wider_than_the_terminal_becomes_several_that_name_their_rows():
         text_table([[row[0], row[2]] for row in ROWS]),
     ]
     assert max(map(len, narrow.splitlines())) <= 20 + 2
-
-
-def test_a_markdown_table_is_aligned_as_text_too():
-    assert markdown_table(ROWS).splitlines() == [
-        "| case         | loss | verdict |",
-        "|--------------|------|---------|",
-        "| short        | 12.5 | ok      |",
-        "| a longer one | 3    | -       |",
-    ]
 
 
 def test_the_time_of_a_tiny_step_is_not_zero_seconds():
