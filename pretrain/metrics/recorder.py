@@ -7,8 +7,8 @@ and rank 0 writes:
      "skipped"}    every step; loss and norm are null where a skipped step had none. In fp16 also
                    "overflowed".
                    The last line of an interval adds "seconds", "time" (since 1970), "totals" (sums
-                   over the run so far, `metrics_summary.TimeSums`),
-                   "train_loss" (`losses`), "tokens_per_second", "mfu", "data_wait",
+                   over the run so far, `metrics_file.TimeSums`),
+                   "train_loss" (`metric_names`), "tokens_per_second", "mfu", "data_wait",
                    "used_memory_gib" (mean over ranks), "save_stall" (seconds the loop waited for
                    saves), "stall" (seconds lost in steps
                    that took far longer than usual; not in "seconds"); with several ranks

@@ -189,31 +189,15 @@ def _warn_of_damaged(path: Path, numbers: Sequence[int]) -> None:
         logger.warning("%s: skipped what is not a measurement in line %s", path, found)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MetricsSummary:
-    """What the measurements say in all; `losses` says what each loss is."""
-
-    step: int = 0
-    train_loss: float | None = None
-    evaluation: Mapping[str, Any] | None = None  # the line of the latest one
-    recent_tokens_per_second: float | None = None  # `speeds`
-    seconds: float = 0.0  # in steps that count, without stalls
-    data_seconds: float = 0.0  # of those, the seconds in which ranks waited for data
-    evaluation_seconds: float = 0.0
-    save_seconds: float = 0.0  # in which the loop waited for saves
-    stall_seconds: float = 0.0
-    time: float | None = None  # when the last interval ended
-
-
 @dataclass(kw_only=True)
 class TimeSums:
     """The sums of a summary. The last line of an interval has those of the run until then, as
     "totals"."""
 
-    seconds: float = 0.0
-    data_seconds: float = 0.0
+    seconds: float = 0.0  # in steps that count, without stalls
+    data_seconds: float = 0.0  # of those, the seconds in which ranks waited for data
     evaluation_seconds: float = 0.0
-    save_seconds: float = 0.0
+    save_seconds: float = 0.0  # in which the loop waited for saves
     stall_seconds: float = 0.0
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -226,6 +210,17 @@ class TimeSums:
             self.data_seconds += min(1.0, line.get("data_wait", 0.0)) * seconds
             self.save_seconds += line.get("save_stall", 0.0)
             self.stall_seconds += line.get("stall", 0.0)
+
+
+@dataclass(kw_only=True)
+class MetricsSummary(TimeSums):
+    """What the measurements say in all; `metric_names` says what each loss and speed is."""
+
+    step: int = 0
+    train_loss: float | None = None
+    evaluation: Mapping[str, Any] | None = None  # the line of the latest one
+    recent_tokens_per_second: float | None = None
+    time: float | None = None  # when the last interval ended
 
 
 def sums_of(summary: MetricsSummary) -> TimeSums:
