@@ -82,50 +82,33 @@ def checked_data(run_dir: RunDir, config: RunConfig) -> dict[str, Any]:
     """Return what a start records of its data, by the names of the event's fields.
 
     DataError if the run has trained with another tokenizer, or was evaluated on another validation
-    split. Cursors would notice another training split, but lanes that start again have none.
+    split or on another set of that name. Cursors would notice another training split, but lanes
+    that start again have none.
     """
     directory = config.data.directory()
     tokenizer, validation = tokenizer_of(directory).fingerprint, split_hash(directory, VALIDATION)
-    before = last_of(run_dir.ledger.read(), TrainingBegan)
-    if before is not None and before.tokenizer not in ("", tokenizer):
-        raise DataError(
-            f"tokenizer {directory / TOKENIZER_DIRECTORY} has fingerprint {tokenizer[:16]}, the "
-            f"run in {run_dir.path} was trained with {before.tokenizer[:16]}; restore the corpus, "
-            "or choose another run directory"
-        )
-    if before is not None and before.validation not in ("", validation):
-        raise DataError(
-            f"the validation split of {path_text(config.data.path)} has the hash "
-            f"{validation[:16] or 'of none'}, the run in {run_dir.path} was evaluated on "
-            f"{before.validation[:16]}; restore the corpus, or choose another run directory"
-        )
-    parts = [part for phase in runs_of_phases(config) for part in phase.data.mixture]
-    paths = {path_text(each.path): each.path for each in (config.data, *parts)}
-    return {
-        "tokenizer": tokenizer,
-        "validation": validation,
-        "sets": _hashes_of_sets(run_dir, config),
-        "corpora": {
-            name: corpus_hash(local_corpus_directory(path, config.data.cache))
-            for name, path in paths.items()
-        },
-    }
-
-
-def _hashes_of_sets(run_dir: RunDir, config: RunConfig) -> dict[str, str]:
-    """Return name -> hash of each set; DataError if one was another text under its name."""
+    sets = hashes_of_sets(splits_of_sets(config))
     before: dict[str, str] = {}
     for event in events_of(run_dir.ledger.read(), TrainingBegan):
-        before |= event.sets
-    found = hashes_of_sets(splits_of_sets(config))
-    for name, hash_now in found.items():
-        if before.get(name, hash_now) != hash_now:
+        before |= {"": event.tokenizer, "/": event.validation, **event.sets}  # no names of sets
+    validated = f"the validation split of {path_text(config.data.path)}"
+    for key, what, own in (
+        ("", f"tokenizer {directory / TOKENIZER_DIRECTORY}", tokenizer),
+        ("/", validated, validation),
+        *((name, f"evaluation.sets.{name}", each) for name, each in sets.items()),
+    ):
+        if before.get(key, "") not in ("", own):
             raise DataError(
-                f"evaluation.sets.{name} has the hash {hash_now[:16]}, the run in {run_dir.path} "
-                f"was evaluated on {before[name][:16]} under that name; restore it, or choose "
-                "another name"
+                f"{what} has the hash {own[:16] or 'of none'}, the run in {run_dir.path} had "
+                f"{before[key][:16]}; restore it, or choose another run directory"
             )
-    return found
+    parts = [part for phase in runs_of_phases(config) for part in phase.data.mixture]
+    paths = {path_text(each.path): each.path for each in (config.data, *parts)}
+    corpora = {
+        name: corpus_hash(local_corpus_directory(path, config.data.cache))
+        for name, path in paths.items()
+    }
+    return {"tokenizer": tokenizer, "validation": validation, "sets": sets, "corpora": corpora}
 
 
 def record_start(

@@ -136,7 +136,7 @@ def test_a_resume_may_add_and_remove_sets_but_not_another_text_under_a_name(
     assert (first.sets["b"], last.sets["beside"]) == (first.sets["early"], last.sets["late"])
     capsys.readouterr()
     assert train(places, run_dir, f"evaluation.sets.b={places['c']}") == 2
-    assert "under that name; restore it, or choose another name" in capsys.readouterr().err
+    assert "evaluation.sets.b has the hash" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

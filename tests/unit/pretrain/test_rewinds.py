@@ -236,7 +236,7 @@ def test_a_run_records_its_corpora_and_is_not_resumed_on_another_validation_spli
     (corpora[1] / "validation").rename(corpora[0] / "validation")
     longest = replace(longer, optim=OptimConfig(steps=6))
     for config, said in (
-        (longest, r"validation split of .* has the hash \w+, the run in .* was evaluated on \w+"),
+        (longest, r"validation split of .* has the hash \w+, the run in .* had \w+"),
         (replace(longest, data=pinned), r"has manifest_hash \w+, the settings expect \w+"),
     ):
         with pytest.raises(DataError, match=said) as error:
@@ -258,7 +258,7 @@ def test_a_run_whose_corpus_has_another_tokenizer_is_neither_resumed_nor_evaluat
     assert run_training(short, directory, world) == 0
     corpora[0].rename(tmp_path / "before")
     corpora[1].rename(corpora[0])
-    with pytest.raises(DataError, match=r"has fingerprint \w+, the run in .* was trained with \w+"):
+    with pytest.raises(DataError, match=r"tokenizer .* has the hash \w+, the run in .* had \w+"):
         run_training(replace(short, optim=OptimConfig(steps=4)), directory, world)
     capsys.readouterr()
     for arguments in (["evaluate", str(directory)], ["generate", str(directory), "--prompt=a"]):
