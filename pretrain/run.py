@@ -259,8 +259,8 @@ def _mirror(process: RankProcess, disk: Disk, resumed_step: int) -> Mirror:
             uploaded = resumed_step
 
     def note(step: int, what: float | str) -> None:
-        how = {"problem": what} if isinstance(what, str) else {"seconds": what}
-        ledger.append_soon(Mirrored(step=step, url=url, **how))
+        problem, seconds = (what, 0.0) if isinstance(what, str) else ("", what)
+        ledger.append_soon(Mirrored(step=step, url=url, seconds=seconds, problem=problem))
 
     return Mirror(process.config, disk, world, resumed_step, broadcast_value(uploaded, int), note)
 

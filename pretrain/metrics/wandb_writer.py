@@ -55,7 +55,8 @@ def wandb_copy(run_dir: RunDir, project: str) -> Iterator[Copy]:
     Rows are numbered by the library, as steps are repeated after a crash and a rewind; charts are
     drawn over the metric `step`.
     """
-    session, exit_code = None, 1
+    session: Any = None
+    exit_code = 1
 
     @contextlib.contextmanager
     def outliving() -> Iterator[None]:
