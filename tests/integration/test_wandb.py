@@ -80,9 +80,9 @@ def test_a_killed_and_resumed_run_is_one_run_with_what_each_attempt_measured(
     assert sessions[:-1] == first
     assert all(path.name == f"run-{run_dir.identity.id}.wandb" for path in sessions)
     expected = expected_of(run_dir)
-    resumed = [row for row in expected if row["step"] > 3]
     rows = rows_of(sessions[-1])
-    assert rows == [row | more for row, more in zip(rows, resumed, strict=True)]
+    assert len(rows) >= 6, "from step 4 on, or from step 1 if it was killed before it had saved"
+    assert rows == [row | more for row, more in zip(rows, expected[-len(rows) :], strict=True)]
     hosts = {record.run.host for path in sessions for record in records_of(path)
              if record.HasField("run")}  # fmt: skip
     assert hosts == {"-"}
