@@ -68,8 +68,10 @@ def wandb_copy(run_dir: RunDir, project: str) -> Iterator[Copy]:
             session = None
 
     def copy(lines: Sequence[Mapping[str, Any]]) -> None:
+        if session is None:
+            return
         with outliving():
-            for line in lines if session is not None else ():
+            for line in lines:
                 session.log({"step": line["step"], **scalars_of(line)})
 
     with outliving():
