@@ -35,12 +35,13 @@ class FeedForwardTraits:
     """What a feed-forward layer has, and what it keeps for its backward pass."""
 
     is_gated: bool = False  # a third matrix, of the gate, and no biases
+    drops_first: bool = False  # dropout commutes with it, and keeps no tensor more before it
     inner_tensors: int  # of the inner width that are kept
 
 
 # What costs follow from; `pretrain.model.layer.FeedForward` computes it.
 FEED_FORWARDS: Mapping[FeedForwardKind, FeedForwardTraits] = {
-    "relu": FeedForwardTraits(inner_tensors=1),  # its output
+    "relu": FeedForwardTraits(inner_tensors=1, drops_first=True),  # its output
     "relu2": FeedForwardTraits(inner_tensors=2),  # relu's output, and its square
     "gelu": FeedForwardTraits(inner_tensors=2),  # its input, too
     # both factors, the gate before its activation, the product

@@ -312,8 +312,9 @@ def layer_bytes(
     elements = (3 * tokens + normed) * d
     if model.norm == "rmsnorm":  # once more before the gain
         elements += (tokens + normed) * d
-    inner_tensors = FEED_FORWARDS[model.feed_forward].inner_tensors + has_dropout
-    elements += tokens * model.inner_width * inner_tensors
+    traits = FEED_FORWARDS[model.feed_forward]
+    is_kept_twice = has_dropout and not traits.drops_first
+    elements += tokens * model.inner_width * (traits.inner_tensors + is_kept_twice)
     # Dropout's masks, a byte per element; a GPU draws them again in the backward pass.
     masks = 0 if on_gpu else tokens * (2 * d + model.inner_width) * has_dropout
     if not is_attention:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,7 +79,10 @@ class DropoutStream:
             lanes_B = self._lanes_on(values.device)
             return dropped(values, Mask(lanes_B, numbers, _threshold_of(rate), lane_axis))
         keep = self.keep(values.shape, rate, site, layer, lane_axis)
-        return _masked(values, keep.to(values.device), _threshold_of(rate))
+        scale = LEVELS / (LEVELS - _threshold_of(rate))
+        dropped = _Dropped.apply(values, keep.to(values.device), scale)
+        assert isinstance(dropped, Tensor)
+        return dropped
 
     def keep(
         self,
@@ -164,10 +168,19 @@ def _threshold_of(rate: float) -> int:
     return min(round(rate * LEVELS), LEVELS - 1)
 
 
-def _masked(values: Tensor, keep: Tensor, threshold: int) -> Tensor:
-    # `where` saves the one-byte mask for the backward pass; a product would save a mask as wide as
-    # the values.
-    return torch.where(keep, values, values.new_zeros(())).mul_(LEVELS / (LEVELS - threshold))
+class _Dropped(torch.autograd.Function):
+    """Values and gradients pass the same mask, of a byte per value, each into one new tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, keep: Tensor, scale: float) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(keep)
+        ctx.scale = scale
+        return torch.where(keep, values, 0.0).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (keep,) = ctx.saved_tensors
+        return torch.where(keep, gradient, 0.0).mul_(ctx.scale), None, None
 
 
 def _words(*values: int) -> np.ndarray:

@@ -32,7 +32,8 @@ class FeedForward(nn.Module):
         self._layer = layer
         self._rate = config.dropout
         self._kind: FeedForwardKind = config.feed_forward
-        gated = FEED_FORWARDS[self._kind].is_gated
+        self._traits = FEED_FORWARDS[self._kind]
+        gated = self._traits.is_gated
         std = config.matrix_init_std
         self.inner_weight = normal(config.inner_width, config.d_model, std=std)
         self.inner_bias = None if gated else zeros(config.inner_width)
@@ -42,10 +43,12 @@ class FeedForward(nn.Module):
             self.gate_weight = normal(config.inner_width, config.d_model, std=std)
 
     def forward(self, hidden_BLD: Tensor, *, dropout: DropoutStream | None) -> Tensor:
-        inner_BLF = self._activated(
-            linear(hidden_BLD, self.inner_weight, self.inner_bias), hidden_BLD
-        )
-        inner_BLF = drop(inner_BLF, self._rate, dropout, Site.FEED_FORWARD_INNER, self._layer)
+        inner_BLF = linear(hidden_BLD, self.inner_weight, self.inner_bias)
+        options = (self._rate, dropout, Site.FEED_FORWARD_INNER, self._layer)
+        if self._traits.drops_first:
+            inner_BLF = self._activated(drop(inner_BLF, *options), hidden_BLD)
+        else:
+            inner_BLF = drop(self._activated(inner_BLF, hidden_BLD), *options)
         output_BLD = linear(inner_BLF, self.output_weight, self.output_bias)
         return drop(output_BLD, self._rate, dropout, Site.FEED_FORWARD_OUTPUT, self._layer)
 
