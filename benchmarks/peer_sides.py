@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config.run import OptimConfig
+from pretrain.distributed.threads import keep_freed_memory
 from pretrain.model.cached import Stream, new_stream
 from pretrain.weights.original import import_state
 from tests.helpers.original_settings import config_of_original
@@ -192,6 +193,8 @@ class OurSide:
         from benchmarks.model.training import training_step
 
         assert weights is not None, "the other side draws the weights"
+        if case.device == "cpu":  # as `pretrain train` and `evaluate` do
+            keep_freed_memory()
         config = replace(config_of_original(case.model), dropout=case.dropout)
         state = {name: torch.from_numpy(values) for name, values in weights.items()}
         self._model = import_state(state, config).to(case.device, getattr(torch, case.dtype))

@@ -37,7 +37,7 @@ from pretrain.config.phases import describe_phase, lane_seed_at, run_at, runs_of
 from pretrain.config.resolve import check_same_sets, hashes_of_sets, splits_of_sets
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.memory import check_host_memory
-from pretrain.distributed.threads import set_threads
+from pretrain.distributed.threads import keep_freed_memory, set_threads
 from pretrain.distributed.world import (
     World,
     broadcast_value,
@@ -117,6 +117,8 @@ def run_training(config: RunConfig, directory: Path, world: World) -> int:
     check_precision(config.engine.number_format, world.device)
     check_tiles(config, world.device)
     on_gpu = world.device.type == "cuda"
+    if not on_gpu:
+        keep_freed_memory()
     check_host_memory(config, world.world_size, ranks_on_this_node(), on_gpu)
     for phase in runs_of_phases(config):
         accumulation_steps(phase, world.world_size)

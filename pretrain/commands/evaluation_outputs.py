@@ -18,7 +18,7 @@ from foundation.errors import ConfigError, DataError
 from foundation.files import path_text, write_json
 from pretrain.config.choices import POSITIONS
 from pretrain.config.resolve import splits_of_sets
-from pretrain.distributed.threads import set_threads
+from pretrain.distributed.threads import keep_freed_memory, set_threads
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.evaluation import context_length
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
@@ -56,6 +56,8 @@ def outputs_of(arguments: argparse.Namespace) -> list[EvaluationOutput]:
                 f"--{kind.replace('_', '-')} runs on one rank, not on {world.world_size}; start it "
                 "without a launcher"
             )
+        if world.device.type == "cpu":
+            keep_freed_memory()
         models = [_load(arguments, path, world) for path in arguments.runs]
         set_threads(0)
         if kind == "context_length":

@@ -1,4 +1,4 @@
-"""CPU threads of a process that computes: how many, and how they wait for each other. Torch-free.
+"""A process that computes on CPUs: its threads, how they wait, and its memory. Torch-free.
 
 PyTorch's threads meet at the end of every operation. By default those of GNU OpenMP spin for about
 3 ms before they sleep. On cores that others use too, a thread then spins while the one it waits
@@ -9,12 +9,15 @@ cores. Spinning for about 10 us does neither (docs/performance.md has the measur
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping, MutableMapping
 
 # OpenMP's own variable, for every library, and GNU's refinement of it: rounds of spinning, of which
 # the library counts 100,000 as a millisecond.
 WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
+# Parameters of GNU's mallopt (malloc.h).
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 
 
 def wait_briefly(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -27,6 +30,19 @@ def describe_waiting(environment: Mapping[str, str] = os.environ) -> str:
     """Return how this process's threads were told to wait: `passive, spin 1000`."""
     policy, spin = (environment.get(name) for name in WAITING)
     return ", ".join(filter(None, [policy, spin and f"spin {spin}"])) or "as OpenMP decides"
+
+
+def keep_freed_memory() -> None:
+    """Let freed blocks of up to 1 GiB stay in the process, where the C library is GNU's.
+
+    By default blocks of 32 MiB and more, and what is free above 64 MiB, go back to the system,
+    which clears every page again at the next operation. A process that computes on a CPU allocates
+    the same tensors in every step.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, 1 << 30)
+        mallopt(TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def set_threads(count: int) -> None:
