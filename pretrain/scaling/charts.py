@@ -287,15 +287,15 @@ def _label_places(
     low_2, high_2 = np.log(grid_X2[[0, -1]])
     taken_P2 = (np.log(taken_P2) - low_2) / (high_2 - low_2)
     places = []
-    for curve in curves:
-        if not len(curve.vertices):
+    for vertex_V2 in (np.asarray(curve.vertices) for curve in curves):
+        if not len(vertex_V2):
             continue
-        place_V2 = (np.log(curve.vertices) - low_2) / (high_2 - low_2)
+        place_V2 = (np.log(vertex_V2) - low_2) / (high_2 - low_2)
         apart_V = np.linalg.norm(place_V2[:, None] - taken_P2, axis=-1).min(axis=1)
         edge_V = np.minimum(place_V2, 1 - place_V2).min(axis=1)
         best = int(np.minimum(apart_V, EDGE * edge_V).argmax())
         taken_P2 = np.append(taken_P2, place_V2[[best]], axis=0)
-        places.append(tuple(curve.vertices[best]))
+        places.append((float(vertex_V2[best, 0]), float(vertex_V2[best, 1])))
     return places
 
 

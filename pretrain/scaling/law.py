@@ -208,10 +208,10 @@ class ParametricFit:
             raise DataError(f"{len(points.budgets)} budgets; an interval needs {FEWEST_GROUPS}")
         center, data = _centered(points)
         start = np.maximum(uncenter(self.law.theta, -center), SMALLEST_LOGARITHM)
-        laws = [
-            minimize(start, *(column_P[kept_P] for column_P in data), HUBER_DELTA)[0]
-            for kept_P in (group_P != group for group in np.unique(group_P))
-        ]
+        laws = []
+        for group in np.unique(group_P):
+            n_P, d_P, l_P = (column_P[group_P != group] for column_P in data)
+            laws.append(minimize(start, n_P, d_P, l_P, HUBER_DELTA)[0])
         return uncenter(np.array(laws), center)
 
     def _do_budgets_differ(self, points: Points) -> bool:
