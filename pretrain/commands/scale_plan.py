@@ -136,6 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     kind = _kind_of(arguments)
     check_least(arguments, 1, "steps", "lanes")
     file, overrides, name = arguments.experiment, arguments.overrides, ""
+    comparison = None
     if kind == "variants":
         comparison = read_comparison(file, overrides)
         file, overrides = find_config(file.parent / comparison.experiment), comparison.settings
@@ -154,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
     where = "--local (or --cluster FILE)"
     if kind == "sizes":
         runs, notes, where = _sizes_at_budgets(base, arguments)
-    elif kind == "variants":
+    elif comparison is not None:
         runs = plan_members(comparison, file)
     else:
         runs = _of_one_model(kind, with_vocabulary(base), arguments)
@@ -195,7 +196,7 @@ def _kind_of(arguments: argparse.Namespace) -> Kind:
         "rates": "rates" in given,
         "lengths": bool(given & {"segments", "memories"}),
     }
-    kind = next((kind for kind, is_it in kinds.items() if is_it), None)
+    kind: Kind | None = next((kind for kind, is_it in kinds.items() if is_it), None)
     if kind is None:
         raise ConfigError(
             f"{arguments.experiment}: found nothing to vary; give --budgets, --rates, or "
