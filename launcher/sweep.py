@@ -7,7 +7,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir, make_run_directory, refuse_foreign_run
 from pretrain.scaling.sweep_file import Cell, Sweep, config_of
-from pretrain.scaling.which_runs import other_settings, refuse_others
+from pretrain.scaling.which_runs import begin_branch, other_settings, refuse_others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,12 @@ def longest_first(cells: Sequence[CellRun]) -> list[CellRun]:
     return sorted(cells, key=flops_left, reverse=True)
 
 
+def can_start(cells: Sequence[CellRun], unfinished: Collection[str] = ()) -> list[CellRun]:
+    """The cells that start from no other one that still waits or is among the unfinished."""
+    names = {*unfinished, *(cell.cell.name for cell in cells)}
+    return [cell for cell in cells if cell.cell.starts_from not in names]
+
+
 def describe(cells: Sequence[CellRun]) -> str:
     """How many cells are done, how many are active, and how the others ended."""
     done, waiting = sum(cell.is_done for cell in cells), [cell for cell in cells if cell.is_waiting]
@@ -142,10 +148,15 @@ def run_cells(
     running: dict[str, RankGroup] = {}
     passed_on = 0
     try:
-        while running or (waiting and not stop.requests):
-            while waiting and len(running) < at_a_time and not stop.requests:
-                cell = waiting.pop(0)
+        while running or (can_start(waiting, failed) and not stop.requests):
+            while ready := can_start(waiting, {*running, *failed}):
+                if len(running) >= at_a_time or stop.requests:
+                    break
+                cell = ready[0]
+                waiting.remove(cell)
                 name = cell.cell.name
+                if cell.cell.starts_from:
+                    begin_branch(cell.cell, cell.config, runs)
                 running[name] = _started(cell, sweep_path, runs, ranks, at_a_time)
                 print(f"{name}: process {running[name].pids[0]}", flush=True)
             for name, group in list(running.items()):

@@ -18,6 +18,7 @@ from launcher.stop_signals import StopSignals
 from launcher.sweep import (
     CellRun,
     array_of,
+    can_start,
     classes,
     describe,
     longest_first,
@@ -33,7 +34,7 @@ from pretrain.costs.cluster import load_cluster, parse_nodes
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import Sweep, read_sweep
-from pretrain.scaling.which_runs import cells_directory
+from pretrain.scaling.which_runs import begin_branch, cells_directory
 from pretrain.terminal.text import counted
 
 PROGRAM = Program(
@@ -141,7 +142,15 @@ def _submit(
             f"--nodes={arguments.nodes}: found spare nodes, expected N or A:B; cells of "
             "a sweep have none"
         )
-    waiting = [cell for cell in cells if cell.is_waiting]
+    active = [cell.cell.name for cell in cells if cell.state.is_active]
+    unfinished = [cell for cell in cells if cell.is_waiting]
+    waiting = can_start(unfinished, active)
+    if held := len(unfinished) - len(waiting):
+        print(f"{counted(held, 'cell')} start from others: submit again when those have ended")
+    if not arguments.dry_run:
+        for cell in waiting:
+            if cell.cell.starts_from:
+                begin_branch(cell.cell, cell.config, runs)
     found = classes(waiting, cluster, nodes, is_dry_run=arguments.dry_run)
     # Each array has its own limit, so they keep it together only one after the other.
     live = {str(cell.state.job).partition("_")[0] for cell in cells if cell.state.is_active}

@@ -31,6 +31,7 @@ from pretrain.scaling.placement import Machine, placement_table, placement_total
 from pretrain.scaling.plan import (
     TOKENS_PER_PARAMETER,
     PlannedRun,
+    as_trunks,
     at_computed_flops,
     at_tokens,
     axis,
@@ -43,6 +44,7 @@ from pretrain.scaling.plan import (
     plan_sizes,
     planned_run,
     spread_sizes,
+    trunk_sizes,
     varied,
 )
 from pretrain.scaling.predict import noted_repeats
@@ -64,8 +66,8 @@ PFLOPS_DAY = 86400e15
 # The flags that belong to what a plan varies.
 FLAGS: dict[Kind, str] = {
     "sizes": "budgets sizes spread holdout_budgets tokens_per_parameter checks around ratios "
-    "max_epochs simulate noise rule tuned keep_layers ladder cluster nodes gpus_per_node gpu "
-    "gpu_memory gpu_flops mfu host_memory seeds",
+    "max_epochs trunks simulate noise rule tuned keep_layers ladder cluster nodes gpus_per_node "
+    "gpu gpu_memory gpu_flops mfu host_memory seeds",
     "rates": "rates lanes steps seeds",
     "lengths": "segments memories steps seeds",
     "variants": "",
@@ -105,6 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-epochs", type=float, default=1.0, metavar="N", help=epochs)
     checks = "also one size of each budget at half and twice its rate, and one with three seeds"
     add("--checks", action=argparse.BooleanOptionalAction, default=True, help=checks)
+    words = "longer runs continue shorter ones of their shape, where the rate is constant (wsd)"
+    add("--trunks", action="store_true", help=words)
     words = "how certain N* and the loss at C FLOPs would be, if a published law held"
     add("--simulate", type=flags, metavar="C", help=words)
     words = "with --simulate: relative standard deviation of a run's loss (default %(default)s)"
@@ -278,6 +282,8 @@ def _sizes_at_budgets(
         sizes = spread_sizes(optimum, arguments.sizes, arguments.spread)
         centered = f"centered on {around}, {counted(arguments.sizes, 'size')} "
         centered += f"{arguments.spread:g}x apart"
+        if arguments.trunks:
+            sizes = trunk_sizes(sizes, arguments.budgets, arguments.spread)
     runs = plan_sizes(
         family,
         sorted({*arguments.budgets}),
@@ -286,9 +292,18 @@ def _sizes_at_budgets(
         seeds=list(dict.fromkeys(arguments.seeds)) or [1],
         holdouts={budget: optimum(budget) for budget in arguments.holdout_budgets},
     )
+    notes = [f"{centered}, rule {rule_name(arguments)}", family.description]
+    if arguments.trunks:
+        checkpoint, metrics = base.checkpoint, base.metrics
+        if arguments.ratios or checkpoint.local or checkpoint.mirror or metrics.wandb_project:
+            raise ConfigError(
+                "--trunks makes runs of one shape share a run's identity; leave out --ratios, "
+                "checkpoint.local, checkpoint.mirror and metrics.wandb_project"
+            )
+        runs, saved = as_trunks(runs)
+        notes.append(saved)
     checks = check_runs(runs) if arguments.checks else []
     runs += checks
-    notes = [f"{centered}, rule {rule_name(arguments)}", family.description]
     if checks:
         part = sum(item.cost.flops for item in checks) / sum(item.cost.flops for item in runs)
         notes.append(

@@ -259,8 +259,8 @@ class RunDir:
     # ------------------------------------------------------------------------- making and opening
 
     @classmethod
-    def create(cls, path: Path, config: RunConfig) -> RunDir:
-        """Create the directory of a new run.
+    def create(cls, path: Path, config: RunConfig, branch_of: RunIdentity | None = None) -> RunDir:
+        """Create the directory of a new run; with the id of the run whose checkpoints it takes.
 
         ConfigError if it contains a run or anything else already.
         """
@@ -277,9 +277,8 @@ class RunDir:
             directory.mkdir(exist_ok=True)
         created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         write_text(run_dir.config_file, dump_yaml(to_tree(config)), mode=0o600)
-        write_json(
-            run_dir._identity_file, asdict(RunIdentity(config.name, secrets.token_hex(6), created))
-        )
+        number = branch_of.id if branch_of else secrets.token_hex(6)
+        write_json(run_dir._identity_file, asdict(RunIdentity(config.name, number, created)))
         return run_dir
 
     @classmethod

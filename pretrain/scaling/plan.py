@@ -31,6 +31,7 @@ from pretrain.scaling.sweep_file import FORMAT, Cell, Kind, Sweep
 
 MOST_SIZES = 1000  # of a budget
 RATE_FACTORS = (0.5, 2.0)  # of the plan's rate, at one size of each budget
+TAIL = 5  # of a run with the schedule wsd the last one of so many parts decays
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022; where nothing better is known
 
 
@@ -42,6 +43,8 @@ class PlannedRun:
     cost: RunCost
     facts: Mapping[str, float]
     holdout: bool = False  # to be predicted, not fitted
+    starts_from: str = ""  # name of the run that it continues, at the step `starts_at`
+    starts_at: int = 0
 
     @property
     def name(self) -> str:
@@ -61,7 +64,7 @@ def planned_run(
     known = {name: getattr(cost, name) for name in ("parameters", "body_parameters", "steps")}
     known |= {"tokens": cost.tokens, "tokens_per_step": cost.tokens_per_step, "flops": cost.flops}
     known["learning_rate"] = run.optim.learning_rate
-    return PlannedRun(run=run, cost=cost, facts={**known, **(facts or {})}, holdout=holdout)
+    return PlannedRun(run=run, cost=cost, facts={**(facts or {}), **known}, holdout=holdout)
 
 
 # Part of a cell's name -> the overrides that it stands for.
@@ -221,13 +224,71 @@ def check_runs(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
         optim = replace(item.run.optim, learning_rate=rate)
         run = replace(item.run, name=f"{item.name}-rate{factor:g}", optim=optim)
         facts = {**item.facts, "learning_rate": rate, "rate_factor": factor}
-        found.append(replace(item, run=run, facts=facts))
+        found.append(replace(item, run=run, facts=facts, starts_from="", starts_at=0))
     if len({item.run.seed for item in runs}) == 1:
         first = middles[0]
         for seed in (first.run.seed + 1, first.run.seed + 2):
             run = replace(first.run, name=f"{first.name}-s{seed}", seed=seed)
-            found.append(replace(first, run=run))
+            found.append(replace(first, run=run, starts_from="", starts_at=0))
     return found
+
+
+def trunk_sizes(
+    sizes: Callable[[float], Sequence[float]], budgets: Sequence[float], spread: float
+) -> Callable[[float], list[float]]:
+    """The same about each budget, of one row of sizes for all, so that budgets share shapes."""
+    smallest, largest = sizes(min(budgets))[0], sizes(max(budgets))[-1]
+    count = 2 + math.floor(math.log(largest / smallest) / math.log(spread))
+    row = [smallest * spread**index for index in range(count)]
+    reach = math.sqrt(spread)
+    return lambda budget: [
+        size for size in row if sizes(budget)[0] / reach < size < sizes(budget)[-1] * reach
+    ]
+
+
+def as_trunks(runs: Sequence[PlannedRun]) -> tuple[list[PlannedRun], str]:
+    """Runs of one shape and seed as branches of one, and a line on what that saves.
+
+    With the schedule `wsd`, runs that differ in their number of steps are the same until the
+    shorter one decays its rate, in its last fifth (Hägele et al. 2024). So each continues the next
+    shorter one from there, and ends bitwise as if it had been trained alone. They have the rate,
+    lanes and engine of the longest of them, and the warm-up of the shortest.
+    """
+    chains: dict[tuple[int, int], list[PlannedRun]] = {}
+    for item in runs:
+        chains.setdefault((item.cost.parameters, item.run.seed), []).append(item)
+    made: dict[str, PlannedRun] = {}
+    for chain in chains.values():
+        chain.sort(key=lambda item: item.facts["budget"])
+        longest, before, warmup = chain[-1], None, 0
+        for item in chain:
+            steps = longest.cost.steps * item.facts["budget"] / longest.facts["budget"]
+            run = with_steps(replace(longest.run, name=item.name), TAIL * round(steps / TAIL))
+            warmup = warmup or run.optim.schedule.warmup_steps
+            schedule = replace(run.optim.schedule, shape="wsd", warmup_steps=warmup)
+            run = replace(run, optim=replace(run.optim, schedule=schedule))
+            saves = run.optim.steps // TAIL  # the last but one is where a longer run starts
+            start = before.run.optim.steps * (TAIL - 1) // TAIL if before else 0
+            facts = {**longest.facts, "budget": item.facts["budget"]}
+            if "hours" in facts:
+                facts["hours"] *= (run.optim.steps - start) / longest.cost.steps
+            planned = planned_run(run, facts, holdout=item.holdout)
+            kept = replace(run.checkpoint, interval=saves, keep_last=1 + (item is not longest))
+            planned = replace(
+                planned,
+                run=replace(planned.run, checkpoint=kept),
+                starts_from=before.name if before else "",
+                starts_at=start,
+            )
+            made[item.name] = before = planned
+    found = [made[item.name] for item in runs]
+    whole = sum(item.cost.flops for item in found)
+    saved = sum(item.cost.flops * item.starts_at / item.cost.steps for item in found)
+    branches = sum(item.starts_at > 0 for item in found)
+    return found, (
+        f"trunks: {branches} of {len(found)} runs continue a shorter one of their shape before its "
+        f"rate decays: {whole - saved:.3g} FLOPs in place of {whole:.3g}, {saved / whole:.0%} saved"
+    )
 
 
 def optimum_at_ratio(family: Family, tokens_per_parameter: float) -> Callable[[float], float]:
@@ -312,6 +373,8 @@ def make_sweep(
             ),
             facts=dict(item.facts),
             holdout=item.holdout,
+            starts_from=item.starts_from,
+            starts_at=item.starts_at,
         )
         for item, tree in zip(runs, trees, strict=True)
     ]

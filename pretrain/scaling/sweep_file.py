@@ -60,6 +60,8 @@ class Cell:
     overrides: tuple[str, ...] = ()
     facts: dict[str, float] = field(default_factory=dict)
     holdout: bool = False
+    starts_from: str = ""  # cell whose run it continues...
+    starts_at: int = 0  # ...from this step on
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -177,11 +177,11 @@ def test_the_summary_counts_failed_cells(sweep):
 def test_the_name_of_a_cell_with_many_settings_is_cut_and_stays_its_own(sweep):
     grid = sweep.parent / "grid.yaml"
     names = ["engine.watchdog_timeout_seconds", "checkpoint.storage_patience_seconds"]
-    names += ["recovery.spike_threshold", "evaluation.interval"]
+    names += ["recovery.spike_threshold", "evaluation.interval", "evaluation.max_tokens"]
     settings = ", ".join(f"{name}: [111, 112]" for name in names)
     grid.write_text(f"format: 1\nname: grid\nexperiment: tiny.yaml\ngrid: {{{settings}}}\n")
     cells = cells_of(grid)
-    assert len({cell.path for cell in cells}) == 16
+    assert len({cell.path for cell in cells}) == 32
     assert max(len(cell.cell.name) for cell in cells) == 100
 
 
