@@ -28,7 +28,7 @@ print(json.dumps(found))
 """
 ACTIONS = {
     "checkpoint": ("list", "verify", "prune"),
-    "scale": ("plan", "collect", "fit", "predict", "tasks", "report", "memory", "measure"),
+    "scale": ("plan", "collect", "fit", "predict", "tasks", "report", "memory"),
 }
 
 

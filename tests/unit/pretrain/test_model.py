@@ -269,18 +269,6 @@ def test_checkpointing_recomputes_layers_in_the_backward_pass() -> None:
     assert calls == 2
 
 
-def test_of_every_k_layers_one_is_recomputed() -> None:
-    model = checkpointed(tiny_model(num_layers=5), "full", 2)
-    calls = [0] * 5
-    for number, layer in enumerate(model.layers):
-        layer.register_forward_pre_hook(
-            lambda *_, number=number: calls.__setitem__(number, calls[number] + 1)
-        )
-    nll_BL, _ = model(random_tokens(2, 6), random_tokens(2, 6, 1))
-    nll_BL.mean().backward()
-    assert calls == [2, 1, 2, 1, 2]
-
-
 def test_selective_checkpointing_keeps_no_scores() -> None:
     kept = {}
     for kind in ("none", "selective"):

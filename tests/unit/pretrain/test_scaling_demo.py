@@ -112,7 +112,7 @@ def test_the_demo_tunes_plans_fits_predicts_a_held_out_run_and_what_serving_cost
     page = (REPOSITORY / "docs" / "scaling-example.md").read_text()
     assert {found[2] for found in BLOCK.finditer(page)} == blocks.keys()
     assert all(block in filled(page, blocks) for block in blocks.values())
-    assert re.search(r"^    2 IsoFLOP +\S+ +0\.5", blocks["fit"], re.M)
+    assert re.search(r"^    2 IsoFLOP .* 0\.5\d+$", blocks["fit"], re.M)
 
 
 def test_the_standard_librarys_text_is_written_as_jsonl(tmp_path, capsys):
