@@ -145,18 +145,24 @@ def run_cells(
     Returns the names of those that failed. On a request to stop, the running ones save and stop.
     """
     waiting, failed = list(cells), []
+    unfinished: set[str] = set()  # that have ended here without being done
     running: dict[str, RankGroup] = {}
     passed_on = 0
     try:
-        while running or (can_start(waiting, failed) and not stop.requests):
-            while ready := can_start(waiting, {*running, *failed}):
+        while running or (can_start(waiting, unfinished) and not stop.requests):
+            while ready := can_start(waiting, {*running, *unfinished}):
                 if len(running) >= at_a_time or stop.requests:
                     break
                 cell = ready[0]
                 waiting.remove(cell)
                 name = cell.cell.name
-                if cell.cell.starts_from:
+                try:
                     begin_branch(cell.cell, cell.config, runs)
+                except ConfigError as error:
+                    print(f"{name}: {error}", flush=True)
+                    failed.append(name)
+                    unfinished.add(name)
+                    continue
                 running[name] = _started(cell, sweep_path, runs, ranks, at_a_time)
                 print(f"{name}: process {running[name].pids[0]}", flush=True)
             for name, group in list(running.items()):
@@ -164,6 +170,8 @@ def run_cells(
                     del running[name]
                     if end := end_of(status, stop.requests > 0):
                         print(f"{name}: {end}", flush=True)
+                    if status:
+                        unfinished.add(name)
                     if status not in (0, *_STOPPED):
                         failed.append(name)
                         print(describe_failure([status], group.logs, lines=5), flush=True)

@@ -147,10 +147,12 @@ def _submit(
     waiting = can_start(unfinished, active)
     if held := len(unfinished) - len(waiting):
         print(f"{counted(held, 'cell')} start from others: submit again when those have ended")
-    if not arguments.dry_run:
-        for cell in waiting:
-            if cell.cell.starts_from:
-                begin_branch(cell.cell, cell.config, runs)
+    for cell in () if arguments.dry_run else list(waiting):
+        try:
+            begin_branch(cell.cell, cell.config, runs)
+        except ConfigError as error:
+            print(error)
+            waiting.remove(cell)
     found = classes(waiting, cluster, nodes, is_dry_run=arguments.dry_run)
     # Each array has its own limit, so they keep it together only one after the other.
     live = {str(cell.state.job).partition("_")[0] for cell in cells if cell.state.is_active}

@@ -379,9 +379,16 @@ def _totals(runs: list[PlannedRun]) -> list[str]:
     """What all runs cost together, and the disk that they fill."""
     flops, tokens = sum(item.cost.flops for item in runs), sum(item.cost.tokens for item in runs)
     saved = [checkpoint_bytes(item.run) / GIB for item in runs]
+    is_trunk = any(item.starts_from for item in runs)
+    kept = sum(
+        size * (1 + bool(i.run.checkpoint.keep_every)) for size, i in zip(saved, runs, strict=True)
+    )
+    kinds = (
+        "its last checkpoint and where another starts" if is_trunk else "its last checkpoint alone"
+    )
     return [
         f"total: {counted(len(runs), 'run')}, {flops:.3g} FLOPs ({flops / PFLOPS_DAY:.3g} "
         f"PFLOP/s-days), {amount(tokens)} tokens",
-        f"disk: each run keeps its last checkpoint alone, {sum(saved):,.3g} GiB in all, and has "
-        f"two while it saves, up to {2 * max(saved):,.3g} GiB",
+        f"disk: each run keeps {kinds}, {kept:,.3g} GiB in all, and has two while it saves, up to "
+        f"{2 * max(saved):,.3g} GiB",
     ]

@@ -167,7 +167,7 @@ def row_of(placed: PlacedCell) -> Row:
         code=" ".join(dict.fromkeys(code)),
         excluded=excluded,
         set_losses=set_losses(last),
-        tasks=task_columns(last) | ({} if excluded else probe_columns(placed.path)),
+        tasks=task_columns(last) | ({} if excluded else probe_columns(placed.path, step)),
     )
 
 

@@ -152,6 +152,8 @@ class Fit:
         first = self.approaches[0]
         if doubt := self.doubts.get(first.key):
             return doubt
+        if first.key == "lowest" and self.doubts:  # it ranks nothing: every other law is in doubt
+            return next(iter(self.doubts.values()))
         error = self.left_out.error.get(first.key, 0.0) if self.left_out else 0.0
         return f"the best one's left-out error is {error:.1%}" if error > HOPELESS else ""
 

@@ -93,7 +93,8 @@ def fixed(value: float, half: float, usual: str) -> str:
         return "-"
     if not 0 < half < math.inf:
         return f"{value:{usual}}"
-    decimals = min(1 - math.floor(math.log10(half)), MOST_DECIMALS)
+    digits = abs(value) if 0 < 50 * abs(value) < half else half  # a far wider interval: its own
+    decimals = min(1 - math.floor(math.log10(digits)), MOST_DECIMALS)
     return f"{round(value, decimals):.{max(decimals, 0)}f}"
 
 

@@ -31,6 +31,7 @@ from pretrain.scaling.sweep_file import FORMAT, Cell, Kind, Sweep
 
 MOST_SIZES = 1000  # of a budget
 RATE_FACTORS = (0.5, 2.0)  # of the plan's rate, at one size of each budget
+LARGEST_CHANGE = 1.5  # of rate and batch between the runs of one trunk
 TAIL = 5  # of a run with the schedule wsd the last one of so many parts decays
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022; where nothing better is known
 
@@ -224,6 +225,8 @@ def check_runs(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
         optim = replace(item.run.optim, learning_rate=rate)
         run = replace(item.run, name=f"{item.name}-rate{factor:g}", optim=optim)
         facts = {**item.facts, "learning_rate": rate, "rate_factor": factor}
+        if "hours" in facts:  # a branch's are those after its start
+            facts["hours"] *= item.cost.steps / (item.cost.steps - item.starts_at)
         found.append(replace(item, run=run, facts=facts, starts_from="", starts_at=0))
     if len({item.run.seed for item in runs}) == 1:
         first = middles[0]
@@ -261,19 +264,30 @@ def as_trunks(runs: Sequence[PlannedRun]) -> tuple[list[PlannedRun], str]:
     for chain in chains.values():
         chain.sort(key=lambda item: item.facts["budget"])
         longest, before, warmup = chain[-1], None, 0
+        for values in zip(
+            *((i.run.data.lanes, i.run.optim.learning_rate) for i in chain), strict=True
+        ):
+            if max(values) > LARGEST_CHANGE * min(values):
+                raise ConfigError(
+                    f"--trunks: runs of {longest.name}'s shape would have rates or lanes over "
+                    f"{LARGEST_CHANGE:g}x apart by the rule, and a trunk has one of each; use "
+                    "--rule base or closer budgets"
+                )
         for item in chain:
             steps = longest.cost.steps * item.facts["budget"] / longest.facts["budget"]
             run = with_steps(replace(longest.run, name=item.name), TAIL * round(steps / TAIL))
             warmup = warmup or run.optim.schedule.warmup_steps
             schedule = replace(run.optim.schedule, shape="wsd", warmup_steps=warmup)
             run = replace(run, optim=replace(run.optim, schedule=schedule))
-            saves = run.optim.steps // TAIL  # the last but one is where a longer run starts
+            saves = run.optim.steps // TAIL
             start = before.run.optim.steps * (TAIL - 1) // TAIL if before else 0
             facts = {**longest.facts, "budget": item.facts["budget"]}
             if "hours" in facts:
                 facts["hours"] *= (run.optim.steps - start) / longest.cost.steps
             planned = planned_run(run, facts, holdout=item.holdout)
-            kept = replace(run.checkpoint, interval=saves, keep_last=1 + (item is not longest))
+            # A longer run starts at the last but one.
+            every = 0 if item is longest else (TAIL - 1) * saves
+            kept = replace(run.checkpoint, interval=saves, keep_last=1, keep_every=every)
             planned = replace(
                 planned,
                 run=replace(planned.run, checkpoint=kept),
@@ -287,7 +301,9 @@ def as_trunks(runs: Sequence[PlannedRun]) -> tuple[list[PlannedRun], str]:
     branches = sum(item.starts_at > 0 for item in found)
     return found, (
         f"trunks: {branches} of {len(found)} runs continue a shorter one of their shape before its "
-        f"rate decays: {whole - saved:.3g} FLOPs in place of {whole:.3g}, {saved / whole:.0%} saved"
+        f"rate decays: {whole - saved:.3g} FLOPs in place of {whole:.3g}, {saved / whole:.0%} "
+        "saved; each shape has the rate and lanes of its longest run, the warm-up of its shortest, "
+        f"and steps in multiples of {TAIL}"
     )
 
 

@@ -128,7 +128,10 @@ def run_doubts(fit: Fit, parameters: float, tokens: float) -> list[str]:
         *_outside("parameters", parameters, points.parameters_P, FURTHEST_AXIS),
         *_outside("tokens", tokens, points.tokens_P, FURTHEST_AXIS),
     ]
-    loss = loss_interval(law_of_runs(fit), parameters, tokens)
+    law = law_of_runs(fit)
+    if why := fit.doubts.get(law.key):
+        found.append(f"{law.title} is not relied on: {why}")
+    loss = loss_interval(law, parameters, tokens)
     if loss.width > WIDEST_LOSS:
         found.append(
             f"the interval of the loss is {shown(loss, as_loss)}, over {WIDEST_LOSS - 1:.0%} wide"

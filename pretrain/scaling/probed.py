@@ -25,12 +25,22 @@ class Probed:
     chance: float
 
 
-def read_probed(run: Path) -> Probed:
-    """Return the probes of a run; DataError if they are missing or damaged."""
+def read_probed(run: Path, step: int | None = None) -> Probed | None:
+    """Return the probes of a run; DataError if they are missing or damaged.
+
+    None if they are of another step, or lack position or needle.
+    """
     path = run / PROBES
     remedy = "'pretrain evaluate RUN --probe needle position' writes it"
     try:
-        return _parsed(Fields(read_json(path)).object("probes"))
+        tree = Fields(read_json(path))
+        probes = tree.object("probes")
+        is_final = step in (None, tree.integer("step"))
+        return (
+            _parsed(probes)
+            if is_final and probes.has("position") and probes.has("needle")
+            else None
+        )
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; {remedy}") from None
     except (OSError, ValueError, InvalidField) as error:
@@ -50,14 +60,13 @@ def _parsed(probes: Fields) -> Probed:
     return Probed(tuple(first), tuple(losses), tuple(tokens), needle, needles[0].number("chance"))
 
 
-def probe_columns(run: Path) -> dict[str, float]:
-    """The probes as columns of a table of runs; none of a run that has not been probed.
+def probe_columns(run: Path, step: int) -> dict[str, float]:
+    """The probes as columns of a table of runs; none of a run not probed after this step.
 
     `far_loss` is the loss of tokens with at least FAR tokens of their document before them.
     """
-    if not (run / PROBES).exists():
+    if not (run / PROBES).exists() or (found := read_probed(run, step)) is None:
         return {}
-    found = read_probed(run)
     bins = zip(found.first_positions_X, found.losses_X, found.tokens_X, strict=True)
     bins = [each for each in bins if each[2]]
     columns = {f"position/{first}": loss for first, loss, _ in bins}

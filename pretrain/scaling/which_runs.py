@@ -61,15 +61,16 @@ def cells_of(sweep: Sweep, file: Path, runs: Path) -> list[PlacedCell]:
 
 
 def begin_branch(cell: Cell, config: RunConfig, runs: Path) -> None:
-    """Make the run of a cell that starts from another cell's, unless it is there.
+    """Make the run of a cell if it starts from another cell's, unless it is there.
 
     It has the other's checkpoint of that step and measurements up to it, under the same identity,
     so that it resumes from there. ConfigError if they differ in more than their names and steps.
     """
-    source, target = RunDir.open(runs / cell.starts_from), RunDir(runs / cell.name)
-    saved = step_directory(source.checkpoints, cell.starts_at)
-    if target.exists():
+    target = RunDir(runs / cell.name)
+    if not cell.starts_from or target.exists():
         return
+    source = RunDir.open(runs / cell.starts_from)
+    saved = step_directory(source.checkpoints, cell.starts_at)
     own = replace(source.config, name=config.name, checkpoint=config.checkpoint)
     own = replace(own, optim=replace(own.optim, steps=config.optim.steps))
     others = source.other_settings(replace(config, name=source.config.name))

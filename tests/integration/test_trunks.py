@@ -87,7 +87,7 @@ def test_runs_of_one_shape_share_their_beginning_and_the_plan_says_what_that_sav
         if cell.starts_from:
             shorter = config_of(by_name[cell.starts_from], Path("trunks.yaml"))
             assert cell.starts_at == shorter.optim.steps - shorter.optim.decay_steps
-            assert shorter.checkpoint.keep_last == 2
+            assert shorter.checkpoint.keep_every == cell.starts_at
             assert shorter.model == run.model
     assert launcher(["sweep", "submit", "trunks.yaml", "--local"]) == 0
     assert f"{len(by_name)} of {len(by_name)} cells are done" in capsys.readouterr().out

@@ -120,7 +120,10 @@ def test_a_new_experiment_trains_as_it_is_and_is_never_overwritten(
         (["b.yaml", "--corpus", str(home), "--parameters=1k"], "the nearest model has 9.6k; ask"),
         (["b.yaml", "--corpus", str(home), "--parameters=much"], "such as 4k or 10M"),
         (["b.yaml", "--corpus", str(home), "--steps=0"], "--steps=0 must be 1 or more"),
-        (["b.yaml", "--corpus", str(home), "optim.steps=20"], "unrecognized arguments: optim.steps=20"),
+        (
+            ["b.yaml", "--corpus", str(home), "optim.steps=20"],
+            "unrecognized arguments: optim.steps=20",
+        ),
         (["b c.yaml", "--corpus", str(home)], "found 'b c', expected 1 to 100 letters"),
     ):
         capsys.readouterr()
