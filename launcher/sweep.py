@@ -158,7 +158,7 @@ def run_cells(
                 name = cell.cell.name
                 try:
                     begin_branch(cell.cell, cell.config, runs)
-                except ConfigError as error:
+                except (UserError, OSError) as error:
                     print(f"{name}: {error}", flush=True)
                     failed.append(name)
                     unfinished.add(name)

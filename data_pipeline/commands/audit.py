@@ -91,9 +91,9 @@ def _steps(text: str) -> range:
         raise argparse.ArgumentTypeError(
             f"found {text!r}, expected FIRST:END such as 0:200, or one step"
         ) from None
-    if not steps:
+    if start < 0 or not steps:
         raise argparse.ArgumentTypeError(
-            f"found {text!r}, which contains no step; END must be after FIRST"
+            f"found {text!r}, expected steps from 0 on, and END after FIRST"
         )
     return steps
 

@@ -147,12 +147,16 @@ def _submit(
     waiting = can_start(unfinished, active)
     if held := len(unfinished) - len(waiting):
         print(f"{counted(held, 'cell')} start from others: submit again when those have ended")
-    for cell in () if arguments.dry_run else list(waiting):
-        try:
-            begin_branch(cell.cell, cell.config, runs)
-        except ConfigError as error:
-            print(error)
-            waiting.remove(cell)
+    refused: list[str] = []
+    if not arguments.dry_run and any(cell.cell.starts_from for cell in waiting):
+        with RunDir(runs).locked("sweep"):
+            for cell in list(waiting):
+                try:
+                    begin_branch(cell.cell, cell.config, runs)
+                except (UserError, OSError) as error:
+                    print(f"{cell.cell.name}: {error}", file=sys.stderr)
+                    waiting.remove(cell)
+                    refused.append(cell.cell.name)
     found = classes(waiting, cluster, nodes, is_dry_run=arguments.dry_run)
     # Each array has its own limit, so they keep it together only one after the other.
     live = {str(cell.state.job).partition("_")[0] for cell in cells if cell.state.is_active}
@@ -179,7 +183,7 @@ def _submit(
         print(line, file=sys.stderr)
     if waiting and not arguments.dry_run:
         print(f"Status: launcher sweep status {cells_flags(sweep, arguments)}")
-    return 0
+    return EXIT_USER_ERROR if refused else 0
 
 
 def _largest_array(is_dry_run: bool) -> int:
@@ -215,8 +219,11 @@ def _run_here(
         count, names = counted(len(failed), "cell"), ", ".join(failed)
         print(f"{count} failed: {names}; rerun the same command to start only these again")
         return EXIT_USER_ERROR
-    if len(waiting) + sum(cell.is_done for cell in cells) == len(cells):
+    cells = read_cells(sweep, arguments.sweep, runs)
+    if all(cell.is_done for cell in cells):
         print(f"all {len(cells)} cells are done; next: pretrain report {runs}")
         flags = cells_flags(sweep, arguments)
         print(f"or as a table for scaling laws:  pretrain scale collect {flags}")
-    return 0
+        return 0
+    print(f"{describe(cells)}; rerun the same command to start the others")
+    return EXIT_STOPPED

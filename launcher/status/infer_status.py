@@ -170,7 +170,7 @@ def infer_status(evidence: Evidence) -> Status:
         return running
     silence = _seconds_since_remote_heartbeat(evidence, heartbeats)
     if not is_over and silence is not None:
-        if silence < UNRESPONSIVE_SECONDS:
+        if abs(silence) < UNRESPONSIVE_SECONDS:  # or a clock is far ahead
             return running
         source = heartbeats[0] if heartbeats else evidence.locks[0]
         hostname = source.hostname.partition(".")[0]

@@ -340,7 +340,7 @@ class Transfer(ABC):
     def wait(self) -> SaveProblem | None:
         """Return when this rank's file is there and, on rank 0, all are published; else why not."""
         (self._written if self._reports.rank else self._ended).wait()
-        return self._problem
+        return None if self.is_published else self._problem
 
     def stop(self) -> None:
         """Let it put and publish nothing more."""

@@ -121,7 +121,7 @@ class LocalTier:
                 logger.warning("local checkpoints are not used: %s; using %s", why, used)
         if (disk := self._disk) is not None:
             last = found.step if found else shared_step
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, CheckpointError):
                 for step in filter(lambda step: step > last, reversed(disk.steps())):
                     disk.remove(step)
         return found

@@ -230,7 +230,9 @@ def check_share(found: Checkpoint, rank: int = 0, world_size: int = 1) -> None:
 
 def read_index(directory: Path, run_id: str = "") -> Checkpoint:
     """Read the index and check it against marker and directory; CheckpointError as in `verify`."""
-    if directory.is_symlink():
+    with _refusing(directory):
+        is_link = directory.is_symlink()
+    if is_link:
         raise CheckpointError(
             f"{directory}: found a link, expected a directory; move what it leads to into its place"
         )

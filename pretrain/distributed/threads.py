@@ -40,8 +40,8 @@ def keep_freed_memory() -> None:
     the same tensors in every step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(MMAP_THRESHOLD, 1 << 30)
+    # Older versions of the library take at most 32 MiB.
+    if mallopt is not None and any(mallopt(MMAP_THRESHOLD, 1 << bits) for bits in (30, 25)):
         mallopt(TRIM_THRESHOLD, (1 << 31) - 1)
 
 

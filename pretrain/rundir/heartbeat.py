@@ -162,11 +162,14 @@ class Heartbeat:
             self._watchdog.close()
         faulthandler.unregister(STACKS_SIGNAL)
         with contextlib.suppress(OSError, DataError):
-            self._write(b" " * SLOT_BYTES)
-            if not _records_in(self._path):
-                self._path.unlink(missing_ok=True)
-        if self._file is not None:
-            os.close(self._file)
+            # Another attempt's rank may have the slot by now.
+            ours = (socket.gethostname(), os.getpid())
+            found = [each for each in _records_in(self._path) if each.rank == self._rank]
+            if all((each.hostname, each.pid) == ours for each in found):
+                self._write(b" " * SLOT_BYTES)
+                if not _records_in(self._path):
+                    self._path.unlink(missing_ok=True)
+        self._close()
 
     def _write_beats(self) -> None:
         known, written, synced, failed = None, 0.0, 0.0, False
@@ -177,7 +180,7 @@ class Heartbeat:
                 try:
                     self._write(self._record(*beat).line)
                     failed = False
-                    if self._local_rank == 0 and now - synced >= SYNC_SECONDS:
+                    if now - synced >= SYNC_SECONDS * (1 + self._local_rank):
                         synced = now
                         os.fdatasync(self._file or -1)
                 except (OSError, DataError) as error:
@@ -190,9 +193,21 @@ class Heartbeat:
                 return
 
     def _write(self, line: bytes) -> None:
-        if self._file is None:
-            self._file = own_file(self._path, os.O_WRONLY | os.O_CREAT)
-        os.pwrite(self._file, line, self._local_rank * SLOT_BYTES)
+        try:
+            if self._file is not None and not os.fstat(self._file).st_nlink:
+                self._close()  # another attempt's last rank has removed the file
+            if self._file is None:
+                self._file = own_file(self._path, os.O_WRONLY | os.O_CREAT)
+            os.pwrite(self._file, line, self._local_rank * SLOT_BYTES)
+        except OSError:  # such as a stale handle of NFS: the next one opens it anew
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        with contextlib.suppress(OSError):
+            if file is not None:
+                os.close(file)
 
     def _record(self, when: float, step: int, phase: Phase) -> HeartbeatRecord:
         return HeartbeatRecord(

@@ -216,7 +216,6 @@ _BEFORE_IDENTITY = (
     "logs",
     "slurm",
     "*.lock",
-    "*.owner",
     ".*.tmp",
 )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,13 +14,13 @@ from foundation.errors import ConfigError
 from foundation.yaml_files import YAML_SUFFIXES, find_config, read_tree
 from pretrain.checkpoint.directory import step_directory
 from pretrain.config.run import RunConfig
-from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_dir import RunDir, refuse_foreign_run
 from pretrain.rundir.run_paths import RUNS
 from pretrain.scaling.sweep_file import Cell, Sweep, config_of, read_sweep
 from pretrain.terminal.text import counted
 
 # What a sweep keeps beside its cells, so that a shell's `runs/SWEEP/*` has it.
-_BESIDE_CELLS = ("logs", "*.csv", "*-report", "compare.*", "*.lock", "*.owner", ".*")
+_BESIDE_CELLS = ("logs", "*.csv", "*-report", "compare.*", "*.lock", ".*")
 _DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
 _MOST_SHOWN = 3  # settings of a run that are not its cell's
 _log = logging.getLogger(__name__)
@@ -69,6 +68,7 @@ def begin_branch(cell: Cell, config: RunConfig, runs: Path) -> None:
     target = RunDir(runs / cell.name)
     if not cell.starts_from or target.exists():
         return
+    refuse_foreign_run(runs / cell.starts_from)
     source = RunDir.open(runs / cell.starts_from)
     saved = step_directory(source.checkpoints, cell.starts_at)
     own = replace(source.config, name=config.name, checkpoint=config.checkpoint)
@@ -88,7 +88,7 @@ def begin_branch(cell: Cell, config: RunConfig, runs: Path) -> None:
     shutil.rmtree(made.path, ignore_errors=True)
     RunDir.create(made.path, own, branch_of=source.identity)
     step = step_directory(made.checkpoints, cell.starts_at)
-    shutil.copytree(saved, step, copy_function=os.link)  # a checkpoint's files never change
+    shutil.copytree(saved, step)
     shutil.copy(source.metrics, made.metrics)
     made.cut_metrics_after(cell.starts_at)
     made.path.rename(target.path)

@@ -164,7 +164,11 @@ def test_a_misspelt_split_is_answered_with_those_that_there_are(corpus, capsys):
 
 @pytest.mark.parametrize(
     ("steps", "message"),
-    [("all", "found 'all', expected FIRST:END"), ("7:7", "found '7:7', which contains no step")],
+    [
+        ("all", "found 'all', expected FIRST:END"),
+        ("7:7", "'7:7', expected steps"),
+        ("-3:1", "'-3:1', expected"),
+    ],
 )
 def test_steps_that_are_not_a_range_are_rejected(corpus, capsys, steps, message):
     assert main(["audit", str(corpus), f"--steps={steps}"]) == 2
