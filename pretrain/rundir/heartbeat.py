@@ -3,8 +3,8 @@
     RUN/heartbeats/ranks-from-00008.jsonl    a line of SLOT_BYTES for each rank of one node
 
 Each rank writes its own line in place, at most once a second and at least every 5 seconds. The
-writes go to the node's page cache, which the ranks' own host sees at once. The node's first rank
-syncs the file every 10 seconds: a shared file system gets one request per node, not one per rank
+writes go to the node's page cache, which the ranks' own host sees at once. Rank n of the node syncs
+the file every 10 (n + 1) seconds: a shared file system gets few requests per node, not one per rank
 and second. A line in place also needs no space on a full disk. The ranks of a node have consecutive
 numbers.
 
