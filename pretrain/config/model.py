@@ -45,7 +45,7 @@ class ModelConfig:
     """
 
     vocab_size: int = setting(0, Range(0, LARGEST_VOCABULARY), unit="tokens")
-    """Size of the vocabulary; 0: that of the corpus' tokenizer."""
+    """Size of the vocabulary where there is no corpus yet; a corpus decides; 0: not known."""
     num_layers: int = setting(4, Range(1, MOST_LAYERS), unit="layers")
     """Transformer layers."""
     layer_kinds: tuple[LayerKind, ...] = ()

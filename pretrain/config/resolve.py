@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data_pipeline.config import CacheConfig, MixturePart
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, read_manifest, read_vocab_size
-from foundation.errors import ConfigError, DataError, UserError
+from foundation.errors import ConfigError, DataError
 from foundation.files import absolute, path_text, url_of
 from foundation.settings import LONGEST_NAME
 from foundation.yaml_files import YAML_SUFFIXES
@@ -144,14 +144,8 @@ def resolve(config: RunConfig) -> RunConfig:
     assert corpus is not None
     read_manifest(config.data.directory() / VALIDATION)
     splits_of_sets(config)
-    vocab_size = tokenizer_of(corpus.tokenizer_directory.parent).vocab_size  # same in all
-    if config.model.vocab_size not in (0, vocab_size):
-        raise UserError(
-            f"model.vocab_size={config.model.vocab_size}, but the tokenizer of "
-            f"{path_text(config.data.path)} has {vocab_size} tokens; leave the setting out, it is "
-            "taken from the corpus"
-        )
-    return _with_vocab_size(config, vocab_size)
+    # The same in all corpora. Settings that say another one are of a model without this corpus.
+    return _with_vocab_size(config, tokenizer_of(corpus.tokenizer_directory.parent).vocab_size)
 
 
 def resolve_if_built(config: RunConfig) -> RunConfig:
@@ -167,11 +161,11 @@ def resolve_if_built(config: RunConfig) -> RunConfig:
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
-    """Return the run with its vocabulary size, from its settings or its corpus' manifest.
+    """Return the run with its vocabulary size: that of its corpus, or without one of its settings.
 
     Raises ConfigError if neither has it. Unlike `resolve` it reads one file and checks nothing.
     """
-    if config.model.vocab_size:
+    if config.model.vocab_size and not (config.data.path / "train" / MANIFEST_NAME).is_file():
         return config
     manifest = config.data.directory() / "train" / MANIFEST_NAME
     if not manifest.is_file():

@@ -414,7 +414,6 @@ def test_what_train_refuses_about_data_and_weights_is_refused_here_with_the_same
     assert main(["describe", run]) == 0
     capsys.readouterr()
     for setting, message in (
-        ("model.vocab_size=1000", "model.vocab_size=1000, but the tokenizer of"),
         ("data.lanes=100000", "tokens are too few for 100000 lanes"),
         (f"data.mixture=[{{path: {tmp_path}}}]", f"{tmp_path}"),
         (f"initial_weights={tmp_path}", f"{tmp_path} contains no model.safetensors"),

@@ -10,6 +10,7 @@ from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, MixturePart, TokenizerConfig
 from foundation.errors import ConfigError, DataError
 from pretrain.config.data import DataConfig, PhaseConfig
+from pretrain.config.model import ModelConfig
 from pretrain.config.resolve import resolve, with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
 
@@ -53,8 +54,10 @@ def test_what_a_small_corpus_cannot_serve_is_rejected_before_training(tmp_path: 
     fitting = DataConfig(path=tmp_path / "d", lanes=1, segment_length=62)
     (shard,) = (tmp_path / "d" / "train").glob("*.mds")
     shard.write_bytes(bytes(shard.stat().st_size))
-    resolved = resolve(RunConfig(data=fitting))  # reads no shard: each rank reads its own later
-    assert resolved.model.vocab_size == 257
+    # No shard is read: each rank reads its own later. Files in configs/models have a vocabulary.
+    for vocab_size in (0, 32_000):
+        run = RunConfig(model=ModelConfig(vocab_size=vocab_size), data=fitting)
+        assert resolve(run).model.vocab_size == with_vocabulary(run).model.vocab_size == 257
 
 
 def test_a_missing_corpus_is_named_by_its_absolute_path(tmp_path: Path, monkeypatch) -> None:
