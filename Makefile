@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv lock demo scaling-demo compare-variants check test test-slurm fuzz golden coverage chaos bench gpu gpu-bundle test-gpu
+.PHONY: help venv lock site demo scaling-demo compare-variants check test test-slurm fuzz golden coverage chaos bench gpu gpu-bundle test-gpu
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -117,6 +117,10 @@ test: $(DEV_STAMP)  ## the whole suite, but for what needs a GPU or a Slurm of i
 
 test-slurm: $(DEV_STAMP)  ## runs on a real Slurm of four nodes on this machine (docs/reliability.md says what it needs)
 	python -m pytest -q -m slurm -p no:xdist --durations=10
+
+site: $(DEV_STAMP)  ## the pages as a site in runs/site (Python 3.11+); a link that leads nowhere fails
+	sphinx-build -q -W --keep-going -c docs -b html . runs/site
+	@echo "Open runs/site/README.html"
 
 coverage: $(DEV_STAMP)  ## how often the intervals of scaling fits hold the truth, on simulated sweeps
 	python -m tests.interval_coverage

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     if rows:
         parts.append(table_of(rows))
     if with_failures:
-        parts += ["### Failures", hour_of_kills(), failure_table()]
+        parts += ["## Failures", hour_of_kills(), failure_table()]
     report = "\n\n".join(parts)
     print(report)
     if arguments.page is not None:
