@@ -41,13 +41,12 @@ class Patience:
 
     In a pause `while_waiting` is called about once a second; what it raises ends the wait.
     `stop_requests` counts the requests to stop so far; one that comes while the run waits ends the
-    wait. `note` is told, after each try that failed, why and whether the run waits; "" at the end.
+    wait.
     """
 
     seconds: float = 0.0
     while_waiting: Callable[[], None] = lambda: None
     stop_requests: Callable[[], int] = lambda: 0
-    note: Callable[[str, bool], None] = lambda problem, waits: None
 
 
 class Outage:
@@ -89,7 +88,6 @@ class Outage:
             what, end = (WAITS, f"; {HOW_TO_STOP}") if waits else (meanwhile, "")
             logger.warning("%s; %s, and tries again%s%s", problem, what, most, end)
             self._told = waits
-        self._patience.note(problem, waits)
         # not beyond the patience: the last try comes at its end
         self._next_try = min(now + self._pause, max(now, self._since + self._patience.seconds))
 
@@ -102,7 +100,6 @@ class Outage:
         if self._since is not None:
             away = duration(time.monotonic() - self._since)
             logger.warning("works again after %s: %s", away, self._problem)
-            self._patience.note("", False)
         self._since, self._told = None, False
 
     def pause(self) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 
 from foundation.retry import Patience
-from pretrain.rundir.lock import StorageNote
 
 
 class StopSignals:
@@ -37,6 +35,20 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def patience(self, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> Patience:
+        """How a supervisor waits for its run directory, with a call about once a second.
+
+        Unlike a rank, which has a checkpoint to save, it also gives up, by a StopWhileWaiting, what
+        it wants to write after a request to stop has come.
+        """
+
+        def poll() -> None:
+            meanwhile()
+            if self.requests:
+                raise StopWhileWaiting
+
+        return Patience(seconds, while_waiting=poll)
+
     def _count(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
         self.requests += 1 if number == signal.SIGINT or not self.requests else 0
@@ -47,29 +59,4 @@ HOLDER = "launcher"  # of the lock RUN/launcher.lock
 
 class StopWhileWaiting(Exception):
     """The supervisor was asked to stop, and storage does not work: what it was to write is not
-    written. The message says why."""
-
-
-class StorageWaits:
-    """The waits of a supervisor for its run directory. Unlike a rank, which has a checkpoint to
-    save, it also gives up what it wants to write after a request to stop has come."""
-
-    def __init__(self, run_dir: Path, stop: StopSignals) -> None:
-        self.meanwhile: Callable[[], None] = lambda: None  # called about once a second
-        self._stop = stop
-        self._note = StorageNote(run_dir, HOLDER)
-        self._problem = ""
-
-    def patience(self, seconds: float) -> Patience:
-        """A patience of so many seconds, whose waits end with a StopWhileWaiting."""
-        return Patience(seconds, while_waiting=self._poll, note=self._failed)
-
-    def _poll(self) -> None:
-        self.meanwhile()
-        if self._stop.requests:
-            self._note.write_stop(signal.Signals(self._stop.received[-1]).name)
-            raise StopWhileWaiting(self._problem)
-
-    def _failed(self, problem: str, waits: bool) -> None:
-        self._problem = problem
-        self._note.write(problem, waits)
+    written."""

@@ -217,8 +217,8 @@ def _record(run_dir: RunDir, event: Event) -> None:
     """Write an event; if the supervisor is asked to stop before storage takes it, only log it."""
     try:
         run_dir.ledger.append(event)
-    except StopWhileWaiting as problem:
-        _log.warning("not in the ledger, because of %s: %s", problem, event.description)
+    except StopWhileWaiting:
+        _log.warning("not in the ledger, because storage fails: %s", event.description)
 
 
 def _stopped_between_attempts(run_dir: RunDir, stop: StopSignals, job: str | None) -> int:

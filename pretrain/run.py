@@ -73,7 +73,7 @@ from pretrain.rundir.events import Mirrored, Outcome, OutOfMemory, Spike, Traini
 from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.rundir.ledger import Ledger, events_of, last_stored, steps_that_stand
-from pretrain.rundir.lock import VARIABLE, Fence, StorageNote
+from pretrain.rundir.lock import VARIABLE, Fence
 from pretrain.rundir.run_dir import RunDir, make_trace_directory
 from pretrain.state import TrainState
 from pretrain.train import Parts, RankProcess, train
@@ -175,8 +175,8 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
     with contextlib.ExitStack() as stack:
         stop = StopRequest()  # before anything waits for storage
         stack.callback(stop.restore_handlers)
-        seconds, note = config.checkpoint.storage_patience_seconds, StorageNote(directory, "train")
-        patience = Patience(seconds, heartbeat.repeat, lambda: stop.count, note.write)
+        seconds = config.checkpoint.storage_patience_seconds
+        patience = Patience(seconds, heartbeat.repeat, lambda: stop.count)
         run_dir = RunDir(directory, patience)
         with raise_on_all_ranks():  # a run directory that is rejected is every rank's error
             if world.is_main:

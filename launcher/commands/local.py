@@ -11,7 +11,7 @@ from foundation.cli import add_experiment
 from foundation.errors import ConfigError
 from foundation.settings import load_config
 from launcher.restart_policy import add_policy_arguments, policy_of
-from launcher.stop_signals import HOLDER, StopSignals, StorageWaits
+from launcher.stop_signals import HOLDER, StopSignals
 from launcher.supervisor import is_done_already, supervise
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, accumulation_steps
@@ -54,8 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(RunConfig, arguments.experiment, arguments.overrides)
     accumulation_steps(config, arguments.ranks)  # ConfigError before anything starts
     path, stop = arguments.run_dir or Path("runs") / config.name, StopSignals()
-    waits = StorageWaits(path, stop)
-    run_dir = RunDir(path, waits.patience(config.checkpoint.storage_patience_seconds))
+    run_dir = RunDir(path, stop.patience(config.checkpoint.storage_patience_seconds))
     command = train_command(arguments.experiment, run_dir.path, *arguments.overrides)
     existed = run_dir.path.exists()
     refuse_foreign_run(run_dir.path)

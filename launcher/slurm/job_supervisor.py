@@ -40,7 +40,7 @@ from launcher.slurm.srun import (
     nodes_that_cannot_start,
     nodes_that_miss,
 )
-from launcher.stop_signals import HOLDER, StopSignals, StopWhileWaiting, StorageWaits
+from launcher.stop_signals import HOLDER, StopSignals, StopWhileWaiting
 from launcher.supervisor import is_complete, latest_step, supervise
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
@@ -56,7 +56,7 @@ from pretrain.rundir.events import (
 )
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.ledger import events_of, job_names, last_of
-from pretrain.rundir.lock import Fence, StaleAttempt, read_lock
+from pretrain.rundir.lock import Fence, StaleAttempt
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_run
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 from pretrain.terminal.text import counted
@@ -84,16 +84,14 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_foreign_run(arguments.run_dir)  # also a cell's, which others than its array may have
     config = load_config(RunConfig, Snapshot(arguments.run_dir).experiment)
     job, stop = ThisJob.from_environment(), StopSignals()
-    waits = StorageWaits(arguments.run_dir, stop)
-    patience = waits.patience(config.checkpoint.storage_patience_seconds)
-    run_dir = RunDir(arguments.run_dir, patience)
-    policy = policy_of(arguments)
+    policy, path = policy_of(arguments), arguments.run_dir
     with stop:
-        fences = AttemptFences(run_dir.path, f"{job.id}.{job.restart}")
+        fences = AttemptFences(path, f"{job.id}.{job.restart}")
         job_exit = JobExit(
-            job, run_dir.path, stop, fences.check, most_futile=policy.attempts_without_progress
+            job, path, stop, fences.check, most_futile=policy.attempts_without_progress
         )
-        waits.meanwhile = job_exit.poll
+        patience = config.checkpoint.storage_patience_seconds
+        run_dir = RunDir(path, stop.patience(patience, job_exit.poll))
         if ended := end_of_start(run_dir.ledger.read(), job):
             return job_exit.complete(ended)
         if is_complete(run_dir, config):  # the job was requeued after its end
@@ -212,9 +210,7 @@ def begin(job: ThisJob, run_dir: RunDir) -> None:
     """Record that this job has the run; ConfigError if another live job has it."""
     ledger, step = run_dir.ledger.read(), latest_step(run_dir)
     if lost := open_start(ledger, job.id):
-        lock = read_lock(run_dir.path / f"{HOLDER}.lock")
-        waited = lock is not None and bool(lock.stopped_by) and lock.failing_since > lost.time
-        run_dir.ledger.append(end_of_lost(lost, job, step, waited))
+        run_dir.ledger.append(end_of_lost(lost, job, step))
     run_dir.ledger.append(JobStarted(job=job.id, restart=job.restart, nodes=job.nodes, step=step))
     # Each job writes its start before it looks for others, so of two jobs at least one sees the
     # other.
@@ -236,17 +232,15 @@ def begin(job: ThisJob, run_dir: RunDir) -> None:
             )
 
 
-def end_of_lost(
-    lost: JobStarted, job: ThisJob, step: int, waited: bool = False
-) -> JobEnded | SupervisorKilled:
+def end_of_lost(lost: JobStarted, job: ThisJob, step: int) -> JobEnded | SupervisorKilled:
     """What `job` writes about a start whose supervisor could not: killed if it is this very start,
-    else lost with the node, unless it `waited` for storage when it was asked to stop."""
+    else lost with the node."""
     if lost.restart == job.restart:
         return SupervisorKilled(job=job.id, restart=job.restart, step_before=lost.step, step=step)
     return JobEnded(
         job=job.id,
         restart=lost.restart,
-        reason=JobEndReason.STORAGE_FAILED if waited else JobEndReason.FIRST_NODE_LOST,
+        reason=JobEndReason.FIRST_NODE_LOST,
         requeued=True,
         step_before=lost.step,
         step=step,

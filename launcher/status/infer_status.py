@@ -158,14 +158,7 @@ def infer_status(evidence: Evidence) -> Status:
     heartbeats = [
         each for each in evidence.heartbeats if last is None or not is_over or each.time > last.time
     ]
-    failing = [lock for lock in evidence.locks if lock.failing_storage]
-    # Those that still hold: a holder on another host repeats its note every minute.
-    recent = evidence.now - UNRESPONSIVE_SECONDS
-    fresh = [
-        each for each in failing if each.is_held or (each.is_held is None and each.since > recent)
-    ]
-    activity = _activity(last, heartbeats, evidence.now)
-    running = Status(State.RUNNING, _with_storage(activity, fresh, evidence.now))
+    running = Status(State.RUNNING, _activity(last, heartbeats, evidence.now))
     if any(lock.is_held for lock in evidence.locks) or any(each.is_alive for each in heartbeats):
         return running
     silence = _seconds_since_remote_heartbeat(evidence, heartbeats)
@@ -176,11 +169,7 @@ def infer_status(evidence: Evidence) -> Status:
         hostname = source.hostname.partition(".")[0]
         reason = f"no heartbeat from {hostname} for {duration(silence)}"
         return Status(State.UNRESPONSIVE, reason)
-    ended = _waiting_or_canceled(evidence, last) or _ended(evidence, last)
-    # A note from before the last start is of another process: ranks can start without the launcher.
-    began = last_of(evidence.ledger, TrainingBegan)
-    notes = [lock for lock in failing if began is None or lock.failing_since > began.time]
-    return _ended_without_storage(notes[0], evidence) if notes and ended.is_lost else ended
+    return _waiting_or_canceled(evidence, last) or _ended(evidence, last)
 
 
 def last_turn(ledger: Sequence[Event]) -> Event | None:
@@ -197,28 +186,6 @@ def last_turn(ledger: Sequence[Event]) -> Event | None:
     turn = turns[-1] if turns else None
     of_job = last_of(timely, TrainingBegan, Submitted, JobStarted, JobEnded)
     return of_job if isinstance(of_job, JobEnded) else turn
-
-
-def _with_storage(activity: str, notes: Sequence[Lock], now: float) -> str:
-    """The activity, or that the run waits; with what its supervisor or rank 0 cannot write."""
-    if not notes:
-        return activity
-    note = max(notes, key=lambda lock: lock.waits)
-    what = f"{note.failing_storage} (since {duration(max(0.0, now - note.failing_since))})"
-    if note.waits:
-        return f"waiting for storage: {what}"
-    return "; ".join(filter(None, [activity, f"storage fails: {what}"]))
-
-
-def _ended_without_storage(left: Lock, evidence: Evidence) -> Status:
-    """The end of a process that could write it into its lock alone."""
-    what = f"it waited for storage: {left.failing_storage}"
-    if not left.waits:
-        what = f"storage failed: {left.failing_storage}"
-    if not left.stopped_by:
-        return Status(State.FAILED, f"ended while {what}", is_lost=True)
-    how = Interrupted(signal=left.stopped_by, step=evidence.checkpoint or 0).description
-    return Status(State.STOPPED, f"{how}; {what}")
 
 
 def _waiting_or_canceled(evidence: Evidence, last: Event | None) -> Status | None:

@@ -304,8 +304,7 @@ class JobEndReason(Enum):
     PREEMPTED = "preempted"
     REQUEUED_BY_USER = "requeued_by_user"
     NODE_FAILED = "node_failed"
-    FIRST_NODE_LOST = "first_node_lost"  # and the supervisor with it: the next start writes this
-    STORAGE_FAILED = "storage_failed"  # so its end could not be written: the next start does
+    FIRST_NODE_LOST = "first_node_lost"  # or its storage: the next start writes this
     NODE_EXCLUDED = "node_excluded"  # requeued to start without this node
     PROLOG_FAILED = "prolog_failed"  # Slurm has drained the node and holds the job
     ENDED_BY_SLURM = "ended_by_slurm"
@@ -499,8 +498,7 @@ _JOB_CAUSES = {
     JobEndReason.GAVE_UP: "the supervisor gave up",
     JobEndReason.STOP_REQUESTED: "asked to stop",
     JobEndReason.REQUEUED_BY_USER: "requeued by a user, or by Slurm",
-    JobEndReason.FIRST_NODE_LOST: "its first node was lost",
-    JobEndReason.STORAGE_FAILED: "ended while storage failed",
+    JobEndReason.FIRST_NODE_LOST: "its first node or its storage was lost",
     JobEndReason.ENDED_BY_SLURM: "ended by Slurm",
     JobEndReason.FORGOTTEN: "the Slurm controller forgot its start",
 }

@@ -3,9 +3,6 @@
     {"pid": 4711, "holder": "launcher", "hostname": "n1"}
 
 The file stays when its holder ends; the kernel then drops the lock, whatever ended the process.
-Its one block is written whole when the lock is taken. So a holder can still say there which storage
-fails, and whether it waits for it (`StorageNote`), where the disk is full and nothing else can be
-written.
 
 Fencing: only the latest attempt of a run may write. RUN/attempt contains its token.
 
@@ -20,12 +17,11 @@ import contextlib
 import json
 import os
 import socket
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from foundation.errors import ConfigError, UserError, printable
+from foundation.errors import ConfigError, UserError
 from foundation.files import named_errors, read_json, read_regular, write_text
 from foundation.locks import held_lock, is_locked_by
 from foundation.records import built
@@ -63,10 +59,6 @@ class Fence:
             )
 
 
-_BLOCK = 4096
-_LONGEST_NOTE = 500  # characters, each up to 6 bytes as JSON
-
-
 @dataclass(frozen=True, kw_only=True)
 class Lock:
     """The last process that took a lock."""
@@ -76,10 +68,6 @@ class Lock:
     hostname: str
     since: float = 0.0
     is_held: bool | None = None  # None where only its own host could tell
-    failing_storage: str = ""  # why its holder cannot write now, or could not at its end
-    failing_since: float = 0.0
-    waits: bool = False  # for storage; else it trains meanwhile
-    stopped_by: str = ""  # the signal that ended the wait
 
 
 @contextlib.contextmanager
@@ -102,54 +90,12 @@ def exclusive_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator
             )
         with named_errors(path.parent):
             file.truncate(0)
+            owner = {"pid": os.getpid(), "holder": holder, "hostname": socket.gethostname()}
             # Past the buffer, which closing would try to write again, and fail without a name.
-            rest = memoryview(_block(holder, {}))
+            rest = json.dumps(owner).encode() + b"\n"
             while rest:
-                rest = rest[os.pwrite(file.fileno(), rest, _BLOCK - len(rest)) :]
+                rest = rest[os.write(file.fileno(), rest) :]
         yield
-
-
-class StorageNote:
-    """Notes in the lock of this process that storage fails, and since when.
-
-    Nothing is written if that needs space, or if the lock is another process's.
-    """
-
-    def __init__(self, run_dir: Path, holder: str) -> None:
-        self._path, self._holder = run_dir / f"{holder}.lock", holder
-        self._problem, self._since, self._waits = "", 0.0, False
-
-    def write(self, problem: str, waits: bool) -> None:
-        """Note what fails, and whether the process waits for it; "": storage works again."""
-        self._since = self._since if self._problem and problem else time.time()
-        self._problem, self._waits = problem, waits
-        self._write(self._note if problem else {})
-
-    def write_stop(self, signal_name: str) -> None:
-        """Note that the signal has ended the wait, and that storage does not work."""
-        self._write({**self._note, "stopped_by": signal_name})
-
-    @property
-    def _note(self) -> dict[str, str | float]:
-        line = " ".join(printable(self._problem).split())[:_LONGEST_NOTE]
-        return {"failing_storage": line, "failing_since": self._since, "waits": self._waits}
-
-    def _write(self, note: Mapping[str, str | float]) -> None:
-        with contextlib.suppress(OSError):
-            owner = read_lock(self._path)
-            here = (os.getpid(), socket.gethostname())
-            if owner is None or (owner.pid, owner.hostname) != here:
-                return
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_NOFOLLOW)
-            try:
-                os.pwrite(descriptor, _block(self._holder, note), 0)
-            finally:
-                os.close(descriptor)
-
-
-def _block(holder: str, note: Mapping[str, str | float]) -> bytes:
-    owner = {"pid": os.getpid(), "holder": holder, "hostname": socket.gethostname(), **note}
-    return json.dumps(owner).encode().ljust(_BLOCK - 1) + b"\n"
 
 
 def _name_of(lock: Lock | None) -> str:
@@ -171,8 +117,7 @@ def read_lock(path: Path) -> Lock | None:
         return None
     except (ValueError, TypeError):  # it is being taken now, or damaged
         return None
-    texts = (owner.holder, owner.hostname, owner.failing_storage, owner.stopped_by)
-    if not all(map(str.isprintable, texts)):
+    if not (owner.holder + owner.hostname).isprintable():
         return None
     is_here = owner.hostname == socket.gethostname()
     return replace(owner, since=since, is_held=is_locked_by(owner.pid, path) if is_here else None)

@@ -156,7 +156,7 @@ def test_a_spare_host_replaces_one_in_the_same_job_and_the_first_host_lost_reque
     unlaunched = [event for event in failed if NEVER_STARTED in event.statuses]
     assert len(unlaunched) <= 1, "none if Slurm noticed before the launch"
     assert [event.first_failure for event in unlaunched] == [2] * len(unlaunched), "on the dead one"
-    assert run.ends() == ["its first node was lost", "finished"]
+    assert run.ends() == ["its first node or its storage was lost", "finished"]
 
 
 def test_a_start_that_the_controller_has_forgotten_counts_nothing_and_its_number_trains(

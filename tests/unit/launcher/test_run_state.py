@@ -87,9 +87,6 @@ def evidence(
 
 HELD = Lock(pid=1, holder="train", hostname="here", since=NOW - 100, is_held=True)
 LEFT = replace(HELD, is_held=False)
-FAILS = replace(HELD, failing_storage="step 20 not saved: full", failing_since=NOW - 180)
-WAITS = replace(FAILS, holder="launcher", failing_storage="/run/x: full", waits=True)
-FULL = "waiting for storage: /run/x: full"
 KILLED = "rank 1 was killed by SIGKILL"
 RETRY = attempt_ended(NextAction.RETRY)
 GIVEN_UP = attempt_ended(NextAction.GIVE_UP)
@@ -157,50 +154,6 @@ def elsewhere(seconds_ago: float) -> Lock:
             "ended silently",
         ),
         (evidence(START, RETRY, locks=[LEFT]), "failed", "ended silently"),
-        (evidence(START, RETRY, locks=[WAITS]), "running", f"{FULL} (since 3.0 min)"),
-        (
-            evidence(START, RETRY, locks=[replace(WAITS, is_held=None, since=NOW - 20)]),
-            "running",
-            FULL,
-        ),
-        (
-            evidence(START, beats=[beat(5)], locks=[replace(elsewhere(400), failing_storage="x")]),
-            "running",
-            "",
-        ),
-        (
-            evidence(START, beats=[beat(5)], locks=[FAILS]),
-            "running",
-            "storage fails: step 20 not saved: full (since 3.0 min)",
-        ),
-        (
-            evidence(START, beats=[beat(5, phase="evaluate")], locks=[FAILS]),
-            "running",
-            "evaluating; storage fails: step 20",
-        ),
-        (evidence(START, beats=[beat(5)], locks=[FAILS, WAITS]), "running", FULL),
-        (
-            evidence(EARLIER, locks=[replace(FAILS, is_held=False)]),
-            "failed",
-            "ended while storage failed: step 20 not saved: full",
-        ),
-        (
-            evidence(EARLIER, RETRY, locks=[replace(WAITS, is_held=False)]),
-            "failed",
-            "ended while it waited for storage: /run/x: full",
-        ),
-        (
-            evidence(EARLIER, RETRY, START, locks=[replace(WAITS, is_held=False)]),
-            "failed",
-            "ended silently",
-        ),
-        (
-            evidence(EARLIER, RETRY, locks=[replace(WAITS, is_held=False, stopped_by="SIGINT")]),
-            "stopped",
-            "stopped by Ctrl-C; nothing is saved; it waited for storage: /run/x: full",
-        ),
-        (evidence(START, RETRY, locks=[HELD, replace(WAITS, is_held=False)]), "running", KILLED),
-        (evidence(START, STOPPED, locks=[replace(WAITS, is_held=False)]), "stopped", "1,200"),
         (evidence(locks=[elsewhere(20)]), "running", "starting"),
         (
             evidence(START, RETRY, locks=[elsewhere(20)]),

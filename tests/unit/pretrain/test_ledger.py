@@ -46,7 +46,7 @@ from pretrain.rundir.ledger import (
     num_attempts,
     without_refused_jobs,
 )
-from pretrain.rundir.lock import Fence, StorageNote, read_lock
+from pretrain.rundir.lock import Fence, read_lock
 from pretrain.rundir.metrics_file import read_measurements
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.full_disk import full_disk
@@ -302,7 +302,7 @@ def test_attempts_are_starts_and_those_that_ended_before_one():
                 RESUME,
             ],
             True,
-            ["its first node was lost"],
+            ["its first node or its storage was lost"],
         ),
         (
             [JOB_STARTED, START, RETRY, REPLACED, RESUME],
@@ -383,8 +383,6 @@ def test_a_lock_names_its_holder_and_whether_it_is_still_held(tmp_path):
     foreign = read_lock(path)
     assert foreign is not None
     assert (foreign.hostname, foreign.is_held) == ("another-host", None)
-    StorageNote(tmp_path, "launcher").write("not ours", True)
-    assert read_lock(path) == foreign
 
 
 def test_a_lock_that_a_full_disk_does_not_take_names_the_run_directory(tmp_path):
@@ -395,26 +393,6 @@ def test_a_lock_that_a_full_disk_does_not_take_names_the_run_directory(tmp_path)
     ):
         pass
     assert raised.value.filename == str(tmp_path)
-
-
-def test_a_holder_notes_in_its_lock_which_storage_fails_also_where_no_file_can_grow(tmp_path):
-    path = tmp_path / "launcher.lock"
-    with RunDir(tmp_path).locked("launcher"), full_disk(path.stat().st_size):
-        note = StorageNote(tmp_path, "launcher")
-        note.write("/run/\x1b[2J\u20ac" * 300 + "\n", False)
-        fails = read_lock(path)
-        note.write("still", True)
-        waits = read_lock(path)
-        note.write("", False)
-        works = read_lock(path)
-    assert fails is not None
-    assert fails.failing_storage.startswith("/run/\\x1b[2J\u20ac/run/")
-    assert (fails.is_held, fails.waits) == (True, False)
-    assert waits is not None
-    found = (waits.failing_storage, waits.failing_since, waits.waits)
-    assert found == ("still", fails.failing_since, True)
-    assert works is not None
-    assert (works.failing_storage, works.is_held) == ("", True)
 
 
 @pytest.mark.parametrize("read", [lambda path: Ledger(path).read(), read_measurements])
