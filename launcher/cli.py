@@ -12,37 +12,34 @@ with ExitWhenInterrupted():
 
 # name -> (module, what it does)
 COMMANDS = {
-    "local": (
-        "launcher.commands.local",
-        "train on this machine; restart after crashes, give up on a crash loop",
-    ),
+    "local": ("launcher.commands.local", "train on this machine, restarting after crashes"),
     "status": (
         "launcher.commands.status",
-        "show the state of runs: step, loss, speed, goodput, last checkpoint, last failure",
+        "show the states of runs: step, loss, speed, checkpoint, failure",
     ),
     "submit": (
         "launcher.commands.submit",
-        "submit a run to Slurm, once; it continues through time limits and crashes",
+        "submit a run to Slurm, once; it outlives time limits and crashes",
     ),
     "batch": (
         "launcher.slurm.job_supervisor",
-        "the supervisor inside a Slurm job; batch scripts call it",
+        "supervise a run inside a Slurm job; batch scripts call it",
     ),
     "logs": (
         "launcher.commands.logs",
-        "show the log of a run's ranks, also while it is written, or only the errors",
+        "show the log of a run's ranks, also as it grows, or only errors",
     ),
     "cancel": (
         "launcher.commands.cancel",
         "stop a run, after a last checkpoint if there is time",
     ),
     "resume": (
-        "launcher.commands.resume",
-        "continue a run the way it was started: in a new Slurm job, or on this machine",
+        "launcher.commands.submit:resume",
+        "continue a run as it was started: in a new Slurm job, or here",
     ),
     "settings": (
-        "launcher.commands.settings",
-        "explain the settings of a cluster file: default, allowed values, meaning",
+        "launcher.commands.new_cluster:settings",
+        "explain a cluster file's settings: default, values, meaning",
     ),
     "new-cluster": (
         "launcher.commands.new_cluster",
@@ -52,16 +49,9 @@ COMMANDS = {
         "launcher.commands.preflight",
         "run a short job that finds slow and broken nodes",
     ),
-    "sweep": (
-        "launcher.commands.sweep",
-        "run the cells of a sweep file, several at a time; skip those that are done",
-    ),
+    "sweep": ("launcher.commands.sweep", "run the cells of a sweep file, several at a time"),
 }
-PROGRAM = Program(
-    "launcher",
-    "Keep pretraining runs going.",
-    COMMANDS,
-)
+PROGRAM = Program("launcher", "Keep pretraining runs going.", COMMANDS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,9 +8,9 @@ import signal
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
 
-from foundation.errors import EXIT_USER_ERROR, ConfigError
+from foundation.cli import check_least
+from foundation.errors import EXIT_USER_ERROR
 from foundation.progress import duration
 from pretrain.rundir.events import (
     AttemptEnded,
@@ -62,10 +62,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
 
 def policy_of(arguments: argparse.Namespace) -> RestartPolicy:
     """The policy that the options ask for; ConfigError if it is impossible."""
-    if arguments.attempts_without_progress < 1:
-        raise ConfigError(
-            f"--attempts-without-progress={arguments.attempts_without_progress} must be 1 or more"
-        )
+    check_least(arguments, 1, "attempts_without_progress")
     return RestartPolicy(attempts_without_progress=arguments.attempts_without_progress)
 
 
@@ -158,22 +155,10 @@ def unresponsive_rank(statuses: Sequence[int]) -> int | None:
 # ------------------------------------------------------------------- former starts of a job
 
 
-@dataclass(frozen=True)
-class CutStart:
-    """A start of a job that its time limit ended: seconds until training began, and in training
-    that a checkpoint holds."""
-
-    starting: float
-    training: float
-
-    @property
-    def is_futile(self) -> bool:
-        return self.training < self.starting
-
-
-def cut_starts(ledger: Sequence[Event], job: str) -> list[CutStart]:
-    """The last starts of this job that ended, in a row, because of its time limit."""
-    starts: list[CutStart] = []
+def refusal_of_futile_starts(ledger: Sequence[Event], job: str, most: int, time_limit: str) -> str:
+    """Why this job must not start again: its last `most` starts in a row were ended by the time
+    limit, and each took longer to start than it trained for a checkpoint; empty if it may."""
+    starts: list[tuple[float, float]] = []  # seconds until training began, and in saved training
     start: JobStarted | None = None
     first_began = began = None
     training = 0.0
@@ -190,20 +175,11 @@ def cut_starts(ledger: Sequence[Event], job: str) -> list[CutStart]:
                 continue
             training += 0.0 if began is None else event.time - began
             starting = (first_began or event.time) - start.time
-            starts.append(CutStart(starting, training if (event.step or 0) > start.step else 0.0))
-    return starts
-
-
-def refusal_of_futile_starts(starts: Sequence[CutStart], most: int, time_limit: str) -> str:
-    """Why the job must not start again: the last `most` starts lost more time than they gained;
-    empty if it may."""
+            starts.append((starting, training if (event.step or 0) > start.step else 0.0))
     last = starts[-most:]
-    if len(last) < most or not all(start.is_futile for start in last):
+    if len(last) < most or any(training >= starting for starting, training in last):
         return ""
-    starting, training = (
-        duration(statistics.mean(seconds))
-        for seconds in zip(*((start.starting, start.training) for start in last), strict=True)
-    )
+    starting, training = (duration(statistics.mean(each)) for each in zip(*last, strict=True))
     return (
         f"{most} starts in a row took {starting} to start and trained for {training} before the "
         f"time limit of {time_limit}; raise time_limit in the cluster file, then 'launcher submit'"
@@ -218,12 +194,21 @@ def past_attempts(ledger: Sequence[Event], job: str) -> list[AttemptResult]:
     """
     attempts: list[AttemptResult] = []
     for event in ledger:
-        if isinstance(event, AttemptEnded) and event.job == job:
-            if event.next is not NextAction.STOPPED:
-                attempts.append(_result(event.statuses, event.step_before, event.step))
-        elif _lost_its_supervisor(event) and event.job == job:  # which wrote no AttemptEnded
-            killed = (-signal.SIGKILL.value,)
-            attempts.append(_result(killed, event.step_before or 0, event.step or 0))
+        statuses: tuple[int, ...] = (-signal.SIGKILL,)
+        if isinstance(event, AttemptEnded) and event.next is not NextAction.STOPPED:
+            statuses = event.statuses
+        elif not isinstance(event, SupervisorKilled) and not (
+            isinstance(event, JobEnded) and event.reason is JobEndReason.FIRST_NODE_LOST
+        ):
+            continue
+        if event.job == job:
+            attempts.append(
+                AttemptResult(
+                    statuses=statuses,
+                    step_before=event.step_before or 0,
+                    step_after=event.step or 0,
+                )
+            )
     return attempts
 
 
@@ -233,15 +218,6 @@ def no_rank_started(ledger: Sequence[Event], job: str) -> bool:
     if not isinstance(last, AttemptEnded) or last.job != job:
         return False
     return set(last.statuses) == {NEVER_STARTED}
-
-
-def _lost_its_supervisor(event: Event) -> TypeGuard[JobEnded | SupervisorKilled]:
-    is_lost = isinstance(event, JobEnded) and event.reason is JobEndReason.FIRST_NODE_LOST
-    return is_lost or isinstance(event, SupervisorKilled)
-
-
-def _result(statuses: tuple[int, ...], step_before: int, step_after: int) -> AttemptResult:
-    return AttemptResult(statuses=statuses, step_before=step_before, step_after=step_after)
 
 
 def node_to_exclude(ledger: Sequence[Event], job: str, node_of: Callable[[int], str]) -> str | None:

@@ -1,30 +1,28 @@
 """The supervisor: starts an attempt, watches it, decides what follows, until the run is finished or
-hopeless.
+hopeless; and what stops it.
 
 The caller provides how ranks are started: on this machine, or as a step of a Slurm job.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Protocol
 
 from foundation.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
-from foundation.retry import outlast
+from foundation.retry import Patience, outlast
 from launcher.restart_policy import (
     AttemptResult,
-    Decision,
     RestartPolicy,
     attempts_without_progress,
     decide,
     unresponsive_rank,
 )
-from launcher.stop_signals import StopSignals, StopWhileWaiting
 from pretrain.checkpoint import marker
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import (
@@ -40,13 +38,58 @@ from pretrain.rundir.exit_status import EXIT_STOPPED, ended_by_watchdog
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir, attempts_of
 
-EXIT_STATUS = {
-    NextAction.FINISHED: 0,
-    NextAction.STOPPED: EXIT_STOPPED,
-    NextAction.REFUSED: EXIT_USER_ERROR,
-    NextAction.GIVE_UP: EXIT_USER_ERROR,
-}
+HOLDER = "launcher"  # of the lock RUN/launcher.lock
 _log = logging.getLogger(__name__)
+
+
+class StopSignals:
+    """Counts the signals that ask to stop, instead of dying of them.
+
+    The supervisor has to outlive its ranks, which save a checkpoint first, and to record how they
+    ended. So: SIGINT and SIGTERM ask the ranks to save and stop; a second SIGINT (Ctrl-C) kills
+    them. A second SIGTERM does not: Slurm sends several while a job ends. SIGUSR1, which `sbatch
+    --signal` sends ahead of the time limit, asks too. SIGUSR2 goes to the ranks alone (see
+    srun.py). `received` has all signals in order.
+    """
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.received: list[int] = []
+        self._previous: dict[signal.Signals, signal._HANDLER] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            self._previous[number] = signal.signal(number, self._count)
+        # In a batch job they were blocked until now (launcher/slurm/batch_process.py).
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def patience(self, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> Patience:
+        """How a supervisor waits for its run directory, with a call about once a second.
+
+        Unlike a rank, which has a checkpoint to save, it also gives up, by a StopWhileWaiting, what
+        it wants to write after a request to stop has come.
+        """
+
+        def poll() -> None:
+            meanwhile()
+            if self.requests:
+                raise StopWhileWaiting
+
+        return Patience(seconds, while_waiting=poll)
+
+    def _count(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+        self.requests += 1 if number == signal.SIGINT or not self.requests else 0
+
+
+class StopWhileWaiting(Exception):
+    """The supervisor was asked to stop, and storage does not work: what it was to write is not
+    written."""
 
 
 class Ranks(Protocol):
@@ -94,7 +137,10 @@ def supervise(
     and one that failed does not count: `is_allocated` tells.
     """
     attempts = list(past)
-    for number in itertools.count(next_attempt_number(run_dir)):
+    # After the highest that left logs, so that no log is written twice.
+    number = max((attempt.number for attempt in attempts_of(run_dir.logs)), default=-1)
+    while True:
+        number += 1
         before = latest_step(run_dir)
         try:
             if run_dir.path.exists():  # else the first attempt tells what is wrong
@@ -114,28 +160,41 @@ def supervise(
                 first_failure=unresponsive_rank(statuses) if hung else ranks.first_failure,
             )
         )
-        num_steps = 0
+        last, num_steps = attempts[-1], 0
         if not any(statuses):  # a run whose directory has vanished is not finished
             num_steps = run_dir.config.optim.steps if run_dir.exists() else 1
         decision = decide(attempts, policy, stop.requests > 0, num_steps)
         if decision.action not in (NextAction.FINISHED, NextAction.STOPPED) and not is_allocated():
             return EXIT_STOPPED
-        ended = _event(number, attempts, decision, job)
+        count = attempts_without_progress(attempts)
+        ended = AttemptEnded(
+            attempt_number=number,
+            statuses=last.statuses,
+            first_failure=last.first_failure,
+            step_before=last.step_before,
+            step=last.step_after,
+            next=decision.action,
+            reason=decision.reason,
+            without_progress=count,
+            job=job,
+        )
         if run_dir.exists() or run_dir.ledger.path.exists():  # else refused before there was a run
             _record(run_dir, ended)
-        if decision.action in (NextAction.RETRY, NextAction.GIVE_UP) and any(statuses):
-            _log.error("%s", ranks.describe_failure(statuses))
-        if decision.action is not NextAction.RETRY:
-            if decision.action is NextAction.FINISHED:
+        match decision.action:
+            case NextAction.FINISHED:
                 _log.info("finished: %s", run_dir.path)
-            elif decision.action is NextAction.STOPPED:
-                _log_stopped(run_dir, job)
-            elif decision.action is NextAction.GIVE_UP:
-                _log.error("gave up: %s; the logs are in %s", ended.cause, run_dir.logs)
-            elif decision.action is NextAction.REFUSED:  # last: what has to be fixed
+                return 0
+            case NextAction.STOPPED:
+                return _stopped(run_dir, job)
+            case NextAction.REFUSED:  # last: what has to be fixed
                 _log.error("not restarted: %s", ranks.describe_failure(statuses))
-            return _status_of(decision.action, run_dir, job)
-        count = ended.without_progress
+                return EXIT_USER_ERROR
+            case NextAction.RETRY | NextAction.GIVE_UP:
+                if any(statuses):
+                    _log.error("%s", ranks.describe_failure(statuses))
+        if decision.action is NextAction.GIVE_UP:
+            _log.error("gave up: %s; the logs are in %s", ended.cause, run_dir.logs)
+            return EXIT_USER_ERROR
         limit = policy.attempts_without_progress
         progress = f", attempt {count} of {limit} without progress" if count else ""
         _log.warning(
@@ -145,9 +204,11 @@ def supervise(
             decision.delay,
             ended.step,
         )
-        if not _pause(decision.delay, stop):
+        deadline = time.monotonic() + decision.delay
+        while not stop.requests and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if stop.requests:
             return _stopped_between_attempts(run_dir, stop, job)
-    raise AssertionError("itertools.count does not end")
 
 
 def latest_step(run_dir: RunDir) -> int:
@@ -169,11 +230,6 @@ def is_done_already(run_dir: RunDir, config: RunConfig) -> bool:
         return False
     RunDir.open(run_dir.path).refuse_other_run(config)
     return is_complete(run_dir, config)
-
-
-def next_attempt_number(run_dir: RunDir) -> int:
-    """One more than the highest attempt that left logs, so that no log is written twice."""
-    return max((attempt.number for attempt in attempts_of(run_dir.logs)), default=-1) + 1
 
 
 def _stopper(
@@ -203,16 +259,6 @@ def _stopper(
     return poll
 
 
-def _pause(seconds: float, stop: StopSignals) -> bool:
-    """Wait; False as soon as a stop is requested."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if stop.requests:
-            return False
-        time.sleep(0.05)
-    return not stop.requests
-
-
 def _record(run_dir: RunDir, event: Event) -> None:
     """Write an event; if the supervisor is asked to stop before storage takes it, only log it."""
     try:
@@ -222,51 +268,21 @@ def _record(run_dir: RunDir, event: Event) -> None:
 
 
 def _stopped_between_attempts(run_dir: RunDir, stop: StopSignals, job: str | None) -> int:
-    """Say that no further attempt is made; the exit status."""
     if job is None:  # the end of a job is recorded with its reason
         name = signal.Signals(stop.received[-1]).name
         _record(run_dir, Interrupted(signal=name, step=latest_step(run_dir)))
-    _log_stopped(run_dir, job)
-    return _status_of(NextAction.STOPPED, run_dir, job)
+    return _stopped(run_dir, job)
 
 
-def _event(
-    number: int, attempts: Sequence[AttemptResult], decision: Decision, job: str | None
-) -> AttemptEnded:
-    last = attempts[-1]
-    return AttemptEnded(
-        attempt_number=number,
-        statuses=last.statuses,
-        first_failure=last.first_failure,
-        step_before=last.step_before,
-        step=last.step_after,
-        next=decision.action,
-        reason=decision.reason,
-        without_progress=attempts_without_progress(attempts),
-        job=job,
-    )
-
-
-def _log_stopped(run_dir: RunDir, job: str | None) -> None:
-    # In a job nobody types the same command again: its end says what has to be done.
-    if _has_checkpoint(run_dir):
-        then = "" if job else "; rerun the same command to resume from there"
-        _log.info(
-            "stopped on request after the checkpoint of step %d%s", latest_step(run_dir), then
-        )
-        return
+def _stopped(run_dir: RunDir, job: str | None) -> int:
+    """Say that no further attempt is made; the exit status. In a job nobody types the same command
+    again: its end says what has to be done."""
+    again = "" if job else "; rerun the same command to "
+    if marker.steps_that_count(run_dir.checkpoints):  # a start would resume, also from step 0
+        step, then = latest_step(run_dir), again and f"{again}resume from there"
+        _log.info("stopped on request after the checkpoint of step %d%s", step, then)
+        return EXIT_STOPPED
     before = "checkpoint" if run_dir.exists() else "step"  # the run begins before its first step
-    then = "" if job else "; rerun the same command to start again"
+    then = again and f"{again}start again"
     _log.info("stopped before the first %s; nothing was saved%s", before, then)
-
-
-def _status_of(action: NextAction, run_dir: RunDir, job: str | None) -> int:
-    """The exit status; a job that is stopped has one, whether or not something was saved."""
-    if action is NextAction.STOPPED and job is None and not _has_checkpoint(run_dir):
-        return EXIT_INTERRUPTED
-    return EXIT_STATUS[action]
-
-
-def _has_checkpoint(run_dir: RunDir) -> bool:
-    """Whether a start would resume from a checkpoint, which may be of step 0."""
-    return bool(marker.steps_that_count(run_dir.checkpoints))
+    return EXIT_STOPPED if job else EXIT_INTERRUPTED

@@ -14,15 +14,13 @@ from typing import Any
 
 from foundation.errors import EXIT_INTERRUPTED, ConfigError, UserError
 from foundation.own_programs import own_command
+from launcher.infer_status import State
 from launcher.restart_policy import RestartPolicy
+from launcher.run_state import RunState, is_run, read_states, submitted_config
 from launcher.slurm import client as slurm
 from launcher.slurm.job_checks import check_request, check_run
-from launcher.slurm.sbatch import Job, render_array
-from launcher.slurm.snapshot import Snapshot, replaced_snapshot
-from launcher.status.infer_status import State
-from launcher.status.run_state import RunState, is_run, submitted_config
-from launcher.status.slurm_queue import read_states
-from launcher.stop_signals import StopSignals
+from launcher.slurm.sbatch import Job, Snapshot, render_array, replaced_snapshot
+from launcher.supervisor import StopSignals
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig, NodeRange
@@ -31,7 +29,6 @@ from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.reporting.results import differing_settings
 from pretrain.rundir.events import Submitted
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
-from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir, make_run_directory, refuse_foreign_run
 from pretrain.scaling.sweep_file import Cell, Sweep, config_of
 from pretrain.scaling.which_runs import begin_branch, other_settings, refuse_others
@@ -283,12 +280,6 @@ def submit_array(job: Job, script: str, cells: Sequence[CellRun]) -> str:
         submitted = Submitted(job=f"{number}_{index}", job_name=job.name)
         RunDir(cell.path).ledger.append(submitted)
     return number
-
-
-def was_array_task(run_dir: RunDir) -> bool:
-    """Whether the run's last job was a task of a sweep's array."""
-    event = last_of(run_dir.ledger.read(), Submitted)
-    return event is not None and "_" in event.job
 
 
 def _fewest_nodes(cell: CellRun, cluster: ClusterConfig, nodes: NodeRange, is_dry_run: bool) -> int:

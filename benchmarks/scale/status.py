@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.scale.costs import RANKS, RANKS_OF_NODE, Cost, Row
 from benchmarks.scale.instruments import bytes_read, counted_files
-from launcher.status.run_state import read_state
+from launcher.run_state import read_state
 from pretrain.config.run import RunConfig
 from pretrain.rundir.heartbeat import HeartbeatRecord, node_file
 from pretrain.rundir.run_dir import RunDir

@@ -8,15 +8,13 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from foundation.errors import ConfigError, UserError, os_error_text
 from foundation.records import shown
+from launcher.infer_status import State
+from launcher.run_state import RunState, read_states
 from launcher.slurm import client as slurm
 from launcher.slurm.client import QueuedJob
-from launcher.status.infer_status import State
-from launcher.status.run_state import RunState
-from launcher.status.slurm_queue import read_states
 from pretrain.rundir.events import Canceled
 from pretrain.rundir.lock import Lock
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_run, refuse_links
@@ -45,17 +43,31 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:  # a run that waits for its storage can be canceled
             print(f"warning: not in the ledger: {os_error_text(error)}", file=sys.stderr)
         slurm.cancel(state.job)
-        print(f"job {state.job} is canceled; {_way_back(arguments.run, state)}")
+        print(f"job {state.job} is canceled; {_way_back(state)}")
         return 0
     locks = run_dir.locks()
     holder = next((lock for lock in locks if lock.is_held), None)
     if holder is None:
-        raise _nothing_to_cancel(arguments.run, state, locks)
+        elsewhere = [lock for lock in locks if lock.is_held is None]
+        if state.state is State.RUNNING and elsewhere:
+            pid, hostname = elsewhere[0].pid, elsewhere[0].hostname
+            raise ConfigError(
+                f"{run_dir.path} is run by process {pid} on {hostname}; cancel it there"
+            )
+        raise ConfigError(
+            f"{run_dir.path} is not running ({state.description}); there is nothing to cancel"
+        )
     print(f"asking process {holder.pid} to save and stop", flush=True)
     _ask_to_stop(run_dir, holder)
-    _wait_for_end(run_dir)
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while any(lock.is_held for lock in run_dir.locks()):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{run_dir.path} is still running after {_WAIT_SECONDS:.0f} s; see 'launcher logs'"
+            )
+        time.sleep(0.1)
     (state,) = read_states([arguments.run])
-    print(f"{state.description}; {_way_back(arguments.run, state)}")
+    print(f"{state.description}; {_way_back(state)}")
     return 0
 
 
@@ -73,17 +85,6 @@ def refuse_other_jobs(found: Sequence[QueuedJob], names: Sequence[str]) -> None:
             )
 
 
-def _nothing_to_cancel(path: Path, state: RunState, locks: list[Lock]) -> ConfigError:
-    if state.state is State.RUNNING and (
-        elsewhere := [lock for lock in locks if lock.is_held is None]
-    ):
-        lock = elsewhere[0]
-        return ConfigError(
-            f"{path} is run by process {lock.pid} on {lock.hostname}; cancel it there"
-        )
-    return ConfigError(f"{path} is not running ({state.description}); there is nothing to cancel")
-
-
 def _ask_to_stop(run_dir: RunDir, holder: Lock) -> None:
     """Send SIGTERM to the holder of a lock, and to no other process, whatever the files say."""
     try:
@@ -99,16 +100,5 @@ def _ask_to_stop(run_dir: RunDir, holder: Lock) -> None:
     os.kill(holder.pid, signal.SIGTERM)
 
 
-def _wait_for_end(run_dir: RunDir) -> None:
-    deadline = time.monotonic() + _WAIT_SECONDS
-    while any(lock.is_held for lock in run_dir.locks()):
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"{run_dir.path} is still running after {_WAIT_SECONDS:.0f} s; see 'launcher logs'"
-            )
-        time.sleep(0.1)
-
-
-def _way_back(path: Path, state: RunState) -> str:
-    step = f"step {state.checkpoint or 0:,}"
-    return f"'launcher resume {path}' continues from {step} or later"
+def _way_back(state: RunState) -> str:
+    return f"'launcher resume {state.path}' continues from step {state.checkpoint or 0:,} or later"

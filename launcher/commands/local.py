@@ -7,12 +7,10 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from foundation.cli import add_experiment
-from foundation.errors import ConfigError
+from foundation.cli import add_experiment, check_least
 from foundation.settings import load_config
 from launcher.restart_policy import add_policy_arguments, policy_of
-from launcher.stop_signals import HOLDER, StopSignals
-from launcher.supervisor import is_done_already, supervise
+from launcher.supervisor import HOLDER, StopSignals, is_done_already, supervise
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
@@ -48,8 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     refused or given up.
     """
     set_up_logging("supervisor", getattr(arguments, "log_level", None))
-    if arguments.ranks < 1:
-        raise ConfigError(f"--ranks={arguments.ranks} must be 1 or more")
+    check_least(arguments, 1, "ranks")
     policy = policy_of(arguments)
     config = load_config(RunConfig, arguments.experiment, arguments.overrides)
     accumulation_steps(config, arguments.ranks)  # ConfigError before anything starts

@@ -1,4 +1,5 @@
-"""`launcher new-cluster`: a commented cluster file for the Slurm of this machine."""
+"""`launcher new-cluster`: a commented cluster file for the Slurm of this machine; `launcher
+settings`: what each of its settings means."""
 
 from __future__ import annotations
 
@@ -6,16 +7,23 @@ import argparse
 import os
 from pathlib import Path
 
+from data_pipeline.commands import settings
 from foundation.errors import ConfigError, UserError
 from foundation.files import refuse_overwrite, write_new
 from foundation.yaml_files import require_yaml_name
 from launcher.slurm import client as slurm
 from launcher.slurm.client import Partition
-from pretrain.costs.cluster import seconds_of
+from pretrain.costs.cluster import ClusterConfig, seconds_of
 
 LONGEST_JOB = "24:00:00"
 SIGNAL_SECONDS = 300
 HERE = "this machine"
+add_settings_arguments = settings.add_arguments
+
+
+def run_settings(arguments: argparse.Namespace) -> int:
+    """Print the settings of a cluster file."""
+    return settings.show(ClusterConfig, arguments.prefix)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +70,9 @@ def as_file(partition: Partition | None, file: Path) -> str:
     cores = partition.cpus_per_node if partition else os.cpu_count() or 1
     gpus = partition.gpus_per_node if partition else 0
     ranks = gpus or min(2, cores)
-    limit = _time_limit(partition)
+    limit = partition.time_limit if partition else "n/a"
+    if limit == "n/a" or seconds_of(limit) > seconds_of(LONGEST_JOB):
+        limit = LONGEST_JOB
     signal = round(min(SIGNAL_SECONDS, seconds_of(limit) / 2))
     kind = (
         f"gpus_per_node: {gpus}  # each gets a rank; with Slurm's type of GPU: h100:{gpus}\n"
@@ -91,10 +101,3 @@ environment:
 # container_runtime: pyxis  # or apptainer
 # container_mounts: [/shared]
 """
-
-
-def _time_limit(partition: Partition | None) -> str:
-    """Return a day, or the partition's limit if that is shorter."""
-    limit = partition.time_limit if partition else "n/a"
-    is_shorter = limit != "n/a" and seconds_of(limit) < seconds_of(LONGEST_JOB)
-    return limit if is_shorter else LONGEST_JOB

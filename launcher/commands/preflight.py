@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import secrets
 import shutil
 import statistics
@@ -15,17 +16,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from foundation.errors import ConfigError, UserError
+from foundation.cli import check_least
+from foundation.errors import UserError
 from foundation.files import named_errors, write_json
 from foundation.own_programs import copied_arguments, own_arguments, own_command
 from launcher.slurm import client as slurm
 from launcher.slurm.job_checks import check_request
-from launcher.slurm.sbatch import environment_lines, option_flags, quote
-from launcher.slurm.snapshot import Snapshot
+from launcher.slurm.sbatch import Snapshot, environment_lines, option_flags, quote
 from launcher.slurm.srun import in_container
 from pretrain.costs.cluster import ClusterConfig, NodeRange, fixed_nodes, load_cluster
-from pretrain.costs.devices import MOST_RANKS
 from pretrain.processes.local_ranks import RankGroup
 from pretrain.processes.node_findings import (
     END,
@@ -38,6 +39,7 @@ from pretrain.processes.node_findings import (
 )
 from pretrain.terminal.text import si
 
+T = TypeVar("T", RankMeasurement, LinkMeasurement)
 EXIT_FOUND_DIFFERENCES = 1
 _CHECK = "pretrain.processes.node_check"
 _PREFIX = ".preflight-"
@@ -77,8 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0 if all nodes are ok, 1 if one is busy, slow or broken."""
-    if not 1 <= arguments.ranks <= MOST_RANKS:
-        raise ConfigError(f"--ranks={arguments.ranks} must be from 1 to {MOST_RANKS:,}")
+    check_least(arguments, 1, "ranks")
     fixed_nodes(arguments.nodes)  # ConfigError before anything is made
     arguments.directory.mkdir(parents=True, exist_ok=True)
     with named_errors(arguments.directory, arguments.directory / _PREFIX):
@@ -98,7 +99,7 @@ def _check_here(num_ranks: int, out: Path) -> list[NodeReport]:
     command = own_command(_CHECK, str(out))
     with RankGroup(command, num_ranks, out / "logs", environment={TOKEN: out.name}) as ranks:
         try:
-            return _led(out, num_ranks, [], lambda: None in ranks.poll())
+            return _led(out, num_ranks, "", lambda: None in ranks.poll())
         except UserError as error:
             lines = ranks.logs[0].read_text(errors="replace").strip().splitlines()
             raise UserError(
@@ -114,11 +115,7 @@ def _check_cluster(arguments: argparse.Namespace, out: Path) -> list[NodeReport]
     if cluster.container_image:  # which has this project's dependencies, but not its code
         Snapshot(out).take_code(script="")
     with _step(srun_line(cluster, nodes, name, out), out) as srun:
-
-        def is_running() -> bool:
-            return srun.poll() is None
-
-        return _led(out, nodes * cluster.tasks_per_node, [name], is_running)
+        return _led(out, nodes * cluster.tasks_per_node, name, lambda: srun.poll() is None)
 
 
 def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[str]:
@@ -182,16 +179,12 @@ def _step(command: Sequence[str], out: Path) -> Iterator[subprocess.Popen[bytes]
 
 
 def _led(
-    out: Path, num_ranks: int, jobs: Sequence[str], is_running: Callable[[], bool]
+    out: Path, num_ranks: int, job_name: str, is_running: Callable[[], bool]
 ) -> list[NodeReport]:
     found = gather(out, num_ranks, is_running)
     pairs = pair_up(out, found, is_running)
-    nodes = {
-        node
-        for name in jobs
-        for job in slurm.live_jobs(name)
-        for node in slurm.node_names(job.nodes)
-    }
+    jobs = slurm.live_jobs(job_name) if job_name else []
+    nodes = {node for job in jobs for node in slurm.node_names(job.nodes)}
     (out / END).touch()
     return rate_nodes(found, pairs, missing=sorted(nodes - {one.node for one in found}))
 
@@ -200,7 +193,7 @@ def _print(reports: Sequence[NodeReport], arguments: argparse.Namespace) -> None
     if arguments.json:
         print(json.dumps({"nodes": [asdict(report) for report in reports]}))
         return
-    from launcher.commands.tables import console, plain_table
+    from launcher.commands.status import console, plain_table
 
     console().print(plain_table([_row(report) for report in reports]))
     bad = [report.node for report in reports if report.verdict in ("slow", "broken")]
@@ -209,35 +202,26 @@ def _print(reports: Sequence[NodeReport], arguments: argparse.Namespace) -> None
 
 
 def _row(report: NodeReport) -> dict[str, str]:
-    best = f" to {_rate(report.link_best, 'B/s')}" if report.link_best else ""
+    def rate(value: float | None, unit: str) -> str:
+        return "-" if value is None else f"{si(value)}{unit}"
+
+    best = f" to {rate(report.link_best, 'B/s')}" if report.link_best else ""
     return {
         "node": report.node,
         "verdict": report.verdict,
         "ranks": str(report.ranks),
         "device": report.device,
-        "matmul": _rate(report.matmul_flops, "FLOP/s"),
-        "disk": _rate(report.disk_bytes, "B/s"),
-        "all-reduce": f"{_rate(report.link_worst, 'B/s')}{best}",
+        "matmul": rate(report.matmul_flops, "FLOP/s"),
+        "disk": rate(report.disk_bytes, "B/s"),
+        "all-reduce": f"{rate(report.link_worst, 'B/s')}{best}",
         "": "; ".join(report.problems),
     }
 
 
-def _rate(value: float | None, unit: str) -> str:
-    return "-" if value is None else f"{si(value)}{unit}"
-
-
 def gather(out: Path, num_ranks: int, is_running: Callable[[], bool]) -> list[RankMeasurement]:
     """What each rank measured alone, of all that responded in time; UserError if none did."""
-    found: dict[int, RankMeasurement] = {}
-    deadline = None
-    while len(found) < num_ranks and (deadline is None or time.monotonic() < deadline):
-        for rank in range(num_ranks):
-            if rank not in found and (tree := _read(out / rank_file(rank))) is not None:
-                found[rank] = RankMeasurement(**tree)
-                deadline = deadline or time.monotonic() + _ARRIVAL_SECONDS
-        if not is_running():
-            break
-        time.sleep(_POLL_SECONDS)
+    files = {rank: out / rank_file(rank) for rank in range(num_ranks)}
+    found = _collected(files, RankMeasurement, is_running, seconds_after_first=_ARRIVAL_SECONDS)
     if not found:
         raise UserError("the ranks exited before any of them had measured anything")
     return [found[rank] for rank in sorted(found)]
@@ -250,60 +234,55 @@ def pair_up(
 
     A node that does not respond in a round is left out of later ones.
     """
-    ranks = {
-        node: [one.rank for one in found if one.node == node]
-        for node in dict.fromkeys(one.node for one in found)
-    }
+    ranks: dict[str, list[int]] = {}
+    for one in found:
+        ranks.setdefault(one.node, []).append(one.rank)
     results, unresponsive = [], set()
     for number, pairs in enumerate(rounds_of(list(ranks))):
-        pairs = [
-            nodes
+        groups = {
+            nodes: [rank for node in nodes for rank in ranks[node]]
             for nodes in pairs
             if not unresponsive & set(nodes) and sum(len(ranks[node]) for node in nodes) > 1
-        ]
-        groups = [[rank for node in nodes for rank in ranks[node]] for nodes in pairs]
-        write_json(out / round_file(number), {"groups": groups})
-        links = _links_of_round(
-            out, number, [rank for group in groups for rank in group], is_running
-        )
-        for nodes, group in zip(pairs, groups, strict=True):
-            unresponsive |= {
-                node for node in nodes if any(rank not in links for rank in ranks[node])
-            }
-            results.append(_joined(nodes, [links.get(rank) for rank in group]))
+        }
+        write_json(out / round_file(number), {"groups": list(groups.values())})
+        asked = [rank for group in groups.values() for rank in group]
+        files = {rank: out / link_file(number, rank) for rank in asked}
+        links = _collected(files, LinkMeasurement, is_running, seconds=_ROUND_SECONDS)
+        for nodes, group in groups.items():
+            unresponsive |= {node for node in nodes if not links.keys() >= set(ranks[node])}
+            answers = [links[rank] for rank in group if rank in links]
+            problems = [link.problem for link in answers if link.problem]
+            if len(answers) < len(group):
+                problems.append("a rank did not respond")
+            rates = [link.bytes_per_second for link in answers if link.bytes_per_second]
+            slowest = min(rates) if len(rates) == len(group) else None
+            problem = problems[0] if problems else ""
+            results.append(PairResult(nodes=nodes, bytes_per_second=slowest, problem=problem))
     return results
 
 
-def _links_of_round(
-    out: Path, number: int, ranks: Sequence[int], is_running: Callable[[], bool]
-) -> dict[int, LinkMeasurement]:
-    links: dict[int, LinkMeasurement] = {}
-    deadline = time.monotonic() + _ROUND_SECONDS
-    while len(links) < len(ranks) and time.monotonic() < deadline and is_running():
-        for rank in ranks:
-            if rank not in links and (tree := _read(out / link_file(number, rank))) is not None:
-                links[rank] = LinkMeasurement(**tree)
+def _collected(
+    files: Mapping[int, Path],
+    kind: type[T],
+    is_running: Callable[[], bool],
+    *,
+    seconds: float = math.inf,
+    seconds_after_first: float = math.inf,
+) -> dict[int, T]:
+    """What the ranks have written into their files within so many seconds, or after the first."""
+    found: dict[int, T] = {}
+    deadline = time.monotonic() + seconds
+    while len(found) < len(files) and time.monotonic() < deadline:
+        is_last = not is_running()
+        for rank in files.keys() - found.keys():
+            with contextlib.suppress(OSError, ValueError):
+                tree = json.loads(files[rank].read_text())
+                found[rank] = kind(**tree)
+                deadline = min(deadline, time.monotonic() + seconds_after_first)
+        if is_last:
+            break
         time.sleep(_POLL_SECONDS)
-    return links
-
-
-def _joined(nodes: tuple[str, ...], links: Sequence[LinkMeasurement | None]) -> PairResult:
-    answers = [link for link in links if link is not None]
-    problems = [link.problem for link in answers if link.problem]
-    if len(answers) < len(links):
-        problems.append("a rank did not respond")
-    rates = [link.bytes_per_second for link in answers if link.bytes_per_second]
-    return PairResult(
-        nodes=nodes,
-        bytes_per_second=min(rates) if len(rates) == len(links) else None,
-        problem=problems[0] if problems else "",
-    )
-
-
-def _read(path: Path) -> dict | None:
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(path.read_text())
-    return None
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,17 +345,35 @@ def _report(
     node: str, by_node: Mapping[str, Sequence[RankMeasurement]], pairs: Sequence[PairResult]
 ) -> NodeReport:
     own = by_node[node]
-    rates = [
-        pair.bytes_per_second for pair in pairs if node in pair.nodes and pair.bytes_per_second
+    own_pairs = [pair for pair in pairs if node in pair.nodes]
+    rates = [pair.bytes_per_second for pair in own_pairs if pair.bytes_per_second]
+    others = [pair.bytes_per_second for pair in pairs if node not in pair.nodes]
+    broken = []
+    for pair in own_pairs:
+        if pair.problem:
+            partner = "".join(f"with {name}: " for name in pair.nodes if name != node)
+            broken.append(f"{partner}{pair.problem}")
+    disks = {
+        name: disk
+        for name, ranks in by_node.items()
+        if (disk := next((one.disk_bytes for one in ranks if one.disk_bytes is not None), None))
+    }
+    usual = statistics.median(one.matmul_flops for ranks in by_node.values() for one in ranks)
+    slow = [
+        f"rank {one.rank} multiplies matrices at {one.matmul_flops / usual:.0%} of the usual rate"
+        for one in own
+        if one.matmul_flops < _SLOW_FRACTION * usual
     ]
-    disk = next((one.disk_bytes for one in own if one.disk_bytes is not None), None)
-    broken = _broken_links(node, pairs)
-    slow = [*_slow_devices(node, by_node), *_slow_disk(node, by_node)]
-    if (share := _best_share(node, pairs)) < _SLOW_FRACTION:
+    disk = disks.get(node)
+    if disk and (share := disk / statistics.median(disks.values())) < _SLOW_FRACTION:
+        slow.append(f"writes to disk at {share:.0%} of the usual rate")
+    compared = [rate for rate in others if rate]
+    share = max(rates) / statistics.median(compared) if rates and compared else 1.0
+    if share < _SLOW_FRACTION:
         slow.append(f"reduces at {share:.0%} of the others' rate at best")
     strays = [f"stray: {stray}" for one in own for stray in one.strays or ()]
     missing = sorted({one.missing for one in own if one.missing})
-    if broken and not any(node in pair.nodes and not pair.problem for pair in pairs):
+    if broken and len(broken) == len(own_pairs):
         verdict = "broken"
     else:
         verdict = "slow" if slow or missing else "link" if broken else "busy" if strays else "ok"
@@ -391,46 +388,3 @@ def _report(
         link_best=max(rates, default=None),
         link_worst=min(rates, default=None),
     )
-
-
-def _slow_devices(node: str, by_node: Mapping[str, Sequence[RankMeasurement]]) -> list[str]:
-    usual = statistics.median(one.matmul_flops for ranks in by_node.values() for one in ranks)
-    return [
-        f"rank {one.rank} multiplies matrices at {one.matmul_flops / usual:.0%} of the usual rate"
-        for one in by_node[node]
-        if one.matmul_flops < _SLOW_FRACTION * usual
-    ]
-
-
-def _slow_disk(node: str, by_node: Mapping[str, Sequence[RankMeasurement]]) -> list[str]:
-    rates = {
-        name: one.disk_bytes
-        for name, ranks in by_node.items()
-        for one in ranks
-        if one.disk_bytes is not None
-    }
-    usual = statistics.median(rates.values())
-    share = rates.get(node, usual) / usual
-    return [f"writes to disk at {share:.0%} of the usual rate"] if share < _SLOW_FRACTION else []
-
-
-def _best_share(node: str, pairs: Sequence[PairResult]) -> float:
-    own = [pair.bytes_per_second for pair in pairs if node in pair.nodes and pair.bytes_per_second]
-    others = [
-        pair.bytes_per_second for pair in pairs if node not in pair.nodes and pair.bytes_per_second
-    ]
-    return max(own) / statistics.median(others) if own and others else 1.0
-
-
-def _broken_links(node: str, pairs: Sequence[PairResult]) -> list[str]:
-    return [
-        f"with {_partner(pair.nodes, node)}: {pair.problem}"
-        if len(pair.nodes) > 1
-        else pair.problem
-        for pair in pairs
-        if node in pair.nodes and pair.problem
-    ]
-
-
-def _partner(nodes: Sequence[str], node: str) -> str:
-    return next(name for name in nodes if name != node)

@@ -1,33 +1,31 @@
 """`launcher submit`: checks a run against a cluster, saves its code and settings, submits it to
-Slurm once."""
+Slurm once. `launcher resume`: continues a run the way it was started, in a new job or here."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from foundation.cli import add_experiment
 from foundation.errors import ConfigError
 from foundation.settings import load_config
-from launcher.restart_policy import add_policy_arguments, policy_of
+from launcher.commands import local
+from launcher.restart_policy import RestartPolicy, add_policy_arguments, policy_of
+from launcher.run_state import read_states
 from launcher.slurm import client as slurm
-from launcher.slurm.job_checks import (
-    check_request,
-    check_run,
-    missing_notes,
-)
-from launcher.slurm.sbatch import Job, quote, render
-from launcher.slurm.snapshot import Snapshot, replaced_snapshot
+from launcher.slurm.job_checks import check_references, check_request, check_run, missing_notes
+from launcher.slurm.sbatch import Job, Snapshot, is_script_of, quote, render, replaced_snapshot
 from launcher.supervisor import is_done_already
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import load_cluster, parse_nodes
 from pretrain.rundir.events import Submitted
-from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.ledger import last_of
+from pretrain.rundir.run_dir import RunDir, refuse_foreign_run
+from pretrain.rundir.run_paths import run_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,76 +56,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Submit; print the job and the run directory; 0."""
-    policy_of(arguments)  # ConfigError here rather than in the job
+    policy = policy_of(arguments)  # ConfigError here rather than in the job
     config = with_absolute_paths(load_config(RunConfig, arguments.experiment, arguments.overrides))
     if arguments.name:
         config = replace(config, name=arguments.name)
-    job = planned(arguments, config)
-    notes = missing_notes(config)
-    notes += check_run(
-        with_vocabulary(config),
-        job.cluster,
-        job.nodes,
-        job.run_dir,
-        is_dry_run=arguments.dry_run,
-    )
-    if arguments.dry_run:
-        refuse_done(job, config)
-        print(render(job), end="")
-        _print_notes(notes)
-        return 0
-    number = submit(job, config)
-    _print_notes(notes)
-    print(f"job {number} ({job.name}), run directory {job.run_dir}")
-    print(f"Status: launcher status {job.run_dir}\nLogs:   launcher logs {job.run_dir} --follow")
-    return 0
-
-
-def _print_notes(notes: Sequence[str]) -> None:
-    for line in notes:
-        print(line, file=sys.stderr)
-
-
-def planned(arguments: argparse.Namespace, config: RunConfig) -> Job:
-    """The job that the command line asks for."""
-    run_dir = (arguments.run_dir or Path("runs") / config.name).resolve()
-    quote(run_dir)  # ConfigError now, unless a script can contain it
-    return Job(
-        name=job_name(config.name, run_dir),
-        run_dir=run_dir,
-        code=Snapshot(run_dir).code,
+    path = (arguments.run_dir or Path("runs") / config.name).resolve()
+    quote(path)  # ConfigError now, unless a script can contain it
+    job = Job(
+        # One for one run directory: it finds a run's job even if the job's number was lost.
+        name=f"{config.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}",
+        run_dir=path,
+        code=Snapshot(path).code,
         python=sys.executable,
         nodes=parse_nodes(arguments.nodes),
         cluster=load_cluster(arguments.cluster),
-        attempts_without_progress=arguments.attempts_without_progress,
+        attempts_without_progress=policy.attempts_without_progress,
     )
-
-
-def job_name(name: str, run_dir: Path) -> str:
-    """One name for one run directory: it finds a run's job even if the job's number was lost."""
-    return f"{name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]}"
-
-
-def refuse_done(job: Job, config: RunConfig) -> None:
-    """Raise ConfigError if the run has made all its steps."""
-    if is_done_already(RunDir(job.run_dir), config):
+    is_dry_run, known = arguments.dry_run, with_vocabulary(config)
+    notes = missing_notes(config)
+    notes += check_run(known, job.cluster, job.nodes, path, is_dry_run=is_dry_run)
+    if is_done_already(RunDir(path), config):
         raise ConfigError(
-            f"{job.run_dir} is done after step {config.optim.steps:,}; to train further, submit "
-            "it with more optim.steps; for another run, give name=NEW or --run-dir DIR"
+            f"{path} is done after step {config.optim.steps:,}; to train further, submit it with "
+            "more optim.steps; for another run, give name=NEW or --run-dir DIR"
         )
+    if is_dry_run:
+        print(render(job), end="")
+    else:
+        number = submit(job, config)
+        print(f"job {number} ({job.name}), run directory {path}")
+        print(f"Status: launcher status {path}\nLogs:   launcher logs {path} --follow")
+    for line in notes:
+        print(line, file=sys.stderr)
+    return 0
 
 
 def submit(job: Job, config: RunConfig) -> str:
     """Save what the job runs, submit it once, record it in the ledger; returns the job's id."""
     run_dir, script = RunDir(job.run_dir), render(job)
-    refuse_done(job, config)
     check_request(job.cluster, job.nodes, slurm.retry_unreachable(slurm.partitions))
     existed = run_dir.path.exists()
     try:
         with run_dir.locked("submit"):
             refuse_live_job(job.name, job.run_dir)
             with replaced_snapshot(run_dir) as snapshot:
-                snapshot.take(config, job.cluster, script)
+                snapshot.take_settings(config, job.cluster)
+                snapshot.take_code(script)
                 number = slurm.submit(snapshot.script, job.name)
             run_dir.ledger.append(Submitted(job=number, job_name=job.name))
             return number
@@ -144,3 +118,62 @@ def refuse_live_job(name: str, run_dir: Path) -> None:
             f"job {live[0].id} ({live[0].state.lower()}) has the run {run_dir} already; "
             f"wait for it, or end it: scancel {live[0].id}"
         )
+
+
+def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `launcher resume`."""
+    parser.add_argument("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
+
+
+def run_resume(arguments: argparse.Namespace) -> int:
+    """0 when its job is in the queue, or when the run has finished on this machine."""
+    path: Path = arguments.run
+    (state,) = read_states([path])
+    if state.is_done:
+        raise ConfigError(
+            f"{path} is done after step {state.step:,}; to train further, start it again with more "
+            "optim.steps"
+        )
+    refuse_foreign_run(path)
+    if state.is_active:
+        raise ConfigError(f"nothing to resume: {path} is {state.description}")
+    before, script = last_of(RunDir(path).ledger.read(), Submitted), Snapshot(path).script
+    if before and "_" in before.job:
+        raise ConfigError(f"{path} is a cell of a sweep; 'launcher sweep submit' starts it again")
+    if script.is_file():
+        return _submit_again(RunDir(path.resolve()), before)
+    if state.job is not None:
+        raise ConfigError(
+            f"{path} was a Slurm job, and its {script} is gone; submit it again with 'launcher "
+            "submit', or train here with 'launcher local'"
+        )
+    return local.run(
+        argparse.Namespace(
+            experiment=path / "config.yaml",
+            overrides=[],
+            ranks=state.ranks or 1,
+            run_dir=path,
+            attempts_without_progress=RestartPolicy.attempts_without_progress,
+        )
+    )
+
+
+def _submit_again(run_dir: RunDir, before: Submitted | None) -> int:
+    """Submit the script again, with the code that was saved when the run was first submitted."""
+    if before is None:
+        raise ConfigError(f"{run_dir.path} was never submitted; use 'launcher submit'")
+    script = Snapshot(run_dir.path).script
+    if not is_script_of(script.read_text(), run_dir.path):
+        raise ConfigError(
+            f"{script} was written for another run directory, so this one was moved or copied; "
+            "submit it again: launcher submit EXPERIMENT --cluster CLUSTER "
+            f"--run-dir {run_dir.path}"
+        )
+    check_references(load_cluster(Snapshot(run_dir.path).cluster))
+    with run_dir.locked("submit"):
+        refuse_live_job(before.job_name, run_dir.path)
+        number = slurm.submit(script, before.job_name)
+        run_dir.ledger.append(Submitted(job=number, job_name=before.job_name))
+    print(f"job {number} ({before.job_name}) continues {run_dir.path}")
+    print(f"Status: launcher status {run_dir.path}")
+    return 0

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from foundation.cli import Program
+from foundation.cli import Program, check_least
 from foundation.errors import EXIT_USER_ERROR, ConfigError, UserError
 from launcher.slurm import client as slurm
 from launcher.slurm.job_checks import missing_notes
-from launcher.stop_signals import StopSignals
+from launcher.supervisor import StopSignals
 from launcher.sweep import (
     CellRun,
     array_of,
@@ -98,7 +98,7 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_status(arguments: argparse.Namespace) -> int:
     """Print state, results and settings of each cell."""
-    from launcher.commands.tables import console, sweep_status
+    from launcher.commands.status import console, sweep_status
 
     console().print(sweep_status(_read(arguments)[2]))
     return 0
@@ -106,9 +106,7 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 def run_submit(arguments: argparse.Namespace) -> int:
     """0 if every cell is done or in the queue, 2 if one failed, 75 if stopped on request."""
-    for name in ("jobs", "ranks"):
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise ConfigError(f"--{name}={value} must be 1 or more")
+    check_least(arguments, 1, "jobs", "ranks")
     if not arguments.local and not arguments.cluster:
         raise ConfigError("neither --local nor --cluster is given; choose where the cells run")
     sweep, runs, cells = _read(arguments)
@@ -204,7 +202,7 @@ def _run_here(
     order = longest_first(waiting) if (arguments.jobs or 1) > 1 else waiting
     if arguments.dry_run:
         if order:
-            from launcher.commands.tables import console, settings_table
+            from launcher.commands.status import console, settings_table
 
             console().print(settings_table(order))
         print(f"would start {counted(len(order), 'cell')}, {arguments.jobs or 1} at a time")

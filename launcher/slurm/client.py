@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from foundation.errors import ConfigError, UserError
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 # Variables of a surrounding job would change what our commands do.
 _INHERITED = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SINFO_", "PMIX_")
@@ -33,6 +34,7 @@ _UNREACHABLE = re.compile(
 _NO_SLURM = (
     "'{}' found no Slurm cluster on this host; run it on a login node, or use 'launcher local'"
 )
+_LIVE_STATES = ("RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING")
 _HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT")  # after `scontrol requeuehold`
 _COMMAND_SECONDS = 120.0
 # A controller that comes back answers queries before it has processed the submissions in its
@@ -41,8 +43,8 @@ _SETTLE_SECONDS = 2.0
 USUAL_ARRAY = 1001  # Slurm's default of MaxArraySize
 _ACCOUNTING_SECONDS = 10.0  # the history is not worth a longer wait
 # Names are last, because users write them: they may contain the separator.
-_JOB_FIELDS = "%A|%F|%K|%T|%r|%N|%M|%L|%S|%j"
-_RECORD_FIELDS = "JobIDRaw,JobID,State,ExitCode,Start,End,NodeList,JobName"
+_JOB_FIELDS = "%A|%F|%K|%T|%r|%N|%S|%j"
+_RECORD_FIELDS = "JobID,State,JobName"
 _TEXT_OF_USERS = re.compile(r"\b(JobName|\w*Comment|Command|WorkDir)=.*")  # to the line's end
 _JOB_NUMBER = re.compile(r"[0-9]+(_[0-9]+)?")
 
@@ -53,35 +55,29 @@ class SlurmUnreachable(UserError):
     """The controller did not respond: nothing is known about any job."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class QueuedJob:
     """What squeue reports about a job; it keeps jobs for minutes after they end."""
 
     id: str
     array_id: str  # of the array it belongs to; else its own id
-    array_index: str  # "" outside of arrays
-    name: str
+    array_index: str  # N/A outside of arrays
     state: str  # PENDING, RUNNING, COMPLETING, TIMEOUT ...
     reason: str  # why it waits or ended, as Slurm reports it
     nodes: str  # n[1-2]
-    elapsed: str
-    time_left: str
     start: str  # when it started, or is expected to
+    name: str
 
     @property
     def address(self) -> str:
         """Identifies this job alone in Slurm's commands: 17, or 17_3 for a task of an array."""
-        return f"{self.array_id}_{self.array_index}" if self.array_index else self.id
+        is_task = self.array_index != "N/A"
+        return f"{self.array_id}_{self.array_index}" if is_task else self.id
 
     @property
     def is_live(self) -> bool:
         """Whether it is pending, running or completing."""
-        return self.is_pending or self.state in (
-            "RUNNING",
-            "SUSPENDED",
-            "COMPLETING",
-            "CONFIGURING",
-        )
+        return self.is_pending or self.state in _LIVE_STATES
 
     @property
     def is_pending(self) -> bool:
@@ -93,18 +89,13 @@ class QueuedJob:
         return self.is_pending and (self.state in _HELD_STATES or "held" in self.reason.lower())
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class JobRecord:
     """What accounting reports about one start of a job; a requeued job has several."""
 
-    id: str
-    array_task: str  # 17_3, or the id
-    name: str
+    address: str  # 17, or 17_3
     state: str
-    exit_code: str
-    start: str
-    end: str
-    nodes: str
+    name: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +121,9 @@ def retry_unreachable(ask: Callable[[], T], timeout: float = 300.0) -> T:
             _wait_for_controller(deadline)
 
 
-def retry_until_reachable(ask: Callable[[], T]) -> T:
+def answered(ask: Callable[P, T], *what: P.args, **how: P.kwargs) -> T:
     """What Slurm answers, without a timeout: Slurm ends the job's processes when it is time."""
-    return retry_unreachable(ask, timeout=math.inf)
+    return retry_unreachable(lambda: ask(*what, **how), timeout=math.inf)
 
 
 def submit(script: Path, name: str) -> str:
@@ -216,12 +207,8 @@ def records(ids: Sequence[str]) -> list[JobRecord]:
     except SlurmUnreachable:
         _log.warning("how earlier starts of jobs ended is unknown: sacct gets no answer")
         return []
-    keys = ("id", "array_task", "state", "exit_code", "start", "end", "nodes", "name")
     listed = result.stdout.splitlines() if result.returncode == 0 else []
-    lines = [line.split("|", len(keys) - 1) for line in listed]
-    return [
-        JobRecord(**dict(zip(keys, line, strict=True))) for line in lines if len(line) == len(keys)
-    ]
+    return [JobRecord(*line.split("|", 2)) for line in listed if line.count("|") >= 2]
 
 
 def partitions() -> list[Partition]:
@@ -299,7 +286,9 @@ def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def node_names(node_list: str) -> list[str]:
-    """`n[1-2]` -> n1, n2."""
+    """`n[1-2]` -> n1, n2; none of an empty list."""
+    if not node_list:
+        return []
     return _checked(["scontrol", "show", "hostnames", node_list]).split()
 
 
@@ -312,23 +301,7 @@ def _squeue(*which: str) -> list[QueuedJob]:
     result = _run(["squeue", "-h", "-r", "-t", "all", "-o", _JOB_FIELDS, *which])
     if result.returncode and "invalid job id" not in result.stderr.lower():
         raise UserError(f"squeue failed: {_one_line(result.stderr)}")
-    found = []
-    for line in result.stdout.splitlines():
-        number, array, index, state, reason, nodes, elapsed, left, start, name = line.split("|", 9)
-        found.append(
-            QueuedJob(
-                id=number,
-                array_id=array,
-                array_index="" if index == "N/A" else index,
-                name=name,
-                state=state,
-                reason=reason,
-                nodes=nodes,
-                elapsed=elapsed,
-                time_left=left,
-                start=start,
-            )
-        )
+    found = (QueuedJob(*line.split("|", 7)) for line in result.stdout.splitlines())
     return sorted(found, key=lambda job: int(job.id))
 
 

@@ -39,12 +39,25 @@ def check_run(
     config = with_precision(config, best="bf16" if cluster.num_gpus else "fp32")
     if cluster.gpu_model:
         _check_memory(config, cluster, ranks)
-    if (problem := _full_disk(config, run_dir)) and not is_dry_run:
-        raise ConfigError(problem)
-    return [
-        *([f"note: {problem}"] if problem else []),
-        *_uneven_sizes(config, cluster, nodes),
-    ]
+    notes = []
+    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    free, kept = shutil.disk_usage(existing).free, config.checkpoint.keep_last + 1
+    if (needed := kept * checkpoint_bytes(config)) > free:
+        problem = (
+            f"{existing} has {free / GIB:.1f} GiB free, {kept} checkpoints need "
+            f"{needed / GIB:.1f} GiB; free disk space, choose another run directory or lower "
+            "checkpoint.keep_last"
+        )
+        if not is_dry_run:
+            raise ConfigError(problem)
+        notes.append(f"note: {problem}")
+    used = usable_nodes(config, cluster.tasks_per_node, nodes.most)
+    if used != nodes.most:
+        notes.append(
+            f"note: of {nodes.most} nodes only {used} would be used, so that "
+            f"data.lanes={config.data.lanes} divides evenly"
+        )
+    return notes
 
 
 def check_request(
@@ -124,52 +137,23 @@ def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None
         )
 
 
-def _full_disk(config: RunConfig, run_dir: Path) -> str:
-    """What to do if the run's checkpoints do not fit its disk; empty if they do."""
-    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    kept = config.checkpoint.keep_last + 1
-    needed = kept * checkpoint_bytes(config)
-    if needed <= free:
-        return ""
-    return (
-        f"{existing} has {free / GIB:.1f} GiB free, {kept} checkpoints need "
-        f"{needed / GIB:.1f} GiB; "
-        "free disk space, choose another run directory or lower checkpoint.keep_last"
-    )
-
-
-def _uneven_sizes(config: RunConfig, cluster: ClusterConfig, nodes: NodeRange) -> list[str]:
-    used = usable_nodes(config, cluster.tasks_per_node, nodes.most)
-    if used == nodes.most:
-        return []
-    return [
-        f"note: of {nodes.most} nodes only {used} would be used, so that "
-        f"data.lanes={config.data.lanes} divides evenly"
-    ]
-
-
 def missing_notes(config: RunConfig) -> list[str]:
     """Return a line for every local path that the run reads and that is not there on this host.
 
     No error: nodes may have disks that this host lacks, or another job may build the corpus first.
     """
+    train, validation = (f"{split}/{MANIFEST_NAME}" for split in SPLITS)
+    data, corpus = config.data, "finished corpus"
+    # (name of the setting, path, the file it must have below it, what it then is)
+    read = [("data.path", Path(data.path), validation if data.mixture else train, corpus)]
+    for part in data.all_parts:
+        read.append((f"mixture of {part.path}", Path(part.path), train, corpus))
+    for name, path in config.evaluation.sets.items():
+        what = "finished split of a corpus"
+        read.append((f"evaluation.sets.{name}", split_of(Path(path)), MANIFEST_NAME, what))
     return [
         f"warning: {name}: found no {what} at {path} on this host; the run is refused when its job "
         "starts, unless the nodes see it there: build it, or correct the path"
-        for name, (path, needed, what) in _read_paths(config).items()
-        if not os.path.isfile(path / needed)
+        for name, path, needed, what in read
+        if url_of(path) is None and not os.path.isfile(path / needed)
     ]
-
-
-def _read_paths(config: RunConfig) -> dict[str, tuple[Path, str, str]]:
-    """By name of the setting: a local path, the file it must have below it, and what it then is."""
-    train, validation = (f"{split}/{MANIFEST_NAME}" for split in SPLITS)
-    data, corpus = config.data, "finished corpus"
-    read = {"data.path": (Path(data.path), validation if data.mixture else train, corpus)}
-    for part in data.all_parts:
-        read[f"mixture of {part.path}"] = (Path(part.path), train, corpus)
-    for name, path in config.evaluation.sets.items():
-        split = split_of(Path(path))
-        read[f"evaluation.sets.{name}"] = (split, MANIFEST_NAME, "finished split of a corpus")
-    return {name: entry for name, entry in read.items() if url_of(entry[0]) is None}

@@ -11,21 +11,22 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foundation.errors import UserError, os_error_text
-from launcher.restart_policy import cut_starts, refusal_of_futile_starts
+from launcher.restart_policy import refusal_of_futile_starts
 from launcher.slurm import client as slurm
 from launcher.slurm.srun import failed_nodes
-from launcher.stop_signals import StopSignals
-from launcher.supervisor import latest_step
+from launcher.supervisor import StopSignals, latest_step
 from pretrain.rundir.events import Event, JobEnded, JobEndReason
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.ledger import events_of, in_order
+from pretrain.rundir.lock import Fence
 from pretrain.rundir.run_dir import RunDir, attempts_of
 
 # Slurm writes this into the job's log and into the logs of its steps when it ends them; after
@@ -157,31 +158,41 @@ def excluded_nodes(ledger: Sequence[Event], job: str) -> list[str]:
 
 
 class JobExit:
-    """Writes why the job ends, once, and requeues it where that is left to the supervisor.
+    """Claims the run for attempts of this start of the job, asks the controller about it, writes
+    why it ends, once, and requeues it where that is left to the supervisor.
 
-    `check_fence` raises StaleAttempt if the job has restarted elsewhere: then this start may not
-    write any more. After `most_futile` starts in a row that lost more time than they gained before
-    the time limit, the job is not requeued. An end that storage does not take is only logged: what
-    matters is that the job is requeued in time.
+    After `most_futile` starts in a row that lost more time than they gained before the time limit,
+    the job is not requeued. An end that storage does not take is only logged: what matters is that
+    the job is requeued in time.
     """
 
-    def __init__(
-        self,
-        job: ThisJob,
-        run_dir: Path,
-        stop: StopSignals,
-        check_fence: Callable[[], None],
-        most_futile: int,
-    ) -> None:
+    def __init__(self, job: ThisJob, run_dir: Path, stop: StopSignals, most_futile: int) -> None:
         self._job = job
         self._run_dir = RunDir(run_dir)  # without patience
         self._stop = stop
-        self._check_fence = check_fence
+        self._fence: Fence | None = None  # of the last attempt
         self._most_futile = most_futile
         self._time_limit = "unknown"
         self._began = ""  # when Slurm started this start of the job
         self._num_seen = 0
         self._is_written = False
+
+    def claim(self, attempt: int) -> str:
+        """Claim the run for this attempt, and return its token. Ranks of earlier attempts cannot
+        write any more: they may still run on a node that was cut off from the network."""
+        self._check_fence()
+        token = f"{self._job.id}.{self._job.restart}.{attempt}.{secrets.token_hex(2)}"
+        fence = Fence(self._run_dir.path, token)
+        fence.claim()
+        self._fence = fence
+        return token
+
+    def _check_fence(self) -> None:
+        """Raise StaleAttempt if another supervisor has claimed the run since: Slurm has restarted
+        the job elsewhere, and this start may not write any more."""
+        if self._fence is not None:
+            with contextlib.suppress(OSError):  # storage that is away tells of no newer attempt
+                self._fence.check()
 
     def is_allocated(self) -> bool:
         """Whether an attempt may start, and one that failed counts: without its nodes, and in the
@@ -235,20 +246,18 @@ class JobExit:
         """Whether the job can run without this node: not requested by name, and the partition has
         enough others."""
         fields = self._fields()
-        if node in _names(fields.get("ReqNodeList")):
+        if node in slurm.node_names(fields.get("ReqNodeList", "")):
             return False
         excluded = {
             node,
             *excluded_nodes(self._run_dir.ledger.read(), self._job.id),
-            *_names(fields.get("ExcNodeList")),
+            *slurm.node_names(fields.get("ExcNodeList", "")),
         }
-        sizes = {
-            each.name: each.num_nodes for each in slurm.retry_until_reachable(slurm.partitions)
-        }
+        sizes = {each.name: each.num_nodes for each in slurm.answered(slurm.partitions)}
         return sizes.get(fields.get("Partition", ""), 0) - len(excluded) >= len(self._job.nodes)
 
     def _fields(self) -> dict[str, str]:
-        return slurm.retry_until_reachable(lambda: slurm.details(self._job.id))
+        return slurm.answered(slurm.details, self._job.id)
 
     def _ending(self) -> JobEnding:
         fields = self._fields()
@@ -267,8 +276,7 @@ class JobExit:
             time.sleep(0.1)
 
     def _drained_by_prolog(self) -> str | None:
-        nodes = self._job.nodes
-        reasons = slurm.retry_until_reachable(lambda: slurm.node_states(nodes, "%E"))
+        reasons = slurm.answered(slurm.node_states, self._job.nodes, "%E")
         return next((node for node in reasons if reasons[node].startswith("Prolog error")), None)
 
     def _end(self, ending: JobEnding, message: str = "") -> None:
@@ -316,10 +324,10 @@ class JobExit:
         """The end without its requeue if the last starts lost more time than they gained."""
         now = time.time()
         events, _ = in_order([*self._run_dir.ledger.read(), replace(event, time=now)], now)
-        starts = cut_starts(events, self._job.id)
-        if event.requeued and (
-            refusal := refusal_of_futile_starts(starts, self._most_futile, self._time_limit)
-        ):
+        refusal = refusal_of_futile_starts(
+            events, self._job.id, self._most_futile, self._time_limit
+        )
+        if event.requeued and refusal:
             return replace(event, reason=JobEndReason.ERROR, requeued=False, message=refusal)
         return event
 
@@ -328,11 +336,7 @@ class JobExit:
         with contextlib.suppress(OSError):
             ends = [*self._run_dir.ledger.read(), event]
         exclude = list(dict.fromkeys(excluded_nodes(ends, self._job.id)))
-        slurm.retry_until_reachable(lambda: slurm.requeue(self._job.id, exclude))
-
-
-def _names(node_list: str | None) -> list[str]:
-    return slurm.node_names(node_list) if node_list else []
+        slurm.answered(slurm.requeue, self._job.id, exclude)
 
 
 def _said_by_slurm(logs: Path, job_log: Path) -> str:

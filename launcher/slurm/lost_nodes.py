@@ -1,5 +1,6 @@
-"""What is done about nodes that a job loses: spare ones replace them, a guard requeues the job if
-its first node is lost, and empty steps keep the steps of a start apart from those before it.
+"""Which nodes of a job train, and what is done about those it loses: spare ones replace them, a
+guard requeues the job if its first node is lost, and empty steps keep the steps of a start apart
+from those before it.
 
 A job with spare nodes outlives its nodes (`--no-kill`), also the one with its batch script and
 supervisor: Slurm 22.05 then lets it hold the others until its time limit, with nothing running. So
@@ -18,14 +19,28 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from foundation.errors import exit_status_of
+from foundation.errors import ConfigError, exit_status_of
 from foundation.own_programs import own_command
+from foundation.settings import load_config
+from launcher.restart_policy import no_rank_started, node_to_exclude
 from launcher.slurm import client as slurm
+from launcher.slurm.job_checks import usable_nodes
 from launcher.slurm.job_exit import ThisJob
-from launcher.slurm.srun import kill_silently, nodes_without_launch, task_command
+from launcher.slurm.sbatch import Snapshot
+from launcher.slurm.srun import (
+    Step,
+    kill_silently,
+    nodes_that_cannot_start,
+    nodes_that_miss,
+    nodes_without_launch,
+    task_command,
+)
+from pretrain.config.phases import runs_of_phases
+from pretrain.config.run import RunConfig, accumulation_steps
+from pretrain.costs.cluster import load_cluster
 from pretrain.processes.local_ranks import set_parent_death_signal
 from pretrain.rundir.events import (
     AttemptEnded,
@@ -35,8 +50,10 @@ from pretrain.rundir.events import (
     JobStarted,
     NodeReplaced,
     ReplacedBecause,
+    TrainingBegan,
 )
-from pretrain.rundir.ledger import Ledger, events_of
+from pretrain.rundir.ledger import events_of, last_of
+from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import counted
 
 _POLL_SECONDS = 10.0
@@ -82,41 +99,68 @@ class LeaveNode(Exception):
 
 
 class NodePool:
-    """The nodes of this start of the job, of which spare ones replace those that fail.
+    """The nodes of this start of the job: which train, and which spare ones replace those that
+    fail.
 
-    `outlives_nodes`: whether Slurm lets the job run without one; `can_exclude`: whether it could
-    start without a node. A supervisor that was killed may have replaced some in this start.
+    `can_exclude`: whether the job could start without a node. A supervisor that was killed may have
+    replaced some in this start.
     """
 
     def __init__(
-        self,
-        job: ThisJob,
-        nodes: JobNodes,
-        ledger: Ledger,
-        outlives_nodes: bool,
-        can_exclude: Callable[[str], bool],
+        self, job: ThisJob, num_spare: int, run_dir: RunDir, can_exclude: Callable[[str], bool]
     ) -> None:
-        self.nodes = nodes
-        self._outlives_nodes = outlives_nodes
-        self._job, self._ledger, self._can_exclude = job, ledger, can_exclude
-        for node in replaced_nodes(ledger.read(), job):
-            self.nodes = self.nodes.without(node) or self.nodes
+        self._job, self._run_dir, self._can_exclude = job, run_dir, can_exclude
+        self._outlives_nodes = num_spare > 0  # else Slurm ends the job with any of its nodes
+        snapshot = Snapshot(run_dir.path)
+        self._cluster = load_cluster(snapshot.cluster)
+        config = load_config(RunConfig, snapshot.experiment)
+        self._nodes = first_nodes(config, self._cluster.tasks_per_node, job.nodes, num_spare)
+        for node in replaced_nodes(run_dir.ledger.read(), job):
+            self._nodes = self._nodes.without(node) or self._nodes
+        self._checked: tuple[str, ...] = ()  # nodes that all see the run directory
 
-    def replace_failed(self, named: Sequence[str] = ()) -> None:
-        """Use spare nodes for those that Slurm has taken from the job, or that do not respond;
-        `named`: those that the last attempt's srun says have failed."""
-        if not self._outlives_nodes:  # Slurm ends the job with any of its nodes
+    def next_step(self, failed: Sequence[str]) -> Step:
+        """The step of the next attempt, on nodes that work; `failed`: those that the last attempt's
+        srun says have failed.
+
+        LeaveNode if the job lacks a node; ConfigError if no other job would have what is missing.
+        """
+        if self._outlives_nodes:
+            self._replace_failed(failed)
+        if node := self._node_to_blame():
+            self._replace(node, ReplacedBecause.RANKS_FAILED)
+        while self._nodes.training != self._checked:
+            blind = nodes_that_miss(self._step, self._run_dir.path)
+            for node in blind:
+                self._replace(node, ReplacedBecause.RUN_DIRECTORY_UNSEEN)
+            if left := [node for node in blind if node in self._nodes.training]:
+                raise ConfigError(
+                    f"{', '.join(left)} cannot see {self._run_dir.path}; "
+                    "put the run on a disk that all nodes share"
+                )
+            if not blind:
+                self._checked = self._nodes.training
+        return self._step
+
+    @property
+    def _step(self) -> Step:
+        nodes = self._nodes.training
+        ranks = len(nodes) * self._cluster.tasks_per_node
+        return Step(nodes=nodes, ranks=ranks, cluster=self._cluster)
+
+    def _replace_failed(self, named: Sequence[str]) -> None:
+        """Use spare nodes for those that Slurm has taken from the job, or that do not respond."""
+        fields = slurm.answered(slurm.details, self._job.id)
+        left = slurm.node_names(fields.get("NodeList", "")) or self._job.nodes
+        # First the spare: they are to replace.
+        for node in [*self._nodes.spare, *self._nodes.training]:
+            if node not in left:
+                self._replace(node, ReplacedBecause.NODE_FAILED)
+        if not self._nodes.spare:  # then one may come back, or Slurm takes it
             return
-        fields = slurm.retry_until_reachable(lambda: slurm.details(self._job.id))
-        left = slurm.node_names(fields["NodeList"]) if fields.get("NodeList") else self._job.nodes
-        known = (*self.nodes.spare, *self.nodes.training)  # first the spare: they are to replace
-        for node in [each for each in known if each not in left]:
-            self.replace(node, ReplacedBecause.NODE_FAILED)
-        if not self.nodes.spare:  # then one may come back, or Slurm takes it
-            return
-        for node in self._unusable((*self.nodes.spare, *self.nodes.training), named):
-            if self.nodes.without(node) is not None:
-                self.replace(node, ReplacedBecause.NOT_RESPONDING)
+        for node in self._unusable((*self._nodes.spare, *self._nodes.training), named):
+            if self._nodes.without(node) is not None:
+                self._replace(node, ReplacedBecause.NOT_RESPONDING)
 
     def _unusable(self, known: Sequence[str], named: Sequence[str]) -> list[str]:
         """Those of the nodes that were taken out, or on which no task can be launched.
@@ -125,29 +169,63 @@ class NodePool:
         the end of a node, and also for healthy nodes: the answers of several nodes to one message
         come together, so one that is gone keeps those of others back.
         """
-        states = slurm.retry_until_reachable(lambda: slurm.node_states(known))
+        states = slurm.answered(slurm.node_states, known)
         out = [node for node in known if is_taken_out(states.get(node, ""))]
         doubtful = [node for node in known if states.get(node, "").endswith("*") or node in named]
         silent = nodes_without_launch([node for node in doubtful if node not in out])
         return [node for node in known if node in out or node in silent]
 
-    def replace(self, node: str, reason: ReplacedBecause) -> None:
-        after = self.nodes.without(node)
+    def _node_to_blame(self) -> str | None:
+        """The node to leave out; ConfigError if no node at all can start ranks.
+
+        Where the trainer was not even started, a container or an interpreter is missing. That is
+        the fault of a node only if others have what it lacks.
+        """
+        ledger, step = self._run_dir.ledger.read(), self._step
+        node = node_to_exclude(ledger, self._job.id, step.node_of)
+        if not no_rank_started(ledger, self._job.id):
+            return node
+        unable = nodes_that_cannot_start(step, self._run_dir.path)
+        if len(unable) == step.num_nodes and last_of(ledger, TrainingBegan) is None:
+            raise ConfigError(
+                f"the ranks' program does not start on any node ({', '.join(unable)}); "
+                f"'launcher logs {self._run_dir.path} --errors' says why"
+            )
+        return node if node in unable else None
+
+    def _replace(self, node: str, reason: ReplacedBecause) -> None:
+        after = self._nodes.without(node)
         if after is None:
             if reason is ReplacedBecause.NODE_FAILED:
                 raise LeaveNode(node, JobEndReason.NODE_FAILED)
             if reason is ReplacedBecause.RANKS_FAILED and self._can_exclude(node):
                 raise LeaveNode(node, JobEndReason.NODE_EXCLUDED)
             return
-        if node in self.nodes.training:
-            spare = self.nodes.spare[0]
+        left = counted(len(after.spare), "spare node")
+        if node in self._nodes.training:
+            spare = self._nodes.spare[0]
             event = NodeReplaced(job=self._job.id, node=node, spare=spare, reason=reason)
-            self._ledger.append(event)
-            _log.warning("%s; %s left", event.description, counted(len(after.spare), "spare node"))
-        elif after != self.nodes:
-            left = counted(len(after.spare), "spare node")
+            self._run_dir.ledger.append(event)
+            _log.warning("%s; %s left", event.description, left)
+        elif after != self._nodes:
             _log.warning("spare node %s is left out (%s); %s left", node, reason.value, left)
-        self.nodes = after
+        self._nodes = after
+
+
+def first_nodes(
+    config: RunConfig, ranks_per_node: int, names: tuple[str, ...], num_spare: int
+) -> JobNodes:
+    """The nodes that train at first: as many as share the lanes evenly, but for the spare ones."""
+    most = len(names) - num_spare
+    count = usable_nodes(config, ranks_per_node, most)
+    if not count:
+        for phase in runs_of_phases(config):
+            accumulation_steps(phase, most * ranks_per_node)  # says what does not divide
+    if count < most:
+        _log.warning(
+            "using %d of %d nodes so that data.lanes=%d divides", count, most, config.data.lanes
+        )
+    return JobNodes(names[:count], names[count:])
 
 
 def is_taken_out(state: str) -> bool:
@@ -214,12 +292,6 @@ class FirstNodeGuard:
         )
 
 
-def has_lost_first_node(fields: Mapping[str, str], nodes: Sequence[str]) -> bool:
-    """Whether Slurm has taken the node of the batch script from a job that still runs."""
-    first = fields.get("BatchHost")
-    return fields.get("JobState") == "RUNNING" and first is not None and first not in nodes
-
-
 def use_up_old_numbers(
     ledger: Sequence[Event], job: ThisJob, meanwhile: Callable[[], None]
 ) -> None:
@@ -272,8 +344,9 @@ def main() -> int:
             fields = slurm.details(job)
             if fields.get("Restarts") != restart or not fields.get("NodeList"):
                 return 0
-            if has_lost_first_node(fields, slurm.node_names(fields["NodeList"])):
-                slurm.requeue(job)
+            first, nodes = fields.get("BatchHost"), slurm.node_names(fields["NodeList"])
+            if fields.get("JobState") == "RUNNING" and first and first not in nodes:
+                slurm.requeue(job)  # Slurm has taken the batch script's node from it
                 return 0
         except slurm.SlurmUnreachable:
             continue

@@ -21,8 +21,7 @@ from foundation.files import own_file, read_together
 from foundation.own_programs import code_that_runs, copied_arguments
 from foundation.settings import assert_never
 from launcher.error_lines import error_lines
-from launcher.slurm.sbatch import option_flags
-from launcher.slurm.snapshot import Snapshot
+from launcher.slurm.sbatch import Snapshot, option_flags
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
@@ -166,8 +165,7 @@ class SlurmRanks:
 
         Raises what `meanwhile` raises.
         """
-        rank_ends = RankEnds(self.logs)
-        patience = SrunPatience(rank_ends, len(self.logs))
+        ends = RankEnds(self.logs)
         while self._srun.poll() is None:
             try:
                 meanwhile()
@@ -177,18 +175,23 @@ class SlurmRanks:
                 # have the same numbers.
                 kill_silently(self._srun.pid)
                 raise
-            if patience.is_exhausted():
-                self._end_srun()
+            if ends.have_been_for_long():
+                _log.warning("srun still waits although its ranks have ended: ending it")
+                self._srun.terminate()  # it waits for its step as long as Slurm's KillWait
+                try:
+                    self._srun.wait(_END_SECONDS)
+                except subprocess.TimeoutExpired:
+                    self._srun.kill()
             time.sleep(_POLL_SECONDS)
-        rank_ends.look()
-        rank_ends.read_rest()
+        ends.look()
+        ends.read_rest()
         log = self._log.read_text(errors="replace")
         # Where a node failed, srun kills the ranks of the others, and names those alone.
         self.failed_nodes += failed_nodes(log)
         lost = self._step.first_rank_of(self.failed_nodes)
-        of_ranks = first_failure(rank_ends.found, len(self.logs), log)
+        of_ranks = first_failure(ends.found, len(self.logs), log)
         self.first_failure = of_ranks if lost is None else lost
-        return rank_ends.statuses()
+        return ends.statuses()
 
     def terminate(self) -> None:
         self._srun.send_signal(SAVE_AND_STOP)
@@ -196,23 +199,12 @@ class SlurmRanks:
     def kill(self) -> None:
         self._srun.kill()
 
-    def _end_srun(self) -> None:
-        _log.warning("srun still waits although its ranks have ended: ending it")
-        self._srun.terminate()  # it waits for its step as long as Slurm's KillWait
-        try:
-            self._srun.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._srun.kill()
-
     def describe_failure(self, statuses: Sequence[int]) -> str:
         if all(status == NEVER_STARTED for status in statuses):
-            tail = "\n".join(f"  | {line}" for line in self.errors()[:_NUM_ERRORS])
+            errors = list(error_lines(self._log.read_text(errors="replace").splitlines()))
+            tail = "\n".join(f"  | {line}" for line in errors[:_NUM_ERRORS])
             return f"no rank started; the first errors in {self._log}:\n{tail}"
         return describe_failure(statuses, self.logs, first_failure=self.first_failure)
-
-    def errors(self) -> list[str]:
-        """What srun and Slurm wrote about errors, first ones first."""
-        return list(error_lines(self._log.read_text(errors="replace").splitlines()))
 
 
 _LOST = -signal.SIGKILL  # a rank without a status file was killed together with its task
@@ -246,6 +238,21 @@ class RankEnds:
     def __init__(self, logs: Sequence[Path]) -> None:
         self.found: dict[int, RankEnd] = {}
         self._logs = logs
+        self._changed = self._looked = time.monotonic()
+
+    def have_been_for_long(self) -> bool:
+        """Whether srun waits in vain: for a node's slurmstepd that was killed, it would forever.
+
+        Call this often; it looks for new files every few seconds.
+        """
+        now, known = time.monotonic(), len(self.found)
+        if now - self._looked < _LOOK_SECONDS:
+            return False
+        self._looked = now
+        self.look()
+        if len(self.found) != known:
+            self._changed = now
+        return now - self._changed > seconds_left_to_srun(self.found, len(self._logs))
 
     def look(self) -> None:
         """Read those that are new, which a listing of the directory names."""
@@ -300,7 +307,9 @@ def first_failure(ends: Mapping[int, RankEnd], num_ranks: int, srun_log: str) ->
     Ranks killed by SIGTERM do not count: srun ends the others that way. If no rank left a status,
     because its task could not even start, it is the first rank that srun names.
     """
-    failed = [rank for rank, end in ends.items() if _failed_first_hand(end)]
+    failed = [
+        rank for rank, end in ends.items() if end.is_failure and end.status != -signal.SIGTERM
+    ]
     knows = [rank for rank in failed if ends[rank].status == EXIT_USER_ERROR]
     killed = [rank for rank in failed if ends[rank].status < 0]
     if failed:
@@ -315,37 +324,12 @@ def failed_nodes(log: str) -> list[str]:
     return _FAILED_NODE.findall(log)
 
 
-def _failed_first_hand(end: RankEnd) -> bool:
-    return end.is_failure and end.status != -signal.SIGTERM
-
-
 def seconds_left_to_srun(ends: Mapping[int, RankEnd], num_ranks: int) -> float:
     """How long srun may still run after the last of these ends."""
     if len(ends) == num_ranks:
         return _SECONDS_AFTER_ALL
     is_failing = any(end.is_failure for end in ends.values())
     return _SECONDS_AFTER_FAILURE if is_failing else math.inf
-
-
-class SrunPatience:
-    """Tells when srun waits in vain: for a node's slurmstepd that was killed, it would forever."""
-
-    def __init__(self, ends: RankEnds, num_ranks: int) -> None:
-        self._ends = ends
-        self._num_ranks = num_ranks
-        self._num_ends = 0
-        self._changed = self._looked = time.monotonic()
-
-    def is_exhausted(self) -> bool:
-        """Call this often; it looks for new files every few seconds."""
-        now = time.monotonic()
-        if now - self._looked < _LOOK_SECONDS:
-            return False
-        self._looked = now
-        self._ends.look()
-        if len(self._ends.found) != self._num_ends:
-            self._num_ends, self._changed = len(self._ends.found), now
-        return now - self._changed > seconds_left_to_srun(self._ends.found, self._num_ranks)
 
 
 def kill_silently(srun: int) -> None:
@@ -384,19 +368,16 @@ def nodes_without_launch(nodes: Sequence[str]) -> list[str]:
         )
         for node in nodes
     }
-    deadline = time.monotonic() + _PROBE_SECONDS
-    return [node for node, probe in probes.items() if _names(probe, node, deadline)]
-
-
-def _names(probe: subprocess.Popen[str], node: str, deadline: float) -> bool:
-    """Whether a launch on the node fails; one that is not decided until then does not count."""
-    try:
-        _, said = probe.communicate(timeout=max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        kill_silently(probe.pid)
-        probe.communicate()
-        return False
-    return node in failed_nodes(said)
+    deadline, silent = time.monotonic() + _PROBE_SECONDS, []
+    for node, probe in probes.items():
+        try:
+            _, said = probe.communicate(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:  # one that is not decided until then does not count
+            kill_silently(probe.pid)
+            probe.communicate()
+        else:
+            silent += [node] if node in failed_nodes(said) else []
+    return silent
 
 
 def _printed_by_each_node(step: Step, flags: Sequence[str], command: Sequence[str]) -> list[str]:

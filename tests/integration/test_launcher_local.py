@@ -19,7 +19,7 @@ import pytest
 from safetensors import safe_open
 
 from launcher.cli import main
-from launcher.status.run_state import read_state
+from launcher.run_state import read_state
 from pretrain.commands.same_run import differing_losses
 from pretrain.costs.memory import checkpoint_bytes
 from pretrain.recovery.faults import VARIABLE

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main as launcher
-from launcher.status.run_state import read_state
+from launcher.run_state import read_state
 from pretrain.checkpoint import uploads
 from pretrain.cli import main as pretrain
 from pretrain.commands.same_run import differing_losses

@@ -19,8 +19,7 @@ from launcher.cli import main
 from launcher.commands import cancel
 from launcher.commands.cancel import refuse_other_jobs
 from launcher.slurm.client import QueuedJob
-from launcher.slurm.sbatch import Job, is_script_of, render
-from launcher.slurm.snapshot import Snapshot
+from launcher.slurm.sbatch import Job, Snapshot, is_script_of, render
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig, NodeRange
 from pretrain.rundir.events import (
@@ -77,7 +76,7 @@ def test_cancelling_asks_the_launcher_to_save_and_stop_and_waits_for_it(run_dir,
 
 
 COMMANDS = {
-    "squeue": 'echo "7|7|N/A|RUNNING|None|n1|1:00|1:00|N/A|run-1"',
+    "squeue": 'echo "7|7|N/A|RUNNING|None|n1|N/A|run-1"',
     "scontrol": "echo n1",
     "scancel": ': > "$0.$1"',
 }
@@ -136,18 +135,7 @@ def test_what_another_user_can_write_is_neither_executed_nor_obeyed(
 
 
 def queued(name: str) -> QueuedJob:
-    return QueuedJob(
-        id="17",
-        array_id="17",
-        array_index="",
-        name=name,
-        state="RUNNING",
-        reason="None",
-        nodes="n1",
-        elapsed="1:00",
-        time_left="1:00",
-        start="",
-    )
+    return QueuedJob("17", "17", "N/A", "RUNNING", "None", "n1", "", name)
 
 
 def test_a_job_of_another_name_than_the_ledger_s_is_not_canceled():
@@ -226,7 +214,7 @@ def canceled(tmp_path: Path) -> RunDir:
 
 
 SQUEUE = """#!/bin/bash
-[ "$NAME $7" = "other --name" ] || echo "1|1|N/A|COMPLETING|None||1:00|1:00|N/A|$NAME"
+[ "$NAME $7" = "other --name" ] || echo "1|1|N/A|COMPLETING|None||N/A|$NAME"
 """
 
 

@@ -6,13 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from foundation.errors import ConfigError
-from launcher.restart_policy import (
-    RestartPolicy,
-    no_rank_started,
-    node_to_exclude,
-    past_attempts,
-)
+from launcher.infer_status import last_turn
+from launcher.restart_policy import no_rank_started, node_to_exclude, past_attempts
+from launcher.run_state import read_state
 from launcher.slurm.job_exit import (
     JobEnding,
     JobExit,
@@ -21,18 +17,9 @@ from launcher.slurm.job_exit import (
     excluded_nodes,
     is_allocated,
 )
-from launcher.slurm.job_supervisor import (
-    begin,
-    end_of_lost,
-    end_of_start,
-    open_start,
-    other_jobs,
-    refuse_without_progress,
-)
+from launcher.slurm.job_supervisor import begin, end_of_start, other_jobs
 from launcher.slurm.srun import Step
-from launcher.status.infer_status import last_turn
-from launcher.status.run_state import read_state
-from launcher.stop_signals import StopSignals, StopWhileWaiting
+from launcher.supervisor import StopSignals, StopWhileWaiting
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.events import (
@@ -64,12 +51,7 @@ REQUEUED = {**RUNNING, "JobState": "COMPLETING", "Restarts": "3"}
     [
         (RUNNING, "", True, JobEnding(JobEndReason.TIME_LIMIT_NEAR, requeue=True)),
         (RUNNING, "", False, JobEnding(JobEndReason.STOP_REQUESTED, requeue=True)),
-        (
-            {**RUNNING, **PREEMPT_TIME},
-            "",
-            False,
-            JobEnding(JobEndReason.PREEMPTED, requeue=True),
-        ),
+        ({**RUNNING, **PREEMPT_TIME}, "", False, JobEnding(JobEndReason.PREEMPTED, requeue=True)),
         (
             {**RUNNING, **PREEMPT_TIME, "JobState": "COMPLETING"},
             "",
@@ -217,21 +199,19 @@ def test_attempts_of_former_starts_count_unless_they_were_asked_to_stop():
     assert [each.made_progress for each in attempts] == [True, False]
 
 
-def test_a_start_whose_end_was_not_written_is_found():
-    first = started("7")
-    assert open_start([], "7") is None
-    assert open_start([first], "7") == first
-    assert open_start([first], "8") is None
-    assert open_start([first, ended("7", PREEMPTED, requeued=True)], "7") is None
-
-
-def test_a_supervisor_killed_in_this_start_of_the_job_is_told_from_one_lost_with_its_node():
-    this = ThisJob(id="7", number=7, restart=1, nodes=("n1",))
-    killed = end_of_lost(started("7", 1, 40), this, step=60)
-    assert killed == SupervisorKilled(job="7", restart=1, step_before=40, step=60)
-    lost = end_of_lost(started("7", 0, 40), this, step=60)
+def test_a_supervisor_killed_in_this_start_of_the_job_is_told_from_one_lost_with_its_node(tmp_path):
+    run_dir = RunDir.create(tmp_path / "run", RunConfig())
+    run_dir.ledger.append(started("7", 0, 40))
+    this = ThisJob(id="7", number=7, restart=0, nodes=("n1",))
+    for restart in (0, 1):
+        begin(replace(this, restart=restart), run_dir)
+    _, killed, again, lost, now = run_dir.ledger.read()
+    assert killed == SupervisorKilled(job="7", restart=0, step_before=40, step=0)
     assert isinstance(lost, JobEnded)
-    assert lost.reason is JobEndReason.FIRST_NODE_LOST
+    assert (lost.restart, lost.reason) == (0, JobEndReason.FIRST_NODE_LOST)
+    assert [start.restart for start in (again, now) if isinstance(start, JobStarted)] == [0, 1]
+    attempts = past_attempts(run_dir.ledger.read(), "7")
+    assert [each.made_progress for each in attempts] == [False, False]
 
 
 def test_a_start_of_the_job_whose_end_is_written_is_not_begun_again():
@@ -243,15 +223,6 @@ def test_a_start_of_the_job_whose_end_is_written_is_not_begun_again():
     assert end_of_start([replace(now, job="8")], this) is None
     forgotten = replace(now, reason=JobEndReason.FORGOTTEN)
     assert end_of_start([started("7", 1), forgotten], this) is None, "another start of this number"
-
-
-def test_supervisors_that_are_killed_again_and_again_are_not_started_for_ever():
-    killed = SupervisorKilled(job="7", restart=0, step_before=40, step=40)
-    progress = replace(killed, step_before=20)
-    policy = RestartPolicy(attempts_without_progress=2)
-    refuse_without_progress(past_attempts([killed, progress, killed], "7"), policy)
-    with pytest.raises(ConfigError, match="2 attempts in a row brought no checkpoint beyond step"):
-        refuse_without_progress(past_attempts([progress, killed, killed], "7"), policy)
 
 
 def test_of_two_jobs_only_the_later_one_finds_the_other():
@@ -356,7 +327,7 @@ def test_a_job_that_slurm_holds_after_a_prolog_names_the_node(tmp_path, monkeypa
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     run_dir = RunDir.create(tmp_path / "run", RunConfig())
     this = ThisJob(id="7", number=7, restart=0, nodes=("n1", "n2"))
-    job_exit = JobExit(this, run_dir.path, StopSignals(), lambda: None, most_futile=3)
+    job_exit = JobExit(this, run_dir.path, StopSignals(), most_futile=3)
     assert not job_exit.is_allocated()
     job_exit.finish(EXIT_STOPPED)
     state = read_state(run_dir.path)
@@ -379,7 +350,7 @@ def test_a_job_that_is_to_stop_is_requeued_although_nothing_can_be_written(
     stop = StopSignals()
     stop.requests, stop.received = 1, [int(signal.SIGUSR1)]  # ahead of the time limit
     this = ThisJob(id="7", number=7, restart=0, nodes=("n1",))
-    job_exit = JobExit(this, run_dir.path, stop, check_fence=lambda: None, most_futile=3)
+    job_exit = JobExit(this, run_dir.path, stop, most_futile=3)
     patient = RunDir(run_dir.path, stop.patience(600, job_exit.poll))
     with run_dir.locked("launcher"), full_disk(4096):
         with pytest.raises(StopWhileWaiting):

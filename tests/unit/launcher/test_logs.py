@@ -3,19 +3,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from foundation.files import lines_of
 from launcher.cli import main
 from launcher.error_lines import error_lines
-from launcher.status.infer_status import State
-from launcher.status.run_state import RunState
+from launcher.infer_status import State
+from launcher.run_state import RunState
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import AttemptEnded, AttemptReason, NextAction
 from pretrain.rundir.run_dir import AttemptFiles, RunDir
@@ -84,30 +80,6 @@ def test_the_rank_that_failed_first_is_shown_first_then_srun_and_the_job(run_dir
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
     marks = [line.split("]")[0][1:] for line in capsys.readouterr().out.splitlines()]
     assert list(dict.fromkeys(marks)) == ["rank 1", "srun", "job", "rank 0"]
-
-
-def test_logs_of_many_ranks_are_read_together_once_the_first_failure_is_shown(
-    run_dir, capsys, monkeypatch
-):
-    files = AttemptFiles(run_dir.logs, 11)
-    files.create()
-    for rank in range(9):
-        files.rank_log(rank).write_text(f"ValueError: of rank {rank}\n")
-    run_dir.ledger.append(replace(ended(11, 5, NextAction.RETRY), statuses=(1,) * 9))
-    others, shown = threading.Barrier(8), []
-
-    def wait_for_others(path: Path) -> Iterator[bytes]:
-        if path == files.rank_log(5):
-            return lines_of(path)
-        if others.wait(timeout=300) == 0:  # broken if one is read after the other
-            shown.append(capsys.readouterr().out)
-        return lines_of(path)
-
-    monkeypatch.setattr("launcher.commands.logs.lines_of", wait_for_others)
-    assert main(["logs", str(run_dir.path), "--errors"]) == 0
-    assert shown == ["[rank 5] ValueError: of rank 5\n"]
-    rest = [f"[rank {rank}] ValueError: of rank {rank}" for rank in range(9) if rank != 5]
-    assert capsys.readouterr().out.splitlines() == rest
 
 
 def test_a_container_that_does_not_start_is_an_error_although_no_rank_wrote_anything(

@@ -1,6 +1,5 @@
 """`launcher preflight` without ranks; with real ones: tests/integration, on real Slurm:
-tests/slurm.
-"""
+tests/slurm."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict, replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,14 @@ from foundation.errors import UserError
 from foundation.files import write_json
 from launcher.cli import main
 from launcher.commands import preflight
-from launcher.commands.preflight import gather, pair_up, srun_line
+from launcher.commands.preflight import (
+    PairResult,
+    gather,
+    pair_up,
+    rate_nodes,
+    rounds_of,
+    srun_line,
+)
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.processes.node_findings import (
     END,
@@ -28,10 +35,20 @@ from pretrain.processes.node_findings import (
     round_file,
 )
 
+NODES = ["n1", "n2", "n3", "n4"]
+FAST, SLOW = 100e6, 20e6
 
-def found(rank: int, node: str) -> RankMeasurement:
+
+def found(
+    rank: int, node: str, matmul: float = 50e9, disk: float | None = 1e9, strays=()
+) -> RankMeasurement:
     return RankMeasurement(
-        rank=rank, node=node, device="CPU", matmul_flops=1e9, disk_bytes=1e9, strays=[]
+        rank=rank,
+        node=node,
+        device="CPU",
+        matmul_flops=matmul,
+        disk_bytes=disk,
+        strays=list(strays) if disk else None,
     )
 
 
@@ -111,24 +128,18 @@ def test_the_check_runs_in_the_containers_that_the_ranks_will_run_in():
         gpus_per_node="2",
         container_image="/images/x.sqsh",
         container_runtime="pyxis",
-        container_mounts=("/data",),
         setup=("module load cuda",),
-        environment={"NOTE": "two words"},
         options={"exclusive": None, "no-requeue": None},
     )
     out = Path("/shared/out")
-    pyxis = srun_line(base, 2, "preflight-1a", out)
-    assert "--container-image=/images/x.sqsh" in pyxis
-    assert "--container-mounts=/shared/out:/shared/out,/data:/data" in pyxis
-    assert "--container-workdir=/shared/out/slurm/code" in pyxis
-    assert "--exclusive" in pyxis
+    *pyxis, script = srun_line(base, 2, "preflight-1a", out)
+    assert {"--container-image=/images/x.sqsh", "--exclusive"} <= set(pyxis)
     assert "--no-requeue" not in pyxis
-    assert "module load cuda" not in pyxis[-1]  # it is not in the container
-    assert 'export NOTE="two words"\nexec python3 /shared/out/slurm/code pretrain.' in pyxis[-1]
-    apptainer = srun_line(replace(base, container_runtime="apptainer"), 2, "preflight-1a", out)
-    assert apptainer[-1].startswith("module load cuda\n")
-    inside = "exec apptainer exec --nv --bind=/shared/out --bind=/data"
-    assert f"{inside} --pwd=/shared/out/slurm/code /images/x.sqsh python3 /shared" in apptainer[-1]
+    assert "module load cuda" not in script  # it is not in the container
+    assert "exec python3 /shared/out/slurm/code pretrain." in script
+    *_, script = srun_line(replace(base, container_runtime="apptainer"), 2, "preflight-1a", out)
+    assert script.startswith("module load cuda\n")
+    assert "exec apptainer exec --nv --bind=/shared/out --pwd=/shared/out/slurm/code " in script
 
 
 def test_ranks_that_can_not_start_are_told_with_their_last_line(tmp_path, monkeypatch, capsys):
@@ -144,7 +155,7 @@ def test_ranks_that_can_not_start_are_told_with_their_last_line(tmp_path, monkey
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--local", "--ranks=0"], "--ranks=0 must be from 1 to 1,024"),
+        (["--local", "--ranks=0"], "--ranks=0 must be 1 or more"),
         (["--cluster=cluster.yaml", "--nodes=99999999999"], "expected a number from 1 to 65,536"),
         (["--local", "--directory=/proc"], "/proc: No such file or directory"),
         (["--cluster=nowhere.yaml"], "nowhere.yaml does not exist"),
@@ -163,3 +174,92 @@ def test_bad_input_gets_one_line_and_leaves_nothing(
     assert message in error
     assert error.count("\n") == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["cluster.yaml"]
+
+
+def pairs(**odd: PairResult | float | str) -> list[PairResult]:
+    """All pairs of NODES at the fast rate, but those named `n1_n3`: another rate, or a problem."""
+    results = []
+    for nodes in combinations(NODES, 2):
+        what = odd.get("_".join(nodes), FAST)
+        problem = what if isinstance(what, str) else ""
+        rate = what if isinstance(what, float) else None
+        results.append(PairResult(nodes=nodes, bytes_per_second=rate, problem=problem))
+    return results
+
+
+def verdicts(ranks=None, results=None, missing=()) -> dict[str, tuple[str, str]]:
+    ranks = ranks or [found(rank, node) for rank, node in enumerate(NODES)]
+    reports = rate_nodes(ranks, pairs() if results is None else results, missing)
+    return {report.node: (report.verdict, "; ".join(report.problems)) for report in reports}
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
+def test_every_pair_is_measured_once_and_no_node_twice_at_a_time(count):
+    nodes = [f"n{number}" for number in range(count)]
+    rounds = rounds_of(nodes)
+    measured = [frozenset(pair) for pairs in rounds for pair in pairs]
+    assert sorted(map(sorted, measured)) == sorted(map(sorted, combinations(nodes, 2)))
+    for pairs_at_once in rounds:
+        busy = [node for pair in pairs_at_once for node in pair]
+        assert len(busy) == len(set(busy))
+
+
+def test_a_single_node_is_measured_alone():
+    assert rounds_of(["n1"]) == [[("n1",)]]
+    assert rounds_of([]) == []
+
+
+def test_equal_nodes_are_well():
+    assert set(verdicts().values()) == {("ok", "")}
+
+
+def test_a_node_that_is_slow_with_all_others_is_named_and_they_are_not():
+    said = verdicts(results=pairs(n1_n3=SLOW, n2_n3=SLOW, n3_n4=SLOW))
+    assert said["n3"] == ("slow", "reduces at 20% of the others' rate at best")
+    assert [said[node][0] for node in ("n1", "n2", "n4")] == ["ok"] * 3
+
+
+def test_a_node_that_reaches_nobody_is_broken_and_one_lost_connection_is_told_as_one():
+    said = verdicts(
+        results=pairs(n1_n3="no connection", n2_n3="no connection", n3_n4="no connection")
+    )
+    assert said["n3"][0] == "broken"
+    assert said["n1"] == ("link", "with n3: no connection")
+    wrong = verdicts(results=pairs(n1_n2="sums over the ranks were wrong"))
+    assert wrong["n2"] == ("link", "with n1: sums over the ranks were wrong")
+
+
+def test_a_node_without_an_answer_is_broken():
+    assert verdicts(missing=["n9"])["n9"] == ("broken", "did not respond")
+
+
+def test_slow_devices_and_disks_are_told_against_the_median():
+    ranks = [found(0, "n1"), found(1, "n2", matmul=25e9), found(2, "n3", disk=1e8), found(3, "n4")]
+    said = verdicts(ranks)
+    assert said["n2"] == ("slow", "rank 1 multiplies matrices at 50% of the usual rate")
+    assert said["n3"] == ("slow", "writes to disk at 10% of the usual rate")
+    assert said["n1"] == ("ok", "")
+
+
+def test_strays_make_a_node_busy():
+    ranks = [
+        found(0, "n1", strays=["python (17) keeps a core busy"]),
+        *(found(1, node) for node in NODES[1:]),
+    ]
+    assert verdicts(ranks)["n1"] == ("busy", "stray: python (17) keeps a core busy")
+
+
+def test_two_nodes_can_not_be_compared_but_a_lost_connection_breaks_both():
+    ranks = [found(0, "n1"), found(1, "n2")]
+    slow = [PairResult(nodes=("n1", "n2"), bytes_per_second=SLOW)]
+    assert set(verdicts(ranks, slow).values()) == {("ok", "")}
+    lost = [PairResult(nodes=("n1", "n2"), bytes_per_second=None, problem="no connection")]
+    assert {verdict for verdict, _ in verdicts(ranks, lost).values()} == {"broken"}
+
+
+def test_a_node_that_cannot_compile_kernels_is_slow_and_says_what_it_lacks():
+    lacking = replace(found(1, "n2"), missing="there is no C compiler")
+    others = [found(rank, node) for rank, node in enumerate(NODES) if node != "n2"]
+    reports = {one.node: one for one in rate_nodes([lacking, *others], pairs(), ())}
+    assert (reports["n2"].verdict, reports["n2"].problems) == ("slow", ("there is no C compiler",))
+    assert {reports[name].verdict for name in ("n1", "n3", "n4")} == {"ok"}

@@ -8,13 +8,12 @@ from launcher.restart_policy import (
     AttemptResult,
     RestartPolicy,
     attempts_without_progress,
-    cut_starts,
     decide,
     refusal_of_futile_starts,
     unresponsive_rank,
 )
 from launcher.slurm.job_exit import JobEnding, JobExit, ThisJob
-from launcher.stop_signals import StopSignals
+from launcher.supervisor import StopSignals
 from pretrain.rundir.events import (
     AttemptReason,
     Event,
@@ -116,7 +115,7 @@ def cut(number: int, trained: float, starting: float = 50.0, steps: int = 1) -> 
 
 def test_starts_that_lose_more_than_they_gain_end_the_run_and_name_the_limit_to_raise():
     futile = [event for number in range(3) for event in cut(number, trained=10.0)]
-    refusal = refusal_of_futile_starts(cut_starts(futile, "7"), 3, "00:02:00")
+    refusal = refusal_of_futile_starts(futile, "7", 3, "00:02:00")
     assert refusal == (
         "3 starts in a row took 50 s to start and trained for 10 s before the time limit of "
         "00:02:00; raise time_limit in the cluster file, then 'launcher submit'"
@@ -138,13 +137,13 @@ def test_starts_that_lose_more_than_they_gain_end_the_run_and_name_the_limit_to_
     ],
 )
 def test_starts_that_gain_or_were_not_ended_by_a_time_limit_are_made_again(ledger):
-    assert refusal_of_futile_starts(cut_starts(ledger, "7"), 3, "00:02:00") == ""
+    assert refusal_of_futile_starts(ledger, "7", 3, "00:02:00") == ""
 
 
 def test_training_that_no_checkpoint_holds_and_a_start_that_never_trained_gain_nothing():
     unsaved = cut(0, trained=500.0, steps=0)
     never = [cut(1, trained=0.0)[0], cut(1, trained=0.0)[-1]]
-    assert [start.is_futile for start in cut_starts([*unsaved, *never], "7")] == [True, True]
+    assert refusal_of_futile_starts([*unsaved, *never], "7", 2, "00:02:00")
 
 
 def test_a_job_whose_starts_are_futile_is_not_requeued_and_the_ledger_says_why(
@@ -157,7 +156,7 @@ def test_a_job_whose_starts_are_futile_is_not_requeued_and_the_ledger_says_why(
         run_dir.ledger.append(event)
     publish_step(run_dir.checkpoints, 21)
     job = ThisJob(id="7", number=7, restart=2, nodes=("n1",))
-    job_exit = JobExit(job, run_dir.path, StopSignals(), check_fence=lambda: None, most_futile=3)
+    job_exit = JobExit(job, run_dir.path, StopSignals(), most_futile=3)
     # To requeue the job would fail: there is no Slurm here.
     job_exit._end(JobEnding(JobEndReason.TIME_LIMIT_NEAR, requeue=True))
     ended = run_dir.ledger.read()[-1]

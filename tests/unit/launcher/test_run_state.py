@@ -1,13 +1,21 @@
+"""The state that follows from a run's directory, also where it contradicts itself."""
+
 from __future__ import annotations
 
+import datetime
 import json
+import shutil
 import socket
+import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from launcher.status.infer_status import UNRESPONSIVE_SECONDS, Evidence, infer_status
-from launcher.status.run_state import read_state
+from launcher.infer_status import UNRESPONSIVE_SECONDS, Evidence, infer_status
+from launcher.run_state import read_state
+from pretrain.checkpoint.directory import step_directory
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import (
     AttemptEnded,
@@ -65,14 +73,7 @@ def beat(
     )
 
 
-def evidence(
-    *ledger: Event,
-    beats=(),
-    locks=(),
-    checkpoint=None,
-    steps=100,
-    metrics=None,
-) -> Evidence:
+def seen(*ledger: Event, beats=(), locks=(), checkpoint=None, steps=100, metrics=None) -> Evidence:
     return Evidence(
         now=NOW,
         ledger=ledger,
@@ -94,7 +95,6 @@ START = TrainingBegan(time=NOW - 100, step=0, world_size=2)
 EARLIER = replace(START, time=NOW - 200)
 REFUSED = attempt_ended(NextAction.REFUSED, AttemptReason.USER_ERROR)
 STOPPED = attempt_ended(NextAction.STOPPED, AttemptReason.STOP_REQUESTED, step=1200)
-FINISHED = attempt_ended(NextAction.FINISHED, AttemptReason.FINISHED)
 GAVE_UP = GaveUp(time=NOW - 1, spike=Spike(8, 9, 9.0, 3.0))
 JOB_STARTED = JobStarted(time=NOW + 1, job="17", restart=1, nodes=("n1", "n2"), step=40)
 SUBMITTED = Submitted(time=NOW + 1, job="17")
@@ -104,7 +104,7 @@ STOP = TrainingEnded(outcome=Outcome.STOPPED, time=NOW, step=1)
 FINISH = TrainingEnded(outcome=Outcome.FINISHED, time=NOW, step=100)
 
 
-def job_ended(reason: JobEndReason, requeued: bool = False, **more: str) -> JobEnded:
+def job_ended(reason: JobEndReason, requeued: bool = False, **more: Any) -> JobEnded:
     return JobEnded(time=NOW, job="17", restart=0, reason=reason, requeued=requeued, **more)
 
 
@@ -122,130 +122,81 @@ def elsewhere(seconds_ago: float) -> Lock:
 @pytest.mark.parametrize(
     ("found", "state", "reason"),
     [
-        (evidence(), "new", "no attempt yet"),
-        (evidence(START, locks=[HELD]), "running", ""),
-        (evidence(START, beats=[beat(5)]), "running", ""),
-        (evidence(START, beats=[beat(5, phase="save")]), "running", "saving a checkpoint"),
+        (seen(), "new", "no attempt yet"),
+        (seen(START, locks=[HELD]), "running", ""),
+        (seen(START, beats=[beat(5)]), "running", ""),
+        (seen(START, beats=[beat(5, phase="save")]), "running", "saving a checkpoint"),
         (
-            evidence(START, beats=[beat(5), beat(UNRESPONSIVE_SECONDS + 60)], locks=[HELD]),
+            seen(START, beats=[beat(5), beat(UNRESPONSIVE_SECONDS + 60)], locks=[HELD]),
             "running",
             "",
         ),
         (
-            evidence(START, beats=[beat(360, since_written=3)], locks=[HELD]),
+            seen(START, beats=[beat(360, since_written=3)], locks=[HELD]),
             "running",
             "no progress for 6.0 min",
         ),
-        (evidence(START, beats=[beat(320, since_written=5)]), "running", "no progress for 5.2 min"),
+        (seen(START, beats=[beat(360)]), "unresponsive", "no heartbeat from elsewhere for 6.0 min"),
+        (seen(START, RETRY, locks=[HELD]), "running", f"restarting: {KILLED}"),
+        (seen(START), "failed", "ended silently"),
         (
-            evidence(START, beats=[beat(360)]),
-            "unresponsive",
-            "no heartbeat from elsewhere for 6.0 min",
-        ),
-        (
-            evidence(START, RETRY, locks=[HELD]),
-            "running",
-            f"restarting: {KILLED}",
-        ),
-        (evidence(START), "failed", "ended silently"),
-        (
-            evidence(START, beats=[beat(5, hostname=socket.gethostname(), pid=2**22 + 1)]),
+            seen(START, beats=[beat(5, hostname=socket.gethostname(), pid=2**22 + 1)]),
             "failed",
             "ended silently",
         ),
-        (evidence(START, RETRY, locks=[LEFT]), "failed", "ended silently"),
-        (evidence(locks=[elsewhere(20)]), "running", "starting"),
+        (seen(START, RETRY, locks=[LEFT]), "failed", "ended silently"),
+        (seen(locks=[elsewhere(20)]), "running", "starting"),
         (
-            evidence(START, RETRY, locks=[elsewhere(20)]),
-            "running",
-            f"restarting: {KILLED}",
-        ),
-        (
-            evidence(START, RETRY, locks=[elsewhere(400)]),
+            seen(START, RETRY, locks=[elsewhere(400)]),
             "unresponsive",
             "no heartbeat from n1 for 6.7 min",
         ),
         (
-            evidence(START, GIVEN_UP, locks=[elsewhere(20)], beats=[beat(30)]),
+            seen(START, GIVEN_UP, locks=[elsewhere(20)], beats=[beat(30)]),
             "failed",
             "3 attempts in a row",
         ),
-        (evidence(START, GIVEN_UP), "failed", "3 attempts in a row"),
-        (evidence(START, REFUSED), "failed", "a setting"),
+        (seen(START, REFUSED), "failed", "a setting"),
+        (seen(START, STOPPED), "stopped", "on request after step 1,200"),
+        (seen(SUBMITTED), "queued", "not started since"),
         (
-            evidence(START, STOPPED),
-            "stopped",
-            "on request after step 1,200",
-        ),
-        (evidence(SUBMITTED), "queued", "not started since"),
-        (evidence(START, GIVEN_UP, SUBMITTED), "queued", "not started since"),
-        (
-            evidence(replace(SUBMITTED, time=NOW - 200), START, GIVEN_UP),
+            seen(replace(SUBMITTED, time=NOW - 200), START, GIVEN_UP),
             "failed",
             "3 attempts in a row",
         ),
+        (seen(START, CANCELED, STOPPED, checkpoint=40), "canceled", "after step 40"),
+        (seen(CANCELED, SUBMITTED), "queued", "not started since"),
+        (seen(START, PREEMPTED), "preempted", "preempted"),
+        (seen(START, TIME_LIMIT), "requeued", "time limit"),
         (
-            evidence(START, CANCELED, STOPPED, checkpoint=40),
-            "canceled",
-            "after step 40",
-        ),
-        (evidence(CANCELED, SUBMITTED), "queued", "not started since"),
-        (evidence(START, PREEMPTED), "preempted", "preempted"),
-        (evidence(START, TIME_LIMIT), "requeued", "time limit"),
-        (
-            evidence(START, replace(PREEMPTED, requeued=False, is_final=True)),
+            seen(START, replace(PREEMPTED, requeued=False, is_final=True)),
             "preempted",
             "preempted and not requeued; 'launcher resume' continues the run",
         ),
         (
-            evidence(START, replace(TIME_LIMIT, requeued=False, is_final=True)),
+            seen(START, replace(TIME_LIMIT, requeued=False, is_final=True)),
             "stopped",
             "time limit and not requeued; 'launcher resume' continues the run",
         ),
-        (evidence(START, NODE_FAILED), "requeued", "node n2 failed"),
+        (seen(START, NODE_FAILED), "requeued", "node n2 failed"),
+        (seen(START, JOB_CANCELED, checkpoint=40), "canceled", "after step 40"),
         (
-            evidence(START, JOB_CANCELED, checkpoint=40),
-            "canceled",
-            "after step 40",
-        ),
-        (
-            evidence(JOB_STARTED, JOB_CANCELED, LATE_START, STOP, checkpoint=1),
+            seen(JOB_STARTED, JOB_CANCELED, LATE_START, STOP, checkpoint=1),
             "canceled",
             "after step 1",
         ),
+        (seen(JOB_STARTED, CANCELED, LATE_START, STOP, checkpoint=1), "canceled", "after step 1"),
         (
-            evidence(JOB_STARTED, CANCELED, LATE_START, STOP, checkpoint=1),
-            "canceled",
-            "after step 1",
-        ),
-        (
-            evidence(JOB_STARTED, job_ended(JobEndReason.ERROR, message="n2 sees nothing")),
+            seen(JOB_STARTED, job_ended(JobEndReason.ERROR, message="n2 sees nothing")),
             "failed",
             "n2 sees nothing",
         ),
-        (evidence(START, GIVEN_UP, JOB_GAVE_UP), "failed", "3 attempts in a row"),
-        (
-            evidence(START, GAVE_UP, REFUSED, JOB_GAVE_UP),
-            "failed",
-            "losses up to 9.000",
-        ),
-        (
-            evidence(START, TIME_LIMIT, JOB_STARTED, locks=[elsewhere(9)]),
-            "running",
-            "starting",
-        ),
-        (evidence(START, replace(STOP, step=12)), "stopped", "on request after step 12"),
-        (evidence(START, FINISH, checkpoint=100), "done", ""),
-        (
-            evidence(START, FINISH, FINISHED, checkpoint=100),
-            "done",
-            "",
-        ),
-        (
-            evidence(START, FINISH, checkpoint=100, steps=150),
-            "stopped",
-            "the run now has 150 steps",
-        ),
+        (seen(START, GIVEN_UP, JOB_GAVE_UP), "failed", "3 attempts in a row"),
+        (seen(START, GAVE_UP, REFUSED, JOB_GAVE_UP), "failed", "losses up to 9.000"),
+        (seen(START, TIME_LIMIT, JOB_STARTED, locks=[elsewhere(9)]), "running", "starting"),
+        (seen(START, replace(STOP, step=12)), "stopped", "on request after step 12"),
+        (seen(START, FINISH, checkpoint=100), "done", ""),
+        (seen(START, FINISH, checkpoint=100, steps=150), "stopped", "the run now has 150 steps"),
     ],
 )
 def test_the_state_follows_from_what_the_directory_shows(found, state, reason):
@@ -267,13 +218,13 @@ def test_goodput_counts_waiting_after_failures_but_not_time_stopped_on_request_o
     def begun(seconds_ago: float) -> TrainingBegan:
         return replace(START, time=NOW - seconds_ago)
 
-    running = evidence(begun(60), RETRY, begun(10), metrics=metrics)
+    running = seen(begun(60), RETRY, begun(10), metrics=metrics)
     assert goodput_of(running, is_running=True) == pytest.approx(0.5)
     stopped = [begun(1000), replace(STOP, time=NOW - 960), begun(20)]
-    assert goodput_of(evidence(*stopped, metrics=metrics), is_running=True) == pytest.approx(0.5)
-    finished = evidence(*stopped, FINISH, metrics=metrics)
+    assert goodput_of(seen(*stopped, metrics=metrics), is_running=True) == pytest.approx(0.5)
+    finished = seen(*stopped, FINISH, metrics=metrics)
     assert goodput_of(finished, is_running=False) == pytest.approx(0.5)
-    queue = evidence(
+    queue = seen(
         begun(100),
         replace(PREEMPTED, time=NOW - 80),
         replace(JOB_STARTED, time=NOW - 40),
@@ -281,19 +232,19 @@ def test_goodput_counts_waiting_after_failures_but_not_time_stopped_on_request_o
         metrics=metrics,
     )
     assert goodput_of(queue, is_running=True) == pytest.approx(0.5)
-    killed = evidence(begun(100), beats=[beat(40)], metrics=metrics)
+    killed = seen(begun(100), beats=[beat(40)], metrics=metrics)
     assert goodput_of(killed, is_running=False) == pytest.approx(0.5)
-    assert evidence().time_spent(is_running=False) is None
+    assert seen().time_spent(is_running=False) is None
 
 
 def test_the_time_from_the_launchers_start_to_the_first_event_is_a_start():
     metrics = MetricsSummary(seconds=30.0)
     began = replace(START, time=NOW - 45, start_seconds=15.0)
-    spent = evidence(began, metrics=metrics).time_spent(True)
+    spent = seen(began, metrics=metrics).time_spent(True)
     assert spent is not None
     assert (spent.total, spent.restarts) == (pytest.approx(60), pytest.approx(30))
     again = replace(began, time=NOW - 10, start_seconds=15.0)  # within the same 60 s: a crash
-    spent = evidence(began, RETRY, again, metrics=metrics).time_spent(True)
+    spent = seen(began, RETRY, again, metrics=metrics).time_spent(True)
     assert spent is not None
     assert spent.total == pytest.approx(60)
 
@@ -301,19 +252,19 @@ def test_the_time_from_the_launchers_start_to_the_first_event_is_a_start():
 def test_goodput_falls_while_no_step_is_made_by_the_clock_of_the_runs_own_host():
     metrics = MetricsSummary(seconds=30.0)
     begun = replace(START, time=NOW - 660)  # our clock is ten minutes ahead
-    alive = evidence(begun, beats=[beat(630, since_written=600)], metrics=metrics)
+    alive = seen(begun, beats=[beat(630, since_written=600)], metrics=metrics)
     alive = replace(alive, checkpoint_time=NOW)  # by the clock of the file server
     assert goodput_of(alive, is_running=True) == pytest.approx(0.5)
 
 
 def test_an_evaluation_in_progress_or_ended_by_a_stop_request_is_no_restart():
     metrics, began = MetricsSummary(seconds=30.0), replace(START, time=NOW - 50)
-    running = evidence(began, beats=[beat(20, phase="evaluate", since_written=0)], metrics=metrics)
+    running = seen(began, beats=[beat(20, phase="evaluate", since_written=0)], metrics=metrics)
     spent = running.time_spent(True)
     assert spent is not None
     assert (spent.evaluation, spent.restarts) == (pytest.approx(20), pytest.approx(0))
     stop = replace(STOP, time=NOW, evaluation_seconds=20.0)
-    spent = evidence(began, stop, metrics=metrics).time_spent(False)
+    spent = seen(began, stop, metrics=metrics).time_spent(False)
     assert spent is not None
     assert (spent.evaluation, spent.restarts) == (pytest.approx(20), pytest.approx(0))
 
@@ -321,12 +272,12 @@ def test_an_evaluation_in_progress_or_ended_by_a_stop_request_is_no_restart():
 def test_an_evaluation_lasts_since_the_interval_before_it_not_since_its_latest_batch():
     began, beats = replace(START, time=NOW - 50), [beat(1, phase="evaluate", since_written=0)]
     metrics = MetricsSummary(seconds=30.0, time=NOW - 20)
-    spent = evidence(began, beats=beats, metrics=metrics).time_spent(True)
+    spent = seen(began, beats=beats, metrics=metrics).time_spent(True)
     assert spent is not None
     assert (spent.evaluation, spent.restarts) == (pytest.approx(20), pytest.approx(0))
     line = {"kind": "evaluation", "step": beats[0].step, "seconds": 20.0}
     written = replace(metrics, evaluation=line, evaluation_seconds=20.0)
-    spent = evidence(began, beats=beats, metrics=written).time_spent(True)
+    spent = seen(began, beats=beats, metrics=written).time_spent(True)
     assert spent is not None
     assert (spent.evaluation, spent.restarts) == (pytest.approx(20), pytest.approx(0))
 
@@ -336,7 +287,7 @@ def test_the_time_of_a_run_is_told_apart_and_adds_up():
         seconds=30.0, data_seconds=3.0, evaluation_seconds=5.0, save_seconds=2.0, stall_seconds=4.0
     )
     stopped = [replace(START, time=NOW - 1000), replace(STOP, time=NOW - 960, save_seconds=1.0)]
-    spent = evidence(*stopped, replace(START, time=NOW - 20), metrics=metrics).time_spent(True)
+    spent = seen(*stopped, replace(START, time=NOW - 20), metrics=metrics).time_spent(True)
     assert spent is not None
     assert vars(spent) == pytest.approx(
         {
@@ -355,8 +306,7 @@ def test_the_time_of_a_run_is_told_apart_and_adds_up():
     )
 
 
-def test_a_directory_is_read_as_a_whole(tmp_path):
-    run_dir = RunDir.create(tmp_path / "run", RunConfig(name="books"))
+def test_a_directory_is_read_as_a_whole(run_dir):
     run_dir.ledger.append(TrainingBegan(step=0, world_size=2))
     run_dir.ledger.append(attempt_ended(NextAction.RETRY, step=10))
     run_dir.ledger.append(TrainingBegan(step=10, world_size=2))
@@ -374,3 +324,53 @@ def test_a_directory_is_read_as_a_whole(tmp_path):
     assert state.last_failure == KILLED
     assert state.checkpoint_age is not None
     assert state.checkpoint_age < 60
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "run", RunConfig(name="books"))
+
+
+def write_ledger(run_dir: RunDir, *events: tuple[Event, float]) -> None:
+    """Write the events, each so many seconds ago."""
+    now, lines = time.time(), []
+    for event, seconds_ago in events:
+        run_dir.ledger.append(event)
+        when = datetime.datetime.fromtimestamp(now - seconds_ago, datetime.timezone.utc)
+        tree = {**json.loads(run_dir.ledger.path.read_text()), "time": when.isoformat()}
+        lines.append(json.dumps(tree) + "\n")
+        run_dir.ledger.path.unlink()
+    run_dir.ledger.path.write_text("".join(lines))
+
+
+def test_what_is_saved_is_what_checkpoints_say_not_measurements(run_dir):
+    interval = run_dir.config.checkpoint.interval
+    run_dir.ledger.append(TrainingBegan(step=0, world_size=2))
+    last = 2 * interval + 3
+    run_dir.metrics.write_text(json.dumps(train_line(last)) + "\n")
+    assert read_state(run_dir.path).unsaved == f"no step of {last} is saved"
+    for step in (interval, 2 * interval):
+        publish_step(run_dir.checkpoints, step)
+    assert not read_state(run_dir.path).unsaved
+    shutil.rmtree(step_directory(run_dir.checkpoints, 2 * interval))
+    assert read_state(run_dir.path).unsaved == f"only step {interval} of {last} is saved"
+
+
+def test_times_of_clocks_that_differ_make_no_negative_or_absurd_durations(run_dir, caplog):
+    line = train_line(5, tokens_per_second=1.0, seconds=40.0)
+    run_dir.metrics.write_text(json.dumps(line) + "\n")
+    write_ledger(
+        run_dir,
+        (GaveUp(spike=Spike(8, 9, 9.0, 3.0)), 110),
+        (TrainingBegan(step=0, world_size=2), 100),
+        (attempt_ended(NextAction.RETRY, step=4), 5000),  # a clock behind
+        (TrainingBegan(step=4, world_size=2), 60),
+        (attempt_ended(NextAction.GIVE_UP, step=4), -86400),  # a clock ahead
+    )
+    state = read_state(run_dir.path)
+    assert state.results.goodput == pytest.approx(0.4, abs=0.02)
+    assert state.last_failure_age == pytest.approx(0, abs=30)
+    (note,) = caplog.messages
+    assert note.endswith(
+        "2 events have times in the future or out of order; clocks differ, durations are estimates"
+    )

@@ -9,11 +9,10 @@ import pytest
 
 from foundation.errors import ConfigError
 from launcher.slurm.job_exit import ThisJob
-from launcher.slurm.job_supervisor import first_nodes
 from launcher.slurm.lost_nodes import (
     FirstNodeGuard,
     JobNodes,
-    has_lost_first_node,
+    first_nodes,
     is_taken_out,
     num_old_steps,
     replaced_nodes,
@@ -56,21 +55,6 @@ def test_without_a_spare_node_there_is_no_choice_left():
     assert left is not None
     assert left.without("n1") is None
     assert left.without("n3") == left  # it did not train
-
-
-@pytest.mark.parametrize(
-    ("state", "nodes", "expected"),
-    [
-        ("RUNNING", ["n1", "n3"], False),
-        ("RUNNING", ["n3"], True),
-        ("COMPLETING", ["n3"], False),
-    ],
-)
-def test_a_job_has_lost_its_first_node_if_it_runs_without_the_one_of_its_script(
-    state, nodes, expected
-):
-    assert has_lost_first_node({"JobState": state, "BatchHost": "n1"}, nodes) is expected
-    assert not has_lost_first_node({"JobState": state}, nodes)  # not known: no reason to requeue
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -9,16 +11,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from foundation.errors import UserError
+from launcher import run_state
 from launcher.cli import main
-from launcher.commands.tables import age, console, render
-from launcher.status.infer_status import State
-from launcher.status.run_state import RunState
+from launcher.commands.status import console, one_run, runs_table
+from launcher.infer_status import State
+from launcher.run_state import RunState, joined, read_states, with_queue
+from launcher.slurm import client as slurm
+from launcher.slurm.client import JobRecord, QueuedJob, SlurmUnreachable
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import RunResults
 from pretrain.rundir import heartbeat
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.time_spent import TimeSpent
+from tests.helpers.owners import give_away
 
 
 @pytest.fixture
@@ -29,7 +36,7 @@ def runs(tmp_path: Path) -> Path:
 
 
 def test_all_runs_are_found_those_of_sweeps_too(runs, capsys):
-    assert main(["status", "--all", f"--runs-dir={runs}", "--json"]) == 0
+    assert main(["status", f"--runs-dir={runs}", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(state["name"], state["state"]) for state in found] == [
         ("alone", "new"),
@@ -137,7 +144,7 @@ def test_in_80_columns_every_value_and_reason_is_readable():
     other = replace(STATE, path="runs/a-sweep-of-many/learning_rate_0.001", reason=reason)
     screen = Console(width=80)
     with screen.capture() as capture:
-        screen.print(render([STATE, other], in_full=False))
+        screen.print(runs_table([STATE, other]))
     lines = [line.rstrip() for line in capture.get().splitlines()]
     assert max(map(len, lines)) <= 80
     assert lines[0].split() == ["run", "state", "step", "%", "train", "loss", "left", "saved"]
@@ -152,7 +159,6 @@ def test_in_80_columns_every_value_and_reason_is_readable():
     [
         (["{runs}/nowhere"], "holds no run"),
         (["--runs-dir={runs}/nowhere"], "contains no runs; name one"),
-        (["{runs}/alone", "--all"], "contradict each other"),
     ],
 )
 def test_bad_input_gets_one_line(runs, capsys, arguments, message):
@@ -204,7 +210,7 @@ STATE = RunState(
 def drawn(*states: RunState) -> str:
     screen = console()
     with screen.capture() as capture:
-        screen.print(render(states, in_full=True))
+        screen.print(runs_table(states) if states[1:] else one_run(states[0]))
     return capture.get()
 
 
@@ -226,13 +232,159 @@ def test_one_run_is_told_in_full():
         assert part in text
 
 
+RUN = RunState(
+    name="books",
+    path="runs/books",
+    state=State.FAILED,
+    reason="its processes ended silently",
+    is_lost=True,
+    step=40,
+    job="17",
+    job_names=("books-1a",),
+)
+BEGUN = replace(RUN, attempts=2)
+
+
+def queued(state: str, reason: str = "None", start: str = "N/A") -> QueuedJob:
+    return QueuedJob("17", "17", "N/A", state, reason, "", start, "books-1a")
+
+
+def record(state: str) -> JobRecord:
+    return JobRecord("17", state, "books-1a")
+
+
+def run(state: State, reason: str = "", **more) -> RunState:
+    return replace(RUN, state=state, reason=reason, **more)
+
+
+RELEASE = "'scontrol release 17' lets it start"
+FORGOTTEN = replace(RUN, reason="3 in a row", is_lost=False)
+RESUMED = run(State.PREEMPTED, "not requeued", attempts=2, needs_resume=True)
+
+
 @pytest.mark.parametrize(
-    ("seconds", "text"),
+    ("before", "job", "records", "state", "reason"),
     [
-        (None, "?"),
-        (3, "3 s ago"),
-        (86400, "24 h ago"),
+        (RUN, ("PENDING", "Resources"), [], "queued", "waiting (Resources)"),
+        (RUN, ("PENDING", "launch failed requeued held"), [], "queued", RELEASE),
+        (RUN, ("SPECIAL_EXIT",), [], "queued", f"waiting (None); {RELEASE}"),
+        (RUN, ("PENDING", "Priority", "2026-01-02T03:04:05"), [], "queued", "2026-01-02 03:04:05"),
+        (BEGUN, ("PENDING", "JobHeldUser", "2026-01-02T03:04:05"), [], "requeued", RELEASE),
+        (BEGUN, ("PENDING",), ["NODE_FAIL"], "requeued", "a node failed"),
+        (BEGUN, ("PENDING",), ["NODE_FAIL", "PREEMPTED"], "preempted", "preempted by another job"),
+        (run(State.PREEMPTED, "x", attempts=2), ("PENDING",), [], "preempted", "x; waiting (None)"),
+        (RUN, ("RUNNING",), [], "running", "starting"),
+        (run(State.RUNNING, "evaluating"), ("RUNNING",), [], "running", "evaluating"),
+        (run(State.UNRESPONSIVE, "no heartbeat"), ("RUNNING",), [], "running", "no heartbeat"),
+        (RUN, ("COMPLETING",), [], "running", "its job is completing"),
+        (RUN, ("CANCELLED",), [], "canceled", "after step 40"),
+        (run(State.UNRESPONSIVE), None, ["CANCELLED by 1000"], "canceled", "after step 40"),
+        (RUN, ("TIMEOUT",), [], "failed", "reached the time limit"),
+        (run(State.RUNNING), None, ["OUT_OF_MEMORY"], "failed", "ran out of host memory"),
+        (run(State.QUEUED), None, [], "canceled", "left the queue unstarted"),
+        (run(State.QUEUED), ("FAILED",), [], "failed", "see 'launcher logs RUN --errors'"),
+        (RUN, ("FAILED",), [], "failed", "its job has ended (failed)"),
+        (FORGOTTEN, ("FAILED",), [], "failed", "3 in a row"),
+        (run(State.STOPPED, "on request"), ("COMPLETED",), [], "stopped", "on request"),
+        (run(State.STOPPED, is_job_open=True), ("FAILED",), [], "failed", "could not write why"),
+        (run(State.DONE), ("COMPLETED",), [], "done", ""),
+        (run(State.DONE, is_job_open=True), ("RUNNING",), [], "done", "its job 17 still holds its"),
+        (run(State.RUNNING), ("PREEMPTED",), [], "preempted", "'launcher resume' continues the"),
+        (RESUMED, None, [], "preempted", "not requeued"),
     ],
 )
-def test_an_age_is_told_in_the_largest_unit_that_says_enough(seconds, text):
-    assert age(seconds) == text
+def test_what_slurm_says_about_a_job_wins_over_heartbeats(before, job, records, state, reason):
+    found = joined(before, queued(*job) if job else None, [record(each) for each in records])
+    assert found.state == state
+    assert reason in found.reason
+    assert found.job == "17"
+
+
+def test_a_job_of_another_name_has_only_the_same_number():
+    other = replace(queued("RUNNING"), name="jupyter")
+    records = [replace(record("NODE_FAIL"), name="x")]
+    found = joined(RUN, other, records)
+    assert (found.state, found.reason) == ("failed", "its job has ended: it is unknown to Slurm")
+    stopped = run(State.STOPPED, "on request")
+    assert joined(stopped, other, records) == stopped
+
+
+def test_a_preempted_run_whose_job_slurm_has_ended_may_be_resumed():
+    preempted = run(State.PREEMPTED, attempts=2)
+    assert preempted.is_active
+    ended = joined(preempted, queued("PREEMPTED"), [])
+    assert not ended.is_active
+    assert not queued("PREEMPTED").is_live
+
+
+def test_a_run_that_may_not_be_read_is_told_as_other_files_are(tmp_path, monkeypatch):
+    def read_state(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path / "run.json"))
+
+    monkeypatch.setattr(run_state, "read_state", read_state)  # root may read everything
+    closed, other = read_states([tmp_path, tmp_path])
+    said = f"{tmp_path}/run.json: Permission denied; give this user the permissions"
+    assert closed.reason.startswith(said)
+    assert closed.state == other.state == State.DAMAGED
+    with pytest.raises(UserError, match=f"^{re.escape(said)}"):
+        read_states([tmp_path])
+    give_away(tmp_path, monkeypatch)
+    assert read_states([tmp_path] * 2)[0].reason.endswith(f"{tmp_path} is another user's run")
+
+
+def test_without_an_answer_the_states_of_the_directories_stand_with_a_warning(monkeypatch, caplog):
+    def unreachable(*_: str) -> list[QueuedJob]:
+        raise SlurmUnreachable("the Slurm controller does not respond")
+
+    monkeypatch.setattr(slurm, "jobs", unreachable)
+    assert with_queue([RUN]) == [RUN]
+    assert "derived from the directories alone" in caplog.text
+
+
+def test_slurm_is_not_asked_about_runs_it_never_had_or_that_are_done(monkeypatch):
+    monkeypatch.setattr(slurm, "jobs", lambda ids: pytest.fail("asked"))
+    never = replace(RUN, job=None)
+    done = replace(RUN, state=State.DONE)
+    assert with_queue([never, done]) == [never, done]
+
+
+def test_accounting_is_asked_only_about_jobs_that_are_forgotten_or_may_have_run_before(monkeypatch):
+    asked = []
+    pending = replace(queued("PENDING"), id="18", array_id="18")
+    monkeypatch.setattr(slurm, "jobs", lambda ids: [queued("RUNNING"), pending])
+    monkeypatch.setattr(slurm, "records", lambda ids: asked.extend(ids) or [])
+    assert [
+        state.state for state in with_queue([replace(RUN, job=job) for job in ("17", "18", "19")])
+    ] == ["running", "queued", "failed"]
+    assert asked == ["18", "19"]
+
+
+def test_a_controller_that_gives_no_answer_about_a_job_does_not_forget_it(tmp_path, monkeypatch):
+    said = "Munge encode failed\nslurm_load_jobs error: Protocol authentication error"
+    for text in said, "slurm_load_jobs error: Socket closed":
+        (tmp_path / "scontrol").write_text(f"#!/bin/bash\necho '{text}' >&2; exit 1\n")
+        (tmp_path / "scontrol").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        with pytest.raises(SlurmUnreachable):
+            slurm.details("7")
+
+
+def test_what_users_write_is_no_field_of_a_job_and_breaks_no_answer(tmp_path, monkeypatch, caplog):
+    answers = {
+        "squeue": "echo '7|7|N/A|RUNNING|None|n1|N/A|run|1'; echo $* >> $0.asked",
+        "scontrol": "printf 'JobId=7 JobName=a Restarts=9\\n   Requeue=1 Restarts=0\\n"
+        "   Comment=by policy Requeue=0 Restarts=7\\n Restarts=8\\n   StdOut=/x\\n'",
+        "sacct": "echo 'sacct: error: Connection refused' >&2; exit 1",
+    }
+    for name, line in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    ids = ["7", "8,9", "8\n9", "10_2"]
+    (job,) = slurm.jobs(ids)
+    assert (job.id, job.name) == ("7", "run|1")
+    assert slurm.records(ids) == []
+    assert "-j 7,10_2\n" in (tmp_path / "squeue.asked").read_text()
+    assert slurm.details("7") == {"JobId": "7", "Requeue": "1", "Restarts": "0", "StdOut": "/x"}
+    (warning,) = caplog.messages
+    assert "sacct gets no answer" in warning

@@ -5,17 +5,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from data_pipeline.config import MixturePart
 from foundation.errors import ConfigError, UserError
 from foundation.own_programs import copied_arguments
 from foundation.settings import load_config
 from launcher.cli import main
-from launcher.slurm.snapshot import Snapshot, replaced_snapshot
+from launcher.commands.new_cluster import as_file
+from launcher.slurm.client import Partition
+from launcher.slurm.job_checks import check_request, missing_notes
+from launcher.slurm.sbatch import Job, Snapshot, render, replaced_snapshot
+from pretrain.config.data import DataConfig
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import load_cluster
+from pretrain.costs.cluster import NodeRange, load_cluster
 from pretrain.rundir.events import Outcome, TrainingEnded
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
@@ -160,7 +166,8 @@ def _raise_after(work: Callable[[], None], error: UserError) -> None:
 def test_a_snapshot_keeps_settings_and_code_that_later_edits_do_not_reach(files):
     config = load_config(RunConfig, files / "tiny.yaml", SETTINGS)
     snapshot = Snapshot(files / "run")
-    snapshot.take(config, load_cluster(files / "cluster.yaml"), "#!/bin/bash\n")
+    snapshot.take_settings(config, load_cluster(files / "cluster.yaml"))
+    snapshot.take_code("#!/bin/bash\n")
     assert load_config(RunConfig, snapshot.experiment) == config
     assert load_cluster(snapshot.cluster).tasks_per_node == 2
     assert {path.name for path in snapshot.code.iterdir()} == {
@@ -210,6 +217,7 @@ def test_nobody_else_may_write_a_run_whatever_the_umask(files):
         os.umask(before)
     for name in ("submitted", "run", "locked"):
         assert (files / name).stat().st_mode & 0o777 == 0o755
+    assert RunDir(files / "run").config_file.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_run_directory_that_others_can_write_is_not_submitted(files):
@@ -224,6 +232,84 @@ def test_a_run_directory_that_others_can_write_is_not_submitted(files):
     assert not (files / "run" / "slurm").exists()
 
 
-def test_only_its_user_reads_the_settings_of_a_run(files):
-    run_dir = RunDir.create(files / "run", load_config(RunConfig, files / "tiny.yaml", SETTINGS))
-    assert run_dir.config_file.stat().st_mode & 0o777 == 0o600
+def test_corpora_that_are_not_on_this_host_are_warned_of_and_urls_are_not(tmp_path):
+    def finished(directory: Path) -> Path:
+        directory.mkdir(parents=True)
+        (directory / "manifest.json").touch()
+        return directory
+
+    run = RunConfig(data=DataConfig(path=tmp_path / "books"))
+    (warning,) = missing_notes(run)
+    assert warning.startswith(
+        f"warning: data.path: found no finished corpus at {tmp_path}/books on this host; "
+    )
+    finished(tmp_path / "books" / "train")
+    assert missing_notes(run) == []
+    paths = (tmp_path / "books", Path("s3://bucket/web"))
+    parts = tuple(MixturePart(path=path, weight=1.0) for path in paths)
+    mixed = replace(run, data=replace(run.data, mixture=parts))
+    assert len(missing_notes(mixed)) == 1, "the validation split is of data.path"
+    finished(tmp_path / "books" / "validation")
+    assert missing_notes(mixed) == []
+    sets = {"books": tmp_path / "books", "code": tmp_path / "code"}
+    evaluated = replace(run, evaluation=replace(run.evaluation, sets=sets))
+    (warning,) = missing_notes(evaluated)
+    assert (
+        f"evaluation.sets.code: found no finished split of a corpus at {tmp_path}/code" in warning
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cpus", "limit", "expected"),
+    [
+        (8, 96, "7-00:00:00", ("--gpus-per-node=8", "--cpus-per-task=12", "--time=24:00:00")),
+        (0, 1, "n/a", ("--ntasks-per-node=1", "--cpus-per-task=1", "--partition=main")),
+        (0, 8, "0:04:00", ("--ntasks-per-node=2", "--cpus-per-task=4", "--signal=B:USR1@120")),
+        (0, 8, "infinite", ("--time=24:00:00", "--partition=main")),
+    ],
+)
+def test_the_file_for_a_partition_is_one_that_it_accepts(gpus, cpus, limit, expected, tmp_path):
+    partition = Partition(
+        name="main",
+        is_default=True,
+        num_nodes=4,
+        cpus_per_node=cpus,
+        gpus_per_node=gpus,
+        time_limit=limit,
+    )
+    file = tmp_path / "c.yaml"
+    file.write_text(as_file(partition, file))
+    cluster, nodes = load_cluster(file), NodeRange(2, 2)
+    check_request(cluster, nodes, [partition])
+    script = render(
+        Job(
+            name="x",
+            run_dir=Path("/runs/x"),
+            code=Path("/runs/x/code"),
+            python="python3",
+            nodes=nodes,
+            cluster=cluster,
+            attempts_without_progress=3,
+        )
+    )
+    for option in expected:
+        assert f"#SBATCH {option}\n" in script
+
+
+def test_without_slurm_the_file_is_for_nodes_like_this_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main(["new-cluster", "c.yaml"]) == 0
+    assert "this machine, as there is no Slurm here" in capsys.readouterr().out
+    (tmp_path / "x.yaml").write_text("model: {vocab_size: 300}\n")
+    assert main(["submit", "x.yaml", "--cluster", "c.yaml", "--dry-run"]) == 0
+    assert "#SBATCH --time=24:00:00" in capsys.readouterr().out
+    written = Path("c.yaml").read_text()
+    assert main(["new-cluster", "c.yaml"]) == 2
+    assert "c.yaml exists already" in capsys.readouterr().err
+    assert main(["new-cluster", "d"]) == 2
+    assert "d does not end in .yaml; name it d.yaml" in capsys.readouterr().err
+    assert main(["new-cluster", "d.yaml", "--partition=main"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert Path("c.yaml").read_text() == written
+    assert {path.name for path in tmp_path.iterdir()} == {"c.yaml", "x.yaml"}

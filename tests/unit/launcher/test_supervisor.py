@@ -16,9 +16,8 @@ from foundation.errors import EXIT_INTERRUPTED
 from foundation.retry import Patience
 from launcher.commands.local import change_of_ranks, starter
 from launcher.restart_policy import RestartPolicy
-from launcher.status.run_state import read_state
-from launcher.stop_signals import StopSignals
-from launcher.supervisor import Ranks, supervise
+from launcher.run_state import read_state
+from launcher.supervisor import Ranks, StopSignals, supervise
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import (
     AttemptEnded,

@@ -19,9 +19,9 @@ from rich.console import Console
 
 from foundation.errors import EXIT_INTERRUPTED, ConfigError
 from launcher.cli import main
+from launcher.commands.status import sweep_status
 from launcher.commands.sweep import cells_flags
-from launcher.commands.tables import sweep_status
-from launcher.slurm.snapshot import Snapshot
+from launcher.slurm.sbatch import Snapshot
 from launcher.sweep import (
     CellRun,
     array_of,
@@ -467,10 +467,7 @@ def test_sweep_status_shows_every_result_at_any_width(grid, width):
         (["--local", "--jobs=0"], "--jobs=0 must be 1 or more"),
         (["--local", "--ranks=0"], "--ranks=0 must be 1 or more"),
         (["--local", "--ranks=7", "--dry-run"], "does not divide over 7 ranks"),
-        (
-            ["--cluster={folder}/cluster.yaml", "--nodes=x"],
-            "--nodes=x: expected a number",
-        ),
+        (["--cluster={folder}/cluster.yaml", "--nodes=x"], "--nodes=x: expected a number"),
         (
             ["--cluster={folder}/cluster.yaml", "--nodes=99999999999"],
             "expected a number from 1 to 65,536",

@@ -151,7 +151,7 @@ def gather(run_dir: RunDir, steps: int) -> Evidence:
 
 
 def infer_status(evidence: Evidence) -> Status:
-    """The state that follows; Slurm may know better, see `slurm_queue.py`."""
+    """The state that follows; Slurm may know better, see `run_state.py`."""
     last = last_turn(evidence.ledger)
     is_over = last is not None and not _continues_after(last)
     # A killed rank leaves its heartbeat behind.
