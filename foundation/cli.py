@@ -3,7 +3,7 @@
 A command is a module with these two functions:
 
     add_arguments(parser)             defines its flags on an argparse parser
-    run(arguments) -> exit status     does the work
+    run(arguments)                    does the work; returns its exit status, or an Answer
 
 Related commands may share a module: the target "package.module:fetch" stands for its functions
 `add_fetch_arguments` and `run_fetch`.
@@ -24,20 +24,36 @@ import difflib
 import importlib
 import io
 import itertools
+import json
+import math
+import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from foundation.errors import ConfigError, UserError, exit_status_of
-from foundation.own_programs import installed_version
+from foundation.own_programs import versions
 from foundation.settings import Setting, settings_of, suggestion
 from foundation.yaml_files import did_you_mean
 
 _OVERRIDES = "KEY=VALUE"
+_HELP_WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command was asked for: text for people, the same as values for `--json`."""
+
+    text: str
+    values: Any
+    status: int = 0
+
+
+Run = Callable[[argparse.Namespace], "int | Answer"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +74,16 @@ class Program:
     def usage(self) -> str:
         """Return what `--help` prints."""
         width = max(map(len, self.commands))
-        lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in self.commands.items()]
+        lines = [
+            textwrap.fill(
+                f"{name:{width}}  {summary}",
+                _HELP_WIDTH,
+                initial_indent="  ",
+                subsequent_indent=" " * (width + 4),
+                break_on_hyphens=False,
+            )
+            for name, (_, summary) in self.commands.items()
+        ]
         more = f"Run '{self.name} COMMAND --help' for the flags of a command."
         return "\n".join(
             [f"usage: {self.name} COMMAND ... | --version", "", self.purpose, "", *lines, "", more]
@@ -74,25 +99,64 @@ class Program:
             print(self.usage())
             return 0
         if name == "--version":
-            print(f"{self.name} {installed_version()}")
+            print(f"{self.name} {versions()}")
+            return 0
+        if name == "--complete":  # called by a shell, which says in COMP_LINE what is typed
+            line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", 1 << 20))]
+            print("\n".join(self.candidates([*line.split()[1:], *line[-1:].split(" ")[1:]])))
             return 0
         if name not in self.commands:
             hint = did_you_mean(name, list(self.commands))
             raise UserError(f"unknown command '{self.name} {name}'{hint}")
+        command = self._command(name)
+        if isinstance(command, Program):
+            return command.dispatch(rest)
+        parser, run = command
+        parser.refuse_unknown_flags(rest)
+        parsed = parser.parse_intermixed_args(rest)
+        found = run(parsed)
+        if isinstance(found, Answer):
+            print(json.dumps(_plain(found.values)) if parsed.json else found.text)
+            return found.status
+        return found
+
+    def candidates(self, words: Sequence[str]) -> list[str]:
+        """Return what the last of the words after the program's name may become; [] for files."""
+        name, *rest = words or [""]
+        if not rest:
+            return [each for each in self.commands if each.startswith(name)]
+        command = self._command(name) if name in self.commands else None
+        if isinstance(command, Program):
+            return command.candidates(rest)
+        return command[0].candidates(rest) if command else []
+
+    def _command(self, name: str) -> Program | tuple[_Parser, Run]:
+        """Import a command: another Program, or its parser and what it does."""
         target, summary = self.commands[name]
         module_name, _, function = target.partition(":")
         module = importlib.import_module(module_name)
         if not function and hasattr(module, "PROGRAM"):
-            return module.PROGRAM.dispatch(rest)
+            return module.PROGRAM
         parser = _Parser(
             allow_abbrev=False,
             prog=f"{self.name} {name}",
             description=f"{summary[0].upper()}{summary[1:]}.",
         )
         getattr(module, f"add_{function}_arguments" if function else "add_arguments")(parser)
-        run = getattr(module, f"run_{function}" if function else "run")
-        parser.refuse_unknown_flags(rest)
-        return run(parser.parse_intermixed_args(rest))
+        return parser, getattr(module, f"run_{function}" if function else "run")
+
+
+def _plain(value: Any) -> Any:
+    """Return the value as JSON has it: numbers that are not finite are null."""
+    if is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(_plain, value))
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value
 
 
 def _escape_what_cannot_be_encoded() -> None:
@@ -118,6 +182,15 @@ class _Parser(argparse.ArgumentParser):
                 hint = did_you_mean(flags[close[0]] if close else "", list(flags.values()))
                 raise UserError(f"unrecognized arguments: {name}{hint}")
 
+    def candidates(self, words: Sequence[str]) -> list[str]:
+        """Return the choices of the latest flag, or flags, that the last word may become."""
+        latest = next((word for word in reversed(words[:-1]) if word.startswith("-")), "")
+        action = self._option_string_actions.get(latest)
+        found: Iterable[Any] = (action and action.choices) or ()
+        if words[-1].startswith("-"):
+            found = self._option_string_actions
+        return [text for text in map(str, found) if text.startswith(words[-1])]
+
     def error(self, message: str) -> NoReturn:
         message = message.replace(f", {_OVERRIDES}", "")  # argparse takes them for required
         raise UserError(f"{message}; see {self.prog} --help")
@@ -132,6 +205,11 @@ def add_experiment(parser: argparse.ArgumentParser, words: str = "experiment fil
         metavar=_OVERRIDES,
         help="settings that override the file's, such as model.dropout=0.1",
     )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Define `--json` for a command that returns an Answer."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def check_least(arguments: argparse.Namespace, least: int, *names: str) -> None:
@@ -154,11 +232,16 @@ def no_resume(name: str) -> str:
 
 def matching(schema: Any, prefix: str) -> list[Setting]:
     """Return the settings that are called `prefix`, with those in them, or else those that have it
-    in their name; ConfigError, with a close name, if there are none."""
+    in their name or among their values, or else in their meaning.
+
+    ConfigError, with a close name, if there are none.
+    """
     known = list(settings_of(schema))
-    meant = [each.name for each in known if prefix in (each.name, each.leaf)] or [
-        each.name for each in known if prefix in each.name
-    ]
+    meant = (
+        [each.name for each in known if prefix in (each.name, each.leaf)]
+        or [each.name for each in known if prefix in each.name or prefix in _choices(each.hint)]
+        or [each.name for each in known if prefix.lower() in each.meaning.lower()]
+    )
     if not meant:
         *sections, name = prefix.split(".")
         owners = [each.section for each in known if each.name == ".".join(sections)]
@@ -166,6 +249,13 @@ def matching(schema: Any, prefix: str) -> list[Setting]:
         raise ConfigError(f"{prefix}: unknown setting{hint}")
     inside = tuple(f"{name}{mark}" for name in meant for mark in (".", "["))
     return [each for each in known if each.name in meant or each.name.startswith(inside)]
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """Return the values of a setting that is one of several names, or of a list of them."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return tuple(itertools.chain.from_iterable(map(_choices, get_args(hint))))
 
 
 def as_text(schema: Any, prefix: str, rule: ResumeRule, width: int) -> Iterator[str]:

@@ -48,6 +48,24 @@ def copied_arguments(code: Path, module: str, *arguments: str) -> list[str]:
     return [str(code), module, *arguments]
 
 
+def versions() -> str:
+    """The version of these programs, with the commit of a checkout, of torch and of DeepSpeed."""
+    import contextlib  # late, as the others: only this needs them
+    import shutil
+    import subprocess
+    from importlib import metadata
+
+    git = ["git", "-C", str(code_that_runs()), "describe", "--always", "--dirty"]
+    commit = ""
+    if (code_that_runs() / ".git").exists() and shutil.which("git"):
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    found = [installed_version() + (f" ({commit})" if commit else "")]
+    for name in ("torch", "deepspeed"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
+    return ", ".join(found)
+
+
 def installed_version() -> str:
     """The version of these programs; 0 where they are not installed."""
     from importlib import metadata  # late: with it come modules of email and zip files

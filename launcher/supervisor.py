@@ -182,7 +182,7 @@ def supervise(
             _record(run_dir, ended)
         match decision.action:
             case NextAction.FINISHED:
-                _log.info("finished: %s", run_dir.path)
+                _log.info("finished: %s; next: pretrain report %s", run_dir.path, run_dir.path)
                 return 0
             case NextAction.STOPPED:
                 return _stopped(run_dir, job)

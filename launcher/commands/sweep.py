@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from foundation.cli import Program, check_least
+from foundation.cli import Answer, Program, add_json, check_least
 from foundation.errors import EXIT_USER_ERROR, ConfigError, UserError
 from launcher.slurm import client as slurm
 from launcher.slurm.job_checks import missing_notes
@@ -26,6 +26,7 @@ from launcher.sweep import (
     read_cells,
     refuse_other_cells,
     run_cells,
+    settings_of,
     submit_array,
 )
 from pretrain.config.resolve import with_absolute_paths
@@ -60,7 +61,10 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     )
 
 
-add_status_arguments = _add_sweep
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `launcher sweep status`."""
+    _add_sweep(parser)
+    add_json(parser)
 
 
 def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,12 +100,18 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_status(arguments: argparse.Namespace) -> int:
-    """Print state, results and settings of each cell."""
+def run_status(arguments: argparse.Namespace) -> Answer:
+    """Return state, results and settings of each cell."""
     from launcher.commands.status import console, sweep_status
 
-    console().print(sweep_status(_read(arguments)[2]))
-    return 0
+    cells, terminal = _read(arguments)[2], console()
+    with terminal.capture() as table:
+        terminal.print(sweep_status(cells))
+    values = [
+        {"cell": cell.cell.name, "settings": settings, **cell.state.tree}
+        for cell, settings in zip(cells, settings_of(cells), strict=True)
+    ]
+    return Answer(table.get().rstrip("\n"), values)
 
 
 def run_submit(arguments: argparse.Namespace) -> int:

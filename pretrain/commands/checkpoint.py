@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-from foundation.cli import Program
+from foundation.cli import Answer, Program, add_json
 from foundation.errors import CheckpointError, ConfigError, printable
 from foundation.files import read_json
 from pretrain.checkpoint import directory as files
@@ -16,7 +17,7 @@ from pretrain.checkpoint import marker
 from pretrain.recovery.loss_spikes import SpikeDetector
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
-from pretrain.terminal.text import text_table
+from pretrain.terminal.text import number, text_table
 
 EXIT_CORRUPTED = 1
 HERE = "pretrain.commands.checkpoint"
@@ -33,15 +34,19 @@ PROGRAM = Program(
 
 
 def add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    add_json(parser)
+
+
+add_verify_arguments = add_list_arguments
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
 
 
-def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    add_list_arguments(parser)
-
-
 def add_prune_arguments(parser: argparse.ArgumentParser) -> None:
-    add_list_arguments(parser)
+    _add_run(parser)
     flags = {
         "--keep-last": "keep the latest N",
         "--keep-every": "also keep steps that are multiples of N; 0: none",
@@ -67,44 +72,65 @@ def run_fetch(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_list(arguments: argparse.Namespace) -> int:
-    """Print a line per checkpoint; nothing is verified."""
-    root, steps = _checkpoints(arguments.run)
+def run_list(arguments: argparse.Namespace) -> Answer:
+    """List the checkpoints; nothing is verified."""
+    run_dir = RunDir.open(arguments.run)
     losses = {
-        line["step"]: f"{line['loss']:.4f}"
-        for line in RunDir.open(arguments.run).read_metrics()
-        if line["kind"] == "evaluation" and line["loss"] is not None
+        line["step"]: line["loss"]
+        for line in run_dir.read_metrics()
+        if line["kind"] == "evaluation"
     }
-    rows = [_row(files.step_directory(root, step), step, losses.get(step, "-")) for step in steps]
-    if rows:
-        print(text_table([("step", "ranks", "tokens", "validation", "MiB"), *rows], left=()))
-    return 0
+    found = [
+        {"step": step, **_contents(files.step_directory(run_dir.checkpoints, step))}
+        | {"validation": losses.get(step)}
+        for step in files.steps_on_disk(run_dir.checkpoints)
+    ]
+    rows = [
+        (
+            str(each["step"]),
+            str(each["ranks"] or "?"),
+            str(each["tokens"] or "unreadable"),
+            number(each["validation"], ".4f"),
+            f"{each['bytes'] / 2**20:.1f}",
+        )
+        for each in found
+    ]
+    table = text_table([("step", "ranks", "tokens", "validation", "MiB"), *rows], left=())
+    return Answer(table if rows else _none_in(run_dir), found)
 
 
-def _row(directory: Path, step: int, loss: str) -> tuple[str, ...]:
-    size = "?"
+def _none_in(run_dir: RunDir) -> str:
+    return printable(f"no checkpoint found in {run_dir.checkpoints}")
+
+
+def _contents(directory: Path) -> dict[str, Any]:
+    """Return the size of a checkpoint, and what its index says; None where that is unreadable."""
+    size = sum(path.stat().st_size for path in directory.iterdir())
     try:
-        size = f"{sum(path.stat().st_size for path in directory.iterdir()) / 2**20:.1f}"
         index = read_json(directory / files.INDEX)
-        return str(step), str(index["world_size"]), str(index["tokens_seen"]), loss, size
+        return {"ranks": index["world_size"], "tokens": index["tokens_seen"], "bytes": size}
     except (OSError, ValueError, KeyError, TypeError):
-        return str(step), "?", "unreadable", loss, size
+        return {"ranks": None, "tokens": None, "bytes": size}
 
 
-def run_verify(arguments: argparse.Namespace) -> int:
-    """Read every checkpoint; 1 if one is corrupted."""
-    root, steps = _checkpoints(arguments.run)
-    valid = 0
-    for step in steps:
+def run_verify(arguments: argparse.Namespace) -> Answer:
+    """Read every checkpoint, and print a line of each at once; status 1 if one is corrupted."""
+    run_dir, problems = RunDir.open(arguments.run), {}
+    for step in files.steps_on_disk(run_dir.checkpoints):
         try:
-            marker.verify(files.step_directory(root, step))
-            valid += 1
-            print(f"step {step}: valid", flush=True)
+            marker.verify(files.step_directory(run_dir.checkpoints, step))
+            problems[step] = None
         except CheckpointError as error:
-            print(f"step {step}: CORRUPTED  {error}", flush=True)
-    if steps:
-        print(f"{valid} of {len(steps)} checkpoints are valid")
-    return 0 if valid == len(steps) else EXIT_CORRUPTED
+            problems[step] = str(error)
+        if not arguments.json:
+            found = f"CORRUPTED  {problems[step]}" if problems[step] else "valid"
+            print(f"step {step}: {found}", flush=True)
+    valid = list(problems.values()).count(None)
+    return Answer(
+        f"{valid} of {len(problems)} checkpoints are valid" if problems else _none_in(run_dir),
+        [{"step": step, "problem": problem} for step, problem in problems.items()],
+        0 if valid == len(problems) else EXIT_CORRUPTED,
+    )
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
@@ -148,12 +174,3 @@ def _require_valid_rest(root: Path, pruned: list[int], rest: list[int]) -> None:
         f"{root}: every checkpoint to keep is corrupted (steps {', '.join(map(str, rest))}); "
         "nothing was deleted. Keep more of them; 'pretrain checkpoint verify' names valid ones"
     )
-
-
-def _checkpoints(run: Path) -> tuple[Path, list[int]]:
-    """The directory of a run's checkpoints and their steps."""
-    root = RunDir.open(run).checkpoints
-    steps = files.steps_on_disk(root)
-    if not steps:
-        print(printable(f"no checkpoint found in {root}"))
-    return root, steps

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
+from typing import Any
 
-from foundation.cli import add_experiment
+from foundation.cli import Answer, add_experiment, add_json
 from foundation.progress import duration
 from foundation.settings import load_config
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
@@ -24,13 +24,14 @@ from pretrain.costs.flops import (
     orthogonalizing_flops,
     parameters_of,
 )
-from pretrain.costs.memory import footprint_of, largest_micro_batch
+from pretrain.costs.memory import Footprint, footprint_of, largest_micro_batch
 from pretrain.costs.run_time import (
     SLOWER_WHILE_WRITING,
     RunTime,
     failure_costs,
     run_time,
 )
+from pretrain.reporting.results import model_in_words
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_urls
 from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import counted, si, step_time
@@ -47,10 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="assumed utilization of the peak, by all FLOPs (default 0.35, on a CPU 0.25)",
     )
+    add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the description of the run."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Describe the run."""
     path = run_path(arguments.experiment)
     if is_run := path.is_dir():
         path = RunDir.open(path).config_file
@@ -64,12 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
         from pretrain.weights.initial_weights import check_initial_weights
 
         check_initial_weights(config)
-    print("\n".join(describe(config, hardware, arguments.mfu)))
-    return 0
+    return describe(config, hardware, arguments.mfu)
 
 
-def describe(config: RunConfig, hardware: Hardware, mfu: float | None = None) -> list[str]:
-    """Return all lines of the description."""
+def describe(config: RunConfig, hardware: Hardware, mfu: float | None = None) -> Answer:
+    """Return the description; its values are in bytes, seconds and FLOPs."""
     setting = config.engine.precision
     config = with_precision(config, best="bf16" if hardware.on_gpu else "fp32")
     engine = config.engine
@@ -77,40 +78,49 @@ def describe(config: RunConfig, hardware: Hardware, mfu: float | None = None) ->
     parameters = parameters_of(config.model)
     segment, segments = config.data.segment_length, config.optim.gradient_segments
     flops = flops_of(config.model, segment, config.data.lanes, segments)
-    time = run_time(
-        config,
-        hardware.world_size,
-        hardware.device.peak(engine) * hardware.assumed_mfu(mfu),
-    )
-    return [
+    peak = hardware.device.peak(engine) * hardware.assumed_mfu(mfu)
+    time = run_time(config, hardware.world_size, peak)
+    footprint = footprint_of(config, hardware.world_size, hardware.on_gpu)
+    model = model_in_words(config)
+    lines = [
         f"{config.name}: {counted(hardware.world_size, 'rank')} ({hardware.name}), "
         f"ZeRO-{engine.zero_stage}, {precision}, "
         f"activation checkpointing {engine.activation_checkpointing}",
-        *_model_lines(config, parameters),
+        model,
+        *_model_lines(config),
         *_attention_lines(config, hardware),
         "",
         *_parameter_lines(parameters),
         "",
         *_flops_lines(flops, parameters),
         "",
-        *_memory_lines(config, hardware),
+        *_memory_lines(config, hardware, footprint),
         "",
         *_time_lines(config, hardware, time, hardware.assumed_mfu(mfu)),
         *_failure_lines(config, hardware, time.of_step[0]),
     ]
+    values: dict[str, Any] = {
+        "name": config.name,
+        "model": model,
+        "ranks": hardware.world_size,
+        "device": hardware.name,
+        "parameters": {"total": parameters.total, "body": parameters.body, **vars(parameters)},
+        "flops_per_token": {"training": flops.training, "forward": flops.forward, **vars(flops)},
+        "device_bytes": {"total": footprint.device, **footprint.parts},
+        "usable_device_bytes": hardware.usable_memory,
+        "fits": footprint.device <= hardware.usable_memory,
+        "offloaded_bytes": footprint.offloaded,
+        "checkpoint_bytes": footprint.checkpoint,
+        "disk_bytes": footprint.disk,
+        "seconds": vars(time),
+        "tokens_per_second": config.tokens_per_step / time.of_step[0],
+    }
+    return Answer("\n".join(lines), values)
 
 
-def _model_lines(config: RunConfig, parameters: Parameters) -> list[str]:
-    """Return what is special about the model: mixed layers, muP, segments that teach each other."""
+def _model_lines(config: RunConfig) -> list[str]:
+    """Return what is special about the model: muP, segments that teach each other."""
     model, segments, lines = config.model, config.optim.gradient_segments, []
-    if deltanets := model.num_deltanet_layers:
-        attending = model.num_attention_layers
-        common = math.gcd(deltanets, attending)
-        mixed = f"{deltanets // common}:{attending // common} Gated DeltaNet and attention"
-        lines.append(
-            f"{mixed if attending else 'Gated DeltaNet'}, {counted(model.num_layers, 'layer')}, "
-            f"{si(parameters.total).replace(' ', '')} parameters, {config.optim.name}"
-        )
     if model.base_width:
         lines.append(
             f"muP: {model.width_multiplier:g}x as wide as the base, model.base_width="
@@ -164,9 +174,8 @@ def _part(name: str) -> str:
     return f"  {name.replace('_', '-')}"
 
 
-def _memory_lines(run: RunConfig, hardware: Hardware) -> list[str]:
+def _memory_lines(run: RunConfig, hardware: Hardware, found: Footprint) -> list[str]:
     world_size, capacity = hardware.world_size, hardware.usable_memory
-    found = footprint_of(run, world_size, hardware.on_gpu)
     kept = found.run.checkpoint.keep_last
     micro = largest_micro_batch(found.run, world_size, capacity, hardware.on_gpu)
     if fits := found.device <= capacity:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any, get_args
 
-from foundation.cli import check_least
+from foundation.cli import Answer, add_json, check_least
 from foundation.errors import ConfigError
 from foundation.settings import MOST_ROWS, require_name, size_of
 from pretrain.commands.output_paths import check_output_directory
@@ -51,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     precision = "of weights and activations (default: the run's on a GPU, fp32 on a CPU)"
     add("--precision", choices=get_args(Precision), help=precision)
     add("--ema", action="store_true", help="use the weight EMA, if the run has one")
-    add("--json", action="store_true", help="print JSON instead of a table")
+    add_json(parser)
     what = parser.add_mutually_exclusive_group().add_argument
     measure = "measure the relative effective context length of the models"
     what("--context-length", action="store_true", help=measure)
@@ -81,17 +80,16 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print a table, or JSON, for each run."""
+def run(arguments: argparse.Namespace) -> int | Answer:
+    """Return a table for each run; on ranks other than the first nothing."""
     _check(arguments)
     from pretrain.commands.evaluation_outputs import outputs_of  # late: torch takes seconds
 
-    if outputs := outputs_of(arguments):
-        values = [output.values for output in outputs]
-        texts = [f"{output.title}\n\n{fitted_table(output.rows)}" for output in outputs]
-        as_json = json.dumps(values[0] if len(values) == 1 else values)
-        print(as_json if arguments.json else "\n\n".join(texts))
-    return 0
+    if not (outputs := outputs_of(arguments)):
+        return 0
+    values = [output.values for output in outputs]
+    texts = [f"{output.title}\n\n{fitted_table(output.rows)}" for output in outputs]
+    return Answer("\n\n".join(texts), values[0] if len(values) == 1 else values)
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -32,7 +32,8 @@ def add_hardware_arguments(parser: argparse._ActionsContainer) -> None:
         "--gpu",
         type=lambda name: {each.lower(): each for each in DEVICES}.get(name.lower(), name),
         choices=sorted(DEVICES),
-        help="accelerator type of a rank (default: the cluster's, else cpu)",
+        metavar="NAME",
+        help=f"a rank's device: {', '.join(sorted(DEVICES))} (default: the cluster's, else cpu)",
     )
     for name, unit, words in (
         ("--gpu-memory", "bytes", "memory of a GPU, such as 40GiB"),

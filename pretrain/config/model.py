@@ -49,7 +49,8 @@ class ModelConfig:
     num_layers: int = setting(4, Range(1, MOST_LAYERS), unit="layers")
     """Transformer layers."""
     layer_kinds: tuple[LayerKind, ...] = ()
-    """Kinds of the layers, a pattern repeated over `num_layers`; []: attention in all."""
+    """Kinds of the layers, a pattern repeated over `num_layers`, of a hybrid several; []: attention
+    in all."""
     deltanet_expansion: int = setting(2, Range(1, 16), unit="times")
     """Width of a head's values in deltanet layers, in widths of its keys."""
     d_model: int = setting(128, Range(2, LARGEST_WIDTH), unit="channels")

@@ -277,7 +277,7 @@ def test_help_imports_nothing_heavy_and_without_a_command_not_even_numpy(command
 
 
 @pytest.mark.parametrize("program", ["data-pipeline", "pretrain", "launcher"])
-def test_every_program_says_its_version_without_importing_torch(program):
+def test_every_program_names_its_version_and_torchs_without_importing_it(program):
     module = program.replace("-", "_")
     code = f"""
 import sys
@@ -286,7 +286,9 @@ assert PROGRAM.main(["--version"]) == 0
 assert "torch" not in sys.modules
 """
     output = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert output == f"{program} {metadata.version('xl-pretrain')}\n"
+    assert output.startswith(f"{program} {metadata.version('xl-pretrain')}")
+    for name in ("torch", "deepspeed"):
+        assert f", {name} {metadata.version(name)}" in output
 
 
 @pytest.mark.parametrize("package", ["data_pipeline", "pretrain", "launcher"])

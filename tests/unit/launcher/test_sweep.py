@@ -227,10 +227,15 @@ def test_the_cells_with_most_flops_left_come_first_and_equal_ones_keep_their_ord
 
 
 def test_status_shows_cells_that_have_not_begun_too(sweep, capsys):
-    assert main(["sweep", "status", str(sweep), f"--runs-dir={sweep.parent / 'runs'}"]) == 0
+    command = ["sweep", "status", str(sweep), f"--runs-dir={sweep.parent / 'runs'}"]
+    assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[1:4]] == ["new"] * 3
     assert lines[-1] == "0 of 3 cells are done"
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["cell"] for each in found] == [line.split()[0] for line in lines[1:4]]
+    assert {each["state"] for each in found} == {"new"}
 
 
 @pytest.mark.parametrize("program", [["sweep", "status"]])

@@ -40,6 +40,10 @@ def test_list_names_every_step_even_if_its_index_is_unreadable(run_dir, capsys):
     assert lines[1].split()[1:4] == ["2", "640", "2.1000"]
     assert "unreadable" in lines[2]
     assert lines[3].split()[3] == "-"
+    assert main(["checkpoint", "list", str(run_dir.path), "--json"]) == 0
+    first, second, *_ = json.loads(capsys.readouterr().out)
+    assert (first["ranks"], first["tokens"], first["validation"]) == (2, 640, 2.1)
+    assert second["ranks"] is None
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors"])
@@ -52,6 +56,9 @@ def test_verify_names_the_corrupted_file_and_fails(run_dir, capsys, name):
     assert "step 30: CORRUPTED" in said
     assert name in said
     assert "3 of 4" in said
+    assert main(["checkpoint", "verify", str(run_dir.path), "--json"]) == 1
+    found = {each["step"]: each["problem"] for each in json.loads(capsys.readouterr().out)}
+    assert [step for step, problem in found.items() if problem] == [30]
 
 
 def test_a_checkpoint_with_a_hole_that_readers_refuse_is_not_valid(run_dir, capsys):

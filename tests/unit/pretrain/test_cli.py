@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import subprocess
@@ -10,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.cli import main as data_main
-from foundation.errors import ConfigError
 from launcher.cli import main as launcher
 from pretrain.cli import COMMANDS, main
-from pretrain.commands import generate
 
 ROOT = Path(__file__).parents[3]
 # Prints, of each command line, its exit status, its error, and whether torch was imported by then.
@@ -32,19 +29,55 @@ ACTIONS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(capsys, command):
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_every_command_explains_itself_within_80_columns(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
     try:
-        status = main([command, "--help"])
+        status = main([*filter(None, [command]), "--help"])
     except SystemExit as exited:  # argparse's way
         status = exited.code
     assert status == 0
-    assert f"usage: pretrain {command}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: pretrain {command}")
+    assert max(map(len, said.splitlines())) <= 80
 
 
-def test_a_command_with_actions_takes_its_arguments(capsys):
-    assert main(["scale", "fit", "nowhere.csv"]) == 2
-    assert "nowhere.csv" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("pretrain e", ["evaluate", "export"]),
+        ("pretrain scale pl", ["plan"]),
+        ("pretrain evaluate runs/x --pro", ["--probe"]),
+        ("pretrain evaluate runs/x --probe needle c", ["copy"]),
+        ("pretrain describe --gpu H", ["H100", "H200"]),
+        ("pretrain describe exp", []),  # the shell knows files
+        ("pretrain nothing ", []),
+    ],
+)
+def test_shells_complete_commands_flags_and_choices(capsys, monkeypatch, line, expected):
+    monkeypatch.setenv("COMP_LINE", line)
+    assert main(["--complete", "pretrain", line.split()[-1]]) == 0
+    assert capsys.readouterr().out.split() == expected
+
+
+def test_json_has_what_the_text_of_describe_says(capsys):
+    command = ["describe", str(ROOT / "configs" / "models" / "wt103-base.yaml")]
+    assert main([*command, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert values["model"] in said.splitlines()
+    assert f"{values['parameters']['total']:,}" in said
+    assert f"{values['tokens_per_second']:,.0f} tokens/s" in said
+    assert values["fits"] == ("DOES NOT FIT" not in said)
+
+
+@pytest.mark.parametrize(
+    ("word", "name"), [("muon", "optim.name"), ("hybrid", "model.layer_kinds")]
+)
+def test_a_setting_is_found_by_its_values_and_by_its_meaning(capsys, word, name):
+    assert main(["settings", word]) == 0
+    assert f"{name} = " in capsys.readouterr().out
 
 
 def test_settings_may_stand_before_between_and_after_options(tmp_path, capsys):
@@ -69,6 +102,7 @@ def test_settings_may_stand_before_between_and_after_options(tmp_path, capsys):
         ("--prom=x", "did you mean '--prompt'?"),
         ("--temp=1", "did you mean '--temperature'?"),
         ("--prompt-file=/", "--prompt-file / cannot be read (Is a directory)"),
+        ("--prompt-file=/bin/sh", "--prompt-file /bin/sh contains bytes that are not UTF-8"),
         ("optim.steps=9", "unrecognized arguments: optim.steps=9; see pretrain generate --help"),
         ("--top-k", "--top-k: expected one argument; see pretrain generate --help"),
         ("--temperature=hot", "invalid float value: 'hot'; see pretrain generate --help"),
@@ -123,12 +157,90 @@ def test_a_flag_that_is_no_setting_is_answered_with_the_flags_that_there_are(cap
     assert "--run-dir" in error
 
 
-def test_a_prompt_may_come_from_a_file(tmp_path):
-    (tmp_path / "prompt.txt").write_text("Grüße\n")
-    (tmp_path / "latin").write_bytes("Grüße".encode("latin-1"))
-    arguments = argparse.Namespace(prompt="", prompt_file=tmp_path / "prompt.txt")
-    generate._take_prompt_file(arguments)
-    assert arguments.prompt == "Grüße\n"
-    arguments.prompt_file = tmp_path / "latin"
-    with pytest.raises(ConfigError, match="not UTF-8"):
-        generate._take_prompt_file(arguments)
+EXPERIMENT = """name: tiny
+model: {num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8, vocab_size: 320}
+data: {path: absent, lanes: 4, segment_length: 8}
+engine: {kind: torch}
+"""
+RATES = ("--rates", "1e-3", "2e-3", "4e-3")
+TUNE = ("scale", "plan", "x.yaml", *RATES)
+PLAN = ("scale", "plan", "x.yaml", "--budgets", "1e12", "--output", "sweep.yaml")
+
+
+def files_in(directory: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("generate", "r", "--tokens=0"), "--tokens=0 must be 1 or more"),
+        (("generate", "r", "--memory-length=-1"), "--memory-length=-1 must be 0 or more"),
+        (("evaluate", "r", "--lanes=-2"), "--lanes=-2 must be 0 or more"),
+        (("evaluate", "r", "--memory-length", "3", "-2"), "--memory-length=-2 must be 0 or more"),
+        (
+            ("evaluate", "r", "--probe=needle", "--longest-distance=10T"),
+            "--longest-distance=10000000000000 must be at most 1,048,576",
+        ),
+        (("evaluate", "r", "--probe=needle", "--output=x.yaml"), "--output x.yaml is a file"),
+        (("evaluate", "r", "--probe", "foo"), "'recl'); see pretrain evaluate --help"),
+        (("report", "r", "--output=x.yaml"), "--output x.yaml is a file; name a directory"),
+        (("checkpoint", "verify", "r", "--step=9"), "unrecognized arguments: --step"),
+        (("verify-resume", "x.yaml", "--ranks=0"), "--ranks=0 must be 1 or more"),
+        (("verify-resume", "x.yaml", "--resume-ranks=0"), "--resume-ranks=0 must be 1 or more"),
+        (("verify-resume", "x.yaml", "--work-dir=x.yaml"), "--work-dir x.yaml is a file"),
+        (("import-original", "folder", "--config=x.yaml", "--output=o"), "folder is a directory"),
+        (("describe", "x.yaml", "data.path="), "data.path: found no value, expected a path"),
+        (("new", "x.yaml/y.yaml", "--corpus=CORPUS", "--parameters=1M"), "choose another path, or"),
+        ((*TUNE, "--output=x.yaml"), "--output x.yaml exists and is no planned sweep; choose"),
+        ((*TUNE, "--output=folder/table.csv"), "table.csv exists and is no planned sweep; choose"),
+        ((*TUNE, "--name=../x"), "--name: found '../x', expected 1 to 100 letters"),
+        ((*TUNE, "--steps=99999999999999"), "optim.schedule.warmup_steps=5000000000000 must be"),
+        ((*PLAN, "--sizes=99999999"), "found 99999999 sizes 1.6x apart, expected 1 to 1000"),
+        ((*PLAN, "--spread=nan"), "found 5 sizes nanx apart, expected 1 to 1000 and a spread"),
+        ((*PLAN, "--steps=9"), "--steps has no meaning in a plan that varies sizes; leave it out"),
+        ((*TUNE, "--sizes=9"), "--sizes has no meaning in a plan that varies rates; leave it out"),
+        ((*PLAN[:3], "--seeds=1"), "found nothing to vary; give --budgets, --rates, or --segments"),
+        (
+            ("scale", "predict", "t", "--flops=1", "--experiment=x.yaml", "--write=x.yaml"),
+            "x.yaml exists already; choose another name",
+        ),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_one_line_and_writes_nothing(
+    corpus, tmp_path, monkeypatch, capsys, arguments, said
+):
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(EXPERIMENT)
+    Path("folder").mkdir()
+    Path("folder/table.csv").write_text("name,loss\na,1\n")
+    before = files_in(tmp_path)
+    words = [each.replace("CORPUS", str(corpus.directory.parent)) for each in arguments]
+    assert main(words) == 2
+    output = capsys.readouterr()
+    assert said in output.err
+    assert output.err.startswith("error: ")
+    assert (output.out, output.err.count("\n")) == ("", 1)
+    assert files_in(tmp_path) == before
+
+
+def test_a_planned_sweep_may_be_planned_again_and_a_number_given_twice_counts_once(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(EXPERIMENT)
+    assert main([*TUNE, "--output=sweep.yaml"]) == 0
+    assert main([*PLAN, "--budgets", "1e12", "1e12", "--sizes=2", "--seeds", "1", "1"]) == 0
+    assert main([*TUNE, "--output=sweep.yaml", "optim.steps=90"]) == 0
+    assert "optim.steps=90" in Path("sweep.yaml").read_text()
+
+
+def test_a_folder_of_other_files_gets_no_lock_of_a_run_that_is_refused(corpus, tmp_path, caplog):
+    (tmp_path / "x.yaml").write_text(EXPERIMENT)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    train = ["train", str(tmp_path / "x.yaml"), f"data.path={corpus.directory.parent}"]
+    assert main([*train, "--run-dir", str(folder)]) == 2
+    assert "holds other files and no run (notes.txt)" in caplog.text
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]

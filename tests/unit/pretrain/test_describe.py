@@ -69,7 +69,7 @@ def test_a_hybrid_is_called_by_its_layers(capsys):
     assert main(["describe", str(MODELS / "xl_modern_10m.yaml"), *hybrid]) == 0
     second = capsys.readouterr().out.splitlines()[1]
     assert re.fullmatch(
-        r"1:1 Gated DeltaNet and attention, 6 layers, [\d.]+M parameters, muon", second
+        r"1:1 Gated DeltaNet and attention, 6 layers, [\d.]+M parameters, Muon", second
     )
 
 

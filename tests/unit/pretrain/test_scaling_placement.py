@@ -39,7 +39,7 @@ def planned(tmp_path_factory):
 def test_every_cell_of_a_plan_up_to_1e21_flops_fits_8_h100_by_describe(planned):
     assert len(planned) == 21
     for cell, run in planned:
-        said = "\n".join(describe(run, H100))
+        said = describe(run, H100).text
         assert f"per rank, fits in {H100.usable_memory / GIB:.2f} GiB" in said, cell.name
         assert cell.facts["device_gib"] <= H100.usable_memory / GIB
         memory = re.search(r"device memory +([\d.,]+) GiB", said)
