@@ -116,7 +116,7 @@ def refuse_live_job(name: str, run_dir: Path) -> None:
     if live := slurm.live_jobs(name):
         raise ConfigError(
             f"job {live[0].id} ({live[0].state.lower()}) has the run {run_dir} already; "
-            f"wait for it, or end it: scancel {live[0].id}"
+            f"wait for it, or end it: launcher cancel {run_dir}"
         )
 
 

@@ -138,7 +138,8 @@ def submit(script: Path, name: str) -> str:
             return live[0].array_id
         result = _run(["sbatch", "--parsable", str(script)])
         if result.returncode:
-            raise ConfigError(f"sbatch rejected {script}: {_one_line(result.stderr)}")
+            reason = _one_line(result.stderr).replace("sbatch: error: ", "")
+            raise ConfigError(f"sbatch rejected the job: {reason}; correct the cluster file")
         return result.stdout.strip().split(";")[0]
 
     return retry_unreachable(find_or_submit)
