@@ -161,8 +161,11 @@ def infer_status(evidence: Evidence) -> Status:
     running = Status(State.RUNNING, _activity(last, heartbeats, evidence.now))
     if any(lock.is_held for lock in evidence.locks) or any(each.is_alive for each in heartbeats):
         return running
-    silence = _seconds_since_remote_heartbeat(evidence, heartbeats)
-    if not is_over and silence is not None:
+    # When another host last showed that it works on the run, if its clock is ours.
+    times = [each.written for each in heartbeats if each.is_alive is None]
+    times += [lock.since for lock in evidence.locks if lock.is_held is None]
+    if times and not is_over:
+        silence = evidence.now - max(times)
         if abs(silence) < UNRESPONSIVE_SECONDS:  # or a clock is far ahead
             return running
         source = heartbeats[0] if heartbeats else evidence.locks[0]
@@ -196,28 +199,24 @@ def _waiting_or_canceled(evidence: Evidence, last: Event | None) -> Status | Non
         0.0 if event is None else event.time
         for event in (last_of(own, TrainingBegan), last_of(evidence.ledger, Submitted), order)
     )
+    is_canceled = Status(State.CANCELED, f"after step {evidence.latest_step:,}")
     if canceled > max(began, submitted):
-        return _canceled(evidence)
+        return is_canceled
     if submitted > (0.0 if last is None else last.time):
         return Status(State.QUEUED, "submitted, not started since")
     if not isinstance(last, JobEnded):
         return None
     if last.reason is JobEndReason.CANCELED:
-        return _canceled(evidence)
+        return is_canceled
     if last.reason is JobEndReason.ERROR:
         return Status(State.FAILED, last.cause)
+    is_preempted = last.reason is JobEndReason.PREEMPTED
     if last.is_final:
         reason = f"{last.cause} and not requeued; 'launcher resume' continues the run"
-        is_preempted = last.reason is JobEndReason.PREEMPTED
         return Status(State.PREEMPTED if is_preempted else State.STOPPED, reason, needs_resume=True)
     if last.reason not in UNEVENTFUL:  # the supervisor has requeued the job, or Slurm has
-        is_preempted = last.reason is JobEndReason.PREEMPTED
         return Status(State.PREEMPTED if is_preempted else State.REQUEUED, last.cause)
     return None
-
-
-def _canceled(evidence: Evidence) -> Status:
-    return Status(State.CANCELED, f"after step {evidence.latest_step:,}")
 
 
 def _ended(evidence: Evidence, last: Event | None) -> Status:
@@ -252,18 +251,6 @@ def _continues_after(turn: Event) -> bool:
     """Whether processes of the run should exist after this event."""
     is_retried = isinstance(turn, AttemptEnded) and turn.next is NextAction.RETRY
     return isinstance(turn, (TrainingBegan, JobStarted)) or is_retried
-
-
-def _seconds_since_remote_heartbeat(
-    evidence: Evidence, heartbeats: Sequence[HeartbeatRecord]
-) -> float | None:
-    """Seconds since another host last showed that it works on the run, if its clock is ours.
-
-    None if no other host does.
-    """
-    times = [each.written for each in heartbeats if each.is_alive is None]
-    times += [lock.since for lock in evidence.locks if lock.is_held is None]
-    return evidence.now - max(times) if times else None
 
 
 def _activity(last: Event | None, heartbeats: Sequence[HeartbeatRecord], now: float) -> str:
