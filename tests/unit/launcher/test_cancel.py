@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -112,8 +111,14 @@ def test_a_process_that_does_not_hold_the_lock_is_not_signaled(run_dir, capsys):
         bystander.wait()
 
 
-@pytest.mark.parametrize("command", ["resume", "cancel", "local"])
-@pytest.mark.parametrize("name", [".", "ledger.jsonl", "config.yaml", "slurm", "slurm/job.sbatch"])
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        *(("resume", name) for name in ("ledger.jsonl", "slurm", "slurm/job.sbatch")),
+        *(("cancel", name) for name in (".", "config.yaml")),
+        *(("local", name) for name in (".", "slurm/job.sbatch")),
+    ],
+)
 def test_what_another_user_can_write_is_neither_executed_nor_obeyed(
     run_dir, capsys, monkeypatch, command, name
 ):
@@ -147,28 +152,13 @@ def test_a_job_of_another_name_than_the_ledger_s_is_not_canceled():
         refuse_other_jobs([queued("books-1a")], [])
 
 
-@pytest.mark.parametrize("what", ["another user's", "not the holder"])
-def test_only_this_user_s_holder_of_the_lock_is_asked_to_stop(run_dir, monkeypatch, what):
-    bystander = subprocess.Popen(["sleep", "60"])
-    try:
-        with run_dir.locked("train"):
-            (held,) = run_dir.locks()
-            assert held.is_held
-            if what == "another user's":
-                monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-            else:
-                held = dataclasses.replace(held, pid=bystander.pid)
-            with pytest.raises(UserError, match=r"belongs to user .* that holds the run's lock"):
-                cancel._ask_to_stop(run_dir, held)
-        assert bystander.poll() is None
-    finally:
-        bystander.kill()
-        bystander.wait()
-
-
-def test_what_is_not_running_is_not_cancelled(run_dir, capsys):
-    assert main(["cancel", str(run_dir.path)]) == 2
-    assert "is not running (new: no attempt yet)" in capsys.readouterr().err
+def test_only_this_user_s_holder_of_the_lock_is_asked_to_stop(run_dir, monkeypatch):
+    with run_dir.locked("train"):
+        (held,) = run_dir.locks()
+        assert held.is_held
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(UserError, match=r"belongs to user .* that holds the run's lock"):
+            cancel._ask_to_stop(run_dir, held)
 
 
 def test_a_run_of_another_host_is_cancelled_there(run_dir, capsys):

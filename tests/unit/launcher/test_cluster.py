@@ -73,22 +73,56 @@ def test_the_example_clusters_are_valid(path):
     assert render(job(load_cluster(path)))
 
 
+ENV_NAME, OPTION_NAME = "environment: found the name", "options: found the name"
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("partitoin: gpu\nranks_per_node: 1\n", "did you mean 'partition'"),
-        ("gpus_per_node: 0\n", "leave nothing to run on"),
-        ("gpus_per_node: 8\nranks_per_node: 4\n", "use one rank per GPU"),
-        ("ranks_per_node: 1\ngpu: H100\n", "set the GPUs of a node"),
-        ("ranks_per_node: 1\ntime_limit: soon\n", "is not a time"),
-        ('ranks_per_node: 1\ntime_limit: "1:00"\n', "at most half of time_limit"),
-        ("ranks_per_node: 1\ntime_limit: 86400\n", "has no unit; write it as 24:00:00"),
+        ("partitoin: gpu", "did you mean 'partition'"),
+        ("ranks_per_node: 0", "leave nothing to run on"),
+        ("gpus_per_node: 8\nranks_per_node: 4", "use one rank per GPU"),
+        ("gpu: H100", "set the GPUs of a node"),
+        ("gpus_per_node: h100", "write 8, or h100:8"),
+        ("gpus_per_node: -1", "write 8, or h100:8"),
+        ("gpus_per_node: 8x", "found '8x', expected a number or a type"),
+        ("gpus_per_node: 'h 100:1'", "write 8, or h100:8"),
+        ("gpus_per_node: a100:1\ngpu: H100", "give one kind of GPU"),
+        ("container_image: /x.sif", "container_image=/x.sif without container_runtime; set it"),
+        ("time_limit: soon", "is not a time"),
+        ('time_limit: "1:00"', "at most half of time_limit"),
+        ("time_limit: 86400", "has no unit; write it as 24:00:00"),
+        *((f"environment: {{'{name}': x}}", ENV_NAME) for name in ("A B", "1X", "A;id", "", "É")),
+        *((f"options: {{'{name}': x}}", OPTION_NAME) for name in ("-x", "a --b", "Mem", "", "m=3")),
+        ("options: {nodes: 3}", "options.nodes .* remove it"),
+        ("options: {gpus-per-node: 3}", "use the setting gpus_per_node"),
+        ("options: {partition: x}", "use the setting partition"),
+        ("options: {output: x}", "options.output .* remove it"),
+        ("options: {array: 0-3}", "'launcher sweep submit' starts"),
+        ("options: {wrap: hostname}", "use the setting setup"),
+        ("options: {ntasks: 4}", "use --nodes and the setting ranks_per_node"),
+        ("options: {gpus: 16}", "use the setting gpus_per_node"),
+        ("options: {test-only: }", "use 'launcher submit --dry-run'"),
+        ("options: {error: err.log}", "'launcher logs'; remove it"),
+        ("options: {time-min: '1:00'}", "use a shorter time_limit"),
+        ("options: {export: 'PATH,HOME'}", "expected ALL, or NONE if"),
+        (
+            "options: {export: NONE}\nenvironment: {TOKEN: 'env:HOME'}",
+            "environment has no env:NAME",
+        ),
+        ("environment: {HF_TOKEN: hf_123}", "write 'HF_TOKEN: env:HF_TOKEN'"),
+        ("environment: {AWS_ACCESS_KEY_ID: hf_123}", "everybody who reads"),
+        ("environment: {aws_password: hf_123}", "everybody who reads"),
+        ("environment: {NOTE: 'env:two words'}", "expected env:NAME"),
     ],
 )
-def test_a_mistake_in_a_cluster_file_is_said(tmp_path, text, reason):
-    (tmp_path / "cluster.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=reason):
-        load_cluster(tmp_path / "cluster.yaml")
+def test_a_mistake_in_a_cluster_file_is_said_in_one_line(tmp_path, text, reason):
+    ranks = "" if "_per_node" in text else "ranks_per_node: 1\n"
+    (tmp_path / "cluster.yaml").write_text(f"{ranks}{text}\n")
+    with pytest.raises(ConfigError, match=reason) as error:
+        render(job(load_cluster(tmp_path / "cluster.yaml")))
+    assert "\n" not in str(error.value)
+    assert "hf_123" not in str(error.value), "a secret is not repeated"
 
 
 @pytest.mark.parametrize("line", ["gpu_per_node: 8", "timelimit: 1:00:00", "gpu_ram: 40GiB"])
@@ -180,24 +214,8 @@ def test_nodes_are_a_number_a_range_or_have_spare_ones(text, nodes):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "0",
-        "-1",
-        "4:2",
-        "1:2:3",
-        "two",
-        "1:99999",
-        "1:" + "9" * 5000,
-        "\u0664",
-        "1:",
-        "0+1",
-        "2+0",
-        "2+",
-        "2+one",
-        "2:3+1",
-        "65536+1",
-    ],
+    ["", "0", "-1", "4:2", "1:2:3", "two", "1:99999", "1:" + "9" * 5000, "\u0664", "1:"]
+    + ["0+1", "2+0", "2+", "2+one", "2:3+1", "65536+1"],
 )
 def test_nodes_that_are_neither_are_refused(text):
     with pytest.raises(ConfigError, match="--nodes"):

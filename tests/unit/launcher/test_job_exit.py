@@ -46,85 +46,40 @@ RUNNING = {"JobState": "RUNNING", "Reason": "None", "PreemptTime": "None", "Rest
 REQUEUED = {**RUNNING, "JobState": "COMPLETING", "Restarts": "3"}
 
 
+CUT_BY_PREEMPTION = "*** JOB 4 ON n1 CANCELLED AT T DUE TO PREEMPTION ***"
+CUT_BY_REQUEUE = "*** STEP 4.0 ON n1 CANCELLED AT T DUE TO JOB REQUEUE ***"
+CUT_BY_USER = f"{CUT_BY_PREEMPTION}\n*** JOB 4 ON n1 CANCELLED AT T ***"
+AT_LIMIT, HELD_JOB = {"Reason": "TimeLimit"}, {"Reason": "launch_failed_requeued_held"}
+COMPLETING, ENDED = {"JobState": "COMPLETING"}, {"JobState": "PREEMPTED"}
+NO_REQUEUE = {"Requeue": "0"}
+
+
 @pytest.mark.parametrize(
-    ("fields", "log", "was_warned", "ending"),
+    ("fields", "log", "was_warned", "reason", "flags"),
     [
-        (RUNNING, "", True, JobEnding(JobEndReason.TIME_LIMIT_NEAR, requeue=True)),
-        (RUNNING, "", False, JobEnding(JobEndReason.STOP_REQUESTED, requeue=True)),
-        ({**RUNNING, **PREEMPT_TIME}, "", False, JobEnding(JobEndReason.PREEMPTED, requeue=True)),
-        (
-            {**RUNNING, **PREEMPT_TIME, "JobState": "COMPLETING"},
-            "",
-            False,
-            JobEnding(JobEndReason.PREEMPTED, requeue=True, is_immediate=True),
-        ),
-        (
-            {**RUNNING, **PREEMPT_TIME, "JobState": "PREEMPTED", "Requeue": "0"},
-            "",
-            False,
-            JobEnding(JobEndReason.PREEMPTED, requeue=False, is_immediate=True, is_final=True),
-        ),
-        (
-            {**RUNNING, **PREEMPT_TIME, "JobState": "COMPLETING"},
-            "*** JOB 4 ON n1 CANCELLED AT T DUE TO PREEMPTION ***\n"
-            "*** JOB 4 ON n1 CANCELLED AT T ***",
-            False,
-            JobEnding(JobEndReason.CANCELED, requeue=False, is_immediate=True),
-        ),
-        (
-            {**RUNNING, "Reason": "TimeLimit", "Requeue": "0"},
-            "",
-            True,
-            JobEnding(JobEndReason.TIME_LIMIT, requeue=False, is_immediate=True, is_final=True),
-        ),
-        (
-            {**RUNNING, "Reason": "TimeLimit"},
-            "",
-            True,
-            JobEnding(JobEndReason.TIME_LIMIT, requeue=True, is_immediate=True),
-        ),
-        (
-            {**RUNNING, "JobState": "CANCELLED"},
-            "",
-            False,
-            JobEnding(JobEndReason.CANCELED, requeue=False, is_immediate=True),
-        ),
-        (
-            {**RUNNING, "JobState": "COMPLETING"},
-            "",
-            True,
-            JobEnding(JobEndReason.CANCELED, requeue=False, is_immediate=True),
-        ),
-        (
-            REQUEUED,
-            "*** JOB 4 ON n1 CANCELLED AT T DUE TO PREEMPTION ***",
-            False,
-            JobEnding(JobEndReason.PREEMPTED, requeue=False),
-        ),
-        (
-            REQUEUED,
-            "*** STEP 4.0 ON n1 CANCELLED AT T DUE TO JOB REQUEUE ***",
-            False,
-            JobEnding(JobEndReason.REQUEUED_BY_USER, requeue=False),
-        ),
-        (REQUEUED, "", False, JobEnding(JobEndReason.ENDED_BY_SLURM, requeue=False)),
-        (
-            {**REQUEUED, "Reason": "launch_failed_requeued_held"},
-            "*** STEP 4.0 ON n1 CANCELLED AT T DUE TO JOB REQUEUE ***",
-            False,
-            JobEnding(JobEndReason.PROLOG_FAILED, requeue=False),
-        ),
-        (
-            {**RUNNING, "JobState": "PENDING"},
-            "*** JOB 4 ON n1 CANCELLED AT T DUE TO PREEMPTION ***",
-            False,
-            JobEnding(JobEndReason.FORGOTTEN, requeue=False),
-        ),
-        ({}, "", False, JobEnding(JobEndReason.FORGOTTEN, requeue=False)),
+        (RUNNING, "", True, "time_limit_near", "requeue"),
+        (RUNNING, "", False, "stop_requested", "requeue"),
+        (RUNNING | PREEMPT_TIME, "", False, "preempted", "requeue"),
+        (RUNNING | PREEMPT_TIME | COMPLETING, "", False, "preempted", "requeue is_immediate"),
+        (RUNNING | PREEMPT_TIME | ENDED | NO_REQUEUE, "", False, "preempted",
+         "is_immediate is_final"),
+        (RUNNING | PREEMPT_TIME | COMPLETING, CUT_BY_USER, False, "canceled", "is_immediate"),
+        (RUNNING | AT_LIMIT | NO_REQUEUE, "", True, "time_limit", "is_immediate is_final"),
+        (RUNNING | AT_LIMIT, "", True, "time_limit", "requeue is_immediate"),
+        (RUNNING | {"JobState": "CANCELLED"}, "", False, "canceled", "is_immediate"),
+        (RUNNING | COMPLETING, "", True, "canceled", "is_immediate"),
+        (REQUEUED, CUT_BY_PREEMPTION, False, "preempted", ""),
+        (REQUEUED, CUT_BY_REQUEUE, False, "requeued_by_user", ""),
+        (REQUEUED, "", False, "ended_by_slurm", ""),
+        (REQUEUED | HELD_JOB, CUT_BY_REQUEUE, False, "prolog_failed", ""),
+        (RUNNING | {"JobState": "PENDING"}, CUT_BY_PREEMPTION, False, "forgotten", ""),
+        ({}, "", False, "forgotten", ""),
     ],
-)
-def test_why_a_job_ends_and_who_requeues_it(fields, log, was_warned, ending):
-    assert ending_of(fields, 2, log, was_warned) == ending
+)  # fmt: skip
+def test_why_a_job_ends_and_who_requeues_it(fields, log, was_warned, reason, flags):
+    expected = JobEnding(JobEndReason(reason), requeue=False)
+    expected = replace(expected, **dict.fromkeys(flags.split(), True))
+    assert ending_of(fields, 2, log, was_warned) == expected
 
 
 @pytest.mark.parametrize(

@@ -82,10 +82,9 @@ def test_control_characters_are_refused_in_every_value_of_a_script(tmp_path, tex
     with pytest.raises(ConfigError, match="control character") as error:
         render(job(Path(f"/runs/{text}")))
     assert "\n" not in str(error.value)
-    for setting in ("partition", "container_image"):
-        with pytest.raises(ConfigError, match=f"{setting}: found a control character"):
-            replace(CPU, **{setting: text})
     for change in (
+        {"partition": text},
+        {"container_image": text},
         {"options": {"comment": text}},
         {"environment": {"NOTE": text}},
         {"setup": ("true", text)},
@@ -93,18 +92,6 @@ def test_control_characters_are_refused_in_every_value_of_a_script(tmp_path, tex
     ):
         with pytest.raises(ConfigError, match="found a control character"):
             replace(CPU, **change)
-
-
-@pytest.mark.parametrize("name", ["A B", "1X", "A-B", "A;id", "", "É"])
-def test_names_of_variables_are_identifiers(name):
-    with pytest.raises(ConfigError, match="environment: found the name"):
-        replace(CPU, environment={name: "1"})
-
-
-@pytest.mark.parametrize("name", ["-x", "mem --wrap", "Mem", "", "m=3"])
-def test_names_of_options_are_long_options(name):
-    with pytest.raises(ConfigError, match="options: found the name"):
-        replace(CPU, options={name: "1"})
 
 
 @pytest.mark.parametrize(
@@ -144,56 +131,6 @@ def test_flags_typed_gpus_and_several_partitions_are_written_as_slurm_wants_them
     assert (cluster.num_gpus, cluster.tasks_per_node, cluster.gpu_model) == (4, 4, "H100")
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("gpus_per_node: h100\n", "write 8, or h100:8"),
-        ("gpus_per_node: -1\n", "write 8, or h100:8"),
-        ("gpus_per_node: 8x\n", "found '8x', expected a number or a type"),
-        ("gpus_per_node: 'h 100:1'\n", "write 8, or h100:8"),
-        ("gpus_per_node: a100:1\ngpu: H100\n", "give one kind of GPU"),
-    ],
-)
-def test_gpus_that_are_not_a_number_or_a_type_and_a_number_are_refused(tmp_path, text, reason):
-    (tmp_path / "cluster.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=reason) as error:
-        load_cluster(tmp_path / "cluster.yaml")
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("option", "way_out"),
-    [
-        ("gpus-per-node", "use the setting gpus_per_node"),
-        ("partition", "use the setting partition"),
-        ("output", "remove it"),
-    ],
-)
-def test_an_option_that_the_launcher_sets_is_refused_with_the_setting_for_it(option, way_out):
-    with pytest.raises(ConfigError, match=f"options.{option} .*{way_out}"):
-        render(job(Path("/runs/x"), replace(CPU, options={option: "h100:1"})))
-
-
-@pytest.mark.parametrize(
-    ("options", "way_out"),
-    [
-        ({"array": "0-3"}, "'launcher sweep submit' starts"),
-        ({"wrap": "hostname"}, "use the setting setup"),
-        ({"ntasks": "4"}, "use --nodes and the setting ranks_per_node"),
-        ({"gpus": "16"}, "use the setting gpus_per_node"),
-        ({"test-only": None}, "use 'launcher submit --dry-run'"),
-        ({"error": "err.log"}, "'launcher logs'; remove it"),
-        ({"time-min": "1:00"}, "use a shorter time_limit"),
-        ({"export": "PATH,HOME"}, "expected ALL, or NONE if"),
-        ({"export": "NONE"}, "NONE if environment has no env:NAME, which is taken from the shell"),
-    ],
-)
-def test_an_option_that_would_break_the_run_is_refused_in_one_line(options, way_out):
-    with pytest.raises(ConfigError, match=way_out) as error:
-        replace(CPU, options=options, environment={"TOKEN": "env:HOME"})
-    assert "\n" not in str(error.value)
-
-
 def test_a_job_is_asked_to_be_requeued_unless_the_cluster_file_forbids_it():
     for options, flags in (
         ({"export": "NONE"}, ["#SBATCH --requeue", "#SBATCH --export=NONE"]),
@@ -219,21 +156,6 @@ def test_a_secret_is_taken_from_the_environment_of_whoever_submits_and_written_n
     monkeypatch.setenv("MY_KEY", "hidden")
     check_request(cluster, NodeRange(1, 1), [])
     assert "hidden" not in render(job(Path("/runs/x"), cluster))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "reason"),
-    [
-        ("HF_TOKEN", "hf_123", "write 'HF_TOKEN: env:HF_TOKEN'"),
-        ("AWS_ACCESS_KEY_ID", "AKIA", "everybody who reads"),
-        ("aws_password", "x", "everybody who reads"),
-        ("NOTE", "env:two words", "expected env:NAME"),
-    ],
-)
-def test_a_secret_in_a_cluster_file_is_refused_without_repeating_it(name, value, reason):
-    with pytest.raises(ConfigError, match=reason) as error:
-        replace(CPU, environment={name: value})
-    assert "hf_123" not in str(error.value)
 
 
 def test_variables_that_only_sound_like_secrets_are_taken():

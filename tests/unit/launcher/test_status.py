@@ -154,20 +154,6 @@ def test_in_80_columns_every_value_and_reason_is_readable():
     assert len(lines) <= 8
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["{runs}/nowhere"], "holds no run"),
-        (["--runs-dir={runs}/nowhere"], "contains no runs; name one"),
-    ],
-)
-def test_bad_input_gets_one_line(runs, capsys, arguments, message):
-    assert main(["status", *(text.format(runs=runs) for text in arguments)]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
 STATE = RunState(
     name="books",
     path="runs/books",
