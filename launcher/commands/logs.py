@@ -25,7 +25,9 @@ from pretrain.rundir.run_paths import run_path
 _POLL_SECONDS = 0.3
 _STATE_SECONDS = 3.0  # between two looks at whether the run is still active
 _NUM_LAST_LINES = 10  # of the logs of a run that failed without an error line
-_NO_LINES = "the job could not write a line: its disk was full, or its directory moved or removed"
+_NO_LINES = (
+    "the job could not write a line: its disk was full, or its node does not see the run directory"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

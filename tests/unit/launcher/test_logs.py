@@ -121,9 +121,7 @@ def test_a_job_that_could_write_no_line_is_said_to_have_written_none(tmp_path, m
             log.touch()  # on a full disk it was made, but took no byte
         assert main(["logs", str(tmp_path), "--errors"]) == 0
         said = capsys.readouterr().out
-        assert said.startswith(
-            "the job could not write a line: its disk was full, or its directory"
-        )
+        assert said.startswith("the job could not write a line: its disk was full, or its node")
         assert said.count("\n") == 1
 
 
