@@ -7,7 +7,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from launcher.slurm.job_checks import check_request, check_run
 from launcher.slurm.sbatch import Job, Snapshot, render_array, replaced_snapshot
 from launcher.supervisor import StopSignals
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
-from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig, NodeRange
 from pretrain.costs.flops import cost_of
 from pretrain.processes.local_ranks import RankGroup, describe_failure
@@ -30,17 +29,19 @@ from pretrain.reporting.results import differing_settings
 from pretrain.rundir.events import Submitted
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.run_dir import RunDir, make_run_directory, refuse_foreign_run
-from pretrain.scaling.sweep_file import Cell, Sweep, config_of
-from pretrain.scaling.which_runs import begin_branch, other_settings, refuse_others
+from pretrain.scaling.sweep_file import Sweep, config_of
+from pretrain.scaling.which_runs import (
+    PlacedCell,
+    begin_branch,
+    other_settings,
+    refuse_others,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CellRun:
+class CellRun(PlacedCell):
     """A cell, its run directory and its state."""
 
-    cell: Cell
-    config: RunConfig
-    path: Path
     state: RunState
 
     @property
@@ -107,6 +108,18 @@ def can_start(cells: Sequence[CellRun], unfinished: Collection[str] = ()) -> lis
     return [cell for cell in cells if cell.cell.starts_from not in names]
 
 
+def can_begin(cell: CellRun, runs: Path) -> bool:
+    """Make the run of a cell that starts from another's, if it is one; False, with the reason
+    printed, where that run does not allow it.
+    """
+    try:
+        begin_branch(cell.cell, cell.config, runs)
+    except (UserError, OSError) as error:
+        print(f"{cell.cell.name}: {error}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
 def describe(cells: Sequence[CellRun]) -> str:
     """How many cells are done, how many are active, and how the others ended."""
     done, waiting = sum(cell.is_done for cell in cells), [cell for cell in cells if cell.is_waiting]
@@ -153,10 +166,7 @@ def run_cells(
                 cell = ready[0]
                 waiting.remove(cell)
                 name = cell.cell.name
-                try:
-                    begin_branch(cell.cell, cell.config, runs)
-                except (UserError, OSError) as error:
-                    print(f"{name}: {error}", flush=True)
+                if not can_begin(cell, runs):
                     failed.append(name)
                     unfinished.add(name)
                     continue
@@ -215,17 +225,6 @@ def classes(
     for cell in cells:
         found.setdefault(_fewest_nodes(cell, cluster, nodes, is_dry_run), []).append(cell)
     return dict(sorted(found.items()))
-
-
-def parts_of(cells: Sequence[CellRun], largest: int) -> Iterator[Sequence[CellRun]]:
-    """The cells in their order, in as few arrays as Slurm's largest size allows."""
-    if largest < 1:
-        raise ConfigError(
-            "this cluster has no job arrays (MaxArraySize=0); submit the cells one by one with "
-            "'launcher submit'"
-        )
-    for start in range(0, len(cells), largest):
-        yield cells[start : start + largest]
 
 
 def array_of(

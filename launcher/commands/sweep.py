@@ -11,18 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foundation.cli import Answer, Program, add_json, check_least
-from foundation.errors import EXIT_USER_ERROR, ConfigError, UserError
-from launcher.slurm import client as slurm
+from foundation.errors import EXIT_USER_ERROR, ConfigError
 from launcher.slurm.job_checks import missing_notes
 from launcher.supervisor import StopSignals
 from launcher.sweep import (
     CellRun,
     array_of,
+    can_begin,
     can_start,
     classes,
     describe,
     longest_first,
-    parts_of,
     read_cells,
     refuse_other_cells,
     run_cells,
@@ -35,7 +34,7 @@ from pretrain.costs.cluster import load_cluster, parse_nodes
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import Sweep, read_sweep
-from pretrain.scaling.which_runs import begin_branch, cells_directory
+from pretrain.scaling.which_runs import cells_directory
 from pretrain.terminal.text import counted
 
 PROGRAM = Program(
@@ -155,52 +154,32 @@ def _submit(
     waiting = can_start(unfinished, active)
     if held := len(unfinished) - len(waiting):
         print(f"{counted(held, 'cell')} start from others: submit again when those have ended")
-    refused: list[str] = []
+    status = 0
     if not arguments.dry_run and any(cell.cell.starts_from for cell in waiting):
         with RunDir(runs).locked("sweep"):
-            for cell in list(waiting):
-                try:
-                    begin_branch(cell.cell, cell.config, runs)
-                except (UserError, OSError) as error:
-                    print(f"{cell.cell.name}: {error}", file=sys.stderr)
-                    waiting.remove(cell)
-                    refused.append(cell.cell.name)
+            begun = [cell for cell in waiting if can_begin(cell, runs)]
+        status, waiting = EXIT_USER_ERROR * (len(begun) < len(waiting)), begun
     found = classes(waiting, cluster, nodes, is_dry_run=arguments.dry_run)
     # Each array has its own limit, so they keep it together only one after the other.
     live = {str(cell.state.job).partition("_")[0] for cell in cells if cell.state.is_active}
     after = ":".join(sorted(live - {"None"})) if arguments.jobs else None
     for count, group in found.items():
-        for part in parts_of(group, _largest_array(arguments.dry_run)):
-            job, script = array_of(
-                part, count, cluster, sweep.name, runs, arguments.jobs, after=after
-            )
-            if arguments.dry_run:
-                print(script, end="")
-                continue
-            with RunDir(runs).locked("sweep"):
-                number = submit_array(job, script, part)
-            after = number if arguments.jobs else None
-            limit = f", {arguments.jobs} at a time" if arguments.jobs else ""
-            print(
-                f"job {number}: {counted(len(part), 'cell')} on {counted(count, 'node')} "
-                f"each{limit}",
-                flush=True,
-            )
+        job, script = array_of(group, count, cluster, sweep.name, runs, arguments.jobs, after)
+        if arguments.dry_run:
+            print(script, end="")
+            continue
+        with RunDir(runs).locked("sweep"):
+            number = submit_array(job, script, group)
+        after = number if arguments.jobs else None
+        limit = f", {arguments.jobs} at a time" if arguments.jobs else ""
+        cells_and_nodes = f"{counted(len(group), 'cell')} on {counted(count, 'node')} each"
+        print(f"job {number}: {cells_and_nodes}{limit}", flush=True)
     missing = [missing_notes(with_absolute_paths(cell.config)) for cell in waiting]
     for line in sorted({line for lines in missing for line in lines}):
         print(line, file=sys.stderr)
     if waiting and not arguments.dry_run:
         print(f"Status: launcher sweep status {cells_flags(sweep, arguments)}")
-    return EXIT_USER_ERROR if refused else 0
-
-
-def _largest_array(is_dry_run: bool) -> int:
-    try:
-        return slurm.largest_array()
-    except UserError:
-        if not is_dry_run:
-            raise
-        return slurm.USUAL_ARRAY  # without Slurm here, the scripts can be shown nevertheless
+    return status
 
 
 def _run_here(

@@ -40,7 +40,6 @@ _COMMAND_SECONDS = 120.0
 # A controller that comes back answers queries before it has processed the submissions in its
 # sockets.
 _SETTLE_SECONDS = 2.0
-USUAL_ARRAY = 1001  # Slurm's default of MaxArraySize
 _ACCOUNTING_SECONDS = 10.0  # the history is not worth a longer wait
 # Names are last, because users write them: they may contain the separator.
 _JOB_FIELDS = "%A|%F|%K|%T|%r|%N|%S|%j"
@@ -230,13 +229,6 @@ def partitions() -> list[Partition]:
             time_limit=limit,
         )
     return list(found.values())
-
-
-def largest_array() -> int:
-    """The most tasks that an array may have on this cluster; 0 where there are no arrays."""
-    settings = _checked(["scontrol", "show", "config"])
-    limits = re.findall(r"(?:^MaxArraySize\s*= |max_array_tasks=)(\d+)", settings, re.MULTILINE)
-    return min(map(int, limits), default=USUAL_ARRAY)
 
 
 def node_states(names: Sequence[str], field: str = "%T") -> dict[str, str]:

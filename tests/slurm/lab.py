@@ -334,7 +334,6 @@ MessageTimeout=5
 KillWait=5
 OverTimeLimit=0
 JobRequeue=1
-MaxArraySize=4
 AccountingStorageType=accounting_storage/{storage}
 {chr(10).join(lines)}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=30 State=UP
