@@ -1,20 +1,44 @@
-"""`pretrain new`: a commented experiment for a corpus, which runs as it is."""
+"""`pretrain new`: a commented experiment for a corpus, which runs as it is.
+
+Shape, batch and learning rate start from the shipped model of the nearest size
+(configs/models/xl_modern_*.yaml). A small corpus gets fewer lanes and shorter segments.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.manifest import read_manifest
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
+from data_pipeline.lanes.lane_plan import comfortable_lanes
 from foundation.errors import ConfigError
-from foundation.files import absolute, refuse_overwrite, write_new
-from foundation.settings import amount_of, require_name, size_of
-from foundation.yaml_files import require_yaml_name
+from foundation.files import absolute, path_text, refuse_overwrite, write_new
+from foundation.settings import amount_of, load_config, require_name, size_of
+from foundation.yaml_files import SHIPPED, require_yaml_name
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
 from pretrain.config.resolve import resolve
-from pretrain.scaling.new_experiment import TrainingText, as_file, new_experiment
+from pretrain.config.run import EvaluationConfig, RunConfig
+from pretrain.costs.flops import cost_of
+from pretrain.scaling.intervals import amount
+from pretrain.scaling.recipe import Family, power_of_two, with_steps
 from pretrain.terminal.text import counted, si
+
+_FAMILY = {1e7: "10m", 3e7: "30m", 1e8: "100m", 3e8: "300m", 1e9: "1b", 3e9: "3b", 7e9: "7b"}
+# Below these, heads are half and a quarter as wide and not grouped: shapes come in finer steps.
+_SMALL, _TINY = 5e6, 1e6
+TOLERANCE = 0.5  # how far, as a logarithm, the model may be from the wanted size
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022
+MOST_PASSES = 10  # over the corpus
+FEWEST_STEPS = 100
+HIGHEST_RATE = 3e-3
+PAPER_RATE = 2.5e-4  # of all published models; layers that normalize their sum need a low one
+EVALUATIONS, SAVES = 10, 20  # per run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,3 +87,150 @@ def run(arguments: argparse.Namespace) -> int:
         f"{si(tokens)}tokens in all; next: launcher local {file} --ranks 2"
     )
     return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingText:
+    """What an experiment depends on in a corpus."""
+
+    path: Path
+    tokens: int
+    longest_document: int
+    vocab_size: int
+
+
+def new_experiment(
+    name: str, text: TrainingText, parameters: float, paper: bool = False, steps: int = 0
+) -> RunConfig:
+    """Return a run of about that many parameters on the text; ConfigError if no shape is near.
+
+    `paper`: with the paper's parts instead of today's, and at most its learning rate. `steps`: that
+    many, instead of what parameters and text ask for.
+    """
+    base = _base_of(parameters, text.vocab_size)
+    if paper:
+        base = _with_parts_of_the_paper(base)
+    run = Family(base=base).nearest(parameters)
+    found = cost_of(run).parameters
+    if abs(math.log(found / parameters)) > TOLERANCE:
+        raise ConfigError(
+            f"--parameters={amount(parameters)}: with a vocabulary of {text.vocab_size:,} tokens "
+            f"the nearest model has {amount(found)}; ask for that many, or build the corpus with "
+            "another vocab_size"
+        )
+    lanes, segment = _batch(base, text)
+    wider = base.model.d_model / run.model.d_model
+    highest = PAPER_RATE if paper else HIGHEST_RATE
+    rate = min(highest, base.optim.learning_rate * math.sqrt(max(1.0, wider)))
+    run = replace(
+        run,
+        name=name,
+        model=replace(run.model, d_head=0, memory_length=min(base.model.longest_memory, segment)),
+        data=replace(base.data, path=text.path, lanes=lanes, segment_length=segment),
+        optim=replace(run.optim, learning_rate=float(f"{rate:.2g}")),
+        engine=EngineConfig(),
+    )
+    tokens = min(TOKENS_PER_PARAMETER * found, MOST_PASSES * text.tokens)
+    steps = steps or max(FEWEST_STEPS, round(tokens / (lanes * segment)))
+    run = with_steps(run, steps)
+    return replace(
+        run,
+        checkpoint=replace(run.checkpoint, interval=max(1, steps // SAVES)),
+        evaluation=EvaluationConfig(interval=max(1, steps // EVALUATIONS)),
+    )
+
+
+def _base_of(parameters: float, vocab_size: int) -> RunConfig:
+    """Return the shipped experiment of the nearest size, with this vocabulary."""
+    size = min(_FAMILY, key=lambda size: abs(math.log(size / parameters)))
+    base = load_config(RunConfig, SHIPPED / "models" / f"xl_modern_{_FAMILY[size]}.yaml")
+    finer = 4 if parameters < _TINY else 2 if parameters < _SMALL else 1
+    model = replace(
+        base.model,
+        vocab_size=vocab_size,
+        num_heads=finer * base.model.num_heads,
+        num_key_heads=base.model.num_key_heads if finer == 1 else 0,
+    )
+    return replace(base, model=model)
+
+
+def _with_parts_of_the_paper(base: RunConfig) -> RunConfig:
+    """Return the run with the paper's parts, which are the defaults of the settings."""
+    paper = ModelConfig()
+    model = replace(
+        base.model,
+        positions=paper.positions,
+        norm=paper.norm,
+        norm_position=paper.norm_position,
+        feed_forward=paper.feed_forward,
+        query_key_norm=paper.query_key_norm,
+        num_key_heads=paper.num_key_heads,
+        z_loss=paper.z_loss,
+    )
+    return replace(base, model=model)
+
+
+def _batch(base: RunConfig, text: TrainingText) -> tuple[int, int]:
+    """Return lanes and segment length, powers of two that the corpus can fill."""
+    possible = comfortable_lanes(text.tokens, text.longest_document)
+    lanes = power_of_two(min(base.data.lanes, possible))
+    return lanes, power_of_two(min(base.data.segment_length, text.tokens // lanes))
+
+
+def as_file(run: RunConfig, file: Path, text: TrainingText) -> str:
+    """Return the run as a commented experiment file, from which `load_config` reads the same."""
+    model, data, optim = run.model, run.data, run.optim
+    wider = (
+        f"\n  d_inner: {model.d_inner}  # width of the feed-forward layer" if model.d_inner else ""
+    )
+    parts = _part_lines(model)
+    per_step, trial = run.tokens_per_step, max(1, optim.steps // 10)
+    return f"""\
+# {amount(cost_of(run).parameters)} parameters on {text.tokens:,} tokens, written by 'pretrain new'.
+# What each setting means, and all others: docs/settings.md, or 'pretrain settings optim'.
+#   pretrain describe {file}                       memory, FLOPs and time before it starts
+#   launcher local {file} --ranks 2                train on this machine; the same resumes
+#   launcher submit {file} --cluster CLUSTER.yaml  on Slurm; 'launcher new-cluster' writes one
+name: {run.name}
+seed: {run.seed}
+model:  # vocab_size is the corpus'
+  num_layers: {model.num_layers}
+  d_model: {model.d_model}
+  num_heads: {model.num_heads}
+  num_key_heads: {model.num_key_heads}  # heads of keys and values; 0: as many{wider}
+  memory_length: {model.memory_length}  # tokens remembered from earlier segments; 0: none
+{parts}
+  query_key_norm: {str(model.query_key_norm).lower()}
+  z_loss: {model.z_loss}
+data:
+  path: {json.dumps(path_text(text.path), ensure_ascii=False)}
+  lanes: {data.lanes}  # rows of a batch; the number of ranks must divide it
+  segment_length: {data.segment_length}  # tokens of each lane in a step: {per_step:,} tokens in all
+optim:
+  # A shorter run: optim.steps={trial} optim.schedule.warmup_steps={max(1, trial // 20)}
+  steps: {optim.steps}  # {amount(optim.steps * per_step)} tokens; more may be added when resuming
+  # 'new' and 'new --paper' start from different rates; for a fair comparison tune both and train
+  # each at its own best one.
+  learning_rate: {optim.learning_rate}  # tune it first: 'pretrain scale plan --rates'
+  betas: [{optim.betas[0]}, {optim.betas[1]}]
+  weight_decay: {optim.weight_decay}
+  clip_norm: {optim.clip_norm}
+  schedule:
+    shape: {optim.schedule.shape}
+    warmup_steps: {optim.schedule.warmup_steps}
+    final_fraction: {optim.schedule.final_fraction}  # of the learning rate, at the end
+engine:
+  zero_stage: {run.engine.zero_stage}  # 2 and 3 save memory on many ranks
+  precision: {run.engine.precision}  # bf16 on GPUs
+checkpoint: {{interval: {run.checkpoint.interval}}}  # steps
+evaluation: {{interval: {run.evaluation.interval}}}  # steps
+"""
+
+
+def _part_lines(model: ModelConfig) -> str:
+    """The lines of the parts in which today's models differ from the paper's."""
+    lines, paper = [], ModelConfig()  # whose defaults are the paper's parts
+    for name in ("positions", "norm", "norm_position", "feed_forward"):
+        found, papers = getattr(model, name), getattr(paper, name)
+        lines.append(f"  {name}: {found}" + (f"  # the paper's: {papers}" * (found != papers)))
+    return "\n".join(lines)

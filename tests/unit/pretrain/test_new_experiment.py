@@ -9,11 +9,11 @@ import pytest
 
 from foundation.settings import load_config
 from pretrain.cli import main
+from pretrain.commands.new import TrainingText, as_file, new_experiment
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.scaling.new_experiment import TrainingText, as_file, new_experiment
 
 
 @pytest.mark.parametrize("parameters", [2e5, 3e6, 1e7, 1e8, 7e9])
