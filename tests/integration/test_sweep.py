@@ -1,5 +1,5 @@
-"""A sweep of real runs on this machine: killed cells are tried again, alone, and end with the same
-losses.
+"""A sweep of real runs on this machine: a killed cell is tried again, alone, and ends with the same
+losses; runs of other settings are nobody's cells; a trunk's branches equal runs trained alone.
 """
 
 from __future__ import annotations
@@ -12,27 +12,59 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from foundation.files import write_text
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from pretrain.rundir.code_version import code_version
 from pretrain.rundir.run_dir import RunDir
-from pretrain.scaling.collect import Row, row_of
-from pretrain.scaling.sweep_file import read_sweep
+from pretrain.scaling.collect import row_of
+from pretrain.scaling.sweep_file import config_of, read_sweep
 from pretrain.scaling.which_runs import cells_of
 
 STEPS = 300
-CELLS = ("narrow", "wide", "other-seed")
+CELLS = {"narrow": "model.d_model=16", "wide": "seed=1", "wide-again": "seed=1"}
+RUNS = Path("runs/tiny")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The folder of a sweep whose cell `wide` was killed once, and what both submissions said."""
+
+    folder: Path
+    first: str
+    second: str
+
+
+def sweep_text(optimizer: str) -> str:
+    cells = "".join(
+        f"- {{name: {name}, experiment: tiny.yaml, overrides: [{override}, {optimizer}]}}\n"
+        for name, override in CELLS.items()
+    )
+    return f"format: 1\nname: tiny\ncells:\n{cells}"
+
+
+def submit() -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "launcher", "sweep", "submit", "sweep.yaml", "--local", "-j2"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def losses(cell: str) -> list[float]:
+    metrics = RunDir(RUNS / cell).read_metrics()
+    return [line["loss"] for line in metrics if line["kind"] == "train"]
 
 
 @pytest.fixture(scope="module")
-def sweep(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("sweep")
-    (folder / "tiny.yaml").write_text(
+    write_text(
+        folder / "tiny.yaml",
         f"""model: {{num_layers: 2, d_model: 32, num_heads: 2, memory_length: 8}}
 data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
 optim: {{steps: {STEPS}}}
@@ -40,184 +72,201 @@ engine: {{kind: torch}}
 checkpoint: {{interval: 50}}
 evaluation: {{interval: 0, max_tokens: 200}}
 metrics: {{interval: 10, tensorboard: false}}
-"""
+""",
     )
-    overrides = {"narrow": "[model.d_model=16]", "wide": "[]", "other-seed": "[seed=2]"}
-    cells = "".join(
-        f"- {{name: {name}, experiment: tiny.yaml, overrides: {overrides[name]}}}\n"
-        for name in CELLS
-    )
-    (folder / "sweep.yaml").write_text(f"format: 1\nname: tiny\ncells:\n{cells}")
-    return folder / "sweep.yaml"
+    write_text(folder / "sweep.yaml", sweep_text("optim.name=adamw"))
+    write_text(folder / "muon.yaml", sweep_text("optim.name=muon"))
+    with pytest.MonkeyPatch.context() as here:
+        here.chdir(folder)
+        process = submit()
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
+        pids = dict(re.findall(r"(\S+): process (\d+)", "".join(lines)))
+        assert pids.keys() == {"wide", "wide-again"}, "the cells with most FLOPs begin"
+        while len(losses("wide")) < 60:
+            assert process.poll() is None
+        os.kill(int(pids["wide"]), signal.SIGKILL)
+        first, _ = process.communicate()
+        assert process.returncode == 2, first
+        second, _ = submit().communicate()
+    return Trained(folder, first, second)
 
 
-def submit(sweep: Path, runs: Path) -> subprocess.Popen[str]:
-    options = ["--local", "--jobs=2", f"--runs-dir={runs}"]
-    command = [sys.executable, "-m", "launcher", "sweep", "submit", str(sweep), *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def losses(runs: Path, cell: str) -> list[float]:
-    return [line["loss"] for line in RunDir(runs / cell).read_metrics() if line["kind"] == "train"]
-
-
-def table(sweep: Path, runs: Path) -> list[Row]:
-    """What `collect` makes of the runs, but for the time they took."""
-    cells = cells_of(read_sweep(sweep), sweep, runs)
-    return [replace(row_of(cell), seconds=0.0) for cell in cells]
-
-
-def test_killed_cells_are_tried_again_alone_and_end_as_if_nothing_had_happened(
-    sweep, tmp_path, capsys
+def test_a_killed_cell_is_tried_again_alone_and_ends_as_if_nothing_had_happened(
+    trained, monkeypatch
 ):
-    first = submit(sweep, tmp_path / "killed")
-    assert first.stdout is not None
-    lines = [first.stdout.readline() for _ in range(3)]
-    pids = {
-        match[1]: int(match[2])
-        for line in lines
-        if (match := re.match(r"(\S+): process (\d+)", line))
-    }
-    assert set(pids) == {"wide", "other-seed"}, "the cells with most FLOPs begin"
-    alive = dict(pids)
-    while alive:
-        assert first.poll() is None
-        for cell in [cell for cell in alive if len(losses(tmp_path / "killed", cell)) >= 60]:
-            os.kill(alive.pop(cell), signal.SIGKILL)
-    output, _ = first.communicate()
-    assert first.returncode == 2, output
-    assert "2 cells failed" in output
-
-    second, _ = submit(sweep, tmp_path / "killed").communicate()
-    assert "1 of 3 cells are done" in second
-    assert set(re.findall(r"(\S+): process", second)) == {"wide", "other-seed"}
-    assert "all 3 cells are done" in second
-
-    undisturbed = submit(sweep, tmp_path / "undisturbed")
-    output, _ = undisturbed.communicate()
-    assert undisturbed.returncode == 0, output
-    for cell in CELLS:
-        assert len(losses(tmp_path / "killed", cell)) == STEPS
-        assert losses(tmp_path / "killed", cell) == losses(tmp_path / "undisturbed", cell)
-    assert table(sweep, tmp_path / "killed") == table(sweep, tmp_path / "undisturbed")
-    assert {row.code for row in table(sweep, tmp_path / "killed")} == {code_version()}
-
-    _check_that_all_places_show_the_same_losses(sweep, tmp_path / "killed", capsys)
+    monkeypatch.chdir(trained.folder)
+    assert "1 cell failed: wide" in trained.first
+    assert "2 of 3 cells are done" in trained.second
+    assert re.findall(r"(\S+): process", trained.second) == ["wide"]
+    assert "all 3 cells are done" in trained.second
+    assert len(losses("wide")) == STEPS
+    assert losses("wide") == losses("wide-again")
+    cells = cells_of(read_sweep(Path("sweep.yaml")), Path("sweep.yaml"), RUNS)
+    _, wide, again = (replace(row_of(cell), seconds=0.0, name="") for cell in cells)
+    assert wide == again
+    assert wide.code == code_version()
 
 
-def _check_that_all_places_show_the_same_losses(
-    sweep: Path, runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_places_show_the_same_losses(trained, monkeypatch, capsys):
     """Progress, status, report, compare.csv and sweep status, of a cell."""
-    cell = "narrow"
-    run = runs / cell
-    steps = losses(runs, cell)[-10:]
+    monkeypatch.chdir(trained.folder)
+    run = str(RUNS / "narrow")
+    steps = losses("narrow")[-10:]
     train = f"{sum(steps) / len(steps):.4f}"
     assert train != f"{steps[-1]:.4f}"
-    log = max((run / "logs").glob("attempt-*/rank-*.log")).read_text()
+    log = max((RUNS / "narrow" / "logs").glob("attempt-*/rank-*.log")).read_text()
     validation = re.findall(r"validation loss (\d\.\d{4})", log)[-1]
     assert re.findall(r"train loss (\d\.\d{4})", log)[-1] == train
-    assert launcher(["status", str(run)]) == 0
+    assert launcher(["status", run]) == 0
     assert re.search(rf"train loss +{train}\s+validation loss +{validation}", printed(capsys))
-    assert launcher(["status", str(run), "--json"]) == 0
+    assert launcher(["status", run, "--json"]) == 0
     tree = json.loads(printed(capsys))
-    found = [f"{tree[name]:.4f}" for name in ("train_loss", "validation_loss")]
-    assert found == [train, validation]
-    assert pretrain(["report", str(run)]) == 0
+    assert [f"{tree[name]:.4f}" for name in ("train_loss", "validation_loss")] == [
+        train,
+        validation,
+    ]
+    assert pretrain(["report", run]) == 0
     assert f"train loss {train}, validation loss {validation}, " in printed(capsys)
-    page = (run / "report.html").read_text()
+    page = (RUNS / "narrow" / "report.html").read_text()
     assert f"<b>{train}</b><span>train loss" in page
     assert f"<b>{validation}</b><span>validation loss" in page
-    assert pretrain(["report", str(run), str(runs / "wide")]) == 0
+    assert pretrain(["report", run, str(RUNS / "wide")]) == 0
     compared = printed(capsys)
     assert re.search(rf"train loss +{train} +\d\.\d{{4}}\n", compared)
     assert re.search(rf"validation loss +{validation} +\d\.\d{{4}}\n", compared)
-    assert launcher(["sweep", "status", str(sweep), f"--runs-dir={runs}"]) == 0
-    states = printed(capsys)
-    assert re.search(rf"{cell} +{train} +{validation} ", states)
-    assert states.count("done") == len(CELLS) + 1
-    with open(runs / "compare.csv") as file:
-        (row,) = [row for row in csv.DictReader(file) if row["run"] == cell]
+    with open(RUNS / "compare.csv") as file:
+        (row,) = [row for row in csv.DictReader(file) if row["run"] == "narrow"]
     found = [f"{float(row[name]):.4f}" for name in ("train_loss", "validation_loss")]
     assert found == [train, validation]
-    printed(capsys)
-
-
-@pytest.fixture(scope="module")
-def tuned(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two plans of equally named cells in one directory: adamw.yaml, trained, and muon.yaml."""
-    folder = tmp_path_factory.mktemp("tuned")
-    (folder / "tiny.yaml").write_text(
-        f"""name: tiny
-model: {{num_layers: 1, d_model: 16, num_heads: 2, memory_length: 8}}
-data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
-optim: {{steps: 6}}
-engine: {{kind: torch}}
-evaluation: {{max_tokens: 200}}
-metrics: {{interval: 2, tensorboard: false}}
-"""
-    )
-    with pytest.MonkeyPatch.context() as here:
-        here.chdir(folder)
-        for name in ("adamw", "muon"):
-            plan = ["scale", "plan", "tiny.yaml", "--rates", "1e-3", "2e-3", "4e-3"]
-            options = ["--name", "rates", "--output", f"{name}.yaml"]
-            assert pretrain([*plan, *options, f"optim.name={name}"]) == 0
-        assert launcher(["sweep", "submit", "adamw.yaml", "--local"]) == 0
-    return folder
+    assert launcher(["sweep", "status", "sweep.yaml"]) == 0
+    states = printed(capsys)
+    assert re.search(rf"narrow +{train} +{validation} ", states)
+    assert states.count("done") == len(CELLS) + 1
 
 
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        (launcher, ["sweep", "submit", "SWEEP", "--local"]),
-        (pretrain, ["scale", "collect", "SWEEP"]),
-        (pretrain, ["report", "SWEEP"]),
+        (launcher, ["sweep", "submit", "muon.yaml", "--local"]),
+        (pretrain, ["scale", "collect", "muon.yaml"]),
+        (pretrain, ["report", "muon.yaml"]),
     ],
-    ids=lambda value: "-".join(value[:3]) if isinstance(value, list) else value.__module__,
+    ids=["submit", "collect", "report"],
 )
 def test_no_reader_takes_the_runs_of_one_optimizer_for_cells_of_another(
-    tuned, monkeypatch, capsys, program, words
+    trained, monkeypatch, capsys, program, words
 ):
-    monkeypatch.chdir(tuned)
-    assert program([word.replace("SWEEP", "muon.yaml") for word in words]) == 2
+    monkeypatch.chdir(trained.folder)
+    assert program(words) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
-    assert "cell lr0.001: the run in runs/rates/lr0.001 has" in captured.err
-    assert "has other settings: optim.name adamw -> muon (and 2 more such cells)" in captured.err
+    assert "cell narrow: the run in runs/tiny/narrow has other settings: " in captured.err
+    assert "optim.name adamw -> muon (and 2 more such cells)" in captured.err
     assert not re.search(r"\d\.\d{4}|done", captured.out), "nothing of theirs is shown"
 
 
 def test_the_status_of_a_sweep_marks_runs_of_other_settings_and_shows_none_of_their_numbers(
-    tuned, monkeypatch, capsys
+    trained, monkeypatch, capsys
 ):
-    monkeypatch.chdir(tuned)
-    assert launcher(["sweep", "status", "adamw.yaml"]) == 0
-    own = printed(capsys)
-    assert own.count("done") == 4
-    losses = set(re.findall(r"\d\.\d{4}", own))
-    assert len(losses) > 3
+    monkeypatch.chdir(trained.folder)
     assert launcher(["sweep", "status", "muon.yaml"]) == 0
     marked = printed(capsys)
     assert marked.count("optim.name adamw -> muon") == 3
     assert "0 of 3 cells are done, 3 other settings" in marked
-    assert not losses & set(re.findall(r"\d\.\d{4}", marked))
+    assert not re.search(r"\d\.\d{4}", marked)
 
 
 def test_an_edit_of_the_experiment_counts_unless_a_resume_may_make_it(
-    tuned, tmp_path, monkeypatch, capsys
+    trained, tmp_path, monkeypatch, capsys
 ):
-    shutil.copytree(tuned, tmp_path / "tuned")
-    monkeypatch.chdir(tmp_path / "tuned")
+    shutil.copytree(trained.folder, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
     experiment = Path("tiny.yaml")
     text = experiment.read_text()
-    experiment.write_text(text + "checkpoint: {keep_last: 7}\n")
-    assert launcher(["sweep", "submit", "adamw.yaml", "--local"]) == 0
+    experiment.write_text(text.replace("interval: 50", "interval: 50, keep_last: 7"))
+    assert launcher(["sweep", "submit", "sweep.yaml", "--local"]) == 0
     assert "all 3 cells are done" in printed(capsys)
-    experiment.write_text(text.replace("d_model: 16", "d_model: 32"))
-    assert launcher(["sweep", "submit", "adamw.yaml", "--local"]) == 2
-    assert "has other settings: model.d_model 16 -> 32" in capsys.readouterr().err
+    experiment.write_text(text.replace("memory_length: 8", "memory_length: 4"))
+    assert launcher(["sweep", "submit", "sweep.yaml", "--local"]) == 2
+    assert "has other settings: model.memory_length 8 -> 4" in capsys.readouterr().err
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def trunks(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with trunks.yaml, whose cells are trained in runs/trunks."""
+    folder = tmp_path_factory.mktemp("trunks")
+    write_text(
+        folder / "tiny.yaml",
+        f"""name: tiny
+model: {{num_layers: 2, d_model: 16, num_heads: 4, memory_length: 8, dropout: 0.1}}
+data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
+optim: {{learning_rate: 4e-3}}
+engine: {{kind: torch}}
+evaluation: {{max_tokens: 200}}
+metrics: {{interval: 1, tensorboard: false}}
+""",
+    )
+    with pytest.MonkeyPatch.context() as here:
+        here.chdir(folder)
+        plan = ["scale", "plan", "tiny.yaml", "--budgets", "3e8", "6e8", "--sizes", "2"]
+        plan += ["--spread", "2", "--tokens-per-parameter", "0.6", "--rule", "base"]
+        flags = ["--trunks", "--no-checks"]
+        assert pretrain([*plan, *flags, "--output", "trunks.yaml"]) == 0
+        assert launcher(["sweep", "submit", "trunks.yaml", "--local", "-j2"]) == 0
+    return folder
+
+
+def state(run: RunDir, step: int) -> dict[str, torch.Tensor]:
+    files = run.checkpoints.glob(f"step-{step:08}/*.safetensors")
+    return {key: value for file in files for key, value in load_file(file).items()}
+
+
+def test_branches_equal_runs_that_were_trained_alone_with_their_schedule(trunks, monkeypatch):
+    monkeypatch.chdir(trunks)
+    cells = read_sweep(Path("trunks.yaml")).cells
+    branches = [cell for cell in cells if cell.starts_from]
+    assert branches
+    for cell in branches:
+        steps = config_of(cell, Path("trunks.yaml")).optim.steps
+        assert 0 < cell.starts_at < steps
+        branch, alone = RunDir(Path("runs/trunks") / cell.name), RunDir(Path("alone") / cell.name)
+        train = ["train", "tiny.yaml", *cell.overrides, "--run-dir", str(alone.path)]
+        assert pretrain(train) == 0
+        torch.set_flush_denormal(False)  # training sets it for its process
+        lines = [
+            [(line["kind"], line["step"], line["loss"]) for line in run.read_metrics()]
+            for run in (branch, alone)
+        ]
+        assert lines[0] == lines[1]
+        assert len(lines[0]) > steps
+        found, expected = state(branch, steps), state(alone, steps)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.equal(found[key], value), key
+
+
+def test_runs_of_one_shape_share_their_beginning_and_the_plan_says_what_that_saves(
+    trunks, monkeypatch, capsys
+):
+    monkeypatch.chdir(trunks)
+    sweep = read_sweep(Path("trunks.yaml"))
+    (note,) = (note for note in sweep.notes if note.startswith("trunks: "))
+    saved = re.search(r", (\d+)% saved", note)
+    assert saved
+    assert int(saved[1]) > 10
+    by_name = {cell.name: cell for cell in sweep.cells}
+    for cell in sweep.cells:
+        run = config_of(cell, Path("trunks.yaml"))
+        assert run.optim.schedule.shape == "wsd"
+        if cell.starts_from:
+            shorter = config_of(by_name[cell.starts_from], Path("trunks.yaml"))
+            assert cell.starts_at == shorter.optim.steps - shorter.optim.decay_steps
+            assert shorter.checkpoint.keep_every == cell.starts_at
+            assert shorter.model == run.model
+    assert pretrain(["scale", "collect", "trunks.yaml"]) == 0
+    assert f"{len(by_name)} of {len(by_name)} cells have a final loss" in capsys.readouterr().out
