@@ -3,8 +3,9 @@
 Three laws, noise of 0.5% and 2%, four to six budgets of five sizes from 1/4 to 4 times the best.
 The noise is of NOISES: independent; of budgets, three times that of runs; twice as large in the
 smaller models; or with a run that a mistuned rate lifts by four times the level.
-`python -m tests.interval_coverage --replicates N` prints the table of docs/scaling.md and ends with
-status 1 if a share cannot be between WANTED.
+`python -m tests.interval_coverage` prints the table of docs/scaling.md and ends with status 1 if a
+share cannot be between WANTED. The rules were chosen on the sweeps of seeds from 1 on, so the table
+is of others.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ QUANTITIES = ("a", "N*", "N* 10x", "loss", "loss 10x")
 RANGE = (1e18, 1e20)
 SIZES = 5
 REPLICATES = 100
-FIRST_SEED = 1
+FIRST_SEED = 1_000_001
 WANTED = (0.92, 0.98)
 DEVIATIONS = 2.6  # of a share from WANTED that chance explains
 
@@ -138,9 +139,8 @@ def measure(sweeps: Iterable[Sweep]) -> dict[Cell, Tally]:
     return dict(tallies)
 
 
-def grid(replicates: int) -> Iterator[list[Sweep]]:
-    """The sweeps of each cell of the grid; every sweep has a seed of its own."""
-    seed = FIRST_SEED
+def grid(replicates: int, seed: int = FIRST_SEED) -> Iterator[list[Sweep]]:
+    """The sweeps of each cell of the grid; every sweep has a seed of its own, from `seed` on."""
     for noise, level, budgets in itertools.product(NOISES, LEVELS, BUDGETS):
         laws = [law for law in LAWS for _ in range(replicates)]
         yield [Sweep(law, level, noise, budgets, seed + index) for index, law in enumerate(laws)]
@@ -174,8 +174,10 @@ def main() -> int:
     """Print the table; status 1 if a share is off."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replicates", type=int, default=REPLICATES, help="per law and cell")
+    parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
+    arguments = parser.parse_args()
     with ProcessPoolExecutor() as pool:
-        parts = pool.map(measure, grid(parser.parse_args().replicates))
+        parts = pool.map(measure, grid(arguments.replicates, arguments.first_seed))
         tallies = {cell: tally for part in parts for cell, tally in part.items()}
     print(fitted_table(table(tallies)))
     off = [cell for cell, tally in tallies.items() if any(map(tally.is_off, tally.held))]

@@ -28,6 +28,7 @@ NOISES = (0.01, 0.03)  # standard deviations of an accuracy: 2,000 and 200 quest
 RANGE, BUDGETS, SIZES = (1e18, 1e20), 5, 5
 FACTORS = (1.0, 10.0)  # of the largest budget
 REPLICATES = 25
+FIRST_SEED = 1_000_000
 FEWEST = 0.9
 
 
@@ -55,16 +56,13 @@ def main() -> int:
     """Print the table; status 1 if a share is too low."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replicates", type=int, default=REPLICATES, help="per law and noise")
-    replicates = parser.parse_args().replicates
+    parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
+    arguments = parser.parse_args()
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.replicates)
     rows = [["noise of the accuracy", "times the largest budget", "sweeps", "held", "mean width"]]
     shares: list[float] = []
     for noise in NOISES:
-        found = [
-            answer
-            for seed in range(replicates)
-            for law in LAWS
-            for answer in answers(law, noise, seed)
-        ]
+        found = [answer for seed in seeds for law in LAWS for answer in answers(law, noise, seed)]
         for factor in FACTORS:
             held = [is_held for at, is_held, _ in found if at == factor]
             width = float(np.mean([wide for at, _, wide in found if at == factor]))
