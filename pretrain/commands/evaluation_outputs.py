@@ -26,7 +26,7 @@ from pretrain.evaluation.probes.probe_page import render
 from pretrain.evaluation.probes.probe_run import ProbeResults, probe_rows, run_probes
 from pretrain.evaluation.probes.probe_settings import ProbeSettings
 from pretrain.reporting.html import write_page
-from pretrain.scaling.probed import PROBES
+from pretrain.scaling.collect import PROBES
 from pretrain.terminal.text import counted
 from pretrain.weights.export import is_export
 from pretrain.weights.trained_model import TrainedModel, load_tokenizer, load_trained

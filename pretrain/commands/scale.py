@@ -6,11 +6,9 @@ import argparse
 from pathlib import Path
 
 from foundation.cli import Program
-from foundation.errors import ConfigError, DataError
+from foundation.errors import ConfigError
 from pretrain.config.run import RunConfig
-from pretrain.scaling.recipe import RULES, Family, Rule, read_ladder, step_law_rule
-from pretrain.scaling.sweep_file import Sweep, read_sweep
-from pretrain.scaling.which_runs import PlacedCell, cells_directory, cells_of
+from pretrain.scaling.recipe import RULES, Rule, step_law_rule
 
 PROGRAM = Program(
     "pretrain scale",
@@ -21,7 +19,7 @@ PROGRAM = Program(
             "write a sweep of sizes at budgets, of rates, of lengths, or of variants",
         ),
         "collect": (
-            "pretrain.commands.scale_collect",
+            "pretrain.commands.scale_fit:collect",
             "write the runs of a sweep as runs.csv",
         ),
         "fit": (
@@ -75,7 +73,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_family(parser: argparse._ActionsContainer) -> None:
-    """The flags of how a run is derived from the base experiment; `family_of` reads some."""
+    """The flags of how a run is derived from the base experiment."""
     add = parser.add_argument
     rules = "rule for learning rate and batch size (default %(default)s)"
     add("--rule", choices=tuple(RULES), default="step-law", help=rules)
@@ -83,14 +81,6 @@ def add_family(parser: argparse._ActionsContainer) -> None:
     add("--tuned", type=Path, nargs="+", default=[], metavar="RUNS", help=tuned)
     layers = "give every size the experiment's number of layers"
     add("--keep-layers", action="store_true", help=layers)
-    ladder = "choose from the shapes of these model or experiment files only"
-    add("--ladder", type=Path, nargs="+", default=[], metavar="FILE", help=ladder)
-
-
-def family_of(base: RunConfig, arguments: argparse.Namespace) -> Family:
-    """The shapes that the flags of `add_family` allow."""
-    rungs = read_ladder(arguments.ladder)
-    return Family(base=base, keep_layers=arguments.keep_layers, rungs=rungs)
 
 
 def rule_of(base: RunConfig, arguments: argparse.Namespace) -> Rule:
@@ -112,36 +102,3 @@ def rule_of(base: RunConfig, arguments: argparse.Namespace) -> Rule:
 def rule_name(arguments: argparse.Namespace) -> str:
     """The rule as notes and files name it."""
     return f"tuned by {', '.join(map(str, arguments.tuned))}" if arguments.tuned else arguments.rule
-
-
-def add_sweep(parser: argparse.ArgumentParser) -> None:
-    """The flags of an action that reads a sweep's runs."""
-    add = parser.add_argument
-    add("sweep", type=Path, metavar="SWEEP", help="sweep file")
-    directory = "parent of the cells' run directories (default runs/SWEEP)"
-    add("--runs-dir", type=Path, metavar="DIR", help=directory)
-
-
-def add_report_output(
-    parser: argparse.ArgumentParser, directory: str | None, title: str, shown: str = ""
-) -> None:
-    """The flags of an action that writes a report; `shown` is a default that depends on others."""
-    path = None if directory is None else Path(directory)
-    words = f"output directory (default {shown or '%(default)s'})"
-    parser.add_argument("--output", type=Path, default=path, metavar="DIR", help=words)
-    parser.add_argument("--title", default=title, help="title of the page (default %(default)s)")
-
-
-def swept_runs(arguments: argparse.Namespace) -> tuple[Sweep, Path, list[PlacedCell]]:
-    """The sweep that the flags of `add_sweep` name, the parent of its runs, and its cells there.
-
-    DataError if there is no such directory; ConfigError for a run of other settings.
-    """
-    sweep = read_sweep(arguments.sweep)
-    path = cells_directory(sweep, arguments.runs_dir)
-    if not path.is_dir():
-        raise DataError(
-            f"{path} is not a directory; name the one that contains the sweep's run directories "
-            "with --runs-dir, or start the sweep with 'launcher sweep submit'"
-        )
-    return sweep, path, cells_of(sweep, arguments.sweep, path)

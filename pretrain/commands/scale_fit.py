@@ -1,30 +1,69 @@
-"""`pretrain scale fit` and `report`: from a table of runs to the fit and its page."""
+"""`pretrain scale collect`, `fit` and `report`: from runs to their table, its fit and its page."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from foundation.errors import ConfigError
+from foundation.csv_files import check_table_path
+from foundation.errors import ConfigError, DataError
 from foundation.files import write_json
-from foundation.progress import StatusLine
 from foundation.settings import amount_of
 from foundation.yaml_files import YAML_SUFFIXES
 from pretrain.commands.output_paths import check_output_directory, check_output_file
-from pretrain.commands.scale import add_report_output, add_runs
+from pretrain.commands.scale import add_runs
+from pretrain.scaling.collect import rate_checks, row_of, shown_rows, write_rows
 from pretrain.scaling.fit import Fit, fit_all
 from pretrain.scaling.report import fit_lines, fit_tree
+from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.table import Columns, Points, read_points, units_of
+from pretrain.scaling.which_runs import cells_directory, cells_of
+from pretrain.terminal.text import fitted_table
 
-MANY_RUNS = 10_000  # whose fit takes long enough for progress
+
+def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `pretrain scale collect`."""
+    add = parser.add_argument
+    add("sweep", type=Path, metavar="SWEEP", help="sweep file")
+    directory = "parent of the cells' run directories (default runs/SWEEP)"
+    add("--runs-dir", type=Path, metavar="DIR", help=directory)
+    words = "table to write (default runs.csv in --runs-dir)"
+    add("--output", type=Path, metavar="FILE", help=words)
+
+
+def run_collect(arguments: argparse.Namespace) -> int:
+    """Write the table of runs."""
+    sweep = read_sweep(arguments.sweep)
+    runs = cells_directory(sweep, arguments.runs_dir)
+    if not runs.is_dir():
+        raise DataError(
+            f"{runs} is not a directory; name the one that contains the sweep's run directories "
+            "with --runs-dir, or start the sweep with 'launcher sweep submit'"
+        )
+    output = arguments.output or runs / "runs.csv"
+    check_output_file("--output", output, "runs.csv")
+    check_table_path(output)
+    rows = list(map(row_of, cells_of(sweep, arguments.sweep, runs)))
+    write_rows(output, rows)
+    left_out = [row for row in rows if row.excluded]
+    print(fitted_table(shown_rows(rows)))
+    print(f"{output}: {len(rows) - len(left_out)} of {len(rows)} cells have a final loss")
+    for row in left_out:
+        if row.rate_factor == "" or row.loss == "":
+            print(f"left out: {row.name}: {row.excluded}")
+    for line in rate_checks(rows):
+        print(line)
+    if len(versions := {version for row in rows for version in row.code.split()}) > 1:
+        print(f"note: {len(versions)} versions of the code trained these cells; see column code")
+    if len(left_out) < len(rows):
+        fit = f"pretrain scale fit {output}, then " if sweep.varies == "sizes" else ""
+        print(f"next: {fit}pretrain scale report {output}")
+    return 0
 
 
 def fit_of(arguments: argparse.Namespace) -> Fit:
     """Return the fit that the flags of `add_runs` describe. It takes seconds and is not stored."""
-    points = points_of(arguments)
-    with StatusLine() as status:
-        report = status.show if len(points) >= MANY_RUNS else lambda _: None
-        return fit_all(points, report=report)
+    return fit_all(points_of(arguments))
 
 
 def points_of(arguments: argparse.Namespace) -> Points:
@@ -68,7 +107,10 @@ def run_fit(arguments: argparse.Namespace) -> int:
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale report`."""
     add_runs(parser)
-    add_report_output(parser, None, "Scaling laws", shown="scaling-report beside RUNS")
+    words = "output directory (default scaling-report beside RUNS)"
+    parser.add_argument("--output", type=Path, metavar="DIR", help=words)
+    words = "title of the page (default %(default)s)"
+    parser.add_argument("--title", default="Scaling laws", help=words)
 
 
 def run_report(arguments: argparse.Namespace) -> int:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from foundation.cli import add_experiment, check_least
 from foundation.errors import ConfigError
@@ -20,16 +18,16 @@ from foundation.settings import amount_of, load_config, size_of
 from foundation.yaml_files import find_config, read_tree
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.commands.output_paths import check_sweep_output
-from pretrain.commands.scale import add_family, family_of, rule_name, rule_of
+from pretrain.commands.scale import add_family, rule_name, rule_of
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.devices import GIB, Hardware
 from pretrain.costs.flops import computed_flops_of_step
 from pretrain.costs.memory import checkpoint_bytes
 from pretrain.scaling.intervals import amount
-from pretrain.scaling.placement import Machine, placement_table, placement_totals
 from pretrain.scaling.plan import (
     TOKENS_PER_PARAMETER,
+    Machine,
     PlannedRun,
     as_trunks,
     at_computed_flops,
@@ -41,6 +39,8 @@ from pretrain.scaling.plan import (
     length_axes,
     make_sweep,
     optimum_at_ratio,
+    placement_table,
+    placement_totals,
     plan_sizes,
     planned_run,
     spread_sizes,
@@ -62,11 +62,12 @@ from pretrain.scaling.variants import plan_members, read_comparison
 from pretrain.terminal.text import counted, fitted_table, flops_text
 
 PFLOPS_DAY = 86400e15
+ANYWHERE = "--local (or --cluster FILE)"
 
 # The flags that belong to what a plan varies.
 FLAGS: dict[Kind, str] = {
-    "sizes": "budgets sizes spread holdout_budgets tokens_per_parameter checks around ratios "
-    "max_epochs trunks simulate noise rule tuned keep_layers ladder cluster nodes gpus_per_node "
+    "sizes": "budgets sizes spread holdout_budgets tokens_per_parameter checks around "
+    "max_epochs trunks simulate noise rule tuned keep_layers cluster nodes gpus_per_node "
     "gpu gpu_memory gpu_flops mfu host_memory seeds",
     "rates": "rates lanes steps seeds",
     "lengths": "segments memories steps seeds",
@@ -101,8 +102,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens-per-parameter", type=float, default=TOKENS_PER_PARAMETER, help=center)
     around = "center the sizes on the optimum that these runs predict"
     add("--around", type=Path, metavar="RUNS", help=around)
-    ratios = "at each budget one size for each of these D/N, instead of --sizes and --spread"
-    add("--ratios", type=float, nargs="+", default=[], metavar="D/N", help=ratios)
     epochs = "let cells repeat the corpus up to this often (default 1)"
     add("--max-epochs", type=float, default=1.0, metavar="N", help=epochs)
     checks = "also one size of each budget at half and twice its rate, and one with three seeds"
@@ -155,8 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.name or (arguments.output.stem if arguments.output else name)
     path = sweep_path(arguments.output, name)
     check_sweep_output(path, name)
-    notes: list[str] = []
-    where = "--local (or --cluster FILE)"
+    notes, where = [], ANYWHERE
     if kind == "sizes":
         runs, notes, where = _sizes_at_budgets(base, arguments)
     elif comparison is not None:
@@ -219,6 +217,7 @@ def _of_one_model(kind: Kind, base: RunConfig, arguments: argparse.Namespace) ->
     """The experiment's model at several rates, or with several lengths."""
     rates, tokens = arguments.rates, (arguments.steps or base.optim.steps) * base.tokens_per_step
     seeds = axis("s", "seed", arguments.seeds or [base.seed])
+    file, overrides = arguments.experiment, arguments.overrides
     if kind == "rates":
         if len({*rates}) < FEWEST_RATES or not all(0 < rate < math.inf for rate in rates):
             raise ConfigError(
@@ -227,25 +226,18 @@ def _of_one_model(kind: Kind, base: RunConfig, arguments: argparse.Namespace) ->
             )
         lanes = axis("lanes", "data.lanes", arguments.lanes or [base.data.lanes])
         axes = [lanes, axis("lr", "optim.learning_rate", rates), seeds]
-        runs = varied(arguments.experiment, arguments.overrides, axes)
-        return [planned_run(at_tokens(run, tokens)) for run in runs]
+        return [planned_run(at_tokens(run, tokens)) for run in varied(file, overrides, axes)]
     segments = arguments.segments or [base.data.segment_length]
     memories = arguments.memories or [base.model.longest_memory]
-    runs = varied(
-        arguments.experiment,
-        arguments.overrides,
-        [*length_axes(base, segments, memories), seeds],
-    )
     flops = computed_flops_of_step(base, 1) * tokens / base.tokens_per_step
     found = []
-    for run in runs:
-        same = [at_tokens(run, tokens), at_computed_flops(run, flops)]
-        if same[0] == same[1]:
-            found.append(planned_run(same[0]))
-            continue
-        for made, what in zip(same, ("tokens", "flops"), strict=True):
-            found.append(planned_run(replace(made, name=f"{made.name}-same-{what}")))
-    return found
+    for run in varied(file, overrides, [*length_axes(base, segments, memories), seeds]):
+        same = {"tokens": at_tokens(run, tokens), "flops": at_computed_flops(run, flops)}
+        if same["tokens"] == same["flops"]:
+            found.append(same["tokens"])
+        else:
+            found += [replace(run, name=f"{run.name}-same-{what}") for what, run in same.items()]
+    return list(map(planned_run, found))
 
 
 def _sizes_at_budgets(
@@ -257,10 +249,9 @@ def _sizes_at_budgets(
             raise ConfigError(f"a budget of {budget} FLOPs is not positive and finite")
     if not 1 <= arguments.max_epochs < math.inf:
         raise ConfigError(f"--max-epochs {arguments.max_epochs:g} must be 1 or more")
-    family = family_of(with_vocabulary(base), arguments)
+    family = Family(base=with_vocabulary(base), keep_layers=arguments.keep_layers)
     optimum, around = _center(family, arguments)
-    rule, machine = rule_of(family.base, arguments), None
-    where = "--local (or --cluster FILE)"
+    rule, machine, where = rule_of(family.base, arguments), None, ANYWHERE
     if any(getattr(arguments, name) is not None for name in ("cluster", "gpu", "gpus_per_node")):
         hardware = hardware_of(arguments)
         mfu = hardware.assumed_mfu(arguments.mfu)
@@ -270,20 +261,9 @@ def _sizes_at_budgets(
         raise ConfigError(
             "--nodes and --mfu need a machine: add --cluster FILE, or --gpu H100 --gpus 8"
         )
-    if arguments.ratios:
-        if min(arguments.ratios) <= 0:
-            raise ConfigError("--ratios must be positive")
-        at_ratio = [optimum_at_ratio(family, each) for each in sorted(arguments.ratios)[::-1]]
-        sizes: Callable[[float], Sequence[float]] = lambda budget: [  # noqa: E731
-            each(budget) for each in at_ratio
-        ]
-        centered = "D/N of " + ", ".join(f"{ratio:g}" for ratio in arguments.ratios)
-    else:
-        sizes = spread_sizes(optimum, arguments.sizes, arguments.spread)
-        centered = f"centered on {around}, {counted(arguments.sizes, 'size')} "
-        centered += f"{arguments.spread:g}x apart"
-        if arguments.trunks:
-            sizes = trunk_sizes(sizes, arguments.budgets, arguments.spread)
+    sizes = spread_sizes(optimum, arguments.sizes, arguments.spread)
+    if arguments.trunks:
+        sizes = trunk_sizes(sizes, arguments.budgets, arguments.spread)
     runs = plan_sizes(
         family,
         sorted({*arguments.budgets}),
@@ -292,12 +272,13 @@ def _sizes_at_budgets(
         seeds=list(dict.fromkeys(arguments.seeds)) or [1],
         holdouts={budget: optimum(budget) for budget in arguments.holdout_budgets},
     )
-    notes = [f"{centered}, rule {rule_name(arguments)}", family.description]
+    apart = f"{counted(arguments.sizes, 'size')} {arguments.spread:g}x apart"
+    notes = [f"centered on {around}, {apart}, rule {rule_name(arguments)}", family.description]
     if arguments.trunks:
         checkpoint, metrics = base.checkpoint, base.metrics
-        if arguments.ratios or checkpoint.local or checkpoint.mirror or metrics.wandb_project:
+        if checkpoint.local or checkpoint.mirror or metrics.wandb_project:
             raise ConfigError(
-                "--trunks makes runs of one shape share a run's identity; leave out --ratios, "
+                "--trunks makes runs of one shape share a run's identity; leave out "
                 "checkpoint.local, checkpoint.mirror and metrics.wandb_project"
             )
         runs, saved = as_trunks(runs)
@@ -336,8 +317,7 @@ def _rule_lines(rule: Rule, runs: list[RunConfig]) -> list[str]:
 def _center(family: Family, arguments: argparse.Namespace) -> tuple[Callable[[float], float], str]:
     """Return the predicted optimal parameters as a function of FLOPs, and their source."""
     if not arguments.around:
-        ratio = arguments.tokens_per_parameter
-        if ratio <= 0:
+        if (ratio := arguments.tokens_per_parameter) <= 0:
             raise ConfigError(f"--tokens-per-parameter {ratio} must be positive")
         return optimum_at_ratio(family, ratio), f"{ratio:g} tokens per parameter"
     from pretrain.scaling.fit import fit_all
@@ -348,10 +328,8 @@ def _center(family: Family, arguments: argparse.Namespace) -> tuple[Callable[[fl
     if fit.none_because:
         raise ConfigError(f"--around {arguments.around}: {choice_line(fit)}")
     approach = fit.approaches[0]
-    return (
-        lambda flops: float(np.exp(approach.line.log_parameters(np.log(flops)))),
-        f"{approach.title} of {arguments.around.name}",
-    )
+    around = f"{approach.title} of {arguments.around.name}"
+    return lambda flops: approach.parameters(math.log(flops)).value, around
 
 
 def _table(runs: list[PlannedRun]) -> list[list[str]]:
@@ -379,13 +357,9 @@ def _totals(runs: list[PlannedRun]) -> list[str]:
     """What all runs cost together, and the disk that they fill."""
     flops, tokens = sum(item.cost.flops for item in runs), sum(item.cost.tokens for item in runs)
     saved = [checkpoint_bytes(item.run) / GIB for item in runs]
-    is_trunk = any(item.starts_from for item in runs)
-    kept = sum(
-        size * (1 + bool(i.run.checkpoint.keep_every)) for size, i in zip(saved, runs, strict=True)
-    )
-    kinds = (
-        "its last checkpoint and where another starts" if is_trunk else "its last checkpoint alone"
-    )
+    started = [size for size, i in zip(saved, runs, strict=True) if i.run.checkpoint.keep_every]
+    kinds = "its last checkpoint " + ("and where another starts" if started else "alone")
+    kept = sum(saved) + sum(started)
     return [
         f"total: {counted(len(runs), 'run')}, {flops:.3g} FLOPs ({flops / PFLOPS_DAY:.3g} "
         f"PFLOP/s-days), {amount(tokens)} tokens",

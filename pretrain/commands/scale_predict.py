@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +16,14 @@ from foundation.files import refuse_overwrite, write_text
 from foundation.settings import amount_of, load_config, to_tree
 from foundation.yaml_files import dump_yaml
 from pretrain.commands.output_paths import check_output_file
-from pretrain.commands.scale import add_family, add_runs, family_of, rule_name, rule_of
+from pretrain.commands.scale import add_family, add_runs, rule_name, rule_of
 from pretrain.commands.scale_fit import fit_of
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.fit import TITLES, Fit, loss_interval
-from pretrain.scaling.frontier import Approach
 from pretrain.scaling.intervals import LEVEL, Interval, amount, as_loss, as_size, shown
 from pretrain.scaling.predict import (
-    BAND,
     Run,
     best_with_repeats,
     cheapest_at_loss,
@@ -33,14 +31,14 @@ from pretrain.scaling.predict import (
     doubts,
     effective_tokens,
     law_of_runs,
-    near_optimal_band,
+    near_optimal_line,
     optimal_flops,
     preferred,
     refuse_wild,
     run_doubts,
 )
-from pretrain.scaling.recipe import FAR_SIZE, with_budget
-from pretrain.scaling.report import choice_line, warning_lines
+from pretrain.scaling.recipe import FAR_SIZE, Family, with_budget
+from pretrain.scaling.report import choice_line, numbers_at, warning_lines
 from pretrain.terminal.text import counted, fitted_table, flops_text
 
 LARGEST = 1e30  # tokens
@@ -82,34 +80,36 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.tokens and arguments.params:
         return _single_run(fit, arguments)
     approach = preferred(fit, arguments.law)
-    flops_of = {item.key: _flops(fit, item, arguments) for item in fit.approaches}
+    flops_of = {
+        item.key: arguments.flops
+        or optimal_flops(item, fit.flops_law, arguments.tokens, arguments.params)
+        for item in fit.approaches
+    }
     flops = flops_of[approach.key]
     if not math.isfinite(flops):
         raise ConfigError(f"by {approach.title} the optimum does not grow with the FLOPs")
-    reasons = doubts(fit, flops, approach)
-    if not arguments.force:
-        refuse_wild(reasons)
-    found = [*_served(fit, flops, arguments), *_repeated(fit, flops, arguments)]
-    print("\n".join(warning_lines(fit)), end="\n" if fit.warnings else "")
-    print(f"by {arguments.law}, as asked" if arguments.law else choice_line(fit))
-    print(f"the compute-optimal run by each law; {LEVEL}% intervals")
-    print(fitted_table(_table(fit, flops_of)))
-    lines = [f"doubt: {doubt}" for doubt in reasons]
-    if approach.no_interval:
-        lines.append(f"{approach.title} without an interval: {approach.no_interval}")
-    if band := near_optimal_band(fit, flops, approach):
-        low, high = (as_size(size) for size in band)
-        lines.append(
-            f"near-optimal at {flops:.3g} FLOPs: N from {low} to {high} loses at most "
-            f"{BAND:.0%} by {approach.title}"
-        )
-    chosen = approach.title, approach.parameters(math.log(flops)), approach.loss(math.log(flops))
-    for name, answer, more in found:
-        lines += more
-        chosen, flops = (name, answer.parameters, answer.loss), answer.training.value
+    reasons = _not_refused(doubts(fit, flops, approach), arguments)
+    at = math.log(flops)
+    answer = Answer(approach.title, approach.parameters(at), approach.loss(at), flops, [])
+    answers = [answer, *_served(fit, flops, arguments), *_repeated(fit, flops, arguments)]
+    near = near_optimal_line(fit, flops, approach)
+    lines = [
+        *warning_lines(fit),
+        f"by {arguments.law}, as asked" if arguments.law else choice_line(fit),
+        f"the compute-optimal run by each law; {LEVEL}% intervals",
+        fitted_table(_table(fit, flops_of)),
+        *reasons,
+        *(
+            [f"{approach.title} without an interval: {why}"]
+            if (why := approach.no_interval)
+            else []
+        ),
+        *([near] if near else []),
+        *(line for each in answers for line in each.lines),
+    ]
     print("\n".join(lines))
     if base:
-        _nearest(base, flops, chosen, arguments)
+        _nearest(base, answers[-1], arguments)
     return 0
 
 
@@ -145,62 +145,61 @@ def _check(arguments: argparse.Namespace) -> None:
         )
 
 
-def _flops(fit: Fit, approach: Approach, arguments: argparse.Namespace) -> float:
-    """The FLOPs that are asked for, or at which that law has the tokens or the parameters."""
-    if arguments.flops:
-        return arguments.flops
-    return optimal_flops(approach, fit.flops_law, arguments.tokens, arguments.params)
+def _not_refused(reasons: list[str], arguments: argparse.Namespace) -> list[str]:
+    """The doubts as lines with --force; without, ConfigError if there are any."""
+    if not arguments.force:
+        refuse_wild(reasons)
+    return [f"doubt: {each}" for each in reasons]
 
 
 def _table(fit: Fit, flops_of: dict[str, float]) -> list[list[str]]:
     """Heads and a row per law."""
     rows = [["law", "C", "N*", "D*", "loss"]]
     for item in fit.approaches:
-        c = math.log(flops_of[item.key])
-        size, tokens = item.parameters(c), item.tokens(c, fit.flops_law)
-        cells = shown(size, as_size), shown(tokens, as_size), shown(item.loss(c), as_loss)
-        rows.append([item.title, flops_text(flops_of[item.key]), *cells])
+        flops = flops_of[item.key]
+        numbers = [shown(value, text) for _, value, text in numbers_at(fit, item, flops)[:3]]
+        rows.append([item.title, flops_text(flops), *numbers])
     return rows
 
 
 def _single_run(fit: Fit, arguments: argparse.Namespace) -> int:
     law, size, tokens = law_of_runs(fit), arguments.params, arguments.tokens
-    reasons = run_doubts(fit, size, tokens)
-    if not arguments.force:
-        refuse_wild(reasons)
+    reasons = _not_refused(run_doubts(fit, size, tokens), arguments)
     flops = float(np.exp(fit.flops_law.log_flops(np.log(size), np.log(tokens))))
-    print(
-        f"loss of N = {amount(size)} over D = {amount(tokens)} ({flops:.3g} FLOPs) by {law.title}: "
-        f"{shown(loss_interval(law, size, tokens), as_loss)}"
-    )
-    for doubt in reasons:
-        print(f"doubt: {doubt}")
+    found = shown(loss_interval(law, size, tokens), as_loss)
+    asked = f"N = {amount(size)} over D = {amount(tokens)} ({flops:.3g} FLOPs)"
+    print("\n".join([f"loss of {asked} by {law.title}: {found}", *reasons]))
     return 0
 
 
-def _nearest(
-    base: RunConfig,
-    flops: float,
-    chosen: tuple[str, Interval, Interval],
-    arguments: argparse.Namespace,
-) -> None:
-    """Print, and write where wanted, the legal run nearest to the `chosen` law, N* and loss."""
-    law, parameters, loss = chosen
-    family = family_of(base, arguments)
-    shaped = family.nearest(parameters.value, FAR_SIZE)
-    run = with_budget(shaped, flops, rule_of(base, arguments))
-    run = replace(run, name=f"{base.name}-c{flops:.3g}".replace("+", ""))
+@dataclass(frozen=True)
+class Answer:
+    """A run that answers a question, the law it is by, and lines for the terminal."""
+
+    law: str
+    parameters: Interval
+    loss: Interval
+    flops: float
+    lines: list[str]
+
+
+def _nearest(base: RunConfig, answer: Answer, arguments: argparse.Namespace) -> None:
+    """Print, and write where wanted, the legal run nearest to the answer."""
+    family = Family(base=base, keep_layers=arguments.keep_layers)
+    shaped = family.nearest(answer.parameters.value, FAR_SIZE)
+    run = with_budget(shaped, answer.flops, rule_of(base, arguments))
+    run = replace(run, name=f"{base.name}-c{answer.flops:.3g}".replace("+", ""))
     cost, model = cost_of(run), run.model
     print(
         f"nearest legal run: {counted(model.num_layers, 'layer')}, d_model {model.d_model}, "
         f"{counted(model.num_heads, 'head')} of {model.head_width}: N {amount(cost.parameters)}, "
         f"D {amount(cost.tokens)}, {cost.flops:.3g} FLOPs; {counted(run.optim.steps, 'step')} of "
-        f"{counted(cost.tokens_per_step, 'token')}, "
-        f"learning rate {run.optim.learning_rate:.3g}"
+        f"{counted(cost.tokens_per_step, 'token')}, learning rate {run.optim.learning_rate:.3g}"
     )
     if arguments.write:
         header = (
-            f"# The optimum at {flops:.3g} FLOPs by {law}: loss {shown(loss, as_loss)}\n"
+            f"# The optimum at {answer.flops:.3g} FLOPs by {answer.law}: loss "
+            f"{shown(answer.loss, as_loss)}\n"
             f"# Written by 'pretrain scale predict' from {arguments.runs.name}; rate and batch: "
             f"{rule_name(arguments)}\n"
         )
@@ -209,16 +208,13 @@ def _nearest(
         print(f"written: {arguments.write}")
 
 
-Answer = tuple[str, Run, list[str]]  # the law it is by, the run, lines for the terminal
-
-
-def _checked(fit: Fit, answer: Answer, arguments: argparse.Namespace) -> Answer:
-    """The answer with its doubts; ConfigError where it is far from the fitted runs."""
-    name, run, lines = answer
+def _answer(
+    fit: Fit, law: str, run: Run, lines: list[str], arguments: argparse.Namespace
+) -> list[Answer]:
+    """The run with its doubts; ConfigError where it is far from the fitted runs."""
     reasons = run_doubts(fit, run.parameters.value, run.tokens.value)
-    if not arguments.force:
-        refuse_wild(reasons)
-    return name, run, [*lines, *(f"doubt: {doubt}" for doubt in reasons)]
+    lines = [*lines, *_not_refused(reasons, arguments)]
+    return [Answer(law, run.parameters, run.loss, run.training.value, lines)]
 
 
 def _served(fit: Fit, flops: float, arguments: argparse.Namespace) -> list[Answer]:
@@ -231,14 +227,13 @@ def _served(fit: Fit, flops: float, arguments: argparse.Namespace) -> list[Answe
         costs = (flops_text(each.value) for each in (run.training, run.serving, run.total))
         sizes = shown(run.parameters, as_size), shown(run.tokens, as_size)
         rows.append([name, *sizes, shown(run.loss, as_loss), *costs])
+    saved = 1 - cheapest.total.value / optimal.total.value
     lines = [
         f"to serve {amount(served)} tokens, each a third of a training token's FLOPs:",
         fitted_table(rows),
-        f"the smaller run saves {1 - cheapest.total.value / optimal.total.value:.1%} of the FLOPs "
-        "in all",
+        f"the smaller run saves {saved:.1%} of the FLOPs in all",
     ]
-    name = f"{law.title}, {amount(served)} served"
-    return [_checked(fit, (name, cheapest, lines), arguments)]
+    return _answer(fit, f"{law.title}, {amount(served)} served", cheapest, lines, arguments)
 
 
 def _repeated(fit: Fit, flops: float, arguments: argparse.Namespace) -> list[Answer]:
@@ -250,13 +245,12 @@ def _repeated(fit: Fit, flops: float, arguments: argparse.Namespace) -> list[Ans
     verdict = ", as good as new tokens" if more < NEGLIGIBLE else ""
     worth = "no token is repeated"
     if (tokens := best.tokens.value) > unique:
-        worth = f"{tokens / unique:.3g} epochs, worth {as_size(effective_tokens(tokens, unique))} "
-        worth += "new tokens"
+        new = as_size(effective_tokens(tokens, unique))
+        worth = f"{tokens / unique:.3g} epochs, worth {new} new tokens"
     lines = [
         f"with {amount(unique)} unique tokens: N {shown(best.parameters, as_size)}, D "
         f"{shown(best.tokens, as_size)}, loss {shown(best.loss, as_loss)}; {worth}",
         f"the loss is {more:+.2%} of that without repeats{verdict} (constants of repeated data: "
         "Muennighoff et al. 2023)",
     ]
-    name = f"{law.title}, {amount(unique)} unique tokens"
-    return [_checked(fit, (name, best, lines), arguments)]
+    return _answer(fit, f"{law.title}, {amount(unique)} unique tokens", best, lines, arguments)

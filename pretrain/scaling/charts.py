@@ -5,7 +5,7 @@ Legend: P points, X positions on an axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from pretrain.reporting.charts import (
     spread_markers,
 )
 from pretrain.scaling.fit import BEYOND, Fit, relative_error
-from pretrain.scaling.frontier import Approach, Valley, law_of
+from pretrain.scaling.frontier import Approach, law_of
 from pretrain.scaling.intervals import LEVEL, Interval
 from pretrain.scaling.law import loss_at
 from pretrain.scaling.table import Array
@@ -32,7 +32,6 @@ from pretrain.scaling.table import Array
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.path import Path
 
 COLORS: dict[str, str] = dict(
     zip(("parametric", "lowest", "isoflop", "tied"), SERIES, strict=False)
@@ -52,8 +51,6 @@ BAND_POINTS = 60
 GRID = 80
 MARGIN = 1.6  # beyond the runs and the optimum
 LEVELS, BELOW = 11, 30.0  # contours, from the optimum at so many times fewer FLOPs than any run's
-FEWEST_DECIMALS = 2
-EDGE = 2.0  # a label may be half as near to the axes as to runs
 RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
 Chart = Callable[[Fit], "Figure"]
@@ -62,18 +59,19 @@ Chart = Callable[[Fit], "Figure"]
 def valleys(fit: Fit) -> Figure:
     """The runs of each budget over their size, with approach 2's parabolas and vertices."""
     figure, axes = canvas(4.4, "parameters N", LOSS)
-    points, isoflop = fit.points, fit.isoflop
-    parabolas = {valley.budget: valley for valley in isoflop.valleys} if isoflop else {}
+    points, parabolas = fit.points, {valley.budget: valley for valley in fit.valleys}
     for budget, style in budget_styles(points.budgets).items():
         mine = points.budget_P == budget
         axes.plot(points.parameters_P[mine], points.loss_P[mine], linestyle="", **style)
         valley = parabolas.get(budget)
         if valley and np.isfinite(valley.parameters):
-            _parabola(axes, valley, style["color"])
+            n_X = np.linspace(np.log(valley.smallest), np.log(valley.largest), BAND_POINTS)
+            curve_X = valley.loss + valley.bend / 2 * (n_X - np.log(valley.parameters)) ** 2
+            axes.plot(np.exp(n_X), curve_X, color=style["color"], linewidth=1.3)
         if valley and valley.is_used:
             lowest = [valley.parameters], [valley.loss]
             axes.plot(*lowest, "*", color=INK, markersize=9, zorder=5)
-    if isoflop:
+    if fit.valleys:
         axes.plot([], [], "*", color=INK, markersize=9, label="lowest point")
     axes.set_xscale("log")
     log_amount_ticks(axes.xaxis)
@@ -103,7 +101,7 @@ def frontier(fit: Fit) -> Figure:
     figure, axes = canvas(4.2, FLOPS, LOSS)
     runs = fit.points.flops_P, fit.points.loss_P
     axes.plot(*runs, "o", color=FAINT, markersize=3, alpha=0.7, label="runs")
-    _lines_with_bands(axes, fit, [approach.loss for approach in fit.approaches])
+    _lines_with_bands(axes, fit, lambda approach, log_flops: approach.loss(log_flops))
     if fit.holdouts:
         _held_out(axes, fit)
     _mark_largest_run(axes, fit)
@@ -158,13 +156,13 @@ def optimum(fit: Fit, is_tokens: bool) -> Figure:
     label = "optimal tokens D*" if is_tokens else "optimal parameters N*"
     figure, axes = canvas(4.2, FLOPS, label)
 
-    def value_of(approach: Approach) -> Callable[[float], Interval]:
+    def value_at(approach: Approach, log_flops: float) -> Interval:
         if is_tokens:
-            return lambda log_flops: approach.tokens(log_flops, fit.flops_law)
-        return approach.parameters
+            return approach.tokens(log_flops, fit.flops_law)
+        return approach.parameters(log_flops)
 
-    _lines_with_bands(axes, fit, [value_of(approach) for approach in fit.approaches])
-    if used := [valley for valley in fit.isoflop.valleys if valley.is_used] if fit.isoflop else []:
+    _lines_with_bands(axes, fit, value_at)
+    if used := [valley for valley in fit.valleys if valley.is_used]:
         budget_F = np.array([valley.budget for valley in used])
         size_F = np.array([valley.parameters for valley in used])
         if is_tokens:
@@ -180,19 +178,15 @@ def optimum(fit: Fit, is_tokens: bool) -> Figure:
     return figure
 
 
-def _parabola(axes: Axes, valley: Valley, color: str) -> None:
-    n_X = np.linspace(np.log(valley.smallest), np.log(valley.largest), BAND_POINTS)
-    curve_X = valley.loss + valley.bend / 2 * (n_X - np.log(valley.parameters)) ** 2
-    axes.plot(np.exp(n_X), curve_X, color=color, linewidth=1.3)
-
-
-def _lines_with_bands(axes: Axes, fit: Fit, values: Sequence[Callable[[float], Interval]]) -> None:
+def _lines_with_bands(
+    axes: Axes, fit: Fit, value_at: Callable[[Approach, float], Interval]
+) -> None:
     """A line and a band per approach, from the smallest run to beyond the largest budget."""
     low, high = np.log(fit.points.flops_P.min()), np.log(BEYOND * float(fit.points.flops_P.max()))
     log_flops_X = np.linspace(low, high, BAND_POINTS)
     flops_X = np.exp(log_flops_X)
-    for approach, value_at in zip(fit.approaches, values, strict=True):
-        items = [value_at(float(log_flops)) for log_flops in log_flops_X]
+    for approach in fit.approaches:
+        items = [value_at(approach, float(log_flops)) for log_flops in log_flops_X]
         color, line = COLORS[approach.key], [item.value for item in items]
         look: Any = {"linestyle": LINES[approach.key], "linewidth": 1.5}
         axes.plot(flops_X, line, color=color, label=approach.title, **look)
@@ -221,7 +215,7 @@ def _held_out(axes: Axes, fit: Fit) -> None:
 
 
 def equal_losses(fit: Fit) -> Figure:
-    """Contours of L(N, D), the runs, lines of equal FLOPs and the compute-optimal line."""
+    """Bands of equal L(N, D), the runs, lines of equal FLOPs and the compute-optimal line."""
     figure, axes = canvas(4.6, "training tokens D", "parameters N")
     law = fit.law
     assert law
@@ -242,10 +236,12 @@ def equal_losses(fit: Fit) -> Figure:
     axes.set_yscale("log")
     axes.set_xlim(token_X[0], token_X[-1])
     axes.set_ylim(size_Y[0], size_Y[-1])
-    levels = line.loss(np.log(np.geomspace(low, high, LEVELS)))
-    marks = [points.tokens_P, *held[:1], np.exp(d_X)], [points.parameters_P, *held[1:], np.exp(n_X)]
-    taken_P2 = np.stack([np.concatenate(each) for each in marks], axis=1)
-    _contours(axes, fit, (token_X, size_Y), levels, taken_P2)
+    levels = np.sort(line.loss(np.log(np.geomspace(low, high, LEVELS))))
+    loss_YX = loss_at(line.theta, *np.log(np.meshgrid(size_Y, token_X, indexing="ij")))
+    shades: Any = {"cmap": "Greys", "alpha": 0.6, "extend": "both"}
+    drawn = axes.contourf(token_X, size_Y, loss_YX, levels=levels, **shades)
+    bar = figure.colorbar(drawn, ax=axes, pad=0.02, aspect=30, format="%.3g", ticks=levels)
+    bar.set_label(LOSS)
     for budget, style in budget_styles(points.budgets).items():
         if style["label"]:  # of many budgets only some have a line
             tokens_Y = np.exp(line.flops_law.log_tokens(np.log(budget), np.log(size_Y)))
@@ -262,41 +258,6 @@ def equal_losses(fit: Fit) -> Figure:
     log_amount_ticks(axes.yaxis)
     legend_above(figure, axes, f"runs and dotted lines: {FLOPS}", most_columns=4)
     return figure
-
-
-def _contours(
-    axes: Axes, fit: Fit, grid: tuple[Array, Array], levels: Array, taken_P2: Array
-) -> None:
-    assert fit.law
-    token_X, size_Y = grid
-    theta = law_of(fit.law.line).theta
-    loss_YX = loss_at(theta, *np.log(np.meshgrid(size_Y, token_X, indexing="ij")))
-    decimals = FEWEST_DECIMALS
-    while len(rounded := np.unique(np.round(levels, decimals))) < len(levels) and decimals < 5:
-        decimals += 1
-    drawn = axes.contour(token_X, size_Y, loss_YX, levels=rounded, colors=FAINT, linewidths=0.8)
-    places = _label_places(drawn.get_paths(), taken_P2, np.stack([token_X, size_Y], axis=1))
-    label: Any = {"fmt": f"%.{decimals}f", "manual": places}
-    axes.clabel(drawn, fontsize=7.5, colors=INK, **label)
-
-
-def _label_places(
-    curves: Sequence[Path], taken_P2: Array, grid_X2: Array
-) -> list[tuple[float, float]]:
-    """The place on each curve that is farthest from what is drawn and the axes' ends."""
-    low_2, high_2 = np.log(grid_X2[[0, -1]])
-    taken_P2 = (np.log(taken_P2) - low_2) / (high_2 - low_2)
-    places = []
-    for vertex_V2 in (np.asarray(curve.vertices) for curve in curves):
-        if not len(vertex_V2):
-            continue
-        place_V2 = (np.log(vertex_V2) - low_2) / (high_2 - low_2)
-        apart_V = np.linalg.norm(place_V2[:, None] - taken_P2, axis=-1).min(axis=1)
-        edge_V = np.minimum(place_V2, 1 - place_V2).min(axis=1)
-        best = int(np.minimum(apart_V, EDGE * edge_V).argmax())
-        taken_P2 = np.append(taken_P2, place_V2[[best]], axis=0)
-        places.append((float(vertex_V2[best, 0]), float(vertex_V2[best, 1])))
-    return places
 
 
 def charts_of(fit: Fit) -> dict[str, tuple[Chart, str]]:
@@ -334,7 +295,7 @@ def charts_of(fit: Fit) -> dict[str, tuple[Chart, str]]:
         )
         found["contours"] = (
             equal_losses,
-            f"Lines of equal loss by law {title}, in nats per token; dotted lines of equal "
+            f"Shades of equal loss by law {title}, in nats per token; dotted lines of equal "
             "training FLOPs, with the runs of that budget; and the compute-optimal line",
         )
     return found

@@ -10,6 +10,8 @@ from typing import Any, TypeGuard
 
 from foundation.csv_files import write_csv
 from foundation.errors import ConfigError, DataError
+from foundation.files import read_json
+from foundation.records import Fields, InvalidField
 from pretrain.costs.flops import cost_of
 from pretrain.costs.memory import lane_bytes
 from pretrain.rundir.events import TrainingBegan
@@ -18,7 +20,6 @@ from pretrain.rundir.metric_names import set_losses, task_columns
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.predict import effective_tokens
-from pretrain.scaling.probed import PROBED, probe_columns
 from pretrain.scaling.table import csv_rows
 from pretrain.scaling.which_runs import PlacedCell
 from pretrain.terminal.text import flops_text
@@ -26,6 +27,9 @@ from pretrain.terminal.text import flops_text
 MISTUNED = 0.005  # of the loss: what another rate may gain
 ORIGIN = "expected a table that 'pretrain scale collect' writes"
 SET_LOSSES, TASKS = "set_losses", "tasks"
+PROBES = "probes.json"
+PROBED = "probes/"  # begins the names of columns
+FAR = 512  # tokens: a position from which much of a document may be out of a short memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +77,9 @@ def write_rows(path: Path, rows: Sequence[Any]) -> None:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a table that `collect` wrote; DataError for any other."""
-    return parsed_rows(path, csv_rows(path, ORIGIN))
-
-
-def parsed_rows(path: Path, lines: Sequence[tuple[int, Mapping[str, str]]]) -> list[Row]:
-    """The same of the numbered lines of `path`."""
     kinds = {each.name: each.type for each in fields(Row) if each.name not in (SET_LOSSES, TASKS)}
     found = []
-    for line, row in lines:
+    for line, row in csv_rows(path, ORIGIN):
         if missing := [name for name in kinds if row.get(name) is None]:
             raise DataError(f"{path}: no column {missing[0]!r}; {ORIGIN}")
         values: dict[str, Any] = {name: row[name] for name in kinds}
@@ -174,11 +173,11 @@ def row_of(placed: PlacedCell) -> Row:
 def rate_checks(rows: Sequence[Row]) -> list[str]:
     """For each budget what half and twice the plan's rate change, and a warning where one gains."""
     lines, gains = [], []
+    losses = {row.name: float(row.loss) for row in rows if not row.excluded}
     for check in (row for row in rows if row.rate_factor != "" and row.loss != ""):
         name = check.name.rpartition("-rate")[0]
-        base = next((row for row in rows if row.name == name and not row.excluded), None)
-        if base is not None:
-            change = float(check.loss) / float(base.loss) - 1
+        if name in losses:
+            change = float(check.loss) / losses[name] - 1
             lines.append(f"rate x{check.rate_factor:g} of {name}: loss {change:+.2%}")
             gains += [name] if change < -MISTUNED else []
     if gains:
@@ -192,3 +191,43 @@ def rate_checks(rows: Sequence[Row]) -> list[str]:
 
 def _is_finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def probe_columns(run: Path, step: int | None = None) -> dict[str, float]:
+    """The probes of a run, which may be another user's, as columns of its table.
+
+    {} for a run that was not probed for both position and needle, or not after this step; DataError
+    for a damaged file. `far_loss` is the loss of tokens with at least FAR tokens of their document
+    before them.
+    """
+    path = run / PROBES
+    if not path.exists():
+        return {}
+    try:
+        tree = Fields(read_json(path))
+        probes = tree.object("probes")
+        is_complete = probes.has("position") and probes.has("needle")
+        if step not in (None, tree.integer("step")) or not is_complete:
+            return {}
+        positions, needles = probes.items("position"), probes.items("needle")
+        if not positions or not needles:
+            raise InvalidField("position or needle is empty")
+        first, tokens = (positions[0].integers(name) for name in ("first_positions", "tokens"))
+        losses = positions[0].numbers("losses")
+        if not len(first) == len(tokens) == len(losses) > 0:
+            raise InvalidField("position has lists of different lengths")
+        accuracies = {each.integer("distance", 1): each.number("accuracy") for each in needles}
+        chance = needles[0].number("chance")
+    except (OSError, ValueError, InvalidField) as error:
+        raise DataError(
+            f"{path} is damaged ({error}); remove it: 'pretrain evaluate RUN --probe needle "
+            "position' writes it"
+        ) from None
+    bins = [each for each in zip(first, losses, tokens, strict=True) if each[2]]
+    columns = {f"position/{start}": loss for start, loss, _ in bins}
+    columns |= {f"needle/{each}": accuracies[each] for each in accuracies if not each & (each - 1)}
+    columns["chance"] = chance
+    if far := [(loss, count) for start, loss, count in bins if start >= FAR]:
+        count = sum(count for _, count in far)
+        columns["far_loss"] = sum(loss * count for loss, count in far) / count
+    return {PROBED + name: value for name, value in columns.items()}

@@ -5,6 +5,7 @@ Losses are in nats per token of the validation split.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,19 +17,17 @@ from foundation.errors import DataError
 from pretrain.reporting.charts import (
     INK,
     canvas,
-    chart_html,
     legend,
+    log_ticks,
     plain_ticks,
-    save_figure,
     spread_colors,
 )
 from pretrain.reporting.html import page, paragraph, section, table, write_page
 from pretrain.scaling.charts import LOSS
-from pretrain.scaling.collect import Row, parsed_rows
+from pretrain.scaling.collect import FAR, PROBED, Row, read_rows
 from pretrain.scaling.intervals import amount, as_loss
-from pretrain.scaling.probed import FAR, PROBED
 from pretrain.scaling.rates import Tuned, tuned_rates, tuned_table, verdicts
-from pretrain.scaling.report import provenance
+from pretrain.scaling.report import drawn_figure, provenance, table_name
 from pretrain.scaling.table import csv_rows
 from pretrain.scaling.variants import MemberResult, results_of
 from pretrain.terminal.text import counted, fitted_table, flops_text, number, si
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CURVE_POINTS = 60
-MOST_TICKS = 10
-Drawing = Callable[[], "Figure"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Part:
     title: str
     rows: Sequence[Sequence[str]]
     lines: Sequence[str]
-    figures: Mapping[str, tuple[str, Drawing]]
+    figures: Mapping[str, tuple[str, Callable[[], Figure]]]  # their captions and what draws them
 
     def text(self) -> str:
         """What the terminal shows."""
@@ -56,21 +53,18 @@ class Part:
 
     def html(self, directory: Path, about: str) -> str:
         """What the page shows; the figures are also files, of the table `about`."""
-        drawn = ""
-        for name, (caption, draw) in self.figures.items():
-            figure = draw()
-            save_figure(directory / f"{name}.png", figure, f"{caption} ({about})")
-            drawn += chart_html(figure, caption) + paragraph(caption + ".")
+        drawn = [
+            drawn_figure(directory / f"{name}.png", draw(), caption, about)
+            for name, (caption, draw) in self.figures.items()
+        ]
         heads, *rows = self.rows
-        return section(self.title, drawn, table(heads, rows, "named"), *map(paragraph, self.lines))
+        return section(self.title, *drawn, table(heads, rows, "named"), *map(paragraph, self.lines))
 
 
 def rows_of_comparison(path: Path) -> list[Row]:
     """The rows of a table whose sweep varied something else than sizes; [] for any other table."""
-    lines = csv_rows(path, "expected a CSV or JSON file with one run per row")
-    if not any(row.get("varies") not in (None, "", "sizes") for _, row in lines):
-        return []
-    return parsed_rows(path, lines)
+    varies = {row.get("varies") for _, row in csv_rows(path)} - {None, "", "sizes"}
+    return read_rows(path) if varies else []
 
 
 def write_comparison(rows: Sequence[Row], source: Path, directory: Path, title: str) -> str:
@@ -82,10 +76,9 @@ def write_comparison(rows: Sequence[Row], source: Path, directory: Path, title: 
     if len(kinds) != 1:
         raise DataError(f"{source}: rows of sweeps that vary {' and '.join(sorted(kinds))}")
     (kind,) = kinds
-    make = {"rates": _rates, "lengths": _lengths, "variants": _variants}[kind]
-    parts = make([row for row in rows if kind != "lengths" or not row.excluded])
+    parts = {"rates": _rates, "lengths": _lengths, "variants": _variants}[kind](rows)
     directory.mkdir(parents=True, exist_ok=True)
-    name, about = "/".join(source.parts[-2:]), provenance()
+    name, about = table_name(source), provenance()
     sections = [part.html(directory, f"{name}, {about}") for part in parts]
     left_out = [f"left out: {row.name}: {row.excluded}" for row in rows if row.excluded]
     done = counted(len(rows) - len(left_out), "finished run")
@@ -103,14 +96,12 @@ def _rates(rows: Sequence[Row]) -> list[Part]:
     if any(item.optimum.is_known for item in found):
         caption += "; star: the lowest point of the parabola through the rates near it, shaded: "
         caption += "what loses at most 0.5%"
-    figures: dict[str, tuple[str, Drawing]] = {"rates": (caption, lambda: loss_by_rate(found))}
+    figures = {"rates": (caption, lambda: loss_by_rate(found))}
     return [Part("Learning rates", tuned_table(found), verdicts(found), figures)]
 
 
 def loss_by_rate(found: Sequence[Tuned]) -> Figure:
     """Final losses over the learning rate, with a parabola and its vertex per batch size."""
-    from matplotlib.ticker import NullLocator
-
     figure, axes = canvas(3.6, "peak learning rate", LOSS)
     for item, color in zip(found, spread_colors(len(found)), strict=True):
         label = amount(item.tokens_per_step)
@@ -123,41 +114,28 @@ def loss_by_rate(found: Sequence[Tuned]) -> Figure:
             axes.plot([best.rate.value], [best.loss], "*", color=INK, markersize=9)
             axes.axvspan(best.low, best.high, color=color, alpha=0.08, linewidth=0)
     axes.set_xscale("log")
-    rates = sorted({float(rate) for item in found for rate in item.rates_S})
-    apart = (rates[-1] / rates[0]) ** (1 / MOST_TICKS)  # labels that are nearer would overlap
-    shown: list[float] = []
-    for rate in rates:
-        if not shown or rate >= shown[-1] * apart:
-            shown.append(rate)
-    axes.set_xticks(shown, [f"{rate:g}" for rate in shown])
-    axes.xaxis.set_minor_locator(NullLocator())
+    log_ticks(axes.xaxis)
     plain_ticks(axes.yaxis)
     legend(axes, title="tokens per step")
     return figure
 
 
 def _lengths(rows: Sequence[Row]) -> list[Part]:
-    if not rows:
+    if not (ended := [row for row in rows if not row.excluded]):
         raise DataError("no run of the table has ended; let the sweep finish and collect again")
     parts = []
-    for other, words in (
-        ("same-flops", "tokens; a longer context costs more FLOPs"),
-        ("same-tokens", "FLOPs; a longer context reads fewer tokens"),
+    for other, equal, effect in (
+        ("same-flops", "tokens", "a longer context costs more FLOPs"),
+        ("same-tokens", "FLOPs", "a longer context reads fewer tokens"),
     ):
-        mine = [row for row in rows if not row.name.endswith(other)]
-        if not mine:
-            continue
-        equal = words.partition(";")[0]
-        heads = ["run", "segment", "memory", "tokens", "FLOPs", "loss"]
-        cells = [
-            [row.name, str(row.segment_length), str(row.memory_length), amount(float(row.D)),
-             flops_text(float(row.C)), as_loss(float(row.loss))]
-            for row in sorted(mine, key=lambda row: float(row.loss))
-        ]  # fmt: skip
-        caption = f"Loss over memory length, a line per segment length; equal {words}"
-        draw: Drawing = lambda mine=mine: loss_by_memory(mine)  # noqa: E731
-        figures = {f"equal-{equal.lower()}": (caption, draw)}
-        parts.append(Part(f"Equal {equal}", [heads, *cells], [], figures))
+        mine = [row for row in ended if not row.name.endswith(other)]
+        cells = [["run", "segment", "memory", "tokens", "FLOPs", "loss"]]
+        for row in sorted(mine, key=lambda row: float(row.loss)):
+            sizes = str(row.segment_length), str(row.memory_length), amount(float(row.D))
+            cells.append([row.name, *sizes, flops_text(float(row.C)), as_loss(float(row.loss))])
+        caption = f"Loss over memory length, a line per segment length; equal {equal}; {effect}"
+        figures = {f"equal-{equal.lower()}": (caption, functools.partial(loss_by_memory, mine))}
+        parts += [Part(f"Equal {equal}", cells, [], figures)] if mine else []
     return parts
 
 
@@ -167,14 +145,11 @@ def loss_by_memory(rows: Sequence[Row]) -> Figure:
     memories = sorted({int(row.memory_length) for row in rows})
     segments = sorted({int(row.segment_length) for row in rows})
     for segment, color in zip(segments, spread_colors(len(segments)), strict=True):
-        losses: dict[int, list[float]] = {}
-        for row in rows:
-            if row.segment_length == segment:
-                losses.setdefault(int(row.memory_length), []).append(float(row.loss))
-        shown = sorted(losses)
-        places = [memories.index(memory) for memory in shown]
-        means = [float(np.mean(losses[memory])) for memory in shown]
-        axes.plot(places, means, "o-", color=color, markersize=4, label=str(segment))
+        means = []
+        for memory in memories:
+            same = [r for r in rows if (r.segment_length, r.memory_length) == (segment, memory)]
+            means.append(float(np.mean([float(row.loss) for row in same])) if same else np.nan)
+        axes.plot(means, "o-", color=color, markersize=4, label=str(segment))
     axes.set_xticks(range(len(memories)), [str(memory) for memory in memories])
     plain_ticks(axes.yaxis)
     legend(axes, title="segment length T (tokens)")
@@ -183,7 +158,7 @@ def loss_by_memory(rows: Sequence[Row]) -> Figure:
 
 def _variants(rows: Sequence[Row]) -> list[Part]:
     results = results_of(rows)
-    figures: dict[str, tuple[str, Drawing]] = {
+    figures: dict[str, tuple[str, Callable[[], Figure]]] = {
         "variants": (
             "Loss at equal training FLOPs, a dot per seed",
             lambda: member_losses(results),

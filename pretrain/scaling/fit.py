@@ -22,13 +22,14 @@ from pretrain.scaling.frontier import (
     FEWEST_FOR_FLOOR,
     VERTEX_ERROR,
     Approach,
-    IsoflopFit,
-    Law,
+    Fitted,
+    FrontierFit,
+    Valley,
     fit_isoflop,
     fit_lowest_runs,
     law_of,
 )
-from pretrain.scaling.intervals import Interval, as_loss, as_size
+from pretrain.scaling.intervals import FEWEST_FREE, Interval, as_loss, as_size
 from pretrain.scaling.law import (
     TOLERATED,
     FlopsLaw,
@@ -59,7 +60,6 @@ FAR = 4.5  # standard deviations: of 1,000 sweeps of 240 runs, two have a run th
 GROSS = 0.5  # relative error of an outlier, however few runs there are to measure the noise by
 MOST_OUTLIERS = 0.1  # a larger part of the runs (but one) is not a few that went wrong
 MOST_NAMED = 3
-FEWEST_FREE = 3  # degrees of freedom
 UNLIKELY = 1e-3  # of a trend by chance
 UNTIED = 0.05  # of exponents that differ by chance
 SMALLEST_DIFFERENCE = 1e-6  # relative: errors of the solver
@@ -71,9 +71,9 @@ def relative_error(predicted: Number, measured: Number) -> Number:
     return predicted / measured - 1
 
 
-def estimate(points: Points) -> tuple[dict[str, Law], dict[str, str]]:
+def estimate(points: Points) -> tuple[dict[str, Fitted], dict[str, str]]:
     """Fit every law; the reason for each that these runs do not allow."""
-    fits: dict[str, Callable[[], Law]] = {
+    fits: dict[str, Callable[[], Fitted]] = {
         "parametric": lambda: fit_parametric(points),
         "tied": lambda: fit_parametric(points, tied=True),
         "isoflop": lambda: fit_isoflop(points),
@@ -94,12 +94,10 @@ class LeftOut:
 
     budget: float
     error: Mapping[str, float]  # law -> mean |relative error| of the losses of the runs near N*
-    optimum: Mapping[str, tuple[float, float]]  # law -> (predicted N*, predicted loss there)
     unavailable: Mapping[str, str]  # law -> why those runs do not allow it
-    measured: tuple[float, float]  # N*, loss: the budget's vertex, else its lowest run
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Prediction:
     """A run's loss as measured and as predicted by a law; the interval excludes run noise."""
 
@@ -135,16 +133,15 @@ class Fit:
         return float(self.points.budgets[-1])
 
     @property
-    def isoflop(self) -> IsoflopFit | None:
+    def valleys(self) -> tuple[Valley, ...]:
         """Approach 2's parabolas, if these runs allow them."""
-        fits = [approach.fit for approach in self.approaches]
-        return next((fit for fit in fits if isinstance(fit, IsoflopFit)), None)
+        isoflop = self.approach("isoflop")
+        return isoflop.fit.valleys if isoflop and isinstance(isoflop.fit, FrontierFit) else ()
 
     @property
     def num_unpredicted(self) -> int:
         """How many runs were held out but not predicted: only approach 3 predicts single runs."""
-        held_out = sum(item.reason == HELD_OUT for item in self.points.excluded)
-        return held_out - len(self.holdouts)
+        return sum(each.reason == HELD_OUT for each in self.points.excluded) - len(self.holdouts)
 
     @property
     def none_because(self) -> str:
@@ -167,11 +164,8 @@ class Fit:
         return next((each for each in self.approaches if isinstance(each.line, LawLine)), None)
 
 
-def fit_all(runs: Points, *, report: Callable[[str], None] = lambda _: None) -> Fit:
-    """Fit every law; DataError if the runs allow none, or all have the same budget.
-
-    `report` hears what is being done, which takes seconds with a hundred thousand runs.
-    """
+def fit_all(runs: Points) -> Fit:
+    """Fit every law; DataError if the runs allow none, or all have the same budget."""
     points = usable(runs)
     _refuse_single_budget(points)
     flops_law = fit_flops_law(points.parameters_P, points.tokens_P, points.flops_P)
@@ -180,33 +174,25 @@ def fit_all(runs: Points, *, report: Callable[[str], None] = lambda _: None) -> 
             f"{points.source}: FLOPs per token go as N^{flops_law.power:.3g}, so larger models "
             "cost no more; check which columns are N, D and C (--column ROLE=NAME)"
         )
-    report(f"fitting {counted(len(points), 'run')} by {len(TITLES)} laws")
     laws, unavailable = estimate(points)
     if not laws:
         reasons = [f"{TITLES[key]}: {reason}" for key, reason in unavailable.items()]
         raise DataError(f"{points.source}: no law fits these runs ({'; '.join(reasons)})")
-    report("finding the intervals")
-    approaches = [approach_of(key, law, points, flops_law) for key, law in laws.items()]
-    report("predicting the largest budget from the others")
-    left_out = leave_largest_out(points, flops_law, laws)
+    left_out = leave_largest_out(points, laws)
     doubts = _doubts(points, laws)
     errors = left_out.error if left_out else {}
+    least = min(errors.values(), default=0.0)
 
-    def place(approach: Approach) -> tuple[bool, bool, int, int]:
-        error = errors.get(approach.key, math.inf)
-        least = min(errors.values(), default=math.inf)
-        steps = int((error - least) / SAME_ERROR) if math.isfinite(error) else 10**9
-        return (
-            approach.key in doubts,
-            approach.key == "lowest",
-            steps,
-            NUMBERS[approach.key] if errors else list(TITLES).index(approach.key),
-        )
+    def place(key: str) -> tuple[bool, bool, float, int]:
+        worse = math.floor((errors[key] - least) / SAME_ERROR) if key in errors else math.inf
+        return key in doubts, key == "lowest", worse, NUMBERS[key] if errors else 0
 
     fit = Fit(
         points=points,
         flops_law=flops_law,
-        approaches=tuple(sorted(approaches, key=place)),
+        approaches=tuple(
+            approach_of(key, laws[key], points, flops_law) for key in sorted(laws, key=place)
+        ),
         doubts=doubts,
         unavailable=unavailable,
         left_out=left_out,
@@ -218,7 +204,7 @@ def fit_all(runs: Points, *, report: Callable[[str], None] = lambda _: None) -> 
     return replace(fit, warnings=tuple(_warnings(fit)))
 
 
-def approach_of(key: str, law: Law, points: Points, flops_law: FlopsLaw) -> Approach:
+def approach_of(key: str, law: Fitted, points: Points, flops_law: FlopsLaw) -> Approach:
     """A law of these runs with its intervals, or why it has none."""
     last = math.inf
     if not isinstance(law, ParametricFit) and len(points.budgets) < FEWEST_FOR_FLOOR:
@@ -228,15 +214,11 @@ def approach_of(key: str, law: Law, points: Points, flops_law: FlopsLaw) -> Appr
         lines, free, groups = law.left_out(points, flops_law)
     except DataError as error:
         return replace(approach, no_interval=str(error))
-    approach = replace(approach, left_out=lines, free=free, loss_free=free, groups=groups)
-    if isinstance(law, ParametricFit):
-        return replace(approach, loss_free=max(FEWEST_FREE, free // 2))
-    return replace(approach, vertex_error=VERTEX_ERROR)
+    error = VERTEX_ERROR if key == "isoflop" else 0.0
+    return replace(approach, left_out=lines, free=free, groups=groups, vertex_error=error)
 
 
-def leave_largest_out(
-    points: Points, flops_law: FlopsLaw, laws: Mapping[str, Law]
-) -> LeftOut | None:
+def leave_largest_out(points: Points, laws: Mapping[str, Fitted]) -> LeftOut | None:
     """Predict the largest budget from those below; None with fewer than three budgets.
 
     `laws` are those of all budgets. Errors are compared on the runs that all laws predict.
@@ -246,10 +228,9 @@ def leave_largest_out(
         return None
     last = points.take(points.budget_P == budgets[-1])
     below, unavailable = estimate(points.take(points.budget_P < budgets[-1]))
-    measured = measured_optimum(laws.get("isoflop"), last)
-    log_flops = float(np.log(last.flops_P).mean())
     predicted = {key: law.losses(last) for key, law in below.items() if key != "lowest"}
-    near_P = np.abs(np.log(last.parameters_P / measured[0])) <= np.log(NEAR)
+    size = measured_optimum(laws.get("isoflop"), last)
+    near_P = np.abs(np.log(last.parameters_P / size)) <= np.log(NEAR)
     near_P &= np.all([np.isfinite(loss_P) for loss_P in predicted.values()] or [near_P], axis=0)
     if not near_P.any():
         near_P[last.loss_P.argmin()] = True
@@ -257,42 +238,25 @@ def leave_largest_out(
         key: float(np.abs(relative_error(loss_P, last.loss_P))[near_P].mean())
         for key, loss_P in predicted.items()
     }
-    lines = {key: law.line(flops_law) for key, law in below.items()}
-    return LeftOut(
-        budget=float(budgets[-1]),
-        error={key: error for key, error in errors.items() if math.isfinite(error)},
-        optimum={
-            key: (float(np.exp(line.log_parameters(log_flops))), float(line.loss(log_flops)))
-            for key, line in lines.items()
-        },
-        unavailable=unavailable,
-        measured=measured,
-    )
+    finite = {key: error for key, error in errors.items() if math.isfinite(error)}
+    return LeftOut(budget=float(budgets[-1]), error=finite, unavailable=unavailable)
 
 
-def measured_optimum(isoflop: Law | None, last: Points) -> tuple[float, float]:
-    """N* and its loss at the one budget of `last`: its vertex in the fit, else its lowest run."""
-    for valley in isoflop.valleys if isinstance(isoflop, IsoflopFit) else ():
-        if valley.budget == last.budget_P[0] and valley.is_used:
-            return valley.parameters, valley.loss
-    lowest = int(last.loss_P.argmin())
-    return float(last.parameters_P[lowest]), float(last.loss_P[lowest])
+def measured_optimum(isoflop: Fitted | None, last: Points) -> float:
+    """N* at the one budget of `last`: its vertex in the fit, else its lowest run."""
+    for valley in isoflop.used if isinstance(isoflop, FrontierFit) else ():
+        if valley.budget == last.budget_P[0]:
+            return valley.parameters
+    return float(last.parameters_P[last.loss_P.argmin()])
 
 
 def predict_holdouts(runs: Points, law: Approach) -> tuple[Prediction, ...]:
     """The law's predictions of the runs that were held out, with their measured losses."""
     held = runs.take(runs.holdout_P)
-    columns = (held.names, held.parameters_P, held.tokens_P, held.flops_P, held.loss_P)
+    columns_P4 = np.stack([held.parameters_P, held.tokens_P, held.flops_P, held.loss_P], axis=1)
     return tuple(
-        Prediction(
-            name=name,
-            parameters=float(size),
-            tokens=float(tokens),
-            flops=float(flops),
-            measured=float(loss),
-            predicted=loss_interval(law, float(size), float(tokens)),
-        )
-        for name, size, tokens, flops, loss in zip(*columns, strict=True)
+        Prediction(name, *numbers, predicted=loss_interval(law, *numbers[:2]))
+        for name, numbers in zip(held.names, columns_P4.tolist(), strict=True)
     )
 
 
@@ -302,11 +266,12 @@ def loss_interval(law: Approach, parameters: float, tokens: float) -> Interval:
     return law.loss_of(lambda line: loss_at(law_of(line).theta, n, d))
 
 
-def disagreement(approaches: tuple[Approach, ...], log_flops: float) -> float:
-    """The largest N* over the smallest that the approaches name at C FLOPs."""
-    sizes = np.array([float(approach.line.log_parameters(log_flops)) for approach in approaches])
+def disagreement(fit: Fit, flops: float) -> float:
+    """The largest N* over the smallest at C FLOPs, by the laws that may be relied on; 1 of one."""
+    rivals = [each for each in fit.approaches if each.key not in (*fit.doubts, "lowest")]
+    sizes = np.array([float(each.line.log_parameters(np.log(flops))) for each in rivals])
     finite = sizes[np.isfinite(sizes)]
-    return float(np.exp(np.ptp(finite))) if len(finite) else np.nan
+    return float(np.exp(np.ptp(finite))) if len(finite) else 1.0
 
 
 def noise_of(error_P: Array, numbers: int = NUMBERS["parametric"]) -> float:
@@ -319,7 +284,7 @@ def noise_of(error_P: Array, numbers: int = NUMBERS["parametric"]) -> float:
     return scale
 
 
-def _doubts(points: Points, laws: Mapping[str, Law]) -> dict[str, str]:
+def _doubts(points: Points, laws: Mapping[str, Fitted]) -> dict[str, str]:
     """Why a law of approach 3 is not relied on: a trend of its errors, or exponents that differ."""
     from scipy.special import fdtrc
 
@@ -411,11 +376,8 @@ def _warnings(fit: Fit) -> list[str]:
         found += _named_outliers(fit, relative_error(free.fit.losses(points), points.loss_P))
         if free.fit.undetermined:
             found.append(f"these runs do not determine the {' and '.join(free.fit.undetermined)}")
-    rivals = tuple(
-        each for each in fit.approaches if each.key != "lowest" and each.key not in fit.doubts
-    )
     flops = BEYOND * fit.largest
-    if rivals and (ratio := disagreement(rivals, float(np.log(flops)))) > DISAGREEMENT:
+    if (ratio := disagreement(fit, flops)) > DISAGREEMENT:
         found.append(f"at {flops:.3g} FLOPs the laws' optimal sizes differ {ratio:.2f}x")
     return found + [
         f"{item.title}: {line}" for item in fit.approaches if item.fit for line in item.fit.warnings

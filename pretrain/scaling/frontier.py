@@ -12,13 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
 from foundation.errors import DataError
-from pretrain.scaling.intervals import FEWEST_GROUPS, Interval, jackknife
-from pretrain.scaling.law import FlopsLaw, LawLine
+from pretrain.scaling.intervals import FEWEST_FREE, FEWEST_GROUPS, Interval, jackknife
+from pretrain.scaling.law import FlopsLaw, LawLine, ParametricFit
 from pretrain.scaling.table import Array, Points
 from pretrain.terminal.text import counted
 
@@ -32,41 +31,10 @@ DECAYS = np.geomspace(0.005, 1.0, 60)
 NO_LINE = "its sizes are those of single runs"
 
 
-class Line(Protocol):
-    """A compute-optimal line (one, or all that an interval is read from)."""
-
-    def log_parameters(self, log_flops: float | Array) -> Array: ...
-
-    def loss(self, log_flops: float | Array) -> Array: ...
-
-    def exponents(self, flops_law: FlopsLaw) -> tuple[Array, Array]: ...
-
-
 def law_of(line: Line) -> LawLine:
     """The line as approach 3's, whose lines are all of laws."""
     assert isinstance(line, LawLine)
     return line
-
-
-class Law(Protocol):
-    """A law fitted to runs. All four share this, and nothing else knows them apart."""
-
-    @property
-    def warnings(self) -> tuple[str, ...]: ...
-
-    def line(self, flops_law: FlopsLaw) -> Line:
-        """Its compute-optimal line."""
-        ...
-
-    def losses(self, points: Points) -> Array:
-        """The losses [P] that it predicts for runs; NaN where it predicts none."""
-        ...
-
-    def left_out(self, points: Points, flops_law: FlopsLaw) -> tuple[Line, int, str]:
-        """The lines without each group of runs, their degrees of freedom, and what the groups are;
-        DataError if there are none to give an interval.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -75,11 +43,10 @@ class Approach:
 
     key: str
     title: str
-    fit: Law | None
+    fit: Fitted | None
     line: Line
     left_out: Line | None = None
     free: int = 0  # degrees of freedom of its intervals
-    loss_free: int = 0  # those of losses, which fewer budgets determine
     vertex_error: float = 0.0  # of ln N*, at every budget alike
     groups: str = ""  # that are left out in turn
     no_interval: str = ""
@@ -87,20 +54,20 @@ class Approach:
 
     def parameters(self, log_flops: float) -> Interval:
         """N* at C FLOPs."""
-        return self._size(lambda line: np.exp(line.log_parameters(log_flops)), self.vertex_error)
+
+        def size(line: Line) -> tuple[Array]:
+            return (np.exp(line.log_parameters(log_flops)),)
+
+        return self.intervals(size, shared=self.vertex_error)[0]
 
     def tokens(self, log_flops: float, flops_law: FlopsLaw) -> Interval:
         """D* at C FLOPs."""
-        c, shared = np.asarray(log_flops), flops_law.power * self.vertex_error
-        return self._size(
-            lambda line: np.exp(flops_law.log_tokens(c, line.log_parameters(c))), shared
-        )
+        c = np.asarray(log_flops)
 
-    def _size(self, value_of: Callable[[Line], Array], shared: float) -> Interval:
-        if self.left_out is None:
-            return Interval(float(value_of(self.line)), np.nan, np.nan)
-        left_out_G = value_of(self.left_out)
-        return jackknife(value_of(self.line), left_out_G, self.free, shared=shared)
+        def tokens(line: Line) -> tuple[Array]:
+            return (np.exp(flops_law.log_tokens(c, line.log_parameters(c))),)
+
+        return self.intervals(tokens, shared=flops_law.power * self.vertex_error)[0]
 
     def loss(self, log_flops: float) -> Interval:
         """The least loss at C FLOPs; NaN where the approach has none."""
@@ -109,8 +76,11 @@ class Approach:
         return self.loss_of(lambda line: line.loss(log_flops))
 
     def loss_of(self, value_of: Callable[[Line], Array]) -> Interval:
-        """Any loss that follows from the line, with its interval."""
-        return replace(self, free=self.loss_free).intervals(lambda line: (value_of(line),))[0]
+        """Any loss that follows from the line, with its interval. By a law of N and D it has half
+        the degrees of freedom: fewer budgets determine it.
+        """
+        free = max(FEWEST_FREE, self.free // 2) if isinstance(self.line, LawLine) else self.free
+        return replace(self, free=free).intervals(lambda line: (value_of(line),))[0]
 
     def powers(self, flops_law: FlopsLaw) -> tuple[Interval, Interval]:
         """The exponents a and b."""
@@ -118,15 +88,20 @@ class Approach:
         return a, b
 
     def intervals(
-        self, values_of: Callable[[Line], Sequence[Array]], is_linear: bool = False
+        self,
+        values_of: Callable[[Line], Sequence[Array]],
+        is_linear: bool = False,
+        shared: float = 0.0,
     ) -> list[Interval]:
-        """Quantities that are found together, each with its interval."""
+        """Quantities that are found together, each with its interval; see `jackknife`."""
         values = values_of(self.line)
         if self.left_out is None:
             return [Interval(float(value), np.nan, np.nan) for value in values]
         with np.errstate(over="ignore"):
-            pairs = list(zip(values, values_of(self.left_out), strict=True))
-        return [jackknife(value, each_G, self.free, is_linear=is_linear) for value, each_G in pairs]
+            pairs = zip(values, values_of(self.left_out), strict=True)
+            return [
+                jackknife(*pair, self.free, is_linear=is_linear, shared=shared) for pair in pairs
+            ]
 
 
 @dataclass(frozen=True)
@@ -200,25 +175,10 @@ def _decay_to_floor(x_F: Array, loss_F: Array) -> tuple[float, float, float]:
     return float(floor), float(scale), float(np.exp(log_decay))
 
 
-@dataclass(frozen=True)
-class LowestRuns:
-    """Approach 1: a line through the lowest run of each budget."""
-
-    frontier: Frontier
-    warnings: tuple[str, ...] = ()
-
-    def line(self, flops_law: FlopsLaw) -> Frontier:
-        return self.frontier
-
-    def losses(self, points: Points) -> Array:
-        return np.full(len(points), np.nan)
-
-    def left_out(self, points: Points, flops_law: FlopsLaw) -> tuple[Frontier, int, str]:
-        raise DataError(NO_LINE)
-
-
-def fit_lowest_runs(points: Points) -> LowestRuns:
-    """Approach 1; DataError unless two sizes are lowest with a smaller and a larger beside them."""
+def fit_lowest_runs(points: Points) -> FrontierFit:
+    """Approach 1, a line through the lowest run of each budget; DataError unless two sizes are
+    lowest with a smaller and a larger beside them.
+    """
     lowest = []
     for budget in points.budgets:
         mine = np.flatnonzero(points.budget_P == budget)
@@ -233,7 +193,7 @@ def fit_lowest_runs(points: Points) -> LowestRuns:
             "smaller and a larger on either side; add sizes or budgets"
         )
     logs = np.log(chosen.budget_P), np.log(chosen.parameters_P)
-    return LowestRuns(fit_frontier(*logs, chosen.loss_P))
+    return FrontierFit(frontier=fit_frontier(*logs, chosen.loss_P))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,22 +215,28 @@ class Valley:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IsoflopFit:
-    """Approach 2's valleys and the frontier through their vertices."""
+class FrontierFit:
+    """The frontier through the vertices of valleys (approach 2), or without them (approach 1)."""
 
-    valleys: tuple[Valley, ...]
     frontier: Frontier
-    warnings: tuple[str, ...]
+    valleys: tuple[Valley, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def used(self) -> list[Valley]:
+        """The valleys whose vertices the frontier goes through."""
+        return [valley for valley in self.valleys if valley.is_used]
 
     @property
     def bend(self) -> float:
-        """The valleys' median second derivative in ln N, relative to the loss."""
-        used = [valley for valley in self.valleys if valley.is_used]
-        return float(np.median([valley.bend / valley.loss for valley in used]))
+        """The valleys' median second derivative in ln N, relative to the loss; NaN without any."""
+        return float(np.median([each.bend / each.loss for each in self.used] or [np.nan]))
 
     def left_out(self, points: Points, flops_law: FlopsLaw) -> tuple[Frontier, int, str]:
         """The lines [G] without each vertex; DataError where there are too few."""
-        used = [valley for valley in self.valleys if valley.is_used]
+        used = self.used
+        if not self.valleys:
+            raise DataError(NO_LINE)
         if len(used) < FEWEST_GROUPS:
             raise DataError(
                 f"{counted(len(used), 'budget')} with a vertex; an interval needs {FEWEST_GROUPS}"
@@ -294,7 +260,7 @@ class IsoflopFit:
         return np.where(np.abs(off_P) <= np.log(REACH), loss_P, np.nan)
 
 
-def fit_isoflop(points: Points) -> IsoflopFit:
+def fit_isoflop(points: Points) -> FrontierFit:
     """Parabolas of all budgets; DataError when fewer than two have a vertex inside their sizes."""
     points = near_lowest(points)
     valleys = tuple(_valley(points, budget) for budget in points.budgets)
@@ -304,11 +270,14 @@ def fit_isoflop(points: Points) -> IsoflopFit:
             f"{points.source}: {len(used)} of {len(valleys)} budgets have a vertex, approach 2 "
             f"needs two ({_reasons([valley for valley in valleys if not valley.is_used])})"
         )
-    return IsoflopFit(
-        valleys=valleys,
-        frontier=fit_frontier(*_logs(used)),
-        warnings=tuple(_warnings(valleys)),
-    )
+    frontier, warnings = fit_frontier(*_logs(used)), tuple(_warnings(valleys))
+    return FrontierFit(frontier=frontier, valleys=valleys, warnings=warnings)
+
+
+# A fitted law has `losses` of runs (NaN where it predicts none), its `line` of optima, `warnings`,
+# and `left_out`: the lines without each group of runs, or DataError where they give no interval.
+Fitted = ParametricFit | FrontierFit
+Line = LawLine | Frontier
 
 
 def _logs(valleys: Sequence[Valley]) -> tuple[Array, Array, Array]:

@@ -21,10 +21,10 @@ from pretrain.terminal.text import prefixed, si
 
 LEVEL = 95  # percent
 FEWEST_GROUPS = 4
+FEWEST_FREE = 3  # degrees of freedom
 MOST_GROUPS = 20  # of many budgets, every twentieth is left out at once
 MOST_DECIMALS = 6
 NORMAL = 1.96  # standard deviations on either side that hold 95%
-ERRORS = "errors are predicted minus measured (+: the prediction is too high)"
 
 
 @dataclass(frozen=True)

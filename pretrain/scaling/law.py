@@ -85,7 +85,7 @@ class FlopsLaw:
         """ln D of a run of size N that costs C."""
         return log_flops - np.log(self.scale) - self.power * log_parameters
 
-    def log_flops(self, log_parameters: Array, log_tokens: Array) -> Array:
+    def log_flops(self, log_parameters: Array, log_tokens: float | Array) -> Array:
         """ln C of a run of size N over D tokens."""
         return np.log(self.scale) + self.power * log_parameters + log_tokens
 
@@ -124,13 +124,6 @@ def loss_at(theta: Array, log_parameters: Array, log_tokens: Array) -> Array:
     return np.exp(log_loss(theta, log_parameters[..., None], log_tokens[..., None])[..., 0])
 
 
-def exponents(theta: Array, flops_law: FlopsLaw) -> tuple[Array, Array]:
-    """The powers a, b of C in N* ~ C^a and D* ~ C^b."""
-    alpha, beta = theta[..., 3], theta[..., 4]
-    power = beta / (alpha + flops_law.power * beta)
-    return power, 1 - flops_law.power * power
-
-
 def log_optimum(theta: Array, log_flops: float | Array, flops_law: FlopsLaw) -> tuple[Array, Array]:
     """(ln N*, ln D*) that minimize the loss at C FLOPs, in closed form.
 
@@ -165,7 +158,9 @@ class LawLine:
 
     def exponents(self, flops_law: FlopsLaw) -> tuple[Array, Array]:
         """The powers a, b of C in N* ~ C^a and D* ~ C^b."""
-        return exponents(self.theta, flops_law)
+        alpha, beta = self.theta[..., 3], self.theta[..., 4]
+        power = beta / (alpha + flops_law.power * beta)
+        return power, 1 - flops_law.power * power
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,13 +189,13 @@ class ParametricFit:
         """
         if self.is_tied:
             raise DataError(NOT_HELD)
-        groups = groups_of(points.budget_P), "budgets"
+        group_P, name = groups_of(points.budget_P), "budgets"
         if not self._do_budgets_differ(points):
             count = max(MOST_GROUPS, min(len(points), MOST_FITTED // len(points)))
             name = "runs" if count == len(points) else "groups of runs"
-            groups = np.arange(len(points)) % count, name
-        laws = self.without_each(points, groups[0])
-        return LawLine(laws, flops_law), len(laws) - 1, f"{len(laws)} {groups[1]}"
+            group_P = np.arange(len(points)) % count
+        laws = self.without_each(points, group_P)
+        return LawLine(laws, flops_law), len(laws) - 1, f"{len(laws)} {name}"
 
     def without_each(self, points: Points, group_P: Array) -> Array:
         """The laws theta [G, 5] without each group; DataError for too few budgets."""

@@ -27,13 +27,12 @@ SPARE = 2  # runs beyond the numbers that are fitted
 EXPONENTS = np.geomspace(0.05, 2.0, 10)
 STEEPEST = 8.0
 FLATTEST = 1e-3
-SUMMED = 4  # keys: an integral from M + 1/2 on is 19% over at M = 0, T = 16 and gamma 1.9
 FURTHEST_MEMORY = 2.0  # times the longest memory of the runs: longer ones are not answered with
 FURTHEST_SIZE = 2.0
 MEMORIES, SIZES = 400, 24
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Trained:
     """Runs evaluated with the memory they trained with, as columns."""
 
@@ -48,6 +47,11 @@ class Trained:
     def values(self) -> tuple[Array, Array, Array]:
         """N, D and M of each run."""
         return self.parameters_P, self.tokens_P, self.memory_P
+
+    def take(self, chosen_P: Array) -> Trained:
+        """The runs of a mask."""
+        columns = {name: each[chosen_P] for name, each in vars(self).items() if name[-2:] == "_P"}
+        return replace(self, **columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,18 +80,10 @@ class MemoryLaw:
         ]
 
 
-def mean_power(memory: Array | float, segment_length: int, power: Array | float) -> Array:
-    """The mean of k^-power over the keys k = M + 1 ... M + T: the first SUMMED one by one, the
-    others by the Euler-Maclaurin formula for midpoints (to 2e-5 up to STEEPEST)."""
-    memory, power = np.asarray(memory, float), np.asarray(power, float)
-    summed = min(SUMMED, segment_length)
-    first = sum((memory + key) ** -power for key in range(1, summed + 1))
-    low, high = memory + summed + 0.5, memory + segment_length + 0.5
-    rest = 1 - power
-    rest = np.where(np.abs(rest) < FLATTEST / 1000, FLATTEST / 1000, rest)  # 1/k has a logarithm
-    integral = low**rest * np.expm1(rest * np.log(high / low)) / rest
-    slopes = power * (high ** (-power - 1) - low ** (-power - 1)) / 24
-    return (first + integral + slopes) / segment_length
+def mean_power(memory: Array | float, segment_length: int, power: float) -> Array:
+    """The mean of k^-power over the keys k = M + 1 ... M + T."""
+    keys = np.asarray(memory, float)[..., None] + np.arange(1, segment_length + 1)
+    return (keys**-power).mean(axis=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,35 +122,20 @@ def trained_runs(rows: Sequence[Row], segment_length: int = 0) -> Trained:
             "the runs have two sizes, which determine no power of N: give tables of one size, or "
             f"of {FEWEST}"
         )
-    own = _means_over_seeds(own)
+    # Repeats that counted as single runs would narrow the intervals as if the law were exact.
+    losses: dict[tuple[float, ...], list[float]] = {}
+    for row in own:
+        cell = float(row.N), float(row.D), float(row.C), float(row.memory_length)
+        losses.setdefault(cell, []).append(float(row.loss))
     numbers = 5 + 2 * (sizes >= FEWEST)
-    if len(own) < numbers + SPARE:
+    if len(losses) < numbers + SPARE:
         raise DataError(
-            f"segments of {segment}: {counted(len(own), 'run')}, a law of {numbers} numbers needs "
-            f"{numbers + SPARE}"
+            f"segments of {segment}: {counted(len(losses), 'run')}, a law of {numbers} numbers "
+            f"needs {numbers + SPARE}"
         )
-    return Trained(
-        parameters_P=np.array([float(row.N) for row in own]),
-        tokens_P=np.array([float(row.D) for row in own]),
-        flops_P=np.array([float(row.C) for row in own]),
-        memory_P=np.array([float(row.memory_length) for row in own]),
-        loss_P=np.array([float(row.loss) for row in own]),
-        segment_length=segment,
-    )
-
-
-def _means_over_seeds(rows: Sequence[Row]) -> list[Row]:
-    """Runs that differ in their seed alone as one run with the mean of their losses.
-
-    Repeats that counted as single runs would narrow the intervals as if the law were exact.
-    """
-    cells: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        cells.setdefault((row.N, row.D, row.memory_length), []).append(row)
-    return [
-        replace(same[0], loss=float(np.mean([float(row.loss) for row in same])))
-        for same in cells.values()
-    ]
+    means_P = np.array([np.mean(same) for same in losses.values()])
+    size_P, tokens_P, flops_P, memory_P = np.array([*losses]).T
+    return Trained(size_P, tokens_P, flops_P, memory_P, means_P, segment)
 
 
 def fit_memory_law(runs: Trained) -> MemoryLaw:
@@ -165,22 +146,20 @@ def fit_memory_law(runs: Trained) -> MemoryLaw:
     law = MemoryLaw(
         coefficients=np.ones(4),
         exponents=np.ones(3),
-        reference=np.array([*_middle(runs), runs.memory_P.min()]),
+        reference=np.array([*np.exp(np.log(runs.values[:2]).mean(axis=1)), runs.memory_P.min()]),
         segment_length=runs.segment_length,
     )
-    best, least = None, np.inf
-    for exponents in itertools.product(EXPONENTS, repeat=3):
-        terms = replace(law, exponents=np.array(exponents)).terms(runs.values)
-        design = np.stack([np.ones_like(runs.loss_P), *terms], axis=-1)
-        solution, error = nnls(design / runs.loss_P[:, None], np.ones_like(runs.loss_P))
-        if error < least:
-            best, least = (solution, np.array(exponents)), error
-    assert best is not None
-    return _refined(replace(law, coefficients=best[0], exponents=best[1]), runs)
-
-
-def _middle(runs: Trained) -> list[float]:
-    return [float(np.exp(np.log(each).mean())) for each in (runs.parameters_P, runs.tokens_P)]
+    ones_P = np.ones_like(runs.loss_P)
+    # The term of each axis at each exponent, so that none is computed for every combination.
+    terms_EP3 = [np.stack(replace(law, exponents=np.full(3, e)).terms(runs.values), axis=-1)
+                 for e in EXPONENTS]  # fmt: skip
+    ends = []
+    for chosen in itertools.product(range(len(EXPONENTS)), repeat=3):
+        terms = [terms_EP3[index][:, axis] for axis, index in enumerate(chosen)]
+        design = np.stack([ones_P, *terms], axis=-1)
+        ends.append((*nnls(design / runs.loss_P[:, None], ones_P)[::-1], EXPONENTS[[*chosen]]))
+    _, coefficients, exponents = min(ends, key=lambda end: end[0])
+    return _refined(replace(law, coefficients=coefficients, exponents=exponents), runs)
 
 
 def _refined(start: MemoryLaw, runs: Trained) -> MemoryLaw:
@@ -203,18 +182,6 @@ def _refined(start: MemoryLaw, runs: Trained) -> MemoryLaw:
     return law(found.x)
 
 
-def left_out_laws(law: MemoryLaw, runs: Trained) -> list[MemoryLaw]:
-    """The law without each group of runs, by what differs between their rows."""
-    group_P = groups_of(np.arange(len(runs.loss_P)))
-    laws = []
-    for group in np.unique(group_P):
-        columns = {
-            name: value[group_P != group] for name, value in vars(runs).items() if name[-2:] == "_P"
-        }
-        laws.append(_refined(law, replace(runs, **columns)))
-    return laws
-
-
 def best_memory(law: MemoryLaw, runs: Trained, flops: float) -> Optimum:
     """The memory length (and size, if the runs have several) of lowest loss at these FLOPs, with
     intervals from the law without each group of runs.
@@ -229,7 +196,9 @@ def best_memory(law: MemoryLaw, runs: Trained, flops: float) -> Optimum:
     values = (size_N[:, None], tokens_NX, memory_X[None])
     loss_NX = law.loss(*values)
     size, memory = np.unravel_index(int(loss_NX.argmin()), loss_NX.shape)
-    without_GX = np.array([each.loss(*values).min(axis=0) for each in left_out_laws(law, runs)])
+    group_P = groups_of(np.arange(len(runs.loss_P)))
+    rests = [_refined(law, runs.take(group_P != group)) for group in np.unique(group_P)]
+    without_GX = np.array([each.loss(*values).min(axis=0) for each in rests])
     free = len(without_GX) - (7 if len(size_N) > 1 else 5)
     keys = jackknife(1 + memory_X[memory], 1 + memory_X[without_GX.argmin(axis=1)], free)
     return Optimum(

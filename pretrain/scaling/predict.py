@@ -20,7 +20,7 @@ import numpy as np
 
 from foundation.errors import ConfigError
 from pretrain.scaling.fit import Fit, disagreement, loss_interval
-from pretrain.scaling.frontier import Approach, IsoflopFit, Line, law_of
+from pretrain.scaling.frontier import Approach, FrontierFit, Line, law_of
 from pretrain.scaling.intervals import Interval, amount, as_loss, as_size, shown
 from pretrain.scaling.law import FlopsLaw, LawLine, log_loss, log_optimum, loss_at
 from pretrain.scaling.plan import PlannedRun
@@ -67,11 +67,10 @@ def optimal_flops(
 
 def preferred(fit: Fit, key: str = "") -> Approach:
     """Return the law of that key, or the one that comes first; ConfigError if it is missing."""
-    if not key:
-        return fit.approaches[0]
-    if approach := fit.approach(key):
-        return approach
-    raise ConfigError(f"law {key!r} is not available for these runs: {fit.unavailable[key]}")
+    approach = fit.approach(key) if key else fit.approaches[0]
+    if approach is None:
+        raise ConfigError(f"law {key!r} is not available for these runs: {fit.unavailable[key]}")
+    return approach
 
 
 def law_of_runs(fit: Fit) -> Approach:
@@ -94,10 +93,22 @@ def near_optimal_band(fit: Fit, flops: float, approach: Approach) -> tuple[float
         loss_X = np.exp(log_loss(approach.line.theta, n_X, d_X))
         near = n_X[loss_X <= (1 + BAND) * float(approach.line.loss(np.log(flops)))]
         return (float(np.exp(near[0])), float(np.exp(near[-1]))) if len(near) else None
-    if not isinstance(approach.fit, IsoflopFit) or not np.isfinite(n_star):
+    if not isinstance(approach.fit, FrontierFit):
         return None
-    off = float(np.sqrt(2 * BAND / approach.fit.bend))
-    return float(np.exp(n_star - off)), float(np.exp(n_star + off))
+    off = math.sqrt(2 * BAND / approach.fit.bend)
+    ends = math.exp(n_star - off), math.exp(n_star + off)
+    return ends if math.isfinite(ends[1]) else None
+
+
+def near_optimal_line(fit: Fit, flops: float, approach: Approach) -> str:
+    """The band in words; empty without one."""
+    if not (band := near_optimal_band(fit, flops, approach)):
+        return ""
+    low, high = (as_size(size) for size in band)
+    return (
+        f"near-optimal at {flops:.3g} FLOPs: N from {low} to {high} loses at most {BAND:.0%} by "
+        f"{approach.title}"
+    )
 
 
 def doubts(fit: Fit, flops: float, approach: Approach) -> list[str]:
@@ -112,9 +123,7 @@ def doubts(fit: Fit, flops: float, approach: Approach) -> list[str]:
             f"the interval of N* by {approach.title} is {shown(size, as_size)}, over "
             f"{WIDEST:.0f}x wide"
         )
-    rivals = tuple(each for each in fit.approaches if each.key not in (*fit.doubts, "lowest"))
-    ratio = disagreement(rivals, float(np.log(flops)))
-    if ratio > LARGEST_DISAGREEMENT:
+    if (ratio := disagreement(fit, flops)) > LARGEST_DISAGREEMENT:
         found.append(f"the laws' optimal sizes differ {ratio:.1f}x there")
     return found
 
@@ -173,7 +182,7 @@ def cheapest_at_loss(law: Approach, flops: float, served: float) -> Run:
 
         def cost(n_GX: Array) -> Array:
             d_GX = tokens_at_loss(theta[..., None, :], goal[..., None], n_GX)
-            return _flops_per_token(line.flops_law, n_GX) * (np.exp(d_GX) + served * SERVED)
+            return np.exp(line.flops_law.log_flops(n_GX, 0.0)) * (np.exp(d_GX) + served * SERVED)
 
         n = _lowest(cost, n_star + SMALLEST, n_star)
         return n, tokens_at_loss(theta, goal, n)
@@ -211,7 +220,7 @@ def _run(
         laws = law_of(line)
         n, d = run_of(laws)
         training = np.exp(laws.flops_law.log_flops(n, d))
-        serving = served * SERVED * _flops_per_token(laws.flops_law, n)
+        serving = served * SERVED * np.exp(laws.flops_law.log_flops(n, 0.0))
         return np.exp(n), np.exp(d), training, serving, training + serving
 
     def loss(line: Line) -> Array:
@@ -240,10 +249,6 @@ def _lowest(value_of: Callable[[Array], Array], low: Array, high: Array) -> Arra
     return (low + high) / 2
 
 
-def _flops_per_token(flops_law: FlopsLaw, n: Array) -> Array:
-    return flops_law.scale * np.exp(flops_law.power * n)
-
-
 def effective(count: float | Array, unique: float | Array, constant: float) -> Array:
     """How many unique ones `count` tokens (or parameters) are worth of which `unique` are."""
     repeats = np.maximum(np.asarray(count) / unique - 1, 0.0)
@@ -257,7 +262,7 @@ def effective_tokens(tokens: float, unique: float) -> float:
 
 
 def noted_repeats(runs: Sequence[PlannedRun], unique: int) -> tuple[list[PlannedRun], str]:
-    """The runs of a plan with what their tokens are worth among their facts, and a line about it.
+    """The runs of a plan with the unique tokens of each among its facts, and a line about it.
 
     The line is empty if no run reads a token twice.
     """
@@ -265,23 +270,15 @@ def noted_repeats(runs: Sequence[PlannedRun], unique: int) -> tuple[list[Planned
     if not repeating:
         return list(runs), ""
     noted = [
-        replace(
-            item,
-            facts={
-                **item.facts,
-                "unique_tokens": min(unique, item.cost.tokens),
-                "effective_tokens": effective_tokens(item.cost.tokens, unique),
-            },
-        )
+        replace(item, facts={**item.facts, "unique_tokens": min(unique, item.cost.tokens)})
         for item in runs
     ]
     worst = max(repeating, key=lambda item: item.cost.tokens)
-    epochs = worst.cost.tokens / unique
     worth = effective_tokens(worst.cost.tokens, unique) / worst.cost.tokens
     return noted, (
         f"{len(repeating)} of {len(runs)} cells repeat the corpus's {amount(unique)} tokens, up to "
-        f"{epochs:.3g} epochs ({worst.name}), each token worth {worth:.0%} of a new one "
-        "(Muennighoff et al. 2023): fit them with --column tokens=D_effective"
+        f"{worst.cost.tokens / unique:.3g} epochs ({worst.name}), each token worth {worth:.0%} of "
+        "a new one (Muennighoff et al. 2023): fit them with --column tokens=D_effective"
     )
 
 

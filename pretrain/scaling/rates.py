@@ -122,32 +122,25 @@ def _missing_rates(rates_S: Array, near: Array, best: float, diverged: Sequence[
 
 def _optimum(rates_S: Array, loss_S: Array) -> Optimum:
     """The lowest point of the parabola through these runs, with its interval by its scatter."""
-    log_S = np.log(rates_S)
-    center, half = float(log_S.max() + log_S.min()) / 2, float(max(np.ptp(log_S) / 2, 1e-12))
-    terms_S3 = np.vander((log_S - center) / half, 3)
-    curve, slope, level = coefficients = np.linalg.lstsq(terms_S3, loss_S, rcond=None)[0]
+    log_S, spare, error, doubt = np.log(rates_S), len(rates_S) - 3, math.nan, ""
+    center, half = float(log_S.max() + log_S.min()) / 2, float(np.ptp(log_S) / 2)
+    x_S = (log_S - center) / half
+    curve, slope, level = (float(each) for each in np.polyfit(x_S, loss_S, 2))
     if not curve > 0 or abs(slope) > 2 * curve:
         return replace(_NONE, doubt="the losses have no valley: train longer, or use more seeds")
-    vertex, bottom = -slope / (2 * curve), float(level - slope**2 / (4 * curve))
-    reach, error = math.sqrt(TOLERABLE * bottom / curve), math.nan
-    if spare := len(log_S) - 3:
+    vertex, bottom = -slope / (2 * curve), level - slope**2 / (4 * curve)
+    reach, value = math.sqrt(TOLERABLE * bottom / curve), math.exp(center + half * vertex)
+    if spare:
         from scipy.special import stdtrit
 
-        variance = ((loss_S - terms_S3 @ coefficients) ** 2).sum() / spare
         change = np.array([slope / (2 * curve**2), -1 / (2 * curve), 0.0])
-        of_vertex = change @ np.linalg.pinv(terms_S3.T @ terms_S3) @ change * variance
-        error = float(stdtrit(spare, 0.975) * math.sqrt(of_vertex))
-    value, low, high, best_low, best_high = (
-        math.exp(center + half * x)
-        for x in (vertex, vertex - error, vertex + error, vertex - reach, vertex + reach)
-    )
-    doubt = (
-        ""
-        if spare
-        else (f"no interval: three runs determine a parabola; add rates near {value:.2g} or seeds")
-    )
-    rate = Interval(value, low, high)
-    return Optimum(rate=rate, loss=bottom, low=best_low, high=best_high, doubt=doubt)
+        variance = change @ np.polyfit(x_S, loss_S, 2, cov=True)[1] @ change
+        error = float(stdtrit(spare, 0.975) * math.sqrt(variance))
+    else:
+        doubt = f"no interval: three runs determine a parabola; add rates near {value:.2g} or seeds"
+    rate = Interval(value, value * math.exp(-half * error), value * math.exp(half * error))
+    low, high = value * math.exp(-half * reach), value * math.exp(half * reach)
+    return Optimum(rate=rate, loss=bottom, low=low, high=high, doubt=doubt)
 
 
 def tuned_rates(rows: Sequence[Row]) -> list[Tuned]:
@@ -284,8 +277,8 @@ class TunedRule:
         rungs = ", ".join(
             f"{rung.rate.value:.1e} at {as_size(rung.body_parameters)}" for rung in self.rungs
         )
-        words = "the same at every width (model.base_width)"
-        words = words if self.transfers else _words(self.rate, "N")
+        transferred = "the same at every width (model.base_width)"
+        words = transferred if self.transfers else _words(self.rate, "N")
         lines = [f"rate: tuned on {rungs} (N without embeddings); {words}"]
         if (batch := self.batch) is not None:
             lines.append(f"batch: the best of those tried; {_words(batch, 'D')}")

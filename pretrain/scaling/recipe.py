@@ -1,7 +1,7 @@
 """How a run is derived from a size and a budget: its shape, rate, batch and steps. Torch-free.
 
-Shapes are models of nearly one ratio of width to depth, or the rungs of a ladder. Sizes of one
-family differ in little but their size. So a width is a whole number of the base's
+Shapes are models of nearly one ratio of width to depth. Sizes of one family differ in little but
+their size. So a width is a whole number of the base's
 heads, and a round one: odd numbers of heads and widths such as 3456 divide badly over tiles and
 ranks. Depth follows the width, and gives way a little to come nearer to a size.
 """
@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from foundation.errors import ConfigError
-from foundation.settings import MOST, load_config
+from foundation.settings import MOST
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of, parameters_of
@@ -29,7 +28,6 @@ FAR_SIZE = 0.5  # how far, as a logarithm, a shape may be from the size it is fo
 INNER_MULTIPLE = 8
 WIDTH_MULTIPLE = 128  # of widths from 4 times it on
 STEPS_PER_DOUBLING = 8  # widths between a power of two and the next, at most
-SHAPE = ("layer_kinds", "num_layers", "d_model", "num_heads", "num_key_heads", "d_head", "d_inner")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,29 +36,21 @@ class Family:
 
     base: RunConfig
     keep_layers: bool = False  # every shape has the base's depth
-    rungs: tuple[ModelConfig, ...] = ()  # of a ladder; if there are any, only their shapes
 
     def nearest(self, parameters: float, tolerance: float = math.inf) -> RunConfig:
         """The base in the shape whose parameters come nearest to the wanted number.
 
         ConfigError if their logarithms differ by more than the tolerance.
         """
-        run = self._nearest_rung(parameters) if self.rungs else self._nearest_shape(parameters)
+        run = self._nearest_shape(parameters)
         found = parameters_of(run.model).total
         if abs(math.log(found / parameters)) > tolerance:
-            remedy = "smaller heads or another vocabulary"
             raise ConfigError(
                 f"the nearest shape to {parameters:.3g} parameters has {found:.3g} (heads of "
-                f"{run.model.head_width}, vocabulary {run.model.vocab_size}); use "
-                + ("a ladder with more rungs" if self.rungs else f"a base with {remedy}")
+                f"{run.model.head_width}, vocabulary {run.model.vocab_size}); use a base with "
+                "smaller heads or another vocabulary"
             )
         return run
-
-    def _nearest_rung(self, parameters: float) -> RunConfig:
-        shapes = [{name: getattr(rung, name) for name in SHAPE} for rung in self.rungs]
-        models = [replace(self.base.model, **shape) for shape in shapes]
-        sizes = [abs(math.log(parameters_of(model).total / parameters)) for model in models]
-        return replace(self.base, model=models[sizes.index(min(sizes))])
 
     def _nearest_shape(self, parameters: float) -> RunConfig:
         model, period = self.base.model, self.base.model.period
@@ -89,10 +79,6 @@ class Family:
     def description(self) -> str:
         """What the shapes have in common, in one line."""
         model = self.base.model
-        if self.rungs:
-            return f"shapes of {len(self.rungs)} rungs: " + ", ".join(
-                f"{each.num_layers}x{each.d_model}" for each in self.rungs
-            )
         depth = f"width / depth within {DEPTH_FREEDOM}x of {model.d_model / model.num_layers:.3g}"
         depth = f"{model.num_layers} layers" if self.keep_layers else depth
         return f"shapes: {depth}, heads of {model.head_width}"
@@ -126,12 +112,6 @@ def with_shape(base: RunConfig, num_heads: int, num_layers: int) -> RunConfig:
         d_inner=inner if model.d_inner else 0,
     )
     return replace(base, model=shaped)
-
-
-def read_ladder(paths: Sequence[Path]) -> tuple[ModelConfig, ...]:
-    """The models of experiment or model files, smallest first."""
-    rungs = [load_config(RunConfig, path).model for path in paths]
-    return tuple(sorted(rungs, key=lambda model: (model.d_model, model.num_layers)))
 
 
 def _key_heads(model: ModelConfig, num_heads: int) -> int | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,10 +28,9 @@ from pretrain.reporting.html import (
 )
 from pretrain.rundir.code_version import code_version
 from pretrain.scaling.charts import charts_of
-from pretrain.scaling.fit import BEYOND, TITLES, Fit, relative_error
+from pretrain.scaling.fit import BEYOND, TITLES, Fit
 from pretrain.scaling.frontier import Approach, Line, law_of
 from pretrain.scaling.intervals import (
-    ERRORS,
     LEVEL,
     Interval,
     Text,
@@ -43,9 +42,12 @@ from pretrain.scaling.intervals import (
     shown,
 )
 from pretrain.scaling.law import NAMES, LawLine
-from pretrain.scaling.predict import BAND, near_optimal_band
+from pretrain.scaling.predict import near_optimal_line
 from pretrain.scaling.table import Array, Points
 from pretrain.terminal.text import counted, flops_text, text_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WIDTH, PRE_WIDTH = 100, 84  # of the terminal and of text on a page
 MOST_WARNINGS, WARNING_LINES = 5, 2
@@ -86,19 +88,13 @@ def fit_lines(fit: Fit, flops: float = 0.0, verbose: bool = False) -> list[str]:
 
 def answer_lines(fit: Fit, flops: float) -> list[str]:
     """The law to rely on, why, and its optimum at C FLOPs; or that there is none."""
-    lines = [choice_line(fit)]
     if fit.none_because:
-        return lines
-    times = flops / fit.largest
-    lines.append(
-        f"at {flops:.3g} FLOPs, {times:.3g} times the largest budget ({LEVEL}% intervals):"
-    )
-    first = fit.approaches[0]
+        return [choice_line(fit)]
+    first, times = fit.approaches[0], f"{flops / fit.largest:.3g} times the largest budget"
+    lines = [choice_line(fit), f"at {flops:.3g} FLOPs, {times} ({LEVEL}% intervals):"]
     numbers = numbers_at(fit, first, flops)
     lines += [f"  {name:5} {shown(interval, text)}" for name, interval, text in numbers]
-    if first.no_interval:
-        lines.append(f"  without an interval: {first.no_interval}")
-    return lines
+    return lines + [f"  without an interval: {first.no_interval}"] * bool(first.no_interval)
 
 
 def choice_line(fit: Fit) -> str:
@@ -106,13 +102,12 @@ def choice_line(fit: Fit) -> str:
     if fit.none_because:
         return f"none of these laws describes these runs: {fit.none_because}"
     first, left = fit.approaches[0], fit.left_out
-    line = f"rely on {first.title}"
-    if left and first.key in left.error:
-        return (
-            f"{line}: fitted without {left.budget:.3g} FLOPs, it predicts those losses within "
-            f"{left.error[first.key]:.2%}"
-        )
-    return f"{line}, which nothing checks"
+    if not left or first.key not in left.error:
+        return f"rely on {first.title}, which nothing checks"
+    return (
+        f"rely on {first.title}: fitted without {left.budget:.3g} FLOPs, it predicts those losses "
+        f"within {left.error[first.key]:.2%}"
+    )
 
 
 def law_table(fit: Fit, flops: float) -> list[list[str]]:
@@ -135,17 +130,16 @@ def narrow(rows: list[list[str]]) -> list[list[str]]:
 
 def warning_lines(fit: Fit, verbose: bool = False) -> list[str]:
     """The warnings; without `verbose` MOST_WARNINGS at most, of WARNING_LINES lines each."""
-    lines = []
-    for warning in fit.warnings if verbose else fit.warnings[:MOST_WARNINGS]:
-        wrapped = textwrap.wrap(f"warning: {warning}", WIDTH, subsequent_indent="  ")
-        if len(wrapped) > WARNING_LINES and not verbose:
-            wrapped = textwrap.wrap(
-                f"warning: {warning}", WIDTH, subsequent_indent="  ",
-                max_lines=WARNING_LINES, placeholder=" ... (--verbose)",
-            )  # fmt: skip
-        lines += wrapped
-    more = len(fit.warnings) - MOST_WARNINGS
-    return lines + [f"{more} more: --verbose"] * (more > 0 and not verbose)
+    wrap = textwrap.TextWrapper(
+        WIDTH,
+        subsequent_indent="  ",
+        max_lines=None if verbose else WARNING_LINES,
+        placeholder=" ... (--verbose)",
+    )
+    most = len(fit.warnings) if verbose else MOST_WARNINGS
+    lines = [line for each in fit.warnings[:most] for line in wrap.wrap(f"warning: {each}")]
+    more = len(fit.warnings) - most
+    return lines + [f"{more} more: --verbose"] * (more > 0)
 
 
 def law_intervals(fit: Fit, key: str = "parametric") -> dict[str, Interval]:
@@ -161,19 +155,6 @@ def law_intervals(fit: Fit, key: str = "parametric") -> dict[str, Interval]:
     return dict(zip(NAMES, law.intervals(numbers, is_linear=True), strict=True))
 
 
-def left_out_table(fit: Fit) -> list[list[str]]:
-    """Heads and rows: the optimum at the largest budget, measured and predicted without it."""
-    if fit.left_out is None:
-        return []
-    size, loss = fit.left_out.measured
-    rows = [["", "N*", "loss", "error of N*", "error of the loss"]]
-    rows.append(["measured", as_size(size), as_loss(loss), "", ""])
-    for key, (n, least) in fit.left_out.optimum.items():
-        errors = f"{relative_error(n, size):+.0%}", f"{relative_error(least, loss):+.2%}"
-        rows.append([TITLES[key], as_size(n), as_loss(least), *errors])
-    return rows
-
-
 def _holdouts(fit: Fit) -> list[str]:
     """The predictions of runs that were not fitted; the intervals have no noise of single runs."""
     return [
@@ -184,9 +165,7 @@ def _holdouts(fit: Fit) -> list[str]:
 
 
 def _details(fit: Fit) -> list[str]:
-    """All else: notes, why what is missing is, the laws' numbers, the left-out optimum, the runs
-    left out.
-    """
+    """All else: notes, why what is missing is, the laws' numbers, the runs left out."""
     lines = [*(f"note: {note}" for note in fit.points.notes), *_missing(fit)]
     lines += [
         f"intervals of {item.title}: a jackknife that leaves out each of {item.groups}"
@@ -204,11 +183,6 @@ def _details(fit: Fit) -> list[str]:
     lines += _holdouts(fit)
     if (spread := seed_spread(fit.points)) is not None:
         lines.append(f"standard deviation of losses that differ only by the seed: {spread:.3%}")
-    if fit.left_out:
-        lines += [
-            f"{fit.left_out.budget:.3g} FLOPs as a fit without them predicts it; {ERRORS}",
-            text_table(left_out_table(fit)),
-        ]
     return lines + [f"left out: {item.name}: {item.reason}" for item in fit.points.excluded]
 
 
@@ -248,7 +222,7 @@ def fit_tree(fit: Fit) -> dict[str, Any]:
         "flops_per_token": {"scale": fit.flops_law.scale, "power": fit.flops_law.power},
         "rely_on": None if fit.none_because else fit.approaches[0].key,
         "laws": laws,
-        "valleys": fit.isoflop.valleys if fit.isoflop else [],
+        "valleys": fit.valleys,
         "unavailable": fit.unavailable,
         "left_out": fit.left_out,
         "holdouts": [{**_plain(item), "error": item.error} for item in fit.holdouts],
@@ -272,38 +246,48 @@ def _plain(value: Any) -> Any:
 
 def seed_spread(points: Points) -> float | None:
     """The relative standard deviation of losses over seeds; None if no run was repeated."""
-    pairs = np.stack([points.parameters_P, points.tokens_P], axis=1)
-    group_P = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
-    count_M = np.bincount(group_P)
-    free = len(points) - len(count_M)
-    if not free:
-        return None
-    log_P = np.log(points.loss_P)
-    rest_P = log_P - (np.bincount(group_P, log_P) / count_M)[group_P]
-    return float(np.sqrt((rest_P**2).sum() / free))
-
-
-FEW_ROWS = 12  # of costs; a longer table is folded
+    logs: dict[tuple[float, float], list[float]] = {}
+    for size, tokens, loss in zip(
+        points.parameters_P, points.tokens_P, np.log(points.loss_P), strict=True
+    ):
+        logs.setdefault((size, tokens), []).append(loss)
+    free = len(points) - len(logs)
+    return math.sqrt(sum(len(s) * np.var(s) for s in logs.values()) / free) if free else None
 
 
 def write_report(fit: Fit, runs: Path, directory: Path, title: str) -> Path:
     """Write report.html about the table `runs`, fit.json and the figures; return the page."""
     directory.mkdir(parents=True, exist_ok=True)
-    drawn: dict[str, str] = {}
-    table_name, about = "/".join(runs.parts[-2:]), provenance()
-    for name, (chart, caption) in charts_of(fit).items():
-        figure = chart(fit)
-        drawn[name] = chart_html(figure, caption) + paragraph(caption + ".")
-        save_figure(directory / f"{name}.png", figure, f"{caption} ({table_name}, {about})")
+    name, about = table_name(runs), provenance()
+    drawn = {
+        key: drawn_figure(directory / f"{key}.png", chart(fit), caption, f"{name}, {about}")
+        for key, (chart, caption) in charts_of(fit).items()
+    }
     path = directory / "report.html"
-    write_page(path, render(fit, f"{title}: {table_name}", about, drawn))
+    write_page(path, render(fit, f"{title}: {name}", about, drawn))
     write_json(directory / "fit.json", fit_tree(fit))
     return path
+
+
+def table_name(path: Path) -> str:
+    """How titles name a table."""
+    return "/".join(path.parts[-2:])
 
 
 def provenance() -> str:
     """Today's date and the code that reads the table."""
     return f"{datetime.now(timezone.utc).date().isoformat()}, code {code_version()}"
+
+
+def drawn_figure(path: Path, figure: Figure, caption: str, about: str) -> str:
+    """The figure as HTML with its caption; it is saved in all forms beside `path`."""
+    save_figure(path, figure, f"{caption} ({about})")
+    return chart_html(figure, caption) + sentence(caption)
+
+
+def sentence(line: str, style: str = "faint") -> str:
+    """A line of the terminal as a paragraph."""
+    return paragraph(f"{line[0].upper()}{line[1:]}.", style)
 
 
 def render(fit: Fit, title: str, about: str, drawn: Mapping[str, str]) -> str:
@@ -314,12 +298,11 @@ def render(fit: Fit, title: str, about: str, drawn: Mapping[str, str]) -> str:
         f"{points.flops_P.min():.3g} to {points.flops_P.max():.3g} training FLOPs. Brackets are "
         f"{LEVEL}% intervals, losses in nats per token."
     )
-    text = "\n".join(
-        textwrap.fill(line, PRE_WIDTH, subsequent_indent="  ") if len(line) > PRE_WIDTH else line
-        for line in "\n".join(_details(fit)).splitlines()
-    )
+    lines = "\n".join(_details(fit)).splitlines()
+    text = "\n".join(textwrap.fill(line, PRE_WIDTH, subsequent_indent="  ") for line in lines)
+    answer = [choice_line(fit), *(f"warning: {line}" for line in fit.warnings)]
     sections = [
-        _warnings(fit),
+        section("Answer", *(sentence(line, "") for line in answer)),
         _laws(fit),
         _figures("Runs of equal FLOPs", drawn, "isoflop"),
         _figures("Compute-optimal frontier", drawn, "frontier", "sizes", "tokens"),
@@ -351,28 +334,15 @@ def _cards(fit: Fit) -> list[Card]:
     return cards
 
 
-def _warnings(fit: Fit) -> str:
-    words = choice_line(fit)
-    parts = [paragraph(f"{words[0].upper()}{words[1:]}.", "")]
-    parts += [paragraph(f"Warning: {line}.", "") for line in fit.warnings]
-    return section("Answer" if not fit.warnings else "Answer and warnings", *parts)
-
-
 def _laws(fit: Fit) -> str:
     heads, *rows = law_table(fit, BEYOND * fit.largest)
     # a line of a table on a narrow screen ends before an interval and not inside of it
     cells = [[cell.replace(", ", ",\N{NO-BREAK SPACE}") for cell in row] for row in rows]
     parts = [table(heads, cells, "named ranges")]
     doubts = [f"{TITLES[key]} is not relied on: {why}" for key, why in fit.doubts.items()]
-    parts += [paragraph(f"{line}.") for line in (*doubts, *_missing(fit))]
-    if band := near_optimal_band(fit, fit.largest, fit.approaches[0]):
-        low, high = (as_size(size) for size in band)
-        parts.append(
-            paragraph(
-                f"At {fit.largest:.3g} FLOPs every size from {low} to {high} loses at most "
-                f"{BAND:.0%} by {fit.approaches[0].title}."
-            )
-        )
+    parts += map(sentence, (*doubts, *_missing(fit)))
+    if line := near_optimal_line(fit, fit.largest, fit.approaches[0]):
+        parts.append(sentence(line))
     return section("Laws", *parts)
 
 
@@ -388,7 +358,5 @@ def _costs(fit: Fit) -> str:
         share = f"{flops / points.flops_P.sum():.2g}"
         rows.append([f"{budget:.3g}", str(len(mine)), sizes, tokens, flops_text(flops), share])
     heads = ["budget", "runs", "parameters", "tokens", "FLOPs", "share"]
-    total = flops_text(float(points.flops_P.sum()))
-    drawn = table(heads, rows, "named")
-    heading = f"{counted(len(points.budgets), 'budget')}, {total} FLOPs"
-    return section("Cost", folded(heading, drawn) if len(rows) > FEW_ROWS else drawn)
+    heading = f"{counted(len(rows), 'budget')}, {flops_text(float(points.flops_P.sum()))} FLOPs"
+    return section("Cost", folded(heading, table(heads, rows, "named")))

@@ -99,9 +99,6 @@ def read_sweep(path: Path) -> Sweep:
         hint = f"; did you mean '{found[0]}'?" if found else ""
         raise ConfigError(f"{path} does not exist; expected the file of a sweep (YAML){hint}")
     tree = read_tree(path)
-    for name, example in (("format", str(FORMAT)), ("name", "NAME")):
-        if name not in tree:
-            raise ConfigError(f"{path}: {name} is missing; write '{name}: {example}'")
     if "grid" in tree:
         tree = _expanded(tree, path)
     cells = tree.get("cells")

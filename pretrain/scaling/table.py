@@ -113,17 +113,13 @@ def usable(points: Points) -> Points:
 def grouped_budgets(flops_P: Array) -> Array:
     """Each run's budget: the geometric mean of a group that spans at most SAME_BUDGET."""
     # A group starts at its smallest run, so that a chain of close runs does not merge budgets.
-    groups: list[list[int]] = []
-    for index in np.argsort(flops_P, kind="stable"):
-        if groups and flops_P[index] <= SAME_BUDGET * flops_P[groups[-1][0]]:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    budget_P = np.empty_like(flops_P)
-    for group in groups:
+    budget_P, is_left_P = np.empty_like(flops_P), np.ones(len(flops_P), bool)
+    while is_left_P.any():
+        group_P = is_left_P & (flops_P <= SAME_BUDGET * flops_P[is_left_P].min())
         # Of equal FLOPs exactly those, not the rounded exponential of their logarithm.
-        equal = np.ptp(flops_P[group]) == 0
-        budget_P[group] = flops_P[group[0]] if equal else np.exp(np.mean(np.log(flops_P[group])))
+        equal = np.ptp(flops_P[group_P]) == 0
+        mean = np.exp(np.mean(np.log(flops_P[group_P])))
+        budget_P[group_P], is_left_P[group_P] = flops_P[group_P][0] if equal else mean, False
     return budget_P
 
 
@@ -344,10 +340,7 @@ class _Reader:
 
     def points(self, notes: list[str]) -> Points:
         loss_P, sizes = self._losses(notes), self._sizes(notes)
-        budget_P = (
-            self.numbers("budget") if self._has("budget") else grouped_budgets(sizes["flops"])
-        )
-        warning = self._units_warning(**sizes)
+        has_budget, warning = self._has("budget"), self._units_warning(**sizes)
         progress, holdout = self.columns.progress, self.columns.holdout
         progress_P = np.array(
             [1.0 if row.get(progress) in (None, "") else number(row[progress]) for row in self.rows]
@@ -369,7 +362,7 @@ class _Reader:
             tokens_P=sizes["tokens"],
             flops_P=sizes["flops"],
             loss_P=loss_P,
-            budget_P=budget_P,
+            budget_P=self.numbers("budget") if has_budget else grouped_budgets(sizes["flops"]),
             progress_P=progress_P,
             holdout_P=np.array(flags, bool),
             accuracy_P=self._values(self.columns.accuracy) if self.columns.accuracy else None,
@@ -387,9 +380,7 @@ class _Reader:
                 f"--column {role}=NAME"
             )
         values_P = self._values(column)
-        self.refuse_where(~np.isfinite(values_P), column, "a finite number")
-        self.refuse_where(values_P <= 0, column, "a positive number")
-        is_wild_P = (values_P < SMALLEST) | (values_P > LARGEST)
+        is_wild_P = ~((values_P >= SMALLEST) & (values_P <= LARGEST))
         self.refuse_where(is_wild_P, column, f"a number from {SMALLEST:g} to {LARGEST:g}")
         return values_P * self.units.get(role, 1.0)
 
@@ -428,29 +419,18 @@ class _Reader:
         """N, D and C, one of which may follow from the others."""
         # A column of N or D that is there but empty is an error of its rows, not an assumption.
         present = column_names(self.rows)
-        is_given = {
-            role: getattr(self.columns, role) in present for role in ("parameters", "tokens")
-        }
-        if not self._has("flops"):
-            missing = "flops"
-        elif not is_given["tokens"]:
-            missing = "tokens"
-        else:
-            missing = "" if is_given["parameters"] else "parameters"
-        sizes = {role: self.numbers(role) for role in (*is_given, "flops") if role != missing}
-        column = getattr(self.columns, missing, "")
-        match missing:
-            case "flops":
-                sizes["flops"] = 6 * sizes["parameters"] * sizes["tokens"]
-                notes.append(f"no column {column!r}: C = 6ND")
-            case "tokens":
-                sizes["tokens"] = sizes["flops"] / (6 * sizes["parameters"])
-                notes.append(f"no column {column!r}: D = C / 6N")
-            case "parameters":
-                sizes["parameters"] = sizes["flops"] / (6 * sizes["tokens"])
-                notes.append(f"no column {column!r}: N = C / 6D")
-            case _:
-                pass
+        absent = [r for r in ("tokens", "parameters") if getattr(self.columns, r) not in present]
+        missing = [*absent, ""][0] if self._has("flops") else "flops"
+        roles = ("parameters", "tokens", "flops")
+        sizes = {role: self.numbers(role) for role in roles if role != missing}
+        if missing:
+            n, d, c = (sizes.get(role, np.ones(1)) for role in roles)
+            sizes[missing], formula = {
+                "flops": (6 * n * d, "C = 6ND"),
+                "tokens": (c / (6 * n), "D = C / 6N"),
+                "parameters": (c / (6 * d), "N = C / 6D"),
+            }[missing]
+            notes.append(f"no column {getattr(self.columns, missing)!r}: {formula}")
         return sizes
 
     def _units_warning(self, *, parameters: Array, tokens: Array, flops: Array) -> str:

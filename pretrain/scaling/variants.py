@@ -25,9 +25,8 @@ from statistics import fmean, median
 from foundation.errors import ConfigError, DataError
 from foundation.settings import load_config, require_name
 from foundation.yaml_files import read_tree
-from pretrain.scaling.collect import Row
+from pretrain.scaling.collect import PROBED, Row
 from pretrain.scaling.plan import PlannedRun, at_computed_flops, planned_run, varied
-from pretrain.scaling.probed import PROBED
 from pretrain.scaling.sweep_file import check_overrides
 
 _PLANNED = ("name", "seed", "optim.steps", "optim.learning_rate", "evaluation.interval")
@@ -152,24 +151,18 @@ class MemberResult:
 def results_of(rows: Sequence[Row]) -> list[MemberResult]:
     """The members that can be compared, in their order. DataError if there are none."""
     found = []
-    for member, compared in compared_rows(rows).items():
+    for member, best in compared_rows(rows).items():
         mine = [row for row in rows if member_of(row.name) == member]
-        rates = {float(row.learning_rate) for row in mine}
+        rates = sorted({float(row.learning_rate) for row in mine})
         speeds = [float(row.D) / float(row.seconds) for row in mine if row.seconds]
-        shared = [
-            name
-            for name in compared[0].tasks
-            if name.startswith(PROBED) and all(name in row.tasks for row in compared)
-        ]
-        found.append(
-            MemberResult(
-                member=member,
-                first=compared[0],
-                losses_S=tuple(float(row.loss) for row in compared),
-                is_edge=len(rates) > 1
-                and float(compared[0].learning_rate) in (min(rates), max(rates)),
-                tokens_per_second=median(speeds) if speeds else math.nan,
-                probes={name: fmean(row.tasks[name] for row in compared) for name in shared},
-            )
+        shared = [name for name in best[0].tasks if all(name in row.tasks for row in best)]
+        result = MemberResult(
+            member=member,
+            first=best[0],
+            losses_S=tuple(float(row.loss) for row in best),
+            is_edge=len(rates) > 1 and best[0].learning_rate in (rates[0], rates[-1]),
+            tokens_per_second=median(speeds) if speeds else math.nan,
+            probes={name: fmean(row.tasks[name] for row in best) for name in shared},
         )
+        found.append(result)
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 import re
 import shutil
@@ -19,8 +18,6 @@ from pretrain.rundir.run_paths import RUNS
 from pretrain.scaling.sweep_file import Cell, Sweep, config_of, read_sweep
 from pretrain.terminal.text import counted
 
-# What a sweep keeps beside its cells, so that a shell's `runs/SWEEP/*` has it.
-_BESIDE_CELLS = ("logs", "*.csv", "*-report", "compare.*", "*.lock", ".*")
 _DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
 _MOST_SHOWN = 3  # settings of a run that are not its cell's
 _log = logging.getLogger(__name__)
@@ -124,19 +121,15 @@ def refuse_others(others: Iterable[tuple[Path, str]]) -> None:
 def runs_of(paths: Sequence[Path], is_run: Callable[[Path], bool] = _holds_run) -> list[Path]:
     """The runs that the paths stand for, each once: a run, the runs in a folder, a sweep's cells.
 
-    A path that is none of them is kept, for its reader to refuse; but of several paths, what a
-    sweep keeps beside its cells is passed over. ConfigError for a sweep that has not started.
+    A path that is none of them is kept, for its reader to refuse. ConfigError for a sweep that has
+    not started.
     """
     found: list[Path] = []
     for path in paths:
         if path.suffix in YAML_SUFFIXES and find_config(path).is_file():
             found += _started_cells(path, is_run)
-        elif inner := list(find_runs(path, is_run)):
-            found += inner
-        elif len(paths) == 1 or not _is_beside_cells(path):
-            found.append(path)
-    if not found:
-        raise ConfigError(f"{paths[0]} and {len(paths) - 1} more contain no runs; name some")
+        else:
+            found += list(find_runs(path, is_run)) or [path]
     return list(dict.fromkeys(found))
 
 
@@ -181,13 +174,6 @@ def _started_cells(path: Path, is_run: Callable[[Path], bool]) -> list[Path]:
             "folder of its runs, or start it with 'launcher sweep submit'"
         )
     return found
-
-
-def _is_beside_cells(path: Path) -> bool:
-    """Whether it is what a sweep keeps beside its cells, or a folder of nothing else."""
-    if any(fnmatch.fnmatch(path.name, pattern) for pattern in _BESIDE_CELLS):
-        return True
-    return path.is_dir() and all(map(_is_beside_cells, path.iterdir()))
 
 
 def _by_number(path: Path) -> list[str | int]:

@@ -17,7 +17,7 @@ from pretrain import cli as pretrain
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig, NodeRange, load_cluster
 from pretrain.kernels.triton.tiling import kernels_version, tiles_in
-from pretrain.scaling.probed import PROBES, read_probed
+from pretrain.scaling.collect import PROBES, probe_columns
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.table import read_points
 from tests.fuzz.target import Target, command
@@ -164,7 +164,7 @@ def result_targets(directory: Path) -> dict[str, Target]:
         json.dumps({"step": 3, "probes": {"needle": [needle], "position": [position]}})
     )
     return {
-        "probes of a run": Target(home, PROBES, read_probed, is_protected=False),
+        "probes of a run": Target(home, PROBES, probe_columns, is_protected=False),
         "tiles of the fused kernels": Target(
             home,
             "tiles.json",

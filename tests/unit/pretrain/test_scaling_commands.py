@@ -1,8 +1,9 @@
-"""`pretrain scale` from the plan to the report, on runs whose losses follow a known law."""
+"""`pretrain scale fit` and `predict` on runs of a known law: answers and refusals."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -11,27 +12,36 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_pipeline.corpora.corpus import Corpus
+from foundation.csv_files import write_csv
+from foundation.errors import ConfigError
 from foundation.files import write_text
 from foundation.settings import load_config
 from pretrain import scaling
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
+from pretrain.scaling.fit import fit_all, loss_interval
+from pretrain.scaling.frontier import Approach
+from pretrain.scaling.law import FlopsLaw, Law, LawLine, log_loss
+from pretrain.scaling.predict import (
+    REPEATED_TOKENS,
+    best_with_repeats,
+    cheapest_at_loss,
+    compute_optimal,
+    doubts,
+    effective,
+    effective_tokens,
+    loss_with_repeats,
+    near_optimal_band,
+    optimal_flops,
+    preferred,
+    refuse_wild,
+    run_doubts,
+    tokens_at_loss,
+)
 from pretrain.scaling.sweep_file import read_sweep
-from tests.helpers.scaling import HOFFMANN, PUBLISHED_DATA, simulated
+from tests.helpers.scaling import HOFFMANN, PUBLISHED_DATA, SIX_N, make_points, simulated
 from tests.helpers.scaling_runs import command
-
-
-def test_plan_prints_shapes_costs_and_the_total(swept, capsys):
-    arguments = ("--budgets", "1e14", "1e15", "--output", swept / "other.yaml")
-    arguments += ("--no-checks",)
-    assert command("plan", swept / "books.yaml", *arguments) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"total: 10 runs, 5\.\d+e\+15 FLOPs ", said)
-    assert "note: no corpus at absent" in said
-    assert re.search(
-        r"^every run: optim\.schedule\.warmup_steps is 5% of its steps .*, ", said, re.M
-    )
-    assert "rate and lanes are those of the Step Law; --rule base keeps the experiment's" in said
 
 
 def test_fit_of_the_collected_table_finds_the_law_and_predicts_the_hold_out(collected, capsys):
@@ -114,89 +124,25 @@ def test_no_part_of_it_needs_torch_and_reading_a_sweep_needs_no_numpy():
         )
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("N,D,final\n1,2,3\n", "no column 'loss'"),
-        ("N,D,loss\n1,2,nan\n", "expected a finite number"),
-        ("N,D,loss\n1,2,-3\n", "expected a positive number"),
-        (
-            "N,D,loss\n" + "".join(f"{n},{10**9 // n},3\n" for n in range(100, 110)),
-            "share one budget",
-        ),
-        ("N,D,loss\n100,200,3\n100,900,2.9\n", "no law fits these runs"),
-    ],
-)
-def test_bad_tables_take_one_clear_line_and_status_2(tmp_path, capsys, text, said):
-    write_text(tmp_path / "runs.csv", text)
-    assert command("fit", tmp_path / "runs.csv") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert said in error
-
-
-def test_wrong_questions_take_one_line(collected, capsys):
-    runs = collected / "runs.csv"
-    for arguments, said in (
-        (("predict", runs), "give a positive --flops, --tokens or --params"),
-        (("predict", runs, "--flops", "1e16", "--write", "x.yaml"), "--write needs --experiment"),
-        (
-            ("predict", runs, "--flops", "1e16", "--experiment", collected),
-            "is a directory; give a YAML file",
-        ),
-        (
-            ("predict", runs, "--params", "1e6", "--tokens", "1e8", "--law", "isoflop"),
-            "--law has no effect with both --tokens and --params",
-        ),
-        (("fit", collected), "is a directory; name a file: expected a CSV or JSON file"),
-        (
-            ("fit", runs, "--column", "size=N"),
-            "expected ROLE=NAME with one of the roles parameters, tokens",
-        ),
-        (
-            ("collect", collected / "sweep.yaml", "--runs-dir", collected / "nowhere"),
-            "is not a directory",
-        ),
-    ):
-        assert command(*arguments) == 2
-        error = capsys.readouterr().err
-        assert said in error
-        assert error.count("\n") == 1
-
-
-def test_a_place_that_cannot_hold_the_result_is_refused_before_the_work(
-    collected, tmp_path, capsys
-):
+def test_wrong_questions_and_places_take_one_line_before_the_work(collected, tmp_path, capsys):
     runs, sweep, books = (collected / name for name in ("runs.csv", "sweep.yaml", "books.yaml"))
-    file = tmp_path / "file"
+    file, asked = tmp_path / "file", ("predict", runs, "--flops", "1e16")
+    run = ("predict", runs, "--params", "1e6", "--tokens", "1e8")
     write_text(file, "kept")
     for arguments, said in (
-        (
-            ("fit", runs, "--json", tmp_path),
-            f"--json {tmp_path} is a directory; name a file, such as",
-        ),
-        (
-            ("fit", runs, "--json", file / "fit.json"),
-            f"{file} is a file, not a directory",
-        ),
+        (("predict", runs), "give a positive --flops, --tokens or --params"),
+        ((*asked, "--write", "x.yaml"), "--write needs --experiment"),
+        ((*asked, "--experiment", collected), "is a directory; give a YAML file"),
+        ((*run, "--law", "isoflop"), "--law has no effect with both --tokens and --params"),
+        (("fit", collected), "is a directory; name a file: expected a CSV or JSON file"),
+        (("fit", runs, "--column", "size=N"), "expected ROLE=NAME with one of the roles"),
+        (("collect", sweep, "--runs-dir", collected / "nowhere"), "is not a directory"),
+        (("fit", runs, "--json", tmp_path), f"--json {tmp_path} is a directory; name a file"),
         (("report", runs, "--output", file), f"--output {file} is a file; name a directory"),
-        (
-            ("report", runs, "--output", file / "report"),
-            f"{file} is a file, not a directory",
-        ),
-        (
-            ("collect", sweep, "--runs-dir", collected / "runs", "--output", tmp_path),
-            "is a directory; name a file",
-        ),
-        (
-            ("plan", books, "--budgets", "1e15", "--output", tmp_path),
-            f"--output {tmp_path} is a directory",
-        ),
-        (
-            ("predict", runs, "--flops", "1e16", "--experiment", books, "--write", tmp_path),
-            "--write",
-        ),
+        (("report", runs, "--output", file / "x"), f"{file} is a file, not a directory"),
+        (("collect", sweep, "--runs-dir", runs.parent / "runs", "--output", tmp_path), "name a fi"),
+        (("plan", books, "--budgets", "1e15", "--output", tmp_path), "is a directory"),
+        ((*asked, "--experiment", books, "--write", tmp_path), "--write"),
     ):
         assert command(*arguments) == 2
         printed = capsys.readouterr()
@@ -234,3 +180,243 @@ def test_others_data_are_fitted_with_their_own_column_names(capsys):
     assert (
         "held out peteish13_eval_final: measured 2.4379, predicted 2.3" in capsys.readouterr().out
     )
+
+
+FURTHER = np.log(1e21)  # ten times the largest budget
+
+
+@pytest.fixture(scope="module")
+def fit():
+    return fit_all(simulated(noise=0.001, seed=1))
+
+
+@pytest.mark.parametrize("key", ["lowest", "isoflop", "parametric"])
+def test_asking_by_tokens_or_parameters_is_the_inverse_of_asking_by_flops(fit, key):
+    approach, c = preferred(fit, key), np.log(3e20)
+    tokens, size = approach.tokens(c, fit.flops_law).value, approach.parameters(c).value
+    assert optimal_flops(approach, fit.flops_law, tokens=tokens) == pytest.approx(3e20)
+    assert optimal_flops(approach, fit.flops_law, parameters=size) == pytest.approx(3e20)
+
+
+def test_every_size_of_the_band_loses_at_most_a_hundredth_and_the_next_ones_lose_more(fit):
+    law = fit.approach("parametric").line
+    low, high = near_optimal_band(fit, 1e20, preferred(fit, "parametric"))
+    least = float(law.loss(np.log(1e20)))
+
+    def loss(size):
+        return float(
+            np.exp(log_loss(law.theta, np.log(size), SIX_N.log_tokens(np.log(1e20), np.log(size))))
+        )
+
+    for edge, beyond in ((low, low / 1.01), (high, high * 1.01)):
+        assert loss(edge) <= 1.01 * least < loss(beyond)
+
+
+def test_the_loss_of_a_single_run_has_an_interval(fit):
+    found = loss_interval(fit.law, 2e9, 4e10)
+    assert found.low < HOFFMANN.loss(2e9, 4e10) < found.high
+    assert run_doubts(fit, 2e9, 4e10) == []
+
+
+def test_wild_extrapolation_is_refused_and_says_why(fit):
+    approach = preferred(fit)
+    refuse_wild(doubts(fit, 5e21, approach))
+    with pytest.raises(
+        ConfigError, match=r"1e\+23 FLOPs are over 100 times outside the fitted range.*--force"
+    ):
+        refuse_wild(doubts(fit, 1e23, approach))
+    with pytest.raises(
+        ConfigError, match=r"1e\+15 FLOPs are over 100 times outside .* with 6 budgets"
+    ):
+        refuse_wild(doubts(fit, 1e15, approach))
+    with pytest.raises(ConfigError, match=r"3e\+12 parameters are over 30 times outside"):
+        refuse_wild(run_doubts(fit, 3e12, 1e10))
+
+
+def test_two_budgets_reach_less_far():
+    fit = fit_all(simulated(budgets=(1e18, 1e19, 2)))
+    assert doubts(fit, 5e19, preferred(fit)) == []
+    assert any("over 10 times outside" in doubt for doubt in doubts(fit, 5e20, preferred(fit)))
+
+
+def test_an_uncertain_optimum_or_approaches_that_differ_are_doubts():
+    noisy = fit_all(simulated(noise=0.05, budgets=(1e18, 1e19, 5), num_sizes=5, seed=1))
+    law = preferred(noisy, "parametric")
+    assert any("the interval of N*" in doubt for doubt in doubts(noisy, 9e20, law))
+    differing = fit_all(simulated(noise=0.02, budgets=(1e18, 1e20, 4), num_sizes=5))
+    assert any(
+        "optimal sizes differ" in doubt for doubt in doubts(differing, 5e21, preferred(differing))
+    )
+
+
+def test_an_approach_the_runs_do_not_allow_cannot_be_asked():
+    rng = np.random.default_rng(0)
+    size_P, tokens_P = np.exp(rng.uniform(16, 21, 20)), np.exp(rng.uniform(20, 25, 20))
+    fit = fit_all(make_points(size_P, tokens_P, HOFFMANN.loss(size_P, tokens_P)))
+    with pytest.raises(ConfigError, match="law 'isoflop' is not available for these runs"):
+        preferred(fit, "isoflop")
+
+
+# With three digits of the exponents, as Sardana et al. 2023 use them.
+CHINCHILLA = Law(E=1.69, A=406.4, B=410.7, alpha=0.336, beta=0.283)
+STEEP = FlopsLaw(scale=20.0, power=0.95)
+
+
+def law_of(law: Law, flops_law: FlopsLaw = SIX_N) -> Approach:
+    """Approach 3 as if it were known exactly."""
+    exact = LawLine(np.stack([law.theta] * 2), flops_law)
+    line = LawLine(law.theta, flops_law)
+    return Approach("parametric", "3 parametric", None, line, exact, free=1)
+
+
+@pytest.fixture(scope="module")
+def chinchilla():
+    return law_of(CHINCHILLA)
+
+
+def test_the_example_of_sardana_et_al_is_reproduced(chinchilla):
+    # Figure 1: of a 13B model's quality and 2T served tokens, a 7B model saves 1.7e22 FLOPs (17%).
+    flops = 4.49e22
+    optimal = compute_optimal(chinchilla, flops, 2e12)
+    assert optimal.parameters.value == pytest.approx(13e9, rel=0.01)
+    cheapest = cheapest_at_loss(chinchilla, flops, 2e12)
+    assert cheapest.parameters.value == pytest.approx(7e9, rel=0.02)
+    saved = optimal.total.value - cheapest.total.value
+    assert saved == pytest.approx(1.7e22, rel=0.02)
+    assert saved / optimal.total.value == pytest.approx(0.17, abs=0.006)
+    assert cheapest.loss.value == pytest.approx(optimal.loss.value, rel=1e-9)
+
+
+@pytest.mark.parametrize("flops_law", [SIX_N, STEEP])
+def test_no_other_size_of_the_same_loss_costs_less_in_all(flops_law):
+    law = law_of(HOFFMANN, flops_law)
+    flops, served = 1e20, 3e11
+    cheapest = cheapest_at_loss(law, flops, served)
+    size = math.log(cheapest.parameters.value)
+    for step in (-0.3, -0.05, 0.05, 0.3):
+        theta, goal = law.line.theta, np.log(cheapest.loss.value)
+        tokens = math.exp(tokens_at_loss(theta, goal, size + step))
+        per_token = flops_law.scale * math.exp(size + step) ** flops_law.power
+        assert per_token * (tokens + served / 3) > cheapest.total.value
+    n, d = cheapest.parameters.value, cheapest.tokens.value
+    assert cheapest.training.value == pytest.approx(flops_law.scale * n**flops_law.power * d)
+    assert cheapest.serving.value == pytest.approx(cheapest.training.value * served / d / 3)
+
+
+def test_repeated_tokens_are_worth_less_and_less():
+    assert effective_tokens(5e9, 1e10) == 5e9
+    assert effective_tokens(1e10, 1e10) == 1e10
+    # Four epochs are nearly as good as new tokens (section 6), and repeats never more than R*.
+    assert effective_tokens(4e10, 1e10) == pytest.approx(0.931 * 4e10, rel=1e-3)
+    assert effective_tokens(1e14, 1e10) == pytest.approx((1 + REPEATED_TOKENS) * 1e10)
+    worth = np.diff(effective(np.linspace(1, 60, 60), 1.0, REPEATED_TOKENS))
+    assert (np.diff(worth) < 0).all()
+    assert worth[15] == pytest.approx(math.exp(-1), abs=0.02)
+
+
+def test_a_small_corpus_makes_the_best_run_smaller_and_its_loss_higher(chinchilla):
+    plenty = best_with_repeats(chinchilla, 1e20, 1e12)
+    optimal = compute_optimal(chinchilla, 1e20, 0.0)
+    assert plenty.parameters.value == pytest.approx(optimal.parameters.value, rel=1e-3)
+    assert plenty.loss.value == pytest.approx(optimal.loss.value, rel=1e-6)
+    before = plenty
+    for unique in (5e9, 1e9):
+        found = best_with_repeats(chinchilla, 1e20, unique)
+        assert found.loss.value > before.loss.value
+        assert found.parameters.value < optimal.parameters.value
+        assert found.tokens.value / unique > before.tokens.value / unique
+        for step in (0.9, 1.1):
+            size = step * found.parameters.value
+            logs = np.log([size, 1e20 / 6 / size])
+            assert loss_with_repeats(chinchilla.line, *logs, unique) > found.loss.value
+        before = found
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    points = simulated(CHINCHILLA, noise=0.001)
+    columns = {
+        "N": points.parameters_P,
+        "D": points.tokens_P,
+        "C": points.flops_P,
+        "loss": points.loss_P,
+    }
+    path = tmp_path_factory.mktemp("runs") / "runs.csv"
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    write_csv(path, list(columns), rows)
+    return path
+
+
+def test_predict_answers_and_writes_the_run_that_is_cheapest_to_train_and_serve(
+    table, tmp_path, capsys
+):
+    experiment = tmp_path / "books.yaml"
+    experiment.write_text(
+        "name: books\nmodel: {vocab_size: 8192, num_layers: 12, d_model: 768, num_heads: 12}\n"
+        "data: {segment_length: 512, path: absent}\n"
+    )
+    question = ("predict", table, "--flops", "1e20", "--inference-tokens", "200G")
+    written = tmp_path / "best.yaml"
+    assert command(*question, "--experiment", experiment, "--write", written) == 0
+    said = capsys.readouterr().out
+    row = re.search(r"least FLOPs in all +([\d.]+)M \[([\d.]+)M, ([\d.]+)M\]", said)
+    assert row
+    size, low, high = (float(each) * 1e6 for each in row.groups())
+    assert low < size < high
+    saved = re.search(r"the smaller run saves ([\d.]+)% of the FLOPs in all", said)
+    assert saved
+    assert 5 < float(saved[1]) < 60
+    assert cost_of(load_config(RunConfig, written)).parameters == pytest.approx(size, rel=0.1)
+    assert "served: loss" in written.read_text().splitlines()[0]
+
+
+def test_predict_answers_for_unique_tokens(table, capsys):
+    assert command("predict", table, "--unique-tokens", "500M", "--flops", "1e20") == 0
+    said = capsys.readouterr().out
+    assert re.search(r"with 500M unique tokens: N .*; [\d.]+ epochs, worth [\d.]+G new", said)
+
+
+def test_far_or_contradictory_questions_are_one_line(table, tmp_path, capsys):
+    question = ("predict", table, "--flops", "1e20")
+    for words, said in (
+        (("--inference-tokens", "1000T"), "prediction rejected as extrapolation"),
+        (("--unique-tokens", "-1"), "--unique-tokens -1: expected a number above 0"),
+        (("--inference-tokens", "1e300"), "--inference-tokens 1e+300: expected a number"),
+        (
+            ("--inference-tokens", "1T", "--unique-tokens", "1G", "--experiment", "absent.yaml")
+            + ("--write", tmp_path / "x.yaml"),
+            "--inference-tokens and --unique-tokens have different answers; give one",
+        ),
+    ):
+        assert command(*question, *words) == 2
+        captured = capsys.readouterr()
+        assert said in captured.err
+        assert captured.err.count("\n") == 1
+        assert captured.out == ""
+    run = ("predict", table, "--params", "1G", "--tokens", "1G")
+    assert command(*run, "--inference-tokens", "1G") == 2
+    assert "has no effect with both --tokens and --params" in capsys.readouterr().err
+
+
+def test_a_plan_may_repeat_a_small_corpus_and_its_cells_note_what_tokens_are_worth(
+    corpus, tmp_path, capsys
+):
+    experiment = tmp_path / "tiny.yaml"
+    experiment.write_text(
+        "name: tiny\nmodel: {vocab_size: 300, num_layers: 1, d_model: 16, num_heads: 4, "
+        "memory_length: 8}\ndata: {segment_length: 4, lanes: 1, "
+        f"path: {corpus.directory.parent}}}\n"
+    )
+    tokens = Corpus.open(corpus.directory.parent / "train").num_tokens
+    words = ("plan", experiment, "--rule", "base", "--sizes", 1, "--output", tmp_path / "s.yaml")
+    ratio = ("--tokens-per-parameter", 3 * tokens / 8e3)
+    budget = ("--no-checks", "--budgets", 3 * tokens * 6 * 8e3)
+    assert command(*words, *ratio, *budget) == 2
+    assert "1 of 1 cells need more tokens than the corpus has" in capsys.readouterr().err
+    assert command(*words, *ratio, *budget, "--max-epochs", 8) == 0
+    assert re.search(
+        r"1 of 1 cells repeat the corpus's \S+ tokens, up to [\d.]+ epochs", capsys.readouterr().out
+    )
+    (cell,) = read_sweep(tmp_path / "s.yaml").cells
+    assert cell.facts["unique_tokens"] == tokens
+    assert tokens < effective_tokens(cell.facts["tokens"], tokens) < cell.facts["tokens"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
 import subprocess
@@ -113,11 +112,3 @@ def test_the_demo_tunes_plans_fits_predicts_a_held_out_run_and_what_serving_cost
     assert {found[2] for found in BLOCK.finditer(page)} == blocks.keys()
     assert all(block in filled(page, blocks) for block in blocks.values())
     assert re.search(r"^    2 IsoFLOP .* 0\.5\d+$", blocks["fit"], re.M)
-
-
-def test_the_standard_librarys_text_is_written_as_jsonl(tmp_path, capsys):
-    path = tmp_path / "text.jsonl"
-    assert texts.main([str(path)]) == 0
-    documents = [json.loads(line) for line in path.read_text().splitlines()]
-    assert sum(len(document["text"].encode()) for document in documents) > SMALLEST_TEXT
-    assert f"{len(documents):,} documents" in capsys.readouterr().out

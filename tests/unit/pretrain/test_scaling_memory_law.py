@@ -16,7 +16,6 @@ from pretrain.scaling.memory_law import (
     best_memory,
     fit_memory_law,
     flops_per_token,
-    mean_power,
     trained_runs,
 )
 
@@ -30,8 +29,8 @@ def true_loss(size: float, tokens: float, memory: int) -> float:
 
 
 @cache
-def mean_of_powers(memory: int, power: float, segment: int = SEGMENT) -> float:
-    return sum(key**-power for key in range(memory + 1, memory + segment + 1)) / segment
+def mean_of_powers(memory: int, power: float) -> float:
+    return sum(key**-power for key in range(memory + 1, memory + SEGMENT + 1)) / SEGMENT
 
 
 def true_cost(size: float, memory: float) -> float:
@@ -130,14 +129,6 @@ def test_runs_that_differ_in_their_seed_alone_count_as_one_with_their_mean():
     ][1:]
     with pytest.raises(DataError, match="6 runs, a law of 5 numbers needs 7"):
         trained_runs(few + few)
-
-
-@pytest.mark.parametrize("power", [0.02, 1.0, 1.89, 4.4, 8.0])
-@pytest.mark.parametrize("segment", [1, 3, 16, SEGMENT])
-def test_the_mean_of_powers_is_that_of_a_loop_over_the_keys(power, segment):
-    memories = [0, 1, 4, 8, 16, 500]
-    exact = [mean_of_powers(memory, power, segment) for memory in memories]
-    assert mean_power(np.array(memories), segment, power) == pytest.approx(exact, rel=1e-4, abs=0)
 
 
 def test_the_command_reads_tables_and_answers_for_each_budget(tmp_path, capsys):

@@ -1,40 +1,52 @@
-"""Plans: legal shapes, whole steps that meet their budget, and a sweep file that says the same."""
+"""Plans: legal shapes, whole steps that meet their budget, rates, machines, their sweep file."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from argparse import Namespace
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from foundation.errors import ConfigError
 from foundation.files import write_text
+from pretrain.commands.describe import describe
 from pretrain.commands.scale import rule_of
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
+from pretrain.costs.devices import GIB, USABLE, Hardware, device_named
 from pretrain.costs.flops import cost_of
+from pretrain.rundir.events import TrainingBegan
+from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import read_rows
+from pretrain.scaling.fit import estimate
+from pretrain.scaling.intervals import Interval
+from pretrain.scaling.law import fit_flops_law
 from pretrain.scaling.plan import make_sweep, optimum_at_ratio, plan_sizes, spread_sizes
+from pretrain.scaling.rates import Rung, TunedRule
 from pretrain.scaling.recipe import (
     FAR_SIZE,
     RULES,
     Family,
     outside_step_law,
-    read_ladder,
     step_law,
     with_budget,
 )
+from pretrain.scaling.simulation import ASSUMED
 from pretrain.scaling.sweep_file import config_of, read_sweep, write_sweep
+from pretrain.scaling.table import Points
 from tests.helpers import scaling_runs
+from tests.helpers.metrics import train_line
 from tests.helpers.scaling_runs import command, train_by_the_law
 
-MODELS = Path(__file__).parents[3] / "configs" / "models"
 BASE = RunConfig(
     name="books",
     model=ModelConfig(vocab_size=8192, num_layers=12, d_model=768, num_heads=12, memory_length=512),
@@ -129,18 +141,6 @@ def test_layers_of_several_kinds_and_memory_lengths_come_in_whole_patterns():
         assert cost_of(run).parameters == pytest.approx(size, rel=0.2)
 
 
-def test_a_ladder_gives_its_rungs_shapes_and_keeps_the_bases_other_settings():
-    rungs = read_ladder([MODELS / f"xl_modern_{size}.yaml" for size in ("100m", "10m", "30m")])
-    family = Family(base=BASE, rungs=rungs)
-    assert [model.d_model for model in rungs] == [256, 384, 768]
-    found = [family.nearest(size).model for size in (1e6, 2e7, 1e9)]
-    assert [(model.num_layers, model.num_heads) for model in found] == [(8, 4), (11, 6), (12, 12)]
-    assert all(replace(model, num_key_heads=0).vocab_size == 8192 for model in found)
-    assert {(model.memory_length, model.feed_forward) for model in found} == {(512, "relu")}
-    with pytest.raises(ConfigError, match=r"nearest shape to 1e\+09 parameters has .*a ladder"):
-        family.nearest(1e9, FAR_SIZE)
-
-
 def test_a_size_the_vocabulary_alone_exceeds_is_refused():
     with pytest.raises(ConfigError, match=r"the nearest shape to 1e\+04 parameters has"):
         Family(base=BASE).nearest(1e4, FAR_SIZE)
@@ -231,26 +231,17 @@ def test_the_sweep_file_describes_exactly_the_planned_runs(tmp_path):
     assert not sweep.cells[0].experiment.is_absolute()
 
 
+CELL = "{name: a, experiment: e.yaml"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            "format: 2\nname: x\ncells: [{name: a, experiment: e.yaml}]\n",
-            "format=2, this version reads sweeps of format 1",
-        ),
+        (f"format: 2\nname: x\ncells: [{CELL}}}]\n", "format=2, this version reads sweeps of f"),
         ("format: 1\nname: x\ncells: []\n", "cells is empty"),
-        (
-            "format: 1\nname: x\ncells: [{name: a, experiment: e}, {name: a, experiment: e}]\n",
-            "'a' is used twice",
-        ),
-        (
-            "format: 1\nname: x\ncells: [{name: ../a, experiment: e}]\n",
-            "expected 1 to 100 letters, digits",
-        ),
-        (
-            "format: 1\nname: x\ncells: [{name: a, experiment: e, hold: true}]\n",
-            r"cells\[0\].*hold: unknown setting; did you mean 'holdout'",
-        ),
+        (f"format: 1\nname: x\ncells: [{CELL}}}, {CELL}}}]\n", "'a' is used twice"),
+        ("format: 1\nname: x\ncells: [{name: ../a, experiment: e}]\n", "expected 1 to 100 letters"),
+        (f"format: 1\nname: x\ncells: [{CELL}, hold: true}}]\n", "did you mean 'holdout'"),
     ],
 )
 def test_a_damaged_sweep_file_is_refused(tmp_path, text, said):
@@ -305,9 +296,8 @@ def test_a_plan_checks_its_rates_and_seeds_and_no_law_is_fitted_to_the_other_rat
     sweep, runs = tmp_path / "sweep.yaml", tmp_path / "runs"
     words = ("plan", tmp_path / "books.yaml", "--budgets", "1e14", "1e15", "--sizes", 3)
     assert command(*words, "--output", sweep) == 0
-    part = re.search(
-        r"checks: 6 runs of these at other rates and seeds, (\d+)% of the FLOPs", said(capsys)
-    )
+    said = capsys.readouterr().out
+    part = re.search(r"checks: 6 runs of these at other rates and seeds, (\d+)% of the FLOPs", said)
     assert part
     assert 0 < int(part[1]) < 60
     cells = read_sweep(sweep).cells
@@ -327,7 +317,7 @@ def test_a_plan_checks_its_rates_and_seeds_and_no_law_is_fitted_to_the_other_rat
         loss = 2.94 if gains else 3.0 if is_middle else 3.1
         train_by_the_law(runs / cell.name, run, loss=loss)
     assert command("collect", sweep, "--runs-dir", runs) == 0
-    text = said(capsys)
+    text = capsys.readouterr().out
     assert len(re.findall(r"^rate x(0\.5|2) of c1e1", text, re.M)) == 4
     assert "rate x0.5 of c1e15" in text
     assert text.count("loss -2.00%") == 1
@@ -336,5 +326,332 @@ def test_a_plan_checks_its_rates_and_seeds_and_no_law_is_fitted_to_the_other_rat
     assert [row.name for row in rows if row.excluded] == [cell.name for cell in checks]
 
 
-def said(capsys) -> str:
-    return capsys.readouterr().out
+CONFIGS = Path(__file__).parents[3] / "configs"
+SHIPPED = CONFIGS / "models" / "xl_modern_100m.yaml"
+H100 = Hardware(nodes=1, ranks_per_node=8, name="H100")
+
+
+def plan_on(tmp_path, *arguments: object, base=SHIPPED):
+    words = ["plan", base, "--no-checks", *arguments, "--output", tmp_path / "sweep.yaml"]
+    return command(*words)
+
+
+def cells_of(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    return [(cell, config_of(cell, path)) for cell in read_sweep(path).cells]
+
+
+@pytest.fixture(scope="module")
+def on_h100s(tmp_path_factory):
+    """A plan for 8 H100 up to 1e21 FLOPs."""
+    path = tmp_path_factory.mktemp("plan")
+    budgets = ("--budgets", "1e18", "1e19", "1e20", "1e21", "--holdout-budgets", "3e21")
+    assert plan_on(path, *budgets, "--sizes", 5, "--gpu", "H100", "--gpus", 8) == 0
+    return cells_of(path)
+
+
+def test_every_cell_of_a_plan_up_to_1e21_flops_fits_8_h100_by_describe(on_h100s):
+    assert len(on_h100s) == 21
+    for cell, run in on_h100s:
+        said = describe(run, H100).text
+        assert f"per rank, fits in {H100.usable_memory / GIB:.2f} GiB" in said, cell.name
+        assert cell.facts["device_gib"] <= H100.usable_memory / GIB
+        memory = re.search(r"device memory +([\d.,]+) GiB", said)
+        saved = re.search(r"checkpoint +([\d.,]+) GiB ", said)
+        assert memory
+        assert saved
+        assert float(memory[1]) == pytest.approx(cell.facts["device_gib"], abs=0.006)
+        assert float(saved[1]) == pytest.approx(cell.facts["checkpoint_gib"], abs=0.006)
+        training = re.search(r"\n  run .*\(([\d.,]+) GPU-hours", said)
+        assert training
+        gpu_hours = float(training[1].replace(",", ""))
+        assert gpu_hours == pytest.approx(8 * cell.facts["hours"], abs=0.06)
+
+
+def test_the_largest_cells_need_and_get_smaller_passes_or_offloading(on_h100s):
+    engines = [run.engine for _, run in on_h100s]
+    assert any(engine.micro_batch_lanes for engine in engines)
+    assert any(not engine.micro_batch_lanes for engine in engines), "the small ones do not"
+    assert all(engine.precision == "auto" for engine in engines), "chosen where the cell runs"
+    for _, run in on_h100s:
+        own, rest = divmod(run.data.lanes, 8)
+        assert rest == 0
+        assert max(step for step in (1, 2, 4, 8, 16, 32) if own % step == 0) >= own / 16
+
+
+def test_a_cell_that_cannot_fit_is_one_line_with_the_ranks_that_would_do(tmp_path, capsys):
+    arguments = ("--budgets", "3e22", "--sizes", 1, "--gpu", "H100", "--gpus", 1)
+    assert plan_on(tmp_path, *arguments, "--tokens-per-parameter", 2) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(
+        r"error: at 3e\+22 FLOPs \d+x\d+ do not fit into 68.5 GiB on each of 1 rank \(H100\): no "
+        r"engine setting makes it fit here; use \d+ ranks.*\n",
+        said,
+    ), said
+    assert not (tmp_path / "sweep.yaml").exists()
+
+
+def test_host_memory_is_checked_if_it_is_known(tmp_path, capsys):
+    arguments = ("--budgets", "1e21", "--sizes", 1, "--gpu", "H100", "--gpus", 8)
+    assert plan_on(tmp_path, *arguments, "--host-memory", "1T") == 0
+    ((cell, _),) = cells_of(tmp_path)
+    assert 10 < cell.facts["host_gib"] < 1e12 / GIB
+    assert plan_on(tmp_path, *arguments, "--host-memory", "150G") == 2
+    assert "exceeds --host-memory" in capsys.readouterr().err
+
+
+def test_a_machine_with_no_gpu_or_half_named_is_refused(tmp_path, capsys):
+    assert plan_on(tmp_path, "--budgets", "1e18", "--nodes", 2) == 2
+    assert "need a machine: add --cluster FILE, or --gpu H100 --gpus 8" in capsys.readouterr().err
+
+
+def test_small_cells_of_a_cluster_get_fewer_nodes(tmp_path, capsys):
+    cluster = CONFIGS / "clusters" / "8xh100.yaml"
+    budgets = ("--budgets", "1e17", "1e20", "--sizes", 2, "--spread", 4)
+    assert plan_on(tmp_path, *budgets, "--cluster", cluster, "--nodes", 16) == 0
+    assert f"--cluster {cluster} --nodes 1:16, then" in capsys.readouterr().out
+    nodes = [cell.facts["nodes"] for cell, _ in cells_of(tmp_path)]
+    assert nodes[0] < 16
+    assert nodes[-1] == 16
+    for (cell, run), count in zip(cells_of(tmp_path), nodes, strict=True):
+        assert run.data.lanes % (8 * count) == 0, cell.name
+
+
+@pytest.mark.parametrize("flags", [("A100-40",), ("A100", "--gpu-memory", "40GB")])
+def test_a_gpu_of_less_memory_gets_cells_that_fit_it_and_is_named_with_what_is_assumed(
+    tmp_path, capsys, flags
+):
+    words = ("--budgets", "1e20", "--sizes", 2, "--gpus", 8, "--gpu", *flags)
+    assert plan_on(tmp_path, *words) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"disk: each run keeps its last checkpoint alone, [\d.]+ GiB in all", said)
+    assert re.search(r"1 x 8 A100\S*: 40 GB, 92% of it usable, and 312 TFLOP/s in bf16 each", said)
+    for cell, _ in cells_of(tmp_path):
+        assert cell.facts["device_gib"] <= USABLE * 40e9 / GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("nvidia_a100-sxm4-80gb", "A100"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("mi300x", "MI300X"),
+        ("Tesla V100", ""),
+    ],
+)
+def test_gpus_are_known_by_the_names_of_their_drivers(text, name):
+    assert device_named(text) == name
+
+
+DEMO = Path(__file__).parents[3] / "configs" / "experiments" / "demo.yaml"
+BUDGETS, TARGET, NOISE = ("1e16", "1e17", "1e18"), 1e20, 0.01
+DRAWS = 40
+UNITS = {"M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def simulate(path: Path, *flags: object) -> int:
+    words = ["plan", DEMO, "model.vocab_size=1000", "--output", path, *flags]
+    return command(*words)
+
+
+def size_in(text: str) -> float:
+    return float(text[:-1]) * UNITS[text[-1]]
+
+
+def test_the_simulated_width_is_that_of_fits_to_losses_drawn_from_the_law(tmp_path, capsys):
+    path = tmp_path / "sweep.yaml"
+    flags = ("--budgets", *BUDGETS, "--no-checks", "--simulate", TARGET, "--noise", NOISE)
+    assert simulate(path, *flags) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    facts = [cell.facts for cell in read_sweep(path).cells]
+    columns = {
+        f"{name}_P": np.array([each[key] for each in facts])
+        for name, key in (("tokens", "tokens"), ("flops", "flops"), ("budget", "budget"))
+    }
+    sizes_P = np.array([each["parameters"] for each in facts])
+    flops_law = fit_flops_law(sizes_P, columns["tokens_P"], columns["flops_P"])
+    rng, found = np.random.default_rng(5), {"parametric": [], "isoflop": []}
+    for _ in range(DRAWS):
+        noise_P = np.exp(NOISE * rng.standard_normal(len(facts)))
+        points = Points(
+            names=tuple(map(str, range(len(facts)))),
+            parameters_P=sizes_P,
+            loss_P=ASSUMED.loss(sizes_P, columns["tokens_P"]) * noise_P,
+            progress_P=np.ones(len(facts)),
+            holdout_P=np.zeros(len(facts), bool),
+            **columns,
+        )
+        for key, law in estimate(points)[0].items():
+            if key in found:
+                best = law.line(flops_law).log_parameters(np.log(TARGET))
+                found[key].append(float(best))
+    for key, title in (("parametric", "3"), ("isoflop", "2")):
+        (row,) = (line for line in lines if line[:3] == ["as", "it", "is"] and line[4] == title)
+        low, high = (size_in(text.strip("[],")) for text in row[7:9])
+        spread = np.log(high / low)
+        # 40 draws tell a standard deviation to 11%, the ends of 95% to a bit less.
+        assert spread == pytest.approx(4 * np.std(found[key]), rel=0.4)
+        middle = np.exp(np.median(found[key]))
+        assert size_in(row[6]) == pytest.approx(middle, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--rates", "1e-3", "--simulate", "1e20"),
+        ("--budgets", *BUDGETS, "--simulate", "1e20", "--noise", "0"),
+        ("--budgets", *BUDGETS, "--simulate", "-1"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_in_one_line(flags, tmp_path, capsys):
+    path = tmp_path / "sweep.yaml"
+    assert simulate(path, *flags) == 2
+    error = capsys.readouterr().err
+    assert "--simulate" in error
+    assert error.count("\n") == 1
+    assert not path.exists()
+
+
+POWER, BEST_BATCH = -0.4, 2048
+RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+
+
+def best_rate(body: float) -> float:
+    return 2e-3 * (body / 1e5) ** POWER
+
+
+def experiment(width: int) -> str:
+    return (
+        f"name: books{width}\n"
+        f"model: {{vocab_size: 512, num_layers: 2, d_model: {width}, num_heads: {width // 16}, "
+        "memory_length: 64}\ndata: {segment_length: 64, lanes: 16, path: absent}\n"
+        "optim: {steps: 200, schedule: {warmup_steps: 10}}\n"
+    )
+
+
+def tuned(directory, width: int, lanes=(16, 32)) -> str:
+    """The table of a sweep of rates and batches whose runs ended in a valley around `best_rate`."""
+    write_text(directory / f"{width}.yaml", experiment(width))
+    sweep, runs = directory / f"tune{width}.yaml", directory / f"runs{width}"
+    words = ("plan", directory / f"{width}.yaml", "--rates", *RATES, "--lanes", *lanes)
+    assert command(*words, "--output", sweep) == 0
+    rng = np.random.default_rng(width)
+    for cell in read_sweep(sweep).cells:
+        config = config_of(cell, sweep)
+        apart = math.log(config.optim.learning_rate / best_rate(cost_of(config).body_parameters))
+        of_batch = 0.05 * abs(math.log(config.tokens_per_step / BEST_BATCH))
+        loss = 3 + 0.1 * apart**2 + of_batch + 1e-3 * rng.standard_normal()
+        run_dir, last = RunDir.create(runs / cell.name, config), config.optim.steps
+        lines = [train_line(last, loss, tokens=last, seconds=1.0)]
+        lines.append({"kind": "evaluation", "step": last, "loss": loss})
+        write_text(run_dir.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+        run_dir.ledger.append(TrainingBegan(step=0, world_size=1))
+    assert command("collect", sweep, "--runs-dir", runs) == 0
+    return str(runs / "runs.csv")
+
+
+def test_rates_of_two_rungs_give_every_cell_of_a_plan_its_rate_and_batch(tmp_path, capsys):
+    rungs = [tuned(tmp_path, 32), tuned(tmp_path, 128)]
+    capsys.readouterr()
+    words = (
+        "plan",
+        tmp_path / "128.yaml",
+        "--budgets",
+        "1e14",
+        "1e15",
+        "--no-checks",
+        "--sizes",
+        3,
+    )
+    output = ("--output", tmp_path / "plan.yaml")
+    assert command(*words, "--tuned", *rungs, *output) == 0
+    said = capsys.readouterr().out
+    cells = read_sweep(tmp_path / "plan.yaml").cells
+    for cell in cells:
+        run = config_of(cell, tmp_path / "plan.yaml")
+        wanted = best_rate(cell.facts["body_parameters"])
+        assert run.optim.learning_rate == pytest.approx(wanted, rel=0.06)
+        assert run.tokens_per_step == BEST_BATCH
+    line = re.search(r"rate: tuned on .*; N\^(-[\d.]+) between", said)
+    assert line
+    assert float(line[1]) == pytest.approx(POWER, abs=0.05)
+    assert "batch: the best of those tried; the same at every size" in said
+    assert "Step Law" not in said
+    assert any("tuned by" in note for note in read_sweep(tmp_path / "plan.yaml").notes)
+
+
+def test_one_rungs_rate_is_used_at_all_sizes_and_doubted_far_from_it(tmp_path, capsys):
+    rung = tuned(tmp_path, 32, lanes=(16,))
+    capsys.readouterr()
+    words = ("plan", tmp_path / "32.yaml", "--budgets", "1e15", "--no-checks", "--sizes", 2)
+    assert command(*words, "--tuned", rung, "--output", tmp_path / "plan.yaml") == 0
+    said = capsys.readouterr().out
+    assert "the same at every size, as of one rung: add a second" in said
+    assert re.search(
+        r"warning: 2 of 2 cells, such as \S+, are over 4x from the rungs in size", said
+    )
+    runs = [config_of(c, tmp_path / "plan.yaml") for c in read_sweep(tmp_path / "plan.yaml").cells]
+    assert len({run.optim.learning_rate for run in runs}) == 1
+    assert {run.data.lanes for run in runs} == {16}, "no batches were compared"
+
+
+@pytest.mark.parametrize("base_width", [0, 64])
+def test_runs_far_longer_or_shorter_than_the_rungs_are_doubted_also_where_rates_transfer(
+    base_width,
+):
+    model = ModelConfig(
+        vocab_size=512, num_layers=4, d_model=128, num_heads=8, base_width=base_width
+    )
+    shaped = RunConfig(name="cell", model=model, data=DataConfig(path="absent"))
+    body = cost_of(shaped).body_parameters
+    rule = TunedRule(rungs=(rung(body, 1e-3, base_width),), base_width=base_width)
+    per_step = cost_of(shaped).tokens_per_step
+
+    def doubts(tokens: float) -> list[str]:
+        steps = replace(shaped.optim, steps=round(tokens / per_step))
+        lines = rule.describe([replace(shaped, optim=steps)])
+        return [line for line in lines if line.startswith("warning")]
+
+    assert doubts(8 * 20 * body) == doubts(20 * body / 8) == []
+    for tokens in (12 * 20 * body, 20 * body / 12):
+        (line,) = doubts(tokens)
+        assert line.startswith("warning: 1 of 1 cell, such as cell, are over 4x from the rungs")
+
+
+def test_a_sweep_without_a_best_rate_is_no_rung(tmp_path, capsys):
+    tuned(tmp_path, 32, lanes=(16,))
+    for cell in read_sweep(tmp_path / "tune32.yaml").cells:
+        path = RunDir(tmp_path / "runs32" / cell.name).metrics
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines[-1]["loss"] = 3 - math.log(cell.facts["learning_rate"])  # falls up to the last rate
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+    assert command("collect", tmp_path / "tune32.yaml", "--runs-dir", tmp_path / "runs32") == 0
+    capsys.readouterr()
+    words = ("plan", tmp_path / "32.yaml", "--budgets", "1e15", "--output", tmp_path / "plan.yaml")
+    assert command(*words, "--tuned", tmp_path / "runs32" / "runs.csv") == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"error: --tuned .*: has no best rate: 0.008 is the highest .*\n", said)
+
+
+def rung(body: float, rate: float, base_width: int = 0, width: float = 1.2) -> Rung:
+    return Rung(
+        body_parameters=body,
+        tokens=20 * body,
+        rate=Interval(rate, rate / width, rate * width),
+        tokens_per_step=4096,
+        num_batches=1,
+        base_width=base_width,
+    )
+
+
+def test_rates_that_transfer_are_those_of_the_rungs_at_any_width():
+    rungs = (rung(1e6, 1e-3, base_width=256), rung(8e6, 1.2e-3, base_width=256))
+    model = ModelConfig(vocab_size=512, d_model=1024, num_heads=16, num_layers=8)
+    run = RunConfig(model=model, data=DataConfig(lanes=16))
+    rate, batch = TunedRule(rungs=rungs, base_width=256)(run, 1e9)
+    assert rate == pytest.approx(1.095e-3, rel=1e-3)
+    assert batch == 0, "the run's own"
+    assert TunedRule(rungs=rungs, base_width=128)(run, 1e9)[0] > 1.2e-3, "another base: a power"
+    mixed = (rungs[0], replace(rungs[1], base_width=0))
+    assert not TunedRule(rungs=mixed, base_width=256).transfers

@@ -1,4 +1,4 @@
-"""The page of a fit: its files, and what it folds and groups."""
+"""Pages and figures that can be decoded: captions, labels apart, legends that cover nothing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import json
 import re
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
+from pretrain.reporting.charts import canvas, log_amount_ticks
+from pretrain.scaling import charts
 from pretrain.scaling.charts import charts_of
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.frontier import fit_isoflop
@@ -18,19 +23,12 @@ from tests.helpers.scaling_runs import command
 
 
 @pytest.fixture(scope="module")
-def fit():
+def many():
     return fit_all(simulated(noise=0.002, budgets=(1e18, 1e20, 13), num_sizes=5))
 
 
 def page_of(fit) -> str:
     return render(fit, "Books", "today", defaultdict(str))
-
-
-def test_a_long_table_of_costs_is_folded_and_a_short_one_is_not(fit):
-    page = page_of(fit)
-    assert "<summary>13 budgets, " in page
-    short = page_of(replace(fit, points=fit.points.take(fit.points.budget_P < 2e18)))
-    assert "<summary>13 budgets" not in short
 
 
 def test_a_page_of_runs_without_intervals_says_so():
@@ -41,17 +39,17 @@ def test_a_page_of_runs_without_intervals_says_so():
     assert not re.search(r"\bnan\b", page)
 
 
-def test_no_line_of_a_table_ends_within_an_interval(fit):
-    page = page_of(fit)
+def test_no_line_of_a_table_ends_within_an_interval(many):
+    page = page_of(many)
     assert re.search(r"\[[\d.]+,\N{NO-BREAK SPACE}[\d.]+\]</td>", page)
     assert not re.search(r"\[[\d.]+\w?, [\d.]+\w?\]</td>", page)
 
 
-def test_held_out_runs_are_explained_where_there_are_some(fit):
-    _, caption = charts_of(fit)["frontier"]
+def test_held_out_runs_are_explained_where_there_are_some(many):
+    _, caption = charts_of(many)["frontier"]
     assert "held out" not in caption
-    is_last_P = fit.points.budget_P == fit.points.budgets[-1]
-    _, caption = charts_of(fit_all(replace(fit.points, holdout_P=is_last_P)))["frontier"]
+    is_last_P = many.points.budget_P == many.points.budgets[-1]
+    _, caption = charts_of(fit_all(replace(many.points, holdout_P=is_last_P)))["frontier"]
     assert caption.endswith(
         "A diamond is a run that was held out, a dash what approach 3 predicts for it, with its "
         "interval"
@@ -104,3 +102,122 @@ def test_report_is_one_file_that_needs_no_network_with_its_pictures_beside_it(co
             assert all(optimum[name]["value"] > 0 for name in ("N*", "D*"))
     assert [valley["budget"] for valley in numbers["valleys"]] == numbers["budgets"]
     assert all(valley["parameters"] > 0 for valley in numbers["valleys"])
+
+
+NAMES = ["isoflop", "frontier", "sizes", "tokens", "residuals", "contours"]
+BANDS = ["frontier", "sizes", "tokens"]
+
+
+def drawn(fit, name: str) -> Figure:
+    chart, _ = charts.charts_of(fit)[name]
+    return chart(fit)
+
+
+@pytest.fixture(scope="module")
+def fit():
+    """Runs at five budgets within one decade, as small sweeps have them."""
+    points = simulated(noise=0.004, budgets=(8e10, 7.2e11, 5), num_sizes=5, seed=1)
+    return fit_all(points)
+
+
+def assert_labels_stand_apart(axes) -> None:
+    for axis, ends in ((axes.xaxis, ("x0", "x1")), (axes.yaxis, ("y0", "y1"))):
+        low, high = sorted(axis.get_view_interval())
+        ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+        shown = [
+            tick.label1
+            for tick in ticks
+            if tick.label1.get_visible() and low <= tick.get_loc() <= high
+        ]
+        texts = [text for text in shown if text.get_text()]
+        boxes = [text.get_window_extent() for text in texts]
+        spans = sorted(tuple(getattr(box, end) for end in ends) for box in boxes)
+        assert len(spans) != 1, "one number is no scale"
+        assert all(first[1] < second[0] for first, second in pairwise(spans)), [
+            text.get_text() for text in texts
+        ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_picture_names_its_axes_and_its_numbers_stand_apart(fit, name):
+    figure = drawn(fit, name)
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        assert axes.get_ylabel()
+        assert_labels_stand_apart(axes)
+    assert figure.axes[0].get_xlabel()
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_bands_are_explained_in_a_legend_that_covers_no_line(fit, name):
+    figure = drawn(fit, name)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert "its 95% interval" in legend.get_title().get_text()
+    assert "largest run fitted" in {text.get_text() for text in legend.get_texts()}
+    assert legend.get_window_extent().y0 >= figure.axes[0].get_window_extent().y1
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_approaches_are_told_apart_by_their_lines_too_which_grey_keeps(fit, name):
+    titles = {approach.title for approach in fit.approaches}
+    lines = [line for line in drawn(fit, name).axes[0].lines if line.get_label() in titles]
+    assert len(lines) == 4
+    assert len({line.get_linestyle() + str(line._unscaled_dash_pattern) for line in lines}) == 4
+
+
+@pytest.mark.parametrize("span", [1.05, 1.3, 1.9, 3.0, 8.0, 1e3])
+def test_a_logarithmic_axis_of_any_length_has_several_numbers(span):
+    for start in (1e9, 3.3e9, 8e9):
+        figure, axes = canvas(3.0, "N", "loss")
+        axes.set_xscale("log")
+        axes.set_xlim(start, start * span)
+        log_amount_ticks(axes.xaxis)
+        figure.draw_without_rendering()
+        assert_labels_stand_apart(axes)
+        ticks = [each for each in axes.get_xticks() if start <= each <= start * span]
+        texts = [tick.label1.get_text() for tick in axes.xaxis.get_major_ticks()]
+        assert len(ticks) >= 2
+        assert len(set(texts)) == len(texts)
+
+
+@pytest.fixture(scope="module")
+def held():
+    """Runs at six budgets of which the largest is held out."""
+    points = simulated(noise=0.004, budgets=(1e18, 1e20, 6), num_sizes=5, seed=1)
+    is_last_P = points.budget_P == points.budgets[-1]
+    return fit_all(replace(points, holdout_P=is_last_P))
+
+
+def test_held_out_runs_are_drawn_with_their_own_predictions(held):
+    axes = charts.frontier(held).axes[0]
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert drawn["prediction for that run"] == [item.predicted.value for item in held.holdouts]
+    assert drawn["run held out"] == [item.measured for item in held.holdouts]
+    assert min(drawn["prediction for that run"]) < max(drawn["prediction for that run"]), (
+        "not the frontier's loss"
+    )
+    (intervals,) = [each for each in axes.collections if hasattr(each, "get_segments")]
+    assert [segment[1][1] for segment in intervals.get_segments()] == [
+        item.predicted.high for item in held.holdouts
+    ]
+
+
+def test_errors_of_held_out_runs_are_among_the_residuals(held):
+    _, diamonds = charts.residuals(held).axes[0].collections
+    errors = [100 * item.error for item in held.holdouts]
+    assert np.asarray(diamonds.get_offsets())[:, 1].tolist() == pytest.approx(errors)
+
+
+def test_a_dozen_budgets_have_a_color_a_marker_and_a_label_each_and_more_some_labels():
+    styles = charts.budget_styles(np.geomspace(1e18, 1e21, 12)).values()
+    for name in ("color", "marker", "label"):
+        assert len({style[name] for style in styles} - {None}) == 12
+    many = charts.budget_styles(np.geomspace(1e18, 1e21, 30)).values()
+    assert len([style for style in many if style["label"]]) == 10
+
+
+def test_flops_are_set_as_powers_of_ten():
+    assert charts.flops_text(1e11) == "10¹¹"
+    assert charts.flops_text(2e12) == "2 \N{MULTIPLICATION SIGN} 10¹²"
+    assert charts.flops_text(1000.0) == "10³"

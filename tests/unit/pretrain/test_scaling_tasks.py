@@ -146,7 +146,7 @@ def test_the_coverage_of_accuracies_fails_where_intervals_miss_the_truth(monkeyp
         return replace(points, accuracy_P=0.25 + 0.75 * ((points.accuracy_P - 0.25) / 0.75) ** 2)
 
     measured = task_coverage.with_accuracies
-    monkeypatch.setattr("sys.argv", ["task_coverage", "--replicates", "1"])
+    monkeypatch.setattr("sys.argv", ["task_coverage", "--replicates=1", "--first-seed=0"])
     monkeypatch.setattr(task_coverage, "LAWS", (HOFFMANN,))
     monkeypatch.setattr(task_coverage, "NOISES", (0.01,))
     assert task_coverage.main() == 0

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from foundation.errors import ConfigError
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from pretrain.config.model import ModelConfig
@@ -84,18 +83,6 @@ def test_a_folder_and_a_sweep_file_stand_for_the_cells_in_their_order(here):
     assert list(find_runs(Path("runs"))) == [Path("runs/first"), *CELL_PATHS]
 
 
-def test_what_a_sweep_keeps_beside_its_cells_is_no_damaged_run_but_a_broken_one_is(here, capsys):
-    everything = sorted(Path("runs/mem").iterdir())
-    assert len(everything) == 6
-    assert set(runs_of(everything)) == set(CELL_PATHS)
-    (CELL_PATHS[1] / "run.json").unlink()
-    assert set(runs_of(everything)) == set(CELL_PATHS)
-    assert launcher(["status", *map(str, everything)]) == 0
-    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-    assert ["memory_length_64", "damaged"] in rows
-    assert not {"logs", "compare.csv", "sweep.lock"} & {row[0] for row in rows if row}
-
-
 @pytest.mark.parametrize(
     ("program", "arguments", "message"),
     [
@@ -146,6 +133,3 @@ def test_commands_of_both_programs_take_the_name_of_a_run(here, capsys):
         assert "does not exist" not in output.err, arguments
 
 
-def test_several_paths_without_any_run_are_refused(here):
-    with pytest.raises(ConfigError, match="contain no runs"):
-        runs_of([Path("runs/mem/logs"), Path("runs/mem/compare.csv")])

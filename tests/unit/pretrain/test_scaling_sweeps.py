@@ -1,0 +1,595 @@
+"""Sweeps of rates, lengths and variants: plans, their table, best rates, pages; one for real."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+import shutil
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from foundation.files import write_text
+from foundation.settings import load_config
+from pretrain.cli import main
+from pretrain.config.run import RunConfig
+from pretrain.costs.flops import computed_flops_of_step, cost_of
+from pretrain.costs.memory import checkpoint_bytes
+from pretrain.rundir.events import TrainingBegan
+from pretrain.rundir.run_dir import RunDir
+from pretrain.scaling.collect import Row, read_rows
+from pretrain.scaling.comparison_pages import (
+    loss_by_memory,
+    variant_notes,
+    variant_table,
+)
+from pretrain.scaling.rates import TOLERABLE, fit_rates, verdicts
+from pretrain.scaling.sweep_file import config_of, read_sweep
+from pretrain.scaling.variants import (
+    MemberResult,
+    compared_rows,
+    member_of,
+    plan_members,
+    read_comparison,
+    results_of,
+)
+from tests.helpers.corpora import make_tiny_corpus
+from tests.helpers.scaling import HOFFMANN
+from tests.helpers.scaling_runs import EXPERIMENT, command, train_by_the_law
+
+TUNED = """name: base
+model: {vocab_size: 300, num_layers: 2, d_model: 32, num_heads: 2, memory_length: 32}
+optim: {steps: 1000}
+data:
+  path: absent
+  segment_length: 32
+  lanes: 16
+"""
+RATES = [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]
+BEST, LOWEST, BEND = 1.2e-3, 3.0, 0.1
+
+
+def losses_at(rates, noise=0.0, rng=None) -> list[float]:
+    """Losses of a valley whose lowest point is known."""
+    exact = LOWEST + BEND / 2 * (np.log(rates) - math.log(BEST)) ** 2
+    return list(exact * (1 + noise * rng.standard_normal(len(rates))) if rng else exact)
+
+
+def planned(tmp_path: Path, *flags: object, text: str = "") -> list[RunConfig]:
+    """The runs of a plan of the base with these flags."""
+    experiment, sweep = tmp_path / "base.yaml", tmp_path / "sweep.yaml"
+    write_text(experiment, TUNED + text)
+    words = ["scale", "plan", experiment, *flags, "--output", sweep]
+    assert main([str(word) for word in words]) == 0
+    return [config_of(cell, sweep) for cell in read_sweep(sweep).cells]
+
+
+def test_cells_differ_in_rate_lanes_and_seed_alone_and_read_as_many_tokens(tmp_path):
+    runs = planned(tmp_path, "--rates", *RATES, "--lanes", 16, 32, "--seeds", 1, 2)
+    assert len(runs) == len({run.name for run in runs}) == 5 * 2 * 2
+    assert {(run.data.lanes, run.optim.steps) for run in runs} == {(16, 1000), (32, 500)}
+    assert {run.optim.learning_rate for run in runs} == set(RATES)
+    assert {run.seed for run in runs} == {1, 2}
+    for run in runs:
+        assert cost_of(run).tokens == 1000 * 512
+        assert run.optim.schedule.warmup_steps == 0.05 * run.optim.steps
+        assert run.model == runs[0].model
+        same = {"steps", "learning_rate", "schedule"}
+        for name in vars(run.optim).keys() - same:
+            assert getattr(run.optim, name) == getattr(runs[0].optim, name)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "said"),
+    [
+        (["1e-3", "1e-3", "2e-3"], "", "expected at least 3 different positive rates"),
+        (["0", "1e-3", "2e-3"], "", "expected at least 3 different positive rates"),
+        (["1e-3", "2e-3", "inf"], "", "expected at least 3 different positive rates"),
+        (["1e-3", "2e-3", "4e-3", "--lanes", "100000"], "", "less than one step"),
+        (["1e-3", "2e-3", "4e-3", "--steps", "0"], "", "--steps=0 must be 1 or more"),
+        (["1e-3", "2e-3", "4e-3", "--memories", "8"], "", "--memories has no meaning in a plan"),
+        (
+            ["1e-3", "2e-3", "4e-3", "--seeds", "1"],
+            "  phases: [{from_step: 9, lanes: 8}]\n",
+            "phase",
+        ),
+        (["1e-3", "2e-3", "4e-3"], "  phases: [{from_step: 9, lanes: 8}]\n", "has 1 phase "),
+    ],
+)
+def test_rates_that_make_no_sweep_are_refused(tmp_path, capsys, flags, text, said):
+    write_text(tmp_path / "base.yaml", TUNED + text)
+    words = ["scale", "plan", str(tmp_path / "base.yaml"), "--rates", *flags]
+    assert main([*words, "--output", str(tmp_path / "sweep.yaml")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "sweep.yaml").exists()
+
+
+def test_a_known_valley_is_found_with_the_range_that_loses_half_a_percent():
+    found = fit_rates(512, RATES, losses_at(RATES)).optimum
+    assert found.rate.value == pytest.approx(BEST, rel=1e-9)
+    assert found.loss == pytest.approx(LOWEST, rel=1e-9)
+    for edge in (found.low, found.high):
+        assert losses_at([edge])[0] == pytest.approx(LOWEST * (1 + TOLERABLE), rel=1e-9)
+    assert found.low < BEST < found.high
+
+
+def test_the_interval_holds_the_best_rate_in_about_95_of_100_noisy_sweeps():
+    rng = np.random.default_rng(3)
+    rates = [1.5e-4 * 2 ** (index / 2) for index in range(13)]
+    held = []
+    for _ in range(200):
+        found = fit_rates(512, rates, losses_at(rates, 0.005, rng)).optimum
+        held.append(found.rate.low <= BEST <= found.rate.high)
+    assert 0.90 <= np.mean(held) <= 1.0
+
+
+@pytest.mark.parametrize("rate", [BEST * 2, 3.2e-2])
+def test_rates_at_which_a_run_diverged_do_not_bend_the_valley(rate):
+    found = fit_rates(512, [*RATES, rate, 6.4e-2], [*losses_at(RATES), 9.0, math.inf])
+    assert found.optimum.rate.value == pytest.approx(BEST, rel=1e-9)
+    assert found.diverged == (rate, 6.4e-2)
+
+
+def test_a_low_rate_that_ends_far_above_the_lowest_loss_is_slow_and_has_not_diverged():
+    found = fit_rates(512, [1e-5, *RATES], [5.0, *losses_at(RATES)])
+    assert found.diverged == ()
+    assert found.rates_S.min() == 1e-5
+    assert found.optimum.rate.value == pytest.approx(BEST, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("diverged", "said"),
+    [
+        (8e-3, "0.004 is the highest rate that did not diverge: add 0.0057"),
+        (6.4e-2, "0.004 is the highest rate that did not diverge: add 0.008"),
+    ],
+)
+def test_a_rate_that_diverged_is_not_advised_again(diverged, said):
+    found = fit_rates(512, [1e-3, 2e-3, 4e-3, diverged], [3.3, 3.1, 3.0, math.inf])
+    assert said in verdicts([found])[0]
+
+
+@pytest.mark.parametrize(
+    ("rates", "losses", "said"),
+    [
+        ([1e-4, 1e-2, 1.0], [3.2, 3.1, 3.2], "rates near 0.01 are missing: add 0.005 and 0.02"),
+        ([1e-3, 2e-3, 4e-3], [3.0, 3.1, 3.3], "0.001 is the lowest rate tried: add 0.0005"),
+        ([1e-3, 2e-3, 4e-3], [3.3, 3.1, 3.0], "0.004 is the highest rate tried: add 0.008"),
+        ([1e-3, 2e-3, 4e-3], [3.2, 3.1, 3.2], "no interval: three runs determine a parabola"),
+    ],
+)
+def test_what_a_sweep_cannot_tell_is_said(rates, losses, said):
+    (line,) = verdicts([fit_rates(512, rates, losses)])[:1]
+    assert said in line
+
+
+def test_a_plan_with_more_rates_leaves_the_planned_cells_as_they_are(tmp_path, capsys):
+    experiment, file = tmp_path / "run.yaml", tmp_path / "s.yaml"
+    write_text(experiment, "name: tiny\nmodel: {vocab_size: 300}\ndata: {path: absent}\n")
+    plan = ["scale", "plan", str(experiment), "--steps=200", f"--output={file}", "--seeds", "1"]
+    assert main([*plan, "--rates", "1e-3", "2e-3", "4e-3"]) == 0
+    before = read_sweep(file)
+    assert main([*plan, "--rates", "1e-3", "2e-3", "4e-3", "8e-3"]) == 0
+    after = read_sweep(file)
+    assert (after.name, after.varies) == (before.name, "rates")
+    assert after.cells[:3] == before.cells
+    assert len(after.cells) == 4
+
+
+def test_a_parabola_that_contradicts_the_lowest_measured_loss_is_warned_of():
+    rates, losses = [1e-3, 2e-3, 4e-3, 8e-3], [6.0237, 5.6421, 5.6611, 5.6665]
+    verdict, warning = verdicts([fit_rates(512, rates, losses)])
+    assert "optim.learning_rate=0.0041" in verdict
+    assert warning.startswith("warning: the lowest measured loss is 5.6421, at 0.002: ")
+    assert len(verdicts([fit_rates(512, RATES, losses_at(RATES))])) == 1
+
+
+def test_contexts_differ_in_nothing_but_segment_and_memory_at_equal_tokens_and_equal_flops(
+    tmp_path: Path,
+):
+    write_text(tmp_path / "base.yaml", TUNED)
+    sweep = tmp_path / "sweep.yaml"
+    lengths = ("--segments", 16, 32, 64, "--memories", 0, 32, 128, "--output", sweep)
+    assert command("plan", tmp_path / "base.yaml", *lengths) == 0
+    runs = [config_of(cell, sweep) for cell in read_sweep(sweep).cells]
+    contexts = {(run.data.segment_length, run.model.memory_length) for run in runs}
+    assert len(contexts) == 9
+    base = cost_of(next(run for run in runs if run.name == "t32-m32"))
+    for run in runs:
+        cost = cost_of(run)
+        assert cost.parameters == base.parameters
+        assert run.tokens_per_step == 512
+        assert run.optim.learning_rate == runs[0].optim.learning_rate
+        if not run.name.endswith("same-flops"):
+            assert cost.tokens == base.tokens
+        if not run.name.endswith("same-tokens"):
+            assert cost.flops == pytest.approx(base.flops, rel=0.01)
+    assert len(runs) == len({run.name for run in runs}) == 17
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--segments", 24, "--memories", 0, 32], "segments of 24 do not divide the 512 tokens"),
+        (["--segments", 32, 32, "--memories", 8], "leaves nothing to compare"),
+        (
+            ["optim.schedule.shape=constant", "--segments", 32, "--memories", 8, 16],
+            "does not decay",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_said(tmp_path: Path, capsys, flags, said):
+    write_text(tmp_path / "base.yaml", TUNED)
+    assert command("plan", tmp_path / "base.yaml", *flags, "--output", tmp_path / "s.yaml") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_sweep_of_lengths_becomes_a_table_and_a_page_with_both_comparisons(
+    tmp_path: Path, capsys
+):
+    write_text(tmp_path / "books.yaml", EXPERIMENT + "optim: {steps: 300}\n")
+    sweep, runs = tmp_path / "sweep.yaml", tmp_path / "runs"
+    lengths = ("--segments", 32, 64, "--memories", 0, 64, "--output", sweep)
+    assert command("plan", tmp_path / "books.yaml", *lengths) == 0
+    assert "every run: optim.schedule.warmup_steps is 5% of its steps" in capsys.readouterr().out
+    cells = read_sweep(sweep).cells
+    for cell in cells[1:]:
+        train_by_the_law(runs / cell.name, config_of(cell, sweep))
+    assert command("collect", sweep, "--runs-dir", runs) == 0
+    rows = read_rows(runs / "runs.csv")
+    assert {(row.segment_length, row.memory_length) for row in rows[1:]} == {
+        (32, 0), (32, 64), (64, 0), (64, 64)
+    }  # fmt: skip
+    assert {row.varies for row in rows} == {"lengths"}
+    capsys.readouterr()
+    assert command("report", runs / "runs.csv") == 0
+    said = capsys.readouterr().out
+    assert f"left out: {cells[0].name}: not started" in said
+    page = (runs / "scaling-report" / "report.html").read_text()
+    assert all(f"Equal {name}" in page for name in ("tokens", "FLOPs"))
+    assert all(f"{row.loss:.4f}" in page for row in rows[1:])
+    figures = {path.name for path in (runs / "scaling-report").glob("*.png")}
+    forms = {path.suffix for path in (runs / "scaling-report").glob("equal-flops.*")}
+    assert forms == {".png", ".svg", ".pdf", ".csv"}
+    assert re.search(r"\d{4}-\d\d-\d\d, code ", page)
+    assert figures == {"equal-tokens.png", "equal-flops.png"}
+    at_tokens = [row for row in rows[1:] if not row.name.endswith("same-flops")]
+    lines = loss_by_memory(at_tokens).axes[0].get_lines()
+    assert [str(line.get_label()) for line in lines] == ["32", "64"]
+
+
+REPOSITORY = Path(__file__).parents[3]
+COMPARISONS = sorted((REPOSITORY / "configs" / "comparisons").glob("*.yaml"))
+TINY = """name: tiny
+model: {num_layers: 2, d_model: 16, num_heads: 2, memory_length: 8}
+data: {path: CORPUS, lanes: 2, segment_length: 8}
+engine: {kind: torch}
+evaluation: {interval: 0, lanes: 2}
+metrics: {tensorboard: false}
+"""
+TWO = """name: two
+experiment: tiny.yaml
+flops: 1e8
+rates: [1e-5, 4e-3]
+seeds: [3, 4]
+settings: [evaluation.max_tokens=200]
+members:
+  no-memory: [model.memory_length=0]
+  long: ["model.memory_length=[8, 32]"]
+"""
+
+
+@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
+def test_members_of_the_shipped_comparisons_differ_and_train_for_as_many_flops(path):
+    comparison = read_comparison(path, ["model.vocab_size=257"])
+    planned = plan_members(comparison, path.parent / comparison.experiment)
+    members = list(comparison.members)
+    assert len(planned) == len(members) * len(comparison.rates) * len(comparison.seeds)
+    assert [member_of(item.name) for item in planned[: len(members)]] == members, "they take turns"
+    runs = {member_of(item.name): item.run for item in planned[: len(members)]}
+    assert len({item.name for item in planned}) == len(planned)
+    for member, run in runs.items():
+        flops = computed_flops_of_step(run, 1) * run.optim.steps
+        assert flops == pytest.approx(comparison.flops, rel=0.01), member
+        assert run.tokens_per_step == runs["transformer-xl"].tokens_per_step
+    assert len({str(replace(run, name="x")) for run in runs.values()}) == len(runs)
+
+
+@pytest.mark.parametrize("member", ["xl", "a-lr-b", "k2-s1"])
+def test_a_cells_name_tells_its_member(member):
+    assert member_of(f"c4e11-{member}-lr0.002-s7") == member
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("seeds: [3, 4]|seeds: [3, 3]", "different numbers, none negative"),
+        ("flops: 1e8|flops: 1e6", "c1e06-no-memory-lr1e-05-s3: 1e+06 FLOPs pay for 0.8"),
+        ("  no-memory: [model.memory_length=0]\n|", "found 1 members, expected two"),
+        ("model.memory_length=0|optim.steps=9", "optim.steps=9 follows from flops"),
+        ("model.memory_length=0|model.memory=0", "cell c1e08-no-memory-lr1e-05-s3 (over"),
+        ("no-memory:|no/memory:", "members"),
+        ("rates: [1e-5, 4e-3]|rates: []", "expected one or more different numbers, none negative"),
+        (
+            f"{TWO[TWO.index('members') :]}|members: [a]\n",
+            "members: found ['a'], expected a section",
+        ),
+        ("experiment: tiny|experiment: absent", "does not exist (experiment is relative to the"),
+        ("[model.memory_length=0]|3", "members.no-memory is 3; write settings as on a command"),
+    ],
+)
+def test_a_wrong_comparison_is_refused_in_a_line(tmp_path, capsys, text, said):
+    before, after = text.split("|")
+    assert before in TWO
+    write_text(tmp_path / "tiny.yaml", TINY.replace("CORPUS", str(tmp_path / "absent")))
+    write_text(tmp_path / "two.yaml", TWO.replace(before, after))
+    out = tmp_path / "sweep.yaml"
+    plan = ["scale", "plan", str(tmp_path / "two.yaml"), "--output", str(out)]
+    assert main([*plan, "model.vocab_size=300"]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+def test_overrides_hold_for_all_members_and_those_that_the_plan_makes_are_refused(tmp_path, capsys):
+    write_text(tmp_path / "tiny.yaml", TINY.replace("CORPUS", str(tmp_path / "absent")))
+    write_text(tmp_path / "two.yaml", TWO)
+    out = tmp_path / "sweep.yaml"
+    plan = ["scale", "plan", str(tmp_path / "two.yaml"), "--output", str(out)]
+    for refused in ("optim.steps=9", "checkpoint.interval=9"):
+        assert main([*plan, "model.vocab_size=300", refused]) == 2
+        assert f"{refused} follows from flops, rates and seeds" in capsys.readouterr().err
+        assert not out.exists()
+    assert main([*plan, "model.vocab_size=300", "model.d_model=8"]) == 0
+    cells = read_sweep(out).cells
+    assert len(cells) == 8
+    assert all({"model.d_model=8", "model.vocab_size=300"} <= {*x.overrides} for x in cells)
+
+
+def ended(member: str, rate: float, loss: float | str, seed: int = 1) -> Row:
+    return Row(
+        name=f"c1e09-{member}-lr{rate:g}-s{seed}",
+        progress=1.0 if loss else 0.5,
+        loss=loss,
+        learning_rate=rate,
+        seed=seed,
+        excluded="diverged" if loss == math.inf else "",
+    )
+
+
+def test_a_members_best_rate_has_the_lowest_mean_of_its_seeds_once_all_runs_have_ended():
+    seeds = [ended("a", 1e-3, 2.0), ended("a", 2e-3, 1.9), ended("a", 4e-3, math.inf)]
+    seeds += [ended("a", 1e-3, 1.9, 2), ended("a", 2e-3, 2.1, 2), ended("a", 4e-3, 0.1, 2)]
+    running = [ended("b", 1e-3, 1.0), ended("b", 2e-3, "")]
+    diverged = [ended("c", 1e-3, math.inf)]
+    found = compared_rows([*seeds, *running, *diverged])
+    assert {member: [row.loss for row in rows] for member, rows in found.items()} == {
+        "a": [2.0, 1.9]
+    }
+
+
+def result(member: str, losses: tuple[float, ...], is_edge: bool = False) -> MemberResult:
+    return MemberResult(
+        member=member,
+        first=Row(name=member, N=1000, D=5000, C=1e9, learning_rate=1e-3, lane_bytes=2048),
+        losses_S=losses,
+        is_edge=is_edge,
+        tokens_per_second=10.0,
+        probes={
+            "probes/far_loss": 1.75,
+            "probes/needle/8": 0.5,
+            "probes/needle/16": 0.25,
+            "probes/chance": 0.1,
+        },
+    )
+
+
+def test_the_table_has_means_over_seeds_the_far_tokens_and_the_edge_of_the_rates():
+    results = [result("worse", (2.0, 2.25), is_edge=True), result("better", (1.0,))]
+    heads, *rows = variant_table(results)
+    better, worse = (dict(zip(heads, row, strict=True)) for row in rows)
+    assert [better["member"], worse["member"]] == ["better", "worse"]
+    assert [worse["loss"], worse["+-"], better["+-"]] == ["2.1250", "0.1250", "-"]
+    assert better["loss from token 512"] == "1.7500"
+    assert [better["needle"], better["rate"], worse["rate"]] == ["37.5%", "0.001", "0.001*"]
+    assert any("lowest or highest rate" in line for line in variant_notes(results))
+    assert not any("lowest or highest rate" in line for line in variant_notes(results[1:]))
+
+
+def call(*words: object) -> str:
+    with redirect_stdout(io.StringIO()) as said:
+        assert main(["scale", *map(str, words)]) == 0
+    return said.getvalue()
+
+
+def train(directory: Path) -> list[str]:
+    """Train the cells that are new; return their names."""
+    trained = []
+    for cell in read_sweep(directory / "sweep.yaml").cells:
+        run_dir = directory / "cells" / cell.name
+        if not run_dir.exists():
+            command = ["train", str(directory / "tiny.yaml"), "--run-dir", str(run_dir)]
+            assert main([*command, *cell.overrides]) == 0
+            trained.append(cell.name)
+    torch.set_flush_denormal(False)  # training sets it for its process
+    return trained
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> Path:
+    """A comparison whose cells were planned, trained and probed as `make` does it."""
+    directory = tmp_path_factory.mktemp("variants")
+    corpus = make_tiny_corpus(directory / "corpus")
+    write_text(directory / "tiny.yaml", TINY.replace("CORPUS", str(corpus)))
+    write_text(directory / "two.yaml", TWO)
+    said = call("plan", directory / "two.yaml", "--output", directory / "sweep.yaml")
+    assert "pretrain scale collect" in said
+    assert len(train(directory)) == 8
+    runs = sorted((directory / "cells").glob("c*-s*"))
+    probe = ["--probe", "needle", "position", "--trials=4", "--longest-distance=32"]
+    assert main(["evaluate", *map(str, runs), *probe, "--max-tokens=200"]) == 0
+    return directory
+
+
+def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared):
+    call("collect", compared / "sweep.yaml", "--runs-dir", compared / "cells")
+    table, out = compared / "cells" / "runs.csv", compared / "report"
+    said = call("report", table, "--output", out)
+    assert "means of 2 seeds" in said
+    found = {each.member: each for each in results_of(read_rows(table))}
+    assert set(found) == {"no-memory", "long"}
+    assert found["long"].first.lane_bytes == 4 * 16 * (8 + 32) + 4 * 32, "two layers, documents"
+    assert found["no-memory"].first.lane_bytes == 0
+    assert float(found["no-memory"].first.D) > float(found["long"].first.D), "as many FLOPs"
+    for each in found.values():
+        assert len(each.losses_S) == 2
+        assert (each.first.learning_rate, each.is_edge) == (4e-3, True)
+        assert set(each.probed("needle")) == {8, 16, 32}
+        assert each.tokens_per_second > 0
+    page = (out / "report.html").read_text()
+    assert all(f"{each.loss:.4f}" in page for each in found.values())
+    assert {path.name for path in out.glob("*.png")} == {"variants.png", "positions.png"}
+
+
+def test_without_a_finished_member_there_is_no_page(compared, tmp_path, capsys):
+    (tmp_path / "cells").mkdir()
+    cells = [str(compared / "sweep.yaml"), "--runs-dir", str(tmp_path / "cells")]
+    assert main(["scale", "collect", *cells]) == 0
+    capsys.readouterr()
+    assert main(["scale", "report", str(tmp_path / "cells" / "runs.csv")]) == 2
+    assert "no member has ended at all of its rates" in capsys.readouterr().err
+
+
+def test_a_real_checkpoint_has_the_bytes_that_describe_counts(compared):
+    run_dir = RunDir(compared / "cells" / "c1e08-no-memory-lr0.004-s3")
+    steps = run_dir.config.optim.steps
+    files = run_dir.checkpoints.glob(f"step-{steps:08}/*.safetensors")
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    random_state = tensors.pop("random.cpu")
+    assert random_state.nbytes < 6000
+    assert sum(tensor.nbytes for tensor in tensors.values()) == checkpoint_bytes(run_dir.config)
+
+
+def test_a_run_on_a_cpu_records_fp32_where_its_experiment_says_auto(compared):
+    assert load_config(RunConfig, compared / "tiny.yaml").engine.precision == "auto"
+    run_dir = RunDir(compared / "cells" / "c1e08-no-memory-lr0.004-s3")
+    assert run_dir.config.engine.precision == "fp32"
+
+
+def test_collected_table_has_exact_costs_and_the_last_evaluations_loss(collected):
+    rows = list(csv.DictReader((collected / "runs.csv").read_text().splitlines()))
+    sweep = read_sweep(collected / "sweep.yaml")
+    assert [row["name"] for row in rows] == [cell.name for cell in sweep.cells]
+    for row, cell in zip(rows, sweep.cells, strict=True):
+        cost = cost_of(config_of(cell, collected / "sweep.yaml"))
+        assert (int(row["N"]), int(row["N_body"]), int(row["D"])) == (
+            cost.parameters,
+            cost.body_parameters,
+            cost.tokens,
+        )
+        assert (row["D_effective"], row["tasks/quiz/acc"]) == (row["D"], "0.5")
+        assert float(row["loss/code"]) == pytest.approx(float(row["loss"]) + 1)
+        assert float(row["bits_per_byte"]) == pytest.approx(0.4 * float(row["loss"]))
+        assert float(row["C"]) == pytest.approx(cost.flops)
+        assert float(row["C_6ND"]) == pytest.approx(6 * cost.parameters * cost.tokens)
+        assert float(row["loss"]) == pytest.approx(
+            float(HOFFMANN.loss(cost.parameters, cost.tokens))
+        )
+        lines = (collected / "runs" / cell.name / "metrics.jsonl").read_text().splitlines()
+        assert float(row["seconds"]) == 2.0 * (len(lines) - 1), "of steps alone"
+        assert (row["schedule"], row["code"], row["progress"]) == ("cosine", "v1-7-gabc", "1.0")
+    assert [row["holdout"] for row in rows].count("yes") == 1
+
+
+def test_cells_without_a_final_loss_are_in_the_table_with_their_reason(collected, tmp_path, capsys):
+    sweep_path = collected / "sweep.yaml"
+    cells = read_sweep(sweep_path).cells
+    runs = tmp_path / "runs"
+    shutil.copytree(collected / "runs", runs)
+    for cell in cells[:4]:
+        shutil.rmtree(runs / cell.name)
+    train_by_the_law(runs / cells[1].name, config_of(cells[1], sweep_path), until=0.5)
+    train_by_the_law(runs / cells[2].name, config_of(cells[2], sweep_path), loss=float("nan"))
+    train_by_the_law(runs / cells[3].name, config_of(cells[3], sweep_path))
+    metrics = RunDir(runs / cells[3].name).metrics
+    write_text(
+        metrics,
+        "".join(line for line in metrics.read_text().splitlines(True) if "evaluation" not in line),
+    )
+    RunDir(runs / cells[4].name).ledger.append(
+        TrainingBegan(step=9, world_size=1, code="v1-8-gdef")
+    )
+    assert (
+        command("collect", sweep_path, "--runs-dir", runs, "--output", tmp_path / "runs.csv") == 0
+    )
+    reasons = {
+        row["name"]: row["excluded"]
+        for row in csv.DictReader((tmp_path / "runs.csv").read_text().splitlines())
+    }
+    assert "not started" in reasons[cells[0].name]
+    assert re.fullmatch(r"stopped at step \d+ of \d+: mid-schedule", reasons[cells[1].name])
+    assert reasons[cells[2].name] == "diverged: its last evaluation's loss is NaN or infinite"
+    assert reasons[cells[3].name] == "finished without a last evaluation"
+    said = capsys.readouterr().out
+    assert "15 of 19 cells have a final loss" in said
+    assert "note: 2 versions of the code trained these cells" in said
+    assert command("fit", tmp_path / "runs.csv", "--verbose") == 0
+    said = capsys.readouterr().out
+    assert all(
+        f"left out: {cells[index].name}: {reasons[cells[index].name]}" in said for index in range(4)
+    )
+
+
+def test_runs_of_other_settings_than_the_sweeps_are_no_rows_of_its_table(
+    collected, tmp_path, capsys
+):
+    for name in ("books.yaml", "sweep.yaml"):
+        shutil.copy(collected / name, tmp_path / name)
+    edit = (tmp_path / "books.yaml").read_text().replace("memory_length: 64", "memory_length: 32")
+    write_text(tmp_path / "books.yaml", edit)
+    table = tmp_path / "runs.csv"
+    runs = ("--runs-dir", collected / "runs", "--output", table)
+    assert command("collect", tmp_path / "sweep.yaml", *runs) == 2
+    error = capsys.readouterr().err
+    assert "other settings: model.memory_length 64 -> 32 (and 18 more such cells)" in error
+    assert error.count("\n") == 1
+    assert not table.exists()
+
+
+def test_a_run_of_fewer_steps_than_its_cell_has_now_stopped_before_its_end(
+    collected, tmp_path, capsys
+):
+    shutil.copy(collected / "books.yaml", tmp_path)
+    text = (collected / "sweep.yaml").read_text()
+    longer = re.sub(r"optim.steps=(\d+)", r"optim.steps=\g<1>0", text)
+    write_text(tmp_path / "sweep.yaml", longer)
+    runs = ("--runs-dir", collected / "runs", "--output", tmp_path / "runs.csv")
+    assert command("collect", tmp_path / "sweep.yaml", *runs) == 0
+    assert "0 of 19 cells have a final loss" in capsys.readouterr().out
+    for row in csv.DictReader((tmp_path / "runs.csv").read_text().splitlines()):
+        assert re.fullmatch(r"stopped at step (\d+) of \1{1}0: mid-schedule", row["excluded"])
+
+
+def test_tables_and_pages_are_beside_the_sweeps_runs_unless_told_otherwise(
+    collected, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(collected / "runs", tmp_path / "mine")
+    assert command("collect", collected / "sweep.yaml", "--runs-dir", "mine") == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^cell +N +D +C +loss\nc1e14-", said, re.M)
+    table = Path("mine/runs.csv")
+    assert f"next: pretrain scale fit {table}, then pretrain scale report {table}\n" in said
+    assert command("report", table) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^law +left-out error +N\* at", said, re.M)
+    assert said.endswith("report: mine/scaling-report/report.html\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
