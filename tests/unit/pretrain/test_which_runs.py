@@ -131,5 +131,3 @@ def test_commands_of_both_programs_take_the_name_of_a_run(here, capsys):
         output = capsys.readouterr()
         assert "holds no run" not in output.err, arguments
         assert "does not exist" not in output.err, arguments
-
-
