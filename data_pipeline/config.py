@@ -83,11 +83,9 @@ class CorpusConfig:
     validation_input: tuple[Path, ...] = ()
     """Files or folders of a separate validation split; then no fraction is used."""
     validation_fraction: float = setting(0.01, Range(0, 1, below=True))
-    """Part of the documents for validation, chosen by a hash of their id; 0: none."""
-    validation_bytes: int = setting(0, Range(0, MOST), unit="bytes")
-    """Of each file of format `stream`: bytes for validation, before those for tests."""
+    """Part for validation: of documents by a hash of their id, of a stream at its end; 0: none."""
     test_bytes: int = setting(0, Range(0, MOST), unit="bytes")
-    """Of each file of format `stream`: bytes at its end that are left out, for tests."""
+    """Of each file of format `stream`: bytes at its very end that are left out, for tests."""
     format: Literal["auto", SourceKind] = "auto"
     """Format of the input; auto: by name or head; text: one document per file."""
     suffixes: tuple[str, ...] = ()
@@ -133,6 +131,18 @@ class CorpusConfig:
             raise ConfigError("input names no file or folder")
         if self.token_dtype not in TOKEN_DTYPES:
             raise ConfigError(f"token_dtype={self.token_dtype}, expected {', '.join(TOKEN_DTYPES)}")
+        if self.is_stream and (self.shuffles or self.drop_duplicates or self.split_characters):
+            raise ConfigError(
+                "format=stream is one text in its order; leave out shuffle_seed, drop_duplicates "
+                "and split_characters"
+            )
+        if self.test_bytes and not self.is_stream:
+            raise ConfigError("test_bytes needs format=stream; leave it out")
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether each file is one long text, which lanes enter at any token."""
+        return self.format == "stream"
 
     @property
     def shuffles(self) -> bool:

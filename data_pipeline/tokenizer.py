@@ -178,6 +178,10 @@ class Tokenizer:
         """Return what a round trip should give: the text, or with words one space between them."""
         return normalized(text) if isinstance(self.vocabulary, Words) else text
 
+    def leaves_out_end_of(self, text: str) -> bool:
+        """Whether `encode` leaves out the end of a text, for which `end_id` stands."""
+        return isinstance(self.vocabulary, Words) and text.endswith(self.end_text)
+
     def text_sizes(self) -> tuple[np.ndarray, np.ndarray]:
         """Return UTF-8 bytes and characters of text of each id, [V]; a text's are their sums.
 

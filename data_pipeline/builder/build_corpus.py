@@ -29,8 +29,7 @@ from data_pipeline.builder.build_tokenizer import (
     given_tokenizer,
     prepare_tokenizer,
 )
-from data_pipeline.builder.documents import read_documents, with_held_out
-from data_pipeline.builder.formats import holds_stretches
+from data_pipeline.builder.documents import read_documents, stretches_of
 from data_pipeline.builder.journal import (
     BuildJournal,
     check_recipe,
@@ -62,7 +61,6 @@ from data_pipeline.corpora.manifest import (
     read_manifest,
 )
 from data_pipeline.tokenizer import Tokenizer
-from foundation.errors import ConfigError
 from foundation.files import fsync_file, named_errors
 from foundation.progress import Report
 from foundation.settings import to_tree
@@ -106,12 +104,8 @@ def list_all_sources(config: CorpusConfig, report: Report = lambda what: None) -
     """Return every input file in its order, with its split, or "" if each document decides."""
     training = list_sources(config.input, config, report)
     sources = [("", source) for source in training]
-    if holds_stretches(config):
-        if config.validation_input:
-            raise ConfigError("format=stream takes validation_bytes, not validation_input")
-        return with_held_out(sources, config)
-    if config.validation_bytes or config.test_bytes:
-        raise ConfigError("validation_bytes and test_bytes need format=stream; leave them out")
+    if config.is_stream:
+        sources = [found for source in training for found in stretches_of(source, config)]
     if config.validation_input:
         validation = list_sources(config.validation_input, config, report)
         check_apart((training, validation), "is training text and validation text")
@@ -225,7 +219,7 @@ def _write_splits(
         fsync_file(rejects_path)
         rejects_path.replace(config.output / REJECTS_NAME)
     for split in reversed(splits):  # train last: with its manifest, everything is there
-        writers[split].finish()
+        writers[split].finish(config.is_stream)
 
 
 def _jobs(

@@ -18,12 +18,12 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
-from data_pipeline.builder.documents import read_documents, whole
-from data_pipeline.builder.formats import holds_stretches, is_compressed
+from data_pipeline.builder.documents import read_documents
+from data_pipeline.builder.formats import is_compressed
 from data_pipeline.builder.records import Document, Reject, fraction_of
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.builder.split_writer import is_validation
@@ -277,7 +277,7 @@ def unknown_options(settings: TokenizerConfig) -> dict[str, int]:
 def training_texts(sources: list[SourceFile], config: CorpusConfig) -> Iterator[str]:
     """Yield the text of every training document; of a stream, also what is held out."""
     for source in sources:
-        all_of_it = whole(source) if holds_stretches(config) else source
+        all_of_it = replace(source, start=0, size=source.file_size) if config.is_stream else source
         for document in read_documents(all_of_it, config):
             if _is_for_training(document, config):
                 yield document.text

@@ -5,8 +5,8 @@ Text, JSONL and tars may be compressed.
 Text files that hold many documents: a line each, articles of WikiText, or one long stream.
 
 These are how the data sets of language models were published. No word or character is added or
-lost: a line end or a space between two documents is the end of the first (`end_text` of words and
-characters), so the tokens of all documents in order are those of the file.
+lost: the parts of a stream join to it, and a line end between two documents of words is the end of
+the first (`end_text`), so the tokens of all documents in order are those of the file.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from data_pipeline.builder.records import (
     document_of_json,
     longest_json,
     too_long,
+    with_newlines,
 )
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.builder.tables import read_arrow, read_parquet
@@ -49,9 +50,10 @@ from foundation.settings import assert_never
 # The title of an article; those of its sections have more of the signs.
 TITLE = re.compile(rb" ?= [^=].* = ?\r?\n?")
 STRETCH_BYTES = 100_000
-SPACE = b" "
-# Where splits begin and end, half a character may be.
-HALF_CHARACTER = re.compile(rb"\A[\x80-\xbf]{1,3}")
+SPACES, LONGEST_WORD = re.compile(rb"[ \n]"), 1024
+REST_OF_CHARACTER = re.compile(rb"[\x80-\xbf]{0,3}")
+# The last character, which may not be whole.
+LAST_CHARACTER = re.compile(rb"[\xc0-\xff]?[\x80-\xbf]{0,3}\Z")
 
 
 def read_lines(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Records:
@@ -109,67 +111,65 @@ def _lines(file: BinaryIO, config: CorpusConfig) -> Iterator[bytes | Reject]:
 def read_stream(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Records:
     """Yield the file's stretch from `source.start` on in parts of about STRETCH_BYTES.
 
-    They end before a space, which is not in any of them.
+    They join to the stretch, and only the last does not continue. InvalidRecords for a byte that is
+    not UTF-8: 100 kB would be missing from one text.
     """
     file.seek(source.start)
-    left, offset, rest, is_first = source.size, source.start, b"", True
-    while left or rest:
+    left, offset, rest, has_any = source.size, source.start, b"", False
+    while left:
         block = file.read(min(STRETCH_BYTES, left))
         left = left - len(block) if block else 0
         text = rest + block
-        cut = text.rfind(SPACE) if left else len(text)
-        if cut < 0:
+        cut = _end_of_part(text) if left else len(text)
+        part, rest = text[:cut], text[cut:]
+        if left and not part.strip():  # tokens of each part, also of words
             rest = text
             continue
-        part, rest = text[:cut], text[cut + 1 :]
-        location = f"{source.name}:{offset}"
-        if is_first:
-            part = HALF_CHARACTER.sub(b"", part) if source.start else part
-            part, is_first = part.lstrip(SPACE), False
-        if not left:
-            part = _whole_characters(part, source).rstrip(SPACE)
-        offset += cut + 1
-        if part.strip():
-            document = document_of_bytes(part, location, location, config)
-            if isinstance(document, Reject):  # 100 kB would be missing from one text
-                raise InvalidRecords(f"{location}: {document.reason}")
-            yield document
+        try:
+            decoded = with_newlines(part.decode(), config)
+        except UnicodeDecodeError as error:
+            raise InvalidRecords(f"invalid UTF-8 at byte {offset + error.start}") from None
+        if has_any or part.strip():
+            location = f"{source.name}:{offset}"
+            yield Document(location, decoded, location, continues=left > 0)
+        offset, has_any = offset + cut, True
 
 
-def _whole_characters(text: bytes, source: SourceFile) -> bytes:
-    """Leave out half a character at the end of a split that does not end its file."""
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        is_cut = source.start + source.size < source.file_size
-        if is_cut and error.reason == "unexpected end of data":
-            return text[: error.start]
-    return text
+def _end_of_part(text: bytes) -> int:
+    """Return where to cut: after the last line, before the last space, or between characters."""
+    if (line_end := text.rfind(b"\n")) >= 0:
+        return line_end + 1
+    if (space := text.rfind(b" ")) > 0:
+        return space
+    return len(text) - len(LAST_CHARACTER.search(text)[0])  # type: ignore[index]
 
 
-def with_held_out(
-    sources: list[tuple[str, SourceFile]], config: CorpusConfig
-) -> list[tuple[str, SourceFile]]:
-    """Return the training and validation stretch of each file, without what is left for tests."""
-    found = []
-    for _, source in sources:
-        training = source.size - config.validation_bytes - config.test_bytes
-        if is_compressed(source.name) or training <= 0:
-            raise ConfigError(
-                f"{source.path} has {source.size:,} bytes, expected an unpacked file with more "
-                f"than validation_bytes={config.validation_bytes:,} and "
-                f"test_bytes={config.test_bytes:,}"
-            )
-        found.append(("train", replace(source, size=training)))
-        if config.validation_bytes:
-            held_out = replace(source, start=training, size=config.validation_bytes)
-            found.append(("validation", held_out))
-    return found
+def stretches_of(source: SourceFile, config: CorpusConfig) -> Iterator[tuple[str, SourceFile]]:
+    """Yield training and validation part of a stream, with their splits; the rest is for tests."""
+    held_out = 0 if config.validation_input else round(source.size * config.validation_fraction)
+    end = source.size - config.test_bytes
+    if is_compressed(source.name) or end - held_out <= 0:
+        raise ConfigError(
+            f"{source.path} has {source.size:,} bytes, expected an unpacked file with more than "
+            f"validation_fraction={config.validation_fraction:g} of it and "
+            f"test_bytes={config.test_bytes:,}"
+        )
+    end = _word_start(source, end)
+    start = _word_start(source, end - held_out)
+    yield "train", replace(source, size=start)
+    if held_out:
+        yield "validation", replace(source, start=start, size=end - start)
 
 
-def whole(source: SourceFile) -> SourceFile:
-    """Return the whole file of a stretch: the original's vocabulary is that of all splits."""
-    return replace(source, start=0, size=source.file_size)
+def _word_start(source: SourceFile, offset: int) -> int:
+    """Return the first offset from `offset` on where a word, or in a long one a character, is."""
+    if offset == source.size:
+        return offset
+    with open(source.path, "rb") as file:
+        file.seek(offset - 1)
+        near = file.read(LONGEST_WORD)
+    word = SPACES.search(near) or REST_OF_CHARACTER.match(near, 1)
+    return offset - 1 + (word.end() if word else 1)
 
 
 TEXT_EXTENSION, JSON_EXTENSION = "txt", "json"

@@ -190,22 +190,6 @@ def holds_many(kind: SourceKind) -> bool:
             assert_never(kind)
 
 
-def holds_stretches(config: CorpusConfig) -> bool:
-    """Whether files are long streams, whose splits are their stretches."""
-    kind = stated_kind(config)
-    if kind is None:
-        return False
-    match kind:
-        case "stream":
-            return True
-        case "text" | "lines" | "wikitext" | "jsonl" | "tar" | "parquet" | "arrow" | "mds":
-            return False
-        case "megatron" | "array":
-            return False
-        case _:
-            assert_never(kind)
-
-
 def kind_by_name(name: str) -> SourceKind | None:
     """Return the kind that the end of a name states, or None if the contents have to decide."""
     plain = without_compression(name)

@@ -35,6 +35,7 @@ class Document:
     text: str
     source: str  # file, or file:record
     tokens: np.ndarray | None = field(default=None, compare=False)  # instead of the text
+    continues: bool = False  # the next document is the rest of this one: nothing ends here
 
     @property
     def content(self) -> bytes:
@@ -88,7 +89,7 @@ def document_of_bytes(
         return Reject(source, f"invalid UTF-8 at byte {error.start}")
     if not text.strip():
         return Reject(source, "empty")
-    return Document(name, _with_newlines(text, config), source)
+    return Document(name, with_newlines(text, config), source)
 
 
 def document_of_json(raw: bytes, name: str, source: str, config: CorpusConfig) -> Document | Reject:
@@ -116,7 +117,7 @@ def document_of_json(raw: bytes, name: str, source: str, config: CorpusConfig) -
     if size > config.max_document_bytes:
         return too_long(source, config)
     name = document_id(record.get(config.id_field), name)
-    return Document(name, _with_newlines(text, config), source)
+    return Document(name, with_newlines(text, config), source)
 
 
 def document_of_tokens(
@@ -137,7 +138,8 @@ def document_of_tokens(
     return Document(name, "", source, values.astype(np.uint32))
 
 
-def _with_newlines(text: str, config: CorpusConfig) -> str:
+def with_newlines(text: str, config: CorpusConfig) -> str:
+    """Return the text with its line ends as the settings want them."""
     if config.normalize_newlines and "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     return text.replace("\n", "") if config.drop_newlines else text

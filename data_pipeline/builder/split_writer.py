@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from data_pipeline.builder.documents import read_documents
-from data_pipeline.builder.formats import holds_stretches
 from data_pipeline.builder.journal import BuildJournal, FinishedShard
 from data_pipeline.builder.records import Document, Reject, fraction_of
 from data_pipeline.builder.sources import SourceFile
@@ -35,14 +34,12 @@ Sources = list[tuple[str, SourceFile]]  # with the split: "validation", or "" fo
 
 def is_validation(document_id: str, config: CorpusConfig) -> bool:
     """Whether a document of `config.input` belongs to the validation split."""
-    has_own = config.validation_input or config.validation_bytes
-    return not has_own and fraction_of(document_id) < config.validation_fraction
+    is_by_id = not config.validation_input and not config.is_stream
+    return is_by_id and fraction_of(document_id) < config.validation_fraction
 
 
 def splits_of_build(config: CorpusConfig) -> tuple[str, ...]:
     """Return the splits that a build with these settings writes."""
-    if holds_stretches(config):
-        return SPLITS if config.validation_bytes else SPLITS[:1]
     return SPLITS if config.validation_input or config.validation_fraction else SPLITS[:1]
 
 
@@ -132,9 +129,12 @@ class DocumentEncoder:
         self._tokenizer = tokenizer
 
     def __call__(self, document: Document, ids: np.ndarray) -> EncodedDocument:
-        tokens = np.append(ids, np.array(self._tokenizer.end_id, ids.dtype))
+        tokens, text = ids, document.text
+        if not document.continues:
+            text += self._tokenizer.end_text
+        if not document.continues or self._tokenizer.leaves_out_end_of(text):
+            tokens = np.append(ids, np.array(self._tokenizer.end_id, ids.dtype))
         if document.tokens is None:
-            text = document.text + self._tokenizer.end_text
             text_bytes, characters = len(text.encode()), len(text)
         else:
             bytes_V, characters_V = self._text_sizes
@@ -249,7 +249,7 @@ class SplitWriter:
         self.shards.append(shard)
         self._start_shard()
 
-    def finish(self) -> None:
+    def finish(self, is_stream: bool = False) -> None:
         """Write the index, then the manifest, which marks the split as complete."""
         write_index(self._directory, [shard.index_entry for shard in self.shards])
         manifest = Manifest(
@@ -258,6 +258,7 @@ class SplitWriter:
             end_id=self._tokenizer.end_id,
             vocab_size=self._tokenizer.vocab_size,
             shards=tuple(shard.info for shard in self.shards),
+            is_stream=is_stream,
         )
         manifest.write(self._directory)
 

@@ -106,7 +106,8 @@ def _check_tokens(shard: ShardReader, manifest: Manifest) -> None:
     for document in range(len(shard)):
         shard.document_id(document)
         tokens = shard.tokens(document)
-        if (largest := int(tokens.max())) >= manifest.vocab_size or tokens[-1] != manifest.end_id:
+        is_ended = manifest.is_stream or tokens[-1] == manifest.end_id
+        if (largest := int(tokens.max())) >= manifest.vocab_size or not is_ended:
             raise DataError(
                 f"shard {shard.path}: document {document} has tokens up to {largest} and ends with "
                 f"{tokens[-1]}, expected tokens below {manifest.vocab_size} and "
@@ -127,12 +128,12 @@ def describe_split(path: Path, num_lanes: int, seed: int) -> Iterator[str]:
     """Yield sizes, tokenizer, a sample, and how even `num_lanes` lanes are (0: without that)."""
     corpus = Corpus.open(split_directory(path))
     manifest = corpus.manifest
-    longest = manifest.longest_document
     size = sum(shard.size for shard in manifest.shards)
     tokenizer = tokenizer_of(corpus.directory.parent)
     fingerprint = tokenizer.fingerprint[:16]
     yield f"{corpus.location}"
-    yield f"  documents        {manifest.documents:,}; the longest has {longest:,} tokens"
+    longest = f"{manifest.documents:,}; the longest has {manifest.longest_whole:,} tokens"
+    yield f"  documents        {'a stream' if manifest.is_stream else longest}"
     yield f"  tokens           {manifest.tokens:,} as {manifest.dtype}"
     yield (
         f"  text             {manifest.text_bytes:,} bytes, {manifest.characters:,} characters, "
@@ -154,12 +155,12 @@ def describe_split(path: Path, num_lanes: int, seed: int) -> Iterator[str]:
 def _usual_lanes(split: Path) -> int:
     """Return 16, or with little text the largest number of lanes that are never empty."""
     manifest = read_manifest(split)
-    return max(1, min(16, manifest.tokens // max(manifest.longest_document, 1)))
+    return max(1, min(16, manifest.tokens // max(manifest.longest_whole, 1)))
 
 
 def _lane_spread(corpus: Corpus, num_lanes: int, seed: int) -> str:
     plan = plan_of(corpus, num_lanes, seed)
-    advice = check_lanes(plan, corpus.manifest.longest_document)
+    advice = check_lanes(plan, corpus.manifest.longest_whole)
     lengths = plan.lane_lengths(0)
     spread = (
         f"{num_lanes} of {lengths.min():,} to {lengths.max():,} tokens, "

@@ -20,7 +20,7 @@ from foundation.files import open_regular, read_json, settled_state, sha256_of_f
 from foundation.records import Fields, InvalidField, shown
 
 MANIFEST_NAME = "manifest.json"
-FORMAT = 2  # of a manifest
+FORMAT = 3  # of a manifest
 TOKENIZER_DIRECTORY = "tokenizer"
 FileState = tuple[int, int, int]
 SPLITS = ("train", "validation")
@@ -71,6 +71,7 @@ class Manifest:
     end_id: int  # the token that ends every document
     vocab_size: int
     shards: tuple[ShardInfo, ...]
+    is_stream: bool = False  # its documents are parts of one, in their order
 
     @property
     def documents(self) -> int:
@@ -89,8 +90,9 @@ class Manifest:
         return sum(shard.characters for shard in self.shards)
 
     @property
-    def longest_document(self) -> int:
-        return max((shard.longest_document for shard in self.shards), default=0)
+    def longest_whole(self) -> int:
+        """Tokens of the longest document, which one lane reads whole; 1 in a stream."""
+        return 1 if self.is_stream else max((s.longest_document for s in self.shards), default=0)
 
     @property
     def file_names(self) -> Iterator[str]:
@@ -182,6 +184,7 @@ def _checked_manifest(tree: Fields) -> Manifest:
         end_id=tree.integer("end_id", 0, vocab_size - 1),
         vocab_size=vocab_size,
         shards=tuple(map(checked_shard, tree.items("shards"))),
+        is_stream=tree.flag("is_stream"),
     )
 
 

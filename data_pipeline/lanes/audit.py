@@ -39,7 +39,7 @@ def audit_steps(
     step takes a few binary searches per epoch.
     """
     plan = plan_of(corpus, num_lanes, seed)
-    check_lanes(plan, corpus.manifest.longest_document)
+    check_lanes(plan, corpus.manifest.longest_whole)
     lanes = lanes or range(num_lanes)
     check_range(lanes, num_lanes)
     first_token = lengths.tokens_before(steps.start)

@@ -23,14 +23,15 @@ SLACK = 1.1  # how much longer an evaluation may take with half as many lanes
 def useful_lanes(corpus: Corpus, num_lanes: int, segment_length: int, max_tokens: int = 0) -> int:
     """Return how many lanes shorten the evaluation: at most `num_lanes`, and as many on any ranks.
 
-    Lanes consist of whole documents. If a few long documents hold most of the tokens, more lanes
-    would only be empty sooner.
+    Lanes consist of whole documents, except of a stream. If a few long documents hold most of the
+    tokens, more lanes would only be empty sooner.
     """
 
     def num_batches(lanes: int) -> int:
         return len(EvaluationStream(corpus, lanes, segment_length, range(1), max_tokens))
 
-    lanes = min(num_lanes, corpus.num_documents)
+    pieces = corpus.num_tokens if corpus.manifest.is_stream else corpus.num_documents
+    lanes = min(num_lanes, pieces)
     longest = num_batches(lanes) * SLACK
     while lanes > 1 and num_batches(lanes // 2) <= longest:
         lanes //= 2
@@ -61,7 +62,7 @@ class EvaluationStream:
         plan = plan_of(corpus, 1, EVALUATION_SEED)
         cuts = [lane * self.num_tokens // num_lanes for lane in range(num_lanes)]
         corpus.prefetch_lengths(dict.fromkeys(plan.unit_at(0, cut) for cut in cuts))
-        starts = [min(plan.document_start(0, cut), self.num_tokens) for cut in cuts]
+        starts = [min(plan.next_start(0, cut), self.num_tokens) for cut in cuts]
         starts.append(self.num_tokens)
         longest = max(end - start for start, end in pairwise(starts))
         self.num_batches = -(-longest // segment_length)

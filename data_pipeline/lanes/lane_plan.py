@@ -5,6 +5,10 @@ one virtual stream of T tokens. Lane i of N owns the documents whose first token
 [i*T/N, (i+1)*T/N) of it: its share of the epoch. After its share of one epoch a lane continues
 with its share of the next, so every token is read once per epoch and every document whole.
 
+A stream is one document that lanes enter at any token (as in Dai et al. 2019): nothing is permuted,
+lane i owns exactly the tokens [i*T/N, (i+1)*T/N) in every epoch, and starts its memory there. The
+documents of its units are parts of that one, cut for storage only.
+
 Ranks do not occur here: a lane's stream is a function of (unit tokens, seed, number of lanes,
 lane), so any number of ranks reads the same streams. Two levels of permutation keep the state
 small. A rank holds prefix sums over units; only the units that its lanes are in, or that a share's
@@ -112,8 +116,9 @@ class DocumentSpans:
     epoch: int
     unit: int
     documents: np.ndarray  # [spans], index in the unit as stored
-    offsets: np.ndarray  # [spans], of the first token in the document; 0: the document starts
+    offsets: np.ndarray  # [spans], of the first token in the document
     lengths: np.ndarray  # [spans], tokens
+    are_starts: np.ndarray  # [spans], bool: of a document, or of the lane's share of a stream
 
     @property
     def num_tokens(self) -> int:
@@ -121,8 +126,8 @@ class DocumentSpans:
 
     @property
     def document_starts(self) -> np.ndarray:
-        """Which of the tokens are the first of their document: their indices."""
-        return (np.cumsum(self.lengths) - self.lengths)[self.offsets == 0]
+        """Which of the tokens are the first of what a lane reads in one go: their indices."""
+        return (np.cumsum(self.lengths) - self.lengths)[self.are_starts]
 
 
 class LanePlan:
@@ -135,6 +140,7 @@ class LanePlan:
         seed: int,
         document_lengths: Callable[[int], np.ndarray],
         units_at: Callable[[int], np.ndarray] | None = None,
+        is_stream: bool = False,
     ) -> None:
         """`document_lengths(unit)` returns the tokens of each document of a unit as stored, [D].
 
@@ -144,6 +150,7 @@ class LanePlan:
         self.unit_tokens = np.asarray(unit_tokens, np.int64)
         self.num_lanes = num_lanes
         self.seed = seed
+        self.is_stream = is_stream
         self._document_lengths = document_lengths
         self._units_at = units_at or (lambda epoch: np.arange(len(self.unit_tokens)))
         self._epochs: OrderedDict[int, EpochOrder] = OrderedDict()
@@ -162,8 +169,9 @@ class LanePlan:
         """Return the epoch's permutation of the units."""
         order = self._epochs.get(epoch)
         if order is None:
-            listed = self._units_at(epoch)
-            units = listed[permutation(len(listed), key_of(self.seed, "units", epoch))]
+            units = self._units_at(epoch)
+            if not self.is_stream:
+                units = units[permutation(len(units), key_of(self.seed, "units", epoch))]
             order = EpochOrder(units.astype(np.int32), _offsets(self.unit_tokens[units]))
         return _keep(self._epochs, epoch, order, EPOCHS_KEPT)
 
@@ -172,22 +180,27 @@ class LanePlan:
         layout = self._layouts.get((epoch, unit))
         if layout is None:
             lengths = self._document_lengths(unit)
-            documents = sort_order(len(lengths), key_of(self.seed, "documents", epoch, unit))
+            documents = np.arange(len(lengths))
+            if not self.is_stream:
+                documents = sort_order(len(lengths), key_of(self.seed, "documents", epoch, unit))
             layout = UnitLayout(documents, _offsets(lengths[documents]))
         return _keep(self._layouts, (epoch, unit), layout, LAYOUTS_KEPT)
 
     def lane_start(self, epoch: int, lane: int) -> int:
         """Return the offset at which the lane's share starts; lane N starts at the stream's end.
 
-        The even cut is moved to the next start of a document. Both neighbors of a cut compute it
-        in the same way, so no document is read twice or left out.
+        The even cut is moved to where a lane may start. Both neighbors of a cut compute it in the
+        same way, so no document is read twice or left out.
         """
-        return self.document_start(epoch, self._even_cut(epoch, lane))
+        return self.next_start(epoch, self._even_cut(epoch, lane))
 
-    def document_start(self, epoch: int, offset: int) -> int:
-        """Return the first offset at or after `offset` where a document, or the end, is."""
-        if offset >= (end := self.epoch_tokens(epoch)):
-            return end
+    def next_start(self, epoch: int, offset: int) -> int:
+        """Return the first offset at or after `offset` where a lane may start.
+
+        That is a document or the end; of a stream it is any token.
+        """
+        if self.is_stream or offset >= self.epoch_tokens(epoch):
+            return min(offset, self.epoch_tokens(epoch))
         units, unit_offsets = self.epoch_order(epoch)
         index = int(np.searchsorted(unit_offsets, offset, "right")) - 1
         inside = self.unit_layout(epoch, int(units[index])).offsets
@@ -324,9 +337,14 @@ class LaneWalk:
         high = int(np.searchsorted(offsets, last, "left"))
         starts = np.maximum(offsets[low:high], first)
         lengths = np.minimum(offsets[low + 1 : high + 1], last) - starts
+        inside = starts - offsets[low:high]
+        if self._plan.is_stream:
+            are_starts = np.arange(len(starts)) == -self.position  # the share's first token
+        else:
+            are_starts = inside == 0
         self.position += last - first
         return DocumentSpans(
-            self.epoch, self._unit, documents[low:high], starts - offsets[low:high], lengths
+            self.epoch, self._unit, documents[low:high], inside, lengths, are_starts
         )
 
 
@@ -339,38 +357,38 @@ def check_range(lanes: range, num_lanes: int) -> None:
         )
 
 
-def comfortable_lanes(num_tokens: int, longest_document: int) -> int:
+def comfortable_lanes(num_tokens: int, longest_whole: int) -> int:
     """Return how many lanes are about even; with too little text for that, as many as it fills,
-    at most `FEW_LANES`."""
-    longest = max(longest_document, 1)
+    at most `FEW_LANES`. `longest_whole`: see `Manifest`."""
+    longest = max(longest_whole, 1)
     even = num_tokens // (COMFORTABLE_RATIO * longest)
     return even if even >= FEW_LANES else max(1, min(FEW_LANES, num_tokens // longest))
 
 
-def check_lanes(plan: LanePlan, longest_document: int) -> str:
+def check_lanes(plan: LanePlan, longest_whole: int) -> str:
     """Return advice on the number of lanes, or ""; DataError if a lane has nothing to read.
 
     A lane is empty if one document covers its whole share. This cannot happen while T/N is at least
-    the longest document.
+    `longest_whole`, the tokens of the longest document that is read whole.
     """
     share = plan.num_tokens // plan.num_lanes
     # The first empty lane is enough: far too many lanes are refused without counting them all.
-    lanes = range(plan.num_lanes) if share < longest_document else ()
+    lanes = range(plan.num_lanes) if share < longest_whole else ()
     empty = next((lane for lane in lanes if not plan.lane_length(0, lane)), None)
     if empty is not None:
-        most = max(1, plan.num_tokens // max(longest_document, 1))
+        most = max(1, plan.num_tokens // max(longest_whole, 1))
         raise DataError(
             f"{plan.num_tokens} tokens are too few for {plan.num_lanes} lanes: the longest "
-            f"document has {longest_document} tokens and lane {empty} would be "
+            f"document has {longest_whole} tokens and lane {empty} would be "
             f"empty; use at most {most} lanes (data.lanes={most}), more text, or shorter documents"
         )
-    most = comfortable_lanes(plan.num_tokens, longest_document)
-    if share < COMFORTABLE_RATIO * longest_document and plan.num_lanes > most:
+    most = comfortable_lanes(plan.num_tokens, longest_whole)
+    if share < COMFORTABLE_RATIO * longest_whole and plan.num_lanes > most:
         lanes = "1 lane" if most == 1 else f"up to {most:,} lanes"
-        is_even = plan.num_tokens // most >= COMFORTABLE_RATIO * longest_document
+        is_even = plan.num_tokens // most >= COMFORTABLE_RATIO * longest_whole
         return (
             f"{plan.num_lanes:,} lanes of {share:,} tokens may differ in length by the longest "
-            f"document, {longest_document:,} tokens, and then enter epochs at different steps; use "
+            f"document, {longest_whole:,} tokens, and then enter epochs at different steps; use "
             f"{lanes}{':' if is_even else ', or so much more text that they are even:'} lanes of "
             f"{COMFORTABLE_RATIO} times its length are about even"
         )

@@ -57,7 +57,7 @@ class LaneStream:
         self._corpus = corpus
         self._segment_length = segment_length
         self._plan = plan_of(corpus, num_lanes, seed)
-        self.advice = check_lanes(self._plan, corpus.manifest.longest_document)
+        self.advice = check_lanes(self._plan, corpus.manifest.longest_whole)
         state = _checked_cursor(cursor, lanes, self._plan, corpus) if cursor else None
         starts = _positions(state) if state else [(0, 0)] * len(lanes)
         # Request what all lanes need first before any of it is waited for.

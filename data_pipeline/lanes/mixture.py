@@ -31,7 +31,7 @@ class Mixture:
     def __init__(self, corpora: Sequence[Corpus], repeats: Sequence[Fraction]) -> None:
         """ConfigError or DataError if the corpora cannot be mixed."""
         assert len(corpora) == len(repeats) > 0
-        _check_tokenizers(corpora)
+        _check_mixable(corpora)
         self.corpora = list(corpora)
         self.repeats = list(repeats)
         num_shards = [len(corpus.manifest.shards) for corpus in corpora]
@@ -97,7 +97,8 @@ def plan_of(data: Corpus | Mixture, num_lanes: int, seed: int) -> LanePlan:
     """Return the lane plan whose units are the shards of a corpus, or of all parts of a mixture."""
     unit_tokens = [shard.tokens for shard in data.manifest.shards]
     units_at = partial(data.units_at, seed=seed) if isinstance(data, Mixture) else None
-    return LanePlan(unit_tokens, num_lanes, seed, data.document_lengths, units_at)
+    is_stream = data.manifest.is_stream
+    return LanePlan(unit_tokens, num_lanes, seed, data.document_lengths, units_at, is_stream)
 
 
 def open_mixture(
@@ -205,8 +206,14 @@ def exact_repeats(repeats: Sequence[float]) -> list[Fraction]:
     return exact
 
 
-def _check_tokenizers(corpora: Sequence[Corpus]) -> None:
+def _check_mixable(corpora: Sequence[Corpus]) -> None:
     first = corpora[0]
+    for corpus in corpora:
+        if corpus.manifest.is_stream:
+            raise ConfigError(
+                f"{corpus.directory} is a stream, which lanes read in its order; mix corpora of "
+                "documents, built with another format"
+            )
     for other in corpora[1:]:
         if other.manifest.tokenizer != first.manifest.tokenizer:
             raise DataError(

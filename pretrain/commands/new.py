@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     text = TrainingText(
         path=path,
         tokens=manifest.tokens,
-        longest_document=manifest.longest_document,
+        longest_document=manifest.longest_whole,
         vocab_size=manifest.vocab_size,
     )
     steps, paper = arguments.steps or 0, arguments.paper

@@ -140,7 +140,7 @@ def resolve(config: RunConfig) -> RunConfig:
     for phase in runs_of_phases(config):
         data = phase.data
         corpus = open_training_data(data.path, data.mixture, data.cache, data.manifest_hash)
-        check_lanes(plan_of(corpus, data.lanes, phase.seed), corpus.manifest.longest_document)
+        check_lanes(plan_of(corpus, data.lanes, phase.seed), corpus.manifest.longest_whole)
     assert corpus is not None
     read_manifest(config.data.directory() / VALIDATION)
     splits_of_sets(config)

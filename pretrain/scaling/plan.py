@@ -366,7 +366,7 @@ def check_corpus(corpus: Corpus, runs: Sequence[PlannedRun], max_epochs: float =
         (item.run.data.lanes, item.run.seed): item.name for item in reversed(runs)
     }.items():
         try:
-            check_lanes(plan_of(corpus, lanes, seed), corpus.manifest.longest_document)
+            check_lanes(plan_of(corpus, lanes, seed), corpus.manifest.longest_whole)
         except DataError as error:
             remedy = "longer segments, or for sizes --rule base"
             raise DataError(f"{name}: {error}; in a plan: {remedy}") from error

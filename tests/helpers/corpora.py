@@ -95,6 +95,7 @@ def write_numbered_corpus(
     directory: Path,
     shards: list[list[int]],
     shard_format: ShardFormat = "mds",
+    is_stream: bool = False,
 ) -> Corpus:
     """A split whose documents have the given lengths and whose tokens are 0, 1, 2, ... in the order
     of storage.
@@ -121,9 +122,7 @@ def write_numbered_corpus(
                 path.name, len(lengths), sum(lengths), max(lengths), size, sha256, 0, 0, listed
             )
         )
-    Manifest(
-        dtype="uint32", tokenizer="0" * 64, end_id=1 << 31, vocab_size=1 << 32, shards=tuple(infos)
-    ).write(directory)
+    Manifest("uint32", "0" * 64, 1 << 31, 1 << 32, tuple(infos), is_stream).write(directory)
     return Corpus.open(directory)
 
 

@@ -40,7 +40,7 @@ def test_every_document_is_in_one_split_whole_and_chosen_by_its_id(tmp_path, kin
     assert manifest.documents == len(train)
     assert manifest.text_bytes == sum(len(text.encode()) for text in train.values())
     assert manifest.characters == sum(map(len, train.values()))
-    assert manifest.longest_document == max(
+    assert manifest.longest_whole == max(
         int(length.max()) for length in lengths_of(config.output / "train")
     )
     assert not (config.output / ".build").exists()

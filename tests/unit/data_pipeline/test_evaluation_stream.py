@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -7,11 +9,17 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.evaluation_stream import EvaluationStream, evaluated_lanes, useful_lanes
 from tests.helpers.corpora import write_numbered_corpus
 
+LENGTHS = np.random.default_rng(1).integers(1, 60, (4, 17)).tolist()
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Corpus:
-    lengths = np.random.default_rng(1).integers(1, 60, (4, 17))
-    return write_numbered_corpus(tmp_path_factory.mktemp("validation"), lengths.tolist())
+    return write_numbered_corpus(tmp_path_factory.mktemp("validation"), LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory) -> Corpus:
+    return write_numbered_corpus(tmp_path_factory.mktemp("stream"), LENGTHS, is_stream=True)
 
 
 def evaluated(corpus, num_lanes, world_size, max_tokens=0, segment_length=7):
@@ -40,8 +48,15 @@ def evaluated(corpus, num_lanes, world_size, max_tokens=0, segment_length=7):
 
 @pytest.mark.parametrize("num_lanes", [1, 3, 8, 21, 128])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_token_is_a_target_exactly_once(corpus, num_lanes, world_size):
-    assert sorted(evaluated(corpus, num_lanes, world_size)) == list(range(corpus.num_tokens))
+def test_every_token_is_a_target_exactly_once(corpus, stream, num_lanes, world_size):
+    for split in (corpus, stream):
+        assert sorted(evaluated(split, num_lanes, world_size)) == list(range(corpus.num_tokens))
+
+
+def test_lanes_of_a_stream_are_equally_long(stream):
+    batches = EvaluationStream(stream, 16, 7, range(16))
+    assert len(batches) == math.ceil(math.ceil(stream.num_tokens / 16) / 7)
+    assert useful_lanes(stream, 16, 7) == 16
 
 
 @pytest.mark.parametrize("max_tokens", [1, 100, 1001])

@@ -101,23 +101,23 @@ def test_epochs_have_different_orders():
 
 def test_lanes_without_documents_are_rejected_with_the_number_that_fits():
     with pytest.raises(DataError, match=r"110 tokens are too few for 8 lanes.*use at most 1 lanes"):
-        check_lanes(make_plan([[100], [10]], 8), longest_document=100)
+        check_lanes(make_plan([[100], [10]], 8), longest_whole=100)
 
 
 def test_short_lanes_are_advised_against_and_ample_ones_are_not():
     plan = make_plan([[10] * 100] * 4, 10)
     long = make_plan([[1000] * 20, [10] * 500], 18)
-    assert check_lanes(long, longest_document=1000) == (
+    assert check_lanes(long, longest_whole=1000) == (
         "18 lanes of 1,388 tokens may differ in length by the longest document, 1,000 tokens, and "
         "then enter epochs at different steps; use up to 16 lanes, or so much more text that they "
         "are even: lanes of 20 times its length are about even"
     )
-    ample = check_lanes(make_plan([[10] * 100] * 4, 40), longest_document=10)
+    ample = check_lanes(make_plan([[10] * 100] * 4, 40), longest_whole=10)
     assert ample.endswith("use up to 20 lanes: lanes of 20 times its length are about even")
     few = comfortable_lanes(25_000, 1000)
     assert few == 16, "what `pretrain new` writes for little text is not advised against"
-    assert check_lanes(make_plan([[1000] * 20, [10] * 500], few), longest_document=1000) == ""
-    assert check_lanes(plan, longest_document=10) == ""
+    assert check_lanes(make_plan([[1000] * 20, [10] * 500], few), longest_whole=1000) == ""
+    assert check_lanes(plan, longest_whole=10) == ""
 
 
 def test_a_position_beyond_the_lane_is_rejected():

@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,13 @@ def expected_lanes(shards: Shards, num_lanes: int, seed: int, epoch: int) -> lis
     return lanes
 
 
+def expected_shares(shards: Shards, num_lanes: int) -> list[list[int]]:
+    """Each lane's tokens of a stream, in every epoch: an even cut of it."""
+    total = sum(map(sum, shards))
+    cuts = [lane * total // num_lanes for lane in range(num_lanes + 1)]
+    return [list(range(start, end)) for start, end in pairwise(cuts)]
+
+
 def batches_of(stream: LaneStream, session: Session) -> Iterator[SegmentBatch]:
     """The saved steps of a stream that may have prefetched more; then the lost ones."""
     count = session.steps + session.lost
@@ -79,19 +87,25 @@ def batches_of(stream: LaneStream, session: Session) -> Iterator[SegmentBatch]:
     seed=st.integers(0, 1 << 40),
     run=runs(),
     shard_format=st.sampled_from(["mds", "webdataset"]),
+    is_stream=st.booleans(),
 )
 def test_every_token_is_read_once_per_epoch_in_its_lane_despite_interruptions_and_other_ranks(
-    shards, seed, run, shard_format
+    shards, seed, run, shard_format, is_stream
 ):
     num_lanes, sessions = run
     total = sum(map(sum, shards))
-    assume(total // num_lanes >= max(map(max, shards)))
+    assume(total // num_lanes >= (1 if is_stream else max(map(max, shards))))
     starts = np.cumsum([0] + [length for shard in shards for length in shard])
+    shares = expected_shares(shards, num_lanes) if is_stream else []
+    if is_stream:
+        starts = np.array([share[0] for share in shares])
     with tempfile.TemporaryDirectory() as directory:
-        corpus = write_numbered_corpus(Path(directory), shards, shard_format)
+        corpus = write_numbered_corpus(Path(directory), shards, shard_format, is_stream)
         read, epochs = read_in_sessions(corpus, num_lanes, seed, sessions, starts)
     assert len({len(tokens) for tokens in read}) == 1, "lanes go in lock step"
-    by_epoch = [expected_lanes(shards, num_lanes, seed, epoch) for epoch in range(max(epochs) + 1)]
+    by_epoch = [
+        shares or expected_lanes(shards, num_lanes, seed, epoch) for epoch in range(max(epochs) + 1)
+    ]
     for lane, tokens in enumerate(read):
         expected = [token for lanes in by_epoch[: epochs[lane] + 1] for token in lanes[lane]]
         assert tokens == expected[: len(tokens)]

@@ -28,7 +28,7 @@ def test_it_reads_back_what_was_written_and_sums_its_shards(tmp_path):
         160,
         150,
     )
-    assert MANIFEST.longest_document == 15
+    assert MANIFEST.longest_whole == 15
 
 
 def test_a_process_parses_a_manifest_once_until_it_changes(tmp_path, monkeypatch):

@@ -63,7 +63,7 @@ def test_interrupted_mixtures_read_every_copy_of_a_document_once_per_epoch_in_it
     with tempfile.TemporaryDirectory() as directory:
         mixture = mixture_in(directory, drawn)
         plan = plan_of(mixture, NUM_LANES, SEED)
-        assume(plan.num_tokens // NUM_LANES >= mixture.manifest.longest_document)
+        assume(plan.num_tokens // NUM_LANES >= mixture.manifest.longest_whole)
         read: list[list[int]] = [[] for _ in range(NUM_LANES)]
         cursor = None
         for world_size, steps in sessions:

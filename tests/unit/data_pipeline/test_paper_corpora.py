@@ -6,14 +6,18 @@ What the original makes of a file is computed here from its rules: words and lin
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data_pipeline.cli import main
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.corpora.manifest import Manifest
+from data_pipeline.corpora.manifest import SPLITS, Manifest
+from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.tokenizer import Tokenizer
 from tests.helpers.corpora import make_text
 
@@ -106,18 +110,50 @@ def test_characters_are_those_of_the_original_in_order_and_each_is_a_token(tmp_p
         text = text.replace("a grey", "\u00e9 \u6f22\u5b57\n")
     content = text.encode()
     (tmp_path / name).write_bytes(content)
-    held_out = ("validation_bytes=5003", "test_bytes=4001")
+    held_out = (f"validation_fraction={5003 / len(content)}", "test_bytes=4001")
     corpus = build(tmp_path, name, *held_out, "--input", tmp_path / name)
     vocabulary = Tokenizer.load(corpus / "tokenizer").model
     assert set(vocabulary) == set(content.replace(b"\n", b""))
-    splits = {"train": content[: -5003 - 4001], "validation": content[-5003 - 4001 : -4001]}
-    for split, part in splits.items():
+    # A word that a cut would part belongs to what is before it.
+    end = re.compile(b"[ \n]").search(content, len(content) - 4001 - 1).end()
+    start = re.compile(b"[ \n]").search(content, end - 5003 - 1).end()
+    for split, part in {"train": content[:start], "validation": content[start:end]}.items():
         tokens, manifest = stream_of(corpus, split)
         symbols = bytes(vocabulary[token] for token in tokens)
-        expected = part.decode(errors="ignore").strip(" ").replace("\n", "").encode()
-        assert symbols == expected + b" ", "as in the file, and the end of the last document"
+        assert symbols == part.replace(b"\n", b"") + b" ", "as in the file, and the end of it"
         assert manifest.text_bytes == manifest.tokens, "bits per byte are bits per symbol"
         assert (manifest.documents > 1) == (split == "train")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_any_number_of_lanes_share_a_stream_evenly_and_read_it_in_its_order(tmp_path, kind):
+    generator = random.Random(3)
+    lines = [generator.choice(["ROMEO:", "", make_text(generator, 1)]) for _ in range(30_000)]
+    text = "\n".join(lines)[:1_000_000]  # as tinyshakespeare: short lines, ten parts of a stream
+    (tmp_path / "play.txt").write_text(text)
+    settings = ("format=stream", "validation_fraction=0.1", f"tokenizer.kind={kind}", "threads=1")
+    flags = ["build", *settings, "shard_bytes=300000", "tokenizer.vocab_size=100000"]
+    corpus = tmp_path / "out"
+    assert main([*flags, "--input", str(tmp_path / "play.txt"), "--output", str(corpus)]) == 0
+    tokenizer = Tokenizer.load(corpus / "tokenizer")
+    (tokens, manifest), (held_out, _) = (stream_of(corpus, split) for split in SPLITS)
+    whole = [*tokens[:-1], *([tokenizer.end_id] if kind == "words" else []), *held_out[:-1]]
+    assert whole == tokenizer.encode(text).tolist(), "nothing is lost or added, but two ends"
+    assert len(held_out) == pytest.approx(len(tokens) / 9, rel=0.01)
+    assert manifest.is_stream
+    assert len(manifest.shards) > 2
+    for num_lanes in (12, 16, 64):
+        stream = LaneStream(Corpus.open(corpus / "train"), num_lanes, 1, 500, range(num_lanes))
+        assert stream.advice == ""
+        cuts = [lane * len(tokens) // num_lanes for lane in range(num_lanes + 1)]
+        assert max(np.diff(cuts)) - min(np.diff(cuts)) <= 1
+        batches = [next(stream) for _ in range(int(max(np.diff(cuts))) // 500 + 1)]
+        for lane, (start, end) in enumerate(pairwise(cuts)):
+            read = np.concatenate([batch.tokens_BL[lane] for batch in batches]).tolist()
+            again = tokens[start : start + 500]  # each lane's next epoch is the same text
+            assert read == (tokens[start:end] + again)[: len(read)]
+            marks = np.concatenate([batch.starts_BL[lane] for batch in batches])
+            assert np.flatnonzero(marks).tolist() == [0, end - start]
 
 
 def test_held_out_bytes_are_of_streams_that_have_enough(tmp_path, capsys):
@@ -125,7 +161,8 @@ def test_held_out_bytes_are_of_streams_that_have_enough(tmp_path, capsys):
     build = ["build", f"output={tmp_path / 'out'}", "tokenizer.kind=characters"]
     for settings, message in (
         (("format=stream", "test_bytes=60"), "has 54 bytes, expected an unpacked file with more"),
-        (("format=text", "test_bytes=6"), "need format=stream"),
+        (("format=text", "test_bytes=6"), "needs format=stream"),
+        (("format=stream", "shuffle_seed=1"), "leave out shuffle_seed"),
     ):
         assert main([*build, *settings, "--input", str(tmp_path / "x")]) == 2
         assert message in capsys.readouterr().err
