@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import re
+import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
@@ -42,7 +43,6 @@ from data_pipeline.builder.sources import SourceFile
 from data_pipeline.builder.tables import read_arrow, read_parquet
 from data_pipeline.builder.token_files import read_array, read_mds, read_megatron
 from data_pipeline.config import CorpusConfig
-from data_pipeline.shards.tar import TarError, TarMember, tar_members
 from foundation.errors import ConfigError, DataError
 from foundation.files import named_errors
 from foundation.settings import assert_never
@@ -172,6 +172,8 @@ def _word_start(source: SourceFile, offset: int) -> int:
     return offset - 1 + (word.end() if word else 1)
 
 
+LARGEST_HEADER_BYTES = 1 << 20  # of long names and other extended headers
+EXTENDED_TYPES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, *tarfile.GNU_TYPES)
 TEXT_EXTENSION, JSON_EXTENSION = "txt", "json"
 
 
@@ -208,7 +210,7 @@ def read_documents(
                 yield from _read_bytes(_read_tar, source, config, follow)
             case _:
                 assert_never(source.kind)
-    except (*CORRUPTION, TarError, InvalidRecords) as error:
+    except (*CORRUPTION, tarfile.TarError, InvalidRecords) as error:
         raise DataError(corrupted(source, error)) from None
 
 
@@ -259,13 +261,13 @@ class _Sample:
 
 
 def _read_tar(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Records:
-    """Yield a document for each sample, as WebDataset groups members; TarError if it is invalid.
+    """Yield a document for each sample, as WebDataset groups members.
 
     Its text is KEY.txt or KEY.text_field, else the field text_field of KEY.json. Its id is the key,
     unless the JSON has one.
     """
     sample = None
-    for member in tar_members(file):
+    for member, read in _tar_members(file):
         # A key ends at the first dot after the last slash.
         folder, slash, base = member.name.rpartition("/")
         stem, _, extension = base.partition(".")
@@ -276,20 +278,69 @@ def _read_tar(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Recor
             sample = _Sample(key, f"{source.name}:{key}")
         sample.extensions.append(extension)
         if extension in (config.text_field, TEXT_EXTENSION, JSON_EXTENSION):
-            contents = _read_member(member, extension, sample.location, config)
-            sample.contents[extension] = contents
+            is_json = extension == JSON_EXTENSION
+            most = longest_json(config) if is_json else config.max_document_bytes
+            if not member.isreg():
+                reason = f"{member.name} is a link or a device in the archive, expected a file"
+                sample.contents[extension] = Reject(sample.location, reason)
+            elif member.size > most:
+                sample.contents[extension] = too_long(sample.location, config)
+            else:
+                sample.contents[extension] = read()
     if sample is not None:
         yield _document_of_sample(sample, config)
 
 
-def _read_member(
-    member: TarMember, extension: str, location: str, config: CorpusConfig
-) -> bytes | Reject:
-    if not member.is_file:
-        reason = f"{member.name} is a link or a device in the archive, expected a file"
-        return Reject(location, reason)
-    longest = longest_json(config) if extension == JSON_EXTENSION else config.max_document_bytes
-    return member.read() if member.size <= longest else too_long(location, config)
+class _StrictInfo(tarfile.TarInfo):
+    """Raises for a header that tarfile, and others, would take for the end of the archive.
+
+    They lose the members after it silently.
+    """
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> _StrictInfo:  # type: ignore[override]
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  (an empty block)
+            raise
+        except tarfile.HeaderError as error:
+            raise InvalidRecords(f"the header at byte {archive.offset}: {error}") from None
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _StrictInfo:
+        info = super().frombuf(buf, encoding, errors)
+        is_extended = info.type in EXTENDED_TYPES
+        if info.issparse() or (is_extended and info.size > LARGEST_HEADER_BYTES):
+            raise tarfile.HeaderError(f"a header of {info.size} bytes, or of a sparse file")
+        return info
+
+
+def _tar_members(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
+    """Yield all members except folders, in order, and how to read each before the next."""
+    try:
+        with tarfile.open(
+            fileobj=file, mode="r|", tarinfo=_StrictInfo, encoding="utf-8", errors="replace"
+        ) as archive:
+            while member := archive.next():
+                archive.members = []  # type: ignore[misc]  (it would list all)
+                if member.size < 0:
+                    raise InvalidRecords(f"{member.name} has a size of {member.size}")
+                if not member.isdir():
+                    yield member, lambda member=member: archive.extractfile(member).read()  # type: ignore[misc,union-attr]
+                # tarfile would skip as much as the header says, also beyond the end of the file.
+                while (left := archive.offset - archive.fileobj.tell()) > 0:  # type: ignore[attr-defined]
+                    if not archive.fileobj.read(min(left, BLOCK_BYTES)):  # type: ignore[union-attr]
+                        raise InvalidRecords(f"it ends inside {member.name}")
+            # One empty block was read. A header that a disk has zeroed looks like it.
+            rest = archive.fileobj.read(tarfile.BLOCKSIZE)  # type: ignore[union-attr]
+            if len(rest) < tarfile.BLOCKSIZE:
+                raise InvalidRecords("it ends without an end-of-archive marker")
+            while rest:
+                if any(rest):
+                    raise InvalidRecords("there is data after the end-of-archive marker")
+                rest = archive.fileobj.read(BLOCK_BYTES)  # type: ignore[union-attr]
+    except (tarfile.TarError, ValueError, IndexError, OverflowError) as error:
+        raise InvalidRecords(str(error)) from None
 
 
 def _document_of_sample(sample: _Sample, config: CorpusConfig) -> Document | Reject:

@@ -17,7 +17,6 @@ import numpy as np
 from data_pipeline.config import ShardFormat
 from data_pipeline.shards import mds, wds
 from data_pipeline.shards.mds import InvalidShard
-from data_pipeline.shards.tar import TarError
 from foundation.errors import DataError
 from foundation.files import path_text
 
@@ -92,7 +91,7 @@ class ShardReader:
         """Return the id of one document; DataError if it cannot be read."""
         try:
             return self._layout.document_id(document)
-        except (InvalidShard, TarError, ValueError) as error:
+        except (InvalidShard, ValueError) as error:
             raise self._corrupted(error) from None
 
     def _corrupted(self, error: Exception) -> DataError:

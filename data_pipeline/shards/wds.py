@@ -8,8 +8,10 @@ tokens follow numpy's header unchanged. This is the only module that imports web
 from __future__ import annotations
 
 import contextlib
+import io
 import mmap
 import shutil
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,26 +20,24 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from data_pipeline.shards.mds import InvalidShard, ShardLayout
-from data_pipeline.shards.tar import (
-    BLOCK_BYTES,
-    CHECKSUM_FIELD,
-    MAGIC,
-    MAGIC_FIELD,
-    NAME_FIELD,
-    SIZE_FIELD,
-    TYPE_OFFSET,
-    padded,
-    pax_path,
-)
 from foundation.files import atomic_write
 
 SUFFIX = ".tar"
+BLOCK_BYTES = tarfile.BLOCKSIZE
+NAME_FIELD, SIZE_FIELD, CHECKSUM_FIELD = slice(0, 100), slice(124, 135), slice(148, 156)
+TYPE_OFFSET = 156
+MAGIC_FIELD, MAGIC = slice(257, 262), b"ustar"
 FIELD = ".tokens.npy"
 NUMBER_DIGITS = 8  # every shard has far fewer documents
 NUMPY_MAGIC = b"\x93NUMPY\x01\x00"
 NUMPY_HEAD_BYTES = len(NUMPY_MAGIC) + 2  # magic, and the size of the text that follows
 NUMPY_HEADER_BYTES = 128  # numpy pads it to a multiple of 64
 LONGEST_NAME = 100  # a longer one gets an extended header
+
+
+def padded(size):  # type: ignore[no-untyped-def]
+    """Return the bytes that contents of `size`, a number or an array, take up."""
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def sample_bytes(document_id: str, token_bytes: int) -> int:
@@ -94,10 +94,19 @@ def read_layout(memory: mmap.mmap, dtype: str) -> ShardLayout:
 
     def document_id(document: int) -> str:
         if document in long_names:
-            name = pax_path(memory, long_names[document] * BLOCK_BYTES)
+            start, end = long_names[document] * BLOCK_BYTES, members_D[document] + 1
+            headers = io.BytesIO(memory[start : end * BLOCK_BYTES])
+            try:
+                with tarfile.open(fileobj=headers, mode="r:", errors="replace") as archive:
+                    member = archive.next()
+            except (tarfile.TarError, ValueError, IndexError, OverflowError) as error:
+                raise InvalidShard(str(error)) from None
+            name = member.name if member else ""
         else:
             field = blocks[members_D[document], NAME_FIELD].tobytes()
             name = field.rstrip(b"\0").decode(errors="replace")
+        if not name.endswith(FIELD):
+            raise InvalidShard(f"a document has no name that ends in {FIELD}")
         return unquote(name.removesuffix(FIELD)[NUMBER_DIGITS + 1 :])
 
     sizes_D = sizes_H[is_member_H]

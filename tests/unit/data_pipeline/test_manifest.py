@@ -89,7 +89,7 @@ def test_its_hash_changes_with_order_tokenizer_and_content(other):
         (lambda tree: tree.update(vocab_size=70000), "vocab_size is 70000, expected an integer"),
         (lambda tree: tree.update(end_id=300), "end_id is 300, expected an integer from 0 to 299"),
         (lambda tree: tree.update(tokenizer=None), "expected 64 hexadecimal digits"),
-        (lambda tree: tree.update(format=3), "has format 3, this version reads format 2"),
+        (lambda tree: tree.update(format=4), "has format 4, this version reads format 3"),
         (lambda tree: tree.update(format=True), "has format True, this version reads format"),
         (lambda tree: tree["shards"][0].update(lengths="c"), "expected 64 hexadecimal digits"),
         (lambda tree: tree["shards"][0].update(lengths="e" * 64), "was changed after it was wri"),

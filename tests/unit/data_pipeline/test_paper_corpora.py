@@ -128,11 +128,11 @@ def test_characters_are_those_of_the_original_in_order_and_each_is_a_token(tmp_p
 @pytest.mark.parametrize("kind", ["bytes", "words"])
 def test_any_number_of_lanes_share_a_stream_evenly_and_read_it_in_its_order(tmp_path, kind):
     generator = random.Random(3)
-    lines = [generator.choice(["ROMEO:", "", make_text(generator, 1)]) for _ in range(30_000)]
+    lines = [generator.choice(["ROMEO:", "", make_text(generator, 1)]) for _ in range(72_000)]
     text = "\n".join(lines)[:1_000_000]  # as tinyshakespeare: short lines, ten parts of a stream
     (tmp_path / "play.txt").write_text(text)
     settings = ("format=stream", "validation_fraction=0.1", f"tokenizer.kind={kind}", "threads=1")
-    flags = ["build", *settings, "shard_bytes=300000", "tokenizer.vocab_size=100000"]
+    flags = ["build", *settings, "shard_bytes=100000", "tokenizer.vocab_size=100000"]
     corpus = tmp_path / "out"
     assert main([*flags, "--input", str(tmp_path / "play.txt"), "--output", str(corpus)]) == 0
     tokenizer = Tokenizer.load(corpus / "tokenizer")

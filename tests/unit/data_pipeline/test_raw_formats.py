@@ -271,7 +271,7 @@ def test_an_impossible_size_in_a_tar_is_a_corrupted_tar(tmp_path, size):
     info.size, info.pax_headers = 4, {"size": size}
     with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as archive:
         archive.addfile(info, io.BytesIO(b"text"))
-    with pytest.raises(DataError, match=r"x\.tar is corrupted or truncated \(the extended header"):
+    with pytest.raises(DataError, match=r"x\.tar is corrupted or truncated"):
         read_all(tmp_path / "x.tar")
     content = bytearray(tar_of([("a.txt", b"text")], tarfile.USTAR_FORMAT))
     member = content[512:1024]
@@ -280,5 +280,5 @@ def test_an_impossible_size_in_a_tar_is_a_corrupted_tar(tmp_path, size):
     member[148:156] = f"{sum(member):06o}\0 ".encode()
     content[512:1024] = member
     (tmp_path / "y.tar").write_bytes(content)
-    with pytest.raises(DataError, match=r"y\.tar is corrupted .*has no valid size"):
+    with pytest.raises(DataError, match=r"y\.tar is corrupted .*has a size of -1"):
         read_all(tmp_path / "y.tar")

@@ -183,7 +183,7 @@ def test_an_id_that_cannot_be_read_is_found_by_verify_and_named(tmp_path):
     listed = write_lengths(path, sha256, sizes.tolist())
     first = replace(manifest.shards[0], sha256=sha256, lengths=listed)
     replace(manifest, shards=(first, *manifest.shards[1:])).write(split)
-    message = "shard.00000.tar is corrupted: a pax header is corrupted"
+    message = "shard.00000.tar is corrupted: a document has no name that ends in .tokens.npy"
     (problem,) = verify_split(split, lambda line: None)
     assert message in problem
     with pytest.raises(DataError, match=re.escape(message)):
