@@ -16,14 +16,13 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data_pipeline.builder.build_tokenizer import (
-    RoundTrip,
     RoundTripCheck,
     describe_tokenizer,
     given_tokenizer,
@@ -79,7 +78,6 @@ class BuildResult:
     was_finished: bool = False  # before this call
     duplicates: int = 0  # documents dropped because an earlier one has equal text
     split_documents: int = 0  # documents cut into several
-    round_trip: RoundTrip = field(default_factory=RoundTrip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +141,9 @@ def build_sources(
         directory = output / TOKENIZER_DIRECTORY
         tokenizer = prepare_tokenizer(directory, training_sources(sources), config)
         rules = DocumentRules(config, seen)
-        check = RoundTripCheck(tokenizer, report)
-        _write_splits(config, sources, tokenizer, rules, check.see, journal, report, is_part)
-        journal.finish({**rules.counts, "round_trip": asdict(check.counts)})
+        see = RoundTripCheck(tokenizer, report).see
+        _write_splits(config, sources, tokenizer, rules, see, journal, report, is_part)
+        journal.finish(rules.counts)
         return result_of(output)
 
 
@@ -176,9 +174,7 @@ def result_of(output: Path, was_finished: bool = False) -> BuildResult:
     }
     rejects = output / REJECTS_NAME
     num_rejects = len(rejects.read_bytes().splitlines()) if rejects.exists() else 0
-    counts = read_counts(output)
-    counts["round_trip"] = RoundTrip(**counts["round_trip"])
-    return BuildResult(manifests, num_rejects, was_finished, **counts)
+    return BuildResult(manifests, num_rejects, was_finished, **read_counts(output))
 
 
 def _write_splits(

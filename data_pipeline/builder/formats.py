@@ -20,7 +20,6 @@ from typing import BinaryIO
 
 from data_pipeline.config import CorpusConfig, SourceKind
 from foundation.errors import DataError
-from foundation.settings import assert_never
 
 BLOCK_BYTES = 1 << 20
 COMPRESSED_SUFFIXES = (".gz", ".zst")
@@ -161,15 +160,7 @@ MAGIC: tuple[tuple[int, bytes, tuple[str, str]], ...] = (
 
 def stated_kind(config: CorpusConfig) -> SourceKind | None:
     """Return the kind that the settings give to every file, or None if each is looked at."""
-    match config.format:
-        case "auto":
-            return None
-        case "text" | "jsonl" | "tar" | "parquet" | "arrow" | "mds" | "megatron" | "array":
-            return config.format
-        case "lines" | "wikitext" | "stream":
-            return config.format
-        case _:
-            assert_never(config.format)
+    return None if config.format == "auto" else config.format
 
 
 def may_read_as(kind: SourceKind, config: CorpusConfig) -> bool:
@@ -179,15 +170,7 @@ def may_read_as(kind: SourceKind, config: CorpusConfig) -> bool:
 
 def holds_many(kind: SourceKind) -> bool:
     """Whether a file of the kind holds many documents."""
-    match kind:
-        case "text":
-            return False
-        case "jsonl" | "tar" | "parquet" | "arrow" | "mds" | "megatron" | "array":
-            return True
-        case "lines" | "wikitext" | "stream":
-            return True
-        case _:
-            assert_never(kind)
+    return kind != "text"
 
 
 def kind_by_name(name: str) -> SourceKind | None:

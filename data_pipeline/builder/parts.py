@@ -22,7 +22,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -42,7 +42,6 @@ from data_pipeline.builder.build_corpus import (
 )
 from data_pipeline.builder.build_tokenizer import (
     describe_tokenizer,
-    joined_round_trips,
     needs_training,
     prepare_tokenizer,
 )
@@ -206,8 +205,7 @@ def merge_parts(
         counts: dict[str, Any] = {
             name: sum(getattr(result, name) for result in results) for name in RULE_COUNTS
         }
-        round_trip = joined_round_trips(result.round_trip for result in results)
-        journal.finish({**counts, "round_trip": asdict(round_trip)})
+        journal.finish(counts)
     _remove_parts(config)
     return result_of(config.output)
 

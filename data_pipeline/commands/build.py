@@ -137,8 +137,6 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
     train = result.manifests.get("train")
     if train and needs_training(config.tokenizer):
         print(vocabulary_advice(train.tokens, train.vocab_size), end="")
-    if result.round_trip.altered:
-        print(result.round_trip)
     if result.rejects:
         path = config.output / REJECTS_NAME
         print(f"{result.rejects:,} unusable records were skipped; see {path}")

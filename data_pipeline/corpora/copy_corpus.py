@@ -12,20 +12,16 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from data_pipeline.corpora.fetch import (
-    Check,
     NotFetchedError,
     fetch_lengths,
     fetch_manifest,
-    fetch_once,
     fetch_shard,
     fetch_tokenizer,
-    retry,
 )
 from data_pipeline.corpora.lengths import files_of, lengths_beside, lengths_problem
 from data_pipeline.corpora.manifest import (
@@ -39,17 +35,11 @@ from data_pipeline.corpora.manifest import (
     read_manifest,
     splits_of,
 )
-from data_pipeline.corpora.stores import (
-    RetryPolicy,
-    Store,
-    StoreError,
-    store_at,
-    uploader_to,
-    with_timeout,
-)
+from data_pipeline.corpora.stores import RetryPolicy, Store, store_at
+from data_pipeline.corpora.writable_store import WritableStore
 from data_pipeline.shards.mds import INDEX_NAME
 from foundation.errors import DataError
-from foundation.files import folder_below, path_below
+from foundation.files import content_of, folder_below, path_below
 from foundation.locks import exclusive_lock
 
 THREADS = 8
@@ -91,7 +81,7 @@ def fetch_corpus(
 def upload_corpus(
     directory: Path, url: str, report: Report, retry_policy: RetryPolicy | None = None
 ) -> list[str]:
-    """Upload the corpus in `directory`, read back and compare every file; return the splits."""
+    """Upload the corpus in `directory`, every file read back and compared; return the splits."""
     splits = splits_of(directory)
     if splits == [directory]:
         raise DataError(
@@ -99,15 +89,26 @@ def upload_corpus(
             "which includes the tokenizer"
         )
     with TemporaryDirectory(prefix="xl-pretrain-upload-", ignore_cleanup_errors=True) as name:
-        upload = _Upload(directory, url.rstrip("/"), Path(name), retry_policy or RetryPolicy())
+        store = WritableStore(url, Path(name), retry_policy)
+
+        def upload(name: str) -> None:
+            store.put(name, directory / name, content_of(directory / name))
+
         for path in sorted((directory / TOKENIZER_DIRECTORY).glob("tokenizer.*")):
-            upload.file(f"{TOKENIZER_DIRECTORY}/{path.name}")
+            upload(f"{TOKENIZER_DIRECTORY}/{path.name}")
         for split in splits:
             manifest = read_manifest(split)
-            in_parallel(partial(upload.shard, split.name), manifest.shards, split.name, report)
+
+            def upload_shard(info: ShardInfo, split: Path = split) -> None:
+                check_shard(split / info.path, info)
+                lengths_beside(split, info)
+                for name in files_of(info):
+                    upload(f"{split.name}/{name}")
+
+            in_parallel(upload_shard, manifest.shards, split.name, report)
             for name in (INDEX_NAME, MANIFEST_NAME):
                 if (split / name).exists():
-                    upload.file(f"{split.name}/{name}")
+                    upload(f"{split.name}/{name}")
     return [split.name for split in splits]
 
 
@@ -136,50 +137,6 @@ def problems_at(url: str, report: Report, retry_policy: RetryPolicy | None = Non
 
             in_parallel(read, manifest.shards, split, report)
     return problems
-
-
-class _Upload:
-    """Uploads files of a directory. A file is uploaded once the store returns equal bytes."""
-
-    def __init__(self, directory: Path, url: str, scratch: Path, policy: RetryPolicy) -> None:
-        self._directory = directory
-        self._scratch = scratch
-        self._send = uploader_to(url, directory)
-        self._store = store_at(url, policy)
-
-    def shard(self, split: str, info: ShardInfo) -> None:
-        """Upload a shard and its lengths; DataError if a local file is corrupted."""
-        check_shard(self._directory / split / info.path, info)
-        lengths_beside(self._directory / split, info)
-        checks: tuple[Check, ...] = (
-            partial(mismatch, info=info),
-            partial(lengths_problem, info=info),
-        )
-        for (name, size), check in zip(files_of(info).items(), checks, strict=True):
-            self._upload(f"{split}/{name}", size, check)
-
-    def file(self, name: str) -> None:
-        """Upload a file that no manifest describes."""
-        content = (self._directory / name).read_bytes()
-
-        def check(path: Path) -> str | None:
-            return None if path.read_bytes() == content else "it differs from the local file"
-
-        self._upload(name, len(content), check)
-
-    def _upload(self, name: str, size: int, check: Check) -> None:
-        policy = self._store.retry_policy
-        copy = self._scratch / name.replace("/", "-")
-        read_back = partial(fetch_once, self._store, name, copy, self._scratch, check, size)
-
-        def attempt() -> None:
-            with contextlib.suppress(StoreError):
-                return read_back()  # the store has it already
-            with_timeout(policy.seconds_for(size), lambda: self._send(name))
-            return read_back()
-
-        retry(policy, f"{self._store.url}/{name} could not be uploaded", attempt)
-        copy.unlink()
 
 
 def in_parallel(task: Callable[[T], None], items: Sequence[T], name: str, report: Report) -> None:

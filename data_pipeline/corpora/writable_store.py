@@ -1,4 +1,4 @@
-"""An object store that a run writes to: every object is read back and compared.
+"""An object store that a run or a copy writes to: every object is read back and compared.
 
 Where the store is S3, no copy on disk is needed. Other stores are written and read through
 mosaicml-streaming, which cannot delete.
@@ -112,8 +112,8 @@ class WritableStore:
         if self._s3 is not None:
             seconds = self._policy.seconds_for(content.bytes)
             return with_timeout(seconds, lambda: self._read_back(name, content))
-        copy, check = self._scratch / "read-back", content.mismatch
-        fetch_once(self._store, name, copy, self._scratch, check, content.bytes)
+        copy = self._scratch / f"{name.replace('/', '-')}.copy"  # threads read back several
+        fetch_once(self._store, name, copy, self._scratch, content.mismatch, content.bytes)
         return copy.unlink()
 
     def _read_back(self, name: str, content: Content) -> None:

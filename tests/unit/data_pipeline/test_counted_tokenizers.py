@@ -79,8 +79,7 @@ def test_characters_are_the_bytes_that_occur_and_a_space_ends_a_document():
 def test_sizes_of_a_corpus_are_those_of_its_tokens(config, tmp_path):
     texts = [" ".join(text.split()) for text in some_texts(20)]
     settings = config_of(tmp_path, texts, tokenizer=config, validation_fraction=0)
-    result = build_corpus(settings)
-    assert result.round_trip.altered == 0
+    build_corpus(settings)
     corpus = Corpus.open(tmp_path / "out" / "train")
     bytes_V, characters_V = Tokenizer.load(corpus.tokenizer_directory).text_sizes()
     ids = [

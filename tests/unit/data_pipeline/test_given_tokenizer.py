@@ -127,14 +127,15 @@ def test_a_corpus_is_built_with_it_and_gives_its_texts_back(files, kind, tmp_pat
     path, config = files[kind]
     texts = texts_for_training()[:12]
     given = TokenizerConfig(path=path, pattern=config.pattern, special_tokens=config.special_tokens)
-    result = build_corpus(config_of(tmp_path, texts, tokenizer=given))
-    assert result.round_trip.sampled == 12
+    notes: list[object] = []
+    build_corpus(config_of(tmp_path, texts, tokenizer=given), notes.append)
+    is_altered = any("alters texts" in str(note) for note in notes)
     found = documents_of(tmp_path / "out" / "train")
     if kind == "sentencepiece":  # its own normalization makes one space of a newline
         found, texts = {}, []
-        assert result.round_trip.altered
+        assert is_altered
     else:
-        assert result.round_trip.altered == 0
+        assert not is_altered
         assert set(found.values()) < set(texts)
 
 
