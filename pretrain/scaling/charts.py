@@ -15,7 +15,6 @@ from pretrain.reporting.charts import (
     INK,
     SERIES,
     canvas,
-    legend,
     legend_above,
     log_amount_ticks,
     log_ticks,
@@ -132,7 +131,7 @@ def residuals(fit: Fit) -> Figure:
         errors, label = [100 * item.error for item in held], "run held out"
         look |= {"marker": "D", "edgecolors": INK, "linewidths": 0.8, "label": label}
         axes.scatter([item.flops for item in held], errors, c=held_ratios, s=24, **look)
-        legend(axes)
+        legend_above(figure, axes)
     axes.axhline(0, color=FAINT, linewidth=0.8)
     axes.set_xscale("log")
     log_ticks(axes.xaxis, flops_text)
