@@ -229,7 +229,9 @@ def leave_largest_out(points: Points, laws: Mapping[str, Fitted]) -> LeftOut | N
     last = points.take(points.budget_P == budgets[-1])
     below, unavailable = estimate(points.take(points.budget_P < budgets[-1]))
     predicted = {key: law.losses(last) for key, law in below.items() if key != "lowest"}
-    size = measured_optimum(laws.get("isoflop"), last)
+    isoflop, size = laws.get("isoflop"), float(last.parameters_P[last.loss_P.argmin()])
+    for valley in isoflop.used if isinstance(isoflop, FrontierFit) else ():
+        size = valley.parameters if valley.budget == budgets[-1] else size
     near_P = np.abs(np.log(last.parameters_P / size)) <= np.log(NEAR)
     near_P &= np.all([np.isfinite(loss_P) for loss_P in predicted.values()] or [near_P], axis=0)
     if not near_P.any():
@@ -240,14 +242,6 @@ def leave_largest_out(points: Points, laws: Mapping[str, Fitted]) -> LeftOut | N
     }
     finite = {key: error for key, error in errors.items() if math.isfinite(error)}
     return LeftOut(budget=float(budgets[-1]), error=finite, unavailable=unavailable)
-
-
-def measured_optimum(isoflop: Fitted | None, last: Points) -> float:
-    """N* at the one budget of `last`: its vertex in the fit, else its lowest run."""
-    for valley in isoflop.used if isinstance(isoflop, FrontierFit) else ():
-        if valley.budget == last.budget_P[0]:
-            return valley.parameters
-    return float(last.parameters_P[last.loss_P.argmin()])
 
 
 def predict_holdouts(runs: Points, law: Approach) -> tuple[Prediction, ...]:

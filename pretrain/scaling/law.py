@@ -57,11 +57,6 @@ class Law:
         with np.errstate(divide="ignore"):  # E = 0, no floor, is a law too
             return np.array([*np.log([self.E, self.A, self.B]), self.alpha, self.beta])
 
-    @classmethod
-    def from_theta(cls, theta: Array) -> Law:
-        """The inverse of `theta`."""
-        return cls(*(float(value) for value in (*np.exp(theta[:3]), theta[3], theta[4])))
-
     def loss(self, parameters: float | Array, tokens: float | Array) -> Array:
         """L(N, D) in nats per token."""
         return np.exp(log_loss(self.theta, np.log(parameters), np.log(tokens)))
@@ -249,8 +244,9 @@ def fit_parametric(points: Points, *, tied: bool = False) -> ParametricFit:
     log_P = log_loss(theta, *data[:2])
     shares = np.exp(log_terms(theta, *data[:2]) - log_P).max(axis=-1)
     terms = zip(shares, ("floor E", "size term A", "data term B"), strict=True)
+    theta = uncenter(theta, center)
     return ParametricFit(
-        law=Law.from_theta(uncenter(theta, center)),
+        law=Law(*(float(value) for value in (*np.exp(theta[:3]), *theta[3:]))),
         objective=objective,
         is_tied=tied,
         mean_error=float(np.abs(np.expm1(log_P - data[2])).mean()),

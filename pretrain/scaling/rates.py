@@ -161,14 +161,13 @@ def tuned_table(found: Sequence[Tuned]) -> list[list[str]]:
     """Heads and rows: the mean loss over the seeds, a row per rate and a column per batch size."""
     rates = sorted({float(rate) for item in found for rate in (*item.rates_S, *item.diverged)})
     heads = ["rate", *(f"{amount(item.tokens_per_step)} tokens a step" for item in found)]
-    return [heads, *([f"{rate:.3g}", *(_loss_at(item, rate) for item in found)] for rate in rates)]
-
-
-def _loss_at(item: Tuned, rate: float) -> str:
-    if rate in item.diverged:
-        return "diverged"
-    losses = item.loss_S[item.rates_S == rate]
-    return as_loss(float(losses.mean())) if len(losses) else "-"
+    rows = [heads]
+    for rate in rates:
+        losses = [item.loss_S[item.rates_S == rate] for item in found]
+        means = [as_loss(float(each.mean())) if len(each) else "-" for each in losses]
+        gone = [rate in item.diverged for item in found]
+        rows.append([f"{rate:.3g}", *np.where(gone, "diverged", means).tolist()])
+    return rows
 
 
 def verdicts(found: Sequence[Tuned]) -> list[str]:

@@ -173,18 +173,15 @@ def _expanded(tree: Tree, path: Path) -> Tree:
         parts = [
             f"{short[key]}_{_SAFE.sub('_', text)}" for key, text in zip(grid, texts, strict=True)
         ]
-        name = _short("-".join(parts))
+        name = "-".join(parts)
+        if len(name) > LONGEST_NAME:  # its beginning, and a hash of all of it
+            digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+            name = f"{name[: LONGEST_NAME - 9]}-{digest}"
         overrides = [f"{key}={text}" for key, text in zip(grid, texts, strict=True)]
         cells.append(
             {"name": name, "experiment": experiment, "overrides": [f"name={name}", *overrides]}
         )
     return {**tree, "cells": cells}
-
-
-def _short(name: str) -> str:
-    """The name, or if it is too long its beginning and a hash of all of it."""
-    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]}-{digest}"
 
 
 def config_of(cell: Cell, sweep_path: Path) -> RunConfig:

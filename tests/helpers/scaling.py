@@ -76,3 +76,11 @@ def cs336() -> Points:
     """The 72 noise-free IsoFLOP points of Stanford's CS336."""
     columns = Columns(parameters="parameters", flops="compute_budget", loss="final_loss")
     return read_points(PUBLISHED_DATA / "cs336.csv", columns)
+
+
+def write_points(path: Path, points: Points) -> Path:
+    """A table of the runs as others publish it: sizes, tokens, FLOPs and losses."""
+    columns = (points.parameters_P, points.tokens_P, points.flops_P, points.loss_P)
+    lines = [",".join(map(repr, row)) for row in np.stack(columns, 1).tolist()]
+    path.write_text("\n".join(["N,D,C,loss", *lines, ""]))
+    return path

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from data_pipeline.corpora.corpus import Corpus
-from foundation.csv_files import write_csv
 from foundation.errors import ConfigError
 from foundation.files import write_text
 from foundation.settings import load_config
@@ -40,7 +39,14 @@ from pretrain.scaling.predict import (
     tokens_at_loss,
 )
 from pretrain.scaling.sweep_file import read_sweep
-from tests.helpers.scaling import HOFFMANN, PUBLISHED_DATA, SIX_N, make_points, simulated
+from tests.helpers.scaling import (
+    HOFFMANN,
+    PUBLISHED_DATA,
+    SIX_N,
+    make_points,
+    simulated,
+    write_points,
+)
 from tests.helpers.scaling_runs import command
 
 
@@ -158,10 +164,7 @@ def test_wrong_questions_and_places_take_one_line_before_the_work(collected, tmp
 )
 def test_predict_gives_the_optimum_by_each_law_with_intervals(tmp_path, capsys, question):
     points = simulated(budgets=(1e14, 1e16, 5), num_sizes=6, noise=0.03, seed=1)
-    columns = points.parameters_P, points.tokens_P, points.flops_P, points.loss_P
-    rows = "".join(",".join(map(repr, row)) + "\n" for row in np.stack(columns, 1).tolist())
-    write_text(tmp_path / "runs.csv", "N,D,C,loss\n" + rows)
-    assert command("predict", tmp_path / "runs.csv", *question) == 0
+    assert command("predict", write_points(tmp_path / "runs.csv", points), *question) == 0
     printed = capsys.readouterr().out.splitlines()
     start = next(index for index, line in enumerate(printed) if "by each law" in line)
     _, head, *rows = printed[start : start + 6]
@@ -334,17 +337,8 @@ def test_a_small_corpus_makes_the_best_run_smaller_and_its_loss_higher(chinchill
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    points = simulated(CHINCHILLA, noise=0.001)
-    columns = {
-        "N": points.parameters_P,
-        "D": points.tokens_P,
-        "C": points.flops_P,
-        "loss": points.loss_P,
-    }
     path = tmp_path_factory.mktemp("runs") / "runs.csv"
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    write_csv(path, list(columns), rows)
-    return path
+    return write_points(path, simulated(CHINCHILLA, noise=0.001))
 
 
 def test_predict_answers_and_writes_the_run_that_is_cheapest_to_train_and_serve(

@@ -40,6 +40,7 @@ from tests.helpers.scaling import (
     cs336,
     make_points,
     simulated,
+    write_points,
 )
 from tests.interval_coverage import Sweep, measure
 
@@ -473,13 +474,6 @@ def two_families() -> Points:
     )
 
 
-def table_of(points: Points, path) -> str:
-    columns = (points.parameters_P, points.tokens_P, points.flops_P, points.loss_P)
-    rows = "".join(",".join(map(repr, row)) + "\n" for row in np.stack(columns, 1).tolist())
-    path.write_text("N,D,C,loss\n" + rows)
-    return str(path)
-
-
 @pytest.mark.parametrize("points", [joint_law(), kinked()], ids=["joint", "kinked"])
 def test_a_law_whose_errors_have_a_trend_is_never_first(points):
     fit = fit_all(points)
@@ -519,7 +513,7 @@ def test_runs_that_no_law_describes_end_with_status_1(tmp_path, capsys):
     fit = fit_all(two_families())
     assert fit.none_because
     assert min(fit.left_out.error.values()) > HOPELESS
-    table = table_of(two_families(), tmp_path / "runs.csv")
+    table = str(write_points(tmp_path / "runs.csv", two_families()))
     assert scale.PROGRAM.main(["fit", table, "--json", str(tmp_path / "fit.json")]) == 1
     assert "none of these laws describes these runs" in capsys.readouterr().out
     assert json.loads((tmp_path / "fit.json").read_text())["rely_on"] is None
@@ -559,7 +553,7 @@ def test_an_outlier_is_named_with_its_effect_and_hardly_moves_the_law(factor):
 
 
 def test_what_answers_follows_the_choice_or_the_law_that_was_asked_for(tmp_path, capsys):
-    table = table_of(joint_law(), tmp_path / "runs.csv")
+    table = str(write_points(tmp_path / "runs.csv", joint_law()))
     assert scale.PROGRAM.main(["predict", table, "--flops", "2e21"]) == 0
     said = capsys.readouterr().out
     assert "rely on 2 IsoFLOP: " in said

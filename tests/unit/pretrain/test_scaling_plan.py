@@ -596,29 +596,6 @@ def test_one_rungs_rate_is_used_at_all_sizes_and_doubted_far_from_it(tmp_path, c
     assert {run.data.lanes for run in runs} == {16}, "no batches were compared"
 
 
-@pytest.mark.parametrize("base_width", [0, 64])
-def test_runs_far_longer_or_shorter_than_the_rungs_are_doubted_also_where_rates_transfer(
-    base_width,
-):
-    model = ModelConfig(
-        vocab_size=512, num_layers=4, d_model=128, num_heads=8, base_width=base_width
-    )
-    shaped = RunConfig(name="cell", model=model, data=DataConfig(path="absent"))
-    body = cost_of(shaped).body_parameters
-    rule = TunedRule(rungs=(rung(body, 1e-3, base_width),), base_width=base_width)
-    per_step = cost_of(shaped).tokens_per_step
-
-    def doubts(tokens: float) -> list[str]:
-        steps = replace(shaped.optim, steps=round(tokens / per_step))
-        lines = rule.describe([replace(shaped, optim=steps)])
-        return [line for line in lines if line.startswith("warning")]
-
-    assert doubts(8 * 20 * body) == doubts(20 * body / 8) == []
-    for tokens in (12 * 20 * body, 20 * body / 12):
-        (line,) = doubts(tokens)
-        assert line.startswith("warning: 1 of 1 cell, such as cell, are over 4x from the rungs")
-
-
 def test_a_sweep_without_a_best_rate_is_no_rung(tmp_path, capsys):
     tuned(tmp_path, 32, lanes=(16,))
     for cell in read_sweep(tmp_path / "tune32.yaml").cells:

@@ -548,22 +548,6 @@ def test_cells_without_a_final_loss_are_in_the_table_with_their_reason(collected
     )
 
 
-def test_runs_of_other_settings_than_the_sweeps_are_no_rows_of_its_table(
-    collected, tmp_path, capsys
-):
-    for name in ("books.yaml", "sweep.yaml"):
-        shutil.copy(collected / name, tmp_path / name)
-    edit = (tmp_path / "books.yaml").read_text().replace("memory_length: 64", "memory_length: 32")
-    write_text(tmp_path / "books.yaml", edit)
-    table = tmp_path / "runs.csv"
-    runs = ("--runs-dir", collected / "runs", "--output", table)
-    assert command("collect", tmp_path / "sweep.yaml", *runs) == 2
-    error = capsys.readouterr().err
-    assert "other settings: model.memory_length 64 -> 32 (and 18 more such cells)" in error
-    assert error.count("\n") == 1
-    assert not table.exists()
-
-
 def test_a_run_of_fewer_steps_than_its_cell_has_now_stopped_before_its_end(
     collected, tmp_path, capsys
 ):
