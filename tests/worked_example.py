@@ -14,14 +14,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from pretrain.cli import main as pretrain
-from pretrain.scaling.collect import row_of, shown_rows
-from pretrain.scaling.fit import fit_all
-from pretrain.scaling.rates import tuned_rates, tuned_table, verdicts
-from pretrain.scaling.report import fit_lines
-from pretrain.scaling.sweep_file import read_sweep
-from pretrain.scaling.table import read_points
-from pretrain.scaling.which_runs import PlacedCell, cells_of
-from pretrain.terminal.text import fitted_table
 
 DOCS = Path(__file__).parents[1] / "docs"
 DEMO = Path("runs/scaling-demo")
@@ -32,30 +24,23 @@ BLOCK = re.compile(r"(<!-- scaling-demo: (\w+) -->\n)(.*?)(<!-- end -->\n)", re.
 
 def blocks_of(demo: Path) -> dict[str, str]:
     """What the demo in this folder found, by the names of the page's blocks."""
-    cells = placed_cells(demo / "tune.yaml", demo / "tune")
-    tuned = tuned_rates([row_of(cell) for cell in cells])
-    rows = [row_of(cell) for cell in placed_cells(demo / "sweep.yaml", demo / "cells")]
-    fit = fit_all(read_points(demo / "runs.csv"))
-    predicted = printed("predict", demo, "--flops", "3.6e12", "--force")
-    served = printed("predict", demo, "--flops", "7.2e11", "--inference-tokens", "20M", "--force")
+    runs = demo / "runs.csv"
+    cells = printed("collect", demo / "sweep.yaml", "--runs-dir", demo / "cells", "--output", runs)
+    served = printed("predict", runs, "--flops=7.2e11", "--inference-tokens=20M", "--force")
     found = {
-        "rate": [fitted_table(tuned_table(tuned)), *verdicts(tuned)],
-        "runs": [fitted_table(shown_rows(rows))],
-        "fit": fit_lines(fit),
-        "prediction": [predicted],
-        "serving": [served[served.index("to serve") :]],
+        "rate": printed("report", demo / "tune" / "runs.csv").partition("report: ")[0],
+        "runs": cells.partition(f"{runs}: ")[0],
+        "fit": printed("fit", runs),
+        "prediction": printed("predict", runs, "--flops=3.6e12", "--force"),
+        "serving": served[served.index("to serve") :],
     }
-    return {name: indented("\n".join(lines)) for name, lines in found.items()}
+    return {name: indented(text) for name, text in found.items()}
 
 
-def placed_cells(sweep: Path, runs: Path) -> list[PlacedCell]:
-    return cells_of(read_sweep(sweep), sweep, runs)
-
-
-def printed(action: str, demo: Path, *flags: str) -> str:
-    """What `pretrain scale ACTION` prints about the demo's runs."""
+def printed(*words: object) -> str:
+    """What `pretrain scale` prints about the demo's runs."""
     with redirect_stdout(io.StringIO()) as output:
-        assert pretrain(["scale", action, str(demo / "runs.csv"), *flags]) == 0
+        assert pretrain(["scale", *map(str, words)]) == 0
     return output.getvalue()
 
 
