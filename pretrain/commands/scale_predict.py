@@ -90,8 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"by {approach.title} the optimum does not grow with the FLOPs")
     reasons = _not_refused(doubts(fit, flops, approach), arguments)
     at = math.log(flops)
-    answer = Answer(approach.title, approach.parameters(at), approach.loss(at), flops, [])
-    answers = [answer, *_served(fit, flops, arguments), *_repeated(fit, flops, arguments)]
+    first = Chosen(approach.title, approach.parameters(at), approach.loss(at), flops, [])
+    chosen = [first, *_served(fit, flops, arguments), *_repeated(fit, flops, arguments)]
     near = near_optimal_line(fit, flops, approach)
     lines = [
         *warning_lines(fit),
@@ -105,11 +105,11 @@ def run(arguments: argparse.Namespace) -> int:
             else []
         ),
         *([near] if near else []),
-        *(line for each in answers for line in each.lines),
+        *(line for each in chosen for line in each.lines),
     ]
     print("\n".join(lines))
     if base:
-        _nearest(base, answers[-1], arguments)
+        _nearest(base, chosen[-1], arguments)
     return 0
 
 
@@ -173,7 +173,7 @@ def _single_run(fit: Fit, arguments: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Chosen:
     """A run that answers a question, the law it is by, and lines for the terminal."""
 
     law: str
@@ -183,7 +183,7 @@ class Answer:
     lines: list[str]
 
 
-def _nearest(base: RunConfig, answer: Answer, arguments: argparse.Namespace) -> None:
+def _nearest(base: RunConfig, answer: Chosen, arguments: argparse.Namespace) -> None:
     """Print, and write where wanted, the legal run nearest to the answer."""
     family = Family(base=base, keep_layers=arguments.keep_layers)
     shaped = family.nearest(answer.parameters.value, FAR_SIZE)
@@ -208,16 +208,16 @@ def _nearest(base: RunConfig, answer: Answer, arguments: argparse.Namespace) -> 
         print(f"written: {arguments.write}")
 
 
-def _answer(
+def _chosen(
     fit: Fit, law: str, run: Run, lines: list[str], arguments: argparse.Namespace
-) -> list[Answer]:
+) -> list[Chosen]:
     """The run with its doubts; ConfigError where it is far from the fitted runs."""
     reasons = run_doubts(fit, run.parameters.value, run.tokens.value)
     lines = [*lines, *_not_refused(reasons, arguments)]
-    return [Answer(law, run.parameters, run.loss, run.training.value, lines)]
+    return [Chosen(law, run.parameters, run.loss, run.training.value, lines)]
 
 
-def _served(fit: Fit, flops: float, arguments: argparse.Namespace) -> list[Answer]:
+def _served(fit: Fit, flops: float, arguments: argparse.Namespace) -> list[Chosen]:
     if not (served := arguments.inference_tokens):
         return []
     law = law_of_runs(fit)
@@ -233,10 +233,10 @@ def _served(fit: Fit, flops: float, arguments: argparse.Namespace) -> list[Answe
         fitted_table(rows),
         f"the smaller run saves {saved:.1%} of the FLOPs in all",
     ]
-    return _answer(fit, f"{law.title}, {amount(served)} served", cheapest, lines, arguments)
+    return _chosen(fit, f"{law.title}, {amount(served)} served", cheapest, lines, arguments)
 
 
-def _repeated(fit: Fit, flops: float, arguments: argparse.Namespace) -> list[Answer]:
+def _repeated(fit: Fit, flops: float, arguments: argparse.Namespace) -> list[Chosen]:
     if not (unique := arguments.unique_tokens):
         return []
     law = law_of_runs(fit)
@@ -253,4 +253,4 @@ def _repeated(fit: Fit, flops: float, arguments: argparse.Namespace) -> list[Ans
         f"the loss is {more:+.2%} of that without repeats{verdict} (constants of repeated data: "
         "Muennighoff et al. 2023)",
     ]
-    return _answer(fit, f"{law.title}, {amount(unique)} unique tokens", best, lines, arguments)
+    return _chosen(fit, f"{law.title}, {amount(unique)} unique tokens", best, lines, arguments)
