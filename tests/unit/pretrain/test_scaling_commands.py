@@ -19,7 +19,7 @@ from foundation.settings import load_config
 from pretrain import scaling
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
-from pretrain.scaling.fit import fit_all, loss_interval
+from pretrain.scaling.fit import fit_all
 from pretrain.scaling.frontier import Approach
 from pretrain.scaling.law import FlopsLaw, Law, LawLine, log_loss
 from pretrain.scaling.predict import (
@@ -213,12 +213,6 @@ def test_every_size_of_the_band_loses_at_most_a_hundredth_and_the_next_ones_lose
 
     for edge, beyond in ((low, low / 1.01), (high, high * 1.01)):
         assert loss(edge) <= 1.01 * least < loss(beyond)
-
-
-def test_the_loss_of_a_single_run_has_an_interval(fit):
-    found = loss_interval(fit.law, 2e9, 4e10)
-    assert found.low < HOFFMANN.loss(2e9, 4e10) < found.high
-    assert run_doubts(fit, 2e9, 4e10) == []
 
 
 def test_wild_extrapolation_is_refused_and_says_why(fit):

@@ -76,13 +76,6 @@ def nearest_shape(base, parameters, **shapes):
     return Family(base=base, **shapes).nearest(parameters)
 
 
-def test_a_shape_keeps_the_number_of_heads_that_share_a_key():
-    grouped = replace(BASE, model=replace(BASE.model, num_heads=8, num_key_heads=2))
-    for target in (3e6, 2e7):
-        model = nearest_shape(grouped, target).model
-        assert model.num_heads == 4 * model.num_key_heads
-
-
 @pytest.mark.parametrize("target", [3e6, 2e7, 1.5e8, 1e9, 3e10])
 def test_the_nearest_shape_is_legal_near_and_of_the_same_proportions(target):
     run = nearest_shape(BASE, target)
@@ -168,12 +161,6 @@ def test_sizes_of_a_budget_are_spread_around_the_optimum():
     assert runs[2].cost.tokens / runs[2].cost.parameters == pytest.approx(20, rel=0.15)
     for smaller, larger in pairwise(sizes):
         assert larger / smaller == pytest.approx(1.6, rel=0.15)
-
-
-def test_seeds_repeat_every_cell_under_another_name():
-    runs = planned(seeds=(1, 2))
-    assert len({item.name for item in runs}) == len(runs) == 20
-    assert {item.run.seed for item in runs} == {1, 2}
 
 
 def test_rate_and_batch_follow_the_stated_rule():

@@ -302,11 +302,6 @@ def test_members_of_the_shipped_comparisons_differ_and_train_for_as_many_flops(p
     assert len({str(replace(run, name="x")) for run in runs.values()}) == len(runs)
 
 
-@pytest.mark.parametrize("member", ["xl", "a-lr-b", "k2-s1"])
-def test_a_cells_name_tells_its_member(member):
-    assert member_of(f"c4e11-{member}-lr0.002-s7") == member
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
