@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 DASHED = (0, (4, 3))
 SHOWN_PERCENT = 98  # of the losses; higher ones are hidden where the run starts, and nowhere else
 SMALLEST_NORM = 1e-12  # a logarithmic axis cannot show 0
+# What a run had spent when a line of measurements was written; None where that is not known.
+Spent = Callable[[Mapping[str, Any]], float | None]
 
 
 def run_panels(history: History) -> list[Panel]:
@@ -52,11 +54,12 @@ def run_panels(history: History) -> list[Panel]:
 
 
 def comparison_panels(histories: Sequence[History]) -> list[Panel]:
-    """Losses over tokens and speeds over steps, a color per run."""
-    losses, speeds = (partial(draw, histories) for draw in (_losses, _speeds))
+    """Losses over tokens and over time, and speeds over steps, a color per run."""
+    loss, seconds = "loss, nats per token", "seconds of training"
     return [
-        Panel("Loss", "tokens", "loss, nats per token", losses),
-        Panel("Speed", "step", "tokens per second", speeds),
+        Panel("Loss", "tokens", loss, partial(_losses, histories, _tokens)),
+        Panel("Loss over time", seconds, loss, partial(_losses, histories, _seconds)),
+        Panel("Speed", "step", "tokens per second", partial(_speeds, histories)),
     ]
 
 
@@ -178,15 +181,17 @@ def _progress(history: History, axes: Axes) -> None:
     axes.set_xlabel(f"{unit} since the first start")
 
 
-def _losses(histories: Sequence[History], axes: Axes) -> None:
-    """Smoothed losses over tokens, and validation losses as dots, a color per run."""
+def _losses(histories: Sequence[History], spent: Spent, axes: Axes) -> None:
+    """Smoothed losses over what was spent, and validation losses as dots, a color per run."""
     for history, color, name in _series(histories):
+        points = [(line["step"], spent(line)) for line in history.train]
+        known = [(0, 0), *((step, amount) for step, amount in points if amount is not None)]
+        spent_at = partial(np.interp, xp=[step for step, _ in known], fp=[x for _, x in known])
         steps_X, losses_X = history.smooth_loss
-        tokens_X = _tokens_at(steps_X, history)
-        axes.plot(tokens_X, losses_X, color=color, linewidth=1.6, label=name)
+        axes.plot(spent_at(steps_X), losses_X, color=color, linewidth=1.6, label=name)
         if history.evaluations:
             steps_X, losses_X = history.series("loss", history.evaluations)
-            axes.plot(_tokens_at(steps_X, history), losses_X, "o", color=color, markersize=3.5)
+            axes.plot(spent_at(steps_X), losses_X, "o", color=color, markersize=3.5)
     validated = [history.series("loss", history.evaluations)[1] for history in histories]
     trained = [history.smooth_loss[1] for history in histories]
     _hide_the_first_losses(axes, trained, np.concatenate(validated))
@@ -199,13 +204,14 @@ def _series(histories: Sequence[History]) -> Iterator[tuple[History, str, str]]:
         yield history, SERIES[number % len(SERIES)], name
 
 
-def _tokens_at(steps_X: np.ndarray, history: History) -> np.ndarray:
-    """How many tokens the run had read after each of the steps."""
-    return np.interp(
-        steps_X,
-        [0, *(line["step"] for line in history.train)],
-        [0, *(line["tokens"] for line in history.train)],
-    )
+def _tokens(line: Mapping[str, Any]) -> float | None:
+    """How many tokens the run had read when the line was written."""
+    return line["tokens"]
+
+
+def _seconds(line: Mapping[str, Any]) -> float | None:
+    """How long the run had trained, without evaluations; known at the ends of intervals."""
+    return line["totals"]["seconds"] if "totals" in line else None
 
 
 def _speeds(histories: Sequence[History], axes: Axes) -> None:

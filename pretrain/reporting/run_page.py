@@ -245,7 +245,7 @@ def render_comparison(
     histories: Sequence[History], rows: Sequence[Sequence[str]], changed: Sequence[Sequence[str]]
 ) -> str:
     """The whole page."""
-    losses, speeds = comparison_panels(histories)
+    losses, over_time, speeds = comparison_panels(histories)
     heads = heads_of(histories)
     settings = (
         table(["setting", *heads[1:]], changed, "named")
@@ -255,6 +255,7 @@ def render_comparison(
     caption = "Smoothed loss of every run over its tokens"
     sections = [
         section("Loss", panel_html(losses, 2.8, f"{caption}; dots are validation")),
+        section("Loss over time", panel_html(over_time, 2.8, "Without evaluations and saves")),
         section("Numbers", table(heads, rows, "named")),
         section("Different settings", settings),
         section("Speed", panel_html(speeds, 2.2, f"{SPEED} of every interval of each run")),
