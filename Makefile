@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv lock site demo scaling-demo compare-variants check test test-slurm fuzz golden mutants coverage chaos bench gpu gpu-bundle test-gpu
+.PHONY: help venv lock site demo shakespeare scaling-demo compare-variants check test test-slurm fuzz golden mutants coverage chaos bench gpu gpu-bundle test-gpu
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -53,6 +53,22 @@ demo: $(STAMP)  ## the whole story in minutes: build, train, kill, resume, compa
 	pretrain evaluate $(DEMO)/killed --memory-length 0 64 128 256 --max-tokens 16000
 	pretrain generate $(DEMO)/killed --prompt 'class Settings:' --tokens 260 --temperature 0.7 --top-p 0.9
 	pretrain report $(DEMO)/killed --output $(DEMO)
+
+SHAKESPEARE := runs/shakespeare
+shakespeare: $(STAMP)  ## what memory is worth, next to a published result; TEXT=input.txt (tinyshakespeare) THREADS=2
+	test -f $(SHAKESPEARE)/data/build.json || data-pipeline build configs/data/text8.yaml --input $(TEXT) \
+		--validation-fraction 0.1 --output $(SHAKESPEARE)/data test_bytes=0
+	rm -rf $(SHAKESPEARE)/memory $(SHAKESPEARE)/no-memory
+	$(SHAKESPEARE_TRAIN) --run-dir $(SHAKESPEARE)/memory
+	$(SHAKESPEARE_TRAIN) --run-dir $(SHAKESPEARE)/no-memory model.memory_length=0
+	pretrain evaluate $(SHAKESPEARE)/memory --memory-length 0 64 128 256 --max-tokens 0
+	pretrain evaluate $(SHAKESPEARE)/no-memory --max-tokens 0
+	pretrain report $(SHAKESPEARE)/memory $(SHAKESPEARE)/no-memory --output $(SHAKESPEARE)
+	@echo "nanoGPT with as many tokens and parameters: 1.88 published; 1.886 after 70 seconds on two cores"
+	@echo "Open $(SHAKESPEARE)/compare.html"
+
+THREADS := 2
+SHAKESPEARE_TRAIN = OMP_NUM_THREADS=$(THREADS) pretrain train configs/experiments/shakespeare.yaml
 
 SCALING := runs/scaling-demo
 SCALING_FAMILY := --tuned $(SCALING)/tune/runs.csv --keep-layers
