@@ -37,6 +37,7 @@ SourceKind = Literal[
     "array",
 ]
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64")
+Newlines = Literal["keep", "normalize", "drop"]
 ShardFormat = Literal["mds", "webdataset"]
 BuiltTokenizer = Literal["unigram", "bpe", "bytes", "words", "characters", "unknown"]
 # Of the others, a file is given. `sentencepiece` is any model that was not trained here.
@@ -62,7 +63,7 @@ class TokenizerConfig:
     end_token: str = ""
     """Token that ends every document; "": what the tokenizer's files name, and <eos> of words."""
     end_id: int = setting(-1, Range(-1, LARGEST_VOCABULARY))
-    """Id of the end of a document, for kind `unknown` only; -1: not set."""
+    """Id that ends documents where the input is tokens, and is left out of them; -1: none."""
     pattern: str = ""
     """Regular expression that cuts texts into words, for a .tiktoken file, which lacks it."""
     special_tokens: dict[str, int] = field(default_factory=dict)
@@ -91,23 +92,17 @@ class CorpusConfig:
     suffixes: tuple[str, ...] = ()
     """Read only files with these endings before .gz or .zst; []: all files."""
     text_field: str = "text"
-    """JSON field, Parquet column, or extension of a tar member besides txt with the text."""
-    tokens_field: str = ""
-    """Column of a Parquet, Arrow or MDS file with the ids of tokens, instead of text; "": none."""
-    token_dtype: str = "uint16"
-    """Type of the numbers in an array without a header, or in bytes of an MDS file."""
-    tokens_separator: int = setting(-1, Range(-1, LARGEST_VOCABULARY))
-    """Id that ends documents in arrays of tokens, and is left out; -1: none."""
+    """JSON field, or extension of a tar member besides txt; column of a table: text, or ids."""
+    token_dtype: str = ""
+    """Type of ids in arrays without a header, or in bytes of MDS files; "": uint16 in arrays."""
     id_field: str = "id"
     """Field with a record's id; a record without it is named by its file and number."""
     max_document_bytes: int = setting(1 << 28, Range(1, LARGEST_SHARD_BYTES // 8), unit="bytes")
     """Longest record; longer ones are rejected."""
     max_rejects: int = setting(1000, Range(0, MOST), unit="records")
     """Unusable records after which the build stops."""
-    normalize_newlines: bool = False
-    """Make every \\r\\n and \\r of a text a \\n."""
-    drop_newlines: bool = False
-    """Leave out every \\n of a text, as the original does with enwik8."""
+    newlines: Newlines = "keep"
+    """normalize: \\r\\n and \\r become \\n; drop: each \\n goes, as in the original's enwik8."""
     drop_duplicates: bool = False
     """Keep only the first of documents with equal text."""
     split_characters: int = setting(0, Range(0, MOST), unit="characters")
@@ -129,7 +124,7 @@ class CorpusConfig:
         check_ranges("", self)
         if not self.input:
             raise ConfigError("input names no file or folder")
-        if self.token_dtype not in TOKEN_DTYPES:
+        if self.token_dtype not in ("", *TOKEN_DTYPES):
             raise ConfigError(f"token_dtype={self.token_dtype}, expected {', '.join(TOKEN_DTYPES)}")
         if self.is_stream and (self.shuffles or self.drop_duplicates or self.split_characters):
             raise ConfigError(

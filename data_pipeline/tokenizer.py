@@ -158,8 +158,8 @@ class Tokenizer:
             )
         if not self.end_text and (ids == self.end_id).any():
             raise DataError(
-                f"{source} contains {self.end_id}, which ends documents; set tokens_separator to "
-                "it, or choose another end with tokenizer.end_token"
+                f"{source} contains {self.end_id}, which ends documents; set tokenizer.end_id "
+                "to it, or choose another end with tokenizer.end_token"
             )
         return ids.astype(self.dtype)
 

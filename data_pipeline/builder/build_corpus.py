@@ -157,7 +157,7 @@ def recipe_of(config: CorpusConfig, sources: Sources) -> dict[str, Any]:
     settings = {name: value for name, value in to_tree(config).items() if name not in NOT_IN_RECIPE}
     if config.tokenizer.path:
         given = given_tokenizer(config.tokenizer.path, config.tokenizer)
-        settings["tokenizer"] = given.fingerprint
+        settings["tokenizer"] = {"given": given.fingerprint, "end_id": config.tokenizer.end_id}
     if not config.shuffles:
         del settings["shuffle_seed"], settings["shuffle_bytes"]
     files = [[split, source.name, source.kind, source.size] for split, source in sources]

@@ -18,6 +18,7 @@ import numpy as np
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import LARGEST_VOCABULARY, CorpusConfig
 from foundation.errors import DataError
+from foundation.settings import assert_never
 
 JSON_FRAME_BYTES = 1 << 20  # of a record, in addition to its text
 REJECTS_NAME = "rejects.jsonl"
@@ -126,7 +127,7 @@ def document_of_tokens(
     """Make a document of ids, without the separator after them; `name` is its id."""
     if not np.issubdtype(values.dtype, np.integer):
         return Reject(source, f"found {values.dtype}, expected ids, which are integers")
-    if len(values) and values[-1] == config.tokens_separator:
+    if len(values) and values[-1] == config.tokenizer.end_id:
         values = values[:-1]
     if not len(values):
         return Reject(source, "empty")
@@ -140,9 +141,15 @@ def document_of_tokens(
 
 def with_newlines(text: str, config: CorpusConfig) -> str:
     """Return the text with its line ends as the settings want them."""
-    if config.normalize_newlines and "\r" in text:
-        text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return text.replace("\n", "") if config.drop_newlines else text
+    match config.newlines:
+        case "keep":
+            return text
+        case "normalize":
+            return text.replace("\r\n", "\n").replace("\r", "\n")
+        case "drop":
+            return text.replace("\n", "")
+        case _:
+            assert_never(config.newlines)
 
 
 def document_id(value: object, name: str) -> str:

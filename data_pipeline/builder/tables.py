@@ -112,9 +112,9 @@ def _records_of(
     """Yield a document for each row of the batch, whose first has the number `row`."""
     has_ids = config.id_field in batch.schema.names
     ids = _values(batch.column(config.id_field)) if has_ids else [None] * batch.num_rows
-    name = config.tokens_field or config.text_field
+    name = config.text_field
     column = batch.column(name)
-    if config.tokens_field:
+    if _is_list(column.type):
         column = _valid(column)
         for number, value in enumerate(ids, row + 1):
             location = f"{source.name}:{number}"
@@ -134,22 +134,23 @@ def _records_of(
             yield document_of_bytes(text, document_id(value, location), location, config)
 
 
+def _is_list(kind: Any) -> bool:
+    import pyarrow
+
+    types = pyarrow.types
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
 def _tokens(
     column: Any, number: int, source: SourceFile, config: CorpusConfig
 ) -> np.ndarray | None:
     """Return the ids in a row of a column of lists; None if there is no list."""
     import pyarrow
 
-    kind = column.type
-    is_list = (
-        pyarrow.types.is_list(kind)
-        or pyarrow.types.is_large_list(kind)
-        or pyarrow.types.is_fixed_size_list(kind)
-    )
-    if not is_list or not pyarrow.types.is_integer(kind.value_type):
+    if not pyarrow.types.is_integer(column.type.value_type):
         raise DataError(
-            f"column {config.tokens_field!r} of {source.path} holds {kind}, expected lists of "
-            "integers; set tokens_field"
+            f"column {config.text_field!r} of {source.path} holds {column.type}, expected text or "
+            "lists of integers; set text_field"
         )
     values = column[number].values
     return None if values is None or values.null_count else values.to_numpy(zero_copy_only=False)
@@ -163,11 +164,10 @@ def _rows_at_once(metadata: Any) -> int:
 
 
 def _columns(names: list[str], source: SourceFile, config: CorpusConfig) -> list[str]:
-    wanted = config.tokens_field or config.text_field
+    wanted = config.text_field
     if wanted not in names:
         raise DataError(
-            f"{source.path} has the columns {', '.join(names)}, not {wanted!r}; set "
-            f"{'tokens_field' if config.tokens_field else 'text_field'}"
+            f"{source.path} has the columns {', '.join(names)}, not {wanted!r}; set text_field"
         )
     return [name for name in (wanted, config.id_field) if name in names]
 

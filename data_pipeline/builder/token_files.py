@@ -99,10 +99,10 @@ def read_array(source: SourceFile, config: CorpusConfig, follow: Callable[[Tell]
 
     Without a separator the file is one document.
     """
-    tokens = _mapped(source.path, np.dtype(config.token_dtype).newbyteorder("<"))
+    tokens = _mapped(source.path, np.dtype(config.token_dtype or "uint16").newbyteorder("<"))
     done = 0
     follow(lambda: done * tokens.itemsize)
-    for number, (start, end) in enumerate(_between(tokens, config.tokens_separator), 1):
+    for number, (start, end) in enumerate(_between(tokens, config.tokenizer.end_id), 1):
         done = end
         if end > start:
             location = f"{source.name}:{number}"
@@ -149,12 +149,11 @@ def read_mds(source: SourceFile, config: CorpusConfig) -> Records:
     with named_errors(source.path):
         memory = _contents(source)
     shard = _Shard(memory)
-    name = config.tokens_field or config.text_field
-    kind = shard.kind_of(name)
+    kind = shard.kind_of(config.text_field)
     for number in range(len(shard)):
         location = f"{source.name}:{number + 1}"
         sample = shard.sample(number)
-        raw = sample[name]
+        raw = sample[config.text_field]
         own = sample.get(config.id_field, b"") if shard.has_text(config.id_field) else b""
         yield _document(raw, kind, document_id(own, location), location, config)
 
@@ -162,22 +161,21 @@ def read_mds(source: SourceFile, config: CorpusConfig) -> Records:
 def _document(
     raw: bytes, kind: str, name: str, location: str, config: CorpusConfig
 ) -> Document | Reject:
-    if not config.tokens_field:
-        if kind != TEXT_COLUMN:
-            raise InvalidRecords(f"column {config.text_field!r} holds {kind}, expected str")
+    if kind == TEXT_COLUMN:
         return document_of_bytes(raw, name, location, config)
     return document_of_tokens(_tokens(raw, kind, config), name, location, config)
 
 
 def _tokens(raw: bytes, kind: str, config: CorpusConfig) -> np.ndarray:
-    """Return the numbers of a column: bytes, or an array of a stated type."""
+    """Return the numbers of a column: an array of a stated type, or bytes, with `token_dtype`."""
     encoding, _, details = kind.partition(":")
     dtype, _, shape = details.partition(":")
-    if encoding == BYTES_COLUMN:
+    if encoding == BYTES_COLUMN and config.token_dtype:
         dtype = config.token_dtype
     elif encoding != ARRAY_COLUMN or dtype not in TOKEN_DTYPES:
         raise InvalidRecords(
-            f"column {config.tokens_field!r} holds {kind}, expected ndarray of integers or bytes"
+            f"column {config.text_field!r} holds {kind}, expected str, ndarray of integers, or "
+            "bytes of ids with token_dtype"
         )
     elif not shape:  # it stands in front: number of dimensions and bytes of each, then these
         dimensions, width = (raw[0] >> 2, 1 << (raw[0] & 3)) if raw else (0, 0)

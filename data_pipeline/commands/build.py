@@ -35,7 +35,7 @@ SETTING_FLAGS = {
     "text_field": None,
     "id_field": None,
     "max_rejects": None,
-    "normalize_newlines": None,
+    "newlines": None,
     "drop_duplicates": None,
     "split_characters": None,
     "shuffle_seed": None,
@@ -46,7 +46,7 @@ SETTING_FLAGS = {
 }
 # Of these, the flags whose value is read as YAML.
 PARSED_FLAGS = (
-    *("validation_fraction", "max_rejects", "normalize_newlines", "drop_duplicates"),
+    *("validation_fraction", "max_rejects", "drop_duplicates"),
     *("split_characters", "shuffle_seed", "shard_bytes", "threads", "tokenizer.vocab_size"),
 )
 _NAMED = {"input": "--input PATH", "output": "--output DIR"}  # what has no default
@@ -184,7 +184,7 @@ def _corpus_config(arguments: argparse.Namespace) -> CorpusConfig:
 
 
 def _free_settings_after_switches(arguments: argparse.Namespace) -> None:
-    """In `--normalize-newlines CONFIG.yaml` the file is not the value of the flag."""
+    """In `--drop-duplicates CONFIG.yaml` the file is not the value of the flag."""
     for each in settings_of(CorpusConfig):
         value = getattr(arguments, each.name, None)
         if each.hint is bool and value is not None and value.lower() not in _SWITCHES:

@@ -193,8 +193,8 @@ def token_targets(directory: Path) -> dict[str, Target]:
     settings = {
         "megatron": {"format": "megatron"},
         "numpy": {"format": "array"},
-        "arrow": {"tokens_field": "input_ids"},
-        "mds of bytes": {"tokens_field": "tokens", "token_dtype": "int64"},
+        "arrow": {"text_field": "input_ids"},
+        "mds of bytes": {"text_field": "tokens", "token_dtype": "int64"},
     }
     targets = {}
     for kind, changed in settings.items():

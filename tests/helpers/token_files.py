@@ -42,25 +42,25 @@ def make_input(kind: str, folder: Path) -> dict[str, object]:
     """Write DOCUMENTS, and return the settings that read them."""
     if kind == "megatron":
         write_megatron(folder / "x", [[*each, END] for each in DOCUMENTS])
-        return {"format": "megatron", "tokens_separator": END}
+        return {"format": "megatron"}
     if kind == "nanoGPT":
         with_ends("uint16").tofile(folder / "train.bin")
-        return {"format": "array", "tokens_separator": END}
+        return {"format": "array"}
     if kind == "numpy":
         np.save(folder / "train.npy", with_ends("int64"))
-        return {"format": "array", "tokens_separator": END}
+        return {"format": "array"}
     if kind == "int32":
         with_ends("int32").tofile(folder / "train.bin")
-        return {"format": "array", "tokens_separator": END, "token_dtype": "int32"}
+        return {"format": "array", "token_dtype": "int32"}
     if kind == "mds":
         samples = [{"tokens": np.array(each, np.int32), "n": 1} for each in DOCUMENTS]
         columns = {"tokens": "ndarray:int32", "n": "int"}
         write_mds(folder, columns, samples, compression="zstd")
-        return {"tokens_field": "tokens"}
+        return {"text_field": "tokens"}
     if kind == "mds of bytes":
         samples = [{"tokens": np.array(each, np.int64).tobytes()} for each in DOCUMENTS]
         write_mds(folder, {"tokens": "bytes"}, samples)
-        return {"tokens_field": "tokens", "token_dtype": "int64"}
+        return {"text_field": "tokens", "token_dtype": "int64"}
     import datasets
 
     table = datasets.Dataset.from_dict({"input_ids": DOCUMENTS})
@@ -68,4 +68,4 @@ def make_input(kind: str, folder: Path) -> dict[str, object]:
         table.to_parquet(str(folder / "x.parquet"))
     else:
         table.save_to_disk(str(folder))
-    return {"tokens_field": "input_ids"}
+    return {"text_field": "input_ids"}

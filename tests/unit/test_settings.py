@@ -133,7 +133,7 @@ def test_the_flags_of_build_say_what_the_settings_page_says_and_take_sizes(tmp_p
         data_pipeline(["build", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     meanings = {each.leaf: each.meaning.rstrip(".") for each in settings_of(CorpusConfig)}
-    for flag in ("input", "suffixes", "normalize_newlines", "shard_bytes", "vocab_size"):
+    for flag in ("input", "suffixes", "drop_duplicates", "shard_bytes", "vocab_size"):
         assert f"{meanings[flag]} (" in shown
     (tmp_path / "a.txt").write_text("some text")
     build = ["build", "--input", str(tmp_path), "--output", str(tmp_path / "out")]

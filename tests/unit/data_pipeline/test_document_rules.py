@@ -82,7 +82,7 @@ def test_carriage_returns_are_kept_and_on_demand_made_newlines(tmp_path):
     assert main(["build", *flags, "--output", str(tmp_path / "kept")]) == 0
     kept = documents_of(tmp_path / "kept" / "train")
     assert [kept[f"d{number}"] for number in range(24)] == texts
-    arguments = [*flags, "--output", str(tmp_path / "made"), "--normalize-newlines=true"]
+    arguments = [*flags, "--output", str(tmp_path / "made"), "--newlines=normalize"]
     assert main(["build", *arguments]) == 0
     made = documents_of(tmp_path / "made" / "train")
     assert [made[f"d{number}"] for number in range(3)] == ["one\ntwo\n", "one\ntwo", "a\nb\nc"]

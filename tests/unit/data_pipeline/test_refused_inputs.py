@@ -219,11 +219,11 @@ def test_ranks_of_tiktoken_that_were_cut(folder, tmp_path):
 def test_after_a_refusal_the_same_command_with_other_settings_builds(folder):
     """A tokenizer was saved and shards were begun before the record that is refused."""
     np.save(folder / "x.npy", np.array([1, 2, 3, 399, 4, 5], "uint16"))
-    settings = {"format": "array", "tokenizer": UNKNOWN}
-    assert "set tokens_separator to it" in refusal(folder, **settings)
-    build(folder, tokens_separator=399, **settings)
+    tokenizer = replace(UNKNOWN, vocab_size=399, end_id=398)
+    assert "has the id 399" in refusal(folder, format="array", tokenizer=tokenizer)
+    build(folder, format="array", tokenizer=UNKNOWN)
     recipe = json.loads((folder.parent / "out" / "build.json").read_text())
-    assert recipe["settings"]["tokens_separator"] == 399
+    assert recipe["settings"]["tokenizer"]["end_id"] == 399
 
 
 @pytest.mark.parametrize("run", [build_corpus, partial(build_in_processes, processes=2)])

@@ -56,8 +56,8 @@ def test_tokens_of_a_named_tokenizer_have_sizes_and_a_text(tmp_path):
     texts = ["one caf\u00e9", "two"]
     tokens = [token for text in texts for token in (*text.encode(), 300)]
     np.save(tmp_path / "in" / "x.npy", np.array(tokens))
-    settings = {"format": "array", "tokens_separator": 300}
-    named = config_for(tmp_path / "in", tokenizer=TokenizerConfig(kind="bytes"), **settings)
+    tokenizer = TokenizerConfig(kind="bytes", end_id=300)
+    named = config_for(tmp_path / "in", format="array", tokenizer=tokenizer)
     build_corpus(named)
     assert sorted(documents_of(tmp_path / "out" / "train").values()) == texts
     manifest = read_manifest(tmp_path / "out" / "train")
@@ -105,7 +105,7 @@ def test_pickled_columns_are_refused_where_they_are_asked_for(tmp_path):
     ("tokens", "kind", "message"),
     [
         ([4, END + 1], "unknown", r"x\.npy:1 has the id 321, the vocabulary 321 ids"),
-        ([4, END, 5], "unknown", r"contains 320, which ends documents; set tokens_separator"),
+        ([4, 256, 5], "bytes", r"contains 256, which ends documents; set tokenizer\.end_id"),
         ([4, -1, 5], "unknown", r"found the id -1"),
         ([4, 5], "unigram", r"no usable text.*tokenizer\.kind=unknown"),
     ],
@@ -163,8 +163,7 @@ def test_an_offset_that_leads_out_of_a_table_does_not_end_the_process(tmp_path, 
         assert content.count(valid) == 1
         content = content.replace(valid, valid[:8] + struct.pack("<i", offset) + valid[12:])
     path.write_bytes(content)
-    kind = "tokens_field" if column == "input_ids" else "text_field"
-    config = CorpusConfig(input=(tmp_path / "in",), output=tmp_path / "out", **{kind: column})
+    config = CorpusConfig(input=(tmp_path / "in",), output=tmp_path / "out", text_field=column)
     expected = r"holds int, expected text" if column == "number" else r"x\.arrow is corrupted"
     with pytest.raises(DataError, match=expected) as error:
         list(read_documents(list_sources(config.input, config)[0], config))
