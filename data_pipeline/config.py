@@ -18,7 +18,6 @@ from foundation.settings import (
     MOST_THREADS,
     Range,
     check_ranges,
-    require_hash,
     require_no_secrets,
     setting,
 )
@@ -37,8 +36,8 @@ SourceKind = Literal[
     "array",
 ]
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64")
-Newlines = Literal["keep", "normalize", "drop"]
 ShardFormat = Literal["mds", "webdataset"]
+Newlines = Literal["keep", "normalize", "drop"]
 BuiltTokenizer = Literal["unigram", "bpe", "bytes", "words", "characters", "unknown"]
 # Of the others, a file is given. `sentencepiece` is any model that was not trained here.
 TokenizerKind = Literal[BuiltTokenizer, "sentencepiece", "huggingface", "tiktoken"]
@@ -175,12 +174,9 @@ class MixturePart:
     """Passes per epoch of the mixture; 0: one, or what the weight asks for."""
     weight: float = setting(0.0, Range(0, MOST))
     """Part of the tokens, relative to other weights, which all parts have or none; 0: no weight."""
-    manifest_hash: str = ""
-    """Hash that the corpus must have, with all its splits: `data-pipeline inspect` shows it."""
 
     def __post_init__(self) -> None:
         require_no_secrets("mixture", self.path)
-        require_hash("mixture.manifest_hash", self.manifest_hash)
         check_ranges(f"mixture of {self.path}: ", self)
         if self.repeat and self.weight:
             raise ConfigError(

@@ -132,8 +132,8 @@ def require_object_store(name_of: str, url: str) -> None:
 
 
 def require_hash(name_of: str, text: str) -> None:
-    """Raise ConfigError unless the text is a SHA-256, or empty."""
-    if text and not is_sha256(text):
+    """Raise ConfigError unless the text is a SHA-256."""
+    if not is_sha256(text):
         raise ConfigError(
             f"{name_of}: found {abbreviated(text)}, expected 64 hexadecimal digits; "
             "`data-pipeline inspect` shows them"

@@ -364,7 +364,7 @@ def _open_lanes(
 ) -> LaneStream:
     """This rank's lanes from the state's cursor on; after a rewind, suspects are named first."""
     world, data, seed = process.world, config.data, lane_seed_at(config, state.step)
-    corpus = open_training_data(data.path, data.mixture, data.cache, data.manifest_hash)
+    corpus = open_training_data(data.path, data.mixture, data.cache, data.manifest_hashes)
     lanes = lanes_of_rank(config, world.rank, world.world_size)
     corpus.check_capacity(ranks_on_this_node() * (len(lanes) + SHARDS_BESIDE_LANES))
     name_suspects(process.config, process.run_dir, engine, corpus, state, lanes)

@@ -1,6 +1,6 @@
 """One split of a built corpus, opened for reading. Shards are checked when they are first used.
 
-One hash of a whole corpus, for `data.manifest_hash`: whoever names it trusts no store.
+One hash of a whole corpus, for `data.manifest_hashes`: whoever names it trusts no store.
 
 A manifest has the hashes of its shards, of their documents' lengths and of the tokenizer, so the
 hash of a corpus' manifests covers every byte of all its splits.
@@ -73,17 +73,19 @@ def _manifest_of(corpus: Path, split: str) -> Manifest | None:
     return read_manifest(directory) if (directory / MANIFEST_NAME).exists() else None
 
 
-def pinned_directory(path: Path, cache: CacheConfig, manifest_hash: str) -> Path:
-    """Return where to read the corpus at a path or URL; DataError unless it has the hash, if any.
+def pinned_directory(path: Path, cache: CacheConfig, hashes: Sequence[str]) -> Path:
+    """Return where to read the corpus at a path or URL.
 
-    A URL's manifests and tokenizer are fetched.
+    DataError unless it has one of the hashes, if there are any. A URL's manifests and tokenizer
+    are fetched.
     """
     directory = local_corpus_directory(path, cache)
-    if manifest_hash and (found := corpus_hash(directory)) != manifest_hash:
+    if hashes and (found := corpus_hash(directory)) not in hashes:
         raise DataError(
-            f"{path_text(path)} has manifest_hash {found[:16] or '(no splits)'}, the settings "
-            f"expect {manifest_hash[:16]}: its training or validation split is another; restore "
-            "it, or set the hash that `data-pipeline inspect` shows if it may be trusted"
+            f"{path_text(path)} has manifest_hash {found[:16] or '(no splits)'}, "
+            f"data.manifest_hashes expects {', '.join(each[:16] for each in hashes)}: its training "
+            "or validation split is another; restore it, or add the hash that `data-pipeline "
+            "inspect` shows if it may be trusted"
         )
     return directory
 

@@ -102,19 +102,22 @@ def plan_of(data: Corpus | Mixture, num_lanes: int, seed: int) -> LanePlan:
 
 
 def open_mixture(
-    parts: Sequence[MixturePart], split: str = "train", cache: CacheConfig | None = None
+    parts: Sequence[MixturePart],
+    split: str = "train",
+    cache: CacheConfig | None = None,
+    hashes: Sequence[str] = (),
 ) -> Mixture:
-    """Open the corpora of `parts`. Weights become repeats, the smallest of which is one."""
+    """Open the corpora of `parts`. Weights become repeats, the smallest of which is one.
+
+    DataError unless each has one of the hashes, if there are any.
+    """
     if len({bool(part.weight) for part in parts}) > 1:
         raise ConfigError(
             "some parts of the mixture have a weight and some have none; "
             "give all of them one, or none"
         )
     cache = cache or CacheConfig()
-    corpora = [
-        Corpus.open(pinned_directory(part.path, cache, part.manifest_hash) / split)
-        for part in parts
-    ]
+    corpora = [Corpus.open(pinned_directory(part.path, cache, hashes) / split) for part in parts]
     if not parts[0].weight:
         return Mixture(corpora, exact_repeats([part.repeat or 1.0 for part in parts]))
     return Mixture(corpora, repeats_of_weights(corpora, [part.weight for part in parts]))
@@ -124,16 +127,16 @@ def open_training_data(
     path: Path,
     parts: Sequence[MixturePart],
     cache: CacheConfig | None = None,
-    manifest_hash: str = "",
+    hashes: Sequence[str] = (),
 ) -> Corpus | Mixture:
     """Open the corpus at `path`, or the mixture, which must share the tokenizer of `path`.
 
-    DataError unless `path` has the hash, if one is given.
+    DataError unless each corpus has one of the hashes, if there are any.
     """
-    path = pinned_directory(path, cache or CacheConfig(), manifest_hash)
+    path = pinned_directory(path, cache or CacheConfig(), hashes)
     if not parts:
         return Corpus.open(path / "train")
-    mixture = open_mixture(parts, cache=cache)
+    mixture = open_mixture(parts, cache=cache, hashes=hashes)
     if (found := tokenizer_of(path).fingerprint) != mixture.manifest.tokenizer:
         raise DataError(
             f"the mixture was made with the tokenizer {mixture.manifest.tokenizer[:16]}, "

@@ -58,8 +58,8 @@ class DataConfig:
 
     path: Path = changeable(Path("data"))
     """Corpus: directory (relative: to the working directory), or URL uploaded to; it may move."""
-    manifest_hash: str = changeable("")
-    """Hash that the corpus must have, with all its splits: `data-pipeline inspect` shows it."""
+    manifest_hashes: tuple[str, ...] = changeable(())
+    """Each corpus trained on must have one of these: `data-pipeline inspect` shows it; []: any."""
     mixture: tuple[MixturePart, ...] = fixed(())
     """Corpora to train on instead; tokenizer and validation split remain those of `path`."""
     lanes: int = fixed(16, Range(1, MOST_LANES), unit="lanes")
@@ -74,7 +74,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_ranges("data.", self)
         require_no_secrets("data.path", self.path)
-        require_hash("data.manifest_hash", self.manifest_hash)
+        for each in self.manifest_hashes:
+            require_hash("data.manifest_hashes", each)
         steps = [phase.from_step for phase in self.phases]
         if sorted(set(steps)) != steps:
             raise ConfigError(
@@ -90,10 +91,11 @@ class DataConfig:
     def directory(self) -> Path:
         """Where to read the corpus: `path`, or this node's cache of a URL.
 
-        Fetches the manifests and the tokenizer of a URL. DataError unless it has `manifest_hash`.
+        Fetches the manifests and the tokenizer of a URL. DataError unless it has one of
+        `manifest_hashes`, if there are any.
         """
-        if url_of(self.path) is None and not self.manifest_hash:
+        if url_of(self.path) is None and not self.manifest_hashes:
             return self.path
         from data_pipeline.corpora.corpus import pinned_directory
 
-        return pinned_directory(self.path, self.cache, self.manifest_hash)
+        return pinned_directory(self.path, self.cache, self.manifest_hashes)

@@ -32,18 +32,18 @@ class EvaluationSet:
 
     name: str
     path: Path  # of the corpus, or of one split of it
-    manifest_hash: str = ""  # that the corpus must have
+    manifest_hashes: tuple[str, ...] = ()  # of which the corpus must have one, if there are any
     is_part: bool = False  # of a mixture: it may have no validation split, and is left out then
 
     def directory(self, cache: CacheConfig) -> Path:
-        """Return where its split is, or would be; DataError unless its corpus has the hash.
+        """Return where its split is, or would be; DataError if its hashes do not allow it.
 
         Fetches the manifests and the tokenizer of a URL.
         """
         from data_pipeline.corpora.corpus import pinned_directory  # late: the object stores
 
         split = split_of(self.path)
-        return pinned_directory(split.parent, cache, self.manifest_hash) / split.name
+        return pinned_directory(split.parent, cache, self.manifest_hashes) / split.name
 
 
 def split_of(path: Path) -> Path:
@@ -57,7 +57,7 @@ def evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
     parts = list({part.path: part for part in run.data.all_parts}.values())
     names = _names_of([part.path for part in parts])
     sets = {
-        name: EvaluationSet(name, part.path, part.manifest_hash, is_part=True)
+        name: EvaluationSet(name, part.path, run.data.manifest_hashes, is_part=True)
         for name, part in zip(names, parts, strict=True)
     }
     sets |= {name: EvaluationSet(name, path) for name, path in run.evaluation.sets.items()}
@@ -139,7 +139,7 @@ def resolve(config: RunConfig) -> RunConfig:
     corpus = None
     for phase in runs_of_phases(config):
         data = phase.data
-        corpus = open_training_data(data.path, data.mixture, data.cache, data.manifest_hash)
+        corpus = open_training_data(data.path, data.mixture, data.cache, data.manifest_hashes)
         check_lanes(plan_of(corpus, data.lanes, phase.seed), corpus.manifest.longest_whole)
     assert corpus is not None
     read_manifest(config.data.directory() / VALIDATION)

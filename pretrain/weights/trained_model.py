@@ -73,7 +73,7 @@ class TrainedModel:
         """
         data = self.config.data
         if named:
-            data = replace(data, path=named, manifest_hash="")
+            data = replace(data, path=named, manifest_hashes=())
         elif self.untrusted:
             raise ConfigError(
                 f"{self.untrusted}, whose settings do not choose what is read; "

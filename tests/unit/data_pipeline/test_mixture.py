@@ -185,20 +185,17 @@ def test_a_pinned_corpus_or_part_with_another_validation_split_is_refused(
     cache = CacheConfig(directory=tmp_path / "cache")
     for path, is_ours in ((first, True), (forged, False)):
         for open_it in (
-            lambda path=path: open_training_data(path, (), cache, pin),
-            lambda path=path: open_training_data(
-                first, [MixturePart(path=path, manifest_hash=pin)], cache
-            ),
-            lambda path=path: DataConfig(path=path, manifest_hash=pin).directory(),
+            lambda path=path: open_training_data(path, (), cache, [pin]),
+            lambda path=path: open_training_data(first, [MixturePart(path=path)], cache, [pin]),
+            lambda path=path: DataConfig(path=path, manifest_hashes=(pin,)).directory(),
         ):
             if is_ours:
                 assert open_it()
                 continue
             with pytest.raises(DataError, match="its training or validation split is another"):
                 open_it()
-    for schema in (MixturePart, DataConfig):
-        with pytest.raises(ConfigError, match=r"manifest_hash: found 'abc', expected 64"):
-            schema(path=first, manifest_hash="abc")
+    with pytest.raises(ConfigError, match=r"manifest_hashes: found 'abc', expected 64"):
+        DataConfig(path=first, manifest_hashes=("abc",))
 
 
 def test_corpora_that_cannot_be_mixed_are_rejected(corpora, tmp_path):

@@ -229,7 +229,7 @@ def test_a_run_records_its_corpora_and_is_not_resumed_on_another_validation_spli
     assert run_training(short, tmp_path / "run", world) == 0
     (started,) = events_of(RunDir(tmp_path / "run").ledger.read(), TrainingBegan)
     assert started.corpora == {str(corpora[0]): corpus_hash(corpora[0])}
-    pinned = replace(short.data, manifest_hash=started.corpora[str(corpora[0])])
+    pinned = replace(short.data, manifest_hashes=(started.corpora[str(corpora[0])],))
     longer = replace(short, optim=OptimConfig(steps=4))
     assert run_training(replace(longer, data=pinned), tmp_path / "run", world) == 0
     (corpora[0] / "validation").rename(tmp_path / "before")
@@ -237,7 +237,7 @@ def test_a_run_records_its_corpora_and_is_not_resumed_on_another_validation_spli
     longest = replace(longer, optim=OptimConfig(steps=6))
     for config, said in (
         (longest, r"validation split of .* has the hash \w+, the run in .* had \w+"),
-        (replace(longest, data=pinned), r"has manifest_hash \w+, the settings expect \w+"),
+        (replace(longest, data=pinned), r"has manifest_hash \w+, data.manifest_hashes expects \w+"),
     ):
         with pytest.raises(DataError, match=said) as error:
             run_training(config, tmp_path / "run", world)
