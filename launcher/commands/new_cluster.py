@@ -97,7 +97,6 @@ environment:
   OMP_NUM_THREADS: "{max(1, cores // ranks)}"
   # NCCL_SOCKET_IFNAME: ib0  # interfaces that ranks meet over, where nodes have several
   # GLOO_SOCKET_IFNAME: ib0  # unset: the one that the host's name resolves to
-# container_image: /shared/images/pretrain.sqsh  # with this project's dependencies
-# container_runtime: pyxis  # or apptainer
+# container_image: /shared/images/pretrain.sqsh  # with this project's dependencies; or a .sif file
 # container_mounts: [/shared]
 """

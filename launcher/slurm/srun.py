@@ -19,7 +19,6 @@ from pathlib import Path
 from foundation.errors import EXIT_USER_ERROR, UserError
 from foundation.files import own_file, read_together
 from foundation.own_programs import code_that_runs, copied_arguments
-from foundation.settings import assert_never
 from launcher.error_lines import error_lines
 from launcher.slurm.sbatch import Snapshot, option_flags
 from pretrain.costs.cluster import ClusterConfig
@@ -102,24 +101,18 @@ def in_container(
         return [], [sys.executable, *task]
     command = ["python3", *task]
     seen = [str(mount) for mount in (*mounts, *cluster.container_mounts)]
-    match cluster.container_runtime:
-        case "":
-            raise AssertionError("ClusterConfig refuses an image without a runtime")
-        case "pyxis":
-            flags = [
-                f"--container-image={cluster.container_image}",
-                f"--container-mounts={','.join(f'{path}:{path}' for path in seen)}",
-                f"--container-workdir={workdir}",
-            ]
-            return flags, command
-        case "apptainer":
-            binds = [f"--bind={path}" for path in seen]
-            gpus = ["--nv"] if cluster.num_gpus else []
-            image = cluster.container_image
-            apptainer = ["apptainer", "exec", *gpus, *binds, f"--pwd={workdir}", image]
-            return [], [*apptainer, *command]
-        case _:
-            assert_never(cluster.container_runtime)
+    if cluster.container_image.endswith(".sif"):
+        binds = [f"--bind={path}" for path in seen]
+        gpus = ["--nv"] if cluster.num_gpus else []
+        image = cluster.container_image
+        apptainer = ["apptainer", "exec", *gpus, *binds, f"--pwd={workdir}", image]
+        return [], [*apptainer, *command]
+    pyxis = [
+        f"--container-image={cluster.container_image}",
+        f"--container-mounts={','.join(f'{path}:{path}' for path in seen)}",
+        f"--container-workdir={workdir}",
+    ]
+    return pyxis, command
 
 
 class SlurmRanks:

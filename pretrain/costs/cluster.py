@@ -12,7 +12,6 @@ import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from foundation.credentials import is_variable_name, referenced_variable
 from foundation.errors import ConfigError
@@ -102,7 +101,6 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         _OF_THE_LAUNCHER.split(), "is decided by the launcher; remove it"
     ),
 }
-ContainerRuntime = Literal["", "pyxis", "apptainer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +124,7 @@ class ClusterConfig(NodeConfig):
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of every rank; env:NAME takes the submitter's NAME, for secrets."""
     container_image: str = ""
-    """Image the ranks run in, with this project's dependencies; empty: no container."""
-    container_runtime: ContainerRuntime = ""
-    """What starts the container; to be given with `container_image`."""
+    """Image of the ranks, started by apptainer if it is a .sif file, else by pyxis; empty: none."""
     container_mounts: tuple[str, ...] = ()
     """Host directories mounted under the same path, such as the corpus'."""
 
@@ -138,11 +134,6 @@ class ClusterConfig(NodeConfig):
         _check_references(self.environment)
         if self.time_limit.isdecimal():  # to Slurm minutes, to most people seconds
             raise ConfigError(f"time_limit={self.time_limit} has no unit; write it as 24:00:00")
-        if self.container_image and not self.container_runtime:
-            raise ConfigError(
-                f"container_image={self.container_image} without container_runtime; set it to "
-                "pyxis (srun has --container-image) or apptainer"
-            )
         if self.signal_seconds > _LARGEST_SIGNAL_FRACTION * seconds_of(self.time_limit):
             raise ConfigError(
                 f"signal_seconds={self.signal_seconds} must be at most half of "

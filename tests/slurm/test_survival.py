@@ -300,9 +300,7 @@ def test_preempted_with_and_without_notice_and_robbed_of_a_slurmstepd_it_ends_as
 def test_a_container_that_does_not_start_ends_the_run_with_its_error_and_blames_no_host(
     runs: Runs, lab: SlurmLab
 ):
-    run = runs.submit(
-        "container", container_image="/none.sif", container_runtime="apptainer", **NEAR
-    )
+    run = runs.submit("container", container_image="/none.sif", **NEAR)
     run.until(lambda: run.state() == "FAILED")
     (reason,) = run.ends()
     assert reason.startswith("the ranks' program does not start on any node (n1, n2); ")

@@ -103,7 +103,7 @@ def test_settings_and_commands_refuse_a_secret_in_a_url_without_showing_it(url, 
     [
         {"environment": {"https_proxy": "http://me:secret@proxy:80"}},
         {"environment": {"A": "--a --url=http://me:secret@proxy:80"}},
-        {"container_image": "docker://me:secret@host/image", "container_runtime": "pyxis"},
+        {"container_image": "docker://me:secret@host/image"},
         {"setup": ["curl https://host/x?sig=secret"]},
         {"options": {"comment": "s3://me:secret@bucket"}},
         *(
@@ -123,7 +123,7 @@ def test_no_setting_of_a_cluster_holds_a_secret(tree):
 def test_a_cluster_may_name_plain_images_and_variables():
     environment = {"NCCL_DEBUG": "INFO", "PATH": "/a", "http_proxy": "http://proxy:80"}
     image = "docker://$oauthtoken@nvcr.io#nvidia/pytorch:24.01-py3"
-    tree = {"environment": environment, "container_image": image, "container_runtime": "pyxis"}
+    tree = {"environment": environment, "container_image": image}
     tree = {**tree, "ranks_per_node": 1}
     assert parse_config(ClusterConfig, tree, "c.yaml").container_image == image
 

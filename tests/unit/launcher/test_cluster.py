@@ -88,7 +88,6 @@ ENV_NAME, OPTION_NAME = "environment: found the name", "options: found the name"
         ("gpus_per_node: 8x", "found '8x', expected a number or a type"),
         ("gpus_per_node: 'h 100:1'", "write 8, or h100:8"),
         ("gpus_per_node: a100:1\ngpu: H100", "give one kind of GPU"),
-        ("container_image: /x.sif", "container_image=/x.sif without container_runtime; set it"),
         ("time_limit: soon", "is not a time"),
         ('time_limit: "1:00"', "at most half of time_limit"),
         ("time_limit: 86400", "has no unit; write it as 24:00:00"),

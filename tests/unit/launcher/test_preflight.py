@@ -127,7 +127,6 @@ def test_the_check_runs_in_the_containers_that_the_ranks_will_run_in():
     base = ClusterConfig(
         gpus_per_node="2",
         container_image="/images/x.sqsh",
-        container_runtime="pyxis",
         setup=("module load cuda",),
         options={"exclusive": None, "no-requeue": None},
     )
@@ -137,7 +136,7 @@ def test_the_check_runs_in_the_containers_that_the_ranks_will_run_in():
     assert "--no-requeue" not in pyxis
     assert "module load cuda" not in script  # it is not in the container
     assert "exec python3 /shared/out/slurm/code pretrain." in script
-    *_, script = srun_line(replace(base, container_runtime="apptainer"), 2, "preflight-1a", out)
+    *_, script = srun_line(replace(base, container_image="/images/x.sif"), 2, "preflight-1a", out)
     assert script.startswith("module load cuda\n")
     assert "exec apptainer exec --nv --bind=/shared/out --pwd=/shared/out/slurm/code " in script
 

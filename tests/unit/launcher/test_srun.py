@@ -27,7 +27,7 @@ from launcher.slurm.srun import (
     seconds_left_to_srun,
     srun_command,
 )
-from pretrain.costs.cluster import ClusterConfig, ContainerRuntime
+from pretrain.costs.cluster import ClusterConfig
 from pretrain.distributed.slurm_variables import rank_variables
 from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 
@@ -69,12 +69,11 @@ srun: launch/slurm: _step_signal: Terminating StepId=1.3
     assert first_failure({}, 4, log) == 0, "srun's other line, which blames the healthy node"
 
 
-def in_container(runtime: ContainerRuntime, **settings) -> list[str]:
+def in_container(image: str, **settings) -> list[str]:
     cluster = ClusterConfig(
         gpus_per_node="2",
-        container_image="/images/x.sqsh",
+        container_image=image,
         container_mounts=("/data",),
-        container_runtime=runtime,
         **settings,
     )
     step = dataclasses.replace(STEP, cluster=cluster)
@@ -82,7 +81,7 @@ def in_container(runtime: ContainerRuntime, **settings) -> list[str]:
 
 
 def test_pyxis_gets_the_image_and_sees_run_and_data():
-    command = in_container("pyxis")
+    command = in_container("/images/x.sqsh")
     assert "--container-image=/images/x.sqsh" in command
     assert "--container-mounts=/runs/a:/runs/a,/data:/data" in command
     assert "--container-workdir=/code" in command
@@ -90,14 +89,14 @@ def test_pyxis_gets_the_image_and_sees_run_and_data():
 
 
 def test_apptainer_runs_the_task_inside_the_image():
-    command = in_container("apptainer")
+    command = in_container("/images/x.sif")
     begin = command.index("apptainer")
     binds = ["--nv", "--bind=/runs/a", "--bind=/data", "--pwd=/code"]
     assert command[begin:] == [
         "apptainer",
         "exec",
         *binds,
-        "/images/x.sqsh",
+        "/images/x.sif",
         "python3",
         "-m",
         "launcher.slurm.task",
@@ -106,14 +105,14 @@ def test_apptainer_runs_the_task_inside_the_image():
 
 def test_options_of_srun_reach_the_ranks_and_those_that_the_launcher_sets_are_refused():
     options = {"cpu-bind": "none", "no-container-mount-home": None}
-    command = in_container("pyxis", srun_options=options)
+    command = in_container("/images/x.sqsh", srun_options=options)
     assert command[-5:-3] == ["--cpu-bind=none", "--no-container-mount-home"]
     for flag in command[1:-5]:
         name = flag.removeprefix("--").partition("=")[0]
         with pytest.raises(ConfigError, match=rf"srun_options\.{name} .* remove it"):
-            in_container("pyxis", srun_options={name: "1"})
+            in_container("/images/x.sqsh", srun_options={name: "1"})
     with pytest.raises(ConfigError, match="srun_options: found the name 'c', expected the long"):
-        in_container("pyxis", srun_options={"c": "2"})
+        in_container("/images/x.sqsh", srun_options={"c": "2"})
 
 
 def test_ranks_get_their_numbers_under_the_names_the_trainer_reads():
