@@ -78,12 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
             f"losses must agree to {ELASTIC_TOLERANCE:g}, which only fp32 does; add "
             "engine.precision=fp32"
         )
-    if _is_elastic(arguments) and config.optim.rounds_updates:
-        raise ConfigError(
-            f"optim.muon_precision={config.optim.muon_precision}: with --resume-ranks or "
-            f"--resume-zero losses must agree to {ELASTIC_TOLERANCE:g}, which only fp32 does; add "
-            "optim.muon_precision=fp32"
-        )
     work = arguments.work_dir or Path(tempfile.mkdtemp(prefix="verify-resume-"))
     try:
         problems = train_and_compare(arguments, settings_of_check(arguments, config), work)

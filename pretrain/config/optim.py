@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from foundation.errors import ConfigError
 from foundation.settings import MOST, Range, check_ranges, setting
-from pretrain.config.choices import OptimizerName, ReductionPrecision, ScheduleShape
+from pretrain.config.choices import OptimizerName, ScheduleShape
 from pretrain.config.resume_rules import changeable
 
 MOST_SEGMENTS = 4096
@@ -51,8 +51,6 @@ class OptimConfig:
     """Segments of each lane in a step; through memory, later ones teach earlier; 1: the paper's."""
     ema_decay: float = setting(0.0, Range(0, 1, below=True))
     """Decay of an exponential moving average of the weights, say 0.999; 0: none."""
-    muon_precision: ReductionPrecision = "bf16"
-    """Type in which muon orthogonalizes; fp32: world sizes and stages agree closer."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Course of the learning rate."""
 
@@ -72,11 +70,6 @@ class OptimConfig:
                 "steps that warm-up leaves: the rate would drop before the decay; use "
                 f"{left} or less"
             )
-
-    @property
-    def rounds_updates(self) -> bool:
-        """Whether updates are rounded more than float32 rounds them."""
-        return self.name == "muon" and self.muon_precision != "fp32"
 
     @property
     def decay_steps(self) -> int:

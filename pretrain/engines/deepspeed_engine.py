@@ -269,7 +269,7 @@ class DeepSpeedEngine:
                 deepspeed.utils.set_z3_leaf_module(layer, True)
         else:
             module, initial = build_replicated(build, dtype)
-        optimizer = build_optimizer(module, run.optim)
+        optimizer = build_optimizer(module, run.optim, run.engine.number_format)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=settings
         )

@@ -212,7 +212,7 @@ class TorchEngine:
         self.loss_scaler = loss_scaler_of(run)
         if run.engine.number_format != "fp32":
             self.module = copy.deepcopy(self._master).to(dtype_of(run.engine.number_format))
-        self._optimizer = build_optimizer(self._master, run.optim)
+        self._optimizer = build_optimizer(self._master, run.optim, run.engine.number_format)
         self._create_state()
         names = [name for name, _ in self._master.named_parameters()]
         masters: dict[Tensor, list[str]] = {

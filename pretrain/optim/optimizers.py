@@ -37,12 +37,11 @@ import torch
 from torch import Tensor
 
 from foundation.settings import assert_never
-from pretrain.config.choices import ReductionPrecision
+from pretrain.config.choices import Precision
 from pretrain.config.optim import OptimConfig
 from pretrain.costs.flops import NEWTON_SCHULZ_STEPS, newton_schulz_flops
 from pretrain.distributed.rounds import rows_of_ranks
 from pretrain.distributed.world import World, exchange_parts, sum_over_ranks
-from pretrain.model.parameters import dtype_of
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.fragments import Fragment, FragmentIndex, create_state
 from pretrain.optim.layer_norms import LayerMeter, layer_of
@@ -313,11 +312,13 @@ class Muon(GuardedAdamW):
     groups only creates their state: ZeRO takes such a step while it initializes.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], optim: OptimConfig) -> None:
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], optim: OptimConfig, dtype: torch.dtype
+    ) -> None:
         super().__init__(
             groups, lr=0.0, betas=optim.betas, eps=optim.epsilon, weight_decay=0.0, fused=True
         )
-        self._precision: ReductionPrecision = optim.muon_precision
+        self._dtype = dtype  # in which matrices are made orthogonal
         self._exchanges: dict[tuple[str, ...], MatrixExchange] = {}
 
     def _update(self) -> None:
@@ -342,7 +343,7 @@ class Muon(GuardedAdamW):
             return
         fragments = self.index.fragments_in(masters)
         exchange = self._exchange_of(self.index, group, masters, fragments)
-        like = torch.empty(0, dtype=dtype_of(self._precision), device=self.index.world.device)
+        like = torch.empty(0, dtype=self._dtype, device=self.index.world.device)
         averages = {each.name: self._average(each).to(like) for each in fragments}
         wholes = exchange.gather(averages, like)
         for name in exchange.owned:
@@ -420,7 +421,9 @@ def _cost(name: str, rows: int, width: int) -> float:
     return stacked * newton_schulz_flops(rows // stacked, width)
 
 
-def build_optimizer(module: TransformerXL, optim: OptimConfig) -> GuardedAdamW | Lamb | Muon:
+def build_optimizer(
+    module: TransformerXL, optim: OptimConfig, precision: Precision = "fp32"
+) -> GuardedAdamW | Lamb | Muon:
     """Return the configured optimizer; the engine sets its learning rate before every step."""
     groups = parameter_groups(module, optim)
     match optim.name:
@@ -431,7 +434,9 @@ def build_optimizer(module: TransformerXL, optim: OptimConfig) -> GuardedAdamW |
         case "lamb":
             return Lamb(groups, optim.betas, optim.epsilon)
         case "muon":
-            return Muon(groups, optim)
+            # fp16 would overflow where Newton and Schulz's iteration squares.
+            dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+            return Muon(groups, optim, dtype)
         case _:
             assert_never(optim.name)
 

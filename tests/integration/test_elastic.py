@@ -100,9 +100,7 @@ def cell(name: str, ranks: int, stage: int, precision: str = "fp32", **more: Any
         "isolate_documents": True,
         "base_width": 16,
     }
-    optim = {
-        "name": "muon", "muon_precision": "fp32", "ema_decay": 0.9, "gradient_segments": 2
-    }  # fmt: skip
+    optim = {"name": "muon", "ema_decay": 0.9, "gradient_segments": 2}
     return {"name": name, "ranks": ranks, "engine": engine, "optim": optim, "model": model, **more}
 
 

@@ -53,15 +53,12 @@ def precision_of(name: str) -> str:
 
 
 def long_cell(optimizer: str, name: str, engine: dict[str, Any], **more: Any) -> dict[str, Any]:
-    # In bf16 the last bit of a gradient, which differs by stage, could tip an update's 8 bits.
-    muon_precision = "fp32" if precision_of(name) == "fp32" else "bf16"
     return cell(
         f"{optimizer}-{name}",
         engine,
         optim={
             "name": optimizer,
             "learning_rate": RATES[optimizer],
-            "muon_precision": muon_precision,
         },
         **{"until": STEPS, "save_at": [], "measure_at": [STEPS], **more},
     )
