@@ -27,7 +27,6 @@ PrecisionSetting = Literal["auto", Precision]
 ActivationCheckpointing = Literal["none", "full", "selective"]
 AttentionKernel = Literal["auto", "sdpa", "atomic", "plain"]
 ExportFormat = Literal["own", "huggingface"]
-ReductionPrecision = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True, kw_only=True)

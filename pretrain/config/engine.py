@@ -29,12 +29,9 @@ from pretrain.config.choices import (
     EngineKind,
     Precision,
     PrecisionSetting,
-    ReductionPrecision,
 )
 from pretrain.config.model import ModelConfig
 from pretrain.config.resume_rules import fixed
-
-MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +42,6 @@ class EngineConfig:
     """What runs the updates; torch is for one device."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """Shard optimizer state (1), gradients (2), weights (3) over the ranks; 0, torch: nothing."""
-    reduction_precision: ReductionPrecision = "fp32"
-    """In which gradients are summed over the ranks; bf16: half the traffic, rounded sums."""
-    secondary_shard_ranks: int = setting(0, Range(0, MOST_RANKS), unit="ranks")
-    """ZeRO-3: ranks, such as a node's, that share a second copy of the weights; 0: no copy."""
     precision: PrecisionSetting = "auto"
     """Weights and activations; auto: bf16 on GPUs that have it, else fp32, chosen at the start."""
     activation_checkpointing: ActivationCheckpointing = "none"
@@ -77,16 +70,11 @@ class EngineConfig:
                 f"engine.zero_stage={self.zero_stage} needs engine.kind=deepspeed, found "
                 f"{self.kind}, which shards nothing; remove one of them"
             )
-        for name, is_set, least in (
-            ("offload_optimizer", self.offload_optimizer, 1),
-            ("reduction_precision", self.reduction_precision != "fp32", 1),
-            ("secondary_shard_ranks", self.secondary_shard_ranks > 1, 3),
-        ):
-            if is_set and (self.kind != "deepspeed" or self.zero_stage < least):
-                raise ConfigError(
-                    f"engine.{name}={getattr(self, name)} needs engine.kind=deepspeed and "
-                    f"engine.zero_stage of {least} or more, found {self.kind} and {self.zero_stage}"
-                )
+        if self.offload_optimizer and (self.kind != "deepspeed" or not self.zero_stage):
+            raise ConfigError(
+                "engine.offload_optimizer needs engine.kind=deepspeed and engine.zero_stage of 1 "
+                f"or more, found {self.kind} and {self.zero_stage}"
+            )
         _reject_nvme(self.deepspeed_extra)
 
     @property

@@ -1,6 +1,6 @@
 """What a run occupies: memory of a rank's device by part and of its host, and disk. Torch-free.
 
-P parameters, R ranks, w bytes of a weight, c bytes in which gradients are summed over the ranks;
+P parameters, R ranks, w bytes of a weight; gradients are summed over the ranks in float32.
 DeepSpeed 0.19.8 decides by stage, precision and offloading. Tests compare these functions with the
 optimizer that results and with the bytes of real steps:
 
@@ -127,18 +127,17 @@ class Footprint:
     def _buffers(self) -> tuple[float, float, float]:
         """Gradients and buckets at the peak of the backward pass; what is offloaded on the host."""
         run, P, R, w = self.run, self._parameters.total, self.world_size, self._weight_bytes
-        c = 4 if run.engine.reduction_precision == "fp32" else 2
         if run.engine.kind != "deepspeed":
             return 4 * P, 0, 0
         if self._stage == 0:
             return w * P, w * min(P, COPIED), 0
         if optimizer_of(run) == "BF16_Optimizer":
-            return 6 * P, (4 + (c if c != 4 else 0)) * min(P, COPIED), 0
+            return 6 * P, 4 * min(P, COPIED), 0
         bucket, offloads = bucket_elements(run), run.engine.offload_optimizer
         moments = moment_bytes(run.model, run.optim) if offloads else 0.0
         if self._stage == 3:
             offloaded = (12 * P + moments) / R if offloads else 0.0
-            return 0.0 if offloads else 4 * P / R, 2 * c * bucket, offloaded
+            return 0.0 if offloads else 4 * P / R, 8 * bucket, offloaded
         largest = largest_parameter(run.model)
         offloaded = ((8 + w) * P + moments) / R + w * largest if offloads else 0.0
         if self._stage == 1:  # when they are summed
@@ -146,7 +145,7 @@ class Footprint:
         # A bucket is put together in the weights' type; one more copy, or two, are on their way.
         staged = 2 if overlaps_reduction(run, self.on_gpu) else 1
         several = w == 4 and accumulation_steps(run, R) > 1  # the sum so far, and the next
-        copies = w + (c if c != w else 0)
+        copies = w + (4 if w != 4 else 0)
         buckets = staged * w * bucket + copies * min(bucket, P / R)
         return (8 if several else 4) * P / R, buckets, offloaded
 
@@ -161,9 +160,7 @@ class Footprint:
         if self.run.optim.gradient_segments > 1 and engine.activation_checkpointing != "full":
             # DeepSpeed frees what it gathered for the last segment, and not for those before.
             gathered = P
-        sharers = engine.secondary_shard_ranks
-        shares = 1 / self.world_size + (1 / sharers if sharers > 1 else 0)
-        return w * (P * shares + gathered)
+        return w * (P / self.world_size + gathered)
 
     @property
     def _optimizer(self) -> float:

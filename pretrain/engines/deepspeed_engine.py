@@ -121,13 +121,6 @@ def deepspeed_settings(
             "memory_efficient_linear": False,
         },
     }
-    if (sharers := run.engine.secondary_shard_ranks) > 1:  # a second copy of ZeRO-3's weights
-        if world_size % sharers:
-            raise ConfigError(
-                f"engine.secondary_shard_ranks={sharers} does not divide {world_size} ranks; use a "
-                "divisor, such as the ranks of a node"
-            )
-        derived["zero_optimization"]["zero_hpz_partition_size"] = sharers
     if run.engine.offload_optimizer:
         derived["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
         # torch's fused AdamW is as fast on the CPU as DeepSpeed's, and needs no compiler.
@@ -147,7 +140,7 @@ def deepspeed_settings(
         # Stage 0 cannot accumulate in another type than the weights'.
         derived["data_types"] = {"grad_accum_dtype": "fp32"}
     if run.engine.zero_stage > 0:
-        derived["communication_data_type"] = run.engine.reduction_precision
+        derived["communication_data_type"] = "fp32"
     for key in UNUSED_SECTIONS.keys() & run.engine.deepspeed_extra.keys():
         raise ConfigError(
             f"engine.deepspeed_extra.{key} has no effect; use {UNUSED_SECTIONS[key]} instead"
@@ -255,12 +248,7 @@ class DeepSpeedEngine:
         self.loss_scaler = loss_scaler_of(run)
         dtype = dtype_of(run.engine.number_format)
         if self._stage == 3:
-            # Without the group of a start before in this process, it fails to make it again.
-            sharers = deepspeed.utils.groups._get_zero_param_intra_parallel_group()
-            zero = deepspeed.zero.Init(
-                config_dict_or_path=settings,
-                zero_param_parallel_group=sharers if run.engine.secondary_shard_ranks > 1 else None,
-            )
+            zero = deepspeed.zero.Init(config_dict_or_path=settings)
             module, initial = build_sharded(
                 build, lambda parameter: zero._convert_to_zero_parameters([parameter]), dtype, world
             )

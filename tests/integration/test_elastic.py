@@ -23,10 +23,8 @@ LANES = range(8)
 # (ranks, ZeRO stage, last step)
 CHAIN = ((2, 1, 4), (4, 3, 7), (1, 0, 10), (2, 2, 13))
 END = CHAIN[-1][-1]
-# What no other test has: pairs of ranks that share a second copy of the weights; the two buckets in
-# turn of a GPU, into which most parameters do not fit.
+# What no other test has: the two buckets in turn of a GPU, into which most parameters do not fit.
 OPTIONS: dict[tuple[int, int], dict[str, Any]] = {
-    (4, 3): {"secondary_shard_ranks": 2},
     (2, 2): {"zero": {"overlap_comm": True, "reduce_bucket_size": 1000}},
 }
 

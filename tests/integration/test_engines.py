@@ -39,7 +39,7 @@ from tests.helpers.engine_worker import MODEL
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
 
 
-RESUMED = ("offload", "reduced", "shared")
+RESUMED = ("offload", "overlapping")
 
 
 def further_cells(name: str, engine: dict[str, Any]) -> list[dict[str, Any]]:
@@ -82,14 +82,9 @@ FURTHER = {
     for stage, precision in (*((stage, "fp32") for stage in STAGES), (3, "bf16"))
     if kind != "offload" or (precision == "fp32" and stage in (1, 3))
 } | {
-    "zero2-bf16-reduced": {
+    "zero2-bf16-overlapping": {
         **engine_settings(2, "bf16", "none", micro=2),
-        "reduction_precision": "bf16",
         "zero": {"overlap_comm": True},
-    },
-    "zero3-fp32-shared": {
-        **engine_settings(3, "fp32", "none", micro=2),
-        "secondary_shard_ranks": 2,
     },
 }
 

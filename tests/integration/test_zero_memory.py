@@ -17,7 +17,6 @@ CELLS = {
     **{f"zero{stage}-bf16": zero_cell(stage, "bf16") for stage in range(4)},
     **{f"zero{stage}-fp32": zero_cell(stage, "fp32") for stage in (1, 2)},
     "zero2-offloaded": zero_cell(2, "bf16", offload_optimizer=True),
-    "zero3-shared": zero_cell(3, "bf16", secondary_shard_ranks=RANKS),
     "zero3-segments": {**zero_cell(3, "bf16"), "optim": {"gradient_segments": 3}},
 }
 

@@ -188,20 +188,11 @@ def test_every_parameter_fits_into_a_bucket() -> None:
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        ({"reduction_precision": "bf16", "zero_stage": 0}, "needs engine.kind=deepspeed and"),
-        ({"reduction_precision": "bf16", "kind": "torch"}, "needs engine.kind=deepspeed and"),
-        ({"secondary_shard_ranks": 2}, "of 3 or more, found deepspeed and 2"),
+        ({"offload_optimizer": True, "zero_stage": 0}, "of 1 or more, found deepspeed and 0"),
+        ({"offload_optimizer": True, "kind": "torch"}, "needs engine.kind=deepspeed and"),
         ({"zero_stage": 3, "kind": "torch"}, "needs engine.kind=deepspeed, found torch"),
     ],
 )
 def test_settings_that_the_stage_does_not_have_are_rejected(engine: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         EngineConfig(**engine)
-
-
-def test_ranks_that_share_a_second_copy_divide_all_ranks() -> None:
-    run = RunConfig(model=MODEL, engine=EngineConfig(zero_stage=3, secondary_shard_ranks=4))
-    settings = deepspeed_settings(run, 8, 1, on_gpu=True)
-    assert settings["zero_optimization"]["zero_hpz_partition_size"] == 4
-    with pytest.raises(ConfigError, match="secondary_shard_ranks=4 does not divide 6 ranks"):
-        deepspeed_settings(run, 6, 1, on_gpu=True)
