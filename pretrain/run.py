@@ -48,7 +48,7 @@ from pretrain.distributed.world import (
 )
 from pretrain.engines.engine import Engine, check_precision
 from pretrain.evaluation.evaluate import training_evaluator
-from pretrain.evaluation.training_tasks import check_training_tasks, has_tasks_after, training_tasks
+from pretrain.evaluation.training_tasks import check_training_tasks, training_tasks
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.stragglers import ForwardClock
 from pretrain.metrics.wandb_writer import check_wandb, wandb_copy
@@ -355,8 +355,10 @@ def _evaluator(
         sets = splits_of_sets(process.config)
     check_same_sets(gather_values(hashes_of_sets(sets), dict[str, str]))
     losses = training_evaluator(config, engine, sets, beat, process.stop.raise_if_requested)
+    if not config.evaluation.tasks:
+        return losses
     tasks = training_tasks(config, engine, before_texts)
-    return lambda: losses() | (tasks(state.step) if has_tasks_after(config, state.step) else {})
+    return lambda: losses() | tasks(state.step)
 
 
 def _open_lanes(

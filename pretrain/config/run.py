@@ -102,9 +102,7 @@ class EvaluationConfig:
     sets: dict[str, Path] = field(default_factory=dict)
     """Corpora whose validation loss is measured as well, under these names: {name: path}."""
     tasks: tuple[str, ...] = ()
-    """Tasks of lm-eval that are run while training: names, or YAML files."""
-    tasks_interval: int = setting(1, Range(1, MOST), unit="evaluations")
-    """Evaluations from one with tasks to the next; the last one always has them."""
+    """Tasks of lm-eval that each evaluation runs as well: names, or YAML files."""
     tasks_limit: int = setting(0, Range(0, MOST), unit="examples")
     """Examples of each task; 0: all."""
 

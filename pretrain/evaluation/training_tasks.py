@@ -38,15 +38,6 @@ def check_training_tasks(run: RunConfig) -> None:
             load_tasks(run.evaluation.tasks)
 
 
-def has_tasks_after(run: RunConfig, step: int) -> bool:
-    """Whether tasks belong to the evaluation after `step`: every k-th, and the last one."""
-    wanted = run.evaluation
-    if not wanted.tasks:
-        return False
-    every = wanted.interval * wanted.tasks_interval
-    return step == run.optim.steps or bool(every and step % every == 0)
-
-
 def training_tasks(
     run: RunConfig, engine: Engine, before_batch: Callable[[], None]
 ) -> Callable[[int], dict[str, float | None]]:

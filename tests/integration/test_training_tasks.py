@@ -12,7 +12,6 @@ from foundation.settings import load_config
 from pretrain.cli import main
 from pretrain.commands.same_run import differences
 from pretrain.config.run import RunConfig
-from pretrain.evaluation.training_tasks import has_tasks_after
 from pretrain.processes.local_ranks import RankGroup, train_command
 from pretrain.rundir.metric_names import task_metrics, task_values
 from pretrain.rundir.run_dir import RunDir
@@ -58,11 +57,10 @@ optim: {{steps: {STEPS}}}
 engine: {{kind: torch}}
 checkpoint: {{interval: 4}}
 evaluation:
-  interval: 1
+  interval: 3
   max_tokens: 200
   lanes: 2
   tasks: [{folder}/choices.yaml, {folder}/whole.yaml]
-  tasks_interval: 3
 metrics: {{interval: 2, tensorboard: false}}
 """
     )
@@ -112,7 +110,7 @@ def test_training_is_bitwise_the_same_with_and_without_tasks(experiment, trained
 
 def test_ranks_wait_for_the_one_that_runs_the_tasks(experiment, trained, tmp_path):
     run_dir = RunDir(tmp_path / "run")
-    command = train_command(experiment, run_dir.path, "evaluation.tasks_interval=9")
+    command = train_command(experiment, run_dir.path, "evaluation.interval=0")
     with RankGroup(command, 2, tmp_path / "logs") as group:
         assert group.wait() == [0, 0]
     found = tasks_of(run_dir)
@@ -143,10 +141,3 @@ def test_a_run_whose_weights_are_sharded_has_no_tasks(experiment):
     overrides = ["engine.kind=deepspeed", "engine.zero_stage=3"]
     with pytest.raises(ConfigError, match="needs a rank with whole weights"):
         load_config(RunConfig, experiment, overrides)
-
-
-def test_the_last_evaluation_has_tasks_and_only_it_without_an_interval(experiment):
-    run = load_config(RunConfig, experiment, ["optim.steps=10", "evaluation.interval=2"])
-    assert [step for step in range(1, 11) if has_tasks_after(run, step)] == [6, 10]
-    run = load_config(RunConfig, experiment, ["optim.steps=10", "evaluation.interval=0"])
-    assert [step for step in range(1, 11) if has_tasks_after(run, step)] == [10]
