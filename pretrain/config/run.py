@@ -6,7 +6,7 @@ setting. `changeable` and `fixed` say what may change when a run is resumed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from foundation.errors import ConfigError
@@ -146,8 +146,6 @@ class RunConfig:
     """Seed of weights, dropout and the lanes' order."""
     initial_weights: Path | None = fixed(None)
     """Export to start from (relative: to the working directory); null: draw them as published."""
-    initial_weights_may_differ: tuple[str, ...] = fixed(())
-    """Model settings, such as clamp_length, in which that export may differ from this run."""
     model: ModelConfig = fixed(default_factory=ModelConfig)
     """The model."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -168,12 +166,6 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_ranges("", self)
         require_name("name", self.name)
-        known = {each.name for each in fields(ModelConfig)}
-        if unknown := sorted(set(self.initial_weights_may_differ) - known):
-            raise ConfigError(
-                f"initial_weights_may_differ: found {', '.join(unknown)}, expected names of model "
-                "settings, such as clamp_length"
-            )
         if self.evaluation.tasks and self.engine.kind == "deepspeed" and self.engine.zero_stage > 2:
             raise ConfigError(
                 "evaluation.tasks needs a rank with whole weights, engine.zero_stage=3 shards "

@@ -88,7 +88,6 @@ def _refuse_other_function(run: RunConfig, export: Path, trained: ModelConfig) -
     """The same weights under another norm position, activation or positions: another model."""
     its, ours = trained.function_settings(), run.model.function_settings()
     odd = sorted(name for name in its.keys() | ours.keys() if its.get(name) != ours.get(name))
-    odd = [name for name in odd if name not in run.initial_weights_may_differ]
     if odd:
         found = "; ".join(
             f"model.{name} is {getattr(trained, name)} there and {getattr(run.model, name)} here"
@@ -96,6 +95,5 @@ def _refuse_other_function(run: RunConfig, export: Path, trained: ModelConfig) -
         )
         raise CheckpointError(
             f"initial_weights={export} were trained as another function: {found}; use the model "
-            f"settings in {export / CONFIG}, or allow it with "
-            f"initial_weights_may_differ=[{','.join(odd)}]"
+            f"settings in {export / CONFIG}"
         )

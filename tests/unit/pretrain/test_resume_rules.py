@@ -9,7 +9,7 @@ import pytest
 from pretrain.config.resume_rules import changeable, fixed, may_change
 from pretrain.config.run import RunConfig
 
-FIXED = ("name", "seed", "initial_weights", "initial_weights_may_differ", "engine.kind",
+FIXED = ("name", "seed", "initial_weights", "engine.kind",
          "data.lanes", "data.segment_length", "data.mixture")  # fmt: skip
 FIXED_SECTIONS = ("model.", "optim.")
 CHANGEABLE = ("optim.steps",)
