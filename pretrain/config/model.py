@@ -13,7 +13,6 @@ from foundation.settings import MOST_ROWS, Range, check_ranges, setting
 from pretrain.config.choices import (
     FEED_FORWARDS,
     POSITIONS,
-    CompressionKind,
     FeedForwardKind,
     LayerKind,
     NormKind,
@@ -31,6 +30,7 @@ _NO_FUNCTION = (
 T5_BUCKETS, T5_MAX_DISTANCE = 32, 128  # Raffel et al. 2020
 PROJECTION_INIT_STD = 0.01  # the paper's code
 CONVOLUTION_WIDTH = 4  # tokens that a deltanet layer's short convolution sees
+DELTANET_EXPANSION = 2  # width of a deltanet head's values, in widths of its keys
 DELTANET_CHUNK = 64  # tokens, at most, that a deltanet layer computes together
 GATED_MULTIPLE = 64  # the derived width of a gated layer is rounded up to this
 MOST_LAYERS = MOST_HEADS = 4096
@@ -51,8 +51,6 @@ class ModelConfig:
     layer_kinds: tuple[LayerKind, ...] = ()
     """Kinds of the layers, a pattern repeated over `num_layers`, of a hybrid several; []: attention
     in all."""
-    deltanet_expansion: int = setting(2, Range(1, 16), unit="times")
-    """Width of a head's values in deltanet layers, in widths of its keys."""
     d_model: int = setting(128, Range(2, LARGEST_WIDTH), unit="channels")
     """Width of the hidden states that layers pass on and memory keeps."""
     num_heads: int = setting(4, Range(1, MOST_HEADS), unit="heads")
@@ -71,8 +69,6 @@ class ModelConfig:
     """Compressed memory, older than the memory; 0: none."""
     compression_rate: int = setting(3, Range(1, MOST_ROWS), unit="rows")
     """How many states that leave the memory become one row of compressed memory (c)."""
-    compression: CompressionKind = "conv"
-    """How states are compressed; conv is learned, by attention reconstruction."""
     memory_tokens: int = setting(0, Range(0, MOST_ROWS), unit="tokens")
     """Tokens that a segment reads from the one before, and as many that it writes; 0: none."""
     positions: Positions = "relative"
@@ -238,11 +234,9 @@ class ModelConfig:
         settings["tie_projections"] = tuple(
             self.ties_projection(index) for index in range(len(self.cutoffs) + 1)
         )
-        unused = (
-            *(() if self.num_deltanet_layers else ("deltanet_expansion",)),
-            *(() if self.compressed_length else ("compression", "compression_rate")),
-        )
-        return {name: value for name, value in settings.items() if name not in unused}
+        if not self.compressed_length:
+            del settings["compression_rate"]
+        return settings
 
     def memory_lengths(self, longest: int | None = None) -> tuple[int, ...]:
         """Return the memory length of each layer, lowest first.
@@ -311,7 +305,7 @@ class ModelConfig:
 
     @property
     def deltanet_value_width(self) -> int:
-        return self.deltanet_expansion * self.head_width
+        return DELTANET_EXPANSION * self.head_width
 
     @property
     def head_width(self) -> int:

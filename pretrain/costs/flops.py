@@ -77,7 +77,7 @@ def _mixer_weights(model: ModelConfig) -> Iterator[Weight]:
         yield Weight("biases", T5_BUCKETS, n)
     yield Weight("biases", n, copies=layers * model.attention_sinks)
     yield Weight("biases", n, copies=layers * (model.softmax_scaling == "log_length"))
-    if model.compressed_length and model.compression == "conv":
+    if model.compressed_length:
         yield Weight("compression", d, model.compression_rate * d, layers, matrices=1)
         yield Weight("compression", d, copies=layers)
     if layers := model.num_deltanet_layers:
@@ -260,7 +260,7 @@ def delta_rule_flops(model: ModelConfig, tokens: int) -> DeltaRuleFlops:
 
 def _compression_flops(model: ModelConfig, segment_length: int) -> tuple[float, float]:
     """Return a layer's forward FLOPs, and those without gradient (see `model/memory.py`)."""
-    if not model.compressed_length or model.compression != "conv":
+    if not model.compressed_length:
         return 0.0, 0.0
     d, c, T = model.d_model, model.compression_rate, segment_length
     w, k, _ = _widths(model)

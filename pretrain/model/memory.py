@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from foundation.settings import assert_never
-from pretrain.config.choices import CompressionKind
 from pretrain.config.model import ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.layer import TransformerLayer
@@ -76,30 +74,26 @@ def grouped_documents(documents_BX: Tensor, rate: int) -> tuple[Tensor, Tensor]:
 
 
 class Compression(nn.Module):
-    """The compression of one layer: mean or maximum of a group, or a convolution over it.
+    """The compression of one layer: a convolution over each group of rows.
 
-    The convolution has the compression rate as width and stride. It learns from attention
-    reconstruction alone (section 3.2 of Rae et al. 2019): what this layer's attention reads by
-    content from the compressed rows should equal what it would have read from the rows themselves.
-    The gradient of that error reaches nothing else, and the model's loss does not reach the
-    convolution.
+    It has the compression rate as width and stride, and learns from attention reconstruction alone
+    (section 3.2 of Rae et al. 2019): what this layer's attention reads by content from the
+    compressed rows should equal what it would have read from the rows themselves. The gradient of
+    that error reaches nothing else, and the model's loss does not reach the convolution.
     """
 
     def __init__(self, config: ModelConfig, attention: RelativeAttention) -> None:
         super().__init__()
-        self._kind: CompressionKind = config.compression
         self._rate = config.compression_rate
         self._head_width = config.head_width
         self._heads_per_key = config.num_heads // config.key_heads
-        self._learns = self._kind == "conv"
-        if self._learns:
-            shape = (config.d_model, self._rate * config.d_model)
-            self.weight = normal(*shape, std=config.matrix_init_std)
-            self.bias = zeros(config.d_model)
-            # Attention's own, registered here too: ZeRO-3 gathers a module's parameters when the
-            # module is called.
-            self.query_weight = attention.query_weight
-            self.key_value_weight = attention.key_value_weight
+        shape = (config.d_model, self._rate * config.d_model)
+        self.weight = normal(*shape, std=config.matrix_init_std)
+        self.bias = zeros(config.d_model)
+        # Attention's own, registered here too: ZeRO-3 gathers a module's parameters when the module
+        # is called.
+        self.query_weight = attention.query_weight
+        self.key_value_weight = attention.key_value_weight
 
     def forward(
         self,
@@ -110,7 +104,7 @@ class Compression(nn.Module):
         *,
         layer: TransformerLayer,
     ) -> tuple[Tensor, Tensor]:
-        """Return the compressed rows [B, K, D] and the reconstruction error (0 if nothing learns).
+        """Return the compressed rows [B, K, D] and the reconstruction error (0 without gradients).
 
         With the documents of leaving rows and segment, documents are isolated: a group's rows of
         another document than its last row's are left out, and no query reads rows of another
@@ -124,8 +118,10 @@ class Compression(nn.Module):
             seen_BLX, seen_BLK = (
                 documents_BL[:, :, None] == rows[:, None] for rows in (documents_BX, documents_BK)
             )
-        compressed_BKD = self._compressed(groups_BKXD, own_BKX)
-        if not self._learns or not torch.is_grad_enabled():
+        if own_BKX is not None:
+            groups_BKXD = groups_BKXD.where(own_BKX[..., None], 0.0)
+        compressed_BKD = linear(groups_BKXD.flatten(2), self.weight, self.bias)
+        if not torch.is_grad_enabled():
             return compressed_BKD, compressed_BKD.new_zeros(())
         norm, key_norm = layer.input_norm, layer.attention.key_norm
         with torch.no_grad():
@@ -140,23 +136,6 @@ class Compression(nn.Module):
         # by those that share its forward pass.
         sees_B1L1 = seen_BLK.any(2)[:, None, :, None]
         return compressed_BKD, squares_BNLH.where(sees_B1L1, 0.0).mean()
-
-    def _compressed(self, groups_BKXD: Tensor, own_BKX: Tensor | None) -> Tensor:
-        own_BKX1 = None if own_BKX is None else own_BKX[..., None]
-
-        def own(left_out: float) -> Tensor:
-            """Return the groups, with `left_out` in place of rows of other documents."""
-            return groups_BKXD if own_BKX1 is None else groups_BKXD.where(own_BKX1, left_out)
-
-        match self._kind:
-            case "conv":
-                return linear(own(0.0).flatten(2), self.weight, self.bias)
-            case "mean":
-                return own(0.0).sum(2) / (self._rate if own_BKX1 is None else own_BKX1.sum(2))
-            case "max":
-                return own(float("-inf")).amax(2)
-            case _:
-                assert_never(self._kind)
 
     def _query(self, segment_BLD: Tensor, query_norm: nn.Module | None) -> Tensor:
         query_BLNH = linear(segment_BLD, self.query_weight).unflatten(-1, (-1, self._head_width))

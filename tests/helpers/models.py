@@ -75,7 +75,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "deltanet": {"layer_kinds": ("deltanet", "attention")},
     "deltanet_alone": {
         "layer_kinds": ("deltanet",),
-        "deltanet_expansion": 1,
         "norm_position": "pre",
         "isolate_documents": True,
     },
@@ -92,14 +91,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "layer_kinds": ("deltanet", "attention"),
         "positions": "rope",
         "compressed_length": 4,
-        "compression": "mean",
     },
     "memory_per_layer": {"memory_length": (3, 8)},
     "compressive": {"compressed_length": 4, "compression_rate": 2},
     "compressive_rope": {
         "compressed_length": 3,
         "positions": "rope",
-        "compression": "max",
         "isolate_documents": True,
         "norm_position": "pre",
     },

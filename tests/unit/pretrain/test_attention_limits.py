@@ -21,7 +21,6 @@ from pretrain.cli import main
 from pretrain.config.choices import (
     ActivationCheckpointing,
     AttentionKernel,
-    CompressionKind,
     FeedForwardKind,
     NormKind,
     Positions,
@@ -85,14 +84,10 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
         }.items()
     },
     "layer_kinds": [{"layer_kinds": ("deltanet", "attention")}],
-    "deltanet_expansion": [{"layer_kinds": ("deltanet", "attention"), "deltanet_expansion": 1}],
     "d_head": [{"d_head": width} for width in (6, 80, 96, 128, 136, 256, 264)],
     "memory_length": [{"memory_length": length} for length in (0, 3, 25, (3, 8))],
     "compressed_length": [{"compressed_length": 4}],
     "compression_rate": [{"compressed_length": 4, "compression_rate": 2}],
-    "compression": [
-        {"compressed_length": 4, "compression": kind} for kind in get_args(CompressionKind)
-    ],
     "positions": [{"positions": each} for each in get_args(Positions)],
     "rope_extension": [{"rope_extension": "yarn"}],
     "feed_forward": [{"feed_forward": each} for each in get_args(FeedForwardKind)],

@@ -1,14 +1,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 
 from foundation.errors import ConfigError
-from foundation.settings import load_config
-from pretrain.cli import main
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
@@ -19,63 +15,15 @@ from pretrain.costs.memory import (
     optimizer_of,
 )
 from pretrain.engines.deepspeed_engine import check_settings, deepspeed_settings
-from pretrain.model.transformer_xl import TransformerXL
-from tests.helpers.models import TINY, VARIANTS
 
 MODEL = ModelConfig(vocab_size=64)
 
 
 @pytest.mark.parametrize("what", ["offload_optimizer", "offload_param"])
-def test_state_on_a_disk_is_rejected_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
-) -> None:
-    experiment = tmp_path / "swapped.yaml"
-    extra = f"{{zero_optimization: {{{what}: {{device: nvme, nvme_path: /mnt}}}}}}"
-    experiment.write_text(f"engine: {{zero_stage: 3, deepspeed_extra: {extra}}}\n")
-    assert main(["train", str(experiment), "--run-dir", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1
-    assert f"zero_optimization.{what}.device=nvme: found state that DeepSpeed swaps to " in said
-    assert not (tmp_path / "run").exists()
-
-
-def test_state_in_host_memory_is_accepted(tmp_path: Path) -> None:
-    experiment = tmp_path / "host.yaml"
-    extra = "{zero_optimization: {offload_optimizer: {device: cpu}, overlap_comm: true}}"
-    experiment.write_text(f"engine: {{zero_stage: 3, deepspeed_extra: {extra}}}\n")
-    assert load_config(RunConfig, experiment).engine.deepspeed_extra["zero_optimization"][
-        "overlap_comm"
-    ]
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "engine.micro_batch_lanes=-1",
-        "optim.learning_rate=-0.1",
-        "optim.epsilon=-1",
-        "optim.weight_decay=-1",
-        "optim.clip_norm=-1",
-        "optim.betas=[0.9, 1.5]",
-        "optim.schedule.warmup_steps=-3",
-        "optim.schedule.decay_steps=-3",
-        "optim.schedule.final_fraction=1.5",
-        "evaluation.lanes=0",
-        "evaluation.interval=-1",
-        "evaluation.max_tokens=-1",
-    ],
-)
-def test_settings_out_of_range_are_rejected_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str
-) -> None:
-    experiment = tmp_path / "experiment.yaml"
-    experiment.write_text("name: experiment\n")
-    assert main(["train", str(experiment), "--run-dir", str(tmp_path / "run"), setting]) == 2
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1
-    name, value = setting.split("=")
-    assert f"{name}={value}" in said
-    assert not (tmp_path / "run").exists()
+def test_state_on_a_disk_is_rejected(what: str) -> None:
+    extra = {"zero_optimization": {what: {"device": "nvme", "nvme_path": "/mnt"}}}
+    with pytest.raises(ConfigError, match=rf"zero_optimization\.{what}\.device=nvme"):
+        EngineConfig(zero_stage=3, deepspeed_extra=extra)
 
 
 @pytest.mark.parametrize(
@@ -154,19 +102,6 @@ def test_on_a_gpu_stages_2_and_3_reduce_gradients_while_the_backward_pass_goes_o
     assert on_gpu["zero_optimization"].get("overlap_comm") == overlaps
     assert not on_cpu["zero_optimization"].get("overlap_comm")
     assert on_gpu.get("communication_data_type") == ("fp32" if stage else None)
-
-
-def test_an_unset_stage_is_one_that_overlaps() -> None:
-    run = RunConfig(model=MODEL, engine=EngineConfig(precision="bf16"))
-    assert deepspeed_settings(run, 8, 1, on_gpu=True)["zero_optimization"]["overlap_comm"]
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_largest_parameter_is_that_of_the_built_model(name: str) -> None:
-    model = replace(TINY, **VARIANTS[name])
-    with torch.device("meta"):
-        found = max(each.numel() for each in TransformerXL(model).parameters())
-    assert largest_parameter(model) == found
 
 
 def test_every_parameter_fits_into_a_bucket() -> None:

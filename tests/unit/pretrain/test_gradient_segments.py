@@ -172,7 +172,6 @@ def test_checkpointing_changes_no_bit_of_the_gradients_nor_kernels_more_than_rou
 
 def test_a_learned_compression_learns_from_its_own_loss_alone_in_every_segment() -> None:
     model = tiny_model(**VARIANTS["compressive"])
-    assert model.config.compression == "conv"
     _, memory = read(model, 0, BEFORE, None)
     cut = gradients(one_by_one(model, memory)[0].mean(), model)
     through = gradients(group_loss(model, memory), model)

@@ -16,7 +16,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.model.attention_paths import Visibility
 from pretrain.model.layer import FeedForward
-from pretrain.model.memory import num_leaving_rows
+from pretrain.model.memory import Compression, num_leaving_rows
 from pretrain.model.parameters import RMSNorm
 from pretrain.model.positions import (
     DistanceBias,
@@ -27,7 +27,7 @@ from pretrain.model.positions import (
 )
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.parameter_groups import parameter_groups
-from tests.helpers.models import random_starts, random_tokens, stream_nll, tiny_model
+from tests.helpers.models import TINY, random_starts, random_tokens, stream_nll, tiny_model
 
 COMPRESSIVE = {"compressed_length": 4, "compression_rate": 2, "memory_length": 6}
 
@@ -299,8 +299,18 @@ def test_reconstruction_is_learned() -> None:
     assert errors[-1] < 0.5 * errors[0]
 
 
+def compress_to_means(model: TransformerXL) -> None:
+    """Set the convolution's weights so that each compressed row is the mean of its two."""
+    assert model.compressions is not None
+    compression = model.compressions[0]
+    assert isinstance(compression, Compression)
+    half = torch.eye(TINY.d_model, dtype=compression.weight.dtype) / 2
+    compression.weight.data.copy_(torch.cat([half, half], dim=1))
+
+
 def test_compressed_rows_are_those_of_the_formula() -> None:
-    model = tiny_model(**COMPRESSIVE, compression="mean", num_layers=1)
+    model = tiny_model(**COMPRESSIVE, num_layers=1)
+    compress_to_means(model)
     stream_BT, starts_BT = random_tokens(2, 17), random_starts(2, 17)
     _, memory = stream_nll(model, stream_BT, [16], starts_BT)
     assert memory is not None
@@ -314,12 +324,13 @@ def test_compressed_rows_are_those_of_the_formula() -> None:
 
 
 def test_an_isolated_documents_compressed_row_holds_its_own_tokens_alone() -> None:
-    model = tiny_model(**COMPRESSIVE, compression="mean", num_layers=1, isolate_documents=True)
+    model = tiny_model(**COMPRESSIVE, num_layers=1, isolate_documents=True)
+    compress_to_means(model)
     stream_BT, starts_BT = random_tokens(1, 13), torch.zeros(1, 13, dtype=torch.bool)
     starts_BT[:, 3] = True  # the second token of the second group
     _, memory = stream_nll(model, stream_BT, [12], starts_BT)
     assert memory is not None
-    torch.testing.assert_close(memory[1][:, 1], model.embedding(stream_BT[:, 3]))
+    torch.testing.assert_close(memory[1][:, 1], model.embedding(stream_BT[:, 3]) / 2)
     assert memory[2].tolist() == [[-1, 0, 0]]
 
 

@@ -119,7 +119,7 @@ def run(tmp_path: Path) -> Iterator[RunConfig]:
         {},
         {"compressed_length": 2},
         {"num_key_heads": 1},
-        {"layer_kinds": ("deltanet", "attention"), "deltanet_expansion": 2},
+        {"layer_kinds": ("deltanet", "attention")},
     ],
     ids=str,
 )
