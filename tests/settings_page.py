@@ -55,12 +55,17 @@ def as_markdown(schema: Any, rule: ResumeRule) -> Iterator[str]:
     """Yield a table of the schema's own settings, then one of each of its sections."""
     settings = list(settings_of(schema))
     yield from _table(schema, _inside("", settings), rule)
+    shown: dict[type, str] = {}
     for section in settings:
         if section.section:
             mark = "[]" if section.hint is not section.section else ""
             name = f"{section.name}{mark}"
             yield from ("", f"### {section.name}", "", section.meaning, "")
-            yield from _table(section.section, _inside(name, settings), rule)
+            if section.section in shown:
+                yield f"The settings are those of `{shown[section.section]}`, above."
+            else:
+                yield from _table(section.section, _inside(name, settings), rule)
+            shown.setdefault(section.section, section.name)
 
 
 def _inside(section: str, settings: Sequence[Setting]) -> list[Setting]:
