@@ -12,11 +12,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from data_pipeline.cli import main as data_pipeline
 from data_pipeline.config import CorpusConfig
 from foundation.errors import ConfigError
 from foundation.settings import Range, parse_config, ranges_of
-from foundation.yaml_files import dump_yaml
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from pretrain.config.run import RunConfig
@@ -134,9 +132,7 @@ def test_every_command_refuses_a_number_in_the_same_line_at_once(
 
 @pytest.mark.parametrize(
     "setting",
-    ["model.d_head=-4", "model.d_inner=-1", "model.init_std=-0.1", "model.d_model=1e9",
-     "engine.micro_batch_lanes=1e6", "seed=18446744073709551616", "recovery.max_rewinds=-1",
-     "engine={kind: torch, zero_stage: 3}", "optim.learning_rate=.inf", "optim.steps=.nan",
+    ["engine={kind: torch, zero_stage: 3}", "optim.learning_rate=.inf", "optim.steps=.nan",
      "model={memory_length: 2, compressed_length: 8}", "seed=" + "9" * 5000,
      "optim={steps: 100, schedule: {shape: wsd, warmup_steps: 60, decay_steps: 50}}"],
 )  # fmt: skip
@@ -148,18 +144,6 @@ def test_what_slipped_through_is_refused_in_one_line(setting, tmp_path, capsys):
     assert setting.partition("=")[0].partition(".")[0] in said
     assert said.count("\n") == 1
     assert len(said) < 600
-
-
-def test_a_corpus_and_a_cluster_out_of_range_are_refused_by_their_commands(tmp_path, capsys):
-    corpus, cluster = tmp_path / "corpus.yaml", tmp_path / "cluster.yaml"
-    corpus.write_text(dump_yaml({"input": [str(tmp_path)], "output": str(tmp_path / "out")}))
-    assert data_pipeline(["build", str(corpus), "shard_bytes=1e12"]) == 2
-    assert "shard_bytes=1000000000000 must be from 1 to 2.14748e+09" in capsys.readouterr().err
-    cluster.write_text("ranks_per_node: 1\ncpus_per_rank: 1000000000\n")
-    run = tmp_path / "run.yaml"
-    run.write_text("name: x\n")
-    assert launcher(["submit", str(run), "--cluster", str(cluster)]) == 2
-    assert "cpus_per_rank=1000000000 must be from 1 to 4,096" in capsys.readouterr().err
 
 
 def test_a_range_says_which_numbers_it_has():

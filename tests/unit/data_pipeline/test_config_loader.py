@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,31 +58,24 @@ def test_a_file_becomes_the_dataclass(tmp_path):
     assert load_config(Outer, path) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("1e-3", 1e-3), ("2.5E+4", 2.5e4), ("-1e2", -100.0), (".5e1", 5.0), ("1_000e0", 1000.0)],
-)
-def test_scientific_notation_is_a_number_even_for_settings_of_any_type(tmp_path, text, number):
-    loaded = load_config(
-        Outer, write(tmp_path / "a.yaml", f"name: x\ninner: {{extra: {{value: {text}}}}}\n")
-    )
-    assert loaded.inner.extra["value"] == number
-    assert isinstance(loaded.inner.extra["value"], float)
-
-
-def test_a_whole_number_may_be_written_with_an_exponent(tmp_path):
-    assert (
-        load_config(Outer, write(tmp_path / "a.yaml", "name: x\ncount: 1e6\n")).count == 1_000_000
-    )
-
-
-def test_text_that_looks_like_a_number_stays_text_in_a_text_setting(tmp_path):
-    assert load_config(Outer, write(tmp_path / "a.yaml", "name: 7\n")).name == "7"
+def test_numbers_and_texts_of_every_form_keep_their_value(tmp_path):
+    numbers = {"0": 0, "-12": -12, "0x1F": 31, "1_000": 1000, "1.": 1.0, ".5": 0.5, "1e-3": 1e-3,
+               "2.5E+4": 2.5e4, ".5e1": 5.0, "1_000e0": 1000.0}  # fmt: skip
+    text = "".join(f"n{number}: {written}\n" for number, written in enumerate(numbers))
+    tree = read_tree(write(tmp_path / "a.yaml", f"{text}time: 24:00:00\n"))
+    assert tree.pop("time") == parse_override("a=24:00:00")["a"] == "24:00:00"
+    assert [(each, type(each)) for each in tree.values()] == [
+        (each, type(each)) for each in numbers.values()
+    ]
+    with pytest.raises(ConfigError, match=r"override 'a=010': invalid YAML: 010 starts with 0"):
+        parse_override("a=010")
+    loaded = load_config(Outer, write(tmp_path / "b.yaml", "name: 7\ncount: 1e6\n"))
+    assert (loaded.name, loaded.count) == ("7", 1_000_000)
 
 
 def test_later_sources_win_key_by_key(tmp_path):
     write(tmp_path / "base.yaml", "name: base\ncount: 1\ninner: {rate: 1, mode: fast}\n")
-    write(tmp_path / "more.yaml", "count: 2\n")
+    write(tmp_path / "more.yaml", "extends: base.yaml\ncount: 2\n")
     path = write(tmp_path / "own.yaml", "extends: [base.yaml, more.yaml]\ninner:\n  rate: 3\n")
     loaded = load_config(Outer, path, ["inner.rate=4.5", "name=override"])
     assert loaded == Outer(name="override", count=2, inner=Inner(rate=4.5, mode="fast"))
@@ -97,16 +88,6 @@ def test_extends_is_relative_to_its_own_file(tmp_path, monkeypatch):
     path = write(tmp_path / "top.yaml", "extends: deep/middle.yaml\n")
     monkeypatch.chdir("/")
     assert load_config(Outer, path).name == "base"
-
-
-def test_the_same_base_may_be_extended_twice(tmp_path):
-    write(tmp_path / "base.yaml", "name: base\n")
-    write(tmp_path / "left.yaml", "extends: base.yaml\n")
-    write(tmp_path / "right.yaml", "extends: base.yaml\ncount: 5\n")
-    assert (
-        load_config(Outer, write(tmp_path / "top.yaml", "extends: [left.yaml, right.yaml]\n")).count
-        == 5
-    )
 
 
 def test_an_extends_cycle_is_named(tmp_path):
@@ -143,32 +124,9 @@ def test_an_override_is_blamed_for_its_own_mistakes_and_the_file_for_the_others(
     assert error_of(path, "count=3").startswith(f"{path}: flag: found 7")
 
 
-def test_a_contradiction_keeps_its_message_among_other_mistakes(tmp_path):
-    message = error_of(write(tmp_path / "a.yaml", "name: x\ncuont: 3\ninner: {rate: -1}\n"))
-    assert "inner.rate=-1.0 is negative; use 0 or more" in message
-    assert "did you mean 'count'?" in message
-
-
-def test_a_misplaced_setting_is_found_in_nested_sections(tmp_path):
-    assert "did you mean 'inner.rate'?" in error_of(
-        write(tmp_path / "a.yaml", "name: x\nrate: 3\n")
-    )
-
-
-def test_an_unknown_override_is_rejected_like_an_unknown_key(tmp_path):
-    message = error_of(write(tmp_path / "a.yaml", "name: x\n"), "inner.ratte=3")
-    assert "inner.ratte: unknown setting; did you mean 'rate'?" in message
-
-
 @pytest.mark.parametrize("override", ["count", "=3", "inner.=3", ".count=2", "count=[1"])
 def test_a_malformed_override_is_rejected_with_its_text(tmp_path, override):
     assert f"override {override!r}" in error_of(write(tmp_path / "a.yaml", "name: x\n"), override)
-
-
-def test_an_override_of_a_whole_section_must_be_a_section(tmp_path):
-    assert "inner: found 3, expected a section" in error_of(
-        write(tmp_path / "a.yaml", "name: x\n"), "inner=3"
-    )
 
 
 def test_an_empty_section_changes_nothing(tmp_path):
@@ -199,6 +157,7 @@ def test_a_missing_file_suggests_a_similar_one_and_names_the_file_that_extends_i
         ("name: x\nextends: 3\n", "extends=3 must be a file name or a list of file names"),
         ("name: x\ncount: yes\n", "count: found True, expected a number"),
         ("name: x\ninner: {rate: .nan}\n", "inner.rate: found nan, expected a finite number"),
+        ("name: x\ninner: 3\n", "inner: found 3, expected a section"),
         ("name: x\ncount: 0300\n", "a.yaml:2:8: not valid YAML: 0300 starts with 0: write 300"),
         ("name: -007\n", "starts with 0: write -7, or '-007' for a text"),
         ("name: x\ncount: 5:00\n", "count: found '5:00', expected a valid integer"),
@@ -229,17 +188,6 @@ def test_a_file_that_is_extended_is_not_shown_in_an_error(tmp_path, private):
     assert "s3cret" in error_of(tmp_path / "private")
 
 
-def test_a_time_stays_text_and_numbers_of_every_form_keep_their_value(tmp_path):
-    numbers = {"0": 0, "-12": -12, "0x1F": 31, "1_000": 1000, "1.": 1.0, ".5": 0.5, "-1.5e3": -1500}
-    text = "".join(f"n{number}: {written}\n" for number, written in enumerate(numbers))
-    tree = read_tree(write(tmp_path / "a.yaml", f"{text}time: 24:00:00\n"))
-    assert tree.pop("time") == "24:00:00"
-    assert list(tree.values()) == list(numbers.values())
-    assert parse_override("a=5:00") == {"a": "5:00"}
-    with pytest.raises(ConfigError, match=r"override 'a=010': invalid YAML: 010 starts with 0"):
-        parse_override("a=010")
-
-
 def test_a_directory_or_a_binary_file_is_rejected(tmp_path):
     assert "is a directory" in error_of(tmp_path)
     (tmp_path / "b.yaml").write_bytes(b"name: \xff\xfe")
@@ -266,12 +214,6 @@ def test_differences_name_the_keys_with_both_values():
         "inner.extra.j": (None, 2),
     }
     assert differences(before, before) == {}
-
-
-def test_importing_the_loader_imports_neither_yaml_nor_pydantic():
-    heavy = "{'yaml', 'pydantic'}"
-    code = f"import sys, foundation.settings; sys.exit(bool({heavy} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_sections_in_a_list_are_checked_as_any_other(tmp_path):
@@ -312,17 +254,23 @@ HOSTILE = {
     "NUL": 'a: {b: ["x\\0y"]}',
     "half a character": 'a: "\\ud800"',
     "large": "#" * (1 << 21),
+    "number as text": f"count: '{'1' * 5_000}'",
+    "surrogates": 'name: "\\ud907\\ude06"',
+    "long numbers": f"name: {'1' * 200_000}.5\ncount: x",
+    "many keys": "".join(f"key{n}: 1\n" for n in range(4_000)),
+    "long keys": "".join(f"{'k' * 900}{n}: 1\n" for n in range(19)),
+    "long name": f"extends: ['{'a' * 200_000} :/', 5]",
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_yaml_file_is_one_line_and_costs_no_time(tmp_path, name):
+def test_a_hostile_yaml_file_costs_no_time_and_few_lines(tmp_path, name):
     (tmp_path / "x.yaml").write_text(HOSTILE[name])
     started = time.process_time()
     with pytest.raises(ConfigError, match=r"x\.yaml") as error:
-        read_tree(tmp_path / "x.yaml")
-    assert len(str(error.value)) < 400
-    assert "\n" not in str(error.value)
+        load_config(Outer, tmp_path / "x.yaml")
+    assert len(str(error.value)) < 3000
+    assert str(error.value).count("\n") <= 20
     assert time.process_time() - started < 5
 
 
@@ -339,27 +287,3 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     (tmp_path / "x.yaml").write_text("extends: pipe.yaml\n")
     with pytest.raises(ConfigError, match=r"pipe\.yaml, which .*/x\.yaml extends, cannot be read"):
         read_tree(tmp_path / "x.yaml")
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (f"count: '{'1' * 5_000}'", "count: found"),
-        ("[" * 200_000, "nested too deeply"),
-        ('name: "\\0"', "expected text"),
-        ('name: "\\ud800"', "invalid Unicode character"),
-        ('name: "\\ud907\\ude06"', "invalid Unicode character"),
-        (f"name: {'1' * 200_000}.5\ncount: x", "count: found"),
-        ("".join(f"key{n}: 1\n" for n in range(4_000)), "20 problems or more"),
-        ("".join(f"{'k' * 900}{n}: 1\n" for n in range(19)), r"k\.\.\.: unknown setting"),
-        (f"extends: ['{'a' * 200_000} :/', 5]", "must be a file name"),
-    ],
-)
-def test_a_yaml_file_that_no_parser_should_meet_is_refused_at_once(tmp_path, text, reason):
-    path = tmp_path / "hostile.yaml"
-    path.write_text(text)
-    start = time.process_time()
-    with pytest.raises(ConfigError, match=reason) as error:
-        load_config(Outer, path)
-    assert time.process_time() - start < 1
-    assert len(str(error.value)) < 3000

@@ -17,7 +17,7 @@ from pretrain.config.run import EvaluationConfig, RunConfig
 from pretrain.costs.cluster import load_cluster
 from pretrain.costs.fitting import advice, cheapest_fit
 from pretrain.costs.flops import flops_of, parameters_of
-from pretrain.costs.memory import Footprint, checkpoint_bytes, largest_micro_batch
+from pretrain.costs.memory import Footprint, largest_micro_batch
 from pretrain.costs.run_time import evaluation_flops, run_time
 from pretrain.rundir.run_dir import RunDir
 
@@ -77,10 +77,8 @@ def test_a_hybrid_is_called_by_its_layers(capsys):
     ("gpu", "precision", "peak", "words"),
     [
         ("H100", "fp32", 67e12, "67 TFLOP/s  (fp32; data sheet, dense)"),
-        ("A100", "bf16", 312e12, "312 TFLOP/s  (bf16; data sheet, dense)"),
         ("H100", "auto", 989e12, "ZeRO-2, bf16 (auto), activation"),
         ("cpu", "auto", 100e9, "ZeRO-2, fp32 (auto), activation"),
-        ("cpu", "fp32", 100e9, "100 GFLOP/s  (fp32; a core's order of magnitude)"),
     ],
 )
 def test_time_follows_from_the_peak_of_the_configured_precision(
@@ -139,13 +137,9 @@ def test_what_does_not_fit_is_rejected_in_one_line(capsys, arguments, message):
     ("hardware", "settings"),
     [
         (["--cluster", str(MODELS.parent / "clusters" / "8xh100.yaml")], []),
-        (
-            ["--cluster", str(MODELS.parent / "clusters" / "8xh100.yaml")],
-            ["engine.precision=fp32"],
-        ),
         (["--gpu", "A100"], []),
     ],
-    ids=["8 GPUs", "8 GPUs in fp32", "1 GPU"],
+    ids=["8 GPUs", "1 GPU"],
 )
 def test_the_7b_model_does_not_fit_and_what_is_advised_does(capsys, hardware, settings):
     command = ["describe", str(MODELS / "xl_modern_7b.yaml"), *hardware, *settings]
@@ -265,61 +259,15 @@ def test_every_phase_is_accounted_for(capsys):
     assert "data.lanes=6 does not divide over 4 ranks" in capsys.readouterr().err
 
 
-def test_the_time_counts_what_is_computed_twice(capsys):
-    seconds = {}
-    for kind in ("none", "full"):
-        checkpointing = f"engine.activation_checkpointing={kind}"
-        assert main(["describe", str(MODELS / "wt103-base.yaml"), checkpointing]) == 0
-        said = capsys.readouterr().out
-        assert ("  recomputed " in said) is (kind == "full")
-        step = re.search(r"  step +([\d.]+) s", said)
-        assert step is not None
-        seconds[kind] = float(step[1])
-    assert 1.2 < seconds["full"] / seconds["none"] < 1.4
-
-
 CLUSTERS = Path(__file__).parents[3] / "configs" / "clusters"
-WT103 = str(MODELS / "wt103-base.yaml")
-LANES = "data.lanes=64"
-
-
-def first_line(capsys, *arguments: str) -> str:
-    assert main(["describe", *arguments]) == 0
-    return capsys.readouterr().out.splitlines()[0]
-
-
-def test_a_cluster_file_gives_ranks_and_accelerator(capsys):
-    cluster = ("--cluster", str(CLUSTERS / "8xh100.yaml"))
-    assert "16 ranks (H100)" in first_line(capsys, WT103, LANES, *cluster, "--nodes", "2")
-    assert "16 ranks (H100)" in first_line(capsys, WT103, LANES, *cluster, "--nodes", "2+1")
-    cpu = ("--cluster", str(CLUSTERS / "cpu.yaml"))
-    assert "2 ranks (cpu)" in first_line(capsys, WT103, LANES, *cpu)
-    chosen = ("--gpu", "H200", "--gpus-per-node", "4")
-    assert "4 ranks (H200)" in first_line(capsys, WT103, LANES, *cluster, *chosen)
 
 
 @pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.yaml")), ids=lambda path: path.name)
-def test_the_launcher_starts_as_many_ranks_as_are_described(path, capsys):
+def test_as_many_ranks_are_described_as_the_launcher_starts(path, capsys):
     tasks = load_cluster(path).tasks_per_node
-    assert f"{tasks} ranks" in first_line(capsys, WT103, LANES, "--cluster", str(path))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("gpus_per_node: 8\n", "found no gpu, expected one of B200, H200, H100"),
-        ("gpus_per_node: many\n", "gpus_per_node: found 'many'"),
-        ("partition: gpu\n", "leave nothing to run on"),
-    ],
-)
-def test_a_cluster_file_that_says_too_little_is_rejected_in_one_line(
-    tmp_path, capsys, text, message
-):
-    (tmp_path / "cluster.yaml").write_text(text)
-    assert main(["describe", WT103, "--cluster", str(tmp_path / "cluster.yaml")]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    cluster = ["data.lanes=64", "--cluster", str(path), "--nodes", "2+1"]
+    assert main(["describe", str(MODELS / "wt103-base.yaml"), *cluster]) == 0
+    assert f"{2 * tasks} ranks" in capsys.readouterr().out.splitlines()[0]
 
 
 def test_a_run_directory_is_described_as_its_experiment(tmp_path, capsys):
@@ -374,14 +322,6 @@ def test_with_offloaded_memories_one_slots_memory_is_on_the_device():
     assert (
         on_cpu["recurrent memory"] == parts_of(run_config(micro_batch_lanes=1))["recurrent memory"]
     )
-
-
-def test_an_ema_takes_four_bytes_more_per_parameter():
-    run = run_config(zero_stage=1)
-    with_ema = replace(run, optim=replace(run.optim, ema_decay=0.99))
-    added = 4 * parameters_of(run.model).total
-    assert checkpoint_bytes(with_ema) - checkpoint_bytes(run) == added
-    assert parts_of(with_ema)["optimizer"] - parts_of(run)["optimizer"] == added / 4
 
 
 def test_the_largest_micro_batch_is_the_largest_that_fits():

@@ -51,11 +51,6 @@ def test_the_cosine_from_the_start_is_that_of_torch_over_the_whole_run() -> None
     assert 0 < max(apart) / 2.0 < math.pi * 10 / 200
 
 
-def test_linear_and_cosine_end_at_the_final_fraction() -> None:
-    for shape in ("linear", "cosine", "cosine_from_start"):
-        assert learning_rate_at(optim(shape, final_fraction=0.1), 100) == pytest.approx(0.2)
-
-
 def test_the_last_update_has_the_rate_that_the_page_states():
     """The floor belongs to the step after the last, as in the published schedules."""
     floor, left = 0.1, 90  # steps after warm-up
@@ -76,7 +71,7 @@ def test_wsd_decays_from_the_peak_within_what_warm_up_leaves(warmup, decay, leng
     wsd = OptimConfig(steps=100, learning_rate=2.0, schedule=schedule)
     assert wsd.decay_steps == length
     assert learning_rate_at(wsd, 100 - length) == 2.0
-    assert learning_rate_at(wsd, 100 - length + 1) < 2.0
+    assert learning_rate_at(wsd, 100 - length // 2) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("decay", [21, 100, 10**6])
@@ -89,16 +84,6 @@ def test_a_wsd_decay_that_would_start_below_the_peak_is_refused(decay):
 def test_fewer_steps_than_the_warm_up_are_refused_with_a_warm_up_that_fits():
     with pytest.raises(ConfigError, match=r"such as optim\.schedule\.warmup_steps=2$"):
         OptimConfig(steps=40, schedule=ScheduleConfig(warmup_steps=80))
-
-
-def test_cosine_is_half_way_down_in_the_middle() -> None:
-    assert learning_rate_at(optim("cosine"), 55) == pytest.approx(1.0)
-
-
-def test_wsd_is_flat_until_its_decay() -> None:
-    wsd = optim("wsd", decay_steps=20)
-    assert learning_rate_at(wsd, 80) == 2.0
-    assert learning_rate_at(wsd, 90) == pytest.approx(1.0)
 
 
 def test_inverse_sqrt_halves_when_the_step_is_four_times_the_warmup() -> None:
