@@ -49,8 +49,7 @@ class ModelConfig:
     num_layers: int = setting(4, Range(1, MOST_LAYERS), unit="layers")
     """Transformer layers."""
     layer_kinds: tuple[LayerKind, ...] = ()
-    """Kinds of the layers, a pattern repeated over `num_layers`, of a hybrid several; []: attention
-    in all."""
+    """Kinds of the layers, repeated over `num_layers`; several: a hybrid; []: attention in all."""
     d_model: int = setting(128, Range(2, LARGEST_WIDTH), unit="channels")
     """Width of the hidden states that layers pass on and memory keeps."""
     num_heads: int = setting(4, Range(1, MOST_HEADS), unit="heads")
