@@ -35,7 +35,6 @@ OTHER_FUNCTIONS: list[dict[str, Any]] = [
     {"num_heads": 4},
     {"same_length": True},
     {"isolate_documents": True},
-    {"compressed_length": 6},
 ]
 SAME_FUNCTION: list[dict[str, Any]] = [
     {},

@@ -306,6 +306,7 @@ def compress_to_means(model: TransformerXL) -> None:
     assert isinstance(compression, Compression)
     half = torch.eye(TINY.d_model, dtype=compression.weight.dtype) / 2
     compression.weight.data.copy_(torch.cat([half, half], dim=1))
+    compression.bias.data.zero_()
 
 
 def test_compressed_rows_are_those_of_the_formula() -> None:
