@@ -201,9 +201,7 @@ def size_of(unit: str) -> Callable[[str], int]:
     def parse(text: str) -> int:
         value = parse_size(text.removeprefix("-"), unit)
         if not isinstance(value, int):
-            raise argparse.ArgumentTypeError(
-                f"found {text!r}, expected a number of {unit}, such as {size_example(unit)}"
-            )
+            raise _not_a_size(text, unit)
         return -value if text.startswith("-") else value  # the command refuses it by its rule
 
     return parse
@@ -217,11 +215,16 @@ def amount_of(unit: str) -> Callable[[str], float]:
         try:
             return float(text if value is None else value)
         except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"found {text!r}, expected a number of {unit}, such as {size_example(unit)}"
-            ) from None
+            raise _not_a_size(text, unit) from None
 
     return parse
+
+
+def _not_a_size(text: str, unit: str) -> argparse.ArgumentTypeError:
+    example = size_example(unit)
+    return argparse.ArgumentTypeError(
+        f"found {text!r}, expected a number of {unit}, such as {example}"
+    )
 
 
 MOST_SUGGESTED = 3

@@ -44,13 +44,7 @@ SETTING_FLAGS = {
     "threads": None,
     "tokenizer.vocab_size": None,
 }
-# Of these, the flags whose value is read as YAML.
-PARSED_FLAGS = (
-    *("validation_fraction", "max_rejects", "drop_duplicates"),
-    *("split_characters", "shuffle_seed", "shard_bytes", "threads", "tokenizer.vocab_size"),
-)
 _NAMED = {"input": "--input PATH", "output": "--output DIR"}  # what has no default
-_SWITCHES = ("true", "false", "yes", "no", "on", "off")
 TOKENS_PER_PIECE = 100  # of the training split, on average; with fewer a build says so
 TOKENIZER_KINDS = get_args(BuiltTokenizer)
 
@@ -97,19 +91,13 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     known = {each.name: each for each in settings_of(CorpusConfig)}
     for name, count in SETTING_FLAGS.items():
         help_text = f"{known[name].meaning.rstrip('.')} ({kind_of(known[name])})"
-        alone: dict[str, Any] = {"nargs": count}
-        if known[name].hint is bool:
-            alone = {"nargs": "?", "const": "true"}
-        parser.add_argument(_flag_of(name), help=help_text.replace("%", "%%"), **alone)
+        flag = f"--{name.rpartition('.')[2].replace('_', '-')}"
+        parser.add_argument(flag, help=help_text.replace("%", "%%"), nargs=count)
     words = (
         f"{', '.join(TOKENIZER_KINDS)}; or an existing tokenizer: a directory, tokenizer.json, "
         "SentencePiece model or .tiktoken file"
     )
     parser.add_argument("--tokenizer", help=words)
-
-
-def _flag_of(name: str) -> str:
-    return f"--{name.rpartition('.')[2].replace('_', '-')}"
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -157,7 +145,6 @@ def vocabulary_advice(tokens: int, vocab_size: int) -> str:
 
 def _corpus_config(arguments: argparse.Namespace) -> CorpusConfig:
     """Return the settings: the YAML file, then `a.b=value` overrides, then flags."""
-    _free_settings_after_switches(arguments)
     files = [text for text in arguments.settings if "=" not in text]
     if texts := [file for file in files if Path(file).is_dir()]:
         raise ConfigError(
@@ -183,23 +170,13 @@ def _corpus_config(arguments: argparse.Namespace) -> CorpusConfig:
     return parse_config(CorpusConfig, tree, source)
 
 
-def _free_settings_after_switches(arguments: argparse.Namespace) -> None:
-    """In `--drop-duplicates CONFIG.yaml` the file is not the value of the flag."""
-    for each in settings_of(CorpusConfig):
-        value = getattr(arguments, each.name, None)
-        if each.hint is bool and value is not None and value.lower() not in _SWITCHES:
-            setattr(arguments, each.name, "true")
-            arguments.settings.append(value)
-
-
 def _tree_of_flags(arguments: argparse.Namespace) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    for name in SETTING_FLAGS:
-        value = getattr(arguments, name.rpartition(".")[2])
+    for each in settings_of(CorpusConfig):
+        value = getattr(arguments, each.leaf, None) if each.name in SETTING_FLAGS else None
         if value is not None:
-            merge(
-                tree, parse_override(f"{name}={value}") if name in PARSED_FLAGS else {name: value}
-            )
+            is_yaml = each.hint in (int, float, bool)
+            merge(tree, parse_override(f"{each.name}={value}") if is_yaml else {each.name: value})
     if (value := arguments.tokenizer) is not None:
         merge(tree, {"tokenizer": {"kind" if value in TOKENIZER_KINDS else "path": value}})
     return tree

@@ -18,19 +18,17 @@ from typing import TypeVar
 
 from data_pipeline.corpora.fetch import (
     NotFetchedError,
-    fetch_lengths,
     fetch_manifest,
     fetch_shard,
     fetch_tokenizer,
 )
-from data_pipeline.corpora.lengths import files_of, lengths_beside, lengths_problem
+from data_pipeline.corpora.lengths import files_of, lengths_beside, lengths_file
 from data_pipeline.corpora.manifest import (
     MANIFEST_NAME,
     SPLITS,
     TOKENIZER_DIRECTORY,
     ShardInfo,
     check_shard,
-    lengths_name,
     mismatch,
     read_manifest,
     splits_of,
@@ -65,12 +63,10 @@ def fetch_corpus(
             target = folder_below(directory, split)
 
             def fetch(info: ShardInfo, store: Store = store, target: Path = target) -> None:
-                path = path_below(target, info.path)
-                if not path.exists() or mismatch(path, info):
-                    fetch_shard(store, info, path, scratch)
-                lengths = path_below(target, lengths_name(info.path))
-                if not lengths.exists() or lengths_problem(lengths, info):
-                    fetch_lengths(store, info, lengths, scratch)
+                for entry in (info, lengths_file(info)):
+                    path = path_below(target, entry.path)
+                    if not path.exists() or mismatch(path, entry):
+                        fetch_shard(store, entry, path, scratch)
 
             in_parallel(fetch, manifest.shards, split, report)
             tokenizer = folder_below(directory, TOKENIZER_DIRECTORY)
@@ -127,10 +123,10 @@ def problems_at(url: str, report: Report, retry_policy: RetryPolicy | None = Non
                 continue
 
             def read(info: ShardInfo, store: Store = store) -> None:
-                for fetch in (fetch_shard, fetch_lengths):
-                    copy = path_below(scratch, info.path)
+                for entry in (info, lengths_file(info)):
+                    copy = path_below(scratch, entry.path)
                     try:
-                        fetch(store, info, copy, scratch)
+                        fetch_shard(store, entry, copy, scratch)
                         copy.unlink()
                     except NotFetchedError as error:
                         problems.append(str(error))

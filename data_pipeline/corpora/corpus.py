@@ -21,7 +21,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -40,7 +39,7 @@ from data_pipeline.corpora.manifest import (
     open_shard,
     read_manifest,
 )
-from data_pipeline.corpora.remote_corpus import local_corpus_directory
+from data_pipeline.corpora.remote_corpus import CachedShards, cached_shards, local_corpus_directory
 from data_pipeline.shards.shards import ShardReader
 from data_pipeline.tokenizer import (
     DESCRIPTION_NAME,
@@ -144,35 +143,11 @@ def _read_once(directory: Path, states: tuple[object, ...]) -> str:
 OPEN_SHARDS = 16
 
 
-class ShardSource(Protocol):
-    """Where a split's shards come from: a directory, or a store by way of the cache."""
-
-    location: str  # of the split, for messages
-    keep_open: int  # shards that may stay open although nothing reads them
-
-    def open(self, info: ShardInfo, dtype: str) -> ShardReader:
-        """Open the shard, checked against `info`; DataError if it cannot be read."""
-        ...
-
-    def lengths(self, info: ShardInfo) -> np.ndarray:
-        """Return the tokens of each document, int64 [D]; DataError if they cannot be read."""
-        ...
-
-    def prefetch_lengths(self, shards: Sequence[ShardInfo]) -> None:
-        """Start to fetch what `lengths` returns for these shards."""
-        ...
-
-    def prefetch(self, shards: Sequence[ShardInfo]) -> None:
-        """Start to fetch shards that are opened soon."""
-        ...
-
-    def check_capacity(self, num_shards: int, largest: int) -> None:
-        """Raise DataError unless that many shards of at most `largest` bytes can be open."""
-        ...
-
-
 class LocalShards:
-    """Shards in the directory of their manifest; SHA-256 is checked on the first opening."""
+    """Shards in the directory of their manifest; SHA-256 is checked on the first opening.
+
+    `CachedShards` of remote_corpus.py has the same methods for the shards of a store.
+    """
 
     keep_open = OPEN_SHARDS
 
@@ -208,7 +183,9 @@ class LocalShards:
 class Corpus:
     """The shards of one split. Every opening checks a shard's size and headers."""
 
-    def __init__(self, directory: Path, manifest: Manifest, source: ShardSource) -> None:
+    def __init__(
+        self, directory: Path, manifest: Manifest, source: LocalShards | CachedShards
+    ) -> None:
         """DataError if there are no shards, as in one part of a build that has documents of only
         one split."""
         if not manifest.shards:
@@ -232,8 +209,6 @@ class Corpus:
         manifest = read_manifest(path)
         check_tokenizer(path, manifest.tokenizer)
         if (path.parent / REMOTE_NAME).exists():
-            from data_pipeline.corpora.remote_corpus import cached_shards
-
             return cls(path, manifest, cached_shards(path))
         present = set(os.listdir(path))
         missing = [name for name in manifest.file_names if name not in present]

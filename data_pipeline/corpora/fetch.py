@@ -12,13 +12,11 @@ from tempfile import TemporaryDirectory
 from typing import get_args
 
 from data_pipeline.config import TokenizerKind
-from data_pipeline.corpora.lengths import lengths_bytes, lengths_problem
 from data_pipeline.corpora.manifest import (
     LARGEST_MANIFEST_BYTES,
     MANIFEST_NAME,
     Manifest,
     ShardInfo,
-    lengths_name,
     mismatch,
     read_manifest,
 )
@@ -103,14 +101,8 @@ def fetch_once(
 
 
 def fetch_shard(store: Store, info: ShardInfo, path: Path, scratch: Path) -> None:
-    """Download a shard, with the size and SHA-256 of the manifest."""
+    """Download a shard, or its lengths, with the size and SHA-256 of the manifest."""
     fetch_file(store, info.path, path, scratch, lambda arrived: mismatch(arrived, info), info.size)
-
-
-def fetch_lengths(store: Store, info: ShardInfo, path: Path, scratch: Path) -> None:
-    """Download the file of the lengths of a shard's documents, which the manifest lists."""
-    check = partial(lengths_problem, info=info)
-    fetch_file(store, lengths_name(info.path), path, scratch, check, lengths_bytes(info))
 
 
 def fetch_manifest(store: Store, directory: Path) -> Manifest:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -79,33 +80,22 @@ def lengths_in(content: bytes, info: ShardInfo) -> np.ndarray:
     return lengths_D
 
 
-def read_lengths(path: Path, info: ShardInfo) -> np.ndarray:
-    """Return the lengths in a file; InvalidLengths unless they are the shard's, OSError without
-    one."""
-    try:
-        content = read_regular(path, min(lengths_bytes(info), LARGEST_READ_BYTES))
-    except ValueError as error:
-        raise InvalidLengths(str(error)) from None
-    return lengths_in(content, info)
+def lengths_file(info: ShardInfo) -> ShardInfo:
+    """Return the entry of a shard's file of lengths, which is fetched and kept like a shard."""
+    name = lengths_name(info.path)
+    return replace(info, path=name, size=lengths_bytes(info), sha256=info.lengths)
 
 
 def lengths_beside(directory: Path, info: ShardInfo) -> np.ndarray:
     """Return the lengths of a shard in `directory`; DataError if missing or not the shard's."""
     path = path_below(directory, lengths_name(info.path))
     try:
-        return read_lengths(path, info)
-    except (InvalidLengths, FileNotFoundError) as error:
-        problem = "is missing" if isinstance(error, OSError) else f"is corrupted: {error}"
-        raise DataError(f"{path} {problem}; restore it or build the corpus again") from None
-
-
-def lengths_problem(path: Path, info: ShardInfo) -> str | None:
-    """Return how an existing file differs from the shard's lengths; None if it does not."""
-    try:
-        read_lengths(path, info)
-    except InvalidLengths as error:
-        return str(error)
-    return None
+        return lengths_in(read_regular(path, min(lengths_bytes(info), LARGEST_READ_BYTES)), info)
+    except FileNotFoundError:
+        problem = "is missing"
+    except (InvalidLengths, ValueError) as error:
+        problem = f"is corrupted: {error}"
+    raise DataError(f"{path} {problem}; restore it or build the corpus again")
 
 
 def check_lengths_of(info: ShardInfo, lengths_D: np.ndarray, shard: str) -> None:

@@ -152,7 +152,7 @@ class CachedShards:
         self.cache = cache
         self._store = store
         self._prefetcher = ShardPrefetcher(self._fetch)
-        self._length_prefetcher = ShardPrefetcher(partial(cache.lengths.get, store))
+        self._length_prefetcher = ShardPrefetcher(partial(cache.lengths, store))
 
     def open(self, info: ShardInfo, dtype: str) -> ShardReader:
         """Open a shard; waits for the store unless the cache has it."""
@@ -161,7 +161,7 @@ class CachedShards:
 
     def lengths(self, info: ShardInfo) -> np.ndarray:
         """Return the lengths of a shard's documents; waits for the store."""
-        return self.cache.lengths.get(self._store, info)
+        return self.cache.lengths(self._store, info)
 
     def prefetch_lengths(self, shards: Sequence[ShardInfo]) -> None:
         """Start to fetch lengths."""
@@ -173,7 +173,7 @@ class CachedShards:
 
     def _fetch(self, info: ShardInfo) -> None:
         self.cache.fetch(self._store, info)
-        self.cache.lengths.get(self._store, info)  # the lane's walk asks for them first
+        self.cache.lengths(self._store, info)  # the lane's walk asks for them first
 
     def check_capacity(self, num_shards: int, largest: int) -> None:
         """Raise DataError unless the cache can hold them."""

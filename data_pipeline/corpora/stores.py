@@ -28,7 +28,7 @@ from functools import partial
 from http.client import HTTPMessage, HTTPResponse
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, cast
 from urllib.parse import quote, urlsplit
 
 from foundation.credentials import problem_of, redacted, user_and_password
@@ -135,26 +135,7 @@ class RetryPolicy:
         return self.attempts * self.seconds_for(size) + self.pause * 2**self.attempts
 
 
-class Store(Protocol):
-    """Files under a URL."""
-
-    url: str
-    retry_policy: RetryPolicy
-
-    def download(self, name: str, path: Path, size: int) -> None:
-        """Write the file `name` of at most `size` bytes to `path`; StoreError with the reason."""
-        ...
-
-
-class VersionedStore(Store, Protocol):
-    """One that can be asked whether a file has changed."""
-
-    def version(self, name: str) -> str:
-        """Return the ETag of the file `name`, which changes with it; "" if it is not known."""
-        ...
-
-
-def store_at(url: str, retry_policy: RetryPolicy | None = None) -> VersionedStore:
+def store_at(url: str, retry_policy: RetryPolicy | None = None) -> Store:
     """Return the store for the URL's scheme; DataError if it is unknown."""
     _refuse_secrets(url)
     scheme = url.partition("://")[0]
@@ -245,6 +226,9 @@ class ObjectStore:
             return str(found.get("ETag", ""))[:LONGEST_VERSION]
         except Exception:  # the SDK's have no common base class; `download` will say what is wrong
             return ""
+
+
+Store = WebStore | ObjectStore
 
 
 @contextlib.contextmanager

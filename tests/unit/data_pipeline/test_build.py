@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from tests.helpers.corpora import (
     config_of,
     contents,
     documents_of,
-    make_tiny_corpus,
     some_texts,
     write_jsonl,
 )
@@ -82,12 +80,6 @@ def test_a_separate_validation_set_is_used_instead_of_a_fraction(tmp_path):
     build_corpus(replace(config, validation_input=(extra,)))
     assert documents_of(config.output / "validation") == {"v.txt": "held out"}
     assert len(documents_of(config.output / "train")) == 80
-
-
-def test_no_validation_split_is_made_with_a_fraction_of_0(tmp_path):
-    config = config_of(tmp_path, some_texts(), validation_fraction=0.0)
-    assert set(build_corpus(config).manifests) == {"train"}
-    assert not (config.output / "validation").exists()
 
 
 def test_the_tokenizers_training_sample_is_capped_and_spread_over_the_training_split(
@@ -183,22 +175,3 @@ def test_a_directory_with_other_files_is_not_touched(tmp_path):
     with pytest.raises(ConfigError, match="is not empty and does not hold a corpus"):
         build_corpus(config)
     assert contents(config.output) == {"thesis.tex": b"precious"}
-
-
-def test_compressed_input_gives_the_corpus_of_the_plain_one(tmp_path):
-    plain = config_of(tmp_path / "plain", some_texts())
-    build_corpus(plain)
-    packed = config_of(tmp_path / "packed", some_texts())
-    content = packed.input[0].read_bytes()
-    packed.input[0].unlink()
-    path = packed.input[0].with_name("x.jsonl.gz")
-    path.write_bytes(gzip.compress(content))
-    build_corpus(replace(packed, input=(path,)))
-    assert contents(packed.output / "train") == contents(plain.output / "train")
-
-
-@pytest.mark.parametrize("vocabulary", ["bytes", "bpe", "unigram"])
-def test_the_tiny_corpus_of_the_tests_is_the_same_every_time(tmp_path, vocabulary):
-    first = contents(make_tiny_corpus(tmp_path / "a", vocabulary=vocabulary))
-    assert first == contents(make_tiny_corpus(tmp_path / "b", vocabulary=vocabulary))
-    assert first != contents(make_tiny_corpus(tmp_path / "c", vocabulary=vocabulary, seed=1))

@@ -42,7 +42,7 @@ def processes():
 
 
 def many_texts() -> list[str]:
-    return some_texts(1500, seed=9)
+    return some_texts(800, seed=9)
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,7 @@ def test_a_build_killed_at_any_moment_resumes_to_identical_bytes(
     generator = random.Random(kind)
     num_shards = len(list(whole.output.glob("*/shard.*")))
     kills = 0
-    for target in (
-        0,
-        2,
-        num_shards // 4,
-        num_shards // 2,
-        num_shards // 2 + 1,
-        num_shards * 3 // 4,
-    ):
+    for target in (0, 2, num_shards // 2, num_shards // 2 + 1):
         process = processes.Process(target=build_corpus, args=(config,))
         process.start()
         while process.is_alive() and len(list(config.output.glob("*/shard.*"))) < target:
@@ -77,7 +70,7 @@ def test_a_build_killed_at_any_moment_resumes_to_identical_bytes(
         kills += process.exitcode == -signal.SIGKILL
         assert not list(config.output.rglob(MANIFEST_NAME)) or process.exitcode == 0
         tear_last_line(config.output / ".build" / "journal.jsonl")
-    assert kills >= 5
+    assert kills >= 3
     build_corpus(config)
     assert contents(config.output) == contents(whole.output)
 
@@ -170,7 +163,7 @@ def test_a_failed_write_gives_one_line_and_the_same_command_resumes(tmp_path, pr
     assert str(config.output) in lines[0]
     assert not list(config.output.rglob(MANIFEST_NAME))
     assert main(arguments) == 0
-    assert documents_of(config.output / "train").keys() < {f"d{n}" for n in range(1500)}
+    assert documents_of(config.output / "train").keys() < {f"d{n}" for n in range(800)}
 
 
 FULL_DISK = """

@@ -10,7 +10,7 @@ import pytest
 
 from foundation.errors import ConfigError
 from foundation.settings import differences, load_config, parse_config, to_tree
-from foundation.yaml_files import SHIPPED, dump_yaml, parse_override, read_tree
+from foundation.yaml_files import SHIPPED, _load, dump_yaml, parse_override, read_tree
 from pretrain.config.run import RunConfig
 
 
@@ -287,3 +287,11 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     (tmp_path / "x.yaml").write_text("extends: pipe.yaml\n")
     with pytest.raises(ConfigError, match=r"pipe\.yaml, which .*/x\.yaml extends, cannot be read"):
         read_tree(tmp_path / "x.yaml")
+
+
+@pytest.mark.parametrize(
+    "text", ["- " * 400_000 + "a\n", "\n".join(" " * depth + "a:" for depth in range(600)) + "\n"]
+)
+def test_no_nesting_exhausts_the_stack(text):
+    with pytest.raises(ValueError, match="nested too deeply"):
+        _load(text)

@@ -87,7 +87,7 @@ def test_lengths_that_the_cache_has_wrong_are_fetched_again(numbered, tmp_path):
                 remote(numbered, server.url, tmp_path).document_lengths(0).tolist() == DOCUMENTS[0]
             )
             assert server.requests == {NAME: number}
-            path = tmp_path / "lengths" / numbered.manifest.shards[0].sha256
+            path = tmp_path / "shards" / numbered.manifest.shards[0].lengths
             path.write_bytes(path.read_bytes()[:-1] + b"x")
 
 

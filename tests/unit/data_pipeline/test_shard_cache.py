@@ -185,14 +185,6 @@ def test_a_stopped_process_blocks_others_for_a_limited_time(server, corpus, tmp_
         process.wait()
 
 
-def test_other_files_in_the_cache_directory_are_kept(server, shards, tmp_path):
-    (tmp_path / "precious.mds").write_bytes(b"x" * 10_000)
-    cache = cache_of(tmp_path, largest(shards))
-    for info in shards[:3]:
-        cache.open(store_at(server.url, QUICK), info).close()
-    assert (tmp_path / "precious.mds").exists()
-
-
 def test_a_cache_that_cannot_hold_the_open_shards_is_rejected(tmp_path):
     cache = cache_of(tmp_path, 1 << 20)
     cache.check_capacity(10, 100_000)
@@ -259,7 +251,7 @@ def test_a_cache_whose_parent_lets_every_user_replace_it_is_refused(tmp_path):
 
 def test_a_new_cache_is_private(tmp_path):
     cache_of(tmp_path / "deep" / "cache")
-    for name in (".", "shards", "incoming", "locks", "lengths"):
+    for name in (".", "shards", "incoming", "locks"):
         assert (tmp_path / "deep" / "cache" / name).stat().st_mode & 0o777 == 0o700
 
 
