@@ -45,33 +45,26 @@ MODEL_NAME = "tokenizer.model"
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerTraits:
+    """What a kind of tokenizer needs and allows."""
+
     has_model: bool = True  # a file; without one, the options say everything
     is_made: bool = False  # from the text of a build, unless it is given
     counts_all: bool = False  # of that text, and not a sample
     is_list: bool = False  # of words: any file with one a line
     joins: bool = True  # texts of tokens, cut after a line end, join to that of all of them
-    has_text: bool = True  # tokens stand for text
 
 
-def tokenizer_traits(kind: TokenizerKind) -> TokenizerTraits:
-    """Return what a kind of tokenizer needs and allows."""
-    match kind:
-        case "unigram" | "bpe":
-            return TokenizerTraits(is_made=True)
-        case "characters":
-            return TokenizerTraits(is_made=True, counts_all=True)
-        case "words":
-            return TokenizerTraits(is_made=True, counts_all=True, is_list=True)
-        case "sentencepiece" | "huggingface":
-            return TokenizerTraits(joins=False)  # they may drop a space at the start
-        case "tiktoken":
-            return TokenizerTraits()
-        case "bytes":
-            return TokenizerTraits(has_model=False)
-        case "unknown":
-            return TokenizerTraits(has_model=False, has_text=False)
-        case _:
-            assert_never(kind)
+TRAITS: dict[TokenizerKind, TokenizerTraits] = {
+    "unigram": TokenizerTraits(is_made=True),
+    "bpe": TokenizerTraits(is_made=True),
+    "characters": TokenizerTraits(is_made=True, counts_all=True),
+    "words": TokenizerTraits(is_made=True, counts_all=True, is_list=True),
+    "sentencepiece": TokenizerTraits(joins=False),  # they may drop a space at the start
+    "huggingface": TokenizerTraits(joins=False),
+    "tiktoken": TokenizerTraits(),
+    "bytes": TokenizerTraits(has_model=False),
+    "unknown": TokenizerTraits(has_model=False),
+}
 
 
 def _vocabulary_of(kind: TokenizerKind, model: bytes, options: Fields) -> Vocabulary:
@@ -266,7 +259,7 @@ def _read(path: Path) -> tuple[TokenizerKind, bytes, dict[str, Any]]:
         expected = description.sha256("fingerprint")
         options = options_of(description)
         model = b""
-        if tokenizer_traits(kind).has_model:
+        if TRAITS[kind].has_model:
             model = read_regular(path / MODEL_NAME, LARGEST_MODEL_BYTES)
         elif os.path.lexists(path / MODEL_NAME):
             raise ValueError(f"a tokenizer of kind {kind} has no {MODEL_NAME}, found one")

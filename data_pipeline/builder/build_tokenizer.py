@@ -31,10 +31,10 @@ from data_pipeline.config import SMALLEST_VOCABULARY, CorpusConfig, TokenizerCon
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.tokenizer import (
     DESCRIPTION_NAME,
+    TRAITS,
     Tokenizer,
     read_model,
     tokenizer_of_file,
-    tokenizer_traits,
 )
 from data_pipeline.vocabularies.built_in import (
     END_TOKEN,
@@ -64,7 +64,7 @@ def given_tokenizer(path: Path, settings: TokenizerConfig) -> Tokenizer:
         if (inside / DESCRIPTION_NAME).is_file() and not (path / DESCRIPTION_NAME).exists():
             raise DataError(f"{path} is a corpus, expected a tokenizer; give that in it, {inside}")
         return Tokenizer.load(path)
-    if tokenizer_traits(settings.kind).is_list:
+    if TRAITS[settings.kind].is_list:
         return _of_words(path, settings)
     if path.suffix == ".json":
         return _of_hugging_face(path, settings)
@@ -179,14 +179,14 @@ TRAINING_THREADS = 2
 
 def needs_training(settings: TokenizerConfig) -> bool:
     """Whether the tokenizer has to be trained."""
-    return not settings.path and tokenizer_traits(settings.kind).is_made
+    return not settings.path and TRAITS[settings.kind].is_made
 
 
 def describe_tokenizer(settings: TokenizerConfig) -> str:
     """Return where the tokenizer comes from, as a line of progress."""
     if not needs_training(settings):
         return str(settings.path or settings.kind)
-    if tokenizer_traits(settings.kind).counts_all:
+    if TRAITS[settings.kind].counts_all:
         return f"counting {settings.kind} of the text"
     return (
         f"training {settings.kind} with {settings.vocab_size:,} pieces on at most "
@@ -202,7 +202,7 @@ def prepare_tokenizer(
         settings = config.tokenizer
         if settings.path:
             tokenizer = given_tokenizer(settings.path, settings)
-        elif tokenizer_traits(settings.kind).counts_all:
+        elif TRAITS[settings.kind].counts_all:
             tokenizer = make_tokenizer(settings, _non_empty(training_texts(sources, config)))
         else:
             tokenizer = make_tokenizer(settings, _non_empty(training_sample(sources, config)))

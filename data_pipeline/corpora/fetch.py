@@ -24,9 +24,9 @@ from data_pipeline.corpora.stores import RetryPolicy, Store, StoreError, with_ti
 from data_pipeline.tokenizer import (
     DESCRIPTION_NAME,
     MODEL_NAME,
+    TRAITS,
     Tokenizer,
     fingerprint_of,
-    tokenizer_traits,
 )
 from data_pipeline.vocabularies.vocabulary import LARGEST_MODEL_BYTES
 from foundation.errors import DataError
@@ -141,7 +141,7 @@ def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
         fetch_file(store, DESCRIPTION_NAME, description, scratch, check, most)
         tree = read_json(description)
         kind, options = tree["kind"], tree.get("options")
-        if tokenizer_traits(kind).has_model:
+        if TRAITS[kind].has_model:
             fetch_file(store, MODEL_NAME, model, scratch, check_model, LARGEST_MODEL_BYTES)
             os.replace(model, directory / MODEL_NAME)
         os.replace(description, directory / DESCRIPTION_NAME)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data_pipeline.tokenizer import Tokenizer, tokenizer_traits
+from data_pipeline.tokenizer import TRAITS, Tokenizer
 from foundation.errors import ConfigError
 from pretrain.model.cached import last_logits_BTV, new_stream
 from pretrain.model.memory import document_starts
@@ -120,7 +120,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._joins = tokenizer_traits(tokenizer.kind).joins
+        self._joins = TRAITS[tokenizer.kind].joins
         self._pending: list[int] = []
         self._shown = ""
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 import time
@@ -26,8 +25,6 @@ from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_training_data
 from foundation.errors import DataError
 from foundation.files import absolute, url_of
-from foundation.settings import parse_config, to_tree
-from pretrain.config.data import DataConfig
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 from tests.helpers.stores import QUICK, FileServer, client, put_directory
 
@@ -146,32 +143,6 @@ def test_a_corpus_that_says_it_is_a_copy_of_a_store_is_none_outside_of_a_cache(b
     with pytest.raises(DataError, match=r"marks a copy in a cache, but .* is in none; remove it"):
         Corpus.open(forged / "train")
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["corpora"]
-
-
-def test_a_url_may_be_given_instead_of_a_path(built, tmp_path, s3_endpoint, bucket):
-    put_directory(s3_endpoint, built, f"{bucket}/books")
-    config = parse_config(
-        DataConfig,
-        {"path": f"{bucket}/books", "cache": {"directory": str(tmp_path), "gib": 0.5}},
-        "test",
-    )
-    assert to_tree(config)["path"] == f"{bucket}/books"
-    directory = config.directory()
-    assert json.loads((directory / "remote.json").read_text()) == {
-        "url": f"{bucket}/books",
-        "cache_gib": 0.5,
-    }
-    stream = LaneStream(
-        open_training_data(config.path, (), config.cache), LANES, SEED, LENGTH, range(LANES)
-    )
-    expected = LaneStream(Corpus.open(built / "train"), LANES, SEED, LENGTH, range(LANES))
-    assert (tokens_of(stream, 20) == tokens_of(expected, 20)).all()
-    validation = [
-        EvaluationStream(Corpus.open(path / "validation"), 2, 8, range(2))
-        for path in (directory, built)
-    ]
-    for ours, theirs in zip(*validation, strict=True):
-        assert (ours.targets_BL == theirs.targets_BL).all()
 
 
 def test_parts_of_a_mixture_may_be_in_stores(built, tmp_path):
