@@ -16,6 +16,7 @@ import re
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import BinaryIO
 
 from data_pipeline.builder.formats import (
@@ -42,10 +43,9 @@ from data_pipeline.builder.records import (
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.builder.tables import read_arrow, read_parquet
 from data_pipeline.builder.token_files import read_array, read_mds, read_megatron
-from data_pipeline.config import CorpusConfig
+from data_pipeline.config import CorpusConfig, SourceKind
 from foundation.errors import ConfigError, DataError
 from foundation.files import named_errors
-from foundation.settings import assert_never
 
 # The title of an article; those of its sections have more of the signs.
 TITLE = re.compile(rb" ?= [^=].* = ?\r?\n?")
@@ -175,43 +175,6 @@ def _word_start(source: SourceFile, offset: int) -> int:
 LARGEST_HEADER_BYTES = 1 << 20  # of long names and other extended headers
 EXTENDED_TYPES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, *tarfile.GNU_TYPES)
 TEXT_EXTENSION, JSON_EXTENSION = "txt", "json"
-
-
-def read_documents(
-    source: SourceFile, config: CorpusConfig, follow: Callable[[Tell], None] = lambda tell: None
-) -> Records:
-    """Yield every record of a file in order; DataError if the file cannot be read to its end.
-
-    `follow` is called with a function that returns how many of the file's bytes were read so far.
-    """
-    try:
-        match source.kind:
-            case "parquet":
-                yield from read_parquet(source, config, follow)
-            case "arrow":
-                yield from read_arrow(source, config, follow)
-            case "mds":
-                yield from read_mds(source, config)
-            case "megatron":
-                yield from read_megatron(source, config, follow)
-            case "array":
-                yield from read_array(source, config, follow)
-            case "text":
-                yield from _read_bytes(_read_text, source, config, follow)
-            case "jsonl":
-                yield from _read_bytes(_read_jsonl, source, config, follow)
-            case "lines":
-                yield from _read_bytes(read_lines, source, config, follow)
-            case "wikitext":
-                yield from _read_bytes(read_articles, source, config, follow)
-            case "stream":
-                yield from _read_bytes(read_stream, source, config, follow)
-            case "tar":
-                yield from _read_bytes(_read_tar, source, config, follow)
-            case _:
-                assert_never(source.kind)
-    except (*CORRUPTION, tarfile.TarError, InvalidRecords) as error:
-        raise DataError(corrupted(source, error)) from None
 
 
 def _read_bytes(
@@ -354,3 +317,32 @@ def _document_of_sample(sample: _Sample, config: CorpusConfig) -> Document | Rej
     found = ", ".join(map(repr, sample.extensions))
     expected = " or ".join(dict.fromkeys((TEXT_EXTENSION, config.text_field, JSON_EXTENSION)))
     return Reject(sample.location, f"found members {found}, expected {expected}")
+
+
+def read_documents(
+    source: SourceFile, config: CorpusConfig, follow: Callable[[Tell], None] = lambda tell: None
+) -> Records:
+    """Yield every record of a file in order; DataError if the file cannot be read to its end.
+
+    `follow` is called with a function that returns how many of the file's bytes were read so far.
+    """
+    try:
+        yield from READERS[source.kind](source, config, follow)
+    except (*CORRUPTION, tarfile.TarError, InvalidRecords) as error:
+        raise DataError(corrupted(source, error)) from None
+
+
+Reader = Callable[[SourceFile, CorpusConfig, Callable[[Tell], None]], Records]
+READERS: dict[SourceKind, Reader] = {
+    "text": partial(_read_bytes, _read_text),
+    "lines": partial(_read_bytes, read_lines),
+    "wikitext": partial(_read_bytes, read_articles),
+    "stream": partial(_read_bytes, read_stream),
+    "jsonl": partial(_read_bytes, _read_jsonl),
+    "tar": partial(_read_bytes, _read_tar),
+    "parquet": read_parquet,
+    "arrow": read_arrow,
+    "mds": read_mds,
+    "megatron": read_megatron,
+    "array": read_array,
+}

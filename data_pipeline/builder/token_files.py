@@ -144,13 +144,15 @@ ZSTD_SUFFIX = ".zstd"
 TEXT_COLUMN, BYTES_COLUMN, ARRAY_COLUMN = "str", "bytes", "ndarray"  # how MDS encodes them
 
 
-def read_mds(source: SourceFile, config: CorpusConfig) -> Records:
+def read_mds(source: SourceFile, config: CorpusConfig, follow: Callable[[Tell], None]) -> Records:
     """Yield a document for each sample; InvalidRecords if headers and contents do not agree."""
     with named_errors(source.path):
         memory = _contents(source)
     shard = _Shard(memory)
-    kind = shard.kind_of(config.text_field)
+    kind, done = shard.kind_of(config.text_field), 0
+    follow(lambda: done * source.size // max(len(shard), 1))
     for number in range(len(shard)):
+        done = number
         location = f"{source.name}:{number + 1}"
         sample = shard.sample(number)
         raw = sample[config.text_field]
