@@ -15,7 +15,6 @@ import pytest
 from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.records import Document, Reject
 from data_pipeline.builder.sources import list_sources
-from data_pipeline.cli import main
 from data_pipeline.config import CorpusConfig
 from foundation.errors import DataError
 from foundation.progress import Note
@@ -136,14 +135,6 @@ def test_files_about_records_are_left_out_and_said(tmp_path):
     assert len(read_all(tmp_path, format="text")) == 6, "on demand all of them are text"
 
 
-def test_the_command_says_what_it_leaves_out(tmp_path, capsys):
-    write_jsonl(tmp_path / "in" / "x.jsonl", ["one", "two"])
-    (tmp_path / "in" / "README.md").write_text("about")
-    flags = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
-    assert main(["build", *flags, "--tokenizer=bytes", "--validation-fraction=0"]) == 0
-    assert "left out, beside records: README.md\n" in capsys.readouterr().err
-
-
 def test_a_built_corpus_is_not_built_again(tmp_path):
     built = make_tiny_corpus(tmp_path / "corpus", documents=12)
     for folder in (built, built / "train"):
@@ -163,17 +154,6 @@ def test_what_is_neither_file_nor_folder_is_named(tmp_path, monkeypatch, kind):
     for root in (path, path.parent):
         with pytest.raises(DataError, match=rf"{path} is a pipe, socket or device"):
             read_all(root)
-
-
-def test_links_that_lead_out_of_the_input_are_followed(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "a.txt").write_text("text")
-    folder = tmp_path / "in"
-    folder.mkdir()
-    (folder / "b.txt").write_text("text")
-    (folder / "c.txt").symlink_to("b.txt")
-    (folder / "linked").symlink_to("../elsewhere")
-    assert [record.id for record in read_all(folder)] == ["b.txt", "c.txt", "linked/a.txt"]
 
 
 def test_string_views_in_parquet_are_text(tmp_path):
