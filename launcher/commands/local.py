@@ -17,7 +17,6 @@ from pretrain.processes.local_ranks import RankGroup, describe_failure, train_co
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_run
-from pretrain.terminal.live_bar import live_bar
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 from pretrain.terminal.text import counted
 
@@ -64,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if note := change_of_ranks(run_dir, arguments.ranks):
         _log.info("%s", note)
-    with stop, run_dir.locked(HOLDER), live_bar():
+    with stop, run_dir.locked(HOLDER):
         status = supervise(run_dir, starter(command, arguments.ranks, run_dir), policy, stop)
     if not existed and not run_dir.exists():
         run_dir.remove_unused()

@@ -14,7 +14,6 @@ from foundation.settings import load_config
 from pretrain.config.phases import advice_on_phases
 from pretrain.config.resolve import resolve, with_absolute_paths
 from pretrain.config.run import RunConfig
-from pretrain.terminal.live_bar import live_bar
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -53,9 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     if world.is_main and (advice := advice_on_phases(config)):
         logger.warning(advice)
     try:
-        with live_bar():
-            return exit_status_of(
-                lambda: run_training(config, arguments.run_dir, world), report=logger.error
-            )
+        return exit_status_of(
+            lambda: run_training(config, arguments.run_dir, world), report=logger.error
+        )
     finally:
         destroy_process_group()

@@ -28,7 +28,6 @@ from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
 from pretrain.recovery.faults import VARIABLE as FAULT_VARIABLE
 from pretrain.rundir.run_dir import RunDir
-from pretrain.terminal.live_bar import live_bar
 from pretrain.terminal.text import counted
 
 EXIT_DIFFERENT = 1
@@ -145,7 +144,7 @@ def train_ranks(
     command = train_command(config, run_dir.path, *overrides)
     environment = {FAULT_VARIABLE: fault}
     group = RankGroup(command, ranks, run_dir.logs, environment=environment, echo_rank_zero=True)
-    with live_bar(), group:
+    with group:
         statuses = group.wait(timeout=START_SECONDS)
     failure = describe_failure(statuses, group.logs, first_failure=group.first_failure)
     if fault and KILLED not in statuses:

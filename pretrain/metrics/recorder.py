@@ -82,7 +82,6 @@ from pretrain.rundir.metric_names import set_losses, task_metrics, train_loss
 from pretrain.rundir.metrics_file import has_evaluation
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
-from pretrain.terminal.log import PROGRESS
 from pretrain.terminal.text import counted, evaluation_line, perplexity, si, train_line
 
 
@@ -283,10 +282,7 @@ class MetricsRecorder:
             self._files.append(lines)
             self._copy(lines)
             total = self._run.optim.steps
-            logger.info(
-                train_line(lines, total, seconds / len(steps)),
-                extra={PROGRESS: last.step / total},
-            )
+            logger.info(train_line(lines, total, seconds / len(steps)))
         self._start_interval()
         return lines
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,6 @@ from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.lock import VARIABLE
 from pretrain.rundir.run_dir import AttemptFiles, variables_of_attempt
 from pretrain.rundir.time_spent import STARTED_AT
-from pretrain.terminal.live_bar import LogLine, show
 from pretrain.terminal.log import LINE_START, NO_RELAY, RELAY_VARIABLE
 
 # How long the others may run after one rank failed: enough to report errors, too short to wait in a
@@ -272,4 +271,5 @@ def _show_lines(relay: IO[bytes]) -> None:
     with relay:
         for line in relay:
             with contextlib.suppress(OSError, ValueError):  # our own output may be closed
-                show(LogLine(**json.loads(line)))
+                sys.stderr.write(line.decode(errors="replace"))
+                sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Numbers and tables as text; the progress bar. Torch-free.
+"""Logging; numbers and tables as text. Torch-free.
 
 Imported by everything that prints; uses nothing of `pretrain`.
 """

@@ -7,23 +7,19 @@ knows who it is. `print` is for the output that a user asked a command for.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import re
+import sys
 import warnings
-from dataclasses import asdict
 
 from foundation.credentials import redacted
 from foundation.errors import printable
-from pretrain.terminal.live_bar import LogLine, show
 
 LEVELS = ("debug", "info", "warning", "error")
 LEVEL_VARIABLE = "PRETRAIN_LOG_LEVEL"  # the level that started processes inherit
 # The file descriptor on which a launcher reads what a rank logs.
 RELAY_VARIABLE, NO_RELAY = "PRETRAIN_LOG_RELAY", -1
-# Attribute of a record with measurements: which share of the run is done.
-PROGRESS = "progress"
 PACKAGES = ("foundation", "data_pipeline", "pretrain", "launcher")
 # What each line starts with, for those who read log files.
 LINE_START = re.compile(
@@ -81,8 +77,8 @@ def adopt_logger(name: str, ignored: str | None = None) -> None:
 class _StderrHandler(logging.Handler):
     """Writes each record with one call, so that lines of several threads or ranks do not mix.
 
-    A launcher that shows them gets the same lines as data from the file descriptor `relay`: only
-    them, not the tracebacks and prints that are also written to stderr.
+    A launcher that shows them gets the same lines from the file descriptor `relay`: only them, not
+    the tracebacks and prints that are also written to stderr.
     """
 
     def __init__(self, level: int, relay: int = NO_RELAY) -> None:
@@ -91,11 +87,11 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text, message = self.format(record), record.getMessage()
-            line = LogLine(safe(text), safe(message), getattr(record, PROGRESS, None))
-            show(line)
+            line = safe(self.format(record)) + "\n"
+            sys.stderr.write(line)
+            sys.stderr.flush()
             if self.relay != NO_RELAY:
-                os.write(self.relay, json.dumps(asdict(line)).encode() + b"\n")
+                os.write(self.relay, line.encode())
         except Exception:  # a full disk or a closed terminal must not stop training
             self.handleError(record)
 

@@ -117,10 +117,7 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_step: float) -> str:
-    """An interval's measurements: its train loss, everything else at its end.
-
-    What matters most comes first: a progress bar cuts the line at the terminal's width.
-    """
+    """An interval's measurements: its train loss, everything else at its end."""
     line, loss = lines[-1], lines[-1]["train_loss"]
     parts = [
         f"step {line['step']:>{len(str(total_steps))}}/{total_steps}",
