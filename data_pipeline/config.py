@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -182,38 +181,3 @@ class MixturePart:
             raise ConfigError(
                 f"mixture of {self.path}: found repeat and weight, expected one of them"
             )
-
-
-@dataclass(frozen=True)
-class SegmentLengths:
-    """The tokens that each lane reads at every step since it started.
-
-    A step reads `first` tokens, or the length of the last of `changes` at or before it. ConfigError
-    unless the changes are in order and all lengths are positive.
-    """
-
-    first: int
-    changes: Sequence[tuple[int, int]] = ()  # (step, length)
-
-    def __post_init__(self) -> None:
-        steps = [0, *(step for step, _ in self.changes)]
-        shortest = min(self.first, *(length for _, length in self.changes), 1)
-        if sorted(set(steps)) != steps or shortest < 1:
-            changes = ", ".join(f"{step}={length}" for step, length in self.changes)
-            raise ConfigError(
-                f"segments of {self.first} tokens, then from step=length {changes}: expected "
-                "positive lengths, and each change at a later step than the one before"
-            )
-
-    def at(self, step: int) -> int:
-        """Return the length of the step's segments."""
-        lengths = (length for start, length in reversed(self.changes) if start <= step)
-        return next(lengths, self.first)
-
-    def tokens_before(self, step: int) -> int:
-        """Return how many tokens of a lane the steps before `step` read."""
-        ends = [*(start for start, _ in self.changes), step]
-        return sum(
-            self.at(start) * max(0, min(end, step) - start)
-            for start, end in zip([0, *ends], ends, strict=False)
-        )

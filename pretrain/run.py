@@ -62,7 +62,6 @@ from pretrain.recovery.rewind import (
     SpikeFound,
     SpikeMonitor,
     inherited_windows,
-    name_suspects,
     rewind,
     segments_consumed,
     skip_windows,
@@ -290,7 +289,7 @@ def _train_from(
     record_start(run_dir, world, state.step, process.data, where, is_local)
     windows = inherited_windows(run_dir, world, state.step)
     lane_seed = lane_seed_at(config, state.step)
-    stream = _open_lanes(process, config, engine, state)
+    stream = _open_lanes(process, config, state)
     batches = skip_windows(stream, segments_consumed(state.step, windows), windows)
     with checkpointer, Prefetcher(batches) as prefetcher:
         process.heartbeat.beat(state.step, "train")
@@ -361,15 +360,12 @@ def _evaluator(
     return lambda: losses() | tasks(state.step)
 
 
-def _open_lanes(
-    process: RankProcess, config: RunConfig, engine: Engine, state: TrainState
-) -> LaneStream:
-    """This rank's lanes from the state's cursor on; after a rewind, suspects are named first."""
+def _open_lanes(process: RankProcess, config: RunConfig, state: TrainState) -> LaneStream:
+    """This rank's lanes from the state's cursor on."""
     world, data, seed = process.world, config.data, lane_seed_at(config, state.step)
     corpus = open_training_data(data.path, data.mixture, data.cache, data.manifest_hashes)
     lanes = lanes_of_rank(config, world.rank, world.world_size)
     corpus.check_capacity(ranks_on_this_node() * (len(lanes) + SHARDS_BESIDE_LANES))
-    name_suspects(process.config, process.run_dir, engine, corpus, state, lanes)
     length = config.lane_tokens_per_step
     stream = LaneStream(corpus, data.lanes, seed, length, lanes, state.cursor)
     if stream.advice and world.is_main:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from data_pipeline.commands.verify import CORPUS_HELP
-from data_pipeline.config import CacheConfig, SegmentLengths
+from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.corpus import Corpus, split_directory
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.lanes.audit import audit_steps
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         data,
         arguments.lanes,
         arguments.seed,
-        SegmentLengths(arguments.segment_length),
+        arguments.segment_length,
         arguments.steps,
         None if lane is None else range(lane, lane + 1),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from data_pipeline.config import SegmentLengths
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_plan import DocumentSpans, check_lanes, check_range
 from data_pipeline.lanes.mixture import Mixture, plan_of
@@ -29,7 +28,7 @@ def audit_steps(
     corpus: Corpus | Mixture,
     num_lanes: int,
     seed: int,
-    lengths: SegmentLengths,
+    segment_length: int,
     steps: range,
     lanes: range | None = None,
 ) -> Iterator[ReadSpan]:
@@ -42,11 +41,11 @@ def audit_steps(
     check_lanes(plan, corpus.manifest.longest_whole)
     lanes = lanes or range(num_lanes)
     check_range(lanes, num_lanes)
-    first_token = lengths.tokens_before(steps.start)
+    first_token = steps.start * segment_length
     walks = [plan.walk(lane, *plan.locate(lane, first_token)) for lane in lanes]
     for step in steps:
         for walk in walks:
-            for spans in walk.take(lengths.at(step)):
+            for spans in walk.take(segment_length):
                 yield from _read_spans(corpus, step, walk.lane, spans)
 
 

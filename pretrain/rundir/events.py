@@ -242,32 +242,6 @@ class GaveUp(SpikeEvent):
     sentence = "gave up: {0.spike}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SuspectDocument:
-    """A document of the skipped segments, with its mean loss under the weights from before the
-    spike."""
-
-    document: str
-    lane: int
-    loss: float
-    tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.document} (lane {self.lane}, loss {self.loss:.2f})"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SuspectDocuments(Event):
-    """The documents of a rewind's segments that are hardest to predict, hardest first."""
-
-    segments: tuple[int, int]
-    documents: tuple[SuspectDocument, ...]
-
-    @property
-    def description(self) -> str:
-        return f"hardest to predict of what was skipped: {', '.join(map(str, self.documents[:3]))}"
-
-
 class NextAction(Enum):
     """What follows an attempt."""
 

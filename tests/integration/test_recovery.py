@@ -17,7 +17,7 @@ from data_pipeline.config import CorpusConfig, TokenizerConfig
 from pretrain.commands.same_run import differing_losses, summary
 from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
 from pretrain.recovery.faults import VARIABLE
-from pretrain.rundir.events import GaveUp, OutOfMemory, Rewind, Slowdown, SuspectDocuments
+from pretrain.rundir.events import GaveUp, OutOfMemory, Rewind, Slowdown
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_text, write_jsonl
@@ -121,16 +121,13 @@ def recovered(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
 
 
 @pytest.mark.slow
-def test_a_poisoned_document_makes_the_run_rewind_and_is_skipped_and_named(recovered, experiment):
+def test_a_poisoned_document_makes_the_run_rewind_and_is_skipped(recovered, experiment):
     rewinds = events_of(recovered.ledger.read(), Rewind)
     assert [rewind.to_step for rewind in rewinds] == [160], "keep_last=1 kept it beside 180"
     assert (rewinds[0].spike.loss or 0.0) > (rewinds[0].spike.usual or 0.0) + 0.5
     begin, end = rewinds[0].segments
     assert begin <= 163 < 195 < end, "the whole document, in segments counted from 0"
     assert POISONED in {piece["document"] for piece in audited(experiment, range(begin, end))}
-    suspects = events_of(recovered.ledger.read(), SuspectDocuments)[0].documents
-    assert (suspects[0].document, suspects[0].lane) == (POISONED, 3)
-    assert suspects[0].loss > 2 * suspects[1].loss
 
 
 @pytest.mark.slow

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from data_pipeline.cli import main
-from data_pipeline.config import MixturePart, SegmentLengths
+from data_pipeline.config import MixturePart
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.audit import audit_steps
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_mixture
 from tests.helpers.corpora import write_numbered_corpus
@@ -180,19 +179,3 @@ def test_weights_are_those_of_the_runs_mixture(corpus, tmp_path, capsys):
     assert "found a weight of 0" in capsys.readouterr().err
     assert main(["audit", str(tmp_path / "a"), f"--mix={tmp_path / 'b'}=nan"]) == 2
     assert "a repeat of nan is not positive or too small" in capsys.readouterr().err
-
-
-def test_the_audit_of_growing_segments_lists_what_the_lanes_read(corpus):
-    """By `audit_steps`, as a rewind asks it: the same tokens, in segments of other lengths."""
-    grown = SegmentLengths(LENGTH, ((20, 32), (40, 64)))
-    assert grown.tokens_before(50) == 100 * LENGTH
-    read = [
-        [
-            (span.lane, span.document, span.offset + token)
-            for span in audit_steps(corpus, NUM_LANES, 1, lengths, range(steps))
-            for token in range(span.tokens)
-        ]
-        for lengths, steps in ((grown, 50), (SegmentLengths(LENGTH), 100))
-    ]
-    assert len(read[0]) == NUM_LANES * 100 * LENGTH
-    assert sorted(read[0]) == sorted(read[1])

@@ -33,8 +33,6 @@ from pretrain.rundir.events import (
     Spike,
     Submitted,
     SupervisorKilled,
-    SuspectDocument,
-    SuspectDocuments,
     TrainingBegan,
     TrainingEnded,
 )
@@ -109,13 +107,6 @@ EXAMPLES = [
     (
         GaveUp(spike=Spike(1, 30, skipped=29)),
         "gave up: 29 of the 30 updates of steps 1 to 30 were skipped",
-    ),
-    (
-        SuspectDocuments(
-            segments=(12, 25),
-            documents=(SuspectDocument(document="d", lane=1, loss=8.0, tokens=5),),
-        ),
-        "d (lane 1, loss 8.00)",
     ),
     (RETRY, f"attempt 3 ended: {KILLED}; next: retry"),
     (replace(RETRY, reason=AttemptReason.HANG), "the ranks hung; rank 1 was unresponsive"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.config import MixturePart, SegmentLengths
+from data_pipeline.config import MixturePart
 from foundation.errors import ConfigError
 from pretrain.cli import main
 from pretrain.config.data import DataConfig, PhaseConfig
@@ -25,7 +25,6 @@ from pretrain.config.phases import (
 from pretrain.config.run import RunConfig
 from pretrain.recovery.rewind import (
     SKIP_MARGIN_SEGMENTS,
-    lane_lengths,
     segments_consumed,
     window_of,
 )
@@ -127,12 +126,6 @@ def test_a_window_ends_its_margin_after_the_spike_also_in_longer_segments():
     assert window_of(Spike(31, 33, 9.0, 3.0), [], WARM_UP, to_step=30) == range(
         30, 33 + SKIP_MARGIN_SEGMENTS
     )
-
-
-def test_the_lengths_of_a_lanes_segments_count_skipped_ones():
-    lengths = lane_lengths(WARM_UP, 40, [range(5, 8)])
-    assert (lengths.first, *lengths.changes) == (16, (13, 32), (33, 64))
-    assert lane_lengths(WARM_UP, 55, [range(5, 8)]) == SegmentLengths(64)
 
 
 def test_phases_beyond_the_end_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
