@@ -329,8 +329,6 @@ def _train_from(
                 lane_seed=lane_seed,
                 segment_length=config.data.segment_length,
                 tokens_of_corpora=tokens_of_corpora,
-                save_seconds=metrics.save_seconds,
-                evaluation_seconds=metrics.cut_off_seconds,
                 **where,
             )
         )

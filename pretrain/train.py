@@ -174,7 +174,6 @@ def _evaluate(parts: Parts, process: RankProcess) -> bool:
     try:
         evaluation = parts.evaluate()
     except StopRequested:
-        parts.metrics.cut_off_evaluation()
         return False
     parts.metrics.write_evaluation(parts.state.step, evaluation)
     return True

@@ -73,7 +73,7 @@ from pretrain.metrics.stragglers import (
     slowest_of,
 )
 from pretrain.metrics.wandb_writer import Copy
-from pretrain.metrics.writers import MetricsFiles, StepProfiler
+from pretrain.metrics.writers import MetricsFile, StepProfiler, TensorBoard
 from pretrain.model.lane_state import LaneState
 from pretrain.model.parameters import dtype_of
 from pretrain.optim.layer_norms import layer_metrics
@@ -212,7 +212,8 @@ class MetricsRecorder:
         self._copy = copy
         self._lane_meter = LaneMeter(run, state)
         self._stragglers = StragglerWatch()
-        self._files: MetricsFiles | None = None
+        self._file: MetricsFile | None = None
+        self._tensorboard: TensorBoard | None = None
         self._profiler: StepProfiler | None = None
         self._slot_losses: list[Tensor] = []
         self._steps: list[_Step] = []
@@ -220,9 +221,10 @@ class MetricsRecorder:
         self._peak = peak_of_run(run_dir, world, run.engine.number_format)
         self._standstill_clock = StandstillClock()
         self._stalls = StallMeter()
-        self.cut_off_seconds = 0.0  # of evaluations that were not finished
         if world.is_main:
-            self._files = MetricsFiles(run_dir, state.step, run.metrics.tensorboard, may_write)
+            self._file = MetricsFile(run_dir, state.step, may_write)
+            if run.metrics.tensorboard:
+                self._tensorboard = TensorBoard(run_dir.tensorboard, state.step)
             self._profiler = StepProfiler(*run.metrics.profile_steps, run_dir.traces)
             self._profiler.after_step(state.step)
             logger.info(
@@ -263,7 +265,7 @@ class MetricsRecorder:
         self._end_of_step(is_whole=False)  # a rank may have been waited for in the exchange
         stalled = self._stalls.take()
         seconds = time.perf_counter() - self._start - self._paused - stalled
-        if self._files is not None:
+        if self._file is not None:
             ranks = self._world.world_size
             busy_R, standstill_R = of_R[:ranks], of_R[ranks:]
             lines = [
@@ -279,8 +281,7 @@ class MetricsRecorder:
                 lines[-1]["loss_scale"] = last.result.loss_scale
             lines[-1] |= self._lane_meter.numbers(of_lanes)
             lines[-1] |= self._norms_per_layer(last.result, squares)
-            self._files.append(lines)
-            self._copy(lines)
+            self._append(self._file, lines)
             total = self._run.optim.steps
             logger.info(train_line(lines, total, seconds / len(steps)))
         self._start_interval()
@@ -290,32 +291,20 @@ class MetricsRecorder:
         """Write what an evaluation after `step` found; its time does not count as training."""
         start = self._idle_since
         self._pause_since(start)
-        if self._files is not None:
+        if self._file is not None:
             seconds = self._idle_since - start
             line = {"kind": "evaluation", "step": step, "seconds": seconds, **values}
-            self._files.append([line])
-            self._copy([line])
+            self._append(self._file, [line])
             logger.info(evaluation_line(step, values, set_losses(values) | task_metrics(values)))
-
-    def cut_off_evaluation(self) -> None:
-        """Count the time since the last step as that of an evaluation that was not finished."""
-        start = self._idle_since
-        self._pause_since(start)
-        self.cut_off_seconds += self._idle_since - start
 
     def has_evaluation(self, step: int) -> bool:
         """Whether an evaluation after `step` is on disk. A collective."""
-        found = self._files is not None and has_evaluation(self._run_dir.metrics, step)
+        found = self._file is not None and has_evaluation(self._run_dir.metrics, step)
         return broadcast_value(found, bool)
-
-    @property
-    def save_seconds(self) -> float:
-        """Seconds in which the loop waited for saves since the last interval was written."""
-        return self._save_stall
 
     def unwritten(self) -> str:
         """Why metrics until now are not on disk, after trying once more; '' if they are."""
-        return self._files.write() if self._files is not None else ""
+        return self._file.write() if self._file is not None else ""
 
     def wait_until_written(self) -> None:
         """Return when all lines are on disk; StorageError, on every rank, if patience ends before.
@@ -323,8 +312,8 @@ class MetricsRecorder:
         A collective.
         """
         with raise_on_all_ranks():
-            if self._files is not None:
-                outlast(self._run_dir.patience, self._files.require_written)
+            if self._file is not None:
+                outlast(self._run_dir.patience, self._file.require_written)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -341,6 +330,12 @@ class MetricsRecorder:
         self._standstill_clock.close()
         if self._profiler is not None:
             self._profiler.close()
+
+    def _append(self, file: MetricsFile, lines: list[dict[str, Any]]) -> None:
+        file.append(lines)
+        if self._tensorboard is not None:
+            self._tensorboard.append(lines)
+        self._copy(lines)
 
     def _over_ranks(self, steps: Sequence[_Step]) -> tuple[list[float], ...]:
         """Sums over ranks: losses by step, ranks' measurements, lanes' counts, squared norms."""

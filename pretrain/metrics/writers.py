@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from foundation.errors import os_error_text, remedy_of
-from foundation.files import append_whole, fsync_directory
-from foundation.retry import Outage, Patience, outlast
+from foundation.files import append_whole, own_file
+from foundation.retry import Outage, outlast
 from pretrain.rundir.metric_names import scalars_of
 from pretrain.rundir.metrics_file import summarize_file, sums_of
 from pretrain.rundir.run_dir import RunDir
@@ -26,27 +24,20 @@ from pretrain.rundir.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 
-class MetricsFiles:
-    """metrics.jsonl and TensorBoard. Metrics after `step` are removed: those steps are repeated.
+class MetricsFile:
+    """metrics.jsonl. Lines after `step` are removed first: those steps are repeated.
 
     `may_write` is called before each write; it raises UserError in an attempt that another one has
     replaced. While storage fails, lines are kept in memory and written together with later ones;
     StorageError once the patience of `run_dir` is over.
     """
 
-    def __init__(
-        self, run_dir: RunDir, step: int, tensorboard: bool, may_write: Callable[[], None]
-    ) -> None:
-        self._may_write = may_write
+    def __init__(self, run_dir: RunDir, step: int, may_write: Callable[[], None]) -> None:
+        self._path, self._may_write = run_dir.metrics, may_write
         outlast(run_dir.patience, lambda: run_dir.cut_metrics_after(step))
         self._sums = sums_of(summarize_file(run_dir.metrics))
-        self._files = [_Buffered(run_dir.metrics, run_dir.patience)]
-        self._tensorboard: TensorBoardEvents | None = None
-        if tensorboard:
-            self._tensorboard = TensorBoardEvents()
-            file = _Buffered(run_dir.tensorboard / self._tensorboard.file_name, run_dir.patience)
-            file.add(self._tensorboard.start(step))
-            self._files.append(file)
+        self._outage = Outage(run_dir.patience)
+        self._left = b""  # what could not be written yet
 
     def append(self, lines: Sequence[dict[str, Any]]) -> None:
         """Write the lines; the last one of an interval with the run's sums until then."""
@@ -54,38 +45,15 @@ class MetricsFiles:
             self._sums.add(line)
             if "tokens_per_second" in line:
                 line["totals"] = {name: round(each, 6) for name, each in vars(self._sums).items()}
-        self._files[0].add("".join(json.dumps(line) + "\n" for line in lines).encode())
-        if self._tensorboard is not None:
-            self._files[1].add(self._tensorboard.scalars(lines))
+        self._left += "".join(json.dumps(line) + "\n" for line in lines).encode()
         self.write()
 
     def write(self) -> str:
         """Write what is left in memory; returns why that failed, or ''."""
-        return next(filter(None, [file.write(self._may_write) for file in self._files]), "")
-
-    def require_written(self) -> None:
-        """Raise OSError if anything is left in memory after trying once more."""
-        if problem := self.write():
-            raise OSError(problem)
-
-
-class _Buffered:
-    """A file to append to, and what could not be appended yet."""
-
-    def __init__(self, path: Path, patience: Patience) -> None:
-        self._path = path
-        self._outage = Outage(patience)
-        self._left = b""
-
-    def add(self, content: bytes) -> None:
-        self._left += content
-
-    def write(self, may_write: Callable[[], None]) -> str:
         if not self._left:
             return ""
         try:
-            may_write()
-            self._path.parent.mkdir(exist_ok=True)
+            self._may_write()
             append_whole(self._path, self._left)
         except OSError as error:
             problem = os_error_text(error)
@@ -98,44 +66,57 @@ class _Buffered:
         self._left = b""
         return ""
 
+    def require_written(self) -> None:
+        """Raise OSError if anything is left in memory after trying once more."""
+        if problem := self.write():
+            raise OSError(problem)
 
-class TensorBoardEvents:
-    """Scalars as TensorBoard's event files have them.
 
-    Its own writer appends from a thread, which after one failed write never writes again.
+class TensorBoard:
+    """A copy of what lines of metrics.jsonl measured, in event files. What a killed run logged
+    after `step` is dropped.
+
+    Lines that a disk does not take are missing there, and the next ones start another file. The
+    library's own writer appends from a thread, which after one failure never writes again.
     """
 
-    def __init__(self) -> None:
-        # TensorBoard reads files in the order of their names.
-        now, host = time.time(), socket.gethostname()
-        self.file_name = f"events.out.tfevents.{now:017.6f}.{host}.{os.getpid()}"
+    def __init__(self, directory: Path, step: int) -> None:
+        self._directory, self._step = directory, step
+        self._records: Any = None  # the library's, of the current file
 
-    def start(self, step: int) -> bytes:
-        """What a file starts with. What a killed run logged after `step` is dropped."""
-        start = _record(file_version="brain.Event:2")
-        return start + _record(step=step + 1, session_log={"status": "START"}) if step else start
-
-    def scalars(self, lines: Sequence[dict[str, Any]]) -> bytes:
-        """What the lines have measured."""
+    def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
         from torch.utils.tensorboard.summary import scalar
 
-        return b"".join(
-            _record(step=line["step"], summary=scalar(name, value))
-            for line in lines
-            for name, value in scalars_of(line).items()
+        try:
+            if self._records is None:
+                self._start()
+            for line in lines:
+                for name, value in scalars_of(line).items():
+                    self._write(step=line["step"], summary=scalar(name, value))
+        except OSError as error:
+            self._records = None
+            logger.warning("TensorBoard lacks these steps: %s", os_error_text(error))
+
+    def _start(self) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._directory.mkdir(exist_ok=True)
+        # TensorBoard reads files in the order of their names.
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter(
+            open(self._directory / name, "wb", buffering=0, opener=own_file)  # noqa: SIM115
         )
+        self._write(file_version="brain.Event:2")
+        if self._step:
+            self._write(step=self._step + 1, session_log={"status": "START"})
+            self._step = 0
 
+    def _write(self, **fields: Any) -> None:
+        from tensorboard.compat.proto import event_pb2
 
-def _record(**fields: Any) -> bytes:
-    """An event of now, as a record of an event file."""
-    from tensorboard.compat.proto import event_pb2
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    # its classes are made when it is imported
-    event = event_pb2.Event(wall_time=time.time(), **fields)  # pyright: ignore[reportAttributeAccessIssue]
-    buffer = io.BytesIO()
-    RecordWriter(buffer).write(event.SerializeToString())
-    return buffer.getvalue()
+        # its classes are made when it is imported
+        event = event_pb2.Event(wall_time=time.time(), **fields)  # pyright: ignore[reportAttributeAccessIssue]
+        self._records.write(event.SerializeToString())
 
 
 class StepProfiler:
@@ -168,11 +149,7 @@ class StepProfiler:
         recorded.stop()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(dir=self._path.parent, prefix=".") as beside:
-                written = Path(beside) / self._path.name
-                recorded.export_chrome_trace(str(written))
-                written.replace(self._path)
-            fsync_directory(self._path.parent)
+            recorded.export_chrome_trace(str(self._path))
         except OSError as error:  # not worth ending or delaying a run
             logger.warning("no profiler trace: %s", os_error_text(error))
             return

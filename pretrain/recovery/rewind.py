@@ -125,7 +125,8 @@ def _why_no_rewind(
             f"checkpoint.interval below {run.checkpoint.interval}, lower optim.learning_rate, or "
             f"{off}"
         )
-    steps = f", at steps {', '.join(str(event.step) for event in rewinds)}" if rewinds else ""
+    ends = ", ".join(str(event.spike.last_step) for event in rewinds)
+    steps = f", at steps {ends}" if ends else ""
     return (
         f"{spike}, after {len(rewinds)} rewinds (recovery.max_rewinds={run.recovery.max_rewinds})"
         f"{steps}; lower optim.learning_rate, clean the documents of the segments in "

@@ -27,7 +27,7 @@ from pretrain.distributed.threads import describe_waiting
 from pretrain.distributed.world import World, gather_values
 from pretrain.kernels.triton.tiling import table_name
 from pretrain.rundir.code_version import code_version
-from pretrain.rundir.events import TrainingBegan
+from pretrain.rundir.events import TrainingBegan, not_bitwise
 from pretrain.rundir.ledger import events_of, last_of
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.time_spent import seconds_since_start
@@ -140,5 +140,5 @@ def record_start(
     changes = environment_changes(before.environment if before else {}, environment)
     event = TrainingBegan(**began, changes=changes, local=is_local)
     if changes:
-        logger.warning(event.not_bitwise)
+        logger.warning(not_bitwise(changes))
     ledger.append(event)

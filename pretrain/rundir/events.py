@@ -1,29 +1,25 @@
 """What can happen to a run, as data: the events of its ranks, supervisors, Slurm jobs and commands.
 
 A frozen dataclass per kind of event. `ledger.py` stores them in RUN/ledger.jsonl and reads them
-back. Reasons and next actions are enums; `cause` and `description` render them for people and are
+back. Reasons and next actions are enums. All text about events is at the end of this file, and is
 never parsed. Torch-free.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One line of the ledger. `time` is set when the event is written: seconds since 1970.
+    """One line of the ledger. `time` is set when the event is written: seconds since 1970."""
 
-    `description` says what happened to a reader who does not know the names of fields.
-    """
-
-    sentence: ClassVar[str] = ""  # the description, with fields of `0`
     time: float = field(default=0.0, compare=False)
 
     @classmethod
@@ -31,15 +27,10 @@ class Event:
         """`AttemptEnded` is stored as `attempt_ended`."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
-    @classmethod
-    def kinds(cls) -> Iterator[type[Event]]:
-        """Yield all kinds that a ledger may have, which have no subclasses."""
-        for kind in cls.__subclasses__():
-            yield from kind.kinds() if kind.__subclasses__() else (kind,)
-
     @property
     def description(self) -> str:
-        return self.sentence.format(self)
+        """What happened, for a reader who does not know the names of fields."""
+        return _description(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +54,6 @@ class TrainingBegan(Event):
     corpora: dict[str, str] = field(default_factory=dict)  # path or URL -> manifest_hash
     changes: dict[str, tuple[str, str]] = field(default_factory=dict)
     local: bool = False  # from the ranks' local checkpoints
-
-    @property
-    def description(self) -> str:
-        ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
-        if not self.step:
-            return f"started on {ranks}"
-        which = "the local checkpoints of " if self.local else ""
-        resumed = f"resumed from {which}step {self.step} on {ranks}"
-        return f"{resumed}; {self.not_bitwise}" if self.changes else resumed
-
-    @property
-    def not_bitwise(self) -> str:
-        changes = [f"{name} {old} -> {new}" for name, (old, new) in self.changes.items()]
-        return f"not bitwise from here: {', '.join(changes)}"
 
 
 class Outcome(Enum):
@@ -104,15 +81,6 @@ class TrainingEnded(Event):
     lane_seed: int = 0
     segment_length: int = 0
     tokens_of_corpora: dict[str, int] = field(default_factory=dict)
-    save_seconds: float = 0.0  # of waiting for saves since the last metrics
-    evaluation_seconds: float = 0.0  # of an evaluation that a stop request cut off
-
-    @property
-    def description(self) -> str:
-        if self.outcome is Outcome.STOPPED:
-            return f"stopped on request after step {self.step} and saved a checkpoint"
-        what = "finished a phase" if self.outcome is Outcome.PHASE_FINISHED else "finished"
-        return f"{what} after step {self.step}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +89,6 @@ class SettingsChanged(Event):
 
     changes: dict[str, tuple[Any, Any]]
 
-    @property
-    def description(self) -> str:
-        changes = [f"{key} from {old} to {new}" for key, (old, new) in self.changes.items()]
-        return f"settings changed: {', '.join(changes)}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory(Event):
@@ -133,11 +96,6 @@ class OutOfMemory(Event):
 
     `settings` are those that a rank's need depends on.
     """
-
-    sentence = (
-        "rank {0.rank} ran out of memory with {0.micro_batch_lanes} lanes per forward pass; the "
-        "next start halves them"
-    )
 
     rank: int
     micro_batch_lanes: int
@@ -155,17 +113,10 @@ class Mirrored(Event):
     seconds: float = 0.0
     problem: str = ""
 
-    @property
-    def description(self) -> str:
-        where = f"in {self.url}" if not self.problem else f"not in {self.url}: {self.problem}"
-        return f"the checkpoint of step {self.step} is {where}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Restored(Event):
     """The run directory was made from the store, to resume from the checkpoint of `step`."""
-
-    sentence = "restored the checkpoint of step {0.step} from {0.url}"
 
     step: int
     url: str
@@ -180,13 +131,6 @@ class Slowdown(Event):
     seconds: float
     rank: int | None = None
     ratio: float | None = None
-
-    @property
-    def description(self) -> str:
-        who = "the ranks" if self.rank is None else f"rank {self.rank}"
-        if self.ratio is None:
-            return f"{who} stood still for {self.seconds:.0f} s"
-        return f"{who} took {self.ratio:.1f} times as long as the others"
 
 
 @dataclass(frozen=True)
@@ -211,35 +155,19 @@ class Spike:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpikeEvent(Event):
-    """Base of Rewind and GaveUp."""
-
-    spike: Spike
-
-    @property
-    def step(self) -> int:
-        return self.spike.last_step
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rewind(SpikeEvent):
+class Rewind(Event):
     """The run goes back to `to_step` and skips the `segments` [start, stop) of every lane."""
 
+    spike: Spike
     to_step: int
     segments: tuple[int, int]
 
-    @property
-    def description(self) -> str:
-        start, stop = self.segments
-        skipped = f"skipping segments {start} to {stop - 1} of every lane"
-        return f"{self.spike}: rewound to step {self.to_step}, {skipped}"
-
 
 @dataclass(frozen=True, kw_only=True)
-class GaveUp(SpikeEvent):
+class GaveUp(Event):
     """A spike that the run cannot rewind from."""
 
-    sentence = "gave up: {0.spike}"
+    spike: Spike
 
 
 class NextAction(Enum):
@@ -323,39 +251,11 @@ class AttemptEnded(Event):
     @property
     def cause(self) -> str:
         """Why it ended; if the supervisor gave up, also after how many attempts."""
+        cause, count = _attempt_cause(self), self.without_progress
         if self.next is not NextAction.GIVE_UP:
-            return self._cause
-        count = self.without_progress
+            return cause
         times = "attempt" if count == 1 else f"{count} attempts in a row"
-        return f"{self._cause}; {times} brought no checkpoint beyond step {self.step}"
-
-    @property
-    def description(self) -> str:
-        following = self.next.value.replace("_", " ")
-        return f"attempt {self.attempt_number} ended: {self.cause}; next: {following}"
-
-    @property
-    def _cause(self) -> str:
-        if self.reason is AttemptReason.HANG:
-            rank = self.first_failure
-            return "the ranks hung" + ("" if rank is None else f"; rank {rank} was unresponsive")
-        if self.reason is AttemptReason.RANK_FAILED:
-            rank = self.first_failure
-            if rank is None:
-                rank = next(
-                    i for i, each in enumerate(self.statuses) if each not in (0, EXIT_STOPPED)
-                )
-            return f"rank {rank} {describe_exit(self.statuses[rank])}"
-        return _ATTEMPT_CAUSES[self.reason]
-
-
-_ATTEMPT_CAUSES = {
-    AttemptReason.FINISHED: "every rank finished",
-    AttemptReason.STOP_REQUESTED: "stopped on request",
-    AttemptReason.USER_ERROR: "a setting or a file has to change first",
-    AttemptReason.OUT_OF_MEMORY: "out of memory; continuing with half the lanes per forward pass",
-    AttemptReason.UNSAVED: "no checkpoint holds the last step",
-}
+        return f"{cause}; {times} brought no checkpoint beyond step {self.step}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,23 +265,15 @@ class Interrupted(Event):
     signal: str  # its name
     step: int  # of the latest checkpoint
 
-    @property
-    def description(self) -> str:
-        how = "Ctrl-C" if self.signal == "SIGINT" else self.signal
-        saved = f"the latest checkpoint is of step {self.step}" if self.step else "nothing is saved"
-        return f"stopped by {how}; {saved}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted(Event):
-    sentence = "submitted to Slurm as job {0.job}"
     job: str  # 17, or 17_3 for a task of an array
     job_name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Canceled(Event):
-    sentence = "canceled (job {0.job})"
     job: str
     step: int = 0
 
@@ -394,10 +286,6 @@ class JobStarted(Event):
     restart: int
     nodes: tuple[str, ...]
     step: int  # of the latest checkpoint
-
-    @property
-    def description(self) -> str:
-        return f"job {self.job} started on {' '.join(self.nodes)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,13 +306,8 @@ class JobEnded(Event):
     @property
     def cause(self) -> str:
         """Why it ended."""
-        cause = _JOB_CAUSES.get(self.reason, self.reason.value.replace("_", " "))
+        cause = _JOB_CAUSES.get(self.reason, _words(self.reason))
         return cause.format(self, f"node {self.node}" if self.node else "a node")
-
-    @property
-    def description(self) -> str:
-        then = "; requeued" if self.requeued else "; not requeued" if self.is_final else ""
-        return f"job {self.job} ended: {self.cause}{then}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,27 +319,26 @@ class NodeReplaced(Event):
     spare: str
     reason: ReplacedBecause
 
-    @property
-    def description(self) -> str:
-        return f"{_REPLACEMENT_CAUSES[self.reason].format(self.node)}; spare node {self.spare} used"
-
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorKilled(Event):
     """The supervisor of a job's start was killed. Its successor in that start writes this."""
-
-    sentence = "the supervisor of job {0.job} was killed and started again"
 
     job: str
     restart: int
     step_before: int  # of the latest checkpoint when the killed one began
     step: int  # of the latest checkpoint now
 
-    @property
-    def cause(self) -> str:
-        return "its supervisor was killed"
 
+# ------------------------------------------------------------------------------------------- text
 
+_ATTEMPT_CAUSES = {
+    AttemptReason.FINISHED: "every rank finished",
+    AttemptReason.STOP_REQUESTED: "stopped on request",
+    AttemptReason.USER_ERROR: "a setting or a file has to change first",
+    AttemptReason.OUT_OF_MEMORY: "out of memory; continuing with half the lanes per forward pass",
+    AttemptReason.UNSAVED: "no checkpoint holds the last step",
+}
 _REPLACEMENT_CAUSES = {
     ReplacedBecause.NODE_FAILED: "node {} failed",
     ReplacedBecause.NOT_RESPONDING: "node {} is drained or does not respond",
@@ -476,3 +358,88 @@ _JOB_CAUSES = {
     JobEndReason.ENDED_BY_SLURM: "ended by Slurm",
     JobEndReason.FORGOTTEN: "the Slurm controller forgot its start",
 }
+
+
+def not_bitwise(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """What a start in another environment says."""
+    return f"not bitwise from here: {_changed(changes)}"
+
+
+def _changed(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes.items())
+
+
+def _attempt_cause(event: AttemptEnded) -> str:
+    rank = event.first_failure
+    if event.reason is AttemptReason.HANG:
+        return "the ranks hung" + ("" if rank is None else f"; rank {rank} was unresponsive")
+    if event.reason is not AttemptReason.RANK_FAILED:
+        return _ATTEMPT_CAUSES[event.reason]
+    if rank is None:
+        rank = next(i for i, each in enumerate(event.statuses) if each not in (0, EXIT_STOPPED))
+    return f"rank {rank} {describe_exit(event.statuses[rank])}"
+
+
+def _description(event: Event) -> str:
+    match event:
+        case TrainingBegan(step=0):
+            return f"started on {_ranks(event)}"
+        case TrainingBegan(step=step, changes=changes):
+            which = "the local checkpoints of " if event.local else ""
+            resumed = f"resumed from {which}step {step} on {_ranks(event)}"
+            return f"{resumed}; {not_bitwise(changes)}" if changes else resumed
+        case TrainingEnded(outcome=Outcome.STOPPED):
+            return f"stopped on request after step {event.step} and saved a checkpoint"
+        case TrainingEnded(outcome=outcome):
+            phase = " a phase" if outcome is Outcome.PHASE_FINISHED else ""
+            return f"finished{phase} after step {event.step}"
+        case SettingsChanged(changes=changes):
+            return f"settings changed: {_changed(changes)}"
+        case OutOfMemory(rank=rank, micro_batch_lanes=lanes):
+            lacking = f"rank {rank} ran out of memory with {lanes} lanes per forward pass"
+            return f"{lacking}; the next start halves them"
+        case Mirrored(url=url, problem=problem):
+            where = f"not in {url}: {problem}" if problem else f"in {url}"
+            return f"the checkpoint of step {event.step} is {where}"
+        case Restored():
+            return f"restored the checkpoint of step {event.step} from {event.url}"
+        case Slowdown(rank=rank, ratio=ratio):
+            who = "the ranks" if rank is None else f"rank {rank}"
+            if ratio is None:
+                return f"{who} stood still for {event.seconds:.0f} s"
+            return f"{who} took {ratio:.1f} times as long as the others"
+        case Rewind(spike=spike, segments=(start, stop)):
+            skipped = f"skipping segments {start} to {stop - 1} of every lane"
+            return f"{spike}: rewound to step {event.to_step}, {skipped}"
+        case GaveUp():
+            return f"gave up: {event.spike}"
+        case AttemptEnded(attempt_number=number):
+            return f"attempt {number} ended: {event.cause}; next: {_words(event.next)}"
+        case Interrupted(step=step):
+            how = "Ctrl-C" if event.signal == "SIGINT" else event.signal
+            saved = f"the latest checkpoint is of step {step}" if step else "nothing is saved"
+            return f"stopped by {how}; {saved}"
+        case Submitted():
+            return f"submitted to Slurm as job {event.job}"
+        case Canceled():
+            return f"canceled (job {event.job})"
+        case JobStarted():
+            return f"job {event.job} started on {' '.join(event.nodes)}"
+        case JobEnded():
+            then = "; requeued" if event.requeued else "; not requeued" if event.is_final else ""
+            return f"job {event.job} ended: {event.cause}{then}"
+        case NodeReplaced(spare=spare):
+            cause = _REPLACEMENT_CAUSES[event.reason].format(event.node)
+            return f"{cause}; spare node {spare} used"
+        case SupervisorKilled():
+            return f"the supervisor of job {event.job} was killed and started again"
+        case _:
+            raise AssertionError(event)
+
+
+def _ranks(event: TrainingBegan) -> str:
+    return f"{event.world_size} rank{'' if event.world_size == 1 else 's'}"
+
+
+def _words(value: Enum) -> str:
+    return value.value.replace("_", " ")

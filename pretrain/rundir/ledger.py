@@ -23,13 +23,12 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 from foundation.errors import os_error_text
 from foundation.files import append_whole, lines_of, open_regular, parse_json
-from foundation.records import built
+from foundation.records import built, to_json
 from foundation.retry import Patience, outlast
 from pretrain.rundir.events import (
     PLANNED,
@@ -115,7 +114,7 @@ def steps_that_stand(ledger: Sequence[Event]) -> dict[str, int]:
 
 
 E = TypeVar("E", bound=Event)
-EVENTS = {kind.name(): kind for kind in Event.kinds()}
+EVENTS = {kind.name(): kind for kind in Event.__subclasses__()}
 _FAILED = (NextAction.RETRY, NextAction.GIVE_UP, NextAction.REFUSED)
 _log = logging.getLogger(__name__)
 
@@ -197,14 +196,10 @@ def _ends_inside_a_line(path: Path) -> bool:
 
 
 def _to_tree(event: Event) -> dict[str, Any]:
-    fields = dataclasses.asdict(event)
+    fields = to_json(event)
     when = datetime.datetime.fromtimestamp(fields.pop("time"), datetime.timezone.utc)
     head = {"time": when.isoformat(timespec="milliseconds"), "event": event.name()}
-    return head | {
-        name: value.value if isinstance(value, Enum) else value
-        for name, value in fields.items()
-        if value is not None
-    }
+    return head | {name: value for name, value in fields.items() if value is not None}
 
 
 def _from_tree(tree: dict[str, Any]) -> Event:
@@ -290,7 +285,8 @@ def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruptio
     inside: OutOfMemory | GaveUp | None = None  # why the open attempt is about to end
     ended_job, step = "", 0
     for before, event in zip([None, *ledger], ledger, strict=False):
-        step = getattr(event, "step", None) or step
+        spike = getattr(event, "spike", None)
+        step = spike.last_step if spike else getattr(event, "step", None) or step
         if isinstance(event, TrainingBegan) and not (ended_job and began_in(event, ended_job)):
             if inside is not None:  # restarted within the process, without a supervisor's word
                 found.append(Interruption(inside.time, event.step, inside.description))
@@ -319,7 +315,7 @@ def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruptio
                     words = f"{found[-1].description}; {words}"
                 found[-1] = replace(found[-1], description=words)
         elif isinstance(event, SupervisorKilled):
-            found.append(Interruption(event.time, step, event.cause))
+            found.append(Interruption(event.time, step, "its supervisor was killed"))
             open_attempt = inside = None
         elif isinstance(event, Canceled):
             open_attempt, inside, ended_job = None, None, event.job

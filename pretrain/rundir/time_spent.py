@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
-from pretrain.rundir.events import Event, JobEnded, JobStarted, TrainingBegan, TrainingEnded
-from pretrain.rundir.ledger import events_of, is_finished, is_stopped
+from pretrain.rundir.events import Event, JobEnded, JobStarted, TrainingBegan
+from pretrain.rundir.ledger import is_finished, is_stopped
 from pretrain.rundir.metrics_file import MetricsSummary
 
 
@@ -22,10 +22,10 @@ class TimeSpent:
 
     training: float  # steps that count, without what follows
     waiting_for_data: float
-    evaluation: float  # also one in progress, or that a stop request ended
+    evaluation: float  # also one in progress
     saving: float  # waiting for saves; most of a save is written while training continues
     stalls: float  # steps that took far longer than usual
-    restarts: float  # all else: starts, waiting after failures, steps made again
+    restarts: float  # all else: starts and stops, waiting after failures, steps made again
 
     @property
     def total(self) -> float:
@@ -56,17 +56,13 @@ def time_spent(
     elapsed = elapsed_seconds(ledger, end)
     if elapsed <= 0 or not metrics.seconds:
         return None
-    saving = metrics.save_seconds + sum(
-        event.save_seconds for event in events_of(ledger, TrainingEnded)
-    )
     evaluation = metrics.evaluation_seconds + evaluating
-    evaluation += sum(event.evaluation_seconds for event in events_of(ledger, TrainingEnded))
-    known = metrics.seconds + evaluation + saving + metrics.stall_seconds
+    known = metrics.seconds + evaluation + metrics.save_seconds + metrics.stall_seconds
     return TimeSpent(
         training=metrics.seconds - metrics.data_seconds,
         waiting_for_data=metrics.data_seconds,
         evaluation=evaluation,
-        saving=saving,
+        saving=metrics.save_seconds,
         stalls=metrics.stall_seconds,
         restarts=max(0.0, elapsed - known),
     )

@@ -81,7 +81,7 @@ EXAMPLES = [
     ),
     (TrainingEnded(outcome=Outcome.FINISHED, step=7), "finished after step 7"),
     (TrainingEnded(outcome=Outcome.PHASE_FINISHED, step=7), "finished a phase after step 7"),
-    (SettingsChanged(changes={"optim.steps": (10, 20)}), "optim.steps from 10 to 20"),
+    (SettingsChanged(changes={"optim.steps": (10, 20)}), "optim.steps 10 -> 20"),
     (OutOfMemory(rank=3, micro_batch_lanes=8), "rank 3 ran out of memory with 8 lanes"),
     (Slowdown(step=4, seconds=20.1, rank=1), "rank 1 stood still for 20 s"),
     (Slowdown(step=4, rank=2, seconds=1.0, ratio=2.25), "rank 2 took 2.2 times as long"),
