@@ -8,8 +8,8 @@ the file every 10 (n + 1) seconds: a shared file system gets few requests per no
 and second. A line in place also needs no space on a full disk. The ranks of a node have consecutive
 numbers.
 
-A rank that exits cleanly blanks its line, the last one removes the file. A killed rank leaves its
-line behind; `pid` tells whether the rank lives.
+A rank that exits cleanly blanks its line. A killed rank leaves it behind; `pid` tells whether the
+rank lives.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Heartbeat:
 
     While it is open, SIGQUIT writes every thread's Python stack to stderr and the process
     continues. After `watchdog_timeout_seconds` without a beat, in which the process was not
-    suspended, the stacks are also written, `last_words` is called in another thread, and SIGALRM
-    ends it. 0: no timeout.
+    suspended, the stacks are also written, the thread that writes heartbeats calls `last_words`,
+    and SIGALRM ends it. 0: no timeout.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Heartbeat:
             ) from None
         faulthandler.register(STACKS_SIGNAL, file=sys.__stderr__ or sys.stderr, all_threads=True)
         if self._watchdog_timeout_seconds:
-            self._watchdog = Watchdog(self._watchdog_timeout_seconds, self._last_words)
+            self._watchdog = Watchdog(self._watchdog_timeout_seconds)
         self._writer.start()
         return self
 
@@ -166,15 +166,19 @@ class Heartbeat:
             ours = (socket.gethostname(), os.getpid())
             found = [each for each in _records_in(self._path) if each.rank == self._rank]
             if all((each.hostname, each.pid) == ours for each in found):
-                self._write(b" " * SLOT_BYTES)
-                if not _records_in(self._path):
-                    self._path.unlink(missing_ok=True)
+                self._write(b" " * (SLOT_BYTES - 1) + b"\n")
         self._close()
 
     def _write_beats(self) -> None:
         known, written, synced, failed = None, 0.0, 0.0, False
+        ticks, last = 0, self._watchdog_timeout_seconds / WRITE_SECONDS
         while True:
             beat, now = self._beat, time.monotonic()
+            # Not seconds, in some of which the process may have been suspended.
+            ticks = 0 if beat != known else ticks + 1
+            if last and last <= ticks < last + 1:
+                with contextlib.suppress(OSError):
+                    self._last_words()
             if beat != known or now - written >= REWRITE_SECONDS:
                 known, written = beat, now
                 try:
@@ -194,8 +198,6 @@ class Heartbeat:
 
     def _write(self, line: bytes) -> None:
         try:
-            if self._file is not None and not os.fstat(self._file).st_nlink:
-                self._close()  # another attempt's last rank has removed the file
             if self._file is None:
                 self._file = own_file(self._path, os.O_WRONLY | os.O_CREAT)
             os.pwrite(self._file, line, self._local_rank * SLOT_BYTES)

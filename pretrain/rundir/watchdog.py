@@ -14,45 +14,34 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 
 STACKS_SIGNAL = signal.SIGQUIT  # the rank's handler for it writes the stacks of all threads
 # By which the supervisor knows a hang. No handler, no core file.
 END_SIGNAL = signal.SIGALRM
-_STACKS_SECONDS = 1.0  # that writing them may take
-_LAST_WORDS_SECONDS = 5.0  # that the rank may take for what else it writes before its end
-_ASK, _DONE = b"?", b"!"
+_LAST_WORDS_SECONDS = 8.0  # that the rank may take for what it writes before its end
 _TICK_SECONDS = 1.0
 # Slurm signals all processes of a step: requests for the ranks alone.
 _NOT_FOR_IT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, STACKS_SIGNAL)
 
 
 class Watchdog:
-    """Writes this process's stacks to stderr and ends it unless it is fed every `seconds`.
+    """Writes this process's stacks to stderr unless it is fed every `seconds`, and ends it some
+    seconds later, for what it writes itself."""
 
-    Before the end a thread of this process gets a few seconds for `last_words`. If the interpreter
-    is blocked, they stay unsaid.
-    """
-
-    def __init__(self, seconds: float, last_words: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, seconds: float) -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)  # the process inherits it
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(seconds)],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._food, self._question = self._process.stdin, self._process.stdout
+        self._food = self._process.stdin
         os.set_blocking(self._food.fileno(), False)
-        self._last_words = last_words
-        self._listener = threading.Thread(target=self._listen, name="watchdog", daemon=True)
-        self._listener.start()
 
     def feed(self) -> None:
         """Report progress."""
@@ -64,16 +53,6 @@ class Watchdog:
         with contextlib.suppress(OSError):
             self._food.close()
         self._process.wait()
-        self._listener.join()
-        self._question.close()
-
-    def _listen(self) -> None:
-        if os.read(self._question.fileno(), 1) == _ASK:
-            try:
-                self._last_words()
-            finally:
-                with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-                    os.write(self._food.fileno(), _DONE)
 
 
 def is_hungry(food: int, seconds: float) -> bool:
@@ -91,27 +70,15 @@ def is_hungry(food: int, seconds: float) -> bool:
     return True
 
 
-def await_last_words(food: int, question: int, seconds: float) -> None:
-    """Ask the rank to write them; return when it has, or after `seconds`."""
-    with contextlib.suppress(OSError):  # nobody listens
-        os.write(question, _ASK)
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        ready, _, _ = select.select([food], [], [], left)
-        if ready and ((said := os.read(food, 4096)) == b"" or _DONE in said):
-            return
-
-
 def main() -> None:
-    """`python watchdog.py PID SECONDS`, with pipes from and to that process as stdin and stdout."""
+    """`python watchdog.py PID SECONDS`, with a pipe from that process as stdin."""
     rank, seconds = int(sys.argv[1]), float(sys.argv[2])
     if not is_hungry(sys.stdin.fileno(), seconds) or os.getppid() != rank:
         return
     minutes, rest = divmod(round(seconds), 60)
     print(f"Timeout ({minutes // 60}:{minutes % 60:02}:{rest:02})!", file=sys.stderr, flush=True)
     os.kill(rank, STACKS_SIGNAL)
-    time.sleep(_STACKS_SECONDS)
-    await_last_words(sys.stdin.fileno(), sys.stdout.fileno(), _LAST_WORDS_SECONDS)
+    time.sleep(_LAST_WORDS_SECONDS)
     os.kill(rank, END_SIGNAL)
 
 
