@@ -51,18 +51,6 @@ def test_a_name_stands_for_the_run_in_runs_unless_there_is_such_a_path_here(here
     assert run_path("first") == Path("first")
 
 
-def test_the_name_of_a_cell_stands_for_its_run_where_one_sweep_has_it(here):
-    assert run_path("memory_length_64") == CELL_PATHS[1]
-    assert run_path("memory_length_65") == Path("memory_length_65")
-    assert run_path("other/memory_length_64") == Path("other/memory_length_64")
-    RunDir.create(here / "runs" / "two" / "memory_length_64", RunConfig(name="memory_length_64"))
-    assert run_path("memory_length_64") == Path("memory_length_64")
-    assert advice_on(Path("memory_length_64")) == (
-        "several sweeps have a run of this name: runs/mem/memory_length_64, "
-        "runs/two/memory_length_64 (name one)"
-    )
-
-
 def test_the_advice_on_what_is_no_run_does_not_repeat_what_was_typed(here):
     Path("first").touch()
     assert advice_on(Path("first")) == "check the path or start a run"
