@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
 
-from foundation.files import content_of
+from foundation.files import content_of, sha256_of, write_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.pieces import key_of, report_of
@@ -51,3 +53,18 @@ def report_of_file(partial: Path, rank: int, gap: int = 0) -> dict[str, Any]:
     key = key_of("w", rank * (100 + gap), "weight")
     written = vars(content_of(partial / files.rank_file(rank)))
     return {**written, "pieces": report_of({key: 100}, rank)}
+
+
+def flip_a_bit(path: Path) -> None:
+    """Damage a file in its middle; a second time repairs it."""
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    path.write_bytes(contents)
+
+
+def rewrite_index(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the index, with a marker that agrees with it."""
+    index = json.loads((directory / files.INDEX).read_text())
+    change(index)
+    write_json(directory / files.INDEX, index)
+    (directory / files.MARKER).write_text(sha256_of(directory / files.INDEX) + "\n")

@@ -90,8 +90,7 @@ def test_a_run_goes_on_from_the_store_with_other_ranks_and_its_disk_gone(
 
     url = f"{bucket}/runs/tiny"
     assert pretrain(["checkpoint", "fetch", url, str(second.path)]) == 0
-    more = [f"--run-dir={second.path}", mirror]
-    assert launcher(["local", str(experiment), *more]) == 0
+    assert pretrain(["train", str(experiment), f"--run-dir={second.path}", mirror]) == 0
     assert differing_losses(undisturbed, second, 1e-5) == []
     events = second.ledger.read()
     assert events_of(events, Restored) == [Restored(step=10, url=url)]

@@ -8,16 +8,13 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from pretrain.processes.local_ranks import train_command
-from pretrain.rundir.run_dir import RunDir
 from tests.helpers.small_disks import needs_mounts
 from tests.integration.test_checkpoint_failures import SETTINGS
 
@@ -94,27 +91,3 @@ def test_a_full_and_a_read_only_disk_are_named_and_a_run_outlasts_a_disk_that_is
         json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
     ]
     assert steps == [*range(1, 21), 20]
-
-
-@pytest.mark.slow
-def test_a_second_run_in_the_same_directory_is_refused_and_the_first_goes_on(experiment, tmp_path):
-    run_dir = RunDir(tmp_path / "run")
-    endless = [*command(experiment, run_dir.path), "optim.steps=1000000"]
-    with subprocess.Popen(endless, stdout=subprocess.DEVNULL) as first:
-        try:
-            wait_for_steps(run_dir, 10)
-            second = subprocess.run(endless, capture_output=True, text=True)
-            assert second.returncode == 2
-            assert f"is in use by process {first.pid} (train)" in second.stderr
-            wait_for_steps(run_dir, run_dir.read_metrics()[-1]["step"] + 10)
-        finally:
-            first.send_signal(signal.SIGKILL)
-    steps = [line["step"] for line in run_dir.read_metrics()]
-    assert steps == list(range(1, len(steps) + 1))
-
-
-def wait_for_steps(run_dir: RunDir, step: int) -> None:
-    deadline = time.monotonic() + 300
-    while not (lines := run_dir.read_metrics()) or lines[-1]["step"] < step:
-        assert time.monotonic() < deadline, "the first run makes no steps"
-        time.sleep(0.1)

@@ -13,9 +13,8 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.recovery import loss_spikes
 from pretrain.rundir.run_dir import RunDir
-from tests.helpers.checkpoints import publish_step
+from tests.helpers.checkpoints import flip_a_bit, publish_step
 from tests.helpers.metrics import train_line
-from tests.unit.pretrain.test_checkpoint_marker import flip_a_bit
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -24,8 +25,8 @@ from pretrain.distributed.world import World
 from pretrain.recovery.rewind import rewind
 from pretrain.rundir.events import Spike
 from pretrain.rundir.run_dir import RunDir
-from tests.helpers.checkpoints import publish_step
-from tests.unit.pretrain.test_checkpoint_marker import rewrite_index
+from tests.helpers.checkpoints import flip_a_bit, index_of, publish_step, rewrite_index
+from tests.helpers.memory_limit import memory_limit
 
 NAMES = (files.rank_file(0), files.rank_file(1), files.INDEX, files.MARKER)
 NOBODY = 65534
@@ -49,10 +50,20 @@ def root(published: Path) -> Iterator[Path]:
         yield root
 
 
+def refused(root: Path, run_id: str = "") -> str:
+    """Why the checkpoint of step 2 is skipped; that of step 1 is used."""
+    said: list[str] = []
+    found = marker.latest_valid(root, said.append, run_id)
+    assert found is not None
+    assert found.step == 1
+    (line,) = said
+    return line
+
+
 def flip(offset: int, bit: int) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
         contents = bytearray(path.read_bytes())
-        contents[offset if offset < 1 else len(contents) // 2] ^= 1 << bit
+        contents[offset] ^= 1 << bit
         path.write_bytes(contents)
 
     return damage
@@ -65,7 +76,7 @@ def replace_by_directory(path: Path) -> None:
 
 DAMAGE: dict[str, Callable[[Path], None]] = {
     "top bit of the first byte": flip(0, 7),
-    "lowest bit in the middle": flip(1, 0),
+    "lowest bit in the middle": flip_a_bit,
     "lowest bit of the last byte": flip(-1, 0),
     "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
     "empty": lambda path: os.truncate(path, 0),
@@ -129,7 +140,7 @@ def test_a_mount_that_is_away_is_no_run_from_scratch(root, world):
 
 def test_damage_is_not_waited_for(root, world, caplog):
     for step in (1, 2):
-        flip(1, 0)(root / f"step-{step:08d}" / files.INDEX)
+        flip_a_bit(root / f"step-{step:08d}" / files.INDEX)
     started = time.monotonic()
     with pytest.raises(CheckpointError, match="none of its 2 checkpoints is valid"):
         find_resume_point(root, world, "", patience=Patience(600))
@@ -143,14 +154,10 @@ def test_damage_is_not_waited_for(root, world, caplog):
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(root, name, how):
     step_2 = files.step_directory(root, 2)
     DAMAGE[how](step_2 / name)
-    said: list[str] = []
     with without_root_permissions():
-        found = marker.latest_valid(root, said.append)
-    assert found is not None
-    assert found.step == 1
-    assert len(said) == 1
+        said = refused(root)
     # A marker that does not match its index is named together with it.
-    assert str(step_2 / name) in said[0] or (name == files.MARKER and files.MARKER in said[0])
+    assert str(step_2 / name) in said or (name == files.MARKER and files.MARKER in said)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -160,11 +167,7 @@ def test_a_file_whose_reading_fails_is_named_and_the_checkpoint_before_is_used(r
         rewrite_index(step_2, lambda index: index["ranks"][NAMES.index(name)].update(bytes=0))
     (step_2 / name).unlink()
     (step_2 / name).symlink_to("/proc/self/mem")  # EIO, as from a disk that breaks
-    said: list[str] = []
-    found = marker.latest_valid(root, said.append)
-    assert found is not None
-    assert found.step == 1
-    assert f"{step_2 / name}: cannot be read: Input/output error" in said[0]
+    assert f"{step_2 / name}: cannot be read: Input/output error" in refused(root)
 
 
 INDEXES: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -197,11 +200,7 @@ INDEXES: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("how", INDEXES)
 def test_an_index_of_another_form_is_refused_by_name_and_the_one_before_used(root, how):
     rewrite_index(files.step_directory(root, 2), INDEXES[how])
-    said: list[str] = []
-    found = marker.latest_valid(root, said.append)
-    assert found is not None
-    assert found.step == 1
-    assert files.INDEX in said[0]
+    assert files.INDEX in refused(root)
 
 
 def test_a_file_with_other_pieces_than_the_index_says_is_refused_by_name(root):
@@ -226,7 +225,7 @@ def test_an_index_that_is_no_object_is_refused_by_name(root, content):
 def test_ranks_that_share_the_reading_read_every_file_once(root, name):
     """Marker and index are read by all."""
     directory = files.step_directory(root, 2)
-    flip(1, 0)(directory / name)
+    flip_a_bit(directory / name)
     refusing = []
     for rank in range(3):
         try:
@@ -250,12 +249,12 @@ def test_a_file_in_place_of_a_checkpoint_is_refused(root):
 
 def test_a_refused_checkpoint_is_no_progress_until_it_can_be_read_again(root, world):
     damaged = files.step_directory(root, 2) / files.rank_file(0)
-    flip(1, 0)(damaged)
+    flip_a_bit(damaged)
     assert marker.latest_step(root) == 2, "only reading everything can tell"
     assert found_step(root, world) == 1
     assert marker.latest_step(root) == 1
     assert marker.steps_that_count(root) == [1]
-    flip(1, 0)(damaged)
+    flip_a_bit(damaged)
     assert found_step(root, world) == 2
     assert marker.latest_step(root) == 2
 
@@ -289,7 +288,7 @@ def test_a_rewind_deletes_nothing_if_no_checkpoint_before_the_spike_is_valid(tmp
     run_dir = RunDir.create(tmp_path / "run", run)
     for step in (10, 20):
         publish_step(run_dir.checkpoints, step, run=run_dir.identity.id)
-    flip(1, 0)(files.step_directory(run_dir.checkpoints, 10) / files.rank_file(1))
+    flip_a_bit(files.step_directory(run_dir.checkpoints, 10) / files.rank_file(1))
     with pytest.raises(CheckpointError, match="none of its 1 checkpoints is valid"):
         rewind(run, run_dir, world, Spike(15, 18, 9.0, 2.0))
     assert files.steps_on_disk(run_dir.checkpoints) == [10, 20]
@@ -314,3 +313,152 @@ def test_pieces_whose_counts_add_up_but_that_overlap_or_leave_a_hole_are_refused
     rewrite_index(directory, lambda index: index["pieces"]["w"].update(runs=runs))
     with pytest.raises(CheckpointError, match=f"a piece of 'w' starts at element {missing}"):
         marker.verify(directory)
+
+
+def replace_by_that_of_step_1(*paths: Path) -> None:
+    for path in paths:
+        path.write_bytes((files.step_directory(path.parents[1], 1) / path.name).read_bytes())
+
+
+def exchange_ranks(directory: Path) -> None:
+    (directory / "rank-00000.safetensors").write_bytes(
+        (directory / "rank-00001.safetensors").read_bytes()
+    )
+
+
+def forget_a_rank(directory: Path) -> None:
+    """As if fewer ranks had been published: marker, index and files agree with each other."""
+    rewrite_index(directory, lambda index: index["ranks"].pop())
+
+
+def set_older_format(directory: Path) -> None:
+    rewrite_index(directory, lambda index: index.update(format=4))
+
+
+def rename_step_1(directory: Path) -> None:
+    shutil.rmtree(directory)
+    shutil.copytree(files.step_directory(directory.parent, 1), directory)
+
+
+# what happened -> (how, to the checkpoint of step 2; part of the error)
+CONFUSION: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing rank": (forget_a_rank, "world_size is 2, ranks has 1"),
+    "another rank's file": (
+        exchange_ranks,
+        "rank-00000.safetensors: contains the data of rank-00001",
+    ),
+    "file of an older step": (
+        lambda step: replace_by_that_of_step_1(step / "rank-00000.safetensors"),
+        "rank-00000.safetensors",
+    ),
+    "old marker, new files": (
+        lambda step: replace_by_that_of_step_1(step / files.MARKER),
+        "index.json: does not match its COMPLETE marker",
+    ),
+    "old index and marker, new files": (
+        lambda step: replace_by_that_of_step_1(step / files.INDEX, step / files.MARKER),
+        "contains the checkpoint of step 1",
+    ),
+    "renamed directory": (rename_step_1, "contains the checkpoint of step 1"),
+    "older format": (
+        set_older_format,
+        f"found format 4, expected format {marker.FORMAT}; resume with the",
+    ),
+    "unknown field of a file": (
+        lambda step: rewrite_index(step, lambda index: index["ranks"][0].update(mode=4095)),
+        "'mode' is unknown",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CONFUSION)
+def test_what_belongs_to_another_checkpoint_is_named_and_the_one_before_is_used(root, what):
+    confuse, reason = CONFUSION[what]
+    confuse(files.step_directory(root, 2))
+    assert reason in refused(root)
+
+
+def test_a_checkpoint_of_another_run_is_rejected(tmp_path):
+    publish_step(tmp_path, 1, run="this")
+    publish_step(tmp_path, 2, run="another")
+    said = refused(tmp_path, run_id="this")
+    assert "found a checkpoint of run another, expected run this" in said
+
+
+@pytest.mark.parametrize(
+    ("keeps", "removed"),
+    [
+        ({"keep_last": 2}, [1, 2, 3, 4, 5]),
+        ({"keep_last": 1, "keep_every": 3}, [1, 2, 4, 5]),
+        ({"keep_last": 1, "suspected_since": 4}, [1, 2, 4, 5, 6]),
+        ({"keep_last": 1, "held": (2,)}, [1, 3, 4, 5, 6]),
+        ({"keep_last": 9}, []),
+    ],
+)
+def test_what_is_pruned_is_neither_among_the_latest_nor_kept_for_a_reason(keeps, removed):
+    steps = list(range(1, 8))
+    assert files.steps_to_prune(steps, steps, **{"keep_every": 0, **keeps}) == removed
+
+
+def test_sizes_of_many_files_are_asked_together(tmp_path, monkeypatch):
+    """Of thousands of files, each of which waits for a file server, the supervisor asks often."""
+    path, meeting, check = publish_step(tmp_path, 7, num_ranks=8), Barrier(8), marker._check_size
+
+    def met(*arguments: Any) -> None:
+        meeting.wait(timeout=300)
+        check(*arguments)
+
+    monkeypatch.setattr(marker, "_check_size", met)
+    assert marker.counts(path)
+
+
+def test_too_little_disk_space_is_an_error(tmp_path: Path) -> None:
+    files.require_space(tmp_path / "checkpoints", 1)
+    with pytest.raises(CheckpointError, match="MiB free"):
+        files.require_space(tmp_path / "checkpoints", 2**70)
+
+
+def test_publishing_again_replaces_an_invalid_checkpoint(tmp_path: Path) -> None:
+    flip_a_bit(publish_step(tmp_path, 3) / "rank-00000.safetensors")
+    publish_step(tmp_path, 3)
+    assert marker.verify(files.step_directory(tmp_path, 3)).step == 3
+
+
+@pytest.mark.parametrize(("content", "words"), [(None, "missing"), (b"cut", "found 3 bytes")])
+def test_a_file_that_rank_0_does_not_see_whole_is_not_published(tmp_path, content, words):
+    partial, final = tmp_path / ".partial-00000001-attempt", files.step_directory(tmp_path, 1)
+    partial.mkdir()
+    name = files.rank_file(0)
+    report = {"first_lane": 0, "num_lanes": 1, "cursor": None, "bytes": 9, "sha256": "0" * 64}
+    report["pieces"] = {}
+    if content is not None:
+        (partial / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{name}: {words}"):
+        marker.publish(partial, final, index_of(1, 1), [report])
+    assert not final.exists()
+    assert not (partial / files.MARKER).exists()
+
+
+def test_a_step_that_is_a_link_is_refused_and_what_it_leads_to_is_never_removed(tmp_path):
+    root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    root.mkdir()
+    publish_step(root, 1).rename(elsewhere)
+    before = sorted(elsewhere.iterdir())
+    link = files.step_directory(root, 1)
+    link.symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match="found a link, expected a directory; move"):
+        marker.verify(link)
+    assert not marker.counts(link)
+    publish_step(root, 2)
+    assert files.prune(root, [2], keep_last=1) == [1]
+    assert [entry.name for entry in root.iterdir()] == ["step-00000002"]
+    assert sorted(elsewhere.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", [files.INDEX, files.MARKER])
+def test_holes_of_40_gib_in_a_checkpoint_cost_no_memory(tmp_path, name):
+    step = publish_step(tmp_path, 1)
+    with open(step / name, "wb") as file:
+        file.truncate(40 << 30)
+    with memory_limit(1 << 30):
+        assert marker.latest_step(tmp_path) == 0

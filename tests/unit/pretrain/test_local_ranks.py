@@ -83,12 +83,9 @@ def test_cores_are_divided_over_the_ranks_unless_threads_are_set():
     assert rank_environment(1, {})["OMP_NUM_THREADS"] == str(cores)
     assert rank_environment(64 * cores, {})["OMP_NUM_THREADS"] == "1"
     assert rank_environment(1, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
-
-
-def test_ranks_of_one_machine_listen_on_loopback_whatever_the_caller_uses():
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     found = rank_environment(2, dict.fromkeys(names, "eth0"))
-    assert [found[name] for name in names] == ["lo", "lo"]
+    assert [found[name] for name in names] == ["lo", "lo"], "whatever the caller uses"
 
 
 def test_one_bad_end_ends_the_others_after_the_grace(tmp_path):
@@ -105,9 +102,12 @@ def test_a_rank_that_saved_and_stopped_does_not_end_the_others(tmp_path):
         assert group.wait(grace=0.1) == [EXIT_STOPPED, 0]
 
 
-def test_terminate_asks_every_rank(tmp_path):
+def test_waiting_too_long_says_so_and_terminate_asks_every_rank(tmp_path):
     with group_of(STOP_ON_TERM, 2, tmp_path) as group:
         wait_until(lambda: all(log.read_text() == "ready\n" for log in group.logs))
+        with pytest.raises(TimeoutError, match=r"ranks still run after 0\.1 s"):
+            group.wait(timeout=0.1)
+        assert group.poll() == [None, None]
         group.terminate()
         assert group.wait() == [EXIT_STOPPED, EXIT_STOPPED]
 
@@ -133,13 +133,6 @@ def test_an_exception_in_the_block_leaves_no_orphans(tmp_path):
     with pytest.raises(KeyboardInterrupt), group_of(STOP_ON_TERM, 2, tmp_path) as group:
         raise KeyboardInterrupt
     assert not any(map(is_running, group.pids))
-
-
-def test_waiting_too_long_says_so_and_leaves_the_ranks_running(tmp_path):
-    with group_of(STOP_ON_TERM, 1, tmp_path) as group:
-        with pytest.raises(TimeoutError, match=r"ranks still run after 0\.1 s"):
-            group.wait(timeout=0.1)
-        assert group.poll() == [None]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])

@@ -1,5 +1,7 @@
 """A mirror under real kills and faults: uploads to a real S3 server, and what is restored from it.
 
+Also who may write to it, and what mirror.json keeps, deletes and accepts.
+
 A checkpoint here is one of `tests.helpers.checkpoints`, which verifies and which no model has.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -26,7 +29,15 @@ from foundation.errors import CheckpointError, ConfigError, DataError
 from foundation.files import Content, content_of, write_text
 from pretrain.checkpoint import destinations
 from pretrain.checkpoint.background_save import RankReports
-from pretrain.checkpoint.destinations import ROOT, Disk, Publication
+from pretrain.checkpoint.destinations import (
+    ROOT,
+    RUN_FILES,
+    Disk,
+    MirrorIndex,
+    ObjectStore,
+    Publication,
+    StoredCheckpoint,
+)
 from pretrain.checkpoint.uploads import Mirror, Upload
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.rundir.events import Restored, TrainingBegan
@@ -327,3 +338,150 @@ def test_a_failed_upload_is_followed_by_that_of_the_latest_checkpoint_and_logged
     assert notes[1][0] == 200
     assert isinstance(notes[1][1], float)
     assert caplog.text.count("training continues") == caplog.text.count("works again") == 1
+
+
+# ------------------------------------------------------------------------ who may write to it
+
+
+def test_a_mirror_of_another_run_is_neither_overwritten_nor_deleted(
+    tmp_path, url, s3_endpoint, world
+):
+    first = run_in(tmp_path / "first", [100])
+    upload(first, url, 100, tmp_path / "scratch")
+    second = run_in(tmp_path / "second", [300])
+    stored = names_in(url, s3_endpoint)
+    run = RunConfig(name="tiny", checkpoint=CheckpointConfig(mirror=url.removesuffix("/tiny")))
+    notes: list[tuple[int, float | str]] = []
+    disk = Disk(second.checkpoints, "a", second.identity.id)
+    with Mirror(run, disk, world, 0, 0, lambda *note: notes.append(note)) as mirror:
+        deadline = time.monotonic() + 300
+        mirror.agree(mirror.is_due(300), 300)
+        while not notes:
+            assert time.monotonic() < deadline
+            mirror.agree(False, 300)
+            time.sleep(0.05)
+        mirror.finish(stop_requests=iter(range(9)).__next__)
+    assert [step for step, _ in notes] == [300, 300]
+    assert re.search(r"holds run .* choose another checkpoint\.mirror", str(notes[-1][1]))
+    assert names_in(url, s3_endpoint) == stored
+    assert restored(over_http(url, s3_endpoint), tmp_path / "restored") == 100
+
+
+def test_of_runs_that_start_together_at_one_url_none_replaces_the_others_index(
+    tmp_path, url, s3_endpoint
+):
+    first, second = (run_in(tmp_path / name, [100, 200]) for name in ("first", "second"))
+    store = ObjectStore(url, tmp_path, FAST)
+    kept = CheckpointConfig(keep_last=1)
+    ours = Publication(store, Disk(first.checkpoints, "", first.identity.id), 0, kept)
+    ours.publish(first.checkpoints / "step-00000100", lambda: None)
+    store.writable.delete([ROOT])  # as if it had come after the second one looked
+    upload(second, url, 100, tmp_path / "scratch")
+    stored = names_in(url, s3_endpoint)
+    with pytest.raises(CheckpointError, match="holds run"):
+        ours.publish(first.checkpoints / "step-00000200", lambda: None)
+    assert names_in(url, s3_endpoint) == stored
+
+
+def test_an_attempt_that_a_newer_one_has_replaced_deletes_nothing(tmp_path, url, s3_endpoint):
+    run_dir = run_in(tmp_path / "run", [100])
+    upload(run_dir, url, 100, tmp_path / "scratch")
+    stored = names_in(url, s3_endpoint)
+    save(run_dir, 200)
+    shutil.rmtree(run_dir.checkpoints / "step-00000100")
+    claims = iter((None, ConfigError("a newer attempt has claimed the run")))
+
+    def may_write() -> None:  # mirror.json, and nothing after it
+        if error := next(claims):
+            raise error
+
+    upload(run_dir, url, 200, tmp_path / "scratch", keep_last=1, may_write=may_write)
+    assert stored < names_in(url, s3_endpoint)
+
+
+# -------------------------------------------------------------------------------- mirror.json
+
+
+def listed(step: int, version: str = "a") -> StoredCheckpoint:
+    content = Content(10, version * 64)
+    return StoredCheckpoint(step, content, dict.fromkeys(RUN_FILES, content))
+
+
+def index_with(*steps: int) -> MirrorIndex:
+    return MirrorIndex("0123abcd", tuple(map(listed, steps)))
+
+
+@pytest.mark.parametrize(
+    ("before", "new", "on_disk", "settings", "kept"),
+    [
+        ([100, 200, 300], 400, [400], {"keep_last": 1, "keep_every": 200}, [200, 400]),
+        ([100, 200], 300, [100, 300], {"keep_last": 1}, [100, 300]),
+        # a machine that has only what it was given: the store still keeps as many
+        ([100, 200], 300, [200, 300], {"keep_last": 3}, [100, 200, 300]),
+    ],
+    ids=["every", "on disk for a rewind", "a new disk"],
+)
+def test_the_store_keeps_what_the_retention_of_the_run_keeps(before, new, on_disk, settings, kept):
+    after = index_with(*before).adding(listed(new), on_disk, CheckpointConfig(**settings))
+    assert [each.step for each in after.checkpoints] == kept
+
+
+def test_a_step_that_is_made_again_replaces_the_one_of_before_a_rewind_in_another_folder():
+    before = index_with(100, 200, 300).until(100)
+    assert [each.step for each in before.checkpoints] == [100]
+    again = listed(200, version="b")
+    after = before.adding(again, [100, 200], CheckpointConfig())
+    assert after.has(again)
+    assert not after.has(listed(200))
+    assert again.folder != listed(200).folder
+
+
+def test_nothing_that_is_not_of_an_older_step_is_ever_deleted():
+    kept, gone, uploading = listed(200), listed(100), listed(300)
+    names = [f"{uploading.folder}/z"]
+    names += [f"{each.folder}/{name}" for each in (kept, gone) for name in ("COMPLETE", "z", "a")]
+    foreign = ["mirror.json", "notes/step-00000001/x", f"{gone.folder}/deep/er", "step-1-a/x"]
+    assert MirrorIndex("r", (kept,)).unnamed([*names, *foreign]) == [
+        f"{gone.folder}/{name}" for name in ("COMPLETE", "z", "a")
+    ]
+
+
+def test_the_index_reads_back_as_it_was_written():
+    before = MirrorIndex("r", (listed(100), listed(200)))
+    assert MirrorIndex.parse("here", before.to_bytes()) == before
+
+
+def changed(change) -> bytes:
+    tree = json.loads(index_with(100, 200).to_bytes())
+    change(tree)
+    return json.dumps(tree).encode()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tree: tree.update(format=2), "found format 2, expected format 1"),
+        (lambda tree: tree.update(extra=1), "extra"),
+        (lambda tree: tree["checkpoints"].reverse(), "not in order"),
+        (lambda tree: tree["checkpoints"][1].update(step=100), "not in order"),
+        (lambda tree: tree["checkpoints"][0].update(step=10**8), "step is"),
+        (lambda tree: tree["checkpoints"][0]["files"].pop("run.json"), "run.json is missing"),
+        (
+            lambda tree: tree["checkpoints"][0]["files"].update({"../x": {}}),
+            "'../x' is unknown",
+        ),
+        (
+            lambda tree: tree["checkpoints"][0]["files"]["run.json"].update(bytes=1 << 40),
+            "run.json.bytes is",
+        ),
+        (
+            lambda tree: tree["checkpoints"][0]["files"]["index.json"].update(sha256="../../x"),
+            "64 hexadecimal digits",
+        ),
+    ],
+)
+def test_an_index_with_a_wrong_field_is_refused_by_its_name(change, message):
+    with pytest.raises(CheckpointError, match=message) as refused:
+        MirrorIndex.parse("s3://b/mirror.json", changed(change))
+    assert str(refused.value).startswith("s3://b/mirror.json: ")
+    assert "\n" not in str(refused.value)

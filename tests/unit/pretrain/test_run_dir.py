@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +10,6 @@ import pytest
 
 from data_pipeline.config import MixturePart
 from foundation.errors import ConfigError
-from foundation.files import append_whole
 from foundation.settings import to_tree
 from pretrain.checkpoint.directory import INDEX
 from pretrain.config.engine import EngineConfig
@@ -36,31 +34,18 @@ def resume_error(path: Path, config: RunConfig) -> str:
     return str(caught.value)
 
 
-def test_a_new_directory_holds_identity_and_resolved_settings(tmp_path):
+def test_a_new_directory_holds_identity_and_resolved_settings_and_is_opened_again(tmp_path, caplog):
+    caplog.set_level("INFO", "pretrain")
+    with pytest.raises(ConfigError, match="holds no run"):
+        RunDir.open(tmp_path)
     created = RunDir.create(tmp_path / "deep/run", RUN)
-    opened = RunDir.open(tmp_path / "deep/run")
+    opened = RunDir.create_or_resume(tmp_path / "deep/run", RUN)
+    assert not caplog.messages
     assert opened.config == RUN
     assert opened.identity == created.identity
     assert opened.identity.name == "first"
-    assert opened.checkpoints.is_dir()
-
-
-def test_a_directory_without_a_run_can_not_be_opened(tmp_path):
-    with pytest.raises(ConfigError, match="holds no run"):
-        RunDir.open(tmp_path)
-
-
-def test_creating_over_a_run_is_refused(tmp_path):
-    RunDir.create(tmp_path, RUN)
     with pytest.raises(ConfigError, match="already holds the run 'first'"):
-        RunDir.create(tmp_path, RUN)
-
-
-def test_resuming_with_the_same_settings_keeps_the_identity_and_logs_nothing(tmp_path, caplog):
-    caplog.set_level("INFO", "pretrain")
-    identity = RunDir.create(tmp_path, RUN).identity
-    assert RunDir.create_or_resume(tmp_path, RUN).identity == identity
-    assert not caplog.messages
+        RunDir.create(tmp_path / "deep/run", RUN)
 
 
 def test_another_run_is_refused_with_both_names(tmp_path):
@@ -167,27 +152,19 @@ def test_lost_settings_can_be_written_again_from_a_checkpoint(tmp_path):
     assert RunDir.create_or_resume(tmp_path, RUN).config == RUN
 
 
-@pytest.mark.parametrize("steps", [(), (1, 2)])
-def test_measurements_that_are_missing_before_the_step_resumed_are_reported(
-    tmp_path, steps, caplog
+def test_cut_metrics_keep_every_step_up_to_the_one_resumed_and_report_missing_ones(
+    tmp_path, caplog
 ):
-    run_dir = RunDir.create(tmp_path, RUN)
-    for step in steps:
-        append_whole(run_dir.metrics, json.dumps(MEASURED | {"step": step}).encode() + b"\n")
-    run_dir.cut_metrics_after(max(steps, default=0))
-    assert not caplog.messages
-    run_dir.cut_metrics_after(3)
-    [warning] = caplog.messages
-    assert warning.endswith(f"ends at step {len(steps)}, expected 3; the rest is lost")
-
-
-def test_cut_metrics_keep_every_step_up_to_the_one_resumed(tmp_path):
     run_dir = RunDir.create(tmp_path, RUN)
     lines = [json.dumps(MEASURED | {"step": step}) + "\n" for step in (1, 2, 3, 3, 4)]
     run_dir.metrics.write_text("".join(lines) + '{"kind": "train", "st')
     assert run_dir.cut_metrics_after(3) == 2
     assert run_dir.metrics.read_text() == "".join(lines[:4])
     assert run_dir.cut_metrics_after(3) == 0
+    assert not caplog.messages
+    assert run_dir.cut_metrics_after(5) == 0
+    [warning] = caplog.messages
+    assert warning.endswith("ends at step 3, expected 5; the rest is lost")
     assert run_dir.cut_metrics_after(0) == 4
     assert run_dir.metrics.read_text() == ""
 
@@ -222,22 +199,6 @@ def test_damaged_lines_are_skipped_with_one_warning_that_has_their_numbers(tmp_p
     assert run_dir.metrics.read_text() == "".join(lines[:4])
     run_dir.read_metrics()
     assert len(caplog.messages) == 2, "a start reports them and removes them"
-
-
-def test_a_second_holder_is_refused_and_told_who_has_it(tmp_path):
-    run_dir = RunDir.create(tmp_path, RUN)
-    code = f"from pretrain.rundir.run_dir import RunDir\nwith RunDir({str(tmp_path)!r}).locked():\n    print('mine')"  # noqa: E501
-    with run_dir.locked(), run_dir.locked("launcher"):
-        refused = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False
-        )
-    assert f"in use by process {os.getpid()} (train)" in refused.stderr
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False
-        ).stdout
-        == "mine\n"
-    )
 
 
 def test_a_lock_ends_with_its_process(tmp_path):
