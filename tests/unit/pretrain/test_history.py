@@ -154,18 +154,6 @@ def test_an_attempt_that_was_killed_with_its_supervisor_is_a_failed_one(run, cap
         assert len(read_history(run).failures) == 1
 
 
-def test_the_report_says_why_a_job_ended_in_a_directory_that_no_text_can_name(run, capsys):
-    run = run.rename(run.with_name("caf\udce9\x1b[31m"))
-    reason = JobEndReason.NODE_FAILED
-    ended = JobEnded(job="17", restart=0, reason=reason, requeued=False, node="n2")
-    RunDir.open(run).ledger.append(ended)
-    assert main(["report", str(run)]) == 0
-    page = (run / "report.html").read_text()
-    assert "job 17 ended: node n2 failed" in page
-    assert "<h1>small (caf\\udce9\\x1b[31m)</h1>" in page
-    assert "caf\\udce9\\x1b[31m/report.html and report.png" in capsys.readouterr().out
-
-
 def test_smoothing_keeps_a_straight_line_straight_and_passes_over_skipped_steps(run):
     steps_X, smooth_X = read_history(run).smooth_loss
     assert 20 not in steps_X
@@ -239,8 +227,15 @@ def test_setbacks_are_what_failed_and_what_went_back(run):
 
 
 def test_the_report_is_one_page_without_the_network_and_a_picture(run, capsys):
+    """Also of a directory that no text can name."""
+    run = run.rename(run.with_name("caf\udce9\x1b[31m"))
+    reason = JobEndReason.NODE_FAILED
+    ended = JobEnded(job="17", restart=0, reason=reason, requeued=False, node="n2")
+    RunDir.open(run).ledger.append(ended)
     assert main(["report", str(run)]) == 0
-    assert "step 40 of 80" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "step 40 of 80" in printed
+    assert "caf\\udce9\\x1b[31m/report.html and report.png" in printed
     html = (run / "report.html").read_text()
     assert not re.search(r'(src|href)="(?!#)|url\((?!#)|<script|@import', html)
     for words in (
@@ -248,6 +243,8 @@ def test_the_report_is_one_page_without_the_network_and_a_picture(run, capsys):
         "rewound to step 10, skipping segments 12 to 24",
         "44%",
         "attempt 7 ended: rank 1 was killed by SIGKILL; next: retry",
+        "job 17 ended: node n2 failed",
+        "<h1>small (caf\\udce9\\x1b[31m)</h1>",
     ):
         assert words in html
     assert html.count("<svg") == 7
@@ -302,25 +299,18 @@ def test_what_cannot_be_shown_is_said_in_one_line(run, tmp_path, capsys, argumen
     assert error in capsys.readouterr().err
 
 
-def test_a_report_leaves_out_a_damaged_line_of_the_metrics_and_names_it(run, tmp_path, caplog):
+def test_a_report_leaves_out_a_damaged_line_and_numbers_that_no_run_measures(run, tmp_path, caplog):
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     damaged = json.loads(lines[2])["step"]
     lines[2] = lines[2].replace('"step"', '"stdp"')
+    for number, value in ((3, -1e308), (10, 1e49)):
+        lines[number] = json.dumps({**json.loads(lines[number]), "loss": value}) + "\n"
     (run / "metrics.jsonl").write_text("".join(lines))
     assert main(["report", str(run), "--output", str(tmp_path / "report.html")]) == 0
     assert "skipped what is not a measurement in line 3" in caplog.text
     steps = [line["step"] for line in read_history(run).train]
     assert damaged not in steps
     assert len(steps) > 10
-
-
-@pytest.mark.parametrize("value", [-1e308, 1e49])
-def test_a_report_draws_or_leaves_out_numbers_that_no_run_measures(run, tmp_path, value):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for number in (3, *(i for i, line in enumerate(lines) if line["kind"] == "evaluation")):
-        lines[number]["loss"] = value
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert main(["report", str(run), "--output", str(tmp_path / "report.html")]) == 0
 
 
 def test_the_loss_chart_hides_the_first_losses_and_shows_the_peak_of_a_later_spike(run):
