@@ -71,9 +71,9 @@ from pretrain.recovery.stop_requests import StopRequest
 from pretrain.rundir.events import Mirrored, Outcome, OutOfMemory, Spike, TrainingEnded
 from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.rundir.heartbeat import Heartbeat
-from pretrain.rundir.ledger import Ledger, events_of, last_stored, steps_that_stand
+from pretrain.rundir.ledger import events_of, last_stored, steps_that_stand
 from pretrain.rundir.lock import VARIABLE, Fence
-from pretrain.rundir.run_dir import RunDir, make_trace_directory
+from pretrain.rundir.run_dir import RunDir, trace_prefix
 from pretrain.state import TrainState
 from pretrain.train import Parts, RankProcess, train
 from pretrain.weights.initial_weights import check_initial_weights, load_initial_weights
@@ -186,7 +186,7 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
                     check_initial_weights(config)
                 stack.enter_context(run_dir.locked(is_fenced=token is not None))
                 RunDir.create_or_resume(directory, config)
-                make_trace_directory(logs, os.environ)
+                Path(trace_prefix(logs, "", os.environ)).parent.mkdir(parents=True, exist_ok=True)
                 data = checked_data(run_dir, config)
         fence = Fence(run_dir.path, broadcast_value(token or secrets.token_hex(4), str))
         with raise_on_all_ranks():
@@ -251,9 +251,9 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
 
 
 def _mirror(process: RankProcess, disk: Disk, resumed_step: int) -> Mirror:
-    """The run's mirror; what becomes of uploads is in a ledger that waits for nothing."""
-    run_dir, world, url = process.run_dir, process.world, location(process.config)
-    ledger, uploaded = Ledger(run_dir.ledger.path), 0
+    """The run's mirror; what becomes of uploads is in the ledger."""
+    ledger, world, url = process.run_dir.ledger, process.world, location(process.config)
+    uploaded = 0
     if url and world.is_main:
         last = last_stored(ledger.read())
         if last is not None and (last.step, last.url) == (resumed_step, url):
@@ -261,7 +261,7 @@ def _mirror(process: RankProcess, disk: Disk, resumed_step: int) -> Mirror:
 
     def note(step: int, what: float | str) -> None:
         problem, seconds = (what, 0.0) if isinstance(what, str) else ("", what)
-        ledger.append_soon(Mirrored(step=step, url=url, seconds=seconds, problem=problem))
+        ledger.append_if_possible(Mirrored(step=step, url=url, seconds=seconds, problem=problem))
 
     return Mirror(process.config, disk, world, resumed_step, broadcast_value(uploaded, int), note)
 

@@ -19,7 +19,7 @@ from launcher.infer_status import State
 from launcher.run_state import read_states
 from pretrain.rundir.events import AttemptEnded
 from pretrain.rundir.ledger import events_of
-from pretrain.rundir.run_dir import AttemptFiles, RunDir, attempts_of, traces_of_attempt
+from pretrain.rundir.run_dir import AttemptFiles, RunDir, attempts_of
 from pretrain.rundir.run_paths import run_path
 
 _POLL_SECONDS = 0.3
@@ -128,7 +128,7 @@ def _print_errors(
         for line in errors:
             print(printable(f"[{name}] {line.rstrip()}"), flush=True)
             found_any = True
-    traces = traces_of_attempt(run_dir.logs, attempt.number) if attempt else {}
+    traces = attempt.traces() if attempt else {}
     for prefix, ranks in traces.items():
         directory = attempt.directory if attempt else Path()
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"

@@ -26,7 +26,7 @@ from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
 from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.lock import VARIABLE
-from pretrain.rundir.run_dir import AttemptFiles, RunDir, variables_of_attempt
+from pretrain.rundir.run_dir import AttemptFiles, RunDir
 
 # srun forwards this to every rank. (srun itself ends on SIGTERM.)
 SAVE_AND_STOP = signal.SIGUSR2
@@ -128,7 +128,7 @@ class SlurmRanks:
         variables = {
             "MASTER_ADDR": step.nodes[0],
             PORT_FILE_VARIABLE: str(files.port),
-            **variables_of_attempt(run_dir.logs, attempt),
+            **files.variables,
             "PYTHONUNBUFFERED": "1",
             VARIABLE: token,
         }

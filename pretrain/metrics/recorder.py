@@ -380,7 +380,7 @@ class MetricsRecorder:
         event = Slowdown(
             step=step, seconds=seconds, rank=rank_that_stalled(seconds, standstill_R, busy_R)
         )
-        self._run_dir.ledger.append_soon(event)
+        self._run_dir.ledger.append_if_possible(event)
         logger.warning("%s; this time is not productive", event.description)
         return {"stall": seconds}
 
@@ -389,7 +389,7 @@ class MetricsRecorder:
         if slowest is None:
             return {}
         if self._stragglers.observe(slowest, num_steps):
-            self._run_dir.ledger.append_soon(Slowdown(step=step, **asdict(slowest)))
+            self._run_dir.ledger.append_if_possible(Slowdown(step=step, **asdict(slowest)))
             logger.warning(
                 "straggler: rank %d needs %.3g s per step for its own work, %.1f times the median "
                 "of the others; %s names its node",

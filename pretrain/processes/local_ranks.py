@@ -21,7 +21,7 @@ from foundation.own_programs import own_command
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.lock import VARIABLE
-from pretrain.rundir.run_dir import AttemptFiles, variables_of_attempt
+from pretrain.rundir.run_dir import AttemptFiles
 from pretrain.rundir.time_spent import STARTED_AT
 from pretrain.terminal.log import LINE_START, NO_RELAY, RELAY_VARIABLE
 
@@ -65,7 +65,7 @@ class RankGroup:
         self._processes: list[subprocess.Popen[bytes]] = []
         shared = rank_environment(num_ranks, {**os.environ, **(environment or {})})
         shared.setdefault(STARTED_AT, f"{time.time():.3f}")  # a sweep's cell has that of its start
-        shared |= variables_of_attempt(logs, attempt)
+        shared |= files.variables
         try:
             for rank in range(num_ranks):
                 own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}

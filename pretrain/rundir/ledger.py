@@ -125,7 +125,6 @@ class Ledger:
     def __init__(self, path: Path, patience: Patience | None = None) -> None:
         self.path = path
         self._patience = patience or Patience()
-        self._postponed: list[bytes] = []
 
     def append(self, event: Event) -> None:
         """Add an event, with the time; it is on disk when this returns.
@@ -135,21 +134,17 @@ class Ledger:
         line = _line(event)
         outlast(self._patience, lambda: self._write(line))
 
-    def append_soon(self, event: Event) -> None:
-        """Add an event that nothing waits for: if storage fails, together with a later one."""
-        line = _line(event)
+    def append_if_possible(self, event: Event) -> None:
+        """Add an event that nothing waits for: if storage fails, it is in the log alone."""
         try:
-            self._write(line)
+            self._write(_line(event))
         except OSError as error:
-            self._postponed.append(line)
-            _log.warning("event written later: %s", os_error_text(error))
+            _log.warning("not in the ledger: %s: %s", event.description, os_error_text(error))
 
     def _write(self, line: bytes) -> None:
-        content = b"".join([*self._postponed, line])
         if _ends_inside_a_line(self.path):  # cut by a crash: keep this event readable
-            content = b"\n" + content
-        append_whole(self.path, content, sync=True)
-        self._postponed = []
+            line = b"\n" + line
+        append_whole(self.path, line, sync=True)
 
     def history(self) -> list[Event]:
         """The events of the run, at times that can be subtracted from each other and from now.

@@ -155,6 +155,19 @@ class AttemptFiles:
         folder_below(self.directory, self.port.parent.name)
         self.port.unlink(missing_ok=True)
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variable from which ranks know where their files go."""
+        return {ATTEMPT_FILES: str(self.directory)}
+
+    def traces(self) -> dict[str, list[int]]:
+        """Return prefix of names -> ranks, of what torch's flight recorder left."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for path in self.directory.glob("*-rank-*"):
+            if match := _TRACE.fullmatch(path.name):
+                found[path.name.removesuffix(match[1])].append(int(match[1]))
+        return {prefix: sorted(ranks) for prefix, ranks in sorted(found.items())}
+
     def logged_ranks(self) -> dict[int, Path]:
         """The logs that ranks have begun, by rank."""
         found = {}
@@ -175,28 +188,9 @@ ATTEMPT_FILES = "PRETRAIN_ATTEMPT_FILES"  # from the launcher: LOGS/attempt-3
 _TRACE = re.compile(r"(?:nccl|gloo)-rank-(\d+)")
 
 
-def variables_of_attempt(logs: Path, attempt: int) -> dict[str, str]:
-    """The environment variable from which the ranks of an attempt know where the files go."""
-    return {ATTEMPT_FILES: str(AttemptFiles(logs, attempt).directory)}
-
-
-def make_trace_directory(logs: Path, environment: Mapping[str, str]) -> None:
-    """Create what a launcher has created for ranks of its own."""
-    Path(trace_prefix(logs, "", environment)).parent.mkdir(parents=True, exist_ok=True)
-
-
 def trace_prefix(logs: Path, backend: str, environment: Mapping[str, str]) -> str:
     """The path of a rank's file without the rank; attempt 0 for a rank without a launcher."""
     return f"{environment.get(ATTEMPT_FILES) or AttemptFiles(logs, 0).directory}/{backend}-rank-"
-
-
-def traces_of_attempt(logs: Path, attempt: int) -> dict[str, list[int]]:
-    """Return prefix of names -> ranks, of the files that an attempt left."""
-    found: dict[str, list[int]] = defaultdict(list)
-    for path in AttemptFiles(logs, attempt).directory.glob("*-rank-*"):
-        if match := _TRACE.fullmatch(path.name):
-            found[path.name.removesuffix(match[1])].append(int(match[1]))
-    return {prefix: sorted(ranks) for prefix, ranks in sorted(found.items())}
 
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from pretrain.model.gated_deltanet import (
     normalized,
 )
 from pretrain.processes.last_collectives import write_last_collectives
-from pretrain.rundir.run_dir import make_trace_directory
+from pretrain.rundir.run_dir import AttemptFiles
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.fused_attention_cases import CASES, Case, errors_of
 from tests.unit.pretrain.test_delta_rule import random_inputs
@@ -84,7 +84,7 @@ def test_the_last_collectives_are_written_while_the_device_is_blocked(tmp_path: 
         torch.cuda.synchronize()
         torch.cuda._sleep(10_000_000_000)  # cycles: about five seconds
         work = dist.all_reduce(ones, async_op=True)
-        make_trace_directory(tmp_path, {})
+        AttemptFiles(tmp_path, 0).create()
         start = time.monotonic()
         paths = write_last_collectives(tmp_path, 0, {})
         assert time.monotonic() - start < 5.0, "the watchdog waits no longer"

@@ -13,7 +13,7 @@ import pytest
 from launcher.cli import main
 from pretrain.processes.local_ranks import RankGroup, train_command
 from pretrain.rundir.events import Event, Slowdown
-from pretrain.rundir.run_dir import RunDir, traces_of_attempt
+from pretrain.rundir.run_dir import AttemptFiles, RunDir
 from tests.integration.test_checkpoint_failures import SETTINGS
 
 
@@ -58,7 +58,7 @@ def test_ranks_wait_for_a_stopped_one_and_name_it_but_not_forever(
     assert "in train" in log
     # The rank that waited says in which collective; the stopped one cannot say anything.
     (trace,) = run_dir.logs.glob("attempt-3/gloo-*")
-    assert traces_of_attempt(run_dir.logs, 3) == {"gloo-rank-": [0]}
+    assert AttemptFiles(run_dir.logs, 3).traces() == {"gloo-rank-": [0]}
     records = pickle.loads(trace.read_bytes())["entries"]
     assert records[0]["retired"]
     assert not records[-1]["retired"]

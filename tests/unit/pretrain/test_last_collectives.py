@@ -13,16 +13,13 @@ from pretrain.processes.last_collectives import (
     set_trace_files,
     write_last_collectives,
 )
-from pretrain.rundir.run_dir import (
-    make_trace_directory,
-    traces_of_attempt,
-    variables_of_attempt,
-)
+from pretrain.rundir.run_dir import AttemptFiles
 
 
 def test_the_collectives_of_a_group_are_written_and_nothing_is_without_any(tmp_path: Path) -> None:
-    variables = variables_of_attempt(tmp_path, 7)
-    make_trace_directory(tmp_path, variables)
+    files = AttemptFiles(tmp_path, 7)
+    files.create()
+    variables = files.variables
     assert not write_last_collectives(tmp_path, 5, variables)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -34,7 +31,7 @@ def test_the_collectives_of_a_group_are_written_and_nothing_is_without_any(tmp_p
     finally:
         dist.destroy_process_group()
     assert path == tmp_path / "attempt-7" / "gloo-rank-5"
-    assert traces_of_attempt(tmp_path, 7) == {"gloo-rank-": [5]}
+    assert files.traces() == {"gloo-rank-": [5]}
     for content, has_stacks in ((early, False), (path.read_bytes(), True)):
         records = pickle.loads(content)["entries"][-2:]
         assert [record["profiling_name"] for record in records] == ["gloo:all_reduce"] * 2
@@ -43,7 +40,7 @@ def test_the_collectives_of_a_group_are_written_and_nothing_is_without_any(tmp_p
 
 @pytest.mark.parametrize("name", OWN_FILES)
 def test_torch_writes_its_own_beside_them_unless_the_user_chose(tmp_path: Path, name: str) -> None:
-    environment = variables_of_attempt(tmp_path, 7)
+    environment = AttemptFiles(tmp_path, 7).variables
     set_trace_files(environment, tmp_path)
     assert environment[name] == f"{tmp_path}/attempt-7/nccl-rank-"
     chosen = {name: "/elsewhere/"}

@@ -189,15 +189,12 @@ def test_without_patience_an_event_that_cannot_be_written_is_an_error_with_its_p
     assert raised.value.filename == str(path)
 
 
-def test_an_event_that_nothing_waits_for_is_written_with_the_next_one(tmp_path):
+def test_an_event_that_nothing_waits_for_is_logged_where_it_cannot_be_written(tmp_path, caplog):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     with full_disk():
-        ledger.append_soon(TrainingEnded(outcome=Outcome.FINISHED, step=6))
-    ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=7))
-    assert ledger.read() == [
-        TrainingEnded(outcome=Outcome.FINISHED, step=6),
-        TrainingEnded(outcome=Outcome.FINISHED, step=7),
-    ]
+        ledger.append_if_possible(TrainingEnded(outcome=Outcome.FINISHED, step=6))
+    assert "not in the ledger: finished after step 6: " in caplog.text
+    assert ledger.read() == []
 
 
 def test_an_event_that_a_full_disk_cuts_short_leaves_the_others_whole(tmp_path):
