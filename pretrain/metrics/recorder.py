@@ -330,6 +330,8 @@ class MetricsRecorder:
         self._standstill_clock.close()
         if self._profiler is not None:
             self._profiler.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
     def _append(self, file: MetricsFile, lines: list[dict[str, Any]]) -> None:
         file.append(lines)

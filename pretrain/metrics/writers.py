@@ -94,8 +94,14 @@ class TensorBoard:
                 for name, value in scalars_of(line).items():
                     self._write(step=line["step"], summary=scalar(name, value))
         except OSError as error:
-            self._records = None
             logger.warning("TensorBoard lacks these steps: %s", os_error_text(error))
+            self.close()
+
+    def close(self) -> None:
+        """Close the current file; what is appended then starts another."""
+        if self._records is not None:
+            self._records.close()
+        self._records = None
 
     def _start(self) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter

@@ -45,7 +45,7 @@ from pretrain.rundir.restore import restore_run
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.mirrors import FAST, RANKS, names_in, over_http, restored, run_in, save, upload
-from tests.helpers.stores import FAULTS, QUICK, FileServer, client
+from tests.helpers.stores import QUICK, FileServer, client
 
 
 @pytest.fixture
@@ -114,14 +114,6 @@ def test_a_restore_that_is_killed_anywhere_is_no_run_until_it_has_gone_on(what, 
     assert number > {"fetch_file": 5, "replace": 6, "rename": 1, "fsync_directory": 2}[what]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_store_that_fails_at_first_gives_the_right_checkpoint(fault, tmp_path, url, stored):
-    with FileServer(stored) as server:
-        server.fault, server.faulty, server.content = fault, 1, "rank-00000"
-        assert restored(server.url, tmp_path / "restored", QUICK) == 200
-        assert server.requests["rank-00000.safetensors"] == 2
-
-
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mirror as files, for servers that go wrong."""
@@ -169,20 +161,11 @@ def change_root(home: Path, change: Callable[[dict], object]) -> None:
     "change",
     [
         lambda home: (newest(home) / "rank-00001.safetensors").unlink(),
-        lambda home: (newest(home) / "rank-00000.safetensors").write_bytes(b"x"),
         lambda home: flip_last_bit(newest(home) / "rank-00000.safetensors"),
         lambda home: (newest(home) / "index.json").write_bytes(b"{}"),
         lambda home: (newest(home) / "ledger.jsonl").write_bytes(b"\n"),
-        lambda home: shutil.rmtree(newest(home)),
     ],
-    ids=[
-        "a file gone",
-        "another file",
-        "another bit",
-        "another index",
-        "another ledger",
-        "all gone",
-    ],
+    ids=["a file gone", "another bit", "another index", "another ledger"],
 )
 def test_a_checkpoint_that_is_not_what_the_index_says_gives_way_to_the_one_before(
     change, tmp_path, stored, caplog
