@@ -125,7 +125,7 @@ def _why_no_rewind(
             f"checkpoint.interval below {run.checkpoint.interval}, lower optim.learning_rate, or "
             f"{off}"
         )
-    ends = ", ".join(str(event.spike.last_step) for event in rewinds)
+    ends = ", ".join(str(event.step) for event in rewinds)
     steps = f", at steps {ends}" if ends else ""
     return (
         f"{spike}, after {len(rewinds)} rewinds (recovery.max_rewinds={run.recovery.max_rewinds})"

@@ -162,12 +162,20 @@ class Rewind(Event):
     to_step: int
     segments: tuple[int, int]
 
+    @property
+    def step(self) -> int:
+        return self.spike.last_step
+
 
 @dataclass(frozen=True, kw_only=True)
 class GaveUp(Event):
     """A spike that the run cannot rewind from."""
 
     spike: Spike
+
+    @property
+    def step(self) -> int:
+        return self.spike.last_step
 
 
 class NextAction(Enum):

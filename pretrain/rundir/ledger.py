@@ -280,8 +280,7 @@ def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruptio
     inside: OutOfMemory | GaveUp | None = None  # why the open attempt is about to end
     ended_job, step = "", 0
     for before, event in zip([None, *ledger], ledger, strict=False):
-        spike = getattr(event, "spike", None)
-        step = spike.last_step if spike else getattr(event, "step", None) or step
+        step = getattr(event, "step", None) or step
         if isinstance(event, TrainingBegan) and not (ended_job and began_in(event, ended_job)):
             if inside is not None:  # restarted within the process, without a supervisor's word
                 found.append(Interruption(inside.time, event.step, inside.description))
