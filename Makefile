@@ -61,8 +61,8 @@ shakespeare: $(STAMP)  ## what memory is worth, next to a published result; TEXT
 	rm -rf $(SHAKESPEARE)/memory $(SHAKESPEARE)/no-memory
 	$(SHAKESPEARE_TRAIN) --run-dir $(SHAKESPEARE)/memory
 	$(SHAKESPEARE_TRAIN) --run-dir $(SHAKESPEARE)/no-memory model.memory_length=0
-	pretrain evaluate $(SHAKESPEARE)/memory --memory-length 0 64 128 256 --max-tokens 0
-	pretrain evaluate $(SHAKESPEARE)/no-memory --max-tokens 0
+	pretrain evaluate $(SHAKESPEARE)/memory --memory-length 0 64 128 256
+	pretrain evaluate $(SHAKESPEARE)/no-memory
 	pretrain report $(SHAKESPEARE)/memory $(SHAKESPEARE)/no-memory --output $(SHAKESPEARE)
 	@echo "nanoGPT with as many tokens and parameters: 1.88 published; 1.886 after 70 seconds on two cores"
 	@echo "Open $(SHAKESPEARE)/compare.html"
