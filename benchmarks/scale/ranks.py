@@ -76,13 +76,11 @@ def timed(work: Callable[[], object]) -> float:
 
 def measure(num_ranks: int) -> dict[str, float]:
     """Fork the ranks; return the medians over them, and rank 0's descriptors."""
-    from tests.helpers.forked_ranks import all_ended, fork_ranks
+    from tests.helpers.forked_ranks import run_ranks
 
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         results = Path(directory)
-        pids = fork_ranks(num_ranks, lambda: rank_program(results), results)
-        while not all_ended(pids):
-            time.sleep(0.05)
+        run_ranks(num_ranks, lambda: rank_program(results), results)
         found = [json.loads((results / f"{rank}.json").read_text()) for rank in range(num_ranks)]
     return {
         "wait": statistics.median(each["wait"] for each in found),

@@ -3,56 +3,64 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from foundation.own_programs import own_command
+import pytest
+
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.commands.same_run import differing_state, summary
-from pretrain.processes.local_ranks import RankGroup, describe_failure
 
-STEPS = 20
-HALF = 10
+STEPS = 12
+HALF = 6
 STAGES = (0, 1, 2, 3)
 
-Results = dict[str, dict[str, dict[int, float]]]
+Steps = dict[int, float]
+Results = dict[str, dict[str, Steps]]
 
 
 def engine_settings(
-    stage: int, precision: str, checkpointing: str, micro: int = 4
+    stage: int, precision: str, checkpointing: str = "none", micro: int = 2, **more: Any
 ) -> dict[str, Any]:
     return {
         "zero_stage": stage,
         "precision": precision,
         "activation_checkpointing": checkpointing,
         "micro_batch_lanes": micro,
+        **more,
     }
 
 
-def cell(name: str, engine: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"name": name, "engine": engine, "until": STEPS, "save_at": [STEPS], **more}
+def plain_torch(precision: str, micro: int = 0, **more: Any) -> dict[str, Any]:
+    return {"kind": "torch", **engine_settings(1, precision, micro=micro, **more)}
 
 
-def whole_and_resumed(name: str, engine: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
-    """The same run twice: in one go, and to the half, then on from the checkpoint there."""
-    return [
-        cell(f"{name}-whole", engine, **more),
-        cell(f"{name}-half", engine, **{**more, "until": HALF, "save_at": [HALF]}),
-        cell(f"{name}-resumed", engine, resume=f"{name}-half", **more),
-    ]
+def cell(name: str, engine: dict[str, Any], ranks: int = 2, **more: Any) -> dict[str, Any]:
+    """What a group of ranks trains; nothing is saved unless `save_at` says so."""
+    return {
+        "name": name, "engine": engine, "ranks": ranks, "until": STEPS, "save_at": [], **more
+    }  # fmt: skip
 
 
-def train_cells(corpus: Path, output: Path, cells: list[dict[str, Any]], num_ranks: int) -> None:
-    path = output / f"cells-{num_ranks}-{cells[0]['name']}.json"
+def whole_and_resumed(
+    name: str, engine: dict[str, Any], half: int = HALF, until: int = STEPS, **more: Any
+) -> list[dict[str, Any]]:
+    """Return a run that saves half-way and at its end, and one that resumes from the half."""
+    whole = cell(name, engine, **more, until=until, save_at=[half, until])
+    again = {"name": f"{name}-resumed", "resume": name, "resume_at": half, "save_at": [until]}
+    return [whole, {**whole, **again}]
+
+
+def train_cells(corpus: Path, output: Path, cells: list[dict[str, Any]]) -> Results:
+    """Train the cells, each run of those with as many ranks in one group; what they found."""
+    path = output / "cells.json"
     path.write_text(json.dumps(cells))
-    words = (str(corpus), str(output), str(path))
-    command = own_command("tests.helpers.engine_worker", *words)
-    with RankGroup(command, num_ranks, output / f"logs-{cells[0]['name']}") as group:
-        statuses = group.wait()
-    assert not any(statuses), describe_failure(statuses, group.logs)
+    run_helper("engine_worker", output, str(corpus), str(output), str(path))
+    return {each["name"]: read_result(output / f"{each['name']}.json") for each in cells}
 
 
 def run_helper(module: str, output: Path, *words: str) -> None:
@@ -66,38 +74,51 @@ def run_helper(module: str, output: Path, *words: str) -> None:
     assert done.returncode == 0, done.stderr + "".join(logs)
 
 
-def losses_of(output: Path, name: str) -> dict[int, float]:
-    """Return the losses of a cell, by step."""
-    tree = json.loads((output / f"{name}.json").read_text())
-    return {int(step): float.fromhex(loss) for step, loss in tree["losses"].items()}
-
-
-def read_result(path: Path) -> dict[str, dict[int, float]]:
+def read_result(path: Path) -> dict[str, Steps]:
     tree = json.loads(path.read_text())
+    del tree["findings"]
     return {
         key: {int(step): float.fromhex(value) for step, value in steps.items()}
         for key, steps in tree.items()
-        if key != "opened"
     }
 
 
-def opened_files(path: Path) -> list[list[int]]:
-    """Return the ranks whose engine files each rank of a resumed cell opened."""
-    return json.loads(path.read_text())["opened"]
+def findings_of(output: Path, name: str) -> dict[str, Any]:
+    """What a cell found besides values of steps: which ranks' files it opened, for one."""
+    return json.loads((output / f"{name}.json").read_text())["findings"]
 
 
-def largest_difference(left: dict[int, float], right: dict[int, float]) -> float:
+def largest_difference(left: Steps, right: Steps) -> float:
+    """Of the finite values of steps; the same ones of both are finite."""
     assert left.keys() <= right.keys()
-    return max(abs(left[step] - right[step]) for step in left)
+    finite = [step for step in left if math.isfinite(left[step])]
+    assert finite == [step for step in left if math.isfinite(right[step])]
+    return max(abs(left[step] - right[step]) for step in finite)
 
 
 def assert_resumed_bitwise(results: Results, output: Path, name: str) -> None:
-    whole, half, resumed = (results[f"{name}-{part}"] for part in ("whole", "half", "resumed"))
-    assert {**half["losses"], **resumed["losses"]} == whole["losses"]
-    assert {**half["norms"], **resumed["norms"]} == whole["norms"]
+    whole, resumed = results[name], results[f"{name}-resumed"]
+    for kind in ("losses", "norms", "scales"):
+        assert resumed[kind].items() <= whole[kind].items()
+    last = max(resumed["losses"])
+    assert last == max(whole["losses"])
     ends = [
-        marker.verify(files.step_directory(output / f"{name}-{part}", STEPS))
-        for part in ("whole", "resumed")
+        marker.verify(files.step_directory(output / each, last))
+        for each in (name, f"{name}-resumed")
     ]
     problems = differing_state(*ends)
     assert not problems, summary(problems)
+
+
+def assert_layers_agree(found: dict[str, Steps], plain: dict[str, Steps], rtol: float) -> None:
+    """Norms per layer: squares add up to the global norm's, ratios are those of the weights."""
+    names = [key.removeprefix("grad_norm/") for key in found if key.startswith("grad_norm/")]
+    assert names
+    (step,) = found[f"grad_norm/{names[0]}"]
+    squares = sum(found[f"grad_norm/{name}"][step] ** 2 for name in names)
+    assert math.sqrt(squares) == pytest.approx(found["norms"][step], rel=1e-5)
+    for name in names:
+        seen = found[f"seen_ratio/{name}"][step]
+        assert found[f"update_ratio/{name}"][step] == pytest.approx(seen, rel=1e-4)
+        for key in (f"grad_norm/{name}", f"update_ratio/{name}"):
+            assert found[key][step] == pytest.approx(plain[key][step], rel=rtol)

@@ -1,12 +1,11 @@
-"""One rank of the engine tests, which trains every cell in turn.
-
-So torch and DeepSpeed are imported once.
+"""Ranks that train the cells of the engine tests in turn.
 
     python -m tests.helpers.engine_worker CORPUS OUTPUT CELLS.json
 
+Torch and DeepSpeed are imported once, then every run of cells with as many ranks forks a group.
 Each cell names settings, where to stop, and optionally a directory of checkpoints to resume from.
 Rank 0 writes OUTPUT/CELL.json with the loss and gradient norm of every step as hexadecimal floats.
-A cell may have a fault injected; exactly the steps in `skips` are to be skipped, without changing a
+A cell may have faults injected; exactly the steps in `skips` are to be skipped, without changing a
 bit.
 """
 
@@ -14,11 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pickle
 import sys
-import time
+from functools import partial
 from hashlib import sha256
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.elastic_reader import load_fragments
 from pretrain.checkpoint.marker import latest_step
 from pretrain.checkpoint.resume_point import find_resume_point
-from pretrain.cli import end_process
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
@@ -63,7 +62,7 @@ from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.run import build_engine
 from pretrain.state import TrainState, memories_without
-from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
+from tests.helpers.forked_ranks import import_everything, run_ranks
 
 MODEL: dict[str, Any] = {
     "vocab_size": 257,
@@ -121,19 +120,17 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
     optim = cell.get("optim", {})
     model, healing = cell.get("model", {}), cell.get("recovery", {})
     run = run_of_cell(corpus, cell["engine"], model, healing, optim, cell.get("lanes", 8))
-    if cell.get("dropout") is False:
-        run = dataclasses.replace(
-            run, model=dataclasses.replace(run.model, dropout=0.0, attention_dropout=0.0)
-        )
-    fault = Fault(**cell.get("fault", {"step": 0}))
     scale_and_window = cell["engine"].get("loss_scale", (65536.0, 1000))
     engines.INITIAL_SCALE, engines.WINDOW = scale_and_window
-    engine = fault.wrap(build_engine(run, world))
+    engine = build_engine(run, world)
+    for fault in cell.get("faults", []):
+        engine = Fault(**fault).wrap(engine)
     num_slots = accumulation_steps(run, world.world_size)
     state, opened = None, []
     if "resume" in cell:
         root = output / cell["resume"]
-        found = find_resume_point(root, world, run_id="")
+        before = cell["resume_at"] + 1 if "resume_at" in cell else None
+        found = find_resume_point(root, world, "", before)
         assert found is not None, f"no checkpoint in {cell['resume']}"
         state = Checkpointer(run, Disk(root, "resume", ""), world).restore(engine, found)
         opened = gather_values(load_fragments(engine, found), list[int])
@@ -148,7 +145,8 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         state.cursor,
     )
     checkpointer = Checkpointer(run, Disk(output / cell["name"], cell["name"], ""), world)
-    losses, norms, scales, layers = {}, {}, {}, {"opened": opened}
+    losses, norms, scales, layers = {}, {}, {}, {}
+    findings: dict[str, Any] = {"opened": opened}
     validation: dict[int, str] = {}
 
     def measure_validation() -> None:
@@ -192,12 +190,13 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         measure_validation()
     checkpointer.finish()
     if "drift" in cell:
-        layers["refused"] = refusal_of_drift(engine, state, checkpointer, cell["drift"])
+        findings["refused"] = refusal_of_drift(engine, state, checkpointer, cell["drift"])
     if "pickle_of_rank" in cell:
-        layers["pickle"] = refusal_of_a_pickle(output, cell["pickle_of_rank"], world)
+        findings["pickle"] = refusal_of_a_pickle(output, cell["pickle_of_rank"], world)
     if "damage" in cell:
-        layers["resume_points"] = resume_points(output / cell["name"], cell["damage"], world)
-    return {"losses": losses, "norms": norms, "scales": scales, "validation": validation, **layers}
+        findings["resume_points"] = resume_points(output / cell["name"], cell["damage"], world)
+    steps = {"losses": losses, "norms": norms, "scales": scales, "validation": validation, **layers}
+    return {**steps, "findings": findings}
 
 
 def evaluate(run: RunConfig, engine: Engine) -> dict[str, float]:
@@ -321,16 +320,9 @@ def train_rank(corpus: Path, output: Path, cells: list[dict[str, Any]]) -> int:
 
 def main() -> None:
     corpus, output, path = (Path(argument) for argument in sys.argv[1:4])
-    cells = json.loads(path.read_text())
-    if "RANK" in os.environ:
-        end_process(train_rank(corpus, output, cells))
     import_everything()
-    for cell in cells:
-        pids = fork_ranks(
-            cell["ranks"], lambda cell=cell: train_rank(corpus, output, [cell]), output
-        )
-        while not all_ended(pids):
-            time.sleep(0.01)
+    for ranks, group in groupby(json.loads(path.read_text()), key=itemgetter("ranks")):
+        run_ranks(ranks, partial(train_rank, corpus, output, list(group)), output)
 
 
 if __name__ == "__main__":

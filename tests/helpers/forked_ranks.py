@@ -10,6 +10,7 @@ import gc
 import importlib
 import logging
 import os
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,13 @@ def fork_ranks(num_ranks: int, rank_program: Callable[[], int], logs: Path) -> l
         _fork_rank(rank, shared, rank_program, logs / f"rank-{rank}.log")
         for rank in range(num_ranks)
     ]
+
+
+def run_ranks(num_ranks: int, rank_program: Callable[[], int], logs: Path) -> None:
+    """Fork the ranks and wait for all; SystemExit if one fails."""
+    pids = fork_ranks(num_ranks, rank_program, logs)
+    while not all_ended(pids):
+        time.sleep(0.01)
 
 
 def all_ended(pids: list[int]) -> bool:

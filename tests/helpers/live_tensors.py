@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data_pipeline.lanes.segment_batch import SegmentBatch
-from foundation.own_programs import own_command
 from foundation.settings import parse_config
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import destroy_process_group, init_world
@@ -34,7 +31,8 @@ from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import Memory
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.run import build_engine
-from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
+from tests.helpers.engine_cells import run_helper
+from tests.helpers.forked_ranks import import_everything, run_ranks
 
 
 class LiveTensors(TorchDispatchMode):
@@ -175,11 +173,7 @@ def measured_by_ranks(
     """The findings of every rank in each cell; the ranks are forked from a process of their own."""
     path = output / "settings.json"
     path.write_text(json.dumps(cells))
-    command = own_command("tests.helpers.live_tensors", str(output), str(path), str(num_ranks))
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr + "".join(
-        log.read_text() for log in output.glob("*.log")
-    )
+    run_helper("live_tensors", output, str(output), str(path), str(num_ranks))
     return {
         name: [
             json.loads((output / f"{name}-{rank}.json").read_text()) for rank in range(num_ranks)
@@ -232,10 +226,7 @@ def main() -> None:
     )
     import_everything()
     for name, tree in settings.items():  # each in new processes, where nothing else is alive
-        rank = partial(measure_rank, output, name, tree)
-        pids = fork_ranks(num_ranks, rank, output)
-        while not all_ended(pids):
-            time.sleep(0.01)
+        run_ranks(num_ranks, partial(measure_rank, output, name, tree), output)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from pretrain.distributed.world import (
     raise_on_all_ranks,
 )
 from pretrain.recovery.stop_requests import Agreement, StopRequest, StopRequested
-from tests.helpers.forked_ranks import all_ended, fork_ranks
+from tests.helpers.forked_ranks import run_ranks
 
 ASKED_AT = 3
 MOST_ASKED = 5  # ranks
@@ -155,10 +155,8 @@ def run(num_ranks: int, program: Callable[[World], object]) -> list[object]:
 
     with tempfile.TemporaryDirectory(prefix="stops-") as directory:
         results = Path(directory)
-        pids = fork_ranks(num_ranks, rank_program, results)
         try:
-            while not all_ended(pids):
-                time.sleep(0.02)
+            run_ranks(num_ranks, rank_program, results)
         except SystemExit:
             sys.exit("\n".join(log.read_text() for log in results.glob("*.log")))
         paths = [results / f"{rank}.json" for rank in range(num_ranks)]

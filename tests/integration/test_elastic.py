@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from pretrain.checkpoint import marker
 from pretrain.checkpoint.checkpointer import odd_ranks
 from pretrain.checkpoint.elastic_reader import FragmentReader, load_memory
 from pretrain.commands.same_run import STATE_TOLERANCE, differing_progress, differing_values
-from tests.helpers.engine_cells import losses_of, run_helper
+from tests.helpers.engine_cells import findings_of, read_result, train_cells
 
 LANES = range(8)
 # (ranks, ZeRO stage, last step)
@@ -105,18 +104,20 @@ def cell(name: str, ranks: int, stage: int, precision: str = "fp32", **more: Any
 @pytest.fixture(scope="module")
 def output(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("elastic")
-    path = output / "cells.json"
-    path.write_text(json.dumps([*chain_cells(), *compressed_cells(), drift_cell()]))
-    run_helper("engine_worker", output, str(tiny_corpus), str(output), str(path))
+    train_cells(tiny_corpus, output, [*chain_cells(), *compressed_cells(), drift_cell()])
     return output
+
+
+def steps_of(output: Path, cell: dict[str, Any], kind: str) -> dict[int, float]:
+    return read_result(output / f"{cell['name']}.json")[kind]
 
 
 @pytest.mark.slow
 def test_a_chain_of_world_sizes_and_stages_keeps_the_losses(output: Path) -> None:
     whole, *links = chain_cells()
-    expected = losses_of(output, whole["name"])
+    expected = steps_of(output, whole, "losses")
     losses = {
-        step: loss for link in links for step, loss in losses_of(output, link["name"]).items()
+        step: loss for link in links for step, loss in steps_of(output, link, "losses").items()
     }
     assert losses.keys() == expected.keys() == set(range(1, END + 1))
     assert max(abs(losses[step] - expected[step]) for step in expected) < 1e-5
@@ -163,14 +164,14 @@ def test_each_link_of_the_chain_loads_every_bit(output: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_whose_replica_drifts_is_named_before_anything_is_written(output: Path) -> None:
     what = drift_cell()["drift"][1]
-    error = json.loads((output / "drift.json").read_text())["refused"]["error"]
+    error = findings_of(output, "drift")["refused"]["error"]
     assert f"step 1 was not saved: rank 2 differs in {what}, expected the same" in error
     assert not (output / "drift").exists()
 
 
 @pytest.mark.slow
 def test_what_another_rank_sends_is_read_as_json_and_never_unpickled(output: Path) -> None:
-    refused = json.loads((output / "drift.json").read_text())["pickle"]
+    refused = findings_of(output, "drift")["pickle"]
     assert refused["error"].startswith("rank 1 sent no message of this program; make sure")
     assert [path.name for path in output.glob("executed-*")] in ([], ["executed-1"])
 
@@ -179,7 +180,7 @@ def test_what_another_rank_sends_is_read_as_json_and_never_unpickled(output: Pat
 def test_drift_of_the_weights_that_zero_gathers_is_noticed(output: Path) -> None:
     """Of two ranks, nobody can tell which is right."""
     link = chain_cells()[-1]
-    error = json.loads((output / f"{link['name']}.json").read_text())["refused"]["error"]
+    error = findings_of(output, link["name"])["refused"]["error"]
     assert f"step {END} was not saved: ranks 0, 1 differ in {link['drift'][1]}" in error
     saved = [entry.name for entry in (output / link["name"]).iterdir()]
     assert sorted(saved) == [files.step_directory(output, step).name for step in link["save_at"]]
@@ -203,12 +204,11 @@ def test_the_odd_ranks_are_those_outside_the_majority(
 @pytest.mark.slow
 def test_an_evaluation_has_the_same_loss_at_every_world_size_and_stage(output: Path) -> None:
     """Three lanes on two, four, one and two ranks; the last of four has none."""
-    links = [json.loads((output / f"{each['name']}.json").read_text()) for each in chain_cells()]
-    for before, after in itertools.pairwise(link["validation"] for link in links[1:]):
+    links = [steps_of(output, link, "validation") for link in chain_cells()[1:]]
+    for before, after in itertools.pairwise(links):
         (step,) = before.keys() & after.keys()
         # Not bitwise: CPUs may round a lane by its place in the batch.
-        losses = (float.fromhex(each[step]) for each in (before, after))
-        assert next(losses) == pytest.approx(next(losses), rel=1e-6)
+        assert after[step] == pytest.approx(before[step], rel=1e-6)
 
 
 def assert_same_tensors(
@@ -225,7 +225,7 @@ def test_all_ranks_refuse_a_checkpoint_of_which_one_of_them_found_a_file_damaged
     output: Path,
 ) -> None:
     link = chain_cells()[-1]
-    found = json.loads((output / f"{link['name']}.json").read_text())["resume_points"]
+    found = findings_of(output, link["name"])["resume_points"]
     before, end = link["save_at"]
     assert found == {
         "damaged": [before, before],

@@ -1,152 +1,99 @@
-"""LAMB and Muon under every ZeRO stage against plain torch; per-layer norms of all optimizers."""
+"""LAMB and Muon under every ZeRO stage against plain torch, and their norms per layer."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from pretrain.config.choices import OptimizerName, Precision
+from pretrain.config.choices import Precision
 from pretrain.engines.engine import cpu_has_fp16
 from tests.helpers.engine_cells import (
     STAGES,
+    STEPS,
     Results,
+    assert_layers_agree,
+    assert_resumed_bitwise,
     cell,
     engine_settings,
     largest_difference,
-    read_result,
+    plain_torch,
     train_cells,
+    whole_and_resumed,
 )
 
-STEPS, HALF = 12, 6
 PRECISIONS = [kind for kind in get_args(Precision) if kind != "fp16" or cpu_has_fp16()]
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
+SCALE = {"fp16": {"loss_scale": (2.0**12, 1000)}}
 RATES = {"lamb": 0.01, "muon": 0.003}
-LAYERS = ("shared", "embedding", "layer.0", "layer.1", "output")
+# Every stage in fp32; half precision, which DeepSpeed gives wrappers of its own, with one of the
+# two optimizers each.
+HALVES = {"lamb": {"bf16": (1, 3), "fp16": (0, 2)}, "muon": {"bf16": (0, 2), "fp16": (1, 3)}}
+OFFLOADED = {"lamb": 1, "muon": 3}
+RESUMED = "zero1-fp32"  # on two ranks, then on one at stage 3
 
 
-def settings_of(stage: int, precision: str, micro: int) -> dict[str, Any]:
-    scale = {"loss_scale": (2.0**12, 1000)} if precision == "fp16" else {}
-    return {**engine_settings(stage, precision, "none", micro), **scale}
-
-
-ON_TWO = {
-    f"zero{stage}-{precision}{'-offload' if more else ''}": {
-        **settings_of(stage, precision, micro=2),
-        **more,
-    }
-    for stage in STAGES
-    for precision in PRECISIONS
-    for more in ({}, {"offload_optimizer": True})
-    if not more or (precision == "fp32" and stage in (1, 3))
-}
-# Stage 3 updates a group part by part if it is large.
-ON_TWO["zero3-fp32-parts"] = {**ON_TWO["zero3-fp32"], "zero": {"sub_group_size": 4000}}
-ALONE = {f"zero{stage}-alone": settings_of(stage, "fp32", micro=0) for stage in STAGES}
-PLAIN = {f"torch-{kind}": {"kind": "torch", **settings_of(1, kind, micro=0)} for kind in PRECISIONS}
-
-
-def precision_of(name: str) -> str:
-    return next((precision for precision in PRECISIONS if precision in name), "fp32")
-
-
-def long_cell(optimizer: str, name: str, engine: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return cell(
-        f"{optimizer}-{name}",
-        engine,
-        optim={
-            "name": optimizer,
-            "learning_rate": RATES[optimizer],
-        },
-        **{"until": STEPS, "save_at": [], "measure_at": [STEPS], **more},
-    )
-
-
-def adamw_cell(name: str, engine: dict[str, Any]) -> dict[str, Any]:
-    """With muP, so that roles have rates, weight decays and epsilons of their own."""
-    more = {"model": {"base_width": 8}, "optim": {"weight_decay": 0.1}}
-    times = {"until": 3, "save_at": [], "measure_at": [3]}
-    return {"name": f"adamw-{name}", "engine": engine, **more, **times}
-
-
-@pytest.fixture(scope="module")
-def results(
-    request: pytest.FixtureRequest, tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Results:
-    """Losses, norms and norms per layer by cell and step, of one optimizer."""
-    optimizer: str = request.param
-    found = train_all(optimizer, tiny_corpus, tmp_path_factory.mktemp(optimizer))
-    return {name.removeprefix(f"{optimizer}-"): steps for name, steps in found.items()}
-
-
-def train_all(optimizer: str, corpus: Path, output: Path) -> Results:
-    if optimizer in RATES:
-        half, stage_1 = f"{optimizer}-half", ON_TWO["zero1-fp32"]
-        on_two, on_one = (
-            [long_cell(optimizer, name, settings) for name, settings in named.items()]
-            for named in (ON_TWO, ALONE | PLAIN)
-        )
-        on_two.append(
-            long_cell(optimizer, "half", stage_1, until=HALF, save_at=[HALF], measure_at=[])
-        )
-        on_two.append(long_cell(optimizer, "resumed-on-two", stage_1, resume=half))
-        on_one.append(long_cell(optimizer, "resumed-on-one", ALONE["zero3-alone"], resume=half))
-    else:
-        on_two, on_one = (
-            [adamw_cell(name, settings) for name, settings in named.items()]
-            for named in (ON_TWO, ALONE | PLAIN)
-        )
-    train_cells(corpus, output, on_two, num_ranks=2)
-    train_cells(corpus, output, on_one, num_ranks=1)
-    return {each["name"]: read_result(output / f"{each['name']}.json") for each in on_two + on_one}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("results", RATES, indirect=True)
-@pytest.mark.parametrize("name", [*ON_TWO, *ALONE])
-def test_each_stage_agrees_with_plain_torch(results: Results, name: str) -> None:
-    precision = precision_of(name)
-    found, plain = results[name], results[f"torch-{precision}"]
-    assert len(found["losses"]) == STEPS
-    assert largest_difference(found["losses"], plain["losses"]) < TOLERANCE[precision]
-    assert found["losses"][STEPS] < found["losses"][1] - 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("results", RATES, indirect=True)
-def test_a_run_resumes_bitwise(results: Results) -> None:
-    whole, half, resumed = (results[name] for name in ("zero1-fp32", "half", "resumed-on-two"))
-    assert {**half["losses"], **resumed["losses"]} == whole["losses"]
-    assert {key: resumed[key] for key in resumed if "/" in key} == {
-        key: whole[key] for key in whole if "/" in key
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("results", RATES, indirect=True)
-def test_a_run_of_two_ranks_resumes_with_one_under_another_stage(results: Results) -> None:
-    resumed, whole = results["resumed-on-one"], results["zero1-fp32"]
-    assert sorted(resumed["losses"]) == list(range(HALF + 1, STEPS + 1))
-    assert largest_difference(resumed["losses"], whole["losses"]) < TOLERANCE["fp32"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("results", get_args(OptimizerName), indirect=True)
-@pytest.mark.parametrize("name", [*ON_TWO, *ALONE, *PLAIN])
-def test_per_layer_norms_are_those_of_all_ranks_together(results: Results, name: str) -> None:
-    """Squares add up to the global norm's; ratios are those of the weights before and after."""
-    found = results[name]
-    step = max(found["losses"])
-    precision = precision_of(name)
-    squares = sum(found[f"grad_norm/{layer}"][step] ** 2 for layer in LAYERS)
-    assert math.sqrt(squares) == pytest.approx(found["norms"][step], rel=1e-5)
-    plain = results[f"torch-{precision}"]
-    for layer in LAYERS:
-        seen = found[f"seen_ratio/{layer}"][step]
-        assert found[f"update_ratio/{layer}"][step] == pytest.approx(seen, rel=1e-4)
-        for key in (f"grad_norm/{layer}", f"update_ratio/{layer}"):
-            assert found[key][step] == pytest.approx(
-                plain[key][step], rel=1e-4 if precision == "fp32" else 1e-2
+def engines_of(optimizer: str) -> dict[str, dict[str, Any]]:
+    """Return the engines on two ranks."""
+    return {
+        **{f"zero{stage}-fp32": engine_settings(stage, "fp32") for stage in STAGES},
+        **{
+            f"zero{stage}-{precision}": engine_settings(
+                stage, precision, **SCALE.get(precision, {})
             )
+            for precision, stages in HALVES[optimizer].items()
+            for stage in stages
+            if precision in PRECISIONS
+        },
+        "offload-fp32": engine_settings(OFFLOADED[optimizer], "fp32", offload_optimizer=True),
+        # Stage 3 updates a group part by part if it is large.
+        "parts-fp32": engine_settings(3, "fp32", zero={"sub_group_size": 4000}),
+    }
+
+
+def cells_of(optimizer: str) -> list[dict[str, Any]]:
+    optim = {"name": optimizer, "learning_rate": RATES[optimizer]}
+    more: dict[str, Any] = {"optim": optim, "measure_at": [STEPS]}
+    cells = []
+    for name, engine in engines_of(optimizer).items():
+        if name == RESUMED:
+            cells += whole_and_resumed(name, engine, **more)
+        else:
+            cells.append(cell(name, engine, **more))
+    alone = {"ranks": 1, "resume": RESUMED, "resume_at": STEPS // 2}
+    cells.append(cell("alone-fp32", engine_settings(3, "fp32", micro=0), **more, **alone))
+    for kind in PRECISIONS:
+        plain = plain_torch(kind, **SCALE.get(kind, {}))
+        cells.append(cell(f"torch-{kind}", plain, ranks=1, **more))
+    return cells
+
+
+@pytest.fixture(scope="module", params=RATES)
+def trained(
+    request: pytest.FixtureRequest, tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Results, Path]:
+    """Losses, norms and norms per layer by cell and step, of one optimizer."""
+    output = tmp_path_factory.mktemp(request.param)
+    return train_cells(tiny_corpus, output, cells_of(request.param)), output
+
+
+@pytest.mark.slow
+def test_each_stage_agrees_with_plain_torch_also_in_norms_per_layer(
+    trained: tuple[Results, Path],
+) -> None:
+    results, _ = trained
+    for name, found in results.items():
+        precision = name.split("-")[1]
+        plain = results[f"torch-{precision}"]
+        assert largest_difference(found["losses"], plain["losses"]) < TOLERANCE[precision], name
+        assert plain["losses"][STEPS] < plain["losses"][1] - 0.1
+        assert_layers_agree(found, plain, 1e-4 if precision == "fp32" else 1e-2)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_bitwise(trained: tuple[Results, Path]) -> None:
+    results, output = trained
+    assert_resumed_bitwise(results, output, RESUMED)
+    whole, resumed = results[RESUMED], results[f"{RESUMED}-resumed"]
+    assert all(resumed[key] == whole[key] for key in whole if "/" in key)
