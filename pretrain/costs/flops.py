@@ -211,9 +211,8 @@ def flops_of(
     widths = [width for _, width in bins] if model.div_val > 1 else [bins[0][1]]
     # Every token is projected; with div_val > 1, through every bin's projection.
     embedding = 2.0 * d * sum(widths) if _is_projected(model) else 0.0
-    # What the first of G segments remembers has no gradient. With pre-norm, the parameters of its
-    # norm have.
-    first = 0.0 if model.norm_position == "pre" else layers * 4 * d * k * remembered
+    # What the first of G segments remembers has no gradient.
+    first = layers * 4 * d * k * remembered
     # The state that a backward pass's first segment reads has no gradient, and nothing of the loss
     # reads the one that its last segment leaves.
     states = 4 * rule.last_state / gradient_segments + rule.decay

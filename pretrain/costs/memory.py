@@ -307,8 +307,8 @@ def layer_bytes(
     # Input, its sum with attention, both norms (pre: of memory too).
     normed = keys if model.norm_position == "pre" and is_attention else tokens
     elements = (3 * tokens + normed) * d
-    if model.norm == "rmsnorm":  # once more before the gain
-        elements += (tokens + normed) * d
+    if model.norm == "rmsnorm":  # once more before the gain, which memory gets in the projection
+        elements += 2 * tokens * d
     traits = FEED_FORWARDS[model.feed_forward]
     is_kept_twice = has_dropout and not traits.drops_first
     elements += tokens * model.inner_width * (traits.inner_tensors + is_kept_twice)

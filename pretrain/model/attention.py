@@ -77,6 +77,8 @@ class RelativeAttention(nn.Module):
         positions_CX: Tensor,
         content_bias_NH: Tensor | None,
         position_bias_NH: Tensor | None,
+        memory_gain_D: Tensor | None = None,
+        memory_bias_D: Tensor | None = None,
         *,
         visibility: Visibility,
         dropout: DropoutStream | None,
@@ -85,9 +87,11 @@ class RelativeAttention(nn.Module):
         """Return the attended values [B, L, D].
 
         `positions_CX` are encodings of width D (relative) or H (rope), or biases per head (alibi,
-        t5).
+        t5). `memory_gain_D` and `memory_bias_D` are of a norm whose rest the memory has passed;
+        positional, so that ZeRO-3 keeps the weights until they have their gradients.
         """
         given = (segment_BLD, memory_BMD, positions_CX, content_bias_NH, position_bias_NH)
+        given += (memory_gain_D, memory_bias_D)
         query_BLNH, parts, terms = compiled_if(compiles, RelativeAttention.inputs)(
             self, *given, visibility=visibility
         )
@@ -100,6 +104,8 @@ class RelativeAttention(nn.Module):
         positions_CX: Tensor,
         content_bias_NH: Tensor | None,
         position_bias_NH: Tensor | None,
+        memory_gain_D: Tensor | None = None,
+        memory_bias_D: Tensor | None = None,
         *,
         visibility: Visibility,
     ) -> tuple[Tensor, list[Tensor], ScoreTerms]:
@@ -108,14 +114,20 @@ class RelativeAttention(nn.Module):
         The arguments are those of `forward`.
         """
         # Memory and segment are projected separately: memory needs no query and mostly no gradient.
-        sources = [source for source in (memory_BMD, segment_BLD) if source.shape[1]]
-        parts = [self.keys_and_values(source_BXD) for source_BXD in sources]
+        parts = [self._key_values(segment_BLD, self.key_value_weight)]
+        if memory_BMD.shape[1]:
+            # Gain and bias act on the weights: so their gradients need no product that yields one
+            # for memory's rows.
+            weight = self.key_value_weight
+            bias = None if memory_bias_D is None else torch.mv(weight, memory_bias_D)
+            weight = weight if memory_gain_D is None else weight * memory_gain_D
+            parts.insert(0, self._key_values(memory_BMD, weight, bias))
+        if self.key_norm is not None or self._positions.rotates:  # all rows in one pass
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            parts = [self._with_keys(joined, self.key_norm, positions_CX)]
         query_BLNH = self.projected_queries(segment_BLD)
         query_BLNH = self.queries(query_BLNH, positions_CX, visibility)
-        num_rows = [part.shape[1] for part in parts]
-        placed = zip(parts, positions_CX.split(num_rows), strict=True)
-        terms = self.terms(positions_CX, content_bias_NH, position_bias_NH)
-        return query_BLNH, [self.placed(*each) for each in placed], terms
+        return query_BLNH, parts, self.terms(positions_CX, content_bias_NH, position_bias_NH)
 
     def projected_queries(self, segment_BLD: Tensor) -> Tensor:
         """Return the queries regardless of their positions, [B, L, N, H]."""
@@ -135,18 +147,27 @@ class RelativeAttention(nn.Module):
 
     def keys_and_values(self, source_BXD: Tensor) -> Tensor:
         """Return keys and values of X rows, [B, X, 2, G, H], regardless of their positions."""
-        part = linear(source_BXD, self.key_value_weight).unflatten(-1, (2, self._num_key_heads, -1))
-        if self.key_norm is None:
-            return part
-        key_BXGH, value_BXGH = part.unbind(2)
-        return torch.stack((self.key_norm(key_BXGH), value_BXGH), dim=2)
+        return self._with_keys(self._key_values(source_BXD, self.key_value_weight), self.key_norm)
 
     def placed(self, key_values: Tensor, positions_XX: Tensor) -> Tensor:
         """Rotate the keys to their distances if positions are rotations (rope)."""
-        if not self._positions.rotates:
+        return self._with_keys(key_values, None, positions_XX)
+
+    def _key_values(self, rows_BXD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(rows_BXD, weight, bias).unflatten(-1, (2, self._num_key_heads, -1))
+
+    def _with_keys(
+        self, key_values: Tensor, norm: RMSNorm | None, positions_XX: Tensor | None = None
+    ) -> Tensor:
+        """Return keys normalized, if there is a norm, and rotated, if they are; values as given."""
+        rotates = self._positions.rotates and positions_XX is not None
+        if norm is None and not rotates:
             return key_values
         key_BXGH, value_BXGH = key_values.unbind(2)
-        return torch.stack((rotated_BXNH(key_BXGH, positions_XX), value_BXGH), dim=2)
+        key_BXGH = key_BXGH if norm is None else norm(key_BXGH)
+        if rotates:
+            key_BXGH = rotated_BXNH(key_BXGH, positions_XX)
+        return torch.stack((key_BXGH, value_BXGH), dim=2)
 
     def terms(
         self,

@@ -77,8 +77,15 @@ class LayerNorm(nn.Module):
         self.gain = normal(width, mean=1.0, std=std)
         self.bias = zeros(width)
 
-    def forward(self, values: Tensor, *, frozen: bool = False) -> Tensor:
-        """Return the normalized values; `frozen` keeps gradients from gain and bias."""
+    def forward(self, values: Tensor, *, frozen: bool = False, apart: bool = False) -> Any:
+        """Return the normalized values; `frozen` keeps gradients from gain and bias.
+
+        With `apart`: the values without gain and bias, and both, copied, because ZeRO-3 frees
+        parameters when `forward` returns.
+        """
+        if apart:
+            rows = nn.functional.layer_norm(values, self.gain.shape, eps=NORM_EPSILON)
+            return rows, self.gain.clone(), self.bias.clone()
         gain, bias = (self.gain.detach(), self.bias.detach()) if frozen else (self.gain, self.bias)
         return nn.functional.layer_norm(values, self.gain.shape, gain, bias, NORM_EPSILON)
 
@@ -90,8 +97,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(width))
 
-    def forward(self, values: Tensor, *, frozen: bool = False) -> Tensor:
-        """Return the normalized values; `frozen` keeps gradients from the gain."""
+    def forward(self, values: Tensor, *, frozen: bool = False, apart: bool = False) -> Any:
+        """Return the normalized values as `LayerNorm` does; there is no bias."""
+        if apart:
+            rows = nn.functional.rms_norm(values, self.gain.shape, eps=NORM_EPSILON)
+            return rows, self.gain.clone(), None
         gain = self.gain.detach() if frozen else self.gain
         return nn.functional.rms_norm(values, self.gain.shape, gain, NORM_EPSILON)
 

@@ -48,12 +48,14 @@ def between_attentions(model: ModelConfig, layer: TransformerLayer, rows: int = 
     if is_relative:
         shape = (model.num_heads, model.head_width)
         biases = [torch.zeros(shape, requires_grad=True) for _ in range(2)]
-    inputs = [hidden_BLD, memory_BMD]
+    segment_BLD, apart = hidden_BLD, []
     if layer.input_norm is not None:
-        inputs = [layer.input_norm(each) for each in inputs]
+        segment_BLD = layer.input_norm(hidden_BLD)
+        memory_BMD, *apart = layer.input_norm(memory_BMD, apart=True)
     read = compiled_if(layer.compiles, RelativeAttention.inputs)
     query_BLNH, parts, terms = read(
-        layer.attention, *inputs, positions_CX, *biases, visibility=visibility
+        *(layer.attention, segment_BLD, memory_BMD, positions_CX, *biases, *apart),
+        visibility=visibility,
     )
     completed = compiled_if(layer.compiles, ResidualLayer._completed)
     output_BLD = completed(layer, hidden_BLD, query_BLNH.flatten(2), None)

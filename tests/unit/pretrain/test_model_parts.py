@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -141,6 +141,19 @@ def test_rms_norm_divides_by_the_root_mean_square() -> None:
     norm, values = RMSNorm(8).double(), torch.randn(3, 8, dtype=torch.float64)
     expected = values / values.square().mean(-1, keepdim=True).add(1e-5).sqrt()
     torch.testing.assert_close(norm(values), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": "rmsnorm", "positions": "rope"}], ids=str)
+def test_memory_passes_the_norm_before_attention_as_the_segment_does(options: Any) -> None:
+    """Losses and gradients are those of one product with normalized rows."""
+    model = tiny_model(**options, norm_position="pre", query_key_norm=True)
+    found = gradients_of(model)
+    for layer in model.layers:
+        norm = layer.attention_norm
+        norm.forward = lambda rows, apart=False, whole=norm.forward: (
+            (whole(rows), None, None) if apart else whole(rows)
+        )
+    torch.testing.assert_close(found, gradients_of(model), rtol=1e-11, atol=1e-13)
 
 
 ACTIVATIONS = {
