@@ -86,13 +86,6 @@ def collective_timeout(watchdog_timeout_seconds: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=watchdog_timeout_seconds) + _LONGEST_SUSPENSION
 
 
-def set_default_timeout(timeout: datetime.timedelta) -> None:
-    """Let groups that others create without a timeout (DeepSpeed's) have this one: torch has no
-    public setting, and its 10 minutes for NCCL are shorter than a watchdog's."""
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        setattr(distributed_c10d, name, timeout)
-
-
 def meeting_store(rank: int, world_size: int) -> Store:
     """The store of all ranks, from the environment; UserError if rank 0 does not come."""
     file = os.environ.get(PORT_FILE_VARIABLE)
@@ -196,13 +189,10 @@ def world_from_environment(environment: Mapping[str, str]) -> World:
             f"found RANK={rank}, WORLD_SIZE={world_size} and LOCAL_RANK={local_rank}, expected "
             "0 <= RANK < WORLD_SIZE and 0 <= LOCAL_RANK; correct the variables"
         )
-    return World(rank, world_size, local_rank, _device_of(local_rank))
-
-
-def _device_of(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", gpu_index(local_rank, torch.cuda.device_count()))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", gpu_index(local_rank, torch.cuda.device_count()))
+    return World(rank, world_size, local_rank, device)
 
 
 def gpu_index(local_rank: int, visible: int) -> int:
@@ -251,7 +241,10 @@ def init_world(watchdog_timeout_seconds: float = 0.0) -> World:
         return world
     prepare_descriptors(world.world_size)
     timeout = collective_timeout(watchdog_timeout_seconds)
-    set_default_timeout(timeout)
+    # Groups that others create without a timeout (DeepSpeed's) have this one: torch has no public
+    # setting, and its 10 minutes for NCCL are shorter than a watchdog's.
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(distributed_c10d, name, timeout)
     if world.world_size == 1 and "MASTER_ADDR" not in os.environ:
         store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     else:

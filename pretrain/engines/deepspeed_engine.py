@@ -297,8 +297,10 @@ class DeepSpeedEngine:
         # DeepSpeed reports inf as a norm that is not finite, and may skip the step itself.
         self._engine.step()
         skipped = self._must_skip()
-        if skipped:
-            self._drop_gradients()
+        if skipped and getattr(self._optimizer, "cpu_offload", False):
+            # Stages 1 and 2 would add these to the next step.
+            for group in self._optimizer.averaged_gradients:
+                self._optimizer.averaged_gradients[group] = None
         layers = self._meter.squares() if measure_layers and not skipped else None
         return step_result(self._grad_norm(), skipped, layers, self.loss_scaler)
 
@@ -354,12 +356,6 @@ class DeepSpeedEngine:
 
     def _must_skip(self) -> bool:
         return must_skip(self._grad_norm(), self._run.recovery.skip_grad_norm)
-
-    def _drop_gradients(self) -> None:
-        """Drop what stages 1 and 2, with an offloaded optimizer, would add to the next step."""
-        if getattr(self._optimizer, "cpu_offload", False):
-            for group in self._optimizer.averaged_gradients:
-                self._optimizer.averaged_gradients[group] = None
 
     def _set_initial_state(self, initial: InitialWeights) -> None:
         """Give the masters the unrounded initial weights, and undo the phantom step.

@@ -124,13 +124,6 @@ def batch_tensors(slot: SegmentBatch, device: torch.device) -> tuple[Tensor, Ten
     return on_device(slot.tokens_BL), on_device(slot.targets_BL), on_device(slot.starts_BL)
 
 
-def dropout_stream(run: RunConfig, slot: SegmentBatch, step: int) -> DropoutStream | None:
-    """Return the masks of this step for these lanes, or None if the model has no dropout."""
-    if run.model.dropout == 0.0 and run.model.attention_dropout == 0.0:
-        return None
-    return DropoutStream(run.seed, step, list(slot.lanes))
-
-
 def read_slot(
     module: nn.Module,
     run: RunConfig,
@@ -141,12 +134,13 @@ def read_slot(
 ) -> tuple[Tensor, Memory]:
     """Run a slot's forward pass of this step; returns the losses of its tokens, and memory."""
     tokens_BL, targets_BL, starts_BL = batch_tensors(slot, world.device)
+    drops = run.model.dropout or run.model.attention_dropout
     nll_BL, memory = module(
         tokens_BL,
         targets_BL,
         memory,
         starts_BL,
-        dropout=dropout_stream(run, slot, step),
+        dropout=DropoutStream(run.seed, step, list(slot.lanes)) if drops else None,
         num_segments=run.optim.gradient_segments,
     )
     assert memory is not None
@@ -213,7 +207,9 @@ class TorchEngine:
         if run.engine.number_format != "fp32":
             self.module = copy.deepcopy(self._master).to(dtype_of(run.engine.number_format))
         self._optimizer = build_optimizer(self._master, run.optim, run.engine.number_format)
-        self._create_state()
+        kinds = state_of_parameters(self._optimizer.param_groups)
+        for name, parameter in self._master.named_parameters():
+            create_state(self._optimizer.state[parameter], parameter, kinds[name])
         names = [name for name, _ in self._master.named_parameters()]
         masters: dict[Tensor, list[str]] = {
             parameter: [name] for name, parameter in self._master.named_parameters()
@@ -281,11 +277,6 @@ class TorchEngine:
         for parameter in self._master.parameters():
             if parameter.grad is not None and divisor != 1.0:
                 parameter.grad = sum_over_ranks(parameter.grad) / divisor
-
-    def _create_state(self) -> None:
-        kinds = state_of_parameters(self._optimizer.param_groups)
-        for name, parameter in self._master.named_parameters():
-            create_state(self._optimizer.state[parameter], parameter, kinds[name])
 
     def _copy_master_to_module(self) -> None:
         with torch.no_grad():

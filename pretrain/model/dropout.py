@@ -112,7 +112,10 @@ class DropoutStream:
 
         They come from SplitMix64 (Steele, Lea, Flood 2014) over a hash of the same five numbers.
         """
-        return _lane_keys(self._lanes_on(device), self.seed, self.step, site, layer)
+        key = 0
+        for part in (self.seed, self.step, layer, int(site)):
+            key = _mix(((key ^ (part & WORD)) + GOLDEN_GAMMA) & WORD)
+        return _mix_tensor(self._lanes_on(device) ^ _signed(key))
 
     def _check(self, shape: Sequence[int], lane_axis: int) -> None:
         assert shape[lane_axis] == len(self.lanes), (tuple(shape), lane_axis, len(self.lanes))
@@ -136,13 +139,6 @@ class DropoutStream:
             lanes_B = torch.tensor(self.lanes, dtype=torch.int64)
             self._lanes_on_device = lanes_B.to(device, non_blocking=True)
         return self._lanes_on_device
-
-
-def _lane_keys(lanes_B: Tensor, seed: int, step: int, site: Site, layer: int) -> Tensor:
-    key = 0
-    for part in (seed, step, layer, int(site)):
-        key = _mix(((key ^ (part & WORD)) + GOLDEN_GAMMA) & WORD)
-    return _mix_tensor(lanes_B ^ _signed(key))
 
 
 def drop(

@@ -126,7 +126,10 @@ class Compression(nn.Module):
         norm, key_norm = layer.input_norm, layer.attention.key_norm
         with torch.no_grad():
             leaving_BXD, segment_BLD = (_normed(rows, norm) for rows in (leaving_BXD, segment_BLD))
-            query_BNLH = self._query(segment_BLD, layer.attention.query_norm)
+            query_BLNH = linear(segment_BLD, self.query_weight).unflatten(
+                -1, (-1, self._head_width)
+            )
+            query_BNLH = _normed(query_BLNH, layer.attention.query_norm).transpose(1, 2)
             expected_BNLH = self._read(query_BNLH, leaving_BXD, key_norm, seen_BLX)
         found_BNLH = self._read(query_BNLH, _normed(compressed_BKD, norm), key_norm, seen_BLK)
         squares_BNLH = (found_BNLH - expected_BNLH).square()
@@ -136,10 +139,6 @@ class Compression(nn.Module):
         # by those that share its forward pass.
         sees_B1L1 = seen_BLK.any(2)[:, None, :, None]
         return compressed_BKD, squares_BNLH.where(sees_B1L1, 0.0).mean()
-
-    def _query(self, segment_BLD: Tensor, query_norm: nn.Module | None) -> Tensor:
-        query_BLNH = linear(segment_BLD, self.query_weight).unflatten(-1, (-1, self._head_width))
-        return _normed(query_BLNH, query_norm).transpose(1, 2)
 
     def _read(
         self,

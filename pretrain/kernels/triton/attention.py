@@ -62,7 +62,10 @@ def fused_relative_attention(
     L = query_BLNH.shape[1]
     first_keys_BL, query_ends_BC = _document_bounds(documents_BC, L)
     if tiles is None:
-        tiles = tiles_for(query_BLNH.shape[-1], _capability(query_BLNH.device))
+        device, capability = query_BLNH.device, (9, 0)  # for the interpreter any with tiles
+        if device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+        tiles = tiles_for(query_BLNH.shape[-1], capability)
     options = Options(
         window=UNLIMITED if max_distance is None else min(max_distance, UNLIMITED),
         first_keys_BL=first_keys_BL,
@@ -100,11 +103,6 @@ class _FusedAttention(torch.autograd.Function):
             needs_distance_bias=bool(needs.distance_bias_CN),
         )
         return (None, *gradients)
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the GPU's compute capability; for the interpreter, any with tiles."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 def _check(inputs: Inputs) -> None:
