@@ -53,52 +53,42 @@ class Case:
     device: str = "cpu"  # on a GPU with the tiles of its head width
 
 
+# Every two options that meet in a kernel meet in a case.
 CASES: dict[str, Case] = {
     "aligned": Case(B=2, L=32, M=32),
-    "odd sizes": Case(B=2, L=37, M=23),
-    "odd sizes, deterministic": Case(
-        B=3,
-        L=37,
-        M=23,
-        deterministic=True,
-        workspace_groups=5,  # two lanes of two heads
+    "odd sizes, two lanes of two heads at a time": Case(
+        B=3, L=37, M=23, deterministic=True, workspace_groups=5
     ),
-    "odd sizes, wide tiles": Case(L=37, M=23, wide=True),
-    "odd sizes, wide tiles, deterministic": Case(B=2, L=37, M=23, wide=True, deterministic=True),
-    "tiles of 64": Case(N=1, L=130, M=75, H=32, size=64),
-    "tiles of 64, wide, deterministic": Case(
-        N=1, L=130, M=75, H=32, size=64, wide=True, deterministic=True
+    "tiles of 64, wide": Case(N=1, L=130, M=75, H=32, size=64, wide=True, deterministic=True),
+    "no memory, documents": Case(B=2, L=45, M=0, documents=3, wide=True),
+    "no memory, dropout": Case(L=45, M=0, dropout=0.3, deterministic=True),
+    "memory longer than the segment, key bias": Case(L=19, M=77, key_bias=True, wide=True),
+    "memory shorter than the segment, short window": Case(
+        L=71, M=5, max_distance=9, deterministic=True
     ),
-    "no memory": Case(L=45, M=0, wide=True),
-    "no memory, deterministic": Case(L=45, M=0, deterministic=True),
-    "memory longer than the segment": Case(L=19, M=77, wide=True),
-    "memory shorter than the segment": Case(L=71, M=5, deterministic=True),
-    "one query": Case(B=2, L=1, M=50),
+    "one query, sinks": Case(B=2, L=1, M=50, sinks=True),
     "one query, no memory": Case(B=2, L=1, M=0, deterministic=True),
-    "head width 41": Case(L=33, M=20, H=41),
-    "head width 41, deterministic": Case(L=33, M=20, H=41, deterministic=True),
     "head width 41, long tiles of keys": Case(
         B=2, L=70, M=41, H=41, documents=2, dropout=0.3, long_keys=True, deterministic=True
     ),
-    "head width 80": Case(N=1, L=20, M=9, H=80),
-    "head width 128": Case(N=1, L=20, M=9, H=128, deterministic=True),
-    "same length": Case(B=2, L=37, M=41, max_distance=41),
-    "same length, deterministic": Case(B=2, L=37, M=41, max_distance=41, deterministic=True),
-    "short window": Case(L=70, M=41, max_distance=9, wide=True),
-    "short window, deterministic": Case(L=70, M=41, max_distance=9, deterministic=True),
+    "head width 41, distance bias": Case(L=33, M=20, H=41, distance_bias=True),
+    "head width 80": Case(N=1, L=20, M=9, H=80, max_distance=9),
+    "head width 128, grouped": Case(G=1, L=20, M=9, H=128, deterministic=True),
+    "same length, dropout": Case(B=2, L=37, M=41, max_distance=41, dropout=0.3, wide=True),
+    "same length, wide": Case(B=2, L=37, M=41, max_distance=41, wide=True, deterministic=True),
     "window of one": Case(L=20, M=20, max_distance=1),
-    "documents": Case(B=3, L=50, M=37, documents=3),
-    "documents, wide, deterministic": Case(
-        B=3, L=50, M=37, documents=3, wide=True, deterministic=True
-    ),
     "documents and window": Case(B=3, L=50, M=37, documents=2, max_distance=30, wide=True),
-    "many documents, deterministic": Case(B=2, L=70, M=33, documents=12, deterministic=True),
-    "grouped queries": Case(B=2, N=4, G=2, L=37, M=23, workspace_groups=1),
-    "grouped queries, deterministic": Case(
+    "many documents, key bias": Case(
+        B=2, L=70, M=33, documents=12, key_bias=True, deterministic=True
+    ),
+    "grouped queries, without positions": Case(
+        B=2, N=4, G=2, L=37, M=23, positions=False, workspace_groups=1
+    ),
+    "grouped queries, a group at a time": Case(
         B=2, N=6, G=2, L=21, M=23, deterministic=True, workspace_groups=1
     ),
     "grouped queries that fill the device": Case(
-        B=3, N=4, G=2, L=37, M=23, deterministic=True, filling_programs=8
+        B=3, N=4, G=2, L=37, M=23, documents=2, deterministic=True, filling_programs=8
     ),
     "keys and values of a lane span 2^31 elements": Case(
         L=20, M=49, key_strides=(1 << 25, 16), dtype=torch.float16
@@ -106,20 +96,11 @@ CASES: dict[str, Case] = {
     "groups span 2^31 elements": Case(
         N=3, L=9, M=9, key_strides=(16, 1 << 30), dtype=torch.float16
     ),
-    "key bias": Case(B=2, L=37, M=23, key_bias=True),
-    "key bias, deterministic": Case(B=2, L=37, M=23, key_bias=True, deterministic=True),
-    "distance bias": Case(B=2, L=37, M=23, distance_bias=True),
     "distance bias without positions": Case(
-        B=2, L=37, M=23, distance_bias=True, positions=False, wide=True
+        B=2, L=37, M=23, distance_bias=True, positions=False, wide=True, deterministic=True
     ),
-    "no bias, no positions": Case(B=2, L=37, M=23, positions=False),
-    "dropout": Case(B=2, L=37, M=23, dropout=0.3),
-    "dropout, wide, deterministic": Case(
-        B=2, L=37, M=23, dropout=0.3, wide=True, deterministic=True
-    ),
-    "dropout of grouped queries": Case(B=3, N=4, G=2, L=20, M=11, dropout=0.5, deterministic=True),
-    "sinks": Case(B=2, L=37, M=23, sinks=True, positions=False, wide=True),
-    "sinks, deterministic": Case(
+    "sinks without positions": Case(B=2, L=37, M=23, sinks=True, positions=False, wide=True),
+    "sinks, dropout of grouped queries": Case(
         B=3, N=4, G=2, L=37, M=23, sinks=True, documents=3, dropout=0.3, deterministic=True
     ),
     "everything": Case(
@@ -138,8 +119,10 @@ CASES: dict[str, Case] = {
         wide=True,
     ),
     "tiles of a table": Case(L=37, M=23, deterministic=True, from_table=True),
-    "float16": Case(B=2, L=37, M=23, dtype=torch.float16),
-    "float16, deterministic": Case(B=2, L=37, M=23, dtype=torch.float16, deterministic=True),
+    "float16, dropout": Case(B=2, L=37, M=23, dropout=0.3, dtype=torch.float16),
+    "float16, documents": Case(
+        B=2, L=37, M=23, documents=2, dtype=torch.float16, deterministic=True
+    ),
 }
 
 

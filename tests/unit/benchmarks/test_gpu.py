@@ -112,19 +112,15 @@ def test_pairs_that_no_query_sees_do_not_count(context: Context) -> None:
     ("kernel", "kind"),
     [
         ("void flash::flash_bwd_kernel<Flash_bwd_kernel_traits<cutlass::bfloat16_t>>", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
         ("key_gradient_kernel", "attention"),
         ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", "GEMM"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
-        ("aten::addmm", "GEMM"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("void at::native::CatArrayBatchedCopy<OpaqueType<2u>>", "copies"),
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "copies"),
         ("triton_red_fused__to_copy_mean_pow_0", "copies"),
         ("void at::native::reduce_kernel<512, 1, ReduceOp<float>>", "reductions"),
         ("triton_per_fused_mean_mul_pow_1", "reductions"),
         ("void at::native::vectorized_elementwise_kernel<4, MulFunctor>", "pointwise"),
-        ("triton_poi_fused_mul_silu_2", "pointwise"),
         ("multi_tensor_apply_kernel<FusedAdamMathFunctor>", "pointwise"),
         ("something_new", "other"),
     ],
@@ -137,11 +133,6 @@ def test_classes_and_idle_time_add_up_to_the_step() -> None:
     rows = {"a_gemm": (4000.0, 2), "memset": (1000.0, 1), "another_gemm": (2000.0, 1)}
     found = speed.classes(rows, wall_seconds=0.010)
     assert {name: ms for name, ms in found.items() if ms} == {"GEMM": 3, "copies": 0.5, "idle": 1.5}
-
-
-def test_data_sheets_are_found_by_the_name_that_the_driver_reports() -> None:
-    assert speed.makers_peak("NVIDIA H200") == 989e12
-    assert speed.makers_peak("NVIDIA GeForce") is None
 
 
 def test_losses_are_compared_at_the_flops_that_both_have_spent() -> None:
@@ -245,12 +236,6 @@ def test_wrong_options_and_damaged_results_are_told_in_a_line(tmp_path, capsys, 
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
-
-
-def test_the_schedule_is_printed_without_a_gpu_and_nothing_is_written(tmp_path, capsys) -> None:
-    assert main(["gpu", "--dry-run", "--minutes", "8", "--out", str(tmp_path / "out")]) == 0
-    assert "| speed-1b " in capsys.readouterr().out
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from benchmarks.peers import (
     SideProcess,
     checkouts_of,
     largest_difference,
-    patch_list,
     speed_measurements,
 )
 from foundation.errors import UserError
@@ -65,11 +64,6 @@ def test_swapped_checkouts_are_an_error(tmp_path: Path) -> None:
         checkouts_of(None, original)
 
 
-def test_the_folder_of_nvidias_model_is_enough(tmp_path: Path) -> None:
-    folder = checkout(tmp_path, NVIDIA_FILES)
-    assert checkouts_of(None, folder) == {"NVIDIA": folder, OURS: None}
-
-
 def test_code_that_cannot_be_imported_is_an_error_that_names_its_side(tmp_path: Path) -> None:
     checkout(tmp_path, ("pytorch/mem_transformer.py",))
     with pytest.raises(UserError, match="the code of 'original' failed: AttributeError"):
@@ -96,15 +90,6 @@ def test_speeds_are_ratios_of_cpu_seconds_with_the_rates_of_both_sides() -> None
 def test_the_largest_difference_does_not_lose_a_nan() -> None:
     assert largest_difference([1.0, 3.0], [1.5, 2.0]) == 1.0
     assert math.isnan(largest_difference([math.nan, 3.0], [1.0, 2.0]))
-
-
-def test_patches_are_listed_by_side() -> None:
-    listed = patch_list({"original": ["a mask", "a path"], "NVIDIA": ["another path"], OURS: []})
-    assert listed.splitlines()[2:] == [
-        "* original: a mask",
-        "* original: a path",
-        "* NVIDIA: another path",
-    ]
 
 
 @pytest.mark.parametrize("name", LOSS_VARIANTS)

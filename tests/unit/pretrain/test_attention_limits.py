@@ -216,20 +216,6 @@ def test_a_gpu_computes_the_delta_rule_by_fla_or_the_reason_names_what_excludes_
     assert delta_rule_of(kernel, config, on_gpu=False, is_half=True) == (DeltaRule.CHUNKS, "")
 
 
-def test_describe_says_how_a_gpu_computes_a_hybrid(capsys):
-    path = str(Path(__file__).parents[3] / "configs/models/xl_modern_1b.yaml")
-    hybrid = "model.layer_kinds=[deltanet, deltanet, attention]"
-    for kernel, text in (
-        ("auto", "\ndelta rule: plain operations in chunks (not flash-linear-attention: engine."),
-        ("atomic", "\ndelta rule: flash-linear-attention (if it is installed)\n"),
-    ):
-        overrides = (hybrid, f"engine.attention_kernel={kernel}")
-        assert main(["describe", path, *overrides, "--gpu", "h100"]) == 0
-        output = capsys.readouterr().out
-        assert text in output
-        assert ("a resume is not bitwise" in output) == (kernel == "atomic")
-
-
 def test_describe_says_how_a_gpu_attends(capsys):
     for name, text in (
         ("xl_modern_1b", "\nattention: torch's scaled_dot_product_attention\n"),

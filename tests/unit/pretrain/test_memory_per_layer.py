@@ -163,17 +163,3 @@ def test_a_file_gives_one_length_or_a_list(given: Any, read: Any) -> None:
     assert to_tree(run)["model"]["memory_length"] == (
         list(read) if isinstance(read, tuple) else read
     )
-
-
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        (True, "model.memory_length: found True, expected a number"),
-        ("long", "model.memory_length: found 'long', expected a valid integer"),
-        ([8, "long"], "model.memory_length.1: found 'long', expected a valid integer"),
-        ([8, -1], r"model.memory_length=\[8, -1\] must be from 0 to"),
-    ],
-)
-def test_anything_else_is_an_error_that_names_what_was_found(given: Any, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        parse_config(RunConfig, {"model": {"memory_length": given}}, "file")

@@ -1,14 +1,24 @@
-"""Invariants for any weights: of recurrence, lanes, time and documents."""
+"""Invariants for any weights: of recurrence, lanes, time and documents.
+
+They hold for every member of the family, and for models in which every two choices meet.
+"""
 
 from __future__ import annotations
 
 import math
+from itertools import combinations, product
+from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pretrain.config.choices import FeedForwardKind, NormKind, NormPosition, Positions
+from pretrain.config.model import ModelConfig
+from pretrain.model.dropout import DropoutStream
+from pretrain.model.lane_state import num_rows
+from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.models import (
     CUT_ANYWHERE,
     VARIANTS,
@@ -20,30 +30,89 @@ from tests.helpers.models import (
 )
 
 LENGTH = 24
-ALL_VARIANTS = pytest.mark.parametrize("variant", VARIANTS)
+SMALL = {"d_model": 8, "num_heads": 2, "d_head": 4, "d_inner": 10}
+MEMORIES: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "deltanet": {"layer_kinds": ("deltanet", "attention")},
+    "tokens": {"layer_kinds": ("attention", "deltanet"), "memory_tokens": 2},
+    **{f"1/{rate}": {"compressed_length": 3, "compression_rate": rate} for rate in (2, 3)},
+}
+CHOICES = {
+    "memory": tuple(MEMORIES),
+    "positions": get_args(Positions),
+    "feed_forward": get_args(FeedForwardKind),
+    "norm": get_args(NormKind),
+    "norm_position": get_args(NormPosition),
+    "num_key_heads": (1, 2),
+    "query_key_norm": (False, True),
+}
 
 
-@pytest.mark.parametrize("variant", CUT_ANYWHERE)
-def test_with_memory_as_long_as_the_stream_segment_length_does_not_matter(variant: str) -> None:
-    model = tiny_model(**{**VARIANTS[variant], "memory_length": LENGTH})
+def pairwise() -> dict[str, dict[str, Any]]:
+    """Return few models in which every two choices meet, found greedily."""
+    models = list(product(*CHOICES.values()))
+    pairs = {model: set(combinations(enumerate(model), 2)) for model in models}
+    missing, taken = set().union(*pairs.values()), {}
+    while missing:
+        best = max(models, key=lambda model: len(pairs[model] & missing))
+        missing -= pairs[best]
+        options = dict(zip(CHOICES, best, strict=True))
+        name = " ".join(map(str, best))
+        taken[name] = {**SMALL, **MEMORIES[str(options.pop("memory"))], **options}
+    return taken
+
+
+PAIRWISE = pairwise()
+MODELS = VARIANTS | PAIRWISE
+OTHERS_CUT = [name for name, options in PAIRWISE.items() if "memory_tokens" not in options]
+WITH_A_WINDOW = [
+    name for name in (*CUT_ANYWHERE, *OTHERS_CUT) if "compressed_length" not in MODELS[name]
+]
+EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
+CUT_MODELS = pytest.mark.parametrize("name", [*CUT_ANYWHERE, *OTHERS_CUT])
+
+
+def model_of(name: str, **options: Any) -> TransformerXL:
+    return tiny_model(**{**MODELS[name], **options})
+
+
+def starts_at(start: int, length: int = LENGTH) -> torch.Tensor:
+    starts_BT = torch.zeros(2, length + 1, dtype=torch.bool)
+    starts_BT[:, start] = True
+    return starts_BT
+
+
+def assert_segment_length_does_not_matter(model: TransformerXL) -> None:
     stream_BT, starts_BT = random_tokens(2, LENGTH + 1), random_starts(2, LENGTH + 1)
     whole, _ = stream_nll(model, stream_BT, [LENGTH], starts_BT)
-    for length in (1, 2, 3, 4, 6, 8, 12):
-        cut, _ = stream_nll(model, stream_BT, [length] * (LENGTH // length), starts_BT)
+    for lengths in ([1] * 24, [2] * 12, [3] * 8, [8] * 3, [1, 5, 11, 7]):
+        cut, _ = stream_nll(model, stream_BT, lengths, starts_BT)
         torch.testing.assert_close(cut, whole, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("variant", [name for name in CUT_ANYWHERE if "compressive" not in name])
-@pytest.mark.parametrize("memory_length", [1, 8])
-def test_with_same_length_segment_length_does_not_matter_for_any_memory(
-    variant: str, memory_length: int
-) -> None:
-    model = tiny_model(**{**VARIANTS[variant], "same_length": True, "memory_length": memory_length})
-    stream_BT, starts_BT = random_tokens(2, LENGTH + 1), random_starts(2, LENGTH + 1)
-    whole, _ = stream_nll(model, stream_BT, [LENGTH], starts_BT)
-    for length in (1, 2, 3, 4, 6, 8, 12):
-        cut, _ = stream_nll(model, stream_BT, [length] * (LENGTH // length), starts_BT)
-        torch.testing.assert_close(cut, whole, rtol=0, atol=1e-12)
+@CUT_MODELS
+def test_with_memory_as_long_as_the_stream_segment_length_does_not_matter(name: str) -> None:
+    assert_segment_length_does_not_matter(model_of(name, memory_length=LENGTH))
+
+
+@pytest.mark.parametrize("name", WITH_A_WINDOW)
+def test_with_same_length_segment_length_does_not_matter_for_any_memory(name: str) -> None:
+    for memory_length in (1, 8):
+        options = {"same_length": True, "memory_length": memory_length}
+        assert_segment_length_does_not_matter(model_of(name, **options))
+
+
+@pytest.mark.parametrize("positions", get_args(Positions))
+def test_segment_length_does_not_matter_to_1e_5_in_float32(positions: Positions) -> None:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"vocab_size": 37, "num_layers": 3, "memory_length": 64, **SMALL}
+    model, stream_BT = (
+        TransformerXL(ModelConfig(**shape, positions=positions)), random_tokens(2, 65)
+    )  # fmt: skip
+    whole, _ = stream_nll(model, stream_BT, [64])
+    for lengths in ([1] * 64, [7] * 9 + [1]):
+        cut, _ = stream_nll(model, stream_BT, lengths)
+        torch.testing.assert_close(cut, whole, rtol=0, atol=1e-5)
 
 
 def test_without_same_length_a_short_memory_makes_segments_matter() -> None:
@@ -69,22 +138,44 @@ def test_unequal_segments_give_what_one_segment_gives(cuts: list[int], variant: 
     )
 
 
-@ALL_VARIANTS
-def test_permuted_lanes_give_permuted_losses(variant: str) -> None:
-    model = tiny_model(**VARIANTS[variant])
+@pytest.mark.parametrize("memory_kind", [name for name in MEMORIES if name != "tokens"])
+def test_what_is_remembered_does_not_depend_on_how_the_stream_is_cut(memory_kind: str) -> None:
+    """One layer: its inputs are the embeddings, the same for every cut."""
+    options = {**SMALL, **MEMORIES[memory_kind], "num_layers": 1, "memory_length": 4}
+    options["layer_kinds"] = options.get("layer_kinds", ())[:1]
+    model = tiny_model(**options)
+    stream_BT, starts_BT = random_tokens(2, 25), random_starts(2, 25)
+    memories = [
+        stream_nll(model, stream_BT, lengths, starts_BT)[1]
+        for lengths in ([24], [4] * 6, [5, 7, 1, 11], [1] * 24)
+    ]
+    for memory in memories:
+        assert memory is not None
+        recent = num_rows(memory)
+        waiting = 20 % model.config.compression_rate if model.config.compressed_length else 0
+        assert recent == 4 + waiting
+        for part, first in zip(memory, memories[0] or (), strict=True):
+            torch.testing.assert_close(part, first, rtol=0, atol=1e-13)
+
+
+@EVERY_MODEL
+def test_a_lane_does_not_depend_on_its_place_or_the_text_of_others(name: str) -> None:
+    model = model_of(name, memory_length=4)
     stream_BT, starts_BT = random_tokens(4, LENGTH + 1), random_starts(4, LENGTH + 1)
-    order = [2, 0, 3, 1]
-    straight, memory = stream_nll(model, stream_BT, [8, 8, 8], starts_BT)
-    permuted, permuted_memory = stream_nll(model, stream_BT[order], [8, 8, 8], starts_BT[order])
-    # Not bitwise: CPUs may round a row of a matrix product by its place in the batch.
-    torch.testing.assert_close(permuted, straight[order], rtol=0, atol=1e-12)
+    order, others = [0, 2, 1, 3], [0, 3]
+    before, memory = stream_nll(model, stream_BT, [8, 8, 8], starts_BT)
+    after, after_memory = stream_nll(model, stream_BT[order], [8, 8, 8], starts_BT[order])
     assert memory is not None
-    assert permuted_memory is not None
-    for part, other in zip(memory, permuted_memory, strict=True):
+    assert after_memory is not None
+    for part, other in zip((before, *memory), (after, *after_memory), strict=True):
+        # In place: CPUs may round a row of a matrix product by its place in the batch. Of an
+        # adaptive softmax also by how many rows there are.
+        if "cutoffs" not in MODELS[name]:
+            assert torch.equal(other[others], part[others])
         torch.testing.assert_close(other, part[order], rtol=0, atol=1e-12)
 
 
-@ALL_VARIANTS
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_nan_in_a_lanes_memory_stays_in_that_lane(variant: str) -> None:
     model = tiny_model(**VARIANTS[variant])
     stream_BT, starts_BT = random_tokens(4, 17), torch.zeros(4, 17, dtype=torch.bool)
@@ -103,57 +194,46 @@ def test_nan_in_a_lanes_memory_stays_in_that_lane(variant: str) -> None:
     assert bool(nll_BT[2].isnan().any()) == any(part[0].numel() for part in floats)
 
 
-@ALL_VARIANTS
-@pytest.mark.parametrize("changed", [3, 8, 13])
-def test_no_token_sees_the_future_bitwise(variant: str, changed: int) -> None:
-    model = tiny_model(**VARIANTS[variant])
-    stream_BT = random_tokens(2, 17)
-    other_BT = stream_BT.clone()
-    other_BT[:, changed] = other_tokens(other_BT[:, changed])
-    before, _ = stream_nll(model, stream_BT, [8, 8])
-    after, _ = stream_nll(model, other_BT, [8, 8])
-    # Column t predicts token t + 1: the changed token is the target of column `changed` - 1.
-    assert torch.equal(before[:, : changed - 1], after[:, : changed - 1])
-    assert (before[:, changed:] != after[:, changed:]).all()
+@EVERY_MODEL
+def test_no_token_sees_the_future_bitwise(name: str) -> None:
+    model, stream_BT = model_of(name, memory_length=4), random_tokens(2, 17)
+    before, _ = stream_nll(model, stream_BT, [4] * 4)
+    for changed in (3, 8, 13):
+        other_BT = stream_BT.clone()
+        other_BT[:, changed] = other_tokens(other_BT[:, changed])
+        after, _ = stream_nll(model, other_BT, [4] * 4)
+        # Column t predicts token t + 1: the changed token is the target of column `changed` - 1.
+        assert torch.equal(before[:, : changed - 1], after[:, : changed - 1])
+        assert (before[:, changed:] != after[:, changed:]).any()
 
 
-@pytest.mark.parametrize("start", [5, 8, 11])
-@ALL_VARIANTS
-def test_an_isolated_document_is_bitwise_blind_to_the_one_before(variant: str, start: int) -> None:
-    model = tiny_model(**{**VARIANTS[variant], "isolate_documents": True, "memory_length": 16})
-    stream_BT, starts_BT = (
-        random_tokens(2, LENGTH + 1),
-        torch.zeros(2, LENGTH + 1, dtype=torch.bool),
+@EVERY_MODEL
+def test_an_isolated_document_is_bitwise_blind_to_the_one_before(name: str) -> None:
+    """With a memory of 4 and a rate of 2 or 3 some compressed row spans every boundary."""
+    isolated, joined = (
+        model_of(name, isolate_documents=each, memory_length=4) for each in (True, False)
     )
-    starts_BT[:, start] = True
-    other_BT = stream_BT.clone()
-    other_BT[:, :start] = other_tokens(other_BT[:, :start])
-    segments = [8, 8, 8]
-    losses = [stream_nll(model, tokens, segments, starts_BT)[0] for tokens in (stream_BT, other_BT)]
-    assert torch.equal(losses[0][:, start:], losses[1][:, start:])
-    assert (losses[0][:, : start - 1] != losses[1][:, : start - 1]).any()
-    open_model = tiny_model(
-        **{**VARIANTS[variant], "isolate_documents": False, "memory_length": 16}
-    )
-    losses = [
-        stream_nll(open_model, tokens, segments, starts_BT)[0] for tokens in (stream_BT, other_BT)
-    ]
-    assert (losses[0][:, start:] != losses[1][:, start:]).all()
+    stream_BT = random_tokens(2, LENGTH + 1)
+    for start in (3, 5, 8):
+        starts_BT, other_BT = starts_at(start), stream_BT.clone()
+        other_BT[:, :start] = other_tokens(other_BT[:, :start])
+        losses, open_losses = (
+            [stream_nll(model, each, [4] * 6, starts_BT)[0] for each in (stream_BT, other_BT)]
+            for model in (isolated, joined)
+        )
+        assert torch.equal(losses[0][:, start:], losses[1][:, start:])
+        assert (losses[0][:, : start - 1] != losses[1][:, : start - 1]).any()
+        assert (open_losses[0][:, start:] != open_losses[1][:, start:]).any()
 
 
-@pytest.mark.parametrize("start", [5, 8, 11])
 @pytest.mark.parametrize("variant", CUT_ANYWHERE)
-def test_an_isolated_document_scores_as_if_it_stood_alone(variant: str, start: int) -> None:
-    options = {**VARIANTS[variant], "isolate_documents": True, "memory_length": LENGTH}
-    model = tiny_model(**options)
-    stream_BT, starts_BT = (
-        random_tokens(2, LENGTH + 1),
-        torch.zeros(2, LENGTH + 1, dtype=torch.bool),
-    )
-    starts_BT[:, start] = True
-    nll_BT, _ = stream_nll(model, stream_BT, [8, 8, 8], starts_BT)
-    alone_BT, _ = stream_nll(model, stream_BT[:, start:], [LENGTH - start])
-    torch.testing.assert_close(nll_BT[:, start:], alone_BT, rtol=0, atol=1e-12)
+def test_an_isolated_document_scores_as_if_it_stood_alone(variant: str) -> None:
+    model = model_of(variant, isolate_documents=True, memory_length=LENGTH)
+    stream_BT = random_tokens(2, LENGTH + 1)
+    for start in (5, 8, 11):
+        nll_BT, _ = stream_nll(model, stream_BT, [8, 8, 8], starts_at(start))
+        alone_BT, _ = stream_nll(model, stream_BT[:, start:], [LENGTH - start])
+        torch.testing.assert_close(nll_BT[:, start:], alone_BT, rtol=0, atol=1e-12)
 
 
 def test_isolation_follows_each_lanes_own_boundaries() -> None:
@@ -165,3 +245,19 @@ def test_isolation_follows_each_lanes_own_boundaries() -> None:
     for lane in range(3):
         alone, _ = stream_nll(model, stream_BT[lane, None], [6] * 4, starts_BT[lane, None])
         torch.testing.assert_close(together[lane, None], alone, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", PAIRWISE)
+def test_the_fast_attention_changes_neither_losses_nor_gradients(name: str) -> None:
+    stream_BT, starts_BT = random_tokens(2, 13), random_starts(2, 13)
+    more = {"dropout": 0.1, "attention_dropout": 0.2, "isolate_documents": True, "z_loss": 1e-2}
+    like, results = model_of(name, memory_length=4, **more), []
+    for kernel in ("auto", "plain"):
+        model = TransformerXL(like.config, attention_kernel=kernel).double()
+        model.load_state_dict(like.state_dict())
+        dropout = DropoutStream(1, 2, [0, 1])
+        nll_BL, _ = stream_nll(model, stream_BT, [4, 4, 4], starts_BT, dropout)
+        nll_BL.mean().backward()
+        gradients = {each: parameter.grad for each, parameter in model.named_parameters()}
+        results.append((nll_BL.detach(), gradients))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-11)
