@@ -3,11 +3,8 @@
 In training, memory holds hidden states, and every segment projects all of them to keys and values
 again, because the weights have changed (section 3.3 of the paper). With frozen weights the
 projections stay the same, so each row is projected once and kept. The result is exact and several
-times cheaper. Letters of shapes as in `pretrain.model`.
-
-Streams through a frozen model that carry on what training carries: a memory of hidden states.
-
-Letters of shapes as in `pretrain.model`.
+times cheaper. Models that need hidden states, to compress or to read a segment again, carry on what
+training carries. Letters of shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ The score of query i and key j at distance t = i + M - j is
     [(q_i + u) . k_j + (q_i + v) . r_t] / sqrt(H) + b_t
 
 The paper's positions have u, v and r; a bias per distance has b; rotated queries and keys need
-neither. A sink is one more score of each head's softmax, whose value is zero. Letters of shapes as
-in `pretrain.model` and `tiles`.
+neither. A sink is one more score of each head's softmax, whose value is zero.
 
 The relative shift (appendix B of the paper) without copies: scores by distance to scores by key.
 
@@ -23,8 +22,6 @@ instead:
 Row i of the result starts at element R - 1 + i (S - 1) of the flat product: an offset of R - 1 and
 a row stride of S - 1 instead of S. Products marked "." belong to no key of the tile. Entries marked
 "'" come after the row's own key and hold elements of the next row; the causal mask hides them.
-
-How the CPU attention is cut into tiles, and the scores of one tile.
 
 A query sees one unbroken range of keys: from its first key (later with `max_distance` or a document
 boundary) to itself. A tile is some heads of some lanes and a block of rows. It reads the keys from
