@@ -234,7 +234,11 @@ class TorchEngine:
         return loss.detach(), memory
 
     def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
-        self._average_gradients()
+        scale = self.loss_scaler.scale if self.loss_scaler is not None else 1.0
+        divisor = self.world.world_size * scale
+        for parameter in self._master.parameters():
+            if parameter.grad is not None and divisor != 1.0:
+                parameter.grad = sum_over_ranks(parameter.grad) / divisor
         grad_norm = float(clip_gradients(self._master, self._run.optim))  # the host waits once
         skipped = must_skip(grad_norm, self._run.recovery.skip_grad_norm)
         set_learning_rate(self._optimizer.param_groups, learning_rate)
@@ -270,13 +274,6 @@ class TorchEngine:
 
     def close(self) -> None:
         pass
-
-    def _average_gradients(self) -> None:
-        scale = self.loss_scaler.scale if self.loss_scaler is not None else 1.0
-        divisor = self.world.world_size * scale
-        for parameter in self._master.parameters():
-            if parameter.grad is not None and divisor != 1.0:
-                parameter.grad = sum_over_ranks(parameter.grad) / divisor
 
     def _copy_master_to_module(self) -> None:
         with torch.no_grad():

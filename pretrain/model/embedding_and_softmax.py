@@ -14,6 +14,8 @@ the number of chunks. Summed in float32, it is rounded once, at the end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -213,8 +215,9 @@ class AdaptiveSoftmax(nn.Module):
         if targets_T.is_cpu and len(targets_T):  # elsewhere the device would have to be waited for
             self._refuse_unknown(*targets_T.aminmax())
         size = self._chunk_tokens or len(targets_T)
-        recomputes = size < len(targets_T) and torch.is_grad_enabled()
-        nll = self._recomputed_nll if recomputes else self._nll
+        nll: Callable[..., Any] = self._nll
+        if size < len(targets_T) and torch.is_grad_enabled():
+            nll = partial(checkpoint, nll, use_reentrant=False, preserve_rng_state=False)
         chunks = list(zip(hidden_TD.split(size), targets_T.split(size), strict=True))
         sums = GradientSums(len(chunks))
         return torch.cat([nll(*chunk, sums) for chunk in chunks]).view(targets_BL.shape)
@@ -225,13 +228,6 @@ class AdaptiveSoftmax(nn.Module):
         for target in (int(lowest), int(highest)):
             if target not in known:
                 raise IndexError(f"found the target {target}, expected a token below {len(known)}")
-
-    def _recomputed_nll(self, hidden_TD: Tensor, targets_T: Tensor, sums: GradientSums) -> Tensor:
-        nll_T = checkpoint(
-            self._nll, hidden_TD, targets_T, sums, use_reentrant=False, preserve_rng_state=False
-        )
-        assert isinstance(nll_T, Tensor)
-        return nll_T
 
     def _nll(self, hidden_TD: Tensor, targets_T: Tensor, sums: GradientSums) -> Tensor:
         head_targets_T = targets_T

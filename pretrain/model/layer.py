@@ -151,15 +151,14 @@ class TransformerLayer(ResidualLayer):
         visibility: Visibility,
         dropout: DropoutStream | None,
     ) -> Tensor:
-        segment_BLD, gain_D, bias_D = hidden_BLD, None, None
+        segment_BLD, apart = hidden_BLD, []
         if self._norms_inputs:
             # Memory holds the residual stream, so it passes the norm with its current parameters.
             segment_BLD = self.attention_norm(hidden_BLD)
             if memory_BMD.shape[1]:
-                memory_BMD, gain_D, bias_D = self.attention_norm(memory_BMD, apart=True)
+                memory_BMD, *apart = self.attention_norm(memory_BMD, apart=True)
         attended_BLD = self.attention(
-            *(segment_BLD, memory_BMD, positions_CX, content_bias_NH, position_bias_NH),
-            *(gain_D, bias_D),
+            *(segment_BLD, memory_BMD, positions_CX, content_bias_NH, position_bias_NH, *apart),
             visibility=visibility,
             dropout=dropout,
             compiles=self.compiles,

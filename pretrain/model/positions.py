@@ -1,7 +1,8 @@
 """How attention sees distances: the paper's sinusoid encodings, rotations, and biases per distance.
 
 The last key is at distance 0 from the last query. Whatever is indexed by C runs from the farthest
-key to the nearest. No position is absolute, so memory rows need none. Letters of shapes as in `pretrain.model`.
+key to the nearest. No position is absolute, so memory rows need none. Letters of shapes as in
+`pretrain.model`.
 """
 
 from __future__ import annotations

@@ -238,8 +238,12 @@ class MatrixExchange:
         )
         self.owned = [name for name in shapes if owner_of[name] == rank]
         if is_sharded:
-            of_ranks = _spans_of_all_ranks([spans.get(name, (0, 0)) for name in shapes])
-            held = [dict(zip(shapes, each, strict=True)) for each in of_ranks]
+            own = torch.tensor([spans.get(name, (0, 0)) for name in shapes], dtype=torch.int64)
+            of_ranks = rows_of_ranks(own.view(-1, 2)).tolist()
+            held = [
+                {name: (start, stop) for name, (start, stop) in zip(shapes, each, strict=True)}
+                for each in of_ranks
+            ]
         else:
             held = [{name: (0, rows * width) for name, (rows, width) in shapes.items()}] * num_ranks
         # Parts as this rank holds them, ordered by owner, and as it owns them, ordered by holder.
@@ -287,12 +291,6 @@ def owners(costs: Sequence[float], num_ranks: int) -> list[int]:
         found[index] = min(range(num_ranks), key=loads.__getitem__)
         loads[found[index]] += costs[index]
     return found
-
-
-def _spans_of_all_ranks(own: Sequence[Span]) -> list[list[Span]]:
-    """Return the spans that each rank passes, in rank order. A collective."""
-    spans = rows_of_ranks(torch.tensor(own, dtype=torch.int64).view(-1, 2))
-    return [[(start, stop) for start, stop in of_rank] for of_rank in spans.tolist()]
 
 
 def _size_of(spans: Sequence[Span]) -> int:

@@ -229,6 +229,12 @@ def launch_backward(
         u_gradient = call.sum_keys(backward.score_sums_BNC)
         # The gradient of the queries, summed, is that of u (through keys) plus that of v.
         v_gradient = backward.query_sums_BNXH.sum((0, 2))[:, : call.H] - u_gradient
+    sinks_gradient_N = None
+    if (
+        sinks_N := _sinks_log2(inputs)
+    ) is not None:  # minus its weight times delta: it has no value
+        weights_BNL = torch.exp2(sinks_N[:, None] - log_sums_BNL)
+        sinks_gradient_N = -(weights_BNL * deltas_BNL).sum((0, 2))
     gradients = Inputs(
         backward.query_BLNH,
         *(_summed(gradient, call.G) for gradient in backward.key_gradients),
@@ -237,20 +243,11 @@ def launch_backward(
         v_gradient,
         backward.score_sums_BNC,
         backward.distance_bias_NC.T,
-        _sink_gradients(inputs, log_sums_BNL, deltas_BNL),
+        sinks_gradient_N,
     )
     return Inputs(
         *(_like(gradient, argument) for gradient, argument in zip(gradients, inputs, strict=True))
     )
-
-
-def _sink_gradients(inputs: Inputs, log_sums_BNL: Tensor, deltas_BNL: Tensor) -> Tensor | None:
-    """Return the sums over all rows of minus the sink's weight times delta: its value is zero."""
-    sinks_N = _sinks_log2(inputs)
-    if sinks_N is None:
-        return None
-    weights_BNL = torch.exp2(sinks_N[:, None] - log_sums_BNL)
-    return -(weights_BNL * deltas_BNL).sum((0, 2))
 
 
 class Backward:
