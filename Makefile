@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv lock site demo shakespeare scaling-demo compare-variants check test test-slurm fuzz golden mutants coverage chaos bench gpu gpu-bundle test-gpu
+.PHONY: help venv lock site demo shakespeare scaling-demo compare-variants check test test-oldest test-slurm fuzz golden mutants coverage chaos bench gpu gpu-bundle test-gpu
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -130,6 +130,12 @@ WORKERS = $(shell $(BIN)/python -c 'import os; print(min(4, (os.cpu_count() or 1
 test: $(DEV_STAMP)  ## the whole suite, but for what needs a GPU or a Slurm of its own
 	python -m pytest -q -m "not gpu and not slurm" -n $(WORKERS) --dist loadfile \
 		--no-loadscope-reorder --durations=10
+
+OLDEST := .venv-oldest
+test-oldest: $(STAMP)  ## worlds and ZeRO stages in turn on the oldest torch that pyproject.toml takes, in .venv-oldest
+	test -x $(OLDEST)/bin/python || uv venv -q --python $(BIN)/python $(OLDEST)
+	uv pip install -q --python $(OLDEST)/bin/python -e '.[dev]' 'torch==2.8.*'
+	PATH=$(CURDIR)/$(OLDEST)/bin:$$PATH python -m pytest -q -k chain_of_world_sizes tests/integration/test_elastic.py
 
 test-slurm: $(DEV_STAMP)  ## runs on a real Slurm of four nodes on this machine (docs/reliability.md says what it needs)
 	python -m pytest -q -m slurm -p no:xdist --durations=10
