@@ -21,6 +21,7 @@ from pretrain.costs.flops import (
     computed_flops_of_step,
     cost_of,
     flops_of,
+    model_in_words,
     orthogonalizing_flops,
     parameters_of,
 )
@@ -31,7 +32,6 @@ from pretrain.costs.run_time import (
     failure_costs,
     run_time,
 )
-from pretrain.reporting.results import model_in_words
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_urls
 from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import counted, si, step_time

@@ -9,22 +9,38 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.manifest import read_manifest
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.lanes.lane_plan import comfortable_lanes
 from foundation.errors import ConfigError
-from foundation.files import absolute, path_text, refuse_overwrite, write_new
-from foundation.settings import amount_of, load_config, require_name, size_of
-from foundation.yaml_files import SHIPPED, require_yaml_name
+from foundation.files import absolute, refuse_overwrite, write_new
+from foundation.settings import (
+    amount_of,
+    load_config,
+    parse_config,
+    require_name,
+    size_of,
+    to_tree,
+)
+from foundation.yaml_files import (
+    SHIPPED,
+    dump_yaml,
+    merge,
+    parse_override,
+    require_yaml_name,
+)
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.resolve import resolve
 from pretrain.config.run import EvaluationConfig, RunConfig
 from pretrain.costs.flops import cost_of
+from pretrain.costs.run_time import run_time
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.recipe import Family, power_of_two, with_steps
 from pretrain.terminal.text import counted, si
@@ -39,6 +55,37 @@ FEWEST_STEPS = 100
 HIGHEST_RATE = 3e-3
 PAPER_RATE = 2.5e-4  # of all published models; layers that normalize their sum need a low one
 EVALUATIONS, SAVES = 10, 20  # per run
+# Of a run's FLOPs for its evaluations: their few lanes take up to twice as long as FLOPs say.
+EVALUATED = 0.05
+_PARTS = ("positions", "norm", "norm_position", "feed_forward")  # unlike the paper's
+# What every file has -> its comment.
+_COMMENTS = {
+    "name": "",
+    "seed": "",
+    "model": "vocab_size is the corpus'",
+    "model.num_layers": "",
+    "model.d_model": "",
+    "model.num_heads": "",
+    "model.num_key_heads": "heads of keys and values; 0: as many",
+    "model.memory_length": "tokens remembered from earlier segments; 0: none",
+    **{f"model.{name}": "" for name in (*_PARTS, "query_key_norm", "z_loss")},
+    "data.path": "",
+    "data.lanes": "rows of a batch; the number of ranks must divide it",
+    "data.segment_length": "tokens of each lane in a step",
+    "optim.steps": "more may be added when resuming",
+    "optim.learning_rate": "tune it first: 'pretrain scale plan --rates'",
+    "optim.betas": "",
+    "optim.weight_decay": "",
+    "optim.clip_norm": "",
+    "optim.schedule.shape": "",
+    "optim.schedule.warmup_steps": "",
+    "optim.schedule.final_fraction": "of the learning rate, at the end",
+    "engine.zero_stage": "2 and 3 save memory on many ranks",
+    "engine.precision": "bf16 on GPUs",
+    "checkpoint.interval": "steps",
+    "evaluation.interval": "steps",
+    "evaluation.max_tokens": "so that evaluations take a tenth of the run at most",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +103,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "pre, swiglu), and its comments name the paper's"
     )
     add("--paper", action="store_true", help=paper)
+    words = "settings of the file, such as 'model.layer_kinds=[deltanet, deltanet, attention]'"
+    add("overrides", nargs="*", metavar="KEY=VALUE", help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -79,8 +128,10 @@ def run(arguments: argparse.Namespace) -> int:
         vocab_size=manifest.vocab_size,
     )
     steps, paper = arguments.steps or 0, arguments.paper
-    config = resolve(new_experiment(file.stem, text, arguments.parameters, paper, steps))
-    write_new(file, as_file(config, file, text))
+    overrides = arguments.overrides
+    config = new_experiment(file.stem, text, arguments.parameters, paper, steps, overrides)
+    config = resolve(config)
+    write_new(file, as_file(config, file, text, overrides))
     tokens = config.optim.steps * config.tokens_per_step
     print(
         f"{file}: {counted(config.optim.steps, 'step')} of {config.tokens_per_step:,} tokens, "
@@ -100,17 +151,24 @@ class TrainingText:
 
 
 def new_experiment(
-    name: str, text: TrainingText, parameters: float, paper: bool = False, steps: int = 0
+    name: str,
+    text: TrainingText,
+    parameters: float,
+    paper: bool = False,
+    steps: int = 0,
+    overrides: Sequence[str] = (),
 ) -> RunConfig:
     """Return a run of about that many parameters on the text; ConfigError if no shape is near.
 
     `paper`: with the paper's parts instead of today's, and at most its learning rate. `steps`: that
-    many, instead of what parameters and text ask for.
+    many, instead of what parameters and text ask for. `overrides` hold in any case.
     """
     base = _base_of(parameters, text.vocab_size)
     if paper:
         base = _with_parts_of_the_paper(base)
-    run = Family(base=base).nearest(parameters)
+    base = _overridden(base, overrides)
+    given = {override.partition("=")[0] for override in overrides}
+    run = Family(base=base, keep_layers="model.num_layers" in given).nearest(parameters)
     found = cost_of(run).parameters
     if abs(math.log(found / parameters)) > TOLERANCE:
         raise ConfigError(
@@ -133,11 +191,27 @@ def new_experiment(
     tokens = min(TOKENS_PER_PARAMETER * found, MOST_PASSES * text.tokens)
     steps = steps or max(FEWEST_STEPS, round(tokens / (lanes * segment)))
     run = with_steps(run, steps)
-    return replace(
+    run = replace(
         run,
         checkpoint=replace(run.checkpoint, interval=max(1, steps // SAVES)),
         evaluation=EvaluationConfig(interval=max(1, steps // EVALUATIONS)),
     )
+    time = run_time(run, 1, 1.0)
+    if time.evaluation and time.tokens and time.evaluation > EVALUATED * time.training:
+        most = int(time.tokens * EVALUATED * time.training / time.evaluation)
+        run = replace(run, evaluation=replace(run.evaluation, max_tokens=max(segment, most)))
+    return _overridden(run, overrides)
+
+
+def _overridden(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Return the run with these settings; a pattern of layers is repeated as often as fits."""
+    tree, given = to_tree(run), {}
+    for override in overrides:
+        merge(given, parse_override(override))
+    merge(tree, given)
+    if (kinds := tree["model"]["layer_kinds"]) and "num_layers" not in given["model"]:
+        tree["model"]["num_layers"] = len(kinds) * max(1, round(run.model.num_layers / len(kinds)))
+    return parse_config(RunConfig, tree, "command line")
 
 
 def _base_of(parameters: float, vocab_size: int) -> RunConfig:
@@ -177,60 +251,46 @@ def _batch(base: RunConfig, text: TrainingText) -> tuple[int, int]:
     return lanes, power_of_two(min(base.data.segment_length, text.tokens // lanes))
 
 
-def as_file(run: RunConfig, file: Path, text: TrainingText) -> str:
+def as_file(run: RunConfig, file: Path, text: TrainingText, overrides: Sequence[str] = ()) -> str:
     """Return the run as a commented experiment file, from which `load_config` reads the same."""
-    model, data, optim = run.model, run.data, run.optim
-    wider = (
-        f"\n  d_inner: {model.d_inner}  # width of the feed-forward layer" if model.d_inner else ""
-    )
-    parts = _part_lines(model)
-    per_step, trial = run.tokens_per_step, max(1, optim.steps // 10)
+    names = [name for name in _COMMENTS if name != "model"]
+    names += ["model.d_inner"] if run.model.d_inner else []
+    names += [override.partition("=")[0] for override in overrides]
+    tree, shown = to_tree(run), {}
+    for name in names:
+        *sections, key = name.split(".")
+        value, into = tree, shown
+        for section in sections:
+            value, into = value[section], into.setdefault(section, {})
+        into[key] = value[key]
+    paper, comments = to_tree(ModelConfig()), dict(_COMMENTS)  # whose defaults are the paper's
+    for name in _PARTS:
+        if tree["model"][name] != paper[name]:
+            comments[f"model.{name}"] = f"the paper's: {paper[name]}"
+    trial, tokens = max(1, run.optim.steps // 10), run.optim.steps * run.tokens_per_step
     return f"""\
 # {amount(cost_of(run).parameters)} parameters on {text.tokens:,} tokens, written by 'pretrain new'.
+# {amount(tokens)} tokens are read, {run.tokens_per_step:,} in a step.
 # What each setting means, and all others: docs/settings.md, or 'pretrain settings optim'.
 #   pretrain describe {file}                       memory, FLOPs and time before it starts
 #   launcher local {file} --ranks 2                train on this machine; the same resumes
 #   launcher submit {file} --cluster CLUSTER.yaml  on Slurm; 'launcher new-cluster' writes one
-name: {run.name}
-seed: {run.seed}
-model:  # vocab_size is the corpus'
-  num_layers: {model.num_layers}
-  d_model: {model.d_model}
-  num_heads: {model.num_heads}
-  num_key_heads: {model.num_key_heads}  # heads of keys and values; 0: as many{wider}
-  memory_length: {model.memory_length}  # tokens remembered from earlier segments; 0: none
-{parts}
-  query_key_norm: {str(model.query_key_norm).lower()}
-  z_loss: {model.z_loss}
-data:
-  path: {json.dumps(path_text(text.path), ensure_ascii=False)}
-  lanes: {data.lanes}  # rows of a batch; the number of ranks must divide it
-  segment_length: {data.segment_length}  # tokens of each lane in a step: {per_step:,} tokens in all
-optim:
-  # A shorter run: optim.steps={trial} optim.schedule.warmup_steps={max(1, trial // 20)}
-  steps: {optim.steps}  # {amount(optim.steps * per_step)} tokens; more may be added when resuming
-  # 'new' and 'new --paper' start from different rates; for a fair comparison tune both and train
-  # each at its own best one.
-  learning_rate: {optim.learning_rate}  # tune it first: 'pretrain scale plan --rates'
-  betas: [{optim.betas[0]}, {optim.betas[1]}]
-  weight_decay: {optim.weight_decay}
-  clip_norm: {optim.clip_norm}
-  schedule:
-    shape: {optim.schedule.shape}
-    warmup_steps: {optim.schedule.warmup_steps}
-    final_fraction: {optim.schedule.final_fraction}  # of the learning rate, at the end
-engine:
-  zero_stage: {run.engine.zero_stage}  # 2 and 3 save memory on many ranks
-  precision: {run.engine.precision}  # bf16 on GPUs
-checkpoint: {{interval: {run.checkpoint.interval}}}  # steps
-evaluation: {{interval: {run.evaluation.interval}}}  # steps
-"""
+# A shorter run: optim.steps={trial} optim.schedule.warmup_steps={max(1, trial // 20)}
+# 'new' and 'new --paper' start from different rates; for a fair comparison tune both.
+""" + "\n".join([*_lines(shown, comments), ""])
 
 
-def _part_lines(model: ModelConfig) -> str:
-    """The lines of the parts in which today's models differ from the paper's."""
-    lines, paper = [], ModelConfig()  # whose defaults are the paper's parts
-    for name in ("positions", "norm", "norm_position", "feed_forward"):
-        found, papers = getattr(model, name), getattr(paper, name)
-        lines.append(f"  {name}: {found}" + (f"  # the paper's: {papers}" * (found != papers)))
-    return "\n".join(lines)
+def _lines(
+    tree: Mapping[str, Any], comments: Mapping[str, str], prefix: str = "", indent: str = ""
+) -> Iterator[str]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        comment = f"  # {comments[name]}" if comments.get(name) else ""
+        if value and isinstance(value, Mapping):
+            yield f"{indent}{key}:{comment}"
+            yield from _lines(value, comments, f"{name}.", f"{indent}  ")
+            continue
+        shown = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, str) and not any(map(str.isspace, value)):
+            shown = dump_yaml(value).splitlines()[0]  # without quotes, where it needs none
+        yield f"{indent}{key}: {shown}{comment}"

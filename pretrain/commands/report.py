@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from foundation.cli import Answer, add_json
 from pretrain.commands.output_paths import check_output_directory
 from pretrain.reporting.run_history import read_histories
 from pretrain.reporting.run_page import write_comparison, write_report
@@ -19,16 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = "directory for page and figures (default: the run's; of several, the folder of the "
     output += "first)"
     parser.add_argument("--output", type=Path, metavar="DIR", help=output)
+    add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Answer:
     """Write the page of one run, or of several side by side."""
     if arguments.output:
         check_output_directory("--output", arguments.output)
     paths = runs_of(arguments.runs)
     histories = read_histories(paths)
     if len(paths) == 1:
-        write_report(histories[0], arguments.output or paths[0])
-    else:
-        write_comparison(histories, arguments.output or paths[0].parent)
-    return 0
+        return write_report(histories[0], arguments.output or paths[0])
+    return write_comparison(histories, arguments.output or paths[0].parent)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from foundation.cli import add_experiment, check_least
+from foundation.cli import Answer, add_experiment, add_json, check_least
 from foundation.errors import ConfigError
 from foundation.settings import amount_of, load_config, size_of
 from foundation.yaml_files import find_config, read_tree
@@ -132,10 +132,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "memory lengths, in tokens"
     group.add_argument("--memories", type=lengths, nargs="+", default=[], metavar="M", help=words)
     parser.set_defaults(get_default=parser.get_default)
+    add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the plan and its cost, and write the sweep file."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Return the plan and its cost, and write the sweep file."""
     kind = _kind_of(arguments)
     check_least(arguments, 1, "steps", "lanes")
     file, overrides, name = arguments.experiment, arguments.overrides, ""
@@ -169,21 +170,22 @@ def run(arguments: argparse.Namespace) -> int:
         if kind == "sizes":
             runs, repeated = noted_repeats(runs, corpus.num_tokens)
             notes += [repeated] if repeated else []
-    print(fitted_table(_table(runs)))
+    lines = [fitted_table(_table(runs))]
     if "nodes" in runs[0].facts:
-        print(f"\n{fitted_table(placement_table(runs))}\n")
+        lines.append(f"\n{fitted_table(placement_table(runs))}\n")
     if arguments.simulate is not None:
         from pretrain.scaling.simulation import simulated_table
 
         table = simulated_table(runs, arguments.simulate, arguments.noise)
         words = f"At {arguments.simulate:.3g} FLOPs, if Besiroglu et al. 2024's law held with"
-        print(f"\n{words} {arguments.noise:.1%} of noise:\n\n{fitted_table(table)}\n")
+        lines.append(f"\n{words} {arguments.noise:.1%} of noise:\n\n{fitted_table(table)}\n")
     notes = [*_totals(runs), *notes]
-    print("\n".join([*notes, replaced_settings(base), *unchecked]))
+    lines += [*notes, replaced_settings(base), *unchecked]
     write_sweep(path, make_sweep(name, file, base, runs, path.parent, notes, kind))
-    print(f"sweep: {path} ({counted(len(runs), 'cell')})")
-    print(f"next: launcher sweep submit {path} {where}, then pretrain scale collect {path}")
-    return 0
+    lines.append(f"sweep: {path} ({counted(len(runs), 'cell')})")
+    lines.append(f"next: launcher sweep submit {path} {where}, then pretrain scale collect {path}")
+    cells = [{"name": each.name, **vars(each.cost), **each.facts} for each in runs]
+    return Answer("\n".join(lines), {"sweep": path, "cells": cells})
 
 
 def _kind_of(arguments: argparse.Namespace) -> Kind:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from foundation.cli import Answer, add_json
 from foundation.errors import ConfigError
 from foundation.files import refuse_overwrite, write_text
 from foundation.settings import amount_of, load_config, to_tree
@@ -68,10 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_family(parser)
     force = "predict even far from the fitted runs"
     add("--force", action="store_true", help=force)
+    add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the optima by each law and, with --write, write the experiment file."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Return the optima by each law and, with --write, write the experiment file."""
     _check(arguments)
     base = None
     if arguments.experiment:
@@ -107,10 +109,12 @@ def run(arguments: argparse.Namespace) -> int:
         *([near] if near else []),
         *(line for each in chosen for line in each.lines),
     ]
-    print("\n".join(lines))
     if base:
-        _nearest(base, chosen[-1], arguments)
-    return 0
+        lines += _nearest(base, chosen[-1], arguments)
+    values = [
+        {name: value for name, value in vars(each).items() if name != "lines"} for each in chosen
+    ]
+    return Answer("\n".join(lines), values)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -162,14 +166,14 @@ def _table(fit: Fit, flops_of: dict[str, float]) -> list[list[str]]:
     return rows
 
 
-def _single_run(fit: Fit, arguments: argparse.Namespace) -> int:
+def _single_run(fit: Fit, arguments: argparse.Namespace) -> Answer:
     law, size, tokens = law_of_runs(fit), arguments.params, arguments.tokens
     reasons = _not_refused(run_doubts(fit, size, tokens), arguments)
     flops = float(np.exp(fit.flops_law.log_flops(np.log(size), np.log(tokens))))
-    found = shown(loss_interval(law, size, tokens), as_loss)
+    loss = loss_interval(law, size, tokens)
     asked = f"N = {amount(size)} over D = {amount(tokens)} ({flops:.3g} FLOPs)"
-    print("\n".join([f"loss of {asked} by {law.title}: {found}", *reasons]))
-    return 0
+    lines = [f"loss of {asked} by {law.title}: {shown(loss, as_loss)}", *reasons]
+    return Answer("\n".join(lines), [{"law": law.title, "loss": loss, "flops": flops}])
 
 
 @dataclass(frozen=True)
@@ -183,19 +187,19 @@ class Chosen:
     lines: list[str]
 
 
-def _nearest(base: RunConfig, answer: Chosen, arguments: argparse.Namespace) -> None:
-    """Print, and write where wanted, the legal run nearest to the answer."""
+def _nearest(base: RunConfig, answer: Chosen, arguments: argparse.Namespace) -> list[str]:
+    """Describe, and write where wanted, the legal run nearest to the answer."""
     family = Family(base=base, keep_layers=arguments.keep_layers)
     shaped = family.nearest(answer.parameters.value, FAR_SIZE)
     run = with_budget(shaped, answer.flops, rule_of(base, arguments))
     run = replace(run, name=f"{base.name}-c{answer.flops:.3g}".replace("+", ""))
     cost, model = cost_of(run), run.model
-    print(
+    lines = [
         f"nearest legal run: {counted(model.num_layers, 'layer')}, d_model {model.d_model}, "
         f"{counted(model.num_heads, 'head')} of {model.head_width}: N {amount(cost.parameters)}, "
         f"D {amount(cost.tokens)}, {cost.flops:.3g} FLOPs; {counted(run.optim.steps, 'step')} of "
         f"{counted(cost.tokens_per_step, 'token')}, learning rate {run.optim.learning_rate:.3g}"
-    )
+    ]
     if arguments.write:
         header = (
             f"# The optimum at {answer.flops:.3g} FLOPs by {answer.law}: loss "
@@ -205,7 +209,8 @@ def _nearest(base: RunConfig, answer: Chosen, arguments: argparse.Namespace) -> 
         )
         arguments.write.parent.mkdir(parents=True, exist_ok=True)
         write_text(arguments.write, header + dump_yaml(to_tree(run)))
-        print(f"written: {arguments.write}")
+        lines.append(f"written: {arguments.write}")
+    return lines
 
 
 def _chosen(

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from foundation.errors import ConfigError
-from pretrain.config.choices import FEED_FORWARDS, POSITIONS
+from pretrain.config.choices import FEED_FORWARDS, POSITIONS, OptimizerName
 from pretrain.config.model import CONVOLUTION_WIDTH, DELTANET_CHUNK, T5_BUCKETS, ModelConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.phases import spans_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.terminal.text import counted, si
 
 NEWTON_SCHULZ_STEPS = 5
 MOMENT_BYTES = 4  # float32; AdamW has two moments
@@ -134,6 +135,27 @@ def parameters_of(model: ModelConfig) -> Parameters:
     for weight in weights_of(model):
         parts[weight.part] += weight.copies * weight.elements
     return Parameters(**parts)
+
+
+OPTIMIZERS: Mapping[OptimizerName, str] = {"adamw": "AdamW", "lamb": "LAMB", "muon": "Muon"}
+
+
+def model_in_words(run: RunConfig) -> str:
+    """Return what a run trains, and how: `Transformer-XL, 4 layers, 397k parameters, AdamW`."""
+    words = [layers_in_words(run.model), counted(run.model.num_layers, "layer")]
+    if run.model.vocab_size:  # else not known before the run starts
+        words.append(f"{si(parameters_of(run.model).total).replace(' ', '')} parameters")
+    return ", ".join([*words, OPTIMIZERS[run.optim.name]])
+
+
+def layers_in_words(model: ModelConfig) -> str:
+    """Return the kinds of the layers: `3:1 Gated DeltaNet and attention`."""
+    deltanets, attending = model.num_deltanet_layers, model.num_attention_layers
+    if not deltanets:
+        return "Transformer-XL"
+    common = math.gcd(deltanets, attending)
+    ratio = f"{deltanets // common}:{attending // common} "
+    return f"{ratio}Gated DeltaNet and attention" if attending else "Gated DeltaNet"
 
 
 def orthogonalizing_flops(model: ModelConfig, optim: OptimConfig) -> float:

@@ -11,7 +11,6 @@ import html
 import io
 import math
 import re
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +31,7 @@ STYLE = Path(__file__).with_name("charts.mplstyle")
 # Of a single chart: narrow, so that its text is large enough on a phone 400 px wide.
 CHART_WIDTH_INCHES = 4.6
 PIXELS_PER_INCH, WIDEST_PIXELS = 113, 620  # on a page, at most
-PANEL_INCHES = (6.0, 3.2)  # of several charts in one PNG
-LEGEND_ROW_INCHES, LEGEND_CHARACTERS_PER_INCH = 0.18, 16
-TITLE_CHARACTERS = 58  # that fit above one panel at the title's font size
+LEGEND_ROW_INCHES, LEGEND_CHARACTERS_PER_INCH, MOST_COLUMNS = 0.18, 16, 5
 INK, FAINT, GRID, ALARM, SURFACE = "#22252a", "#50555d", "#e4e2dc", "#c2410c", "#ffffff"
 FIRST, SECOND = "#b9c7dd", "#2456a6"
 COLORS = {
@@ -93,19 +90,15 @@ class Panel:
 
 def canvas(height_inches: float, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     """A figure with one chart, and its axes."""
-    figure = _figure(CHART_WIDTH_INCHES, height_inches)
-    axes = figure.subplots()
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    return figure, axes
-
-
-def _figure(width_inches: float, height_inches: float) -> Figure:
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rc_file(STYLE, use_default_template=False)
-    return Figure(figsize=(width_inches, height_inches))
+    figure = Figure(figsize=(CHART_WIDTH_INCHES, height_inches))
+    axes = figure.subplots()
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    return figure, axes
 
 
 def spread_colors(count: int) -> list[str]:
@@ -145,6 +138,18 @@ def log_ticks(axis: Axis, text: Callable[[float], str] = "{:g}".format) -> None:
 def log_amount_ticks(axis: Axis) -> None:
     """Ticks of a logarithmic axis of parameters or tokens: 20k, 50k, 100k."""
     log_ticks(axis, lambda value: si(value).replace(" ", ""))
+
+
+def large_number_ticks(axis: Axis) -> None:
+    """Ticks of a linear axis that reaches 1,000 or more: 2,000, and from 100,000 on 200 k."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    highest = max(map(abs, axis.get_view_interval()))
+    if highest < 1000 or axis.get_scale() != "linear":
+        return
+    axis.set_major_locator(MaxNLocator(5))
+    text = si if highest >= 1e5 else "{:,g}".format
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value).strip()))
 
 
 def plain_ticks(axis: Axis) -> None:
@@ -195,21 +200,26 @@ def chart_html(figure: Figure, alternative: str) -> str:
     return svg
 
 
-def panel_html(panel: Panel, height_inches: float, alternative: str) -> str:
-    """One panel as inline SVG."""
+def panel_html(panel: Panel, height_inches: float, directory: Path, about: str) -> str:
+    """One panel as inline SVG; `save_figure` writes it to `directory` under its title, too.
+
+    `about` names the runs that it shows.
+    """
     figure, axes = canvas(height_inches, panel.x_label, panel.y_label)
+    if panel.x_label in ("step", "tokens"):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     panel.draw(axes)
+    large_number_ticks(axes.xaxis)
+    large_number_ticks(axes.yaxis)
     if labels := axes.get_legend_handles_labels()[1]:
-        legend_above(figure, axes)
-        rows = -(-len(labels) // _legend_columns(figure, labels))
+        legend_above(figure, axes, most_columns=MOST_COLUMNS)
+        rows = -(-len(labels) // _legend_columns(figure, labels, MOST_COLUMNS))
         figure.set_figheight(height_inches + LEGEND_ROW_INCHES * rows)
-    return chart_html(figure, alternative)
-
-
-def save_png(path: Path, figure: Figure, title: str | None = None) -> None:
-    """Write the figure as a PNG that appears whole or not at all."""
-    with atomic_write(path) as file:
-        figure.savefig(file, format="png", metadata={"Software": None, "Title": title})
+    directory.mkdir(parents=True, exist_ok=True)
+    save_figure(
+        directory / panel.title.lower().replace(" ", "-"), figure, f"{panel.title}: {about}"
+    )
+    return chart_html(figure, f"{panel.title}: {panel.y_label} over {axes.get_xlabel()}")
 
 
 def save_figure(path: Path, figure: Figure, title: str) -> None:
@@ -217,10 +227,9 @@ def save_figure(path: Path, figure: Figure, title: str) -> None:
 
     The title is among what the files say of themselves; a paper has its own caption.
     """
-    save_png(path.with_suffix(".png"), figure, title)
-    for form, date in (("svg", "Date"), ("pdf", "CreationDate")):
+    for form, unwanted in (("png", "Software"), ("svg", "Date"), ("pdf", "CreationDate")):
         with atomic_write(path.with_suffix(f".{form}")) as file:
-            figure.savefig(file, format=form, metadata={date: None, "Title": title})
+            figure.savefig(file, format=form, metadata={unwanted: None, "Title": title})
     write_csv(path.with_suffix(".csv"), ("series", "x", "y"), drawn_values(figure))
 
 
@@ -241,21 +250,3 @@ def drawn_values(figure: Figure) -> list[dict[str, Any]]:
                 if math.isfinite(x) and math.isfinite(y)
             ]
     return rows
-
-
-def save_panels(path: Path, title: str, shown: Sequence[Panel]) -> None:
-    """Draw the panels, two in a row, into a PNG."""
-    columns = min(2, len(shown))
-    rows = -(-len(shown) // columns)
-    heading = textwrap.fill(title, TITLE_CHARACTERS * columns)  # breaks long words too
-    height = PANEL_INCHES[1] * rows + 0.4 * (1 + heading.count("\n"))
-    figure = _figure(PANEL_INCHES[0] * columns, height)
-    figure.suptitle(heading, fontsize=13)
-    for number, panel in enumerate(shown, start=1):
-        axes = figure.add_subplot(rows, columns, number)
-        axes.set_title(panel.title)
-        axes.set_xlabel(panel.x_label)
-        axes.set_ylabel(panel.y_label)
-        panel.draw(axes)
-        legend(axes, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the curves
-    save_png(path, figure)

@@ -5,19 +5,16 @@ Torch-free, and without numpy, so that `launcher` can show it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from foundation.errors import ConfigError
 from foundation.settings import differences, to_tree
-from pretrain.config.choices import OptimizerName
 from pretrain.config.lane_parts import lane_parts
-from pretrain.config.model import ModelConfig
 from pretrain.config.phases import tokens_of_steps
 from pretrain.config.run import RunConfig
-from pretrain.costs.flops import cost_of, parameters_of
+from pretrain.costs.flops import cost_of
 from pretrain.rundir.events import Event
 from pretrain.rundir.ledger import skipped_windows
 from pretrain.rundir.metric_names import (
@@ -29,7 +26,7 @@ from pretrain.rundir.metric_names import (
     run_speed,
 )
 from pretrain.rundir.metrics_file import MetricsSummary
-from pretrain.terminal.text import counted, flops_text, number, si
+from pretrain.terminal.text import flops_text, number, si
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,28 +92,6 @@ def results_of(
         goodput=goodput,
         skipped_windows=len(skipped_windows(ledger)),
     )
-
-
-NAMES: Mapping[OptimizerName, str] = {"adamw": "AdamW", "lamb": "LAMB", "muon": "Muon"}
-
-
-def model_in_words(run: RunConfig) -> str:
-    """Return what a run trains, and how: `Transformer-XL, 4 layers, 397k parameters, AdamW`."""
-    parameters = si(parameters_of(run.model).total).replace(" ", "")
-    layers = counted(run.model.num_layers, "layer")
-    return (
-        f"{layers_in_words(run.model)}, {layers}, {parameters} parameters, {NAMES[run.optim.name]}"
-    )
-
-
-def layers_in_words(model: ModelConfig) -> str:
-    """Return the kinds of the layers: `3:1 Gated DeltaNet and attention`."""
-    deltanets, attending = model.num_deltanet_layers, model.num_attention_layers
-    if not deltanets:
-        return "Transformer-XL"
-    common = math.gcd(deltanets, attending)
-    ratio = f"{deltanets // common}:{attending // common} "
-    return f"{ratio}Gated DeltaNet and attention" if attending else "Gated DeltaNet"
 
 
 def differing_settings(configs: Sequence[RunConfig]) -> dict[str, list[Any]]:

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foundation.errors import printable
-from pretrain.reporting.charts import ALARM, FAINT, FIRST, INK, SECOND, SERIES, Panel, log_ticks
+from pretrain.reporting.charts import (
+    ALARM,
+    FAINT,
+    FIRST,
+    INK,
+    SECOND,
+    SERIES,
+    Panel,
+    log_ticks,
+    spread_colors,
+)
 from pretrain.reporting.run_history import History
 from pretrain.rundir.metric_names import SMOOTHED_LOSS, STEP_LOSS, VALIDATION_LOSS, set_losses
 from pretrain.terminal.text import distinguished
@@ -124,19 +134,16 @@ def _gradient_norm(history: History, axes: Axes) -> None:
 
 
 def _by_layer(kind: str, history: History, axes: Axes) -> None:
-    """A line per layer, the deeper the darker; parameters outside of the layers stand out."""
-    others = {"embedding": INK, "output": ALARM, "shared": FAINT}
+    """A line per layer in the order of the spectrum; parameters outside of layers stand out."""
+    colors = {"embedding": INK, "output": ALARM, "shared": FAINT}
     names = history.layers(kind)
-    layers = [name for name in names if name not in others]
+    layers = [name for name in names if name not in colors]
+    colors |= dict(zip(layers, spread_colors(len(layers)), strict=True))
     for name in names:
         steps_X, values_X = history.series(f"{kind}/{name}")
-        color, alpha, label = others.get(name), 1.0, name
-        if name in layers:
-            number = layers.index(name)
-            color, alpha = SECOND, 0.25 + 0.75 * (number + 1) / len(layers)
-            label = name.replace(".", " ") if number in (0, len(layers) - 1) else None
-        positive_X = np.maximum(values_X, SMALLEST_NORM)
-        axes.plot(steps_X, positive_X, color=color, alpha=alpha, linewidth=1.2, label=label)
+        positive_X, label = np.maximum(values_X, SMALLEST_NORM), name.replace(".", " ")
+        alone = "o" if len(steps_X) == 1 else ""  # a line of one point shows nothing
+        axes.plot(steps_X, positive_X, alone + "-", color=colors[name], linewidth=1.2, label=label)
     axes.set_yscale("log")
     log_ticks(axes.yaxis)
 

@@ -6,6 +6,7 @@ run. B marks buckets: stretches of the run with as many steps each.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,16 +19,23 @@ import numpy as np
 from foundation.errors import DataError, printable
 from pretrain.checkpoint.marker import latest_step
 from pretrain.config.run import RunConfig
+from pretrain.costs.flops import model_in_words
 from pretrain.reporting.results import RunResults, results_of
 from pretrain.rundir import ledger as ledgers
-from pretrain.rundir.events import Event, Rewind
+from pretrain.rundir.events import Event, Rewind, TrainingBegan
 from pretrain.rundir.ledger import Interruption, events_of
 from pretrain.rundir.metric_names import smoothed_loss
-from pretrain.rundir.metrics_file import MetricsSummary, TimeSums, measurements_of, summarize
+from pretrain.rundir.metrics_file import (
+    MetricsSummary,
+    TimeSums,
+    latest_measurements,
+    measurements_of,
+    summarize,
+)
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.time_spent import TimeSpent, time_spent
 
-MOST_BUCKETS = 2000  # a run of fewer steps is kept whole
+MOST_BUCKETS = 1500  # a run of fewer steps is kept whole
 
 Line = Mapping[str, Any]
 
@@ -36,9 +44,7 @@ Line = Mapping[str, Any]
 class Measurements:
     """What is kept of metrics.jsonl; sums and counts are of all steps."""
 
-    train: list[
-        Line
-    ]  # of each bucket the last one, the last of an interval, and those that stand out
+    train: list[Line]  # of each bucket the last one, and those that stand out
     evaluations: list[Line]
     loss_steps_B: np.ndarray  # of buckets with a loss: where the last one was
     loss_sums_B: np.ndarray
@@ -65,75 +71,48 @@ class ClipCount:
         self.clipped += 0 < self.limit < norm
 
 
-class _Bucket:
-    """Steps in a row."""
-
-    def __init__(self, line: Line) -> None:
-        loss, norm = line["loss"], line["grad_norm"]
-        self.kept = {
-            "last": line,
-            "interval": line if "tokens_per_second" in line else None,
-            "loss": line if loss is not None else None,
-            "grad_norm": line if norm is not None else None,
-            "skipped": line if line["skipped"] else None,
-        }
-        self.loss_step = line["step"] if loss is not None else None
-        self.loss_sum = loss or 0.0
-        self.num_losses = int(loss is not None)
-
-    def add(self, later: _Bucket) -> None:
-        """Extend this bucket by the one that follows it."""
-        for name, line in later.kept.items():
-            held = self.kept[name]
-            is_peak = name in ("loss", "grad_norm")
-            if line is not None and not (is_peak and held and held[name] >= line[name]):
-                self.kept[name] = line
-        self.loss_step = self.loss_step if later.loss_step is None else later.loss_step
-        self.loss_sum += later.loss_sum
-        self.num_losses += later.num_losses
-
-    @property
-    def lines(self) -> list[Line]:
-        """What is kept, by step."""
-        kept = {id(line): line for line in self.kept.values() if line is not None}
-        return sorted(kept.values(), key=lambda line: line["step"])
-
-
 def thinned(
     measurements: Iterable[Line],
+    last_step: int,
+    clipped: ClipCount,
     most_buckets: int = MOST_BUCKETS,
-    clipped: ClipCount | None = None,
 ) -> Measurements:
-    """Read all measurements once, oldest first; `clipped` counts on."""
-    clipped = clipped or ClipCount()
-    buckets: list[_Bucket] = []
+    """Read all measurements once, oldest first; `clipped` counts on.
+
+    Of a bucket are kept its last line, the last one of an interval, the highest loss and norm, and
+    the last skipped step.
+    """
+    size = max(1, -(-last_step // most_buckets))
+    train: list[Line] = []
     evaluations: list[Line] = []
-    size, filled = 1, 1  # steps in a full bucket, and in the last one
+    losses_B3: list[tuple[int, float, int]] = []
     num_skipped, sums = 0, TimeSums()
-    for line in measurements:
-        sums.add(line)
-        if line["kind"] != "train":
-            evaluations.append(line)
-            continue
-        num_skipped += line["skipped"]
-        clipped.add(line)
-        if buckets and filled < size:
-            buckets[-1].add(_Bucket(line))
-            filled += 1
-            continue
-        if len(buckets) == most_buckets:
-            for first, second in zip(buckets[::2], buckets[1::2], strict=True):
-                first.add(second)
-            buckets, size = buckets[::2], 2 * size
-        buckets.append(_Bucket(line))
-        filled = 1
-    with_loss = [bucket for bucket in buckets if bucket.num_losses]
+    for _, bucket in itertools.groupby(measurements, lambda line: (line["step"] - 1) // size):
+        lines: list[Line] = []
+        for line in bucket:
+            sums.add(line)
+            if line["kind"] == "train":
+                lines.append(line)
+                clipped.add(line)
+            else:
+                evaluations.append(line)
+        skipped = [line for line in lines if line["skipped"]]
+        ends = [line for line in lines if "tokens_per_second" in line]
+        kept = [*lines[-1:], *ends[-1:], *skipped[-1:]]
+        for name in ("loss", "grad_norm"):
+            measured = [line for line in lines if line[name] is not None]
+            kept += sorted(measured, key=lambda line: -line[name])[:1]
+        train += sorted({line["step"]: line for line in kept}.values(), key=lambda x: x["step"])
+        num_skipped += len(skipped)
+        if losses := {x["step"]: x["loss"] for x in lines if x["loss"] is not None}:
+            losses_B3.append((max(losses), sum(losses.values()), len(losses)))
+    steps_B, sums_B, counts_B = np.array(losses_B3, float).reshape(-1, 3).T
     return Measurements(
-        train=[line for bucket in buckets for line in bucket.lines],
+        train=train,
         evaluations=evaluations,
-        loss_steps_B=np.array([bucket.loss_step for bucket in with_loss], float),
-        loss_sums_B=np.array([bucket.loss_sum for bucket in with_loss], float),
-        num_losses_B=np.array([bucket.num_losses for bucket in with_loss], int),
+        loss_steps_B=steps_B,
+        loss_sums_B=sums_B,
+        num_losses_B=counts_B.astype(int),
         num_skipped=num_skipped,
         clipped=clipped,
         sums=sums,
@@ -171,6 +150,13 @@ class History:
             if self.path.name in (self.config.name, "")
             else f"{self.config.name} ({printable(self.path.name)})"
         )
+
+    @property
+    def about(self) -> str:
+        """What figures say of the run: its name, model and optimizer, and the code's version."""
+        began = ledgers.last_of(self.ledger, TrainingBegan)
+        code = f", xl-pretrain {began.code}" if began and began.code else ""
+        return f"{self.name}: {model_in_words(self.config)}{code}"
 
     def series(
         self, name: str, lines: Sequence[Line] | None = None
@@ -276,7 +262,8 @@ def read_history(path: Path) -> History:
     run_dir = RunDir.open(path)
     optim = (config := run_dir.config).optim
     clipped = ClipCount(optim.clip_norm, optim.schedule.warmup_steps)
-    measured = thinned(measurements_of(run_dir.metrics), clipped=clipped)
+    latest = next(latest_measurements(run_dir.metrics), {"step": 0})
+    measured = thinned(measurements_of(run_dir.metrics), latest["step"], clipped)
     if not len(measured.loss_steps_B):
         raise DataError(f"{path} has no measured step yet; train it first")
     return History(

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foundation.cli import value_text
+from foundation.cli import Answer, value_text
 from foundation.csv_files import write_csv
 from foundation.errors import printable
 from foundation.progress import duration
 from foundation.settings import to_tree
 from foundation.yaml_files import dump_yaml
 from pretrain.config.run import RunConfig
-from pretrain.reporting.charts import TITLE_CHARACTERS, panel_html, save_panels
+from pretrain.costs.flops import model_in_words
+from pretrain.reporting.charts import panel_html
 from pretrain.reporting.html import (
     Card,
     page,
@@ -33,7 +34,6 @@ from pretrain.rundir.ledger import events_of
 from pretrain.rundir.metric_names import (
     MEMORY_GAIN,
     RUN_SPEED,
-    SPEED,
     TRAIN_LOSS,
     VALIDATION_LOSS,
     latest_with_tasks,
@@ -41,46 +41,63 @@ from pretrain.rundir.metric_names import (
     set_losses,
     task_metrics,
 )
-from pretrain.terminal.text import counted, distinguished, fitted_table, number, perplexity, si
+from pretrain.terminal.text import counted, fitted_table, number, perplexity, si
 
 MOST_EVENTS = 60
+FIGURES = "figures"  # the directory beside a page
 CHART_INCHES = 2.3
 # Of an evaluation's line, what is not a result of its own, or is one under another name.
 _NOT_RESULTS = ("kind", "step", "seconds", "loss", "bits_per_byte")
 
 
-def write_report(history: History, directory: Path) -> None:
-    """Write report.html and report.png about a run, and print a summary and warnings."""
-    write_page(directory / "report.html", render(history))
-    save_panels(directory / "report.png", history.name, run_panels(history))
-    print(printable(f"{directory / 'report.html'} and report.png: {summary(history)}"))
-    for warning in warnings_of(history):
-        print(f"warning: {warning}")
+def write_report(history: History, directory: Path) -> Answer:
+    """Write report.html about a run, and its figures; return a summary and warnings."""
+    write_page(directory / "report.html", render(history, directory / FIGURES))
+    warnings = warnings_of(history)
+    lines = [printable(f"{directory / 'report.html'} and {FIGURES}/: {summary(history)}")]
+    lines += [f"warning: {warning}" for warning in warnings]
+    return Answer("\n".join(lines), {**_results(history), "warnings": warnings})
 
 
-def write_comparison(histories: Sequence[History], directory: Path) -> None:
-    """Print a column per run: its numbers, and the settings in which the runs differ.
+def write_comparison(histories: Sequence[History], directory: Path) -> Answer:
+    """Write compare.html with curves, its figures and compare.csv; return a row per run.
 
-    Writes them as compare.csv, a row per run, and with curves as compare.html and compare.png.
+    A row has the settings in which the runs differ, then results.
     """
-    rows, changed = numbers_of(histories), _differing_settings(histories)
-    print(fitted_table([heads_of(histories), *rows]))
-    if changed:
-        print("\n" + fitted_table([("setting", *heads_of(histories)[1:]), *changed]))
-    if left_out := _left_out(histories):
-        print(f"\n{left_out}")
-    write_page(directory / "compare.html", render_comparison(histories, rows, changed))
-    title = title_of([history.name for history in histories])
-    save_panels(directory / "compare.png", title, comparison_panels(histories))
-    columns = list(zip(*(values for _, *values in changed), strict=True)) or [()] * len(histories)
-    settings = [name for name, *_ in changed]
-    lines = [
-        {**dict(zip(settings, values, strict=True)), **_results(history)}
-        for values, history in zip(columns, histories, strict=True)
+    changed = differing_settings([history.config for history in histories])
+    settings = [
+        {name: values[index] for name, values in changed.items()} for index in range(len(histories))
     ]
-    names = ["run", *dict.fromkeys(name for line in lines for name in line)]
-    write_csv(directory / "compare.csv", names, lines)
-    print(printable(f"\n{directory / 'compare.html'}, compare.png and compare.csv"))
+    names = [printable(history.path.name) for history in histories]
+    tables = [
+        _table(names, [{key: value_text(each[key]) for key in each} for each in settings]),
+        _table(names, list(map(_numbers, histories))),
+    ]
+    write_page(
+        directory / "compare.html", render_comparison(histories, directory / FIGURES, *tables)
+    )
+    values = [
+        {**each, **_results(history)} for each, history in zip(settings, histories, strict=True)
+    ]
+    heads = ["run", *dict.fromkeys(name for line in values for name in line)]
+    lines = [
+        {**line, **{key: value_text(line[key]) for key in each}}
+        for line, each in zip(values, settings, strict=True)
+    ]
+    write_csv(directory / "compare.csv", list(dict.fromkeys(heads)), lines)
+    texts = [fitted_table(rows) for rows in tables if len(rows[0]) > 1]
+    texts.append(printable(f"{directory / 'compare.html'}, compare.csv and {FIGURES}/"))
+    return Answer("\n\n".join(texts), values)
+
+
+def _table(names: Sequence[str], cells: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
+    """Return a row per run, heads first."""
+    heads = list(dict.fromkeys(head for each in cells for head in each))
+    rows = [
+        (name, *(each.get(head, "-") for head in heads))
+        for name, each in zip(names, cells, strict=True)
+    ]
+    return [("run", *heads), *rows]
 
 
 def _results(history: History) -> dict[str, Any]:
@@ -112,16 +129,13 @@ def summary(history: History) -> str:
     return ", ".join(parts)
 
 
-def render(history: History) -> str:
-    """The whole page."""
+def render(history: History, figures: Path) -> str:
+    """The whole page; its figures are also files in `figures`."""
     step = f"Step {history.step:,} of {history.config.optim.steps:,}"
     step = "; ".join(filter(None, (step, history.unsaved)))
     lead = f"{setup_of(history.config)}. {step}."
     charts = [
-        section(
-            panel.title,
-            panel_html(panel, CHART_INCHES, f"{panel.title}: {panel.y_label} over {panel.x_label}"),
-        )
+        section(panel.title, panel_html(panel, CHART_INCHES, figures, history.about))
         for panel in run_panels(history)
     ]
     footer = (
@@ -144,7 +158,7 @@ def setup_of(config: RunConfig) -> str:
     """Describe model, batch and engine in a line."""
     model, data, engine = config.model, config.data, config.engine
     return (
-        f"{model.num_layers} layers of width {model.d_model}, "
+        f"{model_in_words(config)}; width {model.d_model}, "
         f"{value_text(model.memory_length)} tokens of memory; "
         f"{data.lanes} lanes in segments of {data.segment_length}; "
         f"ZeRO-{engine.zero_stage} in {engine.precision}"
@@ -235,43 +249,34 @@ def _settings(history: History) -> str:
     return section("Settings", preformatted(dump_yaml(to_tree(history.config))))
 
 
-def title_of(names: Sequence[str]) -> str:
-    """The title of a picture of these runs: their names while they fit on a line."""
-    title = " / ".join(names)
-    return title if len(title) <= TITLE_CHARACTERS else f"{len(names)} runs"
-
-
 def render_comparison(
-    histories: Sequence[History], rows: Sequence[Sequence[str]], changed: Sequence[Sequence[str]]
+    histories: Sequence[History],
+    figures: Path,
+    settings: Sequence[Sequence[str]],
+    numbers: Sequence[Sequence[str]],
 ) -> str:
-    """The whole page."""
-    losses, over_time, speeds = comparison_panels(histories)
-    heads = heads_of(histories)
-    settings = (
-        table(["setting", *heads[1:]], changed, "named")
-        if changed
+    """The whole page; its figures are also files in `figures`."""
+    about = " / ".join(history.about for history in histories)
+    losses, over_time, speeds = (
+        panel_html(each, 2.8, figures, about) for each in comparison_panels(histories)
+    )
+    differing = (
+        table(settings[0], settings[1:], "named")
+        if len(settings[0]) > 1
         else paragraph("All settings are the same.")
     )
-    caption = "Smoothed loss of every run over its tokens"
     sections = [
-        section("Loss", panel_html(losses, 2.8, f"{caption}; dots are validation")),
-        section("Loss over time", panel_html(over_time, 2.8, "Without evaluations and saves")),
-        section("Numbers", table(heads, rows, "named")),
-        section("Different settings", settings),
-        section("Speed", panel_html(speeds, 2.2, f"{SPEED} of every interval of each run")),
+        section("Loss", losses),
+        section("Loss over time", paragraph("Without evaluations and saves."), over_time),
+        section("Numbers", table(numbers[0], numbers[1:], "named")),
+        section("Different settings", differing),
+        section("Speed", speeds),
     ]
-    lead = f"{len(histories)} runs over the tokens they have read; dots are validation losses. "
-    lead += _left_out(histories)
-    return page(
-        "Runs side by side", "Comparison", lead, [], sections, "Written by 'pretrain report'."
-    )
-
-
-def numbers_of(histories: Sequence[History]) -> list[tuple[str, ...]]:
-    """Return a row per quantity: its name, and its value in each run."""
-    columns = list(map(_numbers, histories))
-    names = dict.fromkeys(name for column in columns for name in column)
-    return [(name, *(column.get(name, "-") for column in columns)) for name in names]
+    lead = f"{len(histories)} runs over the tokens they have read; dots are validation losses."
+    words = {model_in_words(history.config) for history in histories}
+    lead += f" {words.pop()}." if len(words) == 1 else ""
+    title = f"Runs of {printable(histories[0].path.absolute().parent.name)}"
+    return page(title, "Comparison", lead, [], sections, "Written by 'pretrain report'.")
 
 
 def _numbers(history: History) -> dict[str, str]:
@@ -289,20 +294,3 @@ def _numbers(history: History) -> dict[str, str]:
             for name, value in task_metrics(latest_with_tasks(history.evaluations)).items()
         },
     }
-
-
-def heads_of(histories: Sequence[History]) -> tuple[str, ...]:
-    """Return the heads of a table with a column per run."""
-    return ("run", *distinguished([printable(history.path.name) for history in histories]))
-
-
-def _left_out(histories: Sequence[History]) -> str:
-    """Say what all names start with, if the heads leave it out; else ""."""
-    name, shown = printable(histories[0].path.name), heads_of(histories)[1]
-    return f"All names start with {name.removesuffix(shown)!r}." if name != shown else ""
-
-
-def _differing_settings(histories: Sequence[History]) -> list[tuple[str, ...]]:
-    """A row per setting that is not the same everywhere, with every run's value."""
-    found = differing_settings([history.config for history in histories])
-    return [(key, *map(value_text, values)) for key, values in found.items()]

@@ -115,11 +115,6 @@ def write_export(
         write_json(beside / CONFIG, {**about, "hash": _hash_of(about)})
 
 
-def load_model(directory: Path | str) -> TransformerXL:
-    """Return the exported model in evaluation mode, on the CPU; needs no DeepSpeed."""
-    return load_export(Path(directory))[0]
-
-
 def load_export(
     directory: Path,
     model_settings: Mapping[str, Any] | None = None,

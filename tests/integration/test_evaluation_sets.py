@@ -103,12 +103,11 @@ def test_reports_comparisons_and_tables_of_sweeps_have_the_losses_of_sets(
     more = RunDir(tmp_path / "more")
     assert train(places, more, f"evaluation.sets.more={places['b']}") == 0
     capsys.readouterr()
-    assert main(["report", str(trained.path), str(more.path)]) == 0
-    cells = {
-        line.split("  ")[0]: line.split()[-2:] for line in capsys.readouterr().out.splitlines()
-    }
-    assert cells["validation loss of more"] == ["-", losses["b"]]
-    assert cells["validation loss of beside"] == [losses["beside"]] * 2
+    assert main(["report", str(trained.path), str(more.path), "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert "evaluation_loss/more" not in first
+    assert second["evaluation_loss/more"] == second["evaluation_loss/b"]
+    assert first["evaluation_loss/beside"] == second["evaluation_loss/beside"]
     found = differing_losses(trained, more)
     assert not found, "what is measured besides does not change what is trained"
     cell = Cell(name="tiny", experiment=places["experiment"])

@@ -16,9 +16,8 @@ import pytest
 import torch
 import yaml
 
-from foundation.errors import CheckpointError
 from pretrain.cli import main
-from pretrain.weights.export import load_export, load_model
+from pretrain.weights.export import load_export
 from pretrain.weights.trained_model import load_trained
 from tests.helpers.full_disk import full_disk
 from tests.helpers.owners import give_away
@@ -55,27 +54,8 @@ def test_the_export_has_the_runs_logits_bit_for_bit(exported):
     with torch.no_grad():
         expected, _ = of_run.module.logits_BLV(tokens_BL)
         found, _ = module.logits_BLV(tokens_BL)
-        again, _ = load_model(output).logits_BLV(tokens_BL)
     assert torch.equal(found, expected)
-    assert torch.equal(again, expected)
     assert step == of_run.step == 20
-
-
-def test_a_run_is_loaded_by_its_name_in_runs(exported, tmp_path, monkeypatch):
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs/mine").symlink_to(exported[0])
-    monkeypatch.chdir(tmp_path)
-    assert load_trained("mine", torch.device("cpu")).step == 20
-
-
-def test_evaluate_and_generate_read_an_export(exported, tiny_corpus, capsys):
-    run, output = exported
-    assert main(["evaluate", str(output), "--data", str(tiny_corpus), "--json"]) == 0
-    of_export = capsys.readouterr().out
-    assert main(["evaluate", str(run), "--json"]) == 0
-    of_run = capsys.readouterr().out
-    assert of_export.split('"seconds"')[0] == of_run.split('"seconds"')[0]
-    assert main(["generate", str(output), "--tokens", "5"]) == 0
 
 
 @pytest.mark.parametrize("layout", ["own", "huggingface"])
@@ -90,14 +70,10 @@ def test_a_full_disk_is_one_line_that_says_what_to_do_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_output_is_refused_and_a_damaged_export_named(exported, tmp_path, capsys):
+def test_an_existing_output_is_refused(exported, capsys):
     run, output = exported
     assert main(["export", str(run), "--output", str(output)]) == 2
     assert "already exists" in capsys.readouterr().err
-    (tmp_path / "model.safetensors").write_bytes((output / "model.safetensors").read_bytes()[:-50])
-    (tmp_path / "config.json").write_bytes((output / "config.json").read_bytes())
-    with pytest.raises(CheckpointError, match=r"model.safetensors is corrupted"):
-        load_export(tmp_path)
 
 
 @pytest.mark.parametrize("engine", [{"kind": "torch"}, {"kind": "deepspeed", "zero_stage": 3}])
@@ -295,18 +271,3 @@ def test_another_user_s_run_does_not_choose_what_is_contacted(
     assert "say so: data.path=http://127.0.0.1:9/corpus" in capsys.readouterr().err
     assert not cache.exists()
     assert main(["export", str(run), f"--output={tmp_path / 'out'}", f"--data={tiny_corpus}"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["--longest-context", "9"], "requires --context-length"),
-        (["--context-length", "--memory-length", "0", "8"], "one --memory-length"),
-        (["--context-length", "--longest-context", "1"], "must be 2 or more"),
-        (["--same-length", "--memory-length", "0"], "above 0"),
-        (["--context-length", "--lanes", "2"], "--lanes goes with no --context-length"),
-    ],
-)
-def test_options_that_would_do_nothing_are_refused(exported, capsys, options, reason):
-    assert main(["evaluate", str(exported[0]), *options]) == 2
-    assert reason in capsys.readouterr().err

@@ -110,7 +110,9 @@ def test_rotations_are_stretched_for_more_keys_than_in_training_as_ours(exported
     assert not torch.allclose(found, plain(tokens).logits, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", ["adaptive_div2", "rope", "isolated", "compressive", "deltanet", "memory_tokens"]
+)
 def test_generate_has_the_tokens_of_ours_without_sampling(variant, exported):
     ours, theirs, _ = exported(variant)
     prompt = prompt_tokens(BYTES, "The old clock")
@@ -128,7 +130,7 @@ def test_generate_has_the_tokens_of_ours_without_sampling(variant, exported):
     assert found[0].tolist() == expected[:length]  # it ends with a document, or after 20 tokens
 
 
-@pytest.mark.parametrize("variant", ["plain", "compressive", "isolated", "deltanet_alone"])
+@pytest.mark.parametrize("variant", ["compressive", "deltanet_alone"])
 def test_beams_keep_their_own_memories(variant, exported):
     theirs = load(exported(variant)[2], memory_length=64)  # all of the text
     inputs = torch.tensor([prompt_tokens(BYTES, text) for text in ("the river", "a lantern")])
@@ -170,9 +172,8 @@ def test_a_longer_memory_and_the_loss_are_those_of_the_model(exported):
     assert theirs.transformer.layers[0].attention.query_weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("variant", ["compressive", "adaptive_div2"])
-def test_what_transformers_saves_again_has_the_same_weights(variant, exported, tmp_path):
-    _, theirs, _ = exported(variant)
+def test_what_transformers_saves_again_has_the_same_weights(exported, tmp_path):
+    _, theirs, _ = exported("adaptive_div2")
     theirs.save_pretrained(tmp_path / "again")
     again, tokens = load(tmp_path / "again"), some_tokens(1, 12)
     assert torch.equal(again(tokens).logits, theirs(tokens).logits)
@@ -312,10 +313,10 @@ def test_the_model_card_has_the_facts_of_the_run(exported):
     card = model_card(trained, BYTES, {"loss": 1.5, "bits_per_byte": 2.25, "perplexity": None})
     count = sum(each.numel() for each in trained.module.parameters())
     tokens = 7 * trained.config.tokens_per_step
-    assert (
-        f"# tiny\n\nA Transformer-XL language model (Dai et al. 2019) of {count:,} parameters"
-        in card
-    )
+    assert f"# tiny\n\nA language model of {count:,} parameters" in card
+    assert "`books`: Transformer-XL, 2 layers," in card
+    hybrid = trained_model(layer_kinds=("deltanet", "attention"))
+    assert "1:1 Gated DeltaNet and attention, 2 layers" in model_card(hybrid, BYTES)
     assert f"for 7 steps on {tokens:,} tokens of the corpus `books`" in card
     assert '| positions | "rope" |' in card
     assert "| validation loss | 1.5000 |\n| validation bits per byte | 2.2500 |" in card

@@ -210,22 +210,6 @@ def test_what_a_task_file_names_as_function_is_imported_only_with_a_flag(places,
     assert (tmp_path / "own.run").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["--tasks", "missing.yaml"], "missing.yaml is not a file"),
-        (["--tasks", "missing.yaml,arc_easy"], "missing.yaml is not a file"),
-        (["--limit", "3"], "--limit requires --tasks"),
-        (["--tasks", "x.yaml", "--memory-length", "1", "2"], "one --memory-length"),
-    ],
-)
-def test_options_that_cannot_be_are_refused_in_one_line(places, capsys, options, reason):
-    assert main(["evaluate", "nowhere", *options]) == 2  # before any model is loaded
-    error = capsys.readouterr().err
-    assert reason in error
-    assert len(error.splitlines()) == 1
-
-
 def test_lm_eval_finds_the_model_by_its_name_and_refuses_unknown_options(places):
     from lm_eval.api.registry import get_model
 

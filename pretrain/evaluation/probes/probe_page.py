@@ -11,10 +11,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from pretrain.evaluation.probes.attention_mass import AttentionMass
-from pretrain.evaluation.probes.distances import Borders, bin_names
+from pretrain.evaluation.probes.distances import Borders
 from pretrain.evaluation.probes.document_position import PositionLoss
-from pretrain.evaluation.probes.probe_run import ProbeResults, mean_of
-from pretrain.evaluation.probes.recall import Recall, recall_distance
+from pretrain.evaluation.probes.probe_run import ProbeResults, probe_rows
+from pretrain.evaluation.probes.recall import Recall
 from pretrain.reporting.charts import (
     FAINT,
     SECOND,
@@ -25,7 +25,7 @@ from pretrain.reporting.charts import (
     legend_above,
     spread_colors,
 )
-from pretrain.reporting.html import Card, page, paragraph, section, table
+from pretrain.reporting.html import page, paragraph, section, table
 from pretrain.terminal.text import counted
 
 if TYPE_CHECKING:
@@ -139,31 +139,6 @@ def largest_cell(attention: AttentionMass) -> float:
     return max(value for layer in attention.total() for head in layer for value in head)
 
 
-def layers_chart(
-    layers: Sequence[int],
-    values: Sequence[Sequence[float]],
-    y_label: str,
-    limit: float,
-    limit_label: str,
-    form: str,
-) -> str:
-    """Return a dot per head and the mean of each of the layers, below a limit."""
-    figure, axes = canvas(2.1, "layer", y_label)
-    dots = [(layer, value) for layer, heads in zip(layers, values, strict=True) for value in heads]
-    axes.plot(*zip(*dots, strict=True), "o", color=SECOND, alpha=0.45, markersize=5,
-              label="a head", markeredgewidth=0)  # fmt: skip
-    means = [fmean(heads) for heads in values]
-    axes.plot(layers, means, "s-", color=SERIES[1], markersize=4, linewidth=1.4,
-              label="mean of the layer")  # fmt: skip
-    axes.axhline(limit, color=FAINT, linestyle=DASHED, linewidth=1.2, label=limit_label)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(form)
-    axes.set_xticks(layers[:: -(-len(values) // MOST_TICKS)])
-    axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
-    legend_above(figure, axes)
-    return chart_html(figure, f"{y_label} by layer")
-
-
 def _by_distance(
     figure: Figure, axes: Axes, borders: Borders, effective_context: int, title: str
 ) -> str:
@@ -203,6 +178,11 @@ RECALL_WORDS = {
         "first predicted from the one before it? Nothing but recall helps.",
     ),
 }
+POSITION_WORDS = (
+    "The mean loss of tokens by how many of their document are before them. It falls as far as "
+    "context helps; the gap between the lines is what the memory is worth. Bands are 95% intervals "
+    "as if tokens did not depend on each other."
+)
 
 
 def render(name: str, results: ProbeResults) -> str:
@@ -213,72 +193,31 @@ def render(name: str, results: ProbeResults) -> str:
         f"Step {results.step:,}. Read in segments of {settings.segment_length:,} tokens with a "
         f"memory of {settings.memory_length:,}. {_reach(borders)}."
     )
-    sections = [_recall(kind, found, borders, recl) for kind, found in results.recalls.items()]
+    sections = [
+        section(
+            (title := RECALL_WORDS[kind][0]),
+            paragraph(RECALL_WORDS[kind][1]),
+            recall_chart(title, found, borders, recl),
+            paragraph(_border_words(borders)),
+        )
+        for kind, found in results.recalls.items()
+    ]
     if results.position:
-        sections.append(_position(results.position, borders, recl))
+        chart = position_chart(results.position, borders, recl)
+        sections.append(section("Loss by document position", paragraph(POSITION_WORDS), chart))
     if results.attention is not None:
         sections += _attention(results.attention, borders, recl)
-    source = f"text and frequent tokens of {results.text}" if results.text else (
-        "ids from all over the vocabulary"
-    )  # fmt: skip
+    heads, *rows = probe_rows(results)
+    sections.append(section("Numbers", table(heads, rows, "named")))
+    source = "ids from all over the vocabulary"
+    if results.text:
+        source = f"text and frequent tokens of {results.text}"
     footer = (
         f"Written by 'pretrain evaluate --probe' with {source}; "
         f"{settings.trials} trials at each distance. How to read it: docs/evaluation.md. All "
         "numbers: probes.json."
     )
-    return page(name, "Probes of memory", lead, _cards(results), sections, footer)
-
-
-def _cards(results: ProbeResults) -> list[Card]:
-    cards = []
-    for kind, found in results.recalls.items():
-        reached, longest = recall_distance(found), found[-1].distance
-        words = (
-            f"tokens: up to this distance, recall of the {kind} is at least 50% and above chance"
-        )
-        if reached == longest:
-            words += "; no longer one was tested"
-        if not reached:
-            after = f"{found[0].distance} tokens later"
-            words = f"recall of the {kind} is below 50% or at chance {after}"
-        cards.append(Card(f"{reached:,}" if reached else "none", words))
-    if len(results.position) == 2:
-        with_memory, without = results.position
-        gain = without.losses[-1] - with_memory.losses[-1]
-        last = bin_names(with_memory.first_positions)[-1]
-        words = f"how much higher the loss is without memory at positions {last} of a document"
-        cards.append(Card(f"{gain:+.4f}", words))
-    if (attention := results.attention) is not None:
-        share = mean_of(attention.share("memory")) + mean_of(attention.share("compressed"))
-        cards.append(Card(f"{share:.0%}", "of the attention is on memory, the mean of all heads"))
-    if (context := results.context) is not None:
-        length = f"{context.length:,}{'+' if context.reached_longest else ''}"
-        cards.append(Card(length, "effective context length (RECL) of this model alone, in tokens"))
-    return cards
-
-
-def _recall(kind: str, found: Sequence[Recall], borders: Borders, recl: int) -> str:
-    title, words = RECALL_WORDS[kind]
-    chance = (
-        f"By chance {found[0].chance:.1%} are recalled, at a loss of {found[0].chance_loss:.3f}"
-    )
-    heads = ["distance", "recalled", "95% interval", "loss"]
-    rows = [
-        [
-            f"{each.distance:,}",
-            f"{each.accuracy:.1%}",
-            f"{each.low:.1%} to {each.high:.1%}",
-            f"{each.loss:.3f}",
-        ]
-        for each in found
-    ]
-    return section(
-        title,
-        paragraph(words),
-        recall_chart(title, found, borders, recl),
-        paragraph(f"{chance} nats. {_border_words(borders)}"),
-        table(heads, rows),
-    )
+    return page(name, "Probes of memory", lead, [], sections, footer)
 
 
 def _reach(borders: Borders) -> str:
@@ -302,24 +241,6 @@ def _border_words(borders: Borders) -> str:
     return f"{words}. After more than {borders.total:,} tokens there is only chance."
 
 
-def _position(losses: Sequence[PositionLoss], borders: Borders, recl: int) -> str:
-    words = (
-        "The mean loss of tokens by how many of their document are before them. It falls as far "
-        "as context helps; the gap between the lines is what the memory is worth. Bands are 95% "
-        "intervals as if tokens did not depend on each other."
-    )
-    first = losses[0]
-    heads = ["position", "tokens"]
-    heads += [f"memory {each.memory_length:,}" for each in losses]
-    rows = [
-        [name, f"{first.tokens[number]:,}", *(f"{each.losses[number]:.4f}" for each in losses)]
-        for number, name in enumerate(bin_names(first.first_positions))
-    ]
-    rows.append(["all", f"{sum(first.tokens):,}", *(f"{each.loss:.4f}" for each in losses)])
-    chart = position_chart(losses, borders, recl)
-    return section("Loss by document position", paragraph(words), chart, table(heads, rows))
-
-
 def _attention(attention: AttentionMass, borders: Borders, recl: int) -> list[str]:
     rows = f"{counted(attention.memory_length, 'row')} of memory"
     if attention.compressed_length:
@@ -332,33 +253,7 @@ def _attention(attention: AttentionMass, borders: Borders, recl: int) -> list[st
         f"A row of cells for each head. The darkest cell is {largest_cell(attention):.0%} of a "
         "head's attention; dark cells on the right are heads that look far back."
     )
-    memory, compressed = (attention.share(part) for part in ("memory", "compressed"))
-    older = [
-        [one + two for one, two in zip(*pair, strict=True)]
-        for pair in zip(memory, compressed, strict=True)
-    ]
-    entropy = (
-        "Low: a head looks at few keys. At the dashed line it looks at all keys it can see "
-        "alike; exp(entropy) is about the number of keys it uses."
-    )
-    layers = attention.layers
-    share = layers_chart(layers, older, "attention to memory", 1.0, "all of it", "{x:.0%}")
-    limit = attention.uniform_entropy
-    dots = layers_chart(layers, attention.entropy, "entropy, nats", limit, "equal weights", "{x:g}")
-    heads = ["layer", "to memory", "mean distance", "entropy", "keys used"]
-    table_rows = [
-        [
-            str(number),
-            f"{fmean(older[layer]):.1%}",
-            f"{fmean(attention.mean_distance[layer]):,.1f}",
-            f"{fmean(attention.entropy[layer]):.2f}",
-            f"{fmean(map(math.exp, attention.entropy[layer])):,.1f}",
-        ]
-        for layer, number in enumerate(layers)
-    ]
     return [
         section("Attention by distance", paragraph(words), mass_chart(attention, borders, recl)),
         section("Attention of every head", paragraph(cells), heads_chart(attention, borders)),
-        section("Attention to memory", paragraph("The rest is on the segment itself."), share),
-        section("Entropy of attention", paragraph(entropy), dots, table(heads, table_rows)),
     ]

@@ -35,7 +35,7 @@ from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
 from foundation.files import path_text, write_json, write_text
 from foundation.settings import assert_never, to_tree
 from pretrain.config.phases import spans_of_phases
-from pretrain.costs.flops import parameters_of
+from pretrain.costs.flops import model_in_words, parameters_of
 from pretrain.rundir.code_version import code_version
 from pretrain.weights.export import WEIGHTS, new_directory, write_weights
 from pretrain.weights.trained_model import TrainedModel
@@ -223,15 +223,15 @@ CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
 tags:
-- transformer-xl
+- {tag}
 - xl-pretrain
 ---
 
 # {name}
 
-A Transformer-XL language model (Dai et al. 2019) of {parameters:,} parameters, trained with
-xl-pretrain for {step:,} steps on {tokens:,} tokens of the corpus `{corpus}`. It reads text in
-segments and remembers {memory} tokens of hidden states per layer from one segment to the next.
+A language model of {parameters:,} parameters, trained with xl-pretrain
+for {step:,} steps on {tokens:,} tokens of the corpus `{corpus}`: {model}.
+It reads text in segments. From one segment to the next, {memory}.
 
 License, intended use and limitations are for whoever publishes the model to state here.
 
@@ -283,10 +283,17 @@ def model_card(
         if value not in (False, 0, ()) or name == "num_layers"
     }
     up_to = "" if isinstance(model.memory_length, int) else "up to "
+    memory = (
+        f"attention remembers {up_to}{model.longest_memory:,} tokens of hidden states per layer"
+    )
+    if model.num_deltanet_layers:
+        memory = "Gated DeltaNet carries a state of fixed size" + (
+            f", and {memory}" if model.num_attention_layers else ""
+        )
     tokenizer_text = f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens"
     needs_sentencepiece = MODEL_NAME in (tokenizer_files(tokenizer) or {})
     return CARD.format(
-        name=config.name or "Transformer-XL",
+        name=config.name,
         parameters=parameters_of(model).total,
         step=trained.step,
         tokens=sum(phase.tokens_per_step * count for phase, count in spans),
@@ -294,7 +301,9 @@ def model_card(
         corpus=re.sub(
             r"[^\w.+ -]", "_", path_text(config.data.path).rstrip("/").rpartition("/")[2]
         ),
-        memory=f"{up_to}{model.longest_memory:,}",
+        model=model_in_words(config),
+        memory=memory,
+        tag="gated-deltanet" if model.num_deltanet_layers else "transformer-xl",
         requirement=", and sentencepiece for the tokenizer" if needs_sentencepiece else "",
         model_rows=_table({"tokenizer": tokenizer_text, **settings}),
         training_rows=_table(training),

@@ -184,6 +184,15 @@ def files_in(directory: Path) -> dict[str, str]:
         ),
         (("evaluate", "r", "--probe=needle", "--output=x.yaml"), "--output x.yaml is a file"),
         (("evaluate", "r", "--probe", "foo"), "'recl'); see pretrain evaluate --help"),
+        (("evaluate", "r", "--probe=copy", "--trials=0"), "--trials=0 must be 1 or more"),
+        (("evaluate", "r", "--trials=5"), "--trials requires --probe"),
+        (("evaluate", "r", "--limit=3"), "--limit requires --tasks"),
+        (("evaluate", "r", "--longest-context=9"), "requires --context-length"),
+        (("evaluate", "r", "--tasks=missing.yaml,arc_easy"), "missing.yaml is not a file"),
+        (("evaluate", "r", "--tasks=x.yaml", "--memory-length", "1", "2"), "one --memory-length"),
+        (("evaluate", "r", "--context-length", "--lanes=2"), "--lanes goes with no --context"),
+        (("evaluate", "r", "--context-length", "--longest-context=1"), "must be 2 or more"),
+        (("evaluate", "r", "--same-length", "--memory-length=0"), "above 0"),
         (("report", "r", "--output=x.yaml"), "--output x.yaml is a file; name a directory"),
         (("checkpoint", "verify", "r", "--step=9"), "unrecognized arguments: --step"),
         (("verify-resume", "x.yaml", "--ranks=0"), "--ranks=0 must be 1 or more"),
@@ -225,13 +234,17 @@ def test_a_value_that_cannot_be_used_is_one_line_and_writes_nothing(
 
 
 def test_a_planned_sweep_may_be_planned_again_and_a_number_given_twice_counts_once(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     Path("x.yaml").write_text(EXPERIMENT)
     assert main([*TUNE, "--output=sweep.yaml"]) == 0
     assert main([*PLAN, "--budgets", "1e12", "1e12", "--sizes=2", "--seeds", "1", "1"]) == 0
-    assert main([*TUNE, "--output=sweep.yaml", "optim.steps=90"]) == 0
+    capsys.readouterr()
+    assert main([*TUNE, "--output=sweep.yaml", "optim.steps=90", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [cell["learning_rate"] for cell in found["cells"]] == [1e-3, 2e-3, 4e-3]
+    assert {cell["steps"] for cell in found["cells"]} == {90}
     assert "optim.steps=90" in Path("sweep.yaml").read_text()
 
 

@@ -13,6 +13,7 @@ from pretrain.commands.new import TrainingText, as_file, new_experiment
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
+from pretrain.costs.run_time import run_time
 from pretrain.rundir.run_dir import RunDir
 
 
@@ -59,12 +60,33 @@ def test_with_paper_the_parts_are_the_defaults_and_the_size_is_still_as_asked(tm
     ]
 
 
-@pytest.mark.parametrize("paper", [False, True])
-def test_the_file_says_how_to_compare_with_the_other_parts(paper, tmp_path):
-    text = TrainingText(path=Path("c"), tokens=10**8, longest_document=9000, vocab_size=16_000)
-    written = as_file(new_experiment("mine", text, 3e7, paper), tmp_path / "mine.yaml", text)
-    before = written.partition("  learning_rate:")[0]
-    assert "start from different rates; for a fair comparison tune both" in before
+HYBRID = "model.layer_kinds=[deltanet, deltanet, deltanet, attention]"
+
+
+@pytest.mark.parametrize("steps", [0, 300])
+def test_settings_of_the_command_line_are_in_the_file_and_the_size_is_as_asked(steps, tmp_path):
+    text = TrainingText(path=Path("c"), tokens=10**7, longest_document=9000, vocab_size=4000)
+    overrides = [HYBRID, "optim.name=muon", "optim.schedule.decay_steps=7", "data.lanes=4"]
+    run = new_experiment("mine", text, 3e6, steps=steps, overrides=overrides)
+    assert run.model.num_layers % 4 == 0
+    assert cost_of(run).parameters == pytest.approx(3e6, rel=0.4)
+    file = tmp_path / "mine.yaml"
+    file.write_text(as_file(run, file, text, overrides))
+    found = load_config(RunConfig, file)
+    assert found == replace(run, model=replace(run.model, vocab_size=0))
+    assert found.model.num_deltanet_layers == 3 * found.model.num_attention_layers
+    assert (found.optim.name, found.optim.schedule.decay_steps) == ("muon", 7)
+    six = new_experiment("mine", text, 3e6, overrides=["model.num_layers=6"])
+    assert six.model.num_layers == 6
+
+
+@pytest.mark.parametrize("steps", [20, 300, 20_000])
+def test_evaluations_take_at_most_a_tenth_of_a_run(steps):
+    text = TrainingText(path=Path("c"), tokens=10**7, longest_document=900, vocab_size=4000)
+    for overrides in ([], [HYBRID]):
+        time = run_time(new_experiment("mine", text, 1e7, False, steps, overrides), 1, 1.0)
+        assert time.evaluation is not None
+        assert 0 < time.evaluation <= 0.1 * time.training
 
 
 @pytest.mark.parametrize("steps", [1, 20, 5000])
@@ -120,10 +142,7 @@ def test_a_new_experiment_trains_as_it_is_and_is_never_overwritten(
         (["b.yaml", "--corpus", str(home), "--parameters=1k"], "the nearest model has 9.6k; ask"),
         (["b.yaml", "--corpus", str(home), "--parameters=much"], "such as 4k or 10M"),
         (["b.yaml", "--corpus", str(home), "--steps=0"], "--steps=0 must be 1 or more"),
-        (
-            ["b.yaml", "--corpus", str(home), "optim.steps=20"],
-            "unrecognized arguments: optim.steps=20",
-        ),
+        (["b.yaml", "--corpus", str(home), "optim.stepz=20"], "did you mean 'steps'"),
         (["b c.yaml", "--corpus", str(home)], "found 'b c', expected 1 to 100 letters"),
     ):
         capsys.readouterr()

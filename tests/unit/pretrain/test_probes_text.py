@@ -23,7 +23,7 @@ from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.trained_model import TrainedModel
 from tests.helpers.exact_attention import exact_attention
 from tests.helpers.induction import induction_model
-from tests.helpers.models import CUT_ANYWHERE, VARIANTS, tiny_model
+from tests.helpers.models import VARIANTS, tiny_model
 
 MEMORY, SEGMENT = 8, 6
 
@@ -102,7 +102,20 @@ def test_each_position_has_the_losses_of_its_documents(corpus, world):
             assert found.margins[number] == pytest.approx(margin, rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(set(CUT_ANYWHERE) - {"deltanet_alone"}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "clamp",
+        "isolated",
+        "rope",
+        "alibi",
+        "t5",
+        "sinks",
+        "scaled",
+        "deltanet_compressive",
+    ],
+)
 def test_attention_by_distance_equals_that_of_each_pair_in_float64(corpus, name):
     model = model_for(corpus, **VARIANTS[name])
     found = attention_mass(model, corpus, memory_length=MEMORY, segment_length=SEGMENT)
@@ -202,9 +215,7 @@ def test_layers_keep_their_numbers_beside_deltanets(corpus):
         step=1, settings=settings, borders=borders, text="", recalls={}, attention=found
     )
     assert [row[1] for row in probe_rows(results)[1:]] == ["layer 1", "layer 3"]
-    page = render("run", results)
-    assert page.count("<tr><td>1</td>") == page.count("<tr><td>3</td>") == 1
-    assert "<tr><td>0</td>" not in page
+    assert render("run", results).count("<td>layer") == 2
 
 
 def test_attention_is_measured_with_the_angles_of_its_own_memory(corpus):
@@ -233,11 +244,3 @@ def test_attention_of_a_model_set_by_hand_is_where_it_was_put(corpus):
     assert 1 / SEGMENT <= found.share("memory")[0][0] < 1.2 / SEGMENT, "the last may be shorter"
     assert found.memory_length == MEMORY
     assert max(idle) < 0.5
-
-
-def test_attention_in_tiles_of_float32_sums_to_one_and_leaves_the_model_as_it_was(corpus):
-    model = model_for(corpus, dtype=torch.float32, positions="rope")
-    found = attention_mass(model, corpus, memory_length=MEMORY, segment_length=64)
-    total = torch.tensor(found.total(), dtype=torch.float64).sum(-1)
-    torch.testing.assert_close(total, torch.ones_like(total), rtol=1e-6, atol=0)
-    assert not any(layer.attention._forward_pre_hooks for layer in model.layers)  # type: ignore[union-attr]

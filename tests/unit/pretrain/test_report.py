@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
 
-import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pretrain.reporting import charts
-from pretrain.reporting.charts import COLORS, FIRST, Panel, canvas, chart_html, save_panels
+from pretrain.reporting.charts import COLORS, FIRST, Panel, canvas, chart_html, panel_html
 from pretrain.reporting.html import Card, page, paragraph, section, table
 
 VOID = {"meta", "br", "use", "path", "rect", "image", "hr", "img", "link", "input"}
@@ -30,9 +32,8 @@ class _Checker(HTMLParser):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
-        self.links += [
-            value for name, value in attrs if name in ("src", "href", "xlink:href") and value
-        ]
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
 
     def handle_endtag(self, tag):
         if tag not in VOID:
@@ -92,18 +93,60 @@ def test_the_same_numbers_give_the_same_drawing():
     assert chart() == chart()
 
 
-@pytest.mark.parametrize("name", ["a-run-with-a-very-long-name-" * 8, "long words " * 20])
-def test_a_long_title_is_broken_into_lines_that_fit_the_figure(tmp_path, monkeypatch, name):
-    saved: list[Figure] = []
-    monkeypatch.setattr(charts, "save_png", lambda path, figure: saved.append(figure))
-    panel = Panel("Loss", "step", "loss", lambda axes: axes.plot([1, 2], [2, 1]))
-    save_panels(tmp_path / "report.png", name, [panel])
-    (figure,) = saved
+NAME = r"runs/$\frac$ at $5"  # in matplotlib's formulas an error
+
+
+def panel_of(name: str) -> Panel:
+    return Panel("Loss", name, name, lambda axes: axes.loglog([1, 9], [2, 3], label=name))
+
+
+def test_a_dollar_in_a_name_is_a_dollar_in_every_chart(tmp_path: Path) -> None:
+    svg = panel_html(panel_of(NAME), 2.0, tmp_path, NAME)
+    assert svg.count(NAME) >= 4  # both axes, the legend, the description
+
+
+def test_a_panel_is_also_a_figure_for_a_paper_with_its_numbers(tmp_path: Path) -> None:
+    panel = Panel("By layer", "tokens", "loss", lambda axes: axes.plot([0, 2e5], [2000, 3000]))
+    svg = panel_html(panel, 2.0, tmp_path, "small: Transformer-XL, AdamW")
+    ticks = re.findall(r">([\d,.]+ ?k?)</text>", svg)
+    assert {"100 k", "200 k", "2,000", "3,000"} <= {*ticks}
+    files = {path.suffix: path for path in tmp_path.iterdir()}
+    assert {*files} == {".png", ".svg", ".pdf", ".csv"}
+    assert {path.stem for path in files.values()} == {"by-layer"}
+    assert "small: Transformer-XL, AdamW" in files[".svg"].read_text()
+    assert files[".csv"].read_text().splitlines()[1].endswith(",0,2000")
+
+
+def test_a_legend_is_outside_of_the_curves_however_many_there_are(monkeypatch, tmp_path: Path):
+    def draw(axes: Axes) -> None:
+        for number in range(12):
+            axes.plot([1, 2], [number, number], label=f"a run of a rather long name {number}")
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(charts, "chart_html", lambda figure, words: drawn.append(figure) or "")
+    panel_html(Panel("Speed", "step", "tokens per second", draw), 2.0, tmp_path, "speed")
+    (figure,) = drawn
     figure.draw_without_rendering()
-    title = figure._suptitle
-    assert title
-    assert title.get_text().replace("\n", "").replace(" ", "") == name.replace(" ", "")
-    box = title.get_window_extent()
-    assert figure.bbox.x0 <= box.x0
+    box = figure.legends[0].get_window_extent()
+    assert not box.shrunk(0.99, 0.99).overlaps(figure.axes[0].bbox)
     assert box.x1 <= figure.bbox.x1
-    assert box.y0 >= figure.axes[0].get_window_extent().y1
+    assert figure.axes[0].bbox.height > 100
+
+
+def test_every_value_has_a_color_of_its_own_between_the_same_ends():
+    for count in (1, 3, 8, 12, 30):
+        colors = charts.spread_colors(count)
+        assert len({*colors}) == count
+        assert all(re.fullmatch("#[0-9a-f]{6}", color) for color in colors)
+        assert colors[0] == charts.SPECTRUM[0]
+        assert count == 1 or colors[-1] == charts.SPECTRUM[-1]
+
+
+def test_ordered_colors_are_told_apart_in_grey_and_a_dozen_by_their_markers():
+    grey = [
+        sum(part * int(color[at : at + 2], 16) for part, at in ((0.3, 1), (0.59, 3), (0.11, 5)))
+        for color in charts.spread_colors(12)
+    ]
+    assert all(second - first > 3 for first, second in pairwise(grey))
+    assert len({*charts.spread_markers(12)}) == 12
+    assert len(charts.spread_markers(30)) == 30

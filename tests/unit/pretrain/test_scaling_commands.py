@@ -81,6 +81,10 @@ def test_predict_writes_an_experiment_that_is_the_optimum(collected, capsys):
     assert cost.flops == pytest.approx(1e17, rel=0.01)
     best = float(re.search(r"3 parametric +\S+ +([\d.]+)M", said)[1]) * 1e6
     assert cost.parameters == pytest.approx(best, rel=0.1)
+    assert command(*question, "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["law"], found["flops"]) == ("3 parametric", 1e17)
+    assert found["parameters"]["value"] == pytest.approx(best, rel=0.1)
     assert written.read_text().startswith("# The optimum at 1e+17 FLOPs by 3 parametric: loss ")
 
 
