@@ -1,9 +1,9 @@
 """How many models of the process's earlier starts are alive when a run builds the next one:
 `python -m tests.helpers.live_models EXPERIMENT OUTPUT`.
 
-For every ZeRO stage and the wrappers that DeepSpeed has for precisions, and compiled in each
-precision, it trains EXPERIMENT in the process, whose phases and faults make the run start again. It
-writes OUTPUT/live.json: the counts of each cell, a start each.
+For every ZeRO stage and the wrappers that DeepSpeed has for precisions, and compiled, it trains
+EXPERIMENT in the process, whose phases and faults make the run start again. It writes
+OUTPUT/live.json: the counts of each cell, a start each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pretrain.run import build_engine, run_training
 
 CELLS = (
     *((0, "bf16", False), (1, "fp32", False), (2, "fp16", False), (3, "fp32", False)),
-    *((3, "bf16", False), (1, "fp16", True), (2, "bf16", True), (3, "fp32", True)),
+    *((3, "bf16", False), (2, "bf16", True), (3, "fp32", True)),
 )
 
 

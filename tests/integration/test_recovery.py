@@ -160,7 +160,7 @@ engine: {{kind: deepspeed}}
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "live.json").read_text())
     assert found == dict.fromkeys(found, [0] * 4)
-    assert len(found) == 8
+    assert len(found) == 7
 
 
 @pytest.mark.slow
