@@ -80,7 +80,7 @@ def run_list(arguments: argparse.Namespace) -> Answer:
         for line in run_dir.read_metrics()
         if line["kind"] == "evaluation"
     }
-    found = [
+    found: list[dict[str, Any]] = [
         {"step": step, **_contents(files.step_directory(run_dir.checkpoints, step))}
         | {"validation": losses.get(step)}
         for step in files.steps_on_disk(run_dir.checkpoints)

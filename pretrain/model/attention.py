@@ -160,12 +160,12 @@ class RelativeAttention(nn.Module):
         self, key_values: Tensor, norm: RMSNorm | None, positions_XX: Tensor | None = None
     ) -> Tensor:
         """Return keys normalized, if there is a norm, and rotated, if they are; values as given."""
-        rotates = self._positions.rotates and positions_XX is not None
-        if norm is None and not rotates:
+        positions_XX = positions_XX if self._positions.rotates else None
+        if norm is None and positions_XX is None:
             return key_values
         key_BXGH, value_BXGH = key_values.unbind(2)
         key_BXGH = key_BXGH if norm is None else norm(key_BXGH)
-        if rotates:
+        if positions_XX is not None:
             key_BXGH = rotated_BXNH(key_BXGH, positions_XX)
         return torch.stack((key_BXGH, value_BXGH), dim=2)
 

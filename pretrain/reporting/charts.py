@@ -207,7 +207,7 @@ def panel_html(panel: Panel, height_inches: float, directory: Path, about: str) 
     """
     figure, axes = canvas(height_inches, panel.x_label, panel.y_label)
     if panel.x_label in ("step", "tokens"):
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params("x", integer=True)
     panel.draw(axes)
     large_number_ticks(axes.xaxis)
     large_number_ticks(axes.yaxis)
