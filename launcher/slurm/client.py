@@ -138,7 +138,9 @@ def submit(script: Path, name: str) -> str:
         result = _run(["sbatch", "--parsable", str(script)])
         if result.returncode:
             reason = _one_line(result.stderr).replace("sbatch: error: ", "")
-            raise ConfigError(f"sbatch rejected the job: {reason}; correct the cluster file")
+            raise ConfigError(
+                f"sbatch rejected the job: {reason}; correct the cluster file, or split the sweep"
+            )
         return result.stdout.strip().split(";")[0]
 
     return retry_unreachable(find_or_submit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -99,9 +100,10 @@ class TensorBoard:
 
     def close(self) -> None:
         """Close the current file; what is appended then starts another."""
-        if self._records is not None:
-            self._records.close()
-        self._records = None
+        records, self._records = self._records, None
+        if records is not None:
+            with contextlib.suppress(OSError):  # some file systems report a failed write again
+                records.close()
 
     def _start(self) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter

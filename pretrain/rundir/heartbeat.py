@@ -171,12 +171,14 @@ class Heartbeat:
 
     def _write_beats(self) -> None:
         known, written, synced, failed = None, 0.0, 0.0, False
-        ticks, last = 0, self._watchdog_timeout_seconds / WRITE_SECONDS
+        timeout, waited, has_spoken, before = self._watchdog_timeout_seconds, 0.0, False, 0.0
         while True:
             beat, now = self._beat, time.monotonic()
-            # Not seconds, in some of which the process may have been suspended.
-            ticks = 0 if beat != known else ticks + 1
-            if last and last <= ticks < last + 1:
+            # As the watchdog counts: a process that was suspended has waited two turns at most.
+            waited = 0.0 if beat != known else waited + min(now - before, 2 * WRITE_SECONDS)
+            has_spoken, before = has_spoken and beat == known, now
+            if timeout and waited >= timeout and not has_spoken:
+                has_spoken = True
                 with contextlib.suppress(OSError):
                     self._last_words()
             if beat != known or now - written >= REWRITE_SECONDS:
