@@ -28,7 +28,7 @@ from data_pipeline.builder.build_tokenizer import (
     given_tokenizer,
     prepare_tokenizer,
 )
-from data_pipeline.builder.documents import read_documents, stretches_of
+from data_pipeline.builder.documents import read_documents, refuse_packed, stretches_of
 from data_pipeline.builder.journal import (
     BuildJournal,
     check_recipe,
@@ -106,6 +106,9 @@ def list_all_sources(config: CorpusConfig, report: Report = lambda what: None) -
         sources = [found for source in training for found in stretches_of(source, config)]
     if config.validation_input:
         validation = list_sources(config.validation_input, config, report)
+        if config.is_stream:
+            for source in validation:
+                refuse_packed(source)
         check_apart((training, validation), "is training text and validation text")
         sources += [("validation", source) for source in validation]
     return sources

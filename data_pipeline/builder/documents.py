@@ -6,7 +6,8 @@ Text files that hold many documents: a line each, articles of WikiText, or one l
 
 These are how the data sets of language models were published. No word or character is added or
 lost: the parts of a stream join to it, and a line end between two documents of words is the end of
-the first (`end_text`), so the tokens of all documents in order are those of the file.
+the first (`end_text`), so the tokens of all documents in order are those of the file, and one that
+ends the split of a stream.
 """
 
 from __future__ import annotations
@@ -137,20 +138,30 @@ def read_stream(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Rec
 
 def _end_of_part(text: bytes) -> int:
     """Return where to cut: after the last line, before the last space, or between characters."""
-    if (line_end := text.rfind(b"\n")) >= 0:
-        return line_end + 1
+    line_end = text.rfind(b"\n") + 1
+    if text[:line_end].strip():
+        return line_end
     if (space := text.rfind(b" ")) > 0:
         return space
     return len(text) - len(LAST_CHARACTER.search(text)[0])  # type: ignore[index]
+
+
+def refuse_packed(source: SourceFile) -> None:
+    """Raise ConfigError for a compressed file: a stream is read from any byte on."""
+    if is_compressed(source.name):
+        raise ConfigError(
+            f"{source.path} is compressed, expected plain text of a stream; unpack it"
+        )
 
 
 def stretches_of(source: SourceFile, config: CorpusConfig) -> Iterator[tuple[str, SourceFile]]:
     """Yield training and validation part of a stream, with their splits; the rest is for tests."""
     held_out = 0 if config.validation_input else round(source.size * config.validation_fraction)
     end = source.size - config.test_bytes
-    if is_compressed(source.name) or end - held_out <= 0:
+    refuse_packed(source)
+    if end - held_out <= 0:
         raise ConfigError(
-            f"{source.path} has {source.size:,} bytes, expected an unpacked file with more than "
+            f"{source.path} has {source.size:,} bytes, expected a file with more than "
             f"validation_fraction={config.validation_fraction:g} of it and "
             f"test_bytes={config.test_bytes:,}"
         )

@@ -49,7 +49,8 @@ class EvaluationStream:
 
     Targets are the stream itself, inputs the stream shifted right by one, with an end-of-document
     token before each lane: a document's first token is predicted too. With `max_tokens`, only the
-    first tokens of the split in a fixed random order of documents are read; the last may be cut.
+    first tokens of the split in a fixed random order of documents are read, of a stream its first;
+    the last document may be cut.
     """
 
     def __init__(

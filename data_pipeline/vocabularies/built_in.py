@@ -3,7 +3,7 @@
 Characters as enwik8 and text8 use them: the bytes that occur in the text, the commonest first.
 
 A space ends a document, and stands in the text as well: a long text cut at its spaces is the same
-sequence of tokens as the whole, and no token is there that is not in the text.
+sequence of tokens as the whole. Only the last token of a split is not in the text.
 
 Word-level vocabularies, as the original's WikiText-103 and One Billion Word.
 

@@ -5,6 +5,7 @@ What the original makes of a file is computed here from its rules: words and lin
 
 from __future__ import annotations
 
+import gzip
 import random
 import re
 from collections import Counter
@@ -158,9 +159,11 @@ def test_any_number_of_lanes_share_a_stream_evenly_and_read_it_in_its_order(tmp_
 
 def test_held_out_bytes_are_of_streams_that_have_enough(tmp_path, capsys):
     (tmp_path / "x").write_text("a b c " * 9)
+    (tmp_path / "x.gz").write_bytes(gzip.compress(b"d e f " * 9))
     build = ["build", f"output={tmp_path / 'out'}", "tokenizer.kind=characters"]
     for settings, message in (
-        (("format=stream", "test_bytes=60"), "has 54 bytes, expected an unpacked file with more"),
+        (("format=stream", "test_bytes=60"), "has 54 bytes, expected a file with more"),
+        (("format=stream", f"validation_input=[{tmp_path / 'x.gz'}]"), "is compressed"),
         (("format=text", "test_bytes=6"), "needs format=stream"),
         (("format=stream", "shuffle_seed=1"), "leave out shuffle_seed"),
     ):
