@@ -89,9 +89,9 @@ def run_list(arguments: argparse.Namespace) -> Answer:
         (
             str(each["step"]),
             str(each["ranks"] or "?"),
-            str(each["tokens"] or "unreadable"),
+            "unreadable" if each["tokens"] is None else str(each["tokens"]),
             number(each["validation"], ".4f"),
-            f"{each['bytes'] / 2**20:.1f}",
+            "?" if each["bytes"] is None else f"{each['bytes'] / 2**20:.1f}",
         )
         for each in found
     ]
@@ -105,12 +105,13 @@ def _none_in(run_dir: RunDir) -> str:
 
 def _contents(directory: Path) -> dict[str, Any]:
     """Return the size of a checkpoint, and what its index says; None where that is unreadable."""
-    size = sum(path.stat().st_size for path in directory.iterdir())
+    found: dict[str, Any] = {"ranks": None, "tokens": None, "bytes": None}
     try:
+        found["bytes"] = sum(path.stat().st_size for path in directory.iterdir())
         index = read_json(directory / files.INDEX)
-        return {"ranks": index["world_size"], "tokens": index["tokens_seen"], "bytes": size}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {"ranks": None, "tokens": None, "bytes": size}
+        return found | {"ranks": index["world_size"], "tokens": index["tokens_seen"]}
+    except (OSError, ValueError, KeyError, TypeError):  # a run may be removing it
+        return found
 
 
 def run_verify(arguments: argparse.Namespace) -> Answer:

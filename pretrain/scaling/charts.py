@@ -235,12 +235,13 @@ def equal_losses(fit: Fit) -> Figure:
     axes.set_yscale("log")
     axes.set_xlim(token_X[0], token_X[-1])
     axes.set_ylim(size_Y[0], size_Y[-1])
-    levels = np.sort(line.loss(np.log(np.geomspace(low, high, LEVELS))))
+    levels = np.unique(line.loss(np.log(np.geomspace(low, high, LEVELS))))
     loss_YX = loss_at(line.theta, *np.log(np.meshgrid(size_Y, token_X, indexing="ij")))
     shades: Any = {"cmap": "Greys", "alpha": 0.6, "extend": "both"}
-    drawn = axes.contourf(token_X, size_Y, loss_YX, levels=levels, **shades)
-    bar = figure.colorbar(drawn, ax=axes, pad=0.02, aspect=30, format="%.3g", ticks=levels)
-    bar.set_label(LOSS)
+    if len(levels) > 1:  # else all losses are equal
+        drawn = axes.contourf(token_X, size_Y, loss_YX, levels=levels, **shades)
+        bar = figure.colorbar(drawn, ax=axes, pad=0.02, aspect=30, format="%.3g", ticks=levels)
+        bar.set_label(LOSS)
     for budget, style in budget_styles(points.budgets).items():
         if style["label"]:  # of many budgets only some have a line
             tokens_Y = np.exp(line.flops_law.log_tokens(np.log(budget), np.log(size_Y)))

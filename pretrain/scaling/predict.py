@@ -96,7 +96,8 @@ def near_optimal_band(fit: Fit, flops: float, approach: Approach) -> tuple[float
     if not isinstance(approach.fit, FrontierFit):
         return None
     off = math.sqrt(2 * BAND / approach.fit.bend)
-    ends = math.exp(n_star - off), math.exp(n_star + off)
+    with np.errstate(over="ignore"):
+        ends = float(np.exp(n_star - off)), float(np.exp(n_star + off))
     return ends if math.isfinite(ends[1]) else None
 
 
