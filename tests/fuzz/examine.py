@@ -32,7 +32,7 @@ from foundation.errors import exit_status_of
 from tests.fuzz.mutations import CANARY, Change
 from tests.fuzz.target import Refused, Target, changes_of
 
-LIMIT_SECONDS = 5.0
+LIMIT_SECONDS = 20.0  # a resume also waits for other threads, whose waits for a core are not known
 LIMIT_BYTES = 2 << 30
 OWN = ("copy", "cache", "scratch")  # directories that a reader may write into
 _CONTROL = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")
