@@ -302,7 +302,7 @@ def slurm_conf(d: Path, nodes: list[str], accounting: bool) -> str:
         "CPUs=8 RealMemory=8000 State=UNKNOWN"
         for node in nodes
     ]
-    storage = "none"
+    storage = "none\nMinJobAge=3600"  # a test may ask for a job long after its end
     if accounting:
         where = [f"AccountingStorageHost={CONTROLLER}", f"AccountingStoragePass={d}/munge/s"]
         storage = "\n".join(["slurmdbd", *where, "MinJobAge=2"])
