@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 import time
@@ -75,7 +76,10 @@ def test_a_cache_smaller_than_the_corpus_gives_two_ranks_the_same_tokens_as_the_
         transfers = sum(server.requests.values())
     assert (np.concatenate([found[0], found[2]]) == expected).all()
     largest = max(shard.size for shard in numbered.manifest.shards)
-    kept = sum(path.stat().st_size for path in (tmp_path / "shards").iterdir())
+    kept = 0
+    for path in (tmp_path / "shards").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # what is fetched ahead still replaces shards
+            kept += path.stat().st_size
     assert kept <= limit * largest
     assert transfers > 40, "shards of the first epoch had to make room"
 

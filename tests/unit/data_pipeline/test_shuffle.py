@@ -113,7 +113,7 @@ def test_every_document_is_there_once_and_mixed_as_by_a_full_shuffle(whole, tmp_
     assert shuffled != documents
     assert stored(whole.output, "validation") == stored(ordered.output, "validation")
     for split in ("train", "validation"):
-        for total in ("text_bytes", "characters", "longest_document"):
+        for total in ("text_bytes", "characters", "longest_whole"):
             found = getattr(after.manifests[split], total)
             assert found == getattr(before.manifests[split], total)
 
