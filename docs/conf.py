@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -27,7 +28,6 @@ def setup(app: Sphinx) -> None:
 def contents(app: Sphinx, page: str, source: list[str]) -> None:
     """Append a hidden toctree of every page that docs/README.md links to."""
     if page == root_doc:
-        names = dict.fromkeys(INDEX.read_text().split("](")[1:])
-        pages = [name.split(")")[0].split("#")[0] for name in names]
-        entries = "\n".join(dict.fromkeys(f"docs/{p}" for p in pages if not p.startswith("../")))
+        pages = re.findall(r"\]\((\w[^)#]*)", INDEX.read_text())
+        entries = "\n".join(dict.fromkeys(f"docs/{each}" for each in pages))
         source[0] += f"\n\n```{{toctree}}\n:hidden:\n\ndocs/README\n{entries}\nCONTRIBUTING\n```\n"

@@ -171,14 +171,13 @@ class Heartbeat:
 
     def _write_beats(self) -> None:
         known, written, synced, failed = None, 0.0, 0.0, False
-        timeout, waited, has_spoken, before = self._watchdog_timeout_seconds, 0.0, False, 0.0
+        timeout, waited, before = self._watchdog_timeout_seconds, 0.0, 0.0
         while True:
             beat, now = self._beat, time.monotonic()
             # As the watchdog counts: a process that was suspended has waited two turns at most.
-            waited = 0.0 if beat != known else waited + min(now - before, 2 * WRITE_SECONDS)
-            has_spoken, before = has_spoken and beat == known, now
-            if timeout and waited >= timeout and not has_spoken:
-                has_spoken = True
+            turn, before = min(now - before, 2 * WRITE_SECONDS), now
+            waited = 0.0 if beat != known else waited + turn
+            if 0 < timeout <= waited < timeout + turn:  # once: in the turn that reaches it
                 with contextlib.suppress(OSError):
                     self._last_words()
             if beat != known or now - written >= REWRITE_SECONDS:

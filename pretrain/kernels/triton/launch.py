@@ -229,10 +229,8 @@ def launch_backward(
         u_gradient = call.sum_keys(backward.score_sums_BNC)
         # The gradient of the queries, summed, is that of u (through keys) plus that of v.
         v_gradient = backward.query_sums_BNXH.sum((0, 2))[:, : call.H] - u_gradient
-    sinks_gradient_N = None
-    if (
-        sinks_N := _sinks_log2(inputs)
-    ) is not None:  # minus its weight times delta: it has no value
+    sinks_N, sinks_gradient_N = _sinks_log2(inputs), None
+    if sinks_N is not None:  # minus its weight times delta: it has no value
         weights_BNL = torch.exp2(sinks_N[:, None] - log_sums_BNL)
         sinks_gradient_N = -(weights_BNL * deltas_BNL).sum((0, 2))
     gradients = Inputs(
