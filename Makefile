@@ -46,7 +46,7 @@ demo: $(STAMP)  ## the whole story in minutes: build, train, kill, resume, compa
 	test -f $(DEMO)/text.jsonl || python -m benchmarks.texts $(DEMO)/text.jsonl
 	test -f $(DEMO)/data/build.json || data-pipeline build configs/data/jsonl.yaml --input $(DEMO)/text.jsonl \
 		--validation-fraction 0.06 --shard-bytes 524288 --output $(DEMO)/data \
-		tokenizer.kind=bpe tokenizer.vocab_size=4096 threads=2 split_characters=5000
+		tokenizer.kind=bpe tokenizer.vocab_size=4096 threads=2 split_characters=3500
 	rm -rf $(DEMO)/uninterrupted $(DEMO)/killed
 	pretrain verify-resume configs/experiments/demo.yaml --ranks 2 --steps 640 --kill-at 400 --work-dir $(DEMO) \
 		data.path=$(DEMO)/data evaluation.max_tokens=16000
