@@ -171,12 +171,13 @@ class _Dropped(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, keep: Tensor, scale: float) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(keep)
         ctx.scale = scale
-        return torch.where(keep, values, 0.0).mul_(scale)
+        # A product with bytes takes half the time of `where`, on a CPU.
+        return torch.mul(values, keep.view(torch.uint8)).mul_(scale)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (keep,) = ctx.saved_tensors
-        return torch.where(keep, gradient, 0.0).mul_(ctx.scale), None, None
+        return torch.mul(gradient, keep.view(torch.uint8)).mul_(ctx.scale), None, None
 
 
 def _words(*values: int) -> np.ndarray:

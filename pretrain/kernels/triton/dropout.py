@@ -127,7 +127,7 @@ def drop_kernel(
     else:
         address = (position // inner * tl.num_programs(1) + lane) * inner + position % inner
     value = tl.load(values + address, mask=inside, other=0.0)
-    value = tl.where(keep, value, 0.0)
+    value *= tl.where(keep, 1.0, 0.0)  # as on a CPU: what is dropped keeps its sign
     if value.dtype.primitive_bitwidth == 16:
         value = value.to(tl.float32)
     tl.store(outputs + address, (value * SCALE).to(outputs.dtype.element_ty), mask=inside)
