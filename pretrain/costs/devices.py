@@ -44,7 +44,7 @@ DEVICES = {
     "H200": Device(bf16=989e12, fp32=67e12, memory=141e9),  # SXM, as the next two
     "H100": Device(bf16=989e12, fp32=67e12, memory=80e9),
     "A100": Device(bf16=312e12, fp32=19.5e12, memory=80e9),
-    "A100-40": Device(bf16=312e12, fp32=19.5e12, memory=40e9),
+    "A100-40GB": Device(bf16=312e12, fp32=19.5e12, memory=40e9),
     "L40S": Device(bf16=362e12, fp32=91.6e12, memory=48e9),
     "MI300X": Device(bf16=1307e12, fp32=163e12, memory=192e9),
     "RTX4090": Device(bf16=165e12, fp32=82.6e12, memory=24e9),  # with sums in fp32
@@ -57,7 +57,7 @@ def device_named(text: str) -> str:
     """The name in DEVICES of a GPU as Slurm or its driver calls it; empty if it is none of them."""
     letters = re.sub("[^A-Z0-9]", "", text.upper())
     found = next((name for name in DEVICES if name.replace("-", "") in letters), "")
-    smaller = f"{found}-40"
+    smaller = f"{found}-40GB"
     return smaller if smaller in DEVICES and "40GB" in letters else found
 
 
@@ -123,7 +123,7 @@ class NodeConfig:
 
     gpus_per_node: str = "0"
     """GPUs of a node, a rank each: 8, or h100:8 with Slurm's type; 0: a CPU cluster."""
-    gpu: Literal["", "A100", "A100-40", "B200", "H100", "H200", "L40S", "MI300X", "RTX4090"] = ""
+    gpu: Literal["", "A100", "A100-40GB", "B200", "H100", "H200", "L40S", "MI300X", "RTX4090"] = ""
     """Kind of GPU, to estimate memory and time; empty: what `gpus_per_node` names."""
     gpu_memory: float = setting(0.0, Range(0, 1e15), unit="bytes")
     """Memory of a GPU, such as 40GiB; 0: the data sheet's."""

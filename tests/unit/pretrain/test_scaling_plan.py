@@ -404,7 +404,7 @@ def test_small_cells_of_a_cluster_get_fewer_nodes(tmp_path, capsys):
         assert run.data.lanes % (8 * count) == 0, cell.name
 
 
-@pytest.mark.parametrize("flags", [("A100-40",), ("A100", "--gpu-memory", "40GB")])
+@pytest.mark.parametrize("flags", [("A100-40GB",), ("A100", "--gpu-memory", "40GB")])
 def test_a_gpu_of_less_memory_gets_cells_that_fit_it_and_is_named_with_what_is_assumed(
     tmp_path, capsys, flags
 ):
@@ -420,7 +420,7 @@ def test_a_gpu_of_less_memory_gets_cells_that_fit_it_and_is_named_with_what_is_a
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
         ("nvidia_a100-sxm4-80gb", "A100"),
         ("NVIDIA GeForce RTX 4090", "RTX4090"),
         ("mi300x", "MI300X"),
