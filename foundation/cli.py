@@ -106,8 +106,8 @@ class Program:
             print("\n".join(self.candidates([*line.split()[1:], *line[-1:].split(" ")[1:]])))
             return 0
         if name not in self.commands:
-            hint = did_you_mean(name, list(self.commands))
-            raise UserError(f"unknown command '{self.name} {name}'{hint}")
+            known = ", ".join(self.commands)
+            raise UserError(f"unknown command '{self.name} {name}'; expected one of: {known}")
         command = self._command(name)
         if isinstance(command, Program):
             return command.dispatch(rest)

@@ -38,7 +38,7 @@ SUBMIT = ["submit", "x.yaml", *CLUSTER]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["locla"], "did you mean 'local'"),
+        (["locla"], "expected one of: local, status"),
         (["local", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["local", "x.yaml", "--ranks=3"], "data.lanes=8 does not divide over 3 ranks"),
         (["local", "x.yaml", "--ranks=0"], "--ranks=0 must be 1 or more"),

@@ -144,11 +144,6 @@ def test_a_misspelt_flag_is_named_also_where_it_should_have_been_a_required_one(
     assert "the following arguments are required: --run-dir" in capsys.readouterr().err
 
 
-def test_a_misspelt_command_is_answered_with_the_nearest(capsys):
-    assert main(["trian"]) == 2
-    assert "did you mean 'train'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("flag", ["--dry-run", "--lr=2"])
 def test_a_flag_that_is_no_setting_is_answered_with_the_flags_that_there_are(capsys, flag):
     assert launcher(["local", "x.yaml", flag]) == 2
