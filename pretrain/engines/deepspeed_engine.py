@@ -26,7 +26,6 @@ from pretrain.distributed.world import World
 from pretrain.engines.engine import (
     Memory,
     StepResult,
-    clip_gradients,
     evaluate_module,
     loss_scaler_of,
     read_slot,
@@ -37,7 +36,7 @@ from pretrain.model.parameters import dtype_of
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.fragments import Fragment, FragmentIndex
 from pretrain.optim.layer_norms import LayerMeter
-from pretrain.optim.optimizers import build_optimizer, must_skip
+from pretrain.optim.optimizers import build_optimizer, clip_gradients, must_skip
 from pretrain.optim.parameter_groups import set_learning_rate
 from pretrain.terminal.log import adopt_logger
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from data_pipeline.lanes.segment_batch import SegmentBatch
 from foundation.errors import ConfigError
 from pretrain.config.choices import Precision
-from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, sum_over_ranks
 from pretrain.model.dropout import DropoutStream
@@ -24,7 +23,7 @@ from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.fragments import Fragment, FragmentIndex, create_state, fragment_of
 from pretrain.optim.layer_norms import LayerMeter, LayerSquares
 from pretrain.optim.loss_scale import INITIAL_SCALE, WINDOW, LossScaler
-from pretrain.optim.optimizers import build_optimizer, must_skip
+from pretrain.optim.optimizers import build_optimizer, clip_gradients, must_skip
 from pretrain.optim.parameter_groups import set_learning_rate, state_of_parameters
 
 
@@ -295,10 +294,3 @@ def replicated_fragment(
     # Each is saved by one rank, picked by its name, so that all ranks write about as much.
     owned = sum(name.encode()) % world.world_size == world.rank
     return fragment_of(name, 0, master, state, 0, master.numel(), owned, replicated=True)
-
-
-def clip_gradients(module: nn.Module, optim: OptimConfig) -> Tensor:
-    """Clip gradients to a global norm of `clip_norm` (0: no limit); returns the norm before."""
-    parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
-    limit = optim.clip_norm or float("inf")
-    return nn.utils.clip_grad_norm_(parameters, limit, foreach=True)

@@ -1,4 +1,4 @@
-"""The configured optimizer, and when it must skip a step.
+"""The configured optimizer, clipping of gradients, and when a step must be skipped.
 
 All optimizers get tensors from ZeRO that are flat slices of many parameters. A `FragmentIndex`,
 set after construction, tells them which parameter is where.
@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foundation.settings import assert_never
 from pretrain.config.choices import Precision
@@ -437,6 +437,13 @@ def build_optimizer(
             return Muon(groups, optim, dtype)
         case _:
             assert_never(optim.name)
+
+
+def clip_gradients(module: nn.Module, optim: OptimConfig) -> Tensor:
+    """Clip gradients to a global norm of `clip_norm` (0: no limit); returns the norm before."""
+    parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
+    limit = optim.clip_norm or float("inf")
+    return nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
 
 
 def must_skip(grad_norm: float, skip_grad_norm: float) -> bool:
