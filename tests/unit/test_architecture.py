@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -295,3 +297,36 @@ def test_no_file_has_the_marks_of_a_merge_that_nobody_finished():
         if line.startswith(marks)
     ]
     assert not found
+
+
+def numbers(text: str) -> set[str]:
+    """Return the numbers of a page as they are written, outside of code and addresses of links."""
+    words = re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
+    return set(re.findall(r"(?<![\w.-])\d+(?:\.\d+)?(?:e-?\d+)?", words))
+
+
+def rounds_to(measured: str, shown: str) -> bool:
+    digits = len(shown.partition(".")[2])
+    return measured == shown or ("e" not in shown and f"{float(measured):.{digits}f}" == shown)
+
+
+def test_the_readme_shows_committed_measurements_only():
+    lines = (ROOT / "benchmarks" / "results.jsonl").read_text().splitlines()
+    results = [json.loads(line) for line in lines]
+    for result in results:
+        if "page" in result:
+            missing = set(result["values"].values()) - numbers((ROOT / result["page"]).read_text())
+            assert not missing, f"{result['page']} lacks {missing} of {result['claim']!r}"
+    table = (ROOT / "README.md").read_text().partition("\n|---|---|---|\n")[2].partition("\n\n")[0]
+    claims = set()
+    for row in table.splitlines():
+        claim, text, date = map(str.strip, row.strip("|").split("|"))
+        claims.add(claim)
+        own = [result for result in results if result["claim"] == claim]
+        measured = {value for result in own for value in result["values"].values()}
+        shown = numbers(f"{claim} {text}")
+        wrong = {each for each in shown if not any(rounds_to(value, each) for value in measured)}
+        unused = {value for value in measured if not any(rounds_to(value, each) for each in shown)}
+        assert not wrong | unused, f"{claim}: not measured {wrong}, not shown {unused}"
+        assert not own or date == max(result["date"] for result in own), claim
+    assert claims >= {result["claim"] for result in results}
