@@ -15,8 +15,8 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.commands.same_run import differing_state, summary
 
-STEPS = 12
-HALF = 6
+STEPS = 6
+HALF = 4
 STAGES = (0, 1, 2, 3)
 
 Steps = dict[int, float]

@@ -201,7 +201,7 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
 
 def evaluate(run: RunConfig, engine: Engine) -> dict[str, float]:
     """Return what an evaluation in three lanes finds: not one for every rank of four."""
-    settings = EvaluationConfig(lanes=3, max_tokens=700)
+    settings = EvaluationConfig(lanes=3, max_tokens=150)
     return training_evaluator(dataclasses.replace(run, evaluation=settings), engine)()
 
 

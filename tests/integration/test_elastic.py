@@ -22,6 +22,7 @@ LANES = range(8)
 # (ranks, ZeRO stage, last step)
 CHAIN = ((2, 1, 4), (4, 3, 7), (1, 0, 10), (2, 2, 13))
 END = CHAIN[-1][-1]
+COMPRESSED = 8  # steps, of which most compress rows
 # What no other test has: the two buckets in turn of a GPU, into which most parameters do not fit.
 OPTIONS: dict[tuple[int, int], dict[str, Any]] = {
     (2, 2): {"zero": {"overlap_comm": True, "reduce_bucket_size": 1000}},
@@ -50,7 +51,7 @@ def compressed_cells() -> list[dict[str, Any]]:
     """Compressed rows of isolated documents with lanes grouped in two ways."""
     cells = []
     for ranks, lanes in ((1, 8), (4, 1)):
-        link = cell(f"compressed-{ranks}", ranks, 1, until=30, save_at=[30])
+        link = cell(f"compressed-{ranks}", ranks, 1, until=COMPRESSED, save_at=[COMPRESSED])
         link["engine"]["micro_batch_lanes"] = lanes
         link["model"] = {
             "num_layers": 2,
@@ -126,7 +127,7 @@ def test_a_chain_of_world_sizes_and_stages_keeps_the_losses(output: Path) -> Non
 @pytest.mark.slow
 def test_what_compresses_learns_the_same_for_any_grouping_of_lanes(output: Path) -> None:
     whole, parts = (
-        marker.verify(files.step_directory(output / each["name"], 30))
+        marker.verify(files.step_directory(output / each["name"], COMPRESSED))
         for each in compressed_cells()
     )
     with FragmentReader(whole) as ours, FragmentReader(parts) as theirs:

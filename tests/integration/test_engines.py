@@ -21,6 +21,7 @@ from pretrain.checkpoint.elastic_reader import load_weights
 from pretrain.config.model import ModelConfig
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.engine_cells import (
+    HALF,
     STAGES,
     STEPS,
     Results,
@@ -94,6 +95,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 CHUNKS = {"logits_chunk_tokens": 6}
+ONE_SLOT = {**CHUNKS, "micro_batch_lanes": 4}
 OFFLOAD = {"offload_optimizer": True}
 CELLS: list[tuple[int, str, str, str, dict[str, Any]]] = [
     (0, "fp32", "full", "paper", CHUNKS),
@@ -111,7 +113,7 @@ CELLS: list[tuple[int, str, str, str, dict[str, Any]]] = [
     (3, "fp32", "selective", "paper", OFFLOAD),
     (3, "fp32", "full", "compiled-deltanet", {}),
     *(
-        (3, "fp32", "full", model, CHUNKS)
+        (3, "fp32", "full", model, ONE_SLOT)
         for model in ("sdpa", "modern", "adaptive", "compressive", "deltanet", "segments")
     ),
     (3, "bf16", "selective", "paper", {}),
@@ -158,7 +160,7 @@ def all_cells() -> list[dict[str, Any]]:
         cells.append(cell(f"torch-{precision}-{model}", plain, ranks=1, **settings))
     for stage, name in ON_ONE.items():
         settings = settings_of(NAMES[name][3])
-        found = {"resume": name, "resume_at": STEPS // 2, "save_at": [STEPS]}
+        found = {"resume": name, "resume_at": HALF, "save_at": [STEPS]}
         engine = engine_settings(stage, "fp32", "full", micro=4)
         cells.append(cell(f"zero{stage}-on-one", engine, ranks=1, **settings, **found))
     return cells
