@@ -164,15 +164,6 @@ def test_ranks_with_other_sets_are_an_error_before_they_wait_for_each_other():
         check_same_sets([first, first, {"a": "2", "b": "2", "c": "3"}])
 
 
-def test_describe_counts_the_time_of_sets(places, capsys):
-    command = ["describe", str(places["experiment"])]
-    assert main(command) == 0
-    with_sets = capsys.readouterr().out
-    assert main([*command, f"evaluation.sets.more={places['b']}"]) == 0
-    assert "and 2 sets with it" in with_sets
-    assert "and 3 sets with it" in capsys.readouterr().out
-
-
 def test_parts_are_named_by_their_directories_and_by_their_parents_where_these_are_alike():
     paths = ("x/wiki", "y/wiki", "books", "s3://bucket/my web", "/", "x/wiki")
     parts = tuple(MixturePart(path=Path(path)) for path in paths)

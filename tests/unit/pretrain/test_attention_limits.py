@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from foundation.errors import ConfigError
-from pretrain.cli import main
 from pretrain.config.choices import (
     ActivationCheckpointing,
     AttentionKernel,
@@ -214,19 +213,6 @@ def test_a_gpu_computes_the_delta_rule_by_fla_or_the_reason_names_what_excludes_
     assert (found[0] is DeltaRule.FLA) == (reason == "if it is installed")
     assert reason in found[1]
     assert delta_rule_of(kernel, config, on_gpu=False, is_half=True) == (DeltaRule.CHUNKS, "")
-
-
-def test_describe_says_how_a_gpu_attends(capsys):
-    for name, text in (
-        ("xl_modern_1b", "\nattention: torch's scaled_dot_product_attention\n"),
-        (
-            "wt103-base",
-            "\nattention: the fused kernel (not sdpa: model.positions other than rope)\n",
-        ),
-    ):
-        path = Path(__file__).parents[3] / f"configs/models/{name}.yaml"
-        assert main(["describe", str(path), "--gpu", "h100"]) == 0
-        assert text in capsys.readouterr().out
 
 
 def test_what_a_gpu_gets_is_logged_once(caplog):

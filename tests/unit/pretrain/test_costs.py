@@ -6,6 +6,7 @@ import csv
 import math
 import re
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,8 @@ KINDS = ("deltanet", "attention", "attention")
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
+    ("options", "ends"),
+    zip([
         {},
         {"untie_biases": True, "d_head": 12},
         {"d_embed": 8},
@@ -147,11 +148,11 @@ KINDS = ("deltanet", "attention", "attention")
             "positions": "alibi",
             "num_key_heads": 1,
         },
-    ],
+    ], cycle([("post", 3), ("pre", 1)])),
     ids=str,
-)
-@pytest.mark.parametrize(("norm_position", "segments"), [("post", 3), ("pre", 1)])
-def test_flops_are_what_pytorch_counts(norm_position, options, segments):
+)  # fmt: skip
+def test_flops_are_what_pytorch_counts(options, ends):
+    norm_position, segments = ends
     model = ModelConfig(**{**SMALL, "norm_position": norm_position, **options})
     lanes, length = 3, 6
     module = TransformerXL(model, attention_kernel="plain")

@@ -14,7 +14,6 @@ from tests.golden.compare import compare
 from tests.golden.record_losses import CASES, LOSSES, losses_of
 from tests.golden.record_vectors import CASES as RECORDED_CASES
 from tests.golden.record_vectors import DIRECTORY, case_arrays, write
-from tests.helpers.reference_model import DEFAULTS
 
 # Options that the recorded files leave out, alone and together.
 REFERENCE_CASES: dict[str, dict[str, Any]] = {
@@ -89,18 +88,6 @@ def test_a_wrong_mask_or_shift_fails(tmp_path: Path) -> None:
         arrays[last].flat[0] = not arrays[last].flat[0]
         np.savez(tmp_path / name, **arrays)  # pyright: ignore[reportArgumentType]
         assert compare(tmp_path / name).verdict == "FAILED"
-
-
-def test_another_attention_is_reported_as_unsupported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_case(tmp_path / "case.npz", {})
-    with np.load(path) as file:
-        arrays = dict(file)
-    arrays["config"] = np.array(json.dumps({**DEFAULTS, "attn_type": 1}))
-    np.savez(path, **arrays)  # pyright: ignore[reportArgumentType]
-    assert main([str(path)]) == 1
-    assert "not supported: attn_type 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("case", CASES)

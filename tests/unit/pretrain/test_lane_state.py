@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from pretrain.checkpoint import marker
-from pretrain.checkpoint.checkpointer import Checkpointer
-from pretrain.checkpoint.destinations import Disk
-from pretrain.checkpoint.directory import step_directory
-from pretrain.checkpoint.elastic_reader import load_memory
-from pretrain.config.data import DataConfig
-from pretrain.config.engine import EngineConfig
 from pretrain.config.lane_parts import LanePart, LaneParts
-from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.distributed.world import World
 from pretrain.model.lane_state import LaneState, Memory, lanes_of, selected_lanes
-from pretrain.run import build_engine
-from pretrain.state import TrainState
 from tests.helpers.models import TINY
 
 LANES = 4
@@ -119,30 +107,3 @@ def test_tensors_of_other_names_or_shapes_are_no_memory() -> None:
         assert state.of_named({**named, name: part[..., None]}, LANES) is None
         other = part.float() if name == "documents" else part.int()
         assert state.of_named({**named, name: other}, LANES) is None
-
-
-def test_a_checkpoint_has_every_part_and_any_ranks_lanes_come_back(
-    world: World, tmp_path: Path
-) -> None:
-    state, slots = lane_state(), 2
-    run = RunConfig(
-        model=TINY,
-        data=DataConfig(lanes=LANES, segment_length=8),
-        engine=EngineConfig(kind="torch", zero_stage=0, micro_batch_lanes=LANES // slots),
-        checkpoint=CheckpointConfig(asynchronous=False),
-    )
-    engine, memory = build_engine(run, world), memory_of(state)
-    saving = Checkpointer(run, Disk(tmp_path, "attempt", "a-run"), world)
-    saving._lane_state = state
-    halves = [selected_lanes(memory, lanes) for lanes in (slice(0, 2), slice(2, 4))]
-    saving.save(engine, TrainState(step=1, memories=[*halves]))
-    found = marker.verify(step_directory(tmp_path, 1))
-    restored = saving._restore_memories(engine, found, range(LANES))
-    for half, back in zip(halves, restored, strict=True):
-        assert back is not None
-        assert same(half, back)
-    part = load_memory(found, range(1, 3))
-    assert part is not None
-    one = state.of_named(part, 2)
-    assert one is not None
-    assert same(one, selected_lanes(memory, slice(1, 3)))

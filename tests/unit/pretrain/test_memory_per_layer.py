@@ -12,7 +12,6 @@ from torch import Tensor
 
 from foundation.errors import ConfigError
 from foundation.settings import parse_config, to_tree
-from pretrain.config.choices import AttentionKernel
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
@@ -69,12 +68,7 @@ def masked(model: TransformerXL, lengths: tuple[int, ...], is_window: bool) -> T
 
     for layer, own in zip(model.layers, lengths, strict=True):
         layer.register_forward_pre_hook(hook_of(own), with_kwargs=True)
-    return with_kernel(model, "plain")
-
-
-def with_kernel(model: TransformerXL, kernel: AttentionKernel) -> TransformerXL:
-    for layer in model.layers:
-        layer.attention._kernel = kernel  # type: ignore[union-attr]
+        layer.attention._kernel = "plain"  # type: ignore[union-attr]
     return model
 
 
@@ -87,11 +81,10 @@ def losses_and_gradients(model: TransformerXL) -> tuple[Tensor, dict[str, Tensor
     return nll_BT.detach(), found, LaneState(model.config).named(memory or ())
 
 
-@pytest.mark.parametrize("kernel", ["auto", "plain"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("same_length", [False, True])
 def test_losses_gradients_and_memory_are_those_of_the_longest_memory_with_masks(
-    case: str, kernel: AttentionKernel, same_length: bool
+    case: str, same_length: bool
 ) -> None:
     pattern = (3, 20, 5) if same_length else (3, 20, 0)
     options = {"num_layers": LAYERS, **CASES[case]}
@@ -99,7 +92,7 @@ def test_losses_gradients_and_memory_are_those_of_the_longest_memory_with_masks(
     reference = masked(tiny_model(**options, memory_length=20), lengths, same_length)
     model = tiny_model(**options, memory_length=pattern, same_length=same_length)
     expected, expected_gradients, expected_memory = losses_and_gradients(reference)
-    found, gradients, memory = losses_and_gradients(with_kernel(model, kernel))
+    found, gradients, memory = losses_and_gradients(model)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     for name, gradient in expected_gradients.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-7, atol=1e-9)

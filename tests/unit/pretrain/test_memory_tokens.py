@@ -117,24 +117,6 @@ def test_a_stream_reads_a_segment_as_one_however_its_tokens_come() -> None:
     torch.testing.assert_close(found_BLV, expected_BTV[order][:, tail])
 
 
-def test_they_learn_to_carry_a_token_that_no_other_memory_keeps() -> None:
-    """Segments come in pairs: the last token of the second is the first one of the first."""
-    torch.manual_seed(0)
-    shape = {"vocab_size": 4, "num_layers": 1, "d_model": 32, "num_heads": 2, "init_std": 0.2}
-    model = TransformerXL(ModelConfig(**shape, memory_tokens=1, memory_length=0))
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(150):
-        tokens_BT = torch.randint(4, (64, 6))
-        targets_BT = tokens_BT.roll(-1, 1)
-        targets_BT[:, -1] = tokens_BT[:, 0]
-        nll_BT, _ = model(tokens_BT, targets_BT, num_segments=2)
-        recalled = nll_BT[:, -1].mean()
-        optimizer.zero_grad()
-        recalled.backward()
-        optimizer.step()
-    assert recalled.item() < 0.5, "chance is log(4) = 1.39"
-
-
 def test_tokens_that_nothing_could_teach_or_see_are_refused() -> None:
     model = ModelConfig(memory_tokens=4)
     with pytest.raises(ConfigError, match=r"memory_tokens=4 needs optim\.gradient_segments of 2"):

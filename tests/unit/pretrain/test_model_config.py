@@ -61,10 +61,6 @@ def test_swiglus_third_matrix_is_paid_for_by_its_width() -> None:
     assert ModelConfig(d_model=100, feed_forward="swiglu", d_inner=7).inner_width == 7
 
 
-def test_cutoffs_are_accepted_before_the_vocabulary_is_known() -> None:
-    assert ModelConfig(cutoffs=(10, 20), div_val=2).cutoffs == (10, 20)
-
-
 def test_a_model_without_a_vocabulary_is_refused() -> None:
     with pytest.raises(ConfigError, match="vocab_size=0"):
         TransformerXL(ModelConfig())

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pretrain.config.choices import OptimizerName
 from pretrain.config.engine import EngineConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
@@ -20,7 +19,7 @@ from pretrain.costs.flops import moment_bytes, orthogonalizing_flops
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import TorchEngine
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim.optimizers import orthogonalized, owners, update_scale
+from pretrain.optim.optimizers import orthogonalized, owners
 from pretrain.optim.parameter_groups import role_of, stacked_matrices
 from pretrain.run import build_engine
 from tests.helpers.models import TINY
@@ -135,33 +134,6 @@ def test_flops_and_state_are_those_of_an_update(run: RunConfig, options: dict[st
     elements = sum(each[kind].numel() for each in values for kind in each.keys() - {"weight"})
     parameters = sum(each["weight"].numel() for each in values)
     assert moment_bytes(run.model, run.optim) == 4 * elements < 8 * parameters
-
-
-def singular_values_of_the_update(run: RunConfig) -> Tensor:
-    """Those of all matrices of the layers, in one step, without the factor of their shape."""
-    engine = build_engine(run, init_world())
-    batch = next(training_stream(run))
-    before = {name: each.detach().clone() for name, each in engine.module.named_parameters()}
-    engine.forward_backward(batch, None, 0)
-    engine.step(RATE)
-    found = []
-    for name, after in engine.module.named_parameters():
-        if role_of(name) == "matrix":
-            for moved in (before[name] - after.detach()).chunk(stacked_matrices(name)):
-                scale = update_scale(*moved.shape)
-                found.append(torch.linalg.svdvals(moved / (RATE * scale)))
-    return torch.cat(found)
-
-
-def is_orthogonal(singular_values: Tensor) -> bool:
-    """Whether most are about 1 and none is larger; the iteration leaves small ones smaller."""
-    return bool(singular_values.max() < 1.3 and singular_values.median() > 0.5)
-
-
-@pytest.mark.parametrize("name", ["muon", "adamw", "lamb"])
-def test_only_muon_makes_orthogonal_updates(run: RunConfig, name: OptimizerName) -> None:
-    found = singular_values_of_the_update(replace(run, optim=replace(run.optim, name=name)))
-    assert is_orthogonal(found) == (name == "muon"), found
 
 
 @pytest.mark.parametrize(

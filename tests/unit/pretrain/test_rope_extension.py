@@ -56,21 +56,6 @@ def test_encodings_are_those_of_the_papers(kind: RopeExtension, factor: float) -
             assert row[pair + WIDTH // 2] == pytest.approx(turned.real, abs=1e-12)
 
 
-def test_yarn_keeps_some_pairs_divides_others_and_mixes_the_rest() -> None:
-    pairs = range(WIDTH // 2)
-    kept = [frequency("yarn", pair, 8.0) * 10_000 ** (2 * pair / WIDTH) for pair in pairs]
-    assert kept[:2] == [1.0, 1.0]
-    assert 1.0 > kept[2] > kept[3] > kept[4] > 1 / 8
-    assert kept[5:] == pytest.approx([1 / 8] * 3)
-
-
-def test_the_fastest_pair_keeps_its_frequency_and_the_slowest_is_divided_by_the_factor() -> None:
-    exponents = torch.tensor([0.0, (WIDTH - 2) / WIDTH], dtype=torch.float64)
-    fast, slow = Stretch("ntk", 8.0, TRAINED).frequencies(exponents, WIDTH)
-    assert fast == 1.0
-    assert float(slow) == pytest.approx(10_000 ** -((WIDTH - 2) / WIDTH) / 8)
-
-
 def model_of(kind: RopeExtension, trained_keys: int, *memory_length: int) -> TransformerXL:
     """Layers of memory length 8 saw `trained_keys` in training, others as many fewer."""
     options = {**VARIANTS["rope"], "num_heads": 1}  # of 16 channels
