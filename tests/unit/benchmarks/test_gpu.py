@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -15,19 +14,16 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks.__main__ import main
-from benchmarks.gpu import bundle, command, processes, speed, steps, tiles
+from benchmarks.gpu import bundle, command, processes, speed, steps
 from benchmarks.gpu.attention import AttentionInputs, Shape
-from benchmarks.gpu.bundle import BUILT, DOWNLOADED, locked_versions
 from benchmarks.gpu.findings import CPU, END, Context, Finding, findings_in
 from benchmarks.gpu.gpt import GPT, yardstick
-from benchmarks.gpu.quality import Point, at_equal_flops
 from benchmarks.gpu.steps import LONGEST_STEP, ROOT, STEPS, Step, known_steps, selected
 from benchmarks.gpu.training import measured_run
 from data_pipeline.corpora.manifest import MANIFEST_NAME
 from foundation.errors import UserError
 from pretrain.costs.flops import cost_of
 from pretrain.costs.memory import Footprint
-from pretrain.kernels.triton.tiling import FORMAT, KERNELS, kernels_version
 from pretrain.model.attention_paths import plain_attention
 from tests.helpers.corpora import make_tiny_corpus
 
@@ -133,12 +129,6 @@ def test_classes_and_idle_time_add_up_to_the_step() -> None:
     rows = {"a_gemm": (4000.0, 2), "memset": (1000.0, 1), "another_gemm": (2000.0, 1)}
     found = speed.classes(rows, wall_seconds=0.010)
     assert {name: ms for name, ms in found.items() if ms} == {"GEMM": 3, "copies": 0.5, "idle": 1.5}
-
-
-def test_losses_are_compared_at_the_flops_that_both_have_spent() -> None:
-    ours = [Point(1, 1e15, 5.0), Point(2, 4e15, 4.0)]
-    theirs = [Point(1, 2e15, 4.5), Point(2, 8e15, 3.5)]
-    assert at_equal_flops(ours, theirs) == pytest.approx((4.0, 4.0))
 
 
 def test_eight_minutes_reach_to_the_quality_and_every_step_ends_in_time() -> None:
@@ -260,31 +250,6 @@ def test_goals_are_met_or_missed_by_the_better_of_with_and_without_compile(
     assert [row.split("|")[4].strip() for row in table.splitlines()[2:]] == results
 
 
-def test_no_warp_of_a_candidate_repeats_the_work_of_another() -> None:
-    for shape in tiles.SEARCHED:
-        found = list(tiles.candidates(shape))
-        assert {each.kernel for each in found} == set(KERNELS)
-        assert 60 < len(found) < 150  # compiled by 12 processes in two minutes
-        for each in found:
-            kept = each.tile.rows if each.kernel in KERNELS[:2] else each.tile.columns
-            assert 16 * each.tile.warps <= kept
-
-
-def test_the_table_has_the_fastest_tile_of_each_kernel(tmp_path: Path) -> None:
-    row = {"capability": [9, 0], "head_width": 64, "kernel": "forward", "rows": 64, "columns": 32}
-    version = kernels_version()
-    rows = [{**row, "seconds": 2.0}, {**row, "warps": 4, "seconds": 1.0}, {**row, "refused": "no"}]
-    tiles.write_table(tmp_path / "tiles.json", rows)
-    table = json.loads((tmp_path / "tiles.json").read_text())
-    assert table == {"format": FORMAT, "kernels": version, "tiles": [rows[1]], "tried": rows}
-
-
-def test_the_lock_has_a_version_of_all_that_the_bundle_carries() -> None:
-    pins = locked_versions(ROOT / "requirements.lock")
-    assert {*BUILT, *DOWNLOADED} <= pins.keys()
-    assert pins["deepspeed"] == "0.19.8"
-
-
 def test_the_bundle_carries_the_corpus_that_is_given(context: Context, monkeypatch) -> None:
     monkeypatch.setattr(bundle, "fetch_wheels", lambda *_: None)  # from a network
     out = context.out / "bundle"
@@ -297,9 +262,3 @@ def test_the_command_starts_without_writers_of_shards_and_what_the_bundle_carrie
     absent = (*processes.ABSENT, "deepspeed", "hjson", "pydantic")
     code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import benchmarks.gpu.command"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the steps would run on the GPU")
-def test_a_missing_gpu_is_an_error(capsys, tmp_path: Path) -> None:
-    assert main(["gpu", "--out", str(tmp_path)]) == 2
-    assert "found no CUDA device" in capsys.readouterr().err

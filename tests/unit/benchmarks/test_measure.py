@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import platform
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,8 @@ from benchmarks.measure import (
     Section,
     add_report_arguments,
     in_turns,
-    machine,
     report_table,
     run_benchmarks,
-    timed,
 )
 from foundation.errors import UserError
 
@@ -46,15 +43,6 @@ def test_cases_take_turns_and_the_first_round_does_not_count() -> None:
     found = in_turns({"a": changing, "b": constant}, rounds=3)
     assert found == {"a": [1.0, 5.0, 3.0], "b": [7.0, 7.0, 7.0]}
     assert "".join(calls) == "ab" + "ba" + "ab" + "ba"
-
-
-def test_timed_work_returns_its_seconds() -> None:
-    now = [0.0]
-
-    def work() -> None:
-        now[0] += 6.0
-
-    assert timed(work, clock=lambda: now[0])() == 6.0
 
 
 def test_a_comparison_is_the_ratio_of_its_sides_in_each_round() -> None:
@@ -120,8 +108,3 @@ def test_only_the_named_benchmarks_are_run(capsys: pytest.CaptureFixture[str]) -
     assert "cost" not in capsys.readouterr().out
     with pytest.raises(UserError, match=r"--only none: .*quick case; slow case"):
         run_benchmarks(arguments("--only", "none"), "machine", [FAST, MISSED])
-
-
-def test_the_machine_is_described_without_its_hostname() -> None:
-    assert platform.node() not in machine(threads=2)
-    assert "torch" in machine(threads=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from benchmarks.peers import (
     OURS,
     SideProcess,
     checkouts_of,
-    largest_difference,
     speed_measurements,
 )
 from foundation.errors import UserError
@@ -37,11 +35,6 @@ def checkout(root: Path, names: tuple[str, ...]) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).touch()
     return root
-
-
-def test_a_checkout_is_required(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["peers"]) == 2
-    assert "give one checkout or both" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--original", "--nvidia"])
@@ -70,14 +63,6 @@ def test_code_that_cannot_be_imported_is_an_error_that_names_its_side(tmp_path: 
         SideProcess("original", tmp_path, threads=1)
 
 
-def test_a_side_that_is_killed_is_an_error_with_its_status() -> None:
-    side = SideProcess(OURS, None, threads=1)
-    side._process.kill()
-    with pytest.raises(UserError, match="'ours' failed: its process exited with status -9"):
-        side.call("weights")
-    side.close()
-
-
 def test_speeds_are_ratios_of_cpu_seconds_with_the_rates_of_both_sides() -> None:
     seconds = {"original": [6.0, 8.0, 20.0], "NVIDIA": [3.0, 4.0, 4.0], OURS: [2.0, 2.0, 4.0]}
     over_original, over_nvidia = speed_measurements("training", 1000, seconds)
@@ -85,11 +70,6 @@ def test_speeds_are_ratios_of_cpu_seconds_with_the_rates_of_both_sides() -> None
     assert over_original.values == [3.0, 4.0, 5.0]
     assert over_original.detail == "125 -> 500 tokens per CPU second"
     assert over_nvidia.values == [1.5, 2.0, 1.0]
-
-
-def test_the_largest_difference_does_not_lose_a_nan() -> None:
-    assert largest_difference([1.0, 3.0], [1.5, 2.0]) == 1.0
-    assert math.isnan(largest_difference([math.nan, 3.0], [1.0, 2.0]))
 
 
 @pytest.mark.parametrize("name", LOSS_VARIANTS)

@@ -11,17 +11,14 @@ from benchmarks.scale.attempts import explain, write_ends
 from benchmarks.scale.checkpoints import costs_of
 from benchmarks.scale.command import END, START, write_page
 from benchmarks.scale.costs import Cost, table_of
-from benchmarks.scale.failure_table import HOUR_COSTS, spare_nodes
-from benchmarks.scale.failures import exponential, simulate, uniform, weibull
+from benchmarks.scale.failure_table import HOUR_COSTS
+from benchmarks.scale.failures import exponential, simulate, uniform
 from benchmarks.scale.growth import growth_of
 from benchmarks.scale.instruments import counted_files
-from benchmarks.scale.status import write_heartbeats
 from foundation.errors import UserError
 from foundation.files import write_text
-from pretrain.config.run import RunConfig
 from pretrain.costs.run_time import FailureCosts
-from pretrain.rundir.heartbeat import read_heartbeats
-from pretrain.rundir.run_dir import AttemptFiles, RunDir
+from pretrain.rundir.run_dir import AttemptFiles
 
 HOUR = FailureCosts(between_failures=3600.0, pause=30.0, write=100.0, down=200.0, start=300.0)
 NO_FAILURES = repeat(float("inf"))
@@ -62,18 +59,6 @@ def test_the_best_interval_is_best_in_the_simulation():
         for factor in (1.0, 0.4, 2.5)
     )
     assert all(each.goodput < best.goodput for each in others)
-
-
-def test_a_seed_repeats_a_simulation_and_another_one_does_not():
-    one, again, other = (
-        simulate(HOUR, 445.0, exponential(3600.0, seed), 360_000.0) for seed in (1, 1, 2)
-    )
-    assert one == again != other
-
-
-def test_times_between_failures_have_their_mean():
-    for gaps in (exponential(50.0, 1), weibull(50.0, 0.7, 1), uniform(20.0, 80.0, 1)):
-        assert sum(next(gaps) for _ in range(20_000)) / 20_000 == pytest.approx(50.0, rel=0.03)
 
 
 def test_a_run_without_a_spare_node_waits_for_the_repair():
@@ -121,14 +106,6 @@ def test_a_goal_is_judged_at_4096_ranks():
     assert [cell.strip() for cell in rows[0][4:7]] == ["64", "512", "4,096"]
 
 
-def test_sizes_other_than_ranks_have_their_own_targets():
-    shards = Cost(
-        name="plan", measured={10: 1.0, 100: 10.0, 1000: 100.0}, of="shards",
-        targets=(1600, 12_500, 100_000), at_most=20_000,
-    )  # fmt: skip
-    assert shards.at_4096 == pytest.approx(10_000)
-
-
 def test_opened_files_are_counted_in_whatever_language_opens_them(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).touch()
@@ -156,17 +133,6 @@ def test_a_page_gets_new_tables_between_its_marks_and_keeps_the_rest(tmp_path):
         write_page(page, "report")
 
 
-def test_as_many_spare_nodes_are_named_as_are_rarely_not_enough():
-    # Of a Poisson distribution with mean 2, 0.0166 is above 5 and 0.0045 above 6.
-    assert spare_nodes(2.0) == 6
-    assert spare_nodes(0.005) == 0
-
-
-def test_another_subject_than_those_there_are_is_named(capsys):
-    assert main(["scale", "--only", "speed"]) == 2
-    assert "found no such subject, expected one of" in capsys.readouterr().err
-
-
 def test_what_other_rows_say_of_a_size_replaces_its_extrapolation_but_no_measurement():
     measured = {4: 1.0, 8: 1.0, 64: 1.0}
     wait = Cost(name="wait", measured=measured, expected={64: 9.0, 4096: 30.0}, at_most=20)
@@ -181,13 +147,6 @@ def test_a_killed_rank_is_found_among_many_by_opening_each_status_once(tmp_path)
     with counted_files(attempt.directory) as counts:
         explain(attempt, 40)
     assert counts["opened"] == 41
-
-
-def test_heartbeats_of_other_nodes_are_read_as_their_ranks_wrote_them(tmp_path):
-    run = RunDir.create(tmp_path / "run", RunConfig(name="run"))
-    write_heartbeats(run, 24)
-    assert [beat.rank for beat in read_heartbeats(run.heartbeats)] == list(range(24))
-    assert len(list(run.heartbeats.iterdir())) == 3
 
 
 def test_the_costs_of_a_checkpoint_are_those_of_its_files(tmp_path):
