@@ -55,6 +55,7 @@ demo: $(STAMP)  ## the whole story in minutes: build, train, kill, resume, compa
 	pretrain report $(DEMO)/killed --output $(DEMO)
 
 SHAKESPEARE := runs/shakespeare
+TEXT ?= input.txt
 shakespeare: $(STAMP)  ## what memory is worth, next to a published result; TEXT=input.txt (tinyshakespeare) THREADS=2
 	test -f $(SHAKESPEARE)/data/build.json || data-pipeline build configs/data/text8.yaml --input $(TEXT) \
 		--validation-fraction 0.1 --output $(SHAKESPEARE)/data test_bytes=0
