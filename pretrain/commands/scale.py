@@ -7,8 +7,11 @@ from pathlib import Path
 
 from foundation.cli import Program
 from foundation.errors import ConfigError
+from foundation.settings import amount_of
 from pretrain.config.run import RunConfig
 from pretrain.scaling.recipe import RULES, Rule, step_law_rule
+
+LARGEST = 1e40  # of FLOPs, parameters and tokens that are asked for
 
 PROGRAM = Program(
     "pretrain scale",
@@ -28,7 +31,7 @@ PROGRAM = Program(
         ),
         "predict": (
             "pretrain.commands.scale_predict",
-            "predict the optimum and its loss for a budget, a size or a number of tokens",
+            "predict the optimum of a budget and its loss, or the loss of one run",
         ),
         "report": (
             "pretrain.commands.scale_fit:report",
@@ -70,6 +73,27 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     add("--unit", action="append", default=[], metavar="ROLE=FACTOR", help=unit)
     held = "predict these rows instead of fitting them"
     add("--holdout", action="append", default=[], metavar="COLUMN=VALUE", help=held)
+
+
+def add_question(parser: argparse.ArgumentParser) -> None:
+    """The flags of what is asked: the optimum of a budget, or one run."""
+    add = parser.add_argument
+    for name, letter, words in (
+        ("flops", "C", "the compute-optimal run of this many training FLOPs"),
+        ("params", "N", "with --tokens: the run of this many parameters"),
+        ("tokens", "D", "with --params: the run over this many tokens"),
+    ):
+        add(f"--{name}", type=amount_of(name), default=0.0, metavar=letter, help=words)
+    add("--force", action="store_true", help="predict even far from the fitted runs")
+
+
+def check_question(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError unless the flags of `add_question` ask for a budget or for one run."""
+    asked = {name: getattr(arguments, name) for name in ("flops", "params", "tokens")}
+    given = [name for name, value in asked.items() if value]
+    is_plain = all(0 <= value <= LARGEST for value in asked.values())
+    if not is_plain or given not in (["flops"], ["params", "tokens"]):
+        raise ConfigError("give --flops, or --params and --tokens together, as positive numbers")
 
 
 def add_family(parser: argparse._ActionsContainer) -> None:

@@ -47,7 +47,6 @@ from pretrain.scaling.plan import (
     trunk_sizes,
     varied,
 )
-from pretrain.scaling.predict import noted_repeats
 from pretrain.scaling.rates import FEWEST_RATES, TunedRule
 from pretrain.scaling.recipe import (
     Family,
@@ -67,7 +66,7 @@ ANYWHERE = "--local (or --cluster FILE)"
 # The flags that belong to what a plan varies.
 FLAGS: dict[Kind, str] = {
     "sizes": "budgets sizes spread holdout_budgets tokens_per_parameter checks around "
-    "max_epochs trunks simulate noise rule tuned keep_layers cluster nodes gpus_per_node "
+    "trunks simulate noise rule tuned keep_layers cluster nodes gpus_per_node "
     "gpu gpu_memory gpu_flops mfu host_memory seeds",
     "rates": "rates lanes steps seeds",
     "lengths": "segments memories steps seeds",
@@ -102,8 +101,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens-per-parameter", type=float, default=TOKENS_PER_PARAMETER, help=center)
     around = "center the sizes on the optimum that these runs predict"
     add("--around", type=Path, metavar="RUNS", help=around)
-    epochs = "let cells repeat the corpus up to this often (default 1)"
-    add("--max-epochs", type=float, default=1.0, metavar="N", help=epochs)
     checks = "also one size of each budget at half and twice its rate, and one with three seeds"
     add("--checks", action=argparse.BooleanOptionalAction, default=True, help=checks)
     words = "longer runs continue shorter ones of their shape, where the rate is constant (wsd)"
@@ -166,10 +163,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     if (corpus := corpus_of(runs[0].run)) is None:
         unchecked = [f"note: no corpus at {base.data.path}, so nothing checks that it is enough"]
     else:
-        check_corpus(corpus, runs, arguments.max_epochs)
-        if kind == "sizes":
-            runs, repeated = noted_repeats(runs, corpus.num_tokens)
-            notes += [repeated] if repeated else []
+        check_corpus(corpus, runs)
     lines = [fitted_table(_table(runs))]
     if "nodes" in runs[0].facts:
         lines.append(f"\n{fitted_table(placement_table(runs))}\n")
@@ -249,8 +243,6 @@ def _sizes_at_budgets(
     for budget in (*arguments.budgets, *arguments.holdout_budgets):
         if not 0 < budget < math.inf:
             raise ConfigError(f"a budget of {budget} FLOPs is not positive and finite")
-    if not 1 <= arguments.max_epochs < math.inf:
-        raise ConfigError(f"--max-epochs {arguments.max_epochs:g} must be 1 or more")
     family = Family(base=with_vocabulary(base), keep_layers=arguments.keep_layers)
     optimum, around = _center(family, arguments)
     rule, machine, where = rule_of(family.base, arguments), None, ANYWHERE

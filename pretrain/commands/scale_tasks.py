@@ -6,8 +6,7 @@ import argparse
 import math
 
 from foundation.errors import ConfigError, DataError
-from foundation.settings import amount_of
-from pretrain.commands.scale import add_runs
+from pretrain.commands.scale import add_question, add_runs, check_question
 from pretrain.commands.scale_fit import points_of
 from pretrain.scaling.intervals import amount, as_loss, fixed, shown
 from pretrain.scaling.law import ParametricFit
@@ -29,21 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chance", type=float, metavar="P", help=chance)
     ceiling = "accuracy at a loss of 0, the sigmoid's ceiling (default %(default)g)"
     add("--ceiling", type=float, default=1.0, metavar="P", help=ceiling)
-    for name, letter, words in (
-        ("flops", "C", "the compute-optimal run of this many training FLOPs"),
-        ("tokens", "D", "with --params: the run over this many tokens"),
-        ("params", "N", "with --tokens: the run of this many parameters"),
-    ):
-        add(f"--{name}", type=amount_of(name), default=0.0, metavar=letter, help=words)
-    force = "predict even far from the fitted runs"
-    add("--force", action="store_true", help=force)
+    add_question(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print both steps, the backtest and the prediction."""
-    given = [name for name in ("flops", "tokens", "params") if getattr(arguments, name)]
-    if given not in ([], ["flops"], ["tokens", "params"]):
-        raise ConfigError("give --flops, or --params and --tokens together, or none of them")
+    is_asked = any((arguments.flops, arguments.params, arguments.tokens))
+    if is_asked:
+        check_question(arguments)
     ends = arguments.chance, arguments.ceiling
     if not 0 <= (ends[0] or 0) < ends[1] <= 1:
         raise ConfigError(
@@ -65,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except DataError as error:
         lines.append(f"no check on the largest budget: {error}")
-    if given:
+    if is_asked:
         lines = [*_prediction(task, loss, arguments), *lines]
     print("\n".join(lines))
     return 0

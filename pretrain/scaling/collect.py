@@ -19,7 +19,6 @@ from pretrain.rundir.ledger import events_of
 from pretrain.rundir.metric_names import set_losses, task_columns
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.intervals import amount
-from pretrain.scaling.predict import effective_tokens
 from pretrain.scaling.table import csv_rows
 from pretrain.scaling.which_runs import PlacedCell
 from pretrain.terminal.text import flops_text
@@ -40,7 +39,6 @@ class Row:
     N: int | str = ""
     N_body: int | str = ""
     D: int | str = ""
-    D_effective: float | str = ""  # what D is worth in new tokens, of a run that repeats some
     C: float | str = ""
     C_6ND: float | str = ""
     loss: float | str = ""  # infinite if it diverged
@@ -142,13 +140,11 @@ def row_of(placed: PlacedCell) -> Row:
     else:
         factor = row.rate_factor
         excluded = f"checks the rate: x{factor:g} of the plan's" if factor else ""
-    unique = cell.facts.get("unique_tokens", 0.0)
     return replace(
         row,
         N=cost.parameters,
         N_body=cost.body_parameters,
         D=cost.tokens,
-        D_effective=effective_tokens(cost.tokens, unique) if unique > 0 else cost.tokens,
         C=cost.flops,
         C_6ND=6.0 * cost.parameters * cost.tokens,
         loss="" if not last else float(loss) if _is_finite(loss) else math.inf,

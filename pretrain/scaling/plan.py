@@ -349,18 +349,17 @@ def corpus_of(base: RunConfig) -> Corpus | None:
     return Corpus.open(directory, check_hashes=False) if directory.is_dir() else None
 
 
-def check_corpus(corpus: Corpus, runs: Sequence[PlannedRun], max_epochs: float = 1.0) -> None:
+def check_corpus(corpus: Corpus, runs: Sequence[PlannedRun]) -> None:
     """Raise DataError if the corpus is too small for a run, as repeated tokens are worth less.
 
-    That is one that reads over `max_epochs`, or has a lane with nothing to read.
+    That is one that reads a token twice, or has a lane with nothing to read.
     """
-    if greedy := [i for i in runs if i.cost.tokens > corpus.num_tokens * max_epochs]:
+    if greedy := [i for i in runs if i.cost.tokens > corpus.num_tokens]:
         worst = max(greedy, key=lambda item: item.cost.tokens)
-        often = "" if max_epochs == 1 else f" in {max_epochs:g} epochs"
         raise DataError(
             f"{len(greedy)} of {len(runs)} cells need more tokens than the corpus has "
-            f"({corpus.num_tokens:,}{often}); {worst.name} needs {worst.cost.tokens:,}: use fewer "
-            "FLOPs or steps, larger sizes, more text, or for sizes --max-epochs 4"
+            f"({corpus.num_tokens:,}); {worst.name} needs {worst.cost.tokens:,}: use fewer FLOPs "
+            "or steps, larger sizes, or more text"
         )
     for (lanes, seed), name in {
         (item.run.data.lanes, item.run.seed): item.name for item in reversed(runs)

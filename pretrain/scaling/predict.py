@@ -1,11 +1,8 @@
-"""Predictions from a fit and reasons to doubt them: optima, and runs that are not compute-optimal
-on purpose, being cheaper to serve, or over repeated data.
+"""Predictions from a fit and reasons to doubt them: optima, and the run that is cheapest to train
+and to serve.
 
 FLOPs per token are s N^p in training and a third of that, one forward pass, for each token served.
-Of U unique tokens, R repeats after the first epoch are worth U R* (1 - exp(-R / R*)) new ones, and
-likewise parameters beyond the compute-optimal number for U tokens. Sources: Sardana et al. 2023
-(least FLOPs of training and inference at a loss), Muennighoff et al. 2023, section 5 (constants of
-runs of up to 9G parameters on C4, with up to 1,500 epochs).
+Source: Sardana et al. 2023 (least FLOPs of training and inference at a loss).
 
 Legend: G laws, X sizes.
 """
@@ -13,17 +10,15 @@ Legend: G laws, X sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from foundation.errors import ConfigError
 from pretrain.scaling.fit import Fit, disagreement, loss_interval
 from pretrain.scaling.frontier import Approach, FrontierFit, Line, law_of
-from pretrain.scaling.intervals import Interval, amount, as_loss, as_size, shown
-from pretrain.scaling.law import FlopsLaw, LawLine, log_loss, log_optimum, loss_at
-from pretrain.scaling.plan import PlannedRun
+from pretrain.scaling.intervals import Interval, as_loss, as_size, shown
+from pretrain.scaling.law import LawLine, log_loss, log_optimum
 from pretrain.scaling.table import Array
 
 FURTHEST = 100.0  # times the largest budget (or below the smallest by as much)
@@ -35,10 +30,7 @@ WIDEST_LOSS = 1.2  # high over low end of the interval of one run's loss
 BAND = 0.01  # sizes whose loss is within this part of the least are near-optimal
 BAND_REACH = np.log(100.0)
 SERVED = 1 / 3  # FLOPs of a served token over those of a trained one
-SMALLEST = np.log(1e-4)  # of the optimum's size: smaller ones are not searched
-GRID, REFINEMENTS = 65, 6  # each refinement is 32 times as fine
-REPEATED_TOKENS = 15.387756  # R*_D: repeats at which another one is worth 1/e of new tokens
-EXCESS_PARAMETERS = 5.309743  # R*_N: the same for parameters
+SIZES_BELOW = np.linspace(np.log(1e-4), 0, 8001)  # of the optimum, which serving makes smaller
 
 
 @dataclass(frozen=True)
@@ -51,18 +43,6 @@ class Run:
     serving: Interval  # FLOPs
     total: Interval  # FLOPs
     loss: Interval
-
-
-def optimal_flops(
-    approach: Approach, flops_law: FlopsLaw, tokens: float = 0, parameters: float = 0
-) -> float:
-    """The FLOPs C at which D* or N* is that many; NaN where they do not grow with C."""
-    start = float(approach.line.log_parameters(0.0))
-    power = float(approach.line.log_parameters(1.0)) - start
-    if tokens:
-        start = -math.log(flops_law.scale) - flops_law.power * start
-        power = 1 - flops_law.power * power
-    return math.exp((math.log(tokens or parameters) - start) / power) if power > 0 else math.nan
 
 
 def preferred(fit: Fit, key: str = "") -> Approach:
@@ -168,131 +148,32 @@ def refuse_wild(doubts: list[str]) -> None:
         )
 
 
-def compute_optimal(law: Approach, flops: float, served: float) -> Run:
-    """The run with the least loss for its training, whatever serving costs."""
-    return _run(law, lambda line: log_optimum(line.theta, np.log(flops), line.flops_law), served)
+def optimal_run(law: Approach, flops: float, served: float, *, in_all: bool = False) -> Run:
+    """The run with the least loss for its training; or `in_all` the one with that loss and the
+    least FLOPs of training and serving.
+    """
 
-
-def cheapest_at_loss(law: Approach, flops: float, served: float) -> Run:
-    """The run with the loss of the compute-optimal one at `flops` and the least FLOPs in all."""
-
-    def run_of(line: LawLine) -> tuple[Array, Array]:
-        theta = line.theta
-        n_star, _ = log_optimum(theta, np.log(flops), line.flops_law)
-        goal = np.log(line.loss(np.log(flops)))
-
-        def cost(n_GX: Array) -> Array:
-            d_GX = tokens_at_loss(theta[..., None, :], goal[..., None], n_GX)
-            return np.exp(line.flops_law.log_flops(n_GX, 0.0)) * (np.exp(d_GX) + served * SERVED)
-
-        n = _lowest(cost, n_star + SMALLEST, n_star)
-        return n, tokens_at_loss(theta, goal, n)
-
-    return _run(law, run_of, served)
-
-
-def best_with_repeats(law: Approach, flops: float, unique: float) -> Run:
-    """The best size and epochs for `flops` where only `unique` tokens are there."""
-    log_flops = np.log(flops)
-
-    def run_of(line: LawLine) -> tuple[Array, Array]:
-        n_star, _ = log_optimum(line.theta, log_flops, line.flops_law)
-        each = LawLine(line.theta[..., None, :], line.flops_law)
-
-        def loss(n_GX: Array) -> Array:
-            d_GX = line.flops_law.log_tokens(log_flops, n_GX)
-            return loss_with_repeats(each, n_GX, d_GX, unique)
-
-        n = _lowest(loss, n_star - np.log(1e3), n_star + np.log(1e2))
-        return n, line.flops_law.log_tokens(log_flops, n)
-
-    return _run(law, run_of, 0.0, unique)
-
-
-def _run(
-    law: Approach,
-    run_of: Callable[[LawLine], tuple[Array, Array]],
-    served: float,
-    unique: float = math.inf,
-) -> Run:
-    """The run whose ln N and ln D each law gives, over `unique` tokens."""
-
-    def costs(line: Line) -> tuple[Array, ...]:
+    def costs(line: Line) -> list[Array]:
         laws = law_of(line)
-        n, d = run_of(laws)
+        n, d = log_optimum(laws.theta, np.log(flops), laws.flops_law)
+        if in_all:
+            n_GX = n[..., None] + SIZES_BELOW
+            d_GX = tokens_at_loss(
+                laws.theta[..., None, :], laws.loss(np.log(flops))[..., None], n_GX
+            )
+            cost_GX = np.exp(laws.flops_law.log_flops(n_GX, 0.0)) * (np.exp(d_GX) + served * SERVED)
+            best_G1 = np.nan_to_num(cost_GX, nan=np.inf).argmin(axis=-1)[..., None]
+            n, d = (np.take_along_axis(each, best_G1, -1)[..., 0] for each in (n_GX, d_GX))
         training = np.exp(laws.flops_law.log_flops(n, d))
         serving = served * SERVED * np.exp(laws.flops_law.log_flops(n, 0.0))
-        return np.exp(n), np.exp(d), training, serving, training + serving
+        return [np.exp(n), np.exp(d), training, serving, training + serving]
 
-    def loss(line: Line) -> Array:
-        return loss_with_repeats(law_of(line), *run_of(law_of(line)), unique)
-
-    numbers = [*law.intervals(costs), law.loss_of(loss)]
-    return Run(*numbers)  # in the order of its fields
+    return Run(*law.intervals(costs), loss=law.loss(math.log(flops)))
 
 
-def tokens_at_loss(theta: Array, log_of_loss: Array, log_parameters: Array) -> Array:
+def tokens_at_loss(theta: Array, loss: Array, log_parameters: Array) -> Array:
     """ln D with which a run of size N reaches the loss; infinite if no data is enough."""
     e, a, b, alpha, beta = (theta[..., index] for index in range(5))
+    rest = loss - np.exp(e) - np.exp(a - alpha * log_parameters)
     with np.errstate(divide="ignore", invalid="ignore"):
-        rest = np.exp(log_of_loss) - np.exp(e) - np.exp(a - alpha * log_parameters)
         return np.where(rest > 0, (b - np.log(np.maximum(rest, 1e-300))) / beta, np.inf)
-
-
-def _lowest(value_of: Callable[[Array], Array], low: Array, high: Array) -> Array:
-    """Where each row's value, which has one valley, is lowest from `low` to `high`."""
-    for _ in range(REFINEMENTS):
-        x_GX = np.linspace(low, high, GRID, axis=-1)
-        best = np.nan_to_num(value_of(x_GX), nan=np.inf).argmin(axis=-1)[..., None]
-        step = (high - low) / (GRID - 1)
-        middle = np.take_along_axis(x_GX, best, axis=-1)[..., 0]
-        low, high = np.maximum(low, middle - step), np.minimum(high, middle + step)
-    return (low + high) / 2
-
-
-def effective(count: float | Array, unique: float | Array, constant: float) -> Array:
-    """How many unique ones `count` tokens (or parameters) are worth of which `unique` are."""
-    repeats = np.maximum(np.asarray(count) / unique - 1, 0.0)
-    first = np.minimum(count, unique)
-    return first * (1 + constant * -np.expm1(-repeats / constant))
-
-
-def effective_tokens(tokens: float, unique: float) -> float:
-    """Unique tokens that as many tokens, in epochs over `unique` ones, are worth."""
-    return float(effective(tokens, unique, REPEATED_TOKENS))
-
-
-def noted_repeats(runs: Sequence[PlannedRun], unique: int) -> tuple[list[PlannedRun], str]:
-    """The runs of a plan with the unique tokens of each among its facts, and a line about it.
-
-    The line is empty if no run reads a token twice.
-    """
-    repeating = [item for item in runs if item.cost.tokens > unique]
-    if not repeating:
-        return list(runs), ""
-    noted = [
-        replace(item, facts={**item.facts, "unique_tokens": min(unique, item.cost.tokens)})
-        for item in runs
-    ]
-    worst = max(repeating, key=lambda item: item.cost.tokens)
-    worth = effective_tokens(worst.cost.tokens, unique) / worst.cost.tokens
-    return noted, (
-        f"{len(repeating)} of {len(runs)} cells repeat the corpus's {amount(unique)} tokens, up to "
-        f"{worst.cost.tokens / unique:.3g} epochs ({worst.name}), each token worth {worth:.0%} of "
-        "a new one (Muennighoff et al. 2023): fit them with --column tokens=D_effective"
-    )
-
-
-def loss_with_repeats(line: LawLine, n: Array, d: Array, unique: float) -> Array:
-    """L at effective sizes and tokens, for laws and logarithms of one shape."""
-    if math.isfinite(unique):
-        seen = np.minimum(np.exp(d), unique)
-        # the compute-optimal size for that many tokens
-        start, _ = log_optimum(line.theta, 0.0, line.flops_law)
-        a, b = line.exponents(line.flops_law)
-        at_zero = np.log(line.flops_law.scale) + line.flops_law.power * start
-        fitting = np.exp(start + a * (np.log(seen) + at_zero) / b)
-        n = np.log(effective(np.exp(n), fitting, EXCESS_PARAMETERS))
-        d = np.log(effective(np.exp(d), unique, REPEATED_TOKENS))
-    with np.errstate(invalid="ignore", over="ignore"):
-        return loss_at(line.theta, n, d)

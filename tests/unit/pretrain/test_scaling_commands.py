@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.corpora.corpus import Corpus
 from foundation.errors import ConfigError
 from foundation.files import write_text
 from foundation.settings import load_config
@@ -23,16 +22,9 @@ from pretrain.scaling.fit import fit_all
 from pretrain.scaling.frontier import Approach
 from pretrain.scaling.law import FlopsLaw, Law, LawLine, log_loss
 from pretrain.scaling.predict import (
-    REPEATED_TOKENS,
-    best_with_repeats,
-    cheapest_at_loss,
-    compute_optimal,
     doubts,
-    effective,
-    effective_tokens,
-    loss_with_repeats,
     near_optimal_band,
-    optimal_flops,
+    optimal_run,
     preferred,
     refuse_wild,
     run_doubts,
@@ -79,7 +71,7 @@ def test_predict_writes_an_experiment_that_is_the_optimum(collected, capsys):
     run = load_config(RunConfig, written)
     cost = cost_of(run)
     assert cost.flops == pytest.approx(1e17, rel=0.01)
-    best = float(re.search(r"3 parametric +\S+ +([\d.]+)M", said)[1]) * 1e6
+    best = float(re.search(r"3 parametric +([\d.]+)M", said)[1]) * 1e6
     assert cost.parameters == pytest.approx(best, rel=0.1)
     assert command(*question, "--json") == 0
     (found,) = json.loads(capsys.readouterr().out)
@@ -140,10 +132,10 @@ def test_wrong_questions_and_places_take_one_line_before_the_work(collected, tmp
     run = ("predict", runs, "--params", "1e6", "--tokens", "1e8")
     write_text(file, "kept")
     for arguments, said in (
-        (("predict", runs), "give a positive --flops, --tokens or --params"),
+        (("predict", runs), "give --flops, or --params and --tokens together"),
         ((*asked, "--write", "x.yaml"), "--write needs --experiment"),
         ((*asked, "--experiment", collected), "is a directory; give a YAML file"),
-        ((*run, "--law", "isoflop"), "--law has no effect with both --tokens and --params"),
+        ((*run, "--law", "isoflop"), "--law has no effect with --params and --tokens"),
         (("fit", collected), "is a directory; name a file: expected a CSV or JSON file"),
         (("fit", runs, "--column", "size=N"), "expected ROLE=NAME with one of the roles"),
         (("collect", sweep, "--runs-dir", collected / "nowhere"), "is not a directory"),
@@ -163,16 +155,13 @@ def test_wrong_questions_and_places_take_one_line_before_the_work(collected, tmp
     assert list(tmp_path.iterdir()) == [file]
 
 
-@pytest.mark.parametrize(
-    "question", [("--flops", "1e15"), ("--tokens", "1e8"), ("--params", "5e6")]
-)
-def test_predict_gives_the_optimum_by_each_law_with_intervals(tmp_path, capsys, question):
+def test_predict_gives_the_optimum_by_each_law_with_intervals(tmp_path, capsys):
     points = simulated(budgets=(1e14, 1e16, 5), num_sizes=6, noise=0.03, seed=1)
-    assert command("predict", write_points(tmp_path / "runs.csv", points), *question) == 0
+    assert command("predict", write_points(tmp_path / "runs.csv", points), "--flops", 1e15) == 0
     printed = capsys.readouterr().out.splitlines()
     start = next(index for index, line in enumerate(printed) if "by each law" in line)
     _, head, *rows = printed[start : start + 6]
-    assert head.split() == ["law", "C", "N*", "D*", "loss"]
+    assert head.split() == ["law", "N*", "D*", "loss"]
     cells = {row[:9]: re.findall(r"(\S+) \[(\S+), (\S+)\]", row) for row in rows}
     assert len(cells["3 paramet"]) == 3
     assert len(cells["2 IsoFLOP"]) == 3
@@ -195,14 +184,6 @@ FURTHER = np.log(1e21)  # ten times the largest budget
 @pytest.fixture(scope="module")
 def fit():
     return fit_all(simulated(noise=0.001, seed=1))
-
-
-@pytest.mark.parametrize("key", ["lowest", "isoflop", "parametric"])
-def test_asking_by_tokens_or_parameters_is_the_inverse_of_asking_by_flops(fit, key):
-    approach, c = preferred(fit, key), np.log(3e20)
-    tokens, size = approach.tokens(c, fit.flops_law).value, approach.parameters(c).value
-    assert optimal_flops(approach, fit.flops_law, tokens=tokens) == pytest.approx(3e20)
-    assert optimal_flops(approach, fit.flops_law, parameters=size) == pytest.approx(3e20)
 
 
 def test_every_size_of_the_band_loses_at_most_a_hundredth_and_the_next_ones_lose_more(fit):
@@ -278,9 +259,9 @@ def chinchilla():
 def test_the_example_of_sardana_et_al_is_reproduced(chinchilla):
     # Figure 1: of a 13B model's quality and 2T served tokens, a 7B model saves 1.7e22 FLOPs (17%).
     flops = 4.49e22
-    optimal = compute_optimal(chinchilla, flops, 2e12)
+    optimal = optimal_run(chinchilla, flops, 2e12)
     assert optimal.parameters.value == pytest.approx(13e9, rel=0.01)
-    cheapest = cheapest_at_loss(chinchilla, flops, 2e12)
+    cheapest = optimal_run(chinchilla, flops, 2e12, in_all=True)
     assert cheapest.parameters.value == pytest.approx(7e9, rel=0.02)
     saved = optimal.total.value - cheapest.total.value
     assert saved == pytest.approx(1.7e22, rel=0.02)
@@ -292,45 +273,16 @@ def test_the_example_of_sardana_et_al_is_reproduced(chinchilla):
 def test_no_other_size_of_the_same_loss_costs_less_in_all(flops_law):
     law = law_of(HOFFMANN, flops_law)
     flops, served = 1e20, 3e11
-    cheapest = cheapest_at_loss(law, flops, served)
+    cheapest = optimal_run(law, flops, served, in_all=True)
     size = math.log(cheapest.parameters.value)
     for step in (-0.3, -0.05, 0.05, 0.3):
-        theta, goal = law.line.theta, np.log(cheapest.loss.value)
+        theta, goal = law.line.theta, np.asarray(cheapest.loss.value)
         tokens = math.exp(tokens_at_loss(theta, goal, size + step))
         per_token = flops_law.scale * math.exp(size + step) ** flops_law.power
         assert per_token * (tokens + served / 3) > cheapest.total.value
     n, d = cheapest.parameters.value, cheapest.tokens.value
     assert cheapest.training.value == pytest.approx(flops_law.scale * n**flops_law.power * d)
     assert cheapest.serving.value == pytest.approx(cheapest.training.value * served / d / 3)
-
-
-def test_repeated_tokens_are_worth_less_and_less():
-    assert effective_tokens(5e9, 1e10) == 5e9
-    assert effective_tokens(1e10, 1e10) == 1e10
-    # Four epochs are nearly as good as new tokens (section 6), and repeats never more than R*.
-    assert effective_tokens(4e10, 1e10) == pytest.approx(0.931 * 4e10, rel=1e-3)
-    assert effective_tokens(1e14, 1e10) == pytest.approx((1 + REPEATED_TOKENS) * 1e10)
-    worth = np.diff(effective(np.linspace(1, 60, 60), 1.0, REPEATED_TOKENS))
-    assert (np.diff(worth) < 0).all()
-    assert worth[15] == pytest.approx(math.exp(-1), abs=0.02)
-
-
-def test_a_small_corpus_makes_the_best_run_smaller_and_its_loss_higher(chinchilla):
-    plenty = best_with_repeats(chinchilla, 1e20, 1e12)
-    optimal = compute_optimal(chinchilla, 1e20, 0.0)
-    assert plenty.parameters.value == pytest.approx(optimal.parameters.value, rel=1e-3)
-    assert plenty.loss.value == pytest.approx(optimal.loss.value, rel=1e-6)
-    before = plenty
-    for unique in (5e9, 1e9):
-        found = best_with_repeats(chinchilla, 1e20, unique)
-        assert found.loss.value > before.loss.value
-        assert found.parameters.value < optimal.parameters.value
-        assert found.tokens.value / unique > before.tokens.value / unique
-        for step in (0.9, 1.1):
-            size = step * found.parameters.value
-            logs = np.log([size, 1e20 / 6 / size])
-            assert loss_with_repeats(chinchilla.line, *logs, unique) > found.loss.value
-        before = found
 
 
 @pytest.fixture(scope="module")
@@ -362,23 +314,11 @@ def test_predict_answers_and_writes_the_run_that_is_cheapest_to_train_and_serve(
     assert "served: loss" in written.read_text().splitlines()[0]
 
 
-def test_predict_answers_for_unique_tokens(table, capsys):
-    assert command("predict", table, "--unique-tokens", "500M", "--flops", "1e20") == 0
-    said = capsys.readouterr().out
-    assert re.search(r"with 500M unique tokens: N .*; [\d.]+ epochs, worth [\d.]+G new", said)
-
-
 def test_far_or_contradictory_questions_are_one_line(table, tmp_path, capsys):
     question = ("predict", table, "--flops", "1e20")
     for words, said in (
         (("--inference-tokens", "1000T"), "prediction rejected as extrapolation"),
-        (("--unique-tokens", "-1"), "--unique-tokens -1: expected a number above 0"),
         (("--inference-tokens", "1e300"), "--inference-tokens 1e+300: expected a number"),
-        (
-            ("--inference-tokens", "1T", "--unique-tokens", "1G", "--experiment", "absent.yaml")
-            + ("--write", tmp_path / "x.yaml"),
-            "--inference-tokens and --unique-tokens have different answers; give one",
-        ),
     ):
         assert command(*question, *words) == 2
         captured = capsys.readouterr()
@@ -387,28 +327,4 @@ def test_far_or_contradictory_questions_are_one_line(table, tmp_path, capsys):
         assert captured.out == ""
     run = ("predict", table, "--params", "1G", "--tokens", "1G")
     assert command(*run, "--inference-tokens", "1G") == 2
-    assert "has no effect with both --tokens and --params" in capsys.readouterr().err
-
-
-def test_a_plan_may_repeat_a_small_corpus_and_its_cells_note_what_tokens_are_worth(
-    corpus, tmp_path, capsys
-):
-    experiment = tmp_path / "tiny.yaml"
-    experiment.write_text(
-        "name: tiny\nmodel: {vocab_size: 300, num_layers: 1, d_model: 16, num_heads: 4, "
-        "memory_length: 8}\ndata: {segment_length: 4, lanes: 1, "
-        f"path: {corpus.directory.parent}}}\n"
-    )
-    tokens = Corpus.open(corpus.directory.parent / "train").num_tokens
-    words = ("plan", experiment, "--rule", "base", "--sizes", 1, "--output", tmp_path / "s.yaml")
-    ratio = ("--tokens-per-parameter", 3 * tokens / 8e3)
-    budget = ("--no-checks", "--budgets", 3 * tokens * 6 * 8e3)
-    assert command(*words, *ratio, *budget) == 2
-    assert "1 of 1 cells need more tokens than the corpus has" in capsys.readouterr().err
-    assert command(*words, *ratio, *budget, "--max-epochs", 8) == 0
-    assert re.search(
-        r"1 of 1 cells repeat the corpus's \S+ tokens, up to [\d.]+ epochs", capsys.readouterr().out
-    )
-    (cell,) = read_sweep(tmp_path / "s.yaml").cells
-    assert cell.facts["unique_tokens"] == tokens
-    assert tokens < effective_tokens(cell.facts["tokens"], tokens) < cell.facts["tokens"]
+    assert "has no effect with --params and --tokens" in capsys.readouterr().err
