@@ -53,41 +53,30 @@ def run(arguments: argparse.Namespace) -> int:
     law = fit_memory_law(runs)
     found = [best_memory(law, runs, flops) for flops in budgets]
     heads = ["FLOPs", f"best memory, {LEVEL}% interval", "N", "D", "loss", "without memory"]
-    print("\n".join(_law_lines(law, runs)))
-    print(f"{fitted_table(_errors(law, runs))}\n")
+    print(_law_text(law, runs))
     print(fitted_table([heads, *map(_row, found)]))
     return 0
 
 
-def _law_lines(law: MemoryLaw, runs: Trained) -> list[str]:
-    error = np.abs(law.loss(*runs.values) / runs.loss_P - 1)
+def _law_text(law: MemoryLaw, runs: Trained) -> str:
     (floor, *weights), (alpha, beta, gamma) = law.coefficients, law.exponents
     shortest = mean_power(law.reference[2], law.segment_length, gamma)
     scales = weights * np.array([*law.reference[:2] ** law.exponents[:2], 1 / shortest])
-    terms = [f"{scales[0]:.4g} / N^{alpha:.3f}"]
-    if len(np.unique(runs.parameters_P)) == 1:
-        floor, terms = floor + weights[0], []
-    terms += [f"{scales[1]:.4g} / D^{beta:.3f}", f"{scales[2]:.4g} <k^-{gamma:.3f}>"]
-    lines = [
+    size = f" + {scales[0]:.4g} / N^{alpha:.3f}"
+    if np.ptp(runs.parameters_P) == 0:
+        floor, size = floor + weights[0], ""
+    error_P = law.errors(runs)
+    errors = [
+        f"{error_P[runs.memory_P == length].mean():+.2%} at {length:.0f}"
+        for length in np.unique(runs.memory_P)
+    ]
+    return (
         f"{counted(len(runs.loss_P), 'run')} with segments of {runs.segment_length}: loss = "
-        f"{' + '.join([f'{floor:.4g}', *terms])}, a mean over tokens with k = "
-        f"memory + 1 to memory + {runs.segment_length} keys; mean absolute error {error.mean():.2%}"
-    ]
-    if not law.coefficients[3] > 0:
-        lines.append("a longer memory does not lower the loss of these runs")
-    return lines
-
-
-def _errors(law: MemoryLaw, runs: Trained) -> list[list[str]]:
-    """The law's mean error at each memory length, heads first."""
-    error_P = law.loss(*runs.values) / runs.loss_P - 1
-    lengths = np.unique(runs.memory_P)
-    each = [error_P[runs.memory_P == length] for length in lengths]
-    return [
-        ["memory", *(f"{length:.0f}" for length in lengths)],
-        ["runs", *(str(len(errors)) for errors in each)],
-        ["predicted - measured", *(f"{errors.mean():+.2%}" for errors in each)],
-    ]
+        f"{floor:.4g}{size} + {scales[1]:.4g} / D^{beta:.3f} + {scales[2]:.4g} <k^-{gamma:.3f}>, a "
+        f"mean over tokens with k = memory + 1 to memory + {runs.segment_length} keys\n"
+        f"mean absolute error {np.abs(error_P).mean():.2%}; predicted - measured by memory length: "
+        f"{', '.join(errors)}\n"
+    )
 
 
 def _row(found: Optimum) -> list[str]:

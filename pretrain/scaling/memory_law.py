@@ -24,7 +24,7 @@ from pretrain.terminal.text import counted
 
 FEWEST = 3  # different memory lengths, numbers of tokens, and (for the term of N) sizes
 SPARE = 2  # runs beyond the numbers that are fitted
-EXPONENTS = np.geomspace(0.05, 2.0, 10)
+STARTS = (0.1, 0.3, 1.0)  # of each exponent
 STEEPEST = 8.0
 FLATTEST = 1e-3
 FURTHEST_MEMORY = 2.0  # times the longest memory of the runs: longer ones are not answered with
@@ -54,7 +54,7 @@ class Trained:
         return replace(self, **columns)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MemoryLaw:
     """A fitted law; terms are relative to reference values, so that all numbers are near 1."""
 
@@ -68,6 +68,10 @@ class MemoryLaw:
         terms = self.terms((parameters, tokens, memory))
         floor, *weights = self.coefficients
         return np.asarray(floor + sum(w * t for w, t in zip(weights, terms, strict=True)))
+
+    def errors(self, runs: Trained) -> Array:
+        """(predicted - measured) / measured of each run."""
+        return self.loss(*runs.values) / runs.loss_P - 1
 
     def terms(self, values: Sequence[Array]) -> list[Array]:
         """Those of N, D and M."""
@@ -102,36 +106,27 @@ class Optimum:
 def trained_runs(rows: Sequence[Row], segment_length: int = 0) -> Trained:
     """The runs of one segment length (0: that of most) with their own memory, means over seeds.
 
-    DataError if they do not determine a law, or differ in more than size, memory and tokens.
+    DataError if they do not determine a law.
     """
     own = [row for row in rows if not row.excluded]
     lengths = [int(row.segment_length) for row in own]
     segment = segment_length or max(sorted({*lengths}), key=lengths.count, default=0)
-    own = [row for row in own if row.segment_length == segment]
-    columns = [("N", "sizes"), ("D", "numbers of tokens"), ("memory_length", "memory lengths")]
-    counts = {words: len({getattr(row, name) for row in own}) for name, words in columns}
-    sizes = counts.pop("sizes")
-    if few := [f"{count} {words}" for words, count in counts.items() if count < FEWEST]:
-        raise DataError(
-            f"segments of {segment}: found {' and '.join(few)}, a law needs at least {FEWEST} of "
-            "each; plan the sweep with more --memories, and with other optim.steps, and give all "
-            "tables"
-        )
-    if sizes == 2:
-        raise DataError(
-            "the runs have two sizes, which determine no power of N: give tables of one size, or "
-            f"of {FEWEST}"
-        )
     # Repeats that counted as single runs would narrow the intervals as if the law were exact.
     losses: dict[tuple[float, ...], list[float]] = {}
     for row in own:
-        cell = float(row.N), float(row.D), float(row.C), float(row.memory_length)
-        losses.setdefault(cell, []).append(float(row.loss))
-    numbers = 5 + 2 * (sizes >= FEWEST)
-    if len(losses) < numbers + SPARE:
+        if row.segment_length == segment:
+            cell = float(row.N), float(row.D), float(row.C), float(row.memory_length)
+            losses.setdefault(cell, []).append(float(row.loss))
+    sizes, tokens, memories = (len({cell[index] for cell in losses}) for index in (0, 1, 3))
+    found = f"segments of {segment}: found {counted(len(losses), 'run')} of "
+    found += f"{counted(memories, 'memory length')}, {counted(tokens, 'number')} of tokens and "
+    found += counted(sizes, "size")
+    numbers = 5 + 2 * (sizes > 1)
+    if min(memories, tokens) < FEWEST or sizes == 2 or len(losses) < numbers + SPARE:
         raise DataError(
-            f"segments of {segment}: {counted(len(losses), 'run')}, a law of {numbers} numbers "
-            f"needs {numbers + SPARE}"
+            f"{found}; a law needs at least {numbers + SPARE} runs of {FEWEST} memory lengths, "
+            f"{FEWEST} numbers of tokens, and one size or {FEWEST}: plan with more --memories or "
+            "other --steps, and give all tables"
         )
     means_P = np.array([np.mean(same) for same in losses.values()])
     size_P, tokens_P, flops_P, memory_P = np.array([*losses]).T
@@ -139,47 +134,27 @@ def trained_runs(rows: Sequence[Row], segment_length: int = 0) -> Trained:
 
 
 def fit_memory_law(runs: Trained) -> MemoryLaw:
-    """Least squares of relative errors: the best cell of a grid of exponents, where the rest is
-    linear and not negative, then a solver."""
-    from scipy.optimize import nnls
-
-    law = MemoryLaw(
-        coefficients=np.ones(4),
-        exponents=np.ones(3),
-        reference=np.array([*np.exp(np.log(runs.values[:2]).mean(axis=1)), runs.memory_P.min()]),
-        segment_length=runs.segment_length,
-    )
-    ones_P = np.ones_like(runs.loss_P)
-    # The term of each axis at each exponent, so that none is computed for every combination.
-    terms_EP3 = [np.stack(replace(law, exponents=np.full(3, e)).terms(runs.values), axis=-1)
-                 for e in EXPONENTS]  # fmt: skip
-    ends = []
-    for chosen in itertools.product(range(len(EXPONENTS)), repeat=3):
-        terms = [terms_EP3[index][:, axis] for axis, index in enumerate(chosen)]
-        design = np.stack([ones_P, *terms], axis=-1)
-        ends.append((*nnls(design / runs.loss_P[:, None], ones_P)[::-1], EXPONENTS[[*chosen]]))
-    _, coefficients, exponents = min(ends, key=lambda end: end[0])
-    return _refined(replace(law, coefficients=coefficients, exponents=exponents), runs)
+    """Least squares of relative errors: the lowest end of several starts. Of runs of one size the
+    term of N is a constant, like E, and only their sum is determined.
+    """
+    reference = np.array([*np.exp(np.log(runs.values[:2]).mean(axis=1)), runs.memory_P.min()])
+    coefficients = np.full(4, runs.loss_P.mean() / 4)
+    ends = [
+        _refined(MemoryLaw(coefficients, np.array(start), reference, runs.segment_length), runs)
+        for start in itertools.product(STARTS, repeat=3)
+    ]
+    return min(ends, key=lambda end: float((end.errors(runs) ** 2).sum()))
 
 
 def _refined(start: MemoryLaw, runs: Trained) -> MemoryLaw:
-    """The law of least squares of relative errors. Of runs of one size the term of N is a constant,
-    like E, and only their sum is determined.
-    """
     from scipy.optimize import least_squares
-
-    low, high = np.array([0.0] * 4 + [FLATTEST] * 3), np.array([np.inf] * 4 + [STEEPEST] * 3)
 
     def law(numbers: Array) -> MemoryLaw:
         return replace(start, coefficients=numbers[:4], exponents=numbers[4:])
 
+    low, high = np.array([0.0] * 4 + [FLATTEST] * 3), np.array([np.inf] * 4 + [STEEPEST] * 3)
     first = np.clip([*start.coefficients, *start.exponents], low + 1e-9, high - 1e-9)
-    found = least_squares(
-        lambda numbers: law(numbers).loss(*runs.values) / runs.loss_P - 1,
-        first,
-        bounds=(low, high),
-    )
-    return law(found.x)
+    return law(least_squares(lambda x: law(x).errors(runs), first, bounds=(low, high)).x)
 
 
 def best_memory(law: MemoryLaw, runs: Trained, flops: float) -> Optimum:
@@ -224,11 +199,9 @@ def flops_per_token(runs: Trained, size_N: Array, memory_X: Array) -> Array:
             )
         ratio_P = runs.flops_P[chosen] / runs.tokens_P[chosen]
         lines.append(np.polyfit(runs.memory_P[chosen], ratio_P, 1)[::-1])
-    start, slope = np.array(lines).T
-    if len(sizes) == 1:
-        return start[0] + slope[0] * memory_X[None] + 0 * size_N[:, None]
+    logs = np.log(np.array(lines)), np.log(sizes)
+    degree = min(1, len(sizes) - 1)
     at_zero_N, per_key_N = (
-        np.exp(np.polyval(np.polyfit(np.log(sizes), np.log(each), 1), np.log(size_N)))
-        for each in (start, slope)
+        np.exp(np.polyval(np.polyfit(logs[1], each, degree), np.log(size_N))) for each in logs[0].T
     )
     return at_zero_N[:, None] + per_key_N[:, None] * memory_X[None]
