@@ -187,10 +187,9 @@ def flag(value: object) -> bool | None:
 
 def text_of(path: Path, origin: str = ORIGIN) -> str:
     """Read a text file in UTF-8; DataError if it is absent or has another encoding."""
-    if path.is_dir():
-        raise DataError(f"{path} is a directory; name a file: {origin}")
     if not path.is_file():
-        raise DataError(f"{path} does not exist; {origin}")
+        found = "is a directory" if path.is_dir() else "does not exist"
+        raise DataError(f"{path} {found}; name a file: {origin}")
     try:
         return path.read_text(encoding="utf-8-sig")  # spreadsheets put a byte-order mark in front
     except UnicodeDecodeError as error:
@@ -225,12 +224,8 @@ def rows_of(path: Path) -> list[Row]:
             tree = [*map(parse_json, lines)] if path.suffix == ".jsonl" else parse_json(text)
         except ValueError as error:
             raise DataError(f"{path} is not JSON: {error}") from None
-        tree = tree.get("runs") if isinstance(tree, dict) else tree
         if not (isinstance(tree, list) and all(isinstance(row, dict) for row in tree)):
-            raise DataError(
-                f"{path}: expected a list of objects, one per run, or an object whose 'runs' is "
-                "such a list"
-            )
+            raise DataError(f"{path}: expected a list of objects, one per run")
         numbered: Sequence[tuple[int, Row]] = list(enumerate(tree, 1))
     else:
         numbered = csv_rows(path)
@@ -339,7 +334,13 @@ class _Reader:
     units: Mapping[str, float]
 
     def points(self, notes: list[str]) -> Points:
-        loss_P, sizes = self._losses(notes), self._sizes(notes)
+        loss_P, sizes = self.numbers("loss"), self._sizes(notes)
+        if "loss" not in self.units and np.median(loss_P) > LARGEST_LOSS:
+            raise DataError(
+                f"{self.path}: {self.columns.loss} is {loss_P.min():.3g} to {loss_P.max():.3g}, "
+                "expected losses in nats per token, not perplexities; other units: --unit "
+                "loss=FACTOR"
+            )
         has_budget, warning = self._has("budget"), self._units_warning(**sizes)
         progress, holdout = self.columns.progress, self.columns.holdout
         progress_P = np.array(
@@ -399,21 +400,6 @@ class _Reader:
 
     def _has(self, role: str) -> bool:
         return any(row.get(getattr(self.columns, role)) not in (None, "") for row in self.rows)
-
-    def _losses(self, notes: list[str]) -> Array:
-        """Losses in nats per token, from perplexities if the column's name says so."""
-        column, loss_P = self.columns.loss, self.numbers("loss")
-        if re.search(r"ppl|perplexit", column, re.IGNORECASE):
-            self.refuse_where(loss_P <= 1, column, "a perplexity above 1")
-            notes.append(f"loss = ln {column}")
-            return np.log(loss_P)
-        if "loss" not in self.units and np.median(loss_P) > LARGEST_LOSS:
-            raise DataError(
-                f"{self.path}: {column} is {loss_P.min():.3g} to {loss_P.max():.3g}, expected "
-                "losses in nats per token; perplexities are read from a column with 'perplexity' "
-                "or 'ppl' in its name (--column loss=NAME), other units with --unit loss=FACTOR"
-            )
-        return loss_P
 
     def _sizes(self, notes: list[str]) -> dict[str, Array]:
         """N, D and C, one of which may follow from the others."""

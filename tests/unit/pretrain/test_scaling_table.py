@@ -164,25 +164,20 @@ def test_blanks_around_names_and_values_are_no_part_of_them(tmp_path):
             "parameters=1e6",
         ),
         ("N,D,loss\n1e8,2e9,20.1\n2e8,2e9,18.0\n", "loss is 18 to 20.1, expected losses in nats"),
-        ("N,D,ppl\n1e8,2e9,0.9\n", "row 2: ppl='0.9', expected a perplexity above 1"),
     ],
 )
 def test_other_units_are_recognized(tmp_path, text, said):
-    columns = Columns(loss="ppl") if "ppl" in text else Columns()
     with pytest.raises(DataError) as caught:
-        read_points(written(tmp_path / "runs.csv", text), columns)
+        read_points(written(tmp_path / "runs.csv", text))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_units_and_perplexities_are_converted(tmp_path):
-    path = written(tmp_path / "runs.csv", "N,D,C,val_ppl\n44,1e9,2.7e17,20.0\n60,1e9,3.6e17,18.0\n")
-    points = read_points(path, Columns(loss="val_ppl"), units={"parameters": 1e6})
+def test_units_are_converted(tmp_path):
+    path = written(tmp_path / "runs.csv", "N,D,C,loss\n44,1e9,2.7e17,4\n60,1e9,3.6e17,4\n")
+    points = read_points(path, units={"parameters": 1e6, "loss": 0.5})
     assert points.parameters_P.tolist() == [44e6, 60e6]
-    assert points.loss_P == pytest.approx(np.log([20.0, 18.0]))
-    assert points.notes == ("loss = ln val_ppl",)
-    bits = written(tmp_path / "bits.csv", "N,D,loss\n1e8,1e9,4\n")
-    assert read_points(bits, units={"loss": 0.5}).loss_P.tolist() == [2.0]
+    assert points.loss_P.tolist() == [2.0, 2.0]
 
 
 def test_unusual_flops_and_tokens_per_parameter_are_noted(tmp_path):
