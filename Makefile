@@ -92,7 +92,6 @@ scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 20 sma
 		--experiment configs/experiments/scaling-demo.yaml $(SCALING_FAMILY) --write $(SCALING)/best.yaml
 	pretrain scale report $(SCALING)/runs.csv --output $(SCALING)/report \
 		--title "Scaling demo: the workflow on tiny models, no law of large ones"
-	pretrain scale predict $(SCALING)/runs.csv --flops 7.2e11 --inference-tokens 20M --force
 	@echo "This demonstrates the workflow: 15 small runs at three small budgets say nothing about large models."
 	@echo "Open $(SCALING)/report/report.html"
 

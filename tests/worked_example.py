@@ -26,13 +26,11 @@ def blocks_of(demo: Path) -> dict[str, str]:
     """What the demo in this folder found, by the names of the page's blocks."""
     runs = demo / "runs.csv"
     cells = printed("collect", demo / "sweep.yaml", "--runs-dir", demo / "cells", "--output", runs)
-    served = printed("predict", runs, "--flops=7.2e11", "--inference-tokens=20M", "--force")
     found = {
         "rate": printed("report", demo / "tune" / "runs.csv").partition("report: ")[0],
         "runs": cells.partition(f"{runs}: ")[0],
         "fit": printed("fit", runs),
         "prediction": printed("predict", runs, "--flops=3.6e12", "--force"),
-        "serving": served[served.index("to serve") :],
     }
     return {name: indented(text) for name, text in found.items()}
 

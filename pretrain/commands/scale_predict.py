@@ -1,12 +1,10 @@
-"""`pretrain scale predict`: the optimum of a budget and what to train for serving, or one run's
-loss.
-"""
+"""`pretrain scale predict`: the optimum of a budget, or one run's loss."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +12,10 @@ import numpy as np
 from foundation.cli import Answer, add_json
 from foundation.errors import ConfigError
 from foundation.files import refuse_overwrite, write_text
-from foundation.settings import amount_of, load_config, to_tree
+from foundation.settings import load_config, to_tree
 from foundation.yaml_files import dump_yaml
 from pretrain.commands.output_paths import check_output_file
 from pretrain.commands.scale import (
-    LARGEST,
     add_family,
     add_question,
     add_runs,
@@ -31,19 +28,19 @@ from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.fit import TITLES, Fit, loss_interval
-from pretrain.scaling.intervals import LEVEL, Interval, amount, as_loss, as_size, shown
+from pretrain.scaling.frontier import Approach
+from pretrain.scaling.intervals import LEVEL, amount, as_loss, shown
 from pretrain.scaling.predict import (
     doubts,
     law_of_runs,
     near_optimal_line,
-    optimal_run,
     preferred,
     refuse_wild,
     run_doubts,
 )
 from pretrain.scaling.recipe import FAR_SIZE, Family, with_budget
 from pretrain.scaling.report import choice_line, numbers_at, warning_lines
-from pretrain.terminal.text import counted, fitted_table, flops_text
+from pretrain.terminal.text import counted, fitted_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,8 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--experiment", type=Path, metavar="FILE", help=base)
     written = "write the nearest legal run here, as an experiment file"
     add("--write", type=Path, metavar="FILE", help=written)
-    served = "the run of the same loss that is cheapest to train and to serve this many tokens"
-    add("--inference-tokens", type=amount_of("tokens"), default=0.0, metavar="T", help=served)
     add_family(parser)
     add_json(parser)
 
@@ -84,26 +79,20 @@ def run(arguments: argparse.Namespace) -> Answer:
         lines.append(f"{approach.title} without an interval: {why}")
     if near := near_optimal_line(fit, flops, approach):
         lines.append(near)
-    chosen = [Chosen(approach.title, approach.parameters(at), approach.loss(at), flops)]
-    if arguments.inference_tokens:
-        chosen.append(_served(fit, arguments))
-    lines += [line for each in chosen for line in each.lines]
+    answer = {
+        "law": approach.title,
+        "parameters": approach.parameters(at),
+        "loss": approach.loss(at),
+        "flops": flops,
+    }
     if base:
-        lines += _nearest(base, chosen[-1], arguments)
-    values = [
-        {name: value for name, value in vars(each).items() if name != "lines"} for each in chosen
-    ]
-    return Answer("\n".join(lines), values)
+        lines += _nearest(base, approach, arguments)
+    return Answer("\n".join(lines), [answer])
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """ConfigError for questions that contradict each other, and files that cannot be written."""
     check_question(arguments)
-    if not 0 <= arguments.inference_tokens <= LARGEST:
-        raise ConfigError(
-            f"--inference-tokens {arguments.inference_tokens:g}: expected a number above 0 and at "
-            f"most {LARGEST:g}"
-        )
     if arguments.write:
         if not arguments.experiment:
             raise ConfigError(
@@ -111,10 +100,10 @@ def _check(arguments: argparse.Namespace) -> None:
             )
         check_output_file("--write", arguments.write, "best.yaml")
         refuse_overwrite(arguments.write)
-    idle = ("law", "experiment", "inference_tokens")
+    idle = ("law", "experiment")
     if arguments.params and (given := [name for name in idle if getattr(arguments, name)]):
         raise ConfigError(
-            f"--{given[0].replace('_', '-')} has no effect with --params and --tokens, which ask "
+            f"--{given[0]} has no effect with --params and --tokens, which ask "
             "for one run's loss; leave it out, or ask with --flops"
         )
 
@@ -145,23 +134,13 @@ def _single_run(fit: Fit, arguments: argparse.Namespace) -> Answer:
     return Answer("\n".join(lines), [{"law": law.title, "loss": loss, "flops": flops}])
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """A run that answers a question, the law it is by, and lines for the terminal."""
-
-    law: str
-    parameters: Interval
-    loss: Interval
-    flops: float
-    lines: list[str] = field(default_factory=list)
-
-
-def _nearest(base: RunConfig, answer: Chosen, arguments: argparse.Namespace) -> list[str]:
-    """Describe, and write where wanted, the legal run nearest to the answer."""
+def _nearest(base: RunConfig, law: Approach, arguments: argparse.Namespace) -> list[str]:
+    """Describe, and write where wanted, the legal run nearest to the optimum."""
+    flops, at = arguments.flops, math.log(arguments.flops)
     family = Family(base=base, keep_layers=arguments.keep_layers)
-    shaped = family.nearest(answer.parameters.value, FAR_SIZE)
-    run = with_budget(shaped, answer.flops, rule_of(base, arguments))
-    run = replace(run, name=f"{base.name}-c{answer.flops:.3g}".replace("+", ""))
+    shaped = family.nearest(law.parameters(at).value, FAR_SIZE)
+    run = with_budget(shaped, flops, rule_of(base, arguments))
+    run = replace(run, name=f"{base.name}-c{flops:.3g}".replace("+", ""))
     cost, model = cost_of(run), run.model
     lines = [
         f"nearest legal run: {counted(model.num_layers, 'layer')}, d_model {model.d_model}, "
@@ -171,8 +150,8 @@ def _nearest(base: RunConfig, answer: Chosen, arguments: argparse.Namespace) -> 
     ]
     if arguments.write:
         header = (
-            f"# The optimum at {answer.flops:.3g} FLOPs by {answer.law}: loss "
-            f"{shown(answer.loss, as_loss)}\n"
+            f"# The optimum at {flops:.3g} FLOPs by {law.title}: loss "
+            f"{shown(law.loss(at), as_loss)}\n"
             f"# Written by 'pretrain scale predict' from {arguments.runs.name}; rate and batch: "
             f"{rule_name(arguments)}\n"
         )
@@ -180,25 +159,3 @@ def _nearest(base: RunConfig, answer: Chosen, arguments: argparse.Namespace) -> 
         write_text(arguments.write, header + dump_yaml(to_tree(run)))
         lines.append(f"written: {arguments.write}")
     return lines
-
-
-def _served(fit: Fit, arguments: argparse.Namespace) -> Chosen:
-    served, law = arguments.inference_tokens, law_of_runs(fit)
-    optimal, cheapest = (
-        optimal_run(law, arguments.flops, served, in_all=in_all) for in_all in (False, True)
-    )
-    rows = [["run", "N", "D", "loss", "training", "serving", "in all"]]
-    for name, run in (("compute-optimal", optimal), ("least FLOPs in all", cheapest)):
-        costs = (flops_text(each.value) for each in (run.training, run.serving, run.total))
-        sizes = shown(run.parameters, as_size), shown(run.tokens, as_size)
-        rows.append([name, *sizes, shown(run.loss, as_loss), *costs])
-    saved = 1 - cheapest.total.value / optimal.total.value
-    reasons = run_doubts(fit, cheapest.parameters.value, cheapest.tokens.value)
-    lines = [
-        f"to serve {amount(served)} tokens, each a third of a training token's FLOPs:",
-        fitted_table(rows),
-        f"the smaller run saves {saved:.1%} of the FLOPs in all",
-        *_not_refused(reasons, arguments),
-    ]
-    title = f"{law.title}, {amount(served)} served"
-    return Chosen(title, cheapest.parameters, cheapest.loss, cheapest.training.value, lines)

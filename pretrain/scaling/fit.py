@@ -39,7 +39,7 @@ from pretrain.scaling.law import (
     fit_parametric,
     loss_at,
 )
-from pretrain.scaling.table import HELD_OUT, Array, Points, usable
+from pretrain.scaling.table import Array, Points, usable
 from pretrain.terminal.text import counted
 
 Number = TypeVar("Number", float, Array)
@@ -94,7 +94,6 @@ class LeftOut:
 
     budget: float
     error: Mapping[str, float]  # law -> mean |relative error| of the losses of the runs near N*
-    unavailable: Mapping[str, str]  # law -> why those runs do not allow it
 
 
 @dataclass(frozen=True)
@@ -137,11 +136,6 @@ class Fit:
         """Approach 2's parabolas, if these runs allow them."""
         isoflop = self.approach("isoflop")
         return isoflop.fit.valleys if isoflop and isinstance(isoflop.fit, FrontierFit) else ()
-
-    @property
-    def num_unpredicted(self) -> int:
-        """How many runs were held out but not predicted: only approach 3 predicts single runs."""
-        return sum(each.reason == HELD_OUT for each in self.points.excluded) - len(self.holdouts)
 
     @property
     def none_because(self) -> str:
@@ -227,7 +221,7 @@ def leave_largest_out(points: Points, laws: Mapping[str, Fitted]) -> LeftOut | N
     if len(budgets) < 3:
         return None
     last = points.take(points.budget_P == budgets[-1])
-    below, unavailable = estimate(points.take(points.budget_P < budgets[-1]))
+    below, _ = estimate(points.take(points.budget_P < budgets[-1]))
     predicted = {key: law.losses(last) for key, law in below.items() if key != "lowest"}
     isoflop, size = laws.get("isoflop"), float(last.parameters_P[last.loss_P.argmin()])
     for valley in isoflop.used if isinstance(isoflop, FrontierFit) else ():
@@ -241,7 +235,7 @@ def leave_largest_out(points: Points, laws: Mapping[str, Fitted]) -> LeftOut | N
         for key, loss_P in predicted.items()
     }
     finite = {key: error for key, error in errors.items() if math.isfinite(error)}
-    return LeftOut(budget=float(budgets[-1]), error=finite, unavailable=unavailable)
+    return LeftOut(budget=float(budgets[-1]), error=finite)
 
 
 def predict_holdouts(runs: Points, law: Approach) -> tuple[Prediction, ...]:

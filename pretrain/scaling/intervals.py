@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -87,8 +88,10 @@ def shown(interval: Interval, text: Text) -> str:
     return f"{value} [{low}, {high}]"
 
 
-def fixed(value: float, half: float, usual: str) -> str:
-    """The number to two digits of `half`, at most MOST_DECIMALS; else by the `usual` format."""
+def fixed(value: float, half: float = math.nan, usual: str = ".4f") -> str:
+    """The number to two digits of `half`, at most MOST_DECIMALS; else by the `usual` format; `-`
+    for none.
+    """
     if not math.isfinite(value):
         return "-"
     if not 0 < half < math.inf:
@@ -105,22 +108,10 @@ def amount(value: float) -> str:
 
 def as_size(value: float, half: float = math.nan) -> str:
     """Estimated parameters or tokens: `10.0M`, `2.20G`, `-` for none."""
-    if not math.isfinite(value):
-        return "-"
     number, prefix = prefixed(value)
     return fixed(number, half * number / value if value else half, "#.3g").rstrip(".") + prefix
 
 
-def as_loss(value: float, half: float = math.nan) -> str:
-    """A loss in nats per token: `1.6640`."""
-    return fixed(value, half, ".4f")
-
-
-def as_exponent(value: float, half: float = math.nan) -> str:
-    """An exponent: `0.466`."""
-    return fixed(value, half, ".3f")
-
-
-def as_factor(value: float, half: float = math.nan) -> str:
-    """A constant of the law: `1606`."""
-    return f"{value:.3g}" if 1e6 <= abs(value) < math.inf else fixed(value, half, ".4g")
+as_loss = fixed  # in nats per token: `1.6640`
+as_exponent = partial(fixed, usual=".3f")
+as_factor = partial(fixed, usual=".4g")  # a constant of the law

@@ -1,24 +1,19 @@
-"""Predictions from a fit and reasons to doubt them: optima, and the run that is cheapest to train
-and to serve.
+"""How flat the optimum of a fit is, and reasons not to rely on its predictions.
 
-FLOPs per token are s N^p in training and a third of that, one forward pass, for each token served.
-Source: Sardana et al. 2023 (least FLOPs of training and inference at a loss).
-
-Legend: G laws, X sizes.
+Legend: X sizes.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from foundation.errors import ConfigError
 from pretrain.scaling.fit import Fit, disagreement, loss_interval
-from pretrain.scaling.frontier import Approach, FrontierFit, Line, law_of
-from pretrain.scaling.intervals import Interval, as_loss, as_size, shown
-from pretrain.scaling.law import LawLine, log_loss, log_optimum
+from pretrain.scaling.frontier import Approach, FrontierFit
+from pretrain.scaling.intervals import as_loss, as_size, shown
+from pretrain.scaling.law import LawLine, log_loss
 from pretrain.scaling.table import Array
 
 FURTHEST = 100.0  # times the largest budget (or below the smallest by as much)
@@ -29,20 +24,6 @@ FURTHEST_AXIS = 30.0  # times the largest N or D, for the loss of one run
 WIDEST_LOSS = 1.2  # high over low end of the interval of one run's loss
 BAND = 0.01  # sizes whose loss is within this part of the least are near-optimal
 BAND_REACH = np.log(100.0)
-SERVED = 1 / 3  # FLOPs of a served token over those of a trained one
-SIZES_BELOW = np.linspace(np.log(1e-4), 0, 8001)  # of the optimum, which serving makes smaller
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run that answers a question, and what it costs; estimates have their intervals."""
-
-    parameters: Interval
-    tokens: Interval
-    training: Interval  # FLOPs
-    serving: Interval  # FLOPs
-    total: Interval  # FLOPs
-    loss: Interval
 
 
 def preferred(fit: Fit, key: str = "") -> Approach:
@@ -146,34 +127,3 @@ def refuse_wild(doubts: list[str]) -> None:
             f"prediction rejected as extrapolation: {'; '.join(doubts)}. Add runs nearer to it, "
             "or use --force"
         )
-
-
-def optimal_run(law: Approach, flops: float, served: float, *, in_all: bool = False) -> Run:
-    """The run with the least loss for its training; or `in_all` the one with that loss and the
-    least FLOPs of training and serving.
-    """
-
-    def costs(line: Line) -> list[Array]:
-        laws = law_of(line)
-        n, d = log_optimum(laws.theta, np.log(flops), laws.flops_law)
-        if in_all:
-            n_GX = n[..., None] + SIZES_BELOW
-            d_GX = tokens_at_loss(
-                laws.theta[..., None, :], laws.loss(np.log(flops))[..., None], n_GX
-            )
-            cost_GX = np.exp(laws.flops_law.log_flops(n_GX, 0.0)) * (np.exp(d_GX) + served * SERVED)
-            best_G1 = np.nan_to_num(cost_GX, nan=np.inf).argmin(axis=-1)[..., None]
-            n, d = (np.take_along_axis(each, best_G1, -1)[..., 0] for each in (n_GX, d_GX))
-        training = np.exp(laws.flops_law.log_flops(n, d))
-        serving = served * SERVED * np.exp(laws.flops_law.log_flops(n, 0.0))
-        return [np.exp(n), np.exp(d), training, serving, training + serving]
-
-    return Run(*law.intervals(costs), loss=law.loss(math.log(flops)))
-
-
-def tokens_at_loss(theta: Array, loss: Array, log_parameters: Array) -> Array:
-    """ln D with which a run of size N reaches the loss; infinite if no data is enough."""
-    e, a, b, alpha, beta = (theta[..., index] for index in range(5))
-    rest = loss - np.exp(e) - np.exp(a - alpha * log_parameters)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(rest > 0, (b - np.log(np.maximum(rest, 1e-300))) / beta, np.inf)

@@ -80,9 +80,6 @@ def fit_lines(fit: Fit, flops: float = 0.0, verbose: bool = False) -> list[str]:
         text_table(narrow([[*row[:3], *row[4:]] for row in law_table(fit, flops)])),  # without D*
         *(f"{TITLES[key]} is not relied on: {why}" for key, why in fit.doubts.items()),
     ]
-    if fit.num_unpredicted:
-        words = counted(fit.num_unpredicted, "held-out run")
-        lines.append(f"{words} not predicted: only approach 3 can, and it is not available")
     return [*lines, "", *_details(fit)] if verbose else lines + _holdouts(fit)[-1:]
 
 
@@ -187,12 +184,9 @@ def _details(fit: Fit) -> list[str]:
 
 
 def _missing(fit: Fit) -> list[str]:
-    """Why there is no such law, also without the largest budget, or no interval of it."""
-    lost = fit.left_out.unavailable if fit.left_out else {}
-    without = {key: f"without the largest budget: {why}" for key, why in lost.items()}
-    missing = {**without, **fit.unavailable}
+    """Why there is no such law, or no interval of it."""
     return [
-        *(f"{TITLES[key]} is not available: {why}" for key, why in missing.items()),
+        *(f"{TITLES[key]} is not available: {why}" for key, why in fit.unavailable.items()),
         *(f"{i.title} has no intervals: {i.no_interval}" for i in fit.approaches if i.no_interval),
     ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -19,16 +18,13 @@ from pretrain import scaling
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.fit import fit_all
-from pretrain.scaling.frontier import Approach
-from pretrain.scaling.law import FlopsLaw, Law, LawLine, log_loss
+from pretrain.scaling.law import log_loss
 from pretrain.scaling.predict import (
     doubts,
     near_optimal_band,
-    optimal_run,
     preferred,
     refuse_wild,
     run_doubts,
-    tokens_at_loss,
 )
 from pretrain.scaling.sweep_file import read_sweep
 from tests.helpers.scaling import (
@@ -237,94 +233,3 @@ def test_an_approach_the_runs_do_not_allow_cannot_be_asked():
     fit = fit_all(make_points(size_P, tokens_P, HOFFMANN.loss(size_P, tokens_P)))
     with pytest.raises(ConfigError, match="law 'isoflop' is not available for these runs"):
         preferred(fit, "isoflop")
-
-
-# With three digits of the exponents, as Sardana et al. 2023 use them.
-CHINCHILLA = Law(E=1.69, A=406.4, B=410.7, alpha=0.336, beta=0.283)
-STEEP = FlopsLaw(scale=20.0, power=0.95)
-
-
-def law_of(law: Law, flops_law: FlopsLaw = SIX_N) -> Approach:
-    """Approach 3 as if it were known exactly."""
-    exact = LawLine(np.stack([law.theta] * 2), flops_law)
-    line = LawLine(law.theta, flops_law)
-    return Approach("parametric", "3 parametric", None, line, exact, free=1)
-
-
-@pytest.fixture(scope="module")
-def chinchilla():
-    return law_of(CHINCHILLA)
-
-
-def test_the_example_of_sardana_et_al_is_reproduced(chinchilla):
-    # Figure 1: of a 13B model's quality and 2T served tokens, a 7B model saves 1.7e22 FLOPs (17%).
-    flops = 4.49e22
-    optimal = optimal_run(chinchilla, flops, 2e12)
-    assert optimal.parameters.value == pytest.approx(13e9, rel=0.01)
-    cheapest = optimal_run(chinchilla, flops, 2e12, in_all=True)
-    assert cheapest.parameters.value == pytest.approx(7e9, rel=0.02)
-    saved = optimal.total.value - cheapest.total.value
-    assert saved == pytest.approx(1.7e22, rel=0.02)
-    assert saved / optimal.total.value == pytest.approx(0.17, abs=0.006)
-    assert cheapest.loss.value == pytest.approx(optimal.loss.value, rel=1e-9)
-
-
-@pytest.mark.parametrize("flops_law", [SIX_N, STEEP])
-def test_no_other_size_of_the_same_loss_costs_less_in_all(flops_law):
-    law = law_of(HOFFMANN, flops_law)
-    flops, served = 1e20, 3e11
-    cheapest = optimal_run(law, flops, served, in_all=True)
-    size = math.log(cheapest.parameters.value)
-    for step in (-0.3, -0.05, 0.05, 0.3):
-        theta, goal = law.line.theta, np.asarray(cheapest.loss.value)
-        tokens = math.exp(tokens_at_loss(theta, goal, size + step))
-        per_token = flops_law.scale * math.exp(size + step) ** flops_law.power
-        assert per_token * (tokens + served / 3) > cheapest.total.value
-    n, d = cheapest.parameters.value, cheapest.tokens.value
-    assert cheapest.training.value == pytest.approx(flops_law.scale * n**flops_law.power * d)
-    assert cheapest.serving.value == pytest.approx(cheapest.training.value * served / d / 3)
-
-
-@pytest.fixture(scope="module")
-def table(tmp_path_factory):
-    path = tmp_path_factory.mktemp("runs") / "runs.csv"
-    return write_points(path, simulated(CHINCHILLA, noise=0.001))
-
-
-def test_predict_answers_and_writes_the_run_that_is_cheapest_to_train_and_serve(
-    table, tmp_path, capsys
-):
-    experiment = tmp_path / "books.yaml"
-    experiment.write_text(
-        "name: books\nmodel: {vocab_size: 8192, num_layers: 12, d_model: 768, num_heads: 12}\n"
-        "data: {segment_length: 512, path: absent}\n"
-    )
-    question = ("predict", table, "--flops", "1e20", "--inference-tokens", "200G")
-    written = tmp_path / "best.yaml"
-    assert command(*question, "--experiment", experiment, "--write", written) == 0
-    said = capsys.readouterr().out
-    row = re.search(r"least FLOPs in all +([\d.]+)M \[([\d.]+)M, ([\d.]+)M\]", said)
-    assert row
-    size, low, high = (float(each) * 1e6 for each in row.groups())
-    assert low < size < high
-    saved = re.search(r"the smaller run saves ([\d.]+)% of the FLOPs in all", said)
-    assert saved
-    assert 5 < float(saved[1]) < 60
-    assert cost_of(load_config(RunConfig, written)).parameters == pytest.approx(size, rel=0.1)
-    assert "served: loss" in written.read_text().splitlines()[0]
-
-
-def test_far_or_contradictory_questions_are_one_line(table, tmp_path, capsys):
-    question = ("predict", table, "--flops", "1e20")
-    for words, said in (
-        (("--inference-tokens", "1000T"), "prediction rejected as extrapolation"),
-        (("--inference-tokens", "1e300"), "--inference-tokens 1e+300: expected a number"),
-    ):
-        assert command(*question, *words) == 2
-        captured = capsys.readouterr()
-        assert said in captured.err
-        assert captured.err.count("\n") == 1
-        assert captured.out == ""
-    run = ("predict", table, "--params", "1G", "--tokens", "1G")
-    assert command(*run, "--inference-tokens", "1G") == 2
-    assert "has no effect with --params and --tokens" in capsys.readouterr().err

@@ -73,24 +73,20 @@ def walk(words: list[str], here: Path) -> list[str]:
     return rest
 
 
-def test_the_demo_tunes_plans_fits_predicts_a_held_out_run_and_what_serving_costs(
-    commands, tmp_path, capsys
-):
+def test_the_demo_tunes_plans_fits_predicts_a_held_out_run(commands, tmp_path, capsys):
     assert texts.main([str(tmp_path / "text.jsonl")]) == 0
     text = (REPOSITORY / EXPERIMENT).read_text()
     (tmp_path / "demo.yaml").write_text(text.replace("runs/scaling-demo", str(tmp_path)))
     walked = [walk(words, tmp_path) for words in commands]
     actions = [words[1] for words in walked if words]
     tuned, swept = ["plan", "submit", "collect", "report"], ["plan", "submit", "collect", "fit"]
-    assert actions == [*tuned, *swept, "predict", "report", "predict"]
+    assert actions == [*tuned, *swept, "predict", "report"]
     said = capsys.readouterr().out
     for each in (
         r"512 tokens a step: optim\.learning_rate=0\.02 ",
         r"rate: tuned on 2\.0e-02",
         r"held out c2\.2e12-\S+-holdout: measured",
         r"rely on \d",
-        r"to serve 20M tokens",
-        r"the smaller run saves",
     ):
         assert re.search(each, said), each
     assert any("demonstrates the workflow" in " ".join(words) for words in commands)
