@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 
-from foundation.errors import ConfigError, DataError
+from foundation.errors import ConfigError
 from pretrain.commands.scale import add_question, add_runs, check_question
 from pretrain.commands.scale_fit import points_of
 from pretrain.scaling.intervals import amount, as_loss, fixed, shown
 from pretrain.scaling.law import ParametricFit
 from pretrain.scaling.predict import law_of_runs, refuse_wild, run_doubts
 from pretrain.scaling.table import Columns
-from pretrain.scaling.task_fit import FARTHEST, TaskFit, backtest, fit_task
+from pretrain.scaling.task_fit import FARTHEST, TaskFit, fit_task
 from pretrain.terminal.text import counted
 
 
@@ -45,18 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.column = [*arguments.column, f"accuracy={arguments.accuracy}"]
     if arguments.task_loss:
         arguments.column.append(f"loss={arguments.task_loss}")
-    runs, loss = points_of(arguments), Columns.parse(arguments.column).loss
-    task = fit_task(runs, *ends)
+    loss, task = Columns.parse(arguments.column).loss, fit_task(points_of(arguments), *ends)
     lines = _step_lines(task, loss, arguments.accuracy)
-    try:
-        error, second, both = backtest(runs, *ends)
+    if errors := task.backtest():
+        error, second, both = errors
         lines.append(
-            "without the largest budget, mean absolute errors there: "
-            f"loss {error:.2%}, accuracy {100 * second:.1f} points by step 2 alone and "
-            f"{100 * both:.1f} by both"
+            f"without the largest budget, mean absolute errors there: loss {error:.2%}, accuracy "
+            f"{100 * second:.1f} points by step 2 alone and {100 * both:.1f} by both"
         )
-    except DataError as error:
-        lines.append(f"no check on the largest budget: {error}")
     if is_asked:
         lines = [*_prediction(task, loss, arguments), *lines]
     print("\n".join(lines))

@@ -108,9 +108,7 @@ def log_terms(theta: Array, n_P: Array, d_P: Array) -> Array:
 def log_loss(theta: Array, log_parameters: float | Array, log_tokens: float | Array) -> Array:
     """ln L for laws theta [..., 5] at points [P]; a single law and a single point give a scalar."""
     n_P, d_P = np.atleast_1d(log_parameters), np.atleast_1d(log_tokens)
-    terms = log_terms(theta, n_P, d_P)
-    peak = terms.max(axis=-2)
-    value = peak + np.log(np.exp(terms - peak[..., None, :]).sum(axis=-2))
+    value = np.logaddexp.reduce(log_terms(theta, n_P, d_P), axis=-2)
     return value[..., 0] if np.ndim(log_parameters) == np.ndim(log_tokens) == 0 else value
 
 
@@ -319,11 +317,11 @@ def huber_sum(
     theta: Array, n_P: Array, d_P: Array, l_P: Array, delta: float
 ) -> tuple[float, Array]:
     """Sum over points of Huber_delta(ln L - ln loss), and its gradient by theta."""
+    from scipy.special import huber
+
     terms = log_terms(theta, n_P, d_P)
     log_P = log_loss(theta, n_P, d_P)
     shares = np.exp(terms - log_P)
     residual_P = log_P - l_P
-    size_P = np.abs(residual_P)
-    values_P = np.where(size_P <= delta, size_P**2 / 2, delta * (size_P - delta / 2))
     jacobian = np.concatenate([shares, -shares[1:] * np.stack([n_P, d_P])])
-    return float(values_P.sum()), jacobian @ np.clip(residual_P, -delta, delta)
+    return float(huber(delta, residual_P).sum()), jacobian @ np.clip(residual_P, -delta, delta)

@@ -54,12 +54,11 @@ def near_optimal_band(fit: Fit, flops: float, approach: Approach) -> tuple[float
         loss_X = np.exp(log_loss(approach.line.theta, n_X, d_X))
         near = n_X[loss_X <= (1 + BAND) * float(approach.line.loss(np.log(flops)))]
         return (float(np.exp(near[0])), float(np.exp(near[-1]))) if len(near) else None
-    if not isinstance(approach.fit, FrontierFit):
-        return None
+    assert isinstance(approach.fit, FrontierFit)
     off = math.sqrt(2 * BAND / approach.fit.bend)
     with np.errstate(over="ignore"):
-        ends = float(np.exp(n_star - off)), float(np.exp(n_star + off))
-    return ends if math.isfinite(ends[1]) else None
+        low, high = np.exp([n_star - off, n_star + off])
+    return (float(low), float(high)) if math.isfinite(high) else None
 
 
 def near_optimal_line(fit: Fit, flops: float, approach: Approach) -> str:

@@ -22,9 +22,9 @@ from pretrain.scaling.intervals import (
     groups_of,
     jackknife,
 )
-from pretrain.scaling.law import ParametricFit, fit_parametric, loss_at
+from pretrain.scaling.law import ParametricFit, loss_at
 from pretrain.scaling.predict import law_of_runs
-from pretrain.scaling.table import FINISHED, Array, Points, usable
+from pretrain.scaling.table import FINISHED, Array, Points
 from pretrain.terminal.text import counted
 
 FEWEST_RUNS = 6  # three numbers, and runs to contradict them
@@ -71,6 +71,22 @@ class TaskFit:
         accuracy = jackknife(value, np.array(accuracy_G), free, is_linear=True)
         return loss, replace(accuracy, low=max(accuracy.low, 0.0), high=min(accuracy.high, 1.0))
 
+    def backtest(self) -> tuple[float, float, float] | None:
+        """Errors on the runs of the largest budget by both steps without its group of budgets: the
+        mean absolute relative one of the loss, and the mean absolute ones of the accuracy by the
+        second step alone and by both. None without such fits.
+        """
+        points = self.fit.points
+        if not self.left_out or points.accuracy_P is None:
+            return None
+        last = points.take(points.budget_P == points.budgets[-1])
+        theta, sigmoid = self.left_out[(len(points.budgets) - 1) % MOST_GROUPS]
+        predicted_P = loss_at(theta, np.log(last.parameters_P), np.log(last.tokens_P))
+        accuracies_P = sigmoid.at(last.loss_P), sigmoid.at(predicted_P)
+        loss = float(np.abs(predicted_P / last.loss_P - 1).mean())
+        second, both = (float(np.abs(each - last.accuracy_P).mean()) for each in accuracies_P)
+        return loss, second, both
+
     def extrapolated(self, loss: float) -> float:
         """How far below the measured losses a loss is, as a part of their width."""
         return float((self.loss_P.min() - loss) / np.ptp(self.loss_P))
@@ -109,25 +125,6 @@ def _without_budgets(
     for group, theta in zip(np.unique(group_P), laws, strict=True):
         pairs = chosen.loss_P[near_P != group], chosen.accuracy_P[near_P != group]
         yield theta, _least_squares(*pairs, whole, is_known)
-
-
-def backtest(
-    runs: Points, chance: float | None = None, ceiling: float = 1.0
-) -> tuple[float, float, float]:
-    """Predict the runs of the largest budget from the others: the mean absolute relative error of
-    the loss, and the mean absolute errors of the accuracy by the second step alone and by both.
-
-    DataError if those below it do not allow it.
-    """
-    points = usable(runs)
-    last = points.take(points.budget_P == points.budgets[-1])
-    rest = runs.take(runs.budget_P < points.budgets[-1])
-    predicted_P = fit_parametric(usable(rest)).losses(last)
-    sigmoid = fit_sigmoid(*_pairs(rest)[1:], chance, ceiling)
-    _, loss_P, accuracy_P = _pairs(last)
-    errors = predicted_P / loss_P - 1, sigmoid.at(loss_P) - accuracy_P
-    loss, second = (float(np.abs(error_P).mean()) for error_P in errors)
-    return loss, second, float(np.abs(sigmoid.at(predicted_P) - accuracy_P).mean())
 
 
 def fit_sigmoid(

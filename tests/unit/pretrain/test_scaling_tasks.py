@@ -12,7 +12,7 @@ from foundation.csv_files import write_csv
 from foundation.errors import DataError
 from pretrain.commands import scale
 from pretrain.scaling.table import Points
-from pretrain.scaling.task_fit import Sigmoid, backtest, fit_sigmoid, fit_task
+from pretrain.scaling.task_fit import Sigmoid, fit_sigmoid, fit_task
 from tests import task_coverage
 from tests.helpers.scaling import HOFFMANN, simulated
 
@@ -61,14 +61,14 @@ def test_accuracies_below_chance_are_refused():
 
 def test_the_backtest_never_sees_the_largest_budget():
     runs = with_accuracies(RUNS)
-    loss, second, both = backtest(runs, 0.25)
+    loss, second, both = fit_task(runs, 0.25).backtest()
     assert loss < 0.01
     assert max(second, both) < 0.02
     last_P = RUNS.budget_P == RUNS.budgets[-1]
-    spoilt = replace(runs, accuracy_P=np.where(last_P, 0.0, runs.accuracy_P))
-    again = backtest(spoilt, 0.25)
+    spoilt = replace(runs, accuracy_P=runs.accuracy_P - 0.05 * last_P)
+    again = fit_task(spoilt, 0.25).backtest()
     assert again[0] == loss
-    assert min(again[1:]) > 0.3
+    assert again[1:] == pytest.approx([0.05, 0.05], abs=0.015)
 
 
 @pytest.mark.parametrize(
