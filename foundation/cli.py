@@ -116,7 +116,7 @@ class Program:
         parsed = parser.parse_intermixed_args(rest)
         found = run(parsed)
         if isinstance(found, Answer):
-            print(json.dumps(_plain(found.values)) if parsed.json else found.text)
+            print(json.dumps(plain(found.values)) if parsed.json else found.text)
             return found.status
         return found
 
@@ -146,14 +146,14 @@ class Program:
         return parser, getattr(module, f"run_{function}" if function else "run")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return the value as JSON has it: numbers that are not finite are null."""
     if is_dataclass(value):
         value = vars(value)
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return list(map(_plain, value))
+        return list(map(plain, value))
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return str(value) if isinstance(value, Path) else value

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from foundation.cli import Answer, add_json
 from foundation.csv_files import check_table_path
 from foundation.errors import ConfigError, DataError
-from foundation.files import write_json
 from foundation.settings import amount_of
 from foundation.yaml_files import YAML_SUFFIXES
 from pretrain.commands.output_paths import check_output_directory, check_output_file
@@ -89,19 +89,14 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     flops = "show the optimum of this many training FLOPs (default: 10 times the largest budget)"
     parser.add_argument("--flops", type=amount_of("FLOPs"), default=0.0, metavar="C", help=flops)
     parser.add_argument("--verbose", action="store_true", help="print all there is")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results here, as JSON")
+    add_json(parser)
 
 
-def run_fit(arguments: argparse.Namespace) -> int:
-    """Print the fit; status 1 if no law describes the runs."""
-    check_output_file("--json", arguments.json, "fit.json")
+def run_fit(arguments: argparse.Namespace) -> Answer:
+    """Return the fit; status 1 if no law describes the runs."""
     fit = fit_of(arguments)
-    print("\n".join(fit_lines(fit, arguments.flops, arguments.verbose)))
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(arguments.json, fit_tree(fit))
-        print(f"written: {arguments.json}")
-    return int(bool(fit.none_because))
+    text = "\n".join(fit_lines(fit, arguments.flops, arguments.verbose))
+    return Answer(text, fit_tree(fit), int(bool(fit.none_because)))
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:

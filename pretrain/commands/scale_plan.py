@@ -39,7 +39,7 @@ from pretrain.scaling.plan import (
     length_axes,
     make_sweep,
     optimum_at_ratio,
-    placement_table,
+    placement,
     placement_totals,
     plan_sizes,
     planned_run,
@@ -165,8 +165,6 @@ def run(arguments: argparse.Namespace) -> Answer:
     else:
         check_corpus(corpus, runs)
     lines = [fitted_table(_table(runs))]
-    if "nodes" in runs[0].facts:
-        lines.append(f"\n{fitted_table(placement_table(runs))}\n")
     if arguments.simulate is not None:
         from pretrain.scaling.simulation import simulated_table
 
@@ -327,24 +325,29 @@ def _center(family: Family, arguments: argparse.Namespace) -> tuple[Callable[[fl
 
 
 def _table(runs: list[PlannedRun]) -> list[list[str]]:
-    heads = ["cell", "layers", "d_model", "heads", "N", "body", "D", "D/N", "segment", "memory"]
-    rows = [[*heads, "lanes", "steps", "rate", "C", "C/6ND"]]
+    """Heads and a row per run, with where it runs if it was planned for a machine."""
+    rows = []
     for item in runs:
-        model, cost = item.run.model, item.cost
-        rows.append(
-            [
-                item.name,
-                *(str(value) for value in (model.num_layers, model.d_model, model.num_heads)),
-                *(amount(value) for value in (cost.parameters, cost.body_parameters, cost.tokens)),
-                f"{cost.tokens / cost.parameters:.1f}",
-                *(str(value) for value in (item.run.data.segment_length, model.longest_memory)),
-                *(str(value) for value in (item.run.data.lanes, cost.steps)),
-                f"{item.run.optim.learning_rate:.2e}",
-                flops_text(cost.flops),
-                f"{cost.flops / (6 * cost.parameters * cost.tokens):.2f}",
-            ]
-        )
-    return rows
+        run, model, cost = item.run, item.run.model, item.cost
+        row = {
+            "cell": item.name,
+            "layers": str(model.num_layers),
+            "d_model": str(model.d_model),
+            "heads": str(model.num_heads),
+            "N": amount(cost.parameters),
+            "body": amount(cost.body_parameters),
+            "D": amount(cost.tokens),
+            "D/N": f"{cost.tokens / cost.parameters:.1f}",
+            "segment": str(run.data.segment_length),
+            "memory": str(model.longest_memory),
+            "lanes": str(run.data.lanes),
+            "steps": str(cost.steps),
+            "rate": f"{run.optim.learning_rate:.2e}",
+            "C": flops_text(cost.flops),
+            "C/6ND": f"{cost.flops / (6 * cost.parameters * cost.tokens):.2f}",
+        }
+        rows.append(row | (placement(item) if "nodes" in item.facts else {}))
+    return [[*rows[0]], *([*row.values()] for row in rows)]
 
 
 def _totals(runs: list[PlannedRun]) -> list[str]:

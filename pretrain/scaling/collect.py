@@ -40,14 +40,12 @@ class Row:
     N_body: int | str = ""
     D: int | str = ""
     C: float | str = ""
-    C_6ND: float | str = ""
     loss: float | str = ""  # infinite if it diverged
     bits_per_byte: float | str = ""  # the same loss, per byte of the text
     budget: float | str = ""
     seed: int | str = ""
     progress: float | str = ""
     holdout: str = ""
-    schedule: str = ""
     learning_rate: float | str = ""
     rate_factor: float | str = ""  # of the plan's rate, where the cell checks it
     tokens_per_step: int | str = ""
@@ -146,12 +144,10 @@ def row_of(placed: PlacedCell) -> Row:
         N_body=cost.body_parameters,
         D=cost.tokens,
         C=cost.flops,
-        C_6ND=6.0 * cost.parameters * cost.tokens,
         loss="" if not last else float(loss) if _is_finite(loss) else math.inf,
         bits_per_byte=float(bits) if _is_finite(loss) and _is_finite(bits) else "",
         seed=config.seed,
         progress=step / steps,
-        schedule=config.optim.schedule.shape,
         learning_rate=config.optim.learning_rate,
         tokens_per_step=cost.tokens_per_step,
         segment_length=config.data.segment_length,

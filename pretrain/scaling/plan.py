@@ -475,28 +475,20 @@ class Machine:
         raise AssertionError("the fewest nodes always end the loop")
 
 
-def placement_table(runs: Sequence[PlannedRun]) -> list[list[str]]:
-    """Heads and rows: where each cell runs, what it occupies and how long it takes."""
-    heads = ["cell", "nodes", "ranks", "micro-batch", "ZeRO", "recomputed", "offloaded"]
-    rows = [[*heads, "GiB a rank", "host GiB a node", "checkpoint GiB", "hours"]]
-    for item in runs:
-        facts, engine = item.facts, item.run.engine
-        offloaded = ("memories" * engine.offload_memories, "optimizer" * engine.offload_optimizer)
-        ranks = int(facts["ranks"])
-        rows.append(
-            [
-                item.name,
-                f"{facts['nodes']:.0f}",
-                str(ranks),
-                f"{lanes_of_pass(item.run, ranks)}x{accumulation_steps(item.run, ranks)}",
-                str(engine.zero_stage),
-                engine.activation_checkpointing,
-                ", ".join(filter(None, offloaded)) or "-",
-                *(f"{facts[f'{name}_gib']:,.1f}" for name in ("device", "host", "checkpoint")),
-                f"{facts['hours']:,.2f}",
-            ]
-        )
-    return rows
+def placement(item: PlannedRun) -> dict[str, str]:
+    """Where a cell runs, what it occupies and how long it takes, by the heads of a table."""
+    facts, ranks, engine = item.facts, int(item.facts["ranks"]), item.run.engine
+    offloaded = "memories" * engine.offload_memories, "optimizer" * engine.offload_optimizer
+    return {
+        "nodes": f"{facts['nodes']:.0f}",
+        "micro-batch": f"{lanes_of_pass(item.run, ranks)}x{accumulation_steps(item.run, ranks)}",
+        "ZeRO": str(engine.zero_stage),
+        "recomputed": engine.activation_checkpointing,
+        "offloaded": ", ".join(filter(None, offloaded)) or "-",
+        "GiB a rank": f"{facts['device_gib']:,.1f}",
+        "checkpoint GiB": f"{facts['checkpoint_gib']:,.1f}",
+        "hours": f"{facts['hours']:,.2f}",
+    }
 
 
 def placement_totals(runs: Sequence[PlannedRun], hardware: Hardware, mfu: float) -> list[str]:

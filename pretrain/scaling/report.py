@@ -7,13 +7,13 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from foundation.cli import plain
 from foundation.files import write_json
 from pretrain.reporting.charts import chart_html, save_figure
 from pretrain.reporting.html import (
@@ -192,17 +192,13 @@ def _missing(fit: Fit) -> list[str]:
 
 
 def fit_tree(fit: Fit) -> dict[str, Any]:
-    """The fit as JSON-able values; null for a number that there is not."""
-    optima = {
-        item.key: [
-            {"flops": flops, **{name: value for name, value, _ in numbers_at(fit, item, flops)}}
-            for flops in (fit.largest, BEYOND * fit.largest)
-        ]
-        for item in fit.approaches
-    }
+    """The fit as values of JSON; null for a number that there is not."""
     laws = {
         item.key: {
-            "optima": optima[item.key],
+            "optima": [
+                {"flops": flops, **{name: value for name, value, _ in numbers_at(fit, item, flops)}}
+                for flops in (fit.largest, BEYOND * fit.largest)
+            ],
             "numbers": law_intervals(fit, item.key),
             "doubt": fit.doubts.get(item.key),
             "no_interval": item.no_interval or None,
@@ -213,29 +209,15 @@ def fit_tree(fit: Fit) -> dict[str, Any]:
         "source": fit.points.source,
         "num_runs": len(fit.points),
         "budgets": fit.points.budgets.tolist(),
-        "flops_per_token": {"scale": fit.flops_law.scale, "power": fit.flops_law.power},
+        "flops_per_token": fit.flops_law,
         "rely_on": None if fit.none_because else fit.approaches[0].key,
         "laws": laws,
-        "valleys": fit.valleys,
-        "unavailable": fit.unavailable,
-        "left_out": fit.left_out,
-        "holdouts": [{**_plain(item), "error": item.error} for item in fit.holdouts],
+        "holdouts": [{**vars(item), "error": item.error} for item in fit.holdouts],
         "excluded": fit.points.excluded,
-        "warnings": fit.warnings,
         "notes": fit.points.notes,
     }
-    return {key: _plain(value) for key, value in tree.items()}
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON has it, which has no NaN and no infinity."""
-    if is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    more = ("valleys", "unavailable", "left_out", "warnings")
+    return plain(tree | {name: getattr(fit, name) for name in more})
 
 
 def seed_spread(points: Points) -> float | None:

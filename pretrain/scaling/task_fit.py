@@ -141,21 +141,16 @@ def fit_sigmoid(
             f"accuracies from {accuracy_P.min():g} to {accuracy_P.max():g}: expected fractions "
             "from 0 to 1; divide percentages by 100"
         )
-    rising = f"accuracies from {accuracy_P.min():g} to {accuracy_P.max():g} do not rise above "
-    if np.ptp(accuracy_P) <= 0:
-        raise DataError(f"{rising}each other: a sigmoid needs runs above chance; add better runs")
-    if np.corrcoef(loss_P, accuracy_P)[0, 1] > 0:
+    found = f"accuracies from {accuracy_P.min():g} to {accuracy_P.max():g}"
+    is_flat = np.ptp(accuracy_P) <= 0 or accuracy_P.max() <= (chance or 0.0)
+    if is_flat or np.corrcoef(loss_P, accuracy_P)[0, 1] > 0:
         raise DataError(
-            "the accuracy rises with the loss, so this loss does not explain it; name another "
-            "column with --task-loss"
-        )
-    if accuracy_P.max() <= (chance or 0.0):
-        raise DataError(
-            f"{rising}{chance:.3g}: a sigmoid needs runs above chance; add better runs, or "
-            "correct --chance"
+            f"{found} do not rise above {chance or 0:.3g} where the loss falls: a sigmoid needs "
+            "runs above chance, and a loss that explains it; add better runs, correct --chance, or "
+            "name another column with --task-loss"
         )
     if accuracy_P.max() > ceiling:
-        raise DataError(f"accuracies up to {accuracy_P.max():g} are above --ceiling {ceiling:g}")
+        raise DataError(f"{found} are above --ceiling {ceiling:g}")
     width = float(np.ptp(loss_P))
     floor = min(float(accuracy_P.min()), 0.999 * ceiling) if chance is None else chance
     ends = [
