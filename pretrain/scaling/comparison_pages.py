@@ -5,9 +5,9 @@ Losses are in nats per token of the validation split.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,12 +22,11 @@ from pretrain.reporting.charts import (
     plain_ticks,
     spread_colors,
 )
-from pretrain.reporting.html import page, paragraph, section, table, write_page
 from pretrain.scaling.charts import LOSS
 from pretrain.scaling.collect import FAR, PROBED, Row, read_rows
 from pretrain.scaling.intervals import amount, as_loss
 from pretrain.scaling.rates import Tuned, tuned_rates, tuned_table, verdicts
-from pretrain.scaling.report import drawn_figure, provenance, table_name
+from pretrain.scaling.report import Part, write_parts
 from pretrain.scaling.table import csv_rows
 from pretrain.scaling.variants import MemberResult, results_of
 from pretrain.terminal.text import counted, fitted_table, flops_text, number, si
@@ -36,29 +35,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CURVE_POINTS = 60
-
-
-@dataclass(frozen=True)
-class Part:
-    """A section of a page: a table, what to know about it, and figures by file name."""
-
-    title: str
-    rows: Sequence[Sequence[str]]
-    lines: Sequence[str]
-    figures: Mapping[str, tuple[str, Callable[[], Figure]]]  # their captions and what draws them
-
-    def text(self) -> str:
-        """What the terminal shows."""
-        return "\n".join([fitted_table(self.rows), *self.lines])
-
-    def html(self, directory: Path, about: str) -> str:
-        """What the page shows; the figures are also files, of the table `about`."""
-        drawn = [
-            drawn_figure(directory / f"{name}.png", draw(), caption, about)
-            for name, (caption, draw) in self.figures.items()
-        ]
-        heads, *rows = self.rows
-        return section(self.title, *drawn, table(heads, rows, "named"), *map(paragraph, self.lines))
 
 
 def rows_of_comparison(path: Path) -> list[Row]:
@@ -77,27 +53,23 @@ def write_comparison(rows: Sequence[Row], source: Path, directory: Path, title: 
         raise DataError(f"{source}: rows of sweeps that vary {' and '.join(sorted(kinds))}")
     (kind,) = kinds
     parts = {"rates": _rates, "lengths": _lengths, "variants": _variants}[kind](rows)
-    directory.mkdir(parents=True, exist_ok=True)
-    name, about = table_name(source), provenance()
-    sections = [part.html(directory, f"{name}, {about}") for part in parts]
     left_out = [f"left out: {row.name}: {row.excluded}" for row in rows if row.excluded]
+    parts[-1] = replace(parts[-1], lines=[*parts[-1].lines, *left_out])
     done = counted(len(rows) - len(left_out), "finished run")
-    lead = f"{done} of a sweep that varies {kind}."
-    footer = "Written by 'pretrain scale report'. Losses in nats per token of the validation split."
-    path = directory / "report.html"
-    sections[-1] += "".join(map(paragraph, left_out))
-    write_page(path, page(f"{title}: {name}", about, lead, [], sections, footer))
-    return "\n".join([*(part.text() for part in parts), *left_out, f"report: {path}"])
+    path = write_parts(parts, source, directory, title, f"{done} of a sweep of {kind}.", [])
+    texts = ["\n".join([fitted_table(part.rows), *part.lines]) for part in parts]
+    return "\n".join([*texts, f"report: {path}"])
 
 
-def _rates(rows: Sequence[Row]) -> list[Part]:
-    found = tuned_rates(rows)
+def _rates(runs: Sequence[Row]) -> list[Part]:
+    found = tuned_rates(runs)
     caption = "Loss at the end over the peak learning rate"
     if any(item.optimum.is_known for item in found):
         caption += "; star: the lowest point of the parabola through the rates near it, shaded: "
         caption += "what loses at most 0.5%"
-    figures = {"rates": (caption, lambda: loss_by_rate(found))}
-    return [Part("Learning rates", tuned_table(found), verdicts(found), figures)]
+    figures = {"rates": (partial(loss_by_rate, found), caption)}
+    rows = tuned_table(found)
+    return [Part(title="Learning rates", rows=rows, lines=verdicts(found), figures=figures)]
 
 
 def loss_by_rate(found: Sequence[Tuned]) -> Figure:
@@ -134,8 +106,8 @@ def _lengths(rows: Sequence[Row]) -> list[Part]:
             sizes = str(row.segment_length), str(row.memory_length), amount(float(row.D))
             cells.append([row.name, *sizes, flops_text(float(row.C)), as_loss(float(row.loss))])
         caption = f"Loss over memory length, a line per segment length; equal {equal}; {effect}"
-        figures = {f"equal-{equal.lower()}": (caption, functools.partial(loss_by_memory, mine))}
-        parts += [Part(f"Equal {equal}", cells, [], figures)] if mine else []
+        figures = {f"equal-{equal.lower()}": (partial(loss_by_memory, mine), caption)}
+        parts += [Part(title=f"Equal {equal}", rows=cells, figures=figures)] if mine else []
     return parts
 
 
@@ -158,17 +130,13 @@ def loss_by_memory(rows: Sequence[Row]) -> Figure:
 
 def _variants(rows: Sequence[Row]) -> list[Part]:
     results = results_of(rows)
-    figures: dict[str, tuple[str, Callable[[], Figure]]] = {
-        "variants": (
-            "Loss at equal training FLOPs, a dot per seed",
-            lambda: member_losses(results),
-        )
-    }
+    caption = "Loss at equal training FLOPs, a dot per seed"
+    figures = {"variants": (partial(member_losses, results), caption)}
     if all(each.probed("position") for each in results):
-        first = results[0].member
-        caption = f"Loss by position in the document, minus that of {first}"
-        figures["positions"] = (caption, lambda: loss_by_position(results))
-    return [Part("Variants", variant_table(results), variant_notes(results), figures)]
+        caption = f"Loss by position in the document, minus that of {results[0].member}"
+        figures["positions"] = (partial(loss_by_position, results), caption)
+    table, notes = variant_table(results), variant_notes(results)
+    return [Part(title="Variants", rows=table, lines=notes, figures=figures)]
 
 
 def variant_table(results: Sequence[MemberResult]) -> list[list[str]]:
@@ -200,17 +168,15 @@ def variant_notes(results: Sequence[MemberResult]) -> list[str]:
     first = results[0]
     seeds = max(len(each.losses_S) for each in results)
     notes = [
-        f"Every run trained for {flops_text(float(first.first.C))} FLOPs.",
-        f"Losses are means of {counted(seeds, 'seed')} at the member's best rate; +- is half their",
-        "range. tokens/s is the median of the member's runs.",
+        f"every run trained for {flops_text(float(first.first.C))} FLOPs; losses are means of "
+        f"{counted(seeds, 'seed')} at the member's best rate, +- is half their range, tokens/s the "
+        "median of the member's runs"
     ]
     if distances := ", ".join(map(str, first.probed("needle"))):
         chance = first.probes[f"{PROBED}chance"]
-        notes.append(f"Needle: accuracy over distances of {distances}; chance is {chance:.1%}.")
+        notes.append(f"needle: accuracy over distances of {distances}; chance is {chance:.1%}")
     if any(each.is_edge for each in results):
-        notes.append(
-            "A star marks the lowest or highest rate tried: a better one may lie beyond it."
-        )
+        notes.append("a star marks the lowest or highest rate: a better one may lie beyond it")
     return notes
 
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -231,34 +233,35 @@ def seed_spread(points: Points) -> float | None:
     return math.sqrt(sum(len(s) * np.var(s) for s in logs.values()) / free) if free else None
 
 
-def write_report(fit: Fit, runs: Path, directory: Path, title: str) -> Path:
-    """Write report.html about the table `runs`, fit.json and the figures; return the page."""
-    directory.mkdir(parents=True, exist_ok=True)
-    name, about = table_name(runs), provenance()
-    drawn = {
-        key: drawn_figure(directory / f"{key}.png", chart(fit), caption, f"{name}, {about}")
-        for key, (chart, caption) in charts_of(fit).items()
-    }
-    path = directory / "report.html"
-    write_page(path, render(fit, f"{title}: {name}", about, drawn))
-    write_json(directory / "fit.json", fit_tree(fit))
-    return path
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A section of a page: figures by file name, a table with its heads, and lines on them."""
 
+    title: str
+    rows: Sequence[Sequence[str]] = ()
+    lines: Sequence[str] = ()
+    figures: Mapping[str, tuple[Callable[[], Figure], str]] = field(default_factory=dict)
+    details: Sequence[str] = ()  # that a click shows
+    style: str = "faint"  # of the lines
 
-def table_name(path: Path) -> str:
-    """How titles name a table."""
-    return "/".join(path.parts[-2:])
-
-
-def provenance() -> str:
-    """Today's date and the code that reads the table."""
-    return f"{datetime.now(timezone.utc).date().isoformat()}, code {code_version()}"
-
-
-def drawn_figure(path: Path, figure: Figure, caption: str, about: str) -> str:
-    """The figure as HTML with its caption; it is saved in all forms beside `path`."""
-    save_figure(path, figure, f"{caption} ({about})")
-    return chart_html(figure, caption) + sentence(caption)
+    def html(self, directory: Path, about: str) -> str:
+        """What the page shows; the figures are also files in all forms, of the table `about`."""
+        parts = []
+        for name, (draw, caption) in self.figures.items():
+            figure = draw()
+            save_figure(directory / f"{name}.png", figure, f"{caption} ({about})")
+            parts.append(chart_html(figure, caption) + sentence(caption))
+        if self.rows:
+            heads, *rows = self.rows
+            # a line of a table on a narrow screen ends before an interval and not inside of it
+            cells = [[cell.replace(", ", ",\N{NO-BREAK SPACE}") for cell in row] for row in rows]
+            parts.append(table(heads, cells, "named ranges"))
+        parts += [sentence(line, self.style) for line in self.lines]
+        if self.details:
+            lines = "\n".join(self.details).splitlines()
+            text = [textwrap.fill(line, PRE_WIDTH, subsequent_indent="  ") for line in lines]
+            parts.append(folded("as text", preformatted("\n".join(text))))
+        return section(self.title, *parts)
 
 
 def sentence(line: str, style: str = "faint") -> str:
@@ -266,36 +269,59 @@ def sentence(line: str, style: str = "faint") -> str:
     return paragraph(f"{line[0].upper()}{line[1:]}.", style)
 
 
-def render(fit: Fit, title: str, about: str, drawn: Mapping[str, str]) -> str:
-    """The whole page; `drawn` has the charts as HTML by name, `about` is beside the title."""
+def write_parts(
+    parts: Sequence[Part], runs: Path, directory: Path, title: str, lead: str, cards: Sequence[Card]
+) -> Path:
+    """Write report.html about the table `runs`, with its date and code, and return it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    name = "/".join(runs.parts[-2:])
+    about = f"{datetime.now(timezone.utc).date().isoformat()}, code {code_version()}"
+    sections = [part.html(directory, f"{name}, {about}") for part in parts]
+    footer = (
+        "Written by 'pretrain scale report'. Losses are in nats per token; every figure is beside "
+        "this page as PNG, SVG, PDF and CSV."
+    )
+    path = directory / "report.html"
+    write_page(path, page(f"{title}: {name}", about, lead, cards, sections, footer))
+    return path
+
+
+def write_report(fit: Fit, runs: Path, directory: Path, title: str) -> Path:
+    """Write report.html about the table `runs`, fit.json and the figures; return the page."""
     points = fit.points
     lead = (
         f"{counted(len(points), 'run')} at {counted(len(points.budgets), 'budget')} from "
         f"{points.flops_P.min():.3g} to {points.flops_P.max():.3g} training FLOPs. Brackets are "
-        f"{LEVEL}% intervals, losses in nats per token."
+        f"{LEVEL}% intervals. All numbers are in fit.json."
     )
-    lines = "\n".join(_details(fit)).splitlines()
-    text = "\n".join(textwrap.fill(line, PRE_WIDTH, subsequent_indent="  ") for line in lines)
+    path = write_parts(fit_parts(fit), runs, directory, title, lead, _cards(fit))
+    write_json(directory / "fit.json", fit_tree(fit))
+    return path
+
+
+def fit_parts(fit: Fit) -> list[Part]:
+    """The page of a fit, the answer first."""
+    charts = {
+        name: (partial(draw, fit), caption) for name, (draw, caption) in charts_of(fit).items()
+    }
+
+    def drawn(title: str, *names: str) -> Part:
+        return Part(title=title, figures={name: charts[name] for name in names if name in charts})
+
+    near = near_optimal_line(fit, fit.largest, fit.approaches[0])
+    doubts = [f"{TITLES[key]} is not relied on: {why}" for key, why in fit.doubts.items()]
     answer = [choice_line(fit), *(f"warning: {line}" for line in fit.warnings)]
-    sections = [
-        section("Answer", *(sentence(line, "") for line in answer)),
-        _laws(fit),
-        _figures("Runs of equal FLOPs", drawn, "isoflop"),
-        _figures("Compute-optimal frontier", drawn, "frontier", "sizes", "tokens"),
-        _figures("Errors and equal losses", drawn, "residuals", "contours"),
-        _costs(fit),
-        section("All numbers", folded("as text", preformatted(text))),
+    laws = law_table(fit, BEYOND * fit.largest)
+    parts = [
+        Part(title="Answer", lines=answer, style=""),
+        Part(title="Laws", rows=laws, lines=[*doubts, *_missing(fit), *filter(None, [near])]),
+        drawn("Runs of equal FLOPs", "isoflop"),
+        drawn("Compute-optimal frontier", "frontier", "sizes", "tokens"),
+        drawn("Errors and equal losses", "residuals", "contours"),
+        Part(title="Cost", rows=_costs(fit.points)),
+        Part(title="All numbers", details=_details(fit)),
     ]
-    footer = (
-        "Written by 'pretrain scale report'. All numbers are in fit.json; every figure is beside "
-        "this page as PNG, SVG, PDF and CSV."
-    )
-    return page(title, about, lead, _cards(fit), [part for part in sections if part], footer)
-
-
-def _figures(title: str, drawn: Mapping[str, str], *names: str) -> str:
-    present = [drawn[name] for name in names if name in drawn]
-    return section(title, *present) if present else ""
+    return [part for part in parts if part.rows or part.lines or part.figures or part.details]
 
 
 def _cards(fit: Fit) -> list[Card]:
@@ -310,29 +336,16 @@ def _cards(fit: Fit) -> list[Card]:
     return cards
 
 
-def _laws(fit: Fit) -> str:
-    heads, *rows = law_table(fit, BEYOND * fit.largest)
-    # a line of a table on a narrow screen ends before an interval and not inside of it
-    cells = [[cell.replace(", ", ",\N{NO-BREAK SPACE}") for cell in row] for row in rows]
-    parts = [table(heads, cells, "named ranges")]
-    doubts = [f"{TITLES[key]} is not relied on: {why}" for key, why in fit.doubts.items()]
-    parts += map(sentence, (*doubts, *_missing(fit)))
-    if line := near_optimal_line(fit, fit.largest, fit.approaches[0]):
-        parts.append(sentence(line))
-    return section("Laws", *parts)
-
-
-def _costs(fit: Fit) -> str:
-    points, rows = fit.points, []
+def _costs(points: Points) -> list[list[str]]:
+    rows = [["budget", "runs", "parameters", "tokens", "FLOPs", "share"]]
     for budget in points.budgets:
         mine = points.take(points.budget_P == budget)
         sizes, tokens = (
             f"{amount(values.min())} to {amount(values.max())}"
             for values in (mine.parameters_P, mine.tokens_P)
         )
-        flops = float(mine.flops_P.sum())
-        share = f"{flops / points.flops_P.sum():.2g}"
-        rows.append([f"{budget:.3g}", str(len(mine)), sizes, tokens, flops_text(flops), share])
-    heads = ["budget", "runs", "parameters", "tokens", "FLOPs", "share"]
-    heading = f"{counted(len(rows), 'budget')}, {flops_text(float(points.flops_P.sum()))} FLOPs"
-    return section("Cost", folded(heading, table(heads, rows, "named")))
+        flops, share = mine.flops_P.sum(), mine.flops_P.sum() / points.flops_P.sum()
+        rows.append(
+            [f"{budget:.3g}", str(len(mine)), sizes, tokens, flops_text(flops), f"{share:.2g}"]
+        )
+    return rows

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from pretrain.scaling import charts
 from pretrain.scaling.charts import charts_of
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.frontier import fit_isoflop
-from pretrain.scaling.report import render
+from pretrain.scaling.report import _cards, fit_parts
 from tests.helpers.scaling import simulated
 from tests.helpers.scaling_runs import command
 
@@ -28,7 +28,9 @@ def many():
 
 
 def page_of(fit) -> str:
-    return render(fit, "Books", "today", defaultdict(str))
+    """The page without its figures, and with its cards as text."""
+    parts = [replace(part, figures={}) for part in fit_parts(fit)]
+    return "".join(map(str, _cards(fit))) + "".join(part.html(Path(), "") for part in parts)
 
 
 def test_a_page_of_runs_without_intervals_says_so():
