@@ -67,7 +67,7 @@ ANYWHERE = "--local (or --cluster FILE)"
 FLAGS: dict[Kind, str] = {
     "sizes": "budgets sizes spread holdout_budgets tokens_per_parameter checks around "
     "trunks simulate noise rule tuned keep_layers cluster nodes gpus_per_node "
-    "gpu gpu_memory gpu_flops mfu host_memory seeds",
+    "gpu gpu_memory gpu_flops mfu seeds",
     "rates": "rates lanes steps seeds",
     "lengths": "segments memories steps seeds",
     "variants": "",
@@ -114,10 +114,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_hardware_arguments(group)
     mfu = "assumed utilization of the peak, as in 'pretrain describe'"
     group.add_argument("--mfu", type=float, help=mfu)
-    host = "host memory of a GPU node, such as 2T bytes; without it only devices are checked"
-    group.add_argument(
-        "--host-memory", type=amount_of("bytes"), default=math.inf, metavar="BYTES", help=host
-    )
     add = parser.add_argument_group("rates: the experiment at several, equal tokens").add_argument
     rates = "peak learning rates, best 2x apart"
     add("--rates", type=float, nargs="+", default=[], metavar="LR", help=rates)
@@ -247,7 +243,7 @@ def _sizes_at_budgets(
     if any(getattr(arguments, name) is not None for name in ("cluster", "gpu", "gpus_per_node")):
         hardware = hardware_of(arguments)
         mfu = hardware.assumed_mfu(arguments.mfu)
-        machine = Machine(hardware=hardware, mfu=mfu, rule=rule, host_memory=arguments.host_memory)
+        machine = Machine(hardware=hardware, mfu=mfu, rule=rule)
         where = _where(hardware, arguments.cluster)
     elif arguments.nodes != "1" or arguments.mfu is not None:
         raise ConfigError(

@@ -63,24 +63,15 @@ def advice(run: RunConfig, world_size: int, capacity: float, on_gpu: bool) -> st
     return "nothing makes it fit; use a smaller model, shorter segments or a shorter memory"
 
 
-def cheapest_fit(
-    run: RunConfig,
-    world_size: int,
-    capacity: float,
-    on_gpu: bool,
-    host_capacity: float = math.inf,
-) -> Fit | None:
-    """Return the change of lowest cost that lets every phase fit, or None; no change if it fits.
-
-    `host_capacity`: bytes of host memory for each rank of a GPU.
-    """
+def cheapest_fit(run: RunConfig, world_size: int, capacity: float, on_gpu: bool) -> Fit | None:
+    """Return the change of lowest cost that lets every phase fit, or None; no change if it fits."""
     for cost, engine in sorted(_candidates(run, world_size, on_gpu), key=lambda each: each[0]):
         try:
             footprint = footprint_of(replace(run, engine=engine), world_size, on_gpu)
             needed = footprint.device
         except ConfigError:  # lanes, heads or lengths of a phase do not divide so
             continue
-        if needed <= capacity and footprint.host <= host_capacity:
+        if needed <= capacity:
             changes = {
                 f"engine.{name}": value
                 for name, value in vars(engine).items()

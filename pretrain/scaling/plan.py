@@ -420,7 +420,6 @@ class Machine:
     hardware: Hardware
     mfu: float
     rule: Rule
-    host_memory: float = math.inf  # bytes of a GPU node's host
 
     def make(self, shaped: RunConfig, budget: float) -> tuple[RunConfig, dict[str, float]]:
         """The run of a shape and a budget with the engine settings that make it fit, and facts.
@@ -432,12 +431,9 @@ class Machine:
         run, ranks = self._on_ranks(shaped, budget)
         accumulation_steps(run, ranks)  # raises where the experiment's lanes do not divide
         known = with_precision(run, best="bf16" if on_gpu else "fp32")
-        host = self.host_memory / hardware.ranks_per_node
-        found = cheapest_fit(known, ranks, capacity, on_gpu, host)
+        found = cheapest_fit(known, ranks, capacity, on_gpu)
         if found is None:
             remedy = advice(known, ranks, capacity, on_gpu)
-            if cheapest_fit(known, ranks, capacity, on_gpu):
-                remedy = "what is offloaded or copied while saving exceeds --host-memory"
             raise ConfigError(
                 f"at {budget:.3g} FLOPs {run.model.num_layers}x{run.model.d_model} do not fit into "
                 f"{capacity / GIB:,.1f} GiB on each of {counted(ranks, 'rank')} "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
 import re
 from argparse import Namespace
@@ -15,6 +15,7 @@ import pytest
 
 from foundation.errors import ConfigError
 from foundation.files import write_text
+from foundation.settings import load_config
 from pretrain.commands.describe import describe
 from pretrain.commands.scale import rule_of
 from pretrain.config.data import DataConfig
@@ -24,12 +25,11 @@ from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.devices import GIB, USABLE, Hardware, device_named
 from pretrain.costs.flops import cost_of
-from pretrain.rundir.events import TrainingBegan
-from pretrain.rundir.run_dir import RunDir
-from pretrain.scaling.collect import read_rows
-from pretrain.scaling.fit import estimate
+from pretrain.scaling import simulation
+from pretrain.scaling.collect import Row, read_rows, write_rows
+from pretrain.scaling.frontier import fit_isoflop
 from pretrain.scaling.intervals import Interval
-from pretrain.scaling.law import fit_flops_law
+from pretrain.scaling.law import fit_flops_law, fit_parametric
 from pretrain.scaling.plan import make_sweep, optimum_at_ratio, plan_sizes, spread_sizes
 from pretrain.scaling.rates import Rung, TunedRule
 from pretrain.scaling.recipe import (
@@ -42,9 +42,8 @@ from pretrain.scaling.recipe import (
 )
 from pretrain.scaling.simulation import ASSUMED
 from pretrain.scaling.sweep_file import config_of, read_sweep, write_sweep
-from pretrain.scaling.table import Points
 from tests.helpers import scaling_runs
-from tests.helpers.metrics import train_line
+from tests.helpers.scaling import make_points
 from tests.helpers.scaling_runs import command, train_by_the_law
 
 BASE = RunConfig(
@@ -76,24 +75,6 @@ def nearest_shape(base, parameters, **shapes):
     return Family(base=base, **shapes).nearest(parameters)
 
 
-@pytest.mark.parametrize("target", [3e6, 2e7, 1.5e8, 1e9, 3e10])
-def test_the_nearest_shape_is_legal_near_and_of_the_same_proportions(target):
-    run = nearest_shape(BASE, target)
-    model = run.model
-    assert cost_of(run).parameters == pytest.approx(target, rel=0.2)
-    assert model.head_width == 64
-    assert model.d_model == 64 * model.num_heads
-    assert model.num_layers == pytest.approx(max(1, model.d_model / 64), rel=0.45)
-
-
-def test_depth_is_kept_where_that_is_asked_for():
-    runs = planned(keep_layers=True)
-    assert {item.run.model.num_layers for item in runs} == {12}
-    assert len({item.run.model.d_model for item in runs if item.facts["budget"] == 1e18}) == 5
-    middle = optimum_at_ratio(Family(base=BASE, keep_layers=True), 20)(1e18)
-    assert runs[7].cost.parameters == pytest.approx(middle, rel=0.15)
-
-
 def test_shapes_of_narrow_heads_and_own_feed_forward_width_keep_their_ratios():
     narrow = replace(
         BASE,
@@ -113,8 +94,10 @@ GROUPED = replace(BASE.model, vocab_size=32000, num_key_heads=4)  # groups of th
 def test_widths_and_numbers_of_heads_are_round_at_every_size():
     family = Family(base=replace(BASE, model=GROUPED))
     seen = set()
-    for step in range(40):
-        model = family.nearest(2e7 * 1.25**step).model
+    for step in range(0, 40, 2):
+        run = family.nearest(2e7 * 1.25**step)
+        model = run.model
+        assert cost_of(run).parameters == pytest.approx(2e7 * 1.25**step, rel=0.2)
         assert model.d_model == 64 * model.num_heads
         assert model.d_model % (128 if model.d_model >= 512 else 64) == 0
         assert model.num_heads % 2 == 0 or model.num_heads < 8
@@ -122,7 +105,7 @@ def test_widths_and_numbers_of_heads_are_round_at_every_size():
         assert 64 / 1.45 < model.d_model / model.num_layers < 64 * 1.45
         assert 2 <= model.num_heads / model.num_key_heads <= 4
         seen.add(model.d_model)
-    assert len(seen) > 15
+    assert len(seen) > 10
 
 
 def test_layers_of_several_kinds_and_memory_lengths_come_in_whole_patterns():
@@ -177,17 +160,12 @@ def test_rate_and_batch_follow_the_stated_rule():
     rate, batch = step_law(item.cost.body_parameters, item.cost.tokens)
     assert item.run.optim.learning_rate == pytest.approx(rate, rel=1e-2)
     assert item.cost.tokens_per_step == pytest.approx(batch, rel=1e-2)
+    (said,) = outside_step_law([item.run for item in planned()])
+    assert said.startswith("clipped: 10 of 10 cells, such as ")
+    assert outside_step_law([with_budget(nearest_shape(BASE, 2e8), 1e19, RULES["step-law"])]) == []
     for item in planned(rule="base"):
         assert item.run.optim.learning_rate == BASE.optim.learning_rate
         assert item.run.data.lanes == 64
-
-
-def test_cells_outside_step_laws_range_are_counted():
-    runs = [item.run for item in planned()]
-    inside = with_budget(nearest_shape(BASE, 2e8), 1e19, RULES["step-law"])
-    assert outside_step_law([inside]) == []
-    (said,) = outside_step_law([inside, *runs])
-    assert said.startswith("clipped: 10 of 11 cells, such as ")
 
 
 def test_what_cannot_be_planned_is_said():
@@ -218,38 +196,11 @@ def test_the_sweep_file_describes_exactly_the_planned_runs(tmp_path):
     assert not sweep.cells[0].experiment.is_absolute()
 
 
-CELL = "{name: a, experiment: e.yaml"
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (f"format: 2\nname: x\ncells: [{CELL}}}]\n", "format=2, this version reads sweeps of f"),
-        ("format: 1\nname: x\ncells: []\n", "cells is empty"),
-        (f"format: 1\nname: x\ncells: [{CELL}}}, {CELL}}}]\n", "'a' is used twice"),
-        ("format: 1\nname: x\ncells: [{name: ../a, experiment: e}]\n", "expected 1 to 100 letters"),
-        (f"format: 1\nname: x\ncells: [{CELL}, hold: true}}]\n", "did you mean 'holdout'"),
-    ],
-)
-def test_a_damaged_sweep_file_is_refused(tmp_path, text, said):
-    path = tmp_path / "sweep.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
-        read_sweep(path)
-
-
 COMPARISON = "name: two\nexperiment: e.yaml\nflops: 1e17\nrates: [1e-3]\nseeds: [1]\nmembers: "
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [
-        ["plan", "e.yaml", "--budgets", "1e14", "--sizes", "2"],
-        ["plan", "e.yaml", "--rates", "1e-3", "2e-3", "4e-3"],
-        ["plan", "e.yaml", "--segments", "64", "--memories", "0", "64"],
-        ["plan", "two.yaml"],
-    ],
-    ids=["sizes", "rates", "lengths", "variants"],
+    "plan", [["plan", "e.yaml", "--rates", "1e-3", "2e-3", "4e-3"], ["plan", "two.yaml"]]
 )
 def test_a_sweep_is_named_after_its_file_so_two_plans_have_their_own_runs(
     tmp_path, monkeypatch, plan
@@ -332,13 +283,13 @@ def cells_of(tmp_path):
 def on_h100s(tmp_path_factory):
     """A plan for 8 H100 up to 1e21 FLOPs."""
     path = tmp_path_factory.mktemp("plan")
-    budgets = ("--budgets", "1e18", "1e19", "1e20", "1e21", "--holdout-budgets", "3e21")
-    assert plan_on(path, *budgets, "--sizes", 5, "--gpu", "H100", "--gpus", 8) == 0
+    budgets = ("--budgets", "1e18", "1e21", "--holdout-budgets", "3e21")
+    assert plan_on(path, *budgets, "--sizes", 3, "--gpu", "H100", "--gpus", 8) == 0
     return cells_of(path)
 
 
 def test_every_cell_of_a_plan_up_to_1e21_flops_fits_8_h100_by_describe(on_h100s):
-    assert len(on_h100s) == 21
+    assert len(on_h100s) == 7
     for cell, run in on_h100s:
         said = describe(run, H100).text
         assert f"per rank, fits in {H100.usable_memory / GIB:.2f} GiB" in said, cell.name
@@ -353,17 +304,12 @@ def test_every_cell_of_a_plan_up_to_1e21_flops_fits_8_h100_by_describe(on_h100s)
         assert training
         gpu_hours = float(training[1].replace(",", ""))
         assert gpu_hours == pytest.approx(8 * cell.facts["hours"], abs=0.06)
-
-
-def test_the_largest_cells_need_and_get_smaller_passes_or_offloading(on_h100s):
-    engines = [run.engine for _, run in on_h100s]
-    assert any(engine.micro_batch_lanes for engine in engines)
-    assert any(not engine.micro_batch_lanes for engine in engines), "the small ones do not"
-    assert all(engine.precision == "auto" for engine in engines), "chosen where the cell runs"
-    for _, run in on_h100s:
+        assert run.engine.precision == "auto", "chosen where the cell runs"
         own, rest = divmod(run.data.lanes, 8)
         assert rest == 0
         assert max(step for step in (1, 2, 4, 8, 16, 32) if own % step == 0) >= own / 16
+    parts = [bool(run.engine.micro_batch_lanes) for _, run in on_h100s]
+    assert (parts[0], any(parts)) == (False, True), "the largest need smaller passes"
 
 
 def test_a_cell_that_cannot_fit_is_one_line_with_the_ranks_that_would_do(tmp_path, capsys):
@@ -376,15 +322,6 @@ def test_a_cell_that_cannot_fit_is_one_line_with_the_ranks_that_would_do(tmp_pat
         said,
     ), said
     assert not (tmp_path / "sweep.yaml").exists()
-
-
-def test_host_memory_is_checked_if_it_is_known(tmp_path, capsys):
-    arguments = ("--budgets", "1e21", "--sizes", 1, "--gpu", "H100", "--gpus", 8)
-    assert plan_on(tmp_path, *arguments, "--host-memory", "1T") == 0
-    ((cell, _),) = cells_of(tmp_path)
-    assert 10 < cell.facts["host_gib"] < 1e12 / GIB
-    assert plan_on(tmp_path, *arguments, "--host-memory", "150G") == 2
-    assert "exceeds --host-memory" in capsys.readouterr().err
 
 
 def test_a_machine_with_no_gpu_or_half_named_is_refused(tmp_path, capsys):
@@ -404,11 +341,21 @@ def test_small_cells_of_a_cluster_get_fewer_nodes(tmp_path, capsys):
         assert run.data.lanes % (8 * count) == 0, cell.name
 
 
-@pytest.mark.parametrize("flags", [("A100-40GB",), ("A100", "--gpu-memory", "40GB")])
 def test_a_gpu_of_less_memory_gets_cells_that_fit_it_and_is_named_with_what_is_assumed(
-    tmp_path, capsys, flags
+    tmp_path, capsys
 ):
-    words = ("--budgets", "1e20", "--sizes", 2, "--gpus", 8, "--gpu", *flags)
+    words = (
+        "--budgets",
+        "1e20",
+        "--sizes",
+        2,
+        "--gpus",
+        8,
+        "--gpu",
+        "A100",
+        "--gpu-memory",
+        "40GB",
+    )
     assert plan_on(tmp_path, *words) == 0
     said = capsys.readouterr().out
     assert re.search(r"disk: each run keeps its last checkpoint alone, [\d.]+ GiB in all", said)
@@ -433,7 +380,7 @@ def test_gpus_are_known_by_the_names_of_their_drivers(text, name):
 
 DEMO = Path(__file__).parents[3] / "configs" / "experiments" / "demo.yaml"
 BUDGETS, TARGET, NOISE = ("1e16", "1e17", "1e18"), 1e20, 0.01
-DRAWS = 40
+DRAWS = 30
 UNITS = {"M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -446,41 +393,33 @@ def size_in(text: str) -> float:
     return float(text[:-1]) * UNITS[text[-1]]
 
 
-def test_the_simulated_width_is_that_of_fits_to_losses_drawn_from_the_law(tmp_path, capsys):
+def test_the_simulated_width_is_that_of_fits_to_losses_drawn_from_the_law(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(simulation, "SWEEPS", 50)
     path = tmp_path / "sweep.yaml"
     flags = ("--budgets", *BUDGETS, "--no-checks", "--simulate", TARGET, "--noise", NOISE)
     assert simulate(path, *flags) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     facts = [cell.facts for cell in read_sweep(path).cells]
-    columns = {
-        f"{name}_P": np.array([each[key] for each in facts])
-        for name, key in (("tokens", "tokens"), ("flops", "flops"), ("budget", "budget"))
-    }
-    sizes_P = np.array([each["parameters"] for each in facts])
-    flops_law = fit_flops_law(sizes_P, columns["tokens_P"], columns["flops_P"])
-    rng, found = np.random.default_rng(5), {"parametric": [], "isoflop": []}
+    size_P, tokens_P, flops_P, budget_P = (
+        np.array([each[name] for each in facts])
+        for name in ("parameters", "tokens", "flops", "budget")
+    )
+    flops_law = fit_flops_law(size_P, tokens_P, flops_P)
+    rng, found = np.random.default_rng(5), {"3": [], "2": []}
     for _ in range(DRAWS):
-        noise_P = np.exp(NOISE * rng.standard_normal(len(facts)))
-        points = Points(
-            names=tuple(map(str, range(len(facts)))),
-            parameters_P=sizes_P,
-            loss_P=ASSUMED.loss(sizes_P, columns["tokens_P"]) * noise_P,
-            progress_P=np.ones(len(facts)),
-            holdout_P=np.zeros(len(facts), bool),
-            **columns,
-        )
-        for key, law in estimate(points)[0].items():
-            if key in found:
-                best = law.line(flops_law).log_parameters(np.log(TARGET))
-                found[key].append(float(best))
-    for key, title in (("parametric", "3"), ("isoflop", "2")):
+        loss_P = ASSUMED.loss(size_P, tokens_P) * np.exp(NOISE * rng.standard_normal(len(facts)))
+        points = make_points(size_P, tokens_P, loss_P, flops=flops_P, budget=budget_P)
+        for title, fit in (("3", fit_parametric), ("2", fit_isoflop)):
+            line = fit(points).line(flops_law)
+            found[title].append(float(line.log_parameters(np.log(TARGET))))
+    for title, sizes in found.items():
         (row,) = (line for line in lines if line[:3] == ["as", "it", "is"] and line[4] == title)
         low, high = (size_in(text.strip("[],")) for text in row[7:9])
-        spread = np.log(high / low)
-        # 40 draws tell a standard deviation to 11%, the ends of 95% to a bit less.
-        assert spread == pytest.approx(4 * np.std(found[key]), rel=0.4)
-        middle = np.exp(np.median(found[key]))
-        assert size_in(row[6]) == pytest.approx(middle, rel=0.3)
+        # 30 draws tell a standard deviation to 13%, 50 sweeps the ends of 95% to as much.
+        assert np.log(high / low) == pytest.approx(4 * np.std(sizes), rel=0.4)
+        assert size_in(row[6]) == pytest.approx(np.exp(np.median(sizes)), rel=0.3)
 
 
 @pytest.mark.parametrize(
@@ -517,25 +456,21 @@ def experiment(width: int) -> str:
     )
 
 
-def tuned(directory, width: int, lanes=(16, 32)) -> str:
-    """The table of a sweep of rates and batches whose runs ended in a valley around `best_rate`."""
+def tuned(directory: Path, width: int, lanes=(16, 32), lowest=best_rate) -> Path:
+    """The table of a sweep of rates and batches whose runs ended in a valley around a rate."""
     write_text(directory / f"{width}.yaml", experiment(width))
-    sweep, runs = directory / f"tune{width}.yaml", directory / f"runs{width}"
-    words = ("plan", directory / f"{width}.yaml", "--rates", *RATES, "--lanes", *lanes)
-    assert command(*words, "--output", sweep) == 0
-    rng = np.random.default_rng(width)
-    for cell in read_sweep(sweep).cells:
-        config = config_of(cell, sweep)
-        apart = math.log(config.optim.learning_rate / best_rate(cost_of(config).body_parameters))
-        of_batch = 0.05 * abs(math.log(config.tokens_per_step / BEST_BATCH))
+    run = with_vocabulary(load_config(RunConfig, directory / f"{width}.yaml"))
+    cost, rng, rows = cost_of(run), np.random.default_rng(width), []
+    for rate, count in itertools.product(RATES, lanes):
+        apart = math.log(rate / lowest(cost.body_parameters))
+        of_batch = 0.05 * abs(math.log(64 * count / BEST_BATCH))
         loss = 3 + 0.1 * apart**2 + of_batch + 1e-3 * rng.standard_normal()
-        run_dir, last = RunDir.create(runs / cell.name, config), config.optim.steps
-        lines = [train_line(last, loss, tokens=last, seconds=1.0)]
-        lines.append({"kind": "evaluation", "step": last, "loss": loss})
-        write_text(run_dir.metrics, "".join(json.dumps(line) + "\n" for line in lines))
-        run_dir.ledger.append(TrainingBegan(step=0, world_size=1))
-    assert command("collect", sweep, "--runs-dir", runs) == 0
-    return str(runs / "runs.csv")
+        sizes = {"N_body": cost.body_parameters, "D": cost.tokens, "base_width": 0}
+        ended = {"loss": loss, "progress": 1.0, "varies": "rates"}
+        row = Row(name="a", learning_rate=rate, tokens_per_step=64 * count, **sizes, **ended)
+        rows.append(row)
+    write_rows(directory / f"{width}.csv", rows)
+    return directory / f"{width}.csv"
 
 
 def test_rates_of_two_rungs_give_every_cell_of_a_plan_its_rate_and_batch(tmp_path, capsys):
@@ -584,16 +519,9 @@ def test_one_rungs_rate_is_used_at_all_sizes_and_doubted_far_from_it(tmp_path, c
 
 
 def test_a_sweep_without_a_best_rate_is_no_rung(tmp_path, capsys):
-    tuned(tmp_path, 32, lanes=(16,))
-    for cell in read_sweep(tmp_path / "tune32.yaml").cells:
-        path = RunDir(tmp_path / "runs32" / cell.name).metrics
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        lines[-1]["loss"] = 3 - math.log(cell.facts["learning_rate"])  # falls up to the last rate
-        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
-    assert command("collect", tmp_path / "tune32.yaml", "--runs-dir", tmp_path / "runs32") == 0
-    capsys.readouterr()
+    table = tuned(tmp_path, 32, lanes=(16,), lowest=lambda _: 1.0)
     words = ("plan", tmp_path / "32.yaml", "--budgets", "1e15", "--output", tmp_path / "plan.yaml")
-    assert command(*words, "--tuned", tmp_path / "runs32" / "runs.csv") == 2
+    assert command(*words, "--tuned", table) == 2
     said = capsys.readouterr().err
     assert re.fullmatch(r"error: --tuned .*: has no best rate: 0.008 is the highest .*\n", said)
 
