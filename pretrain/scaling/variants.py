@@ -96,27 +96,6 @@ def member_of(cell: str) -> str:
     return cell.partition("-")[2].rpartition("-lr")[0]
 
 
-def compared_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The runs of each member at its best rate, one per seed, where all of its runs have ended.
-
-    The best rate has the lowest mean loss of the seeds. DataError if no member has one.
-    """
-    found = {}
-    for member in dict.fromkeys(member_of(row.name) for row in rows):
-        by_rate: dict[float | str, list[Row]] = {}
-        for row in rows:
-            if member_of(row.name) == member:
-                by_rate.setdefault(row.learning_rate, []).append(row)
-        runs = [row for of_rate in by_rate.values() for row in of_rate]
-        if all(row.progress == 1.0 and row.loss != "" for row in runs):
-            best = min(by_rate.values(), key=lambda runs: fmean(float(row.loss) for row in runs))
-            if not any(row.excluded for row in best):
-                found[member] = best
-    if not found:
-        raise DataError("no member has ended at all of its rates and seeds; let the sweep finish")
-    return found
-
-
 @dataclass(frozen=True, kw_only=True)
 class MemberResult:
     """One member at its best rate; losses are of the validation split, in nats per token."""
@@ -149,20 +128,33 @@ class MemberResult:
 
 
 def results_of(rows: Sequence[Row]) -> list[MemberResult]:
-    """The members that can be compared, in their order. DataError if there are none."""
+    """Each member at its best rate, one run per seed, where all of its runs have ended.
+
+    The best rate has the lowest mean loss of the seeds. DataError if no member has one.
+    """
     found = []
-    for member, best in compared_rows(rows).items():
+    for member in dict.fromkeys(member_of(row.name) for row in rows):
         mine = [row for row in rows if member_of(row.name) == member]
-        rates = sorted({float(row.learning_rate) for row in mine})
-        speeds = [float(row.D) / float(row.seconds) for row in mine if row.seconds]
-        shared = [name for name in best[0].tasks if all(name in row.tasks for row in best)]
+        if not all(row.progress == 1.0 and row.loss != "" for row in mine):
+            continue
+        by_rate: dict[float, list[Row]] = {}
+        for row in mine:
+            by_rate.setdefault(float(row.learning_rate), []).append(row)
+        best = min(by_rate.values(), key=lambda runs: fmean(float(row.loss) for row in runs))
+        if any(row.excluded for row in best):
+            continue
+        first, speeds = best[0], [float(row.D) / float(row.seconds) for row in mine if row.seconds]
+        shared = [name for name in first.tasks if all(name in row.tasks for row in best)]
+        edges = min(by_rate), max(by_rate)
         result = MemberResult(
             member=member,
-            first=best[0],
+            first=first,
             losses_S=tuple(float(row.loss) for row in best),
-            is_edge=len(rates) > 1 and best[0].learning_rate in (rates[0], rates[-1]),
+            is_edge=len(by_rate) > 1 and first.learning_rate in edges,
             tokens_per_second=median(speeds) if speeds else math.nan,
             probes={name: fmean(row.tasks[name] for row in best) for name in shared},
         )
         found.append(result)
+    if not found:
+        raise DataError("no member has ended at all of its rates and seeds; let the sweep finish")
     return found

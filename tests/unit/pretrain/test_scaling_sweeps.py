@@ -27,14 +27,10 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import Row, read_rows
 from pretrain.scaling.comparison_pages import (
     loss_by_memory,
-    variant_notes,
-    variant_table,
 )
 from pretrain.scaling.rates import TOLERABLE, fit_rates, verdicts
 from pretrain.scaling.sweep_file import config_of, read_sweep
 from pretrain.scaling.variants import (
-    MemberResult,
-    compared_rows,
     member_of,
     plan_members,
     read_comparison,
@@ -90,16 +86,9 @@ def test_cells_differ_in_rate_lanes_and_seed_alone_and_read_as_many_tokens(tmp_p
     ("flags", "text", "said"),
     [
         (["1e-3", "1e-3", "2e-3"], "", "expected at least 3 different positive rates"),
-        (["0", "1e-3", "2e-3"], "", "expected at least 3 different positive rates"),
-        (["1e-3", "2e-3", "inf"], "", "expected at least 3 different positive rates"),
         (["1e-3", "2e-3", "4e-3", "--lanes", "100000"], "", "less than one step"),
         (["1e-3", "2e-3", "4e-3", "--steps", "0"], "", "--steps=0 must be 1 or more"),
         (["1e-3", "2e-3", "4e-3", "--memories", "8"], "", "--memories has no meaning in a plan"),
-        (
-            ["1e-3", "2e-3", "4e-3", "--seeds", "1"],
-            "  phases: [{from_step: 9, lanes: 8}]\n",
-            "phase",
-        ),
         (["1e-3", "2e-3", "4e-3"], "  phases: [{from_step: 9, lanes: 8}]\n", "has 1 phase "),
     ],
 )
@@ -124,50 +113,35 @@ def test_the_interval_holds_the_best_rate_in_about_95_of_100_noisy_sweeps():
     rng = np.random.default_rng(3)
     rates = [1.5e-4 * 2 ** (index / 2) for index in range(13)]
     held = []
-    for _ in range(200):
+    for _ in range(100):
         found = fit_rates(512, rates, losses_at(rates, 0.005, rng)).optimum
         held.append(found.rate.low <= BEST <= found.rate.high)
     assert 0.90 <= np.mean(held) <= 1.0
 
 
 @pytest.mark.parametrize("rate", [BEST * 2, 3.2e-2])
-def test_rates_at_which_a_run_diverged_do_not_bend_the_valley(rate):
-    found = fit_rates(512, [*RATES, rate, 6.4e-2], [*losses_at(RATES), 9.0, math.inf])
+def test_rates_at_which_a_run_diverged_do_not_bend_the_valley_and_slow_ones_are_not_among_them(
+    rate,
+):
+    rates, losses = [1e-5, *RATES, rate, 6.4e-2], [5.0, *losses_at(RATES), 9.0, math.inf]
+    found = fit_rates(512, rates, losses)
     assert found.optimum.rate.value == pytest.approx(BEST, rel=1e-9)
     assert found.diverged == (rate, 6.4e-2)
-
-
-def test_a_low_rate_that_ends_far_above_the_lowest_loss_is_slow_and_has_not_diverged():
-    found = fit_rates(512, [1e-5, *RATES], [5.0, *losses_at(RATES)])
-    assert found.diverged == ()
     assert found.rates_S.min() == 1e-5
-    assert found.optimum.rate.value == pytest.approx(BEST, rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("diverged", "said"),
-    [
-        (8e-3, "0.004 is the highest rate that did not diverge: add 0.0057"),
-        (6.4e-2, "0.004 is the highest rate that did not diverge: add 0.008"),
-    ],
-)
-def test_a_rate_that_diverged_is_not_advised_again(diverged, said):
-    found = fit_rates(512, [1e-3, 2e-3, 4e-3, diverged], [3.3, 3.1, 3.0, math.inf])
-    assert said in verdicts([found])[0]
 
 
 @pytest.mark.parametrize(
     ("rates", "losses", "said"),
     [
-        ([1e-4, 1e-2, 1.0], [3.2, 3.1, 3.2], "rates near 0.01 are missing: add 0.005 and 0.02"),
-        ([1e-3, 2e-3, 4e-3], [3.0, 3.1, 3.3], "0.001 is the lowest rate tried: add 0.0005"),
-        ([1e-3, 2e-3, 4e-3], [3.3, 3.1, 3.0], "0.004 is the highest rate tried: add 0.008"),
+        ([1e-4, 1e-2, 1.0], [3.2, 3.1, 3.2], "add 0.005 and 0.02"),
+        ([1e-3, 2e-3, 4e-3], [3.0, 3.1, 3.3], "add 0.0005"),
+        ([1e-3, 2e-3, 4e-3], [3.3, 3.1, 3.0], "add 0.008"),
+        ([1e-3, 2e-3, 4e-3, 8e-3], [3.3, 3.1, 3.0, math.inf], "add 0.0057"),
         ([1e-3, 2e-3, 4e-3], [3.2, 3.1, 3.2], "no interval: three runs determine a parabola"),
     ],
 )
 def test_what_a_sweep_cannot_tell_is_said(rates, losses, said):
-    (line,) = verdicts([fit_rates(512, rates, losses)])[:1]
-    assert said in line
+    assert said in verdicts([fit_rates(512, rates, losses)])[0]
 
 
 def test_a_plan_with_more_rates_leaves_the_planned_cells_as_they_are(tmp_path, capsys):
@@ -219,10 +193,6 @@ def test_contexts_differ_in_nothing_but_segment_and_memory_at_equal_tokens_and_e
     [
         (["--segments", 24, "--memories", 0, 32], "segments of 24 do not divide the 512 tokens"),
         (["--segments", 32, 32, "--memories", 8], "leaves nothing to compare"),
-        (
-            ["optim.schedule.shape=constant", "--segments", 32, "--memories", 8, 16],
-            "does not decay",
-        ),
     ],
 )
 def test_what_cannot_be_compared_is_said(tmp_path: Path, capsys, flags, said):
@@ -276,7 +246,7 @@ metrics: {tensorboard: false}
 """
 TWO = """name: two
 experiment: tiny.yaml
-flops: 1e8
+flops: 8e7
 rates: [1e-5, 4e-3]
 seeds: [3, 4]
 settings: [evaluation.max_tokens=200]
@@ -306,16 +276,9 @@ def test_members_of_the_shipped_comparisons_differ_and_train_for_as_many_flops(p
     ("text", "said"),
     [
         ("seeds: [3, 4]|seeds: [3, 3]", "different numbers, none negative"),
-        ("flops: 1e8|flops: 1e6", "c1e06-no-memory-lr1e-05-s3: 1e+06 FLOPs pay for 0.8"),
-        ("  no-memory: [model.memory_length=0]\n|", "found 1 members, expected two"),
+        ("flops: 8e7|flops: 1e6", "c1e06-no-memory-lr1e-05-s3: 1e+06 FLOPs pay for 0.8"),
         ("model.memory_length=0|optim.steps=9", "optim.steps=9 follows from flops"),
-        ("model.memory_length=0|model.memory=0", "cell c1e08-no-memory-lr1e-05-s3 (over"),
-        ("no-memory:|no/memory:", "members"),
-        ("rates: [1e-5, 4e-3]|rates: []", "expected one or more different numbers, none negative"),
-        (
-            f"{TWO[TWO.index('members') :]}|members: [a]\n",
-            "members: found ['a'], expected a section",
-        ),
+        ("model.memory_length=0|model.memory=0", "cell c8e07-no-memory-lr1e-05-s3 (over"),
         ("experiment: tiny|experiment: absent", "does not exist (experiment is relative to the"),
         ("[model.memory_length=0]|3", "members.no-memory is 3; write settings as on a command"),
     ],
@@ -365,38 +328,8 @@ def test_a_members_best_rate_has_the_lowest_mean_of_its_seeds_once_all_runs_have
     seeds += [ended("a", 1e-3, 1.9, 2), ended("a", 2e-3, 2.1, 2), ended("a", 4e-3, 0.1, 2)]
     running = [ended("b", 1e-3, 1.0), ended("b", 2e-3, "")]
     diverged = [ended("c", 1e-3, math.inf)]
-    found = compared_rows([*seeds, *running, *diverged])
-    assert {member: [row.loss for row in rows] for member, rows in found.items()} == {
-        "a": [2.0, 1.9]
-    }
-
-
-def result(member: str, losses: tuple[float, ...], is_edge: bool = False) -> MemberResult:
-    return MemberResult(
-        member=member,
-        first=Row(name=member, N=1000, D=5000, C=1e9, learning_rate=1e-3, lane_bytes=2048),
-        losses_S=losses,
-        is_edge=is_edge,
-        tokens_per_second=10.0,
-        probes={
-            "probes/far_loss": 1.75,
-            "probes/needle/8": 0.5,
-            "probes/needle/16": 0.25,
-            "probes/chance": 0.1,
-        },
-    )
-
-
-def test_the_table_has_means_over_seeds_the_far_tokens_and_the_edge_of_the_rates():
-    results = [result("worse", (2.0, 2.25), is_edge=True), result("better", (1.0,))]
-    heads, *rows = variant_table(results)
-    better, worse = (dict(zip(heads, row, strict=True)) for row in rows)
-    assert [better["member"], worse["member"]] == ["better", "worse"]
-    assert [worse["loss"], worse["+-"], better["+-"]] == ["2.1250", "0.1250", "-"]
-    assert better["loss from token 512"] == "1.7500"
-    assert [better["needle"], better["rate"], worse["rate"]] == ["37.5%", "0.001", "0.001*"]
-    assert any("lowest or highest rate" in line for line in variant_notes(results))
-    assert not any("lowest or highest rate" in line for line in variant_notes(results[1:]))
+    (found,) = results_of([*seeds, *running, *diverged])
+    assert (found.member, found.losses_S) == ("a", (2.0, 1.9))
 
 
 def call(*words: object) -> str:
@@ -439,6 +372,7 @@ def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared):
     table, out = compared / "cells" / "runs.csv", compared / "report"
     said = call("report", table, "--output", out)
     assert "means of 2 seeds" in said
+    assert re.search(r"^long +\d\.\d{4} +\d\.\d{4} .* \d+\.\d% +0\.004\* +\S+ kB ", said, re.M)
     found = {each.member: each for each in results_of(read_rows(table))}
     assert set(found) == {"no-memory", "long"}
     assert found["long"].first.lane_bytes == 4 * 16 * (8 + 32) + 4 * 32, "two layers, documents"
@@ -464,7 +398,7 @@ def test_without_a_finished_member_there_is_no_page(compared, tmp_path, capsys):
 
 
 def test_a_real_checkpoint_has_the_bytes_that_describe_counts(compared):
-    run_dir = RunDir(compared / "cells" / "c1e08-no-memory-lr0.004-s3")
+    run_dir = RunDir(compared / "cells" / "c8e07-no-memory-lr0.004-s3")
     steps = run_dir.config.optim.steps
     files = run_dir.checkpoints.glob(f"step-{steps:08}/*.safetensors")
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -475,7 +409,7 @@ def test_a_real_checkpoint_has_the_bytes_that_describe_counts(compared):
 
 def test_a_run_on_a_cpu_records_fp32_where_its_experiment_says_auto(compared):
     assert load_config(RunConfig, compared / "tiny.yaml").engine.precision == "auto"
-    run_dir = RunDir(compared / "cells" / "c1e08-no-memory-lr0.004-s3")
+    run_dir = RunDir(compared / "cells" / "c8e07-no-memory-lr0.004-s3")
     assert run_dir.config.engine.precision == "fp32"
 
 
@@ -542,32 +476,14 @@ def test_cells_without_a_final_loss_are_in_the_table_with_their_reason(collected
     )
 
 
-def test_a_run_of_fewer_steps_than_its_cell_has_now_stopped_before_its_end(
-    collected, tmp_path, capsys
-):
-    shutil.copy(collected / "books.yaml", tmp_path)
-    text = (collected / "sweep.yaml").read_text()
-    longer = re.sub(r"optim.steps=(\d+)", r"optim.steps=\g<1>0", text)
-    write_text(tmp_path / "sweep.yaml", longer)
-    runs = ("--runs-dir", collected / "runs", "--output", tmp_path / "runs.csv")
-    assert command("collect", tmp_path / "sweep.yaml", *runs) == 0
-    assert "0 of 19 cells have a final loss" in capsys.readouterr().out
-    for row in csv.DictReader((tmp_path / "runs.csv").read_text().splitlines()):
-        assert re.fullmatch(r"stopped at step (\d+) of \1{1}0: mid-schedule", row["excluded"])
-
-
 def test_tables_and_pages_are_beside_the_sweeps_runs_unless_told_otherwise(
     collected, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(collected / "runs", tmp_path / "mine")
     assert command("collect", collected / "sweep.yaml", "--runs-dir", "mine") == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^cell +N +D +C +loss\nc1e14-", said, re.M)
     table = Path("mine/runs.csv")
-    assert f"next: pretrain scale fit {table}, then pretrain scale report {table}\n" in said
-    assert command("report", table) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^law +left-out error +N\* at", said, re.M)
-    assert said.endswith("report: mine/scaling-report/report.html\n")
+    assert f"next: pretrain scale fit {table}, then pretrain scale report {table}\n" in (
+        capsys.readouterr().out
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
