@@ -28,7 +28,7 @@ from pretrain.scaling.collect import row_of
 from pretrain.scaling.sweep_file import config_of, read_sweep
 from pretrain.scaling.which_runs import cells_of
 
-STEPS = 300
+STEPS = 160
 CELLS = {"narrow": "model.d_model=16", "wide": "seed=1", "wide-again": "seed=1"}
 RUNS = Path("runs/tiny")
 
@@ -69,7 +69,7 @@ def trained(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Trai
 data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
 optim: {{steps: {STEPS}}}
 engine: {{kind: torch}}
-checkpoint: {{interval: 50}}
+checkpoint: {{interval: 20}}
 evaluation: {{interval: 0, max_tokens: 200}}
 metrics: {{interval: 10, tensorboard: false}}
 """,
@@ -83,7 +83,7 @@ metrics: {{interval: 10, tensorboard: false}}
         lines = [process.stdout.readline() for _ in range(3)]
         pids = dict(re.findall(r"(\S+): process (\d+)", "".join(lines)))
         assert pids.keys() == {"wide", "wide-again"}, "the cells with most FLOPs begin"
-        while len(losses("wide")) < 60:
+        while len(losses("wide")) < 30:
             assert process.poll() is None
         os.kill(int(pids["wide"]), signal.SIGKILL)
         first, _ = process.communicate()
@@ -183,7 +183,7 @@ def test_an_edit_of_the_experiment_counts_unless_a_resume_may_make_it(
     monkeypatch.chdir(tmp_path / "copy")
     experiment = Path("tiny.yaml")
     text = experiment.read_text()
-    experiment.write_text(text.replace("interval: 50", "interval: 50, keep_last: 7"))
+    experiment.write_text(text.replace("interval: 20", "interval: 20, keep_last: 7"))
     assert launcher(["sweep", "submit", "sweep.yaml", "--local"]) == 0
     assert "all 3 cells are done" in printed(capsys)
     experiment.write_text(text.replace("memory_length: 8", "memory_length: 4"))
@@ -212,7 +212,7 @@ metrics: {{interval: 1, tensorboard: false}}
     )
     with pytest.MonkeyPatch.context() as here:
         here.chdir(folder)
-        plan = ["scale", "plan", "tiny.yaml", "--budgets", "3e8", "6e8", "--sizes", "2"]
+        plan = ["scale", "plan", "tiny.yaml", "--budgets", "3e8", "4.5e8", "--sizes", "1"]
         plan += ["--spread", "2", "--tokens-per-parameter", "0.6", "--rule", "base"]
         flags = ["--trunks", "--no-checks"]
         assert pretrain([*plan, *flags, "--output", "trunks.yaml"]) == 0
