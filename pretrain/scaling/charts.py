@@ -103,10 +103,6 @@ def frontier(fit: Fit) -> Figure:
     _lines_with_bands(axes, fit, lambda approach, log_flops: approach.loss(log_flops))
     if fit.holdouts:
         _held_out(axes, fit)
-    _mark_largest_run(axes, fit)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    log_ticks(axes.xaxis, flops_text)
     plain_ticks(axes.yaxis)
     legend_above(figure, axes, f"least loss {BANDS}")
     return figure
@@ -168,10 +164,6 @@ def optimum(fit: Fit, is_tokens: bool) -> Figure:
             size_F = np.exp(fit.flops_law.log_tokens(np.log(budget_F), np.log(size_F)))
         lowest = "lowest point of a parabola"
         axes.plot(budget_F, size_F, "*", color=INK, markersize=8, label=lowest)
-    _mark_largest_run(axes, fit)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    log_ticks(axes.xaxis, flops_text)
     log_amount_ticks(axes.yaxis)
     legend_above(figure, axes, f"optimum {BANDS}")
     return figure
@@ -191,11 +183,11 @@ def _lines_with_bands(
         axes.plot(flops_X, line, color=color, label=approach.title, **look)
         lows, highs = [item.low for item in items], [item.high for item in items]
         axes.fill_between(flops_X, lows, highs, color=color, alpha=0.25, linewidth=0)
-
-
-def _mark_largest_run(axes: Axes, fit: Fit) -> None:
     dashed = {"linewidth": 0.8, "linestyle": (0, (4, 3)), "label": "largest run fitted"}
     axes.axvline(fit.points.flops_P.max(), color=FAINT, **dashed)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    log_ticks(axes.xaxis, flops_text)
 
 
 def _held_out(axes: Axes, fit: Fit) -> None:

@@ -19,7 +19,6 @@ import numpy as np
 
 from foundation.errors import DataError
 from pretrain.scaling.frontier import (
-    FEWEST_FOR_FLOOR,
     VERTEX_ERROR,
     Approach,
     Fitted,
@@ -200,9 +199,7 @@ def fit_all(runs: Points) -> Fit:
 
 def approach_of(key: str, law: Fitted, points: Points, flops_law: FlopsLaw) -> Approach:
     """A law of these runs with its intervals, or why it has none."""
-    last = math.inf
-    if not isinstance(law, ParametricFit) and len(points.budgets) < FEWEST_FOR_FLOOR:
-        last = float(np.log(points.budgets[-1]))  # a power law without a floor ends too low
+    last = math.inf if isinstance(law, ParametricFit) else float(np.log(points.budgets[-1]))
     approach = Approach(key, TITLES[key], law, law.line(flops_law), last=last)
     try:
         lines, free, groups = law.left_out(points, flops_law)

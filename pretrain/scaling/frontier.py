@@ -29,6 +29,8 @@ REACH = 6.0  # a parabola goes through the sizes within this factor of its budge
 VERTEX_ERROR = 0.01  # of N*: a parabola's vertex is off by about that, alike at every budget
 DECAYS = np.geomspace(0.005, 1.0, 60)
 NO_LINE = "its sizes are those of single runs"
+# Of 1,500 sweeps of a kind its interval held the truth in 91% to 98.5%.
+NO_LOSS = "the loss has none beyond the largest budget: few budgets show its floor"
 
 
 def law_of(line: Line) -> LawLine:
@@ -50,7 +52,7 @@ class Approach:
     vertex_error: float = 0.0  # of ln N*, at every budget alike
     groups: str = ""  # that are left out in turn
     no_interval: str = ""
-    last: float = math.inf  # ln C beyond which it has no loss
+    last: float = math.inf  # ln C beyond which its loss is a floor's that budgets hardly show
 
     def parameters(self, log_flops: float) -> Interval:
         """N* at C FLOPs."""
@@ -70,10 +72,11 @@ class Approach:
         return self.intervals(tokens, shared=flops_law.power * self.vertex_error)[0]
 
     def loss(self, log_flops: float) -> Interval:
-        """The least loss at C FLOPs; NaN where the approach has none."""
-        if log_flops > self.last + 1e-6:
-            return Interval(np.nan, np.nan, np.nan)
-        return self.loss_of(lambda line: line.loss(log_flops))
+        """The least loss at C FLOPs; beyond `last` without an interval, and NaN without a floor."""
+        if log_flops <= self.last + 1e-6:
+            return self.loss_of(lambda line: line.loss(log_flops))
+        has_floor = isinstance(self.line, Frontier) and self.line.has_floor
+        return Interval(float(self.line.loss(log_flops)) if has_floor else np.nan, np.nan, np.nan)
 
     def loss_of(self, value_of: Callable[[Line], Array]) -> Interval:
         """Any loss that follows from the line, with its interval. By a law of N and D it has half
@@ -313,22 +316,37 @@ def _valley(points: Points, budget: float) -> Valley:
         return replace(
             valley, reason=f"{counted(num_sizes, 'size')}, a parabola needs {FEWEST_SIZES}"
         )
-    center, half = (x_S.max() + x_S.min()) / 2, np.ptp(x_S) / 2
-    c2, c1, c0 = (float(each) for each in np.polyfit((x_S - center) / half, mine.loss_P, 2))
-    if not c2 > 0:
+    vertex, bottom, bend, apart, _ = parabola(x_S, mine.loss_P)
+    if not bend > 0:
         return replace(valley, reason="the losses curve downward: there is no lowest size")
-    vertex, bottom, bend = -c1 / (2 * c2), c0 - c1**2 / (4 * c2), 2 * c2
     with np.errstate(over="ignore"):  # a nearly straight line has its vertex anywhere
-        size = float(np.exp(center + half * vertex))
+        size = float(np.exp(vertex))
     reason = ""
     if not bottom > 0:
         reason = "the parabola's lowest loss is negative: is a run an outlier?"
-    elif abs(vertex) > 1:
-        side = "above" if vertex > 0 else "below"
+    elif apart > 1:
+        side = "above" if size > largest else "below"
         reason = (
             f"vertex {size:.3g} is {side} the sizes {smallest:.3g}..{largest:.3g}: add runs there"
         )
-    return replace(valley, parameters=size, loss=bottom, bend=bend / half**2, reason=reason)
+    return replace(valley, parameters=size, loss=bottom, bend=bend, reason=reason)
+
+
+def parabola(x_S: Array, loss_S: Array) -> tuple[float, float, float, float, float]:
+    """The vertex, the loss there and the second derivative of the least-squares parabola; how far
+    the vertex is from the middle of x_S, in half widths; and its standard error (NaN for three
+    runs).
+    """
+    middle, half = (x_S.max() + x_S.min()) / 2, np.ptp(x_S) / 2
+    scaled_S, error = (x_S - middle) / half, math.nan
+    curve, slope, level = (float(each) for each in np.polyfit(scaled_S, loss_S, 2))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        vertex = float(-slope / np.float64(2 * curve))
+        bottom = float(level - slope**2 / np.float64(4 * curve))
+    if len(x_S) > FEWEST_SIZES and curve > 0:
+        change = np.array([slope / (2 * curve**2), -1 / (2 * curve), 0.0])
+        error = half * math.sqrt(change @ np.polyfit(scaled_S, loss_S, 2, cov=True)[1] @ change)
+    return middle + half * vertex, bottom, 2 * curve / half**2, abs(vertex), error
 
 
 def _reasons(unused: list[Valley]) -> str:

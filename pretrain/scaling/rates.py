@@ -19,6 +19,7 @@ from foundation.errors import ConfigError, DataError
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.collect import Row, read_rows
+from pretrain.scaling.frontier import parabola
 from pretrain.scaling.intervals import Interval, amount, as_loss, as_size
 from pretrain.scaling.table import Array
 from pretrain.terminal.text import counted
@@ -122,24 +123,17 @@ def _missing_rates(rates_S: Array, near: Array, best: float, diverged: Sequence[
 
 def _optimum(rates_S: Array, loss_S: Array) -> Optimum:
     """The lowest point of the parabola through these runs, with its interval by its scatter."""
-    log_S, spare, error, doubt = np.log(rates_S), len(rates_S) - 3, math.nan, ""
-    center, half = float(log_S.max() + log_S.min()) / 2, float(np.ptp(log_S) / 2)
-    x_S = (log_S - center) / half
-    curve, slope, level = (float(each) for each in np.polyfit(x_S, loss_S, 2))
-    if not curve > 0 or abs(slope) > 2 * curve:
-        return replace(_NONE, doubt="the losses have no valley: train longer, or use more seeds")
-    vertex, bottom = -slope / (2 * curve), level - slope**2 / (4 * curve)
-    reach, value = math.sqrt(TOLERABLE * bottom / curve), math.exp(center + half * vertex)
-    if spare:
-        from scipy.special import stdtrit
+    from scipy.special import stdtrit
 
-        change = np.array([slope / (2 * curve**2), -1 / (2 * curve), 0.0])
-        variance = change @ np.polyfit(x_S, loss_S, 2, cov=True)[1] @ change
-        error = float(stdtrit(spare, 0.975) * math.sqrt(variance))
-    else:
+    vertex, bottom, bend, apart, error = parabola(np.log(rates_S), loss_S)
+    if not bend > 0 or apart > 1:
+        return replace(_NONE, doubt="the losses have no valley: train longer, or use more seeds")
+    reach, value, doubt = math.sqrt(2 * TOLERABLE * bottom / bend), math.exp(vertex), ""
+    if math.isnan(error):
         doubt = f"no interval: three runs determine a parabola; add rates near {value:.2g} or seeds"
-    rate = Interval(value, value * math.exp(-half * error), value * math.exp(half * error))
-    low, high = value * math.exp(-half * reach), value * math.exp(half * reach)
+    error *= float(stdtrit(max(1, len(rates_S) - 3), 0.975))
+    rate = Interval(value, value * math.exp(-error), value * math.exp(error))
+    low, high = value * math.exp(-reach), value * math.exp(reach)
     return Optimum(rate=rate, loss=bottom, low=low, high=high, doubt=doubt)
 
 

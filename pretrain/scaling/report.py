@@ -31,7 +31,7 @@ from pretrain.reporting.html import (
 from pretrain.rundir.code_version import code_version
 from pretrain.scaling.charts import charts_of
 from pretrain.scaling.fit import BEYOND, TITLES, Fit
-from pretrain.scaling.frontier import Approach, Line, law_of
+from pretrain.scaling.frontier import NO_LOSS, Approach, Line, law_of
 from pretrain.scaling.intervals import (
     LEVEL,
     Interval,
@@ -93,7 +93,8 @@ def answer_lines(fit: Fit, flops: float) -> list[str]:
     lines = [choice_line(fit), f"at {flops:.3g} FLOPs, {times} ({LEVEL}% intervals):"]
     numbers = numbers_at(fit, first, flops)
     lines += [f"  {name:5} {shown(interval, text)}" for name, interval, text in numbers]
-    return lines + [f"  without an interval: {first.no_interval}"] * bool(first.no_interval)
+    why = first.no_interval or (NO_LOSS if math.log(flops) > first.last else "")
+    return lines + [f"  without an interval: {why}"] * bool(why)
 
 
 def choice_line(fit: Fit) -> str:
@@ -331,6 +332,8 @@ def _cards(fit: Fit) -> list[Card]:
     cards = []
     for name, interval, text in numbers_at(fit, fit.approaches[0], flops):
         value, _, ends = shown(interval, text).partition(" ")
+        if value == "-":
+            continue
         where = "exponent of N* ~ C^a" if name == "a" else f"{name} at {flops:.3g} FLOPs"
         cards.append(Card(value, f"{where}, {ends or 'no interval'}"))
     return cards

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from foundation.errors import ConfigError, DataError
 from pretrain.scaling.collect import Row, read_rows, write_rows
 from pretrain.scaling.fit import fit_all
-from pretrain.scaling.table import Columns, grouped_budgets, read_points, units_of, usable
+from pretrain.scaling.table import Columns, read_points, units_of, usable
 from tests.helpers.scaling import make_points
 
 
@@ -129,13 +128,6 @@ def test_conditions_choose_rows_and_unknown_columns_are_refused(tmp_path):
         read_points(path, where=["mod=train"])
     with pytest.raises(DataError, match="contains no runs that match mode=test"):
         read_points(path, where=["mode=test"])
-
-
-def test_runs_within_a_tenth_share_a_budget_and_chains_do_not_grow():
-    budget_P = grouped_budgets(np.array([100.0, 109.0, 118.0, 1000.0]))
-    assert budget_P[0] == budget_P[1] == pytest.approx(np.sqrt(100 * 109))
-    assert budget_P[2] == pytest.approx(118)
-    assert len(np.unique(budget_P)) == 3
 
 
 def test_parameters_follow_from_flops_and_tokens(tmp_path):
@@ -257,13 +249,6 @@ def test_what_is_no_file_is_named(read, tmp_path: Path) -> None:
     for path, said in ((tmp_path, "is a directory; name"), (tmp_path / "none", "does not exist")):
         with pytest.raises(DataError, match=said):
             read(path)
-
-
-def test_json_that_has_no_list_of_runs_is_refused(tmp_path: Path) -> None:
-    for text, said in (("{", "is not JSON"), ("[1]", "expected a list of objects")):
-        (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(DataError, match=said):
-            read_points(tmp_path / "bad.json")
 
 
 @pytest.mark.parametrize(("column", "said"), [("loss", "loss='x', expected"), ("D", "no column")])

@@ -53,12 +53,6 @@ def test_without_an_interval_of_the_loss_the_accuracy_has_none():
     assert 0 < accuracy.value < 1
 
 
-def test_accuracies_below_chance_are_refused():
-    loss_P = np.linspace(2.5, 3.5, 8)
-    with pytest.raises(DataError, match=r"do not rise above 0\.5 .* correct --chance"):
-        fit_sigmoid(loss_P, np.linspace(0.30, 0.28, 8), chance=0.5)
-
-
 def test_the_backtest_never_sees_the_largest_budget():
     runs = with_accuracies(RUNS)
     loss, second, both = fit_task(runs, 0.25).backtest()
@@ -77,11 +71,12 @@ def test_the_backtest_never_sees_the_largest_budget():
         (np.linspace(20, 80, 8)[::-1], "expected fractions from 0 to 1"),
         (np.linspace(0.2, 0.8, 8), "another column with --task-loss"),
         (np.full(8, 0.25), "from 0.25 to 0.25 do not rise above"),
+        (np.linspace(0.1, 0.0, 8), "correct --chance"),
     ],
 )
 def test_accuracies_that_no_sigmoid_explains_are_refused(accuracy_P, said):
     with pytest.raises(DataError, match=said):
-        fit_sigmoid(np.linspace(2.5, 3.5, 8), accuracy_P)
+        fit_sigmoid(np.linspace(2.5, 3.5, 8), accuracy_P, chance=0.1)
 
 
 @pytest.fixture(scope="module")
