@@ -17,7 +17,7 @@ from foundation.errors import DataError
 from pretrain.reporting.charts import (
     INK,
     canvas,
-    legend,
+    legend_above,
     log_ticks,
     plain_ticks,
     spread_colors,
@@ -29,7 +29,7 @@ from pretrain.scaling.rates import Tuned, tuned_rates, tuned_table, verdicts
 from pretrain.scaling.report import Part, write_parts
 from pretrain.scaling.table import csv_rows
 from pretrain.scaling.variants import MemberResult, results_of
-from pretrain.terminal.text import counted, fitted_table, flops_text, number, si
+from pretrain.terminal.text import counted, fitted_table, flops_text, number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,7 +88,7 @@ def loss_by_rate(found: Sequence[Tuned]) -> Figure:
     axes.set_xscale("log")
     log_ticks(axes.xaxis)
     plain_ticks(axes.yaxis)
-    legend(axes, title="tokens per step")
+    legend_above(figure, axes, "tokens per step")
     return figure
 
 
@@ -124,7 +124,7 @@ def loss_by_memory(rows: Sequence[Row]) -> Figure:
         axes.plot(means, "o-", color=color, markersize=4, label=str(segment))
     axes.set_xticks(range(len(memories)), [str(memory) for memory in memories])
     plain_ticks(axes.yaxis)
-    legend(axes, title="segment length T (tokens)")
+    legend_above(figure, axes, "segment length T (tokens)")
     return figure
 
 
@@ -142,7 +142,7 @@ def _variants(rows: Sequence[Row]) -> list[Part]:
 def variant_table(results: Sequence[MemberResult]) -> list[list[str]]:
     """Heads and rows, lowest loss first; a star marks a rate at the edge of those tried."""
     heads = ["member", "loss", "+-", f"loss from token {FAR}", "needle", "rate"]
-    heads += ["state of a lane", "tokens/s", "parameters", "tokens"]
+    heads += ["state of a lane", "tokens/s", "parameters"]
     rows = []
     for each in sorted(results, key=lambda each: each.loss):
         needle = list(each.probed("needle").values())
@@ -154,10 +154,9 @@ def variant_table(results: Sequence[MemberResult]) -> list[list[str]]:
                 number(each.probes.get(f"{PROBED}far_loss"), ".4f"),
                 number(float(np.mean(needle)) if needle else None, ".1%"),
                 f"{each.first.learning_rate:g}{'*' * each.is_edge}",
-                f"{si(float(each.first.lane_bytes))}B",
+                f"{amount(float(each.first.lane_bytes))}B",
                 number(each.tokens_per_second, ",.0f"),
                 amount(float(each.first.N)),
-                amount(float(each.first.D)),
             ]
         )
     return [heads, *rows]
@@ -202,5 +201,5 @@ def loss_by_position(results: Sequence[MemberResult]) -> Figure:
         values = [each.probed("position")[first] - base[first] for first in shown]
         axes.plot(range(len(shown)), values, "o-", color=color, markersize=3, label=each.member)
     axes.set_xticks(range(0, len(shown), 2), [str(first) for first in shown[::2]])
-    legend(axes)
+    legend_above(figure, axes)
     return figure

@@ -372,7 +372,7 @@ def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared):
     table, out = compared / "cells" / "runs.csv", compared / "report"
     said = call("report", table, "--output", out)
     assert "means of 2 seeds" in said
-    assert re.search(r"^long +\d\.\d{4} +\d\.\d{4} .* \d+\.\d% +0\.004\* +\S+ kB ", said, re.M)
+    assert re.search(r"^long +\d\.\d{4} +\d\.\d{4} .* \d+\.\d% +0\.004\* +\S+kB ", said, re.M)
     found = {each.member: each for each in results_of(read_rows(table))}
     assert set(found) == {"no-memory", "long"}
     assert found["long"].first.lane_bytes == 4 * 16 * (8 + 32) + 4 * 32, "two layers, documents"
