@@ -24,7 +24,7 @@ from pretrain.terminal.text import counted
 
 FEWEST = 3  # different memory lengths, numbers of tokens, and (for the term of N) sizes
 SPARE = 2  # runs beyond the numbers that are fitted
-STARTS = (0.1, 0.3, 1.0)  # of each exponent
+STARTS = (0.15, 0.6)  # of each exponent
 STEEPEST = 8.0
 FLATTEST = 1e-3
 FURTHEST_MEMORY = 2.0  # times the longest memory of the runs: longer ones are not answered with
