@@ -45,7 +45,7 @@ DEMO := runs/demo
 demo: $(STAMP)  ## the whole story in minutes: build, train, kill, resume, compare, evaluate, sample, report
 	test -f $(DEMO)/text.jsonl || python -m benchmarks.texts $(DEMO)/text.jsonl
 	test -f $(DEMO)/data/build.json || data-pipeline build configs/data/jsonl.yaml --input $(DEMO)/text.jsonl \
-		--validation-fraction 0.06 --shard-bytes 524288 --output $(DEMO)/data \
+		--output $(DEMO)/data validation_fraction=0.06 shard_bytes=524288 \
 		tokenizer.kind=bpe tokenizer.vocab_size=4096 threads=2 split_characters=3500
 	rm -rf $(DEMO)/uninterrupted $(DEMO)/killed
 	pretrain verify-resume configs/experiments/demo.yaml --ranks 2 --steps 640 --kill-at 400 --work-dir $(DEMO) \
@@ -58,7 +58,7 @@ SHAKESPEARE := runs/shakespeare
 TEXT ?= input.txt
 shakespeare: $(STAMP)  ## what memory is worth, next to a published result; TEXT=input.txt (tinyshakespeare) THREADS=2
 	test -f $(SHAKESPEARE)/data/build.json || data-pipeline build configs/data/text8.yaml --input $(TEXT) \
-		--validation-fraction 0.1 --output $(SHAKESPEARE)/data test_bytes=0
+		--output $(SHAKESPEARE)/data validation_fraction=0.1 test_bytes=0
 	rm -rf $(SHAKESPEARE)/memory $(SHAKESPEARE)/no-memory
 	$(SHAKESPEARE_TRAIN) --run-dir $(SHAKESPEARE)/memory
 	$(SHAKESPEARE_TRAIN) --run-dir $(SHAKESPEARE)/no-memory model.memory_length=0
@@ -77,7 +77,7 @@ SCALING_FAMILY := --tuned $(SCALING)/tune/runs.csv --keep-layers
 scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 20 small runs, one held out, docs/scaling-example.md
 	test -f $(SCALING)/text.jsonl || python -m benchmarks.texts $(SCALING)/text.jsonl
 	test -f $(SCALING)/data/build.json || data-pipeline build configs/data/bytes.yaml --input $(SCALING)/text.jsonl \
-		--validation-fraction 0.04 --shard-bytes 524288 --output $(SCALING)/data
+		--output $(SCALING)/data validation_fraction=0.04 shard_bytes=524288
 	pretrain scale plan configs/experiments/scaling-demo.yaml --rates 6e-3 1.2e-2 2.4e-2 4.8e-2 --steps 1500 \
 		--name scaling-demo-tune --output $(SCALING)/tune.yaml model.d_model=16 model.num_heads=4
 	launcher sweep submit $(SCALING)/tune.yaml --local -j 2 --runs-dir $(SCALING)/tune
@@ -105,7 +105,7 @@ compare-variants: $(STAMP)  ## members of the family at equal training FLOPs; QU
 ifndef CORPUS
 	test -f $(VARIANTS_TEXT)/text.jsonl || python -m benchmarks.texts $(VARIANTS_TEXT)/text.jsonl
 	test -f $(VARIANTS_TEXT)/data/build.json || data-pipeline build configs/data/bytes.yaml \
-		--input $(VARIANTS_TEXT)/text.jsonl --validation-fraction 0.06 --shard-bytes 524288 --output $(VARIANTS_TEXT)/data
+		--input $(VARIANTS_TEXT)/text.jsonl --output $(VARIANTS_TEXT)/data validation_fraction=0.06 shard_bytes=524288
 endif
 	pretrain scale plan $(MEMBERS) --name $(notdir $(VARIANTS)) --output $(VARIANTS)/sweep.yaml \
 		data.path=$(abspath $(or $(CORPUS),$(VARIANTS_TEXT)/data))

@@ -17,14 +17,6 @@ COMMANDS = {
         "data_pipeline.commands.settings",
         "explain the settings of a corpus file: default, allowed values, meaning",
     ),
-    "fetch": (
-        "data_pipeline.commands.fetch:fetch",
-        "download a corpus from an object store or web server and check every shard",
-    ),
-    "upload": (
-        "data_pipeline.commands.fetch:upload",
-        "upload a corpus to an object store and read every byte back",
-    ),
     "verify": (
         "data_pipeline.commands.verify:verify",
         "read every byte of a corpus and compare it with the manifest",

@@ -95,14 +95,10 @@ class CorpusConfig:
     """Type of ids in arrays without a header, or in bytes of MDS files; "": uint16 in arrays."""
     id_field: str = "id"
     """Field with a record's id; a record without it is named by its file and number."""
-    max_document_bytes: int = setting(1 << 28, Range(1, LARGEST_SHARD_BYTES // 8), unit="bytes")
-    """Longest record; longer ones are rejected."""
     max_rejects: int = setting(1000, Range(0, MOST), unit="records")
     """Unusable records after which the build stops."""
     newlines: Newlines = "keep"
     """normalize: \\r\\n and \\r become \\n; drop: each \\n goes, as in the original's enwik8."""
-    drop_duplicates: bool = False
-    """Keep only the first of documents with equal text."""
     split_characters: int = setting(0, Range(0, MOST), unit="characters")
     """Cut longer documents at paragraph ends into NAME#1, NAME#2, ...; 0: never."""
     shuffle_seed: int = setting(-1, Range(-1, MOST))
@@ -124,10 +120,9 @@ class CorpusConfig:
             raise ConfigError("input names no file or folder")
         if self.token_dtype not in ("", *TOKEN_DTYPES):
             raise ConfigError(f"token_dtype={self.token_dtype}, expected {', '.join(TOKEN_DTYPES)}")
-        if self.is_stream and (self.shuffles or self.drop_duplicates or self.split_characters):
+        if self.is_stream and (self.shuffles or self.split_characters):
             raise ConfigError(
-                "format=stream is one text in its order; leave out shuffle_seed, drop_duplicates "
-                "and split_characters"
+                "format=stream is one text in order; leave out shuffle_seed and split_characters"
             )
         if self.test_bytes and not self.is_stream:
             raise ConfigError("test_bytes needs format=stream; leave it out")

@@ -1,7 +1,7 @@
 """Build a corpus: documents to tokens to shards.
 
 How one document travels: `list_all_sources` finds its file; `read_documents` turns a record into a
-Document; `DocumentRules` may drop or cut it; `_encoded` makes token ids of its text; `SplitWriter`
+Document; `parts_of` may cut it; `_encoded` makes token ids of its text; `SplitWriter`
 appends an end-of-document token and writes it into a shard.
 
 Output: tokenizer/, train/ and validation/ (each shards, index.json for stock readers, manifest.json
@@ -34,9 +34,8 @@ from data_pipeline.builder.journal import (
     check_recipe,
     claimed_output,
     is_finished,
-    read_counts,
 )
-from data_pipeline.builder.records import REJECTS_NAME, Document, DocumentRules, Reject, RejectList
+from data_pipeline.builder.records import REJECTS_NAME, Document, Reject, RejectList, parts_of
 from data_pipeline.builder.shuffle import SortedRuns
 from data_pipeline.builder.sources import SourceFile, check_apart, check_unchanged, list_sources
 from data_pipeline.builder.split_writer import (
@@ -46,7 +45,6 @@ from data_pipeline.builder.split_writer import (
     ShardFiles,
     Sources,
     SplitWriter,
-    check_not_empty,
     check_sources,
     is_validation,
     splits_of_build,
@@ -76,8 +74,6 @@ class BuildResult:
     manifests: dict[str, Manifest]  # by split
     rejects: int
     was_finished: bool = False  # before this call
-    duplicates: int = 0  # documents dropped because an earlier one has equal text
-    split_documents: int = 0  # documents cut into several
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +120,11 @@ def build_sources(
     sources: Sources,
     report: Report = lambda what: None,
     is_part: bool = False,
-    seen: Iterable[bytes] = (),
 ) -> BuildResult:
     """Like `build_corpus`, for these files. Splits of a part may be empty.
 
-    `seen`: hashes of texts that come before these files, see DocumentRules. With `shuffle_seed`,
-    only parts can be built, and their training split is sorted runs, see shuffle.py.
+    With `shuffle_seed`, only parts can be built, and their training split is sorted runs, see
+    shuffle.py.
     """
     assert is_part or not config.shuffles
     recipe = recipe_of(config, sources)
@@ -143,10 +138,9 @@ def build_sources(
         report(f"tokenizer: {describe_tokenizer(config.tokenizer)}")
         directory = output / TOKENIZER_DIRECTORY
         tokenizer = prepare_tokenizer(directory, training_sources(sources), config)
-        rules = DocumentRules(config, seen)
         see = RoundTripCheck(tokenizer, report).see
-        _write_splits(config, sources, tokenizer, rules, see, journal, report, is_part)
-        journal.finish(rules.counts)
+        _write_splits(config, sources, tokenizer, see, journal, report)
+        journal.finish()
         return result_of(output)
 
 
@@ -177,18 +171,16 @@ def result_of(output: Path, was_finished: bool = False) -> BuildResult:
     }
     rejects = output / REJECTS_NAME
     num_rejects = len(rejects.read_bytes().splitlines()) if rejects.exists() else 0
-    return BuildResult(manifests, num_rejects, was_finished, **read_counts(output))
+    return BuildResult(manifests, num_rejects, was_finished)
 
 
 def _write_splits(
     config: CorpusConfig,
     sources: Sources,
     tokenizer: Tokenizer,
-    rules: DocumentRules,
     see: Callable[[Document], None],
     journal: BuildJournal,
     report: Report,
-    may_be_empty: bool,
 ) -> None:
     splits = splits_of_build(config)
     kinds: dict[str, ShardFiles] = dict.fromkeys(splits, CorpusShards(config))
@@ -200,7 +192,7 @@ def _write_splits(
     rejects_path = journal.directory / REJECTS_NAME
     with named_errors(rejects_path), open(rejects_path, "wb") as rejects_file:
         rejects = RejectList(rejects_file, config.max_rejects, rejects_path)
-        jobs = _jobs(config, sources, rejects, rules, see, progress)
+        jobs = _jobs(config, sources, rejects, see, progress)
         new_jobs = (job for job in jobs if not writers[job.split].skip())
         for job, ids in _encoded(new_jobs, tokenizer, config.threads or os.cpu_count() or 1):
             writers[job.split].add(encode(job.document, ids))
@@ -208,12 +200,6 @@ def _write_splits(
     progress.show()
     for writer in writers.values():
         writer.flush()
-    if not may_be_empty:
-        documents = {
-            split: sum(shard.info.documents for shard in writer.shards)
-            for split, writer in writers.items()
-        }
-        check_not_empty(config, documents, config.output, rejects.example)
     if rejects.count:
         fsync_file(rejects_path)
         rejects_path.replace(config.output / REJECTS_NAME)
@@ -225,7 +211,6 @@ def _jobs(
     config: CorpusConfig,
     sources: Sources,
     rejects: RejectList,
-    rules: DocumentRules,
     see: Callable[[Document], None],
     progress: Progress,
 ) -> Iterator[_Job]:
@@ -237,7 +222,7 @@ def _jobs(
                 continue
             # By the id of the uncut document, so that its parts are in the same split.
             target = split or ("validation" if is_validation(document.id, config) else "train")
-            for part in rules.apply(document):
+            for part in parts_of(document, config.split_characters):
                 see(part)
                 yield _Job(target, part)
         check_unchanged(source)

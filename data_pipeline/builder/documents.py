@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import BinaryIO
 
+from data_pipeline.builder import records
 from data_pipeline.builder.formats import (
     BLOCK_BYTES,
     CORRUPTION,
@@ -59,7 +60,7 @@ LAST_CHARACTER = re.compile(rb"[\xc0-\xff]?[\x80-\xbf]{0,3}\Z")
 
 def read_lines(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Records:
     """Yield a document for each line that is not blank."""
-    for number, line in enumerate(_lines(file, config), 1):
+    for number, line in enumerate(_lines(file), 1):
         location = f"{source.name}:{number}"
         if isinstance(line, Reject):
             yield replace(line, source=location)
@@ -71,7 +72,7 @@ def read_articles(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> R
     """Yield a document for each title and what follows; blank lines in front are its own."""
     lines: list[bytes] = []
     number, size = 1, 0
-    for line in _lines(file, config):
+    for line in _lines(file):
         if isinstance(line, Reject):
             yield replace(line, source=f"{source.name}:{number}")
             continue
@@ -79,7 +80,7 @@ def read_articles(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> R
             yield _article(lines, size, number, source, config)
             lines, number, size = [], number + 1, 0
         size += len(line)
-        if size <= config.max_document_bytes:
+        if size <= records.LONGEST_DOCUMENT_BYTES:
             lines.append(line)
     if any(each.strip() for each in lines):
         yield _article(lines, size, number, source, config)
@@ -89,14 +90,14 @@ def _article(
     lines: list[bytes], size: int, number: int, source: SourceFile, config: CorpusConfig
 ) -> Document | Reject:
     location = f"{source.name}:{number}"
-    if size > config.max_document_bytes:
-        return too_long(location, config)
+    if size > records.LONGEST_DOCUMENT_BYTES:
+        return too_long(location)
     return document_of_bytes(b"".join(lines).removesuffix(b"\n"), location, location, config)
 
 
-def _lines(file: BinaryIO, config: CorpusConfig) -> Iterator[bytes | Reject]:
+def _lines(file: BinaryIO) -> Iterator[bytes | Reject]:
     """Yield the lines with their ends; a Reject for one that is too long."""
-    longest = config.max_document_bytes + 2
+    longest = records.LONGEST_DOCUMENT_BYTES + 2
     is_first = True
     while line := file.readline(longest):
         if is_first:
@@ -104,7 +105,7 @@ def _lines(file: BinaryIO, config: CorpusConfig) -> Iterator[bytes | Reject]:
         if len(line) == longest and not line.endswith(b"\n"):
             while (line := file.readline(BLOCK_BYTES)) and not line.endswith(b"\n"):
                 pass
-            yield too_long("", config)
+            yield too_long("")
         else:
             yield line
 
@@ -201,7 +202,7 @@ def _read_bytes(
 
 
 def _read_text(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Records:
-    raw = file.read(config.max_document_bytes + 1)
+    raw = file.read(records.LONGEST_DOCUMENT_BYTES + 1)
     if stated_kind(config) is None and not kind_by_name(source.name) and b"\0" in raw:
         yield Reject(source.name, f"not text (byte {raw.index(0)} is 0)")
         return
@@ -209,7 +210,7 @@ def _read_text(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Reco
 
 
 def _read_jsonl(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Records:
-    longest_line = longest_json(config)
+    longest_line = longest_json()
     number = 0
     while line := file.readline(longest_line):
         number += 1
@@ -217,7 +218,7 @@ def _read_jsonl(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Rec
             line = line.removeprefix(codecs.BOM_UTF8)
         location = f"{source.name}:{number}"
         if len(line) == longest_line and not line.endswith(b"\n"):
-            yield too_long(location, config)
+            yield too_long(location)
             while (line := file.readline(BLOCK_BYTES)) and not line.endswith(b"\n"):
                 pass
         elif line.strip():
@@ -253,12 +254,12 @@ def _read_tar(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Recor
         sample.extensions.append(extension)
         if extension in (config.text_field, TEXT_EXTENSION, JSON_EXTENSION):
             is_json = extension == JSON_EXTENSION
-            most = longest_json(config) if is_json else config.max_document_bytes
+            most = longest_json() if is_json else records.LONGEST_DOCUMENT_BYTES
             if not member.isreg():
                 reason = f"{member.name} is a link or a device in the archive, expected a file"
                 sample.contents[extension] = Reject(sample.location, reason)
             elif member.size > most:
-                sample.contents[extension] = too_long(sample.location, config)
+                sample.contents[extension] = too_long(sample.location)
             else:
                 sample.contents[extension] = read()
     if sample is not None:

@@ -2,7 +2,7 @@
 
 OUTPUT/.build/lock            held by the build
 OUTPUT/.build/journal.jsonl   one line with the recipe, then one per finished shard
-OUTPUT/build.json             the recipe and counts of the finished build
+OUTPUT/build.json             the recipe of the finished build
 
 A build is deterministic, so the journal needs to record only which shards are finished: a resumed
 build reads the input from its start, skips as many documents as these shards hold, and continues
@@ -128,9 +128,9 @@ class BuildJournal:
             file.flush()
             os.fsync(file.fileno())
 
-    def finish(self, counts: dict[str, Any]) -> None:
-        """Mark the build as finished: write recipe and counts, then remove the journal."""
-        write_json(self.output / RECIPE_NAME, {**self._recipe, "counts": counts})
+    def finish(self) -> None:
+        """Mark the build as finished: write its recipe, then remove the journal."""
+        write_json(self.output / RECIPE_NAME, self._recipe)
         # Renamed first: a directory that has lost only its journal looks like a build without a
         # finished shard, and would be started again.
         self.directory.rename(self.output / DONE_DIRECTORY)
@@ -220,8 +220,7 @@ def check_recipe(output: Path, recipe: dict[str, Any]) -> None:
     """Raise ConfigError unless the finished corpus in `output` was built by this recipe."""
     try:
         found = read_json(output / RECIPE_NAME)
-        del found["counts"]
-    except (ValueError, KeyError, TypeError):
+    except ValueError:
         found = None
     if found != recipe:
         raise ConfigError(
@@ -244,8 +243,3 @@ def _differing(found: Any, recipe: Mapping[str, Any]) -> str:
     return ", ".join(said[:MOST_NAMED]) + (f" and {left_out} more" if left_out > 0 else "") or (
         "the input files have changed"
     )
-
-
-def read_counts(output: Path) -> dict[str, Any]:
-    """Return the counts that `finish` was given."""
-    return read_json(output / RECIPE_NAME)["counts"]

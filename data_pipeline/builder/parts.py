@@ -6,10 +6,6 @@ The documents and their order do not depend on n. The borders of shards do, beca
 a shard.
 
 Build all parts at the same time, one process each. The processes end with their command.
-
-To drop duplicates across parts, each process first lists the hashes of its texts; then each part
-is told which of its texts an earlier part has too. It then drops the same documents as a build by
-one process would. P parts, N hashes.
 """
 
 from __future__ import annotations
@@ -21,15 +17,13 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from data_pipeline.builder.build_corpus import (
     BuildResult,
@@ -45,7 +39,6 @@ from data_pipeline.builder.build_tokenizer import (
     needs_training,
     prepare_tokenizer,
 )
-from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.journal import (
     BuildJournal,
     check_is_free,
@@ -54,13 +47,12 @@ from data_pipeline.builder.journal import (
     is_finished,
     is_started,
 )
-from data_pipeline.builder.records import HASH_BYTES, REJECTS_NAME, RULE_COUNTS, Document, hash_of
+from data_pipeline.builder.records import REJECTS_NAME
 from data_pipeline.builder.shuffle import directories_of, shuffle_part
 from data_pipeline.builder.sources import PARTS_SUFFIX
 from data_pipeline.builder.split_writer import (
     Reading,
     Sources,
-    check_not_empty,
     check_sources,
     joined,
     splits_of_build,
@@ -76,7 +68,7 @@ from data_pipeline.corpora.manifest import (
 from data_pipeline.shards.shards import read_index, renamed, shard_name, write_index
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError, DataError, UserError
-from foundation.files import atomic_write, fsync_directory, write_text
+from foundation.files import fsync_directory, write_text
 from foundation.progress import Note, Report
 
 PART_NAMES = f"{5 * '[0-9]'}-of-{5 * '[0-9]'}"  # of their directories
@@ -107,12 +99,10 @@ def build_part(
     part: int,
     num_parts: int,
     report: Report = lambda what: None,
-    seen: Iterable[bytes] | None = None,
     is_checked: bool = False,
 ) -> BuildResult:
     """Build or resume part `part` of 1 to `num_parts`; parts may be built at the same time.
 
-    `seen` are the hashes of the texts in earlier parts; without them no duplicates can be dropped.
     `is_checked`: no split of the whole corpus is empty, see `check_sources`.
     """
     if not 1 <= part <= num_parts:
@@ -121,11 +111,6 @@ def build_part(
         raise ConfigError(
             "parts need an existing tokenizer; set tokenizer.path to one, such as that of a "
             "corpus built from a sample of the text"
-        )
-    if config.drop_duplicates and seen is None:
-        raise ConfigError(
-            "drop_duplicates compares all documents, which a single task cannot; "
-            "use --processes with it"
         )
     sources = list_all_sources(config, report)
     if is_finished(config.output):  # an array job's task was requeued after the merge
@@ -137,7 +122,7 @@ def build_part(
     parts_directory(config).mkdir(parents=True, exist_ok=True)
     part_config = replace(config, output=_directory(config, part, num_parts))
     part_sources = sources_of_parts(sources, num_parts)[part - 1]
-    return build_sources(part_config, part_sources, report, is_part=True, seen=seen or ())
+    return build_sources(part_config, part_sources, report, is_part=True)
 
 
 def check_output(config: CorpusConfig, sources: Sources, num_parts: int) -> None:
@@ -173,7 +158,7 @@ def merge_parts(
 ) -> BuildResult:
     """Move finished parts into one corpus, shuffled before if asked for; resumes after a kill.
 
-    DataError if a part is not finished, or a split has no documents.
+    DataError if a part is not finished.
     """
     sources = list_all_sources(config)
     recipe = _merged_recipe(config, sources, num_parts)
@@ -182,12 +167,8 @@ def merge_parts(
             check_recipe(config.output, recipe)
         _remove_parts(config)
         return result_of(config.output, was_finished=True)
-    results = _finished_parts(config, sources, num_parts)
+    _check_parts(config, sources, num_parts)
     splits = splits_of_build(config)
-    documents = {
-        split: sum(result.manifests[split].documents for result in results) for split in splits
-    }
-    check_not_empty(config, documents, parts_directory(config))
     directories = part_directories(config, num_parts)
     with claimed_output(config.output) as output:
         journal = BuildJournal(output, recipe, modified=0)
@@ -202,10 +183,7 @@ def merge_parts(
             if config.shuffles:
                 found = directories_of(directories, split)
             _merge_split(config, found, output / split)
-        counts: dict[str, Any] = {
-            name: sum(getattr(result, name) for result in results) for name in RULE_COUNTS
-        }
-        journal.finish(counts)
+        journal.finish()
     _remove_parts(config)
     return result_of(config.output)
 
@@ -216,11 +194,11 @@ def _merged_recipe(config: CorpusConfig, sources: Sources, num_parts: int) -> di
     return recipe if config.shuffles else {**recipe, "parts": num_parts}
 
 
-def _finished_parts(config: CorpusConfig, sources: Sources, num_parts: int) -> list[BuildResult]:
+def _check_parts(config: CorpusConfig, sources: Sources, num_parts: int) -> None:
+    """Raise DataError unless each part is finished, ConfigError if one is of another build."""
     trained = shared_directory(config, num_parts) / TOKENIZER_DIRECTORY
     if needs_training(config.tokenizer) and trained.exists():
         config = replace(config, tokenizer=replace(config.tokenizer, path=trained))
-    results = []
     for part, part_sources in enumerate(sources_of_parts(sources, num_parts), 1):
         directory = _directory(config, part, num_parts)
         if not is_finished(directory):
@@ -229,8 +207,6 @@ def _finished_parts(config: CorpusConfig, sources: Sources, num_parts: int) -> l
                 f"run `build --part {part}/{num_parts}` first"
             )
         check_recipe(directory, recipe_of(config, part_sources))
-        results.append(result_of(directory))
-    return results
 
 
 def _merge_split(config: CorpusConfig, parts: list[Path], target: Path) -> None:
@@ -279,7 +255,6 @@ def _remove_parts(config: CorpusConfig) -> None:
 
 
 Task = Callable[[CorpusConfig, int, int, Report], None]  # (config, part, number of parts, report)
-COPIES_SUFFIX = ".copies"  # of the list of those hashes of a part that an earlier part has
 
 
 def build_in_processes(
@@ -306,12 +281,6 @@ def build_in_processes(
             report(f"tokenizer: {describe_tokenizer(config.tokenizer)}")
             prepare_tokenizer(directory, training_sources(sources), config)
             part_config = replace(part_config, tokenizer=replace(config.tokenizer, path=directory))
-        if config.drop_duplicates:
-            report("searching for duplicates")
-            _run_parts(_list_hashes, part_config, num_parts, report)
-            _list_copies(
-                [_hashes_path(config, part, num_parts) for part in range(1, num_parts + 1)]
-            )
         _run_parts(_build_part, part_config, num_parts, report)
         if config.shuffles:
             report("shuffling")
@@ -324,45 +293,7 @@ def build_in_processes(
 
 
 def _build_part(config: CorpusConfig, part: int, num_parts: int, report: Report) -> None:
-    seen = None
-    if config.drop_duplicates:
-        content = _hashes_path(config, part, num_parts).with_suffix(COPIES_SUFFIX).read_bytes()
-        starts = range(0, len(content), HASH_BYTES)
-        seen = {content[start : start + HASH_BYTES] for start in starts}
-    build_part(config, part, num_parts, report, seen, is_checked=True)
-
-
-def _list_hashes(config: CorpusConfig, part: int, num_parts: int, report: Report) -> None:
-    """Write the hash of every text of the part, each once, unless a killed build has done so."""
-    path = _hashes_path(config, part, num_parts)
-    if path.exists():
-        return
-    hashes = {
-        hash_of(document.content)
-        for _, source in sources_of_parts(list_all_sources(config), num_parts)[part - 1]
-        for document in read_documents(source, config)
-        if isinstance(document, Document)
-    }
-    with atomic_write(path) as file:
-        file.write(b"".join(sorted(hashes)))
-
-
-def _hashes_path(config: CorpusConfig, part: int, num_parts: int) -> Path:
-    return shared_directory(config, num_parts) / f"{part:05d}.hashes"
-
-
-def _list_copies(hash_lists: Sequence[Path]) -> None:
-    """For each part in order, list those of its hashes that an earlier part has too."""
-    lists = [np.fromfile(path, "<u8").reshape(-1, 2) for path in hash_lists]
-    hashes_N2 = np.concatenate(lists)
-    parts_N = np.repeat(np.arange(len(lists)), [len(rows) for rows in lists])
-    # Sorted so that equal hashes are neighbors, the one of the first part in front.
-    order_N = np.lexsort((parts_N, hashes_N2[:, 1], hashes_N2[:, 0]))
-    is_repeated = (hashes_N2[order_N[1:]] == hashes_N2[order_N[:-1]]).all(1)
-    later = order_N[1:][is_repeated]
-    for part, path in enumerate(hash_lists):
-        with atomic_write(path.with_suffix(COPIES_SUFFIX)) as file:
-            file.write(hashes_N2[later[parts_N[later] == part]].tobytes())
+    build_part(config, part, num_parts, report, is_checked=True)
 
 
 # --------------------------------------------------------------------------------------- processes

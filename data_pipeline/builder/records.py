@@ -1,14 +1,13 @@
 """Records of raw text: each becomes a Document or a Reject with its location and the reason.
 
-Rejects are listed in a file, so no record is lost silently. DocumentRules then drop copies of
-documents and cut very long ones.
+Rejects are listed in a file, so no record is lost silently.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -20,11 +19,10 @@ from data_pipeline.config import LARGEST_VOCABULARY, CorpusConfig
 from foundation.errors import DataError
 from foundation.settings import assert_never
 
+LONGEST_DOCUMENT_BYTES = 1 << 28  # longer records are rejected; several fit into a shard
 JSON_FRAME_BYTES = 1 << 20  # of a record, in addition to its text
 REJECTS_NAME = "rejects.jsonl"
-HASH_BYTES = 16
 TOKEN_BYTES = 4
-RULE_COUNTS = ("duplicates", "split_documents")
 CUTS = ("\n\n", "\n", " ")  # ends of a paragraph, line and word: where to cut, best first
 
 
@@ -37,11 +35,6 @@ class Document:
     source: str  # file, or file:record
     tokens: np.ndarray | None = field(default=None, compare=False)  # instead of the text
     continues: bool = False  # the next document is the rest of this one: nothing ends here
-
-    @property
-    def content(self) -> bytes:
-        """What makes it the copy of another."""
-        return self.text.encode() if self.tokens is None else self.tokens.tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +61,22 @@ def corrupted(source: SourceFile, reason: object) -> str:
     )
 
 
-def longest_json(config: CorpusConfig) -> int:
+def longest_json() -> int:
     """Return the bytes of JSON beyond which its text is too long: \\u00xx is one character."""
-    return 6 * config.max_document_bytes + JSON_FRAME_BYTES
+    return 6 * LONGEST_DOCUMENT_BYTES + JSON_FRAME_BYTES
 
 
-def too_long(source: str, config: CorpusConfig) -> Reject:
+def too_long(source: str) -> Reject:
     """Return the reject for a record that is longer than allowed."""
-    return Reject(source, f"longer than max_document_bytes={config.max_document_bytes}")
+    return Reject(source, f"longer than {LONGEST_DOCUMENT_BYTES:,} bytes")
 
 
 def document_of_bytes(
     raw: bytes, name: str, source: str, config: CorpusConfig
 ) -> Document | Reject:
     """Make a document from UTF-8; `name` is its id."""
-    if len(raw) > config.max_document_bytes:
-        return too_long(source, config)
+    if len(raw) > LONGEST_DOCUMENT_BYTES:
+        return too_long(source)
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -115,8 +108,8 @@ def document_of_json(raw: bytes, name: str, source: str, config: CorpusConfig) -
         size = len(text.encode())
     except UnicodeEncodeError as error:
         return Reject(source, f"half a surrogate pair at character {error.start}")
-    if size > config.max_document_bytes:
-        return too_long(source, config)
+    if size > LONGEST_DOCUMENT_BYTES:
+        return too_long(source)
     name = document_id(record.get(config.id_field), name)
     return Document(name, with_newlines(text, config), source)
 
@@ -134,8 +127,8 @@ def document_of_tokens(
     if values.min() < 0 or values.max() >= LARGEST_VOCABULARY:
         found = values.min() if values.min() < 0 else values.max()
         return Reject(source, f"found the id {found}, expected 0 to {LARGEST_VOCABULARY - 1}")
-    if len(values) * TOKEN_BYTES > config.max_document_bytes:
-        return too_long(source, config)
+    if len(values) * TOKEN_BYTES > LONGEST_DOCUMENT_BYTES:
+        return too_long(source)
     return Document(name, "", source, values.astype(np.uint32))
 
 
@@ -167,18 +160,9 @@ class RejectList:
     def __init__(self, file: BinaryIO, limit: int, path: Path) -> None:
         self._file, self._limit, self._path = file, limit, path
         self.count = 0
-        self.first: Reject | None = None
-
-    @property
-    def example(self) -> str:
-        """The end of an error message that names the first one, or ""."""
-        if (first := self.first) is None:
-            return ""
-        return f"; the first of {self.count} unusable records is {first.source}: {first.reason}"
 
     def add(self, reject: Reject) -> None:
         self.count += 1
-        self.first = self.first or reject
         self._file.write(json.dumps(asdict(reject)).encode() + b"\n")
         if self.count > self._limit:
             self._file.flush()
@@ -189,54 +173,20 @@ class RejectList:
             )
 
 
-class DocumentRules:
-    """Applies the settings `drop_duplicates` and `split_characters`, and counts what they did.
-
-    The first of equal documents in the order of the input is kept, whichever split it belongs to.
-    Only a 16-byte hash is kept in host memory for each document.
-    """
-
-    def __init__(self, config: CorpusConfig, seen: Iterable[bytes] = ()) -> None:
-        """`seen`: hashes of texts that come before the first document."""
-        self._config = config
-        self._seen = set(seen)
-        self.duplicates = 0
-        self.split_documents = 0
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """What was done or found, by the names of a build's result."""
-        return {name: getattr(self, name) for name in RULE_COUNTS}
-
-    def apply(self, document: Document) -> Iterator[Document]:
-        """Yield nothing for a copy, else the document or its parts NAME#1, NAME#2, ..."""
-        if self._config.drop_duplicates and self._is_copy(document.content):
-            self.duplicates += 1
-            return
-        limit = self._config.split_characters
-        if not limit or len(document.text) <= limit:
-            yield document
-            return
-        self.split_documents += 1
-        for number, text in enumerate(split_text(document.text, limit), 1):
-            yield replace(document, id=f"{document.id}#{number}", text=text)
-
-    def _is_copy(self, content: bytes) -> bool:
-        digest = hash_of(content)
-        is_copy = digest in self._seen
-        self._seen.add(digest)
-        return is_copy
-
-
-def hash_of(content: bytes) -> bytes:
-    """Return a hash by which equal texts are recognized."""
-    return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
-
-
 def fraction_of(text: str) -> float:
     """Return a number in [0, 1) that depends only on `text` and is distributed evenly."""
     digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
     return int.from_bytes(digest, "little") / (1 << 48)
+
+
+def parts_of(document: Document, limit: int) -> list[Document]:
+    """Return the document, or its parts NAME#1, NAME#2, ... of at most `limit` characters."""
+    if not limit or len(document.text) <= limit:
+        return [document]
+    return [
+        replace(document, id=f"{document.id}#{number}", text=text)
+        for number, text in enumerate(split_text(document.text, limit), 1)
+    ]
 
 
 def split_text(text: str, limit: int) -> Iterator[str]:

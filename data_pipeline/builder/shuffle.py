@@ -220,7 +220,7 @@ def shuffle_part(
             progress.finish_file(1)
         progress.show()
         writer.finish()
-        journal.finish({})
+        journal.finish()
 
 
 def directories_of(parts: Sequence[Path], split: str) -> list[Path]:

@@ -46,8 +46,7 @@ def splits_of_build(config: CorpusConfig) -> tuple[str, ...]:
 def check_sources(config: CorpusConfig, sources: Sources) -> None:
     """Raise DataError if a split would get no document, before hours of encoding.
 
-    Reads only as far as the first document of each split. Copies of documents count, although
-    `drop_duplicates` may drop them later.
+    Reads only as far as the first document of each split.
     """
     documents, lowest = dict.fromkeys(splits_of_build(config), 0), 1.0
     rejects: list[Reject] = []
@@ -76,31 +75,18 @@ def check_sources(config: CorpusConfig, sources: Sources) -> None:
             f"; the first of {len(rejects)} unusable records is {rejects[0].source}: "
             f"{rejects[0].reason}"
         )
-    check_not_empty(config, documents, None, hint)
-
-
-def check_not_empty(
-    config: CorpusConfig, documents: dict[str, int], built: Path | None, hint: str = ""
-) -> None:
-    """Raise DataError if a required split has no documents.
-
-    `built` is the directory to remove before building with other settings, if there is one.
-    """
     if not documents["train"]:
         inputs = ", ".join(map(str, config.input))
         raise DataError(f"no documents for the training split in {inputs}{hint}")
     if documents.get("validation", 1):
         return
-    remove = f", and remove {built}, which was built without" if built else ""
     if config.validation_input:
         inputs = ", ".join(map(str, config.validation_input))
-        raise DataError(
-            f"no documents for the validation split in validation_input={inputs}{hint}{remove}"
-        )
+        raise DataError(f"no documents for the validation split in validation_input={inputs}{hint}")
     raise DataError(
         f"no documents for the validation split: validation_fraction="
         f"{config.validation_fraction} of {documents['train']} documents{hint}; raise it, set it "
-        f"to 0 for no split, or name other text with validation_input{remove}"
+        f"to 0 for no split, or name other text with validation_input"
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, get_args
 
 from data_pipeline.builder.build_corpus import BuildResult, build_corpus
 from data_pipeline.builder.build_tokenizer import needs_training
@@ -16,42 +15,26 @@ from data_pipeline.builder.parts import (
     shuffle_one,
 )
 from data_pipeline.builder.records import REJECTS_NAME
-from data_pipeline.config import BuiltTokenizer, CorpusConfig
+from data_pipeline.config import CorpusConfig
 from data_pipeline.corpora.corpus import corpus_hash
-from foundation.cli import check_least, kind_of
+from foundation.cli import check_least
 from foundation.errors import ConfigError
 from foundation.progress import StatusLine
-from foundation.settings import MOST_THREADS, parse_config, settings_of
+from foundation.settings import MOST_THREADS, parse_config
 from foundation.yaml_files import merge, parse_override, read_tree
 
-# Flags that set a setting, named by its last part, and how many values they take.
-SETTING_FLAGS = {
-    "input": "+",
-    "output": None,
-    "validation_input": "+",
-    "validation_fraction": None,
-    "format": None,
-    "suffixes": "+",
-    "text_field": None,
-    "id_field": None,
-    "max_rejects": None,
-    "newlines": None,
-    "drop_duplicates": None,
-    "split_characters": None,
-    "shuffle_seed": None,
-    "shard_format": None,
-    "shard_bytes": None,
-    "threads": None,
-    "tokenizer.vocab_size": None,
-}
-_NAMED = {"input": "--input PATH", "output": "--output DIR"}  # what has no default
+# Settings without a default, with their flags.
+FLAGS = {"input": "--input PATH", "output": "--output DIR"}
+LISTS = ("input", "validation_input", "suffixes")  # of which one may stand without brackets
 TOKENS_PER_PIECE = 100  # of the training split, on average; with fewer a build says so
-TOKENIZER_KINDS = get_args(BuiltTokenizer)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `data-pipeline build`."""
-    _add_settings(parser)
+    words = "settings file, and overrides of its settings, in any order"
+    parser.add_argument("settings", nargs="*", metavar="CONFIG.yaml | a.b=value", help=words)
+    parser.add_argument("--input", nargs="+", metavar="PATH", help="the setting `input`")
+    parser.add_argument("--output", metavar="DIR", help="the setting `output`")
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--processes", type=int, metavar="N", help="build N parts in parallel and merge them"
@@ -85,21 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
     return _print_result(config, result)
 
 
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    words = "settings file, and overrides of its settings, in any order"
-    parser.add_argument("settings", nargs="*", metavar="CONFIG.yaml | a.b=value", help=words)
-    known = {each.name: each for each in settings_of(CorpusConfig)}
-    for name, count in SETTING_FLAGS.items():
-        help_text = f"{known[name].meaning.rstrip('.')} ({kind_of(known[name])})"
-        flag = f"--{name.rpartition('.')[2].replace('_', '-')}"
-        parser.add_argument(flag, help=help_text.replace("%", "%%"), nargs=count)
-    words = (
-        f"{', '.join(TOKENIZER_KINDS)}; or an existing tokenizer: a directory, tokenizer.json, "
-        "SentencePiece model or .tiktoken file"
-    )
-    parser.add_argument("--tokenizer", help=words)
-
-
 def _part(text: str) -> tuple[int, int]:
     try:
         part, num_parts = map(int, text.split("/"))
@@ -118,10 +86,6 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
         )
     if hash_of_all := corpus_hash(config.output):
         print(f"manifest_hash {hash_of_all}")
-    if result.duplicates:
-        print(f"{result.duplicates:,} documents were dropped: an earlier one has equal text")
-    if result.split_documents:
-        print(f"{result.split_documents:,} long documents were cut into NAME#1, NAME#2, ...")
     train = result.manifests.get("train")
     if train and needs_training(config.tokenizer):
         print(vocabulary_advice(train.tokens, train.vocab_size), end="")
@@ -145,7 +109,11 @@ def vocabulary_advice(tokens: int, vocab_size: int) -> str:
 
 def _corpus_config(arguments: argparse.Namespace) -> CorpusConfig:
     """Return the settings: the YAML file, then `a.b=value` overrides, then flags."""
-    files = [text for text in arguments.settings if "=" not in text]
+    # `--input` takes every word up to the next flag, also overrides.
+    given = arguments.input or []
+    inputs = [word for word in given if "=" not in word or Path(word).exists()]
+    words = [*arguments.settings, *(word for word in given if word not in inputs)]
+    files = [text for text in words if "=" not in text]
     if texts := [file for file in files if Path(file).is_dir()]:
         raise ConfigError(
             f"{texts[0]} is a directory, expected a settings file (YAML); give text as "
@@ -157,26 +125,16 @@ def _corpus_config(arguments: argparse.Namespace) -> CorpusConfig:
             "let one extend the other"
         )
     tree = read_tree(Path(files[0])) if files else {}
-    for text in arguments.settings:
+    for text in words:
         if "=" in text:
             merge(tree, parse_override(text))
-    merge(tree, _tree_of_flags(arguments))
-    if isinstance(tree.get("input"), str):
-        tree["input"] = [tree["input"]]
+    flags = {"input": inputs, "output": arguments.output}
+    merge(tree, {name: value for name, value in flags.items() if value})
+    for name in LISTS:
+        if isinstance(tree.get(name), str):
+            tree[name] = [tree[name]]
     source = files[0] if files else "data-pipeline build"
-    if missing := [name for name in _NAMED if tree.get(name) is None]:
-        flags = " ".join(_NAMED[name] for name in missing)
-        raise ConfigError(f"{source}: found no {' and no '.join(missing)}; add {flags}")
+    if missing := [name for name in FLAGS if tree.get(name) is None]:
+        added = " ".join(FLAGS[name] for name in missing)
+        raise ConfigError(f"{source}: found no {' and no '.join(missing)}; add {added}")
     return parse_config(CorpusConfig, tree, source)
-
-
-def _tree_of_flags(arguments: argparse.Namespace) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for each in settings_of(CorpusConfig):
-        value = getattr(arguments, each.leaf, None) if each.name in SETTING_FLAGS else None
-        if value is not None:
-            is_yaml = each.hint in (int, float, bool)
-            merge(tree, parse_override(f"{each.name}={value}") if is_yaml else {each.name: value})
-    if (value := arguments.tokenizer) is not None:
-        merge(tree, {"tokenizer": {"kind" if value in TOKENIZER_KINDS else "path": value}})
-    return tree

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from data_pipeline.config import CacheConfig
-from data_pipeline.corpora.copy_corpus import problems_at
 from data_pipeline.corpora.corpus import (
     Corpus,
     LocalShards,
@@ -16,20 +17,31 @@ from data_pipeline.corpora.corpus import (
     split_directory,
     tokenizer_of,
 )
+from data_pipeline.corpora.fetch import (
+    NotFetchedError,
+    fetch_manifest,
+    fetch_shard,
+    fetch_tokenizer,
+    in_parallel,
+)
+from data_pipeline.corpora.lengths import lengths_file
 from data_pipeline.corpora.manifest import (
+    SPLITS,
     TOKENIZER_DIRECTORY,
     Manifest,
+    ShardInfo,
     read_manifest,
     splits_of,
 )
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
+from data_pipeline.corpora.stores import RetryPolicy, Store, store_at
 from data_pipeline.lanes.lane_plan import check_lanes
 from data_pipeline.lanes.mixture import plan_of
 from data_pipeline.shards.shards import ShardReader
 from data_pipeline.tokenizer import Tokenizer
 from foundation.cli import check_least
 from foundation.errors import DataError, printable, shown_id
-from foundation.files import path_text, url_of
+from foundation.files import path_below, path_text, url_of
 from foundation.progress import StatusLine
 
 SAMPLE_TOKENS = 120
@@ -75,6 +87,42 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     if hash_of_all := corpus_hash(directory):
         print(f"manifest_hash      {hash_of_all}  (all splits)")
     return 0
+
+
+def problems_at(
+    url: str, report: Callable[[str], None], retry_policy: RetryPolicy | None = None
+) -> list[str]:
+    """Read the tokenizer and every shard of the corpus at `url`; return one line per problem."""
+    problems: list[str] = []
+
+    def try_to(fetch: Callable[[], None]) -> None:
+        try:
+            fetch()
+        except NotFetchedError as error:
+            problems.append(str(error))
+
+    with TemporaryDirectory(prefix="xl-pretrain-verify-", ignore_cleanup_errors=True) as name:
+        scratch = Path(name)
+        for split in SPLITS:
+            store = store_at(f"{url.rstrip('/')}/{split}", retry_policy)
+            try:
+                manifest = fetch_manifest(store, scratch)
+            except NotFetchedError as error:
+                if split == SPLITS[0] or not error.is_absent:  # validation may be absent
+                    raise
+                continue
+            tokenizer = store_at(f"{url.rstrip('/')}/{TOKENIZER_DIRECTORY}", retry_policy)
+            directory = scratch / TOKENIZER_DIRECTORY
+            try_to(partial(fetch_tokenizer, tokenizer, directory, manifest.tokenizer))
+
+            def read(info: ShardInfo, store: Store = store) -> None:
+                for entry in (info, lengths_file(info)):
+                    copy = path_below(scratch, entry.path)
+                    try_to(partial(fetch_shard, store, entry, copy, scratch))
+                    copy.unlink(missing_ok=True)
+
+            in_parallel(read, manifest.shards, split, report)
+    return problems
 
 
 def verify_split(path: Path, report: Callable[[str], None]) -> list[str]:

@@ -1,15 +1,18 @@
-"""Download one file of a store: retried on failure, and checked before it gets its name."""
+"""Download files of a store: retried on failure, and checked before they get their names."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
+import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import get_args
+from typing import TypeVar, get_args
 
 from data_pipeline.config import TokenizerKind
 from data_pipeline.corpora.manifest import (
@@ -40,6 +43,9 @@ from foundation.files import (
 )
 
 LARGEST_BYTES = 1 << 30  # of a tokenizer's model
+THREADS = 8
+T = TypeVar("T")
+Report = Callable[[str], None]
 Check = Callable[[Path], str | None]  # what is wrong with a file that arrived, or None
 
 
@@ -161,3 +167,32 @@ def _description_problem(path: Path, fingerprint: str) -> str | None:
             f"the corpus was built with {fingerprint[:16]}"
         )
     return None
+
+
+def in_parallel(task: Callable[[T], None], items: Sequence[T], name: str, report: Report) -> None:
+    """Run `task` for every item in some threads; raise the first error.
+
+    Errors and Ctrl-C do not wait for active tasks, which a silent store may block for minutes. An
+    executor would: it joins its threads. These are daemon threads.
+    """
+    waiting, ended = deque(items), queue.Queue[BaseException | None]()
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):  # the queue is empty
+            while True:
+                item = waiting.popleft()
+                try:
+                    task(item)
+                    ended.put(None)
+                except BaseException as error:  # for the caller
+                    ended.put(error)
+
+    for _ in range(min(THREADS, len(items))):
+        threading.Thread(target=work, name="copy", daemon=True).start()
+    try:
+        for number in range(1, len(items) + 1):
+            if error := ended.get():
+                raise error
+            report(f"{name}: {number}/{len(items)}")
+    finally:
+        waiting.clear()

@@ -222,5 +222,5 @@ def _check_mixable(corpora: Sequence[Corpus]) -> None:
             raise DataError(
                 f"{other.directory} was made with the tokenizer {other.manifest.tokenizer[:16]}, "
                 f"{first.directory} with {first.manifest.tokenizer[:16]}; "
-                "build one of them again with `--tokenizer` of the other"
+                "build one of them again with tokenizer.path of the other"
             )

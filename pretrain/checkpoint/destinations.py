@@ -30,8 +30,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.corpora.copy_corpus import in_parallel
-from data_pipeline.corpora.fetch import NotFetchedError, fetch_file
+from data_pipeline.corpora.fetch import NotFetchedError, fetch_file, in_parallel
 from data_pipeline.corpora.stores import RetryPolicy, store_at
 from data_pipeline.corpora.writable_store import WritableStore, size_problem
 from foundation.errors import CheckpointError, UserError

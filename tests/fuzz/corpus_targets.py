@@ -253,7 +253,6 @@ def _builder_of(name: str) -> Callable[[Path], object]:
             input=(copy / name,),
             output=copy / "out",
             validation_fraction=0.0,
-            max_document_bytes=1 << 16,
             threads=1,
             tokenizer=TokenizerConfig(kind="bytes"),
         )

@@ -163,16 +163,22 @@ def some_texts(count: int = 80, seed: int = 0) -> list[str]:
     return [make_text(generator, generator.randint(1, 12)) for _ in range(count)]
 
 
+def stored(split: Path) -> list[tuple[str, list[int]]]:
+    """Id and tokens of every document of a split in the order of storage."""
+    corpus = Corpus.open(split)
+    return [
+        (shard.document_id(document), shard.tokens(document).tolist())
+        for shard in map(corpus.shard, range(len(corpus.manifest.shards)))
+        for document in range(len(shard))
+    ]
+
+
 def documents_of(directory: Path) -> dict[str, str]:
     """The text of every document, decoded from the shards."""
     corpus = Corpus.open(directory)
     tokenizer = Tokenizer.load(corpus.tokenizer_directory)
     found = {}
-    for number in range(len(corpus.manifest.shards)):
-        shard = corpus.shard(number)
-        for document in range(len(shard)):
-            tokens = shard.tokens(document)
-            assert tokens[-1] == tokenizer.end_id
-            assert (tokens[:-1] != tokenizer.end_id).all()
-            found[shard.document_id(document)] = tokenizer.decode(tokens)
+    for name, tokens in stored(directory):
+        assert tokens.index(tokenizer.end_id) == len(tokens) - 1
+        found[name] = tokenizer.decode(tokens)
     return found

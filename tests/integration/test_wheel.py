@@ -84,35 +84,22 @@ def test_the_modules_come_from_the_wheel(programs, tmp_path):
     script = "import data_pipeline, launcher, pretrain; print(pretrain.__file__)"
     printed = run(programs, tmp_path, "python", "-c", script)
     assert Path(printed.strip()).is_relative_to(programs.parent)
+    for program in ("pretrain", "launcher", "data-pipeline"):
+        assert f"usage: {program} " in run(programs, tmp_path, program, "--help")
 
 
-@pytest.mark.parametrize("program", ["pretrain", "launcher", "data-pipeline"])
-def test_a_program_lists_its_commands(programs, tmp_path, program):
-    assert f"usage: {program} " in run(programs, tmp_path, program, "--help")
-
-
-def test_shipped_configurations_are_found_from_another_directory(programs, tmp_path):
+def test_shipped_configurations_are_found_from_elsewhere_and_a_run_trains_and_resumes(
+    programs, tmp_path
+):
     model = "configs/models/xl_modern_100m.yaml"
     described = run(programs, tmp_path, "pretrain", "describe", model, "model.vocab_size=32000")
     assert "100,125,440" in described
-    for name in ("text.jsonl", "valid.jsonl"):
-        (tmp_path / name).write_text('{"id": "a", "text": "some words"}\n' * 2)
-    run(
-        programs,
-        tmp_path,
-        *("data-pipeline", "build", "configs/data/bytes.yaml", "--input", "text.jsonl"),
-        *("--validation-input", "valid.jsonl", "--output", "data"),
-    )
-    assert (tmp_path / "data" / "train" / "manifest.json").is_file()
-
-
-def test_a_run_trains_and_resumes(programs, tmp_path):
-    with (tmp_path / "text.jsonl").open("w") as file:
-        file.writelines(
-            f'{{"id": "{number}", "text": "{"words " * 400}"}}\n' for number in range(90)
-        )
-    build = ("configs/data/bytes.yaml", "--input", "text.jsonl", "--output", "data")
-    run(programs, tmp_path, "data-pipeline", "build", *build, "--validation-fraction", "0.06")
-    check = ("configs/experiments/demo.yaml", "--steps", "4", "--kill-at", "3", "data.path=data")
-    printed = run(programs, tmp_path, "pretrain", "verify-resume", *check)
-    assert "identical: 4 losses" in printed
+    for name, count in (("text.jsonl", 90), ("valid.jsonl", 6)):
+        record = f'{{"text": "{"words " * 400}"}}\n'
+        (tmp_path / name).write_text(record * count)
+    build = ("data-pipeline", "build", "configs/data/bytes.yaml", "--input", "text.jsonl")
+    run(programs, tmp_path, *build, "--output", "data", "validation_input=valid.jsonl")
+    check = ("configs/experiments/demo.yaml", "--ranks", "1", "--steps", "3", "--kill-at", "2")
+    small = ("data.path=data", "engine.kind=torch", "model.num_layers=1", "data.lanes=4")
+    printed = run(programs, tmp_path, "pretrain", "verify-resume", *check, *small)
+    assert "identical: 3 losses" in printed

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from data_pipeline.cli import main as data_pipeline
 from data_pipeline.config import CorpusConfig
 from foundation.errors import ConfigError
-from foundation.settings import parse_config, parse_size, settings_of
+from foundation.settings import load_config, parse_config, parse_size, settings_of
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from pretrain.config.run import RunConfig
@@ -18,6 +18,7 @@ from tests import settings_page
 
 SCHEMAS = (RunConfig, CorpusConfig, ClusterConfig)
 CORPUS = {"input": ["a"], "output": "b"}
+CORPUS_FILES = sorted((Path(__file__).parents[2] / "configs" / "data").glob("*.yaml"))
 
 
 def test_every_setting_and_section_is_explained_in_one_sentence():
@@ -27,15 +28,14 @@ def test_every_setting_and_section_is_explained_in_one_sentence():
             assert "\n" not in setting.meaning, setting.name
 
 
-def test_a_setting_without_a_docstring_would_be_seen():
-    @dataclass(frozen=True)
-    class Bare:
-        explained: int = 1
-        """The number."""
-        bare: int = 2
-
-    Bare.__annotations__ = {"explained": int, "bare": int}
-    assert [each.meaning for each in settings_of(Bare)] == ["The number.", ""]
+def test_the_shipped_files_of_corpora_need_only_input_and_output():
+    assert len(CORPUS_FILES) >= 3
+    for path in CORPUS_FILES:
+        config = load_config(CorpusConfig, path, ["input=[a]", "output=b"])
+        assert (config.input, config.output) == ((Path("a"),), Path("b"))
+        for wrong in ("input=[]", "tokenizer.kind=wordpiece"):
+            with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
+                load_config(CorpusConfig, path, ["input=[a]", "output=b", wrong])
 
 
 def test_the_settings_page_is_what_its_command_writes():
@@ -126,16 +126,3 @@ def test_every_program_prints_its_settings_in_80_columns(capsys, monkeypatch):
         assert pretrain(["settings", wrong]) == 2
         answer = f"error: {wrong}: unknown setting; did you mean {hint}?\n"
         assert capsys.readouterr().err == answer
-
-
-def test_the_flags_of_build_say_what_the_settings_page_says_and_take_sizes(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        data_pipeline(["build", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    meanings = {each.leaf: each.meaning.rstrip(".") for each in settings_of(CorpusConfig)}
-    for flag in ("input", "suffixes", "drop_duplicates", "shard_bytes", "vocab_size"):
-        assert f"{meanings[flag]} (" in shown
-    (tmp_path / "a.txt").write_text("some text")
-    build = ["build", "--input", str(tmp_path), "--output", str(tmp_path / "out")]
-    assert data_pipeline([*build, "--tokenizer=bytes", "--shard-bytes=3GiB"]) == 2
-    assert "shard_bytes=3221225472 must be from 1 to" in capsys.readouterr().err

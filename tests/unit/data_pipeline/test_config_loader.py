@@ -47,17 +47,6 @@ def error_of(path: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_a_file_becomes_the_dataclass(tmp_path):
-    path = write(
-        tmp_path / "a.yaml",
-        "name: x\ncount: 3\npath: a/b\ninner: {rate: 2, sizes: [1, 2], mode: fast}\n",
-    )
-    expected = Outer(
-        name="x", count=3, path=Path("a/b"), inner=Inner(rate=2.0, sizes=(1, 2), mode="fast")
-    )
-    assert load_config(Outer, path) == expected
-
-
 def test_numbers_and_texts_of_every_form_keep_their_value(tmp_path):
     numbers = {"0": 0, "-12": -12, "0x1F": 31, "1_000": 1000, "1.": 1.0, ".5": 0.5, "1e-3": 1e-3,
                "2.5E+4": 2.5e4, ".5e1": 5.0, "1_000e0": 1000.0}  # fmt: skip

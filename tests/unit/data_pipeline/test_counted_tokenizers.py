@@ -14,7 +14,7 @@ from data_pipeline.config import TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError, DataError
-from tests.helpers.corpora import config_of, some_texts
+from tests.helpers.corpora import config_of, some_texts, stored
 
 WORDS = TokenizerConfig(kind="words", vocab_size=10_000)
 CHARACTERS = TokenizerConfig(kind="characters")
@@ -82,11 +82,7 @@ def test_sizes_of_a_corpus_are_those_of_its_tokens(config, tmp_path):
     build_corpus(settings)
     corpus = Corpus.open(tmp_path / "out" / "train")
     bytes_V, characters_V = Tokenizer.load(corpus.tokenizer_directory).text_sizes()
-    ids = [
-        corpus.shard(shard).tokens(document)
-        for shard in range(len(corpus.manifest.shards))
-        for document in range(len(corpus.shard(shard)))
-    ]
+    ids = [tokens for _, tokens in stored(corpus.directory)]
     assert sum(bytes_V[each].sum() for each in ids) == corpus.num_bytes
     assert sum(characters_V[each].sum() for each in ids) == corpus.num_characters
     assert corpus.num_bytes == sum(len(text) + 1 for text in texts)

@@ -91,7 +91,7 @@ def test_settings_and_commands_refuse_a_secret_in_a_url_without_showing_it(url, 
         with pytest.raises(ConfigError, match=r"found a (user or password|query) in") as error:
             parse_config(schema, tree, "a.yaml")
         assert "secret" not in str(error.value)
-    for command in (["verify", url], ["inspect", url], ["fetch", url, "there"]):
+    for command in (["verify", url], ["inspect", url]):
         assert main(command) == 2
         shown = capsys.readouterr()
         assert "secret" not in shown.out + shown.err

@@ -96,7 +96,7 @@ WITHOUT_INODES = """
 mount -t tmpfs -o size=1m,nr_inodes=3 tmpfs "$DISK"
 touch "$DISK/x"
 exec "$PYTHON" -c 'from data_pipeline.cli import main; import sys; sys.exit(main(sys.argv[1:]))' \\
-    build --input="$TEXT" --output="$DISK/out" --validation-fraction=0
+    build --input="$TEXT" --output="$DISK/out" validation_fraction=0
 """
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from data_pipeline.commands.verify import verify_split
 from data_pipeline.config import CacheConfig
-from data_pipeline.corpora.copy_corpus import fetch_corpus, problems_at
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.lengths import lengths_beside, lengths_content, write_lengths
 from data_pipeline.corpora.remote_corpus import CachedShards
@@ -21,7 +20,7 @@ from data_pipeline.corpora.stores import store_at
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.lanes.lane_stream import LaneStream
 from foundation.errors import DataError
-from tests.helpers.corpora import contents, make_tiny_corpus, write_numbered_corpus
+from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 from tests.helpers.stores import QUICK, FileServer
 
 SEED, LENGTH = 3, 16
@@ -139,17 +138,3 @@ def test_lengths_of_another_shard_are_refused_by_their_header(corpus):
     listed = replace(info, lengths=hashlib.sha256(content).hexdigest())
     with pytest.raises(DataError, match="its header is not that of its shard"):
         lengths_beside(corpus.directory, listed)
-
-
-def test_a_copy_has_the_lengths_and_verifying_a_store_reads_them(tmp_path):
-    corpus = make_tiny_corpus(tmp_path / "corpus")
-    with FileServer(corpus) as server:
-        fetch_corpus(server.url, tmp_path / "copy", ["train"], lambda line: None, QUICK)
-        names = [name for name in contents(corpus / "train") if name != "index.json"]
-        copied = contents(tmp_path / "copy" / "train")
-        assert copied == {name: contents(corpus / "train")[name] for name in names}
-        assert problems_at(server.url, lambda line: None, QUICK) == []
-        path = corpus / "train" / NAME
-        path.write_bytes(path.read_bytes()[:-1] + b"x")
-        (problem,) = problems_at(server.url, lambda line: None, QUICK)
-        assert f"{NAME} could not be fetched" in problem

@@ -17,10 +17,10 @@ import pytest
 
 from data_pipeline.cli import main
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.corpora.manifest import SPLITS, Manifest
+from data_pipeline.corpora.manifest import SPLITS, Manifest, read_manifest
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.tokenizer import Tokenizer
-from tests.helpers.corpora import make_text
+from tests.helpers.corpora import make_text, stored
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "data"
 
@@ -33,15 +33,8 @@ def build(tmp_path: Path, name: str, *arguments: object) -> Path:
 
 def stream_of(corpus: Path, split: str) -> tuple[list[int], Manifest]:
     """All tokens of a split in the order of storage."""
-    opened = Corpus.open(corpus / split)
-    shards = [opened.shard(number) for number in range(len(opened.manifest.shards))]
-    tokens = [
-        token
-        for shard in shards
-        for document in range(len(shard))
-        for token in shard.tokens(document).tolist()
-    ]
-    return tokens, opened.manifest
+    tokens = [token for _, tokens in stored(corpus / split) for token in tokens]
+    return tokens, read_manifest(corpus / split)
 
 
 def wikitext(articles: int, seed: int) -> str:
@@ -61,7 +54,7 @@ def test_wt103_has_the_words_and_line_ends_of_the_original_in_order(tmp_path):
         tmp_path,
         "wt103",
         *("--input", tmp_path / "wiki.train.tokens"),
-        *("--validation-input", tmp_path / "wiki.valid.tokens"),
+        f"validation_input={tmp_path / 'wiki.valid.tokens'}",
     )
     train += " Article 2 4\n"
     words = ["<eos>", *(word for word, _ in Counter(train.split()).most_common())]
@@ -89,7 +82,7 @@ def test_lm1b_has_one_sentence_per_document_between_ends_and_words_of_its_vocabu
         tmp_path,
         "lm1b",
         f"tokenizer.path={tmp_path / '1b_word_vocab.txt'}",
-        *("--input", tmp_path / "training", "--validation-input", tmp_path / "heldout"),
+        *("--input", tmp_path / "training", f"validation_input={tmp_path / 'heldout'}"),
     )
     ids = {word: number for number, word in enumerate(words)}
     lines = [sentence for sentence in sentences for _ in range(2)]

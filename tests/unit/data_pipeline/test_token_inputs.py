@@ -15,11 +15,10 @@ from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.sources import list_sources
 from data_pipeline.config import CorpusConfig, TokenizerConfig
-from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import read_manifest
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError, DataError
-from tests.helpers.corpora import documents_of
+from tests.helpers.corpora import documents_of, stored
 from tests.helpers.token_files import DOCUMENTS, END, make_input, write_mds
 
 UNKNOWN = TokenizerConfig(kind="unknown", vocab_size=END + 1, end_id=END)
@@ -33,21 +32,13 @@ def config_for(folder: Path, **settings) -> CorpusConfig:
     return CorpusConfig(input=(folder,), output=folder.with_name("out"), **settings)
 
 
-def tokens_of(directory: Path) -> list[list[int]]:
-    corpus = Corpus.open(directory)
-    return [
-        corpus.shard(shard).tokens(document).tolist()
-        for shard in range(len(corpus.manifest.shards))
-        for document in range(len(corpus.shard(shard)))
-    ]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_become_a_corpus_as_they_are(tmp_path, kind):
     folder = tmp_path / "in"
     folder.mkdir()
     build_corpus(config_for(folder, **make_input(kind, folder)))
-    assert tokens_of(tmp_path / "out" / "train") == [[*each, END] for each in DOCUMENTS]
+    tokens = [tokens for _, tokens in stored(tmp_path / "out" / "train")]
+    assert tokens == [[*each, END] for each in DOCUMENTS]
     assert Tokenizer.load(tmp_path / "out" / "tokenizer").decode([5, END]) == "5 "
 
 
