@@ -6,9 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +16,13 @@ import torch
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.directory import MARKER, steps_on_disk
 from pretrain.cli import main
-from pretrain.processes.local_ranks import RankGroup, train_command
+from pretrain.commands.same_run import differences
 from pretrain.rundir.events import OutOfMemory, TrainingBegan
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.ledger import events_of, is_finished
 from pretrain.rundir.lock import VARIABLE, Fence
 from pretrain.rundir.run_dir import RunDir
+from tests.helpers.forked_runs import EVALUATED, FAILS_AT, STEPS
+from tests.helpers.forked_runs import SETTINGS as FORKED_SETTINGS
 from tests.helpers.full_disk import full_disk
 
 SETTINGS = (
@@ -132,58 +134,134 @@ def test_a_stale_attempt_writes_neither_metrics_nor_checkpoints(
     assert steps_on_disk(run_dir.checkpoints) == []
 
 
-INTERVAL = 150
-ENDLESS = (
-    f"checkpoint.interval={INTERVAL}", IMPATIENT, "optim.steps=100000", "metrics.interval=5"
-)  # fmt: skip
+@pytest.fixture(scope="module")
+def output(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `tests.helpers.forked_runs` made."""
+    path = tmp_path_factory.mktemp("forked")
+    command = [sys.executable, "-m", "tests.helpers.forked_runs", str(tiny_corpus), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return path
 
 
-def assert_all_failed_to_save(group: RankGroup, run_dir: RunDir, reason: str) -> None:
-    assert group.wait() == [2, 2]
-    for log in group.logs:
-        (error,) = errors_in(log.read_text())
-        assert f"could not save step {INTERVAL}" in error
+def log_of(output: Path, name: str, rank: int = 0) -> str:
+    return (output / f"{name}-logs" / f"rank-{rank}.log").read_text()
+
+
+def assert_all_failed_to_save(output: Path, name: str, reason: str) -> RunDir:
+    run_dir = RunDir(output / name)
+    for rank in range(2):
+        (error,) = errors_in(log_of(output, name, rank))
+        assert f"could not save step {FAILS_AT}" in error
         assert reason in error
     assert not list(run_dir.checkpoints.iterdir())
+    return run_dir
 
 
-def test_a_rank_that_cannot_write_ends_all_ranks_long_before_the_next_save(experiment, tmp_path):
-    run_dir = RunDir(tmp_path / "run")
-    command = train_command(experiment, run_dir.path, *SETTINGS, *ENDLESS)
-    only_rank_1 = ["bash", "-c", 'if [ "$RANK" = 1 ]; then ulimit -f 100; fi; exec "$@"', "bash"]
-    with RankGroup([*only_rank_1, *command], 2, tmp_path / "logs") as group:
-        assert_all_failed_to_save(group, run_dir, "File too large")
-    assert INTERVAL <= run_dir.read_metrics()[-1]["step"] < 2 * INTERVAL - 5
+@pytest.mark.slow
+def test_a_rank_that_cannot_write_ends_all_ranks_long_before_the_next_save(output):
+    run_dir = assert_all_failed_to_save(output, "cannot-write", "File too large")
+    assert FAILS_AT <= run_dir.read_metrics()[-1]["step"] < 2 * FAILS_AT - 5
 
 
-def test_a_rank_that_loses_sight_of_the_run_directory_makes_none_of_its_own(experiment, tmp_path):
-    """As under a lost mount: rank 1's path leads to an empty directory from one moment on."""
-    run_dir, view, empty = RunDir(tmp_path / "run"), tmp_path / "run-of-rank-1", tmp_path / "empty"
-    run_dir.path.mkdir()
-    empty.mkdir()
-    view.symlink_to(run_dir.path)
-    (tmp_path / "later").symlink_to(empty)
-    own_view = '[ "$RANK" = 0 ] || set -- "${@/#"$0"/$0-of-rank-1}"; exec "$@"'
-    command = train_command(experiment, run_dir.path, *SETTINGS, *ENDLESS)
-    command = ["bash", "-c", own_view, str(run_dir.path), *command]
-    with RankGroup(command, 2, tmp_path / "logs") as group:
-        while not (run_dir.metrics.exists() and run_dir.metrics.stat().st_size):
-            assert group.poll() == [None, None], [log.read_text() for log in group.logs]
-            time.sleep(0.05)
-        (tmp_path / "later").rename(view)
-        assert_all_failed_to_save(group, run_dir, "No such file or directory")
-    assert not (empty / "checkpoints").exists()
+@pytest.mark.slow
+def test_a_rank_that_loses_sight_of_the_run_directory_makes_none_of_its_own(output):
+    assert_all_failed_to_save(output, "lost", "No such file or directory")
+    assert not (output / "lost-empty" / "checkpoints").exists()
 
 
-def test_memory_that_a_cpu_lacks_halves_the_lanes_and_a_save_needs_no_new_thread(
-    experiment, tmp_path
-):
-    run_dir = RunDir(tmp_path / "run")
-    more = ("data.lanes=8", "optim.steps=4", "checkpoint.interval=2", "evaluation.interval=2")
-    command = [sys.executable, "-m", "tests.helpers.no_memory", "save,backward,step,evaluate"]
-    command += [str(experiment), "--run-dir", str(run_dir.path), *SETTINGS, *more]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert ended.returncode == 0, ended.stderr
+@pytest.mark.slow
+def test_memory_that_a_cpu_lacks_halves_the_lanes_and_a_save_needs_no_new_thread(output):
+    run_dir = RunDir(output / "no-memory")
     lanes = [event.micro_batch_lanes for event in events_of(run_dir.ledger.read(), OutOfMemory)]
     assert lanes == [8, 4, 2]
     assert marker.steps_that_count(run_dir.checkpoints) == [2, 4]
+
+
+# ----------------------------------------------------------------- local checkpoints of two ranks
+
+
+def resumed(output: Path, name: str) -> list[tuple[int, bool]]:
+    """The step of each resumption, and whether it was local."""
+    events = events_of(RunDir(output / name).ledger.read(), TrainingBegan)
+    return [(event.step, event.local) for event in events if event.step]
+
+
+def assert_bitwise(output: Path, name: str) -> None:
+    assert differences(RunDir(output / "uninterrupted"), RunDir(output / name), STEPS) == []
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_from_the_local_step_bitwise_and_leaves_nothing_there(output):
+    steps = sorted(path.name for path in (output / "killed-disk").glob("run-*/rank-00001/*"))
+    assert steps == ["step-00000008", "step-00000010"], "6 is on the shared disk, 4 is old"
+    assert resumed(output, "resumed") == [(10, True)]
+    assert_bitwise(output, "resumed")
+    assert not list((output / "resumed-disk").iterdir())
+    assert steps_on_disk(output / "resumed" / "checkpoints") == [6, 12]
+
+
+@pytest.mark.slow
+def test_all_ranks_refuse_a_step_of_which_one_rank_has_a_damaged_file(output):
+    assert resumed(output, "damaged") == [(8, True)]
+    assert "local checkpoints of step 10 are not used: rank 1: " in log_of(output, "damaged")
+    assert_bitwise(output, "damaged")
+
+
+@pytest.mark.slow
+def test_a_rank_on_another_node_sends_all_to_the_shared_checkpoint(output):
+    assert resumed(output, "moved-once") == [(6, False)]
+    assert "rank 1: has none on its node; using step 6, the shared" in log_of(output, "moved")
+
+
+@pytest.mark.slow
+def test_steps_that_the_run_has_made_again_do_not_come_back(output):
+    assert resumed(output, "moved") == [(6, False), (8, True)]
+    assert_bitwise(output, "moved")
+
+
+# ------------------------------------------------------------------ runs that end in an evaluation
+
+
+TIMES = (
+    *("seconds", "time", "totals", "tokens_per_second", "mfu", "data_wait", "used_memory_gib"),
+    *("save_stall", "stall", "slowest_rank", "straggler_ratio"),
+)
+
+
+def lines_of(run_dir: RunDir) -> list[dict[str, Any]]:
+    """What does not depend on the time."""
+    lines = run_dir.read_metrics()
+    return [{name: line[name] for name in line if name not in TIMES} for line in lines]
+
+
+def evaluated_at(run_dir: RunDir) -> list[int]:
+    return [line["step"] for line in run_dir.read_metrics() if line["kind"] == "evaluation"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "step", "evaluated"),
+    [
+        ("killed-evaluating", 8, [2, 4, 6]),
+        ("stopped-6", 6, [2, 4]),
+        ("stopped-8", 8, [2, 4, 6]),
+    ],
+)
+def test_an_evaluation_that_is_stopped_or_killed_is_made_by_the_next_attempt_once(
+    output, name, step, evaluated
+):
+    run_dir = RunDir(output / name)
+    assert marker.latest_step(run_dir.checkpoints) == step
+    assert evaluated_at(run_dir) == evaluated
+    run = ["train", str(output / "experiment.yaml"), f"--run-dir={run_dir.path}"]
+    assert main([*run, *FORKED_SETTINGS, *EVALUATED]) == 0
+    assert lines_of(run_dir) == lines_of(RunDir(output / "evaluated"))
+    assert is_finished(run_dir.ledger.read()[-1])
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_ends_the_evaluation_of_all(output):
+    run_dir = RunDir(output / "stopped")
+    assert marker.latest_step(run_dir.checkpoints) == 4
+    assert run_dir.read_metrics()[-1]["kind"] == "train"

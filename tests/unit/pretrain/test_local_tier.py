@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import time
 from dataclasses import replace
@@ -8,19 +9,22 @@ from pathlib import Path
 import pytest
 
 from foundation.errors import ConfigError
+from foundation.settings import to_tree
 from pretrain.checkpoint.destinations import Disk
-from pretrain.checkpoint.local_tier import DAYS_KEPT, LocalTier
+from pretrain.checkpoint.local_tier import DAYS_KEPT, MAY_DIFFER, LocalTier
+from pretrain.config.engine import EngineConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.distributed.world import World
 from pretrain.rundir.events import Restored, Rewind, Spike, TrainingBegan
 from pretrain.rundir.ledger import LAST, steps_that_stand
+from tests.helpers.checkpoints import publish_step
 
 ID = "0123456789ab"
 
 
 def tier(disk: Path, world: World, run_id: str = ID) -> LocalTier:
     config = replace(RunConfig(), checkpoint=CheckpointConfig(local=disk))
-    return LocalTier(config, Disk(Path(), "attempt", run_id), world, {})
+    return LocalTier(config, Disk(Path(), "attempt", run_id), world, {"before": 15})
 
 
 def start(attempt: str, step: int) -> TrainingBegan:
@@ -76,6 +80,31 @@ def test_only_folders_of_runs_that_nothing_wrote_to_for_days_are_removed(world, 
     assert {path.name for path in tmp_path.iterdir()} == {
         *("run-bbbbbbbbbbbb", "results", f"run-{ID}"),
     }
+
+
+@pytest.mark.parametrize(
+    ("step", "num_ranks", "zero_stage", "why"),
+    [
+        (10, 1, 2, ""),
+        (10, 2, 2, "step 10 was saved by rank 0 of 2, now it is rank 0 of 1"),
+        (10, 1, 1, "step 10 was saved with other settings (engine.zero_stage: 1 -> 2)"),
+        (20, 1, 2, "step 20 is from before the run went back"),
+    ],
+)
+def test_a_step_of_other_ranks_settings_or_history_is_not_used(
+    world, tmp_path, caplog, step, num_ranks, zero_stage, why
+):
+    local = tier(tmp_path, world)
+    tree = json.loads(json.dumps(to_tree(RunConfig(engine=EngineConfig(zero_stage=zero_stage)))))
+    config = {name: part for name, part in tree.items() if name not in MAY_DIFFER}
+    saved = {"attempt": "before", "rank": 0, "world_size": num_ranks}
+    root = tmp_path / f"run-{ID}" / "rank-00000"
+    publish_step(root, step, num_ranks=1, run=ID, local=saved, config=config)
+    found = local.find(6)
+    assert (found.step if found else 0) == (0 if why else step)
+    if why:
+        assert f"not used: rank 0: {why}; using step 6, the shared one" in caplog.text
+        assert not list(root.glob("step-*")), "the run is about to make those steps again"
 
 
 def test_local_checkpoints_come_between_the_others_at_an_absolute_path():
