@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from foundation.cli import Answer, add_json, check_least
 from foundation.errors import ConfigError
-from foundation.settings import MOST_ROWS, require_name, size_of
+from foundation.settings import MOST_ROWS, size_of
 from pretrain.commands.output_paths import check_output_directory
 from pretrain.config.choices import Precision, RopeExtension
 from pretrain.evaluation.probes.probe_settings import ProbeName
@@ -31,8 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = "directory or URL of a corpus (default: the run's; an export needs one)"
     add("--data", type=Path, help=data)
     add("--split", default="validation", help="split of the corpus (default %(default)s)")
-    sets = "evaluate also these corpora (default: evaluation.sets and parts of the run's mixture)"
-    add("--sets", nargs="*", metavar="NAME=PATH", help=sets)
     memory = "tokens of memory, one result for each (default: as in training)"
     add("--memory-length", type=size_of("tokens"), nargs="+", metavar="N", help=memory)
     segment = "tokens per segment (default: as in training)"
@@ -56,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what("--context-length", action="store_true", help=measure)
     what("--tasks", nargs="+", metavar="TASK", help="run tasks of lm-eval: names, or YAML files")
     names = get_args(ProbeName)
-    probes = f"probe the memory, and write a page with pictures: {', '.join(names)}"
+    probes = f"probe the memory: {', '.join(names)}"
     what("--probe", nargs="+", choices=names, metavar="PROBE", help=probes)
     own = parser.add_argument_group("with --tasks").add_argument
     own("--limit", type=int, metavar="N", help="use N examples of each task (default: all)")
@@ -72,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own("--trials", type=int, metavar="N", help=trials)
     longest = "test recall up to N tokens (default: twice what a layer sees)"
     own("--longest-distance", type=size_of("tokens"), metavar="N", help=longest)
-    output = "directory for probes.html and probes.json (default: the run's)"
+    output = "directory for probes.json (default: the run's)"
     own("--output", type=Path, metavar="DIR", help=output)
 
 
@@ -95,7 +93,6 @@ def run(arguments: argparse.Namespace) -> int | Answer:
 def _check(arguments: argparse.Namespace) -> None:
     """Set defaults; ConfigError for bad numbers and for flags that would have no effect."""
     memory_lengths = arguments.memory_length or []
-    _check_sets(arguments)
     for what, flags in OWN_FLAGS.items():
         for name, default in flags.items():
             value = getattr(arguments, name)
@@ -128,15 +125,3 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--same-length needs a --memory-length above 0, the number of keys each token sees"
         )
-
-
-def _check_sets(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError unless --sets names a path by each name, and only the losses are asked."""
-    sets: list[str] = arguments.sets or []
-    if arguments.sets is not None and any(getattr(arguments, what) for what in OWN_FLAGS):
-        raise ConfigError("--sets goes with neither --context-length, --tasks nor --probe")
-    named = {name: path for name, _, path in (each.partition("=") for each in sets)}
-    if not all(named.values()) or len(named) < len(sets):
-        raise ConfigError(f"--sets {' '.join(sets)}: expected NAME=PATH, each with another name")
-    for name in named:
-        require_name("--sets", name)

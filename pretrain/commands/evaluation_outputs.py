@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,17 @@ from data_pipeline.corpora.manifest import HOW_TO_SPLIT, SPLITS, is_left_out
 from foundation.errors import ConfigError, DataError
 from foundation.files import path_text, write_json
 from pretrain.config.choices import POSITIONS
-from pretrain.config.resolve import splits_of_sets
 from pretrain.distributed.threads import keep_freed_memory, set_threads
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.evaluation import context_length
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
-from pretrain.evaluation.probes.probe_page import render
-from pretrain.evaluation.probes.probe_run import ProbeResults, probe_rows, run_probes
+from pretrain.evaluation.probes.probe_run import probe_rows, run_probes
 from pretrain.evaluation.probes.probe_settings import ProbeSettings
-from pretrain.reporting.html import write_page
 from pretrain.scaling.collect import PROBES
 from pretrain.terminal.text import counted
 from pretrain.weights.export import is_export
 from pretrain.weights.trained_model import TrainedModel, load_tokenizer, load_trained
 
-PAGE = "probes.html"
 CONTEXT_POSITIONS, CONTEXTS = 512, 20  # of an effective context length
 SHARES = (0.1, 0.5, 1.0)  # of the positions, as in table 8 of the paper
 
@@ -103,11 +98,8 @@ def _corpus(arguments: argparse.Namespace, trained: TrainedModel) -> Corpus:
 
 def _losses(arguments: argparse.Namespace, path: Path, scorer: TrainedScorer) -> EvaluationOutput:
     trained = scorer.trained
-    corpus, sets = _corpus(arguments, trained), _corpora_of_sets(arguments, trained)
+    corpus = _corpus(arguments, trained)
     results = _evaluate_with_progress(arguments, scorer, corpus)
-    of_sets = {
-        name: _evaluate_with_progress(arguments, scorer, split) for name, split in sets.items()
-    }
     title = (
         f"{path}: step {trained.step}, {results[0].tokens:,} tokens of {corpus.location}, "
         f"{counted(results[0].lanes, 'lane')}, segments of {results[0].segment_length}; "
@@ -116,34 +108,7 @@ def _losses(arguments: argparse.Namespace, path: Path, scorer: TrainedScorer) ->
     if arguments.rope_extension is not None:
         title += f", rope extended by {arguments.rope_extension}"
     values: dict[str, Any] = {"step": trained.step, "results": list(map(asdict, results))}
-    rows = loss_rows(results)
-    if of_sets:
-        values["sets"] = {name: list(map(asdict, found)) for name, found in of_sets.items()}
-        rows = [("set", *rows[0]), *((arguments.split, *row) for row in rows[1:])]
-        for name, found in of_sets.items():
-            rows += [(name, *row) for row in loss_rows(found)[1:]]
-    return EvaluationOutput(title, rows, values)
-
-
-def _corpora_of_sets(arguments: argparse.Namespace, trained: TrainedModel) -> dict[str, Corpus]:
-    """The sets that --sets asks for, by name; ConfigError if it would be those of other people."""
-    if arguments.sets is None:
-        return {}
-    config = trained.config
-    if arguments.sets:
-        named = {name: Path(path) for name, _, path in (x.partition("=") for x in arguments.sets)}
-        evaluation = replace(config.evaluation, sets=named)
-        data = replace(config.data, mixture=(), phases=())  # whose parts are sets too
-        config = replace(config, evaluation=evaluation, data=data)
-    elif trained.untrusted:
-        raise ConfigError(
-            f"{trained.untrusted}, whose settings do not choose what is read; name each set: "
-            "--sets NAME=PATH"
-        )
-    corpus = trained.corpus_directory(arguments.data)
-    if not (splits := splits_of_sets(config, corpus)):
-        raise ConfigError("the run has neither evaluation.sets nor a mixture; use --sets NAME=PATH")
-    return {name: Corpus.open(split) for name, split in splits.items()}
+    return EvaluationOutput(title, loss_rows(results), values)
 
 
 def _evaluate_with_progress(
@@ -241,33 +206,18 @@ def _probes(arguments: argparse.Namespace, path: Path, scorer: TrainedScorer) ->
         directory /= path.name
     elif not arguments.output and is_export(path):
         raise ConfigError(f"{path} is an export, to which nothing is added; give --output DIR")
-    results = probe(scorer, path, corpus, settings, directory)
-    title = (
-        f"{path}: step {trained.step}, segments of {segment} with a memory of {memory}; "
-        f"{directory / PAGE} and {PROBES}"
-    )
-    return EvaluationOutput(title, probe_rows(results), results.values())
-
-
-def probe(
-    scorer: TrainedScorer,
-    path: Path,
-    corpus: Corpus | None,
-    settings: ProbeSettings,
-    directory: Path,
-) -> ProbeResults:
-    """Take the probes of the model in `path`, and write their page and numbers."""
-    tokenizer = load_tokenizer(scorer.trained, corpus.directory.parent if corpus else None)
+    tokenizer = load_tokenizer(trained, corpus.directory.parent if corpus else None)
     with Console(stderr=True).status(f"{path}: probes") as status:  # on a terminal alone
         results = run_probes(
             scorer, tokenizer, corpus, settings, lambda words: status.update(f"{path}: {words}")
         )
-    with warnings.catch_warnings():
-        # `set_threads` makes denormal floats 0, which numpy notices when matplotlib is imported.
-        warnings.filterwarnings("ignore", "The value of the smallest subnormal")
-        write_page(directory / PAGE, render(path.name, results))
+    directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / PROBES, results.values())
-    return results
+    title = (
+        f"{path}: step {trained.step}, segments of {segment} with a memory of {memory}; all "
+        f"numbers: {directory / PROBES}"
+    )
+    return EvaluationOutput(title, probe_rows(results), results.values())
 
 
 def _how_to_read(arguments: argparse.Namespace, trained: TrainedModel) -> tuple[int, int]:

@@ -64,7 +64,7 @@ def evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
     return list(sets.values())
 
 
-def splits_of_sets(run: RunConfig, corpus: Path | None = None) -> dict[str, Path]:
+def splits_of_sets(run: RunConfig) -> dict[str, Path]:
     """Return name -> directory of each set's split; parts without one are left out.
 
     DataError for a set without one, or with another tokenizer than `corpus`, by default that of the
@@ -74,7 +74,7 @@ def splits_of_sets(run: RunConfig, corpus: Path | None = None) -> dict[str, Path
     sets = [(each, each.directory(cache)) for each in evaluation_sets(run)]
     if not sets:
         return {}
-    expected = read_manifest((corpus or run.data.directory()) / VALIDATION).tokenizer
+    expected = read_manifest(run.data.directory() / VALIDATION).tokenizer
     found = {}
     for each, directory in sets:
         if each.is_part and not (directory / MANIFEST_NAME).is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from pretrain.commands.same_run import differing_losses
 from pretrain.config.data import DataConfig
 from pretrain.config.resolve import check_same_sets, evaluation_sets
 from pretrain.config.run import EvaluationConfig, RunConfig
+from pretrain.reporting.run_charts import run_panels
 from pretrain.reporting.run_history import read_history
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import events_of
@@ -77,64 +79,61 @@ def test_every_set_has_the_loss_that_evaluate_measures_of_its_validation_split(
     assert lines[-1]["loss/a"] == lines[-1]["loss"], "data.path is a part of its mixture"
     assert len(set(set_losses(lines[-1]).values())) == 3
     limits = ["--max-tokens", "600", "--json"]
-    assert main(["evaluate", str(trained.path), "--sets", *limits]) == 0
-    of_sets = json.loads(capsys.readouterr().out)["sets"]
     for name, corpus in (("a", "a"), ("b", "b"), ("beside", "c")):
         assert main(["evaluate", str(trained.path), "--data", str(places[corpus]), *limits]) == 0
         alone = json.loads(capsys.readouterr().out)["results"][0]
         assert lines[-1][f"loss/{name}"] == pytest.approx(alone["loss"], rel=1e-5)
         assert lines[-1][f"bits_per_byte/{name}"] == pytest.approx(alone["bits_per_byte"], rel=1e-5)
-        assert of_sets[name][0]["loss"] == alone["loss"]
-    assert main(["evaluate", str(trained.path), "--sets", f"b={places['b']}", *limits[:2]]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == [
-        "validation",
-        "b",
-    ]
+
+
+@pytest.fixture(scope="module")
+def resumed(places: dict[str, Path]) -> RunDir:
+    """A run with one set more to step 2, resumed with another one instead."""
+    run_dir = RunDir(places["a"].with_name("resumed"))
+    early = [f"evaluation.sets.early={places['b']}", "checkpoint.keep_last=9"]
+    assert train(places, run_dir, *early) == 0
+    shutil.rmtree(run_dir.checkpoints / "step-00000004")
+    assert train(places, run_dir, f"evaluation.sets.late={places['b']}") == 0
+    return run_dir
 
 
 def test_reports_comparisons_and_tables_of_sweeps_have_the_losses_of_sets(
-    places, trained, tmp_path, capsys
+    places, trained, resumed, tmp_path, capsys
 ):
     losses = {name: f"{loss:.4f}" for name, loss in set_losses(evaluations_of(trained)[-1]).items()}
-    assert main(["report", str(trained.path), "--output", str(tmp_path)]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert "Validation by corpus" in page
-    assert f"validation loss of beside</td><td>{losses['beside']}</td>" in page
-    more = RunDir(tmp_path / "more")
-    assert train(places, more, f"evaluation.sets.more={places['b']}") == 0
-    capsys.readouterr()
-    assert main(["report", str(trained.path), str(more.path), "--json"]) == 0
+    runs = [str(trained.path), str(resumed.path), "--output", str(tmp_path)]
+    assert main(["report", *runs, "--json"]) == 0
+    assert f"<td>{losses['beside']}</td>" in (tmp_path / "compare.html").read_text()
     first, second = json.loads(capsys.readouterr().out)
-    assert "evaluation_loss/more" not in first
-    assert second["evaluation_loss/more"] == second["evaluation_loss/b"]
+    assert "evaluation_loss/late" not in first
+    assert second["evaluation_loss/late"] == second["evaluation_loss/b"]
     assert first["evaluation_loss/beside"] == second["evaluation_loss/beside"]
-    found = differing_losses(trained, more)
+    found = differing_losses(trained, resumed)
     assert not found, "what is measured besides does not change what is trained"
-    cell = Cell(name="tiny", experiment=places["experiment"])
-    write_rows(
-        tmp_path / "runs.csv",
-        [row_of(PlacedCell(cell=cell, config=trained.config, path=trained.path))],
+    row = row_of(
+        PlacedCell(
+            cell=Cell(name="tiny", experiment=places["experiment"]),
+            config=trained.config,
+            path=trained.path,
+        )
     )
+    write_rows(tmp_path / "runs.csv", [row])
     heads = (tmp_path / "runs.csv").read_text().splitlines()[0].split(",")
     assert heads[-3:] == ["loss/a", "loss/b", "loss/beside"]
-    assert read_history(trained.path).results.validation_loss == evaluations_of(trained)[-1]["loss"]
+    history = read_history(trained.path)
+    assert history.results.validation_loss == evaluations_of(trained)[-1]["loss"]
+    assert "Validation by corpus" in [panel.title for panel in run_panels(history)]
 
 
 def test_a_resume_may_add_and_remove_sets_but_not_another_text_under_a_name(
-    places, trained, tmp_path, capsys
+    places, resumed, capsys
 ):
-    run_dir = RunDir(tmp_path / "run")
-    early = [f"evaluation.sets.early={places['b']}", "checkpoint.keep_last=9"]
-    assert train(places, run_dir, *early) == 0
-    (run_dir.checkpoints / "step-00000004").rename(tmp_path / "elsewhere")
-    assert train(places, run_dir, f"evaluation.sets.late={places['c']}") == 0
     names = [["a", "b", "beside", "early"], ["a", "b", "beside", "late"]]
-    assert [list(set_losses(line)) for line in evaluations_of(run_dir)] == names
-    first, last = events_of(run_dir.ledger.read(), TrainingBegan)
+    assert [list(set_losses(line)) for line in evaluations_of(resumed)] == names
+    first, last = events_of(resumed.ledger.read(), TrainingBegan)
     assert [list(first.sets), list(last.sets)] == names
-    assert (first.sets["b"], last.sets["beside"]) == (first.sets["early"], last.sets["late"])
-    capsys.readouterr()
-    assert train(places, run_dir, f"evaluation.sets.b={places['c']}") == 2
+    assert first.sets["b"] == first.sets["early"] == last.sets["late"] != last.sets["beside"]
+    assert train(places, resumed, f"evaluation.sets.b={places['c']}") == 2
     assert "evaluation.sets.b has the hash" in capsys.readouterr().err
 
 

@@ -10,12 +10,6 @@ from typing import Any
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
-from pretrain.evaluation.context_length import (
-    ContextGrid,
-    ContextLength,
-    SplitPositions,
-    relative_effective_context_lengths,
-)
 from pretrain.evaluation.evaluate import TrainedScorer
 from pretrain.evaluation.probes.attention_mass import AttentionMass, attention_mass
 from pretrain.evaluation.probes.distances import Borders, bin_names, borders_of
@@ -31,8 +25,6 @@ from pretrain.evaluation.probes.recall import (
     tokens_of_vocabulary,
 )
 
-CONTEXT_POSITIONS = 128  # enough to mark a length in a picture
-CONTEXT_STEPS = 16  # up to twice what a token sees directly
 RECALLS: tuple[RecallKind, ...] = ("needle", "copy")
 
 
@@ -47,16 +39,14 @@ class ProbeResults:
     recalls: Mapping[RecallKind, Sequence[Recall]]
     position: tuple[PositionLoss, ...] = ()  # with memory and without
     attention: AttentionMass | None = None
-    context: ContextLength | None = None  # of this model alone, over all positions
 
     def values(self) -> dict[str, Any]:
         """Return all numbers, ready for JSON."""
         measured = {name: list(map(asdict, found)) for name, found in self.recalls.items()}
         if self.position:
             measured["position"] = list(map(asdict, self.position))
-        for name, found in (("attention", self.attention), ("recl", self.context)):
-            if found is not None:
-                measured[name] = asdict(found)  # type: ignore[assignment]
+        if self.attention is not None:
+            measured["attention"] = asdict(self.attention)  # type: ignore[assignment]
         settings, borders = asdict(self.settings), asdict(self.borders)
         return {
             "step": self.step,
@@ -78,8 +68,6 @@ class ProbeResults:
         if self.attention is not None:
             found["attention_to_memory"] = mean_of(self.attention.share("memory"))
             found["attention_entropy"] = mean_of(self.attention.entropy)
-        if self.context is not None:
-            found["recl"] = self.context.length
         return found
 
 
@@ -151,14 +139,6 @@ def run_probes(
         say("attention by distance")
         attention = attention_mass(module, corpus, memory_length=memory, segment_length=segment)
         results = replace(results, attention=attention)
-    if "recl" in names:
-        say("effective context length")
-        step = -(-2 * borders.direct // CONTEXT_STEPS)
-        grid = ContextGrid(step, step * CONTEXT_STEPS)
-        positions = SplitPositions(corpus, CONTEXT_POSITIONS, grid.longest, settings.max_tokens)
-        losses = [lambda length: positions.losses(module, length, memory, segment)]
-        (context,) = relative_effective_context_lengths(losses, grid, (1.0,))[0]
-        results = replace(results, context=context)
     return results
 
 
@@ -186,7 +166,4 @@ def probe_rows(results: ProbeResults) -> list[tuple[str, ...]]:
             words = f"entropy {fmean(entropy):.2f} of {attention.uniform_entropy:.2f} nats"
             layer, found = f"layer {number}", f"{fmean(share):.1%} in memory"
             rows.append(("attention", layer, found, "-", words))
-    if results.context is not None:
-        more = " or more" if results.context.reached_longest else ""
-        rows.append(("recl", "all", f"{results.context.length:,} tokens{more}", "-", "-"))
     return rows

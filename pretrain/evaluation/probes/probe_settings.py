@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ProbeName = Literal["needle", "copy", "position", "attention", "recl"]
+ProbeName = Literal["needle", "copy", "position", "attention"]
 ATTENTION: ProbeName = "attention"
 
 
@@ -23,4 +23,4 @@ class ProbeSettings:
 
     def needs_text(self) -> bool:
         """Whether a probe reads a split; the others only take tokens from it, if there is one."""
-        return not {"position", ATTENTION, "recl"}.isdisjoint(self.names)
+        return not {"position", ATTENTION}.isdisjoint(self.names)

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
@@ -18,14 +16,11 @@ from pretrain.evaluation.probes.recall import (
     drawn_trials,
     measure_recall,
     recall_distance,
-    scored_logits,
     tokens_of_corpus,
     tokens_of_vocabulary,
 )
-from pretrain.model.memory import document_starts
-from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.induction import induction_model
-from tests.helpers.models import TINY, VARIANTS, random_tokens, tiny_model
+from tests.helpers.models import VARIANTS, tiny_model
 
 KINDS: tuple[RecallKind, ...] = ("needle", "copy")
 MEMORY, SEGMENT = 16, 8
@@ -93,28 +88,6 @@ def test_chance_is_one_of_the_candidates_that_are_left():
     assert copy.chance_loss == pytest.approx(sum(math.log(count) for count in range(13, 20)) / 7)
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", "rope", "isolated", "compressive", "deltanet", "memory_tokens"]
-)
-def test_the_scored_logits_are_those_of_the_plain_forward(name):
-    """Segments whose memory reaches to the start, against the same tokens with hidden states."""
-    model = tiny_model(**VARIANTS[name]).eval()
-    tokens = ProbeTokens(torch.arange(0, 36, 2), torch.arange(1, 36, 2), None, 36)
-    trials = drawn_trials("copy", tokens, 11, 9, 3, torch.Generator().manual_seed(1))
-    found_BJV = scored_logits(model, trials, 8, 5, 36)
-    inputs_BT = trials.tokens_BT[:, :-1]
-    starts_BT = document_starts(inputs_BT, 36)
-    memory, parts = None, []
-    with torch.no_grad():
-        for part in inputs_BT.split(5, 1):
-            start = 5 * len(parts)
-            starts_BL = starts_BT[:, start : start + 5]
-            logits_BLV, memory = model.logits_BLV(part, memory, starts_BL, 8)
-            parts.append(logits_BLV)
-    expected_BJV = torch.cat(parts, 1)[:, -7:]
-    torch.testing.assert_close(found_BJV, expected_BJV, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize(("kind", "distance"), [("needle", 8), ("copy", 9), ("needle", 40)])
 def test_a_pattern_is_repeated_at_its_distance_and_nowhere_else(kind, distance):
     trials = drawn_trials(kind, TOKENS, distance, 13, 6, torch.Generator().manual_seed(2))
@@ -150,38 +123,6 @@ def test_recall_ends_before_the_first_distance_at_chance():
     assert recall_distance([at(8, 0.05)]) == 0
     one_of_eight, _ = wilson_interval(1, 8)
     assert recall_distance([at(8, one_of_eight, 1 / 8)]) == 0, "a single hit is no recall"
-
-
-def logits_of(model: TransformerXL, tokens_BT: Tensor, segment_length: int) -> Tensor:
-    memory, parts = None, []
-    with torch.no_grad():
-        for part in tokens_BT.split(segment_length, 1):
-            logits_BLV, memory = model.logits_BLV(part, memory)
-            parts.append(logits_BLV)
-    return torch.cat(parts, 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "segment_length"),
-    [("plain", 8), ("rope", 8), ("compressive", 3), ("compressive", 11), ("same_length", 3)],
-)
-def test_a_token_depends_on_as_many_tokens_as_the_border_says(name, segment_length):
-    variant: dict[str, Any] = {"same_length": True} if name == "same_length" else VARIANTS[name]
-    model = tiny_model(**variant).eval()
-    total = borders_of(model.config, TINY.memory_length, segment_length).total
-    length = 2 * total + segment_length
-    tokens_BT = random_tokens(1, length)
-    other_BT = tokens_BT.clone()
-    other_BT[0, 0] = (tokens_BT[0, 0] + 1) % TINY.vocab_size
-    # One row of its own batch each: CPUs may round a row by its place in the batch.
-    logits_BTV, other_BTV = [
-        logits_of(model, stream, segment_length) for stream in (tokens_BT, other_BT)
-    ]
-    differs = (logits_BTV != other_BTV).any(-1)[0].tolist()
-    last = max(place for place, is_other in enumerate(differs) if is_other)
-    assert last < total
-    if name in ("plain", "rope") and segment_length == TINY.memory_length:
-        assert last == total - 1
 
 
 def test_tokens_of_a_corpus_are_frequent_ones(corpus):

@@ -12,17 +12,13 @@ from pretrain.config.data import DataConfig
 from pretrain.config.run import RunConfig
 from pretrain.evaluation.evaluate import TrainedScorer, evaluate
 from pretrain.evaluation.probes.attention_mass import AttentionMass, attention_mass, measured_stream
-from pretrain.evaluation.probes.distances import bin_names, bins_of, borders_of, first_distances
+from pretrain.evaluation.probes.distances import bin_names, bins_of, first_distances
 from pretrain.evaluation.probes.document_position import document_positions, loss_by_position
-from pretrain.evaluation.probes.probe_page import render
-from pretrain.evaluation.probes.probe_run import ProbeResults, probe_rows
-from pretrain.evaluation.probes.probe_settings import ProbeSettings
 from pretrain.model.lane_state import num_compressed_rows
 from pretrain.model.layer import TransformerLayer
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.trained_model import TrainedModel
 from tests.helpers.exact_attention import exact_attention
-from tests.helpers.induction import induction_model
 from tests.helpers.models import VARIANTS, tiny_model
 
 MEMORY, SEGMENT = 8, 6
@@ -200,47 +196,3 @@ def direct_attention(model: TransformerXL, corpus, found: AttentionMass) -> dict
             for part in found.mass
         },
     }  # fmt: skip
-
-
-def test_layers_keep_their_numbers_beside_deltanets(corpus):
-    model = model_for(corpus, num_layers=4, layer_kinds=("deltanet", "attention"))
-    found = attention_mass(model, corpus, memory_length=MEMORY, segment_length=SEGMENT)
-    assert found.layers == (1, 3)
-    settings = ProbeSettings(
-        names=("attention",), memory_length=MEMORY, segment_length=SEGMENT, lanes=1,
-        max_tokens=0, trials=1, longest_distance=0,
-    )  # fmt: skip
-    borders = borders_of(model.config, MEMORY, SEGMENT)
-    results = ProbeResults(
-        step=1, settings=settings, borders=borders, text="", recalls={}, attention=found
-    )
-    assert [row[1] for row in probe_rows(results)[1:]] == ["layer 1", "layer 3"]
-    assert render("run", results).count("<td>layer") == 2
-
-
-def test_attention_is_measured_with_the_angles_of_its_own_memory(corpus):
-    options = {**VARIANTS["rope"], "rope_extension": "ntk"}
-    model = model_for(corpus, **options)
-    model.trained_keys = (3,) * len(model.layers)
-    found = attention_mass(model, corpus, memory_length=MEMORY, segment_length=SEGMENT)
-    model.expect_keys(1000, 0)  # of another probe
-    again = attention_mass(model, corpus, memory_length=MEMORY, segment_length=SEGMENT)
-    assert again == found
-    model.trained_keys = ()
-    plain = attention_mass(model, corpus, memory_length=MEMORY, segment_length=SEGMENT)
-    assert plain.mean_distance != found.mean_distance
-
-
-def test_attention_of_a_model_set_by_hand_is_where_it_was_put(corpus):
-    """Its first head looks at distance 1; a head without scores looks at all keys alike."""
-    model = induction_model(corpus.manifest.vocab_size, MEMORY)
-    found = attention_mass(model, corpus, memory_length=MEMORY, segment_length=SEGMENT)
-    first, idle = found.total()[0]
-    assert first[1] == pytest.approx(1.0)
-    assert found.entropy[0][0] == pytest.approx(0.0, abs=1e-9)
-    assert found.mean_distance[0][0] == pytest.approx(1.0)
-    assert found.entropy[0][1] == pytest.approx(found.uniform_entropy)
-    # Of a segment's six queries, the first has its previous token in memory.
-    assert 1 / SEGMENT <= found.share("memory")[0][0] < 1.2 / SEGMENT, "the last may be shorter"
-    assert found.memory_length == MEMORY
-    assert max(idle) < 0.5
