@@ -1,4 +1,4 @@
-"""`pretrain checkpoint list | verify | prune RUN`: list, check or delete checkpoints.
+"""`pretrain checkpoint list | verify RUN`: list or check checkpoints.
 
 `pretrain checkpoint fetch URL RUN` makes a run directory from a mirror.
 """
@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from foundation.cli import Answer, Program, add_json
-from foundation.errors import CheckpointError, ConfigError, printable
+from foundation.errors import CheckpointError, printable
 from foundation.files import read_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.recovery.loss_spikes import SpikeDetector
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import number, text_table
@@ -27,35 +26,17 @@ PROGRAM = Program(
     {
         "list": (f"{HERE}:list", "list step, ranks, tokens, validation loss and size of each"),
         "verify": (f"{HERE}:verify", "read every byte of each; exit status 1 if one is corrupted"),
-        "prune": (f"{HERE}:prune", "delete those that the run's settings, or flags, do not keep"),
         "fetch": (f"{HERE}:fetch", "make a run directory from what checkpoint.mirror has uploaded"),
     },
 )
 
 
 def add_list_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
+    parser.add_argument("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
     add_json(parser)
 
 
 add_verify_arguments = add_list_arguments
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
-
-
-def add_prune_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
-    flags = {
-        "--keep-last": "keep the latest N",
-        "--keep-every": "also keep steps that are multiples of N; 0: none",
-    }
-    for flag, meaning in flags.items():
-        parser.add_argument(
-            flag, type=int, metavar="N", help=f"{meaning} (default: the run's setting)"
-        )
-    parser.add_argument("--dry-run", action="store_true", help="report only, delete nothing")
 
 
 def add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,47 +112,4 @@ def run_verify(arguments: argparse.Namespace) -> Answer:
         f"{valid} of {len(problems)} checkpoints are valid" if problems else _none_in(run_dir),
         [{"step": step, "problem": problem} for step, problem in problems.items()],
         0 if valid == len(problems) else EXIT_CORRUPTED,
-    )
-
-
-def run_prune(arguments: argparse.Namespace) -> int:
-    """Delete checkpoints that are not to be kept; CheckpointError if no valid one would remain."""
-    run_dir = RunDir.open(arguments.run)
-    configured = run_dir.config.checkpoint
-    last, every = (
-        getattr(configured, name) if getattr(arguments, name) is None else getattr(arguments, name)
-        for name in ("keep_last", "keep_every")
-    )
-    if last < 1 or every < 0:
-        raise ConfigError(f"--keep-last={last} must be at least 1, --keep-every={every} at least 0")
-    root = run_dir.checkpoints
-    with run_dir.locked():  # a run that trains prunes its own checkpoints
-        steps = files.steps_on_disk(root)
-        valid = marker.steps_that_count(root)
-        latest = max(valid, default=0)  # from which the run would resume
-        detector = SpikeDetector(run_dir.config)
-        detector.observe(line for line in run_dir.read_metrics() if line["step"] <= latest)
-        suspected = detector.suspected_since
-        pruned = files.steps_to_prune(steps, valid, last, every, suspected_since=suspected)
-        _require_valid_rest(root, pruned, [step for step in steps if step not in pruned])
-        if not arguments.dry_run:
-            pruned = files.prune(root, valid, last, every, suspected)
-    verb = "would delete" if arguments.dry_run else "deleted"
-    print(f"{verb} the checkpoints of {len(pruned)} steps: {', '.join(map(str, pruned)) or 'none'}")
-    return 0
-
-
-def _require_valid_rest(root: Path, pruned: list[int], rest: list[int]) -> None:
-    """CheckpointError if checkpoints are to be deleted and the run could resume from no other."""
-    if not pruned:
-        return
-    for step in reversed(rest):
-        try:
-            marker.verify(files.step_directory(root, step))
-            return
-        except CheckpointError:
-            continue
-    raise CheckpointError(
-        f"{root}: every checkpoint to keep is corrupted (steps {', '.join(map(str, rest))}); "
-        "nothing was deleted. Keep more of them; 'pretrain checkpoint verify' names valid ones"
     )

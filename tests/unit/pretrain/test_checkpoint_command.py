@@ -11,10 +11,8 @@ from pretrain.checkpoint import marker
 from pretrain.cli import main
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.recovery import loss_spikes
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import flip_a_bit, publish_step
-from tests.helpers.metrics import train_line
 
 
 @pytest.fixture
@@ -70,41 +68,6 @@ def test_a_checkpoint_with_a_hole_that_readers_refuse_is_not_valid(run_dir, caps
     found = marker.latest_valid(run_dir.checkpoints, lambda line: None)
     assert found is not None
     assert found.step == 40, "a resume takes the one before"
-
-
-def test_prune_removes_what_the_run_would_and_a_dry_run_nothing(run_dir, capsys):
-    assert main(["checkpoint", "prune", str(run_dir.path), "--dry-run"]) == 0
-    assert "10, 20" in capsys.readouterr().out
-    assert files.steps_on_disk(run_dir.checkpoints) == [10, 20, 30, 40]
-    assert main(["checkpoint", "prune", str(run_dir.path), "--keep-every", "20"]) == 0
-    assert files.steps_on_disk(run_dir.checkpoints) == [20, 30, 40]
-
-
-@pytest.mark.parametrize(("losses_since", "kept"), [(15, [10, 40]), (5, [40]), (41, [40])])
-def test_prune_keeps_the_checkpoint_from_before_what_may_become_a_spike(
-    run_dir, monkeypatch, losses_since, kept
-):
-    """As a save of the run would: with `keep_last=1` a rewind would have nothing to go back to."""
-    monkeypatch.setattr(loss_spikes, "WINDOW", 10)
-    monkeypatch.setattr(loss_spikes, "SPIKE_STEPS", 100)
-    lines = [train_line(step, 9.0 if step >= losses_since else 1.0) for step in range(1, 45)]
-    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert main(["checkpoint", "prune", str(run_dir.path), "--keep-last=1"]) == 0
-    assert files.steps_on_disk(run_dir.checkpoints) == kept
-
-
-def test_prune_never_deletes_the_last_valid_checkpoint(run_dir, capsys):
-    for step in (30, 40):
-        flip_a_bit(run_dir.checkpoints / f"step-{step:08d}" / "rank-00000.safetensors")
-    assert main(["checkpoint", "prune", str(run_dir.path)]) == 2
-    assert "nothing was deleted" in capsys.readouterr().err
-    assert files.steps_on_disk(run_dir.checkpoints) == [10, 20, 30, 40]
-
-
-def test_prune_is_an_error_while_the_run_trains(run_dir, capsys):
-    with run_dir.locked():
-        assert main(["checkpoint", "prune", str(run_dir.path)]) == 2
-    assert "in use" in capsys.readouterr().err
 
 
 def test_settings_that_can_keep_nothing_are_errors():
