@@ -50,34 +50,13 @@ class Measurements:
     loss_sums_B: np.ndarray
     num_losses_B: np.ndarray
     num_skipped: int
-    clipped: ClipCount
     sums: TimeSums
 
 
-@dataclass
-class ClipCount:
-    """How many updates after the warm-up had gradients above `limit`; 0: there is none."""
-
-    limit: float = 0.0
-    warmup_steps: int = 0
-    clipped: int = 0
-    updates: int = 0
-
-    def add(self, line: Line) -> None:
-        norm = line["grad_norm"]
-        if norm is None or line["skipped"] or line["step"] <= self.warmup_steps:
-            return
-        self.updates += 1
-        self.clipped += 0 < self.limit < norm
-
-
 def thinned(
-    measurements: Iterable[Line],
-    last_step: int,
-    clipped: ClipCount,
-    most_buckets: int = MOST_BUCKETS,
+    measurements: Iterable[Line], last_step: int, most_buckets: int = MOST_BUCKETS
 ) -> Measurements:
-    """Read all measurements once, oldest first; `clipped` counts on.
+    """Read all measurements once, oldest first.
 
     Of a bucket are kept its last line, the last one of an interval, the highest loss and norm, and
     the last skipped step.
@@ -93,7 +72,6 @@ def thinned(
             sums.add(line)
             if line["kind"] == "train":
                 lines.append(line)
-                clipped.add(line)
             else:
                 evaluations.append(line)
         skipped = [line for line in lines if line["skipped"]]
@@ -114,7 +92,6 @@ def thinned(
         loss_sums_B=sums_B,
         num_losses_B=counts_B.astype(int),
         num_skipped=num_skipped,
-        clipped=clipped,
         sums=sums,
     )
 
@@ -260,15 +237,13 @@ class History:
 def read_history(path: Path) -> History:
     """The past of the run in this directory; DataError if it has made no step yet."""
     run_dir = RunDir.open(path)
-    optim = (config := run_dir.config).optim
-    clipped = ClipCount(optim.clip_norm, optim.schedule.warmup_steps)
     latest = next(latest_measurements(run_dir.metrics), {"step": 0})
-    measured = thinned(measurements_of(run_dir.metrics), latest["step"], clipped)
+    measured = thinned(measurements_of(run_dir.metrics), latest["step"])
     if not len(measured.loss_steps_B):
         raise DataError(f"{path} has no measured step yet; train it first")
     return History(
         path=path,
-        config=config,
+        config=run_dir.config,
         measured=measured,
         ledger=run_dir.ledger.history(),
         last_sign=run_dir.metrics.stat().st_mtime,

@@ -1,9 +1,7 @@
-"""What a report warns of: clipping that is no exception, and a rate that looks too high or low.
+"""What a report warns of: a learning rate that looks too high or too low.
 
 Steps of the warm-up and skipped ones count for nothing, but for the rise above untrained weights.
 
-clipping  more than half of the updates were clipped, and the median norm of gradients is ten times
-          the limit or more
 too high  the smoothed loss rose to 1.5 times that of untrained weights, ln V; or the last fifth of
           the step losses is a tenth above the lowest fifth, and validation does not contradict it
 too low   the median update of the layers is below a 10,000th of their weights (usual: a 1000th)
@@ -24,36 +22,16 @@ from pretrain.reporting.run_history import History
 from pretrain.rundir.metric_names import SMOOTHED_LOSS, STEP_LOSS
 
 LEAST_STEPS = 50  # after the warm-up; fewer say nothing
-# The paper's limit of 0.25 clips every update of small models (at width 64 norms were 0.4 to 2.2).
-# Nothing is wrong with that: Adam and LAMB divide by the gradients' size, so a factor that all
-# updates have in common changes nothing. A limit for gradients of another scale is farther away.
-MOST_CLIPPED, FAR_BELOW = 0.5, 10
 SMALL_UPDATE = 1e-4  # of the weights
 ABOVE_UNTRAINED = 1.5
 PARTS, LARGE_RISE = 5, 0.1  # of the losses: the last part is so far above the lowest
 # Of the validation loss: less than this above its lowest, and only the training data got harder.
 LEAST_RISE = 0.01
-HIGH_QUANTILE = 0.9  # of gradient norms: a limit there clips one update in ten
 
 
 def warnings_of(history: History) -> list[str]:
     """Return a sentence per warning."""
-    return [*_clipping(history), *_too_high(history), *_too_low(history)]
-
-
-def _clipping(history: History) -> Iterator[str]:
-    found = history.measured.clipped
-    if found.updates < LEAST_STEPS or found.clipped <= MOST_CLIPPED * found.updates:
-        return
-    _, norms_X = _after_warmup(history, "grad_norm")
-    if not np.median(norms_X) >= FAR_BELOW * found.limit:
-        return
-    yield (
-        f"{found.clipped:,} of {found.updates:,} updates after the warm-up were clipped: "
-        f"optim.clip_norm={found.limit:g} sets the size of most gradients instead of limiting "
-        f"outliers. Their median norm is {np.median(norms_X):.2g}; a limit of "
-        f"{np.quantile(norms_X, HIGH_QUANTILE):.2g} would clip one in ten."
-    )
+    return [*_too_high(history), *_too_low(history)]
 
 
 def _too_high(history: History) -> Iterator[str]:

@@ -35,7 +35,6 @@ def warned(
     directory: Path,
     run: RunConfig = RUN,
     losses: Sequence[float | None] = FALLING,
-    norms: Sequence[float] = (0.1,),
     updates: float = 3e-3,
     validated: Sequence[float] = (),
 ) -> list[str]:
@@ -43,7 +42,7 @@ def warned(
     run_dir = RunDir.create(directory / "run", run)
     lines = []
     for step, loss in enumerate(losses, 1):
-        line = train_line(step, loss, skipped=loss is None, grad_norm=norms[step % len(norms)])
+        line = train_line(step, loss, skipped=loss is None)
         line["learning_rate"] = RATE
         if step % 10 == 0:
             line |= {"tokens_per_second": 1.0, "seconds": 1.0, "update_ratio/layer.0": updates}
@@ -59,34 +58,15 @@ def warned(
 
 
 def test_nothing_is_warned_of_where_all_is_as_usual(tmp_path):
-    assert warned(tmp_path, norms=[0.1, 0.2, 0.3]) == []
+    assert warned(tmp_path) == []
 
 
-def test_a_limit_far_below_most_norms_is_warned_of_with_one_that_would_not_be(tmp_path, capsys):
-    (found,) = warned(tmp_path, norms=[3.0, 4.0])
-    assert found.startswith(
-        "300 of 300 updates after the warm-up were clipped: optim.clip_norm=0.25 sets the size"
-    )
-    assert "Their median norm is 3; a limit of 3 would clip one in ten" in found
-    assert main(["report", str(tmp_path / "run")]) == 0
-    assert f"warning: {found}" in capsys.readouterr().out
-    assert found in (tmp_path / "run" / "report.html").read_text()
-
-
-def test_the_papers_limit_is_not_warned_of_where_it_clips_every_update_as_usual(tmp_path):
-    assert warned(tmp_path, norms=[0.5, 2.4]) == []
-
-
-def test_skipped_steps_and_a_run_without_a_limit_are_not_clipped(tmp_path):
-    skipped = [None if step % 2 else loss for step, loss in enumerate(FALLING)]
-    assert warned(tmp_path / "skipped", losses=skipped, norms=[9.0, 0.1]) == []
-    unlimited = replace(RUN, optim=replace(RUN.optim, clip_norm=0.0))
-    assert warned(tmp_path / "unlimited", unlimited, norms=[9.0]) == []
-
-
-def test_tiny_updates_are_a_rate_that_is_too_low_except_of_trained_weights(tmp_path):
+def test_tiny_updates_are_a_rate_that_is_too_low_except_of_trained_weights(tmp_path, capsys):
     (found,) = warned(tmp_path / "new", updates=5e-5)
     assert found.startswith("optim.learning_rate=0.001 looks too low: the median update of a layer")
+    assert main(["report", str(tmp_path / "new" / "run")]) == 0
+    assert f"warning: {found}" in capsys.readouterr().out
+    assert "learning_rate=0.001 looks too low" in (tmp_path / "new/run/report.html").read_text()
     tuned = replace(RUN, initial_weights=tmp_path)
     assert warned(tmp_path / "tuned", tuned, updates=5e-5) == []
 
