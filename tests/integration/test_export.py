@@ -35,12 +35,8 @@ evaluation: {{interval: 0, max_tokens: 200}}
 metrics: {{tensorboard: false}}
 """
     )
-    command = [sys.executable, "-m", "pretrain"]
-    subprocess.run(
-        [*command, "train", folder / "tiny.yaml", "--run-dir", folder / "run"],
-        check=True,
-    )
-    subprocess.run([*command, "export", folder / "run", "--output", folder / "out"], check=True)
+    assert main(["train", str(folder / "tiny.yaml"), f"--run-dir={folder / 'run'}"]) == 0
+    assert main(["export", str(folder / "run"), f"--output={folder / 'out'}"]) == 0
     return folder / "run", folder / "out"
 
 
@@ -76,12 +72,11 @@ def test_an_existing_output_is_refused(exported, capsys):
     assert "already exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("engine", [{"kind": "torch"}, {"kind": "deepspeed", "zero_stage": 3}])
-def test_a_new_run_starts_from_the_weights_of_an_export(exported, tmp_path, engine):
+def test_a_new_run_starts_from_the_weights_of_an_export(exported, tmp_path):
     """A learning rate that moves nothing: what comes out is what went in."""
     run, output = exported
-    settings = [f"engine.{name}={value}" for name, value in engine.items()]
-    settings += [f"initial_weights={output}", "optim.steps=2", "optim.learning_rate=1e-30"]
+    settings = ["engine.kind=deepspeed", "engine.zero_stage=3", f"initial_weights={output}"]
+    settings += ["optim.steps=2", "optim.learning_rate=1e-30"]
     command = [sys.executable, "-m", "pretrain"]
     train = [*command, "train", run.parent / "tiny.yaml", "--run-dir", tmp_path / "run", *settings]
     subprocess.run(train, check=True)

@@ -23,7 +23,7 @@ from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
 from pretrain.model.cached import new_stream
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.export import write_export
-from pretrain.weights.huggingface.export import model_card, parts_of, write_huggingface
+from pretrain.weights.huggingface.export import model_card, write_huggingface
 from pretrain.weights.trained_model import TrainedModel
 from tests.helpers.corpora import make_tiny_corpus, some_texts
 from tests.helpers.models import VARIANTS, tiny_model
@@ -191,12 +191,6 @@ def test_weights_above_the_largest_file_are_written_in_parts(exported, tmp_path)
     assert index["metadata"]["total_size"] == 4 * sum(each.numel() for each in ours.parameters())
     tokens = some_tokens(1, 11)
     assert torch.equal(load(tmp_path / "out")(tokens).logits, theirs(tokens).logits)
-
-
-def test_parts_hold_as_much_as_fits_and_at_least_one_tensor():
-    tensors = {name: torch.zeros(size) for name, size in (("a", 2), ("b", 3), ("c", 9), ("d", 1))}
-    parts = [list(each) for each in parts_of(tensors, 20)]
-    assert parts == [["a", "b"], ["c"], ["d"]]
 
 
 TEXTS = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from foundation.errors import ConfigError, DataError
 from pretrain.cli import main
 from pretrain.config.data import DataConfig
 from pretrain.config.run import RunConfig
-from pretrain.evaluation.harness import load_tasks, run_tasks, task_rows
+from pretrain.evaluation.harness import load_tasks, run_tasks
 from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
 from pretrain.weights.export import write_export
 from pretrain.weights.huggingface.export import write_huggingface
@@ -156,21 +155,6 @@ def test_scores_are_those_of_the_export_in_transformers(places, ours):
     assert ours["continued"]["exact_match,none"] == 0.5
 
 
-def test_a_text_read_whole_has_the_loss_of_the_model(places, ours):
-    trained = load_trained(places["folder"] / "own", torch.device("cpu"))
-    nats, size = 0.0, 0
-    for text in some_texts(8):
-        ids = torch.tensor([[256, *text.encode()]])
-        memory = None
-        for start in range(0, ids.shape[1] - 1, 16):
-            part = ids[:, start : start + 17]
-            nll, memory = trained.module(part[:, :-1], part[:, 1:], memory)
-            nats += nll.sum().item()
-        size += len(text.encode())
-    found = ours["rolling"]["bits_per_byte,none"]
-    assert found == pytest.approx(nats / math.log(2) / size, rel=1e-5)
-
-
 def test_the_command_prints_a_table_and_its_options_matter(places, ours, capsys):
     own, files = str(places["folder"] / "own"), places["tasks"]
     assert main(["evaluate", own, "--tasks", *files[:2], "--lanes", "4"]) == 0
@@ -222,11 +206,3 @@ def test_lm_eval_finds_the_model_by_its_name_and_refuses_unknown_options(places)
         get_model("xl-pretrain").create_from_arg_string(f"{options},memory_lenght=4")
     with pytest.raises(ConfigError, match="num_beams"):
         model._continued("a", {"num_beams": 4})
-
-
-def test_rows_have_values_with_their_standard_errors():
-    metrics = {"alias": "t", "acc,none": 0.5, "acc_stderr,none": 0.25, "f1,strict": "N/A"}
-    assert task_rows({"t": metrics})[1:] == [
-        ("t", "acc", "none", "0.5000", "0.2500"),
-        ("t", "f1", "strict", "-", "-"),
-    ]

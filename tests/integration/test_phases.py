@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 from fractions import Fraction
@@ -15,6 +17,7 @@ from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
 from data_pipeline.lanes.mixture import Mixture
 from foundation.settings import load_config
 from pretrain.checkpoint import marker
+from pretrain.cli import main
 from pretrain.commands.same_run import differing_losses
 from pretrain.config.resolve import resolve
 from pretrain.config.run import RunConfig
@@ -73,10 +76,10 @@ def train(
 
 @pytest.fixture(scope="module")
 def uninterrupted(experiment: Path) -> tuple[RunDir, str]:
-    run_dir = RunDir(experiment.with_name("uninterrupted"))
-    ended = train(experiment, run_dir)
-    assert ended.returncode == 0, ended.stderr
-    return run_dir, ended.stderr
+    run_dir, said = RunDir(experiment.with_name("uninterrupted")), io.StringIO()
+    with contextlib.redirect_stderr(said):
+        assert main(["train", str(experiment), f"--run-dir={run_dir.path}"]) == 0
+    return run_dir, said.getvalue()
 
 
 def ends_of_phases(run_dir: RunDir) -> list[TrainingEnded]:
@@ -115,22 +118,23 @@ def test_each_phase_reads_its_own_data_in_its_own_lanes(corpora, uninterrupted):
 
 
 def test_a_run_killed_in_a_later_phase_resumes_to_the_losses_of_the_uninterrupted_run(
-    experiment, uninterrupted
+    experiment, uninterrupted, capsys
 ):
     run_dir = RunDir(experiment.with_name("killed"))
     assert train(experiment, run_dir, fault="sigkill@14").returncode == -9
-    ended = train(experiment, run_dir)
-    assert ended.returncode == 0, ended.stderr
-    assert "step-00000012, verified in" in ended.stderr, "the border was saved"
-    assert ended.stderr.count("verified in") == 1, "read once, also to find the phase"
+    assert main(["train", str(experiment), f"--run-dir={run_dir.path}"]) == 0
+    said = capsys.readouterr().err
+    assert "step-00000012, verified in" in said, "the border was saved"
+    assert said.count("verified in") == 1, "read once, also to find the phase"
     assert not differing_losses(uninterrupted[0], run_dir)
 
 
-def test_lanes_of_a_later_phase_that_do_not_divide_are_an_error_at_the_start(experiment, tmp_path):
-    phases = "data.phases=[{from_step: 6, lanes: 6}]"
-    refused = train(experiment, RunDir(tmp_path / "run"), phases, "engine.micro_batch_lanes=4")
-    assert refused.returncode == 2
-    assert "engine.micro_batch_lanes=4 does not divide the 6 lanes" in refused.stderr
+def test_lanes_of_a_later_phase_that_do_not_divide_are_an_error_at_the_start(
+    experiment, tmp_path, capsys
+):
+    settings = ["data.phases=[{from_step: 6, lanes: 6}]", "engine.micro_batch_lanes=4"]
+    assert main(["train", str(experiment), f"--run-dir={tmp_path / 'run'}", *settings]) == 2
+    assert "engine.micro_batch_lanes=4 does not divide the 6 lanes" in capsys.readouterr().err
 
 
 LENGTHS = (16, 32, 64)
@@ -145,20 +149,17 @@ WARM_UP = (
 
 
 def test_a_killed_run_with_ever_longer_segments_equals_a_loop_that_never_stops(
-    corpora, experiment, world
+    corpora, experiment, world, capsys
 ):
     """The loop reads on and hands each slot's memory on; the run is killed and resumed, and crosses
     two borders.
     """
     run_dir = RunDir(experiment.with_name("warm-up"))
     assert train(experiment, run_dir, *WARM_UP, fault="sigkill@11").returncode == -9
-    ended = train(experiment, run_dir, *WARM_UP)
-    assert ended.returncode == 0, ended.stderr
-    assert "resuming from" in ended.stderr
-    assert "step-00000010" in ended.stderr
-    assert (
-        "phase 2 from step 12: 4 lanes continue, segments of 64; memories are kept" in ended.stderr
-    )
+    assert main(["train", str(experiment), f"--run-dir={run_dir.path}", *WARM_UP]) == 0
+    said = capsys.readouterr().err
+    assert "step-00000010, verified in" in said
+    assert "phase 2 from step 12: 4 lanes continue, segments of 64; memories are kept" in said
 
     config = resolve(load_config(RunConfig, experiment, WARM_UP))
     engine, corpus = build_engine(config, world), Corpus.open(corpora[0] / "train")

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import pytest
@@ -398,18 +397,6 @@ def test_a_checkpoint_of_another_run_is_rejected(tmp_path):
 def test_what_is_pruned_is_neither_among_the_latest_nor_kept_for_a_reason(keeps, removed):
     steps = list(range(1, 8))
     assert files.steps_to_prune(steps, steps, **{"keep_every": 0, **keeps}) == removed
-
-
-def test_sizes_of_many_files_are_asked_together(tmp_path, monkeypatch):
-    """Of thousands of files, each of which waits for a file server, the supervisor asks often."""
-    path, meeting, check = publish_step(tmp_path, 7, num_ranks=8), Barrier(8), marker._check_size
-
-    def met(*arguments: Any) -> None:
-        meeting.wait(timeout=300)
-        check(*arguments)
-
-    monkeypatch.setattr(marker, "_check_size", met)
-    assert marker.counts(path)
 
 
 def test_too_little_disk_space_is_an_error(tmp_path: Path) -> None:

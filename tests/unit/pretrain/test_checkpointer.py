@@ -246,20 +246,3 @@ def test_a_save_that_finds_no_host_memory_may_be_followed_by_another():
         assert problem.text.startswith("out of host memory (")
         assert problem.may_pass
     assert not SaveProblem.of(RuntimeError("another")).may_pass
-
-
-def test_neither_a_run_that_ends_nor_a_slow_removal_keeps_a_thread_or_a_save(
-    engine, world, tmp_path
-):
-    before = set(threading.enumerate())
-    with checkpointer(tmp_path, world) as saving:
-        removed = threading.Event()
-        saving._remover.add(lambda: removed.wait(20) and None)
-        for step in (1, 2):
-            assert saving.save(engine, state_of(engine, step))
-            assert saving.finish()
-        assert files.steps_on_disk(tmp_path) == [1, 2]
-        removed.set()
-    for each in set(threading.enumerate()) - before:
-        each.join(20)
-        assert not each.is_alive()

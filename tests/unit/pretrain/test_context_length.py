@@ -61,17 +61,6 @@ def test_shares_take_the_hardest_positions() -> None:
     assert all_positions.length == 10  # a tenth of .1 nats is below one percent
 
 
-def test_nothing_longer_than_needed_is_computed() -> None:
-    asked: list[int] = []
-
-    def losses(length: int) -> Tensor:
-        asked.append(length)
-        return falling_until(20)(length)
-
-    relative_effective_context_lengths([losses], CONTEXTS, [0.5, 1.0])
-    assert asked == [10, 20, 30]
-
-
 @pytest.mark.parametrize("positions", ["relative", "rope"])
 @pytest.mark.parametrize("length", [1, 7, 12])
 def test_a_position_sees_exactly_that_many_tokens(corpus, positions, length) -> None:

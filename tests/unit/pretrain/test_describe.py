@@ -50,10 +50,15 @@ def parts_of(run: RunConfig, ranks: int = 4) -> dict[str, float]:
     return Footprint(run, ranks).parts
 
 
+def said_of(capsys, *arguments: str) -> str:
+    """What `describe` prints."""
+    assert main(["describe", *arguments]) == 0
+    return capsys.readouterr().out
+
+
 def test_a_hybrid_is_called_by_its_layers(capsys):
     hybrid = ["model.layer_kinds=[deltanet, attention]", "model.num_layers=6", "optim.name=muon"]
-    assert main(["describe", str(MODELS / "xl_modern_10m.yaml"), *hybrid]) == 0
-    second = capsys.readouterr().out.splitlines()[1]
+    second = said_of(capsys, str(MODELS / "xl_modern_10m.yaml"), *hybrid).splitlines()[1]
     assert re.fullmatch(
         r"1:1 Gated DeltaNet and attention, 6 layers, [\d.]+M parameters, Muon", second
     )
@@ -71,14 +76,8 @@ def test_time_follows_from_the_peak_of_the_configured_precision(
     capsys, gpu, precision, peak, words
 ):
     path = MODELS / "wt103-base.yaml"
-    assert (
-        main(
-            ["describe", str(path), "--gpu", gpu, "--mfu", "0.5"]
-            + f"engine.precision={precision}".split()
-        )
-        == 0
-    )
-    said = capsys.readouterr().out
+    options = f"--gpu {gpu} --mfu 0.5 engine.precision={precision}"
+    said = said_of(capsys, str(path), *options.split())
     assert words in said
     is_plain = "attention: plain operations" in said
     assert is_plain == (gpu != "cpu" and "fp32" in precision)
@@ -116,21 +115,16 @@ def test_what_does_not_fit_is_rejected_in_one_line(capsys, arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("hardware", "settings"),
-    [
-        (["--cluster", str(MODELS.parent / "clusters" / "8xh100.yaml")], []),
-        (["--gpu", "A100"], []),
-    ],
+    "hardware",
+    [["--cluster", str(MODELS.parent / "clusters" / "8xh100.yaml")], ["--gpu", "A100"]],
     ids=["8 GPUs", "1 GPU"],
 )
-def test_the_7b_model_does_not_fit_and_what_is_advised_does(capsys, hardware, settings):
-    command = ["describe", str(MODELS / "xl_modern_7b.yaml"), *hardware, *settings]
-    assert main(command) == 0
-    said = capsys.readouterr().out
+def test_the_7b_model_does_not_fit_and_what_is_advised_does(capsys, hardware):
+    command = [str(MODELS / "xl_modern_7b.yaml"), *hardware]
+    said = said_of(capsys, *command)
     assert "DOES NOT FIT" in said
     (advised,) = re.findall(r"to fit +set ((?:engine\.\w+=\w+ )+)\((\S+) GiB", said)
-    assert main([*command, *advised[0].split()]) == 0
-    said = capsys.readouterr().out
+    said = said_of(capsys, *command, *advised[0].split())
     needed = re.search(r"device memory +(\S+) GiB  per rank, fits in", said)
     assert needed is not None
     assert needed[1] == advised[1], "the same estimate"
@@ -196,8 +190,8 @@ CLUSTERS = Path(__file__).parents[3] / "configs" / "clusters"
 def test_as_many_ranks_are_described_as_the_launcher_starts(path, capsys):
     tasks = load_cluster(path).tasks_per_node
     cluster = ["data.lanes=64", "--cluster", str(path), "--nodes", "2+1"]
-    assert main(["describe", str(MODELS / "wt103-base.yaml"), *cluster]) == 0
-    assert f"{2 * tasks} ranks" in capsys.readouterr().out.splitlines()[0]
+    said = said_of(capsys, str(MODELS / "wt103-base.yaml"), *cluster)
+    assert f"{2 * tasks} ranks" in said.splitlines()[0]
 
 
 def test_a_run_directory_is_described_as_its_experiment(tmp_path, capsys):
@@ -205,11 +199,9 @@ def test_a_run_directory_is_described_as_its_experiment(tmp_path, capsys):
     RunDir.create(tmp_path / "run", load_config(RunConfig, Path(experiment)))
     on_gpus = ["--cluster", str(CLUSTERS / "8xh100.yaml"), "--nodes", "2"]
     for more in ([], ["engine.precision=bf16", "data.lanes=32", *on_gpus]):
-        main(["describe", experiment, "optim.steps=30", *more])
-        expected = capsys.readouterr().out
+        expected = said_of(capsys, experiment, "optim.steps=30", *more)
         assert ("16 ranks (H100)" in expected) == bool(more)
-        assert main(["describe", str(tmp_path / "run"), "optim.steps=30", *more]) == 0
-        assert capsys.readouterr().out == expected
+        assert said_of(capsys, str(tmp_path / "run"), "optim.steps=30", *more) == expected
     assert main(["describe", str(tmp_path)]) == 2
     assert "run.json" in capsys.readouterr().err
 
@@ -261,16 +253,6 @@ def test_the_largest_micro_batch_is_the_largest_that_fits():
         capacity = Footprint(smaller, 4).device
         assert largest_micro_batch(run, 4, capacity) == lanes
     assert largest_micro_batch(run, 4, 1000.0) == 0
-
-
-def test_gpus_keep_no_attention_weights_unless_the_fused_kernel_cannot_serve():
-    def activations(on_gpu: bool, **engine) -> float:
-        return Footprint(run_config(**engine), 4, on_gpu).parts["activations"]
-
-    assert activations(True, precision="bf16") < 0.9 * activations(False, precision="bf16")
-    assert activations(True, precision="fp32") == activations(
-        False, precision="fp32", attention_kernel="plain"
-    )
 
 
 def test_what_train_refuses_about_data_and_weights_is_refused_here_with_the_same_line(

@@ -26,7 +26,7 @@ from pretrain.kernels.triton.workspace import WORKSPACE_BYTES
 from pretrain.model.gated_deltanet import GatedDeltaNet
 from pretrain.model.lane_state import LaneState
 
-DEEP = {"vocab_size": 1000, "num_layers": 8, "d_model": 256, "num_heads": 4, "memory_length": 128}
+DEEP = {"vocab_size": 1000, "num_layers": 4, "d_model": 256, "num_heads": 4, "memory_length": 128}
 LONG = {"vocab_size": 500, "num_layers": 4, "d_model": 128, "num_heads": 4, "memory_length": 512}
 WORDY = {"vocab_size": 16000, "num_layers": 2, "d_model": 128, "num_heads": 4, "memory_length": 64}
 MODERN = {
@@ -36,24 +36,16 @@ MODERN = {
     "norm_position": "pre",
     "num_key_heads": 2,
 }
+DROPPED = {"dropout": 0.1, "attention_dropout": 0.1}
+AGAIN = {"activation_checkpointing": "selective"}
+# What is measured: the model, lanes and segment length (and segments), the engine.
 CASES = {
     "deep": (DEEP, (8, 128), {}),
-    "long memory": (LONG, (4, 512), {}),
+    "slots, dropout": ({**DEEP, **DROPPED}, (8, 128), {"micro_batch_lanes": 4}),
     "long memory, checkpointed": (LONG, (4, 512), {"activation_checkpointing": "full"}),
-    "long memory, scores computed again": (
-        LONG,
-        (4, 512),
-        {"activation_checkpointing": "selective"},
-    ),
-    "long memory, sinks": (
-        {**LONG, "attention_sinks": True},
-        (4, 512),
-        {"attention_kernel": "plain"},
-    ),
-    "many words": (WORDY, (16, 64), {}),
-    "many words, output layer in chunks": (WORDY, (16, 64), {"logits_chunk_tokens": 128}),
-    "slots": (DEEP, (8, 128), {"micro_batch_lanes": 2}),
-    "dropout": ({**DEEP, "dropout": 0.1, "attention_dropout": 0.1}, (8, 128), {}),
+    "long memory, scores computed again": (LONG, (4, 512), AGAIN),
+    "sinks": ({**LONG, "attention_sinks": True}, (4, 512), {"attention_kernel": "plain"}),
+    "many words, in chunks": (WORDY, (16, 64), {"logits_chunk_tokens": 128}),
     "deltanet, isolated": (
         {**DEEP, "layer_kinds": ("deltanet",), "isolate_documents": True},
         (8, 128),
@@ -62,18 +54,10 @@ CASES = {
     "deltanet, products between tokens computed again": (
         {**LONG, "layer_kinds": ("deltanet",)},
         (4, 512),
-        {"activation_checkpointing": "selective"},
+        AGAIN,
     ),
-    "today's parts": ({**DEEP, **MODERN}, (8, 128), {}),
     "torch's attention": ({**DEEP, **MODERN}, (8, 128), {"attention_kernel": "sdpa"}),
-    **{
-        f"three segments, {checkpointing}": (
-            {**DEEP, "layer_kinds": ("attention", "deltanet"), "num_layers": 4},
-            (4, 64, 3),
-            {"activation_checkpointing": checkpointing},
-        )
-        for checkpointing in ("none", "selective")
-    },
+    "three segments": ({**DEEP, "layer_kinds": ("attention", "deltanet")}, (4, 64, 3), AGAIN),
 }
 
 

@@ -3,8 +3,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from pretrain.evaluation.evaluate import (
     EvaluationResult,
     TrainedScorer,
     evaluate,
-    training_evaluator,
 )
 from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
@@ -115,22 +112,6 @@ def test_the_loss_is_the_mean_of_the_losses_by_position(scorer, corpus):
     assert len(set(result.loss_by_position)) == 4
 
 
-def test_evaluations_while_training_load_the_tokenizer_once(scorer, corpus, monkeypatch):
-    run = replace(scorer.trained.config, data=DataConfig(path=corpus.directory.parent, lanes=2))
-    measure = training_evaluator(run, scorer)
-    loads: list[Path] = []
-    load = Tokenizer.load
-    monkeypatch.setattr(Tokenizer, "load", lambda path: (loads.append(path), load(path))[1])
-    assert measure() == measure()
-    assert loads == [corpus.directory.parent / "tokenizer"]
-
-
-def test_progress_hears_of_every_token(scorer, corpus):
-    heard: list[int] = []
-    measured(scorer, corpus, advance=heard.append)
-    assert sum(heard) == corpus.num_tokens
-
-
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "unigram"])
 def test_the_sizes_of_a_texts_tokens_sum_to_the_texts(kind):
     text = "def na\u00efve(x):\n\t'''Zw\u00f6lf \u2192 \u65e5\u672c\U0001f600'''\n    return  x\n"
@@ -144,9 +125,3 @@ def test_the_sizes_of_a_texts_tokens_sum_to_the_texts(kind):
     assert bytes_V[ids].sum() == len(text.encode())
     assert characters_V[ids].sum() == len(text)
     assert bytes_V[tokenizer.end_id] == characters_V[tokenizer.end_id] == 0
-
-
-def test_the_number_of_lanes_follows_from_the_corpus_and_is_reported(scorer, corpus):
-    result = measured(scorer, corpus, num_lanes=1000, segment_length=1)
-    assert 1 < result.lanes <= corpus.num_documents
-    assert measured(scorer, corpus, num_lanes=2).lanes == 2

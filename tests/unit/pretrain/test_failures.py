@@ -10,7 +10,6 @@ from pretrain.cli import main
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.costs.cluster import load_cluster
 from pretrain.costs.devices import Hardware, NodeConfig
 from pretrain.costs.memory import checkpoint_bytes
 from pretrain.costs.run_time import SLOWER_WHILE_WRITING, FailureCosts, failure_costs
@@ -60,13 +59,6 @@ def test_a_save_is_not_started_before_the_one_before_is_written():
     assert costs.goodput(100.0) < costs.goodput(200.0)
 
 
-@pytest.mark.parametrize("part", ["pause", "write", "down", "start"])
-def test_goodput_falls_with_every_cost(part):
-    values = [replace(HOUR, **{part: seconds}).goodput(450.0) for seconds in (40.0, 80.0, 160.0)]
-    assert values == sorted(values, reverse=True)
-    assert len(set(values)) == 3
-
-
 def test_costs_follow_from_the_cluster_and_the_size_of_a_checkpoint():
     node = NodeConfig(ranks_per_node=2, mtbf_hours=1000.0, disk_mib_per_second=1.0)
     hardware = Hardware(nodes=4, ranks_per_node=2, name="cpu", node=node)
@@ -81,13 +73,12 @@ def test_costs_follow_from_the_cluster_and_the_size_of_a_checkpoint():
     )  # fmt: skip
 
 
-def described(capsys, tmp_path, *lines: str, nodes: int = 64, options: tuple[str, ...] = ()) -> str:
+def described(capsys, tmp_path, *lines: str) -> str:
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text("\n".join(["gpus_per_node: h100:8", *lines]) + "\n")
-    load_cluster(cluster)
     model = str(CONFIGS / "models" / "xl_modern_7b.yaml")
-    place = ["--cluster", str(cluster), "--nodes", str(nodes)]
-    assert main(["describe", model, *place, *options, "data.lanes=512"]) == 0
+    place = ["--cluster", str(cluster), "--nodes", "64"]
+    assert main(["describe", model, *place, "data.lanes=512"]) == 0
     return capsys.readouterr().out
 
 

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +19,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-import pretrain.rundir.restore as restoring
-from data_pipeline.corpora.stores import StoreError
 from data_pipeline.corpora.writable_store import WritableStore
 from foundation.errors import CheckpointError, ConfigError, DataError
 from foundation.files import Content, content_of, write_text
 from pretrain.checkpoint import destinations
-from pretrain.checkpoint.background_save import RankReports
 from pretrain.checkpoint.destinations import (
     ROOT,
     RUN_FILES,
@@ -38,12 +33,11 @@ from pretrain.checkpoint.destinations import (
     Publication,
     StoredCheckpoint,
 )
-from pretrain.checkpoint.uploads import Mirror, Upload
+from pretrain.checkpoint.uploads import Mirror
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.rundir.events import Restored, TrainingBegan
 from pretrain.rundir.restore import restore_run
 from pretrain.rundir.run_dir import RunDir
-from tests.helpers.checkpoints import publish_step
 from tests.helpers.mirrors import FAST, RANKS, names_in, over_http, restored, run_in, save, upload
 from tests.helpers.stores import QUICK, FileServer, client
 
@@ -87,21 +81,21 @@ def test_an_upload_that_is_killed_anywhere_leaves_the_checkpoint_before_it_and_t
 
     last = RANKS + 4 + 2 + 1  # its files, the run's, index and marker, mirror.json
     mirror = over_http(url, s3_endpoint)
-    for number in (1, 2, RANKS + 1, last - 2, last - 1, last):
+    for number in (1, RANKS + 1, last - 1, last):
         assert killed_at(number, "put", WritableStore, second)
         assert restored(mirror, tmp_path / f"restored-{number}") == 100
-    for number in (1, 2):  # mirror.json is there: from now on the new one counts
-        assert killed_at(number, "delete", WritableStore, second)
-        assert restored(mirror, tmp_path / f"deleting-{number}") == 200
+    # mirror.json is there: from now on the new one counts
+    assert killed_at(2, "delete", WritableStore, second)
+    assert restored(mirror, tmp_path / "deleting") == 200
     second()
     assert restored(mirror, tmp_path / "restored") == 200
     left = {name.split("/")[0][:13] for name in names_in(url, s3_endpoint)}
     assert left == {"mirror.json", "step-00000200"}
 
 
-@pytest.mark.parametrize("what", ["fetch_file", "replace", "rename", "fsync_directory"])
+@pytest.mark.parametrize("what", ["fetch_file", "rename"])
 def test_a_restore_that_is_killed_anywhere_is_no_run_until_it_has_gone_on(what, tmp_path, stored):
-    where = {"replace": os, "rename": Path, "fetch_file": destinations}.get(what, restoring)
+    where = {"rename": Path, "fetch_file": destinations}[what]
     target, number = tmp_path / "restored", 1
     with FileServer(stored) as server:
         # What has arrived stays, so that each kill comes later than the one before.
@@ -111,7 +105,7 @@ def test_a_restore_that_is_killed_anywhere_is_no_run_until_it_has_gone_on(what, 
                 with pytest.raises(ConfigError, match="holds no run"):
                     RunDir.open(target)
         assert restored(server.url, target, QUICK) == 200
-    assert number > {"fetch_file": 5, "replace": 6, "rename": 1, "fsync_directory": 2}[what]
+    assert number > {"fetch_file": 5, "rename": 1}[what]
 
 
 @pytest.fixture(scope="module")
@@ -250,46 +244,6 @@ def test_what_the_store_returns_is_compared_and_repaired(tmp_path, url, s3_endpo
     assert client(s3_endpoint).get_object(**key)["Body"].read() == b"right"
     with pytest.raises(DataError, match=r"could not be uploaded; attempt 2 of 2.* SHA-256 is"):
         store.put("a/file", tmp_path / "file", Content(5, "0" * 64))
-
-
-class Store:
-    """A store, and what is published in it; `index` is what a look at it does."""
-
-    def __init__(self, index: Callable[[], object]) -> None:
-        self.index, self.looks = index, 0
-
-    def read(self) -> None:
-        self.looks += 1
-        self.index()
-
-    def put(self, *what: object) -> None:
-        pass
-
-    def publish(self, *what: object) -> None:
-        pass
-
-
-def upload_to(store: Store, directory: Path, reports: RankReports | None = None) -> Upload:
-    reports = reports or RankReports("", rank=0, num_ranks=1)
-    return Upload(directory, reports, store, store)  # type: ignore[arg-type]
-
-
-def test_an_upload_fails_on_rank_0_with_the_reason_of_whichever_rank_fails(tmp_path):
-    def look() -> None:
-        raise StoreError("the store is away")
-
-    directory, store = publish_step(tmp_path, 1, num_ranks=2), HashStore()
-    first, second = (
-        upload_to(Store(what), directory, RankReports("a", rank, 2, store))
-        for rank, what in enumerate((lambda: None, look))
-    )
-    thread = threading.Thread(target=first.run)
-    thread.start()
-    second.run()
-    thread.join(60)
-    assert first.problem is not None
-    assert first.problem.text == "rank 1: StoreError('the store is away')"
-    assert not first.is_published
 
 
 def test_a_failed_upload_is_followed_by_that_of_the_latest_checkpoint_and_logged_once(

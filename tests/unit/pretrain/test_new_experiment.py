@@ -99,20 +99,6 @@ def test_with_steps_the_warmup_and_the_intervals_follow(steps):
     assert run.checkpoint.interval == max(1, steps // 20)
 
 
-def test_the_shorter_run_of_the_comment_is_a_valid_pair(tmp_path):
-    text = TrainingText(path=Path("c"), tokens=10**8, longest_document=9000, vocab_size=16_000)
-    file = tmp_path / "mine.yaml"
-    file.write_text(as_file(new_experiment("mine", text, 1e7), file, text))
-    (line,) = (line for line in file.read_text().splitlines() if "A shorter run: " in line)
-    overrides = line.partition("run: ")[2].split()
-    assert [each.partition("=")[0] for each in overrides] == [
-        "optim.steps",
-        "optim.schedule.warmup_steps",
-    ]
-    plain, shorter = load_config(RunConfig, file), load_config(RunConfig, file, overrides)
-    assert shorter.optim.steps == plain.optim.steps // 10
-
-
 def test_a_new_experiment_trains_as_it_is_and_is_never_overwritten(
     corpus, tmp_path, monkeypatch, capsys
 ):

@@ -24,7 +24,6 @@ from pretrain.config.phases import (
 )
 from pretrain.config.run import RunConfig
 from pretrain.recovery.rewind import (
-    SKIP_MARGIN_SEGMENTS,
     segments_consumed,
     window_of,
 )
@@ -119,12 +118,6 @@ def test_skipped_data_is_of_the_phase_in_which_the_spike_started():
     assert window_of(spike, [], begun, to_step=35).start == 40
     assert window_of(spike, [range(10, 15)], begun, to_step=35).start == segments_consumed(
         40, [range(10, 15)]
-    )
-
-
-def test_a_window_ends_its_margin_after_the_spike_also_in_longer_segments():
-    assert window_of(Spike(31, 33, 9.0, 3.0), [], WARM_UP, to_step=30) == range(
-        30, 33 + SKIP_MARGIN_SEGMENTS
     )
 
 

@@ -89,10 +89,6 @@ def test_a_chart_scales_follows_the_pages_colors_and_keeps_its_words_as_text():
     assert 'aria-label="a falling &lt;loss&gt;"' in svg
 
 
-def test_the_same_numbers_give_the_same_drawing():
-    assert chart() == chart()
-
-
 NAME = r"runs/$\frac$ at $5"  # in matplotlib's formulas an error
 
 
@@ -131,15 +127,6 @@ def test_a_legend_is_outside_of_the_curves_however_many_there_are(monkeypatch, t
     assert not box.shrunk(0.99, 0.99).overlaps(figure.axes[0].bbox)
     assert box.x1 <= figure.bbox.x1
     assert figure.axes[0].bbox.height > 100
-
-
-def test_every_value_has_a_color_of_its_own_between_the_same_ends():
-    for count in (1, 3, 8, 12, 30):
-        colors = charts.spread_colors(count)
-        assert len({*colors}) == count
-        assert all(re.fullmatch("#[0-9a-f]{6}", color) for color in colors)
-        assert colors[0] == charts.SPECTRUM[0]
-        assert count == 1 or colors[-1] == charts.SPECTRUM[-1]
 
 
 def test_ordered_colors_are_told_apart_in_grey_and_a_dozen_by_their_markers():
