@@ -108,38 +108,7 @@ def test_a_pickled_model_is_not_executed(tmp_path: Path) -> None:
         read_state(tmp_path / "pipe.pt")
 
 
-def test_the_command_writes_an_export_that_can_be_evaluated(
-    tiny_corpus: Path, tmp_path: Path
-) -> None:
-    _, state = original({"n_token": Tokenizer.load(tiny_corpus / "tokenizer").vocab_size})
-    torch.save(state, tmp_path / "state.pt")
-    (tmp_path / "original.yaml").write_text(
-        f"""model: {{num_layers: 2, d_model: 16, num_heads: 2, d_head: 8,
-  d_inner: 24, memory_length: 6}}
-data: {{path: {tiny_corpus}, lanes: 4, segment_length: 8}}
-optim: {{steps: 1}}
-"""
-    )
-    command = [
-        "import-original",
-        str(tmp_path / "state.pt"),
-        "--config",
-        str(tmp_path / "original.yaml"),
-    ]
-    assert main([*command, "--output", str(tmp_path / "out")]) == 0
-    module, config, step = load_export(tmp_path / "out")
-    expected = import_state(state, config.model)
-    assert step == 0
-    assert all(
-        torch.equal(module.get_parameter(name), value)
-        for name, value in expected.named_parameters()
-    )
-    evaluate = ["evaluate", str(tmp_path / "out"), "--data", str(tiny_corpus)]
-    assert main([*evaluate, "--max-tokens", "200"]) == 0
-    assert main([*command, "--output", str(tmp_path / "out")]) == 2  # it exists already
-
-
-def test_the_originals_words_come_along_and_generate_writes_them(tmp_path: Path, capsys) -> None:
+def test_the_command_writes_an_export_with_the_originals_words(tmp_path: Path, capsys) -> None:
     words = ["<eos>", *(f"w{number}" for number in range(39))]
     (tmp_path / "words.txt").write_text("".join(f"{word} 7\n" for word in words))
     _, state = original({"n_token": len(words)})
@@ -153,7 +122,14 @@ optim: {steps: 1}
     )
     command = ["import-original", str(tmp_path / "state.pt"), "--output", str(tmp_path / "out")]
     command += ["--config", str(tmp_path / "original.yaml")]
-    assert main([*command, "--vocabulary", str(tmp_path / "words.txt")]) == 0
+    command += ["--vocabulary", str(tmp_path / "words.txt")]
+    assert main(command) == 0
+    module, config, step = load_export(tmp_path / "out")
+    expected = import_state(state, config.model)
+    assert step == 0
+    for name, value in expected.named_parameters():
+        assert torch.equal(module.get_parameter(name), value), name
+    assert main(command) == 2, "it exists already"
     assert Tokenizer.load(tmp_path / "out" / "tokenizer").vocab_size == len(words)
     capsys.readouterr()
     assert main(["generate", str(tmp_path / "out"), "--prompt", "w3 w4", "--tokens", "20"]) == 0

@@ -9,7 +9,6 @@ import subprocess
 from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from data_pipeline.corpora.corpus import Corpus
@@ -183,18 +182,3 @@ def test_a_killed_run_with_ever_longer_segments_equals_a_loop_that_never_stops(
     report = marker.verify(run_dir.checkpoints / "step-00000018").rank_reports[0]
     assert LaneCursor.from_tree(report["cursor"]) == cursor
     assert next(memory for memory in memories if memory)[0].shape[1] == config.model.memory_length
-
-
-def test_the_lanes_of_all_phases_read_one_stream_without_a_gap(corpora):
-    corpus = Corpus.open(corpora[0] / "train")
-    whole = next(LaneStream(corpus, 4, SEED, 6 * sum(LENGTHS), range(4)))
-    parts, cursor = [], None
-    for length in LENGTHS:
-        stream = LaneStream(corpus, 4, SEED, length, range(4), cursor)
-        batches = [next(stream) for _ in range(6)]
-        parts += [batch.tokens_BL for batch in batches]
-        cursor = batches[-1].cursor
-    assert np.array_equal(np.concatenate(parts, axis=1), whole.tokens_BL)
-    assert cursor is not None
-    assert (cursor.positions_B == whole.cursor.positions_B).all()
-    assert (cursor.epochs_B == whole.cursor.epochs_B).all()

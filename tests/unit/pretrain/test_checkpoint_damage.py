@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -137,17 +136,6 @@ def test_a_mount_that_is_away_is_no_run_from_scratch(root, world):
     assert found is not None
 
 
-def test_damage_is_not_waited_for(root, world, caplog):
-    for step in (1, 2):
-        flip_a_bit(root / f"step-{step:08d}" / files.INDEX)
-    started = time.monotonic()
-    with pytest.raises(CheckpointError, match="none of its 2 checkpoints is valid"):
-        find_resume_point(root, world, "", patience=Patience(600))
-    assert time.monotonic() - started < 300
-    assert caplog.text.count("checkpoint rejected") == 2
-    assert "using" not in caplog.text
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(root, name, how):
@@ -171,26 +159,18 @@ def test_a_file_whose_reading_fails_is_named_and_the_checkpoint_before_is_used(r
 
 INDEXES: dict[str, Callable[[dict[str, Any]], object]] = {
     "no format": lambda index: index.pop("format"),
-    "no world size": lambda index: index.pop("world_size"),
-    "no step": lambda index: index.pop("step"),
     "no reports": lambda index: index.pop("ranks"),
-    "no loss scale": lambda index: index.pop("loss_scale"),
     "a rank without a cursor": lambda index: index["ranks"][0].pop("cursor"),
-    "a report too few": lambda index: index["ranks"].pop(),
-    "a file without a size": lambda index: index["ranks"][1].pop("bytes"),
     "a file without a checksum": lambda index: index["ranks"][1].pop("sha256"),
     "a file elsewhere": lambda index: index["ranks"][1].update(file="../../../etc/passwd"),
     "a size that is text": lambda index: index["ranks"][1].update(bytes="9" * 5000),
-    "a size below zero": lambda index: index["ranks"][1].update(bytes=-1),
     "a checksum that is a number": lambda index: index["ranks"][1].update(sha256=1.5),
-    "a rank that is a list": lambda index: index["ranks"].append([]),
     "no pieces": lambda index: index.pop("pieces"),
     "pieces of another kind": lambda index: index.update(pieces=[]),
     "a parameter without kinds": lambda index: index["pieces"]["w"].update(kinds=[]),
     "pieces of a rank that is none": lambda index: index["pieces"]["w"].update(
         runs=[[1, 0, 100, 2]]
     ),
-    "pieces without elements": lambda index: index["pieces"]["w"].update(runs=[[0, 0, 0, 2]]),
     "a run that is text": lambda index: index["pieces"]["w"].update(runs=["0001"]),
     "a world of minus one": lambda index: index.update(world_size=-1),
 }
@@ -232,15 +212,6 @@ def test_ranks_that_share_the_reading_read_every_file_once(root, name):
         except CheckpointError:
             refusing.append(rank)
     assert len(refusing) == (3 if name in (files.INDEX, files.MARKER) else 1)
-
-
-def test_a_file_in_place_of_a_checkpoint_is_refused(root):
-    files.step_directory(root, 3).write_text("not a directory")
-    found = marker.latest_valid(root, lambda text: None)
-    assert found is not None
-    assert found.step == 2
-    files.remove(files.step_directory(root, 3))
-    assert sorted(entry.name for entry in root.iterdir()) == ["step-00000001", "step-00000002"]
 
 
 # ------------------------------------------------------------------------- what a refusal means
@@ -319,31 +290,15 @@ def replace_by_that_of_step_1(*paths: Path) -> None:
         path.write_bytes((files.step_directory(path.parents[1], 1) / path.name).read_bytes())
 
 
-def exchange_ranks(directory: Path) -> None:
-    (directory / "rank-00000.safetensors").write_bytes(
-        (directory / "rank-00001.safetensors").read_bytes()
-    )
-
-
-def forget_a_rank(directory: Path) -> None:
-    """As if fewer ranks had been published: marker, index and files agree with each other."""
-    rewrite_index(directory, lambda index: index["ranks"].pop())
-
-
-def set_older_format(directory: Path) -> None:
-    rewrite_index(directory, lambda index: index.update(format=4))
-
-
-def rename_step_1(directory: Path) -> None:
-    shutil.rmtree(directory)
-    shutil.copytree(files.step_directory(directory.parent, 1), directory)
-
-
 # what happened -> (how, to the checkpoint of step 2; part of the error)
-CONFUSION: dict[str, tuple[Callable[[Path], None], str]] = {
-    "missing rank": (forget_a_rank, "world_size is 2, ranks has 1"),
+CONFUSION: dict[str, tuple[Callable[[Path], object], str]] = {
+    # As if fewer ranks had been published: marker, index and files agree with each other.
+    "missing rank": (
+        lambda step: rewrite_index(step, lambda index: index["ranks"].pop()),
+        "world_size is 2, ranks has 1",
+    ),
     "another rank's file": (
-        exchange_ranks,
+        lambda step: shutil.copy(step / files.rank_file(1), step / files.rank_file(0)),
         "rank-00000.safetensors: contains the data of rank-00001",
     ),
     "file of an older step": (
@@ -358,9 +313,8 @@ CONFUSION: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda step: replace_by_that_of_step_1(step / files.INDEX, step / files.MARKER),
         "contains the checkpoint of step 1",
     ),
-    "renamed directory": (rename_step_1, "contains the checkpoint of step 1"),
     "older format": (
-        set_older_format,
+        lambda step: rewrite_index(step, lambda index: index.update(format=4)),
         f"found format 4, expected format {marker.FORMAT}; resume with the",
     ),
     "unknown field of a file": (
@@ -397,12 +351,6 @@ def test_a_checkpoint_of_another_run_is_rejected(tmp_path):
 def test_what_is_pruned_is_neither_among_the_latest_nor_kept_for_a_reason(keeps, removed):
     steps = list(range(1, 8))
     assert files.steps_to_prune(steps, steps, **{"keep_every": 0, **keeps}) == removed
-
-
-def test_too_little_disk_space_is_an_error(tmp_path: Path) -> None:
-    files.require_space(tmp_path / "checkpoints", 1)
-    with pytest.raises(CheckpointError, match="MiB free"):
-        files.require_space(tmp_path / "checkpoints", 2**70)
 
 
 def test_publishing_again_replaces_an_invalid_checkpoint(tmp_path: Path) -> None:

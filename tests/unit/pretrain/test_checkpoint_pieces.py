@@ -120,16 +120,3 @@ def test_each_file_is_hashed_by_one_rank_and_no_rank_hashes_much_more_than_its_p
     assert [number for share in shares for number in share] == list(range(saved_by))
     largest = max(sum(sizes[number] for number in share) for share in shares)
     assert largest <= sum(sizes) / world_size + 1000, "a share, and at most one file more"
-
-
-def test_ranks_of_the_same_world_hash_the_files_that_they_will_read():
-    assert [share_of_rank([1000, 800] * 8, rank, 16) for rank in range(16)] == [
-        [rank] for rank in range(16)
-    ]
-
-
-def test_a_rank_may_hold_nothing():
-    reports = [report_of({}, 0), report_of({"w|0|weight": 3}, 1)]
-    pieces = parsed(Fields({"pieces": merged(reports)}), 2)
-    assert elements_of_rank(pieces, 0) == {}
-    assert elements_of_rank(pieces, 1) == {"w|0|weight": 3}

@@ -16,7 +16,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.run import EvaluationConfig, RunConfig
 from pretrain.costs.cluster import load_cluster
 from pretrain.costs.fitting import advice, cheapest_fit
-from pretrain.costs.flops import flops_of, parameters_of
+from pretrain.costs.flops import flops_of
 from pretrain.costs.memory import Footprint, largest_micro_batch
 from pretrain.costs.run_time import evaluation_flops, run_time
 from pretrain.rundir.run_dir import RunDir
@@ -214,36 +214,6 @@ def test_describing_imports_no_torch():
         "sys.exit(f'imported {found}' if found else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-
-
-def test_each_zero_stage_shards_its_parts():
-    P = parameters_of(run_config().model).total
-    stages, others = (
-        [parts_of(run_config(zero_stage=stage, precision=kind)) for stage in (0, 1, 2, 3)]
-        for kind in ("bf16", "fp16")
-    )
-    assert (stages[0], stages[2:]) == (others[0], others[2:])
-    assert [stage["optimizer"] for stage in stages] == [12 * P, 3 * P, 3 * P, 3 * P]
-    assert [stage["gradients"] for stage in stages] == [2 * P, 6 * P, P, P]
-    others[1] |= {"gradient buckets": stages[1]["gradient buckets"]}
-    assert others[1] == {**stages[1], "gradients": 5 * P}
-    assert stages[0]["weights"] == stages[2]["weights"] == 2 * P
-    assert stages[3]["weights"] < stages[2]["weights"]
-
-
-def test_with_offloaded_memories_one_slots_memory_is_on_the_device():
-    plain, offloaded = (
-        Footprint(run_config(micro_batch_lanes=1, **engine), 4, on_gpu=True).parts
-        for engine in ({}, {"offload_memories": True})
-    )
-    assert offloaded.pop("recurrent memory") / 3 == plain.pop("recurrent memory") / (2 * 4), (
-        "of four lanes of a rank"
-    )
-    assert offloaded == plain
-    on_cpu = parts_of(run_config(micro_batch_lanes=1, offload_memories=True))
-    assert (
-        on_cpu["recurrent memory"] == parts_of(run_config(micro_batch_lanes=1))["recurrent memory"]
-    )
 
 
 def test_the_largest_micro_batch_is_the_largest_that_fits():

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -23,8 +22,6 @@ from pretrain.costs.memory import Footprint, layer_bytes
 from pretrain.kernels.triton.settings import CAPABILITIES
 from pretrain.kernels.triton.tiling import built_in_tiles
 from pretrain.kernels.triton.workspace import WORKSPACE_BYTES
-from pretrain.model.gated_deltanet import GatedDeltaNet
-from pretrain.model.lane_state import LaneState
 
 DEEP = {"vocab_size": 1000, "num_layers": 4, "d_model": 256, "num_heads": 4, "memory_length": 128}
 LONG = {"vocab_size": 500, "num_layers": 4, "d_model": 128, "num_heads": 4, "memory_length": 512}
@@ -99,13 +96,11 @@ LARGE = {
     "memory_length": 2048,
 }
 WORKSPACES = {
-    "some heads of a lane": (LARGE, (4, 2048)),
     "whole lanes": ({**LARGE, "memory_length": 100}, (6, 130)),
     "one group that exceeds the limit": (
         {**LARGE, "num_key_heads": 2, "memory_length": 16384, "compressed_length": 7},
         (2, 8192),
     ),
-    "heads of a group apart": ({**LARGE, "num_key_heads": 4, "memory_length": 100}, (2, 130)),
     "wide and odd heads": ({**LARGE, "d_head": 80, "memory_length": 333}, (3, 1000)),
 }
 
@@ -162,13 +157,6 @@ def test_the_fused_kernels_workspace_is_counted_as_the_launcher_allocates_it(nam
     assert Footprint(run, 1, on_gpu=True).parts["activations"] > counted
 
 
-def test_only_the_fused_kernel_of_a_gpu_has_a_workspace():
-    run = fused_run("whole lanes")
-    plain = replace(run, engine=replace(run.engine, attention_kernel="plain"))
-    for settings, on_gpu in ((run, False), (plain, True)):
-        assert layer_bytes(settings, 6, on_gpu, "attention", 8).workspace == 0
-
-
 def test_a_model_that_no_memory_can_hold_is_refused_before_it_is_drawn(corpus, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(
         f"data: {{path: {corpus.directory.parent}, lanes: 1}}\n"
@@ -180,29 +168,3 @@ def test_a_model_that_no_memory_can_hold_is_refused_before_it_is_drawn(corpus, t
     assert said.count("\n") == 1
     assert re.search(r"a model of [\d,]+ parameters takes [\d,.]+ GiB of this node", said)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_deltanet_keeps_a_copy_of_its_joined_weights_once_for_all_lanes():
-    model = ModelConfig(vocab_size=10, d_model=64, num_heads=4, layer_kinds=("deltanet",))
-
-    def kept_bytes(lanes: int) -> int:
-        """Bytes kept for the backward pass, without the parameters themselves."""
-        deltanet, empty = GatedDeltaNet(model, 0), LaneState(model).empty(lanes, torch.zeros(1))
-        own = {each.data_ptr() for each in deltanet.parameters()}
-        kept: dict[int, torch.Tensor] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-            return tensor
-
-        hidden_BLD = torch.randn(lanes, 8, model.d_model, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            deltanet(hidden_BLD, *empty[:2], None, dropout=None)
-        return sum(kept[each].untyped_storage().nbytes() for each in kept.keys() - own)
-
-    run = RunConfig(model=model, data=DataConfig(segment_length=8))
-    one, two = (layer_bytes(run, lanes, False, "deltanet", 0).kept for lanes in (1, 2))
-    expected = 2 * one - two
-    widths = 64 + 64 + 128 + 4 + 4  # queries, keys, values, gates
-    assert expected == 4 * 64 * widths
-    assert 2 * kept_bytes(1) - kept_bytes(2) == pytest.approx(expected, rel=0.01)

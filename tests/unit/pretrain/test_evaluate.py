@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import argparse
-import inspect
 import math
 
 import pytest
 import torch
 
-from data_pipeline.builder.build_tokenizer import train_tokenizer
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.tokenizer import Tokenizer
@@ -110,18 +107,3 @@ def test_the_loss_is_the_mean_of_the_losses_by_position(scorer, corpus):
     assert len(result.loss_by_position) == 4
     assert sum(result.loss_by_position) / 4 == pytest.approx(result.loss, rel=0.05)
     assert len(set(result.loss_by_position)) == 4
-
-
-@pytest.mark.parametrize("kind", ["bytes", "bpe", "unigram"])
-def test_the_sizes_of_a_texts_tokens_sum_to_the_texts(kind):
-    text = "def na\u00efve(x):\n\t'''Zw\u00f6lf \u2192 \u65e5\u672c\U0001f600'''\n    return  x\n"
-    tokenizer = (
-        Tokenizer("bytes")
-        if kind == "bytes"
-        else train_tokenizer(kind, 400, [inspect.getsource(argparse)])
-    )
-    bytes_V, characters_V = tokenizer.text_sizes()
-    ids = tokenizer.encode(text)
-    assert bytes_V[ids].sum() == len(text.encode())
-    assert characters_V[ids].sum() == len(text)
-    assert bytes_V[tokenizer.end_id] == characters_V[tokenizer.end_id] == 0

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -127,13 +126,3 @@ def test_a_legend_is_outside_of_the_curves_however_many_there_are(monkeypatch, t
     assert not box.shrunk(0.99, 0.99).overlaps(figure.axes[0].bbox)
     assert box.x1 <= figure.bbox.x1
     assert figure.axes[0].bbox.height > 100
-
-
-def test_ordered_colors_are_told_apart_in_grey_and_a_dozen_by_their_markers():
-    grey = [
-        sum(part * int(color[at : at + 2], 16) for part, at in ((0.3, 1), (0.59, 3), (0.11, 5)))
-        for color in charts.spread_colors(12)
-    ]
-    assert all(second - first > 3 for first, second in pairwise(grey))
-    assert len({*charts.spread_markers(12)}) == 12
-    assert len(charts.spread_markers(30)) == 30
