@@ -18,12 +18,10 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from data_pipeline.lanes.lane_stream import LaneCursor
 from foundation.errors import CheckpointError, UnreadableError, UserError
 from foundation.retry import ANY_REMEDY, Outage, Patience
 from foundation.settings import to_tree
@@ -132,16 +130,6 @@ def _counters(engine: Engine, state: TrainState) -> Tensor:
     return torch.tensor([int.from_bytes(digest[:7], "little")])
 
 
-def report_of_lanes(cursor: LaneCursor | None, run: RunConfig, world: World) -> dict[str, Any]:
-    """Return what the index says of the lanes that this rank saves, `cursor` being theirs."""
-    lanes = lanes_of_rank(run, world.rank, world.world_size)
-    return {
-        "first_lane": lanes.start,
-        "num_lanes": len(lanes),
-        "cursor": cursor.to_tree() if cursor else None,
-    }
-
-
 logger = logging.getLogger(__name__)
 
 # Space for what the index has of a rank, with its cursors.
@@ -210,7 +198,9 @@ class Checkpointer:
             return False
         world_size, config = self._world.world_size, to_tree(self._run)
         index = new_index(self._disk.run_id, config, engine, state, world_size=world_size)
-        report = report_of_lanes(state.cursor, self._run, self._world)
+        lanes = lanes_of_rank(self._run, self._world.rank, world_size)
+        cursor = state.cursor.to_tree() if state.cursor else None
+        report = {"first_lane": lanes.start, "num_lanes": len(lanes), "cursor": cursor}
         self._saves += 1
         name = f"{self._disk.attempt}/{self._saves}"
         self._save = Save(
@@ -348,15 +338,13 @@ class Checkpointer:
 
     def _remove_old(self, suspected_since: int | None) -> None:
         """Remove what is not kept; what fails is left to the next save."""
+        kept, root = self._run.checkpoint, self._disk.root
+        numbers = (kept.keep_last, kept.keep_every)
         try:
-            self._prune(suspected_since)
+            valid = marker.steps_that_count(root)
+            files.prune(root, valid, *numbers, suspected_since, self._held())
         except Exception as error:
             logger.warning("old checkpoints stay: %s", error)
-
-    def _prune(self, suspected_since: int | None) -> None:
-        kept, valid = self._run.checkpoint, marker.steps_that_count(self._disk.root)
-        numbers = (kept.keep_last, kept.keep_every)
-        files.prune(self._disk.root, valid, *numbers, suspected_since, self._held())
 
     def _restore_state(self, engine: Engine, found: marker.Checkpoint) -> TrainState:
         lanes = lanes_of_rank(self._run, self._world.rank, self._world.world_size)

@@ -108,19 +108,15 @@ def prune(
 
     Those `held` stay besides, such as one that is being uploaded.
     """
-    steps = steps_on_disk(root)
-    old = steps_to_prune(steps, valid, keep_last, keep_every, held, suspected_since)
-    return [step for step in old if _could_remove(step_directory(root, step))]
-
-
-def _could_remove(directory: Path) -> bool:
-    """An old checkpoint that stays, such as another user's, must not fail the save that prunes."""
-    try:
-        remove(directory)
-    except OSError as error:
-        logger.warning("%s cannot be removed: %s", directory, error.strerror)
-        return False
-    return True
+    steps, removed = steps_on_disk(root), []
+    for step in steps_to_prune(steps, valid, keep_last, keep_every, held, suspected_since):
+        directory = step_directory(root, step)
+        try:
+            remove(directory)
+            removed.append(step)
+        except OSError as error:  # such as another user's: it must not fail the save that prunes
+            logger.warning("%s cannot be removed: %s", directory, error.strerror)
+    return removed
 
 
 def discard_from(root: Path, step: int) -> None:

@@ -16,14 +16,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from foundation.errors import CheckpointError, UserError, os_error_text
 from foundation.files import private_directory
@@ -51,7 +49,6 @@ from pretrain.state import TrainState
 logger = logging.getLogger(__name__)
 
 KEPT = 2  # the latest that all ranks have may be the one before a rank's latest
-DAYS_KEPT = 7  # of a run that no longer writes here, such as one that went on elsewhere
 RUN_FOLDER = re.compile(r"run-[0-9a-f]{12}")
 # Settings that change nothing of what a run has learned at a step.
 MAY_DIFFER = ("checkpoint", "evaluation", "metrics")
@@ -117,7 +114,12 @@ class LocalTier:
                 logger.warning("local checkpoints of step %d are not used: %s", step, error)
             if found is None and any(each.attempts or each.problem for each in offers):
                 used = f"step {shared_step}, the shared one" if shared_step else "none"
-                why = str(refused[0][1]) if refused else _why(offers)
+                problems = [
+                    "" if each.attempts else each.problem or "has none on its node"
+                    for each in offers
+                ]
+                why = str(refused[0][1]) if refused else _first(problems)
+                why = why or "no step is there on all ranks"
                 logger.warning("local checkpoints are not used: %s; using %s", why, used)
         if (disk := self._disk) is not None:
             last = found.step if found else shared_step
@@ -216,8 +218,6 @@ class LocalTier:
             if self._world.is_main:
                 logger.warning("no local checkpoints: %s", _first(problems))
             return None
-        if self._world.local_rank == 0:
-            _remove_old(folder)
         return disk
 
     def _offer(self, shared_step: int, before: int | None) -> Offer:
@@ -271,26 +271,6 @@ class LocalTier:
         if not self._has_failed:
             logger.warning("no local checkpoint of step %d: %s; training continues", step, problem)
         self._has_failed = True
-
-
-def _why(offers: list[Offer]) -> str:
-    """Why ranks have no step in common."""
-    problems = ["" if each.attempts else each.problem or "has none on its node" for each in offers]
-    return _first(problems) or "no step is there on all ranks"
-
-
-def _remove_old(own: Path) -> None:
-    """Remove folders of other runs of this user in which nothing was written for `DAYS_KEPT`."""
-    with contextlib.suppress(OSError):
-        for folder in own.parent.iterdir():
-            if folder == own or not RUN_FOLDER.fullmatch(folder.name) or folder.is_symlink():
-                continue
-            with contextlib.suppress(OSError):
-                status = folder.lstat()
-                times = [status.st_mtime, *(each.lstat().st_mtime for each in folder.iterdir())]
-                is_old = max(times) < time.time() - DAYS_KEPT * 86400
-                if is_old and status.st_uid == os.geteuid():
-                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _first(problems: list[str]) -> str:

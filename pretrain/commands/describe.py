@@ -10,7 +10,7 @@ from foundation.progress import duration
 from foundation.settings import load_config
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.config.engine import Attention, DeltaRule, attention_in, delta_rule_of, described
-from pretrain.config.phases import advice_on_phases, spans_of_phases
+from pretrain.config.phases import spans_of_phases
 from pretrain.config.resolve import resolve_if_built, with_precision
 from pretrain.config.run import RunConfig
 from pretrain.costs.devices import GIB, Hardware
@@ -223,8 +223,6 @@ def _time_lines(config: RunConfig, hardware: Hardware, time: RunTime, mfu: float
             words = f"({phase.data.lanes} lanes x {phase.lane_tokens_per_step} = "
             words += f"{phase.tokens_per_step:,} tokens, {count:,} steps)"
             lines.append(_row(f"  phase {number}", step_time(seconds), words))
-    if words := advice_on_phases(config):
-        lines.append(f"  {words}")
     words = f"({config.optim.steps:,} steps, {si(cost.tokens)} tokens, {_flop(cost.flops)})"
     lines.append(_row("  training", duration(time.training), words))
     lines.append(_evaluation_line(config, time))
@@ -232,7 +230,7 @@ def _time_lines(config: RunConfig, hardware: Hardware, time: RunTime, mfu: float
     hours = "GPU-hours" if hardware.on_gpu else "core-hours"
     words = f"({seconds * world_size / 3600:,.1f} {hours}, without starts and saves)"
     lines.append(_row("  run", duration(seconds), words))
-    words = f"({device.describe_peak(config.engine)})"
+    words = f"({config.engine.number_format}; {device.origin})"
     lines.append(_row("  peak of a rank", f"{_flop(device.peak(config.engine))}/s", words))
     if hardware.on_gpu and config.engine.number_format == "fp32":
         lines.append(_row("  with bf16", f"{_flop(device.bf16)}/s", "(engine.precision=bf16)"))

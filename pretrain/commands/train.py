@@ -11,7 +11,6 @@ from pathlib import Path
 from foundation.cli import add_experiment
 from foundation.errors import exit_status_of
 from foundation.settings import load_config
-from pretrain.config.phases import advice_on_phases
 from pretrain.config.resolve import resolve, with_absolute_paths
 from pretrain.config.run import RunConfig
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
@@ -49,8 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
     set_threads_of_rank()
     set_device_variables(os.environ, Path(tempfile.gettempdir()))
     world = init_world(config.engine.watchdog_timeout_seconds)
-    if world.is_main and (advice := advice_on_phases(config)):
-        logger.warning(advice)
     try:
         return exit_status_of(
             lambda: run_training(config, arguments.run_dir, world), report=logger.error

@@ -83,19 +83,6 @@ def lane_seed_at(run: RunConfig, step: int) -> int:
     return run.seed + phase_at(run, lanes_since(run, step))
 
 
-def advice_on_phases(run: RunConfig) -> str:
-    """Advice for the user about phases that never start, or ""."""
-    beyond = [
-        str(phase.from_step) for phase in run.data.phases if phase.from_step >= run.optim.steps
-    ]
-    if not beyond:
-        return ""
-    return (
-        f"the run ends after step {run.optim.steps}: data.phases from step {', '.join(beyond)} on "
-        "never start"
-    )
-
-
 def describe_phase(run: RunConfig, step: int) -> str:
     """What changes at the phase that starts after `step` updates, in one line."""
     before, after = run_at(run, step - 1).data, run_at(run, step).data

@@ -34,10 +34,6 @@ class Device:
         """Return the FLOPs per second in the engine's precision."""
         return self.bf16 if engine.number_format != "fp32" else self.fp32
 
-    def describe_peak(self, engine: EngineConfig) -> str:
-        """Return precision and origin of the peak."""
-        return f"{engine.number_format}; {self.origin}"
-
 
 DEVICES = {
     "B200": Device(bf16=2250e12, fp32=75e12, memory=180e9),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from data_pipeline.corpora.corpus import tokenizer_of
 from foundation.errors import CheckpointError, DataError
 from foundation.settings import parse_config
+from pretrain.checkpoint.pieces import opened
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.engines.engine import Engine
@@ -28,7 +28,7 @@ def check_initial_weights(run: RunConfig) -> None:
         return
     tree = checked_export(export)
     _refuse_other_tokens(run, export)
-    with _opened(export) as handle:
+    with opened(export / WEIGHTS) as handle:
         names = handle.keys()
         shapes = {name: list(handle.get_slice(name).get_shape()) for name in names}
         _refuse_other_shapes(run, export, shapes)
@@ -40,21 +40,12 @@ def load_initial_weights(engine: Engine, run: RunConfig) -> None:
     """Copy the export's weights, if any, into the engine's fp32 master weights."""
     if run.initial_weights is None:
         return
-    with _opened(run.initial_weights) as handle:
+    with opened(run.initial_weights / WEIGHTS) as handle:
         for fragment in engine.fragments():
             view = fragment.values["weight"]
             whole = handle.get_tensor(fragment.name).view(-1)
             view.copy_(whole[fragment.start : fragment.start + view.numel()])
     engine.after_load(0)
-
-
-def _opened(export: Path) -> safe_open:
-    try:
-        return safe_open(export / WEIGHTS, framework="pt")
-    except (SafetensorError, FileNotFoundError) as error:
-        raise CheckpointError(
-            f"{export / WEIGHTS} is corrupted or missing ({error}); export it again"
-        ) from None
 
 
 def _refuse_other_tokens(run: RunConfig, export: Path) -> None:

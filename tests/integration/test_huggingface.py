@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -178,19 +177,6 @@ def test_what_transformers_saves_again_has_the_same_weights(exported, tmp_path):
     again, tokens = load(tmp_path / "again"), some_tokens(1, 12)
     assert torch.equal(again(tokens).logits, theirs(tokens).logits)
     assert again.num_parameters() == theirs.num_parameters()
-
-
-def test_weights_above_the_largest_file_are_written_in_parts(exported, tmp_path):
-    ours, theirs, _ = exported("plain")
-    largest = 9000
-    write_huggingface(tmp_path / "out", trained_model(), BYTES, largest_file=largest)
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    files = sorted((tmp_path / "out").glob("*.safetensors"))
-    assert sorted({*index["weight_map"].values()}) == [each.name for each in files]
-    assert len(files) > 2
-    assert index["metadata"]["total_size"] == 4 * sum(each.numel() for each in ours.parameters())
-    tokens = some_tokens(1, 11)
-    assert torch.equal(load(tmp_path / "out")(tokens).logits, theirs(tokens).logits)
 
 
 TEXTS = (

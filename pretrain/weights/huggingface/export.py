@@ -2,8 +2,7 @@
 
 DIR/config.json, generation_config.json     settings, and what `generate` does by default
 DIR/{configuration,modeling,tokenization}_xl_pretrain.py     code that needs nothing of ours
-DIR/model.safetensors      every parameter once, in float32; above 5 GB in several files, with an
-                           index
+DIR/model.safetensors      every parameter once, in float32
 DIR/tokenizer.model or tokenizer.json, tokenizer_config.json    the tokenizer of the corpus, if
                            transformers has its kind
 DIR/README.md              the model card
@@ -23,13 +22,11 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
 from foundation.files import path_text, write_json, write_text
@@ -314,7 +311,6 @@ def _table(rows: Mapping[str, str]) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {rows[name]} |" for name in rows)])
 
 
-LARGEST_FILE_BYTES = 5 * 10**9
 CODE = ("configuration_xl_pretrain", "modeling_xl_pretrain", "tokenization_xl_pretrain")
 CLASSES = {
     "AutoConfig": f"{CODE[0]}.XLPretrainConfig",
@@ -329,7 +325,6 @@ def write_huggingface(
     trained: TrainedModel,
     tokenizer: Tokenizer,
     evaluation: Mapping[str, Any] | None = None,
-    largest_file: int = LARGEST_FILE_BYTES,
 ) -> None:
     """Write the whole directory or nothing; `evaluation` is the line of the run's latest one."""
     with new_directory(output) as beside:
@@ -339,7 +334,7 @@ def write_huggingface(
             f"transformer.{name}": parameter.detach().contiguous()
             for name, parameter in trained.module.named_parameters()
         }
-        _write_all_weights(beside, tensors, largest_file)
+        write_weights(beside / WEIGHTS, tensors)
         for name, content in (tokenizer_files(tokenizer) or {}).items():
             (beside / name).write_bytes(content)
         write_json(beside / "generation_config.json", _generation_config(tokenizer.end_id))
@@ -362,32 +357,6 @@ def code_of_export() -> dict[str, str]:
         texts[name], own = bundle(root, heading, replaced, dict(home))
         home |= dict.fromkeys(own, name)
     return texts
-
-
-def _write_all_weights(directory: Path, tensors: Mapping[str, Tensor], largest_file: int) -> None:
-    parts = list(parts_of(tensors, largest_file))
-    if len(parts) == 1:
-        write_weights(directory / WEIGHTS, tensors)
-        return
-    homes: dict[str, str] = {}
-    for number, part in enumerate(parts, start=1):
-        name = f"model-{number:05}-of-{len(parts):05}.safetensors"
-        write_weights(directory / name, part)
-        homes |= dict.fromkeys(part, name)
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": homes}
-    write_json(directory / f"{WEIGHTS}.index.json", index)
-
-
-def parts_of(tensors: Mapping[str, Tensor], most_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors in order, at most `most_bytes` together, or one that is larger."""
-    part: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if part and sum(each.nbytes for each in part.values()) + tensor.nbytes > most_bytes:
-            yield part
-            part = {}
-        part[name] = tensor
-    yield part
 
 
 def _config(trained: TrainedModel, end_id: int) -> dict[str, Any]:

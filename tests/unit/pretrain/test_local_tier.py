@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 from foundation.errors import ConfigError
 from foundation.settings import to_tree
 from pretrain.checkpoint.destinations import Disk
-from pretrain.checkpoint.local_tier import DAYS_KEPT, MAY_DIFFER, LocalTier
+from pretrain.checkpoint.local_tier import MAY_DIFFER, LocalTier
 from pretrain.config.engine import EngineConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.distributed.world import World
@@ -67,19 +65,6 @@ def test_the_id_of_a_run_leads_nowhere_else(world, tmp_path, caplog):
     assert tier(tmp_path / "disk", world, run_id="../../away").find(0) is None
     assert "expected 12 hex digits" in caplog.text
     assert not list(tmp_path.iterdir())
-
-
-def test_only_folders_of_runs_that_nothing_wrote_to_for_days_are_removed(world, tmp_path):
-    then = time.time() - (DAYS_KEPT + 1) * 86400
-    for name in ("run-aaaaaaaaaaaa", "run-bbbbbbbbbbbb", "results"):
-        (tmp_path / name / "rank-00000").mkdir(parents=True)
-        for path in (tmp_path / name / "rank-00000", tmp_path / name):
-            os.utime(path, (then, then))
-    os.utime(tmp_path / "run-bbbbbbbbbbbb" / "rank-00000")
-    tier(tmp_path, world)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *("run-bbbbbbbbbbbb", "results", f"run-{ID}"),
-    }
 
 
 @pytest.mark.parametrize(

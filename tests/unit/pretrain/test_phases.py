@@ -7,11 +7,9 @@ import pytest
 
 from data_pipeline.config import MixturePart
 from foundation.errors import ConfigError
-from pretrain.cli import main
 from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.optim import OptimConfig
 from pretrain.config.phases import (
-    advice_on_phases,
     first_step_at,
     lane_seed_at,
     lanes_since,
@@ -118,18 +116,4 @@ def test_skipped_data_is_of_the_phase_in_which_the_spike_started():
     assert window_of(spike, [], begun, to_step=35).start == 40
     assert window_of(spike, [range(10, 15)], begun, to_step=35).start == segments_consumed(
         40, [range(10, 15)]
-    )
-
-
-def test_phases_beyond_the_end_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert advice_on_phases(replace(RUN, optim=OptimConfig(steps=31))) == ""
-    assert advice_on_phases(replace(RUN, optim=OptimConfig(steps=30))).endswith(
-        "data.phases from step 30 on never start"
-    )
-    assert "step 10, 30 on" in advice_on_phases(replace(RUN, optim=OptimConfig(steps=5)))
-    settings = ["optim.steps=20", "data.phases=[{from_step: 20, segment_length: 32}]"]
-    assert main(["describe", str(MODELS / "enwik8-base.yaml"), *settings]) == 0
-    assert (
-        "the run ends after step 20: data.phases from step 20 on never start"
-        in capsys.readouterr().out
     )
