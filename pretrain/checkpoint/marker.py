@@ -337,13 +337,7 @@ def _check_contents(path: Path, files: Mapping[str, Content]) -> None:
         sha256 = sha256_of(path)
     if sha256 == files[path.name].sha256:
         return
-    # A common accident is a copy of a directory that mixed up the ranks: say so.
-    owner = next((name for name, content in files.items() if content.sha256 == sha256), None)
-    raise CheckpointError(
-        f"{path}: contains the data of {owner}"
-        if owner
-        else f"{path}: its contents changed since it was written"
-    )
+    raise CheckpointError(f"{path}: its contents changed since it was written")
 
 
 def _check_sizes(directory: Path, reports: Sequence[Mapping[str, Any]]) -> None:

@@ -1,7 +1,10 @@
 """Ranks forked from a process that has imported everything: a start takes a tenth of the time, and
 the rest is as ever.
 
-The process must not have threads when it forks.
+    python -m tests.helpers.forked_ranks LOGS train EXPERIMENT ...
+
+is `pretrain train EXPERIMENT ...` on two ranks; its exit status is the highest of theirs. The
+process must not have threads when it forks.
 """
 
 from __future__ import annotations
@@ -10,12 +13,13 @@ import gc
 import importlib
 import logging
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from pretrain.cli import end_process
+from pretrain.cli import end_process, main
 from pretrain.processes.local_ranks import rank_environment, set_parent_death_signal
 
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
@@ -80,3 +84,16 @@ def _fork_rank(
     except BaseException:
         traceback.print_exc()
     os._exit(1)
+
+
+def two_ranks(logs: Path, arguments: list[str]) -> int:
+    """Run the command as two ranks; the highest exit status, of a signal its number."""
+    import_everything()
+    logging.disable(logging.NOTSET)
+    logs.mkdir(exist_ok=True)
+    pids = fork_ranks(2, lambda: main(arguments), logs)
+    return max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in pids)
+
+
+if __name__ == "__main__":
+    sys.exit(two_ranks(Path(sys.argv[1]), sys.argv[2:]))

@@ -74,14 +74,9 @@ def test_a_run_goes_on_from_the_store_with_other_ranks_and_its_disk_gone(
     first, second = RunDir(tmp_path / "first"), RunDir(tmp_path / "second")
     # Ranks share the upload; a request to stop waits until the last checkpoint is there.
     stopped = {**os.environ, VARIABLE: "sigterm-in-evaluation@10"}
-    command = [sys.executable, "-m", "launcher", "local", str(experiment), mirror]
-    done = subprocess.run(
-        [*command, "--ranks=2", f"--run-dir={first.path}"],
-        env=stopped,
-        text=True,
-        capture_output=True,
-    )
-    assert done.returncode == 75, done.stderr
+    command = [sys.executable, "-m", "tests.helpers.forked_ranks", str(tmp_path / "logs")]
+    command += ["train", str(experiment), mirror, f"--run-dir={first.path}"]
+    assert subprocess.run(command, env=stopped).returncode == 75
     assert events_of(first.ledger.read(), Mirrored)[-1].step == 10
     assert not any(event.problem for event in events_of(first.ledger.read(), Mirrored))
     assert steps_listed(s3_endpoint, bucket)[-1] == 10

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,6 @@ from foundation.settings import load_config
 from pretrain.cli import main
 from pretrain.commands.same_run import differences
 from pretrain.config.run import RunConfig
-from pretrain.processes.local_ranks import RankGroup, train_command
 from pretrain.rundir.metric_names import task_metrics, task_values
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import some_texts
@@ -110,9 +111,9 @@ def test_training_is_bitwise_the_same_with_and_without_tasks(experiment, trained
 
 def test_ranks_wait_for_the_one_that_runs_the_tasks(experiment, trained, tmp_path):
     run_dir = RunDir(tmp_path / "run")
-    command = train_command(experiment, run_dir.path, "evaluation.interval=0")
-    with RankGroup(command, 2, tmp_path / "logs") as group:
-        assert group.wait() == [0, 0]
+    command = [sys.executable, "-m", "tests.helpers.forked_ranks", str(tmp_path / "logs"), "train"]
+    command += [str(experiment), f"--run-dir={run_dir.path}", "evaluation.interval=0"]
+    subprocess.run(command, check=True)
     found = tasks_of(run_dir)
     assert [step for step in found if found[step]] == [STEPS]
     assert found[STEPS] == pytest.approx(tasks_of(trained)[STEPS], rel=1e-3)

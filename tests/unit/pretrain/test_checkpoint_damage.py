@@ -299,7 +299,7 @@ CONFUSION: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another rank's file": (
         lambda step: shutil.copy(step / files.rank_file(1), step / files.rank_file(0)),
-        "rank-00000.safetensors: contains the data of rank-00001",
+        "rank-00000.safetensors: its contents changed",
     ),
     "file of an older step": (
         lambda step: replace_by_that_of_step_1(step / "rank-00000.safetensors"),
