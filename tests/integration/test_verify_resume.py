@@ -50,22 +50,15 @@ def written(path: Path, losses: list[float | None]) -> RunDir:
     return run_dir
 
 
-def test_differences_beyond_rounding_are_named(
-    tmp_path,
-):
-    left = written(tmp_path / "left", [5.0, 4.0, 3.0])
-    assert differing_losses(left, written(tmp_path / "near", [5.00001, 4.0, 3.0]), 1e-5) == []
-    assert differing_losses(left, written(tmp_path / "far", [5.001, 4.0, 3.0]), 1e-5) == [
-        "step 1: loss 5.0 against 5.001"
-    ]
-    assert differing_losses(left, written(tmp_path / "short", [5.0, 4.0]), 1e-5) == [
-        "step 3: only in left"
-    ]
-
-
-def test_losses_that_were_not_finite_are_compared(tmp_path):
-    left = written(tmp_path / "left", [5.0, None])
-    assert differing_losses(left, written(tmp_path / "same", [5.0, None]), 1e-5) == []
-    assert differing_losses(left, written(tmp_path / "other", [5.0, 4.0]), 1e-5) == [
-        "step 2: loss None against 4.0"
-    ]
+@pytest.mark.parametrize(
+    ("losses", "difference"),
+    [
+        ([5.00001, None, 3.0], []),
+        ([5.001, None, 3.0], ["step 1: loss 5.0 against 5.001"]),
+        ([5.0, 4.0, 3.0], ["step 2: loss None against 4.0"]),
+        ([5.0, None], ["step 3: only in left"]),
+    ],
+)
+def test_differences_beyond_rounding_are_named(tmp_path, losses, difference):
+    left = written(tmp_path / "left", [5.0, None, 3.0])
+    assert differing_losses(left, written(tmp_path / "right", losses), 1e-5) == difference

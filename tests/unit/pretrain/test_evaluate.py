@@ -100,10 +100,3 @@ def test_a_part_of_the_split_is_measured_by_the_bytes_of_its_own_tokens(scorer, 
     # A character may be cut at the end.
     assert part.bits_per_byte == pytest.approx(bits / len(text.encode()), rel=0.02)
     assert part.bits_per_character == pytest.approx(bits / len(text), rel=0.02)
-
-
-def test_the_loss_is_the_mean_of_the_losses_by_position(scorer, corpus):
-    result = measured(scorer, corpus, num_lanes=1, segment_length=4)
-    assert len(result.loss_by_position) == 4
-    assert sum(result.loss_by_position) / 4 == pytest.approx(result.loss, rel=0.05)
-    assert len(set(result.loss_by_position)) == 4

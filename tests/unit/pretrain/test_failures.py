@@ -32,12 +32,6 @@ def test_the_best_interval_is_that_of_daly(pause, mean):
     assert found == pytest.approx(daly, rel=1e-3)
 
 
-@pytest.mark.parametrize("mean", [1e-9, 3.6, 3600.0])
-def test_where_nodes_fail_more_often_than_a_save_takes_nothing_is_gained(mean):
-    found = FailureCosts(between_failures=mean, pause=1e5, write=10.0, start=60.0)
-    assert found.goodput(found.best_interval) < 1e-9
-
-
 def test_goodput_without_overlap_is_that_of_daly():
     costs = replace(HOUR, start=300.0)
     # Equation 13: wall time over solve time.

@@ -84,16 +84,8 @@ def make_run(directory: Path, name: str = "small", learning_rate: float = 1e-3) 
     run_dir = RunDir.create(directory, config)
     lines: list[dict] = []
     for step in range(1, STEPS + 1):
-        skipped = step == 20
-        line = {
-            "kind": "train",
-            "step": step,
-            "tokens": 8 * step,
-            "loss": None if skipped else 4.0 - step / 40,
-            "learning_rate": 1e-3,
-            "grad_norm": None if skipped else 1.0,
-            "skipped": skipped,
-        }
+        loss, norm = (None, None) if step == 20 else (4.0 - step / 40, 1.0)
+        line = train_line(step, loss, grad_norm=norm, skipped=loss is None)
         if step % 5 == 0:
             line |= {
                 "seconds": 5.0,

@@ -85,16 +85,6 @@ def test_evaluations_take_at_most_a_tenth_of_a_run(steps):
         assert 0 < time.evaluation <= 0.1 * time.training
 
 
-@pytest.mark.parametrize("steps", [1, 20, 5000])
-def test_with_steps_the_warmup_and_the_intervals_follow(steps):
-    text = TrainingText(path=Path("c"), tokens=10**8, longest_document=9000, vocab_size=16_000)
-    run = new_experiment("mine", text, 1e7, steps=steps)
-    assert run.optim.steps == steps
-    assert run.optim.schedule.warmup_steps == max(1, steps // 20)
-    assert run.evaluation.interval == max(1, steps // 10)
-    assert run.checkpoint.interval == max(1, steps // 20)
-
-
 def test_a_new_experiment_trains_as_it_is_and_is_never_overwritten(
     corpus, tmp_path, monkeypatch, capsys
 ):

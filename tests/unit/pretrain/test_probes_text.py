@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
 
 from pretrain.config.data import DataConfig
 from pretrain.config.run import RunConfig
-from pretrain.evaluation.evaluate import TrainedScorer, evaluate
+from pretrain.evaluation.evaluate import TrainedScorer
 from pretrain.evaluation.probes.attention_mass import AttentionMass, attention_mass, measured_stream
 from pretrain.evaluation.probes.distances import bin_names, bins_of, first_distances
 from pretrain.evaluation.probes.document_position import document_positions, loss_by_position
@@ -46,25 +44,6 @@ def test_positions_count_from_the_last_start_across_batches():
     assert whole.tolist() == [[5, 0, 1, 2, 0, 0, 1, 2]]
     first = document_positions(np.array([4]), starts[:, :3])
     assert (document_positions(first[:, -1], starts[:, 3:]) == whole[:, 3:]).all()
-
-
-@pytest.mark.parametrize(("segment_length", "max_tokens"), [(1, 100), (6, 0), (64, 100)])
-def test_the_losses_by_position_average_to_that_of_evaluate(
-    corpus, world, segment_length, max_tokens
-):
-    scorer = scorer_of(model_for(corpus), corpus, world)
-    settings = {"segment_length": segment_length, "num_lanes": 3, "max_tokens": max_tokens}
-    found = loss_by_position(scorer, corpus, (MEMORY, 0), **settings)
-    for each in found:
-        expected = evaluate(scorer, corpus, memory_length=each.memory_length, **settings)
-        assert each.loss == expected.loss
-        assert sum(each.tokens) == expected.tokens
-        total = math.fsum(
-            loss * count for loss, count in zip(each.losses, each.tokens, strict=True)
-        )
-        assert total / expected.tokens == pytest.approx(expected.loss, rel=1e-13)
-    if segment_length < 64:  # such a segment may hold all that a lane reads
-        assert found[0].losses != found[1].losses
 
 
 def test_each_position_has_the_losses_of_its_documents(corpus, world):

@@ -88,18 +88,6 @@ def test_a_chart_scales_follows_the_pages_colors_and_keeps_its_words_as_text():
     assert 'aria-label="a falling &lt;loss&gt;"' in svg
 
 
-NAME = r"runs/$\frac$ at $5"  # in matplotlib's formulas an error
-
-
-def panel_of(name: str) -> Panel:
-    return Panel("Loss", name, name, lambda axes: axes.loglog([1, 9], [2, 3], label=name))
-
-
-def test_a_dollar_in_a_name_is_a_dollar_in_every_chart(tmp_path: Path) -> None:
-    svg = panel_html(panel_of(NAME), 2.0, tmp_path, NAME)
-    assert svg.count(NAME) >= 4  # both axes, the legend, the description
-
-
 def test_a_panel_is_also_a_figure_for_a_paper_with_its_numbers(tmp_path: Path) -> None:
     panel = Panel("By layer", "tokens", "loss", lambda axes: axes.plot([0, 2e5], [2000, 3000]))
     svg = panel_html(panel, 2.0, tmp_path, "small: Transformer-XL, AdamW")

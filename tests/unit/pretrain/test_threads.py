@@ -3,11 +3,10 @@ from __future__ import annotations
 import os
 import subprocess
 
-import pytest
 import torch
 
 from foundation.own_programs import own_command
-from pretrain.distributed.threads import WAITING, describe_waiting, wait_briefly
+from pretrain.distributed.threads import WAITING, describe_waiting
 from pretrain.recovery.starts import environment_changes, environment_of_rank
 from pretrain.run import set_threads_of_rank
 
@@ -19,15 +18,6 @@ def test_the_openmp_of_a_command_spins_for_a_thousand_rounds_and_no_longer():
     )  # fmt: skip
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in shown.stderr
     assert "GOMP_SPINCOUNT = '1000'" in shown.stderr
-
-
-@pytest.mark.parametrize(
-    "chosen", [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}, dict.fromkeys(WAITING, "0")]
-)
-def test_what_the_user_has_set_about_waiting_threads_stays(chosen):
-    environment = {"HOME": "/", **chosen}
-    wait_briefly(environment)
-    assert environment == {"HOME": "/", **chosen}
 
 
 def test_the_environment_of_a_run_tells_how_its_threads_wait_and_calls_no_start_different_for_it(
