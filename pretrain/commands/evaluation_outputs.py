@@ -20,8 +20,7 @@ from pretrain.distributed.threads import keep_freed_memory, set_threads
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.evaluation import context_length
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
-from pretrain.evaluation.probes.probe_run import probe_rows, run_probes
-from pretrain.evaluation.probes.probe_settings import ProbeSettings
+from pretrain.evaluation.probes.probe_run import ProbeSettings, probe_rows, run_probes
 from pretrain.scaling.collect import PROBES
 from pretrain.terminal.text import counted
 from pretrain.weights.export import is_export

@@ -26,6 +26,7 @@ PrecisionSetting = Literal["auto", Precision]
 ActivationCheckpointing = Literal["none", "full", "selective"]
 AttentionKernel = Literal["auto", "sdpa", "atomic", "plain"]
 ExportFormat = Literal["own", "huggingface"]
+ProbeName = Literal["needle", "copy", "position", "attention"]
 
 
 @dataclass(frozen=True, kw_only=True)

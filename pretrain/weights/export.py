@@ -1,5 +1,7 @@
 """A model as a directory that needs neither a run nor DeepSpeed: writing it and reading it.
 
+A run may start from its weights, with any engine and ZeRO stage.
+
 DIR/model.safetensors   every parameter once, in float32, under the model's own names
 DIR/tokenizer/          the tokenizer of the corpus
 DIR/config.json         the run's settings, the step, size and SHA-256 of each of these files, and
@@ -25,8 +27,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data_pipeline.config import CacheConfig
+from data_pipeline.corpora.corpus import tokenizer_of
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer
-from foundation.errors import CheckpointError, ConfigError
+from foundation.errors import CheckpointError, ConfigError, DataError
 from foundation.files import (
     fsync_directory,
     fsync_file,
@@ -37,10 +40,13 @@ from foundation.files import (
 )
 from foundation.records import Fields, InvalidField
 from foundation.settings import parse_config, to_tree
+from pretrain.checkpoint.pieces import opened
 from pretrain.config.engine import Attention, attention_in
+from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import parameters_of
 from pretrain.costs.memory import MASTER_BYTES
+from pretrain.engines.engine import Engine
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.rundir.run_paths import EXPORTED_WEIGHTS
@@ -227,3 +233,76 @@ def _entry_of(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing or not a regular file; {EXPORT_AGAIN}")
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def check_initial_weights(run: RunConfig) -> None:
+    """Raise an error, before anything is written, if the run cannot start from its weights.
+
+    CheckpointError unless names and shapes are those of the run's model and the export computed the
+    same function of its weights; DataError if the export has another tokenizer.
+    """
+    export = run.initial_weights
+    if export is None:
+        return
+    tree = checked_export(export)
+    _refuse_other_tokens(run, export)
+    with opened(export / WEIGHTS) as handle:
+        names = handle.keys()
+        shapes = {name: list(handle.get_slice(name).get_shape()) for name in names}
+        _refuse_other_shapes(run, export, shapes)
+    trained = parse_config(RunConfig, tree["run"], str(export / CONFIG))
+    _refuse_other_function(run, export, trained.model)
+
+
+def load_initial_weights(engine: Engine, run: RunConfig) -> None:
+    """Copy the export's weights, if any, into the engine's fp32 master weights."""
+    if run.initial_weights is None:
+        return
+    with opened(run.initial_weights / WEIGHTS) as handle:
+        for fragment in engine.fragments():
+            view = fragment.values["weight"]
+            whole = handle.get_tensor(fragment.name).view(-1)
+            view.copy_(whole[fragment.start : fragment.start + view.numel()])
+    engine.after_load(0)
+
+
+def _refuse_other_tokens(run: RunConfig, export: Path) -> None:
+    if not (export / TOKENIZER).is_dir():
+        return
+    homes = (export, run.data.directory())
+    its, ours = (tokenizer_of(home).fingerprint for home in homes)
+    if its != ours:
+        raise DataError(
+            f"initial_weights={export} was trained with tokenizer {its[:16]}, {run.data.path} has "
+            f"{ours[:16]}; build the corpus with tokenizer.path={export / TOKENIZER}"
+        )
+
+
+def _refuse_other_shapes(run: RunConfig, export: Path, found: dict[str, list[int]]) -> None:
+    with torch.device("meta"):
+        parameters = TransformerXL(run.model).named_parameters()
+        expected = {name: list(value.shape) for name, value in parameters}
+    names = found.keys() | expected.keys()
+    odd = sorted(name for name in names if found.get(name) != expected.get(name))
+    if odd:
+        name = odd[0]
+        raise CheckpointError(
+            f"initial_weights={export}: {name} has shape {found.get(name, 'none')}, the run's "
+            f"model expects {expected.get(name, 'none')} ({len(odd)} differ); use the model "
+            f"settings in {export / CONFIG}"
+        )
+
+
+def _refuse_other_function(run: RunConfig, export: Path, trained: ModelConfig) -> None:
+    """The same weights under another norm position, activation or positions: another model."""
+    its, ours = trained.function_settings(), run.model.function_settings()
+    odd = sorted(name for name in its.keys() | ours.keys() if its.get(name) != ours.get(name))
+    if odd:
+        found = "; ".join(
+            f"model.{name} is {getattr(trained, name)} there and {getattr(run.model, name)} here"
+            for name in odd
+        )
+        raise CheckpointError(
+            f"initial_weights={export} were trained as another function: {found}; use the model "
+            f"settings in {export / CONFIG}"
+        )

@@ -10,11 +10,11 @@ from typing import Any
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
+from pretrain.config.choices import ProbeName
 from pretrain.evaluation.evaluate import TrainedScorer
 from pretrain.evaluation.probes.attention_mass import AttentionMass, attention_mass
 from pretrain.evaluation.probes.distances import Borders, bin_names, borders_of
 from pretrain.evaluation.probes.document_position import PositionLoss, loss_by_position
-from pretrain.evaluation.probes.probe_settings import ATTENTION, ProbeSettings
 from pretrain.evaluation.probes.recall import (
     Recall,
     RecallKind,
@@ -26,6 +26,23 @@ from pretrain.evaluation.probes.recall import (
 )
 
 RECALLS: tuple[RecallKind, ...] = ("needle", "copy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeSettings:
+    """What decides the results, besides model and corpus."""
+
+    names: tuple[ProbeName, ...]
+    memory_length: int
+    segment_length: int
+    lanes: int  # of the probe `position`
+    max_tokens: int  # of the probe `position`; 0: the whole split
+    trials: int  # at each distance
+    longest_distance: int  # 0: twice what a token sees directly
+
+    def needs_text(self) -> bool:
+        """Whether a probe reads a split; the others only take tokens from it, if there is one."""
+        return not {"position", "attention"}.isdisjoint(self.names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +103,9 @@ def run_probes(
     """Take the probes of a model; those that read text need a corpus. `say` hears what runs."""
     module, names = scorer.trained.module, settings.names
     assert corpus is not None or not settings.needs_text()
-    if ATTENTION in names and not module.config.num_attention_layers:
+    if "attention" in names and not module.config.num_attention_layers:
         raise ConfigError("--probe attention: the model has no attention layers; leave it out")
-    if ATTENTION in names and module.config.memory_tokens:
+    if "attention" in names and module.config.memory_tokens:
         raise ConfigError(
             "--probe attention: found a model with memory tokens, which are at no distance in the "
             "text; leave it out"
@@ -135,7 +152,7 @@ def run_probes(
             max_tokens=settings.max_tokens,
         )
         results = replace(results, position=tuple(position))
-    if ATTENTION in names:
+    if "attention" in names:
         say("attention by distance")
         attention = attention_mass(module, corpus, memory_length=memory, segment_length=segment)
         results = replace(results, attention=attention)

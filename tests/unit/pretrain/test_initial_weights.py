@@ -11,8 +11,7 @@ from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.weights.export import write_export
-from pretrain.weights.initial_weights import check_initial_weights
+from pretrain.weights.export import check_initial_weights, write_export
 
 MODEL = ModelConfig(
     vocab_size=37, num_layers=2, d_model=16, num_heads=2, memory_length=8, positions="rope"
