@@ -8,7 +8,7 @@ check fail.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, get_args
@@ -29,9 +29,8 @@ from pretrain.optim.parameter_groups import GroupTraits
 from tests.helpers.tiny_runs import ALONE
 
 BASE = ModelConfig(vocab_size=40, num_layers=2, d_model=32, num_heads=4, memory_length=16)
-WIDTHS = (32, 64, 128, 256)
-ENDS = (WIDTHS[0], WIDTHS[-1])
-STEPS = 6
+WIDTHS = (32, 256)
+STEPS = 4
 SEEDS = 2
 ADAMW = OptimConfig(learning_rate=8e-3)
 LAMB = OptimConfig(name="lamb", learning_rate=0.05)
@@ -154,29 +153,27 @@ def out_of_size(
     optim: OptimConfig = ADAMW,
     *,
     mup: bool = True,
-    widths: Sequence[int] = ENDS,
 ) -> Sizes:
     """How much larger each part of a wider model is than the base's, if that is not about 1."""
-    base, *wider = (mean_sizes(widened(options, width, mup=mup), optim) for width in widths)
-    ratios = {name: [each[name] / base[name] for each in wider] for name in base}
-    return {
-        name: max(of_part)
-        for name, of_part in ratios.items()
-        if max(of_part) > GROWTH or min(of_part) < 1 / SHRINKAGE
-    }
+    base, wide = (mean_sizes(widened(options, width, mup=mup), optim) for width in WIDTHS)
+    ratios = {name: wide[name] / base[name] for name in base}
+    return {name: ratio for name, ratio in ratios.items() if not 1 / SHRINKAGE <= ratio <= GROWTH}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_activations_are_of_equal_size_at_every_width(name: str) -> None:
-    assert not out_of_size(VARIANTS[name], widths=WIDTHS if name == "modern" else ENDS)
+    assert not out_of_size(VARIANTS[name])
 
 
 def test_without_mup_activations_grow_with_the_width() -> None:
     assert max(out_of_size(VARIANTS["relative"], mup=False).values()) > 8
 
 
-@pytest.mark.parametrize("optim", [LAMB, MUON], ids=["lamb", "muon"])
-@pytest.mark.parametrize("name", ["paper", "modern", "deltanet"])
+@pytest.mark.parametrize(
+    ("name", "optim"),
+    [("paper", LAMB), ("modern", MUON), ("deltanet", MUON)],
+    ids=["paper-lamb", "modern-muon", "deltanet-muon"],
+)
 def test_activations_are_of_equal_size_with_other_optimizers(name: str, optim: OptimConfig) -> None:
     assert not out_of_size(VARIANTS[name], optim)
 
