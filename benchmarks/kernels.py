@@ -25,6 +25,29 @@ OPTIONS_OF = {
     "query_gradient": ("", "documents", "grouped", "no_position", "adds_positions"),
     "position_gradient": ("", "documents", "grouped", "distance_bias,no_position"),
 }
+# Every kernel for every device, and each option: the kernels of the static table.
+EVERY_OPTION = (
+    *(
+        f"{kernel}:{width}:{target}"
+        for kernel in ("forward", "query_gradient", "key_gradient", "position_gradient")
+        for width, target in ((64, 80), (128, 100))
+    ),
+    "key_gradient:128:80",
+    "forward:64:100",
+    "forward:128:90:documents,dropout",
+    "key_gradient:64:90:documents,dropout",
+    "forward:128:90:sinks",
+    "forward:41:100:documents,dropout",  # rows that are no multiples of 16 bytes
+    "key_gradient:41:80:documents,dropout",
+    "forward:64:90:distance_bias,no_position",
+    "key_gradient:64:90:distance_bias,no_position",
+    "key_gradient:64:90:grouped",
+    "key_gradient:128:90:split",
+    "position_gradient:64:90:documents,distance_bias",
+    "query_gradient:64:90:adds_positions",
+    "query_gradient:128:90:adds_positions",
+    *(f"{DROPOUT}{target}" for target in DEVICES),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

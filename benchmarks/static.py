@@ -3,16 +3,17 @@
 static.json beside this file has the numbers of the last commit, and docs/performance.md shows them.
 With `--check` the counts of models are made again, and those of compiled kernels if their code has
 changed: every number that is worse is named, and `make check` fails. Tests make the slow ones again
-(`compiled_layers`, `engines`: tests/integration/test_static_table.py).
+(`compiled_layer`, `engines`: test_static_table.py and test_zero_memory.py of tests/integration).
 
-* `kernels`: what each fused kernel takes, compiled for sm_90 with the models' options.
+* `kernels`: what each fused kernel takes, compiled for sm_90 with the models' options, and for
+  every device with each option.
 * `models`: `utilization` of the fused kernels in one layer, by simulation: each program starts in
   the first free slot of 132 multiprocessors. Models that attend by `sdpa` as they are take these
   kernels when documents are isolated. `operations` of torch, without views, and `launches` of our
   kernels that a layer adds to each pass, and `peak_gib` of weights, gradients and activations in
   bf16: counted on the `meta` device while LANES lanes train.
-* `compiled_layers`: operations between attentions, both passes, without and with `engine.compile`.
-* `engines`: values that the host waits for in a step, by package, and bytes sent by four ranks over
+* `compiled_layer`: operations between attentions, both passes, without and with `engine.compile`.
+* `engines`: values that the host waits for in a step, by package, and bytes sent by ranks over
   those of one reduce-scatter of gradients and one all-gather of weights.
 """
 
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.kernels import compiled
+from benchmarks.kernels import EVERY_OPTION, compiled
 from benchmarks.measure import markdown_table
 from foundation.files import read_json, write_json, write_text
 from foundation.settings import load_config
@@ -47,18 +48,25 @@ from pretrain.kernels.triton.tiling import Tile, built_in_tiles
 from pretrain.kernels.triton.workspace import Workspace, workspace_of
 from tests.helpers.compiled_layer import num_operations
 from tests.helpers.host_reads import measured_reads
-from tests.helpers.live_tensors import LiveTensors, sent_over_minimum
+from tests.helpers.live_tensors import (
+    LiveTensors,
+    measured_by_ranks,
+    sending_cells,
+    sent_over_minimum,
+)
 
 TABLE = Path(__file__).with_name("static.json")
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance.md"
 KERNELS = ROOT / "pretrain" / "kernels" / "triton"
-COMPILED_FILES = ("backward.py", "forward.py", "settings.py", "tiles.py", "tiling.py")
+COMPILED_FILES = (
+    "backward.py", "dropout.py", "forward.py", "settings.py", "tiles.py", "tiling.py"
+)  # fmt: skip
 MULTIPROCESSORS, CAPABILITY = 132, (9, 0)  # of an H100 or H200
-LANES = 8
+LANES, RANKS = 8, 3
 LANE_COUNTS = (1, 8, 16)
 HIGHER_IS_BETTER = ("utilization", "programs")
-COMPILED = ("xl_modern_1b", "xl_paper_10m")  # a layer of the modern models, and of the paper's
+COMPILED = "xl_modern_1b"  # the model of the layer that is compiled
 START, END = "<!-- python -m benchmarks static -->\n", "<!-- end -->"
 GIB = 2**30
 
@@ -79,8 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.check:
         worse = differences({name: table[name] for name in now}, now)
     else:
-        layers = {name: compiled_layer(name) for name in COMPILED}
-        now |= {"code": code, "compiled_layers": layers, "engines": measured_engines()}
+        now |= {"code": code, "compiled_layer": compiled_layer(), "engines": measured_engines()}
         worse = differences(table, now)
         write_json(TABLE, now)
         write_text(PAGE, with_table(PAGE.read_text(), now))
@@ -128,12 +135,13 @@ def code_of_kernels() -> str:
 
 
 def all_kernel_names() -> list[str]:
-    """Return the names of all models' kernels."""
-    return sorted({name for run in runs().values() for name in kernel_names(run.model).values()})
+    """Return the names of all models' kernels, and of those with each option."""
+    of_models = (kernel_names(run.model).values() for run in runs().values())
+    return sorted({*EVERY_OPTION, *(name for names in of_models for name in names)})
 
 
 def compiled_kernels() -> dict[str, Any]:
-    """Return what each fused kernel takes, with every model's options."""
+    """Return what each of them takes."""
     return {name: asdict(resources) for name, resources in compiled(all_kernel_names()).items()}
 
 
@@ -338,9 +346,9 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def compiled_layer(model: str) -> dict[str, int]:
+def compiled_layer() -> dict[str, int]:
     """Return the operations between attentions of a layer, eager and with `engine.compile`."""
-    config = runs()[model].model
+    config = runs()[COMPILED].model
     small = replace(config, d_model=64, num_heads=4, d_head=16, d_inner=128, memory_length=8)
     if config.key_heads < config.num_heads:
         small = replace(small, num_key_heads=2)
@@ -351,8 +359,9 @@ def measured_engines() -> dict[str, Any]:
     """Return what steps of DeepSpeed's stages read and send."""
     with tempfile.TemporaryDirectory() as directory:
         rows: dict[str, Any] = measured_reads(Path(directory))
-        for name, ratio in sent_over_minimum(Path(directory)).items():
-            rows[name]["sent"] = ratio
+        found = measured_by_ranks(sending_cells(RANKS), RANKS, Path(directory))
+        for name, ranks in found.items():
+            rows[name]["sent"] = sent_over_minimum(name, ranks)
     return rows
 
 
@@ -383,6 +392,6 @@ def markdown(table: Mapping[str, Any]) -> str:
         sent = f"{row['sent']:.2f}" if "sent" in row else "-"
         engines.append([name, f"{row['pretrain']}", f"{row['deepspeed']}", sent])
     layers = [["layer of", "operations between attentions", "with `engine.compile`"]]
-    for name, row in sorted(table["compiled_layers"].items()):
-        layers.append([f"`{name}`", f"{row['eager']}", f"{row['compiled']}"])
+    counts = table["compiled_layer"]
+    layers.append([f"`{COMPILED}`", f"{counts['eager']}", f"{counts['compiled']}"])
     return "\n\n".join(markdown_table(each).strip() for each in (rows, layers, engines)) + "\n"

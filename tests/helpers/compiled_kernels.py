@@ -27,7 +27,6 @@ from tests.helpers.kernel_work import (
 NUM_HEADS = 16
 DROPOUT = "dropout:0:"  # which knows no heads
 FLOAT32_POINTERS = {
-    "key_biases",
     "distance_biases",
     "sinks",
     "log_sums",
@@ -46,7 +45,6 @@ ODD_INTEGERS = set(CHUNK)
 OPTIONS: dict[str, dict[str, Any]] = {
     "documents": {"has_starts": True},
     "dropout": {"drop_threshold": 6554},
-    "key_bias": {"has_key_bias": True},
     "distance_bias": {"has_distance_bias": True},
     "sinks": {"has_sinks": True},
     "no_position": {"has_position": False},
@@ -142,7 +140,6 @@ def plain_variant(head_width: int, tile: Tile, **options: Any) -> Variant:
         "columns": tile.columns,
         "has_position": True,
         "has_starts": False,
-        "has_key_bias": False,
         "has_distance_bias": False,
         "has_sinks": False,
         "drop_threshold": 0,

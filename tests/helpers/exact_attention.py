@@ -23,7 +23,6 @@ def exact_attention(
     u_NH: Tensor | None,
     v_NH: Tensor | None,
     *,
-    key_bias_BNC: Tensor | None = None,
     distance_bias_CN: Tensor | None = None,
     sinks_N: Tensor | None = None,
     max_distance: int | None = None,
@@ -45,8 +44,6 @@ def exact_attention(
         products_BNLC = torch.einsum("blnh,pnh->bnlp", query_BLNH + v_NH, position_CNH)
         scores_BNLC = scores_BNLC + products_BNLC.gather(3, row_LC.expand_as(products_BNLC))
     scores_BNLC = scores_BNLC / math.sqrt(H)
-    if key_bias_BNC is not None:
-        scores_BNLC = scores_BNLC + key_bias_BNC[:, :, None]
     if distance_bias_CN is not None:
         scores_BNLC = scores_BNLC + distance_bias_CN[row_LC].permute(2, 0, 1)
     hidden_BNLC = (distance_LC < 0).expand_as(scores_BNLC)

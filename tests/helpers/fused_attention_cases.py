@@ -20,7 +20,7 @@ from tests.helpers.triton_interpreter import prepare_interpreter
 if TYPE_CHECKING:
     from pretrain.kernels.triton.tiling import Tiles
 
-ARGUMENTS = ("query", "key", "value", "position", "u", "v", "key_bias", "distance_bias", "sinks")
+ARGUMENTS = ("query", "key", "value", "position", "u", "v", "distance_bias", "sinks")
 LANE_KEYS = [7, -3, 2**62 + 5, 123_456_789_012]
 
 
@@ -38,7 +38,6 @@ class Case:
     documents: int = 0  # boundaries per lane
     dropout: float = 0.0
     positions: bool = True
-    key_bias: bool = False
     distance_bias: bool = False
     sinks: bool = False
     deterministic: bool = False
@@ -62,33 +61,30 @@ CASES: dict[str, Case] = {
     "tiles of 64, wide": Case(N=1, L=130, M=75, H=32, size=64, wide=True, deterministic=True),
     "no memory, documents": Case(B=2, L=45, M=0, documents=3, wide=True),
     "no memory, dropout": Case(L=45, M=0, dropout=0.3, deterministic=True),
-    "memory longer than the segment, key bias": Case(L=19, M=77, key_bias=True, wide=True),
+    "memory longer than the segment": Case(L=19, M=77, wide=True),
     "memory shorter than the segment, short window": Case(
         L=71, M=5, max_distance=9, deterministic=True
     ),
     "one query, sinks": Case(B=2, L=1, M=50, sinks=True),
     "one query, no memory": Case(B=2, L=1, M=0, deterministic=True),
     "head width 41, long tiles of keys": Case(
-        B=2, L=70, M=41, H=41, documents=2, dropout=0.3, long_keys=True, deterministic=True
+        L=70, M=41, H=41, documents=2, dropout=0.3, long_keys=True, deterministic=True
     ),
     "head width 41, distance bias": Case(L=33, M=20, H=41, distance_bias=True),
     "head width 80": Case(N=1, L=20, M=9, H=80, max_distance=9),
     "head width 128, grouped": Case(G=1, L=20, M=9, H=128, deterministic=True),
-    "same length, dropout": Case(B=2, L=37, M=41, max_distance=41, dropout=0.3, wide=True),
-    "same length, wide": Case(B=2, L=37, M=41, max_distance=41, wide=True, deterministic=True),
+    "same length, dropout": Case(L=37, M=41, max_distance=41, dropout=0.3, wide=True),
     "window of one": Case(L=20, M=20, max_distance=1),
-    "documents and window": Case(B=3, L=50, M=37, documents=2, max_distance=30, wide=True),
-    "many documents, key bias": Case(
-        B=2, L=70, M=33, documents=12, key_bias=True, deterministic=True
-    ),
+    "documents and window": Case(B=2, L=50, M=37, documents=2, max_distance=30, wide=True),
+    "many documents": Case(L=70, M=33, documents=12, deterministic=True),
     "grouped queries, without positions": Case(
         B=2, N=4, G=2, L=37, M=23, positions=False, workspace_groups=1
     ),
     "grouped queries, a group at a time": Case(
-        B=2, N=6, G=2, L=21, M=23, deterministic=True, workspace_groups=1
+        N=6, G=2, L=21, M=23, deterministic=True, workspace_groups=1
     ),
     "grouped queries that fill the device": Case(
-        B=3, N=4, G=2, L=37, M=23, documents=2, deterministic=True, filling_programs=8
+        B=3, N=4, G=2, L=21, M=13, documents=2, deterministic=True, filling_programs=8
     ),
     "keys and values of a lane span 2^31 elements": Case(
         L=20, M=49, key_strides=(1 << 25, 16), dtype=torch.float16
@@ -96,12 +92,11 @@ CASES: dict[str, Case] = {
     "groups span 2^31 elements": Case(
         N=3, L=9, M=9, key_strides=(16, 1 << 30), dtype=torch.float16
     ),
-    "distance bias without positions": Case(
-        B=2, L=37, M=23, distance_bias=True, positions=False, wide=True, deterministic=True
+    "distance bias and sinks without positions": Case(
+        L=37, M=23, distance_bias=True, sinks=True, positions=False, wide=True, deterministic=True
     ),
-    "sinks without positions": Case(B=2, L=37, M=23, sinks=True, positions=False, wide=True),
     "sinks, dropout of grouped queries": Case(
-        B=3, N=4, G=2, L=37, M=23, sinks=True, documents=3, dropout=0.3, deterministic=True
+        N=4, G=2, L=37, M=23, sinks=True, documents=3, dropout=0.3, deterministic=True
     ),
     "everything": Case(
         B=2,
@@ -113,16 +108,13 @@ CASES: dict[str, Case] = {
         max_distance=33,
         documents=2,
         dropout=0.2,
-        key_bias=True,
         distance_bias=True,
         sinks=True,
         wide=True,
     ),
     "tiles of a table": Case(L=37, M=23, deterministic=True, from_table=True),
-    "float16, dropout": Case(B=2, L=37, M=23, dropout=0.3, dtype=torch.float16),
-    "float16, documents": Case(
-        B=2, L=37, M=23, documents=2, dtype=torch.float16, deterministic=True
-    ),
+    "float16, dropout": Case(L=37, M=23, dropout=0.3, dtype=torch.float16),
+    "float16, documents": Case(L=37, M=23, documents=2, dtype=torch.float16, deterministic=True),
 }
 
 
@@ -143,9 +135,8 @@ def errors_of(case: Case) -> dict[str, float]:
     )
     exact = exact_attention(
         *exact_inputs[:6],
-        key_bias_BNC=exact_inputs[6],
-        distance_bias_CN=exact_inputs[7],
-        sinks_N=exact_inputs[8],
+        distance_bias_CN=exact_inputs[6],
+        sinks_N=exact_inputs[7],
         documents_BC=documents_BC,
         max_distance=case.max_distance,
         keep_BNLC=keep,
@@ -190,9 +181,8 @@ def fused(case: Case, inputs: list[Tensor | None], documents_BC: Tensor | None) 
     group_bytes = case.N // (case.G or case.N) * case.L * score_row * case.dtype.itemsize
     return fused_relative_attention(
         *inputs[:6],
-        key_bias_BNC=inputs[6],
-        distance_bias_CN=inputs[7],
-        sinks_N=inputs[8],
+        distance_bias_CN=inputs[6],
+        sinks_N=inputs[7],
         max_distance=case.max_distance,
         documents_BC=None if documents_BC is None else documents_BC.to(case.device),
         dropout=case.dropout,
@@ -227,13 +217,11 @@ def _inputs(case: Case, generator: torch.Generator) -> list[Tensor | None]:
     position = (
         [normal(C, N, H), normal(N, H), normal(N, H)] if case.positions else [None, None, None]
     )
-    key_bias = normal(B, N, C) if case.key_bias else None
     return [
         normal(B, L, N, H),
         key_BCGH,
         value_BCGH,
         *position,
-        key_bias,
         normal(C, N) if case.distance_bias else None,
         3 * normal(N) if case.sinks else None,
     ]

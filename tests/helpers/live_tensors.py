@@ -198,24 +198,28 @@ def zero_cell(stage: int, precision: str, lanes: int = 3, **engine: Any) -> dict
     }
 
 
-def sent_over_minimum(output: Path) -> dict[str, float]:
-    """Return the bytes that 4 ranks send in a step, over one reduce-scatter and one all-gather.
-
-    Sums are fp32, weights in the precision; of four quarters, three are another rank's.
-    """
-    cells = {
-        f"zero{stage}-{precision}": zero_cell(stage, precision, lanes=4)
-        for stage in (1, 2)
-        for precision in ("fp32", "bf16")
-    }
+def sending_cells(lanes: int) -> dict[str, dict[str, Any]]:
+    """Return the runs whose sent bytes the table of static costs has."""
     # Without a small bucket the weights stay gathered from the forward to the backward pass.
     whole = {"deepspeed_extra": {"zero_optimization": _SHARDED}}
-    cells["zero3-fp32"] = zero_cell(3, "fp32", lanes=4, **whole)
-    ratios = {}
-    for name, ranks in measured_by_ranks(cells, 4, output).items():
-        minimum = 3 / 4 * ranks[0]["whole"] * (2.0 if name.endswith("fp32") else 1.5)
-        ratios[name] = round(max(rank["sent"] for rank in ranks) / minimum, 2)
-    return ratios
+    return {
+        **{
+            f"zero{stage}-{precision}": zero_cell(stage, precision, lanes)
+            for stage in (1, 2)
+            for precision in ("fp32", "bf16")
+        },
+        "zero3-fp32": zero_cell(3, "fp32", lanes, **whole),
+    }
+
+
+def sent_over_minimum(name: str, ranks: list[dict[str, Any]]) -> float:
+    """Return the bytes that ranks send in a step, over one reduce-scatter and one all-gather.
+
+    Sums are fp32, weights in the precision; of as many parts as ranks, all but one are another's.
+    """
+    elements = ranks[0]["whole"] / 4 * (len(ranks) - 1) / len(ranks)
+    minimum = elements * (8 if name.endswith("fp32") else 6)
+    return round(max(rank["sent"] for rank in ranks) / minimum, 2)
 
 
 def main() -> None:

@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 
+from benchmarks.static import TABLE
+from foundation.files import read_json
 from foundation.settings import parse_config
 from pretrain.config.run import RunConfig
 from pretrain.costs.memory import Footprint, optimizer_of
-from tests.helpers.live_tensors import measured_by_ranks, zero_cell
+from tests.helpers.live_tensors import (
+    measured_by_ranks,
+    sending_cells,
+    sent_over_minimum,
+    zero_cell,
+)
 from tests.helpers.models import VARIANTS
 
 RANKS = 3  # no part of a parameter then is as large as another whole one
@@ -22,7 +29,6 @@ Found = dict[str, list[dict[str, Any]]]  # of every rank, by cell
 DEEP = {"vocab_size": 64, "num_layers": 9, "d_model": 64, "num_heads": 2, "d_inner": 64}
 TIED = {"vocab_size": 37, "num_layers": 2, "d_model": 16, "num_heads": 2, "memory_length": 8}
 SHARING = (  # or not, in each its own way; and members that draw weights in theirs
-    "untied_embedding",
     "adaptive_div2",
     "narrow_embedding",
     "compressive",
@@ -37,16 +43,15 @@ def drawn(stage: int, precision: str, model: dict[str, Any]) -> dict[str, Any]:
 
 
 DRAWN = {
-    "tied-zero0-fp32": drawn(0, "fp32", TIED),
-    "tied-zero1-bf16": drawn(1, "bf16", TIED),
     "deep-zero2-fp32": drawn(2, "fp32", DEEP),
     "deep-zero3-fp32": drawn(3, "fp32", DEEP),
     "deep-zero3-bf16": drawn(3, "bf16", DEEP),
     **{f"{name}-zero3": drawn(3, "bf16", {**TIED, **VARIANTS[name]}) for name in SHARING},
 }
+SENDING = sending_cells(RANKS)
 COUNTED = {
-    **{f"zero{stage}-bf16": zero_cell(stage, "bf16") for stage in range(4)},
-    **{f"zero{stage}-fp32": zero_cell(stage, "fp32") for stage in (1, 2)},
+    **{name: cell for name, cell in SENDING.items() if name != "zero3-fp32"},
+    **{f"zero{stage}-bf16": zero_cell(stage, "bf16") for stage in (0, 3)},
     "zero2-offloaded": zero_cell(2, "bf16", offload_optimizer=True),
     "zero3-segments": {**zero_cell(3, "bf16"), "optim": {"gradient_segments": 3}},
 }
@@ -54,11 +59,11 @@ COUNTED = {
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return measured_by_ranks(DRAWN | COUNTED, RANKS, tmp_path_factory.mktemp("memory"))
+    return measured_by_ranks(DRAWN | COUNTED | SENDING, RANKS, tmp_path_factory.mktemp("memory"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*DRAWN, *COUNTED])
+@pytest.mark.parametrize("name", [*DRAWN, *COUNTED, "zero3-fp32"])
 def test_initial_weights_are_bitwise_those_that_the_seed_draws(measured: Found, name: str) -> None:
     assert all(each["as_drawn"] and each["random_state_as_drawn"] for each in measured[name])
 
@@ -80,3 +85,11 @@ def test_the_estimate_of_a_passes_peak_is_within_15_per_cent(measured: Found, na
     for found in measured[name]:
         assert found["peak_of_training"] == pytest.approx(expected, rel=0.15)
         assert found["optimizer"] == optimizer_of(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SENDING)
+def test_a_step_sends_no_more_than_the_table_of_static_costs_has(
+    measured: Found, name: str
+) -> None:
+    assert sent_over_minimum(name, measured[name]) <= read_json(TABLE)["engines"][name]["sent"]

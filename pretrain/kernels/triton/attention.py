@@ -31,7 +31,6 @@ def fused_relative_attention(
     documents_BC: Tensor | None = None,
     dropout_keys_B: Tensor | None = None,
     dropout: float = 0.0,
-    key_bias_BNC: Tensor | None = None,
     distance_bias_CN: Tensor | None = None,
     sinks_N: Tensor | None = None,
     deterministic: bool = True,
@@ -54,9 +53,8 @@ def fused_relative_attention(
 
     Query, key, value and position have one dtype. Call `unsupported_reason` first.
     """
-    biases = (key_bias_BNC, distance_bias_CN)
     relative = (position_CNH, content_bias_NH, position_bias_NH)
-    inputs = Inputs(query_BLNH, key_BCGH, value_BCGH, *relative, *biases, sinks_N)
+    inputs = Inputs(query_BLNH, key_BCGH, value_BCGH, *relative, distance_bias_CN, sinks_N)
     _check(inputs)
     assert dropout == 0.0 or dropout_keys_B is not None, "dropout needs a key per lane"
     L = query_BLNH.shape[1]
@@ -107,7 +105,7 @@ class _FusedAttention(torch.autograd.Function):
 
 def _check(inputs: Inputs) -> None:
     """Assert that shapes and types are consistent; they are the caller's, never the user's."""
-    query, key, value, position, u, v, key_bias, distance_bias, sinks = inputs
+    query, key, value, position, u, v, distance_bias, sinks = inputs
     B, L, N, H = query.shape
     C, G = key.shape[1:3]
     assert key.shape == value.shape == (B, C, G, H), (query.shape, key.shape, value.shape)
@@ -118,7 +116,6 @@ def _check(inputs: Inputs) -> None:
         (position, (C, N, H)),
         (u, (N, H)),
         (v, (N, H)),
-        (key_bias, (B, N, C)),
         (distance_bias, (C, N)),
         (sinks, (N,)),
     ):

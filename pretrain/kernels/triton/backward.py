@@ -46,7 +46,7 @@ from pretrain.kernels.triton.workspace import CHUNK
 
 @triton.jit(do_not_specialize=CHUNK)
 def key_gradient_kernel(
-    content_queries, position_queries, keys, values, positions, key_biases, distance_biases,
+    content_queries, position_queries, keys, values, positions, distance_biases,
     first_keys, dropout_keys, query_ends, output_gradients, log_sums, deltas, key_gradients,
     value_gradients, score_sums, score_gradients, key_lane, value_lane, key_head, value_head,
     L, M, window, score_row, first_lane, first_group, chunk_groups,
@@ -115,8 +115,8 @@ def key_gradient_kernel(
             else:
                 scores = tl.dot(key_tile, tl.trans(content_query), input_precision=PRECISION)
             scores = biased_scores(
-                scores, key_biases + lane_head * num_keys, distance_biases + head * num_keys,
-                queries[None, :], columns[:, None], L, num_keys, VARIANT,
+                scores, distance_biases + head * num_keys, queries[None, :], columns[:, None],
+                L, num_keys, VARIANT,
             )  # fmt: skip
             log_sum = tl.load(log_sums + lane_head * L + queries, mask=in_segment, other=0.0)
             first_key = tl.zeros([ROWS], dtype=tl.int32)
@@ -152,7 +152,7 @@ def key_gradient_kernel(
                 + (tl.arange(0, ROWS)[:, None] * score_row + tl.arange(0, COLUMNS)[None, :]),
                 tl.trans(score_gradient), mask=in_segment[:, None],
             )  # fmt: skip
-        if VARIANT.has_position or VARIANT.has_key_bias:
+        if VARIANT.has_position:
             tl.store(score_sums + lane_head * num_keys + columns, score_sum, mask=exists)
     KEY_ROW: tl.constexpr = VARIANT.num_groups * PARTS * VARIANT.head_width
     offset = lane * num_keys * KEY_ROW + part * VARIANT.head_width
@@ -189,7 +189,7 @@ def content_bias_kernel(
 
 @triton.jit(do_not_specialize=CHUNK)
 def position_gradient_kernel(
-    content_queries, position_queries, keys, values, positions, key_biases, distance_biases,
+    content_queries, position_queries, keys, values, positions, distance_biases,
     first_keys, dropout_keys, score_gradients, position_gradients, distance_bias_gradients,
     key_lane, value_lane, key_head, value_head, L, M, window, score_row, first_lane, first_group,
     chunk_groups, chunk_lanes,
@@ -305,7 +305,7 @@ def _add_position_part(
 
 @triton.jit(do_not_specialize=CHUNK)
 def query_gradient_kernel(
-    content_queries, position_queries, keys, values, positions, key_biases, distance_biases,
+    content_queries, position_queries, keys, values, positions, distance_biases,
     first_keys, dropout_keys, score_gradients, query_gradients, query_sums, position_gradients,
     key_lane, value_lane, key_head, value_head, L, M, window, score_row, first_lane, first_group,
     chunk_groups,

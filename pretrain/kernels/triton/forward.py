@@ -24,11 +24,9 @@ from pretrain.kernels.triton.tiles import (
 
 @triton.jit
 def biased_scores(
-    scores, key_biases, distance_biases, queries, keys, num_queries, num_keys, VARIANT: tl.constexpr
+    scores, distance_biases, queries, keys, num_queries, num_keys, VARIANT: tl.constexpr
 ):
-    """Add the biases of keys and distances; queries and keys broadcast to the tile's shape."""
-    if VARIANT.has_key_bias:
-        scores += tl.load(key_biases + keys, mask=(keys >= 0) & (keys < num_keys), other=0.0)
+    """Add the biases of distances; queries and keys broadcast to the tile's shape."""
     if VARIANT.has_distance_bias:
         columns = keys + (num_queries - 1 - queries)
         scores += tl.load(
@@ -93,7 +91,7 @@ def tile_scores(
 @triton.jit
 def _visit_keys(
     first, last, state, content_query, position_query, queries, i0, lowest, highest, dropout_key,
-    head, keys, values, positions, key_biases, distance_biases, L, M,
+    head, keys, values, positions, distance_biases, L, M,
     IS_MASKED: tl.constexpr, VARIANT: tl.constexpr,
 ):  # fmt: skip
     """Continue the online softmax over the tiles of keys in [first, last)."""
@@ -110,7 +108,7 @@ def _visit_keys(
             VARIANT,
         )  # fmt: skip
         scores = biased_scores(
-            scores, key_biases, distance_biases, queries[:, None], columns[None, :], L, num_keys,
+            scores, distance_biases, queries[:, None], columns[None, :], L, num_keys,
             VARIANT,
         )  # fmt: skip
         if IS_MASKED:
@@ -138,7 +136,7 @@ def _visit_keys(
 
 @triton.jit
 def forward_kernel(
-    content_queries, position_queries, keys, values, positions, key_biases, distance_biases,
+    content_queries, position_queries, keys, values, positions, distance_biases,
     first_keys, dropout_keys, sinks, outputs, log_sums, key_lane, value_lane, key_head,
     value_head, L, M, window,
     VARIANT: tl.constexpr,
@@ -206,7 +204,7 @@ def forward_kernel(
             begin, end, state, content_query, position_query, queries, i0, lowest, highest,
             dropout_key, head, keys + lane * key_lane + group * key_head,
             values + lane * value_lane + group * value_head, positions,
-            key_biases + lane_head * num_keys, distance_biases + head * num_keys, L, M,
+            distance_biases + head * num_keys, L, M,
             part != 1, VARIANT,
         )  # fmt: skip
     output, total, maximum, left, before = state

@@ -37,7 +37,6 @@ class Inputs(NamedTuple):
     position_CNH: Tensor | None
     content_bias_NH: Tensor | None
     position_bias_NH: Tensor | None
-    key_bias_BNC: Tensor | None
     distance_bias_CN: Tensor | None
     sinks_N: Tensor | None
 
@@ -66,7 +65,7 @@ class Call:
         self.arguments = self._arguments()
 
     def _arguments(self) -> dict[str, Any]:
-        query, key, value, position, u, v, key_bias, distance_bias, _ = self.inputs
+        query, key, value, position, u, v, distance_bias, _ = self.inputs
         scale = self.variant(SUM_TILE).scale
         # Added here, u and v cost little. In the kernels they would break the direct path from
         # memory to the tensor cores.
@@ -85,9 +84,6 @@ class Call:
             "values": value,
             "positions": present(position),
             # The kernels add biases before they scale.
-            "key_biases": present(
-                None if key_bias is None else (key_bias.float() / scale).contiguous()
-            ),
             "distance_biases": present(
                 None if distance_bias is None else (distance_bias.float().T / scale).contiguous()
             ),
@@ -115,7 +111,6 @@ class Call:
             columns=tile.columns,
             has_position=self.inputs.position_CNH is not None,
             has_starts=self.options.first_keys_BL is not None,
-            has_key_bias=self.inputs.key_bias_BNC is not None,
             has_distance_bias=self.inputs.distance_bias_CN is not None,
             has_sinks=self.inputs.sinks_N is not None,
             drop_threshold=self.options.drop_threshold,
@@ -239,7 +234,6 @@ def launch_backward(
         backward.position_CNH,
         u_gradient,
         v_gradient,
-        backward.score_sums_BNC,
         backward.distance_bias_NC.T,
         sinks_gradient_N,
     )

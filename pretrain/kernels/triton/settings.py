@@ -76,7 +76,6 @@ class Variant:
     columns: int
     has_position: bool
     has_starts: bool  # documents are isolated
-    has_key_bias: bool
     has_distance_bias: bool
     has_sinks: bool  # in the softmax's denominators
     drop_threshold: int  # of DROPOUT_LEVELS

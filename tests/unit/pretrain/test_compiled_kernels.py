@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.static import TABLE, code_of_kernels
+from benchmarks.static import TABLE, all_kernel_names, code_of_kernels, compiled_kernels
 from foundation.files import read_json
 from pretrain.kernels.triton.tiling import Tile, Tiles
 from tests.helpers.compiled_kernels import DROPOUT
@@ -16,53 +16,23 @@ from tests.helpers.kernel_work import (
     missed_limits,
     programs_per_multiprocessor,
 )
-from tests.helpers.triton_compiler import compiling
-
-# Every kernel for every device, and each option. `python -m benchmarks kernels` compiles the rest.
-WANTED = [
-    *(
-        f"{kernel}:{width}:{target}"
-        for kernel in ("forward", "query_gradient", "key_gradient", "position_gradient")
-        for width, target in ((64, 80), (64, 90), (128, 90), (128, 100))
-    ),
-    "key_gradient:128:80",
-    "forward:64:100",
-    "forward:128:90:documents,dropout",
-    "key_gradient:64:90:documents,dropout",
-    "forward:128:90:sinks",
-    "forward:41:100:documents,dropout",  # rows that are no multiples of 16 bytes
-    "key_gradient:41:80:documents,dropout",
-    "forward:64:90:distance_bias,no_position",
-    "key_gradient:64:90:distance_bias,no_position",
-    "key_gradient:64:90:grouped",
-    "key_gradient:128:90:split",
-    "position_gradient:64:90:documents,distance_bias",
-    "query_gradient:64:90:adds_positions",
-    "query_gradient:128:90:adds_positions",
-    *(f"{DROPOUT}{target}" for target in DEVICES),
-]
-
 
 WARPS = 4  # of a program of the kernel of dropout
 
 
 @pytest.fixture(scope="module")
 def resources() -> dict[str, Resources]:
-    """What every kernel takes, from the static table where their code is still the same; others are
-    compiled in a process without the interpreter.
-    """
+    """What every kernel takes, from the static table while their code is as it was."""
     table = read_json(TABLE)
-    found = table["kernels"] if table["code"] == code_of_kernels() else {}
-    missing = [name for name in WANTED if name not in found]
-    found |= dict(compiling("tests.helpers.compiled_kernels", missing))
-    return {name: Resources(**found[name]) for name in WANTED}
+    found = table["kernels"] if table["code"] == code_of_kernels() else compiled_kernels()
+    return {name: Resources(**found[name]) for name in all_kernel_names()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wanted", WANTED)
-def test_no_work_is_repeated_and_the_kernel_fits(resources, wanted):
-    assert (resources[wanted].needed > 0) != wanted.startswith(DROPOUT)
-    assert missed_limits(wanted, resources[wanted]) == []
+@pytest.mark.parametrize("name", all_kernel_names())
+def test_no_work_is_repeated_and_the_kernel_fits(resources, name):
+    assert (resources[name].needed > 0) != name.startswith(DROPOUT)
+    assert missed_limits(name, resources[name]) == []
 
 
 @pytest.mark.slow

@@ -137,9 +137,7 @@ def launched_workspace_bytes(run: RunConfig, capability: tuple[int, int]) -> int
         tiles=built_in_tiles(H, capability),
         workspace_bytes=WORKSPACE_BYTES,
     )
-    call = Call(
-        Inputs(empty(B, L, N, H), key_BCGH, value_BCGH, *relative, None, None, None), options
-    )
+    call = Call(Inputs(empty(B, L, N, H), key_BCGH, value_BCGH, *relative, None, None), options)
     call.arguments["output_gradients"] = empty(B, L, N, H)
     backward = Backward(call, adds_positions=False)
     summed = backward.key_gradients if backward.heads_per_program < N // G else []
