@@ -2,12 +2,14 @@
 `python -m tests.helpers.live_models EXPERIMENT OUTPUT`.
 
 For every ZeRO stage and the wrappers that DeepSpeed has for precisions, and compiled, it trains
-EXPERIMENT in the process, whose phases and faults make the run start again. It writes
-OUTPUT/live.json: the counts of each cell, a start each.
+EXPERIMENT in the process. Its phases and faults, and a spike of three skipped updates after ten,
+make the run start again, until it gives up. Writes OUTPUT/live.json: the counts of each cell, a
+start each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import sys
@@ -15,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pretrain.run
+from foundation.errors import TrainingError
 from foundation.settings import load_config
 from pretrain.config.resolve import resolve
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.recovery import loss_spikes
 from pretrain.run import build_engine, run_training
 
 CELLS = (
-    *((0, "bf16", False), (1, "fp32", False), (2, "fp16", False), (3, "fp32", False)),
-    *((3, "bf16", False), (2, "bf16", True), (3, "fp32", True)),
+    *((0, "bf16", False), (1, "fp32", False), (2, "fp16", True), (3, "fp32", False)),
+    (3, "bf16", True),
 )
 
 
@@ -37,13 +41,15 @@ def main(experiment: Path, output: Path) -> None:
         return build_engine(*arguments, **options)
 
     pretrain.run.build_engine = counting
+    loss_spikes.SPIKE_STEPS, loss_spikes.WINDOW, loss_spikes.MOST_SKIPPED = 3, 10, 1.0
     world, found = init_world(600), {}
     for stage, precision, compiles in CELLS:
         name = f"zero{stage}-{precision}" + ("-compiled" if compiles else "")
         settings = [f"engine.zero_stage={stage}", f"engine.precision={precision}"]
         settings.append(f"engine.compile={str(compiles).lower()}")
         config = resolve(load_config(RunConfig, experiment, settings))
-        assert run_training(config, output / name, world) == 0
+        with contextlib.suppress(TrainingError):
+            run_training(config, output / name, world)
         found[name], counts[:] = list(counts), []
     (output / "live.json").write_text(json.dumps(found))
     destroy_process_group()

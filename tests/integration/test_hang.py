@@ -17,11 +17,11 @@ from pretrain.rundir.run_dir import AttemptFiles, RunDir
 from tests.integration.test_checkpoint_failures import SETTINGS
 
 
-@pytest.mark.slow
 def is_stall(event: Event) -> bool:
     return isinstance(event, Slowdown) and event.ratio is None
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_a_stopped_one_and_name_it_but_not_forever(
     tiny_corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -32,7 +32,7 @@ def test_ranks_wait_for_a_stopped_one_and_name_it_but_not_forever(
     command += [
         "optim.steps=100000",
         "checkpoint.interval=100000",
-        "engine.watchdog_timeout_seconds=15",
+        "engine.watchdog_timeout_seconds=10",
     ]
     run_dir.path.mkdir()
     with RankGroup(command, 2, run_dir.logs, attempt=3) as group:
