@@ -55,7 +55,7 @@ def test_a_killed_and_resumed_run_is_one_run_with_what_each_attempt_measured(
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_TAGS", "small")
     # Somebody is here, but no server answers; the working directory is another user's.
-    fault = {VARIABLE: "sigkill@5", "WANDB_API_KEY": KEY, "WANDB_INIT_TIMEOUT": "3"}
+    fault = {VARIABLE: "sigkill@5", "WANDB_API_KEY": KEY, "WANDB_INIT_TIMEOUT": "1"}
     with socket.create_server(("127.0.0.1", 0)) as foreign:
         port = foreign.getsockname()[1]
         for settings, url_port in ((".config/wandb/settings", 9), ("foreign/wandb/settings", port)):
