@@ -30,7 +30,6 @@ from pretrain.costs.cluster import ClusterConfig, NodeRange, fixed_nodes, load_c
 from pretrain.processes.local_ranks import RankGroup
 from pretrain.processes.node_findings import (
     END,
-    TOKEN,
     LinkMeasurement,
     RankMeasurement,
     link_file,
@@ -78,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 if all nodes are ok, 1 if one is busy, slow or broken."""
+    """0 if all nodes are ok, 1 if one is slow or broken."""
     check_least(arguments, 1, "ranks")
     fixed_nodes(arguments.nodes)  # ConfigError before anything is made
     arguments.directory.mkdir(parents=True, exist_ok=True)
@@ -97,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_here(num_ranks: int, out: Path) -> list[NodeReport]:
     command = own_command(_CHECK, str(out))
-    with RankGroup(command, num_ranks, out / "logs", environment={TOKEN: out.name}) as ranks:
+    with RankGroup(command, num_ranks, out / "logs") as ranks:
         try:
             return _led(out, num_ranks, "", lambda: None in ranks.poll())
         except UserError as error:
@@ -143,7 +142,6 @@ def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[
     flags, task = in_container(cluster, check, [out], code)
     script = [
         *([] if flags else cluster.setup),
-        f"export {TOKEN}={quote(name)}",
         *environment_lines(cluster),
         f"exec {' '.join(map(quote, task))}",
     ]
@@ -299,7 +297,7 @@ class NodeReport:
     """A row of the report; rates per second, None if nothing was measured."""
 
     node: str
-    verdict: str  # ok, busy (strays), link (one connection), slow, broken
+    verdict: str  # ok, link (one connection), slow, broken
     problems: tuple[str, ...] = ()  # what is wrong
     device: str = ""
     ranks: int = 0
@@ -371,16 +369,15 @@ def _report(
     share = max(rates) / statistics.median(compared) if rates and compared else 1.0
     if share < _SLOW_FRACTION:
         slow.append(f"reduces at {share:.0%} of the others' rate at best")
-    strays = [f"stray: {stray}" for one in own for stray in one.strays or ()]
     missing = sorted({one.missing for one in own if one.missing})
     if broken and len(broken) == len(own_pairs):
         verdict = "broken"
     else:
-        verdict = "slow" if slow or missing else "link" if broken else "busy" if strays else "ok"
+        verdict = "slow" if slow or missing else "link" if broken else "ok"
     return NodeReport(
         node=node,
         verdict=verdict,
-        problems=(*broken, *missing, *slow, *strays),
+        problems=(*broken, *missing, *slow),
         device=own[0].device,
         ranks=len(own),
         matmul_flops=min(one.matmul_flops for one in own),

@@ -1,5 +1,4 @@
-"""One rank of `launcher preflight`: measures its device, its disk and its links, and looks for
-stray processes.
+"""One rank of `launcher preflight`: measures its device, its disk and its links.
 
 The launcher directs it through files in a directory that all nodes see, so that a node that hangs
 or is cut off delays only itself:
@@ -18,7 +17,6 @@ import multiprocessing
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -39,7 +36,6 @@ from pretrain.distributed.world import World, world_from_environment
 from pretrain.kernels.triton.settings import missing_for_compiling
 from pretrain.processes.node_findings import (
     END,
-    TOKEN,
     LinkMeasurement,
     RankMeasurement,
     link_file,
@@ -120,20 +116,14 @@ def _measure(world: World, group: Sequence[int], out: Path, number: int) -> None
 
 
 def measure_rank(world: World, out: Path) -> RankMeasurement:
-    """Measure what needs no other rank.
-
-    Strays are looked for before this process makes the node busy.
-    """
-    is_first = world.local_rank == 0
-    strays = find_strays(on_gpus=world.device.type == "cuda") if is_first else None
+    """Measure what needs no other rank."""
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     return RankMeasurement(
         rank=world.rank,
         node=socket.gethostname(),
         device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU",
         matmul_flops=measured_matmul_peak(world.device, dtype, MATMUL_SECONDS),
-        disk_bytes=disk_rate(out / f"disk-{world.rank:05d}") if is_first else None,
-        strays=strays,
+        disk_bytes=disk_rate(out / f"disk-{world.rank:05d}") if world.local_rank == 0 else None,
         missing=(missing_for_compiling() or "") if world.device.type == "cuda" else "",
     )
 
@@ -223,55 +213,6 @@ def _all_reduce(world: World, rank: int, size: int) -> LinkMeasurement:
         bytes_per_second=moved / statistics.median(times[1:]),
         problem="" if is_right else "sums over the ranks were wrong",
     )
-
-
-BUSY_PERCENT = 10.0  # of one core: on a full node even a process that never rests gets little
-LOOK_AT_PROCESSES_SECONDS = 1.0
-
-
-def find_strays(on_gpus: bool) -> list[str]:
-    """Processes that are not of this check and keep a core busy, or hold device memory."""
-    strays = [process for process in psutil.process_iter(["pid", "name"]) if not _is_ours(process)]
-    for process in strays:
-        _cpu_percent(process)  # counts from here
-    time.sleep(LOOK_AT_PROCESSES_SECONDS)
-    found = [
-        f"{process.info['name']} ({process.pid}) keeps a core busy"
-        for process in strays
-        if _cpu_percent(process) >= BUSY_PERCENT
-    ]
-    return found + (_on_gpus() if on_gpus else [])
-
-
-def _is_ours(process: psutil.Process) -> bool:
-    try:
-        return process.pid == os.getpid() or TOKEN in process.environ()
-    except psutil.Error:  # of another user
-        return False
-
-
-def _cpu_percent(process: psutil.Process) -> float:
-    try:
-        return process.cpu_percent()
-    except psutil.Error:  # it is gone
-        return 0.0
-
-
-def _on_gpus() -> list[str]:
-    query = [
-        "nvidia-smi",
-        "--query-compute-apps=pid,process_name,used_memory",
-        "--format=csv,noheader",
-    ]
-    try:
-        lines = subprocess.run(
-            query, capture_output=True, text=True, timeout=30
-        ).stdout.splitlines()
-    except (OSError, subprocess.TimeoutExpired):
-        return ["nvidia-smi does not respond"]
-    own = {process.pid for process in psutil.process_iter() if _is_ours(process)}
-    rows = [line.split(",", 1) for line in lines if line.count(",") == 2]
-    return [f"{rest.strip()} of GPU memory ({pid})" for pid, rest in rows if int(pid) not in own]
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# In the environment of all processes of a check; busy processes without it are strays.
-TOKEN = "PRETRAIN_PREFLIGHT"
 END = "end"
 
 
@@ -16,7 +14,7 @@ END = "end"
 class RankMeasurement:
     """What a rank measured alone.
 
-    Rates per second. Disk and strays are None except on a node's first rank. `missing` is what the
+    Rates per second. The disk's is None except on a node's first rank. `missing` is what the
     fused kernels need on a GPU and did not find.
     """
 
@@ -25,7 +23,6 @@ class RankMeasurement:
     device: str
     matmul_flops: float
     disk_bytes: float | None
-    strays: list[str] | None
     missing: str = ""
 
 

@@ -143,49 +143,24 @@ def test_a_canceled_run_and_one_that_slurm_may_not_requeue_wait_until_they_are_r
     assert "rank 0: finished; metrics in" in launcher("logs", str(run), "--lines=1")
 
 
-def test_preflight_names_the_slow_node_and_the_stray_process(lab: SlurmLab, folder: Path):
-    def inside(node: str, *command: str) -> list[str]:
-        return ["nsenter", "-t", (lab.path / f"{node}.pid").read_text().strip(), "-n", *command]
-
-    first = (lab.path / "n2.pid").read_text().strip()
-    child = lab.run("cat", f"/proc/{first}/task/{first}/children").stdout.split()[0]
-    slow = [
-        "tc",
-        "qdisc",
-        "add",
-        "dev",
-        "eth0",
-        "root",
-        "tbf",
-        "rate",
-        "80mbit",
-        "burst",
-        "32kbit",
-        "latency",
-        "400ms",
-    ]
-    assert lab.run(*inside("n3", *slow)).returncode == 0
-    stray = lab.popen("nsenter", "-t", child, "-m", "-p", "--", "bash", "-c", "while :; do :; done")
+def test_preflight_names_the_slow_node(lab: SlurmLab, folder: Path):
+    pid = (lab.path / "n3.pid").read_text().strip()
+    inside = ["nsenter", "-t", pid, "-n", "tc", "qdisc"]
+    slow = ["tbf", "rate", "80mbit", "burst", "32kbit", "latency", "400ms"]
+    assert lab.run(*inside, "add", "dev", "eth0", "root", *slow).returncode == 0
     try:
-        options = [
-            f"--cluster={folder / 'cluster.yaml'}",
-            "--nodes=3",
-            f"--directory={folder}",
-            "--json",
-        ]
-        result = lab.run(sys.executable, "-m", "launcher", "preflight", *options, timeout=200)
+        where = [f"--cluster={folder / 'cluster.yaml'}", f"--directory={folder}"]
+        command = [sys.executable, "-m", "launcher", "preflight", *where, "--nodes=3", "--json"]
+        result = lab.run(*command, timeout=200)
     finally:
-        stray.kill()
-        lab.run(*inside("n3", "tc", "qdisc", "del", "dev", "eth0", "root"))
+        lab.run(*inside, "del", "dev", "eth0", "root")
     assert result.returncode == 1, result.stderr
     nodes = {node["node"]: node for node in json.loads(result.stdout)["nodes"]}
-    assert sorted(nodes) == ["n1", "n2", "n3"]
     assert nodes["n3"]["verdict"] == "slow"
-    assert any("of the others' rate at best" in word for word in nodes["n3"]["problems"])
-    assert any("bash" in word and "keeps a core busy" in word for word in nodes["n2"]["problems"])
-    assert not any(
-        "of the others' rate at best" in word
-        for host in ("n1", "n2")
-        for word in nodes[host]["problems"]
-    )
+    slow_links = {
+        name
+        for name, node in nodes.items()
+        if any("of the others' rate at best" in word for word in node["problems"])
+    }
+    assert (sorted(nodes), slow_links) == (["n1", "n2", "n3"], {"n3"})
     assert not list(folder.glob(".preflight-*"))

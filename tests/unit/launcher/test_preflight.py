@@ -39,16 +39,13 @@ NODES = ["n1", "n2", "n3", "n4"]
 FAST, SLOW = 100e6, 20e6
 
 
-def found(
-    rank: int, node: str, matmul: float = 50e9, disk: float | None = 1e9, strays=()
-) -> RankMeasurement:
+def found(rank: int, node: str, matmul: float = 50e9, disk: float | None = 1e9) -> RankMeasurement:
     return RankMeasurement(
         rank=rank,
         node=node,
         device="CPU",
         matmul_flops=matmul,
         disk_bytes=disk,
-        strays=list(strays) if disk else None,
     )
 
 
@@ -197,8 +194,6 @@ LOST = "no connection"
          pairs(),
          {"n2": ("slow", "rank 1 multiplies matrices at 50% of the usual rate"),
           "n3": ("slow", "writes to disk at 10% of the usual rate")}),
-        ([*WELL[:3], found(3, "n4", strays=["python (17) keeps a core busy"])], pairs(),
-         {"n4": ("busy", "stray: python (17) keeps a core busy")}),
         ([*WELL[:3], replace(WELL[3], missing="there is no C compiler")], pairs(),
          {"n4": ("slow", "there is no C compiler")}),
         # Two nodes cannot be compared, but a lost connection breaks both.
