@@ -50,7 +50,6 @@ from pretrain.engines.engine import Engine, check_precision
 from pretrain.evaluation.evaluate import training_evaluator
 from pretrain.evaluation.training_tasks import check_training_tasks, training_tasks
 from pretrain.metrics.recorder import MetricsRecorder
-from pretrain.metrics.stragglers import ForwardClock
 from pretrain.metrics.wandb_writer import check_wandb, wandb_copy
 from pretrain.model.parameters import WithoutDrawing
 from pretrain.model.transformer_xl import TransformerXL
@@ -293,9 +292,15 @@ def _train_from(
     batches = skip_windows(stream, segments_consumed(state.step, windows), windows)
     with checkpointer, Prefetcher(batches) as prefetcher:
         process.heartbeat.beat(state.step, "train")
-        clock = ForwardClock(engine.module, world.device)
         metrics = MetricsRecorder(
-            config, run_dir, world, state, prefetcher, clock, process.fence.check, process.copy
+            config,
+            run_dir,
+            world,
+            state,
+            prefetcher,
+            engine.module,
+            process.fence.check,
+            process.copy,
         )
         parts = Parts(
             config=config,

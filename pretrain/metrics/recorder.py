@@ -42,12 +42,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data_pipeline.lanes.lane_stream import Prefetcher, SegmentBatch
 from foundation.errors import os_error_text
@@ -65,12 +65,10 @@ from pretrain.distributed.world import (
 )
 from pretrain.engines.engine import StepResult
 from pretrain.metrics.stragglers import (
-    ForwardClock,
-    StallMeter,
-    StandstillClock,
+    SlownessMeter,
     StragglerWatch,
     rank_that_stalled,
-    slowest_of,
+    slowest_rank,
 )
 from pretrain.metrics.wandb_writer import Copy
 from pretrain.metrics.writers import MetricsFile, StepProfiler, TensorBoard
@@ -200,7 +198,7 @@ class MetricsRecorder:
         world: World,
         state: TrainState,
         prefetcher: Prefetcher,
-        forward_clock: ForwardClock,
+        module: nn.Module,
         may_write: Callable[[], None] = lambda: None,
         copy: Copy = lambda lines: None,
     ) -> None:
@@ -208,7 +206,6 @@ class MetricsRecorder:
         self._run_dir = run_dir
         self._world = world
         self._prefetcher = prefetcher
-        self._forward_clock = forward_clock
         self._copy = copy
         self._lane_meter = LaneMeter(run, state)
         self._stragglers = StragglerWatch()
@@ -219,8 +216,7 @@ class MetricsRecorder:
         self._steps: list[_Step] = []
         self._flops_per_token = flops_per_token(run)
         self._peak = peak_of_run(run_dir, world, run.engine.number_format)
-        self._standstill_clock = StandstillClock()
-        self._stalls = StallMeter()
+        self._slowness = SlownessMeter(module, world)
         if world.is_main:
             self._file = MetricsFile(run_dir, state.step, may_write)
             if run.metrics.tensorboard:
@@ -263,7 +259,7 @@ class MetricsRecorder:
         steps, self._steps = self._steps, []
         losses, (waited, used_memory_gib, *of_R), of_lanes, squares = self._over_ranks(steps)
         self._end_of_step(is_whole=False)  # a rank may have been waited for in the exchange
-        stalled = self._stalls.take()
+        stalled = self._slowness.take_stalled()
         seconds = time.perf_counter() - self._start - self._paused - stalled
         if self._file is not None:
             ranks = self._world.world_size
@@ -276,7 +272,12 @@ class MetricsRecorder:
             lines[-1]["train_loss"] = train_loss(lines)
             lines[-1] |= self._rates(len(steps), seconds, waited / ranks, used_memory_gib / ranks)
             lines[-1] |= self._slowest(last.step, busy_R, len(steps))
-            lines[-1] |= self._stall(last.step, stalled, standstill_R, busy_R)
+            if stalled:
+                rank = rank_that_stalled(stalled, standstill_R, busy_R)
+                event = Slowdown(step=last.step, seconds=stalled, rank=rank)
+                self._run_dir.ledger.append_if_possible(event)
+                logger.warning("%s; this time is not productive", event.description)
+                lines[-1]["stall"] = stalled
             if last.result.loss_scale is not None:
                 lines[-1]["loss_scale"] = last.result.loss_scale
             lines[-1] |= self._lane_meter.numbers(of_lanes)
@@ -326,8 +327,7 @@ class MetricsRecorder:
     def close(self) -> None:
         """Write what is left. A collective."""
         self.write()
-        self._forward_clock.close()
-        self._standstill_clock.close()
+        self._slowness.close()
         if self._profiler is not None:
             self._profiler.close()
         if self._tensorboard is not None:
@@ -342,25 +342,15 @@ class MetricsRecorder:
     def _over_ranks(self, steps: Sequence[_Step]) -> tuple[list[float], ...]:
         """Sums over ranks: losses by step, ranks' measurements, lanes' counts, squared norms."""
         losses = torch.stack([step.loss_sum for step in steps])
-        own = torch.tensor(self._own_measurements(), dtype=torch.float64, device=losses.device)
+        waited = self._prefetcher.wait_seconds - self._waited_before
+        numbers = [waited, memory_in_use_gib(self._world.device), *self._slowness.take(waited)]
+        own = torch.tensor(numbers, dtype=torch.float64, device=losses.device)
         of_lanes = self._lane_meter.take(losses.device)
         layers = steps[-1].result.layers
         squares = layers.squares_KG.flatten().to(losses.device) if layers else losses.new_empty(0)
         parts = [losses, own, of_lanes, squares]
         sums = sum_over_ranks(torch.cat(parts)).cpu()
         return tuple(part.tolist() for part in sums.split([len(part) for part in parts]))
-
-    def _own_measurements(self) -> list[float]:
-        """Data wait, memory, and by rank the seconds it was busy and those it stood still.
-
-        0 for all other ranks, so that sums are all's.
-        """
-        waited = self._prefetcher.wait_seconds - self._waited_before
-        busy_R = [0.0] * self._world.world_size
-        standstill_R = list(busy_R)
-        busy_R[self._world.rank] = waited + self._forward_clock.take()
-        standstill_R[self._world.rank] = self._standstill_clock.take()
-        return [waited, memory_in_use_gib(self._world.device), *busy_R, *standstill_R]
 
     def _norms_per_layer(self, result: StepResult, squares: Sequence[float]) -> dict[str, float]:
         if result.layers is None or result.grad_norm is None:
@@ -371,27 +361,15 @@ class MetricsRecorder:
 
     def _end_of_step(self, is_whole: bool = True) -> None:
         now, paused = time.perf_counter(), self._paused
-        self._stalls.observe(now - self._step_start - (paused - self._paused_before), is_whole)
+        self._slowness.end_step(now - self._step_start - (paused - self._paused_before), is_whole)
         self._step_start, self._paused_before = now, paused
 
-    def _stall(
-        self, step: int, seconds: float, standstill_R: list[float], busy_R: list[float]
-    ) -> dict[str, float]:
-        if not seconds:
-            return {}
-        event = Slowdown(
-            step=step, seconds=seconds, rank=rank_that_stalled(seconds, standstill_R, busy_R)
-        )
-        self._run_dir.ledger.append_if_possible(event)
-        logger.warning("%s; this time is not productive", event.description)
-        return {"stall": seconds}
-
-    def _slowest(self, step: int, busy_R: list[float], num_steps: int) -> dict[str, float]:
-        slowest = slowest_of([busy / num_steps for busy in busy_R])
+    def _slowest(self, step: int, busy_R: list[float], num_steps: int) -> dict[str, Any]:
+        slowest = slowest_rank(step, [busy / num_steps for busy in busy_R])
         if slowest is None:
             return {}
         if self._stragglers.observe(slowest, num_steps):
-            self._run_dir.ledger.append_if_possible(Slowdown(step=step, **asdict(slowest)))
+            self._run_dir.ledger.append_if_possible(slowest)
             logger.warning(
                 "straggler: rank %d needs %.3g s per step for its own work, %.1f times the median "
                 "of the others; %s names its node",

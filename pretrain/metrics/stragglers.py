@@ -1,14 +1,12 @@
-"""Stragglers: each rank's own time per step, without what it waits for the others.
+"""What slows a run down: a rank that is slow at every step, and single steps that stall.
 
-All ranks end a step together, so its duration says nothing. What differs is how long a rank waits
-for its data and computes its forward passes, before the first collective. Under ZeRO-3 ranks
-already wait for each other in the forward pass, so only slow reading shows there.
+All ranks end a step together, so its duration says nothing of a **straggler**. What differs is how
+long a rank waits for its data and computes its forward passes, before the first collective. Under
+ZeRO-3 ranks already wait for each other in the forward pass, so only slow reading shows there.
 
-Stalls: single steps that take far longer than usual, and the rank that stood still meanwhile.
-
-A stopped process, a frozen host or storage that hangs costs every rank the same time, because all
-of them wait. That time is not productive. Each rank notices by a thread that ticks whether its own
-process stood still.
+A **stall** is a step that takes far longer than usual: a stopped process, a frozen host or storage
+that hangs costs every rank the same time, because all of them wait. That time is not productive.
+Each rank notices by a thread that ticks whether its own process stood still.
 """
 
 from __future__ import annotations
@@ -18,55 +16,44 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from pretrain.distributed.world import World
+from pretrain.rundir.events import Slowdown
+
 TICK_SECONDS = 0.25
 LEAST_STANDSTILL_SECONDS = 2.0  # a tick that is later by less may be a busy machine's
 LEAST_STALL_SECONDS = 5.0
 TIMES_USUAL = 5.0
-SLOW = 1.5  # times the median of the other ranks
 STEPS_KNOWN, LEAST_STEPS_KNOWN = 100, 3  # by which a step is judged
+SLOW = 1.5  # times the median of the other ranks
+INTERVALS_IN_A_ROW = 3  # a rank must be slow for at least this many: one may be a hiccup
+LEAST_SECONDS = 1.0  # that it must have cost in them: short intervals vary by more than slow ranks
 
 
-class StandstillClock:
-    """Measures how long this process stood still: stopped, suspended or frozen."""
+class SlownessMeter:
+    """Times this rank's forward passes in training mode and its standstills; finds stalls by the
+    durations of the steps before. On a GPU passes are timed with the device's clock."""
 
-    def __init__(self) -> None:
-        self._seconds = 0.0
+    def __init__(self, module: nn.Module, world: World) -> None:
+        self._world = world
+        self._stalled = 0.0
+        self._known: deque[float] = deque(maxlen=STEPS_KNOWN)
+        self._started: Any = None
+        self._passes: list[tuple[Any, Any]] = []
+        self._handles = (
+            module.register_forward_pre_hook(self._start),
+            module.register_forward_hook(self._stop),
+        )
+        self._stood_still = 0.0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="standstill", daemon=True)
         self._thread.start()
 
-    def take(self) -> float:
-        """The seconds since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join()
-
-    def _tick(self) -> None:
-        before = time.monotonic()
-        while not self._closing.wait(TICK_SECONDS):
-            now = time.monotonic()
-            if now - before > LEAST_STANDSTILL_SECONDS:
-                self._seconds += now - before - TICK_SECONDS
-            before = now
-
-
-class StallMeter:
-    """Finds stalls among the durations of steps, by those of the steps before."""
-
-    def __init__(self) -> None:
-        self._known: deque[float] = deque(maxlen=STEPS_KNOWN)
-        self._stalled = 0.0
-
-    def observe(self, seconds: float, is_whole: bool = True) -> None:
+    def end_step(self, seconds: float, is_whole: bool = True) -> None:
         """Take the duration of a step, or of a part that does not count as usual."""
         if len(self._known) >= LEAST_STEPS_KNOWN:
             usual = statistics.median(self._known)
@@ -75,10 +62,55 @@ class StallMeter:
         if is_whole:
             self._known.append(seconds)
 
-    def take(self) -> float:
-        """The seconds lost since the last call."""
+    def take_stalled(self) -> float:
+        """The seconds lost in stalls since the last call."""
         stalled, self._stalled = self._stalled, 0.0
         return stalled
+
+    def take(self, waited: float) -> list[float]:
+        """By rank the seconds that it was busy since the last call, and those it stood still.
+
+        `waited`: for data. 0 for all other ranks, so that sums are all's. Waits for the device.
+        """
+        passes, self._passes = self._passes, []
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize()
+            computed = sum(start.elapsed_time(end) for start, end in passes) / 1000.0
+        else:
+            computed = sum(end - start for start, end in passes)
+        stood_still, self._stood_still = self._stood_still, 0.0
+        of_R = [0.0] * (2 * self._world.world_size)
+        of_R[self._world.rank] = waited + computed
+        of_R[self._world.world_size + self._world.rank] = stood_still
+        return of_R
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._closing.set()
+        self._thread.join()
+
+    def _start(self, module: nn.Module, _inputs: Any) -> None:
+        self._started = self._now() if module.training else None
+
+    def _stop(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if self._started is not None:
+            self._passes.append((self._started, self._now()))
+
+    def _now(self) -> Any:
+        if self._world.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _tick(self) -> None:
+        before = time.monotonic()
+        while not self._closing.wait(TICK_SECONDS):
+            now = time.monotonic()
+            if now - before > LEAST_STANDSTILL_SECONDS:
+                self._stood_still += now - before - TICK_SECONDS
+            before = now
 
 
 def rank_that_stalled(
@@ -97,70 +129,15 @@ def rank_that_stalled(
     return None
 
 
-INTERVALS_IN_A_ROW = 3  # a rank must be slow for at least this many: one may be a hiccup
-LEAST_SECONDS = 1.0  # that it must have cost in them: short intervals vary by more than slow ranks
-
-
-class ForwardClock:
-    """Times a module's forward passes in training mode; on a GPU, with the device's clock."""
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._started: Any = None
-        self._passes: list[tuple[Any, Any]] = []
-        self._handles = (
-            module.register_forward_pre_hook(self._start),
-            module.register_forward_hook(self._stop),
-        )
-
-    def take(self) -> float:
-        """The seconds since the last call; waits for the device."""
-        passes, self._passes = self._passes, []
-        if self._on_gpu:
-            torch.cuda.synchronize()
-            return sum(start.elapsed_time(end) for start, end in passes) / 1000.0
-        return sum(end - start for start, end in passes)
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _start(self, module: nn.Module, _inputs: Any) -> None:
-        self._started = self._now() if module.training else None
-
-    def _stop(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        if self._started is not None:
-            self._passes.append((self._started, self._now()))
-
-    def _now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-@dataclass(frozen=True)
-class SlowestRank:
-    """The slowest rank of an interval. `ratio` compares it with the median of the others."""
-
-    rank: int
-    seconds: float
-    ratio: float
-
-    @property
-    def excess(self) -> float:
-        """The seconds that it took longer than the others."""
-        return self.seconds - self.seconds / self.ratio
-
-
-def slowest_of(seconds_R: Sequence[float]) -> SlowestRank | None:
-    """The rank that took longest for its own work; None if there is only one rank."""
+def slowest_rank(step: int, seconds_R: Sequence[float]) -> Slowdown | None:
+    """The rank that took longest for its own work, compared with the median of the others; None if
+    there is only one."""
     if len(seconds_R) < 2:
         return None
     rank = max(range(len(seconds_R)), key=seconds_R.__getitem__)
     others = statistics.median(seconds for other, seconds in enumerate(seconds_R) if other != rank)
-    return SlowestRank(rank, seconds_R[rank], seconds_R[rank] / max(others, 1e-9))
+    ratio = seconds_R[rank] / max(others, 1e-9)
+    return Slowdown(step=step, rank=rank, seconds=seconds_R[rank], ratio=ratio)
 
 
 class StragglerWatch:
@@ -170,17 +147,18 @@ class StragglerWatch:
     """
 
     def __init__(self) -> None:
-        self._rank = -1
+        self._rank: int | None = None
         self._count, self._cost, self._is_named = 0, 0.0, False
 
-    def observe(self, slowest: SlowestRank, num_steps: int) -> bool:
+    def observe(self, slowest: Slowdown, num_steps: int) -> bool:
         """Whether the rank is to be named at this interval of so many steps."""
-        is_slow = slowest.ratio >= SLOW
+        ratio = slowest.ratio or 1.0
+        is_slow = ratio >= SLOW
         if not is_slow or slowest.rank != self._rank:
             self._count, self._cost, self._is_named = 0, 0.0, False
-        self._rank = slowest.rank if is_slow else -1
+        self._rank = slowest.rank if is_slow else None
         self._count += is_slow
-        self._cost += slowest.excess * num_steps if is_slow else 0.0
+        self._cost += (slowest.seconds - slowest.seconds / ratio) * num_steps if is_slow else 0.0
         if self._is_named or self._count < INTERVALS_IN_A_ROW or self._cost < LEAST_SECONDS:
             return False
         self._is_named = True

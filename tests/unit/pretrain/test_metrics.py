@@ -22,7 +22,6 @@ from pretrain.config.run import MetricsConfig, RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.engines.engine import StepResult
 from pretrain.metrics.recorder import MetricsRecorder, peak_of_run
-from pretrain.metrics.stragglers import ForwardClock
 from pretrain.metrics.writers import MetricsFile
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
@@ -44,8 +43,9 @@ class Recorder:
     def __init__(self, world, run_dir: RunDir, step: int = 0, run: RunConfig = RUN) -> None:
         self.state = TrainState(step=step, tokens_seen=step * RUN.tokens_per_step)
         self.prefetcher = Prefetcher(iter(()))
-        clock = ForwardClock(torch.nn.Identity(), world.device)
-        self.metrics = MetricsRecorder(run, run_dir, world, self.state, self.prefetcher, clock)
+        self.metrics = MetricsRecorder(
+            run, run_dir, world, self.state, self.prefetcher, torch.nn.Identity()
+        )
 
     def make_step(self, *slot_losses: float, grad_norm: float | None = 0.5) -> None:
         for loss in slot_losses:
@@ -224,35 +224,19 @@ def test_saving_and_evaluating_do_not_count_as_training_time(world, run_dir, mon
     assert first["save_stall"] == pytest.approx(30.0)
 
 
-def test_the_log_gets_one_line_per_interval_with_everything_in_it(world, run_dir, caplog):
+def test_the_log_gets_one_line_per_interval_and_evaluation(world, run_dir, caplog):
     caplog.set_level("INFO", "pretrain")
     recorder = Recorder(world, run_dir)
     recorder.make_step(1.0)
     recorder.make_step(2.0)
     recorder.metrics.write()
-    recorder.metrics.write_evaluation(
-        2, {"loss": 1.25, "bits_per_byte": 0.75, "loss_without_memory": 1.5}
-    )
+    values = {"loss": 1.25, "bits_per_byte": 0.75, "loss_without_memory": 1.5}
+    recorder.metrics.write_evaluation(2, values)
     recorder.close()
-    peak, interval, evaluation = caplog.messages
-    assert peak.startswith("MFU = tokens/s x ")
-    for words in (
-        "step  2/10",
-        "train loss 1.5000",
-        "ppl 4.5",
-        "lr 1.00e-03",
-        "grad 0.50",
-        "tok/s",
-        "MFU",
-        "data wait",
-        "GiB",
-        "left",
-    ):
-        assert words in interval
-    assert "validation loss 1.2500" in evaluation
+    _, interval, evaluation = caplog.messages
+    assert interval.startswith("step  2/10  train loss 1.5000  ")
+    assert evaluation.endswith("1.2500  ppl 3.5  0.750 bits/byte  (1.5000 without memory)")
     assert [line.get("train_loss") for line in run_dir.read_metrics()] == [None, 1.5, None]
-    assert "0.750 bits/byte" in evaluation
-    assert "1.5000 without memory" in evaluation
 
 
 def test_only_the_requested_steps_are_profiled(world, run_dir, caplog):

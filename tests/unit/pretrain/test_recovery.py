@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from foundation.errors import ConfigError
 from pretrain.config.data import DataConfig, PhaseConfig
@@ -17,19 +18,19 @@ from pretrain.config.engine import EngineConfig
 from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.run import RecoveryConfig, RunConfig
 from pretrain.metrics.stragglers import (
-    SlowestRank,
-    StallMeter,
+    SlownessMeter,
     StragglerWatch,
     rank_that_stalled,
-    slowest_of,
+    slowest_rank,
 )
 from pretrain.recovery import loss_spikes
 from pretrain.recovery.loss_spikes import SpikeDetector
 from pretrain.recovery.out_of_memory import memory_settings, with_fitting_micro_batch
 from pretrain.recovery.rewind import segments_consumed, skip_windows, window_of
-from pretrain.rundir.events import Event, OutOfMemory, Rewind, Spike, TrainingBegan
+from pretrain.rundir.events import Event, OutOfMemory, Rewind, Slowdown, Spike, TrainingBegan
 from pretrain.rundir.ledger import skipped_windows
 from tests.helpers.metrics import train_line
+from tests.helpers.tiny_runs import ALONE
 
 SETTINGS = RecoveryConfig(spike_threshold=5.0)
 
@@ -248,14 +249,19 @@ def test_a_single_lane_that_does_not_fit_is_an_error_with_advice():
 
 
 def test_the_slowest_rank_is_compared_with_the_others():
-    assert slowest_of([1.0, 1.0, 3.0, 1.2]) == SlowestRank(2, 3.0, 3.0)
-    assert slowest_of([1.0, 2.5]) == SlowestRank(1, 2.5, 2.5)
-    assert slowest_of([1.0]) is None
+    for seconds_R, rank, ratio in (([1.0, 1.0, 3.0, 1.2], 2, 3.0), ([1.0, 2.5], 1, 2.5)):
+        expected = Slowdown(step=7, rank=rank, seconds=max(seconds_R), ratio=ratio)
+        assert slowest_rank(7, seconds_R) == expected
+    assert slowest_rank(7, [1.0]) is None
+
+
+def slow_rank(rank: int, seconds: float, ratio: float) -> Slowdown:
+    return Slowdown(step=7, rank=rank, seconds=seconds, ratio=ratio)
 
 
 def test_a_rank_is_named_once_and_only_when_it_stays_slow():
     watch = StragglerWatch()
-    slow, other, even = SlowestRank(2, 3.0, 3.0), SlowestRank(1, 3.0, 2.0), SlowestRank(2, 1.0, 1.1)
+    slow, other, even = slow_rank(2, 3.0, 3.0), slow_rank(1, 3.0, 2.0), slow_rank(2, 1.0, 1.1)
     observed = [
         watch.observe(each, num_steps=1)
         for each in (slow, slow, even, slow, other, slow, slow, slow, slow, slow)
@@ -265,16 +271,17 @@ def test_a_rank_is_named_once_and_only_when_it_stays_slow():
 
 def test_a_rank_is_not_named_before_it_has_cost_a_second():
     watch = StragglerWatch()
-    short = SlowestRank(2, 0.031, 3.0)  # 20 ms more than the others, for each of 10 steps
+    short = slow_rank(2, 0.031, 3.0)  # 20 ms more than the others, for each of 10 steps
     observed = [watch.observe(short, num_steps=10) for _ in range(7)]
     assert observed == [False] * 4 + [True, False, False]
 
 
 def lost(*steps: float) -> float:
-    meter = StallMeter()
+    meter = SlownessMeter(nn.Identity(), ALONE)
     for seconds in steps:
-        meter.observe(seconds)
-    return meter.take()
+        meter.end_step(seconds)
+    meter.close()
+    return meter.take_stalled()
 
 
 def test_only_a_step_far_beyond_the_usual_by_seconds_and_by_ratio_is_a_stall():
