@@ -109,20 +109,7 @@ class Evidence:
     def time_spent(self, is_running: bool) -> TimeSpent | None:
         """What the run's time went into; None before the first step."""
         end = self.clock if is_running else self.last_seen
-        return time_spent(self.metrics, self.ledger, end, self._seconds_evaluating(end))
-
-    def _seconds_evaluating(self, end: float) -> float:
-        """How long an evaluation is in progress, or was when the run was last seen."""
-        latest = max(self.heartbeats, key=lambda each: each.time, default=None)
-        if latest is None or latest.phase != "evaluate":
-            return 0.0
-        if (self.metrics.evaluation or {}).get("step") == latest.step:
-            return 0.0  # it has just been written
-        since, began = latest.time, last_of(self.ledger, TrainingBegan)
-        if self.metrics.time is not None:
-            # Each batch of an evaluation beats, so the heartbeat does not say when it began.
-            since = min(since, max(self.metrics.time, began.time if began else 0.0))
-        return max(0.0, end - since)
+        return time_spent(self.metrics, self.ledger, end)
 
     @property
     def clock(self) -> float:

@@ -66,80 +66,46 @@ def policy_of(arguments: argparse.Namespace) -> RestartPolicy:
     return RestartPolicy(attempts_without_progress=arguments.attempts_without_progress)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttemptResult:
-    """How an attempt ended: exit statuses in rank order, and the latest checkpoint's step before
-    and after it."""
-
-    statuses: tuple[int, ...]
-    step_before: int
-    step_after: int
-    first_failure: int | None = None  # the rank that failed first, or was unresponsive, where known
-
-    @property
-    def made_progress(self) -> bool:
-        return self.step_after > self.step_before
-
-    @property
-    def hung(self) -> bool:
-        """Whether the watchdog of a rank ended it because a step took too long."""
-        return any(map(ended_by_watchdog, self.statuses))
-
-    @property
-    def ran_out_of_memory(self) -> bool:
-        return EXIT_OUT_OF_MEMORY in self.statuses
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    action: NextAction
-    reason: AttemptReason
-    delay: float = 0.0  # seconds until a RETRY
-
-
 def decide(
-    attempts: Sequence[AttemptResult],
+    statuses: Sequence[int],
+    made_progress: bool,
+    before: int,
     policy: RestartPolicy,
+    *,
     stop_requested: bool = False,
-    num_steps: int = 0,
-) -> Decision:
-    """What follows from all attempts so far, the last of which has just ended.
+    is_complete: bool = True,
+) -> tuple[AttemptReason, NextAction, int]:
+    """Why an attempt ended, what follows, and how many attempts in a row brought no newer
+    checkpoint; `before` this one there were so many.
 
-    A run of `num_steps` steps is finished when a checkpoint holds the last one.
+    `is_complete`: whether a checkpoint holds the last step. Attempts that ran out of memory do not
+    count: the micro-batch halves until it is one lane, where the run is refused.
     """
-    last = attempts[-1]
-    if not any(last.statuses) and last.step_after >= num_steps:
-        return Decision(action=NextAction.FINISHED, reason=AttemptReason.FINISHED)
-    if stop_requested or {EXIT_STOPPED} <= set(last.statuses) <= {0, EXIT_STOPPED}:
-        return Decision(action=NextAction.STOPPED, reason=AttemptReason.STOP_REQUESTED)
-    if EXIT_USER_ERROR in last.statuses:
-        return Decision(action=NextAction.REFUSED, reason=AttemptReason.USER_ERROR)
-    if last.ran_out_of_memory:  # no delay and no limit: the next attempt needs less
-        return Decision(action=NextAction.RETRY, reason=AttemptReason.OUT_OF_MEMORY)
-    reason = AttemptReason.RANK_FAILED if any(last.statuses) else AttemptReason.UNSAVED
-    if last.hung:
-        reason = AttemptReason.HANG
-    count = attempts_without_progress(attempts)
-    if count >= policy.attempts_without_progress:
-        return Decision(action=NextAction.GIVE_UP, reason=reason)
-    is_unstarted = set(last.statuses) == {NEVER_STARTED}
+    lacks_memory = EXIT_OUT_OF_MEMORY in statuses
+    count = 0 if made_progress else before + (not lacks_memory)
+    is_hopeless = count >= policy.attempts_without_progress
+    then = NextAction.GIVE_UP if is_hopeless else NextAction.RETRY
+    if not any(statuses) and is_complete:
+        return AttemptReason.FINISHED, NextAction.FINISHED, count
+    if stop_requested or {EXIT_STOPPED} <= set(statuses) <= {0, EXIT_STOPPED}:
+        return AttemptReason.STOP_REQUESTED, NextAction.STOPPED, count
+    if EXIT_USER_ERROR in statuses:
+        return AttemptReason.USER_ERROR, NextAction.REFUSED, count
+    if lacks_memory:
+        return AttemptReason.OUT_OF_MEMORY, NextAction.RETRY, count
+    if any(map(ended_by_watchdog, statuses)):
+        return AttemptReason.HANG, then, count
+    return AttemptReason.RANK_FAILED if any(statuses) else AttemptReason.UNSAVED, then, count
+
+
+def delay_after(statuses: Sequence[int], count: int, policy: RestartPolicy) -> float:
+    """Seconds until the next attempt, after `count` in a row without a newer checkpoint; none
+    after a lack of memory, because the next attempt needs less."""
+    if EXIT_OUT_OF_MEMORY in statuses:
+        return 0.0
+    is_unstarted = set(statuses) == {NEVER_STARTED}
     first = policy.unstarted_delay if is_unstarted else policy.first_delay
-    delay = min(policy.longest_delay, first * 2**count)
-    return Decision(action=NextAction.RETRY, reason=reason, delay=delay)
-
-
-def attempts_without_progress(attempts: Sequence[AttemptResult]) -> int:
-    """How many of the last attempts in a row brought no newer checkpoint.
-
-    Attempts that ran out of memory do not count: the micro-batch halves until it is one lane, where
-    the run is refused.
-    """
-    count = 0
-    for attempt in reversed(attempts):
-        if attempt.made_progress:
-            break
-        count += not attempt.ran_out_of_memory
-    return count
+    return min(policy.longest_delay, first * 2**count)
 
 
 def unresponsive_rank(statuses: Sequence[int]) -> int | None:
@@ -186,30 +152,24 @@ def refusal_of_futile_starts(ledger: Sequence[Event], job: str, most: int, time_
     )
 
 
-def past_attempts(ledger: Sequence[Event], job: str) -> list[AttemptResult]:
-    """How the attempts of all former starts of this job ended, also those lost together with their
-    supervisor.
+def attempts_without_progress(ledger: Sequence[Event], job: str) -> int:
+    """How many of the last attempts in a row, in all former starts of this job, brought no newer
+    checkpoint; with those lost together with their supervisor.
 
     Attempts that were asked to stop say nothing about the run and are left out.
     """
-    attempts: list[AttemptResult] = []
+    count = 0
     for event in ledger:
-        statuses: tuple[int, ...] = (-signal.SIGKILL,)
+        if getattr(event, "job", None) != job:
+            continue
         if isinstance(event, AttemptEnded) and event.next is not NextAction.STOPPED:
-            statuses = event.statuses
-        elif not isinstance(event, SupervisorKilled) and not (
+            count = event.without_progress
+        elif isinstance(event, SupervisorKilled) or (
             isinstance(event, JobEnded) and event.reason is JobEndReason.FIRST_NODE_LOST
         ):
-            continue
-        if event.job == job:
-            attempts.append(
-                AttemptResult(
-                    statuses=statuses,
-                    step_before=event.step_before or 0,
-                    step_after=event.step or 0,
-                )
-            )
-    return attempts
+            made_progress = (event.step or 0) > (event.step_before or 0)
+            count = 0 if made_progress else count + 1
+    return count
 
 
 def no_rank_started(ledger: Sequence[Event], job: str) -> bool:

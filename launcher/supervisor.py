@@ -14,13 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from foundation.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from foundation.errors import EXIT_USER_ERROR
 from foundation.retry import Patience, outlast
 from launcher.restart_policy import (
-    AttemptResult,
     RestartPolicy,
-    attempts_without_progress,
     decide,
+    delay_after,
     unresponsive_rank,
 )
 from pretrain.checkpoint import marker
@@ -123,7 +122,7 @@ def supervise(
     start: Callable[[int], Ranks],
     policy: RestartPolicy,
     stop: StopSignals,
-    past: Sequence[AttemptResult] = (),
+    count: int = 0,
     meanwhile: Callable[[], None] = lambda: None,
     job: str | None = None,
     is_allocated: Callable[[], bool] = lambda: True,
@@ -131,12 +130,11 @@ def supervise(
     """Make attempts until the run is finished, stopped, refused or hopeless; returns the exit
     status.
 
-    `start(number)` starts attempt `number` and returns its ranks; `past` are attempts before this
-    call that count; `meanwhile` is called many times a second while ranks run; `job` is the Slurm
-    job that the attempts belong to. Where it has lost its nodes, or is about to, no attempt starts,
-    and one that failed does not count: `is_allocated` tells.
+    `start(number)` starts attempt `number` and returns its ranks. `count` attempts in a row before
+    this call brought no newer checkpoint. `meanwhile` is called many times a second while ranks
+    run. `job` is the Slurm job that the attempts belong to. Where it has lost its nodes, or is
+    about to, no attempt starts, and one that failed does not count: `is_allocated` tells.
     """
-    attempts = list(past)
     # After the highest that left logs, so that no log is written twice.
     number = max((attempt.number for attempt in attempts_of(run_dir.logs)), default=-1)
     while True:
@@ -151,36 +149,34 @@ def supervise(
         except StopWhileWaiting:
             return _stopped_between_attempts(run_dir, stop, job)
         statuses = tuple(ranks.wait(meanwhile=_stopper(ranks, stop, meanwhile, job)))
-        hung = any(map(ended_by_watchdog, statuses))
-        attempts.append(
-            AttemptResult(
-                statuses=statuses,
-                step_before=before,
-                step_after=latest_step(run_dir),
-                first_failure=unresponsive_rank(statuses) if hung else ranks.first_failure,
-            )
+        after, is_hung = latest_step(run_dir), any(map(ended_by_watchdog, statuses))
+        is_complete = False  # nor is a run whose directory has vanished
+        if not any(statuses) and run_dir.exists():
+            is_complete = after >= run_dir.config.optim.steps
+        reason, then, count = decide(
+            statuses,
+            after > before,
+            count,
+            policy,
+            stop_requested=stop.requests > 0,
+            is_complete=is_complete,
         )
-        last, num_steps = attempts[-1], 0
-        if not any(statuses):  # a run whose directory has vanished is not finished
-            num_steps = run_dir.config.optim.steps if run_dir.exists() else 1
-        decision = decide(attempts, policy, stop.requests > 0, num_steps)
-        if decision.action not in (NextAction.FINISHED, NextAction.STOPPED) and not is_allocated():
-            return EXIT_STOPPED
-        count = attempts_without_progress(attempts)
         ended = AttemptEnded(
             attempt_number=number,
-            statuses=last.statuses,
-            first_failure=last.first_failure,
-            step_before=last.step_before,
-            step=last.step_after,
-            next=decision.action,
-            reason=decision.reason,
+            statuses=statuses,
+            first_failure=unresponsive_rank(statuses) if is_hung else ranks.first_failure,
+            step_before=before,
+            step=after,
+            reason=reason,
+            next=then,
             without_progress=count,
             job=job,
         )
+        if ended.next not in (NextAction.FINISHED, NextAction.STOPPED) and not is_allocated():
+            return EXIT_STOPPED
         if run_dir.exists() or run_dir.ledger.path.exists():  # else refused before there was a run
             _record(run_dir, ended)
-        match decision.action:
+        match ended.next:
             case NextAction.FINISHED:
                 _log.info("finished: %s; next: pretrain report %s", run_dir.path, run_dir.path)
                 return 0
@@ -192,19 +188,19 @@ def supervise(
             case NextAction.RETRY | NextAction.GIVE_UP:
                 if any(statuses):
                     _log.error("%s", ranks.describe_failure(statuses))
-        if decision.action is NextAction.GIVE_UP:
+        if ended.next is NextAction.GIVE_UP:
             _log.error("gave up: %s; the logs are in %s", ended.cause, run_dir.logs)
             return EXIT_USER_ERROR
-        limit = policy.attempts_without_progress
+        limit, delay = policy.attempts_without_progress, delay_after(statuses, count, policy)
         progress = f", attempt {count} of {limit} without progress" if count else ""
         _log.warning(
             "%s%s; next attempt in %g s from the checkpoint of step %d",
             ended.cause,
             progress,
-            decision.delay,
+            delay,
             ended.step,
         )
-        deadline = time.monotonic() + decision.delay
+        deadline = time.monotonic() + delay
         while not stop.requests and time.monotonic() < deadline:
             time.sleep(0.05)
         if stop.requests:
@@ -277,12 +273,9 @@ def _stopped_between_attempts(run_dir: RunDir, stop: StopSignals, job: str | Non
 def _stopped(run_dir: RunDir, job: str | None) -> int:
     """Say that no further attempt is made; the exit status. In a job nobody types the same command
     again: its end says what has to be done."""
-    again = "" if job else "; rerun the same command to "
-    if marker.steps_that_count(run_dir.checkpoints):  # a start would resume, also from step 0
-        step, then = latest_step(run_dir), again and f"{again}resume from there"
-        _log.info("stopped on request after the checkpoint of step %d%s", step, then)
-        return EXIT_STOPPED
-    before = "checkpoint" if run_dir.exists() else "step"  # the run begins before its first step
-    then = again and f"{again}start again"
-    _log.info("stopped before the first %s; nothing was saved%s", before, then)
-    return EXIT_STOPPED if job else EXIT_INTERRUPTED
+    # A start would resume, also from step 0.
+    is_saved = bool(marker.steps_that_count(run_dir.checkpoints))
+    saved = f" after the checkpoint of step {latest_step(run_dir)}" if is_saved else ""
+    again = "" if job else "; rerun the same command to continue"
+    _log.info("stopped on request%s%s", saved or "; nothing was saved", again)
+    return EXIT_STOPPED

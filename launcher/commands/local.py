@@ -14,8 +14,6 @@ from launcher.supervisor import HOLDER, StopSignals, is_done_already, supervise
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
-from pretrain.rundir.events import TrainingBegan
-from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_run
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 from pretrain.terminal.text import counted
@@ -41,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train until the run is finished.
 
-    Returns 0 then, 75 if stopped on request, 130 if nothing was saved before, 2 if the run was
-    refused or given up.
+    Returns 0 then, 75 if stopped on request, 2 if the run was refused or given up.
     """
     set_up_logging("supervisor", getattr(arguments, "log_level", None))
     check_least(arguments, 1, "ranks")
@@ -61,24 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
             run_dir.path,
         )
         return 0
-    if note := change_of_ranks(run_dir, arguments.ranks):
-        _log.info("%s", note)
     with stop, run_dir.locked(HOLDER):
         status = supervise(run_dir, starter(command, arguments.ranks, run_dir), policy, stop)
     if not existed and not run_dir.exists():
         run_dir.remove_unused()
     return status
-
-
-def change_of_ranks(run_dir: RunDir, ranks: int) -> str:
-    """What to note if the run had another number of ranks when it was started last; else ""."""
-    before = last_of(run_dir.ledger.read(), TrainingBegan) if run_dir.exists() else None
-    if before is None or before.world_size == ranks:
-        return ""
-    return (
-        f"{run_dir.path} resumes on {counted(ranks, 'rank')} and had "
-        f"{before.world_size} before (--ranks={before.world_size})"
-    )
 
 
 class LocalRanks(RankGroup):

@@ -25,9 +25,6 @@ from pretrain.rundir.run_paths import run_path
 _POLL_SECONDS = 0.3
 _STATE_SECONDS = 3.0  # between two looks at whether the run is still active
 _NUM_LAST_LINES = 10  # of the logs of a run that failed without an error line
-_NO_LINES = (
-    "the job could not write a line: its disk was full, or its node does not see the run directory"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,10 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     attempt = _chosen(run_dir.logs, arguments.attempt)
     if arguments.errors:
         if not _print_errors(arguments, run_dir, attempt):
+            nothing = f"no errors in attempt {attempt.number}" if attempt else "no logs yet"
             has_failed = state.state is State.FAILED
-            nothing = _NO_LINES if has_failed else "no logs yet"
-            if attempt:
-                nothing = f"no errors in attempt {attempt.number}"
             last = _last_words(run_dir.logs, attempt) if has_failed else []
             print("\n".join(last) or nothing)
         return 0

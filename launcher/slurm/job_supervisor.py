@@ -16,7 +16,6 @@ from launcher.restart_policy import (
     RestartPolicy,
     add_policy_arguments,
     attempts_without_progress,
-    past_attempts,
     policy_of,
 )
 from launcher.slurm import client as slurm
@@ -115,19 +114,19 @@ def _make_attempts(
         job_exit.poll()
         guard.watch()
 
-    past = past_attempts(run_dir.ledger.read(), job.id)
+    count = attempts_without_progress(run_dir.ledger.read(), job.id)
     try:
         # Where attempts were lost together with their supervisors, nobody decided what follows.
-        if (count := attempts_without_progress(past)) >= policy.attempts_without_progress:
+        if count >= policy.attempts_without_progress:
             raise ConfigError(
                 f"{count} attempts in a row brought no checkpoint beyond step "
-                f"{past[-1].step_after}; remove the cause, then 'launcher resume'"
+                f"{latest_step(run_dir)}; remove the cause, then 'launcher resume'"
             )
         guard = FirstNodeGuard(job, is_needed=num_spare > 0)
         with run_dir.locked(HOLDER, is_fenced=True), guard:
             pool = NodePool(job, num_spare, run_dir, job_exit.can_exclude)
             return supervise(
-                run_dir, start, policy, stop, past, meanwhile, job.id, job_exit.is_allocated
+                run_dir, start, policy, stop, count, meanwhile, job.id, job_exit.is_allocated
             )
     except StaleAttempt:
         raise  # the ledger belongs to a newer attempt

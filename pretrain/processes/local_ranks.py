@@ -22,7 +22,6 @@ from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.lock import VARIABLE
 from pretrain.rundir.run_dir import AttemptFiles
-from pretrain.rundir.time_spent import STARTED_AT
 from pretrain.terminal.log import LINE_START, NO_RELAY, RELAY_VARIABLE
 
 # How long the others may run after one rank failed: enough to report errors, too short to wait in a
@@ -64,7 +63,6 @@ class RankGroup:
         self._echo: threading.Thread | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         shared = rank_environment(num_ranks, {**os.environ, **(environment or {})})
-        shared.setdefault(STARTED_AT, f"{time.time():.3f}")  # a sweep's cell has that of its start
         shared |= files.variables
         try:
             for rank in range(num_ranks):

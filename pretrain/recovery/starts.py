@@ -30,7 +30,6 @@ from pretrain.rundir.code_version import code_version
 from pretrain.rundir.events import TrainingBegan, not_bitwise
 from pretrain.rundir.ledger import events_of, last_of
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.time_spent import seconds_since_start
 
 PACKAGES = ("torch", "numpy", "deepspeed")
 WAITING_NAME = "threads wait"  # changes speed, but no bit of a result
@@ -126,7 +125,6 @@ def record_start(
     ledger = run_dir.ledger
     began: dict[str, Any] = {
         "step": step,
-        "start_seconds": round(seconds_since_start(), 3),
         "code": code_version(),
         "environment": environment,
         **data,

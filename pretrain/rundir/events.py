@@ -44,7 +44,6 @@ class TrainingBegan(Event):
 
     step: int
     world_size: int
-    start_seconds: float = 0.0  # from the launcher's start to this event
     attempt: str = ""
     code: str = ""  # version of the source code
     environment: dict[str, str] = field(default_factory=dict)  # versions, devices, threads

@@ -20,7 +20,6 @@ import json
 import logging
 import os
 import time
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,36 +58,14 @@ NOTABLE_SECONDS = 60.0  # by which clocks of a cluster do not differ
 
 
 def in_order(events: Sequence[Event], now: float) -> tuple[list[Event], int]:
-    """The events with times that never fall and are not after `now`, and how many were far off.
-
-    As many events as possible keep theirs. The others get the time of the one before them that
-    does, or of the first one: no time between two events is negative, or counted twice.
-    """
-    times = [min(event.time, now) for event in events]
-    trusted = _longest_rising(times)
-    latest = times[trusted[0]] if trusted else now
-    kept, found, num_off = set(trusted), [], 0
-    for index, event in enumerate(events):
-        latest = times[index] if index in kept else latest
+    """The events with times that never fall and are not after `now`, and how many were far off: no
+    time between two events is negative, or counted twice."""
+    latest, found, num_off = 0.0, [], 0
+    for event in events:
+        latest = max(latest, min(event.time, now))
         num_off += abs(event.time - latest) > NOTABLE_SECONDS
-        found.append(event if event.time == latest else replace(event, time=latest))
+        found.append(replace(event, time=latest))
     return found, num_off
-
-
-def _longest_rising(times: Sequence[float]) -> list[int]:
-    """The indices of the longest subsequence of times that does not fall."""
-    ends: list[int] = []  # ends[n]: the last index of such a sequence of n + 1 times
-    before: list[int] = []
-    for index, moment in enumerate(times):
-        place = bisect_right(ends, moment, key=lambda end: times[end])
-        before.append(ends[place - 1] if place else -1)
-        ends[place : place + 1] = [index]
-    rising = []
-    index = ends[-1] if ends else -1
-    while index >= 0:
-        rising.append(index)
-        index = before[index]
-    return rising[::-1]
 
 
 LAST = 1 << 62

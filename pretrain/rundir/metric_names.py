@@ -123,15 +123,6 @@ def task_values(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float | N
     return found
 
 
-def task_metrics(evaluation: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return "TASK METRIC" -> value from the line of an evaluation."""
-    return {
-        " ".join(name.removeprefix(_TASKS).rsplit("/", 1)): value
-        for name, value in (evaluation or {}).items()
-        if name.startswith(_TASKS) and value is not None
-    }
-
-
 def task_columns(evaluation: Mapping[str, Any] | None) -> dict[str, float]:
     """Return `tasks/TASK/METRIC` -> value from the line of an evaluation."""
     return {
@@ -139,6 +130,12 @@ def task_columns(evaluation: Mapping[str, Any] | None) -> dict[str, float]:
         for name, value in (evaluation or {}).items()
         if name.startswith(_TASKS) and value is not None
     }
+
+
+def task_metrics(evaluation: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return "TASK METRIC" -> value from the line of an evaluation."""
+    columns = task_columns(evaluation).items()
+    return {" ".join(name.removeprefix(_TASKS).rsplit("/", 1)): value for name, value in columns}
 
 
 def latest_with_tasks(evaluations: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:

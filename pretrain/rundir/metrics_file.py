@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO
 
 from foundation.errors import DataError
 from foundation.files import LARGEST_LINE_BYTES, atomic_write, lines_of, open_regular
@@ -86,11 +86,6 @@ def _is_measured(name: str, value: Any) -> bool:
     return value is None and name not in _NEVER_NULL
 
 
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether a measurement that a line may have is one."""
-    return type(value) in _NUMBER
-
-
 def latest_measurements(
     path: Path, most: int = _TAIL_BYTES, containing: bytes = b""
 ) -> Iterator[dict[str, Any]]:
@@ -141,11 +136,6 @@ def has_evaluation(path: Path, step: int) -> bool:
         if line["kind"] == "evaluation" and line["step"] == step:
             return True
     return False
-
-
-def read_measurements(path: Path) -> list[dict[str, Any]]:
-    """All measurements, oldest first."""
-    return list(measurements_of(path))
 
 
 def measurements_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -220,7 +210,6 @@ class MetricsSummary(TimeSums):
     train_loss: float | None = None
     evaluation: Mapping[str, Any] | None = None  # the line of the latest one
     recent_tokens_per_second: float | None = None
-    time: float | None = None  # when the last interval ended
 
 
 def sums_of(summary: MetricsSummary) -> TimeSums:
@@ -229,7 +218,7 @@ def sums_of(summary: MetricsSummary) -> TimeSums:
 
 def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
     """Sum up measurements, oldest first; steps within intervals may be left out."""
-    step, train_loss, evaluation, when = 0, None, None, None
+    step, train_loss, evaluation = 0, None, None
     speeds, sums = deque[float](maxlen=RECENT_INTERVALS), TimeSums()
     for line in measurements:
         sums.add(line)
@@ -239,7 +228,6 @@ def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
         step = line["step"]
         if "tokens_per_second" in line:
             speeds.append(line["tokens_per_second"])
-            when = line.get("time", when)
             train_loss = train_loss if line.get("train_loss") is None else line["train_loss"]
     return MetricsSummary(
         step=step,
@@ -247,7 +235,6 @@ def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
         evaluation=evaluation,
         recent_tokens_per_second=recent_speed(tuple(speeds)),
         **vars(sums),
-        time=when,
     )
 
 
@@ -280,5 +267,5 @@ def _totals_in(line: Mapping[str, Any]) -> TimeSums | None:
     if not isinstance(totals, dict) or not totals:
         return None
     known = {each.name for each in fields(TimeSums)}
-    is_usable = known >= totals.keys() and all(map(is_number, totals.values()))
+    is_usable = known >= totals.keys() and all(type(each) in _NUMBER for each in totals.values())
     return TimeSums(**totals) if is_usable else None

@@ -48,8 +48,10 @@ def restore_run(url: str, directory: Path, retry_policy: RetryPolicy | None = No
         with run_dir.locked("restore"):
             return _restore(store, run_dir)
     except UserError:
-        if not existed:  # a wrong URL leaves nothing; files that have arrived stay
-            _remove_if_empty(store.scratch, run_dir)
+        # A wrong URL leaves nothing; files that have arrived stay.
+        if not existed and not any(each.is_dir() for each in store.scratch.iterdir()):
+            shutil.rmtree(store.scratch)
+            run_dir.remove_unused()
         raise
 
 
@@ -84,12 +86,6 @@ def _restore(store: ObjectStore, run_dir: RunDir) -> int:
     _move_into_place(store.scratch, run_dir, found.step, store.url)
     logger.info("restored step %d from %s", found.step, store.url)
     return found.step
-
-
-def _remove_if_empty(scratch: Path, run_dir: RunDir) -> None:
-    if not any(each.is_dir() for each in scratch.iterdir()):
-        shutil.rmtree(scratch)
-        run_dir.remove_unused()
 
 
 def _step_here(run_dir: RunDir, index: MirrorIndex, url: str) -> int:

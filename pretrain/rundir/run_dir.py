@@ -56,7 +56,7 @@ from pretrain.rundir import heartbeat
 from pretrain.rundir.events import SettingsChanged
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, exclusive_lock, read_lock
-from pretrain.rundir.metrics_file import cut_measurements_after, read_measurements
+from pretrain.rundir.metrics_file import cut_measurements_after, measurements_of
 from pretrain.rundir.run_paths import advice_on
 
 _NAMES = {
@@ -354,7 +354,7 @@ class RunDir:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All measurements, oldest first; damaged lines are skipped with a warning."""
-        return read_measurements(self.metrics)
+        return list(measurements_of(self.metrics))
 
     @contextlib.contextmanager
     def locked(self, holder: str = "train", is_fenced: bool = False) -> Iterator[None]:

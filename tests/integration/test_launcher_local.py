@@ -1,6 +1,4 @@
-"""`launcher local` with real ranks: finished, killed and restarted, hopeless, refused, stopped by
-Ctrl-C.
-"""
+"""`launcher local` with real ranks: finished, out of memory, killed, stopped by Ctrl-C, refused."""
 
 from __future__ import annotations
 
@@ -11,8 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,14 +19,16 @@ from launcher.run_state import read_state
 from pretrain.commands.same_run import differing_losses
 from pretrain.costs.memory import checkpoint_bytes
 from pretrain.recovery.faults import VARIABLE
-from pretrain.rundir.events import Slowdown
+from pretrain.rundir.events import AttemptEnded, OutOfMemory
 from pretrain.rundir.exit_status import EXIT_STOPPED
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.full_disk import full_disk
+from tests.helpers.jobs import until
 
 RANKS = 2
-STEPS = 240
-INTERVAL = 60
+STEPS = 120
+INTERVAL = 30
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +48,8 @@ metrics: {{interval: 1}}
     return path
 
 
-def launch(
-    experiment: Path, run_dir: Path, *more: str, ranks: int = RANKS, **variables: str
-) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "launcher", "local", str(experiment), f"--ranks={ranks}"]
+def launch(experiment: Path, run_dir: Path, *more: str, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "launcher", "local", str(experiment), f"--ranks={RANKS}"]
     return subprocess.Popen(
         [*command, f"--run-dir={run_dir}", *more],
         stdout=subprocess.PIPE,
@@ -61,13 +57,6 @@ def launch(
         text=True,
         env={**os.environ, **variables},
     )
-
-
-def until(condition: Callable[[], bool], seconds: float = 600.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def last_measured(run_dir: RunDir) -> int:
@@ -91,77 +80,102 @@ def listening_addresses(pid: int) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     run_dir = RunDir(tmp_path_factory.mktemp("undisturbed") / "run")
-    process = launch(experiment, run_dir.path)
+    process = launch(experiment, run_dir.path, "engine.micro_batch_lanes=2")
     output, _ = process.communicate()
     assert process.returncode == 0, output
     return run_dir
 
 
-def test_a_killed_rank_costs_an_attempt_also_on_a_full_disk_and_no_loss_changes(
+class Launched:
+    """A launcher and what it has said so far."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.said = ""
+
+    def until(self, pattern: str) -> re.Match[str]:
+        """Read up to a line that matches."""
+        assert self.process.stdout is not None
+        while not (match := re.search(pattern, line := self.process.stdout.readline())):
+            self.said += line
+            assert self.process.poll() is None or line, self.said
+        self.said += line
+        return match
+
+    def stop_a_rank(self, attempt: int, run_dir: RunDir, after: int) -> list[int]:
+        """Stop rank 1 of this attempt after a step; the process ids of its ranks."""
+        pids = [*map(int, self.until(rf"attempt {attempt}: .* processes (.*)")[1].split())]
+        until(lambda: last_measured(run_dir) > after)
+        os.kill(pids[1], signal.SIGSTOP)  # else the run may be over before it is looked at
+        return pids
+
+    def end(self, status: int) -> str:
+        """Everything that it said; it ends with this status."""
+        self.said += self.process.communicate()[0]
+        assert self.process.returncode == status, self.said
+        return self.said
+
+
+def test_out_of_memory_a_killed_rank_a_full_disk_and_ctrl_c_cost_attempts_and_change_no_loss(
     experiment, undisturbed, tmp_path
 ):
     run_dir = RunDir(tmp_path / "run")
-    process = launch(experiment, run_dir.path)
-    assert process.stdout is not None
-    first = process.stdout.readline()
-    pids = [int(pid) for pid in re.findall(r"\d+", first.partition("processes")[2])]
-    assert len(pids) == RANKS, first
-    until(lambda: last_measured(run_dir) > INTERVAL)
-    os.kill(pids[1], signal.SIGSTOP)  # else the run may be over before it is looked at
+    first = Launched(launch(experiment, run_dir.path, **{VARIABLE: "oom:2@1"}))
+    pids = first.stop_a_rank(1, run_dir, after=INTERVAL)
     assert {address for pid in pids for address in listening_addresses(pid)} == {"127.0.0.1"}
     running = read_state(run_dir.path)
-    assert (running.state, running.attempts, running.ranks) == ("running", 1, RANKS)
+    assert (running.state, running.attempts, running.ranks) == ("running", 2, RANKS)
     # Files of the supervisor cannot grow: the same as a full disk.
-    limits = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, limits[1]))
+    limits = resource.prlimit(first.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(first.process.pid, resource.RLIMIT_FSIZE, (0, limits[1]))
     os.kill(pids[1], signal.SIGKILL)
-    said = process.stdout.readline()
-    while "ledger.jsonl: File too large; the run waits" not in said:
-        assert process.poll() is None, said
-        said += process.stdout.readline()
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
-    output = said + process.communicate()[0]
-    assert process.returncode == 0, output
-    assert "rank 1 was killed by SIGKILL" in output
+    first.until("ledger.jsonl: File too large; the run waits")
+    resource.prlimit(first.process.pid, resource.RLIMIT_FSIZE, limits)
+
+    pids = first.stop_a_rank(2, run_dir, after=2 * INTERVAL)
+    first.process.send_signal(signal.SIGINT)
+    first.until("asking the ranks to save and stop")
+    os.kill(pids[1], signal.SIGCONT)
+    said = first.end(EXIT_STOPPED)
+    saved = last_measured(run_dir)
+    assert said.endswith(f"step {saved}; rerun the same command to continue\n")
+    stopped = read_state(run_dir.path)
+    assert (stopped.state, stopped.checkpoint) == ("stopped", saved)
+    assert stopped.last_failure == "rank 1 was killed by SIGKILL"
+
+    with full_disk(8192):  # also for what is started here: no rank is, because it could not write
+        second = Launched(launch(experiment, run_dir.path))
+    second.until("File too large; the run waits")
+    second.process.send_signal(signal.SIGINT)
+    said = second.end(EXIT_STOPPED)
+    assert said.endswith(f"step {saved}; rerun the same command to continue\n")
+
+    assert (
+        subprocess.run([sys.executable, "-m", "launcher", "resume", str(run_dir.path)]).returncode
+        == 0
+    )
     assert not differing_losses(undisturbed, run_dir)
-    assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(
-        range(1, STEPS + 1)
-    )
-    busy = (Slowdown,)  # of a machine that others use, too
-    events = [each.name() for each in run_dir.ledger.read() if not isinstance(each, busy)]
-    assert events == [
-        "training_began",
-        "attempt_ended",
-        "training_began",
-        "training_ended",
-        "attempt_ended",
+    steps = [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"]
+    assert steps == list(range(1, STEPS + 1))
+    events = run_dir.ledger.read()
+    assert [(each.rank, each.micro_batch_lanes) for each in events_of(events, OutOfMemory)] == [
+        (1, 4)
     ]
+    assert [each.reason.value for each in events_of(events, AttemptEnded)] == [
+        "out_of_memory", "rank_failed", "stop_requested", "finished",
+    ]  # fmt: skip
     done = read_state(run_dir.path)
-    assert (done.state, done.attempts, done.step, done.checkpoint) == ("done", 2, STEPS, STEPS)
-    assert done.last_failure == "rank 1 was killed by SIGKILL"
-    spent = done.time_spent
-    assert spent is not None
-    assert 0 < spent.goodput < 1
+    assert (done.state, done.attempts, done.step, done.checkpoint) == ("done", 4, STEPS, STEPS)
+    assert done.time_spent is not None
+    assert 0 < done.time_spent.goodput < 1
 
 
-def test_a_crash_loop_without_progress_is_given_up_with_its_reason(experiment, tmp_path):
-    twice = "--attempts-without-progress=2"
-    process = launch(experiment, tmp_path / "run", twice, ranks=1, **{VARIABLE: "sigkill@5"})
-    output, _ = process.communicate()
-    assert process.returncode == 2
-    reason = (
-        r"gave up: rank 0 was killed by SIGKILL; "
-        r"2 attempts in a row brought no checkpoint beyond step 0"
-    )
-    assert re.search(reason, output), output
-    assert output.count("attempt 0: ") == output.count("attempt 1: ") == 1
-    assert "attempt 2: " not in output
-
-
-def test_what_the_user_must_change_is_not_tried_again_and_leaves_nothing(experiment, tmp_path):
-    process = launch(experiment, tmp_path / "run", "data.path=nowhere", ranks=1)
-    output, _ = process.communicate()
-    assert process.returncode == 2
+def test_what_the_user_must_change_is_not_tried_again_and_leaves_nothing(
+    experiment, tmp_path, capfd
+):
+    run_dir = tmp_path / "run"
+    assert main(["local", str(experiment), f"--run-dir={run_dir}", "data.path=nowhere"]) == 2
+    output = capfd.readouterr().err
     assert re.search(
         r"ERROR \S+ supervisor: not restarted: rank \d: \S+/nowhere/train does not exist",
         output.splitlines()[-1],
@@ -186,31 +200,6 @@ def test_a_run_that_is_done_stays_done(
     assert message in caplog.text + capsys.readouterr().err
     assert undisturbed.ledger.path.read_bytes() == before
     assert read_state(undisturbed.path).state == "done"
-
-
-def test_ctrl_c_saves_and_resume_goes_on(experiment, undisturbed, tmp_path):
-    run_dir = RunDir(tmp_path / "run")
-    process = launch(experiment, run_dir.path)
-    until(lambda: last_measured(run_dir) >= 3)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate()
-    assert process.returncode == EXIT_STOPPED, output
-    stopped_after = last_measured(run_dir)
-    assert f"step {stopped_after}; rerun the same command to resume from there" in output
-    stopped = read_state(run_dir.path)
-    assert (stopped.state, stopped.checkpoint) == ("stopped", stopped_after)
-    with full_disk(8192):  # also for what is started here: no rank is, because it could not write
-        process = launch(experiment, run_dir.path)
-    assert process.stdout is not None
-    while "File too large; the run waits" not in (said := process.stdout.readline()):
-        assert process.poll() is None, said
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate()
-    assert process.returncode == EXIT_STOPPED, output
-    assert output.endswith(f"step {stopped_after}; rerun the same command to resume from there\n")
-    second = subprocess.run([sys.executable, "-m", "launcher", "resume", str(run_dir.path)])
-    assert second.returncode == 0
-    assert not differing_losses(undisturbed, run_dir)
 
 
 def test_a_second_launcher_on_the_same_run_is_refused(experiment, tmp_path, capsys):

@@ -18,9 +18,9 @@ from launcher.cli import main
 from launcher.commands import cancel
 from launcher.commands.cancel import refuse_other_jobs
 from launcher.slurm.client import QueuedJob
-from launcher.slurm.sbatch import Job, Snapshot, is_script_of, render
+from launcher.slurm.sbatch import Snapshot, is_script_of, render
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import ClusterConfig, NodeRange
+from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.events import (
     Canceled,
     JobStarted,
@@ -32,6 +32,7 @@ from pretrain.rundir.events import (
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.full_disk import full_disk
+from tests.helpers.jobs import fake_commands, job_of
 from tests.helpers.metrics import train_line
 from tests.helpers.owners import give_away
 
@@ -84,10 +85,7 @@ COMMANDS = {
 def test_a_job_is_cancelled_although_the_ledger_cannot_be_written(
     run_dir, tmp_path, monkeypatch, capsys
 ):
-    for name, line in COMMANDS.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    fake_commands(tmp_path, monkeypatch, **COMMANDS)
     run_dir.ledger.append(Submitted(job="7", job_name="run-1"))
     with full_disk():
         assert main(["cancel", str(run_dir.path)]) == 0
@@ -185,27 +183,16 @@ def canceled(tmp_path: Path) -> RunDir:
     there.ledger.append(Submitted(job="1", job_name="run-1"))
     time.sleep(0.002)  # the ledger's times are milliseconds
     there.ledger.append(Canceled(job="1"))
-    script = render(
-        Job(
-            name="run-1",
-            run_dir=there.path,
-            code=there.path / "slurm" / "code",
-            python="python",
-            nodes=NodeRange(1, 1),
-            cluster=ClusterConfig(ranks_per_node=1),
-            attempts_without_progress=3,
-        )
-    )
+    cluster = ClusterConfig(ranks_per_node=1)
+    script = render(job_of(there.path, cluster))
     assert is_script_of(script, there.path)
     snapshot = Snapshot(there.path)
-    snapshot.take_settings(RunConfig(), ClusterConfig(ranks_per_node=1))
+    snapshot.take_settings(RunConfig(), cluster)
     snapshot.script.write_text(script)
     return there
 
 
-SQUEUE = """#!/bin/bash
-[ "$NAME $7" = "other --name" ] || echo "1|1|N/A|COMPLETING|None||N/A|$NAME"
-"""
+SQUEUE = '[ "$NAME $7" = "other --name" ] || echo "1|1|N/A|COMPLETING|None||N/A|$NAME"'
 
 
 @pytest.mark.parametrize(
@@ -220,10 +207,7 @@ def test_a_run_is_not_resumed_while_its_job_is_ending_but_while_one_of_its_numbe
     canceled, tmp_path, monkeypatch, capsys, name, is_trained, status, said
 ):
     """Also a run that has made its last step and has not saved it."""
-    for program, text in (("squeue", SQUEUE), ("sbatch", "#!/bin/bash\necho 2\n")):
-        (tmp_path / program).write_text(text)
-        (tmp_path / program).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    fake_commands(tmp_path, monkeypatch, squeue=SQUEUE, sbatch="echo 2")
     monkeypatch.setenv("NAME", name)
     if is_trained:
         steps = canceled.config.optim.steps

@@ -26,6 +26,7 @@ from pretrain.costs.cluster import (
 )
 from pretrain.costs.devices import DEVICES, USABLE
 from pretrain.costs.memory import Footprint
+from tests.helpers.jobs import job_of
 
 CLUSTERS = sorted((Path(__file__).parents[3] / "configs" / "clusters").glob("*.yaml"))
 CPU = ClusterConfig(ranks_per_node=2)
@@ -41,15 +42,7 @@ def run_config(lanes: int = 16, **settings) -> RunConfig:
 
 
 def job(cluster: ClusterConfig = CPU, nodes: NodeRange = TWO) -> Job:
-    return Job(
-        name="books-12345678",
-        run_dir=Path("/shared/my runs/books"),
-        code=Path("/shared/my runs/books/slurm/code"),
-        python="/opt/python",
-        nodes=nodes,
-        cluster=cluster,
-        attempts_without_progress=3,
-    )
+    return job_of(Path("/shared/my runs/books"), cluster, nodes)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +173,7 @@ def test_the_script_asks_for_what_the_cluster_file_says_and_hands_over_to_the_su
     assert 'export NOTE="two words"' in lines
     assert shlex.split(lines[-1])[:5] == [
         "exec",
-        "/opt/python",
+        "/bin/echo",
         "/shared/my runs/books/slurm/code",
         "launcher.slurm.batch_process",
         "/shared/my runs/books",
@@ -323,10 +316,3 @@ def test_of_several_partitions_one_has_to_fit_and_all_have_to_exist():
         check_request(both, NodeRange(5, 5), PARTITIONS)
     with pytest.raises(ConfigError, match="partition 'lost' is unknown"):
         check_request(dataclasses.replace(CPU, partition="main,lost"), TWO, PARTITIONS)
-
-
-def test_a_request_that_fits_goes_through():
-    check_request(CPU, NodeRange(4, 8), PARTITIONS)
-    check_request(
-        dataclasses.replace(GPU, partition="short", time_limit="30:00"), NodeRange(2, 2), PARTITIONS
-    )

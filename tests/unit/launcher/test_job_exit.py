@@ -1,18 +1,20 @@
 from __future__ import annotations
 
-import os
 import signal
 from dataclasses import replace
 
 import pytest
 
 from launcher.infer_status import last_turn
-from launcher.restart_policy import no_rank_started, node_to_exclude, past_attempts
+from launcher.restart_policy import (
+    attempts_without_progress,
+    no_rank_started,
+    node_to_exclude,
+)
 from launcher.run_state import read_state
 from launcher.slurm.job_exit import (
     JobEnding,
     JobExit,
-    ThisJob,
     ending_of,
     excluded_nodes,
     is_allocated,
@@ -24,7 +26,6 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.events import (
     AttemptEnded,
-    AttemptReason,
     JobEnded,
     JobEndReason,
     JobStarted,
@@ -40,6 +41,7 @@ from pretrain.rundir.events import (
 from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.full_disk import full_disk
+from tests.helpers.jobs import THIS_JOB, attempt_ended, fake_commands
 
 PREEMPT_TIME = {"PreemptTime": "2026-11-21T07:57:06"}
 RUNNING = {"JobState": "RUNNING", "Reason": "None", "PreemptTime": "None", "Restarts": "2"}
@@ -121,16 +123,8 @@ def ended(job: str, reason: JobEndReason, requeued: bool = False, **more) -> Job
 def attempt(
     job: str, then: NextAction, before: int, after: int, first: int | None = None
 ) -> AttemptEnded:
-    return AttemptEnded(
-        attempt_number=0,
-        job=job,
-        statuses=(-9, 1, 1, 1),
-        reason=AttemptReason.RANK_FAILED,
-        next=then,
-        first_failure=first,
-        step_before=before,
-        step=after,
-    )
+    more = {"job": job, "first_failure": first, "step_before": before, "step": after}
+    return attempt_ended(then, statuses=(-9, 1, 1, 1), **more)
 
 
 RETRY = NextAction.RETRY
@@ -149,28 +143,28 @@ def test_attempts_of_former_starts_count_unless_they_were_asked_to_stop():
         ended("7", JobEndReason.FIRST_NODE_LOST, requeued=True, step_before=80, step=80),
         started("7", 2, 80),
     ]
-    attempts = past_attempts(ledger, "7")
-    assert [(each.step_before, each.step_after) for each in attempts] == [(0, 50), (80, 80)]
-    assert [each.made_progress for each in attempts] == [True, False]
+    assert attempts_without_progress(ledger, "7") == 1
+    failed = replace(attempt("7", RETRY, 80, 80), without_progress=2)
+    assert attempts_without_progress([*ledger, failed], "7") == 2
+    gained = replace(ledger[-2], step=90)
+    assert attempts_without_progress([*ledger, failed, gained], "7") == 0
 
 
 def test_a_supervisor_killed_in_this_start_of_the_job_is_told_from_one_lost_with_its_node(tmp_path):
     run_dir = RunDir.create(tmp_path / "run", RunConfig())
     run_dir.ledger.append(started("7", 0, 40))
-    this = ThisJob(id="7", number=7, restart=0, nodes=("n1",))
     for restart in (0, 1):
-        begin(replace(this, restart=restart), run_dir)
+        begin(replace(THIS_JOB, restart=restart), run_dir)
     _, killed, again, lost, now = run_dir.ledger.read()
     assert killed == SupervisorKilled(job="7", restart=0, step_before=40, step=0)
     assert isinstance(lost, JobEnded)
     assert (lost.restart, lost.reason) == (0, JobEndReason.FIRST_NODE_LOST)
     assert [start.restart for start in (again, now) if isinstance(start, JobStarted)] == [0, 1]
-    attempts = past_attempts(run_dir.ledger.read(), "7")
-    assert [each.made_progress for each in attempts] == [False, False]
+    assert attempts_without_progress(run_dir.ledger.read(), "7") == 2
 
 
 def test_a_start_of_the_job_whose_end_is_written_is_not_begun_again():
-    this = ThisJob(id="7", number=7, restart=1, nodes=("n1",))
+    this = replace(THIS_JOB, restart=1)
     before = ended("7", PREEMPTED, requeued=True)
     assert end_of_start([started("7"), before, started("7", 1)], this) is None
     now = replace(before, restart=1)
@@ -262,27 +256,21 @@ def test_what_ranks_write_after_the_end_of_their_job_is_no_turn_of_the_run():
     assert last_turn(trains) is trains[-1], "a later start of the same number"
 
 
-SCONTROL = """#!/bin/bash
-: > "$0.$1"
+SCONTROL = """: > "$0.$1"
 if [ "$1 $ANSWER" = "requeue denied" ]; then echo "Access/permission denied" >&2; exit 1; fi
 echo "JobId=7 JobState=RUNNING Reason=None PreemptTime=None Restarts=0 Requeue=1"
 """
 
 
-HELD = """#!/bin/bash
-if [ $(basename $0) = sinfo ]; then echo "n1|none"; echo "n2|Prolog error"; exit; fi
+HELD = """if [ $(basename $0) = sinfo ]; then echo "n1|none"; echo "n2|Prolog error"; exit; fi
 echo "JobId=7 JobState=PENDING Reason=launch_failed_requeued_held Restarts=1"
 """
 
 
 def test_a_job_that_slurm_holds_after_a_prolog_names_the_node(tmp_path, monkeypatch):
-    for name in "scontrol", "sinfo":
-        (tmp_path / name).write_text(HELD)
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    fake_commands(tmp_path, monkeypatch, scontrol=HELD, sinfo=HELD)
     run_dir = RunDir.create(tmp_path / "run", RunConfig())
-    this = ThisJob(id="7", number=7, restart=0, nodes=("n1", "n2"))
-    job_exit = JobExit(this, run_dir.path, StopSignals(), most_futile=3)
+    job_exit = JobExit(THIS_JOB, run_dir.path, StopSignals(), most_futile=3)
     assert not job_exit.is_allocated()
     job_exit.finish(EXIT_STOPPED)
     state = read_state(run_dir.path)
@@ -294,18 +282,14 @@ def test_a_job_that_is_to_stop_is_requeued_although_nothing_can_be_written(
     tmp_path, monkeypatch, caplog, answer
 ):
     monkeypatch.setenv("ANSWER", answer)
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(SCONTROL)
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    fake_commands(tmp_path, monkeypatch, scontrol=SCONTROL)
     run_dir = RunDir.create(tmp_path / "run", RunConfig())
     run_dir.ledger.append(started("7"))
     with open(run_dir.ledger.path, "a") as ledger:
         ledger.write(" " * 4096 + "\n")
     stop = StopSignals()
     stop.requests, stop.received = 1, [int(signal.SIGUSR1)]  # ahead of the time limit
-    this = ThisJob(id="7", number=7, restart=0, nodes=("n1",))
-    job_exit = JobExit(this, run_dir.path, stop, most_futile=3)
+    job_exit = JobExit(THIS_JOB, run_dir.path, stop, most_futile=3)
     patient = RunDir(run_dir.path, stop.patience(600, job_exit.poll))
     with run_dir.locked("launcher"), full_disk(4096):
         with pytest.raises(StopWhileWaiting):
@@ -314,7 +298,6 @@ def test_a_job_that_is_to_stop_is_requeued_although_nothing_can_be_written(
     assert (tmp_path / "scontrol.requeue").exists()
     missing = [each for each in caplog.messages if "the job's end is not in the ledger: " in each]
     assert len(missing) == (2 if answer == "denied" else 1)
-    this = replace(this, restart=1)
-    begin(this, run_dir)
+    begin(replace(THIS_JOB, restart=1), run_dir)
     ends = [event for event in run_dir.ledger.read() if isinstance(event, JobEnded)]
     assert [end.reason for end in ends] == [JobEndReason.FIRST_NODE_LOST], "nobody can tell"

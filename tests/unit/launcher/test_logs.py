@@ -10,11 +10,10 @@ import pytest
 
 from launcher.cli import main
 from launcher.error_lines import error_lines
-from launcher.infer_status import State
-from launcher.run_state import RunState
 from pretrain.config.run import RunConfig
-from pretrain.rundir.events import AttemptEnded, AttemptReason, NextAction
+from pretrain.rundir.events import NextAction
 from pretrain.rundir.run_dir import AttemptFiles, RunDir
+from tests.helpers.jobs import attempt_ended
 from tests.helpers.memory_limit import memory_limit
 
 TRACEBACK = """Traceback (most recent call last):
@@ -60,23 +59,11 @@ def test_errors_are_shown_with_their_tracebacks_for_all_ranks_and_the_job(run_di
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def ended(attempt: int, first_failure: int | None, then: NextAction) -> AttemptEnded:
-    return AttemptEnded(
-        attempt_number=attempt,
-        statuses=(1, 1),
-        first_failure=first_failure,
-        step_before=0,
-        step=0,
-        reason=AttemptReason.RANK_FAILED,
-        next=then,
-    )
-
-
 def test_the_rank_that_failed_first_is_shown_first_then_srun_and_the_job(run_dir, capsys):
     (run_dir.logs / "attempt-10/rank-0.log").write_text("ConnectionError: peer gone\n")
     (run_dir.logs / "attempt-10/srun.log").write_text("srun: error: n1: task 1: Exited\n")
     (run_dir.logs / "slurm-17.log").write_text("slurmstepd: error: killed\n")
-    run_dir.ledger.append(ended(10, 1, NextAction.RETRY))
+    run_dir.ledger.append(attempt_ended(attempt_number=10))
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
     marks = [line.split("]")[0][1:] for line in capsys.readouterr().out.splitlines()]
     assert list(dict.fromkeys(marks)) == ["rank 1", "srun", "job", "rank 0"]
@@ -107,22 +94,9 @@ def test_what_the_batch_script_says_before_its_supervisor_starts_is_shown(run_di
     assert "[job] /spool/script: line 9: module: command not found" in capsys.readouterr().out
     log.write_text("the licence server said no\n")
     (run_dir.logs / "attempt-10/rank-1.log").write_text("fine\n")
-    run_dir.ledger.append(ended(10, None, NextAction.GIVE_UP))
+    run_dir.ledger.append(attempt_ended(NextAction.GIVE_UP, attempt_number=10))
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
     assert capsys.readouterr().out == "[job] the licence server said no\n"
-
-
-def test_a_job_that_could_write_no_line_is_said_to_have_written_none(tmp_path, monkeypatch, capsys):
-    failed = RunState(name="books", path=str(tmp_path), state=State.FAILED)
-    monkeypatch.setattr("launcher.commands.logs.read_states", lambda paths: [failed])
-    (tmp_path / "logs").mkdir()
-    for log in (None, tmp_path / "logs/slurm-17.log"):
-        if log:
-            log.touch()  # on a full disk it was made, but took no byte
-        assert main(["logs", str(tmp_path), "--errors"]) == 0
-        said = capsys.readouterr().out
-        assert said.startswith("the job could not write a line: its disk was full, or its node")
-        assert said.count("\n") == 1
 
 
 def test_the_last_collectives_of_ranks_that_hung_are_named(run_dir, capsys):
@@ -203,21 +177,10 @@ def test_following_prints_what_comes_goes_over_to_the_next_attempt_and_ends_with
     (run_dir.logs / "attempt-11/rank-0.log").write_text("step 5\n")
     assert follower.stdout.readline() == "--- attempt 11\n"
     assert follower.stdout.readline() == "step 5\n"
-    run_dir.ledger.append(
-        AttemptEnded(
-            attempt_number=11,
-            statuses=(1,),
-            step_before=0,
-            step=0,
-            reason=AttemptReason.RANK_FAILED,
-            next=NextAction.GIVE_UP,
-            without_progress=3,
-        )
-    )
+    run_dir.ledger.append(attempt_ended(NextAction.GIVE_UP, without_progress=3))
     holder.communicate(b"\n")
     output, _ = follower.communicate()
-    reason = "rank 0 exited with status 1; 3 attempts in a row brought no checkpoint beyond step 0"
-    assert output == f"--- the run is failed: {reason}\n"
+    assert output.startswith("--- the run is failed: rank 1 was killed by SIGKILL; 3 attempts")
     assert follower.returncode == 0
 
 

@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 
 from launcher.restart_policy import (
-    AttemptResult,
     RestartPolicy,
-    attempts_without_progress,
     decide,
+    delay_after,
     refusal_of_futile_starts,
     unresponsive_rank,
 )
-from launcher.slurm.job_exit import JobEnding, JobExit, ThisJob
+from launcher.slurm.job_exit import JobEnding, JobExit
 from launcher.supervisor import StopSignals
 from pretrain.rundir.events import (
     AttemptReason,
@@ -25,72 +24,51 @@ from pretrain.rundir.events import (
     TrainingBegan,
     TrainingEnded,
 )
-from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
+from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
+from tests.helpers.jobs import THIS_JOB
 
 POLICY = RestartPolicy(attempts_without_progress=3, first_delay=1.0, longest_delay=5.0)
 
 
-def attempt(
-    *statuses: int, before: int = 0, after: int = 0, first: int | None = None
-) -> AttemptResult:
-    return AttemptResult(
-        statuses=statuses, step_before=before, step_after=after, first_failure=first
-    )
+@pytest.mark.parametrize(
+    ("statuses", "before", "more", "reason", "action", "count"),
+    [
+        ((0, 0), 0, {}, "finished", "finished", 1),
+        ((0, 0), 0, {"stop_requested": True}, "finished", "finished", 1),
+        ((0, 0), 0, {"is_complete": False}, "unsaved", "retry", 1),
+        ((EXIT_STOPPED, EXIT_STOPPED), 0, {}, "stop_requested", "stopped", 1),
+        ((EXIT_STOPPED, 0), 0, {}, "stop_requested", "stopped", 1),
+        ((-15, -15), 0, {"stop_requested": True}, "stop_requested", "stopped", 1),
+        ((-15, -15), 0, {}, "rank_failed", "retry", 1),
+        ((2, -9), 0, {}, "user_error", "refused", 1),
+        ((1, -9), 1, {}, "rank_failed", "retry", 2),
+        ((-9, -9), 2, {}, "rank_failed", "give_up", 3),
+        ((-14, -9), 2, {}, "hang", "give_up", 3),  # a watchdog's SIGALRM
+        ((-9, -9), 2, {"made_progress": True}, "rank_failed", "retry", 0),
+        ((EXIT_OUT_OF_MEMORY, -9), 2, {}, "out_of_memory", "retry", 2),  # the next needs less
+        ((EXIT_STOPPED, 1), 0, {}, "rank_failed", "retry", 1),
+    ],
+)
+def test_what_follows_from_how_the_ranks_ended(statuses, before, more, reason, action, count):
+    found = decide(statuses, more.pop("made_progress", False), before, POLICY, **more)
+    assert found == (AttemptReason(reason), NextAction(action), count)
 
 
 @pytest.mark.parametrize(
-    ("statuses", "stop_requested", "action"),
+    ("statuses", "policy", "delays"),
     [
-        ((0, 0), False, NextAction.FINISHED),
-        ((0, 0), True, NextAction.FINISHED),
-        ((EXIT_STOPPED, EXIT_STOPPED), False, NextAction.STOPPED),
-        ((EXIT_STOPPED, 0), False, NextAction.STOPPED),
-        ((-15, -15), True, NextAction.STOPPED),
-        ((-15, -15), False, NextAction.RETRY),
-        ((2, 2), False, NextAction.REFUSED),
-        ((2, -9), False, NextAction.REFUSED),
-        ((1, -9), False, NextAction.RETRY),
-        ((-9, -9), False, NextAction.RETRY),
-        ((EXIT_STOPPED, 1), False, NextAction.RETRY),
+        ((-9,), POLICY, [2.0, 4.0, 5.0, 5.0]),
+        # Slurm has longer to recover where it started no rank.
+        ((NEVER_STARTED, NEVER_STARTED), RestartPolicy(), [10.0, 20.0]),
+        ((NEVER_STARTED, 1), RestartPolicy(), [2.0]),
     ],
 )
-def test_what_follows_from_how_the_ranks_ended(statuses, stop_requested, action):
-    assert decide([attempt(*statuses)], POLICY, stop_requested).action is action
-
-
-def test_it_gives_up_after_attempts_in_a_row_without_a_newer_checkpoint():
-    crash = attempt(-9, 1, before=40, after=40, first=1)
-    history = [attempt(-9, -9, before=0, after=40), crash, crash]
-    assert decide(history, POLICY).action is NextAction.RETRY
-    decision = decide([*history, crash], POLICY)
-    assert decision.action is NextAction.GIVE_UP
-    assert decision.reason is AttemptReason.RANK_FAILED
-
-
-def test_progress_forgives_all_attempts_before_it():
-    crash = attempt(-9, before=40, after=40)
-    history = [crash, crash, attempt(-9, before=40, after=50)]
-    assert attempts_without_progress(history) == 0
-    assert decide(history, POLICY).delay == POLICY.first_delay
-
-
-def test_the_delay_doubles_up_to_its_limit():
-    patient = RestartPolicy(attempts_without_progress=100, first_delay=1.0, longest_delay=5.0)
-    crash = attempt(-9)
-    assert [decide([crash] * count, patient).delay for count in (1, 2, 3, 4)] == [
-        2.0,
-        4.0,
-        5.0,
-        5.0,
-    ]
-
-
-def test_slurm_has_longer_to_recover_where_it_started_no_rank():
-    policy, refused = RestartPolicy(), attempt(NEVER_STARTED, NEVER_STARTED)
-    assert [decide([refused] * count, policy).delay for count in (1, 2)] == [10.0, 20.0]
-    assert decide([attempt(NEVER_STARTED, 1)], policy).delay == 2.0
+def test_the_delay_doubles_up_to_its_limit(statuses, policy, delays):
+    counts = range(1, len(delays) + 1)
+    assert [delay_after(statuses, count, policy) for count in counts] == delays
+    assert delay_after((EXIT_OUT_OF_MEMORY, -9), 2, policy) == 0.0
 
 
 def cut(number: int, trained: float, starting: float = 50.0, steps: int = 1) -> list[Event]:
@@ -155,8 +133,7 @@ def test_a_job_whose_starts_are_futile_is_not_requeued_and_the_ledger_says_why(
         now[0] = event.time
         run_dir.ledger.append(event)
     publish_step(run_dir.checkpoints, 21)
-    job = ThisJob(id="7", number=7, restart=2, nodes=("n1",))
-    job_exit = JobExit(job, run_dir.path, StopSignals(), most_futile=3)
+    job_exit = JobExit(replace(THIS_JOB, restart=2), run_dir.path, StopSignals(), most_futile=3)
     # To requeue the job would fail: there is no Slurm here.
     job_exit._end(JobEnding(JobEndReason.TIME_LIMIT_NEAR, requeue=True))
     ended = run_dir.ledger.read()[-1]
@@ -166,9 +143,5 @@ def test_a_job_whose_starts_are_futile_is_not_requeued_and_the_ledger_says_why(
 
 
 def test_only_the_one_rank_that_had_to_be_killed_made_an_attempt_hang():
-    assert decide([attempt(-14, -9)], POLICY).reason is AttemptReason.HANG, "a watchdog's SIGALRM"
-    assert [unresponsive_rank(statuses) for statuses in ((1, -9, 1), (1, 1), (-9, -9))] == [
-        1,
-        None,
-        None,
-    ]
+    for statuses, rank in (((1, -9, 1), 1), ((1, 1), None), ((-9, -9), None)):
+        assert unresponsive_rank(statuses) == rank

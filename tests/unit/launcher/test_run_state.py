@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import shutil
 import socket
@@ -18,7 +17,6 @@ from launcher.run_state import read_state
 from pretrain.checkpoint.directory import step_directory
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import (
-    AttemptEnded,
     AttemptReason,
     Canceled,
     Event,
@@ -38,25 +36,10 @@ from pretrain.rundir.lock import Lock
 from pretrain.rundir.metrics_file import MetricsSummary
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
+from tests.helpers.jobs import attempt_ended, write_ledger
 from tests.helpers.metrics import train_line
 
 NOW = 1_700_000_000.0
-
-
-def attempt_ended(
-    then: NextAction, reason: AttemptReason = AttemptReason.RANK_FAILED, step: int = 40
-) -> AttemptEnded:
-    return AttemptEnded(
-        time=NOW,
-        attempt_number=0,
-        statuses=(1, -9),
-        first_failure=1,
-        step_before=step,
-        step=step,
-        reason=reason,
-        next=then,
-        without_progress=3,
-    )
 
 
 def beat(
@@ -89,12 +72,12 @@ def seen(*ledger: Event, beats=(), locks=(), checkpoint=None, steps=100, metrics
 HELD = Lock(pid=1, holder="train", hostname="here", since=NOW - 100, is_held=True)
 LEFT = replace(HELD, is_held=False)
 KILLED = "rank 1 was killed by SIGKILL"
-RETRY = attempt_ended(NextAction.RETRY)
-GIVEN_UP = attempt_ended(NextAction.GIVE_UP)
+RETRY = attempt_ended(time=NOW, step=40, without_progress=3)
+GIVEN_UP = replace(RETRY, next=NextAction.GIVE_UP)
 START = TrainingBegan(time=NOW - 100, step=0, world_size=2)
 EARLIER = replace(START, time=NOW - 200)
-REFUSED = attempt_ended(NextAction.REFUSED, AttemptReason.USER_ERROR)
-STOPPED = attempt_ended(NextAction.STOPPED, AttemptReason.STOP_REQUESTED, step=1200)
+REFUSED = replace(RETRY, next=NextAction.REFUSED, reason=AttemptReason.USER_ERROR)
+STOPPED = replace(RETRY, next=NextAction.STOPPED, reason=AttemptReason.STOP_REQUESTED, step=1200)
 GAVE_UP = GaveUp(time=NOW - 1, spike=Spike(8, 9, 9.0, 3.0))
 JOB_STARTED = JobStarted(time=NOW + 1, job="17", restart=1, nodes=("n1", "n2"), step=40)
 SUBMITTED = Submitted(time=NOW + 1, job="17")
@@ -237,45 +220,12 @@ def test_goodput_counts_waiting_after_failures_but_not_time_stopped_on_request_o
     assert seen().time_spent(is_running=False) is None
 
 
-def test_the_time_from_the_launchers_start_to_the_first_event_is_a_start():
-    metrics = MetricsSummary(seconds=30.0)
-    began = replace(START, time=NOW - 45, start_seconds=15.0)
-    spent = seen(began, metrics=metrics).time_spent(True)
-    assert spent is not None
-    assert (spent.total, spent.restarts) == (pytest.approx(60), pytest.approx(30))
-    again = replace(began, time=NOW - 10, start_seconds=15.0)  # within the same 60 s: a crash
-    spent = seen(began, RETRY, again, metrics=metrics).time_spent(True)
-    assert spent is not None
-    assert spent.total == pytest.approx(60)
-
-
 def test_goodput_falls_while_no_step_is_made_by_the_clock_of_the_runs_own_host():
     metrics = MetricsSummary(seconds=30.0)
     begun = replace(START, time=NOW - 660)  # our clock is ten minutes ahead
     alive = seen(begun, beats=[beat(630, since_written=600)], metrics=metrics)
     alive = replace(alive, checkpoint_time=NOW)  # by the clock of the file server
     assert goodput_of(alive, is_running=True) == pytest.approx(0.5)
-
-
-def test_an_evaluation_in_progress_is_no_restart():
-    metrics, began = MetricsSummary(seconds=30.0), replace(START, time=NOW - 50)
-    running = seen(began, beats=[beat(20, phase="evaluate", since_written=0)], metrics=metrics)
-    spent = running.time_spent(True)
-    assert spent is not None
-    assert (spent.evaluation, spent.restarts) == (pytest.approx(20), pytest.approx(0))
-
-
-def test_an_evaluation_lasts_since_the_interval_before_it_not_since_its_latest_batch():
-    began, beats = replace(START, time=NOW - 50), [beat(1, phase="evaluate", since_written=0)]
-    metrics = MetricsSummary(seconds=30.0, time=NOW - 20)
-    spent = seen(began, beats=beats, metrics=metrics).time_spent(True)
-    assert spent is not None
-    assert (spent.evaluation, spent.restarts) == (pytest.approx(20), pytest.approx(0))
-    line = {"kind": "evaluation", "step": beats[0].step, "seconds": 20.0}
-    written = replace(metrics, evaluation=line, evaluation_seconds=20.0)
-    spent = seen(began, beats=beats, metrics=written).time_spent(True)
-    assert spent is not None
-    assert (spent.evaluation, spent.restarts) == (pytest.approx(20), pytest.approx(0))
 
 
 def test_the_time_of_a_run_is_told_apart_and_adds_up():
@@ -304,7 +254,7 @@ def test_the_time_of_a_run_is_told_apart_and_adds_up():
 
 def test_a_directory_is_read_as_a_whole(run_dir):
     run_dir.ledger.append(TrainingBegan(step=0, world_size=2))
-    run_dir.ledger.append(attempt_ended(NextAction.RETRY, step=10))
+    run_dir.ledger.append(attempt_ended())
     run_dir.ledger.append(TrainingBegan(step=10, world_size=2))
     line = train_line(12, 3.5, train_loss=3.25, tokens_per_second=1e3, seconds=1e-3)
     run_dir.metrics.write_text(json.dumps(line) + "\n")
@@ -327,18 +277,6 @@ def run_dir(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path / "run", RunConfig(name="books"))
 
 
-def write_ledger(run_dir: RunDir, *events: tuple[Event, float]) -> None:
-    """Write the events, each so many seconds ago."""
-    now, lines = time.time(), []
-    for event, seconds_ago in events:
-        run_dir.ledger.append(event)
-        when = datetime.datetime.fromtimestamp(now - seconds_ago, datetime.timezone.utc)
-        tree = {**json.loads(run_dir.ledger.path.read_text()), "time": when.isoformat()}
-        lines.append(json.dumps(tree) + "\n")
-        run_dir.ledger.path.unlink()
-    run_dir.ledger.path.write_text("".join(lines))
-
-
 def test_what_is_saved_is_what_checkpoints_say_not_measurements(run_dir):
     interval = run_dir.config.checkpoint.interval
     run_dir.ledger.append(TrainingBegan(step=0, world_size=2))
@@ -355,14 +293,15 @@ def test_what_is_saved_is_what_checkpoints_say_not_measurements(run_dir):
 def test_times_of_clocks_that_differ_make_no_negative_or_absurd_durations(run_dir, caplog):
     line = train_line(5, tokens_per_second=1.0, seconds=40.0)
     run_dir.metrics.write_text(json.dumps(line) + "\n")
-    write_ledger(
-        run_dir,
+    now = time.time()
+    events = (
         (GaveUp(spike=Spike(8, 9, 9.0, 3.0)), 110),
         (TrainingBegan(step=0, world_size=2), 100),
-        (attempt_ended(NextAction.RETRY, step=4), 5000),  # a clock behind
+        (attempt_ended(), 5000),  # a clock behind
         (TrainingBegan(step=4, world_size=2), 60),
-        (attempt_ended(NextAction.GIVE_UP, step=4), -86400),  # a clock ahead
+        (attempt_ended(NextAction.GIVE_UP), -86400),  # a clock ahead
     )
+    write_ledger(run_dir, *(replace(event, time=now - ago) for event, ago in events))
     state = read_state(run_dir.path)
     assert state.results.goodput == pytest.approx(0.4, abs=0.02)
     assert state.last_failure_age == pytest.approx(0, abs=30)

@@ -17,6 +17,7 @@ from launcher.slurm import client as slurm
 from launcher.slurm.job_checks import check_request
 from launcher.slurm.sbatch import Job, quote, render, render_array
 from pretrain.costs.cluster import ClusterConfig, NodeRange, load_cluster
+from tests.helpers.jobs import job_of
 
 CPU = ClusterConfig(ranks_per_node=2)
 # What bash, and sbatch in its #SBATCH lines, give a meaning to; and any other character.
@@ -30,15 +31,7 @@ TEXTS = st.text(
 
 
 def job(run_dir: Path, cluster: ClusterConfig = CPU, python: str = "/bin/echo") -> Job:
-    return Job(
-        name="books-12345678",
-        run_dir=run_dir,
-        code=run_dir / "slurm" / "code",
-        python=python,
-        nodes=NodeRange(2, 2),
-        cluster=cluster,
-        attempts_without_progress=3,
-    )
+    return job_of(run_dir, cluster, python=python)
 
 
 def run_script(script: str, python: Path, **variables: str) -> list[str]:
@@ -163,15 +156,7 @@ def test_variables_that_only_sound_like_secrets_are_taken():
     assert replace(CPU, environment=dict.fromkeys(names, "1")).environment
 
 
-JOB = Job(
-    name="grid-1a2b",
-    run_dir=Path("/runs/grid/slurm/grid-1a2b"),
-    code=Path("/runs/grid/slurm/grid-1a2b/code"),
-    python="/bin/echo",
-    nodes=NodeRange(1, 1),
-    cluster=ClusterConfig(ranks_per_node=2),
-    attempts_without_progress=3,
-)
+JOB = job_of(Path("/runs/grid"), CPU, NodeRange(1, 1))
 
 
 def test_a_task_of_an_array_runs_its_own_cell_which_has_a_link_to_its_log(tmp_path):

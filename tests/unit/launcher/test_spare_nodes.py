@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from foundation.errors import ConfigError
-from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.lost_nodes import (
     FirstNodeGuard,
     JobNodes,
@@ -21,17 +18,15 @@ from launcher.slurm.lost_nodes import (
 from pretrain.config.data import DataConfig
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import (
-    AttemptEnded,
-    AttemptReason,
     JobEnded,
     JobEndReason,
     JobStarted,
-    NextAction,
     NodeReplaced,
     ReplacedBecause,
     SupervisorKilled,
 )
 from pretrain.rundir.lock import StaleAttempt
+from tests.helpers.jobs import THIS_JOB, attempt_ended, fake_commands, until
 
 THREE = JobNodes(("n1", "n2"), ("n3",))
 
@@ -76,7 +71,7 @@ def test_a_supervisor_after_one_that_was_killed_leaves_out_the_nodes_replaced_in
         reason = ReplacedBecause.RANKS_FAILED
         return NodeReplaced(job=job, node=node, spare="n3", reason=reason)
 
-    job = ThisJob(id="7", number=7, restart=1, nodes=("n1", "n2", "n3"))
+    job = replace(THIS_JOB, restart=1)
     killed = SupervisorKilled(job="7", restart=1, step_before=0, step=0)
     former = [started(0), replaced("n1")]
     assert replaced_nodes([*former, started(1)], job) == []
@@ -91,17 +86,9 @@ def test_a_start_after_a_lost_node_uses_no_number_of_an_old_step():
     def ended(reason: JobEndReason, restart: int = 0) -> JobEnded:
         return JobEnded(job="7", restart=restart, reason=reason, requeued=True)
 
-    failed = AttemptEnded(
-        attempt_number=0,
-        statuses=(1,),
-        step_before=0,
-        step=0,
-        reason=AttemptReason.RANK_FAILED,
-        next=NextAction.RETRY,
-        job="7",
-    )
+    failed = attempt_ended(job="7")
     replaced = NodeReplaced(job="7", node="n2", spare="n3", reason=ReplacedBecause.NODE_FAILED)
-    job = ThisJob(id="7", number=7, restart=1, nodes=("n1", "n2"))
+    job = replace(THIS_JOB, restart=1)
     lost, limit = ended(JobEndReason.FIRST_NODE_LOST), ended(JobEndReason.TIME_LIMIT)
     assert num_old_steps([started(0)], replace(job, restart=0)) == 0
     assert num_old_steps([started(0), failed, limit, started(1)], job) == 0
@@ -116,22 +103,17 @@ def test_a_start_after_a_lost_node_uses_no_number_of_an_old_step():
     assert num_old_steps([started(0), failed, lost, *again], replace(job, restart=2)) == 30
 
 
-SRUN = """#!/bin/bash
-echo "$@" >> "$0.started"
-exec sleep 60
-"""
+SRUN = 'echo "$@" >> "$0.started"; exec sleep 60'
 
 
 def test_the_guard_of_the_first_node_starts_again_on_another_node_when_it_ends(
     tmp_path, monkeypatch
 ):
-    (tmp_path / "srun").write_text(SRUN)
-    (tmp_path / "srun").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    fake_commands(tmp_path, monkeypatch, srun=SRUN)
     monkeypatch.setattr("launcher.slurm.lost_nodes._RESTART_SECONDS", 0.0)
     started = tmp_path / "srun.started"
     started.touch()
-    job = ThisJob(id="7", number=7, restart=0, nodes=("n1", "n2", "n3"))
+    job = replace(THIS_JOB, nodes=("n1", "n2", "n3"))
     with FirstNodeGuard(job, is_needed=True) as guard:
         for count, node in enumerate(("n3", "n2", "n3"), start=1):
             until(lambda count=count: len(started.read_text().splitlines()) == count)
@@ -145,9 +127,7 @@ def test_the_guard_of_the_first_node_starts_again_on_another_node_when_it_ends(
 def test_empty_steps_are_awaited_while_slurm_is_listened_to_and_end_with_what_that_raises(
     tmp_path, monkeypatch
 ):
-    (tmp_path / "srun").write_text(SRUN.replace("$@", "$$ $@"))
-    (tmp_path / "srun").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    fake_commands(tmp_path, monkeypatch, srun=SRUN.replace("$@", "$$ $@"))
     started = tmp_path / "srun.started"
     started.touch()
 
@@ -155,7 +135,7 @@ def test_empty_steps_are_awaited_while_slurm_is_listened_to_and_end_with_what_th
         if len(started.read_text().splitlines()) == 12:
             raise StaleAttempt("a newer attempt")
 
-    job = ThisJob(id="7", number=7, restart=1, nodes=("n1", "n2"))
+    job = replace(THIS_JOB, restart=1)
     lost = JobEnded(job="7", restart=0, reason=JobEndReason.FIRST_NODE_LOST, requeued=True)
     ledger = [JobStarted(job="7", restart=n, nodes=job.nodes, step=0) for n in range(2)]
     with pytest.raises(StaleAttempt):
@@ -173,10 +153,3 @@ def test_nodes_of_which_no_number_divides_the_lanes_are_refused_with_what_does_n
     text = "data.lanes=5 does not divide over 6 ranks; use a multiple of 6 lanes"
     with pytest.raises(ConfigError, match=text):
         first_nodes(config, 6, ("n1", "n2"), num_spare=1)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

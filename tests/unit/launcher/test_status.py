@@ -25,6 +25,7 @@ from pretrain.rundir import heartbeat
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.time_spent import TimeSpent
+from tests.helpers.jobs import fake_commands
 from tests.helpers.owners import give_away
 
 
@@ -348,9 +349,7 @@ def test_accounting_is_asked_only_about_jobs_that_are_forgotten_or_may_have_run_
 def test_a_controller_that_gives_no_answer_about_a_job_does_not_forget_it(tmp_path, monkeypatch):
     said = "Munge encode failed\nslurm_load_jobs error: Protocol authentication error"
     for text in said, "slurm_load_jobs error: Socket closed":
-        (tmp_path / "scontrol").write_text(f"#!/bin/bash\necho '{text}' >&2; exit 1\n")
-        (tmp_path / "scontrol").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        fake_commands(tmp_path, monkeypatch, scontrol=f"echo '{text}' >&2; exit 1")
         with pytest.raises(SlurmUnreachable):
             slurm.details("7")
 
@@ -362,10 +361,7 @@ def test_what_users_write_is_no_field_of_a_job_and_breaks_no_answer(tmp_path, mo
         "   Comment=by policy Requeue=0 Restarts=7\\n Restarts=8\\n   StdOut=/x\\n'",
         "sacct": "echo 'sacct: error: Connection refused' >&2; exit 1",
     }
-    for name, line in answers.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    fake_commands(tmp_path, monkeypatch, **answers)
     ids = ["7", "8,9", "8\n9", "10_2"]
     (job,) = slurm.jobs(ids)
     assert (job.id, job.name) == ("7", "run|1")

@@ -18,13 +18,14 @@ from launcher.cli import main
 from launcher.commands.new_cluster import as_file
 from launcher.slurm.client import Partition
 from launcher.slurm.job_checks import check_request, missing_notes
-from launcher.slurm.sbatch import Job, Snapshot, render, replaced_snapshot
+from launcher.slurm.sbatch import Snapshot, render, replaced_snapshot
 from pretrain.config.data import DataConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import NodeRange, load_cluster
 from pretrain.rundir.events import Outcome, TrainingEnded
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
+from tests.helpers.jobs import job_of
 
 SETTINGS = [
     "model.vocab_size=100",
@@ -248,17 +249,7 @@ def test_the_file_for_a_partition_is_one_that_it_accepts(gpus, cpus, limit, expe
     file.write_text(as_file(partition, file))
     cluster, nodes = load_cluster(file), NodeRange(2, 2)
     check_request(cluster, nodes, [partition])
-    script = render(
-        Job(
-            name="x",
-            run_dir=Path("/runs/x"),
-            code=Path("/runs/x/code"),
-            python="python3",
-            nodes=nodes,
-            cluster=cluster,
-            attempts_without_progress=3,
-        )
-    )
+    script = render(job_of(Path("/runs/x"), cluster, nodes))
     for option in expected:
         assert f"#SBATCH {option}\n" in script
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from foundation.errors import EXIT_INTERRUPTED
 from foundation.retry import Patience
-from launcher.commands.local import change_of_ranks, starter
+from launcher.commands.local import starter
 from launcher.restart_policy import RestartPolicy
 from launcher.run_state import read_state
 from launcher.supervisor import Ranks, StopSignals, supervise
@@ -39,14 +38,6 @@ def run_dir(tmp_path: Path) -> RunDir:
     run_dir = RunDir.create(tmp_path / "run", RunConfig(name="books"))
     run_dir.ledger.append(TrainingBegan(step=0, world_size=1))
     return run_dir
-
-
-def test_a_start_with_another_number_of_ranks_is_noted(run_dir, tmp_path):
-    assert change_of_ranks(run_dir, 1) == ""
-    assert change_of_ranks(RunDir(tmp_path / "new"), 2) == ""
-    run_dir.ledger.append(TrainingBegan(step=0, world_size=2))
-    assert change_of_ranks(run_dir, 2) == ""
-    assert change_of_ranks(run_dir, 1).endswith("resumes on 1 rank and had 2 before (--ranks=2)")
 
 
 def stop_at_the_first_failure(run_dir: RunDir, stop: StopSignals) -> None:
@@ -136,7 +127,7 @@ def test_sigterm_ends_the_wait_for_a_full_disk(run_dir, caplog):
 
     with full_disk(4096), run_dir.locked("launcher"), signal_when(waits, stop):
         status = supervise(patient(run_dir, stop), must_not_start, RestartPolicy(), stop)
-    assert status == EXIT_INTERRUPTED
+    assert status == EXIT_STOPPED
     assert f"{run_dir.path}: File too large; the run waits" in caplog.text
     # the ledger's few bytes still fit
     assert events_of(run_dir.ledger.read(), Interrupted) == [Interrupted(signal="SIGTERM", step=0)]
@@ -155,7 +146,7 @@ def test_a_stop_that_no_ledger_can_take_is_in_the_log(run_dir, caplog):
     run_dir.ledger.path.write_bytes(run_dir.ledger.path.read_bytes() + b" " * 4096 + b"\n")
     with contextlib.ExitStack() as fill, run_dir.locked("launcher"), signal_when(waits, stop):
         status = supervise(patient(run_dir, stop), start, RestartPolicy(), stop)
-    assert status == EXIT_INTERRUPTED
+    assert status == EXIT_STOPPED
     unwritten = [each for each in caplog.messages if each.startswith("not in the ledger")]
     assert len(unwritten) == 2
     assert "attempt 0 ended: rank 0 exited with status 1" in unwritten[0]
@@ -203,9 +194,9 @@ def test_ctrl_c_while_a_failed_run_waits_for_its_next_attempt_is_a_stop(run_dir,
     fails = starter([sys.executable, "-I", "-S", "-c", "raise SystemExit(1)"], 1, run_dir)
     threading.Thread(target=stop_at_the_first_failure, args=(run_dir, stop)).start()
     status = supervise(run_dir, fails, RestartPolicy(first_delay=60.0), stop, job=job)
-    assert status == (EXIT_STOPPED if job else EXIT_INTERRUPTED)
+    assert status == EXIT_STOPPED
     said = caplog.messages[-1]
-    assert said.startswith("stopped before the first checkpoint; nothing was saved")
+    assert said.startswith("stopped on request; nothing was saved")
     assert ("rerun the same command" in said) == (job is None)
     if job is None:
         state = read_state(run_dir.path)
@@ -218,10 +209,8 @@ def test_ctrl_c_before_the_ranks_are_up_promises_no_checkpoint(tmp_path, caplog)
     stop, new = StopSignals(), RunDir(tmp_path / "new")
     stop.requests = 1
     sleeps = starter(["sleep", "60"], 1, new)
-    assert supervise(new, sleeps, RestartPolicy(), stop) == EXIT_INTERRUPTED
-    assert caplog.messages[-1] == (
-        "stopped before the first step; nothing was saved; rerun the same command to start again"
-    )
+    assert supervise(new, sleeps, RestartPolicy(), stop) == EXIT_STOPPED
+    assert caplog.messages[-1].startswith("stopped on request; nothing was saved")
 
 
 # Stands for a rank whose last save waits for storage: the first request to stop it, the second ends

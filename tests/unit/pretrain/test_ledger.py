@@ -12,7 +12,6 @@ import pytest
 from foundation.errors import DataError, UserError
 from foundation.retry import Patience
 from pretrain.rundir.events import (
-    AttemptEnded,
     AttemptReason,
     Canceled,
     GaveUp,
@@ -45,21 +44,13 @@ from pretrain.rundir.ledger import (
     without_refused_jobs,
 )
 from pretrain.rundir.lock import Fence, read_lock
-from pretrain.rundir.metrics_file import read_measurements
+from pretrain.rundir.metrics_file import measurements_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.full_disk import full_disk
+from tests.helpers.jobs import attempt_ended
 
 SPIKE = Spike(13, 15, 9.0, 3.0)
-RETRY = AttemptEnded(
-    attempt_number=3,
-    statuses=(1, -9),
-    first_failure=1,
-    step_before=10,
-    step=10,
-    reason=AttemptReason.RANK_FAILED,
-    next=NextAction.RETRY,
-    without_progress=1,
-)
+RETRY = attempt_ended(attempt_number=3, without_progress=1)
 START, RESUME = TrainingBegan(step=0, world_size=1), TrainingBegan(step=10, world_size=1)
 JOB_STARTED = JobStarted(job="17", restart=0, nodes=("n1",), step=0)
 PREEMPTED = JobEnded(job="17", restart=0, reason=JobEndReason.PREEMPTED, requeued=True)
@@ -180,13 +171,6 @@ def test_an_event_that_an_act_waits_for_outlasts_a_full_disk(tmp_path):
     assert event == TrainingEnded(outcome=Outcome.FINISHED, step=7)
     assert len(waiting) == 1
     assert began - 0.01 < event.time <= waiting[0], "when it happened, not when it was written"
-
-
-def test_without_patience_an_event_that_cannot_be_written_is_an_error_with_its_path(tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    with full_disk(), pytest.raises(OSError, match="File too large") as raised:
-        Ledger(path).append(TrainingEnded(outcome=Outcome.FINISHED, step=7))
-    assert raised.value.filename == str(path)
 
 
 def test_an_event_that_nothing_waits_for_is_logged_where_it_cannot_be_written(tmp_path, caplog):
@@ -373,17 +357,9 @@ def test_a_lock_names_its_holder_and_whether_it_is_still_held(tmp_path):
     assert (foreign.hostname, foreign.is_held) == ("another-host", None)
 
 
-def test_a_lock_that_a_full_disk_does_not_take_names_the_run_directory(tmp_path):
-    with (
-        full_disk(),
-        pytest.raises(OSError, match="File too large") as raised,
-        RunDir(tmp_path).locked("launcher"),
-    ):
-        pass
-    assert raised.value.filename == str(tmp_path)
-
-
-@pytest.mark.parametrize("read", [lambda path: Ledger(path).read(), read_measurements])
+@pytest.mark.parametrize(
+    "read", [lambda path: Ledger(path).read(), lambda path: list(measurements_of(path))]
+)
 def test_a_file_of_holes_is_refused_without_reading_it(tmp_path, read):
     path = tmp_path / "holes.jsonl"
     with open(path, "wb") as file:

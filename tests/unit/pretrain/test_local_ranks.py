@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from pretrain.processes.local_ranks import (
     describe_failure,
     rank_environment,
 )
+from tests.helpers.jobs import until
 
 STOP_ON_TERM = f"""
 import signal, sys, time
@@ -30,13 +30,6 @@ time.sleep(60)
 
 def group_of(code: str, num_ranks: int, logs: Path, **options: bool) -> RankGroup:
     return RankGroup([sys.executable, "-c", code], num_ranks, logs, **options)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def is_running(pid: int) -> bool:
@@ -104,7 +97,7 @@ def test_a_rank_that_saved_and_stopped_does_not_end_the_others(tmp_path):
 
 def test_waiting_too_long_says_so_and_terminate_asks_every_rank(tmp_path):
     with group_of(STOP_ON_TERM, 2, tmp_path) as group:
-        wait_until(lambda: all(log.read_text() == "ready\n" for log in group.logs))
+        until(lambda: all(log.read_text() == "ready\n" for log in group.logs))
         with pytest.raises(TimeoutError, match=r"ranks still run after 0\.1 s"):
             group.wait(timeout=0.1)
         assert group.poll() == [None, None]
@@ -115,18 +108,18 @@ def test_waiting_too_long_says_so_and_terminate_asks_every_rank(tmp_path):
 def test_kill_ends_ranks_and_what_they_started(tmp_path):
     code = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"  # noqa: E501
     with group_of(code, 2, tmp_path) as group:
-        wait_until(lambda: all(log.read_text().endswith("\n") for log in group.logs))
+        until(lambda: all(log.read_text().endswith("\n") for log in group.logs))
         children = [int(log.read_text()) for log in group.logs]
         group.kill()
         assert group.wait() == [-signal.SIGKILL, -signal.SIGKILL]
-        wait_until(lambda: not any(map(is_running, children)))
+        until(lambda: not any(map(is_running, children)))
 
 
 def test_what_a_rank_leaves_behind_ends_with_it(tmp_path):
     code = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
     with group_of(code, 1, tmp_path) as group:
         assert group.wait() == [0]
-        wait_until(lambda: not is_running(int(group.logs[0].read_text())))
+        until(lambda: not is_running(int(group.logs[0].read_text())))
 
 
 def test_an_exception_in_the_block_leaves_no_orphans(tmp_path):
@@ -156,7 +149,7 @@ def test_ranks_die_with_their_parent(tmp_path, number):
     assert all(map(is_running, pids))
     parent.send_signal(number)
     parent.wait()
-    wait_until(lambda: not any(map(is_running, pids)))
+    until(lambda: not any(map(is_running, pids)))
 
 
 def test_rank_zero_may_be_shown_here_too(tmp_path, capfd):
@@ -198,11 +191,6 @@ def test_the_rank_that_knows_what_is_wrong_is_reported_and_no_traceback_of_its_p
         describe_failure(statuses, group.logs, first_failure=_first_hand([0, 1], statuses))
         == "rank 1: http://store/shard-7: found status 403; give access"
     )
-
-
-def test_a_command_that_does_not_exist_is_an_error_at_once(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        RankGroup(["no-such-command-anywhere"], 2, tmp_path)
 
 
 def test_the_rank_that_failed_by_itself_is_the_one_reported(tmp_path):
