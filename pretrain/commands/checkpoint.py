@@ -76,7 +76,7 @@ def run_list(arguments: argparse.Namespace) -> Answer:
         )
         for each in found
     ]
-    table = text_table([("step", "ranks", "tokens", "validation", "MiB"), *rows], left=())
+    table = text_table([("step", "ranks", "tokens", "validation", "MiB"), *rows])
     return Answer(table if rows else _none_in(run_dir), found)
 
 

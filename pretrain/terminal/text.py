@@ -53,18 +53,12 @@ def step_time(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-4 else f"{1e6 * seconds:.3g} us"
 
 
-def text_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Rows, heads first, in aligned columns: those of index `left` flush left, all others flush
-    right.
-    """
-    widths = _widths(rows)
-    flush_left = {index % len(widths) for index in left}
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows, heads first, in aligned columns: the first flush left, all others flush right."""
+    first, *widths = _widths(rows)
     return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index in flush_left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
+        "  ".join([name.ljust(first), *map(str.rjust, cells, widths)]).rstrip()
+        for name, *cells in rows
     )
 
 

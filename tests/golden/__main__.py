@@ -18,7 +18,7 @@ def main(files: Sequence[str]) -> int:
         errors = [result.errors.get(column) for column in COLUMNS]
         cells = ["-" if error is None else f"{error:.1e}" for error in errors]
         rows.append([result.name, *cells, result.verdict])
-    print(text_table(rows, left=(0, -1)))
+    print(text_table(rows))
     supported = [result for result in results if not result.note]
     passed = [result for result in supported if result.verdict == "ok"]
     print(

@@ -28,13 +28,12 @@ def test_names_are_shown_without_the_words_that_all_begin_with(names, shown):
     assert distinguished(names) == shown
 
 
-def test_columns_are_flush_right_except_those_named():
-    assert text_table(ROWS, left=(0, -1)).splitlines() == [
+def test_the_first_column_is_flush_left_and_all_others_are_flush_right():
+    assert text_table(ROWS).splitlines() == [
         "case          loss  verdict",
-        "short         12.5  ok",
-        "a longer one     3  -",
+        "short         12.5       ok",
+        "a longer one     3        -",
     ]
-    assert text_table(ROWS, left=()).splitlines()[1] == "       short  12.5       ok"
 
 
 def test_a_table_wider_than_the_terminal_becomes_several_that_name_their_rows():
