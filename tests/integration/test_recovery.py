@@ -18,12 +18,7 @@ from data_pipeline.cli import main as data_pipeline
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from pretrain.processes.local_ranks import RankGroup, train_command
 from pretrain.recovery.faults import VARIABLE
-from pretrain.rundir.events import (
-    Rewind,
-    Slowdown,
-    TrainingBegan,
-    TrainingEnded,
-)
+from pretrain.rundir.events import Rewind, Slowdown, TrainingBegan, TrainingEnded
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_text, write_jsonl

@@ -117,11 +117,7 @@ def test_a_canceled_run_and_one_that_slurm_may_not_requeue_wait_until_they_are_r
     def state() -> str:
         return json.loads(launcher("status", str(run), "--json"))["state"]
 
-    options = [
-        f"--cluster={cluster}",
-        f"--run-dir={run}",
-        f"optim.steps={5 * STEPS}",
-    ]
+    options = [f"--cluster={cluster}", f"--run-dir={run}", f"optim.steps={5 * STEPS}"]
     launcher("submit", str(folder / "tiny.yaml"), *options)
     until(lambda: len(losses(folder, "alone")) >= 20)
     assert "is canceled" in launcher("cancel", str(run))

@@ -6,19 +6,9 @@ from dataclasses import replace
 import pytest
 
 from launcher.infer_status import last_turn
-from launcher.restart_policy import (
-    attempts_without_progress,
-    no_rank_started,
-    node_to_exclude,
-)
+from launcher.restart_policy import attempts_without_progress, no_rank_started, node_to_exclude
 from launcher.run_state import read_state
-from launcher.slurm.job_exit import (
-    JobEnding,
-    JobExit,
-    ending_of,
-    excluded_nodes,
-    is_allocated,
-)
+from launcher.slurm.job_exit import JobEnding, JobExit, ending_of, excluded_nodes, is_allocated
 from launcher.slurm.job_supervisor import begin, end_of_start, other_jobs
 from launcher.slurm.srun import Step
 from launcher.supervisor import StopSignals, StopWhileWaiting

@@ -40,13 +40,7 @@ FAST, SLOW = 100e6, 20e6
 
 
 def found(rank: int, node: str, matmul: float = 50e9, disk: float | None = 1e9) -> RankMeasurement:
-    return RankMeasurement(
-        rank=rank,
-        node=node,
-        device="CPU",
-        matmul_flops=matmul,
-        disk_bytes=disk,
-    )
+    return RankMeasurement(rank=rank, node=node, device="CPU", matmul_flops=matmul, disk_bytes=disk)
 
 
 def answer_rounds(out: Path, silent: set[int]) -> threading.Thread:

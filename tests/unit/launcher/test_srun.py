@@ -71,10 +71,7 @@ srun: launch/slurm: _step_signal: Terminating StepId=1.3
 
 def in_container(image: str, **settings) -> list[str]:
     cluster = ClusterConfig(
-        gpus_per_node="2",
-        container_image=image,
-        container_mounts=("/data",),
-        **settings,
+        gpus_per_node="2", container_image=image, container_mounts=("/data",), **settings
     )
     step = dataclasses.replace(STEP, cluster=cluster)
     return srun_command(step, ["-m", "launcher.slurm.task"], [Path("/runs/a")], Path("/code"))

@@ -259,10 +259,7 @@ def test_a_comparison_is_a_row_per_run_with_the_settings_that_differ(run, tmp_pa
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
-    [
-        (["report", "nowhere"], "holds no run"),
-        (["report", "{empty}"], "has no measured step yet"),
-    ],
+    [(["report", "nowhere"], "holds no run"), (["report", "{empty}"], "has no measured step yet")],
 )
 def test_what_cannot_be_shown_is_said_in_one_line(run, tmp_path, capsys, arguments, error):
     empty = RunDir.create(tmp_path / "empty", RunConfig()).path

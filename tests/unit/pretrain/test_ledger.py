@@ -36,13 +36,7 @@ from pretrain.rundir.events import (
     TrainingEnded,
 )
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
-from pretrain.rundir.ledger import (
-    EVENTS,
-    Ledger,
-    interruptions,
-    num_attempts,
-    without_refused_jobs,
-)
+from pretrain.rundir.ledger import EVENTS, Ledger, interruptions, num_attempts, without_refused_jobs
 from pretrain.rundir.lock import Fence, read_lock
 from pretrain.rundir.metrics_file import measurements_of
 from pretrain.rundir.run_dir import RunDir
@@ -50,11 +44,17 @@ from tests.helpers.full_disk import full_disk
 from tests.helpers.jobs import attempt_ended
 
 SPIKE = Spike(13, 15, 9.0, 3.0)
+REWIND = Rewind(spike=SPIKE, to_step=10, segments=(12, 25))
+FINISHED = TrainingEnded(outcome=Outcome.FINISHED, step=7)
+OUT_OF_MEMORY = OutOfMemory(rank=0, micro_batch_lanes=4)
 RETRY = attempt_ended(attempt_number=3, without_progress=1)
 START, RESUME = TrainingBegan(step=0, world_size=1), TrainingBegan(step=10, world_size=1)
 JOB_STARTED = JobStarted(job="17", restart=0, nodes=("n1",), step=0)
 PREEMPTED = JobEnded(job="17", restart=0, reason=JobEndReason.PREEMPTED, requeued=True)
 NODE_FAILED = replace(PREEMPTED, reason=JobEndReason.NODE_FAILED, node="n2", requeued=False)
+NODE_LOST = replace(PREEMPTED, reason=JobEndReason.FIRST_NODE_LOST, step=0, step_before=0)
+HALVED = replace(RETRY, reason=AttemptReason.OUT_OF_MEMORY)
+REFUSED = replace(RETRY, next=NextAction.REFUSED)
 REPLACED = NodeReplaced(job="17", node="n2", spare="n3", reason=ReplacedBecause.NODE_FAILED)
 BLAMED = replace(REPLACED, reason=ReplacedBecause.RANKS_FAILED)
 KILLED_SUPERVISOR = SupervisorKilled(job="17", restart=0, step_before=0, step=10)
@@ -66,49 +66,25 @@ EXAMPLES = [
     (START, "started on 1 rank"),
     (RESUME, "resumed from step 10 on 1 rank"),
     (REPLACED, "node n2 failed; spare node n3 used"),
-    (
-        TrainingEnded(outcome=Outcome.STOPPED, step=7, tokens_of_corpora={"a": 3}),
-        "stopped on request after step 7",
-    ),
-    (TrainingEnded(outcome=Outcome.FINISHED, step=7), "finished after step 7"),
+    (replace(FINISHED, outcome=Outcome.STOPPED, tokens_of_corpora={"a": 3}), "stopped on request"),
+    (FINISHED, "finished after step 7"),
     (TrainingEnded(outcome=Outcome.PHASE_FINISHED, step=7), "finished a phase after step 7"),
     (SettingsChanged(changes={"optim.steps": (10, 20)}), "optim.steps 10 -> 20"),
     (OutOfMemory(rank=3, micro_batch_lanes=8), "rank 3 ran out of memory with 8 lanes"),
     (Slowdown(step=4, seconds=20.1, rank=1), "rank 1 stood still for 20 s"),
     (Slowdown(step=4, rank=2, seconds=1.0, ratio=2.25), "rank 2 took 2.2 times as long"),
-    (
-        Rewind(spike=SPIKE, to_step=10, segments=(12, 25)),
-        "rewound to step 10, skipping segments 12 to 24",
-    ),
-    (
-        Rewind(spike=Spike(1, 2), to_step=0, segments=(0, 9)),
-        "steps 1 to 2 were all skipped: rewound to step 0",
-    ),
-    (
-        replace(RESUME, changes={"torch": ("2.11", "2.15"), "GPU": ("A100", "H100")}),
-        "not bitwise from here: torch 2.11 -> 2.15, GPU A100 -> H100",
-    ),
+    (REWIND, "rewound to step 10, skipping segments 12 to 24"),
+    (replace(REWIND, spike=Spike(1, 2)), "steps 1 to 2 were all skipped: rewound to step 10"),
+    (replace(RESUME, changes={"torch": ("2.11", "2.15")}), "not bitwise from here: torch 2.11 ->"),
     (Mirrored(step=9, url="s3://b/x", seconds=1.5), "the checkpoint of step 9 is in s3://b/x"),
-    (
-        Mirrored(step=9, url="s3://b/x", problem="no bucket"),
-        "the checkpoint of step 9 is not in s3://b/x: no bucket",
-    ),
+    (Mirrored(step=9, url="s3://b/x", problem="no bucket"), "is not in s3://b/x: no bucket"),
     (Restored(step=9, url="s3://b/x"), "restored the checkpoint of step 9 from s3://b/x"),
     (GaveUp(spike=SPIKE), "gave up: steps 13 to 15 had losses up to 9.000"),
-    (
-        GaveUp(spike=Spike(1, 30, skipped=29)),
-        "gave up: 29 of the 30 updates of steps 1 to 30 were skipped",
-    ),
+    (GaveUp(spike=Spike(1, 30, skipped=29)), "29 of the 30 updates of steps 1 to 30 were skipped"),
     (RETRY, f"attempt 3 ended: {KILLED}; next: retry"),
     (replace(RETRY, reason=AttemptReason.HANG), "the ranks hung; rank 1 was unresponsive"),
-    (
-        replace(RETRY, next=NextAction.GIVE_UP, without_progress=3),
-        f"{KILLED}; 3 attempts in a row brought no checkpoint beyond step 10",
-    ),
-    (
-        Interrupted(signal="SIGINT", step=10),
-        "stopped by Ctrl-C; the latest checkpoint is of step 10",
-    ),
+    (replace(RETRY, next=NextAction.GIVE_UP, without_progress=3), f"{KILLED}; 3 attempts in a row"),
+    (Interrupted(signal="SIGINT", step=10), "by Ctrl-C; the latest checkpoint is of step 10"),
     (Interrupted(signal="SIGTERM", step=0), "stopped by SIGTERM; nothing is saved"),
     (Submitted(job="17", job_name="books"), "submitted to Slurm as job 17"),
     (Canceled(job="17"), "canceled (job 17)"),
@@ -164,11 +140,9 @@ def test_an_event_that_an_act_waits_for_outlasts_a_full_disk(tmp_path):
             waiting.append(time.time())
             free_space()
 
-        Ledger(path, Patience(60, free_some_space)).append(
-            TrainingEnded(outcome=Outcome.FINISHED, step=7)
-        )
+        Ledger(path, Patience(60, free_some_space)).append(FINISHED)
     (event,) = Ledger(path).read()
-    assert event == TrainingEnded(outcome=Outcome.FINISHED, step=7)
+    assert event == FINISHED
     assert len(waiting) == 1
     assert began - 0.01 < event.time <= waiting[0], "when it happened, not when it was written"
 
@@ -186,7 +160,7 @@ def test_an_event_that_a_full_disk_cuts_short_leaves_the_others_whole(tmp_path):
     ledger.append(START)
     before = ledger.path.read_bytes()
     with full_disk(len(before) + 10), pytest.raises(OSError, match="File too large"):
-        ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=7))
+        ledger.append(FINISHED)
     assert ledger.path.read_bytes() == before
 
 
@@ -196,7 +170,7 @@ def test_an_event_is_appended_through_no_link_and_waits_for_no_pipe(tmp_path, tr
     precious.write_text("mine\n")
     path.symlink_to(precious) if trap == "link" else os.mkfifo(path)
     with pytest.raises(UserError, match=r"is a link|is a pipe"):
-        Ledger(path).append(TrainingEnded(outcome=Outcome.FINISHED, step=7))
+        Ledger(path).append(FINISHED)
     assert precious.read_text() == "mine\n"
 
 
@@ -220,8 +194,8 @@ def test_lines_that_are_not_events_are_skipped_with_one_warning(tmp_path, caplog
     ledger.append(START)
     with open(ledger.path, "ab") as file:
         file.write(damaged)  # without an end of line, as after a crash
-    ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=7))
-    assert ledger.read() == [START, TrainingEnded(outcome=Outcome.FINISHED, step=7)]
+    ledger.append(FINISHED)
+    assert ledger.read() == [START, FINISHED]
     (record,) = caplog.records
     assert record.getMessage().endswith("in line 2")
 
@@ -237,61 +211,22 @@ def test_attempts_are_starts_and_those_that_ended_before_one():
 @pytest.mark.parametrize(
     ("ledger", "is_running", "causes"),
     [
-        ([START, TrainingEnded(outcome=Outcome.FINISHED, step=9)], False, []),
-        ([START, RETRY, RESUME, TrainingEnded(outcome=Outcome.FINISHED, step=9)], False, [KILLED]),
-        ([START, RESUME, TrainingEnded(outcome=Outcome.FINISHED, step=9)], False, [LOST]),
+        ([START, FINISHED], False, []),
+        ([START, RETRY, RESUME, FINISHED], False, [KILLED]),
+        ([START, RESUME, FINISHED], False, [LOST]),
         ([START], True, []),
         ([START], False, [LOST]),
-        ([START, TrainingEnded(outcome=Outcome.PHASE_FINISHED, step=9), RESUME], True, []),
-        ([START, Rewind(spike=SPIKE, to_step=0, segments=(0, 9)), RESUME], True, []),
-        (
-            [START, OutOfMemory(rank=0, micro_batch_lanes=4), RESUME],
-            True,
-            ["rank 0 ran out of memory with 4 lanes per forward pass; the next start halves them"],
-        ),
-        (
-            [
-                START,
-                OutOfMemory(rank=0, micro_batch_lanes=4),
-                replace(RETRY, reason=AttemptReason.OUT_OF_MEMORY),
-                RESUME,
-            ],
-            True,
-            ["out of memory; continuing with half the lanes per forward pass"],
-        ),
-        (
-            [START, GaveUp(spike=SPIKE), replace(RETRY, next=NextAction.REFUSED)],
-            False,
-            ["steps 13 to 15 had losses up to 9.000 where 3.000 was usual"],
-        ),
-        ([JOB_STARTED, START, NODE_FAILED, JOB_STARTED, RESUME], True, ["node n2 failed"]),
-        (
-            [
-                JOB_STARTED,
-                START,
-                replace(PREEMPTED, reason=JobEndReason.FIRST_NODE_LOST, step=0, step_before=0),
-                JOB_STARTED,
-                RESUME,
-            ],
-            True,
-            ["its first node or its storage was lost"],
-        ),
-        (
-            [JOB_STARTED, START, RETRY, REPLACED, RESUME],
-            True,
-            ["node n2 failed; spare node n3 used"],
-        ),
-        (
-            [JOB_STARTED, START, RETRY, BLAMED, RESUME],
-            True,
-            [f"{KILLED}; {BLAMED.description}"],
-        ),
+        ([START, replace(FINISHED, outcome=Outcome.PHASE_FINISHED), RESUME], True, []),
+        ([START, REWIND, RESUME], True, []),
+        ([START, OUT_OF_MEMORY, RESUME], True, [OUT_OF_MEMORY.description]),
+        ([START, OUT_OF_MEMORY, HALVED, RESUME], True, [HALVED.cause]),
+        ([START, GaveUp(spike=SPIKE), REFUSED], False, [str(SPIKE)]),
+        ([JOB_STARTED, START, NODE_FAILED, JOB_STARTED, RESUME], True, [NODE_FAILED.cause]),
+        ([JOB_STARTED, START, NODE_LOST, JOB_STARTED, RESUME], True, [NODE_LOST.cause]),
+        ([JOB_STARTED, START, RETRY, REPLACED, RESUME], True, [REPLACED.description]),
+        ([JOB_STARTED, START, RETRY, BLAMED, RESUME], True, [f"{KILLED}; {BLAMED.description}"]),
         ([JOB_STARTED, START, RETRY, RESUME, REPLACED], True, [KILLED]),
-        (
-            [JOB_STARTED, START, KILLED_SUPERVISOR, JOB_STARTED, RESUME],
-            True,
-            ["its supervisor was killed"],
-        ),
+        ([START, KILLED_SUPERVISOR, JOB_STARTED, RESUME], True, ["its supervisor was killed"]),
         (
             [JOB_STARTED, replace(NODE_FAILED, reason=JobEndReason.FORGOTTEN), JOB_STARTED]
             + [replace(START, attempt=f"{NODE_FAILED.job}.{NODE_FAILED.restart}.0.ab")],
@@ -319,11 +254,7 @@ def test_a_job_that_found_the_run_in_use_leaves_no_events():
     second = [
         JobStarted(job="18", restart=0, nodes=("n3",), step=0),
         JobEnded(
-            job="18",
-            restart=0,
-            reason=JobEndReason.RUN_IN_USE,
-            requeued=False,
-            other_job="17",
+            job="18", restart=0, reason=JobEndReason.RUN_IN_USE, requeued=False, other_job="17"
         ),
     ]
     assert second[1].description == "job 18 ended: job 17 has the run"

@@ -35,13 +35,7 @@ from pretrain.recovery import loss_spikes
 from pretrain.recovery import rewind as recovery_rewind
 from pretrain.recovery.rewind import SpikeFound, SpikeMonitor
 from pretrain.run import run_training
-from pretrain.rundir.events import (
-    GaveUp,
-    Outcome,
-    Rewind,
-    TrainingBegan,
-    TrainingEnded,
-)
+from pretrain.rundir.events import GaveUp, Outcome, Rewind, TrainingBegan, TrainingEnded
 from pretrain.rundir.ledger import events_of, skipped_windows
 from pretrain.rundir.metrics_file import is_longer_than_its_end
 from pretrain.rundir.run_dir import RunDir
