@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 
 from foundation.errors import ConfigError
-from launcher.cli import main as launcher
 from launcher.slurm.client import Partition
 from launcher.slurm.job_checks import check_request, check_run, usable_nodes
 from launcher.slurm.sbatch import Job, render
-from pretrain.cli import main as pretrain
 from pretrain.config.data import DataConfig
-from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import (
@@ -24,8 +21,6 @@ from pretrain.costs.cluster import (
     parse_nodes,
     seconds_of,
 )
-from pretrain.costs.devices import DEVICES, USABLE
-from pretrain.costs.memory import Footprint
 from tests.helpers.jobs import job_of
 
 CLUSTERS = sorted((Path(__file__).parents[3] / "configs" / "clusters").glob("*.yaml"))
@@ -115,27 +110,6 @@ def test_a_mistake_in_a_cluster_file_is_said_in_one_line(tmp_path, text, reason)
         render(job(load_cluster(tmp_path / "cluster.yaml")))
     assert "\n" not in str(error.value)
     assert "hf_123" not in str(error.value), "a secret is not repeated"
-
-
-@pytest.mark.parametrize("line", ["gpu_per_node: 8", "timelimit: 1:00:00", "gpu_ram: 40GiB"])
-def test_describe_plan_and_submit_refuse_the_same_cluster_files(tmp_path, capsys, line):
-    model, file = CLUSTERS[0].parents[1] / "models/xl_modern_10m.yaml", tmp_path / "cluster.yaml"
-    file.write_text(f"gpus_per_node: h100:8\n{line}\n")
-    place = ["--cluster", str(file)]
-    plan = [*place, "--budgets", "1e18", "--output", str(tmp_path / "sweep.yaml")]
-    run_dir = ["--run-dir", str(tmp_path / "run")]
-    lines = set()
-    for main, *words in (
-        (pretrain, "describe", model, *place),
-        (pretrain, "scale", "plan", model, *plan),
-        (launcher, "submit", model, *place, *run_dir),
-    ):
-        assert main(list(map(str, words))) == 2
-        lines.add(capsys.readouterr().err)
-    (said,) = lines
-    assert f"{file}: {line.partition(':')[0]}: unknown setting; " in said
-    assert said.count("\n") == 1
-    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_an_unknown_cluster_gets_the_files_that_there_are(tmp_path):
@@ -250,20 +224,6 @@ def test_a_model_too_large_for_the_gpu_is_refused_with_a_way_out(tmp_path, clust
     way_out = r"set engine\.offload_memories=true engine\.micro_batch_lanes="
     with pytest.raises(ConfigError, match=rf"a rank needs about .* A100 leaves .* {way_out}"):
         check_run(config, cluster, NodeRange(1, 1), tmp_path)
-
-
-def test_a_rank_on_a_gpu_needs_no_room_for_attention_weights_that_the_fused_kernel_never_writes(
-    tmp_path,
-):
-    model = ModelConfig(
-        num_layers=12, d_model=1024, num_heads=16, vocab_size=8000, memory_length=4096
-    )
-    config = run_config(model=model, engine=EngineConfig(precision="bf16"))
-    config = dataclasses.replace(config, data=DataConfig(lanes=64, segment_length=4096))
-    room = USABLE * DEVICES["A100"].memory
-    written, kept = (Footprint(config, 8, on_gpu).device for on_gpu in (False, True))
-    assert kept < room < written
-    check_run(config, GPU, NodeRange(1, 1), tmp_path)
 
 
 PARTITIONS = [

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from foundation.errors import ConfigError
 from launcher.cli import main
-from launcher.slurm import client as slurm
 from launcher.slurm.job_checks import check_request
 from launcher.slurm.sbatch import Job, quote, render, render_array
 from pretrain.costs.cluster import ClusterConfig, NodeRange, load_cluster
@@ -180,15 +179,3 @@ def test_a_task_of_an_array_runs_its_own_cell_which_has_a_link_to_its_log(tmp_pa
 def test_arrays_that_share_a_limit_run_one_after_the_other():
     script = render_array(JOB, [Path("/runs/a"), Path("/runs/b")], at_a_time=1, after="17")
     assert "#SBATCH --dependency=afterany:17\n" in script
-
-
-def test_a_task_of_an_array_is_known_by_its_index(monkeypatch):
-    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match="is for batch scripts"):
-        slurm.own_job()
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    assert slurm.own_job() == "17"
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "17")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    assert slurm.own_job() == "17_3"

@@ -28,24 +28,9 @@ from launcher.slurm.srun import (
     srun_command,
 )
 from pretrain.costs.cluster import ClusterConfig
-from pretrain.distributed.slurm_variables import rank_variables
 from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 
 STEP = Step(nodes=("n1", "n2"), ranks=4, cluster=ClusterConfig(ranks_per_node=2, cpus_per_rank=3))
-
-
-def test_a_step_has_one_task_per_rank_on_as_many_hosts_as_are_used():
-    command = srun_command(STEP, ["-m", "launcher.slurm.task"], [], Path("/code"))
-    assert command[-3:] == [sys.executable, "-m", "launcher.slurm.task"]
-    wanted = {
-        "--nodes=2",
-        "--ntasks=4",
-        "--ntasks-per-node=2",
-        "--cpus-per-task=3",
-        "--nodelist=n1,n2",
-    }
-    wanted |= {"--distribution=block:block", "--export=ALL"}
-    assert wanted | {"--kill-on-bad-exit=1", "--wait=0"} <= set(command)
 
 
 def test_where_a_node_failed_its_first_rank_is_the_one_that_failed():
@@ -110,22 +95,6 @@ def test_options_of_srun_reach_the_ranks_and_those_that_the_launcher_sets_are_re
             in_container("/images/x.sqsh", srun_options={name: "1"})
     with pytest.raises(ConfigError, match="srun_options: found the name 'c', expected the long"):
         in_container("/images/x.sqsh", srun_options={"c": "2"})
-
-
-def test_ranks_get_their_numbers_under_the_names_the_trainer_reads():
-    variables = {
-        "SLURM_PROCID": "5",
-        "SLURM_LOCALID": "1",
-        "SLURM_STEP_NUM_TASKS": "8",
-        "SLURM_STEP_NUM_NODES": "4",
-    }
-    ranks = rank_variables(variables)
-    assert (ranks["RANK"], ranks["WORLD_SIZE"], ranks["LOCAL_RANK"], ranks["LOCAL_WORLD_SIZE"]) == (
-        "5",
-        "8",
-        "1",
-        "2",
-    )
 
 
 TASK = {

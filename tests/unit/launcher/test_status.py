@@ -296,14 +296,6 @@ def test_a_job_of_another_name_has_only_the_same_number():
     assert joined(stopped, other, records) == stopped
 
 
-def test_a_preempted_run_whose_job_slurm_has_ended_may_be_resumed():
-    preempted = run(State.PREEMPTED, attempts=2)
-    assert preempted.is_active
-    ended = joined(preempted, queued("PREEMPTED"), [])
-    assert not ended.is_active
-    assert not queued("PREEMPTED").is_live
-
-
 def test_a_run_that_may_not_be_read_is_told_as_other_files_are(tmp_path, monkeypatch):
     def read_state(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path / "run.json"))

@@ -101,21 +101,3 @@ def test_what_is_no_run_gets_one_line_that_says_what_to_name(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_commands_of_both_programs_take_the_name_of_a_run(here, capsys):
-    assert launcher(["status", "first"]) == 0
-    assert "runs/first" in capsys.readouterr().out
-    for program, arguments in (
-        (launcher, ["logs", "first"]),
-        (launcher, ["cancel", "first"]),
-        (pretrain, ["checkpoint", "list", "first"]),
-        (pretrain, ["report", "first"]),
-        (pretrain, ["generate", "first"]),
-        (pretrain, ["export", "first", "--output=out"]),
-        (pretrain, ["describe", "first"]),
-    ):
-        program(arguments)
-        output = capsys.readouterr()
-        assert "holds no run" not in output.err, arguments
-        assert "does not exist" not in output.err, arguments
