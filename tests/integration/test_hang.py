@@ -32,7 +32,7 @@ def test_ranks_wait_for_a_stopped_one_and_name_it_but_not_forever(
     command += [
         "optim.steps=100000",
         "checkpoint.interval=100000",
-        "engine.watchdog_timeout_seconds=10",
+        "engine.watchdog_timeout_seconds=15",
     ]
     run_dir.path.mkdir()
     with RankGroup(command, 2, run_dir.logs, attempt=3) as group:
