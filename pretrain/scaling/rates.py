@@ -126,7 +126,7 @@ def _optimum(rates_S: Array, loss_S: Array) -> Optimum:
     from scipy.special import stdtrit
 
     vertex, bottom, bend, apart, error = parabola(np.log(rates_S), loss_S)
-    if not bend > 0 or apart > 1:
+    if not (bend > 0 and bottom > 0) or apart > 1:
         return replace(_NONE, doubt="the losses have no valley: train longer, or use more seeds")
     reach, value, doubt = math.sqrt(2 * TOLERABLE * bottom / bend), math.exp(vertex), ""
     if math.isnan(error):

@@ -137,6 +137,7 @@ def test_rates_at_which_a_run_diverged_do_not_bend_the_valley_and_slow_ones_are_
         ([1e-3, 2e-3, 4e-3], [3.0, 3.1, 3.3], "add 0.0005"),
         ([1e-3, 2e-3, 4e-3], [3.3, 3.1, 3.0], "add 0.008"),
         ([1e-3, 2e-3, 4e-3, 8e-3], [3.3, 3.1, 3.0, math.inf], "add 0.0057"),
+        ([1e-3, 2e-3, 4e-3], [20.0, 1.9, 1.95], "the losses have no valley"),
         ([1e-3, 2e-3, 4e-3], [3.2, 3.1, 3.2], "no interval: three runs determine a parabola"),
     ],
 )
