@@ -89,6 +89,8 @@ def read_rows(path: Path) -> list[Row]:
                 ) from None
         probes = {name: row[name] for name in row if name.startswith(PROBED) and row[name]}
         found.append(Row(**values, tasks={name: float(text) for name, text in probes.items()}))
+    if not found:
+        raise DataError(f"{path} contains no runs; {ORIGIN}")
     return found
 
 

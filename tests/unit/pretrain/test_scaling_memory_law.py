@@ -150,3 +150,6 @@ def test_the_command_reads_tables_and_answers_for_each_budget(tmp_path, capsys):
         assert math.isclose(int(value), true_best(float(flops)), rel_tol=0.6)
     assert scale.PROGRAM.main(["memory", *words, "--flops", "1e18"]) == 2
     assert "is over 10 times outside of the runs" in capsys.readouterr().err
+    (empty := tmp_path / "empty.csv").touch()
+    assert scale.PROGRAM.main(["memory", str(empty)]) == 2
+    assert "empty.csv contains no runs" in capsys.readouterr().err
