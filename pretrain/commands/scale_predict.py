@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         fitted_table(_table(fit, flops)),
         *_not_refused(doubts(fit, flops, approach), arguments),
     ]
-    if why := approach.no_interval:
+    if why := approach.without_interval(at):
         lines.append(f"{approach.title} without an interval: {why}")
     if near := near_optimal_line(fit, flops, approach):
         lines.append(near)

@@ -73,10 +73,18 @@ class Approach:
 
     def loss(self, log_flops: float) -> Interval:
         """The least loss at C FLOPs; beyond `last` without an interval, and NaN without a floor."""
-        if log_flops <= self.last + 1e-6:
+        if not self.is_beyond(log_flops):
             return self.loss_of(lambda line: line.loss(log_flops))
         has_floor = isinstance(self.line, Frontier) and self.line.has_floor
         return Interval(float(self.line.loss(log_flops)) if has_floor else np.nan, np.nan, np.nan)
+
+    def is_beyond(self, log_flops: float) -> bool:
+        """Whether C FLOPs are more than `last`, but for rounding."""
+        return log_flops > self.last + 1e-6
+
+    def without_interval(self, log_flops: float) -> str:
+        """Why the optimum at C FLOPs, or its loss, has no interval; empty if it has."""
+        return self.no_interval or (NO_LOSS if self.is_beyond(log_flops) else "")
 
     def loss_of(self, value_of: Callable[[Line], Array]) -> Interval:
         """Any loss that follows from the line, with its interval. By a law of N and D it has half

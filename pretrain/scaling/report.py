@@ -31,7 +31,7 @@ from pretrain.reporting.html import (
 from pretrain.rundir.code_version import code_version
 from pretrain.scaling.charts import charts_of
 from pretrain.scaling.fit import BEYOND, TITLES, Fit
-from pretrain.scaling.frontier import NO_LOSS, Approach, Line, law_of
+from pretrain.scaling.frontier import Approach, Line, law_of
 from pretrain.scaling.intervals import (
     LEVEL,
     Interval,
@@ -93,7 +93,7 @@ def answer_lines(fit: Fit, flops: float) -> list[str]:
     lines = [choice_line(fit), f"at {flops:.3g} FLOPs, {times} ({LEVEL}% intervals):"]
     numbers = numbers_at(fit, first, flops)
     lines += [f"  {name:5} {shown(interval, text)}" for name, interval, text in numbers]
-    why = first.no_interval or (NO_LOSS if math.log(flops) > first.last else "")
+    why = first.without_interval(math.log(flops))
     return lines + [f"  without an interval: {why}"] * bool(why)
 
 

@@ -69,6 +69,7 @@ def test_approach_2_gives_no_interval_of_the_loss_where_it_would_not_hold():
     assert np.isfinite(far.value)
     assert np.isnan([far.low, far.high]).all()
     assert f"  without an interval: {NO_LOSS}" in fit_lines(fit)
+    assert not first.without_interval(float(np.nextafter(largest, np.inf)))
     law = fit.approach("parametric").loss(largest + np.log(10))
     assert law.low < law.value < law.high
 
