@@ -91,9 +91,16 @@ def check_question(arguments: argparse.Namespace) -> None:
     """Raise ConfigError unless the flags of `add_question` ask for a budget or for one run."""
     asked = {name: getattr(arguments, name) for name in ("flops", "params", "tokens")}
     given = [name for name, value in asked.items() if value]
-    is_plain = all(0 <= value <= LARGEST for value in asked.values())
-    if not is_plain or given not in (["flops"], ["params", "tokens"]):
+    for name, value in asked.items():
+        check_amount(name, value)
+    if given not in (["flops"], ["params", "tokens"]):
         raise ConfigError("give --flops, or --params and --tokens together, as positive numbers")
+
+
+def check_amount(name: str, value: float) -> None:
+    """Raise ConfigError for a flag whose number is negative or not one (0: not given)."""
+    if not 0 <= value <= LARGEST:
+        raise ConfigError(f"--{name} {value:g}: give a positive number of at most {LARGEST:g}")
 
 
 def add_family(parser: argparse._ActionsContainer) -> None:

@@ -11,7 +11,7 @@ from foundation.errors import ConfigError, DataError
 from foundation.settings import amount_of
 from foundation.yaml_files import YAML_SUFFIXES
 from pretrain.commands.output_paths import check_output_directory, check_output_file
-from pretrain.commands.scale import add_runs
+from pretrain.commands.scale import add_runs, check_amount
 from pretrain.scaling.collect import rate_checks, row_of, shown_rows, write_rows
 from pretrain.scaling.fit import Fit, fit_all
 from pretrain.scaling.report import fit_lines, fit_tree
@@ -94,9 +94,10 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_fit(arguments: argparse.Namespace) -> Answer:
     """Return the fit; status 1 if no law describes the runs."""
+    check_amount("flops", arguments.flops)
     fit = fit_of(arguments)
     text = "\n".join(fit_lines(fit, arguments.flops, arguments.verbose))
-    return Answer(text, fit_tree(fit), int(bool(fit.none_because)))
+    return Answer(text, fit_tree(fit, arguments.flops), int(bool(fit.none_because)))
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from foundation.errors import ConfigError
 from foundation.settings import amount_of
+from pretrain.commands.scale import check_amount
 from pretrain.scaling.collect import read_rows
 from pretrain.scaling.intervals import LEVEL, amount, as_loss, shown
 from pretrain.scaling.memory_law import (
@@ -40,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the law and the best memory at each budget."""
+    for flops in arguments.flops:
+        check_amount("flops", flops)
     rows = [row for table in arguments.tables for row in read_rows(table)]
     runs = trained_runs(rows, arguments.segment)
     low, high = float(runs.flops_P.min()), float(runs.flops_P.max())

@@ -194,13 +194,15 @@ def _missing(fit: Fit) -> list[str]:
     ]
 
 
-def fit_tree(fit: Fit) -> dict[str, Any]:
-    """The fit as values of JSON; null for a number that there is not."""
+def fit_tree(fit: Fit, flops: float = 0.0) -> dict[str, Any]:
+    """The fit as values of JSON, with the optima of the largest budget and of C FLOPs (or 10 times
+    that budget); null for a number that there is not.
+    """
     laws = {
         item.key: {
             "optima": [
-                {"flops": flops, **{name: value for name, value, _ in numbers_at(fit, item, flops)}}
-                for flops in (fit.largest, BEYOND * fit.largest)
+                {"flops": at, **{name: value for name, value, _ in numbers_at(fit, item, at)}}
+                for at in (fit.largest, flops or BEYOND * fit.largest)
             ],
             "numbers": law_intervals(fit, item.key),
             "doubt": fit.doubts.get(item.key),

@@ -57,6 +57,9 @@ def test_fit_of_the_collected_table_finds_the_law_and_predicts_the_hold_out(coll
     said = capsys.readouterr().out
     assert "at 3e+16 FLOPs, 3 times the largest budget" in said
     assert re.search(r"left out: c1e17-\S+-holdout: held out: predicted, not fitted", said)
+    assert command("fit", collected / "runs.csv", "--flops", "3e16", "--json") == 0
+    optima = json.loads(capsys.readouterr().out)["laws"]["parametric"]["optima"]
+    assert [each["flops"] for each in optima] == [1e16, 3e16]
 
 
 def test_predict_writes_an_experiment_that_is_the_optimum(collected, capsys):
@@ -133,6 +136,10 @@ def test_wrong_questions_and_places_take_one_line_before_the_work(collected, tmp
         ((*asked, "--write", "x.yaml"), "--write needs --experiment"),
         ((*asked, "--experiment", collected), "is a directory; give a YAML file"),
         ((*run, "--law", "isoflop"), "--law has no effect with --params and --tokens"),
+        (("fit", runs, "--flops", "-5"), "--flops -5: give a positive number"),
+        (("fit", runs, "--flops", "nan"), "--flops nan: give a positive number"),
+        (("predict", runs, "--flops", "1e41"), "of at most 1e+40"),
+        (("memory", runs, "--flops", "-1", "--force"), "--flops -1: give a positive number"),
         (("fit", collected), "is a directory; name a file: expected a CSV or JSON file"),
         (("fit", runs, "--column", "size=N"), "expected ROLE=NAME with one of the roles"),
         (("collect", sweep, "--runs-dir", collected / "nowhere"), "is not a directory"),
