@@ -252,6 +252,9 @@ def test_every_sweep_file_is_valid(path, tmp_path):
     assert all(cell.is_waiting for cell in read_cells(read_sweep(path), path, tmp_path))
 
 
+CELL = "{name: a, experiment: tiny.yaml}"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -260,6 +263,9 @@ def test_every_sweep_file_is_valid(path, tmp_path):
         ("experiment: tiny.yaml\ngrid: {optim.stps: [1]}", "did you mean 'steps'"),
         ("experiment: e.yaml\ngrid: {seed: [1]}\noverrides: []", "overrides: unknown setting"),
         ("cells: {a: {experiment: e.yaml}}", "expected a grid, such as"),
+        ("cells: [{name: ../a, experiment: tiny.yaml}]", "expected 1 to 100 letters"),
+        (f"cells: [{CELL}, {CELL}]", "the name 'a' is used twice"),
+        ("cells: []", "cells is empty"),
         ("cells: [{name: a, experiment: e, overrides: {seed: 1}}]", "on a command line: [seed=1"),
         (
             "experiment: e.yaml\ngrid:\n"

@@ -230,6 +230,14 @@ def test_a_parabola_goes_through_the_sizes_near_its_budgets_lowest_run(monkeypat
     assert errors[1] > 2 * errors[0]
 
 
+def test_losses_that_bend_downwards_are_no_valley():
+    size_P, budget_P = np.tile(np.geomspace(1e7, 1e8, 5), 2), np.repeat([1e17, 1e18], 5)
+    loss_P = 4 - 0.1 * np.tile(np.linspace(-1, 1, 5), 2) ** 2
+    points = make_points(size_P, budget_P / 6 / size_P, loss_P, budget=budget_P)
+    with pytest.raises(DataError, match=r"0 of 2 budgets have a vertex.*curve downward"):
+        fit_isoflop(points)
+
+
 def test_approach_1_is_a_line_through_lowest_runs_between_a_smaller_and_a_larger_size():
     points = simulated(spread=2.9)
     assert fit_lowest_runs(points).frontier.power == pytest.approx(A_TRUE, abs=0.02)
