@@ -202,7 +202,8 @@ _RESTORE = (
 )
 _PROBE_BYTES = 1 << 16  # what an attempt writes before its first step, and more
 
-# What may be there before run.json: left by a crash, or by a launcher that submitted the run.
+# What may be there before run.json, besides an empty directory of checkpoints: left by a crash, or
+# by a launcher that submitted the run.
 _BEFORE_IDENTITY = (
     "attempt",
     "config.yaml",
@@ -425,10 +426,12 @@ class RunDir:
             raise ConfigError(
                 f"{self.path} is a file, expected a directory; choose another run directory"
             )
-        names = sorted(entry.name for entry in self.path.iterdir())
+        names = {entry.name for entry in self.path.iterdir()}
+        if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
+            names.remove(self.checkpoints.name)
         strangers = [
             name
-            for name in names
+            for name in sorted(names)
             if not any(fnmatch.fnmatch(name, known) for known in _BEFORE_IDENTITY)
         ]
         if strangers:

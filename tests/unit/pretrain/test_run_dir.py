@@ -46,6 +46,16 @@ def test_a_new_directory_holds_identity_and_resolved_settings_and_is_opened_agai
         RunDir.create(tmp_path / "deep/run", RUN)
 
 
+def test_a_run_that_was_killed_while_its_directory_was_made_starts_again(tmp_path):
+    for name in ("checkpoints", "logs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".config.yaml.14035.tmp").touch()
+    (tmp_path / "checkpoints/step-00000003").mkdir()
+    assert "holds other files and no run (checkpoints)" in resume_error(tmp_path, RUN)
+    (tmp_path / "checkpoints/step-00000003").rmdir()
+    assert RunDir.create_or_resume(tmp_path, RUN).config == RUN
+
+
 def test_a_changed_setting_that_changes_the_model_is_refused_and_nothing_is_written(tmp_path):
     run_dir = RunDir.create(tmp_path, RUN)
     model, metrics = replace(RUN.model, d_model=64), MetricsConfig(interval=3)
