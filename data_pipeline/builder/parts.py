@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -254,7 +255,7 @@ def _remove_parts(config: CorpusConfig) -> None:
         directory.rmdir()
 
 
-Task = Callable[[CorpusConfig, int, int, Report], None]  # (config, part, number of parts, report)
+Task = Callable[[CorpusConfig, int, int, Report], Any]  # (config, part, number of parts, report)
 
 
 def build_in_processes(
@@ -281,19 +282,12 @@ def build_in_processes(
             report(f"tokenizer: {describe_tokenizer(config.tokenizer)}")
             prepare_tokenizer(directory, training_sources(sources), config)
             part_config = replace(part_config, tokenizer=replace(config.tokenizer, path=directory))
-        _run_parts(_build_part, part_config, num_parts, report)
+        _run_parts(partial(build_part, is_checked=True), part_config, num_parts, report)
         if config.shuffles:
             report("shuffling")
             _run_parts(shuffle_one, part_config, num_parts, report)
         report("merging")
         return merge_parts(config, num_parts)
-
-
-# ------------------------------------------------------------------------------------------- tasks
-
-
-def _build_part(config: CorpusConfig, part: int, num_parts: int, report: Report) -> None:
-    build_part(config, part, num_parts, report, is_checked=True)
 
 
 # --------------------------------------------------------------------------------------- processes

@@ -129,7 +129,8 @@ class Words:
                         f"{' or '.join(UNKNOWN_NAMES)} either; build from more text, or raise "
                         "tokenizer.vocab_size"
                     ) from None
-                del ids[_start_of_line(ids, self.end_id) :]
+                while ids and ids[-1] != self.end_id:  # words of the line up to an unknown one
+                    ids.pop()
                 ids.extend(self._ids.get(word, self._unknown) for word in line.split())
         return ids
 
@@ -189,11 +190,6 @@ def _text_of(content: bytes) -> str:
     except UnicodeDecodeError as error:
         reason = f"invalid UTF-8 at byte {error.start}"
         raise InvalidVocabulary(f"not a list of words ({reason}); restore it") from None
-
-
-def _start_of_line(ids: list[int], end_id: int) -> int:
-    """Return where the last line starts, whose words were taken over up to an unknown one."""
-    return next((at + 1 for at in range(len(ids) - 1, -1, -1) if ids[at] == end_id), 0)
 
 
 class UnknownTokens:

@@ -46,7 +46,8 @@ class SentencePieceModel:
         cut = [list(_cut_at_newlines(text)) if self._may_cut else [text] for text in texts]
         flat = [part for parts in cut for part in parts]
         encoded = iter(self.processor.encode(flat, return_type="numpy", num_threads=num_threads))
-        return [_join([next(encoded) for _ in parts]) for parts in cut]
+        none = np.zeros(0, np.uint16)
+        return [np.concatenate([next(encoded) for _ in parts] or [none]) for parts in cut]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.processor.decode(list(ids))
@@ -70,7 +71,3 @@ def _cut_at_newlines(text: str) -> Iterator[str]:
         start = newline + 1
     if start < len(text):
         yield text[start:]
-
-
-def _join(parts: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.zeros(0, np.uint16)

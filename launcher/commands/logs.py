@@ -8,7 +8,6 @@ import shlex
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 from foundation.cli import check_least
@@ -141,7 +140,10 @@ def _sources(
 
     Those of other ranks are read together, once what came before them has been shown.
     """
-    errors_of = partial(_errors, count=arguments.lines)
+
+    def errors_of(log: Path) -> Sequence[str]:
+        return deque(error_lines(_last_lines(log, 0)), maxlen=arguments.lines or None)
+
     logs: dict[int, Path] = {}
     if attempt:
         logs = attempt.logged_ranks()
@@ -157,11 +159,6 @@ def _sources(
         yield "job", errors_of(log)
     others = read_together(errors_of, list(logs.values()))
     yield from ((f"rank {rank}", errors) for rank, errors in zip(logs, others, strict=True))
-
-
-def _errors(log: Path, count: int) -> Sequence[str]:
-    """The last `count` lines that speak of an error; 0: all."""
-    return deque(error_lines(_last_lines(log, 0)), maxlen=count or None)
 
 
 def _last_words(logs: Path, attempt: AttemptFiles | None) -> list[str]:

@@ -153,7 +153,10 @@ def load_memory(found: Checkpoint, lanes: range) -> dict[str, Tensor] | None:
         high = min(lanes.stop, report["first_lane"] + report["num_lanes"])
         if low < high:
             own = slice(low - report["first_lane"], high - report["first_lane"])
-            parts.append(_memory_of(found, rank, own))
+            with opened(found.directory / rank_file(rank)) as handle:
+                keys = [key for key in handle.keys() if key.startswith(MEMORY)]  # noqa: SIM118
+                part = {key.removeprefix(MEMORY): handle.get_slice(key)[own] for key in keys}
+            parts.append(part)
     if not parts or not parts[0]:
         return None
     if any(part.keys() != parts[0].keys() for part in parts):
@@ -162,13 +165,6 @@ def load_memory(found: Checkpoint, lanes: range) -> dict[str, Tensor] | None:
             "same in all; remove this checkpoint"
         )
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def _memory_of(found: Checkpoint, rank: int, lanes: slice) -> dict[str, Tensor]:
-    """Return the parts of the memories of these lanes, which a rank has saved, by name."""
-    with opened(found.directory / rank_file(rank)) as handle:
-        keys = [key for key in handle.keys() if key.startswith(MEMORY)]  # noqa: SIM118
-        return {key.removeprefix(MEMORY): handle.get_slice(key)[lanes] for key in keys}
 
 
 def restore_random_state(found: Checkpoint, rank: int) -> None:

@@ -112,7 +112,8 @@ def check_same_sets(hashes_of_ranks: Sequence[Mapping[str, str]]) -> None:
 
 def _names_of(paths: Iterable[Path]) -> list[str]:
     """Return a name for each path: its last part, or its last two, or with a number."""
-    parts = [[_as_name(part) for part in Path(path).parts] or ["part"] for path in paths]
+    parts = [re.sub(r"[^A-Za-z0-9._+/-]", "-", str(path)).split("/") for path in paths]
+    parts = [[part.strip("-.") or "part" for part in each] for each in parts]
     last = Counter(part[-1] for part in parts)
     names = [part[-1] if last[part[-1]] == 1 else "-".join(part[-2:]) for part in parts]
     known = Counter(names)
@@ -120,10 +121,6 @@ def _names_of(paths: Iterable[Path]) -> list[str]:
         name if known[name] == 1 else f"{name}-{number}"
         for number, name in enumerate((name[-LONGEST_NAME + 10 :] for name in names), start=1)
     ]
-
-
-def _as_name(part: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._+-]", "-", part).strip("-.") or "part"
 
 
 def resolve(config: RunConfig) -> RunConfig:

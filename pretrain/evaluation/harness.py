@@ -22,7 +22,6 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager, _yaml_loader
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
 
 from foundation.errors import ConfigError, DataError
 from foundation.yaml_files import YAML_SUFFIXES
@@ -133,9 +132,10 @@ class TrainedLM(TemplateLM):
             part = slice(start, stop)
             logits_BLV = stream.logits_BLV(tokens_BT[:, part], starts_BT[:, part], max(1, count))
             if count > 0:
-                targets_BL = tokens_BT[:, stop - count + 1 : stop + 1]
                 scored = slice(stop - count + 1, stop + 1)
-                scores_BT[:, scored] = _picked(logits_BLV, targets_BL).double().cpu()
+                targets_BL = tokens_BT[:, scored]
+                picked_BL = logits_BLV.gather(2, targets_BL[:, :, None]).squeeze(2)
+                scores_BT[:, scored] = picked_BL.double().cpu()
                 greedy_BT[:, scored] = (logits_BLV.argmax(-1) == targets_BL).cpu()
         for row, (_, context, continuation) in enumerate(requests):
             of_text = slice(len(context), len(context) + len(continuation))
@@ -192,10 +192,6 @@ def _with_progress(items: Sequence[T], words: str) -> Iterable[T]:
 
 def _length(request: Request) -> int:
     return len(request[1]) + len(request[2])
-
-
-def _picked(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-    return logits_BLV.gather(2, targets_BL[:, :, None]).squeeze(2)
 
 
 def _how_to_generate(options: dict[str, Any]) -> tuple[Sampling, list[str], int]:
