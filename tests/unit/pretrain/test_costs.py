@@ -127,7 +127,7 @@ KINDS = ("deltanet", "attention", "attention")
 
 @pytest.mark.parametrize(
     ("options", "ends"),
-    zip([
+    list(zip([
         {},
         {"untie_biases": True, "d_head": 12},
         {"d_embed": 8},
@@ -148,7 +148,7 @@ KINDS = ("deltanet", "attention", "attention")
             "positions": "alibi",
             "num_key_heads": 1,
         },
-    ], cycle([("post", 3), ("pre", 1)])),
+    ], cycle([("post", 3), ("pre", 1)]))),
     ids=str,
 )  # fmt: skip
 def test_flops_are_what_pytorch_counts(options, ends):

@@ -46,7 +46,9 @@ def measured(run: RunConfig, result: StepResult) -> dict[str, float]:
     return layer_metrics(result.layers.names, squares, float(result.grad_norm), run.optim.clip_norm)
 
 
-@pytest.mark.parametrize(("name", "clip_norm"), zip(get_args(OptimizerName), cycle([0.05, 0.0])))
+@pytest.mark.parametrize(
+    ("name", "clip_norm"), list(zip(get_args(OptimizerName), cycle([0.05, 0.0])))
+)
 def test_norms_and_ratios_equal_those_of_gradients_and_weights(
     run: RunConfig, name: str, clip_norm: float
 ) -> None:

@@ -298,7 +298,7 @@ def test_dropout_acts_in_training_mode_with_a_stream_only() -> None:
     assert torch.equal(model.eval()(tokens_BL, tokens_BL, dropout=stream)[0], plain)
 
 
-@pytest.mark.parametrize(("variant", "dtype"), zip(VARIANTS, cycle(ROUNDING)))
+@pytest.mark.parametrize(("variant", "dtype"), list(zip(VARIANTS, cycle(ROUNDING))))
 def test_half_precision_runs_with_float32_losses_close_to_the_exact_ones(
     variant: str, dtype: torch.dtype
 ) -> None:
