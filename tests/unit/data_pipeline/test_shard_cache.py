@@ -78,7 +78,7 @@ def test_a_shard_that_says_to_be_larger_than_the_cache_is_refused_at_once(server
 def test_processes_and_threads_transfer_each_shard_once(server, corpus, tmp_path):
     started = processes(2, tmp_path, server.url, corpus.directory)
     caches = [cache_of(tmp_path) for _ in range(3)]
-    store = store_at(server.url, QUICK)
+    store = store_at(server.url)  # with time enough: a repeated attempt is a second request
     with ThreadPoolExecutor(6) as pool:
         for cache in caches:
             list(
