@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from data_pipeline.builder.build_corpus import BuildResult, build_corpus
@@ -33,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `data-pipeline build`."""
     words = "settings file, and overrides of its settings, in any order"
     parser.add_argument("settings", nargs="*", metavar="CONFIG.yaml | a.b=value", help=words)
-    parser.add_argument("--input", nargs="+", metavar="PATH", help="the setting `input`")
-    parser.add_argument("--output", metavar="DIR", help="the setting `output`")
+    parser.add_argument("--input", nargs="+", action="extend", metavar="PATH", help="text to read")
+    parser.add_argument("--output", metavar="DIR", help="folder of the new corpus")
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--processes", type=int, metavar="N", help="build N parts in parallel and merge them"
@@ -109,9 +110,9 @@ def vocabulary_advice(tokens: int, vocab_size: int) -> str:
 
 def _corpus_config(arguments: argparse.Namespace) -> CorpusConfig:
     """Return the settings: the YAML file, then `a.b=value` overrides, then flags."""
-    # `--input` takes every word up to the next flag, also overrides.
+    # `--input` takes every word up to the next flag, also overrides: their names have no slash.
     given = arguments.input or []
-    inputs = [word for word in given if "=" not in word or Path(word).exists()]
+    inputs = [w for w in given if "=" not in w or "/" in w.partition("=")[0] or os.path.exists(w)]
     words = [*arguments.settings, *(word for word in given if word not in inputs)]
     files = [text for text in words if "=" not in text]
     if texts := [file for file in files if Path(file).is_dir()]:

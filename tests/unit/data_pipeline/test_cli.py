@@ -45,6 +45,22 @@ def test_flags_win_over_overrides_and_overrides_over_the_config_file(tmp_path, c
     assert f"{corpus.num_documents} documents" in out
 
 
+def test_input_may_be_repeated_and_takes_paths_and_overrides_in_any_order(tmp_path, capsys):
+    folder = tmp_path / "year=2020"
+    folder.mkdir()
+    sources = [folder / "x.jsonl", tmp_path / "y.jsonl"]
+    for source in sources:
+        write_jsonl(source, some_texts())
+    long = f"id_field={300 * 'x'}"  # longer than a file name may be
+    words = ["--input", sources[0], "tokenizer.kind=bytes", "--input", "validation_fraction=0"]
+    output = tmp_path / "out"
+    status, _, _ = run(capsys, "build", *words, long, sources[1], "--output", output)
+    assert status == 0
+    assert Corpus.open(output / "train").num_documents == 2 * len(some_texts())
+    status, _, error = run(capsys, "build", *words, tmp_path / "year=2021", "--output", output)
+    assert (status, f"input {tmp_path}/year=2021 does not exist" in error) == (2, True)
+
+
 def test_a_vocabulary_too_large_for_its_text_is_said_after_the_build():
     assert vocabulary_advice(100 * 1000, 1000) == ""
     assert "99,999 tokens are 100.0 for each of its 1,000 pieces" in vocabulary_advice(99_999, 1000)
