@@ -37,6 +37,7 @@ from pretrain.rundir.events import (
 )
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
+from tests.helpers.jobs import write_ledger
 from tests.helpers.metrics import train_line
 
 START = datetime.datetime(2026, 11, 18, 6, 40, tzinfo=datetime.timezone.utc)
@@ -48,17 +49,6 @@ SPIKE = Spike(13, 15, 9.0, 3.0)
 
 def at(second: float, event: Event) -> Event:
     return replace(event, time=START.timestamp() + second)
-
-
-def write_ledger(run_dir: RunDir, *events: Event) -> None:
-    """Write them with their own times."""
-    lines = []
-    for event in events:
-        run_dir.ledger.path.unlink(missing_ok=True)
-        run_dir.ledger.append(event)
-        when = datetime.datetime.fromtimestamp(event.time, datetime.timezone.utc).isoformat()
-        lines.append(json.dumps({**json.loads(run_dir.ledger.path.read_text()), "time": when}))
-    run_dir.ledger.path.write_text("\n".join(lines) + "\n")
 
 
 KILLED = AttemptEnded(
