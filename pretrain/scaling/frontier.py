@@ -324,7 +324,7 @@ def _valley(points: Points, budget: float) -> Valley:
         return replace(
             valley, reason=f"{counted(num_sizes, 'size')}, a parabola needs {FEWEST_SIZES}"
         )
-    vertex, bottom, bend, apart, _ = parabola(x_S, mine.loss_P)
+    vertex, bottom, bend, apart = parabola(x_S, mine.loss_P)
     if not bend > 0:
         return replace(valley, reason="the losses curve downward: there is no lowest size")
     with np.errstate(over="ignore"):  # a nearly straight line has its vertex anywhere
@@ -340,21 +340,16 @@ def _valley(points: Points, budget: float) -> Valley:
     return replace(valley, parameters=size, loss=bottom, bend=bend, reason=reason)
 
 
-def parabola(x_S: Array, loss_S: Array) -> tuple[float, float, float, float, float]:
-    """The vertex, the loss there and the second derivative of the least-squares parabola; how far
-    the vertex is from the middle of x_S, in half widths; and its standard error (NaN for three
-    runs).
+def parabola(x_S: Array, loss_S: Array) -> tuple[float, float, float, float]:
+    """The vertex, the loss there and the second derivative of the least-squares parabola; and how
+    far the vertex is from the middle of x_S, in half widths.
     """
     middle, half = (x_S.max() + x_S.min()) / 2, np.ptp(x_S) / 2
-    scaled_S, error = (x_S - middle) / half, math.nan
-    curve, slope, level = (float(each) for each in np.polyfit(scaled_S, loss_S, 2))
+    curve, slope, level = map(float, np.polyfit((x_S - middle) / half, loss_S, 2))
     with np.errstate(divide="ignore", invalid="ignore"):
         vertex = float(-slope / np.float64(2 * curve))
         bottom = float(level - slope**2 / np.float64(4 * curve))
-    if len(x_S) > FEWEST_SIZES and curve > 0:
-        change = np.array([slope / (2 * curve**2), -1 / (2 * curve), 0.0])
-        error = half * math.sqrt(change @ np.polyfit(scaled_S, loss_S, 2, cov=True)[1] @ change)
-    return middle + half * vertex, bottom, 2 * curve / half**2, abs(vertex), error
+    return middle + half * vertex, bottom, 2 * curve / half**2, abs(vertex)
 
 
 def _reasons(unused: list[Valley]) -> str:
