@@ -65,60 +65,6 @@ class FileServer(ThreadingHTTPServer):
         self.server_close()
 
 
-class EndlessStore(ThreadingHTTPServer):
-    """Answers as S3 does and never ends: `what` is "body", "keys" or "empty pages"."""
-
-    daemon_threads = True
-
-    def __init__(self, what: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Endless)
-        self.what, self.num_sent, self.num_pages = what, 0, 0
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
-
-    def handle_error(self, request, client_address):
-        """A client that goes away is no error here."""
-
-    def __exit__(self, *exception) -> None:
-        self.shutdown()
-        self.server_close()
-
-
-class _Endless(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        self.send_response(200)
-        if "list-type" not in self.path:
-            self.send_header("Content-Length", str(1 << 50))
-            self.end_headers()
-            while True:
-                self.server.num_sent += self.wfile.write(bytes(1 << 16))
-        self.server.num_pages += 1
-        page, is_last = self.server.num_pages, self.server.what == "body"
-        names = {"body": ["a"], "empty pages": []}.get(
-            self.server.what, [f"{page}-{number}" for number in range(1000)]
-        )
-        items = "".join(
-            f"<Contents><Key>{name}</Key><Size>9</Size><ETag>x</ETag></Contents>" for name in names
-        )
-        more = "" if is_last else f"<NextContinuationToken>{page}</NextContinuationToken>"
-        content = (
-            f"<ListBucketResult><IsTruncated>{str(not is_last).lower()}</IsTruncated>{more}{items}"
-            "</ListBucketResult>"
-        ).encode()
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def do_HEAD(self):
-        self.send_response(200)
-        self.send_header("ETag", "x")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-
 class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
