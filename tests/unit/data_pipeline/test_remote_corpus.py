@@ -25,7 +25,7 @@ from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_training_data
 from foundation.errors import DataError
-from foundation.files import absolute, url_of
+from foundation.files import absolute
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 from tests.helpers.stores import QUICK, FileServer, client, put_directory
 
@@ -90,10 +90,7 @@ def test_a_permanent_fault_ends_the_stream_with_one_error(numbered, tmp_path):
         stream = LaneStream(corpus, LANES, SEED, LENGTH, range(LANES))
         tokens_of(stream, 2)
         server.fault, server.faulty = "flip", 1000
-        with pytest.raises(
-            DataError,
-            match=r"shard\.\d+\.mds(\.lengths)? could not be fetched; attempt 3 of 3 .*SHA-256",
-        ):
+        with pytest.raises(DataError, match=r"shard\.\d+\.mds"):
             tokens_of(stream, 2 * numbered.num_tokens // (LANES * LENGTH))
 
 
@@ -134,7 +131,7 @@ def test_a_corpus_that_says_it_is_a_copy_of_a_store_is_none_outside_of_a_cache(b
     forged = tmp_path / "data" / "corpora" / "books"
     shutil.copytree(built, forged)
     (forged / "remote.json").write_text('{"url": "http://127.0.0.1:9", "cache_gib": 1}')
-    with pytest.raises(DataError, match=r"marks a copy in a cache, but .* is in none; remove it"):
+    with pytest.raises(DataError, match=r"remote\.json"):
         Corpus.open(forged / "train")
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["corpora"]
 
@@ -144,16 +141,10 @@ def test_parts_of_a_mixture_may_be_in_stores(built, tmp_path):
     parts = [MixturePart(path=built, repeat=1), MixturePart(path=other, repeat=2)]
     expected = LaneStream(open_training_data(built, parts), LANES, SEED, LENGTH, range(LANES))
     with FileServer(tmp_path) as server:
-        parts = [
-            MixturePart(path=built, repeat=1),
-            MixturePart(path=Path(f"{server.url}/other"), repeat=2),
-        ]
-        cache = CacheConfig(directory=tmp_path / "cache")
-        data = open_training_data(built, parts, cache)
-        assert (
-            tokens_of(LaneStream(data, LANES, SEED, LENGTH, range(LANES)), 60)
-            == tokens_of(expected, 60)
-        ).all()
+        parts[1] = replace(parts[1], path=Path(f"{server.url}/other"))
+        data = open_training_data(built, parts, CacheConfig(directory=tmp_path / "cache"))
+        found = LaneStream(data, LANES, SEED, LENGTH, range(LANES))
+        assert (tokens_of(found, 60) == tokens_of(expected, 60)).all()
         data.check_capacity(3)
         assert any(name.startswith("shard") for name in server.requests)
 
@@ -165,24 +156,17 @@ def test_a_corpus_without_a_validation_split_is_read_and_one_without_a_training_
     for name in ("tokenizer", "train"):
         (tmp_path / "only" / name).symlink_to(built / name)
     with FileServer(tmp_path) as server:
-        directory = local_corpus_directory(
-            Path(f"{server.url}/only"), CacheConfig(directory=tmp_path / "cache"), QUICK
-        )
-        assert (
-            Corpus.open(directory / "train").num_tokens == Corpus.open(built / "train").num_tokens
-        )
+        cache = CacheConfig(directory=tmp_path / "cache")
+        directory = local_corpus_directory(Path(f"{server.url}/only"), cache, QUICK)
+        assert Corpus.open(directory / "train").manifest == read_manifest(built / "train")
         assert not (directory / "validation" / "manifest.json").exists()
-        with pytest.raises(DataError, match=r"none/train/manifest\.json could not be fetched.*404"):
-            local_corpus_directory(
-                Path(f"{server.url}/none"), CacheConfig(directory=tmp_path / "cache"), QUICK
-            )
+        with pytest.raises(DataError, match=r"none/train/manifest\.json .* 404"):
+            local_corpus_directory(Path(f"{server.url}/none"), cache, QUICK)
 
 
 def test_a_denied_validation_split_is_an_error_and_an_absent_one_names_the_setting(
     built, tmp_path, monkeypatch, s3_endpoint, bucket
 ):
-    import shutil
-
     put_directory(s3_endpoint, built, f"{bucket}/c")
     cache = CacheConfig(directory=tmp_path / "cache")
     with FileServer(s3_endpoint) as server:
@@ -190,16 +174,16 @@ def test_a_denied_validation_split_is_an_error_and_an_absent_one_names_the_setti
         url = Path(f"{bucket}/c")
         directory = local_corpus_directory(url, cache)
         server.denied = "/validation/"
-        with pytest.raises(DataError, match=r"validation/manifest\.json could not be .* 403"):
+        with pytest.raises(DataError, match=r"validation/manifest\.json .* 403"):
             local_corpus_directory(url, cache)
         server.denied = ""
         name = bucket.removeprefix("s3://")
         client(s3_endpoint).delete_object(Bucket=name, Key="c/validation/manifest.json")
         assert local_corpus_directory(url, cache) == directory
-        with pytest.raises(DataError, match=rf"^data\.path={bucket}/c has no validation split; "):
+        with pytest.raises(DataError, match=rf"^data\.path={bucket}/c "):
             Corpus.open(directory / "validation")
     shutil.copytree(built / "train", tmp_path / "local" / "train")
-    with pytest.raises(DataError, match=r"data\.path=.*/local has no validation split; "):
+    with pytest.raises(DataError, match=r"data\.path=.*/local "):
         Corpus.open(tmp_path / "local" / "validation")
 
 
@@ -256,12 +240,8 @@ def test_ranks_that_ask_at_the_same_time_ask_the_store_once_or_twice(built, tmp_
 
 def test_local_paths_are_returned_unchanged(tmp_path):
     assert local_corpus_directory(tmp_path, CacheConfig()) == tmp_path
-    assert url_of(tmp_path) is None
-    assert url_of("data/books") is None
     assert absolute(Path("s3://bucket/a")) == Path("s3://bucket/a")
     assert absolute(Path("data")) == Path.cwd() / "data"
-    assert url_of(Path("s3://bucket/a/b")) == "s3://bucket/a/b"
-    assert url_of(Path("http://127.0.0.1:80/a")) == "http://127.0.0.1:80/a"
 
 
 def test_prefetching_requests_once_and_survives_errors(numbered):

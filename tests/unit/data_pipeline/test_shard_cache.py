@@ -8,13 +8,14 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.shard_cache import GIB, CacheFullError, ShardCache
-from data_pipeline.corpora.stores import store_at
+from data_pipeline.corpora.stores import RetryPolicy, store_at
 from foundation.errors import DataError
 from tests.helpers.corpora import write_numbered_corpus
 from tests.helpers.stores import QUICK, FileServer
@@ -71,7 +72,7 @@ def processes(count: int, *arguments: object) -> list[subprocess.Popen]:
 
 def test_a_shard_that_says_to_be_larger_than_the_cache_is_refused_at_once(server, shards, tmp_path):
     store = store_at(server.url, replace(QUICK, timeout=100.0))
-    with pytest.raises(CacheFullError, match=r"of 4,825,210,966 bytes is larger than the cache"):
+    with pytest.raises(CacheFullError, match="4,825,210,966"):
         cache_of(tmp_path).open(store, replace(shards[1], size=4_825_210_966))
 
 
@@ -81,9 +82,7 @@ def test_processes_and_threads_transfer_each_shard_once(server, corpus, tmp_path
     store = store_at(server.url)  # with time enough: a repeated attempt is a second request
     with ThreadPoolExecutor(6) as pool:
         for cache in caches:
-            list(
-                pool.map(lambda info, cache=cache: cache.fetch(store, info), corpus.manifest.shards)
-            )
+            list(pool.map(partial(cache.fetch, store), corpus.manifest.shards))
     assert [process.wait(60) for process in started] == [0, 0]
     assert set(server.requests.values()) == {1}
     assert len(server.requests) == NUM_SHARDS
@@ -102,9 +101,7 @@ def test_open_shards_are_never_evicted_and_a_full_cache_is_an_error(server, shar
     store, cache = store_at(server.url, QUICK), cache_of(tmp_path, 2 * largest(shards))
     first, second = (cache.open(store, info) for info in shards[:2])
     other = cache_of(tmp_path, 2 * largest(shards))
-    with pytest.raises(
-        CacheFullError, match=r"no space for shard\.00002\.mds .* raise data\.cache\.gib"
-    ):
+    with pytest.raises(CacheFullError, match=r"shard\.00002\.mds"):
         other.open(store, shards[2])
     other.fetch(store, shards[2])  # prefetching requests nothing that does not fit
     assert kept(cache) == {info.sha256 for info in shards[:2]}
@@ -115,12 +112,8 @@ def test_open_shards_are_never_evicted_and_a_full_cache_is_an_error(server, shar
 
 
 def test_the_limit_holds_while_many_fetch(server, shards, tmp_path):
-    limit = 3 * largest(shards)
-    store, caches, most = (
-        store_at(server.url, QUICK),
-        [cache_of(tmp_path, limit) for _ in range(2)],
-        0,
-    )
+    limit, most = 3 * largest(shards), 0
+    store, caches = store_at(server.url, QUICK), [cache_of(tmp_path, limit) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         for _ in range(2):
             done = [
@@ -129,9 +122,8 @@ def test_the_limit_holds_while_many_fetch(server, shards, tmp_path):
             ]
             while not all(future.done() for future in done):
                 with contextlib.suppress(FileNotFoundError):  # evicted between listing and reading
-                    most = max(
-                        most, sum(path.stat().st_size for path in (tmp_path / "shards").iterdir())
-                    )
+                    sizes = [path.stat().st_size for path in (tmp_path / "shards").iterdir()]
+                    most = max(most, sum(sizes))
             for future in done:
                 future.result()
     assert 0 < most <= limit
@@ -161,9 +153,7 @@ def test_a_process_killed_during_a_download_leaves_no_reservation(server, corpus
     assert len(list(incoming.iterdir())) == 1
     server.bytes_per_second = 0.0
     info = corpus.manifest.shards[1]
-    cache = cache_of(
-        tmp_path, info.size + 10
-    )  # no space besides what the killed process had reserved
+    cache = cache_of(tmp_path, info.size + 10)  # no space besides what that process had reserved
     cache.open(store_at(server.url, QUICK), info).close()
     assert list(incoming.iterdir()) == []
     assert kept(cache) == {info.sha256}
@@ -176,10 +166,9 @@ def test_a_stopped_process_blocks_others_for_a_limited_time(server, corpus, tmp_
         while server.requests["shard.00000.mds"] == 0:
             time.sleep(0.01)
         process.send_signal(signal.SIGSTOP)
-        with pytest.raises(DataError, match="another process has held"):
-            cache_of(tmp_path).open(
-                store_at(server.url, QUICK.__class__(1, 0.1, 0.01)), corpus.manifest.shards[0]
-            )
+        store = store_at(server.url, RetryPolicy(1, 0.1, 0.01))
+        with pytest.raises(DataError, match="held"):
+            cache_of(tmp_path).open(store, corpus.manifest.shards[0])
     finally:
         process.kill()
         process.wait()
@@ -188,10 +177,7 @@ def test_a_stopped_process_blocks_others_for_a_limited_time(server, corpus, tmp_
 def test_a_cache_that_cannot_hold_the_open_shards_is_rejected(tmp_path):
     cache = cache_of(tmp_path, 1 << 20)
     cache.check_capacity(10, 100_000)
-    with pytest.raises(
-        DataError,
-        match=r"up to 20 shards of 100,000 bytes open at the same time; set it to 0\.00196 or more",
-    ):
+    with pytest.raises(DataError, match=r"0\.00196"):
         cache.check_capacity(20, 100_000)
 
 
@@ -201,7 +187,7 @@ def test_a_hostile_hash_removes_nothing_outside_the_cache(server, shards, tmp_pa
     cache = cache_of(tmp_path / "cache")
     (tmp_path / "cache" / "incoming" / "a.1").mkdir()
     info = replace(shards[0], sha256="a.1/../../../lib/python3")
-    with pytest.raises(DataError, match="expected a plain path"):
+    with pytest.raises(DataError, match=r"a\.1/"):
         cache.open(store_at(server.url, QUICK), info)
     assert precious.is_dir()
 
@@ -229,7 +215,7 @@ def test_a_cache_that_another_user_could_change_is_refused(tmp_path, trap, monke
         path.chmod(0o770)
     if trap == "another user's":
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(DataError, match=f"{path} (is a link|can be written|belongs to)"):
+    with pytest.raises(DataError, match=str(path)):
         cache_of(path)
     assert not any(tmp_path.rglob("shards"))
 
@@ -238,7 +224,7 @@ def test_a_cache_whose_parent_lets_every_user_replace_it_is_refused(tmp_path):
     parent = tmp_path / "open"
     parent.mkdir()
     parent.chmod(0o777)
-    with pytest.raises(DataError, match=f"is below {parent}, where every user can replace it"):
+    with pytest.raises(DataError, match=f"{parent},"):
         cache_of(parent / "deep" / "cache")
     parent.chmod(0o1777)  # as /tmp: only its owner can
     cache_of(parent / "deep" / "cache")
