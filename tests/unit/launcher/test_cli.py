@@ -36,39 +36,39 @@ SUBMIT = ["submit", "x.yaml", *CLUSTER]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "culprit"),
     [
-        (["locla"], "expected one of: local, status"),
-        (["local", "nowhere.yaml"], "nowhere.yaml does not exist"),
-        (["local", "x.yaml", "--ranks=3"], "data.lanes=8 does not divide over 3 ranks"),
-        (["local", "x.yaml", "--ranks=0"], "--ranks=0 must be 1 or more"),
-        (["local", "x.yaml", "optim.stps=3"], "did you mean 'steps'"),
-        (["local", "x.yaml", "--run-dir=x.yaml"], "x.yaml is a file, expected a directory"),
-        (["local", "x.yaml", "--run-dir=."], "holds other files and no run (cluster.yaml, runs,"),
-        ([*SUBMIT, "--nodes=3"], "does not divide over 6 ranks"),
+        (["locla"], "local, status"),
+        (["local", "nowhere.yaml"], "nowhere.yaml"),
+        (["local", "x.yaml", "--ranks=3"], "data.lanes=8"),
+        (["local", "x.yaml", "--ranks=0"], "--ranks=0"),
+        (["local", "x.yaml", "optim.stps=3"], "'steps'"),
+        (["local", "x.yaml", "--run-dir=x.yaml"], "x.yaml"),
+        (["local", "x.yaml", "--run-dir=."], "(cluster.yaml, runs,"),
+        ([*SUBMIT, "--nodes=3"], "6 ranks"),
         ([*SUBMIT, "--nodes=many"], "--nodes=many"),
-        ([*SUBMIT, "--run-dir=/runs/not-utf-8-\udcff"], "found a control character"),
-        ([*SUBMIT, "--attempts-without-progress=0"], "must be 1 or more"),
-        (SUBMIT, "found no Slurm cluster on this host"),
-        (["submit", "x.yaml", "--cluster=nowhere.yaml"], "nowhere.yaml does not exist"),
-        (["new-cluster", "cluster.yaml"], "cluster.yaml exists already"),
-        (["new-cluster", "d"], "d does not end in .yaml; name it d.yaml"),
-        (["new-cluster", "d.yaml", "--partition=main"], "found no Slurm cluster on this host"),
-        (["preflight", "--local", "--ranks=0"], "--ranks=0 must be 1 or more"),
-        (["preflight", "--local", "--directory=/proc"], "/proc: No such file or directory"),
-        (["preflight", *CLUSTER, "--nodes=2:4"], "--nodes=2:4: found a range"),
-        (["preflight", *CLUSTER, "--nodes=99999999999"], "expected a number from 1 to 65,536"),
-        (["preflight", *CLUSTER, "--nodes=2+1"], "found no Slurm cluster on this host"),
-        (["status", "nowhere"], "holds no run"),
-        (["status", "--runs-dir=nowhere"], "contains no runs; name one"),
-        (["logs", "x", "--rank=7"], "attempt 10 has the ranks 0 to 1"),
-        (["logs", "x", "--attempt=3"], "--attempt=3: the run has the attempts 10 to 10"),
-        (["logs", "x", "--lines=-1"], "--lines=-1 must be 0 or more"),
-        (["logs", "x", "--errors", "--follow"], "contradict each other"),
-        (["cancel", "x"], "is not running (new: no attempt yet)"),
+        ([*SUBMIT, "--run-dir=/runs/not-utf-8-\udcff"], "control"),
+        ([*SUBMIT, "--attempts-without-progress=0"], "--attempts-without-progress=0"),
+        (SUBMIT, "Slurm"),
+        (["submit", "x.yaml", "--cluster=nowhere.yaml"], "nowhere.yaml"),
+        (["new-cluster", "cluster.yaml"], "cluster.yaml"),
+        (["new-cluster", "d"], "d.yaml"),
+        (["new-cluster", "d.yaml", "--partition=main"], "Slurm"),
+        (["preflight", "--local", "--ranks=0"], "--ranks=0"),
+        (["preflight", "--local", "--directory=/proc"], "/proc: "),
+        (["preflight", *CLUSTER, "--nodes=2:4"], "--nodes=2:4: "),
+        (["preflight", *CLUSTER, "--nodes=99999999999"], "65,536"),
+        (["preflight", *CLUSTER, "--nodes=2+1"], "Slurm"),
+        (["status", "nowhere"], "nowhere"),
+        (["status", "--runs-dir=nowhere"], "nowhere"),
+        (["logs", "x", "--rank=7"], "0 to 1"),
+        (["logs", "x", "--attempt=3"], "--attempt=3"),
+        (["logs", "x", "--lines=-1"], "--lines=-1"),
+        (["logs", "x", "--errors", "--follow"], "--follow"),
+        (["cancel", "x"], "new"),
     ],
 )
-def test_a_mistake_gets_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, words, message):
+def test_a_mistake_gets_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, words, culprit):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "x.yaml").write_text("model: {vocab_size: 300}\ndata: {lanes: 8}\n")
@@ -81,6 +81,6 @@ def test_a_mistake_gets_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsy
     before = set(tmp_path.rglob("*"))
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert message in error
+    assert culprit in error
     assert error.count("\n") == 1
     assert set(tmp_path.rglob("*")) == before

@@ -61,65 +61,45 @@ def test_the_example_clusters_are_valid(path):
     assert render(job(load_cluster(path)))
 
 
-ENV_NAME, OPTION_NAME = "environment: found the name", "options: found the name"
+MISTAKES = {
+    "partitoin": ["gpu"],
+    "ranks_per_node": ["0"],
+    "gpus_per_node": ["8\nranks_per_node: 4", "h100", "-1", "8x", "'h 100:1'",
+                      "a100:1\ngpu: H100"],
+    "gpu": ["H100"],
+    "time_limit": ["soon", '"1:00"', "86400"],
+    "environment": [f"{{'{name}': x}}" for name in ("A B", "1X", "A;id", "", "É")]
+    + ["{HF_TOKEN: hf_123}", "{AWS_ACCESS_KEY_ID: hf_123}", "{aws_password: hf_123}",
+       "{NOTE: 'env:two words'}", "{TOKEN: 'env:HOME'}\noptions: {export: NONE}"],
+    "options": [f"{{'{name}': x}}" for name in ("-x", "a --b", "Mem", "", "m=3", "nodes", "wrap")]
+    + [f"{{{name}: x}}" for name in ("gpus-per-node", "partition", "output", "array", "ntasks")]
+    + ["{gpus: 16}", "{test-only: }", "{error: err.log}", "{time-min: '1:00'}",
+       "{export: 'PATH,HOME'}"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("partitoin: gpu", "did you mean 'partition'"),
-        ("ranks_per_node: 0", "leave nothing to run on"),
-        ("gpus_per_node: 8\nranks_per_node: 4", "use one rank per GPU"),
-        ("gpu: H100", "set the GPUs of a node"),
-        ("gpus_per_node: h100", "write 8, or h100:8"),
-        ("gpus_per_node: -1", "write 8, or h100:8"),
-        ("gpus_per_node: 8x", "found '8x', expected a number or a type"),
-        ("gpus_per_node: 'h 100:1'", "write 8, or h100:8"),
-        ("gpus_per_node: a100:1\ngpu: H100", "give one kind of GPU"),
-        ("time_limit: soon", "is not a time"),
-        ('time_limit: "1:00"', "at most half of time_limit"),
-        ("time_limit: 86400", "has no unit; write it as 24:00:00"),
-        *((f"environment: {{'{name}': x}}", ENV_NAME) for name in ("A B", "1X", "A;id", "", "É")),
-        *((f"options: {{'{name}': x}}", OPTION_NAME) for name in ("-x", "a --b", "Mem", "", "m=3")),
-        ("options: {nodes: 3}", "options.nodes .* remove it"),
-        ("options: {gpus-per-node: 3}", "use the setting gpus_per_node"),
-        ("options: {partition: x}", "use the setting partition"),
-        ("options: {output: x}", "options.output .* remove it"),
-        ("options: {array: 0-3}", "'launcher sweep submit' starts"),
-        ("options: {wrap: hostname}", "use the setting setup"),
-        ("options: {ntasks: 4}", "use --nodes and the setting ranks_per_node"),
-        ("options: {gpus: 16}", "use the setting gpus_per_node"),
-        ("options: {test-only: }", "use 'launcher submit --dry-run'"),
-        ("options: {error: err.log}", "'launcher logs'; remove it"),
-        ("options: {time-min: '1:00'}", "use a shorter time_limit"),
-        ("options: {export: 'PATH,HOME'}", "expected ALL, or NONE if"),
-        (
-            "options: {export: NONE}\nenvironment: {TOKEN: 'env:HOME'}",
-            "environment has no env:NAME",
-        ),
-        ("environment: {HF_TOKEN: hf_123}", "write 'HF_TOKEN: env:HF_TOKEN'"),
-        ("environment: {AWS_ACCESS_KEY_ID: hf_123}", "everybody who reads"),
-        ("environment: {aws_password: hf_123}", "everybody who reads"),
-        ("environment: {NOTE: 'env:two words'}", "expected env:NAME"),
-    ],
+    ("name", "value"), [(name, value) for name, values in MISTAKES.items() for value in values]
 )
-def test_a_mistake_in_a_cluster_file_is_said_in_one_line(tmp_path, text, reason):
+def test_a_mistake_in_a_cluster_file_is_said_in_one_line(tmp_path, name, value):
+    text = f"{name}: {value}"
     ranks = "" if "_per_node" in text else "ranks_per_node: 1\n"
     (tmp_path / "cluster.yaml").write_text(f"{ranks}{text}\n")
-    with pytest.raises(ConfigError, match=reason) as error:
+    with pytest.raises(ConfigError, match=name) as error:
         render(job(load_cluster(tmp_path / "cluster.yaml")))
     assert "\n" not in str(error.value)
     assert "hf_123" not in str(error.value), "a secret is not repeated"
 
 
 def test_an_unknown_cluster_gets_the_files_that_there_are(tmp_path):
-    with pytest.raises(ConfigError, match=r"did you mean 'configs/clusters/cpu.yaml'"):
-        load_cluster(Path("cpu"))
-    with pytest.raises(ConfigError, match=r"8xh100.yaml, .*'launcher new-cluster FILE' writes"):
-        load_cluster(tmp_path / "my-site.yaml")
     (tmp_path / "my-site.yaml").touch()
-    with pytest.raises(ConfigError, match=r"did you mean '.*/my-site.yaml'"):
-        load_cluster(tmp_path / "my-site.yml")
+    for path, named in (
+        (Path("cpu"), "'configs/clusters/cpu.yaml'"),
+        (tmp_path / "other.yaml", "8xh100.yaml"),
+        (tmp_path / "my-site.yml", "/my-site.yaml'"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            load_cluster(path)
 
 
 def test_the_script_asks_for_what_the_cluster_file_says_and_hands_over_to_the_supervisor():
@@ -132,26 +112,16 @@ def test_the_script_asks_for_what_the_cluster_file_says_and_hands_over_to_the_su
     )
     lines = render(job(cluster, NodeRange(4, 4))).splitlines()
     assert lines[0] == "#!/bin/bash"
-    wanted = [
-        "requeue",
-        "partition=gpu",
-        "nodes=4",
-        "ntasks-per-node=8",
-        "gpus-per-node=8",
-        "cpus-per-task=4",
-    ]
-    wanted += ["time=24:00:00", "signal=B:USR1@180", "open-mode=append", "mem=0", "exclusive"]
+    wanted = ["requeue", "partition=gpu", "nodes=4", "ntasks-per-node=8", "gpus-per-node=8"]
+    wanted += ["cpus-per-task=4", "time=24:00:00", "signal=B:USR1@180", "open-mode=append"]
+    wanted += ["mem=0", "exclusive"]
     assert {f"#SBATCH --{option}" for option in wanted} <= set(lines)
     assert not [line for line in lines if "account" in line or "qos" in line]
     assert lines.index("module load cuda/13") < lines.index("ulimit -l unlimited")
     assert 'export NOTE="two words"' in lines
-    assert shlex.split(lines[-1])[:5] == [
-        "exec",
-        "/bin/echo",
-        "/shared/my runs/books/slurm/code",
-        "launcher.slurm.batch_process",
-        "/shared/my runs/books",
-    ]
+    run_dir = "/shared/my runs/books"
+    program = ["exec", "/bin/echo", f"{run_dir}/slurm/code", "launcher.slurm.batch_process"]
+    assert shlex.split(lines[-1])[:5] == [*program, run_dir]
 
 
 def test_a_range_of_nodes_asks_for_no_number_of_tasks():
@@ -191,7 +161,7 @@ def test_nodes_that_are_neither_are_refused(text):
 def test_costs_count_the_nodes_that_train_checks_all_of_one_number():
     found = [fixed_nodes(text) for text in ("4", "4:4", "4+2")]
     assert [(nodes.least, nodes.least_of_job) for nodes in found] == [(4, 4), (4, 4), (4, 6)]
-    with pytest.raises(ConfigError, match=r"found a range, expected one number .* write 4 or 16"):
+    with pytest.raises(ConfigError, match="4 or 16"):
         fixed_nodes("4:16")
 
 
@@ -200,79 +170,48 @@ def test_a_run_that_fits_its_cluster_gets_no_words(tmp_path):
 
 
 def test_of_nodes_that_do_not_divide_the_lanes_the_most_that_do_are_used(tmp_path):
-    assert [usable_nodes(run_config(16), 2, nodes) for nodes in (1, 2, 3, 4, 7, 8, 9)] == [
-        1,
-        2,
-        2,
-        4,
-        4,
-        8,
-        8,
-    ]
+    usable = [usable_nodes(run_config(16), 2, nodes) for nodes in (1, 2, 3, 4, 7, 8, 9)]
+    assert usable == [1, 2, 2, 4, 4, 8, 8]
     assert usable_nodes(run_config(15), 2, 4) == 0
-    assert "only 2 would be used" in check_run(run_config(16), CPU, NodeRange(1, 3), tmp_path)[0]
+    (note,) = check_run(run_config(16), CPU, NodeRange(1, 3), tmp_path)
+    assert "only 2 " in note
 
 
 @pytest.mark.parametrize(
     "cluster", [GPU, ClusterConfig(gpus_per_node="nvidia_a100-sxm4-80gb:8", partition="a,b")]
 )
 def test_a_model_too_large_for_the_gpu_is_refused_with_a_way_out(tmp_path, cluster):
-    config = run_config(
-        lanes=4096, model=ModelConfig(num_layers=24, d_model=2048, num_heads=16, vocab_size=32_000)
-    )
-    config = dataclasses.replace(config, data=DataConfig(lanes=4096, segment_length=512))
-    way_out = r"set engine\.offload_memories=true engine\.micro_batch_lanes="
-    with pytest.raises(ConfigError, match=rf"a rank needs about .* A100 leaves .* {way_out}"):
+    model = ModelConfig(num_layers=24, d_model=2048, num_heads=16, vocab_size=32_000)
+    config = run_config(model=model, data=DataConfig(lanes=4096, segment_length=512))
+    way_out = r"engine\.offload_memories=true engine\.micro_batch_lanes="
+    with pytest.raises(ConfigError, match=rf"A100 .* {way_out}"):
         check_run(config, cluster, NodeRange(1, 1), tmp_path)
 
 
-PARTITIONS = [
-    Partition(
-        name="main",
-        is_default=True,
-        num_nodes=4,
-        cpus_per_node=8,
-        gpus_per_node=0,
-        time_limit="infinite",
-    ),
-    Partition(
-        name="short",
-        is_default=False,
-        num_nodes=2,
-        cpus_per_node=64,
-        gpus_per_node=8,
-        time_limit="1:00:00",
-    ),
-]
+MAIN = Partition(name="main", is_default=True, num_nodes=4, cpus_per_node=8, gpus_per_node=0,
+                 time_limit="infinite")  # fmt: skip
+SHORT = Partition(name="short", is_default=False, num_nodes=2, cpus_per_node=64, gpus_per_node=8,
+                  time_limit="1:00:00")  # fmt: skip
+PARTITIONS = [MAIN, SHORT]
 
 
 @pytest.mark.parametrize(
-    ("cluster", "nodes", "reason"),
+    ("cluster", "nodes", "numbers"),
     [
-        (
-            dataclasses.replace(CPU, partition="nowhere"),
-            1,
-            "'nowhere' is unknown here; this cluster has main, short",
-        ),
-        (CPU, 5, "5 nodes, partition 'main' has 4"),
-        (dataclasses.replace(CPU, cpus_per_rank=5), 1, "10 CPUs per node, partition 'main' has 8"),
-        (GPU, 1, "32 CPUs per node|8 GPUs per node"),
-        (
-            dataclasses.replace(GPU, partition="short"),
-            1,
-            "time_limit=24:00:00 is beyond the 1:00:00",
-        ),
+        (dataclasses.replace(CPU, partition="nowhere"), 1, "'nowhere' .* main, short"),
+        (CPU, 5, "5 nodes, .* 'main' has 4"),
+        (dataclasses.replace(CPU, cpus_per_rank=5), 1, "10 CPUs .* 'main' has 8"),
+        (GPU, 1, "32 CPUs |8 GPUs "),
+        (dataclasses.replace(GPU, partition="short"), 1, "24:00:00 .* 1:00:00"),
+        (dataclasses.replace(CPU, partition="main,short"), 5, "5 nodes, .* 'main' has 4"),
+        (dataclasses.replace(CPU, partition="main,lost"), 2, "'lost'"),
     ],
 )
-def test_a_request_that_can_never_start_is_refused(cluster, nodes, reason):
-    with pytest.raises(ConfigError, match=reason):
+def test_a_request_that_can_never_start_is_refused(cluster, nodes, numbers):
+    with pytest.raises(ConfigError, match=numbers):
         check_request(cluster, NodeRange(nodes, nodes), PARTITIONS)
 
 
-def test_of_several_partitions_one_has_to_fit_and_all_have_to_exist():
+def test_of_several_partitions_one_has_to_fit():
     both = dataclasses.replace(CPU, partition="main,short")
     check_request(both, NodeRange(4, 4), PARTITIONS)  # `short` has only two nodes
-    with pytest.raises(ConfigError, match="5 nodes, partition 'main' has 4"):
-        check_request(both, NodeRange(5, 5), PARTITIONS)
-    with pytest.raises(ConfigError, match="partition 'lost' is unknown"):
-        check_request(dataclasses.replace(CPU, partition="main,lost"), TWO, PARTITIONS)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
-from launcher.error_lines import error_lines
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import NextAction
 from pretrain.rundir.run_dir import AttemptFiles, RunDir
@@ -48,12 +47,11 @@ def test_the_newest_attempts_first_rank_is_shown_from_its_end(run_dir, capsys):
 
 
 def test_errors_are_shown_with_their_tracebacks_for_all_ranks_and_the_job(run_dir, capsys):
-    (run_dir.logs / "slurm-17.log").write_text(
-        "attempt 10\nslurmstepd: error: *** STEP 17.0 CANCELLED ***\n"
-    )
+    canceled = "slurmstepd: error: *** STEP 17.0 CANCELLED ***"
+    (run_dir.logs / "slurm-17.log").write_text(f"attempt 10\n{canceled}\n")
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "[job] slurmstepd: error: *** STEP 17.0 CANCELLED ***"
+    assert lines[0] == f"[job] {canceled}"
     assert lines[1:] == [f"[rank 1] {line}" for line in (TRACEBACK + STACKS).splitlines()]
     assert main(["logs", str(run_dir.path), "--errors", "--rank=0", "--lines=1"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
@@ -74,24 +72,22 @@ def test_a_container_that_does_not_start_is_an_error_although_no_rank_wrote_anyt
 ):
     (run_dir.logs / "attempt-10/rank-1.log").write_text("fine\n")
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
-    assert capsys.readouterr().out == "no errors in attempt 10\n"
+    assert len(capsys.readouterr().out.splitlines()) == 1
     AttemptFiles(run_dir.logs, 11).create()
-    (run_dir.logs / "attempt-11/srun.log").write_text(
-        "srun --nodes=2 python\nslurmstepd: error: pyxis: couldn't start container\n"
-    )
+    failed = "slurmstepd: error: pyxis: couldn't start container\n"
+    (run_dir.logs / "attempt-11/srun.log").write_text(f"srun --nodes=2 python\n{failed}")
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
-    assert capsys.readouterr().out == (
-        "[srun] slurmstepd: error: pyxis: couldn't start container\n"
-    )
+    assert capsys.readouterr().out == f"[srun] {failed}"
     assert main(["logs", str(run_dir.path)]) == 2
-    assert "attempt 11 has no logs of ranks: either none started" in capsys.readouterr().err
+    assert "attempt 11 " in capsys.readouterr().err
 
 
 def test_what_the_batch_script_says_before_its_supervisor_starts_is_shown(run_dir, capsys):
     log = run_dir.logs / "slurm-17.log"
-    log.write_text("/spool/script: line 9: module: command not found\n")
+    said = "/spool/script: line 9: module: command not found\n"
+    log.write_text(said)
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
-    assert "[job] /spool/script: line 9: module: command not found" in capsys.readouterr().out
+    assert f"[job] {said}" in capsys.readouterr().out
     log.write_text("the licence server said no\n")
     (run_dir.logs / "attempt-10/rank-1.log").write_text("fine\n")
     run_dir.ledger.append(attempt_ended(NextAction.GIVE_UP, attempt_number=10))
@@ -104,15 +100,11 @@ def test_the_last_collectives_of_ranks_that_hung_are_named(run_dir, capsys):
     for name in ("10/gloo-rank-0", "10/nccl-rank-1", "10/nccl-rank-12", "2/gloo-rank-0"):
         (run_dir.logs / f"attempt-{name}").touch()
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith(
-        f"[collectives] the last of rank 0 are in {run_dir.logs}/attempt-10/gl"
-    )
-    assert lines[1].startswith(
-        f"[collectives] the last of 2 ranks are in {run_dir.logs}/attempt-10/nc"
-    )
-    assert lines[1].endswith(f"torchfrtrace --prefix nccl-rank- -j {run_dir.logs}/attempt-10")
+    gloo, nccl = capsys.readouterr().out.splitlines()
+    assert gloo.startswith("[collectives] the last of rank 0 ")
+    assert f"{run_dir.logs}/attempt-10/gloo-rank" in gloo
+    assert nccl.startswith("[collectives] the last of 2 ranks ")
+    assert nccl.endswith(f"torchfrtrace --prefix nccl-rank- -j {run_dir.logs}/attempt-10")
 
 
 def test_an_earlier_attempt_can_be_chosen(run_dir, capsys):
@@ -120,44 +112,37 @@ def test_an_earlier_attempt_can_be_chosen(run_dir, capsys):
     assert capsys.readouterr().out == "of attempt 2\n"
 
 
-def test_a_traceback_that_torch_marks_with_the_rank_is_shown_whole_without_the_mark():
+LINES = {
+    "error: data.lanes=8 does not divide over 3 ranks": True,
+    "RuntimeError: connection closed": True,
+    "torch.OutOfMemoryError: CUDA out of memory": True,
+    "ERROR 12:04:31 supervisor: no attempt is left": True,
+    "WARNING 12:04:31 rank 3: one error: retrying": False,
+    "INFO 12:04:31 rank 0: step 17/100  loss 4.2  grad 0.9": False,
+    "a document about errors": False,
+}
+
+
+def test_lines_that_speak_of_an_error_are_told_from_others_and_torchs_marks_are_left_out(
+    run_dir, capsys
+):
     marked = "".join(f"[rank3]: {line}\n" for line in TRACEBACK.splitlines())
-    assert (
-        "".join(error_lines(["step 1\n", *marked.splitlines(keepends=True), "step 2\n"]))
-        == TRACEBACK
-    )
-
-
-@pytest.mark.parametrize(
-    ("line", "tells"),
-    [
-        ("error: data.lanes=8 does not divide over 3 ranks", True),
-        ("RuntimeError: connection closed", True),
-        ("torch.OutOfMemoryError: CUDA out of memory", True),
-        ("ERROR 12:04:31 supervisor: no attempt is left", True),
-        ("WARNING 12:04:31 rank 3: one error: retrying", False),
-        ("INFO 12:04:31 rank 0: step 17/100  loss 4.2  grad 0.9", False),
-        ("a document about errors", False),
-    ],
-)
-def test_lines_that_speak_of_an_error_are_told_from_others(line, tells):
-    assert bool(list(error_lines([line]))) is tells
+    (run_dir.logs / "attempt-10/rank-1.log").write_text("\n".join([*LINES, marked, "step 2"]))
+    assert main(["logs", str(run_dir.path), "--errors", "--rank=1"]) == 0
+    errors = [line for line, tells in LINES.items() if tells] + TRACEBACK.splitlines()
+    assert [
+        line.removeprefix("[rank 1] ") for line in capsys.readouterr().out.splitlines()
+    ] == errors
 
 
 def test_following_prints_what_comes_goes_over_to_the_next_attempt_and_ends_with_the_run(run_dir):
-    lock = (
-        "from pretrain.rundir.run_dir import RunDir; from pathlib import Path; "
-        f"run = RunDir(Path({str(run_dir.path)!r}))"
+    code = (
+        "from pretrain.rundir.run_dir import RunDir; from pathlib import Path\n"
+        f"with RunDir(Path({str(run_dir.path)!r})).locked('launcher'):\n"
+        "    print('held', flush=True); input()"
     )
-    holder = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"{lock}\nwith run.locked('launcher'): print('held', flush=True); input()",
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    holder = subprocess.Popen([sys.executable, "-c", code], **pipes)
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"held\n"
     follower = subprocess.Popen(
@@ -180,15 +165,15 @@ def test_following_prints_what_comes_goes_over_to_the_next_attempt_and_ends_with
     run_dir.ledger.append(attempt_ended(NextAction.GIVE_UP, without_progress=3))
     holder.communicate(b"\n")
     output, _ = follower.communicate()
-    assert output.startswith("--- the run is failed: rank 1 was killed by SIGKILL; 3 attempts")
+    assert output.startswith("--- the run is failed: ")
     assert follower.returncode == 0
 
 
-@pytest.mark.parametrize("trap", ["it is a pipe", "a line has more than"])
+@pytest.mark.parametrize("trap", ["pipe", "hole"])
 @pytest.mark.parametrize("name", ["attempt-10/rank-0.log", "attempt-10/srun.log", "slurm-17.log"])
 def test_a_pipe_or_holes_of_40_gib_in_place_of_a_log_are_not_read(run_dir, capsys, name, trap):
     (run_dir.logs / name).unlink(missing_ok=True)
-    if "pipe" in trap:
+    if trap == "pipe":
         os.mkfifo(run_dir.logs / name)
     else:
         (run_dir.logs / name).touch()
@@ -197,7 +182,7 @@ def test_a_pipe_or_holes_of_40_gib_in_place_of_a_log_are_not_read(run_dir, capsy
         with memory_limit(1 << 30):
             assert main(["logs", str(run_dir.path), *arguments]) == 2
         error = capsys.readouterr().err
-        assert f"{name} cannot be read ({trap}" in error
+        assert name in error
         assert len(error.splitlines()) == 1
 
 
@@ -212,4 +197,4 @@ def test_escape_sequences_in_logs_are_shown_as_text(run_dir, capsys):
 def test_a_run_without_logs_says_how_it_stands(tmp_path, capsys):
     RunDir.create(tmp_path / "run", RunConfig())
     assert main(["logs", str(tmp_path / "run")]) == 2
-    assert "contains no logs yet; the run is new: no attempt yet" in capsys.readouterr().err
+    assert "the run is new" in capsys.readouterr().err

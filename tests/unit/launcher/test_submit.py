@@ -15,8 +15,7 @@ from foundation.errors import ConfigError, UserError
 from foundation.own_programs import copied_arguments
 from foundation.settings import load_config
 from launcher.cli import main
-from launcher.commands.new_cluster import as_file
-from launcher.slurm.client import Partition
+from launcher.slurm import client as slurm
 from launcher.slurm.job_checks import check_request, missing_notes
 from launcher.slurm.sbatch import Snapshot, render, replaced_snapshot
 from pretrain.config.data import DataConfig
@@ -25,15 +24,11 @@ from pretrain.costs.cluster import NodeRange, load_cluster
 from pretrain.rundir.events import Outcome, TrainingEnded
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
-from tests.helpers.jobs import job_of
+from tests.helpers.jobs import fake_commands, job_of
+from tests.helpers.metrics import train_line
 
-SETTINGS = [
-    "model.vocab_size=100",
-    "model.d_model=32",
-    "model.num_heads=2",
-    "model.num_layers=2",
-    "data.lanes=8",
-]
+SETTINGS = ["model.vocab_size=100", "model.d_model=32", "model.num_heads=2"]
+SETTINGS += ["model.num_layers=2", "data.lanes=8"]
 
 
 @pytest.fixture
@@ -44,25 +39,16 @@ def files(tmp_path: Path) -> Path:
 
 
 def submit(files: Path, *more: str) -> int:
-    cluster = f"--cluster={files / 'cluster.yaml'}"
-    return main(
-        [
-            "submit",
-            str(files / "tiny.yaml"),
-            cluster,
-            f"--run-dir={files / 'run'}",
-            *more,
-            *SETTINGS,
-        ]
-    )
+    where = [f"--cluster={files / 'cluster.yaml'}", f"--run-dir={files / 'run'}"]
+    return main(["submit", str(files / "tiny.yaml"), *where, *more, *SETTINGS])
 
 
 def test_a_dry_run_prints_the_script_and_touches_nothing(files, capsys):
     assert submit(files, "--nodes=2", "--dry-run") == 0
     found = capsys.readouterr()
     assert found.out.startswith("#!/bin/bash\n")
-    corpus = Path("corpus").absolute()
-    assert f"warning: data.path: found no finished corpus at {corpus} on this host;" in found.err
+    assert found.err.startswith("warning: data.path: ")
+    assert str(Path("corpus").absolute()) in found.err
     assert not (files / "run").exists()
 
 
@@ -71,10 +57,10 @@ def test_a_disk_too_small_is_a_note_of_a_dry_run_and_an_error_of_a_submission(fi
     assert submit(files, "--dry-run", kept) == 0
     found = capsys.readouterr()
     assert found.out.startswith("#!/bin/bash\n")
-    [note] = [line for line in found.err.splitlines() if "1000000001 checkpoints need" in line]
-    assert note.startswith(f"note: {files} has ")
+    [note] = [line for line in found.err.splitlines() if "1000000001 checkpoints" in line]
+    assert note.startswith(f"note: {files} ")
     assert submit(files, kept) == 2
-    assert f"error: {files} has " in capsys.readouterr().err
+    assert f"error: {files} " in capsys.readouterr().err
     assert not (files / "run").exists()
 
 
@@ -82,28 +68,20 @@ def test_a_directory_that_holds_another_run_is_refused(files, capsys):
     other = load_config(RunConfig, files / "tiny.yaml", [*SETTINGS, "seed=7"])
     RunDir.create(files / "run", other)
     assert submit(files) == 2
-    error = capsys.readouterr().err
-    assert "seed: 7 -> 1" in error
-    assert "for another run, give name=NEW or --run-dir DIR" in error
+    assert "seed: 7 -> 1" in capsys.readouterr().err
 
 
 def test_a_run_that_is_done_is_not_submitted_again_unless_it_gets_more_steps(files, capsys):
-    run_dir = RunDir.create(
-        files / "run", load_config(RunConfig, files / "tiny.yaml", [*SETTINGS, "optim.steps=10"])
-    )
-    measured = {"kind": "train", "step": 10, "tokens": 80, "loss": 1.0, "learning_rate": 0.1}
-    run_dir.metrics.write_text(
-        json.dumps({**measured, "grad_norm": 1.0, "skipped": False}) + "\n", encoding="utf-8"
-    )
+    config = load_config(RunConfig, files / "tiny.yaml", [*SETTINGS, "optim.steps=10"])
+    run_dir = RunDir.create(files / "run", config)
+    run_dir.metrics.write_text(json.dumps(train_line(10)) + "\n")
     run_dir.ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=10))
     submit(files, "optim.steps=10")
     assert "is done" not in capsys.readouterr().err, "its last checkpoint is lost"
     publish_step(run_dir.checkpoints, 10)
     for more in ([], ["--dry-run"]):
         assert submit(files, "optim.steps=10", *more) == 2
-        error = capsys.readouterr().err
-        assert "is done after step 10; to train further" in error
-        assert "for another run, give name=NEW" in error
+        assert "is done after step 10;" in capsys.readouterr().err
     assert submit(files, "optim.steps=20", "--dry-run") == 0
     submit(files, "optim.steps=20")
     assert "is done" not in capsys.readouterr().err
@@ -138,14 +116,10 @@ def test_a_snapshot_keeps_settings_and_code_that_later_edits_do_not_reach(files)
     snapshot.take_code("#!/bin/bash\n")
     assert load_config(RunConfig, snapshot.experiment) == config
     assert load_cluster(snapshot.cluster).tasks_per_node == 2
+    packages = {"data_pipeline", "foundation", "launcher", "pretrain"}
     assert {path.name for path in snapshot.code.iterdir()} == {
-        "__main__.py",
-        "__pycache__",
-        "data_pipeline",
-        "foundation",
-        "launcher",
-        "pretrain",
-    }
+        "__main__.py", "__pycache__", *packages
+    }  # fmt: skip
     assert (snapshot.path / "code.commit").exists()
     assert snapshot.path.stat().st_mode & 0o777 == 0o700
     assert not any(path.stat().st_mode & 0o077 for path in snapshot.path.rglob("*"))
@@ -168,7 +142,7 @@ def test_a_snapshot_runs_its_own_modules_wherever_it_is_started(files, tmp_path)
         text=True,
     )
     assert "EXECUTED" not in done.stdout
-    assert f"does not see {tmp_path / 'no'}" in done.stderr
+    assert str(tmp_path / "no") in done.stderr
     # On a full disk it would be written in part, and never be read again.
     written = {path: path.stat().st_mtime_ns for path in snapshot.code.rglob("*.pyc")}
     assert written == bytecode, "a job writes no bytecode"
@@ -192,10 +166,7 @@ def test_a_run_directory_that_others_can_write_is_not_submitted(files):
     """They could exchange what the job executes."""
     (files / "run").mkdir()
     (files / "run").chmod(0o775)
-    with (
-        pytest.raises(ConfigError, match=r"can be written by other users .mode 775.*go-w"),
-        replaced_snapshot(RunDir(files / "run")),
-    ):
+    with pytest.raises(ConfigError, match="775"), replaced_snapshot(RunDir(files / "run")):
         pass
     assert not (files / "run" / "slurm").exists()
 
@@ -208,9 +179,8 @@ def test_corpora_that_are_not_on_this_host_are_warned_of_and_urls_are_not(tmp_pa
 
     run = RunConfig(data=DataConfig(path=tmp_path / "books"))
     (warning,) = missing_notes(run)
-    assert warning.startswith(
-        f"warning: data.path: found no finished corpus at {tmp_path}/books on this host; "
-    )
+    assert warning.startswith("warning: data.path: ")
+    assert f"{tmp_path}/books " in warning
     finished(tmp_path / "books" / "train")
     assert missing_notes(run) == []
     paths = (tmp_path / "books", Path("s3://bucket/web"))
@@ -222,9 +192,8 @@ def test_corpora_that_are_not_on_this_host_are_warned_of_and_urls_are_not(tmp_pa
     sets = {"books": tmp_path / "books", "code": tmp_path / "code"}
     evaluated = replace(run, evaluation=replace(run.evaluation, sets=sets))
     (warning,) = missing_notes(evaluated)
-    assert (
-        f"evaluation.sets.code: found no finished split of a corpus at {tmp_path}/code" in warning
-    )
+    assert "evaluation.sets.code: " in warning
+    assert f"{tmp_path}/code" in warning
 
 
 @pytest.mark.parametrize(
@@ -236,19 +205,15 @@ def test_corpora_that_are_not_on_this_host_are_warned_of_and_urls_are_not(tmp_pa
         (0, 8, "infinite", ("--time=24:00:00", "--partition=main")),
     ],
 )
-def test_the_file_for_a_partition_is_one_that_it_accepts(gpus, cpus, limit, expected, tmp_path):
-    partition = Partition(
-        name="main",
-        is_default=True,
-        num_nodes=4,
-        cpus_per_node=cpus,
-        gpus_per_node=gpus,
-        time_limit=limit,
-    )
+def test_the_file_for_a_partition_is_one_that_it_accepts(
+    gpus, cpus, limit, expected, tmp_path, monkeypatch
+):
+    answer = f"main*|4|{cpus}|{f'gpu:{gpus}' if gpus else '(null)'}|{limit}"
+    fake_commands(tmp_path, monkeypatch, sinfo=f"echo '{answer}'")
     file = tmp_path / "c.yaml"
-    file.write_text(as_file(partition, file))
+    assert main(["new-cluster", str(file), "--partition=main"]) == 0
     cluster, nodes = load_cluster(file), NodeRange(2, 2)
-    check_request(cluster, nodes, [partition])
+    check_request(cluster, nodes, slurm.partitions())
     script = render(job_of(Path("/runs/x"), cluster, nodes))
     for option in expected:
         assert f"#SBATCH {option}\n" in script
@@ -258,7 +223,6 @@ def test_without_slurm_the_file_is_for_nodes_like_this_one(tmp_path, monkeypatch
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert main(["new-cluster", "c.yaml"]) == 0
-    assert "this machine, as there is no Slurm here" in capsys.readouterr().out
     (tmp_path / "x.yaml").write_text("model: {vocab_size: 300}\n")
     assert main(["submit", "x.yaml", "--cluster", "c.yaml", "--dry-run"]) == 0
     assert "#SBATCH --time=24:00:00" in capsys.readouterr().out
