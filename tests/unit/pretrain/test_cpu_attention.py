@@ -12,9 +12,7 @@ from torch import Tensor
 from pretrain.kernels.cpu.attention import Tiling, relative_attention
 from tests.helpers.exact_attention import exact_attention
 
-SMALL_TILES = Tiling(
-    rows=3, scores=70
-)  # several blocks, lane groups and head groups in a case of a few rows
+SMALL_TILES = Tiling(rows=3, scores=70)  # several blocks, lane and head groups for a few rows
 
 
 @dataclass(frozen=True)
@@ -179,16 +177,8 @@ def test_output_and_gradients_are_those_of_the_formula(name: str) -> None:
 
 
 def test_usual_tiles_agree_with_the_formula_at_a_usual_size() -> None:
-    case = Case(
-        lanes=2,
-        queries=200,
-        memory=130,
-        heads=2,
-        key_heads=2,
-        width=16,
-        documents=True,
-        tiling=Tiling(),
-    )
+    sizes = {"lanes": 2, "queries": 200, "memory": 130, "heads": 2, "key_heads": 2, "width": 16}
+    case = Case(**sizes, documents=True, tiling=Tiling())
     inputs = inputs_of(case, torch.float32)
     precise = [values.detach().double().requires_grad_() for values in inputs]
     expected = with_gradients(exact(case, precise), precise)
@@ -205,15 +195,8 @@ def test_bfloat16_stays_within_its_rounding_of_float64() -> None:
 
 
 def test_two_threads_repeat_each_other_bitwise() -> None:
-    case = Case(
-        lanes=3,
-        queries=150,
-        memory=90,
-        heads=2,
-        key_heads=2,
-        width=16,
-        tiling=Tiling(rows=64, scores=1 << 15),
-    )
+    sizes = {"lanes": 3, "queries": 150, "memory": 90, "heads": 2, "key_heads": 2, "width": 16}
+    case = Case(**sizes, tiling=Tiling(rows=64, scores=1 << 15))
     inputs = inputs_of(case, torch.float32)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -247,17 +230,11 @@ def test_keys_outside_every_window_are_not_read() -> None:
 
 
 def test_keys_of_documents_that_ended_before_the_segment_are_not_read() -> None:
-    query, position, content_bias, position_bias, *parts = inputs_of(
-        Case(lanes=2, queries=6, memory=10), torch.float32
-    )
+    query, *positions, memory, own = inputs_of(Case(lanes=2, queries=6, memory=10), torch.float32)
     documents = torch.zeros(2, 16, dtype=torch.int32)
     documents[0, 9:], documents[1, 3:] = 1, 4
-    expected = relative_attention(
-        query, parts, position, content_bias, position_bias, documents_BC=documents
-    )
+    expected = relative_attention(query, [memory, own], *positions, documents_BC=documents)
     with torch.no_grad():
-        parts[0][0, :9], parts[0][1, :3] = float("nan"), float("nan")
-    found = relative_attention(
-        query, parts, position, content_bias, position_bias, documents_BC=documents
-    )
+        memory[0, :9], memory[1, :3] = float("nan"), float("nan")
+    found = relative_attention(query, [memory, own], *positions, documents_BC=documents)
     assert torch.equal(found, expected)

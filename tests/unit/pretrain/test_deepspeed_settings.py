@@ -8,12 +8,7 @@ from foundation.errors import ConfigError
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
-from pretrain.costs.memory import (
-    SMALLEST_BUCKET,
-    bucket_elements,
-    largest_parameter,
-    optimizer_of,
-)
+from pretrain.costs.memory import SMALLEST_BUCKET, bucket_elements, largest_parameter, optimizer_of
 from pretrain.engines.deepspeed_engine import check_settings, deepspeed_settings
 
 MODEL = ModelConfig(vocab_size=64)
@@ -27,38 +22,20 @@ def test_state_on_a_disk_is_rejected(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("extra", "named"),
     [
-        (
-            {"scheduler": {"type": "WarmupLR"}},
-            "deepspeed_extra.scheduler has no effect; use optim.schedule",
-        ),
-        (
-            {"optimizer": {"type": "Adam"}},
-            "deepspeed_extra.optimizer has no effect; use optim.name",
-        ),
-        ({"train_batch_size": 3}, "deepspeed_extra.train_batch_size: found 3, expected 16"),
-        (
-            {"zero_optimization": {"stage": 3}},
-            "deepspeed_extra.zero_optimization.stage: found 3, expected 2",
-        ),
-        (
-            {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}},
-            "offload_optimizer.ratio: with it DeepSpeed's own Adam updates weights",
-        ),
-        (
-            {"zero_optimization": {"offload_optimizer": {"super_offload": True}}},
-            "super_offload: with it DeepSpeed's own Adam updates weights, expected optim.name=",
-        ),
-        (
-            {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
-            "zenflow: with it DeepSpeed's own Adam updates weights",
-        ),
+        ({"scheduler": {"type": "WarmupLR"}}, "optim.schedule"),
+        ({"optimizer": {"type": "Adam"}}, "optim.name"),
+        ({"train_batch_size": 3}, "deepspeed_extra.train_batch_size: .*3, .*16"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage: .*3, .*2"),
+        ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "offload_optimizer.ratio"),
+        ({"zero_optimization": {"offload_optimizer": {"super_offload": True}}}, "super_offload"),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow"),
     ],
 )
-def test_settings_that_contradict_the_run_are_rejected(extra: dict, said: str) -> None:
+def test_settings_that_contradict_the_run_are_rejected(extra: dict, named: str) -> None:
     run = RunConfig(model=MODEL, engine=EngineConfig(deepspeed_extra=extra))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=named):
         deepspeed_settings(run, 2, 4, on_gpu=False)
 
 
@@ -69,7 +46,7 @@ def test_settings_that_deepspeed_rejects_are_reported_in_one_line(wrong: dict) -
     run = RunConfig(model=MODEL, engine=EngineConfig(deepspeed_extra={"zero_optimization": wrong}))
     with pytest.raises(ConfigError) as caught:
         check_settings(deepspeed, deepspeed_settings(run, 1, 1, on_gpu=False))
-    assert str(caught.value).startswith("engine.deepspeed_extra: DeepSpeed rejects it: ")
+    assert str(caught.value).startswith("engine.deepspeed_extra: ")
     assert next(iter(wrong)) in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     check_settings(deepspeed, deepspeed_settings(RunConfig(model=MODEL), 1, 1, on_gpu=False))
@@ -121,13 +98,13 @@ def test_every_parameter_fits_into_a_bucket() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "said"),
+    "engine",
     [
-        ({"offload_optimizer": True, "zero_stage": 0}, "of 1 or more, found deepspeed and 0"),
-        ({"offload_optimizer": True, "kind": "torch"}, "needs engine.kind=deepspeed and"),
-        ({"zero_stage": 3, "kind": "torch"}, "needs engine.kind=deepspeed, found torch"),
+        {"offload_optimizer": True, "zero_stage": 0},
+        {"offload_optimizer": True, "kind": "torch"},
+        {"zero_stage": 3, "kind": "torch"},
     ],
 )
-def test_settings_that_the_stage_does_not_have_are_rejected(engine: dict, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_settings_that_the_stage_does_not_have_are_rejected(engine: dict) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.kind"):
         EngineConfig(**engine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,13 +14,11 @@ from torch.nn.functional import normalize
 
 from pretrain.config.model import ModelConfig
 from pretrain.model import gated_deltanet
-from pretrain.model.attention_paths import log_once
 from pretrain.model.gated_deltanet import (
     DeltaInputs,
     GatedDeltaNet,
     delta_rule,
     delta_rule_by_step,
-    delta_rule_for,
     delta_rule_in_chunks,
     fla_delta_rule,
 )
@@ -176,24 +173,3 @@ def test_a_layer_gives_fla_what_it_takes(fla, monkeypatch, starts) -> None:
         gradients = torch.autograd.grad(read.square().sum(), tuple(layer.parameters()))
         outputs.append([read.detach(), *carried, *gradients])
     torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-10)
-
-
-def test_fla_computes_only_where_installed_and_asked_for(fla, monkeypatch, caplog) -> None:
-    model, cuda = ModelConfig(layer_kinds=("deltanet",)), torch.device("cuda", 0)
-    log_once.cache_clear()
-    with caplog.at_level(logging.INFO):
-        assert delta_rule_for("atomic", model, cuda, torch.bfloat16) is fla_delta_rule
-        for kernel, device, dtype in (
-            ("atomic", torch.device("cpu"), torch.bfloat16),
-            ("atomic", cuda, torch.float32),
-            ("auto", cuda, torch.bfloat16),
-        ):
-            assert delta_rule_for(kernel, model, device, dtype) is delta_rule
-        monkeypatch.setattr(gated_deltanet, "_has_fla", lambda: False)
-        assert delta_rule_for("atomic", model, cuda, torch.bfloat16) is delta_rule
-    texts = [record.getMessage().partition(" (")[::2] for record in caplog.records]
-    assert [text for text, _ in texts] == [
-        "delta rule: flash-linear-attention",
-        *["delta rule: plain operations in chunks"] * 3,
-    ]
-    assert "not installed" in texts[-1][1]

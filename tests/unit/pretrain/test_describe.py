@@ -46,10 +46,6 @@ def needed_of(run: RunConfig) -> float:
     return Footprint(run, 4, on_gpu=True).device
 
 
-def parts_of(run: RunConfig, ranks: int = 4) -> dict[str, float]:
-    return Footprint(run, ranks).parts
-
-
 def said_of(capsys, *arguments: str) -> str:
     """What `describe` prints."""
     assert main(["describe", *arguments]) == 0

@@ -24,7 +24,6 @@ from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.models import TINY, VARIANTS, tiny_model
 
 END = 16
-GREEDY = Sampling(temperature=0.0)
 PROMPT = [END, 3, 1, 4, 1, 5, 9, 2, 6]
 
 

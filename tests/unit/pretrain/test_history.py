@@ -3,25 +3,25 @@ from __future__ import annotations
 import datetime
 import json
 import re
-import shutil
+from collections.abc import Sequence
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pretrain.checkpoint.directory import step_directory
 from pretrain.cli import main
-from pretrain.config.data import DataConfig
-from pretrain.config.optim import OptimConfig
+from pretrain.config.data import DataConfig, PhaseConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.run import RunConfig
+from pretrain.reporting import charts
 from pretrain.reporting.run_charts import run_panels
-from pretrain.reporting.run_history import (
-    MOST_BUCKETS,
-    read_history,
-)
-from pretrain.reporting.run_page import summary
+from pretrain.reporting.run_history import MOST_BUCKETS, read_history
+from pretrain.reporting.run_warnings import warnings_of
 from pretrain.rundir.events import (
     AttemptEnded,
     AttemptReason,
@@ -66,28 +66,20 @@ def make_run(directory: Path, name: str = "small", learning_rate: float = 1e-3) 
     """40 steps of 1 s in intervals of 5; step 20 skipped; a rewind, a crash of 20 s, and an
     evaluation every 10.
     """
-    config = RunConfig(
-        name=name,
-        data=DataConfig(lanes=2, segment_length=4),
-        optim=OptimConfig(steps=80, learning_rate=learning_rate),
-    )
+    data, optim = DataConfig(lanes=2, segment_length=4), OptimConfig(steps=80)
+    config = RunConfig(name=name, data=data, optim=replace(optim, learning_rate=learning_rate))
     run_dir = RunDir.create(directory, config)
     lines: list[dict] = []
     for step in range(1, STEPS + 1):
         loss, norm = (None, None) if step == 20 else (4.0 - step / 40, 1.0)
         line = train_line(step, loss, grad_norm=norm, skipped=loss is None)
         if step % 5 == 0:
-            line |= {
-                "seconds": 5.0,
-                "train_loss": 4.0 - step / 40,
-                "tokens_per_second": 8.0,
-                "time": START.timestamp() + step + (40 if step > 10 else 0),
-            }
+            line |= {"seconds": 5.0, "train_loss": 4.0 - step / 40, "tokens_per_second": 8.0}
+            line |= {"time": START.timestamp() + step + (40 if step > 10 else 0)}
         if step % 10 == 0:
             layers = ("embedding", "layer.0", "layer.1", "output")
-            line |= {
-                f"{kind}/{layer}": 0.1 for kind in ("grad_norm", "update_ratio") for layer in layers
-            }
+            line |= {f"grad_norm/{layer}": 0.1 for layer in layers}
+            line |= {f"update_ratio/{layer}": 0.1 for layer in layers}
         lines.append(line)
         if step % 10 == 0:
             lines.append(
@@ -131,7 +123,7 @@ def test_an_attempt_that_was_killed_with_its_supervisor_is_a_failed_one(run):
         at(50, began[1]),
         at(91, TrainingEnded(outcome=Outcome.FINISHED, step=40)),
     )
-    assert "failed attempts: 1" in summary(read_history(run))
+    assert [failure.step for failure in read_history(run).failures] == [20]
     write_ledger(run_dir, at(0, began[0]), at(50, began[1]))
     assert [failure.step for failure in read_history(run).failures] == [20, 20]
     with run_dir.locked("launcher"):
@@ -171,18 +163,6 @@ def test_a_long_run_is_thinned_but_keeps_what_stands_out_and_exact_sums(tmp_path
     assert peaks.max() == 9.0
 
 
-def test_what_a_restart_would_repeat_is_said(run):
-    assert "no step of 40 is saved" not in summary(read_history(run))  # within an interval
-    file = RunDir.open(run).config_file
-    file.write_text(file.read_text().replace("interval: 200", "interval: 10"))
-    assert summary(read_history(run)).endswith(", no step of 40 is saved")
-    publish_step(RunDir.open(run).checkpoints, 20)
-    publish_step(RunDir.open(run).checkpoints, 10)
-    assert summary(read_history(run)).endswith("only step 20 of 40 is saved")
-    shutil.rmtree(step_directory(RunDir.open(run).checkpoints, 20))
-    assert summary(read_history(run)).endswith("only step 10 of 40 is saved")
-
-
 def test_progress_falls_where_the_run_went_back_and_setbacks_are_marked(run):
     history = read_history(run)
     seconds_X, steps_X = history.progress
@@ -192,36 +172,75 @@ def test_progress_falls_where_the_run_went_back_and_setbacks_are_marked(run):
     assert history.setbacks[0].tolist() == [15, 36]
 
 
+VOID = {"meta", "br", "use", "path", "rect", "image", "hr", "img", "link", "input"}
+
+
+class _Checker(HTMLParser):
+    """Collects what the page refers to, and fails where a tag is not closed."""
+
+    def __init__(self, document: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+        self.feed(document)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        names = ("src", "href", "xlink:href")
+        self.links += [value for name, value in attrs if name in names and value]
+        self.open += [tag] * (tag not in VOID)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert tag in VOID or self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+HOSTILE = "<script>alert(1)<&amp;>"
+
+
 def test_the_report_is_one_page_without_the_network_and_figures(run, capsys):
-    """Also of a directory that no text can name."""
-    run = run.rename(run.with_name("caf\udce9\x1b[31m"))
-    reason = JobEndReason.NODE_FAILED
-    ended = JobEnded(job="17", restart=0, reason=reason, requeued=False, node="n2")
+    """Also of a directory that no text can name, and of messages like markup."""
+    run = run.rename(run.with_name(f"caf\udce9\x1b[31m{HOSTILE}"))
+    reason = JobEndReason.ERROR
+    ended = JobEnded(job="17", restart=0, reason=reason, requeued=False, message=HOSTILE)
     RunDir.open(run).ledger.append(ended)
     assert main(["report", str(run)]) == 0
     printed = capsys.readouterr().out
     assert "step 40 of 80" in printed
-    assert "caf\\udce9\\x1b[31m/report.html and figures/" in printed
+    assert "caf\\udce9\\x1b[31m" in printed
     html = (run / "report.html").read_text()
-    assert not re.search(r'(src|href)="(?!#)|url\((?!#)|<script|@import', html)
-    for words in (
-        "Value of the memory",
-        "rewound to step 10, skipping segments 12 to 24",
-        "44%",
-        "attempt 7 ended: rank 1 was killed by SIGKILL; next: retry",
-        "job 17 ended: node n2 failed",
-        "<h1>small (caf\\udce9\\x1b[31m)</h1>",
-    ):
-        assert words in html
+    page = _Checker(html)
+    assert all(link.startswith("#") for link in page.links)
+    assert not re.search(r"url\((?!#)|<script|@import", html)
+    assert page.text.count(HOSTILE) >= 2, "nothing is lost"
+    for words in ("step 10", "segments 12 to 24", "44%", "attempt 7 ", "SIGKILL", "job 17 "):
+        assert words in page.text
+    assert f"small (caf\\udce9\\x1b[31m{HOSTILE})" in page.text
     assert html.count("<svg") == 7
-    assert "var(--second)" in html
-    assert "Transformer-XL, 4 layers" in html
+    assert not re.search(r'<svg[^>]* (width|height)="', html), "charts fit the page"
+    assert "var(--second)" in html, "charts have the page's colors"
     assert all(f">{name}</text>" in html for name in ("layer 0", "layer 1", "embedding", "output"))
-    assert len(list((run / "figures").glob("*.pdf"))) == 7
-    assert (
-        "Transformer-XL, 4 layers, AdamW"
-        in (run / "figures" / "gradients-by-layer.svg").read_text()
-    )
+    for suffix in ("pdf", "png", "svg", "csv"):
+        assert len(list((run / "figures").glob(f"*.{suffix}"))) == 7
+    assert (run / "figures" / "loss.csv").read_text().count("\n") > 8
+    assert "4 layers, AdamW" in (run / "figures" / "gradients-by-layer.svg").read_text()
+
+
+@pytest.mark.parametrize(("saved", "said"), [([], "no step of 40"), ([10, 20], "step 20 of 40")])
+def test_what_a_restart_would_repeat_is_said(run, capsys, saved, said):
+    file = RunDir.open(run).config_file
+    file.write_text(file.read_text().replace("interval: 200", "interval: 10"))
+    for step in saved:
+        publish_step(RunDir.open(run).checkpoints, step)
+    assert main(["report", str(run)]) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_a_comparison_is_a_row_per_run_with_the_settings_that_differ(run, tmp_path, capsys):
@@ -247,14 +266,12 @@ def test_a_comparison_is_a_row_per_run_with_the_settings_that_differ(run, tmp_pa
     assert rows[0]["goodput"] == pytest.approx(40 / 91)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [(["report", "nowhere"], "holds no run"), (["report", "{empty}"], "has no measured step yet")],
-)
-def test_what_cannot_be_shown_is_said_in_one_line(run, tmp_path, capsys, arguments, error):
-    empty = RunDir.create(tmp_path / "empty", RunConfig()).path
-    assert main([argument.format(run=run, empty=empty) for argument in arguments]) == 2
-    assert error in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["nowhere", "empty"])
+def test_what_cannot_be_shown_is_said_in_one_line(tmp_path, capsys, name):
+    RunDir.create(tmp_path / "empty", RunConfig())
+    assert main(["report", str(tmp_path / name)]) == 2
+    assert f"{tmp_path / name} " in (error := capsys.readouterr().err)
+    assert error.count("\n") == 1
 
 
 def test_a_report_leaves_out_a_damaged_line_and_numbers_that_no_run_measures(run, caplog):
@@ -265,7 +282,7 @@ def test_a_report_leaves_out_a_damaged_line_and_numbers_that_no_run_measures(run
         lines[number] = json.dumps({**json.loads(lines[number]), "loss": value}) + "\n"
     (run / "metrics.jsonl").write_text("".join(lines))
     history = read_history(run)
-    assert "skipped what is not a measurement in line 3" in caplog.text
+    assert "line 3" in caplog.text
     steps = [line["step"] for line in history.train]
     assert damaged not in steps
     assert len(steps) > 10
@@ -280,3 +297,100 @@ def test_the_loss_chart_hides_the_first_losses_and_shows_the_peak_of_a_later_spi
     run_panels(read_history(run))[0].draw(axes)
     assert 7.0 < axes.get_ylim()[1] < 8.0
     assert axes.get_ylim()[0] < 4.0
+
+
+def test_a_legend_is_outside_of_the_curves_however_many_there_are(monkeypatch, tmp_path):
+    def draw(axes: Axes) -> None:
+        for number in range(12):
+            axes.plot([1, 2], [number, number], label=f"a run of a rather long name {number}")
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(charts, "chart_html", lambda figure, words: drawn.append(figure) or "")
+    charts.panel_html(charts.Panel("Speed", "step", "rate", draw), 2.0, tmp_path, "speed")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert not box.shrunk(0.99, 0.99).overlaps(figure.axes[0].bbox)
+    assert box.x1 <= figure.bbox.x1
+    assert figure.axes[0].bbox.height > 100
+
+
+WARMUP, LONG, RATE = 20, 320, 1e-3
+RUN = RunConfig(
+    model=ModelConfig(vocab_size=320),
+    optim=OptimConfig(steps=LONG, learning_rate=RATE, clip_norm=0.25,
+                      schedule=ScheduleConfig(warmup_steps=WARMUP)),
+)  # fmt: skip
+FALLING = [5.0 - 0.005 * step for step in range(LONG)]
+
+
+def warned(
+    directory: Path,
+    run: RunConfig = RUN,
+    losses: Sequence[float | None] = FALLING,
+    updates: float = 3e-3,
+    validated: Sequence[float] = (),
+) -> list[str]:
+    """What the report of a run with these measurements warns of."""
+    run_dir = RunDir.create(directory / "run", run)
+    lines = []
+    for step, loss in enumerate(losses, 1):
+        line = train_line(step, loss, skipped=loss is None)
+        line["learning_rate"] = RATE
+        if step % 10 == 0:
+            line |= {"tokens_per_second": 1.0, "seconds": 1.0, "update_ratio/layer.0": updates}
+            line |= {"update_ratio/output": 1e-6}
+        lines.append(line)
+    lines += [
+        {"kind": "evaluation", "step": 100 * number, "loss": loss}
+        for number, loss in enumerate(validated, 1)
+    ]
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_dir.ledger.append(TrainingBegan(step=0, world_size=1))
+    return warnings_of(read_history(run_dir.path))
+
+
+def test_nothing_is_warned_of_where_all_is_as_usual(tmp_path):
+    assert warned(tmp_path) == []
+
+
+def test_tiny_updates_are_a_rate_that_is_too_low_except_of_trained_weights(tmp_path, capsys):
+    (found,) = warned(tmp_path / "new", updates=5e-5)
+    assert "optim.learning_rate=0.001 looks too low" in found
+    assert main(["report", str(tmp_path / "new" / "run")]) == 0
+    assert f"warning: {found}" in capsys.readouterr().out
+    assert "learning_rate=0.001 looks too low" in (tmp_path / "new/run/report.html").read_text()
+    tuned = replace(RUN, initial_weights=tmp_path)
+    assert warned(tmp_path / "tuned", tuned, updates=5e-5) == []
+
+
+RISING = [*FALLING[:160], *(4.2 + 0.01 * step for step in range(160))]
+
+
+def test_losses_that_end_above_their_lowest_are_a_rate_that_is_too_high(tmp_path):
+    (found,) = warned(tmp_path / "rises", losses=RISING)
+    assert "looks too high" in found
+    assert " 26% " in found
+    assert warned(tmp_path / "also", losses=RISING, validated=[4.5, 5.0])
+    assert warned(tmp_path / "harder", losses=RISING, validated=[5.0, 4.5]) == [], (
+        "the training data got harder, the model did not get worse"
+    )
+    phase = PhaseConfig(from_step=160, segment_length=32)
+    later = replace(RUN, data=DataConfig(phases=(phase,)))
+    flat = [*FALLING[:160], *[6.0] * 160]
+    assert warned(tmp_path / "flat", losses=flat)
+    assert warned(tmp_path / "phase", later, losses=flat) == [], "a phase has other data"
+
+
+RECORDED = json.loads((Path(__file__).parents[2] / "data/recovery/losses.json").read_text())
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_runs_of_excessive_rates_are_warned_of_and_those_of_good_ones_are_not(
+    tmp_path, name
+):
+    """Rates 4 to 25 times a good one, and the 200 steps before runs of good rates were damaged."""
+    schedule = ScheduleConfig(warmup_steps=RECORDED[name]["warmup_steps"])
+    run = replace(RUN, optim=replace(RUN.optim, schedule=schedule))
+    found = warned(tmp_path, run, losses=RECORDED[name]["losses"][:200])
+    assert ["too high" in warning for warning in found] == [True] * (": rate" in name)

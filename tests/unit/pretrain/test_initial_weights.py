@@ -47,11 +47,10 @@ SAME_FUNCTION: list[dict[str, Any]] = [
 @pytest.mark.parametrize("change", OTHER_FUNCTIONS, ids=str)
 def test_weights_of_another_function_are_refused(exported, change):
     other = replace(exported, model=replace(MODEL, **change))
-    with pytest.raises(CheckpointError, match="trained as another function") as refused:
-        check_initial_weights(other)
     name = next(iter(change))
     there, here = getattr(MODEL, name), getattr(other.model, name)
-    assert f"model.{name} is {there} there and {here} here" in str(refused.value)
+    with pytest.raises(CheckpointError, match=rf"model\.{name} .*{there} .*{here}"):
+        check_initial_weights(other)
 
 
 @pytest.mark.parametrize("change", SAME_FUNCTION, ids=str)

@@ -16,12 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pretrain.config.choices import OptimizerName
 from pretrain.config.optim import OptimConfig
 from pretrain.config.resolve import resolve
-from pretrain.config.run import (
-    CheckpointConfig,
-    EvaluationConfig,
-    MetricsConfig,
-    RunConfig,
-)
+from pretrain.config.run import CheckpointConfig, EvaluationConfig, MetricsConfig, RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import StepResult
 from pretrain.optim.layer_norms import layer_metrics, layer_of
@@ -97,30 +92,6 @@ def test_measuring_changes_no_bit_and_only_requested_steps_are_measured(run: Run
         for name in ends[0]
         for kind in ends[0][name]
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [
-        ("embedding.bins.1.projection", "embedding"),
-        ("layers.11.attention.query_weight", "layer.11"),
-        ("compressions.3.weight", "layer.3"),
-        ("head.bins.0.cluster_bias", "output"),
-        ("content_bias", "shared"),
-        ("distance_bias.bucket_bias", "shared"),
-    ],
-)
-def test_every_parameter_belongs_to_a_layer(name: str, layer: str) -> None:
-    assert layer_of(name) == layer
-
-
-def test_a_layer_of_zeros_has_no_ratio() -> None:
-    found = layer_metrics(["a", "b"], [4.0, 0.0, 1.0, 1.0, 25.0, 0.0], grad_norm=8.0, clip_norm=2.0)
-    assert found == {
-        "grad_norm/a": pytest.approx(8.0, rel=1e-6),
-        "grad_norm/b": 0.0,
-        "update_ratio/a": 0.2,
-    }
 
 
 def test_a_run_logs_norms_at_the_end_of_each_interval_and_in_tensorboard(

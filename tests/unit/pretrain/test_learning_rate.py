@@ -77,12 +77,12 @@ def test_wsd_decays_from_the_peak_within_what_warm_up_leaves(warmup, decay, leng
 @pytest.mark.parametrize("decay", [21, 100, 10**6])
 def test_a_wsd_decay_that_would_start_below_the_peak_is_refused(decay):
     schedule = ScheduleConfig(shape="wsd", warmup_steps=80, decay_steps=decay)
-    with pytest.raises(ConfigError, match=f"decay_steps={decay} is longer than the 20 steps"):
+    with pytest.raises(ConfigError, match=f"decay_steps={decay} .* 20 steps"):
         OptimConfig(steps=100, schedule=schedule)
 
 
 def test_fewer_steps_than_the_warm_up_are_refused_with_a_warm_up_that_fits():
-    with pytest.raises(ConfigError, match=r"such as optim\.schedule\.warmup_steps=2$"):
+    with pytest.raises(ConfigError, match=r"warmup_steps=2$"):
         OptimConfig(steps=40, schedule=ScheduleConfig(warmup_steps=80))
 
 

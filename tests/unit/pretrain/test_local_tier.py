@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,14 +57,13 @@ def test_a_link_in_the_place_of_a_runs_folder_is_refused_and_the_run_continues(
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / f"run-{ID}").symlink_to(tmp_path / "elsewhere")
     assert tier(tmp_path, world).find(0) is None
-    assert "no local checkpoints: rank 0: " in caplog.text
-    assert "is a link" in caplog.text
+    assert str(tmp_path / f"run-{ID}") in caplog.text
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_the_id_of_a_run_leads_nowhere_else(world, tmp_path, caplog):
     assert tier(tmp_path / "disk", world, run_id="../../away").find(0) is None
-    assert "expected 12 hex digits" in caplog.text
+    assert "../../away" in caplog.text
     assert not list(tmp_path.iterdir())
 
 
@@ -71,9 +71,9 @@ def test_the_id_of_a_run_leads_nowhere_else(world, tmp_path, caplog):
     ("step", "num_ranks", "zero_stage", "why"),
     [
         (10, 1, 2, ""),
-        (10, 2, 2, "step 10 was saved by rank 0 of 2, now it is rank 0 of 1"),
-        (10, 1, 1, "step 10 was saved with other settings (engine.zero_stage: 1 -> 2)"),
-        (20, 1, 2, "step 20 is from before the run went back"),
+        (10, 2, 2, "step 10 .* rank 0 of 2, .* rank 0 of 1"),
+        (10, 1, 1, r"step 10 .*engine\.zero_stage: 1 -> 2"),
+        (20, 1, 2, "step 20 "),
     ],
 )
 def test_a_step_of_other_ranks_settings_or_history_is_not_used(
@@ -88,12 +88,12 @@ def test_a_step_of_other_ranks_settings_or_history_is_not_used(
     found = local.find(6)
     assert (found.step if found else 0) == (0 if why else step)
     if why:
-        assert f"not used: rank 0: {why}; using step 6, the shared one" in caplog.text
+        assert re.search(f"rank 0: {why}.* step 6", caplog.text)
         assert not list(root.glob("step-*")), "the run is about to make those steps again"
 
 
 def test_local_checkpoints_come_between_the_others_at_an_absolute_path():
-    with pytest.raises(ConfigError, match="local_interval=200 must be below"):
+    with pytest.raises(ConfigError, match="local_interval=200"):
         CheckpointConfig(local=Path("/nvme"), local_interval=200)
-    with pytest.raises(ConfigError, match="expected an absolute path"):
+    with pytest.raises(ConfigError, match="nvme"):
         CheckpointConfig(local=Path("nvme"))

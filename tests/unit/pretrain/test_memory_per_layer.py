@@ -139,11 +139,11 @@ def test_bytes_of_memory_and_checkpoint_are_those_of_the_tensors(width: str) -> 
 
 def test_a_pattern_that_does_not_repeat_over_the_layers_is_an_error() -> None:
     for pattern in ((), (1, 2, 3), (4,) * 8):
-        with pytest.raises(ConfigError, match="which do not repeat over num_layers=4"):
+        with pytest.raises(ConfigError, match="num_layers=4"):
             ModelConfig(num_layers=4, memory_length=pattern)
-    with pytest.raises(ConfigError, match=r"same model.memory_length in all"):
+    with pytest.raises(ConfigError, match="memory_length"):
         ModelConfig(num_layers=4, memory_length=(4, 8), compressed_length=2)
-    with pytest.raises(ConfigError, match=r"same_length needs model.memory_length > 0"):
+    with pytest.raises(ConfigError, match="same_length"):
         ModelConfig(num_layers=4, memory_length=(0, 8), same_length=True)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import time
@@ -102,7 +101,7 @@ def test_a_restore_that_is_killed_anywhere_is_no_run_until_it_has_gone_on(what, 
         while killed_at(number, what, where, lambda: restore_run(server.url, target, QUICK)):
             number += 1
             if not RunDir(target).exists():  # else only the clean-up was left
-                with pytest.raises(ConfigError, match="holds no run"):
+                with pytest.raises(ConfigError):
                     RunDir.open(target)
         assert restored(server.url, target, QUICK) == 200
     assert number > {"fetch_file": 5, "rename": 1}[what]
@@ -166,38 +165,24 @@ def test_a_checkpoint_that_is_not_what_the_index_says_gives_way_to_the_one_befor
 ):
     with FileServer(damaged(stored, tmp_path / "store", change)) as server:
         assert restored(server.url, tmp_path / "restored", QUICK) == 100
-    assert caplog.text.count("checkpoint rejected: http://") == 1
+    assert caplog.text.count("rejected: http://") == 1
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "error"),
     [
-        (lambda home: (home / ROOT).unlink(), DataError, "mirror.json could not be fetched"),
-        (
-            lambda home: (home / ROOT).write_text("[]"),
-            CheckpointError,
-            "found no index of a mirror",
-        ),
-        (
-            lambda home: change_root(home, lambda tree: tree.update(checkpoints=[])),
-            CheckpointError,
-            "it has no checkpoint yet",
-        ),
-        (
-            lambda home: change_root(home, lambda tree: tree.update(run="another")),
-            CheckpointError,
-            "none of its 2 checkpoints is valid",
-        ),
+        (lambda home: (home / ROOT).unlink(), DataError),
+        (lambda home: (home / ROOT).write_text("[]"), CheckpointError),
+        (lambda home: change_root(home, lambda tree: tree.update(checkpoints=[])), CheckpointError),
+        (lambda home: change_root(home, lambda tree: tree.update(run="another")), CheckpointError),
     ],
     ids=["no index", "not an index", "empty", "of another run"],
 )
 def test_a_store_without_a_valid_checkpoint_is_one_error_and_leaves_no_run(
-    change, error, message, tmp_path, stored
+    change, error, tmp_path, stored
 ):
-    with (
-        FileServer(damaged(stored, tmp_path / "store", change)) as server,
-        pytest.raises(error, match=message) as raised,
-    ):
+    copy = damaged(stored, tmp_path / "store", change)
+    with FileServer(copy) as server, pytest.raises(error, match=server.url) as raised:
         restore_run(server.url, tmp_path / "restored", QUICK)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "restored" / "run.json").exists()
@@ -209,7 +194,7 @@ def test_a_store_that_is_away_is_an_error_and_no_reason_to_take_an_older_checkpo
 ):
     with FileServer(stored) as server:
         server.fault, server.faulty, server.content = "500", 99, "rank"
-        with pytest.raises(DataError, match=r"step-00000200.*could not be fetched.*500"):
+        with pytest.raises(DataError, match=r"step-00000200.* 500"):
             restore_run(server.url, tmp_path / "restored", QUICK)
         assert not RunDir(tmp_path / "restored").exists()
         server.fault = ""
@@ -227,10 +212,10 @@ def test_jobs_of_the_cluster_it_comes_from_are_not_in_the_restored_ledger(tmp_pa
         assert restored(server.url, tmp_path / "restored", QUICK) == 200
         assert RunDir(tmp_path / "restored").ledger.read() == events
         run_in(tmp_path / "other", [100])
-        with pytest.raises(ConfigError, match="choose another run directory"):
+        with pytest.raises(ConfigError, match=str(tmp_path / "other")):
             restore_run(server.url, tmp_path / "other", QUICK)
         shutil.rmtree(tmp_path / "restored" / "checkpoints" / "step-00000200")
-        with pytest.raises(ConfigError, match=r"has reached step 0, .* has step 200"):
+        with pytest.raises(ConfigError, match=r"step 0, .* step 200"):
             restore_run(server.url, tmp_path / "restored", QUICK)
 
 
@@ -242,7 +227,7 @@ def test_what_the_store_returns_is_compared_and_repaired(tmp_path, url, s3_endpo
     store = WritableStore(url, tmp_path, FAST)
     store.put("a/file", tmp_path / "file", content_of(tmp_path / "file"))
     assert client(s3_endpoint).get_object(**key)["Body"].read() == b"right"
-    with pytest.raises(DataError, match=r"could not be uploaded; attempt 2 of 2.* SHA-256 is"):
+    with pytest.raises(DataError, match=r"a/file .* 2 of 2"):
         store.put("a/file", tmp_path / "file", Content(5, "0" * 64))
 
 
@@ -274,7 +259,7 @@ def test_a_failed_upload_is_followed_by_that_of_the_latest_checkpoint_and_logged
     assert notes[0] == (100, "the store is away")
     assert notes[1][0] == 200
     assert isinstance(notes[1][1], float)
-    assert caplog.text.count("training continues") == caplog.text.count("works again") == 1
+    assert len(caplog.messages) == 2, "when it fails first, and when it works again"
 
 
 # ------------------------------------------------------------------------ who may write to it
@@ -299,7 +284,7 @@ def test_a_mirror_of_another_run_is_neither_overwritten_nor_deleted(
             time.sleep(0.05)
         mirror.finish(stop_requests=iter(range(9)).__next__)
     assert [step for step, _ in notes] == [300, 300]
-    assert re.search(r"holds run .* choose another checkpoint\.mirror", str(notes[-1][1]))
+    assert first.identity.id in str(notes[-1][1])
     assert names_in(url, s3_endpoint) == stored
     assert restored(over_http(url, s3_endpoint), tmp_path / "restored") == 100
 
@@ -315,7 +300,7 @@ def test_of_runs_that_start_together_at_one_url_none_replaces_the_others_index(
     store.writable.delete([ROOT])  # as if it had come after the second one looked
     upload(second, url, 100, tmp_path / "scratch")
     stored = names_in(url, s3_endpoint)
-    with pytest.raises(CheckpointError, match="holds run"):
+    with pytest.raises(CheckpointError, match=second.identity.id):
         ours.publish(first.checkpoints / "step-00000200", lambda: None)
     assert names_in(url, s3_endpoint) == stored
 
@@ -388,37 +373,27 @@ def test_the_index_reads_back_as_it_was_written():
     assert MirrorIndex.parse("here", before.to_bytes()) == before
 
 
-def changed(change) -> bytes:
-    tree = json.loads(index_with(100, 200).to_bytes())
-    change(tree)
-    return json.dumps(tree).encode()
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "field"),
     [
-        (lambda tree: tree.update(format=2), "found format 2, expected format 1"),
+        (lambda tree: tree.update(format=2), "format 2"),
         (lambda tree: tree.update(extra=1), "extra"),
-        (lambda tree: tree["checkpoints"].reverse(), "not in order"),
-        (lambda tree: tree["checkpoints"][1].update(step=100), "not in order"),
-        (lambda tree: tree["checkpoints"][0].update(step=10**8), "step is"),
-        (lambda tree: tree["checkpoints"][0]["files"].pop("run.json"), "run.json is missing"),
-        (
-            lambda tree: tree["checkpoints"][0]["files"].update({"../x": {}}),
-            "'../x' is unknown",
-        ),
-        (
-            lambda tree: tree["checkpoints"][0]["files"]["run.json"].update(bytes=1 << 40),
-            "run.json.bytes is",
-        ),
-        (
-            lambda tree: tree["checkpoints"][0]["files"]["index.json"].update(sha256="../../x"),
-            "64 hexadecimal digits",
-        ),
+        (lambda tree: tree["checkpoints"].reverse(), "order"),
+        (lambda tree: tree["checkpoints"][1].update(step=100), "order"),
+        (lambda tree: tree["checkpoints"][0].update(step=10**8), "step"),
+        (lambda tree: tree["checkpoints"][0]["files"].pop("run.json"), "run.json"),
+        (lambda tree: tree["checkpoints"][0]["files"].update({"../x": {}}), "'../x'"),
+        (lambda tree: first_file(tree).update(bytes=1 << 40), "bytes"),
+        (lambda tree: first_file(tree).update(sha256="../../x"), "sha256"),
     ],
 )
-def test_an_index_with_a_wrong_field_is_refused_by_its_name(change, message):
-    with pytest.raises(CheckpointError, match=message) as refused:
-        MirrorIndex.parse("s3://b/mirror.json", changed(change))
-    assert str(refused.value).startswith("s3://b/mirror.json: ")
+def test_an_index_with_a_wrong_field_is_refused_by_its_name(change, field):
+    tree = json.loads(index_with(100, 200).to_bytes())
+    change(tree)
+    with pytest.raises(CheckpointError, match=f"^s3://b/mirror.json: .*{field}") as refused:
+        MirrorIndex.parse("s3://b/mirror.json", json.dumps(tree).encode())
     assert "\n" not in str(refused.value)
+
+
+def first_file(tree: dict[str, Any]) -> dict[str, Any]:
+    return tree["checkpoints"][0]["files"]["run.json"]

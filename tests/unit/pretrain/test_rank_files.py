@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from foundation.errors import CheckpointError
 from foundation.files import content_of
+from foundation.records import Fields
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import (
@@ -27,8 +30,10 @@ from pretrain.checkpoint.background_save import (
     layout_of,
 )
 from pretrain.checkpoint.destinations import BLOCK_BYTES, Disk, TensorFile, write_file
-from pretrain.checkpoint.elastic_reader import load_memory, restore_random_state
-from pretrain.checkpoint.pieces import key_of
+from pretrain.checkpoint.directory import rank_file
+from pretrain.checkpoint.elastic_reader import FragmentReader, load_memory, restore_random_state
+from pretrain.checkpoint.marker import Checkpoint, share_of_rank
+from pretrain.checkpoint.pieces import elements_of_rank, key_of, merged, parsed, report_of
 from pretrain.distributed.rounds import Worker
 from pretrain.model.lane_state import LaneState, Memory, _shape
 from pretrain.state import TrainState
@@ -38,9 +43,7 @@ from tests.helpers.models import TINY
 
 def written(path: Path, tensors: Pieces) -> dict[str, object]:
     layout = layout_of(tensors)
-    host = torch.full(
-        (layout.num_bytes + 100,), 0xAB, dtype=torch.uint8
-    )  # a longer buffer, used before
+    host = torch.full((layout.num_bytes + 100,), 0xAB, dtype=torch.uint8)  # used before
     copy_to_host(tensors, layout, host)
     body = host.numpy().data[: layout.num_bytes]
     return write_file(path, TensorFile(layout.header, body), lambda: None)
@@ -174,7 +177,7 @@ def test_a_rank_that_fails_ends_the_save_on_rank_0_which_names_it(tmp_path):
     assert problem is not None
     assert problem.may_pass
     assert problem.text.startswith("rank 3: ")
-    assert "rank-00003.safetensors: Is a directory" in problem.text
+    assert "rank-00003.safetensors: " in problem.text
     assert files.steps_on_disk(tmp_path) == []
 
 
@@ -190,15 +193,8 @@ def test_without_the_file_of_one_rank_nothing_is_published(tmp_path):
 
 def reports_of(num_ranks: int, name: str, store: TCPStore) -> list[RankReports]:
     """Those of each rank, over its own connection."""
-    return [
-        RankReports(
-            name,
-            rank,
-            num_ranks,
-            TCPStore("127.0.0.1", store.port, wait_for_workers=False) if rank else store,
-        )
-        for rank in range(num_ranks)
-    ]
+    own = [TCPStore("127.0.0.1", store.port, wait_for_workers=False) for _ in range(1, num_ranks)]
+    return [RankReports(name, rank, num_ranks, each) for rank, each in enumerate([store, *own])]
 
 
 def test_rank_0_gets_every_report_in_rank_order_and_none_of_a_save_that_was_given_up():
@@ -226,3 +222,112 @@ def test_equal_pieces_of_thousands_of_ranks_are_read_once():
     reports = decoded([encoded({"rank": rank}, PIECES) for rank in range(4096)])
     assert reports[-1] == {"rank": 4095, "pieces": PIECES}
     assert len({id(report["pieces"]) for report in reports}) == 1
+
+
+SIZES = {"embedding": 64, "norm": 7, "query": 48, "bias": 1, "out": 96}
+KINDS = ("weight", "exp_avg")
+Slices = list[tuple[str, int, int]]  # parameter, start, end
+
+
+def flat(rank: int, ranks: int) -> Slices:
+    """As ZeRO 1 and 2: all parameters in a row, padded, one slice per rank."""
+    length = -(-sum(SIZES.values()) // ranks)
+    low, high, before, found = rank * length, (rank + 1) * length, 0, []
+    for name, size in SIZES.items():
+        start, end = max(low, before) - before, min(high, before + size) - before
+        found += [(name, start, end)] if start < end else []
+        before += size
+    return found
+
+
+def sliced(rank: int, ranks: int) -> Slices:
+    """As ZeRO 3: every parameter in as many slices as ranks, the last ones short or empty."""
+    bounds = {name: -(-size // ranks) for name, size in SIZES.items()}
+    cut = ((name, rank * n, min(SIZES[name], (rank + 1) * n)) for name, n in bounds.items())
+    return [each for each in cut if each[1] < each[2]]
+
+
+LAYOUTS = {"flat": flat, "sliced": sliced}
+
+
+def elements(slices: Slices) -> dict[str, int]:
+    return {key_of(name, low, kind): high - low for name, low, high in slices for kind in KINDS}
+
+
+def values_of(name: str, kind: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(f"{name}{kind}".encode()))
+    return torch.randn(SIZES[name], generator=generator)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def of_four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A checkpoint of four ranks."""
+    directory, layout = tmp_path_factory.mktemp(request.param), LAYOUTS[request.param]
+    for rank in range(4):
+        tensors = {
+            key_of(name, low, kind): values_of(name, kind)[low:high].clone()
+            for name, low, high in layout(rank, 4)
+            for kind in KINDS
+        }
+        save_file(tensors, directory / rank_file(rank))
+    pieces = merged([report_of(elements(layout(rank, 4)), rank) for rank in range(4)])
+    return Checkpoint(directory, {"world_size": 4, "pieces": pieces, "layout": request.param})
+
+
+def opened_by(found: Checkpoint, layout: str, rank: int, ranks: int) -> list[int]:
+    """Read what a rank holds and compare it; returns the ranks whose files were opened."""
+    with FragmentReader(found) as reader:
+        for name, low, high in LAYOUTS[layout](rank, ranks):
+            for kind in KINDS:
+                view = torch.empty(high - low)
+                reader.copy_into(view, name, low, kind)
+                assert torch.equal(view, values_of(name, kind)[low:high])
+        return reader.opened_ranks
+
+
+def test_a_rank_of_the_same_world_opens_its_own_file_only(of_four):
+    layout = of_four.index["layout"]
+    assert [opened_by(of_four, layout, rank, 4) for rank in range(4)] == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_world_and_layout_reads_every_element_from_the_files_that_have_it(
+    of_four, layout, ranks
+):
+    opened = [opened_by(of_four, layout, rank, ranks) for rank in range(ranks)]
+    assert set().union(*opened) == {0, 1, 2, 3}
+    if layout == of_four.index["layout"] == "flat":
+        assert max(map(len, opened)) <= -(-4 // ranks) + 1
+
+
+def test_what_no_file_has_is_an_error_and_opens_nothing(of_four):
+    for name, start, kind in (("query", 40, "weight"), ("none", 0, "weight"), ("query", 0, "ema")):
+        with FragmentReader(of_four) as reader:
+            with pytest.raises(CheckpointError, match=name):
+                reader.copy_into(torch.empty(9), name, start, kind)
+            assert kind == "weight" or not reader.opened_ranks
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 4, 5, 300])
+def test_the_index_says_for_each_rank_exactly_what_it_reported_in_few_runs(layout, ranks):
+    reported = [elements(LAYOUTS[layout](rank, ranks)) for rank in range(ranks)]
+    index = {"pieces": merged(report_of(each, rank) for rank, each in enumerate(reported))}
+    pieces = parsed(Fields(index), ranks)
+    assert [elements_of_rank(pieces, rank) for rank in range(ranks)] == reported
+    assert {name: held.num_elements for name, held in pieces.items()} == SIZES
+    assert max(len(held.runs) for held in pieces.values()) <= 3, "whatever the number of ranks"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("saved_by", [1, 2, 5, 64])
+def test_each_file_is_hashed_by_one_rank_and_no_rank_hashes_much_more_than_its_part(
+    saved_by, world_size
+):
+    generator = random.Random(saved_by * world_size)
+    sizes = [generator.choice([0, 1, 50, 900, 1000]) for _ in range(saved_by)]
+    shares = [share_of_rank(sizes, rank, world_size) for rank in range(world_size)]
+    assert [number for share in shares for number in share] == list(range(saved_by))
+    largest = max(sum(sizes[number] for number in share) for share in shares)
+    assert largest <= sum(sizes) / world_size + 1000, "a share, and at most one file more"

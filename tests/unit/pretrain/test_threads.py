@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import torch
 
@@ -9,6 +13,7 @@ from foundation.own_programs import own_command
 from pretrain.distributed.threads import WAITING, describe_waiting
 from pretrain.recovery.starts import environment_changes, environment_of_rank
 from pretrain.run import set_threads_of_rank
+from pretrain.rundir.code_version import PACKAGES, code_version
 
 
 def test_the_openmp_of_a_command_spins_for_a_thousand_rounds_and_no_longer():
@@ -42,3 +47,25 @@ def test_a_rank_takes_the_threads_of_its_environment_else_its_part_of_the_cores(
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     set_threads_of_rank()
     assert torch.get_num_threads() == 2
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def version_of(copy: Path) -> str:
+    code = "from pretrain.rundir.code_version import code_version; print(code_version())"
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=copy, env={"PYTHONPATH": str(copy)}, stdout=subprocess.PIPE, check=True  # noqa: E501
+    ).stdout.decode().strip()  # fmt: skip
+
+
+def test_a_copy_of_the_code_has_its_version_and_an_edit_another(tmp_path):
+    for package in PACKAGES:
+        shutil.copytree(
+            ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    assert re.fullmatch(r"[\w.]+\+[0-9a-f]{12}", code_version())
+    assert version_of(tmp_path) == code_version()
+    with open(tmp_path / "pretrain" / "schedule.py", "a") as file:
+        file.write("# a change\n")
+    assert version_of(tmp_path) != code_version()
