@@ -1,7 +1,4 @@
-"""`python -m benchmarks.scale.ranks N ...`: gloo ranks that do what every step does; prints JSON.
-
-A program of its own, because ranks are forked, and what forks may not have threads.
-"""
+"""`python -m benchmarks.scale.ranks N ...`: gloo ranks that do what each step does; prints JSON."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 STEPS, STEP_SECONDS = 30, 0.05
@@ -80,7 +78,7 @@ def measure(num_ranks: int) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         results = Path(directory)
-        run_ranks(num_ranks, lambda: rank_program(results), results)
+        run_ranks(num_ranks, partial(rank_program, results), results)
         found = [json.loads((results / f"{rank}.json").read_text()) for rank in range(num_ranks)]
     return {
         "wait": statistics.median(each["wait"] for each in found),
@@ -94,9 +92,6 @@ def measure(num_ranks: int) -> dict[str, float]:
 
 def main(sizes: list[int]) -> None:
     """Measure each size after the other."""
-    import pretrain.distributed.world
-    import pretrain.recovery.stop_requests  # noqa: F401
-
     print(json.dumps({size: measure(size) for size in sizes}))
 
 

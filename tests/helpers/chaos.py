@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pretrain.checkpoint import directory as files
@@ -33,7 +34,7 @@ from pretrain.commands.same_run import differences, summary
 from pretrain.rundir.heartbeat import read_heartbeats
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
-from tests.helpers.forked_ranks import all_ended, fork_ranks, import_everything
+from tests.helpers.forked_ranks import ForkedRanks
 
 RANKS = 2
 STEPS_PER_KILL = 30
@@ -134,33 +135,38 @@ def random_moments(generator: random.Random) -> Iterator[Moment]:
         )
 
 
-def start_ranks(run_dir: RunDir, arguments: list[str], logs: Path) -> list[int]:
-    """Start the ranks; their process ids."""
-    return fork_ranks(
-        RANKS, lambda: main(["train", *arguments, "--run-dir", str(run_dir.path)]), logs
-    )
+def start_ranks(run_dir: RunDir, arguments: list[str], logs: Path) -> ForkedRanks:
+    command = ["train", *arguments, "--run-dir", str(run_dir.path)]
+    return ForkedRanks(RANKS, partial(main, command), logs)
 
 
-def outlast_trouble(pids: list[int], run_dir: RunDir, trouble: Trouble) -> None:
+def all_ended(ranks: ForkedRanks) -> bool:
+    """Whether all ranks ended with status 0; SystemExit if one ended with another."""
+    if failed := set(ranks.statuses) - {None, 0}:
+        raise SystemExit(f"a rank ended by itself with status {failed}; see its log")
+    return None not in ranks.statuses
+
+
+def outlast_trouble(ranks: ForkedRanks, run_dir: RunDir, trouble: Trouble) -> None:
     """Let the ranks meet the trouble; SystemExit if they end before it or because of it."""
     left_behind = _partial(run_dir)
     saves: set[str] = set()
     while len(saves) < trouble.save:
-        if all_ended(pids):
+        if all_ended(ranks):
             raise SystemExit("the run ended before its trouble; give it more steps")
         saves |= _partial(run_dir) - left_behind
         time.sleep(0.001)
     time.sleep(trouble.delay)
-    with TROUBLES[trouble.kind](pids, trouble, run_dir):
+    with TROUBLES[trouble.kind](ranks.pids, trouble, run_dir):
         time.sleep(trouble.seconds)
 
 
-def run_until(pids: list[int], run_dir: RunDir, moment: Moment | None) -> Kill | None:
+def run_until(ranks: ForkedRanks, run_dir: RunDir, moment: Moment | None) -> Kill | None:
     """Wait until the ranks exit, or kill them at the moment; None if they exited before it."""
     since = time.monotonic()
     left_behind = _partial(run_dir)
     saves: set[str] = set()
-    while not all_ended(pids):
+    while not all_ended(ranks):
         if new := _partial(run_dir) - saves - left_behind:
             saves |= new
             since = time.monotonic() if moment is not None and len(saves) <= moment.save else since
@@ -169,7 +175,7 @@ def run_until(pids: list[int], run_dir: RunDir, moment: Moment | None) -> Kill |
             and len(saves) >= moment.save
             and time.monotonic() - since >= moment.seconds
         ):
-            return _kill(pids, run_dir, moment, left_behind)
+            return _kill(ranks, run_dir, moment, left_behind)
         time.sleep(0.001)
     return None
 
@@ -182,16 +188,16 @@ def _partial(run_dir: RunDir) -> set[str]:
     }
 
 
-def _kill(pids: list[int], run_dir: RunDir, moment: Moment, left_behind: set[str]) -> Kill:
+def _kill(ranks: ForkedRanks, run_dir: RunDir, moment: Moment, left_behind: set[str]) -> Kill:
     step = max(files.steps_on_disk(run_dir.checkpoints), default=0)
     killed = Kill(
-        step, "in a save" if _partial(run_dir) - left_behind else _last_phase(pids[0], run_dir)
+        step,
+        "in a save" if _partial(run_dir) - left_behind else _last_phase(ranks.pids[0], run_dir),
     )
-    os.kill(pids[moment.first_rank], signal.SIGKILL)
+    ranks.processes[moment.first_rank].kill()
     time.sleep(moment.seconds_between)
-    os.kill(pids[1 - moment.first_rank], signal.SIGKILL)
-    for pid in pids:
-        os.waitpid(pid, 0)
+    ranks.processes[1 - moment.first_rank].kill()
+    ranks.wait()
     return killed
 
 
@@ -211,12 +217,12 @@ def kill_often(
     moments = random_moments(random.Random(seed))
     troubles = random_troubles(random.Random(seed))
     while len(kills) < num_kills:
-        pids, moment, before = start_ranks(run_dir, arguments, logs), next(moments), ""
+        ranks, moment, before = start_ranks(run_dir, arguments, logs), next(moments), ""
         if moment.save:  # else it may come before the first step
             trouble = next(troubles)
-            outlast_trouble(pids, run_dir, trouble)
+            outlast_trouble(ranks, run_dir, trouble)
             before = f"{trouble.kind} for {trouble.seconds:.1f} s, then "
-        kill = run_until(pids, run_dir, moment)
+        kill = run_until(ranks, run_dir, moment)
         if kill is None:
             raise SystemExit(
                 f"the run ended after {len(kills)} of {num_kills} kills; give it more steps"
@@ -245,7 +251,7 @@ def differing_runs(left: RunDir, right: RunDir, step: int) -> list[str]:
     return differences(left, right, step) + ([] if same else ["evaluations differ"])
 
 
-def run() -> int:
+def run(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -255,18 +261,17 @@ def run() -> int:
     parser.add_argument(
         "--work-dir", type=Path, help="default: a temporary directory, which is kept"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     work = options.work_dir or Path(tempfile.mkdtemp(prefix="chaos-"))
     corpus = options.corpus or make_tiny_corpus(work / "corpus")
     (work / "tiny.yaml").write_text(f"data: {{path: {corpus}}}\n")
     steps = STEPS_PER_KILL * options.kills
-    arguments = [str(work / "tiny.yaml"), *SETTINGS, f"optim.steps={steps}"]
+    settings = [str(work / "tiny.yaml"), *SETTINGS, f"optim.steps={steps}"]
     uninterrupted, killed = RunDir(work / "uninterrupted"), RunDir(work / "killed")
-    import_everything()
     started = time.monotonic()
-    run_until(start_ranks(uninterrupted, arguments, work), uninterrupted, None)
+    run_until(start_ranks(uninterrupted, settings, work), uninterrupted, None)
     print(f"uninterrupted: {steps} steps in {time.monotonic() - started:.0f} s", flush=True)
-    kills = kill_often(killed, arguments, work, options.kills, options.seed)
+    kills = kill_often(killed, settings, work, options.kills, options.seed)
     counts = collections.Counter(kill.phase for kill in kills).items()
     print(
         f"{len(kills)} kills, {time.monotonic() - started:.0f} s in total: "

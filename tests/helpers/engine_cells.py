@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.commands.same_run import differing_state, summary
+from tests.helpers.engine_worker import train_rank
+from tests.helpers.forked_ranks import run_ranks
 
 STEPS = 6
 HALF = 4
@@ -57,21 +60,9 @@ def whole_and_resumed(
 
 def train_cells(corpus: Path, output: Path, cells: list[dict[str, Any]]) -> Results:
     """Train the cells, each run of those with as many ranks in one group; what they found."""
-    path = output / "cells.json"
-    path.write_text(json.dumps(cells))
-    run_helper("engine_worker", output, str(corpus), str(output), str(path))
+    for ranks, group in groupby(cells, key=itemgetter("ranks")):
+        run_ranks(ranks, partial(train_rank, corpus, output, list(group)), output)
     return {each["name"]: read_result(output / f"{each['name']}.json") for each in cells}
-
-
-def run_helper(module: str, output: Path, *words: str) -> None:
-    """Run a program of `tests.helpers` that forks ranks; `words` are its arguments.
-
-    It writes into `output`, also the ranks' logs.
-    """
-    command = [sys.executable, "-m", f"tests.helpers.{module}", *words]
-    done = subprocess.run(command, capture_output=True, text=True)
-    logs = (log.read_text() for log in output.rglob("*.log"))
-    assert done.returncode == 0, done.stderr + "".join(logs)
 
 
 def read_result(path: Path) -> dict[str, Steps]:

@@ -1,8 +1,5 @@
 """Ranks that train the cells of the engine tests in turn.
 
-    python -m tests.helpers.engine_worker CORPUS OUTPUT CELLS.json
-
-Torch and DeepSpeed are imported once, then every run of cells with as many ranks forks a group.
 Each cell names settings, where to stop, and optionally a directory of checkpoints to resume from.
 Rank 0 writes OUTPUT/CELL.json with the loss and gradient norm of every step as hexadecimal floats.
 A cell may have faults injected; exactly the steps in `skips` are to be skipped, without changing a
@@ -14,11 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-import sys
-from functools import partial
 from hashlib import sha256
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +55,6 @@ from pretrain.optim.learning_rate import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.run import build_engine
 from pretrain.state import TrainState, memories_without
-from tests.helpers.forked_ranks import import_everything, run_ranks
 
 MODEL: dict[str, Any] = {
     "vocab_size": 257,
@@ -96,7 +88,6 @@ def run_of_cell(
     Their "zero" is merged into DeepSpeed's zero_optimization; "loss_scale" is `train_cell`'s.
     """
     own = {name: each for name, each in settings.items() if name not in ("zero", "loss_scale")}
-    model = {name: tuple(v) if isinstance(v, list) else v for name, v in model.items()}
     zero = {"stage3_param_persistence_threshold": 0, **settings.get("zero", {})}
     return RunConfig(
         seed=5,
@@ -316,14 +307,3 @@ def train_rank(corpus: Path, output: Path, cells: list[dict[str, Any]]) -> int:
             (output / f"{cell['name']}.json").write_text(json.dumps(result))
     destroy_process_group()
     return 0
-
-
-def main() -> None:
-    corpus, output, path = (Path(argument) for argument in sys.argv[1:4])
-    import_everything()
-    for ranks, group in groupby(json.loads(path.read_text()), key=itemgetter("ranks")):
-        run_ranks(ranks, partial(train_rank, corpus, output, list(group)), output)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,99 +1,97 @@
-"""Ranks forked from a process that has imported everything: a start takes a tenth of the time, and
-the rest is as ever.
-
-    python -m tests.helpers.forked_ranks LOGS train EXPERIMENT ...
-
-is `pretrain train EXPERIMENT ...` on two ranks; its exit status is the highest of theirs. The
-process must not have threads when it forks.
+"""Ranks forked from a server that has imported everything: a start takes a tenth of the time, and
+the rest is as ever. One server serves all tests of a process.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
-import logging
+import multiprocessing
 import os
-import sys
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import wait
 from pathlib import Path
 
-from pretrain.cli import end_process, main
+from pretrain.cli import end_process
 from pretrain.processes.local_ranks import rank_environment, set_parent_death_signal
+from pretrain.rundir.exit_status import EXIT_STOPPED
 
-MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
+# What a rank would import, also to compile; and what builds of corpora do, which fork from the same
+# server.
+IMPORTED = [
+    "deepspeed", "pretrain.run", "pretrain.commands.train", "pretrain.engines.deepspeed_engine",
+    "torch._inductor.compile_fx", "streaming", "webdataset.writer",
+    "data_pipeline.builder.parts", "data_pipeline.cli",
+]  # fmt: skip
+# How long the others may run after a rank failed: they may wait for it forever.
+GRACE_SECONDS = 60.0
+CPU = {"DS_ACCELERATOR": "cpu"}
 
 
-def import_everything() -> None:
-    """What a rank would import, before the first fork."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    logging.disable(logging.WARNING)
-    # The last one brings torch's compiler: DeepSpeed imports it with its first optimizer.
-    modules = "deepspeed", "pretrain.run", "pretrain.engines.deepspeed_engine", MUON
-    for name in modules:
-        importlib.import_module(name)
-    gc.freeze()  # else every collection in a rank would look through, and copy, all of that
+class ForkedRanks:
+    """`program` as every rank; its result is the exit status, its output is in LOGS/rank-N.log.
 
-
-def fork_ranks(num_ranks: int, rank_program: Callable[[], int], logs: Path) -> list[int]:
-    """Start the program as every rank, its output going to `logs`; the process ids.
-
-    Its result is the exit status.
+    It is pickled, as every target of `multiprocessing`. `variables` are added to the environment.
     """
-    shared = rank_environment(num_ranks, os.environ)
-    return [
-        _fork_rank(rank, shared, rank_program, logs / f"rank-{rank}.log")
-        for rank in range(num_ranks)
-    ]
+
+    def __init__(
+        self, num_ranks: int, program: Callable[[], int], logs: Path, **variables: str
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
+        shared = rank_environment(num_ranks, {**os.environ, **CPU, **variables})
+        before, os.environ["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR"), "cpu"
+        self.processes = []
+        for rank in range(num_ranks):
+            environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            arguments = (program, environment, Path.cwd(), logs / f"rank-{rank}.log")
+            process = context.Process(target=_run_rank, args=arguments, daemon=True)
+            process.start()
+            self.processes.append(process)
+        if before is None:
+            del os.environ["DS_ACCELERATOR"]
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self.processes]
+
+    @property
+    def statuses(self) -> list[int | None]:
+        """The exit status of each rank, None while it runs; -N if signal N killed it."""
+        return [process.exitcode for process in self.processes]
+
+    def wait(self) -> list[int | None]:
+        """The exit statuses, when all have exited. After one has failed, those that do not exit in
+        GRACE_SECONDS are killed.
+        """
+        while running := [each for each in self.processes if each.exitcode is None]:
+            has_failed = set(self.statuses) - {None, 0, EXIT_STOPPED}
+            if not wait([each.sentinel for each in running], GRACE_SECONDS if has_failed else None):
+                for process in running:
+                    process.kill()
+        return self.statuses
 
 
-def run_ranks(num_ranks: int, rank_program: Callable[[], int], logs: Path) -> None:
-    """Fork the ranks and wait for all; SystemExit if one fails."""
-    pids = fork_ranks(num_ranks, rank_program, logs)
-    while not all_ended(pids):
-        time.sleep(0.01)
+def run_ranks(num_ranks: int, program: Callable[[], int], logs: Path) -> None:
+    """Fork the ranks and wait for all; SystemExit with their logs if one fails."""
+    if any(statuses := ForkedRanks(num_ranks, program, logs).wait()):
+        text = "\n".join((logs / f"rank-{rank}.log").read_text() for rank in range(num_ranks))
+        raise SystemExit(f"ranks ended with {statuses}:\n{text}")
 
 
-def all_ended(pids: list[int]) -> bool:
-    """Whether all ranks ended with status 0; SystemExit if one ended with another."""
-    for pid in pids:
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return False
-        if ended.si_status:
-            raise SystemExit(f"a rank ended by itself with status {ended.si_status}; see its log")
-    for pid in pids:
-        os.waitpid(pid, 0)
-    return True
-
-
-def _fork_rank(
-    rank: int, shared: dict[str, str], rank_program: Callable[[], int], log: Path
-) -> int:
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
+def _run_rank(
+    program: Callable[[], int], environment: Mapping[str, str], directory: Path, log: Path
+) -> None:
+    set_parent_death_signal(os.getppid())
+    gc.freeze()  # else every collection would look through, and copy, all that was imported
+    for standard in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    status = 1
     try:
-        set_parent_death_signal(parent)
-        for standard in (1, 2):
-            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
-        os.environ.update(shared, RANK=str(rank), LOCAL_RANK=str(rank))
-        end_process(rank_program())
+        status = program()
     except BaseException:
         traceback.print_exc()
-    os._exit(1)
-
-
-def two_ranks(logs: Path, arguments: list[str]) -> int:
-    """Run the command as two ranks; the highest exit status, of a signal its number."""
-    import_everything()
-    logging.disable(logging.NOTSET)
-    logs.mkdir(exist_ok=True)
-    pids = fork_ranks(2, lambda: main(arguments), logs)
-    return max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in pids)
-
-
-if __name__ == "__main__":
-    sys.exit(two_ranks(Path(sys.argv[1]), sys.argv[2:]))
+    end_process(status)

@@ -1,6 +1,4 @@
-"""Runs whose ranks fail, are stopped or killed, and resume; in a process of its own, which forks.
-
-    python -m tests.helpers.forked_runs CORPUS OUTPUT
+"""Runs whose ranks fail, are stopped or killed, and resume.
 
 OUTPUT/NAME is a run, OUTPUT/NAME-disk what its nodes' disks have, OUTPUT/NAME-logs what it said.
 """
@@ -8,13 +6,12 @@ OUTPUT/NAME is a run, OUTPUT/NAME-disk what its nodes' disks have, OUTPUT/NAME-l
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import resource
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.cli import main
 from pretrain.engines.engine import TorchEngine
 from pretrain.recovery.faults import VARIABLE
-from tests.helpers.forked_ranks import fork_ranks, import_everything
+from tests.helpers.forked_ranks import ForkedRanks
 from tests.helpers.memory_limit import memory_limit
 
 STEPS, KILLED_AT = 12, 11
@@ -37,7 +34,7 @@ SETTINGS = (
     "metrics.tensorboard=false",
 )  # fmt: skip
 PLAIN = ("engine.kind=torch", "engine.zero_stage=0", "engine.micro_batch_lanes=0")
-FAILS_AT = 100
+FAILS_AT = 40
 ENDLESS = (
     *PLAIN, f"checkpoint.interval={FAILS_AT}", "checkpoint.storage_patience_seconds=0",
     "optim.steps=100000",
@@ -78,6 +75,30 @@ def run_out_at(place: str) -> None:
     setattr(where, name, calling)
 
 
+def out_of_memory(rank: int) -> None:
+    for place in ("save", "backward", "step", "evaluate"):
+        run_out_at(place)
+
+
+def disk_of_rank_1_is_full(rank: int) -> None:
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 10, resource.RLIM_INFINITY))
+
+
+def train_rank(
+    experiment: Path,
+    run_dirs: Sequence[Path],
+    settings: Sequence[str],
+    first: Callable[[int], None] | None,
+) -> int:
+    """Do `first`, then train in the directory of this rank, which is the last one from there on."""
+    rank = int(os.environ["RANK"])
+    if first is not None:
+        first(rank)
+    run_dir = run_dirs[min(rank, len(run_dirs) - 1)]
+    return main(["train", str(experiment), *settings, f"--run-dir={run_dir}"])
+
+
 class Runs:
     def __init__(self, corpus: Path, output: Path) -> None:
         self.output = output
@@ -90,28 +111,21 @@ class Runs:
         *more: str,
         ends: Sequence[int] = (0, 0),
         fault: str = "",
-        first: Callable[[int], str] = lambda rank: "",
+        first: Callable[[int], None] | None = None,
+        others: Sequence[Path] = (),
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the run NAME, or resume it, and wait until its ranks end with these statuses.
 
-        `first` is done by each rank at its start; it returns another run directory, if it has one.
+        `first` is done by each rank at its start; `others` are the directory as later ranks see it.
         """
         logs = self.output / f"{name}-logs"
         logs.mkdir(exist_ok=True)
-        os.environ[VARIABLE] = fault
-
-        def program() -> int:
-            logging.disable(logging.NOTSET)
-            run_dir = first(int(os.environ["RANK"])) or self.output / name
-            settings = (*SETTINGS, *more, f"--run-dir={run_dir}")
-            return main(["train", str(self.experiment), *settings])
-
-        pids = fork_ranks(len(ends), program, logs)
+        run_dirs = (self.output / name, *others)
+        program = partial(train_rank, self.experiment, run_dirs, (*SETTINGS, *more), first)
+        ranks = ForkedRanks(len(ends), program, logs, **{VARIABLE: fault})
         meanwhile()
-        found = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        if found != list(ends):
-            raise SystemExit(f"{name}: the ranks ended with {found}; see {logs}")
+        assert ranks.wait() == list(ends), [log.read_text() for log in logs.iterdir()]
 
     def on_disk(self, name: str, killed_at: int = 0) -> None:
         """The same with local checkpoints; all ranks are killed at a step."""
@@ -152,12 +166,7 @@ def with_local_checkpoints(runs: Runs) -> None:
 
 
 def that_fail(runs: Runs) -> None:
-    def only_rank_1(rank: int) -> str:
-        if rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 10, resource.RLIM_INFINITY))
-        return ""
-
-    runs.train("cannot-write", *ENDLESS, ends=(2, 2), first=only_rank_1)
+    runs.train("cannot-write", *ENDLESS, ends=(2, 2), first=disk_of_rank_1_is_full)
 
     # As under a lost mount: rank 1's path leads to an empty directory from one moment on.
     run_dir, view, later = (runs.output / name for name in ("lost", "lost-view", "lost-later"))
@@ -169,19 +178,11 @@ def that_fail(runs: Runs) -> None:
     def switch() -> None:
         metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 300
         while not (metrics.exists() and metrics.stat().st_size):
-            if time.monotonic() > deadline:
-                raise SystemExit("lost: nothing was trained")
+            assert time.monotonic() < deadline, "lost: nothing was trained"
             time.sleep(0.01)
         later.rename(view)
 
-    own_view = lambda rank: str(view) if rank == 1 else ""  # noqa: E731
-    runs.train("lost", *ENDLESS, ends=(2, 2), first=own_view, meanwhile=switch)
-
-    def out_of_memory(rank: int) -> str:
-        for place in ("save", "backward", "step", "evaluate"):
-            run_out_at(place)
-        return ""
-
+    runs.train("lost", *ENDLESS, ends=(2, 2), others=[view], meanwhile=switch)
     more = ("data.lanes=8", "optim.steps=4", "checkpoint.interval=2", "evaluation.interval=2")
     more = (*PLAIN, *more, "checkpoint.asynchronous=true")
     runs.train("no-memory", *more, ends=(0,), first=out_of_memory)
@@ -197,9 +198,9 @@ def that_end_in_an_evaluation(runs: Runs) -> None:
         runs.train(f"stopped-{step}", *EVALUATED, ends=(75,), fault=fault)
 
 
-if __name__ == "__main__":
-    import_everything()
-    all_runs = Runs(Path(sys.argv[1]), Path(sys.argv[2]))
-    with_local_checkpoints(all_runs)
-    that_fail(all_runs)
-    that_end_in_an_evaluation(all_runs)
+def make_runs(corpus: Path, output: Path) -> None:
+    """Make all of them."""
+    runs = Runs(corpus, output)
+    with_local_checkpoints(runs)
+    that_fail(runs)
+    that_end_in_an_evaluation(runs)

@@ -1,15 +1,10 @@
-"""How often the host waits for a value of the device in a step:
-`python -m tests.helpers.host_reads OUTPUT`.
-
-Trains steps of every cell in this process, one rank, and writes OUTPUT/reads.json: for each cell
-the reads of a step by pretrain and by DeepSpeed.
-"""
+"""How often the host waits for a value of the device in a step."""
 
 from __future__ import annotations
 
 import json
-import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +20,7 @@ from pretrain.config.optim import OptimConfig
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.run import build_engine
-from tests.helpers.engine_cells import run_helper
+from tests.helpers.forked_ranks import run_ranks
 
 CELLS: dict[str, dict[str, Any]] = {
     **{
@@ -87,13 +82,14 @@ def reads_of_a_step(settings: dict[str, Any], world: World) -> dict[str, int]:
 
 
 def measured_reads(output: Path) -> dict[str, dict[str, int]]:
-    """Return the reads of every cell, counted in a process of their own."""
-    run_helper("host_reads", output, str(output))
+    """Return the reads of a step by pretrain and by DeepSpeed in each cell, trained by one rank."""
+    run_ranks(1, partial(write_reads, output / "reads.json"), output)
     return json.loads((output / "reads.json").read_text())
 
 
-if __name__ == "__main__":
+def write_reads(path: Path) -> int:
     world = init_world()
     found = {name: reads_of_a_step(settings, world) for name, settings in CELLS.items()}
-    (Path(sys.argv[1]) / "reads.json").write_text(json.dumps(found))
+    path.write_text(json.dumps(found))
     destroy_process_group()
+    return 0

@@ -1,5 +1,4 @@
-"""What is alive while an engine is built and in its backward passes: `python -m
-tests.helpers.live_tensors OUTPUT CELLS.json RANKS`.
+"""What is alive while an engine is built and in its backward passes.
 
 Every rank counts the bytes of all tensors that hold as much as one whole parameter, operation by
 operation, and compares its fragments with the model built whole. Then it counts the bytes of all
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -31,8 +29,7 @@ from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import Memory
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.run import build_engine
-from tests.helpers.engine_cells import run_helper
-from tests.helpers.forked_ranks import import_everything, run_ranks
+from tests.helpers.forked_ranks import run_ranks
 
 
 class LiveTensors(TorchDispatchMode):
@@ -170,10 +167,9 @@ def measure_rank(output: Path, name: str, tree: dict[str, Any]) -> int:
 def measured_by_ranks(
     cells: dict[str, dict[str, Any]], num_ranks: int, output: Path
 ) -> dict[str, list[dict[str, Any]]]:
-    """The findings of every rank in each cell; the ranks are forked from a process of their own."""
-    path = output / "settings.json"
-    path.write_text(json.dumps(cells))
-    run_helper("live_tensors", output, str(output), str(path), str(num_ranks))
+    """The findings of every rank in each cell."""
+    for name, tree in cells.items():  # each in new processes, where nothing else is alive
+        run_ranks(num_ranks, partial(measure_rank, output, name, tree), output)
     return {
         name: [
             json.loads((output / f"{name}-{rank}.json").read_text()) for rank in range(num_ranks)
@@ -220,18 +216,3 @@ def sent_over_minimum(name: str, ranks: list[dict[str, Any]]) -> float:
     elements = ranks[0]["whole"] / 4 * (len(ranks) - 1) / len(ranks)
     minimum = elements * (8 if name.endswith("fp32") else 6)
     return round(max(rank["sent"] for rank in ranks) / minimum, 2)
-
-
-def main() -> None:
-    output, settings, num_ranks = (
-        Path(sys.argv[1]),
-        json.loads(Path(sys.argv[2]).read_text()),
-        int(sys.argv[3]),
-    )
-    import_everything()
-    for name, tree in settings.items():  # each in new processes, where nothing else is alive
-        run_ranks(num_ranks, partial(measure_rank, output, name, tree), output)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,4 @@
-"""`python -m tests.helpers.stop_ranks`: gloo ranks that agree on stops and exchange
-values; prints what each found.
-
-A program of its own, because ranks are forked, and what forks may not have threads.
-"""
+"""Gloo ranks that agree on stops and exchange values, and what each found."""
 
 from __future__ import annotations
 
@@ -10,12 +6,12 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,37 +138,32 @@ def lose_a_rank(world: World) -> str:
     return "nothing"
 
 
-def run(num_ranks: int, program: Callable[[World], object]) -> list[object]:
+def rank_program(program: Callable[[World], object], results: Path, lazy: str) -> int:
+    """Write what the program returns on this rank."""
+    os.environ[LAZY_VARIABLE] = lazy
+    world = init_world()
+    found = program(world)
+    (results / f"{world.rank}.json").write_text(json.dumps(found))
+    if program is not lose_a_rank:
+        gather_values(0, int)  # none leaves before all have finished
+    return 0
+
+
+def run(num_ranks: int, program: Callable[[World], object], lazy: str = "0") -> list[Any]:
     """What the program returned on each rank; None where it did not return."""
-
-    def rank_program() -> int:
-        world = init_world()
-        found = program(world)
-        (results / f"{world.rank}.json").write_text(json.dumps(found))
-        if program is not lose_a_rank:
-            gather_values(0, int)  # none leaves before all have finished
-        return 0
-
     with tempfile.TemporaryDirectory(prefix="stops-") as directory:
         results = Path(directory)
-        try:
-            run_ranks(num_ranks, rank_program, results)
-        except SystemExit:
-            sys.exit("\n".join(log.read_text() for log in results.glob("*.log")))
+        run_ranks(num_ranks, partial(rank_program, program, results, lazy), results)
         paths = [results / f"{rank}.json" for rank in range(num_ranks)]
         return [json.loads(path.read_text()) if path.exists() else None for path in paths]
 
 
-def main() -> None:
+def found_by_ranks() -> dict[str, list[Any]]:
     """Small worlds that connect at once, and a larger one on demand."""
-    found = {str(size): run(size, agree_and_collect) for size in (2, 3, 4, 5)}
-    found["evaluation"] = run(3, stop_evaluation)
-    found["late"] = run(3, wait_for_the_last)
-    os.environ[LAZY_VARIABLE] = "1"
-    found["16 on demand"] = run(16, agree_and_collect)
-    found["lost"] = run(3, lose_a_rank)
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return {
+        **{str(size): run(size, agree_and_collect) for size in (2, 3, 4, 5)},
+        "16 on demand": run(16, agree_and_collect, lazy="1"),
+        "evaluation": run(3, stop_evaluation),
+        "late": run(3, wait_for_the_last),
+        "lost": run(3, lose_a_rank, lazy="1"),
+    }

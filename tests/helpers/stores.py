@@ -5,6 +5,7 @@ speaks S3.
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import logging
 import socket
@@ -171,6 +172,7 @@ def put_directory(endpoint: str, directory: Path, url: str) -> None:
             )
 
 
+@functools.cache  # one takes a tenth of a second, and uploads of a corpus take one each
 def client(endpoint: str):
     """For what tests do behind the project's back."""
     import boto3

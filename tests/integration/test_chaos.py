@@ -1,29 +1,22 @@
-"""Kills at random moments, in a separate process: it forks, so it must not have threads yet."""
+"""Kills at random moments."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import chaos
+
 
 @pytest.mark.slow
 def test_a_run_disturbed_and_killed_at_random_moments_ends_bitwise_as_the_uninterrupted_one(
-    tiny_corpus: Path, tmp_path: Path
+    tiny_corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    command = [
-        sys.executable,
-        "-m",
-        "tests.helpers.chaos",
-        "--kills=4",
-        "--seed=4",
-        f"--corpus={tiny_corpus}",
-    ]
-    done = subprocess.run([*command, f"--work-dir={tmp_path}"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 kills" in done.stdout
+    options = ["--kills=4", "--seed=4", f"--corpus={tiny_corpus}", f"--work-dir={tmp_path}"]
+    assert chaos.run(options) == 0, capsys.readouterr()
+    said = capsys.readouterr().out
+    assert "4 kills" in said
     for trouble in ("disk full", "unwritable", "suspended"):
-        assert f": {trouble} for" in done.stdout
-    assert "identical: 120 losses, evaluations, final state" in done.stdout
+        assert f": {trouble} for" in said
+    assert "identical: 120 losses, evaluations, final state" in said

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from pretrain.rundir.events import OutOfMemory, TrainingBegan
 from pretrain.rundir.ledger import events_of, is_finished
 from pretrain.rundir.lock import VARIABLE, Fence
 from pretrain.rundir.run_dir import RunDir
-from tests.helpers.forked_runs import EVALUATED, FAILS_AT, STEPS
+from tests.helpers.forked_runs import EVALUATED, FAILS_AT, STEPS, make_runs
 from tests.helpers.forked_runs import SETTINGS as FORKED_SETTINGS
 from tests.helpers.full_disk import full_disk
 
@@ -138,9 +136,7 @@ def test_a_stale_attempt_writes_neither_metrics_nor_checkpoints(
 def output(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `tests.helpers.forked_runs` made."""
     path = tmp_path_factory.mktemp("forked")
-    command = [sys.executable, "-m", "tests.helpers.forked_runs", str(tiny_corpus), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    make_runs(tiny_corpus, path)
     return path
 
 

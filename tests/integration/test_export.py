@@ -6,9 +6,8 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import yaml
 from pretrain.cli import main
 from pretrain.weights.export import load_export
 from pretrain.weights.trained_model import load_trained
+from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.full_disk import full_disk
 from tests.helpers.owners import give_away
 
@@ -77,9 +77,8 @@ def test_a_new_run_starts_from_the_weights_of_an_export(exported, tmp_path):
     run, output = exported
     settings = ["engine.kind=deepspeed", "engine.zero_stage=3", f"initial_weights={output}"]
     settings += ["optim.steps=2", "optim.learning_rate=1e-30"]
-    command = [sys.executable, "-m", "pretrain"]
-    train = [*command, "train", run.parent / "tiny.yaml", "--run-dir", tmp_path / "run", *settings]
-    subprocess.run(train, check=True)
+    train = ["train", str(run.parent / "tiny.yaml"), f"--run-dir={tmp_path / 'run'}", *settings]
+    run_ranks(1, partial(main, train), tmp_path)
     before, after = (
         load_export(output)[0],
         load_trained(tmp_path / "run", torch.device("cpu")).module,

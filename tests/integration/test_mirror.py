@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from pretrain.recovery.faults import VARIABLE
 from pretrain.rundir.events import Mirrored, Restored, TrainingBegan
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
+from tests.helpers.forked_ranks import ForkedRanks
 from tests.helpers.stores import client, make_bucket
 
 STEPS, INTERVAL = 24, 4
@@ -73,10 +72,9 @@ def test_a_run_goes_on_from_the_store_with_other_ranks_and_its_disk_gone(
     mirror = f"checkpoint.mirror={bucket}/runs"
     first, second = RunDir(tmp_path / "first"), RunDir(tmp_path / "second")
     # Ranks share the upload; a request to stop waits until the last checkpoint is there.
-    stopped = {**os.environ, VARIABLE: "sigterm-in-evaluation@10"}
-    command = [sys.executable, "-m", "tests.helpers.forked_ranks", str(tmp_path / "logs")]
-    command += ["train", str(experiment), mirror, f"--run-dir={first.path}"]
-    assert subprocess.run(command, env=stopped).returncode == 75
+    program = partial(pretrain, ["train", str(experiment), mirror, f"--run-dir={first.path}"])
+    ranks = ForkedRanks(2, program, tmp_path, **{VARIABLE: "sigterm-in-evaluation@10"})
+    assert ranks.wait() == [75, 75]
     assert events_of(first.ledger.read(), Mirrored)[-1].step == 10
     assert not any(event.problem for event in events_of(first.ledger.read(), Mirrored))
     assert steps_listed(s3_endpoint, bucket)[-1] == 10

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-import subprocess
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,13 @@ from pretrain.config.resolve import resolve
 from pretrain.config.run import RunConfig
 from pretrain.model.lane_state import Memory
 from pretrain.optim.learning_rate import learning_rate_at
-from pretrain.processes.local_ranks import train_command
 from pretrain.recovery.faults import VARIABLE
 from pretrain.run import build_engine
 from pretrain.rundir.events import TrainingEnded
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
+from tests.helpers.forked_ranks import ForkedRanks
 
 SEED, LENGTH = 4, 16
 
@@ -64,13 +63,10 @@ metrics: {{interval: 3, tensorboard: false}}
     return path
 
 
-def train(
-    experiment: Path, run_dir: RunDir, *more: str, fault: str = ""
-) -> subprocess.CompletedProcess[str]:
-    command = train_command(experiment, run_dir.path, *more)
-    return subprocess.run(
-        command, env={**os.environ, VARIABLE: fault}, capture_output=True, text=True
-    )
+def train_killed(experiment: Path, run_dir: RunDir, step: int, *more: str) -> None:
+    program = partial(main, ["train", str(experiment), f"--run-dir={run_dir.path}", *more])
+    ranks = ForkedRanks(1, program, experiment.parent, **{VARIABLE: f"sigkill@{step}"})
+    assert ranks.wait() == [-9]
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +116,7 @@ def test_a_run_killed_in_a_later_phase_resumes_to_the_losses_of_the_uninterrupte
     experiment, uninterrupted, capsys
 ):
     run_dir = RunDir(experiment.with_name("killed"))
-    assert train(experiment, run_dir, fault="sigkill@14").returncode == -9
+    train_killed(experiment, run_dir, 14)
     assert main(["train", str(experiment), f"--run-dir={run_dir.path}"]) == 0
     said = capsys.readouterr().err
     assert "step-00000012, verified in" in said, "the border was saved"
@@ -154,7 +150,7 @@ def test_a_killed_run_with_ever_longer_segments_equals_a_loop_that_never_stops(
     two borders.
     """
     run_dir = RunDir(experiment.with_name("warm-up"))
-    assert train(experiment, run_dir, *WARM_UP, fault="sigkill@11").returncode == -9
+    train_killed(experiment, run_dir, 11, *WARM_UP)
     assert main(["train", str(experiment), f"--run-dir={run_dir.path}", *WARM_UP]) == 0
     said = capsys.readouterr().err
     assert "step-00000010, verified in" in said

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,14 @@ import pytest
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.cli import main as data_pipeline
 from data_pipeline.config import CorpusConfig, TokenizerConfig
-from pretrain.processes.local_ranks import RankGroup, train_command
+from pretrain.cli import main
 from pretrain.recovery.faults import VARIABLE
 from pretrain.rundir.events import Rewind, Slowdown, TrainingBegan, TrainingEnded
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
+from tests.helpers import live_models
 from tests.helpers.corpora import make_text, write_jsonl
+from tests.helpers.forked_ranks import ForkedRanks
 
 POISONED = "d70"
 SEED = 4
@@ -65,12 +65,12 @@ recovery: {{spike_threshold: 5.0}}
     return path
 
 
-def train(experiment: Path, run_dir: RunDir, *more: str, fault: str) -> list[int]:
+def train(experiment: Path, run_dir: RunDir, *more: str, fault: str) -> list[int | None]:
     """The exit statuses of two ranks under ZeRO-2, with nobody looking."""
     settings = ("engine.kind=deepspeed", "engine.zero_stage=2")
-    command = train_command(experiment, run_dir.path, *settings, *more)
-    with RankGroup(command, 2, run_dir.logs, environment={VARIABLE: fault}) as group:
-        return group.wait()
+    command = ["train", str(experiment), f"--run-dir={run_dir.path}", *settings, *more]
+    logs = run_dir.path.parent
+    return ForkedRanks(2, partial(main, command), logs, **{VARIABLE: fault}).wait()
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_a_rank_that_is_slower_than_the_others_is_named(recovered):
 
 @pytest.mark.slow
 def test_a_restart_in_the_process_frees_the_model_before(experiment, tmp_path):
-    """At the end of a phase, when memory runs out and at a rewind, in every cell, also compiled."""
+    """At the end of a phase, when memory runs out and at a rewind, also compiled."""
     live = tmp_path / "live.yaml"
     live.write_text(
         f"""extends: {experiment}
@@ -149,12 +149,9 @@ metrics: {{interval: 1}}
 recovery: {{skip_grad_norm: 1.0e-9, max_rewinds: 1}}
 """
     )
-    command = [sys.executable, "-m", "tests.helpers.live_models", str(live), str(tmp_path)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, VARIABLE: "oom:2@8"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    program = partial(live_models.write_counts, live, tmp_path)
+    ranks = ForkedRanks(1, program, tmp_path, **{VARIABLE: "oom:2@8"})
+    assert ranks.wait() == [0], (tmp_path / "rank-0.log").read_text()
     found = json.loads((tmp_path / "live.json").read_text())
     assert found == dict.fromkeys(found, [0] * 4)
-    assert len(found) == 5
+    assert len(found) == len(live_models.CELLS)

@@ -5,9 +5,7 @@ killed; resumed.
 from __future__ import annotations
 
 import base64
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from pretrain.rundir.events import TrainingEnded
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
+from tests.helpers.forked_ranks import ForkedRanks
 from tests.helpers.stores import FileServer, put_directory
 
 STEPS, KILLED_AT, SAVED_AT = 14, 10, 7
@@ -43,27 +42,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_corpus(tmp_path_factory.mktemp("corpus") / "books", documents=300)
 
 
-def launch(
-    experiment: Path, run_dir: Path, *settings: str, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "launcher",
-        "local",
-        str(experiment),
-        "--ranks=2",
-        f"--run-dir={run_dir}",
-    ]
-    return subprocess.run(
-        [*command, "--attempts-without-progress=1", *settings],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, **variables},
-    )
-
-
 @pytest.mark.slow
 def test_a_bucket_trains_as_the_disk_does_even_killed(corpus, tmp_path, bucket, s3_endpoint):
     url = f"{bucket}/books"
@@ -74,20 +52,15 @@ def test_a_bucket_trains_as_the_disk_does_even_killed(corpus, tmp_path, bucket, 
     experiment = tmp_path / "tiny.yaml"
     experiment.write_text(SETTINGS)
     local, remote = RunDir(tmp_path / "local"), RunDir(tmp_path / "remote")
-    from_bucket = (
-        f"data.path={url}",
-        f"data.cache.directory={tmp_path / 'cache'}",
-        f"data.cache.gib={limit / GIB}",
-    )
-
-    assert (
-        pretrain(["train", str(experiment), f"--run-dir={local.path}", f"data.path={corpus}"]) == 0
-    )
-    killed = launch(experiment, remote.path, *from_bucket, **{VARIABLE: f"sigkill@{KILLED_AT}"})
-    assert "SIGKILL" in killed.stdout, killed.stdout
-    assert sum(path.stat().st_size for path in (tmp_path / "cache" / "shards").iterdir()) <= limit
-    resumed = launch(experiment, remote.path, *from_bucket)
-    assert resumed.returncode == 0, resumed.stdout
+    train, cache = ["train", str(experiment)], tmp_path / "cache"
+    assert pretrain([*train, f"--run-dir={local.path}", f"data.path={corpus}"]) == 0
+    from_bucket = [f"data.cache.directory={cache}", f"data.cache.gib={limit / GIB}"]
+    command = [*train, f"--run-dir={remote.path}", f"data.path={url}", *from_bucket]
+    program = partial(pretrain, command)
+    killed = ForkedRanks(2, program, tmp_path, **{VARIABLE: f"sigkill@{KILLED_AT}"})
+    assert killed.wait() == [-9, -9]
+    assert sum(path.stat().st_size for path in (cache / "shards").iterdir()) <= limit
+    assert ForkedRanks(2, program, tmp_path).wait() == [0, 0]
     assert differing_losses(local, remote, 1e-5) == []
     assert events_of(remote.ledger.read(), TrainingEnded)[-1].tokens_of_corpora == {
         f"{url}/train": STEPS * 2 * 512

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from pretrain.config.run import RunConfig
 from pretrain.rundir.metric_names import task_metrics, task_values
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import some_texts
+from tests.helpers.forked_ranks import run_ranks
 
 STEPS = 4
 
@@ -111,9 +111,8 @@ def test_training_is_bitwise_the_same_with_and_without_tasks(experiment, trained
 
 def test_ranks_wait_for_the_one_that_runs_the_tasks(experiment, trained, tmp_path):
     run_dir = RunDir(tmp_path / "run")
-    command = [sys.executable, "-m", "tests.helpers.forked_ranks", str(tmp_path / "logs"), "train"]
-    command += [str(experiment), f"--run-dir={run_dir.path}", "evaluation.interval=0"]
-    subprocess.run(command, check=True)
+    command = ["train", str(experiment), f"--run-dir={run_dir.path}", "evaluation.interval=0"]
+    run_ranks(2, partial(main, command), tmp_path)
     found = tasks_of(run_dir)
     assert [step for step in found if found[step]] == [STEPS]
     assert found[STEPS] == pytest.approx(tasks_of(trained)[STEPS], rel=1e-3)

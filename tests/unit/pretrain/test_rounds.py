@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -18,18 +17,12 @@ from pretrain.distributed.world import (
     init_world,
 )
 from pretrain.recovery.stop_requests import Agreement, StopRequest
-from tests.helpers.stop_ranks import ASKED_AT, MOST_ASKED
+from tests.helpers.stop_ranks import ASKED_AT, MOST_ASKED, found_by_ranks
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.stop_ranks"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def found() -> dict[str, list[Any]]:
+    return found_by_ranks()
 
 
 WORLDS = ["2", "3", "4", "5", "16 on demand"]
