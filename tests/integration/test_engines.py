@@ -101,21 +101,16 @@ CELLS: list[tuple[int, str, str, str, dict[str, Any]]] = [
     (0, "fp32", "full", "paper", CHUNKS),
     (0, "fp32", "none", "compiled", {}),
     (0, "bf16", "selective", "compressive", {}),
-    (0, "bf16", "none", "modern", {}),
     (1, "fp32", "selective", "adaptive", OFFLOAD),
     (1, "fp32", "full", "compiled", {}),
     (1, "bf16", "none", "deltanet", CHUNKS),
     (2, "fp32", "none", "ema", {}),
     (2, "fp32", "selective", "compiled-compressive", {}),
     (2, "bf16", "full", "modern", OFFLOAD),
-    (2, "bf16", "none", "paper", {"zero": {"overlap_comm": True}}),
-    (3, "fp32", "none", "paper", {}),
-    (3, "fp32", "selective", "paper", OFFLOAD),
+    (3, "fp32", "none", "modern", {}),
+    (3, "fp32", "selective", "sdpa", OFFLOAD),
     (3, "fp32", "full", "compiled-deltanet", {}),
-    *(
-        (3, "fp32", "full", model, ONE_SLOT)
-        for model in ("sdpa", "modern", "adaptive", "compressive", "deltanet", "segments")
-    ),
+    *((3, "fp32", "full", model, ONE_SLOT) for model in ("compressive", "deltanet", "segments")),
     (3, "bf16", "selective", "paper", {}),
     (3, "bf16", "full", "adaptive", CHUNKS),
 ]
@@ -167,7 +162,7 @@ def all_cells() -> list[dict[str, Any]]:
 
 
 EMA = "zero2-fp32-none-ema"
-ON_ONE = {0: "zero3-fp32-none-paper", 3: "zero1-fp32-selective-adaptive", 1: EMA}
+ON_ONE = {0: "zero3-fp32-none-modern", 3: "zero1-fp32-selective-adaptive", 1: EMA}
 
 
 def test_the_cells_are_every_pair_that_matters() -> None:

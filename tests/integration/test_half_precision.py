@@ -38,7 +38,7 @@ from tests.integration.test_checkpoint_failures import SETTINGS
 TOLERANCE = 1e-3  # of losses around 5, to plain torch in fp16 and in fp32
 FITTING = 2.0**12
 TOO_LARGE = 2.0**24  # overflows for some steps, then comes to and fro: doubled after 4 updates
-HALF, LONG = 10, 20
+HALF, LONG = 8, 14
 INFINITE, NAN = STEPS - 2, STEPS - 1  # steps in which one rank's gradients, or loss, are such
 FAULTS = [{"step": INFINITE, "kind": "inf"}, {"step": NAN, "kind": "nan"}]
 TINY = ["engine.precision=fp16", *(each for each in SETTINGS if not each.startswith("optim.steps"))]
