@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from safetensors import safe_open
 
 from launcher.cli import main
 from launcher.run_state import read_state
+from pretrain.cli import main as pretrain
 from pretrain.commands.same_run import differing_losses
 from pretrain.costs.memory import checkpoint_bytes
 from pretrain.recovery.faults import VARIABLE
@@ -23,6 +25,7 @@ from pretrain.rundir.events import AttemptEnded, OutOfMemory
 from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
+from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.full_disk import full_disk
 from tests.helpers.jobs import until
 
@@ -80,9 +83,8 @@ def listening_addresses(pid: int) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     run_dir = RunDir(tmp_path_factory.mktemp("undisturbed") / "run")
-    process = launch(experiment, run_dir.path, "engine.micro_batch_lanes=2")
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
+    command = ["train", str(experiment), f"--run-dir={run_dir.path}", "engine.micro_batch_lanes=2"]
+    run_ranks(RANKS, partial(pretrain, command), run_dir.path.parent)
     return run_dir
 
 
@@ -150,10 +152,7 @@ def test_out_of_memory_a_killed_rank_a_full_disk_and_ctrl_c_cost_attempts_and_ch
     said = second.end(EXIT_STOPPED)
     assert said.endswith(f"step {saved}; rerun the same command to continue\n")
 
-    assert (
-        subprocess.run([sys.executable, "-m", "launcher", "resume", str(run_dir.path)]).returncode
-        == 0
-    )
+    assert main(["resume", str(run_dir.path)]) == 0
     assert not differing_losses(undisturbed, run_dir)
     steps = [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"]
     assert steps == list(range(1, STEPS + 1))

@@ -16,7 +16,7 @@ from tests.integration.test_checkpoint_failures import SETTINGS
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_fewer_ranks_within_rounding(
+def test_a_run_resumes_with_more_ranks_within_rounding(
     tiny_corpus: Path, tmp_path: Path, capsys, monkeypatch
 ):
     experiment = tmp_path / "tiny.yaml"
@@ -28,7 +28,8 @@ def test_a_run_resumes_with_fewer_ranks_within_rounding(
     options = [
         "--steps=6",
         "--kill-at=4",
-        "--resume-ranks=1",
+        "--ranks=1",
+        "--resume-ranks=2",
         f"--work-dir={tmp_path / 'work'}",
     ]
     assert main(["verify-resume", str(experiment), *options, *settings]) == 0, capsys.readouterr()

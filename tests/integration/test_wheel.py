@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.rundir.events import TrainingBegan
+from pretrain.rundir.ledger import events_of
+from pretrain.rundir.run_dir import RunDir
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 SOURCES = ("configs", "foundation", "data_pipeline", "launcher", "pretrain", "benchmarks", "tests")
@@ -99,7 +103,12 @@ def test_shipped_configurations_are_found_from_elsewhere_and_a_run_trains_and_re
         (tmp_path / name).write_text(record * count)
     build = ("data-pipeline", "build", "configs/data/bytes.yaml", "--input", "text.jsonl")
     run(programs, tmp_path, *build, "--output", "data", "validation_input=valid.jsonl")
-    check = ("configs/experiments/demo.yaml", "--ranks", "1", "--steps", "3", "--kill-at", "2")
+    train = ("launcher", "local", "configs/experiments/demo.yaml", "--ranks=1", "--run-dir=run")
     small = ("data.path=data", "engine.kind=torch", "model.num_layers=1", "data.lanes=4")
-    printed = run(programs, tmp_path, "pretrain", "verify-resume", *check, *small)
-    assert "identical: 3 losses" in printed
+    small += ("evaluation.max_tokens=200", "optim.schedule.warmup_steps=1")
+    for steps in (2, 3):
+        run(programs, tmp_path, *train, *small, f"optim.steps={steps}")
+    starts = [
+        event.step for event in events_of(RunDir(tmp_path / "run").ledger.read(), TrainingBegan)
+    ]
+    assert starts == [0, 2]
