@@ -40,8 +40,8 @@ CASES = {
     "deep": (DEEP, (8, 128), {}),
     "slots, dropout": ({**DEEP, **DROPPED}, (8, 128), {"micro_batch_lanes": 4}),
     "long memory, checkpointed": (LONG, (4, 512), {"activation_checkpointing": "full"}),
-    "long memory, scores computed again": (LONG, (4, 512), AGAIN),
-    "sinks": ({**LONG, "attention_sinks": True}, (4, 512), {"attention_kernel": "plain"}),
+    "long memory, scores computed again": (LONG, (2, 512), AGAIN),
+    "sinks": ({**LONG, "attention_sinks": True}, (2, 512), {"attention_kernel": "plain"}),
     "many words, in chunks": (WORDY, (16, 64), {"logits_chunk_tokens": 128}),
     "deltanet, isolated": (
         {**DEEP, "layer_kinds": ("deltanet",), "isolate_documents": True},
@@ -50,7 +50,7 @@ CASES = {
     ),
     "deltanet, products between tokens computed again": (
         {**LONG, "layer_kinds": ("deltanet",)},
-        (4, 512),
+        (2, 512),
         AGAIN,
     ),
     "torch's attention": ({**DEEP, **MODERN}, (8, 128), {"attention_kernel": "sdpa"}),
