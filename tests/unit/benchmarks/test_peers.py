@@ -13,12 +13,8 @@ from benchmarks.peer_sides import Case, OurSide, TheirSide, Worker
 from benchmarks.peers import (
     LOSS_MODEL,
     LOSS_VARIANTS,
-    NVIDIA_FILES,
-    NVIDIA_FOLDER,
-    ORIGINAL_FILES,
     OURS,
     SideProcess,
-    checkouts_of,
     speed_measurements,
 )
 from foundation.errors import UserError
@@ -44,17 +40,6 @@ def test_a_directory_that_is_not_a_checkout_is_an_error_in_one_line(
     assert main(["peers", option, str(tmp_path)]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert f"{option} {tmp_path} is not a checkout of" in line
-
-
-def test_swapped_checkouts_are_an_error(tmp_path: Path) -> None:
-    original = checkout(tmp_path / "original", ORIGINAL_FILES)
-    nvidia = checkout(tmp_path / "nvidia" / NVIDIA_FOLDER, NVIDIA_FILES)
-    found = checkouts_of(original, tmp_path / "nvidia")
-    assert found == {"original": original, "NVIDIA": nvidia, OURS: None}
-    with pytest.raises(UserError, match="kimiyoung"):
-        checkouts_of(nvidia, None)
-    with pytest.raises(UserError, match="DeepLearningExamples"):
-        checkouts_of(None, original)
 
 
 def test_code_that_cannot_be_imported_is_an_error_that_names_its_side(tmp_path: Path) -> None:
