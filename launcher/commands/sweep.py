@@ -71,32 +71,17 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
     _add_sweep(parser)
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--local", action="store_true", help="on this machine")
-    place.add_argument(
-        "--cluster", type=Path, help="on Slurm: cluster file (configs/clusters/*.yaml)"
-    )
-    parser.add_argument(
-        "-j",
-        "--jobs",
-        type=int,
-        help="cells at a time (default: 1 on this machine, all on a cluster)",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=1,
-        help="with --local: ranks of each cell (default %(default)s)",
-    )
-    parser.add_argument(
-        "--nodes",
-        default="1",
-        metavar="N|A:B",
-        help="with --cluster: nodes of each cell; 1:4 gives each the fewest that it needs",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the batch scripts, or with --local the cells in order; start nothing",
-    )
+    words = "on Slurm: cluster file (configs/clusters/*.yaml)"
+    place.add_argument("--cluster", type=Path, help=words)
+    add = parser.add_argument
+    words = "cells at a time (default: 1 on this machine, all on a cluster)"
+    add("-j", "--jobs", type=int, help=words)
+    words = "with --local: ranks of each cell (default %(default)s)"
+    add("--ranks", type=int, default=1, help=words)
+    words = "with --cluster: nodes of each cell; 1:4 gives each the fewest that it needs"
+    add("--nodes", default="1", metavar="N|A:B", help=words)
+    words = "print the batch scripts, or with --local the cells in order; start nothing"
+    add("--dry-run", action="store_true", help=words)
 
 
 def run_status(arguments: argparse.Namespace) -> Answer:
