@@ -13,9 +13,8 @@ from pretrain.commands.scale import check_amount
 from pretrain.scaling.collect import read_rows
 from pretrain.scaling.intervals import LEVEL, amount, as_loss, shown
 from pretrain.scaling.memory_law import (
-    MemoryLaw,
-    Optimum,
-    Trained,
+    BestMemory,
+    MemoryFit,
     best_memory,
     fit_memory_law,
     mean_power,
@@ -53,21 +52,22 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--flops {flops:.3g} is over {FURTHEST:g} times outside of the runs "
                 f"({low:.3g} to {high:.3g}); add runs nearer to it, or use --force"
             )
-    law = fit_memory_law(runs)
-    found = [best_memory(law, runs, flops) for flops in budgets]
+    fit = fit_memory_law(runs)
+    found = [best_memory(fit, flops) for flops in budgets]
     heads = ["FLOPs", f"best memory, {LEVEL}% interval", "N", "D", "loss", "without memory"]
-    print(_law_text(law, runs))
+    print(_law_text(fit))
     print(fitted_table([heads, *map(_row, found)]))
     return 0
 
 
-def _law_text(law: MemoryLaw, runs: Trained) -> str:
-    (floor, *weights), (alpha, beta, gamma) = law.coefficients, law.exponents
-    shortest = mean_power(law.reference[2], law.segment_length, gamma)
-    scales = weights * np.array([*law.reference[:2] ** law.exponents[:2], 1 / shortest])
-    size = f" + {scales[0]:.4g} / N^{alpha:.3f}"
+def _law_text(fit: MemoryFit) -> str:
+    law, runs = fit.law, fit.runs
+    floor, a, b, g, alpha, beta, gamma = law.numbers
+    reference, tokens, shortest = law.reference
+    size = f" + {a * reference**alpha:.4g} / N^{alpha:.3f}"
     if np.ptp(runs.parameters_P) == 0:
-        floor, size = floor + weights[0], ""
+        floor, size = floor + a, ""
+    context = g / mean_power(shortest, law.segment_length, gamma)
     error_P = law.errors(runs)
     errors = [
         f"{error_P[runs.memory_P == length].mean():+.2%} at {length:.0f}"
@@ -75,14 +75,15 @@ def _law_text(law: MemoryLaw, runs: Trained) -> str:
     ]
     return (
         f"{counted(len(runs.loss_P), 'run')} with segments of {runs.segment_length}: loss = "
-        f"{floor:.4g}{size} + {scales[1]:.4g} / D^{beta:.3f} + {scales[2]:.4g} <k^-{gamma:.3f}>, a "
-        f"mean over tokens with k = memory + 1 to memory + {runs.segment_length} keys\n"
+        f"{floor:.4g}{size} + {b * tokens**beta:.4g} / D^{beta:.3f} + {context:.4g} "
+        f"<k^-{gamma:.3f}>, a mean over tokens with k = memory + 1 to memory + "
+        f"{runs.segment_length} keys\n"
         f"mean absolute error {np.abs(error_P).mean():.2%}; predicted - measured by memory length: "
         f"{', '.join(errors)}\n"
     )
 
 
-def _row(found: Optimum) -> list[str]:
+def _row(found: BestMemory) -> list[str]:
     memory = shown(found.memory, lambda value, _: f"{value:.0f}")
     return [
         flops_text(found.flops),

@@ -48,40 +48,28 @@ class Trained:
         """N, D and M of each run."""
         return self.parameters_P, self.tokens_P, self.memory_P
 
-    def take(self, chosen_P: Array) -> Trained:
-        """The runs of a mask."""
-        columns = {name: each[chosen_P] for name, each in vars(self).items() if name[-2:] == "_P"}
-        return replace(self, **columns)
-
 
 @dataclass(frozen=True)
 class MemoryLaw:
     """A fitted law; terms are relative to reference values, so that all numbers are near 1."""
 
-    coefficients: Array  # E, A, B, G >= 0, of the terms below
-    exponents: Array  # alpha, beta, gamma
+    numbers: Array  # E, A, B, G >= 0 and alpha, beta, gamma
     reference: Array  # N, D, M at which the terms are 1
     segment_length: int
 
     def loss(self, parameters: Array, tokens: Array, memory: Array) -> Array:
         """The loss at sizes, tokens and memory lengths that broadcast."""
-        terms = self.terms((parameters, tokens, memory))
-        floor, *weights = self.coefficients
-        return np.asarray(floor + sum(w * t for w, t in zip(weights, terms, strict=True)))
+        floor, a, b, g, alpha, beta, gamma = self.numbers
+        size, data, shortest = self.reference
+        context = mean_power(memory, self.segment_length, gamma)
+        context = context / mean_power(shortest, self.segment_length, gamma)
+        return (
+            floor + a * (parameters / size) ** -alpha + b * (tokens / data) ** -beta + g * context
+        )
 
     def errors(self, runs: Trained) -> Array:
         """(predicted - measured) / measured of each run."""
         return self.loss(*runs.values) / runs.loss_P - 1
-
-    def terms(self, values: Sequence[Array]) -> list[Array]:
-        """Those of N, D and M."""
-        (parameters, tokens, memory), (alpha, beta, gamma) = values, self.exponents
-        shortest = mean_power(self.reference[2], self.segment_length, gamma)
-        return [
-            (parameters / self.reference[0]) ** -alpha,
-            (tokens / self.reference[1]) ** -beta,
-            mean_power(memory, self.segment_length, gamma) / shortest,
-        ]
 
 
 def mean_power(memory: Array | float, segment_length: int, power: float) -> Array:
@@ -90,8 +78,17 @@ def mean_power(memory: Array | float, segment_length: int, power: float) -> Arra
     return (keys**-power).mean(axis=-1)
 
 
+@dataclass(frozen=True)
+class MemoryFit:
+    """Runs, their law, and the laws without each group of them."""
+
+    runs: Trained
+    law: MemoryLaw
+    left_out: Sequence[MemoryLaw]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Optimum:
+class BestMemory:
     """The memory length of lowest loss at a budget, with intervals."""
 
     flops: float
@@ -133,34 +130,41 @@ def trained_runs(rows: Sequence[Row], segment_length: int = 0) -> Trained:
     return Trained(size_P, tokens_P, flops_P, memory_P, means_P, segment)
 
 
-def fit_memory_law(runs: Trained) -> MemoryLaw:
+def fit_memory_law(runs: Trained) -> MemoryFit:
     """Least squares of relative errors: the lowest end of several starts. Of runs of one size the
     term of N is a constant, like E, and only their sum is determined.
     """
     reference = np.array([*np.exp(np.log(runs.values[:2]).mean(axis=1)), runs.memory_P.min()])
-    coefficients = np.full(4, runs.loss_P.mean() / 4)
-    ends = [
-        _refined(MemoryLaw(coefficients, np.array(start), reference, runs.segment_length), runs)
-        for start in itertools.product(STARTS, repeat=3)
+    terms, everything_P = np.full(4, runs.loss_P.mean() / 4), np.ones(len(runs.loss_P), bool)
+    starts = [
+        MemoryLaw(np.array([*terms, *exponents]), reference, runs.segment_length)
+        for exponents in itertools.product(STARTS, repeat=3)
     ]
-    return min(ends, key=lambda end: float((end.errors(runs) ** 2).sum()))
+    ends = [_refined(start, runs, everything_P) for start in starts]
+    law = min(ends, key=lambda end: float((end.errors(runs) ** 2).sum()))
+    group_P = groups_of(np.arange(len(runs.loss_P)))
+    left_out = [_refined(law, runs, group_P != group) for group in range(group_P.max() + 1)]
+    return MemoryFit(runs, law, left_out)
 
 
-def _refined(start: MemoryLaw, runs: Trained) -> MemoryLaw:
+def _refined(start: MemoryLaw, runs: Trained, chosen_P: Array) -> MemoryLaw:
+    """The least squares of the chosen runs that is nearest to `start`."""
     from scipy.optimize import least_squares
 
     def law(numbers: Array) -> MemoryLaw:
-        return replace(start, coefficients=numbers[:4], exponents=numbers[4:])
+        return replace(start, numbers=numbers)
 
     low, high = np.array([0.0] * 4 + [FLATTEST] * 3), np.array([np.inf] * 4 + [STEEPEST] * 3)
-    first = np.clip([*start.coefficients, *start.exponents], low + 1e-9, high - 1e-9)
-    return law(least_squares(lambda x: law(x).errors(runs), first, bounds=(low, high)).x)
+    first = np.clip(start.numbers, low + 1e-9, high - 1e-9)
+    found = least_squares(lambda x: law(x).errors(runs)[chosen_P], first, bounds=(low, high))
+    return law(found.x)
 
 
-def best_memory(law: MemoryLaw, runs: Trained, flops: float) -> Optimum:
+def best_memory(fit: MemoryFit, flops: float) -> BestMemory:
     """The memory length (and size, if the runs have several) of lowest loss at these FLOPs, with
-    intervals from the law without each group of runs.
+    intervals from the laws without each group of runs.
     """
+    runs = fit.runs
     longest = FURTHEST_MEMORY * runs.memory_P.max()
     memory_X = np.geomspace(1, 1 + longest, MEMORIES) - 1
     low, high = runs.parameters_P.min(), runs.parameters_P.max()
@@ -169,14 +173,12 @@ def best_memory(law: MemoryLaw, runs: Trained, flops: float) -> Optimum:
         size_N = np.geomspace(low / FURTHEST_SIZE, high * FURTHEST_SIZE, SIZES)
     tokens_NX = flops / flops_per_token(runs, size_N, memory_X)
     values = (size_N[:, None], tokens_NX, memory_X[None])
-    loss_NX = law.loss(*values)
+    loss_NX = fit.law.loss(*values)
     size, memory = np.unravel_index(int(loss_NX.argmin()), loss_NX.shape)
-    group_P = groups_of(np.arange(len(runs.loss_P)))
-    rests = [_refined(law, runs.take(group_P != group)) for group in np.unique(group_P)]
-    without_GX = np.array([each.loss(*values).min(axis=0) for each in rests])
+    without_GX = np.array([law.loss(*values).min(axis=0) for law in fit.left_out])
     free = len(without_GX) - (7 if len(size_N) > 1 else 5)
     keys = jackknife(1 + memory_X[memory], 1 + memory_X[without_GX.argmin(axis=1)], free)
-    return Optimum(
+    return BestMemory(
         flops=flops,
         memory=Interval(keys.value - 1, max(keys.low - 1, 0.0), min(keys.high - 1, longest)),
         parameters=float(size_N[size]),

@@ -70,10 +70,10 @@ def true_best(flops: float, sizes=(SIZE,)) -> int:
 @pytest.mark.parametrize("flops", [1e14, 6e14])
 def test_without_noise_the_best_memory_of_a_budget_is_found(flops):
     runs = trained_runs(rows_of())
-    law = fit_memory_law(runs)
-    predicted_P = law.loss(*runs.values)
+    fit = fit_memory_law(runs)
+    predicted_P = fit.law.loss(*runs.values)
     assert predicted_P == pytest.approx(runs.loss_P, rel=1e-4)
-    found = best_memory(law, runs, flops)
+    found = best_memory(fit, flops)
     assert found.memory.value == pytest.approx(true_best(flops), rel=0.1)
     tokens = flops / true_cost(SIZE, found.memory.value)
     assert found.tokens == pytest.approx(tokens, rel=1e-6)
@@ -83,8 +83,8 @@ def test_without_noise_the_best_memory_of_a_budget_is_found(flops):
 def test_a_larger_budget_pays_for_a_longer_memory_and_several_sizes_are_chosen_from():
     sizes = (250_000, 1_000_000, 4_000_000)
     runs = trained_runs(rows_of(sizes))
-    law = fit_memory_law(runs)
-    small, large = (best_memory(law, runs, flops) for flops in (1e14, 1e15))
+    fit = fit_memory_law(runs)
+    small, large = (best_memory(fit, flops) for flops in (1e14, 1e15))
     assert small.memory.value < large.memory.value
     assert small.parameters < large.parameters
     fine = np.geomspace(125_000, 8_000_000, 200)
@@ -98,8 +98,8 @@ def test_the_interval_covers_the_best_memory_in_most_sweeps():
     flops, covered, widths = 3e14, 0, []
     for seed in range(12):
         runs = trained_runs(rows_of(noise=0.005, seed=seed))
-        law = fit_memory_law(runs)
-        found = best_memory(law, runs, flops)
+        fit = fit_memory_law(runs)
+        found = best_memory(fit, flops)
         covered += found.memory.low <= true_best(flops) <= found.memory.high
         widths.append(found.memory.high - found.memory.low)
     assert covered >= 10
