@@ -100,25 +100,19 @@ def fit_rates(tokens_per_step: int, rates: Sequence[float], losses: Sequence[flo
     )
     best, _ = tuned.lowest
     near_S = (rates_S <= best * NEAR * 1.001) & (rates_S >= best / NEAR / 1.001)
-    doubt = _missing_rates(rates_S, rates_S[near_S], best, diverged)
+    doubt = _missing_rates(rates_S[near_S], best, diverged)
     optimum = replace(_NONE, doubt=doubt) if doubt else _optimum(rates_S[near_S], loss_S[near_S])
     return replace(tuned, near_S=near_S, optimum=optimum)
 
 
-def _missing_rates(rates_S: Array, near: Array, best: float, diverged: Sequence[float]) -> str:
-    """Why the lowest loss has no rates on both sides, and which to add; empty if it has."""
-    lower, higher = best / 2, best * 2
-    too_high = min((rate for rate in diverged if rate > best), default=math.inf)
-    if best == rates_S.min():
-        return f"{best:g} is the lowest rate tried: add {lower:g}"
-    if best == rates_S.max():
-        if too_high <= higher * 1.001:
-            higher = float(f"{math.sqrt(best * too_high):.2g}")
-        what = "that did not diverge" if math.isfinite(too_high) else "tried"
-        return f"{best:g} is the highest rate {what}: add {higher:g}"
-    if near.min() == best or near.max() == best:
-        return f"rates near {best:g} are missing: add {lower:g} and {higher:g}"
-    return ""
+def _missing_rates(near: Array, best: float, diverged: Sequence[float]) -> str:
+    """Which rates to add for the lowest loss to have some on both sides; empty if it has."""
+    add = [best / 2] if near.min() == best else []
+    if near.max() == best:
+        too_high = min((rate for rate in diverged if rate > best), default=math.inf)
+        add.append(math.sqrt(best * too_high) if too_high < 2.01 * best else 2 * best)
+    rates = " and ".join(f"{rate:.2g}" for rate in add)
+    return f"no loss on either side of that at {best:g}: add {rates}" if add else ""
 
 
 def _optimum(rates_S: Array, loss_S: Array) -> Optimum:
