@@ -88,7 +88,7 @@ scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 20 sma
 	launcher sweep submit $(SCALING)/sweep.yaml --local -j 2 --runs-dir $(SCALING)/cells
 	pretrain scale collect $(SCALING)/sweep.yaml --runs-dir $(SCALING)/cells --output $(SCALING)/runs.csv
 	pretrain scale fit $(SCALING)/runs.csv
-	pretrain scale predict $(SCALING)/runs.csv --flops 3.6e12 --force \
+	pretrain scale fit $(SCALING)/runs.csv --flops 3.6e12 --force \
 		--experiment configs/experiments/scaling-demo.yaml $(SCALING_FAMILY) --write $(SCALING)/best.yaml
 	pretrain scale report $(SCALING)/runs.csv --output $(SCALING)/report \
 		--title "Scaling demo: the workflow on tiny models, no law of large ones"

@@ -59,7 +59,7 @@ COMMANDS = {
     ),
     "scale": (
         "pretrain.commands.scale",
-        "run scaling-law experiments: plan, collect, fit, predict, report",
+        "run scaling-law experiments: plan, collect, fit, report",
     ),
 }
 PROGRAM = Program(

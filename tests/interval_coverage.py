@@ -106,7 +106,7 @@ def quantities(approach: Approach) -> dict[str, Interval]:
     """The intervals that `fit` prints: at the largest budget and at ten times that."""
     near, far = np.log(RANGE[1]), np.log(10 * RANGE[1])
     return {
-        "a": approach.powers(SIX_N)[0],
+        "a": approach.power(),
         "N*": approach.parameters(near),
         "N* 10x": approach.parameters(far),
         "loss": approach.loss(near),
@@ -129,7 +129,7 @@ def measure(sweeps: Iterable[Sweep]) -> dict[Cell, Tally]:
     """The tallies of all approaches that give an interval."""
     tallies: dict[Cell, Tally] = defaultdict(Tally)
     for sweep in sweeps:
-        truth = quantities(Approach("truth", "truth", None, LawLine(sweep.law.theta, SIX_N)))
+        truth = quantities(Approach("truth", "truth", None, LawLine(sweep.law, SIX_N)))
         for approach in approaches_on(noisy(sweep)):
             cell = Cell(approach.title, sweep.noise, sweep.level, sweep.budgets)
             tallies[cell].sweeps += 1

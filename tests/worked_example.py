@@ -30,7 +30,6 @@ def blocks_of(demo: Path) -> dict[str, str]:
         "rate": printed("report", demo / "tune" / "runs.csv").partition("report: ")[0],
         "runs": cells.partition(f"{runs}: ")[0],
         "fit": printed("fit", runs),
-        "prediction": printed("predict", runs, "--flops=3.6e12", "--force"),
     }
     return {name: indented(text) for name, text in found.items()}
 

@@ -27,11 +27,7 @@ PROGRAM = Program(
         ),
         "fit": (
             "pretrain.commands.scale_fit:fit",
-            "fit four laws: the one to rely on, its optimum, and warnings",
-        ),
-        "predict": (
-            "pretrain.commands.scale_predict",
-            "predict the optimum of a budget and its loss, or the loss of one run",
+            "fit four laws: the one to rely on, its optimum at a budget, or the loss of one run",
         ),
         "report": (
             "pretrain.commands.scale_fit:report",
@@ -83,23 +79,26 @@ def add_question(parser: argparse.ArgumentParser) -> None:
         ("params", "N", "with --tokens: the run of this many parameters"),
         ("tokens", "D", "with --params: the run over this many tokens"),
     ):
-        add(f"--{name}", type=amount_of(name), default=0.0, metavar=letter, help=words)
+        add(f"--{name}", type=amount_of(name), metavar=letter, help=words)
     add("--force", action="store_true", help="predict even far from the fitted runs")
 
 
-def check_question(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError unless the flags of `add_question` ask for a budget or for one run."""
+def check_question(arguments: argparse.Namespace) -> list[str]:
+    """Which flags of `add_question` are given; ConfigError unless they ask for a budget, for one
+    run or for nothing.
+    """
     asked = {name: getattr(arguments, name) for name in ("flops", "params", "tokens")}
-    given = [name for name, value in asked.items() if value]
-    for name, value in asked.items():
-        check_amount(name, value)
-    if given not in (["flops"], ["params", "tokens"]):
-        raise ConfigError("give --flops, or --params and --tokens together, as positive numbers")
+    given = [name for name, value in asked.items() if value is not None]
+    for name in given:
+        check_amount(name, asked[name])
+    if given not in ([], ["flops"], ["params", "tokens"]):
+        raise ConfigError("give --flops, or --params and --tokens together, not all")
+    return given
 
 
 def check_amount(name: str, value: float) -> None:
-    """Raise ConfigError for a flag whose number is negative or not one (0: not given)."""
-    if not 0 <= value <= LARGEST:
+    """Raise ConfigError for a flag whose number is not positive and finite."""
+    if not 0 < value <= LARGEST:
         raise ConfigError(f"--{name} {value:g}: give a positive number of at most {LARGEST:g}")
 
 

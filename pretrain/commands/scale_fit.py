@@ -3,22 +3,48 @@
 from __future__ import annotations
 
 import argparse
+import math
+from dataclasses import replace
 from pathlib import Path
 
 from foundation.cli import Answer, add_json
 from foundation.csv_files import check_table_path
 from foundation.errors import ConfigError, DataError
-from foundation.settings import amount_of
-from foundation.yaml_files import YAML_SUFFIXES
+from foundation.files import refuse_overwrite, write_text
+from foundation.settings import load_config, to_tree
+from foundation.yaml_files import YAML_SUFFIXES, dump_yaml
 from pretrain.commands.output_paths import check_output_directory, check_output_file
-from pretrain.commands.scale import add_runs, check_amount
+from pretrain.commands.scale import (
+    add_family,
+    add_question,
+    add_runs,
+    check_question,
+    rule_name,
+    rule_of,
+)
+from pretrain.config.resolve import with_vocabulary
+from pretrain.config.run import RunConfig
+from pretrain.costs.flops import cost_of
 from pretrain.scaling.collect import rate_checks, row_of, shown_rows, write_rows
-from pretrain.scaling.fit import Fit, fit_all
+from pretrain.scaling.fit import (
+    TITLES,
+    Fit,
+    doubts,
+    fit_all,
+    law_of_runs,
+    loss_interval,
+    preferred,
+    refuse_wild,
+    run_doubts,
+)
+from pretrain.scaling.frontier import Approach
+from pretrain.scaling.intervals import amount, as_loss, shown
+from pretrain.scaling.recipe import FAR_SIZE, Family, with_budget
 from pretrain.scaling.report import fit_lines, fit_tree
 from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.table import Columns, Points, read_points, units_of
 from pretrain.scaling.which_runs import cells_directory, cells_of
-from pretrain.terminal.text import fitted_table
+from pretrain.terminal.text import counted, fitted_table
 
 
 def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,11 +87,6 @@ def run_collect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def fit_of(arguments: argparse.Namespace) -> Fit:
-    """Return the fit that the flags of `add_runs` describe. It takes seconds and is not stored."""
-    return fit_all(points_of(arguments))
-
-
 def points_of(arguments: argparse.Namespace) -> Points:
     """Return the runs that the flags of `add_runs` describe."""
     if arguments.runs.suffix in YAML_SUFFIXES:
@@ -86,18 +107,88 @@ def points_of(arguments: argparse.Namespace) -> Points:
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pretrain scale fit`."""
     add_runs(parser)
-    flops = "show the optimum of this many training FLOPs (default: 10 times the largest budget)"
-    parser.add_argument("--flops", type=amount_of("FLOPs"), default=0.0, metavar="C", help=flops)
-    parser.add_argument("--verbose", action="store_true", help="print all there is")
+    add_question(parser)
+    add = parser.add_argument
+    add("--law", choices=list(TITLES), default="", help="law to answer by (default: the first)")
+    base = "base experiment, whose family of shapes is chosen from"
+    add("--experiment", type=Path, metavar="FILE", help=base)
+    written = "write the nearest legal run here, as an experiment file"
+    add("--write", type=Path, metavar="FILE", help=written)
+    add_family(parser)
+    add("--verbose", action="store_true", help="print all there is")
     add_json(parser)
 
 
 def run_fit(arguments: argparse.Namespace) -> Answer:
-    """Return the fit; status 1 if no law describes the runs."""
-    check_amount("flops", arguments.flops)
-    fit = fit_of(arguments)
-    text = "\n".join(fit_lines(fit, arguments.flops, arguments.verbose))
-    return Answer(text, fit_tree(fit, arguments.flops), int(bool(fit.none_because)))
+    """Return the fit and its answer; status 1 if no law describes the runs."""
+    _check(arguments)
+    base, flops = None, arguments.flops
+    if arguments.experiment:
+        base = with_vocabulary(load_config(RunConfig, arguments.experiment))
+    fit = fit_all(points_of(arguments))
+    law = preferred(fit, arguments.law) if arguments.law else None
+    is_refused = bool(fit.none_because) and not (law or arguments.force)
+    lines = []
+    if not is_refused and arguments.params:
+        return _single_run(fit, arguments)
+    if not is_refused and flops:
+        lines += refuse_wild(doubts(fit, flops, law or fit.approaches[0]), arguments.force)
+        lines += _nearest(base, law or fit.approaches[0], arguments) if base else []
+    text = fit_lines(fit, flops, arguments.verbose, law, arguments.force)
+    return Answer("\n".join([*text, *lines]), fit_tree(fit, flops), int(bool(fit.none_because)))
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """ConfigError for questions that contradict each other, and files that cannot be written."""
+    asked = check_question(arguments)
+    if arguments.write:
+        if not arguments.experiment:
+            raise ConfigError(
+                "--write needs --experiment, the experiment whose family of shapes to choose from"
+            )
+        check_output_file("--write", arguments.write, "best.yaml")
+        refuse_overwrite(arguments.write)
+    if arguments.experiment and asked != ["flops"]:
+        raise ConfigError("--experiment is for the optimum of a budget: add --flops")
+    if arguments.law and arguments.params:
+        raise ConfigError("--law has no effect with --params and --tokens: leave it out")
+
+
+def _single_run(fit: Fit, arguments: argparse.Namespace) -> Answer:
+    law, size, tokens = law_of_runs(fit), arguments.params, arguments.tokens
+    reasons = refuse_wild(run_doubts(fit, size, tokens), arguments.force)
+    flops = math.exp(fit.flops_law.log_flops(math.log(size), math.log(tokens)))
+    loss = loss_interval(law, size, tokens)
+    asked = f"N = {amount(size)} over D = {amount(tokens)} ({flops:.3g} FLOPs)"
+    lines = [f"loss of {asked} by {law.title}: {shown(loss, as_loss)}", *reasons]
+    return Answer("\n".join(lines), {"law": law.key, "loss": loss, "flops": flops})
+
+
+def _nearest(base: RunConfig, law: Approach, arguments: argparse.Namespace) -> list[str]:
+    """Describe, and write where wanted, the legal run nearest to the optimum."""
+    flops, at = arguments.flops, math.log(arguments.flops)
+    family = Family(base=base, keep_layers=arguments.keep_layers)
+    shaped = family.nearest(law.parameters(at).value, FAR_SIZE)
+    run = with_budget(shaped, flops, rule_of(base, arguments))
+    run = replace(run, name=f"{base.name}-c{flops:.3g}".replace("+", ""))
+    cost, model = cost_of(run), run.model
+    lines = [
+        f"nearest legal run: {counted(model.num_layers, 'layer')}, d_model {model.d_model}, "
+        f"{counted(model.num_heads, 'head')} of {model.head_width}: N {amount(cost.parameters)}, "
+        f"D {amount(cost.tokens)}, {cost.flops:.3g} FLOPs; {counted(run.optim.steps, 'step')} of "
+        f"{counted(cost.tokens_per_step, 'token')}, learning rate {run.optim.learning_rate:.3g}"
+    ]
+    if arguments.write:
+        header = (
+            f"# The optimum at {flops:.3g} FLOPs by {law.title}: loss "
+            f"{shown(law.loss(at), as_loss)}\n"
+            f"# Written by 'pretrain scale fit' from {arguments.runs.name}; rate and batch: "
+            f"{rule_name(arguments)}\n"
+        )
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        write_text(arguments.write, header + dump_yaml(to_tree(run)))
+        lines.append(f"written: {arguments.write}")
+    return lines
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +210,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     if arguments.runs.suffix == ".csv" and (rows := rows_of_comparison(arguments.runs)):
         print(write_comparison(rows, arguments.runs, output, arguments.title))
         return 0
-    fit = fit_of(arguments)
+    fit = fit_all(points_of(arguments))
     path = write_report(fit, arguments.runs, output, arguments.title)
     print("\n".join([*fit_lines(fit), f"report: {path}"]))
     return 0

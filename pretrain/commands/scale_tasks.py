@@ -8,9 +8,9 @@ import math
 from foundation.errors import ConfigError
 from pretrain.commands.scale import add_question, add_runs, check_question
 from pretrain.commands.scale_fit import points_of
+from pretrain.scaling.fit import refuse_wild, run_doubts
 from pretrain.scaling.intervals import amount, as_loss, fixed, shown
 from pretrain.scaling.law import ParametricFit
-from pretrain.scaling.predict import law_of_runs, refuse_wild, run_doubts
 from pretrain.scaling.table import Columns
 from pretrain.scaling.task_fit import FARTHEST, TaskFit, fit_task
 from pretrain.terminal.text import counted
@@ -33,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print both steps, the backtest and the prediction."""
-    is_asked = any((arguments.flops, arguments.params, arguments.tokens))
-    if is_asked:
-        check_question(arguments)
+    is_asked = bool(check_question(arguments))
     ends = arguments.chance, arguments.ceiling
     if not 0 <= (ends[0] or 0) < ends[1] <= 1:
         raise ConfigError(
@@ -53,6 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
             f"without the largest budget, mean absolute errors there: loss {error:.2%}, accuracy "
             f"{100 * second:.1f} points by step 2 alone and {100 * both:.1f} by both"
         )
+    else:
+        lines.append(
+            f"without an interval or a check on the largest budget: {task.law.no_interval}"
+        )
     if is_asked:
         lines = [*_prediction(task, loss, arguments), *lines]
     print("\n".join(lines))
@@ -63,13 +65,11 @@ def _prediction(task: TaskFit, loss: str, arguments: argparse.Namespace) -> list
     """The accuracy of the run that is asked for; ConfigError if it is too far away."""
     parameters, tokens = arguments.params, arguments.tokens
     if arguments.flops:
-        law, log_flops = law_of_runs(task.fit), math.log(arguments.flops)
+        law, log_flops = task.law, math.log(arguments.flops)
         parameters = law.parameters(log_flops).value
         tokens = law.tokens(log_flops, task.fit.flops_law).value
-    if not arguments.force:
-        refuse_wild(run_doubts(task.fit, parameters, tokens))
+    doubts, lines = refuse_wild(run_doubts(task.fit, parameters, tokens), arguments.force), []
     found, accuracy = task.predict(parameters, tokens)
-    lines = []
     if (distance := task.extrapolated(found.value)) > FARTHEST:
         lines.append(
             f"warning: a loss of {as_loss(found.value)} is {distance:.0%} of the range of the "
@@ -77,13 +77,14 @@ def _prediction(task: TaskFit, loss: str, arguments: argparse.Namespace) -> list
         )
     return [
         *lines,
+        *doubts,
         f"N {amount(parameters)}, D {amount(tokens)}: {loss} {shown(found, as_loss)}, "
         f"{arguments.accuracy} {shown(accuracy, _percent)}",
     ]
 
 
 def _step_lines(task: TaskFit, loss: str, accuracy: str) -> list[str]:
-    found, fitted = task.sigmoid, law_of_runs(task.fit).fit
+    found, fitted = task.sigmoid, task.law.fit
     assert isinstance(fitted, ParametricFit)
     law = fitted.law
     return [

@@ -1,5 +1,5 @@
-"""Scaling laws: plan runs, collect them, fit, predict, report.
+"""Scaling laws: plan runs, collect them, fit, report.
 
-A fit goes from table to fit, with laws of law and frontier; report and predict show the result.
+A fit goes from table to fit, with laws of law and frontier; report shows the result.
 Imported by commands and `launcher/sweep.py`; uses costs, reporting and config.
 """

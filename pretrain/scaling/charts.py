@@ -22,10 +22,9 @@ from pretrain.reporting.charts import (
     spread_colors,
     spread_markers,
 )
-from pretrain.scaling.fit import BEYOND, Fit, relative_error
-from pretrain.scaling.frontier import Approach, law_of
+from pretrain.scaling.fit import BEYOND, Fit
+from pretrain.scaling.frontier import Approach
 from pretrain.scaling.intervals import LEVEL, Interval
-from pretrain.scaling.law import loss_at
 from pretrain.scaling.table import Array
 
 if TYPE_CHECKING:
@@ -47,12 +46,7 @@ FLOPS = "training FLOPs C"
 BANDS = f"by each law, in a band of its {LEVEL}% interval"
 MOST_LABELS = 12  # of budgets in a legend
 BAND_POINTS = 60
-GRID = 80
-MARGIN = 1.6  # beyond the runs and the optimum
-LEVELS, BELOW = 11, 30.0  # contours, from the optimum at so many times fewer FLOPs than any run's
 RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
-
-Chart = Callable[[Fit], "Figure"]
 
 
 def valleys(fit: Fit) -> Figure:
@@ -114,20 +108,12 @@ def residuals(fit: Fit) -> Figure:
 
     figure, axes = canvas(3.4, FLOPS, "(predicted - measured) / measured loss, %")
     assert fit.law
-    points, held = fit.points, fit.holdouts
-    logs = np.log([points.parameters_P, points.tokens_P])
-    predicted_P = loss_at(law_of(fit.law.line).theta, *logs)
-    error_P = 100 * relative_error(predicted_P, points.loss_P)
+    assert fit.law.fit
+    points = fit.points
+    error_P = 100 * (fit.law.fit.losses(points) / points.loss_P - 1)
     ratio_P = points.tokens_P / points.parameters_P
-    held_ratios = [item.tokens / item.parameters for item in held]
-    low, high = (end([*ratio_P, *held_ratios]) for end in (min, max))
-    look: dict[str, Any] = {"cmap": "viridis", "norm": LogNorm(low, max(high, 1.01 * low))}
+    look: Any = {"cmap": "viridis", "norm": LogNorm(ratio_P.min(), 1.01 * ratio_P.max())}
     shown = axes.scatter(points.flops_P, error_P, c=ratio_P, s=18, linewidths=0, **look)
-    if held:
-        errors, label = [100 * item.error for item in held], "run held out"
-        look |= {"marker": "D", "edgecolors": INK, "linewidths": 0.8, "label": label}
-        axes.scatter([item.flops for item in held], errors, c=held_ratios, s=24, **look)
-        legend_above(figure, axes)
     axes.axhline(0, color=FAINT, linewidth=0.8)
     axes.set_xscale("log")
     log_ticks(axes.xaxis, flops_text)
@@ -146,24 +132,13 @@ def flops_text(value: float) -> str:
     return power if digits == "1" else f"{digits} \N{MULTIPLICATION SIGN} {power}"
 
 
-def optimum(fit: Fit, is_tokens: bool) -> Figure:
-    """N* or D* over C by each law, with bands and the lowest points of approach 2's parabolas."""
-    label = "optimal tokens D*" if is_tokens else "optimal parameters N*"
-    figure, axes = canvas(4.2, FLOPS, label)
-
-    def value_at(approach: Approach, log_flops: float) -> Interval:
-        if is_tokens:
-            return approach.tokens(log_flops, fit.flops_law)
-        return approach.parameters(log_flops)
-
-    _lines_with_bands(axes, fit, value_at)
+def sizes(fit: Fit) -> Figure:
+    """N* over C by each law, with bands and the lowest points of approach 2's parabolas."""
+    figure, axes = canvas(4.2, FLOPS, "optimal parameters N*")
+    _lines_with_bands(axes, fit, lambda approach, log_flops: approach.parameters(log_flops))
     if used := [valley for valley in fit.valleys if valley.is_used]:
-        budget_F = np.array([valley.budget for valley in used])
-        size_F = np.array([valley.parameters for valley in used])
-        if is_tokens:
-            size_F = np.exp(fit.flops_law.log_tokens(np.log(budget_F), np.log(size_F)))
-        lowest = "lowest point of a parabola"
-        axes.plot(budget_F, size_F, "*", color=INK, markersize=8, label=lowest)
+        lowest = [valley.budget for valley in used], [valley.parameters for valley in used]
+        axes.plot(*lowest, "*", color=INK, markersize=8, label="lowest point of a parabola")
     log_amount_ticks(axes.yaxis)
     legend_above(figure, axes, f"optimum {BANDS}")
     return figure
@@ -203,91 +178,3 @@ def _held_out(axes: Axes, fit: Fit) -> None:
     measured = [item.measured for item in fit.holdouts]
     axes.plot(flops, measured, "D", color=INK, markersize=4, label="run held out", zorder=6)
     axes.plot(flops, [each.value for each in predicted], "_", label=label, **dashes)
-
-
-def equal_losses(fit: Fit) -> Figure:
-    """Bands of equal L(N, D), the runs, lines of equal FLOPs and the compute-optimal line."""
-    figure, axes = canvas(4.6, "training tokens D", "parameters N")
-    law = fit.law
-    assert law
-    points, line = fit.points, law_of(law.line)
-    low, high = points.flops_P.min() / BELOW, BEYOND * float(points.flops_P.max())
-    c_X = np.log(np.geomspace(low, high, GRID))
-    n_X = line.log_parameters(c_X)
-    d_X = line.flops_law.log_tokens(c_X, n_X)
-    held = [item.tokens for item in fit.holdouts], [item.parameters for item in fit.holdouts]
-    token_X, size_Y = (
-        np.geomspace(values_P.min() / MARGIN, MARGIN * max(*values_P, *others), GRID)
-        for values_P, others in (
-            (points.tokens_P, [*held[0], np.exp(d_X[-1])]),
-            (points.parameters_P, [*held[1], np.exp(n_X[-1])]),
-        )
-    )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlim(token_X[0], token_X[-1])
-    axes.set_ylim(size_Y[0], size_Y[-1])
-    levels = np.unique(line.loss(np.log(np.geomspace(low, high, LEVELS))))
-    loss_YX = loss_at(line.theta, *np.log(np.meshgrid(size_Y, token_X, indexing="ij")))
-    shades: Any = {"cmap": "Greys", "alpha": 0.6, "extend": "both"}
-    if len(levels) > 1:  # else all losses are equal
-        drawn = axes.contourf(token_X, size_Y, loss_YX, levels=levels, **shades)
-        bar = figure.colorbar(drawn, ax=axes, pad=0.02, aspect=30, format="%.3g", ticks=levels)
-        bar.set_label(LOSS)
-    for budget, style in budget_styles(points.budgets).items():
-        if style["label"]:  # of many budgets only some have a line
-            tokens_Y = np.exp(line.flops_law.log_tokens(np.log(budget), np.log(size_Y)))
-            axes.plot(tokens_Y, size_Y, ":", color=style["color"], linewidth=0.9)
-        mine = points.budget_P == budget
-        axes.plot(points.tokens_P[mine], points.parameters_P[mine], linestyle="", **style)
-    color = COLORS[law.key]
-    label = "compute-optimal"
-    axes.plot(np.exp(d_X), np.exp(n_X), color=color, linewidth=1.8, label=label)
-    if fit.holdouts:
-        hollow = {"color": INK, "markerfacecolor": "none", "markersize": 5}
-        axes.plot(*held, "D", label="run held out", **hollow)
-    log_amount_ticks(axes.xaxis)
-    log_amount_ticks(axes.yaxis)
-    legend_above(figure, axes, f"runs and dotted lines: {FLOPS}", most_columns=4)
-    return figure
-
-
-def charts_of(fit: Fit) -> dict[str, tuple[Chart, str]]:
-    """Name -> (chart, caption); only those that these runs allow."""
-    bands = f"Bands are {LEVEL}% intervals; right of the dashed line is extrapolation"
-    held = ". A diamond is a run that was held out" if fit.holdouts else ""
-    dash = ", a dash what approach 3 predicts for it, with its interval" if held else ""
-    found: dict[str, tuple[Chart, str]] = {
-        "isoflop": (
-            valleys,
-            "Final loss over parameters N, a color and a marker per budget of training FLOPs: a "
-            "mark is a run, a curve approach 2's parabola in ln N, a star its lowest point if that "
-            "is inside the sizes",
-        ),
-        "frontier": (
-            frontier,
-            f"The least loss that C training FLOPs can buy, by each law. {bands}{held}{dash}",
-        ),
-        "sizes": (
-            lambda fit: optimum(fit, is_tokens=False),
-            f"The compute-optimal number of parameters N* at C FLOPs. {bands}",
-        ),
-        "tokens": (
-            lambda fit: optimum(fit, is_tokens=True),
-            f"The compute-optimal number of training tokens D* at C FLOPs. {bands}",
-        ),
-    }
-    if fit.law:
-        title = fit.law.title
-        found["residuals"] = (
-            residuals,
-            f"Prediction of law {title} minus measured loss of every fitted run, in percent of "
-            "the measured loss. A trend with FLOPs or color is an effect that the law does not "
-            f"describe{held}",
-        )
-        found["contours"] = (
-            equal_losses,
-            f"Shades of equal loss by law {title}, in nats per token; dotted lines of equal "
-            "training FLOPs, with the runs of that budget; and the compute-optimal line",
-        )
-    return found

@@ -1,4 +1,4 @@
-"""One fit: every law on the same runs, with intervals, and which of them to rely on.
+"""One fit: every law on the same runs, with intervals, which of them to rely on, and how far.
 
 The largest budget is left out and predicted by the laws of the others: the law with the least error
 of the loss comes first, among equals the one with fewer numbers. Never relied on are a law whose
@@ -13,13 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 
-from foundation.errors import DataError
+from foundation.errors import ConfigError, DataError
 from pretrain.scaling.frontier import (
-    VERTEX_ERROR,
     Approach,
     Fitted,
     FrontierFit,
@@ -28,20 +26,17 @@ from pretrain.scaling.frontier import (
     fit_lowest_runs,
     law_of,
 )
-from pretrain.scaling.intervals import FEWEST_FREE, Interval, as_loss, as_size
+from pretrain.scaling.intervals import FEWEST_FREE, Interval, as_loss, as_size, shown
 from pretrain.scaling.law import (
-    TOLERATED,
     FlopsLaw,
     LawLine,
     ParametricFit,
     fit_flops_law,
     fit_parametric,
-    loss_at,
 )
 from pretrain.scaling.table import Array, Points, usable
 from pretrain.terminal.text import counted
 
-Number = TypeVar("Number", float, Array)
 TITLES = {
     "parametric": "3 parametric",
     "tied": "3 tied",
@@ -62,12 +57,14 @@ MOST_NAMED = 3
 UNLIKELY = 1e-3  # of a trend by chance
 UNTIED = 0.05  # of exponents that differ by chance
 SMALLEST_DIFFERENCE = 1e-6  # relative: errors of the solver
-SMALLEST_ERROR = 1e-3  # relative: a smaller one is no outlier, and a smaller trend is none
-
-
-def relative_error(predicted: Number, measured: Number) -> Number:
-    """(predicted - measured) / measured: positive if the prediction is too high, everywhere."""
-    return predicted / measured - 1
+SMALLEST_ERROR = 1e-3  # relative: no smaller one is an outlier, a trend, or a loss that falls
+TOLERATED = 2.5  # standard deviations, more than which no error counts for the noise
+FURTHEST = 100.0  # times the largest budget (or below the smallest by as much)
+FURTHEST_UNCHECKED = 10.0  # with two budgets, which nothing checks
+WIDEST = 10.0  # high over low end of the interval of N*
+LARGEST_DISAGREEMENT = 3.0
+FURTHEST_AXIS = 30.0  # times the largest N or D, for the loss of one run
+WIDEST_LOSS = 1.2  # high over low end of the interval of one run's loss
 
 
 def estimate(points: Points) -> tuple[dict[str, Fitted], dict[str, str]]:
@@ -87,14 +84,6 @@ def estimate(points: Points) -> tuple[dict[str, Fitted], dict[str, str]]:
     return laws, unavailable
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeftOut:
-    """The prediction of the largest budget from the runs at smaller ones."""
-
-    budget: float
-    error: Mapping[str, float]  # law -> mean |relative error| of the losses of the runs near N*
-
-
 @dataclass(frozen=True)
 class Prediction:
     """A run's loss as measured and as predicted by a law; the interval excludes run noise."""
@@ -108,8 +97,8 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """See `relative_error`."""
-        return relative_error(self.predicted.value, self.measured)
+        """(predicted - measured) / measured, as everywhere: positive if too high."""
+        return self.predicted.value / self.measured - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +110,7 @@ class Fit:
     approaches: tuple[Approach, ...]  # from the one to rely on
     doubts: Mapping[str, str]  # law -> why it is not relied on, whatever its error
     unavailable: Mapping[str, str]  # law -> why these runs do not allow it
-    left_out: LeftOut | None
+    left_out: Mapping[str, float]  # law -> error of the largest budget, see `left_out_errors`
     holdouts: tuple[Prediction, ...]
     warnings: tuple[str, ...]
 
@@ -144,7 +133,7 @@ class Fit:
             return doubt
         if first.key == "lowest" and self.doubts:  # it ranks nothing: every other law is in doubt
             return next(iter(self.doubts.values()))
-        error = self.left_out.error.get(first.key, 0.0) if self.left_out else 0.0
+        error = self.left_out.get(first.key, 0.0)
         return f"the best one's left-out error is {error:.1%}" if error > HOPELESS else ""
 
     def approach(self, key: str) -> Approach | None:
@@ -160,7 +149,7 @@ class Fit:
 def fit_all(runs: Points) -> Fit:
     """Fit every law; DataError if the runs allow none, or all have the same budget."""
     points = usable(runs)
-    _refuse_single_budget(points)
+    _refuse_unfit(points)
     flops_law = fit_flops_law(points.parameters_P, points.tokens_P, points.flops_P)
     if flops_law.power <= 0:
         raise DataError(
@@ -171,9 +160,7 @@ def fit_all(runs: Points) -> Fit:
     if not laws:
         reasons = [f"{TITLES[key]}: {reason}" for key, reason in unavailable.items()]
         raise DataError(f"{points.source}: no law fits these runs ({'; '.join(reasons)})")
-    left_out = leave_largest_out(points, laws)
-    doubts = _doubts(points, laws)
-    errors = left_out.error if left_out else {}
+    errors, doubts = left_out_errors(points, laws), _doubts(points, laws)
     least = min(errors.values(), default=0.0)
 
     def place(key: str) -> tuple[bool, bool, float, int]:
@@ -188,7 +175,7 @@ def fit_all(runs: Points) -> Fit:
         ),
         doubts=doubts,
         unavailable=unavailable,
-        left_out=left_out,
+        left_out=errors,
         holdouts=(),
         warnings=(),
     )
@@ -199,24 +186,22 @@ def fit_all(runs: Points) -> Fit:
 
 def approach_of(key: str, law: Fitted, points: Points, flops_law: FlopsLaw) -> Approach:
     """A law of these runs with its intervals, or why it has none."""
-    last = math.inf if isinstance(law, ParametricFit) else float(np.log(points.budgets[-1]))
-    approach = Approach(key, TITLES[key], law, law.line(flops_law), last=last)
+    approach = Approach(key, TITLES[key], law, law.line(flops_law))
     try:
-        lines, free, groups = law.left_out(points, flops_law)
+        return replace(approach, left_out=law.left_out(points, flops_law))
     except DataError as error:
         return replace(approach, no_interval=str(error))
-    error = VERTEX_ERROR if key == "isoflop" else 0.0
-    return replace(approach, left_out=lines, free=free, groups=groups, vertex_error=error)
 
 
-def leave_largest_out(points: Points, laws: Mapping[str, Fitted]) -> LeftOut | None:
-    """Predict the largest budget from those below; None with fewer than three budgets.
+def left_out_errors(points: Points, laws: Mapping[str, Fitted]) -> dict[str, float]:
+    """Each law's mean |relative error| of the largest budget's losses, fitted to those below; none
+    with fewer than three budgets.
 
-    `laws` are those of all budgets. Errors are compared on the runs that all laws predict.
+    `laws` are those of all budgets. Errors are of the runs near N*, those that all laws predict.
     """
     budgets = points.budgets
     if len(budgets) < 3:
-        return None
+        return {}
     last = points.take(points.budget_P == budgets[-1])
     below, _ = estimate(points.take(points.budget_P < budgets[-1]))
     predicted = {key: law.losses(last) for key, law in below.items() if key != "lowest"}
@@ -228,11 +213,10 @@ def leave_largest_out(points: Points, laws: Mapping[str, Fitted]) -> LeftOut | N
     if not near_P.any():
         near_P[last.loss_P.argmin()] = True
     errors = {
-        key: float(np.abs(relative_error(loss_P, last.loss_P))[near_P].mean())
+        key: float(np.abs(loss_P / last.loss_P - 1)[near_P].mean())
         for key, loss_P in predicted.items()
     }
-    finite = {key: error for key, error in errors.items() if math.isfinite(error)}
-    return LeftOut(budget=float(budgets[-1]), error=finite)
+    return {key: error for key, error in errors.items() if math.isfinite(error)}
 
 
 def predict_holdouts(runs: Points, law: Approach) -> tuple[Prediction, ...]:
@@ -247,8 +231,7 @@ def predict_holdouts(runs: Points, law: Approach) -> tuple[Prediction, ...]:
 
 def loss_interval(law: Approach, parameters: float, tokens: float) -> Interval:
     """L(N, D) by approach 3, with its interval."""
-    n, d = np.log(parameters), np.log(tokens)
-    return law.loss_of(lambda line: loss_at(law_of(line).theta, n, d))
+    return law.loss_of(lambda line: law_of(line).law.loss(parameters, tokens))
 
 
 def disagreement(fit: Fit, flops: float) -> float:
@@ -275,7 +258,7 @@ def _doubts(points: Points, laws: Mapping[str, Fitted]) -> dict[str, str]:
 
     doubts = {}
     errors = {
-        key: relative_error(law.losses(points), points.loss_P)
+        key: law.losses(points) / points.loss_P - 1
         for key, law in laws.items()
         if isinstance(law, ParametricFit)
     }
@@ -327,8 +310,10 @@ def _trend(points: Points, error_P: Array, numbers: int) -> str:
     return f"trend of up to {np.abs(smooth_P).max():.1%} (p = {chance:.0e})"
 
 
-def _refuse_single_budget(points: Points) -> None:
-    """Raise DataError unless there are two budgets: at one, size and data change together."""
+def _refuse_unfit(points: Points) -> None:
+    """Raise DataError unless there are two budgets, as at one size and data change together, and
+    losses that differ.
+    """
     if not len(points):
         reasons = [f"{item.name}: {item.reason}" for item in points.excluded[:3]]
         raise DataError(f"{points.source}: no usable runs; {'; '.join(reasons)}")
@@ -337,6 +322,12 @@ def _refuse_single_budget(points: Points) -> None:
             f"{points.source}: all {len(points)} usable runs share one budget "
             f"({points.budgets[0]:.3g} FLOPs); a law needs at least two, and a third to check it; "
             "add runs at other budgets"
+        )
+    if np.ptp(points.loss_P) < SMALLEST_ERROR * points.loss_P.min():
+        raise DataError(
+            f"{points.source}: all losses are {as_loss(float(points.loss_P.min()))} within "
+            f"{SMALLEST_ERROR:.1%}: none of these laws describes runs whose loss does not fall "
+            "with size and data; check the column of the loss, or add other budgets"
         )
 
 
@@ -354,11 +345,11 @@ def _warnings(fit: Fit) -> list[str]:
             f"FLOPs per token differ from a power of N by up to {fit.flops_law.largest_error:.0%} "
             "(shapes or memories differ): D* carries that error"
         )
-    if fit.left_out is None:
+    if len(points.budgets) < 3:
         found.append("two budgets: none is left to check the laws on")
     if free := fit.approach("parametric"):
         assert isinstance(free.fit, ParametricFit)
-        found += _named_outliers(fit, relative_error(free.fit.losses(points), points.loss_P))
+        found += _named_outliers(fit, free.fit.losses(points) / points.loss_P - 1)
         if free.fit.undetermined:
             found.append(f"these runs do not determine the {' and '.join(free.fit.undetermined)}")
     flops = BEYOND * fit.largest
@@ -378,17 +369,80 @@ def _named_outliers(fit: Fit, error_P: Array) -> list[str]:
         f"{points.names[i]} (loss {as_loss(float(points.loss_P[i]))})" for i in order[:MOST_NAMED]
     ]
     more = f" and {len(order) - MOST_NAMED} more" if len(order) > MOST_NAMED else ""
-    log_flops = float(np.log(BEYOND * fit.largest))
-    first = fit.approaches[0]
-    others = estimate(points.take(~far_P))[0].get(first.key)
-    effect = ""
-    if others:
-        lines = first.line, others.line(fit.flops_law)
-        sizes = [line.log_parameters(log_flops) for line in lines]
-        old, new = (as_size(float(np.exp(size))) for size in sizes)
-        effect = f"; without them N* at {np.exp(log_flops):.3g} goes from {old} to {new}"
     return [
         f"{counted(len(order), 'run')} over {FAR:g} standard deviations off the law: "
-        f"{', '.join(named)}{more}{effect}; to leave one out: "
+        f"{', '.join(named)}{more}; to leave one out: "
         f"--exclude 'name={points.names[order[0]]}: reason'"
     ]
+
+
+def preferred(fit: Fit, key: str) -> Approach:
+    """Return the law of that key; ConfigError if it is missing."""
+    approach = fit.approach(key)
+    if approach is None:
+        raise ConfigError(f"law {key!r} is not available for these runs: {fit.unavailable[key]}")
+    return approach
+
+
+def law_of_runs(fit: Fit) -> Approach:
+    """The law of N and D that comes first; ConfigError if these runs allow none."""
+    if fit.law is None:
+        reason = fit.unavailable["parametric"]
+        raise ConfigError(f"this needs a law of N and D, and there is none: {reason}")
+    return fit.law
+
+
+def doubts(fit: Fit, flops: float, approach: Approach) -> list[str]:
+    """Reasons not to rely on this fit at these FLOPs; empty if there are none."""
+    budgets = len(fit.points.budgets)
+    furthest = FURTHEST if budgets > 2 else FURTHEST_UNCHECKED
+    found = _outside("FLOPs", flops, fit.points.flops_P, furthest, f", with {budgets} budgets")
+    size = approach.parameters(float(np.log(flops)))
+    if size.width > WIDEST:
+        found.append(
+            f"the interval of N* by {approach.title} is {shown(size, as_size)}, over "
+            f"{WIDEST:.0f}x wide"
+        )
+    if (ratio := disagreement(fit, flops)) > LARGEST_DISAGREEMENT:
+        found.append(f"the laws' optimal sizes differ {ratio:.1f}x there")
+    return found
+
+
+def run_doubts(fit: Fit, parameters: float, tokens: float) -> list[str]:
+    """Reasons not to rely on this fit for the loss of one run; empty if there are none."""
+    points = fit.points
+    flops = float(np.exp(fit.flops_law.log_flops(np.log(parameters), np.log(tokens))))
+    found = [
+        *_outside("FLOPs", flops, points.flops_P, FURTHEST),
+        *_outside("parameters", parameters, points.parameters_P, FURTHEST_AXIS),
+        *_outside("tokens", tokens, points.tokens_P, FURTHEST_AXIS),
+    ]
+    law = law_of_runs(fit)
+    if why := fit.doubts.get(law.key):
+        found.append(f"{law.title} is not relied on: {why}")
+    loss = loss_interval(law, parameters, tokens)
+    if loss.width > WIDEST_LOSS:
+        found.append(
+            f"the interval of the loss is {shown(loss, as_loss)}, over {WIDEST_LOSS - 1:.0%} wide"
+        )
+    return found
+
+
+def _outside(name: str, value: float, fitted_P: Array, furthest: float, why: str = "") -> list[str]:
+    low, high = float(fitted_P.min()), float(fitted_P.max())
+    if low / furthest <= value <= high * furthest:
+        return []
+    return [
+        f"{value:.3g} {name} are over {furthest:.0f} times outside the fitted range "
+        f"({low:.3g} to {high:.3g}){why}"
+    ]
+
+
+def refuse_wild(doubts: list[str], is_forced: bool) -> list[str]:
+    """The doubts as lines where they are answered by force; else ConfigError if there are any."""
+    if doubts and not is_forced:
+        raise ConfigError(
+            f"prediction rejected as extrapolation: {'; '.join(doubts)}. Add runs nearer to it, "
+            "or use --force"
+        )
+    return [f"doubt: {doubt}" for doubt in doubts]

@@ -3,7 +3,7 @@ power laws through each budget's lowest run (approach 1) or parabola (approach 2
 
 The true valley of a budget is not a parabola, so wide or off-center grids bias its vertex.
 
-Legend: F budgets, G lines, each without one of them, P points. Source: Hoffmann et al. 2022,
+Legend: F budgets, P points. Source: Hoffmann et al. 2022,
 sections 3.1 and 3.2.
 """
 
@@ -47,84 +47,85 @@ class Approach:
     title: str
     fit: Fitted | None
     line: Line
-    left_out: Line | None = None
-    free: int = 0  # degrees of freedom of its intervals
-    vertex_error: float = 0.0  # of ln N*, at every budget alike
-    groups: str = ""  # that are left out in turn
+    left_out: Sequence[Line] = ()
     no_interval: str = ""
-    last: float = math.inf  # ln C beyond which its loss is a floor's that budgets hardly show
 
     def parameters(self, log_flops: float) -> Interval:
         """N* at C FLOPs."""
-
-        def size(line: Line) -> tuple[Array]:
-            return (np.exp(line.log_parameters(log_flops)),)
-
-        return self.intervals(size, shared=self.vertex_error)[0]
+        error = VERTEX_ERROR if isinstance(self.line, Frontier) else 0.0
+        return self.interval(lambda line: np.exp(line.log_parameters(log_flops)), shared=error)
 
     def tokens(self, log_flops: float, flops_law: FlopsLaw) -> Interval:
         """D* at C FLOPs."""
         c = np.asarray(log_flops)
+        error = flops_law.power * VERTEX_ERROR if isinstance(self.line, Frontier) else 0.0
+        return self.interval(
+            lambda line: np.exp(flops_law.log_tokens(c, line.log_parameters(c))), shared=error
+        )
 
-        def tokens(line: Line) -> tuple[Array]:
-            return (np.exp(flops_law.log_tokens(c, line.log_parameters(c))),)
-
-        return self.intervals(tokens, shared=flops_law.power * self.vertex_error)[0]
+    def power(self) -> Interval:
+        """The exponent a of N* ~ C^a."""
+        return self.interval(lambda line: line.power, is_linear=True)
 
     def loss(self, log_flops: float) -> Interval:
-        """The least loss at C FLOPs; beyond `last` without an interval, and NaN without a floor."""
+        """The least loss at C FLOPs. By parabolas it has no interval beyond the largest budget,
+        and is NaN without a floor.
+        """
         if not self.is_beyond(log_flops):
             return self.loss_of(lambda line: line.loss(log_flops))
-        has_floor = isinstance(self.line, Frontier) and self.line.has_floor
-        return Interval(float(self.line.loss(log_flops)) if has_floor else np.nan, np.nan, np.nan)
+        assert isinstance(self.line, Frontier)
+        value = float(self.line.loss(log_flops)) if self.line.has_floor else math.nan
+        return Interval(value, math.nan, math.nan)
 
     def is_beyond(self, log_flops: float) -> bool:
-        """Whether C FLOPs are more than `last`, but for rounding."""
-        return log_flops > self.last + 1e-6
+        """Whether the loss at C FLOPs is a floor's that budgets hardly show, but for rounding."""
+        return isinstance(self.line, Frontier) and log_flops > self.line.last + 1e-6
 
     def without_interval(self, log_flops: float) -> str:
         """Why the optimum at C FLOPs, or its loss, has no interval; empty if it has."""
         return self.no_interval or (NO_LOSS if self.is_beyond(log_flops) else "")
 
-    def loss_of(self, value_of: Callable[[Line], Array]) -> Interval:
+    def loss_of(self, value_of: Callable[[Line], float | Array]) -> Interval:
         """Any loss that follows from the line, with its interval. By a law of N and D it has half
         the degrees of freedom: fewer budgets determine it.
         """
-        free = max(FEWEST_FREE, self.free // 2) if isinstance(self.line, LawLine) else self.free
-        return replace(self, free=free).intervals(lambda line: (value_of(line),))[0]
+        free = self._free // 2 if isinstance(self.line, LawLine) else self._free
+        return self.interval(value_of, free=max(FEWEST_FREE, free))
 
-    def powers(self, flops_law: FlopsLaw) -> tuple[Interval, Interval]:
-        """The exponents a and b."""
-        a, b = self.intervals(lambda line: line.exponents(flops_law), is_linear=True)
-        return a, b
+    @property
+    def _free(self) -> int:
+        """Degrees of freedom: a line through vertices has two numbers."""
+        return len(self.left_out) - (1 if isinstance(self.line, LawLine) else 2)
 
-    def intervals(
+    def interval(
         self,
-        values_of: Callable[[Line], Sequence[Array]],
+        value_of: Callable[[Line], float | Array],
+        *,
         is_linear: bool = False,
         shared: float = 0.0,
-    ) -> list[Interval]:
-        """Quantities that are found together, each with its interval; see `jackknife`."""
-        values = values_of(self.line)
-        if self.left_out is None:
-            return [Interval(float(value), np.nan, np.nan) for value in values]
+        free: int = 0,
+    ) -> Interval:
+        """A number that follows from the line, with its interval; see `jackknife`."""
         with np.errstate(over="ignore"):
-            pairs = zip(values, values_of(self.left_out), strict=True)
-            return [
-                jackknife(*pair, self.free, is_linear=is_linear, shared=shared) for pair in pairs
-            ]
+            value = float(value_of(self.line))
+            if not self.left_out:
+                return Interval(value, math.nan, math.nan)
+            left_out_G = np.array([float(value_of(line)) for line in self.left_out])
+        free = free or self._free
+        return jackknife(value, left_out_G, free, is_linear=is_linear, shared=shared)
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """Optimal sizes and losses at any FLOPs; all fields are [] or [G]."""
+    """Optimal sizes and losses at any FLOPs."""
 
-    log_scale: Array  # ln k of N* = k C^a
-    power: Array  # a
-    floor: Array  # E of the loss E + m C^-g; 0 where there are too few budgets to see a floor
-    log_loss_scale: Array  # ln m
-    decay: Array  # g
+    log_scale: float  # ln k of N* = k C^a
+    power: float  # a
+    floor: float  # E of the loss E + m C^-g; 0 where there are too few budgets to see a floor
+    log_loss_scale: float  # ln m
+    decay: float  # g
     center: float  # ln C around which ln k and ln m are taken
+    last: float  # ln C of the largest budget
     has_floor: bool
 
     def log_parameters(self, log_flops: float | Array) -> Array:
@@ -136,10 +137,6 @@ class Frontier:
         return self.floor + np.exp(
             self.log_loss_scale - self.decay * (np.asarray(log_flops) - self.center)
         )
-
-    def exponents(self, flops_law: FlopsLaw) -> tuple[Array, Array]:
-        """The powers a, b of C in N* ~ C^a and D* ~ C^b."""
-        return self.power, 1 - flops_law.power * self.power
 
 
 def fit_frontier(
@@ -158,31 +155,33 @@ def fit_frontier(
     floor, decay = 0.0, -slope
     if has_floor:
         floor, scale, decay = _decay_to_floor(x_F, loss_F)
-        log_loss_scale = np.log(scale)
-    numbers = map(np.asarray, (log_scale, power, floor, log_loss_scale, decay))
-    return Frontier(*numbers, center=center, has_floor=has_floor)
+        log_loss_scale = np.log(max(scale, 1e-300))
+    return Frontier(
+        log_scale=float(log_scale),
+        power=float(power),
+        floor=floor,
+        log_loss_scale=float(log_loss_scale),
+        decay=float(decay),
+        center=center,
+        last=whole.last if whole else float(log_flops_F.max()),
+        has_floor=has_floor,
+    )
 
 
 def _decay_to_floor(x_F: Array, loss_F: Array) -> tuple[float, float, float]:
-    """E >= 0, m > 0 and g of the least squares of E + m exp(-g x), which given g are a line's."""
-    from scipy.optimize import minimize_scalar
+    """E >= 0, m >= 0 and g of the least squares of E + m exp(-g x), which is linear given g."""
+    from scipy.optimize import minimize_scalar, nnls
 
-    def fitted(log_decay: float | Array) -> tuple[Array, Array, Array]:
-        curve = np.exp(-np.exp(np.asarray(log_decay))[..., None] * x_F)
-        off = curve - curve.mean(axis=-1, keepdims=True)
-        scale = np.maximum((off @ loss_F) / (off**2).sum(axis=-1), 1e-300)
-        floor = loss_F.mean() - scale * curve.mean(axis=-1)
-        scale = np.where(floor < 0, (curve @ loss_F) / (curve**2).sum(axis=-1), scale)
-        floor = np.maximum(floor, 0)
-        errors = floor[..., None] + scale[..., None] * curve - loss_F
-        return floor, scale, (errors**2).sum(axis=-1)
+    def fitted(log_decay: float) -> tuple[Array, float]:
+        terms = np.stack([np.ones_like(x_F), np.exp(-np.exp(log_decay) * x_F)], axis=1)
+        return nnls(terms, loss_F)
 
-    best = int(fitted(np.log(DECAYS))[2].argmin())
+    best = int(np.argmin([fitted(log_decay)[1] for log_decay in np.log(DECAYS)]))
     ends = np.log(DECAYS[[max(best - 1, 0), min(best + 1, len(DECAYS) - 1)]])
     log_decay = minimize_scalar(
-        lambda each: fitted(each)[2], bounds=ends, method="bounded", options={"xatol": 1e-9}
+        lambda each: fitted(each)[1], bounds=ends, method="bounded", options={"xatol": 1e-9}
     ).x
-    floor, scale, _ = fitted(log_decay)
+    (floor, scale), _ = fitted(log_decay)
     return float(floor), float(scale), float(np.exp(log_decay))
 
 
@@ -243,8 +242,8 @@ class FrontierFit:
         """The valleys' median second derivative in ln N, relative to the loss; NaN without any."""
         return float(np.median([each.bend / each.loss for each in self.used] or [np.nan]))
 
-    def left_out(self, points: Points, flops_law: FlopsLaw) -> tuple[Frontier, int, str]:
-        """The lines [G] without each vertex; DataError where there are too few."""
+    def left_out(self, points: Points, flops_law: FlopsLaw) -> list[Frontier]:
+        """The lines without each vertex; DataError where there are too few."""
         used = self.used
         if not self.valleys:
             raise DataError(NO_LINE)
@@ -252,14 +251,8 @@ class FrontierFit:
             raise DataError(
                 f"{counted(len(used), 'budget')} with a vertex; an interval needs {FEWEST_GROUPS}"
             )
-        rest = [np.arange(len(used)) != index for index in range(len(used))]
-        columns = _logs(used)
-        lines = [
-            fit_frontier(*(column[one] for column in columns), whole=self.frontier) for one in rest
-        ]
-        names = ("log_scale", "power", "floor", "log_loss_scale", "decay")
-        numbers = {name: np.array([getattr(line, name) for line in lines]) for name in names}
-        return replace(self.frontier, **numbers), len(used) - 2, f"{len(used)} budgets"
+        rests = (np.delete(_logs(used), index, axis=1) for index in range(len(used)))
+        return [fit_frontier(*rest, whole=self.frontier) for rest in rests]
 
     def line(self, flops_law: FlopsLaw) -> Frontier:
         return self.frontier
@@ -286,7 +279,7 @@ def fit_isoflop(points: Points) -> FrontierFit:
 
 
 # A fitted law has `losses` of runs (NaN where it predicts none), its `line` of optima, `warnings`,
-# and `left_out`: the lines without each group of runs, or DataError where they give no interval.
+# and `left_out`: the lines without each budget, or DataError where they give no interval.
 Fitted = ParametricFit | FrontierFit
 Line = LawLine | Frontier
 

@@ -7,9 +7,9 @@ tolerance far from the optimum. There are several minima: on a grid over the exp
 E, A, B >= 0 are a linear problem, and L-BFGS goes from the best cells to the lowest minimum. A tied
 law has alpha = beta.
 
-Legend: G laws, each without a group of budgets, P points. Laws are rows theta = (ln E, ln A, ln B,
-alpha, beta), since A and B span many orders of magnitude. Sources: Hoffmann et al. 2022, sections
-3.3 and D.3; Besiroglu et al. 2024 for what can go wrong.
+Legend: P points. Inside a fit a law is theta = (ln E, ln A, ln B, alpha, beta), since A and B span
+many orders of magnitude. Sources: Hoffmann et al. 2022, sections 3.3 and D.3; Besiroglu et al. 2024
+for what can go wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foundation.errors import DataError
-from pretrain.scaling.intervals import FEWEST_GROUPS, MOST_GROUPS, groups_of
+from pretrain.scaling.intervals import FEWEST_GROUPS, groups_of
 from pretrain.scaling.table import Array, Points
 
 NAMES = ("E", "A", "B", "alpha", "beta")
@@ -35,9 +35,7 @@ TIED = np.vstack([np.eye(4), [0, 0, 0, 1]])  # from (ln E, ln A, ln B, alpha) to
 FREE = np.eye(5)
 # Where they differ, its interval of the loss held the truth in 85% of 105 sweeps (make coverage).
 NOT_HELD = "it assumes equal exponents, and does not know how far they differ"
-MOST_FITTED = 60_000  # runs in all fits without a group of them: some seconds
-CLUSTERED = 0.05  # chance of errors that differ between budgets as much
-TOLERATED = 2.5  # standard deviations, more than which no error counts for the noise
+STEEPEST = 8.0  # exponent: of runs that follow no law it would grow without an end
 SMALLEST_LOGARITHM = -50.0  # of a term from which a fit starts
 
 
@@ -56,6 +54,11 @@ class Law:
         """The law as a row of logarithms and exponents."""
         with np.errstate(divide="ignore"):  # E = 0, no floor, is a law too
             return np.array([*np.log([self.E, self.A, self.B]), self.alpha, self.beta])
+
+    @classmethod
+    def of(cls, theta: Array) -> Law:
+        """The law of such a row."""
+        return cls(*(float(value) for value in (*np.exp(theta[:3]), *theta[3:])))
 
     def loss(self, parameters: float | Array, tokens: float | Array) -> Array:
         """L(N, D) in nats per token."""
@@ -98,23 +101,10 @@ def fit_flops_law(parameters_P: Array, tokens_P: Array, flops_P: Array) -> Flops
     return FlopsLaw(scale=float(np.exp(log_scale)), power=float(power), largest_error=float(error))
 
 
-def log_terms(theta: Array, n_P: Array, d_P: Array) -> Array:
-    """The logarithms of the three terms, [..., 3, P]."""
-    e, a, b, alpha, beta = (theta[..., index, None] for index in range(5))
-    shape = np.broadcast_shapes((e + n_P).shape, (e + d_P).shape)
-    return np.stack([np.broadcast_to(e, shape), a - alpha * n_P, b - beta * d_P], axis=-2)
-
-
-def log_loss(theta: Array, log_parameters: float | Array, log_tokens: float | Array) -> Array:
-    """ln L for laws theta [..., 5] at points [P]; a single law and a single point give a scalar."""
-    n_P, d_P = np.atleast_1d(log_parameters), np.atleast_1d(log_tokens)
-    value = np.logaddexp.reduce(log_terms(theta, n_P, d_P), axis=-2)
-    return value[..., 0] if np.ndim(log_parameters) == np.ndim(log_tokens) == 0 else value
-
-
-def loss_at(theta: Array, log_parameters: Array, log_tokens: Array) -> Array:
-    """L of laws theta [..., 5], each at a size and tokens of its own [...]."""
-    return np.exp(log_loss(theta, log_parameters[..., None], log_tokens[..., None])[..., 0])
+def log_loss(theta: Array, n: float | Array, d: float | Array) -> Array:
+    """ln L of a law at ln N and ln D."""
+    e, a, b, alpha, beta = theta
+    return np.logaddexp(np.logaddexp(e, a - alpha * n), b - beta * d)
 
 
 def log_optimum(theta: Array, log_flops: float | Array, flops_law: FlopsLaw) -> tuple[Array, Array]:
@@ -124,7 +114,7 @@ def log_optimum(theta: Array, log_flops: float | Array, flops_law: FlopsLaw) -> 
     N^(alpha + p beta) = alpha A / (p beta B) (C/s)^beta; s = 6, p = 1 is equation 4 of Hoffmann et
     al. 2022.
     """
-    _, a, b, alpha, beta = (theta[..., index] for index in range(5))
+    _, a, b, alpha, beta = theta
     with np.errstate(
         invalid="ignore", divide="ignore"
     ):  # a law without a term has its optimum at 0 or infinity
@@ -135,25 +125,24 @@ def log_optimum(theta: Array, log_flops: float | Array, flops_law: FlopsLaw) -> 
 
 @dataclass(frozen=True)
 class LawLine:
-    """The optimal line that laws theta [5] or [G, 5] imply."""
+    """The optimal line that a law implies."""
 
-    theta: Array
+    law: Law
     flops_law: FlopsLaw
+
+    @property
+    def power(self) -> float:
+        """The power a of C in N* ~ C^a."""
+        return self.law.beta / (self.law.alpha + self.flops_law.power * self.law.beta)
 
     def log_parameters(self, log_flops: float | Array) -> Array:
         """ln N* at C FLOPs."""
-        return log_optimum(self.theta, log_flops, self.flops_law)[0]
+        return log_optimum(self.law.theta, log_flops, self.flops_law)[0]
 
     def loss(self, log_flops: float | Array) -> Array:
         """L(N*, D*) at C FLOPs."""
-        n, d = log_optimum(self.theta, log_flops, self.flops_law)
-        return loss_at(self.theta, n, d)
-
-    def exponents(self, flops_law: FlopsLaw) -> tuple[Array, Array]:
-        """The powers a, b of C in N* ~ C^a and D* ~ C^b."""
-        alpha, beta = self.theta[..., 3], self.theta[..., 4]
-        power = beta / (alpha + flops_law.power * beta)
-        return power, 1 - flops_law.power * power
+        theta = self.law.theta
+        return np.exp(log_loss(theta, *log_optimum(theta, log_flops, self.flops_law)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,54 +158,21 @@ class ParametricFit:
 
     def line(self, flops_law: FlopsLaw) -> LawLine:
         """Its compute-optimal line."""
-        return LawLine(self.law.theta, flops_law)
+        return LawLine(self.law, flops_law)
 
     def losses(self, points: Points) -> Array:
         """The losses [P] that it predicts for runs."""
         return self.law.loss(points.parameters_P, points.tokens_P)
 
-    def left_out(self, points: Points, flops_law: FlopsLaw) -> tuple[LawLine, int, str]:
-        """The lines without each group of runs, their degrees of freedom, and what the groups are.
-
-        DataError where they give no interval.
-        """
+    def left_out(self, points: Points, flops_law: FlopsLaw) -> list[LawLine]:
+        """The lines without each group of budgets; DataError where they give no interval."""
         if self.is_tied:
             raise DataError(NOT_HELD)
-        group_P, name = groups_of(points.budget_P), "budgets"
-        if not self._do_budgets_differ(points):
-            count = max(MOST_GROUPS, min(len(points), MOST_FITTED // len(points)))
-            name = "runs" if count == len(points) else "groups of runs"
-            group_P = np.arange(len(points)) % count
-        laws = self.without_each(points, group_P)
-        return LawLine(laws, flops_law), len(laws) - 1, f"{len(laws)} {name}"
-
-    def without_each(self, points: Points, group_P: Array) -> Array:
-        """The laws theta [G, 5] without each group; DataError for too few budgets."""
         if len(points.budgets) < FEWEST_GROUPS:
             raise DataError(f"{len(points.budgets)} budgets; an interval needs {FEWEST_GROUPS}")
-        center, data = _centered(points)
-        start = np.maximum(uncenter(self.law.theta, -center), SMALLEST_LOGARITHM)
-        laws = []
-        for group in np.unique(group_P):
-            n_P, d_P, l_P = (column_P[group_P != group] for column_P in data)
-            laws.append(minimize(start, n_P, d_P, l_P, HUBER_DELTA)[0])
-        return uncenter(np.array(laws), center)
-
-    def _do_budgets_differ(self, points: Points) -> bool:
-        """Whether the errors of a budget's runs are alike, which few budgets cannot rule out."""
-        from scipy.special import fdtrc
-
-        _, budget_P, count_B = np.unique(points.budget_P, return_inverse=True, return_counts=True)
-        free = len(count_B) - 1, len(points) - len(count_B)
-        if free[0] < MOST_GROUPS or free[1] < MOST_GROUPS:
-            return True
-        error_P = np.log(self.losses(points) / points.loss_P)
-        limit = TOLERATED * np.median(np.abs(error_P)) / 0.67  # of a run that went wrong
-        error_P = np.clip(error_P, -limit, limit)
-        mean_B = np.bincount(budget_P, error_P) / count_B
-        between = (count_B * (mean_B - error_P.mean()) ** 2).sum() / free[0]
-        within = ((error_P - mean_B[budget_P]) ** 2).sum() / free[1]
-        return bool(fdtrc(*free, between / max(within, 1e-300)) < CLUSTERED)
+        group_P = groups_of(points.budget_P)
+        rests = (points.take(group_P != group) for group in range(group_P.max() + 1))
+        return [LawLine(refit(self.law, rest), flops_law) for rest in rests]
 
 
 def fit_parametric(points: Points, *, tied: bool = False) -> ParametricFit:
@@ -239,17 +195,29 @@ def fit_parametric(points: Points, *, tied: bool = False) -> ParametricFit:
             f"{points.source}: the best law has alpha={theta[3]:.3g} and beta={theta[4]:.3g}; the "
             "loss must fall with N and with D (are all runs tuned and finished?)"
         )
-    log_P = log_loss(theta, *data[:2])
-    shares = np.exp(log_terms(theta, *data[:2]) - log_P).max(axis=-1)
-    terms = zip(shares, ("floor E", "size term A", "data term B"), strict=True)
-    theta = uncenter(theta, center)
+    law = Law.of(uncenter(theta, center))
+    predicted_P = law.loss(points.parameters_P, points.tokens_P)
+    terms = {
+        "floor E": law.E,
+        "size term A": law.A * points.parameters_P**-law.alpha,
+        "data term B": law.B * points.tokens_P**-law.beta,
+    }
     return ParametricFit(
-        law=Law(*(float(value) for value in (*np.exp(theta[:3]), *theta[3:]))),
+        law=law,
         objective=objective,
         is_tied=tied,
-        mean_error=float(np.abs(np.expm1(log_P - data[2])).mean()),
-        undetermined=tuple(name for share, name in terms if share < DETERMINED),
+        mean_error=float(np.abs(predicted_P / points.loss_P - 1).mean()),
+        undetermined=tuple(
+            name for name, term in terms.items() if (term / predicted_P).max() < DETERMINED
+        ),
     )
+
+
+def refit(start: Law, points: Points) -> Law:
+    """The law of these runs at the minimum nearest to `start`."""
+    center, data = _centered(points)
+    theta = np.maximum(uncenter(start.theta, -center), SMALLEST_LOGARITHM)
+    return Law.of(uncenter(minimize(theta, *data, HUBER_DELTA)[0], center))
 
 
 def _centered(points: Points) -> tuple[Array, tuple[Array, Array, Array]]:
@@ -262,11 +230,9 @@ def _centered(points: Points) -> tuple[Array, tuple[Array, Array, Array]]:
 
 
 def uncenter(theta: Array, center: Array) -> Array:
-    """Laws fitted to logarithms from which `center` was taken, as laws of N and D themselves."""
-    moved = theta.copy()
-    moved[..., 1] += theta[..., 3] * center[0]
-    moved[..., 2] += theta[..., 4] * center[1]
-    return moved
+    """A law fitted to logarithms from which `center` was taken, as one of N and D themselves."""
+    e, a, b, alpha, beta = theta
+    return np.array([e, a + alpha * center[0], b + beta * center[1], alpha, beta])
 
 
 def _starts(n_P: Array, d_P: Array, l_P: Array, tied: bool) -> list[Array]:
@@ -296,6 +262,7 @@ def minimize(
 
     place = TIED if tied else FREE
     numbers, objective = start[: place.shape[1]], huber_sum(start, n_P, d_P, l_P, delta)[0]
+    bounds = [(None, None)] * 3 + [(None, STEEPEST)] * (len(numbers) - 3)
     options = {"maxiter": 20_000, "maxfun": 100_000, "ftol": 1e-16, "gtol": 1e-10, "maxcor": 30}
     for _ in range(20):
         scale = 1 / max(objective, 1e-30)  # the solver's tolerances are absolute
@@ -304,7 +271,7 @@ def minimize(
             value, gradient = huber_sum(place @ numbers, n_P, d_P, l_P, delta)
             return value * scale, gradient @ place * scale
 
-        end = minimize(scaled, numbers, jac=True, method="L-BFGS-B", options=options)
+        end = minimize(scaled, numbers, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
         gain = objective - end.fun / scale
         if gain > 0:
             numbers, objective = end.x, float(end.fun / scale)

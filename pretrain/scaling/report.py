@@ -29,14 +29,13 @@ from pretrain.reporting.html import (
     write_page,
 )
 from pretrain.rundir.code_version import code_version
-from pretrain.scaling.charts import charts_of
+from pretrain.scaling import charts
 from pretrain.scaling.fit import BEYOND, TITLES, Fit
-from pretrain.scaling.frontier import Approach, Line, law_of
+from pretrain.scaling.frontier import Approach, law_of
 from pretrain.scaling.intervals import (
     LEVEL,
     Interval,
     Text,
-    amount,
     as_exponent,
     as_factor,
     as_loss,
@@ -44,9 +43,8 @@ from pretrain.scaling.intervals import (
     shown,
 )
 from pretrain.scaling.law import NAMES, LawLine
-from pretrain.scaling.predict import near_optimal_line
-from pretrain.scaling.table import Array, Points
-from pretrain.terminal.text import counted, flops_text, text_table
+from pretrain.scaling.table import Points
+from pretrain.terminal.text import counted, text_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,12 +61,20 @@ def numbers_at(fit: Fit, approach: Approach, flops: float) -> Numbers:
         ("N*", approach.parameters(log_flops), as_size),
         ("D*", approach.tokens(log_flops, fit.flops_law), as_size),
         ("loss", approach.loss(log_flops), as_loss),
-        ("a", approach.powers(fit.flops_law)[0], as_exponent),
+        ("a", approach.power(), as_exponent),
     ]
 
 
-def fit_lines(fit: Fit, flops: float = 0.0, verbose: bool = False) -> list[str]:
-    """The answer at C FLOPs (or 10 times the largest budget) on one screen; or all there is."""
+def fit_lines(
+    fit: Fit,
+    flops: float | None = None,
+    verbose: bool = False,
+    asked: Approach | None = None,
+    is_forced: bool = False,
+) -> list[str]:
+    """The answer at C FLOPs (or 10 times the largest budget) on one screen; or all there is. It is
+    that of the law to rely on, or of the one that is asked.
+    """
     flops = flops or BEYOND * fit.largest
     points = fit.points
     excluded = f", {counted(len(points.excluded), 'run')} left out" if points.excluded else ""
@@ -77,7 +83,8 @@ def fit_lines(fit: Fit, flops: float = 0.0, verbose: bool = False) -> list[str]:
         f"{counted(len(points.budgets), 'budget')}, {points.flops_P.min():.3g} to "
         f"{points.flops_P.max():.3g} FLOPs{excluded}",
         *warning_lines(fit, verbose),
-        *answer_lines(fit, flops),
+        choice_line(fit),
+        *(answer_lines(fit, flops, asked) if not fit.none_because or asked or is_forced else []),
         "",
         text_table(narrow([[*row[:3], *row[4:]] for row in law_table(fit, flops)])),  # without D*
         *(f"{TITLES[key]} is not relied on: {why}" for key, why in fit.doubts.items()),
@@ -85,15 +92,14 @@ def fit_lines(fit: Fit, flops: float = 0.0, verbose: bool = False) -> list[str]:
     return [*lines, "", *_details(fit)] if verbose else lines + _holdouts(fit)[-1:]
 
 
-def answer_lines(fit: Fit, flops: float) -> list[str]:
-    """The law to rely on, why, and its optimum at C FLOPs; or that there is none."""
-    if fit.none_because:
-        return [choice_line(fit)]
-    first, times = fit.approaches[0], f"{flops / fit.largest:.3g} times the largest budget"
-    lines = [choice_line(fit), f"at {flops:.3g} FLOPs, {times} ({LEVEL}% intervals):"]
-    numbers = numbers_at(fit, first, flops)
+def answer_lines(fit: Fit, flops: float, asked: Approach | None = None) -> list[str]:
+    """The optimum at C FLOPs by the law to rely on, or by the one that is asked."""
+    law, times = asked or fit.approaches[0], f"{flops / fit.largest:.3g} times the largest budget"
+    by = f"by {law.title}, as asked, " if asked else ""
+    lines = [f"{by}at {flops:.3g} FLOPs, {times} ({LEVEL}% intervals):"]
+    numbers = numbers_at(fit, law, flops)
     lines += [f"  {name:5} {shown(interval, text)}" for name, interval, text in numbers]
-    why = first.without_interval(math.log(flops))
+    why = law.without_interval(math.log(flops))
     return lines + [f"  without an interval: {why}"] * bool(why)
 
 
@@ -101,18 +107,18 @@ def choice_line(fit: Fit) -> str:
     """Which law to rely on, and why."""
     if fit.none_because:
         return f"none of these laws describes these runs: {fit.none_because}"
-    first, left = fit.approaches[0], fit.left_out
-    if not left or first.key not in left.error:
+    first = fit.approaches[0]
+    if first.key not in fit.left_out:
         return f"rely on {first.title}, which nothing checks"
     return (
-        f"rely on {first.title}: fitted without {left.budget:.3g} FLOPs, it predicts those losses "
-        f"within {left.error[first.key]:.2%}"
+        f"rely on {first.title}: fitted without {fit.largest:.3g} FLOPs, it predicts those losses "
+        f"within {fit.left_out[first.key]:.2%}"
     )
 
 
 def law_table(fit: Fit, flops: float) -> list[list[str]]:
     """Heads and a row per law, from the one to rely on."""
-    errors = fit.left_out.error if fit.left_out else {}
+    errors = fit.left_out
     rows = [["law", "left-out error", f"N* at {flops:.3g}", "D*", "loss", "a"]]
     for approach in fit.approaches:
         error = f"{errors[approach.key]:.2%}" if approach.key in errors else "-"
@@ -147,12 +153,10 @@ def law_intervals(fit: Fit, key: str = "parametric") -> dict[str, Interval]:
     law = fit.approach(key)
     if law is None or not isinstance(law.line, LawLine):
         return {}
-
-    def numbers(line: Line) -> list[Array]:
-        *logs, alpha, beta = np.moveaxis(law_of(line).theta, -1, 0)
-        return [*map(np.exp, logs), alpha, beta]
-
-    return dict(zip(NAMES, law.intervals(numbers, is_linear=True), strict=True))
+    return {
+        name: law.interval(lambda line, name=name: getattr(law_of(line).law, name), is_linear=True)
+        for name in NAMES
+    }
 
 
 def _holdouts(fit: Fit) -> list[str]:
@@ -168,9 +172,9 @@ def _details(fit: Fit) -> list[str]:
     """All else: notes, why what is missing is, the laws' numbers, the runs left out."""
     lines = [*(f"note: {note}" for note in fit.points.notes), *_missing(fit)]
     lines += [
-        f"intervals of {item.title}: a jackknife that leaves out each of {item.groups}"
+        f"intervals of {item.title}: a jackknife without each of {len(item.left_out)} budgets"
         for item in fit.approaches
-        if item.groups
+        if item.left_out
     ]
     lines.append(
         f"FLOPs per token: {fit.flops_law.scale:.4g} N^{fit.flops_law.power:.4g}, within "
@@ -194,7 +198,7 @@ def _missing(fit: Fit) -> list[str]:
     ]
 
 
-def fit_tree(fit: Fit, flops: float = 0.0) -> dict[str, Any]:
+def fit_tree(fit: Fit, flops: float | None = None) -> dict[str, Any]:
     """The fit as values of JSON, with the optima of the largest budget and of C FLOPs (or 10 times
     that budget); null for a number that there is not.
     """
@@ -304,27 +308,40 @@ def write_report(fit: Fit, runs: Path, directory: Path, title: str) -> Path:
 
 def fit_parts(fit: Fit) -> list[Part]:
     """The page of a fit, the answer first."""
-    charts = {
-        name: (partial(draw, fit), caption) for name, (draw, caption) in charts_of(fit).items()
-    }
-
-    def drawn(title: str, *names: str) -> Part:
-        return Part(title=title, figures={name: charts[name] for name in names if name in charts})
-
-    near = near_optimal_line(fit, fit.largest, fit.approaches[0])
     doubts = [f"{TITLES[key]} is not relied on: {why}" for key, why in fit.doubts.items()]
     answer = [choice_line(fit), *(f"warning: {line}" for line in fit.warnings)]
-    laws = law_table(fit, BEYOND * fit.largest)
-    parts = [
+    bands = f"Bands are {LEVEL}% intervals; right of the dashed line is extrapolation"
+    held = ". A diamond is a run that was held out" if fit.holdouts else ""
+    dash = ", a dash what approach 3 predicts for it, with its interval" if held else ""
+    isoflop = (
+        "Final loss over parameters N, a color and a marker per budget of training FLOPs: a mark "
+        "is a run, a curve approach 2's parabola in ln N, a star its lowest point if that is "
+        "inside the sizes"
+    )
+    least = f"The least loss that C training FLOPs can buy, by each law. {bands}{held}{dash}"
+    optimum = f"The compute-optimal number of parameters N* at C FLOPs. {bands}"
+    frontiers = {
+        "frontier": (partial(charts.frontier, fit), least),
+        "sizes": (partial(charts.sizes, fit), optimum),
+    }
+    errors = {}
+    if fit.law:
+        caption = (
+            f"Prediction of law {fit.law.title} minus measured loss of every fitted run, in "
+            "percent of the measured loss. A trend with FLOPs or color is an effect that the law "
+            "does not describe"
+        )
+        errors["residuals"] = (partial(charts.residuals, fit), caption)
+    valleys = {"isoflop": (partial(charts.valleys, fit), isoflop)}
+    rows = law_table(fit, BEYOND * fit.largest)
+    return [
         Part(title="Answer", lines=answer, style=""),
-        Part(title="Laws", rows=laws, lines=[*doubts, *_missing(fit), *filter(None, [near])]),
-        drawn("Runs of equal FLOPs", "isoflop"),
-        drawn("Compute-optimal frontier", "frontier", "sizes", "tokens"),
-        drawn("Errors and equal losses", "residuals", "contours"),
-        Part(title="Cost", rows=_costs(fit.points)),
+        Part(title="Laws", rows=rows, lines=[*doubts, *_missing(fit)]),
+        Part(title="Runs of equal FLOPs", figures=valleys),
+        Part(title="Compute-optimal frontier", figures=frontiers),
+        *([Part(title="Errors of the law", figures=errors)] if errors else []),
         Part(title="All numbers", details=_details(fit)),
     ]
-    return [part for part in parts if part.rows or part.lines or part.figures or part.details]
 
 
 def _cards(fit: Fit) -> list[Card]:
@@ -339,18 +356,3 @@ def _cards(fit: Fit) -> list[Card]:
         where = "exponent of N* ~ C^a" if name == "a" else f"{name} at {flops:.3g} FLOPs"
         cards.append(Card(value, f"{where}, {ends or 'no interval'}"))
     return cards
-
-
-def _costs(points: Points) -> list[list[str]]:
-    rows = [["budget", "runs", "parameters", "tokens", "FLOPs", "share"]]
-    for budget in points.budgets:
-        mine = points.take(points.budget_P == budget)
-        sizes, tokens = (
-            f"{amount(values.min())} to {amount(values.max())}"
-            for values in (mine.parameters_P, mine.tokens_P)
-        )
-        flops, share = mine.flops_P.sum(), mine.flops_P.sum() / points.flops_P.sum()
-        rows.append(
-            [f"{budget:.3g}", str(len(mine)), sizes, tokens, flops_text(flops), f"{share:.2g}"]
-        )
-    return rows

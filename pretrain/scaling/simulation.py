@@ -6,6 +6,7 @@ them. What the answers of many such sweeps differ by is what one of them is unce
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -13,9 +14,9 @@ import numpy as np
 
 from foundation.errors import ConfigError, DataError
 from pretrain.scaling.fit import TITLES
-from pretrain.scaling.frontier import LawLine, Line, fit_isoflop
+from pretrain.scaling.frontier import Line, fit_isoflop
 from pretrain.scaling.intervals import LEVEL, as_size
-from pretrain.scaling.law import HUBER_DELTA, FlopsLaw, Law, fit_flops_law, minimize, uncenter
+from pretrain.scaling.law import FlopsLaw, Law, LawLine, fit_flops_law, refit
 from pretrain.scaling.plan import PlannedRun
 from pretrain.scaling.table import Array, Points
 
@@ -80,27 +81,17 @@ def _answers(
     points: Points, flops_law: FlopsLaw, log_target: float, noise_KP: Array
 ) -> Iterator[tuple[str, Array]]:
     """Each law's ln N* and loss [K, 2] over the simulated sweeps, if most of them have it."""
-    n_P, d_P = np.log(points.parameters_P), np.log(points.tokens_P)
-    loss_KP = ASSUMED.loss(points.parameters_P, points.tokens_P) * np.exp(noise_KP)
-    center = np.array([n_P.mean(), d_P.mean()])
-    theta = uncenter(ASSUMED.theta, -center)  # the means are taken away, as by `scale fit`
-    data = n_P - center[0], d_P - center[1]
-    fits = [minimize(theta, *data, np.log(loss_P), HUBER_DELTA) for loss_P in loss_KP]
-    theta_K5 = uncenter(np.array([law for law, _ in fits]), center)
-    yield "parametric", _answers_of(LawLine(theta_K5, flops_law), log_target)
-    found = []
-    for loss_P in loss_KP:
-        try:
-            line = fit_isoflop(replace(points, loss_P=loss_P)).frontier
-        except DataError:  # too few budgets with a vertex inside their sizes
-            continue
-        found.append(_answers_of(line, log_target))
-    if len(found) > SWEEPS / 2:
-        yield "isoflop", np.array(found)
-
-
-def _answers_of(line: Line, log_flops: float) -> Array:
-    return np.stack([line.log_parameters(log_flops), line.loss(log_flops)], axis=-1)
+    lines: dict[str, list[Line]] = {"parametric": [], "isoflop": []}
+    loss_P = ASSUMED.loss(points.parameters_P, points.tokens_P)
+    for noise_P in noise_KP:
+        drawn = replace(points, loss_P=loss_P * np.exp(noise_P))
+        lines["parametric"].append(LawLine(refit(ASSUMED, drawn), flops_law))
+        # Too few budgets may have a vertex inside their sizes.
+        with contextlib.suppress(DataError):
+            lines["isoflop"].append(fit_isoflop(drawn).frontier)
+    for key, found in lines.items():
+        if len(found) > SWEEPS / 2:
+            yield key, np.array([(x.log_parameters(log_target), x.loss(log_target)) for x in found])
 
 
 def _points_of(runs: Sequence[PlannedRun]) -> Points:

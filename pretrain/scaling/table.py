@@ -338,8 +338,8 @@ class _Reader:
         if "loss" not in self.units and np.median(loss_P) > LARGEST_LOSS:
             raise DataError(
                 f"{self.path}: {self.columns.loss} is {loss_P.min():.3g} to {loss_P.max():.3g}, "
-                "expected losses in nats per token, not perplexities; other units: --unit "
-                "loss=FACTOR"
+                "expected losses in nats per token: take the logarithm of perplexities; other "
+                "units: --unit loss=FACTOR"
             )
         has_budget, warning = self._has("budget"), self._units_warning(**sizes)
         progress, holdout = self.columns.progress, self.columns.holdout

@@ -2,28 +2,20 @@
 
 A task's loss follows L(N, D) (approach 3), and its accuracy a sigmoid of that loss. Accuracies
 alone follow no power law: they are flat at chance for small models, and flat again at the top.
-Source: Bhagia et al. 2024 (the OLMo ladder). Legend: P runs.
+Source: Bhagia et al. 2024 (the OLMo ladder). Legend: F budgets, P runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from foundation.errors import DataError
-from pretrain.scaling.fit import FEWEST_FREE, Fit, fit_all, loss_interval
-from pretrain.scaling.intervals import (
-    FEWEST_GROUPS,
-    MOST_GROUPS,
-    Interval,
-    groups_of,
-    jackknife,
-)
-from pretrain.scaling.law import ParametricFit, loss_at
-from pretrain.scaling.predict import law_of_runs
+from pretrain.scaling.fit import FEWEST_FREE, Fit, fit_all, law_of_runs, loss_interval
+from pretrain.scaling.frontier import Approach, law_of
+from pretrain.scaling.intervals import MOST_GROUPS, Interval, jackknife
 from pretrain.scaling.table import FINISHED, Array, Points
 from pretrain.terminal.text import counted
 
@@ -54,19 +46,22 @@ class TaskFit:
 
     fit: Fit  # of the task's loss
     sigmoid: Sigmoid
-    left_out: tuple[tuple[Array, Sigmoid], ...]  # law theta and sigmoid without groups of budgets
+    law: Approach  # of the loss
+    left_out: tuple[Sigmoid, ...]  # without each group of budgets that the law is fitted without
     loss_P: Array
     mean_error: float  # of the accuracy, by the sigmoid at the measured losses
 
     def predict(self, parameters: float, tokens: float) -> tuple[Interval, Interval]:
         """The loss and accuracy of a run; both steps are fitted without each group of budgets."""
-        law = law_of_runs(self.fit)
-        loss = loss_interval(law, parameters, tokens)
+        loss = loss_interval(self.law, parameters, tokens)
         value = float(self.sigmoid.at(loss.value))
-        logs = np.log(parameters), np.log(tokens)
-        accuracy_G = [sigmoid.at(float(loss_at(theta, *logs))) for theta, sigmoid in self.left_out]
-        if not accuracy_G:
+        if not self.left_out:
             return loss, Interval(value, math.nan, math.nan)
+        laws = (law_of(line).law for line in self.law.left_out)
+        accuracy_G = [
+            float(sigmoid.at(law.loss(parameters, tokens)))
+            for law, sigmoid in zip(laws, self.left_out, strict=True)
+        ]
         free = max(FEWEST_FREE, (len(accuracy_G) - 1) // 2)
         accuracy = jackknife(value, np.array(accuracy_G), free, is_linear=True)
         return loss, replace(accuracy, low=max(accuracy.low, 0.0), high=min(accuracy.high, 1.0))
@@ -76,12 +71,12 @@ class TaskFit:
         mean absolute relative one of the loss, and the mean absolute ones of the accuracy by the
         second step alone and by both. None without such fits.
         """
-        points = self.fit.points
+        points, group = self.fit.points, (len(self.fit.points.budgets) - 1) % MOST_GROUPS
         if not self.left_out or points.accuracy_P is None:
             return None
         last = points.take(points.budget_P == points.budgets[-1])
-        theta, sigmoid = self.left_out[(len(points.budgets) - 1) % MOST_GROUPS]
-        predicted_P = loss_at(theta, np.log(last.parameters_P), np.log(last.tokens_P))
+        law, sigmoid = law_of(self.law.left_out[group]).law, self.left_out[group]
+        predicted_P = law.loss(last.parameters_P, last.tokens_P)
         accuracies_P = sigmoid.at(last.loss_P), sigmoid.at(predicted_P)
         loss = float(np.abs(predicted_P / last.loss_P - 1).mean())
         second, both = (float(np.abs(each - last.accuracy_P).mean()) for each in accuracies_P)
@@ -99,32 +94,23 @@ def fit_task(runs: Points, chance: float | None = None, ceiling: float = 1.0) ->
     accuracies that do not fall with the loss.
     """
     fit = fit_all(runs)
-    chosen, loss_P, accuracy_P = _pairs(runs)
+    law, (chosen, loss_P, accuracy_P) = law_of_runs(fit), _pairs(runs)
     sigmoid = fit_sigmoid(loss_P, accuracy_P, chance, ceiling)
+    distance_PF = np.abs(np.log(chosen.budget_P)[:, None] - np.log(fit.points.budgets))
+    group_P = distance_PF.argmin(axis=1) % MOST_GROUPS
     return TaskFit(
         fit=fit,
         sigmoid=sigmoid,
-        left_out=tuple(_without_budgets(fit, chosen, sigmoid, chance is not None)),
+        law=law,
+        left_out=tuple(
+            _least_squares(
+                loss_P[group_P != group], accuracy_P[group_P != group], sigmoid, chance is not None
+            )
+            for group in range(len(law.left_out))
+        ),
         loss_P=loss_P,
         mean_error=float(np.abs(accuracy_P - sigmoid.at(loss_P)).mean()),
     )
-
-
-def _without_budgets(
-    fit: Fit, chosen: Points, whole: Sigmoid, is_known: bool
-) -> Iterator[tuple[Array, Sigmoid]]:
-    """Both steps without each group of budgets; nothing where there are too few."""
-    law = fit.law.fit if fit.law else None
-    if not isinstance(law, ParametricFit) or law.is_tied or len(fit.points.budgets) < FEWEST_GROUPS:
-        return
-    log_budgets = np.log(fit.points.budgets)
-    near_P = np.abs(np.log(chosen.budget_P)[:, None] - log_budgets).argmin(axis=1) % MOST_GROUPS
-    group_P = groups_of(fit.points.budget_P)
-    assert chosen.accuracy_P is not None
-    laws = law.without_each(fit.points, group_P)
-    for group, theta in zip(np.unique(group_P), laws, strict=True):
-        pairs = chosen.loss_P[near_P != group], chosen.accuracy_P[near_P != group]
-        yield theta, _least_squares(*pairs, whole, is_known)
 
 
 def fit_sigmoid(

@@ -80,7 +80,7 @@ def test_the_demo_tunes_plans_fits_predicts_a_held_out_run(commands, tmp_path, c
     walked = [walk(words, tmp_path) for words in commands]
     actions = [words[1] for words in walked if words]
     tuned, swept = ["plan", "submit", "collect", "report"], ["plan", "submit", "collect", "fit"]
-    assert actions == [*tuned, *swept, "predict", "report"]
+    assert actions == [*tuned, *swept, "fit", "report"]
     said = capsys.readouterr().out
     for each in (
         r"512 tokens a step: optim\.learning_rate=0\.02 ",
