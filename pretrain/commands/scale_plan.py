@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,7 +51,6 @@ from pretrain.scaling.recipe import (
     Family,
     Rule,
     outside_step_law,
-    replaced_settings,
     step_law_rule,
     with_budget,
 )
@@ -65,7 +63,7 @@ ANYWHERE = "--local (or --cluster FILE)"
 
 # The flags that belong to what a plan varies.
 FLAGS: dict[Kind, str] = {
-    "sizes": "budgets sizes spread holdout_budgets tokens_per_parameter checks around "
+    "sizes": "budgets sizes spread holdout_budgets tokens_per_parameter checks "
     "trunks simulate noise rule tuned keep_layers cluster nodes gpus_per_node "
     "gpu gpu_memory gpu_flops mfu seeds",
     "rates": "rates lanes steps seeds",
@@ -99,8 +97,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--holdout-budgets", type=flags, nargs="+", default=[], metavar="C", help=held)
     center = "D/N around which sizes are centered (default %(default)s)"
     add("--tokens-per-parameter", type=float, default=TOKENS_PER_PARAMETER, help=center)
-    around = "center the sizes on the optimum that these runs predict"
-    add("--around", type=Path, metavar="RUNS", help=around)
     checks = "also one size of each budget at half and twice its rate, and one with three seeds"
     add("--checks", action=argparse.BooleanOptionalAction, default=True, help=checks)
     words = "longer runs continue shorter ones of their shape, where the rate is constant (wsd)"
@@ -168,7 +164,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         words = f"At {arguments.simulate:.3g} FLOPs, if Besiroglu et al. 2024's law held with"
         lines.append(f"\n{words} {arguments.noise:.1%} of noise:\n\n{fitted_table(table)}\n")
     notes = [*_totals(runs), *notes]
-    lines += [*notes, replaced_settings(base), *unchecked]
+    lines += [*notes, *unchecked]
     write_sweep(path, make_sweep(name, file, base, runs, path.parent, notes, kind))
     lines.append(f"sweep: {path} ({counted(len(runs), 'cell')})")
     lines.append(f"next: launcher sweep submit {path} {where}, then pretrain scale collect {path}")
@@ -238,7 +234,9 @@ def _sizes_at_budgets(
         if not 0 < budget < math.inf:
             raise ConfigError(f"a budget of {budget} FLOPs is not positive and finite")
     family = Family(base=with_vocabulary(base), keep_layers=arguments.keep_layers)
-    optimum, around = _center(family, arguments)
+    if (ratio := arguments.tokens_per_parameter) <= 0:
+        raise ConfigError(f"--tokens-per-parameter {ratio} must be positive")
+    optimum = optimum_at_ratio(family, ratio)
     rule, machine, where = rule_of(family.base, arguments), None, ANYWHERE
     if any(getattr(arguments, name) is not None for name in ("cluster", "gpu", "gpus_per_node")):
         hardware = hardware_of(arguments)
@@ -261,7 +259,10 @@ def _sizes_at_budgets(
         holdouts={budget: optimum(budget) for budget in arguments.holdout_budgets},
     )
     apart = f"{counted(arguments.sizes, 'size')} {arguments.spread:g}x apart"
-    notes = [f"centered on {around}, {apart}, rule {rule_name(arguments)}", family.description]
+    notes = [
+        f"centered on {ratio:g} tokens per parameter, {apart}, rule {rule_name(arguments)}",
+        family.description,
+    ]
     if arguments.trunks:
         checkpoint, metrics = base.checkpoint, base.metrics
         if checkpoint.local or checkpoint.mirror or metrics.wandb_project:
@@ -300,24 +301,6 @@ def _rule_lines(rule: Rule, runs: list[RunConfig]) -> list[str]:
         return []
     words = "learning rate and lanes are those of the Step Law; --rule base keeps the experiment's"
     return [words, *outside_step_law(runs)]
-
-
-def _center(family: Family, arguments: argparse.Namespace) -> tuple[Callable[[float], float], str]:
-    """Return the predicted optimal parameters as a function of FLOPs, and their source."""
-    if not arguments.around:
-        if (ratio := arguments.tokens_per_parameter) <= 0:
-            raise ConfigError(f"--tokens-per-parameter {ratio} must be positive")
-        return optimum_at_ratio(family, ratio), f"{ratio:g} tokens per parameter"
-    from pretrain.scaling.fit import fit_all
-    from pretrain.scaling.report import choice_line
-    from pretrain.scaling.table import read_points
-
-    fit = fit_all(read_points(arguments.around))
-    if fit.none_because:
-        raise ConfigError(f"--around {arguments.around}: {choice_line(fit)}")
-    approach = fit.approaches[0]
-    around = f"{approach.title} of {arguments.around.name}"
-    return lambda flops: approach.parameters(math.log(flops)).value, around
 
 
 def _table(runs: list[PlannedRun]) -> list[list[str]]:

@@ -234,15 +234,6 @@ def wanted_lanes(run: RunConfig, budget: float, rule: Rule) -> float:
     return min(batch, tokens / BATCHES) / run.lane_tokens_per_step
 
 
-def replaced_settings(base: RunConfig) -> str:
-    """What every run of a plan has in place of the base's settings, in one line."""
-    return (
-        f"every run: optim.schedule.warmup_steps is {WARMUP:.0%} of its steps (the experiment: "
-        f"{base.optim.schedule.warmup_steps} of {base.optim.steps}), {SAVES} checkpoints, of which "
-        "the last is kept, no evaluation before the end"
-    )
-
-
 def at_flops(run: RunConfig, flops: float, of_step: float) -> RunConfig:
     """Return the run with the steps that these FLOPs pay for; ConfigError for too few or many."""
     steps = flops / of_step

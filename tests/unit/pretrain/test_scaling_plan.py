@@ -196,24 +196,22 @@ def test_the_sweep_file_describes_exactly_the_planned_runs(tmp_path):
     assert not sweep.cells[0].experiment.is_absolute()
 
 
-COMPARISON = "name: two\nexperiment: e.yaml\nflops: 1e17\nrates: [1e-3]\nseeds: [1]\nmembers: "
-
-
-@pytest.mark.parametrize(
-    "plan", [["plan", "e.yaml", "--rates", "1e-3", "2e-3", "4e-3"], ["plan", "two.yaml"]]
-)
+@pytest.mark.parametrize("plan", [["e.yaml", "--rates", "1e-3", "2e-3", "4e-3"], ["two.yaml"]])
 def test_a_sweep_is_named_after_its_file_so_two_plans_have_their_own_runs(
     tmp_path, monkeypatch, plan
 ):
     monkeypatch.chdir(tmp_path)
     write_text(Path("e.yaml"), EXPERIMENT)
-    members = "{a: [model.memory_length=0], b: []}\n"
-    write_text(Path("two.yaml"), COMPARISON + members)
-    for output in ("adamw.yaml", "sweeps/muon.yaml"):
-        assert command(*plan, "--output", output, f"optim.name={Path(output).stem}") == 0
-        assert read_sweep(Path(output)).name == Path(output).stem
-    assert command(*plan, "--output", "muon.yaml", "--name", "mine") == 0
-    assert read_sweep(Path("muon.yaml")).name == "mine"
+    members = "members: {a: [model.memory_length=0], b: []}\n"
+    compared = "name: two\nexperiment: e.yaml\nflops: 1e17\nrates: [1e-3]\nseeds: [1]\n"
+    write_text(Path("two.yaml"), compared + members)
+    for output, flags, name in (
+        ("adamw.yaml", [], "adamw"),
+        ("sweeps/muon.yaml", ["optim.name=muon"], "muon"),
+        ("muon.yaml", ["--name", "mine"], "mine"),
+    ):
+        assert command("plan", *plan, "--output", output, *flags) == 0
+        assert read_sweep(Path(output)).name == name
 
 
 def test_the_step_law_is_refused_where_one_rate_holds_at_every_width():
@@ -291,19 +289,13 @@ def on_h100s(tmp_path_factory):
 def test_every_cell_of_a_plan_up_to_1e21_flops_fits_8_h100_by_describe(on_h100s):
     assert len(on_h100s) == 7
     for cell, run in on_h100s:
-        said = describe(run, H100).text
-        assert f"per rank, fits in {H100.usable_memory / GIB:.2f} GiB" in said, cell.name
-        assert cell.facts["device_gib"] <= H100.usable_memory / GIB
-        memory = re.search(r"device memory +([\d.,]+) GiB", said)
-        saved = re.search(r"checkpoint +([\d.,]+) GiB ", said)
-        assert memory
-        assert saved
-        assert float(memory[1]) == pytest.approx(cell.facts["device_gib"], abs=0.006)
-        assert float(saved[1]) == pytest.approx(cell.facts["checkpoint_gib"], abs=0.006)
-        training = re.search(r"\n  run .*\(([\d.,]+) GPU-hours", said)
-        assert training
-        gpu_hours = float(training[1].replace(",", ""))
-        assert gpu_hours == pytest.approx(8 * cell.facts["hours"], abs=0.06)
+        described = describe(run, H100).values
+        assert described["fits"], cell.name
+        memory, saved = described["device_bytes"]["total"], described["checkpoint_bytes"]
+        assert memory / GIB == pytest.approx(cell.facts["device_gib"])
+        assert saved / GIB == pytest.approx(cell.facts["checkpoint_gib"])
+        seconds = described["seconds"]["training"]
+        assert seconds / 3600 == pytest.approx(cell.facts["hours"], rel=0.02)
         assert run.engine.precision == "auto", "chosen where the cell runs"
         own, rest = divmod(run.data.lanes, 8)
         assert rest == 0
@@ -316,17 +308,10 @@ def test_a_cell_that_cannot_fit_is_one_line_with_the_ranks_that_would_do(tmp_pat
     arguments = ("--budgets", "3e22", "--sizes", 1, "--gpu", "H100", "--gpus", 1)
     assert plan_on(tmp_path, *arguments, "--tokens-per-parameter", 2) == 2
     said = capsys.readouterr().err
-    assert re.fullmatch(
-        r"error: at 3e\+22 FLOPs \d+x\d+ do not fit into 68.5 GiB on each of 1 rank \(H100\): no "
-        r"engine setting makes it fit here; use \d+ ranks.*\n",
-        said,
-    ), said
+    assert re.search(r"do not fit into 68.5 GiB on each of 1 rank .* use \d+ ranks.*\n$", said), (
+        said
+    )
     assert not (tmp_path / "sweep.yaml").exists()
-
-
-def test_a_machine_with_no_gpu_or_half_named_is_refused(tmp_path, capsys):
-    assert plan_on(tmp_path, "--budgets", "1e18", "--nodes", 2) == 2
-    assert "need a machine: add --cluster FILE, or --gpu H100 --gpus 8" in capsys.readouterr().err
 
 
 def test_small_cells_of_a_cluster_get_fewer_nodes(tmp_path, capsys):
@@ -334,6 +319,7 @@ def test_small_cells_of_a_cluster_get_fewer_nodes(tmp_path, capsys):
     budgets = ("--budgets", "1e17", "1e20", "--sizes", 2, "--spread", 4)
     assert plan_on(tmp_path, *budgets, "--cluster", cluster, "--nodes", 16) == 0
     assert f"--cluster {cluster} --nodes 1:16, then" in capsys.readouterr().out
+    assert plan_on(tmp_path, *budgets, "--nodes", 2) == 2, "of no machine"
     nodes = [cell.facts["nodes"] for cell, _ in cells_of(tmp_path)]
     assert nodes[0] < 16
     assert nodes[-1] == 16
@@ -344,19 +330,8 @@ def test_small_cells_of_a_cluster_get_fewer_nodes(tmp_path, capsys):
 def test_a_gpu_of_less_memory_gets_cells_that_fit_it_and_is_named_with_what_is_assumed(
     tmp_path, capsys
 ):
-    words = (
-        "--budgets",
-        "1e20",
-        "--sizes",
-        2,
-        "--gpus",
-        8,
-        "--gpu",
-        "A100",
-        "--gpu-memory",
-        "40GB",
-    )
-    assert plan_on(tmp_path, *words) == 0
+    machine = ("--gpus", 8, "--gpu", "A100", "--gpu-memory", "40GB")
+    assert plan_on(tmp_path, "--budgets", "1e20", "--sizes", 2, *machine) == 0
     said = capsys.readouterr().out
     assert re.search(r"disk: each run keeps its last checkpoint alone, [\d.]+ GiB in all", said)
     assert re.search(r"1 x 8 A100\S*: 40 GB, 92% of it usable, and 312 TFLOP/s in bf16 each", said)
@@ -476,18 +451,9 @@ def tuned(directory: Path, width: int, lanes=(16, 32), lowest=best_rate) -> Path
 def test_rates_of_two_rungs_give_every_cell_of_a_plan_its_rate_and_batch(tmp_path, capsys):
     rungs = [tuned(tmp_path, 32), tuned(tmp_path, 128)]
     capsys.readouterr()
-    words = (
-        "plan",
-        tmp_path / "128.yaml",
-        "--budgets",
-        "1e14",
-        "1e15",
-        "--no-checks",
-        "--sizes",
-        3,
-    )
+    words = ("--budgets", "1e14", "1e15", "--no-checks", "--sizes", 3, "--tuned", *rungs)
     output = ("--output", tmp_path / "plan.yaml")
-    assert command(*words, "--tuned", *rungs, *output) == 0
+    assert command("plan", tmp_path / "128.yaml", *words, *output) == 0
     said = capsys.readouterr().out
     cells = read_sweep(tmp_path / "plan.yaml").cells
     for cell in cells:
@@ -523,7 +489,7 @@ def test_a_sweep_without_a_best_rate_is_no_rung(tmp_path, capsys):
     words = ("plan", tmp_path / "32.yaml", "--budgets", "1e15", "--output", tmp_path / "plan.yaml")
     assert command(*words, "--tuned", table) == 2
     said = capsys.readouterr().err
-    assert re.fullmatch(r"error: --tuned .*: has no best rate: 0.008 is the highest .*\n", said)
+    assert "has no best rate" in said
 
 
 def rung(body: float, rate: float, base_width: int = 0, width: float = 1.2) -> Rung:
