@@ -28,6 +28,7 @@ from pretrain.scaling.frontier import (
 )
 from pretrain.scaling.intervals import FEWEST_FREE, Interval, as_loss, as_size, shown
 from pretrain.scaling.law import (
+    TOLERATED,
     FlopsLaw,
     LawLine,
     ParametricFit,
@@ -58,7 +59,6 @@ UNLIKELY = 1e-3  # of a trend by chance
 UNTIED = 0.05  # of exponents that differ by chance
 SMALLEST_DIFFERENCE = 1e-6  # relative: errors of the solver
 SMALLEST_ERROR = 1e-3  # relative: no smaller one is an outlier, a trend, or a loss that falls
-TOLERATED = 2.5  # standard deviations, more than which no error counts for the noise
 FURTHEST = 100.0  # times the largest budget (or below the smallest by as much)
 FURTHEST_UNCHECKED = 10.0  # with two budgets, which nothing checks
 WIDEST = 10.0  # high over low end of the interval of N*
@@ -187,6 +187,8 @@ def fit_all(runs: Points) -> Fit:
 def approach_of(key: str, law: Fitted, points: Points, flops_law: FlopsLaw) -> Approach:
     """A law of these runs with its intervals, or why it has none."""
     approach = Approach(key, TITLES[key], law, law.line(flops_law))
+    if isinstance(law, FrontierFit):
+        return replace(approach, no_interval=law.no_interval)
     try:
         return replace(approach, left_out=law.left_out(points, flops_law))
     except DataError as error:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from foundation.errors import DataError
-from pretrain.scaling.intervals import FEWEST_FREE, FEWEST_GROUPS, Interval, jackknife
+from pretrain.scaling.intervals import FEWEST_FREE, FEWEST_GROUPS, Interval, jackknife, students
 from pretrain.scaling.law import FlopsLaw, LawLine, ParametricFit
 from pretrain.scaling.table import Array, Points
 from pretrain.terminal.text import counted
@@ -30,7 +30,7 @@ VERTEX_ERROR = 0.01  # of N*: a parabola's vertex is off by about that, alike at
 DECAYS = np.geomspace(0.005, 1.0, 60)
 NO_LINE = "its sizes are those of single runs"
 # Of 1,500 sweeps of a kind its interval held the truth in 91% to 98.5%.
-NO_LOSS = "the loss has none beyond the largest budget: few budgets show its floor"
+NO_LOSS = "the loss has none: few budgets show its floor"
 
 
 def law_of(line: Line) -> LawLine:
@@ -41,78 +41,78 @@ def law_of(line: Line) -> LawLine:
 
 @dataclass(frozen=True)
 class Approach:
-    """One law's line, and the lines without each budget or why there are none."""
+    """One law's line with its intervals, or why there are none."""
 
     key: str
     title: str
     fit: Fitted | None
     line: Line
-    left_out: Sequence[Line] = ()
+    left_out: Sequence[LawLine] = ()  # of a law, without each group of runs
     no_interval: str = ""
 
     def parameters(self, log_flops: float) -> Interval:
         """N* at C FLOPs."""
-        error = VERTEX_ERROR if isinstance(self.line, Frontier) else 0.0
-        return self.interval(lambda line: np.exp(line.log_parameters(log_flops)), shared=error)
+        return self._of_size(log_flops, 1.0, lambda line: np.exp(line.log_parameters(log_flops)))
 
     def tokens(self, log_flops: float, flops_law: FlopsLaw) -> Interval:
         """D* at C FLOPs."""
         c = np.asarray(log_flops)
-        error = flops_law.power * VERTEX_ERROR if isinstance(self.line, Frontier) else 0.0
-        return self.interval(
-            lambda line: np.exp(flops_law.log_tokens(c, line.log_parameters(c))), shared=error
+        return self._of_size(
+            log_flops,
+            flops_law.power,
+            lambda line: np.exp(flops_law.log_tokens(c, line.log_parameters(c))),
         )
+
+    def _of_size(
+        self, log_flops: float, power: float, value_of: Callable[[Line], float | Array]
+    ) -> Interval:
+        """A power of N*: by the scatter of vertices about their line, or by a law."""
+        if isinstance(self.line, LawLine):
+            return self.interval(value_of)
+        error, value = self.line.size_error(log_flops), float(value_of(self.line))
+        return students(value, power * error, self.line.free, shared=power * VERTEX_ERROR)
 
     def power(self) -> Interval:
         """The exponent a of N* ~ C^a."""
-        return self.interval(lambda line: line.power, is_linear=True)
+        if isinstance(self.line, LawLine):
+            return self.interval(lambda line: line.power, is_linear=True)
+        return students(self.line.power, self.line.power_error, self.line.free, is_linear=True)
 
     def loss(self, log_flops: float) -> Interval:
-        """The least loss at C FLOPs. By parabolas it has no interval beyond the largest budget,
-        and is NaN without a floor.
+        """The least loss at C FLOPs. Only that of a law has an interval, and beyond the budgets it
+        is NaN where they show no floor.
         """
-        if not self.is_beyond(log_flops):
+        if isinstance(self.line, LawLine):
             return self.loss_of(lambda line: line.loss(log_flops))
-        assert isinstance(self.line, Frontier)
-        value = float(self.line.loss(log_flops)) if self.line.has_floor else math.nan
+        is_known = self.line.has_floor or log_flops <= self.line.last + 1e-6
+        value = float(self.line.loss(log_flops)) if is_known else math.nan
         return Interval(value, math.nan, math.nan)
 
-    def is_beyond(self, log_flops: float) -> bool:
-        """Whether the loss at C FLOPs is a floor's that budgets hardly show, but for rounding."""
-        return isinstance(self.line, Frontier) and log_flops > self.line.last + 1e-6
-
-    def without_interval(self, log_flops: float) -> str:
-        """Why the optimum at C FLOPs, or its loss, has no interval; empty if it has."""
-        return self.no_interval or (NO_LOSS if self.is_beyond(log_flops) else "")
-
-    def loss_of(self, value_of: Callable[[Line], float | Array]) -> Interval:
-        """Any loss that follows from the line, with its interval. By a law of N and D it has half
-        the degrees of freedom: fewer budgets determine it.
+    def loss_of(self, value_of: Callable[[LawLine], float | Array]) -> Interval:
+        """Any loss that follows from a law. It has half the degrees of freedom: fewer budgets
+        determine it.
         """
-        free = self._free // 2 if isinstance(self.line, LawLine) else self._free
-        return self.interval(value_of, free=max(FEWEST_FREE, free))
-
-    @property
-    def _free(self) -> int:
-        """Degrees of freedom: a line through vertices has two numbers."""
-        return len(self.left_out) - (1 if isinstance(self.line, LawLine) else 2)
+        return self.interval(value_of, free=max(FEWEST_FREE, (len(self.left_out) - 1) // 2))
 
     def interval(
         self,
-        value_of: Callable[[Line], float | Array],
+        value_of: Callable[[LawLine], float | Array],
         *,
         is_linear: bool = False,
-        shared: float = 0.0,
         free: int = 0,
     ) -> Interval:
-        """A number that follows from the line, with its interval; see `jackknife`."""
+        """A number that follows from a law, with its interval; see `jackknife`."""
         with np.errstate(over="ignore"):
-            value = float(value_of(self.line))
+            value = float(value_of(law_of(self.line)))
             if not self.left_out:
                 return Interval(value, math.nan, math.nan)
             left_out_G = np.array([float(value_of(line)) for line in self.left_out])
-        free = free or self._free
-        return jackknife(value, left_out_G, free, is_linear=is_linear, shared=shared)
+        return jackknife(value, left_out_G, free or len(left_out_G) - 1, is_linear=is_linear)
+
+    @property
+    def without_interval(self) -> str:
+        """Why the optimum, or its loss, has no interval; empty if both have."""
+        return self.no_interval or ("" if isinstance(self.line, LawLine) else NO_LOSS)
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,17 @@ class Frontier:
 
     log_scale: float  # ln k of N* = k C^a
     power: float  # a
-    floor: float  # E of the loss E + m C^-g; 0 where there are too few budgets to see a floor
-    log_loss_scale: float  # ln m
-    decay: float  # g
-    center: float  # ln C around which ln k and ln m are taken
+    loss_numbers: tuple[float, float, float]  # E, m and g of the loss E + m C^-g
+    has_floor: bool  # else E is 0, as too few budgets show it
+    center: float  # ln C around which k and m are taken
     last: float  # ln C of the largest budget
-    has_floor: bool
+    level_error: float  # standard error of ln k, by the scatter of the places
+    power_error: float  # of a
+    free: int  # degrees of freedom of these errors; 0: too few
+
+    def size_error(self, log_flops: float) -> float:
+        """The standard error of ln N* at C FLOPs."""
+        return math.hypot(self.level_error, self.power_error * (log_flops - self.center))
 
     def log_parameters(self, log_flops: float | Array) -> Array:
         """ln N* at C FLOPs."""
@@ -134,37 +139,30 @@ class Frontier:
 
     def loss(self, log_flops: float | Array) -> Array:
         """The least loss at C FLOPs."""
-        return self.floor + np.exp(
-            self.log_loss_scale - self.decay * (np.asarray(log_flops) - self.center)
-        )
+        floor, scale, decay = self.loss_numbers
+        return floor + scale * np.exp(-decay * (np.asarray(log_flops) - self.center))
 
 
-def fit_frontier(
-    log_flops_F: Array, n_F: Array, loss_F: Array, whole: Frontier | None = None
-) -> Frontier:
+def fit_frontier(log_flops_F: Array, n_F: Array, loss_F: Array) -> Frontier:
     """Least-squares lines through two places or more; from FEWEST_FOR_FLOOR on, the loss has a
     floor E >= 0: E + m exp(-g x) is linear in E and m.
-
-    A part of the places of a `whole` has its center, and a floor only if that has.
     """
-    center = whole.center if whole else float(log_flops_F.mean())
-    has_floor = whole.has_floor if whole else len(log_flops_F) >= FEWEST_FOR_FLOOR
+    count, center = len(log_flops_F), float(log_flops_F.mean())
     x_F = log_flops_F - center
     power, log_scale = np.polyfit(x_F, n_F, 1)
     slope, log_loss_scale = np.polyfit(x_F, np.log(loss_F), 1)
-    floor, decay = 0.0, -slope
-    if has_floor:
-        floor, scale, decay = _decay_to_floor(x_F, loss_F)
-        log_loss_scale = np.log(max(scale, 1e-300))
+    has_floor, numbers = count >= FEWEST_FOR_FLOOR, (0.0, math.exp(log_loss_scale), -float(slope))
+    scatter = math.sqrt(((n_F - log_scale - power * x_F) ** 2).sum() / max(count - 2, 1))
     return Frontier(
         log_scale=float(log_scale),
         power=float(power),
-        floor=floor,
-        log_loss_scale=float(log_loss_scale),
-        decay=float(decay),
-        center=center,
-        last=whole.last if whole else float(log_flops_F.max()),
+        loss_numbers=_decay_to_floor(x_F, loss_F) if has_floor else numbers,
         has_floor=has_floor,
+        center=center,
+        last=float(log_flops_F.max()),
+        level_error=scatter / math.sqrt(count),
+        power_error=scatter / math.sqrt((x_F**2).sum()),
+        free=count - 2 if count >= FEWEST_GROUPS else 0,
     )
 
 
@@ -203,7 +201,7 @@ def fit_lowest_runs(points: Points) -> FrontierFit:
             "smaller and a larger on either side; add sizes or budgets"
         )
     logs = np.log(chosen.budget_P), np.log(chosen.parameters_P)
-    return FrontierFit(frontier=fit_frontier(*logs, chosen.loss_P))
+    return FrontierFit(frontier=replace(fit_frontier(*logs, chosen.loss_P), free=0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,17 +240,14 @@ class FrontierFit:
         """The valleys' median second derivative in ln N, relative to the loss; NaN without any."""
         return float(np.median([each.bend / each.loss for each in self.used] or [np.nan]))
 
-    def left_out(self, points: Points, flops_law: FlopsLaw) -> list[Frontier]:
-        """The lines without each vertex; DataError where there are too few."""
-        used = self.used
+    @property
+    def no_interval(self) -> str:
+        """Why its sizes have no interval; empty if they have."""
         if not self.valleys:
-            raise DataError(NO_LINE)
-        if len(used) < FEWEST_GROUPS:
-            raise DataError(
-                f"{counted(len(used), 'budget')} with a vertex; an interval needs {FEWEST_GROUPS}"
-            )
-        rests = (np.delete(_logs(used), index, axis=1) for index in range(len(used)))
-        return [fit_frontier(*rest, whole=self.frontier) for rest in rests]
+            return NO_LINE
+        used = counted(len(self.used), "budget")
+        few = f"{used} with a vertex; an interval needs {FEWEST_GROUPS}"
+        return "" if self.frontier.free else few
 
     def line(self, flops_law: FlopsLaw) -> Frontier:
         return self.frontier
@@ -278,8 +273,7 @@ def fit_isoflop(points: Points) -> FrontierFit:
     return FrontierFit(frontier=frontier, valleys=valleys, warnings=warnings)
 
 
-# A fitted law has `losses` of runs (NaN where it predicts none), its `line` of optima, `warnings`,
-# and `left_out`: the lines without each budget, or DataError where they give no interval.
+# A fitted law has `losses` of runs (NaN where it predicts none), its `line` of optima, `warnings`.
 Fitted = ParametricFit | FrontierFit
 Line = LawLine | Frontier
 

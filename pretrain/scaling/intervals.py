@@ -1,9 +1,10 @@
 """Intervals, and numbers as text: fixed digits for estimates, few for counts.
 
-Every interval is a jackknife's: the same estimate without each budget (or group of runs) in turn.
-Runs of one budget share more than noise, such as a batch size or a rule for the rate, and leaving
-out whole budgets shows that. It holds the truth from four budgets on, where a bootstrap of budgets
-needs six. Sources: Efron and Tibshirani 1993, chapter 11; Bell and McCaffrey 2002 for Student's t.
+Every interval is by Student's t of the scatter between budgets: of vertices about their line, or of
+the jackknife's estimates, each without one budget (or group of runs). Runs of one budget share more
+than noise, such as a batch size or a rule for the rate, and leaving out whole budgets shows that.
+It holds the truth from four budgets on, where a bootstrap of budgets needs six. Sources: Efron and
+Tibshirani 1993, chapter 11; Bell and McCaffrey 2002 for Student's t.
 
 Legend: G estimates, each without one group.
 """
@@ -47,27 +48,30 @@ def groups_of(values: Array) -> Array:
     return np.unique(values, return_inverse=True)[1] % MOST_GROUPS
 
 
-def jackknife(
-    value: float | Array,
-    left_out_G: Array,
-    free: int,
-    *,
-    is_linear: bool = False,
-    shared: float = 0.0,
-) -> Interval:
-    """The estimate with its 95% interval, by Student's t with `free` degrees of freedom.
+def jackknife(value: float, left_out_G: Array, free: int, *, is_linear: bool = False) -> Interval:
+    """The estimate with its 95% interval, from the estimates without each group.
 
-    It is of the logarithm, so that both ends are positive, unless `is_linear`. `shared` is the
-    standard deviation of an error of the logarithm that no group shows. There are no ends where one
-    of the groups alone determines the value.
+    It is of the logarithm, so that both ends are positive, unless `is_linear`. There are no ends
+    where one of the groups alone determines the value.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        off_G = left_out_G if is_linear else np.log(left_out_G)
+        scatter = np.sqrt((1 - 1 / len(off_G)) * ((off_G - off_G.mean()) ** 2).sum())
+    return students(value, float(scatter), free, is_linear=is_linear)
+
+
+def students(
+    value: float, error: float, free: int, *, is_linear: bool = False, shared: float = 0.0
+) -> Interval:
+    """The estimate with its 95% interval by Student's t with `free` degrees of freedom.
+
+    `error` is the standard error of the value or, unless `is_linear`, of its logarithm; `shared`
+    that of an error beside it that no scatter shows.
     """
     from scipy.special import stdtrit
 
-    value, left_out_G = float(value), np.asarray(left_out_G, float)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        off_G = left_out_G if is_linear else np.log(left_out_G)
-        scatter = np.sqrt((1 - 1 / len(off_G)) * ((off_G - off_G.mean()) ** 2).sum())
-        half = np.hypot(stdtrit(free, 0.5 + LEVEL / 200) * scatter, NORMAL * shared)
+    with np.errstate(invalid="ignore", over="ignore"):
+        half = np.hypot(stdtrit(free, 0.5 + LEVEL / 200) * error, NORMAL * shared)
         ends = (value - half, value + half) if is_linear else value * np.exp([-half, half])
     if not (free > 0 and np.isfinite(ends).all()):
         return Interval(value, np.nan, np.nan)

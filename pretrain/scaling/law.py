@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foundation.errors import DataError
-from pretrain.scaling.intervals import FEWEST_GROUPS, groups_of
+from pretrain.scaling.intervals import FEWEST_GROUPS, MOST_GROUPS, groups_of
 from pretrain.scaling.table import Array, Points
 
 NAMES = ("E", "A", "B", "alpha", "beta")
@@ -35,6 +35,9 @@ TIED = np.vstack([np.eye(4), [0, 0, 0, 1]])  # from (ln E, ln A, ln B, alpha) to
 FREE = np.eye(5)
 # Where they differ, its interval of the loss held the truth in 85% of 105 sweeps (make coverage).
 NOT_HELD = "it assumes equal exponents, and does not know how far they differ"
+MOST_FITTED = 60_000  # runs in all fits without a group of them: some seconds
+CLUSTERED = 0.05  # chance of errors that differ between budgets as much
+TOLERATED = 2.5  # standard deviations, more than which no error counts for the noise
 STEEPEST = 8.0  # exponent: of runs that follow no law it would grow without an end
 SMALLEST_LOGARITHM = -50.0  # of a term from which a fit starts
 
@@ -165,14 +168,35 @@ class ParametricFit:
         return self.law.loss(points.parameters_P, points.tokens_P)
 
     def left_out(self, points: Points, flops_law: FlopsLaw) -> list[LawLine]:
-        """The lines without each group of budgets; DataError where they give no interval."""
+        """The lines without each group of budgets, or of runs where many budgets share nothing;
+        DataError where they give no interval.
+        """
         if self.is_tied:
             raise DataError(NOT_HELD)
         if len(points.budgets) < FEWEST_GROUPS:
             raise DataError(f"{len(points.budgets)} budgets; an interval needs {FEWEST_GROUPS}")
         group_P = groups_of(points.budget_P)
+        if not self._do_budgets_differ(points):
+            count = max(MOST_GROUPS + 1, min(len(points), MOST_FITTED // len(points)))
+            group_P = np.arange(len(points)) % count
         rests = (points.take(group_P != group) for group in range(group_P.max() + 1))
         return [LawLine(refit(self.law, rest), flops_law) for rest in rests]
+
+    def _do_budgets_differ(self, points: Points) -> bool:
+        """Whether the errors of a budget's runs are alike, which few budgets cannot rule out."""
+        from scipy.special import fdtrc
+
+        _, budget_P, count_B = np.unique(points.budget_P, return_inverse=True, return_counts=True)
+        free = len(count_B) - 1, len(points) - len(count_B)
+        if min(free) < MOST_GROUPS:
+            return True
+        error_P = np.log(self.losses(points) / points.loss_P)
+        limit = TOLERATED * np.median(np.abs(error_P)) / 0.67  # of a run that went wrong
+        error_P = np.clip(error_P, -limit, limit)
+        mean_B = np.bincount(budget_P, error_P) / count_B
+        between = (count_B * (mean_B - error_P.mean()) ** 2).sum() / free[0]
+        within = ((error_P - mean_B[budget_P]) ** 2).sum() / free[1]
+        return bool(fdtrc(*free, between / max(within, 1e-300)) < CLUSTERED)
 
 
 def fit_parametric(points: Points, *, tied: bool = False) -> ParametricFit:

@@ -20,7 +20,7 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.collect import Row, read_rows
 from pretrain.scaling.frontier import parabola
-from pretrain.scaling.intervals import Interval, amount, as_loss, as_size
+from pretrain.scaling.intervals import Interval, amount, as_loss, as_size, students
 from pretrain.scaling.table import Array
 from pretrain.terminal.text import counted
 
@@ -117,20 +117,18 @@ def _missing_rates(near: Array, best: float, diverged: Sequence[float]) -> str:
 
 def _optimum(rates_S: Array, loss_S: Array) -> Optimum:
     """The lowest point of the parabola through these runs, with its interval by its scatter."""
-    from scipy.special import stdtrit
-
     x_S, num_runs = np.log(rates_S), len(rates_S)
     vertex, bottom, bend, apart = parabola(x_S, loss_S)
     if not (bend > 0 and bottom > 0) or apart > 1:
         return replace(_NONE, doubt="the losses have no valley: train longer, or use more seeds")
     reach, value, doubt = math.sqrt(2 * TOLERABLE * bottom / bend), math.exp(vertex), ""
+    error = math.nan
     if num_runs <= FEWEST_RATES:
-        error = math.nan
         doubt = f"no interval: three runs determine a parabola; add rates near {value:.2g} or seeds"
     else:  # the vertex moves by the slope there over the second derivative
         covariance = np.polyfit(x_S - vertex, loss_S, 2, cov=True)[1]
-        error = math.sqrt(covariance[1, 1]) / bend * float(stdtrit(num_runs - 3, 0.975))
-    rate = Interval(value, value * math.exp(-error), value * math.exp(error))
+        error = math.sqrt(covariance[1, 1]) / bend
+    rate = students(value, error, num_runs - 3)
     low, high = value * math.exp(-reach), value * math.exp(reach)
     return Optimum(rate=rate, loss=bottom, low=low, high=high, doubt=doubt)
 

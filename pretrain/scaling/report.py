@@ -34,6 +34,7 @@ from pretrain.scaling.fit import BEYOND, TITLES, Fit
 from pretrain.scaling.frontier import Approach, law_of
 from pretrain.scaling.intervals import (
     LEVEL,
+    MOST_GROUPS,
     Interval,
     Text,
     as_exponent,
@@ -99,7 +100,7 @@ def answer_lines(fit: Fit, flops: float, asked: Approach | None = None) -> list[
     lines = [f"{by}at {flops:.3g} FLOPs, {times} ({LEVEL}% intervals):"]
     numbers = numbers_at(fit, law, flops)
     lines += [f"  {name:5} {shown(interval, text)}" for name, interval, text in numbers]
-    why = law.without_interval(math.log(flops))
+    why = law.without_interval
     return lines + [f"  without an interval: {why}"] * bool(why)
 
 
@@ -172,9 +173,10 @@ def _details(fit: Fit) -> list[str]:
     """All else: notes, why what is missing is, the laws' numbers, the runs left out."""
     lines = [*(f"note: {note}" for note in fit.points.notes), *_missing(fit)]
     lines += [
-        f"intervals of {item.title}: a jackknife without each of {len(item.left_out)} budgets"
+        f"intervals of {item.title} rest on {count} "
+        f"{'budgets' if count <= MOST_GROUPS else 'groups of runs'}"
         for item in fit.approaches
-        if item.left_out
+        if (count := len(item.left_out))
     ]
     lines.append(
         f"FLOPs per token: {fit.flops_law.scale:.4g} N^{fit.flops_law.power:.4g}, within "
@@ -309,7 +311,7 @@ def write_report(fit: Fit, runs: Path, directory: Path, title: str) -> Path:
 def fit_parts(fit: Fit) -> list[Part]:
     """The page of a fit, the answer first."""
     doubts = [f"{TITLES[key]} is not relied on: {why}" for key, why in fit.doubts.items()]
-    answer = [choice_line(fit), *(f"warning: {line}" for line in fit.warnings)]
+    answer = [*(f"warning: {line}" for line in fit.warnings), choice_line(fit)]
     bands = f"Bands are {LEVEL}% intervals; right of the dashed line is extrapolation"
     held = ". A diamond is a run that was held out" if fit.holdouts else ""
     dash = ", a dash what approach 3 predicts for it, with its interval" if held else ""
