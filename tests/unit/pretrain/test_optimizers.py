@@ -1,4 +1,7 @@
-"""Muon against torch.optim.Muon bit for bit, and told from other optimizers by its updates."""
+"""Muon against torch.optim.Muon bit for bit, and LAMB against its algorithm as printed.
+
+Under ZeRO both are compared with plain torch in tests/integration/test_optimizers.py.
+"""
 
 from __future__ import annotations
 
@@ -62,12 +65,8 @@ def torch_optimizers(
         for name in parts
         if role_of(name) != "matrix"
     ]
-    muon = torch.optim.Muon(
-        matrices,
-        lr=optim.learning_rate,
-        weight_decay=DECAY,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    rate = {"lr": optim.learning_rate, "adjust_lr_fn": "match_rms_adamw"}
+    muon = torch.optim.Muon(matrices, weight_decay=DECAY, **rate)
     adamw = torch.optim.AdamW(others, lr=optim.learning_rate, betas=optim.betas, fused=True)
     return parts, [muon, adamw]
 
@@ -91,6 +90,44 @@ def test_ten_steps_in_bf16_are_bit_for_bit_those_of_torch() -> None:
     for name, after in module.named_parameters():
         assert torch.equal(after.detach(), torch.cat([each.detach() for each in parts[name]])), name
         assert not torch.equal(after, before[name])
+
+
+def textbook_lamb(
+    weight: Tensor, gradients: list[Tensor], optim: OptimConfig, is_matrix: bool
+) -> Tensor:
+    """Algorithm 2 of the paper with phi(z) = z, in float64; vectors by Adam alone."""
+    weight, average, square = weight.double(), torch.zeros(()).double(), torch.zeros(()).double()
+    (first, second), decay = optim.betas, DECAY * is_matrix
+    for number, gradient in enumerate(gradients, start=1):
+        average = first * average + (1 - first) * gradient.double()
+        square = second * square + (1 - second) * gradient.double() ** 2
+        root = (square / (1 - second**number)).sqrt() + optim.epsilon
+        update = average / (1 - first**number) / root + decay * weight
+        trust = weight.norm() / update.norm() if is_matrix and weight.any() else 1.0
+        weight = weight - RATE * trust * update
+    return weight
+
+
+def test_ten_steps_of_lamb_agree_with_the_algorithm_as_printed() -> None:
+    torch.manual_seed(3)
+    optim = OptimConfig(name="lamb", learning_rate=RATE, weight_decay=DECAY, clip_norm=0.0)
+    module = TransformerXL(VARIED)
+    with torch.no_grad():  # a norm of 0 leaves the ratio at 1
+        module.get_parameter("layers.0.attention.query_weight").zero_()
+    before = {name: each.detach().clone() for name, each in module.named_parameters()}
+    run = RunConfig(model=VARIED, optim=optim, engine=EngineConfig(kind="torch", precision="fp32"))
+    engine = TorchEngine(run, module, ALONE, accumulation_steps=1)
+    steps = [gradients_of(module, step) for step in range(STEPS)]
+    for gradients in steps:
+        for name, gradient in gradients.items():
+            module.get_parameter(name).grad = gradient.clone()
+        engine.step(RATE)
+    for name, after in module.named_parameters():
+        is_matrix = is_decayed(name, after)
+        gradients = [each[name] for each in steps]
+        expected = textbook_lamb(before[name], gradients, optim, is_matrix)
+        torch.testing.assert_close(after.double(), expected, rtol=0, atol=1e-5)
+        assert (expected - before[name]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("shape", [(12, 30), (30, 12), (1, 7)], ids=str)
@@ -134,6 +171,17 @@ def test_flops_and_state_are_those_of_an_update(run: RunConfig, options: dict[st
     elements = sum(each[kind].numel() for each in values for kind in each.keys() - {"weight"})
     parameters = sum(each["weight"].numel() for each in values)
     assert moment_bytes(run.model, run.optim) == 4 * elements < 8 * parameters
+
+
+def test_gradients_are_clipped_before_the_moments_see_them(run: RunConfig) -> None:
+    run = replace(run, optim=OptimConfig(name="lamb", clip_norm=0.05))
+    engine = build_engine(run, init_world())
+    engine.forward_backward(next(training_stream(run)), None, 0)
+    grad_norm = engine.step(RATE).grad_norm
+    assert grad_norm is not None
+    assert float(grad_norm) > 2 * run.optim.clip_norm
+    exp_avgs = torch.cat([fragment.values["exp_avg"] for fragment in engine.fragments()])
+    torch.testing.assert_close(exp_avgs.norm().item(), 0.1 * run.optim.clip_norm, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize(
