@@ -11,11 +11,15 @@ import pytest
 import torch
 
 from foundation.errors import ConfigError
+from pretrain.checkpoint import marker
+from pretrain.checkpoint.elastic_reader import load_memory
 from pretrain.config.choices import OptimizerName
 from pretrain.config.optim import OptimConfig
-from pretrain.config.run import RecoveryConfig, RunConfig
+from pretrain.config.resolve import resolve
+from pretrain.config.run import EvaluationConfig, MetricsConfig, RecoveryConfig, RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
-from pretrain.run import build_engine
+from pretrain.run import build_engine, run_training
+from pretrain.rundir.run_dir import RunDir
 from tests.helpers.tiny_runs import ALONE, tiny_run, training_stream
 
 
@@ -101,3 +105,18 @@ def test_loading_initial_weights_restarts_the_ema(run):
 def test_a_decay_out_of_range_is_rejected(decay):
     with pytest.raises(ConfigError, match=f"optim.ema_decay={decay}"):
         OptimConfig(ema_decay=decay)
+
+
+@pytest.mark.parametrize("limit", [1e-9, 0.0])
+def test_what_a_skipped_step_read_is_not_remembered(run, tmp_path, limit):
+    run = replace(
+        run,
+        optim=replace(run.optim, steps=2),
+        recovery=RecoveryConfig(skip_grad_norm=limit, spike_threshold=0.0),
+        metrics=MetricsConfig(tensorboard=False),
+        evaluation=EvaluationConfig(interval=0, max_tokens=100),
+    )
+    assert run_training(resolve(run), tmp_path / "run", init_world()) == 0
+    found = marker.latest_valid(RunDir(tmp_path / "run").checkpoints, pytest.fail)
+    assert found is not None
+    assert (load_memory(found, range(run.data.lanes)) is None) == (limit > 0.0)
