@@ -19,7 +19,7 @@ from pathlib import Path
 from pretrain.cli import end_process
 from pretrain.processes.local_ranks import set_parent_death_signal
 
-# The third is what an optimizer and DeepSpeed import at their first use.
+# The third is what a compiled step imports.
 IMPORTED = ("deepspeed", "pretrain.run", "torch._inductor.compile_fx")
 # Writers of shards, which a lent machine may lack: training needs none of them.
 ABSENT = ("streaming", "webdataset", "zstandard")

@@ -13,10 +13,9 @@ from pathlib import Path
 from benchmarks.scale.costs import RANKS, Reasoned, Row
 from foundation.own_programs import code_that_runs
 
-# What a rank imports (tests/helpers/forked_ranks.py says why the last one).
+# What a rank imports.
 MODULES = (
-    "pretrain.run", "pretrain.commands.train", "deepspeed", "pretrain.engines.deepspeed_engine",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "pretrain.run", "pretrain.commands.train", "deepspeed", "pretrain.engines.deepspeed_engine"
 )  # fmt: skip
 _PATH = re.compile(r'^(?:\d+ +)?\w+\([^"]*"([^"]+)"')
 

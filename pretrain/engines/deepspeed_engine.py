@@ -382,9 +382,13 @@ def _import_deepspeed(device: torch.device) -> Any:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import deepspeed
     import deepspeed.ops
+    import deepspeed.runtime.compiler
 
     # Only inference uses this operator, and compiling it would take a minute at every first start.
     deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
+    # All stages import DeepSpeed's own Muon, which no run uses. It compiles functions at import,
+    # and torch's compiler, which that imports, takes longer than all else.
+    deepspeed.runtime.compiler.__dict__["compile"] = lambda: lambda function: function
     # Our tests run both optimizers under every ZeRO stage.
     adopt_logger("DeepSpeed", ignored="untested optimizer")
     deepspeed.init_distributed(

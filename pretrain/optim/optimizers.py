@@ -28,6 +28,7 @@ travels to one rank and its O back, both in the type in which O is computed.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,7 +74,17 @@ def adam_updates(
     return updates
 
 
-class GuardedAdamW(torch.optim.AdamW):
+class Eager:
+    """Methods of an optimizer that is never compiled, without those that torch wraps around them.
+
+    The wrappers import torch's compiler to tell it to stay out. That is half of a rank's start.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class GuardedAdamW(Eager, torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2019) that changes nothing, nor counts a step, while `skips()`.
 
     The check is inside the optimizer because ZeRO computes the gradients' norm in the middle of its
@@ -90,7 +101,8 @@ class GuardedAdamW(torch.optim.AdamW):
             self._update()
 
     def _update(self) -> None:
-        super().step()
+        with torch.no_grad():
+            inspect.unwrap(torch.optim.AdamW.step)(self)
         if self.index is not None and self.meter is not None and self.meter.is_on:
             for group in self.param_groups:
                 self._measure(group, self.index, self.meter)
@@ -119,7 +131,7 @@ class GuardedAdamW(torch.optim.AdamW):
 # pyright: reportPrivateImportUsage=false
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(Eager, torch.optim.Optimizer):
     """LAMB (You et al. 2020, "Large batch optimization for deep learning", algorithm 2).
 
         r = m / (sqrt(v) + epsilon), m and v corrected for bias
