@@ -3,16 +3,8 @@
 All optimizers get tensors from ZeRO that are flat slices of many parameters. A `FragmentIndex`,
 set after construction, tells them which parameter is where.
 
-AdamW over fragments of parameters, which may skip a step.
-
-LAMB over fragments of parameters.
-
-Whole matrices from the fragments of all ranks, and results back to the fragments.
-
-Each matrix has one owner, so picked that all ranks have about the same work. All parts that a rank
-sends to another travel together, in one all-to-all each way.
-
-Muon for the layers' matrices, AdamW for everything else.
+Each whole matrix has one owner, so picked that all ranks have about the same work. All parts that a
+rank sends to another travel together, in one all-to-all each way.
 
 Muon (Jordan et al. 2024) makes the average of gradients orthogonal: all its singular values become
 about 1, so that rare directions count as much as frequent ones.
@@ -74,27 +66,27 @@ def adam_updates(
     return updates
 
 
-class Eager:
-    """Methods of an optimizer that is never compiled, without those that torch wraps around them.
+class FragmentOptimizer:
+    """What the optimizers share: they change nothing, nor count a step, while `skips()`.
 
-    The wrappers import torch's compiler to tell it to stay out. That is half of a rank's start.
-    """
-
-    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-
-
-class GuardedAdamW(Eager, torch.optim.AdamW):
-    """AdamW (Loshchilov and Hutter 2019) that changes nothing, nor counts a step, while `skips()`.
-
-    The check is inside the optimizer because ZeRO computes the gradients' norm in the middle of its
-    own step, right before it calls this one. Once `index` and `meter` are set, updates are passed
-    to the meter while it is on.
+    Once `index` and `meter` are set, updates are passed to the meter while it is on.
     """
 
     skips: Callable[[], bool] = staticmethod(lambda: False)
     index: FragmentIndex | None = None
     meter: LayerMeter | None = None
+    # Without torch's wrappers, which import its compiler to tell it to stay out of these methods:
+    # half of a rank's start.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class GuardedAdamW(FragmentOptimizer, torch.optim.AdamW):
+    """AdamW (Loshchilov and Hutter 2019) that may skip a step.
+
+    The check is inside the optimizer because ZeRO computes the gradients' norm in the middle of its
+    own step, right before it calls this one.
+    """
 
     def step(self, closure: Any = None) -> Any:
         if not self.skips():
@@ -127,11 +119,7 @@ class GuardedAdamW(Eager, torch.optim.AdamW):
             meter.add(parts, updates, rate / (1.0 - rate * decay))
 
 
-# torch exports its _foreach functions without listing them.
-# pyright: reportPrivateImportUsage=false
-
-
-class Lamb(Eager, torch.optim.Optimizer):
+class Lamb(FragmentOptimizer, torch.optim.Optimizer):
     """LAMB (You et al. 2020, "Large batch optimization for deep learning", algorithm 2).
 
         r = m / (sqrt(v) + epsilon), m and v corrected for bias
@@ -144,13 +132,9 @@ class Lamb(Eager, torch.optim.Optimizer):
     ratio 1, as in the authors' BERT; which these are does not depend on the size of the decay.
 
     The engine clips gradients by their global norm before the step, so the moments see clipped
-    gradients. `skips`, `index` and `meter` are those of GuardedAdamW. Until `index` is set, a step
-    only creates the moments: ZeRO takes such a step while it initializes.
+    gradients. Until `index` is set, a step only creates the moments: ZeRO takes such a step while
+    it initializes.
     """
-
-    skips: Callable[[], bool] = staticmethod(lambda: False)
-    index: FragmentIndex | None = None
-    meter: LayerMeter | None = None
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], eps: float
@@ -318,8 +302,8 @@ RMS_OF_ADAMW = 0.2  # of an element of AdamW's updates, as Liu et al. 2025 measu
 class Muon(GuardedAdamW):
     """Muon for the groups that say `orthogonalizes`, AdamW for the others.
 
-    `skips`, `index` and `meter` are those of GuardedAdamW. Until `index` is set, a step of Muon's
-    groups only creates their state: ZeRO takes such a step while it initializes.
+    Until `index` is set, a step of Muon's groups only creates their state: ZeRO takes such a step
+    while it initializes.
     """
 
     def __init__(
