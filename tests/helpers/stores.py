@@ -35,8 +35,7 @@ CREDENTIALS = {
 class FileServer(ThreadingHTTPServer):
     """Serves the files below a directory, or what another server answers.
 
-    The first `faulty` answers with each shard's content go wrong as `fault` says, one of FAULTS or
-    "short", a complete answer with half of the content;
+    The first `faulty` answers with each shard's content go wrong as `fault` says, one of FAULTS;
     `bytes_per_second` slows all of them.
     """
 
@@ -94,9 +93,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(500 if fault == "500" else status)
         if fault == "500":
             headers, content = {"Content-Length": "0"}, b""
-        if fault == "short":
-            content = content[: len(content) // 2]
-            headers = {**headers, "Content-Length": str(len(content))}
         if fault == "flip":
             content = content[:-3] + bytes([content[-3] ^ 16]) + content[-2:]
         if server.length:
