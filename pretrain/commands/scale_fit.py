@@ -33,7 +33,6 @@ from pretrain.scaling.fit import (
     fit_all,
     law_of_runs,
     loss_interval,
-    preferred,
     refuse_wild,
     run_doubts,
 )
@@ -126,7 +125,10 @@ def run_fit(arguments: argparse.Namespace) -> Answer:
     if arguments.experiment:
         base = with_vocabulary(load_config(RunConfig, arguments.experiment))
     fit = fit_all(points_of(arguments))
-    law = preferred(fit, arguments.law) if arguments.law else None
+    law = fit.approach(arguments.law)
+    if arguments.law and law is None:
+        why = fit.unavailable[arguments.law]
+        raise ConfigError(f"law {arguments.law!r} is not available for these runs: {why}")
     is_refused = bool(fit.none_because) and not (law or arguments.force)
     lines = []
     if not is_refused and arguments.params:

@@ -378,14 +378,6 @@ def _named_outliers(fit: Fit, error_P: Array) -> list[str]:
     ]
 
 
-def preferred(fit: Fit, key: str) -> Approach:
-    """Return the law of that key; ConfigError if it is missing."""
-    approach = fit.approach(key)
-    if approach is None:
-        raise ConfigError(f"law {key!r} is not available for these runs: {fit.unavailable[key]}")
-    return approach
-
-
 def law_of_runs(fit: Fit) -> Approach:
     """The law of N and D that comes first; ConfigError if these runs allow none."""
     if fit.law is None:

@@ -13,7 +13,6 @@ from foundation.errors import DataError
 from pretrain.commands import scale
 from pretrain.scaling.table import Points
 from pretrain.scaling.task_fit import Sigmoid, fit_sigmoid, fit_task
-from tests import task_coverage
 from tests.helpers.scaling import HOFFMANN, simulated
 
 TRUTH = Sigmoid(floor=0.25, ceiling=1.0, steepness=6.0, middle=2.7)
@@ -140,25 +139,6 @@ def test_mistakes_are_one_line(table, words, said, capsys):
     assert said in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
-
-
-def test_the_coverage_of_accuracies_fails_where_intervals_miss_the_truth(monkeypatch, capsys):
-    def too_low(*asked) -> Points:
-        """A sigmoid whose middle is elsewhere, so that nothing but the truth shows it."""
-        points = measured(*asked)
-        return replace(points, accuracy_P=0.25 + 0.75 * ((points.accuracy_P - 0.25) / 0.75) ** 2)
-
-    measured = task_coverage.with_accuracies
-    monkeypatch.setattr("sys.argv", ["task_coverage", "--replicates=1", "--first-seed=0"])
-    monkeypatch.setattr(task_coverage, "LAWS", (HOFFMANN,))
-    monkeypatch.setattr(task_coverage, "NOISES", (0.01,))
-    assert task_coverage.main() == 0
-    held = r"^1% +(1|10) +1 +{} +(\d+\.\d) points"
-    widths = dict(re.findall(held.format("100%"), capsys.readouterr().out, re.M))
-    assert 0 < float(widths["1"]) < 20
-    monkeypatch.setattr(task_coverage, "with_accuracies", too_low)
-    assert task_coverage.main() == 1
-    assert re.findall(held.format("0%"), capsys.readouterr().out, re.M)
 
 
 def test_the_ceiling_is_known_where_runs_are_all_below_the_middle():
