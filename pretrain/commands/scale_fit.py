@@ -7,6 +7,8 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from foundation.cli import Answer, add_json
 from foundation.csv_files import check_table_path
 from foundation.errors import ConfigError, DataError
@@ -159,7 +161,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _single_run(fit: Fit, arguments: argparse.Namespace) -> Answer:
     law, size, tokens = law_of_runs(fit), arguments.params, arguments.tokens
     reasons = refuse_wild(run_doubts(fit, size, tokens), arguments.force)
-    flops = math.exp(fit.flops_law.log_flops(math.log(size), math.log(tokens)))
+    flops = float(np.exp(fit.flops_law.log_flops(np.log(size), np.log(tokens))))
     loss = loss_interval(law, size, tokens)
     asked = f"N = {amount(size)} over D = {amount(tokens)} ({flops:.3g} FLOPs)"
     lines = [f"loss of {asked} by {law.title}: {shown(loss, as_loss)}", *reasons]
