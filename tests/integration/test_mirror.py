@@ -119,11 +119,3 @@ def test_a_store_that_is_away_costs_a_run_nothing_and_gets_the_checkpoint_when_i
     assert steps_listed(s3_endpoint, f"{bucket}-away")[-1] == 26
     back = read_state(run_dir.path)
     assert (back.mirrored, back.mirror_problem) == (26, "")
-
-
-def test_a_wrong_url_is_one_line_before_anything_is_written(tmp_path, bucket, capsys):
-    assert pretrain(["checkpoint", "fetch", f"{bucket}/nothing", str(tmp_path / "run")]) == 2
-    error = capsys.readouterr().err
-    assert f"{bucket}/nothing/mirror.json could not be fetched" in error
-    assert len([line for line in error.splitlines() if line.startswith("error: ")]) == 1
-    assert not (tmp_path / "run").exists()
