@@ -149,7 +149,12 @@ def peak_of_run(run_dir: RunDir, world: World, precision: Precision) -> float:
     if world.device.type == "cuda":
         name = torch.cuda.get_device_name(world.device)
     devices = f"{world.world_size} x {name}, {how}"
-    known = broadcast_value(_known_peaks(run_dir) if world.is_main else {}, dict[str, float])
+    known: dict[str, float] = {}
+    if world.is_main:
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            # none, or damaged: it is measured again
+            known = {str(key): float(peak) for key, peak in read_json(run_dir.matmul_peaks).items()}
+    known = broadcast_value(known, dict[str, float])
     if devices in known:
         return known[devices]
     own = measured_matmul_peak(world.device, dtype_of(precision))
@@ -160,15 +165,6 @@ def peak_of_run(run_dir: RunDir, world: World, precision: Precision) -> float:
         except OSError as error:  # the next start measures again
             logger.warning("measured peak not written: %s", os_error_text(error))
     return peak
-
-
-def _known_peaks(run_dir: RunDir) -> dict[str, float]:
-    try:
-        return {
-            str(devices): float(peak) for devices, peak in read_json(run_dir.matmul_peaks).items()
-        }
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}  # none, or damaged: it is measured again
 
 
 @dataclass(frozen=True)
@@ -270,7 +266,16 @@ class MetricsRecorder:
             ]
             last = steps[-1]
             lines[-1]["train_loss"] = train_loss(lines)
-            lines[-1] |= self._rates(len(steps), seconds, waited / ranks, used_memory_gib / ranks)
+            tokens_per_second = len(steps) * self._run.tokens_per_step / seconds
+            lines[-1] |= {
+                "seconds": seconds,
+                "tokens_per_second": tokens_per_second,
+                "mfu": tokens_per_second * self._flops_per_token / self._peak,
+                "data_wait": waited / ranks / seconds,
+                "used_memory_gib": used_memory_gib / ranks,
+                "save_stall": self._save_stall,
+                "time": time.time(),
+            }
             lines[-1] |= self._slowest(last.step, busy_R, len(steps))
             if stalled:
                 rank = rank_that_stalled(stalled, standstill_R, busy_R)
@@ -281,7 +286,9 @@ class MetricsRecorder:
             if last.result.loss_scale is not None:
                 lines[-1]["loss_scale"] = last.result.loss_scale
             lines[-1] |= self._lane_meter.numbers(of_lanes)
-            lines[-1] |= self._norms_per_layer(last.result, squares)
+            if last.result.layers is not None and last.result.grad_norm is not None:
+                names, norm = last.result.layers.names, float(last.result.grad_norm)
+                lines[-1] |= layer_metrics(names, squares, norm, self._run.optim.clip_norm)
             self._append(self._file, lines)
             total = self._run.optim.steps
             logger.info(train_line(lines, total, seconds / len(steps)))
@@ -312,9 +319,13 @@ class MetricsRecorder:
 
         A collective.
         """
+
+        def write() -> None:
+            if problem := self.unwritten():
+                raise OSError(problem)
+
         with raise_on_all_ranks():
-            if self._file is not None:
-                outlast(self._run_dir.patience, self._file.require_written)
+            outlast(self._run_dir.patience, write)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -352,13 +363,6 @@ class MetricsRecorder:
         sums = sum_over_ranks(torch.cat(parts)).cpu()
         return tuple(part.tolist() for part in sums.split([len(part) for part in parts]))
 
-    def _norms_per_layer(self, result: StepResult, squares: Sequence[float]) -> dict[str, float]:
-        if result.layers is None or result.grad_norm is None:
-            return {}
-        return layer_metrics(
-            result.layers.names, squares, float(result.grad_norm), self._run.optim.clip_norm
-        )
-
     def _end_of_step(self, is_whole: bool = True) -> None:
         now, paused = time.perf_counter(), self._paused
         self._slowness.end_step(now - self._step_start - (paused - self._paused_before), is_whole)
@@ -386,20 +390,6 @@ class MetricsRecorder:
     def _pause_since(self, start: float) -> None:
         self._idle_since = time.perf_counter()
         self._paused += self._idle_since - start
-
-    def _rates(
-        self, num_steps: int, seconds: float, waited: float, used_memory_gib: float
-    ) -> dict[str, float]:
-        tokens_per_second = num_steps * self._run.tokens_per_step / seconds
-        return {
-            "seconds": seconds,
-            "tokens_per_second": tokens_per_second,
-            "mfu": tokens_per_second * self._flops_per_token / self._peak,
-            "data_wait": waited / seconds,
-            "used_memory_gib": used_memory_gib,
-            "save_stall": self._save_stall,
-            "time": time.time(),
-        }
 
 
 def _line(step: _Step, loss: float) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from foundation.errors import os_error_text, remedy_of
 from foundation.files import append_whole, own_file
 from foundation.retry import Outage, outlast
 from pretrain.rundir.metric_names import scalars_of
-from pretrain.rundir.metrics_file import summarize_file, sums_of
+from pretrain.rundir.metrics_file import TimeSums, cut_measurements_after, summarize_file
 from pretrain.rundir.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,9 @@ class MetricsFile:
 
     def __init__(self, run_dir: RunDir, step: int, may_write: Callable[[], None]) -> None:
         self._path, self._may_write = run_dir.metrics, may_write
-        outlast(run_dir.patience, lambda: run_dir.cut_metrics_after(step))
-        self._sums = sums_of(summarize_file(run_dir.metrics))
+        outlast(run_dir.patience, lambda: cut_measurements_after(run_dir.metrics, step))
+        known = vars(summarize_file(run_dir.metrics))
+        self._sums = TimeSums(**{each.name: known[each.name] for each in fields(TimeSums)})
         self._outage = Outage(run_dir.patience)
         self._left = b""  # what could not be written yet
 
@@ -66,11 +68,6 @@ class MetricsFile:
         self._outage.ended()
         self._left = b""
         return ""
-
-    def require_written(self) -> None:
-        """Raise OSError if anything is left in memory after trying once more."""
-        if problem := self.write():
-            raise OSError(problem)
 
 
 class TensorBoard:

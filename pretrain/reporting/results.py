@@ -23,7 +23,6 @@ from pretrain.rundir.metric_names import (
     TRAIN_LOSS,
     VALIDATION_LOSS,
     memory_gain,
-    run_speed,
 )
 from pretrain.rundir.metrics_file import MetricsSummary
 from pretrain.terminal.text import flops_text, number, si
@@ -78,6 +77,7 @@ def results_of(
         cost = cost_of(config, min(metrics.step, config.optim.steps))
     except ConfigError:  # the vocabulary is not known before the run starts
         cost = None
+    tokens = tokens_of_steps(config, range(metrics.step))
     return RunResults(
         train_loss=metrics.train_loss,
         validation_loss=evaluation.get("loss"),
@@ -86,9 +86,7 @@ def results_of(
         memory_gain=memory_gain(evaluation) if carries_memory else None,
         parameters=None if cost is None else cost.parameters,
         flops=None if cost is None else cost.flops,
-        run_tokens_per_second=run_speed(
-            tokens_of_steps(config, range(metrics.step)), metrics.seconds
-        ),
+        run_tokens_per_second=tokens / metrics.seconds if tokens and metrics.seconds else None,
         goodput=goodput,
         skipped_windows=len(skipped_windows(ledger)),
     )

@@ -32,7 +32,6 @@ Metrics of lm-eval's tasks in the line of an evaluation: `tasks/TASK/METRIC`.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,19 +92,6 @@ def set_loss_name(name: str) -> str:
 
 SPEED, RECENT_SPEED, RUN_SPEED = "tokens/s", "recent tokens/s", "run tokens/s"
 SCORED_SPEED = "scored tokens/s"
-RECENT_INTERVALS = 5
-
-
-def recent_speed(speeds: Sequence[float]) -> float | None:
-    """Return the recent speed from those of intervals, oldest first; None if there is none."""
-    return statistics.median(speeds[-RECENT_INTERVALS:]) if speeds else None
-
-
-def run_speed(tokens: int, seconds: float) -> float | None:
-    """Return the run speed from tokens and seconds of its steps; None before any."""
-    return tokens / seconds if tokens and seconds else None
-
-
 _TASKS = "tasks/"
 _NO_FILTER = "none"
 

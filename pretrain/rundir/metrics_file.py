@@ -8,19 +8,19 @@ A run's measurements in a few numbers, from lines of metrics.jsonl one by one.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
+import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from foundation.errors import DataError
 from foundation.files import LARGEST_LINE_BYTES, atomic_write, lines_of, open_regular
-from pretrain.rundir.metric_names import RECENT_INTERVALS, recent_speed
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,7 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     },
     "evaluation": {"step": (int,), "loss": _NUMBER_OR_NULL},
 }
-# Every other field is a number, too, or has none; but these have one, in a smaller range.
-_NEVER_NULL = ("seconds", "tokens_per_second", "time", "data_wait", "save_stall", "stall")
+# Every other field is a number, too, or null; but these are never null, and from 0 to this.
 _LARGEST = {
     "step": 1e15,
     "tokens": 1e18,
@@ -48,11 +47,11 @@ _LARGEST = {
     "time": 1e11,
     **dict.fromkeys(("seconds", "data_wait", "save_stall", "stall"), 1e12),
 }
-_RANGES = {name: (0.0, most) for name, most in _LARGEST.items()}
 _ANY_NUMBER = (-1e50, 1e50)  # more than float32 holds, less than sums and charts overflow at
 # NaN, which JSON does not have, is no measurement. One decoder for all lines: to make one takes
 # longer than to use it.
 _DECODER = json.JSONDecoder(parse_constant=lambda _: None)
+RECENT_INTERVALS = 5  # whose median is the recent speed
 
 
 def measurement_of(line: bytes) -> dict[str, Any] | None:
@@ -77,13 +76,14 @@ def measurement_of(line: bytes) -> dict[str, Any] | None:
 def _is_measured(name: str, value: Any) -> bool:
     """Whether this can be the value of that field: JSON has numbers that no run measures."""
     if type(value) in (float, int, bool):
-        least, most = _RANGES.get(name, _ANY_NUMBER)
+        least, most = (0.0, _LARGEST[name]) if name in _LARGEST else _ANY_NUMBER
         return least <= value <= most
     if name == "totals":
         return isinstance(value, dict) and all(
-            _is_measured("seconds", each) for each in value.values()
+            name in TimeSums.__dataclass_fields__ and _is_measured("seconds", each)
+            for name, each in value.items()
         )
-    return value is None and name not in _NEVER_NULL
+    return value is None and name not in _LARGEST
 
 
 def latest_measurements(
@@ -93,7 +93,13 @@ def latest_measurements(
 
     With `containing`, those whose line does; a file without lines is not searched on.
     """
-    with open_measurements(path) as file:
+    try:
+        file = open_regular(path)
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        raise DataError(f"{path} cannot be read ({error}); remove it") from None
+    with file:
         start = file.seek(0, os.SEEK_END)
         end, rest = max(0, start - most), b""
         while start > end and len(rest) <= LARGEST_LINE_BYTES:
@@ -107,57 +113,23 @@ def latest_measurements(
             yield first
 
 
-def latest_evaluation(path: Path) -> dict[str, Any] | None:
-    """The latest evaluation, however many steps came after it; a damaged one is skipped."""
-    lines = latest_measurements(path, most=1 << 62, containing=b'"evaluation"')
-    return next((line for line in lines if line["kind"] == "evaluation"), None)
-
-
-def open_measurements(path: Path) -> BinaryIO:
-    """The file, or an empty one if there is none; DataError if it is no regular file."""
-    try:
-        return open_regular(path)
-    except FileNotFoundError:
-        return io.BytesIO()
-    except ValueError as error:
-        raise DataError(f"{path} cannot be read ({error}); remove it") from None
-
-
-def is_longer_than_its_end(path: Path) -> bool:
-    """Whether `latest_measurements` leaves out the file's first part."""
-    return path.exists() and path.stat().st_size > _TAIL_BYTES
-
-
 def has_evaluation(path: Path, step: int) -> bool:
     """Whether an evaluation after `step`, one of the latest, is in the file."""
-    for line in latest_measurements(path):
-        if line["step"] < step:
-            return False
-        if line["kind"] == "evaluation" and line["step"] == step:
-            return True
-    return False
+    lines = takewhile(lambda line: line["step"] >= step, latest_measurements(path))
+    return any(line["kind"] == "evaluation" and line["step"] == step for line in lines)
 
 
 def measurements_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The measurements, oldest first, one after the other; a line that a crash cut short is
-    skipped, too."""
-    damaged: list[int] = []
-    for number, line in enumerate(lines_of(path), start=1):
-        if found := measurement_of(line):
-            yield found
-        elif _is_damaged(line):
-            damaged.append(number)
-    _warn_of_damaged(path, damaged)
+    """The measurements, oldest first, one after the other."""
+    return (found for _, found in _read(path) if found)
 
 
 def cut_measurements_after(path: Path, step: int) -> int:
-    """Remove every measurement after `step` and what is not a measurement; returns how many."""
-    # A last line without its end belongs to a step that is repeated, however much of it is there.
-    lines = [
-        (line, measurement_of(line) if line.endswith(b"\n") else None) for line in lines_of(path)
-    ]
-    whole = [found is not None or not _is_damaged(line) for line, found in lines]
-    _warn_of_damaged(path, [number for number, is_whole in enumerate(whole, 1) if not is_whole])
+    """Remove every measurement after `step` and what is not a measurement; returns how many.
+
+    A resumed run repeats and measures those steps, so that each is measured once in the end.
+    """
+    lines = list(_read(path))
     kept = [(line, found["step"]) for line, found in lines if found and found["step"] <= step]
     last = kept[-1][1] if kept else 0
     if last < step:
@@ -168,15 +140,19 @@ def cut_measurements_after(path: Path, step: int) -> int:
     return len(lines) - len(kept)
 
 
-def _is_damaged(line: bytes) -> bool:
-    """Of a line that is not a measurement: whether it is more than what a crash cut short."""
-    return line.endswith(b"\n") and bool(line.strip())
-
-
-def _warn_of_damaged(path: Path, numbers: Sequence[int]) -> None:
-    if numbers:
-        found = ", ".join(map(str, numbers))
-        logger.warning("%s: skipped what is not a measurement in line %s", path, found)
+def _read(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Each line with its measurement; at the end, one warning has the numbers of damaged ones."""
+    damaged: list[str] = []
+    for number, line in enumerate(lines_of(path), start=1):
+        # A last line without its end belongs to a step that is repeated, however much is there.
+        is_whole = line.endswith(b"\n")
+        found = measurement_of(line) if is_whole else None
+        if found is None and is_whole and line.strip():
+            damaged.append(str(number))
+        yield line, found
+    if damaged:
+        numbers = ", ".join(damaged)
+        logger.warning("%s: skipped what is not a measurement in line %s", path, numbers)
 
 
 @dataclass(kw_only=True)
@@ -212,10 +188,6 @@ class MetricsSummary(TimeSums):
     recent_tokens_per_second: float | None = None
 
 
-def sums_of(summary: MetricsSummary) -> TimeSums:
-    return TimeSums(**{each.name: getattr(summary, each.name) for each in fields(TimeSums)})
-
-
 def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
     """Sum up measurements, oldest first; steps within intervals may be left out."""
     step, train_loss, evaluation = 0, None, None
@@ -233,7 +205,7 @@ def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
         step=step,
         train_loss=train_loss,
         evaluation=evaluation,
-        recent_tokens_per_second=recent_speed(tuple(speeds)),
+        recent_tokens_per_second=statistics.median(speeds) if speeds else None,
         **vars(sums),
     )
 
@@ -241,31 +213,21 @@ def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
 def summarize_file(path: Path) -> MetricsSummary:
     """Sum up a file that may have gigabytes, from its end."""
     latest_first: list[Mapping[str, Any]] = []
-    num_intervals, has_loss = 0, False
-    sums, is_whole = None, True
+    num_intervals, has_loss, sums = 0, False, None
     for line in latest_measurements(path):
-        if sums is None and (sums := _totals_in(line)):
+        if sums is None and "totals" in line:
+            sums = TimeSums(**line["totals"])
             for later in reversed(latest_first):
                 sums.add(later)
         latest_first.append(line)
         num_intervals += "tokens_per_second" in line
         has_loss = has_loss or line.get("train_loss") is not None
         if sums is not None and has_loss and num_intervals >= RECENT_INTERVALS:
-            is_whole = False
             break
     summary = summarize(reversed(latest_first))
-    if is_whole and not is_longer_than_its_end(path):
-        return summary
-    summary = replace(summary, **vars(sums or TimeSums()))
-    if summary.evaluation is None and summary.evaluation_seconds:
-        summary = replace(summary, evaluation=latest_evaluation(path))
+    summary = replace(summary, **(vars(sums) if sums else {}))
+    if summary.evaluation is None and summary.evaluation_seconds:  # steps or days ago
+        lines = latest_measurements(path, most=1 << 62, containing=b'"evaluation"')
+        found = next((line for line in lines if line["kind"] == "evaluation"), None)
+        summary = replace(summary, evaluation=found)
     return summary
-
-
-def _totals_in(line: Mapping[str, Any]) -> TimeSums | None:
-    totals = line.get("totals")
-    if not isinstance(totals, dict) or not totals:
-        return None
-    known = {each.name for each in fields(TimeSums)}
-    is_usable = known >= totals.keys() and all(type(each) in _NUMBER for each in totals.values())
-    return TimeSums(**totals) if is_usable else None

@@ -13,6 +13,7 @@ from foundation.errors import ConfigError
 from foundation.yaml_files import YAML_SUFFIXES, find_config, read_tree
 from pretrain.checkpoint.directory import step_directory
 from pretrain.config.run import RunConfig
+from pretrain.rundir.metrics_file import cut_measurements_after
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_run
 from pretrain.rundir.run_paths import RUNS
 from pretrain.scaling.sweep_file import Cell, Sweep, config_of, read_sweep
@@ -87,7 +88,7 @@ def begin_branch(cell: Cell, config: RunConfig, runs: Path) -> None:
     step = step_directory(made.checkpoints, cell.starts_at)
     shutil.copytree(saved, step)
     shutil.copy(source.metrics, made.metrics)
-    made.cut_metrics_after(cell.starts_at)
+    cut_measurements_after(made.metrics, cell.starts_at)
     made.path.rename(target.path)
 
 

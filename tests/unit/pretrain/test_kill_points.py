@@ -28,6 +28,7 @@ from pretrain.checkpoint import marker
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, lanes_of_rank
+from pretrain.rundir.metrics_file import cut_measurements_after
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import index_of, rank_content, report_of_file
 from tests.helpers.corpora import make_tiny_corpus
@@ -101,7 +102,7 @@ class Run:
         self.step = 0
         self.hashes = [b""] * RUN.data.lanes
         cursor = self._restore()
-        run_dir.cut_metrics_after(self.step)
+        cut_measurements_after(run_dir.metrics, self.step)
         self.streams = [
             LaneStream(
                 corpus,

@@ -38,7 +38,7 @@ from pretrain.rundir.events import (
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
 from pretrain.rundir.ledger import EVENTS, Ledger, interruptions, num_attempts, without_refused_jobs
 from pretrain.rundir.lock import Fence, read_lock
-from pretrain.rundir.metrics_file import measurements_of
+from pretrain.rundir.metrics_file import cut_measurements_after, measurements_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.full_disk import full_disk
 from tests.helpers.jobs import attempt_ended
@@ -122,7 +122,7 @@ def test_a_special_file_for_ledger_or_metrics_is_one_line(tmp_path, kind):
     for read in (
         run_dir.ledger.read,
         run_dir.read_metrics,
-        lambda: run_dir.cut_metrics_after(3),
+        lambda: cut_measurements_after(run_dir.metrics, 3),
         Fence(tmp_path, "1").check,
     ):
         with pytest.raises(UserError, match="it is a pipe, socket or device") as error:

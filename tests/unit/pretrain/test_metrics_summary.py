@@ -10,11 +10,9 @@ from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import results_of
-from pretrain.rundir.metric_names import recent_speed, run_speed
 from pretrain.rundir.metrics_file import (
     MetricsSummary,
     TimeSums,
-    latest_evaluation,
     latest_measurements,
     summarize,
     summarize_file,
@@ -95,9 +93,7 @@ def test_the_latest_evaluation_is_found_wherever_it_is_in_the_file(tmp_path, int
                 is_damaged = len(evaluations) > 4 - num_damaged
                 lines.append(json.dumps(evaluation)[: 30 if is_damaged else None])
         path.write_text("\n".join(lines) + "\n")
-        assert latest_evaluation(path) == evaluations[-1 - num_damaged]
-    path.write_text(f"{json.dumps(train_line(1))}\n" * 500)
-    assert latest_evaluation(path) is None
+        assert summarize_file(path).evaluation == evaluations[-1 - num_damaged]
 
 
 def test_a_line_longer_than_what_is_read_at_once_is_read_whole(tmp_path):
@@ -110,10 +106,10 @@ def test_a_line_longer_than_what_is_read_at_once_is_read_whole(tmp_path):
 
 
 def test_the_speed_of_a_run_counts_every_step_and_the_recent_one_five_intervals():
-    assert recent_speed([1.0, 9.0, 2.0, 8.0, 3.0, 7.0, 4.0]) == 4.0
-    assert recent_speed([]) is None
-    assert run_speed(600, 3.0) == 200.0
-    assert (run_speed(0, 3.0), run_speed(600, 0.0)) == (None, None)
+    speeds = [1.0, 9.0, 2.0, 8.0, 3.0, 7.0, 4.0]
+    lines = [train_line(step, tokens_per_second=speed) for step, speed in enumerate(speeds, 1)]
+    assert summarize(lines).recent_tokens_per_second == 4.0
+    assert summarize([]).recent_tokens_per_second is None
     lines = [
         train_line(2, tokens_per_second=64.0, seconds=1.0),
         {"kind": "evaluation", "step": 2, "loss": 1.0, "seconds": 50.0},
