@@ -26,11 +26,18 @@ from pretrain.rundir.events import (
     TrainingBegan,
 )
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
-from pretrain.rundir.ledger import began_in, interruptions, is_finished, is_stopped, last_of
+from pretrain.rundir.ledger import (
+    TimeSpent,
+    began_in,
+    interruptions,
+    is_finished,
+    is_stopped,
+    last_of,
+    time_spent,
+)
 from pretrain.rundir.lock import Lock
 from pretrain.rundir.metrics_file import MetricsSummary, summarize_file
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.time_spent import TimeSpent, time_spent
 
 # A rank on another host without a heartbeat for longer may be gone; one on this host is looked up
 # by process id.

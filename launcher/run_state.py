@@ -29,6 +29,7 @@ from pretrain.rundir.events import (
     TrainingBegan,
 )
 from pretrain.rundir.ledger import (
+    TimeSpent,
     events_of,
     interruptions,
     job_names,
@@ -37,7 +38,6 @@ from pretrain.rundir.ledger import (
     num_attempts,
 )
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.time_spent import TimeSpent
 
 # Accounting's states of earlier starts of a job that is in the queue again.
 _REQUEUED = {

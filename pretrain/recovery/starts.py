@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -35,17 +35,10 @@ PACKAGES = ("torch", "numpy", "deepspeed")
 WAITING_NAME = "threads wait"  # changes speed, but no bit of a result
 
 
-def environment_of_ranks(world: World) -> dict[str, str]:
-    """Return the environment by name; where ranks differ, all their values. A collective."""
-    ranks = gather_values(environment_of_rank(world.device), dict[str, str])
-    found = {name: sorted({each[name] for each in ranks}) for name in ranks[0]}
-    return {name: ", ".join(values) for name, values in found.items()}
-
-
 def environment_of_rank(device: torch.device) -> dict[str, str]:
     """Return the environment of this process, by name."""
     return {
-        **{package: _version(package) for package in PACKAGES},
+        **{package: version(package) for package in PACKAGES},
         "CUDA": (torch.version.cuda or "unknown") if device.type == "cuda" else "none",
         "GPU": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
         "attention tiles": table_name() if device.type == "cuda" else "none",
@@ -65,13 +58,6 @@ def environment_changes(
         for name in now
         if name in before and before[name] != now[name] and name != WAITING_NAME
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 logger = logging.getLogger(__name__)
@@ -118,25 +104,31 @@ def record_start(
     where: dict[str, Any],
     is_local: bool = False,
 ) -> None:
-    """Write to the ledger where and in which environment training starts; log what changed."""
-    environment = environment_of_ranks(world)
+    """Write to the ledger where and in which environment training starts; log what changed.
+
+    Where ranks differ, the environment has all their values.
+    """
+    ranks = gather_values(environment_of_rank(world.device), dict[str, str])
     if not world.is_main:
         return
     ledger = run_dir.ledger
-    began: dict[str, Any] = {
-        "step": step,
-        "code": code_version(),
-        "environment": environment,
-        **data,
-        **where,
-    }
+    environment = {name: ", ".join(sorted({each[name] for each in ranks})) for name in ranks[0]}
     before = last_of(ledger.read(), TrainingBegan) if step else None
     if step and before is None:
         logger.warning(
             "%s has no earlier start; what it said, such as rewinds, is lost", ledger.path
         )
     changes = environment_changes(before.environment if before else {}, environment)
-    event = TrainingBegan(**began, changes=changes, local=is_local)
     if changes:
         logger.warning(not_bitwise(changes))
-    ledger.append(event)
+    ledger.append(
+        TrainingBegan(
+            step=step,
+            code=code_version(),
+            environment=environment,
+            changes=changes,
+            local=is_local,
+            **data,
+            **where,
+        )
+    )

@@ -23,7 +23,7 @@ from pretrain.costs.flops import model_in_words
 from pretrain.reporting.results import RunResults, results_of
 from pretrain.rundir import ledger as ledgers
 from pretrain.rundir.events import Event, Rewind, TrainingBegan
-from pretrain.rundir.ledger import Interruption, events_of
+from pretrain.rundir.ledger import Interruption, TimeSpent, events_of, time_spent
 from pretrain.rundir.metric_names import smoothed_loss
 from pretrain.rundir.metrics_file import (
     MetricsSummary,
@@ -33,7 +33,6 @@ from pretrain.rundir.metrics_file import (
     summarize,
 )
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.time_spent import TimeSpent, time_spent
 
 MOST_BUCKETS = 1500  # a run of fewer steps is kept whole
 

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
+from pretrain.terminal.text import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +259,16 @@ class AttemptEnded(Event):
     @property
     def cause(self) -> str:
         """Why it ended; if the supervisor gave up, also after how many attempts."""
-        cause, count = _attempt_cause(self), self.without_progress
+        rank, count = self.first_failure, self.without_progress
+        if self.reason is AttemptReason.HANG:
+            cause = "the ranks hung" + ("" if rank is None else f"; rank {rank} was unresponsive")
+        elif self.reason is AttemptReason.RANK_FAILED:
+            if rank is None:
+                done = (0, EXIT_STOPPED)
+                rank = next(n for n, each in enumerate(self.statuses) if each not in done)
+            cause = f"rank {rank} {describe_exit(self.statuses[rank])}"
+        else:
+            cause = _ATTEMPT_CAUSES[self.reason]
         if self.next is not NextAction.GIVE_UP:
             return cause
         times = "attempt" if count == 1 else f"{count} attempts in a row"
@@ -376,25 +386,13 @@ def _changed(changes: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes.items())
 
 
-def _attempt_cause(event: AttemptEnded) -> str:
-    rank = event.first_failure
-    if event.reason is AttemptReason.HANG:
-        return "the ranks hung" + ("" if rank is None else f"; rank {rank} was unresponsive")
-    if event.reason is not AttemptReason.RANK_FAILED:
-        return _ATTEMPT_CAUSES[event.reason]
-    if rank is None:
-        rank = next(i for i, each in enumerate(event.statuses) if each not in (0, EXIT_STOPPED))
-    return f"rank {rank} {describe_exit(event.statuses[rank])}"
-
-
 def _description(event: Event) -> str:
     match event:
-        case TrainingBegan(step=0):
-            return f"started on {_ranks(event)}"
         case TrainingBegan(step=step, changes=changes):
             which = "the local checkpoints of " if event.local else ""
-            resumed = f"resumed from {which}step {step} on {_ranks(event)}"
-            return f"{resumed}; {not_bitwise(changes)}" if changes else resumed
+            began = f"resumed from {which}step {step}" if step else "started"
+            began += f" on {counted(event.world_size, 'rank')}"
+            return f"{began}; {not_bitwise(changes)}" if changes else began
         case TrainingEnded(outcome=Outcome.STOPPED):
             return f"stopped on request after step {event.step} and saved a checkpoint"
         case TrainingEnded(outcome=outcome):
@@ -442,10 +440,6 @@ def _description(event: Event) -> str:
             return f"the supervisor of job {event.job} was killed and started again"
         case _:
             raise AssertionError(event)
-
-
-def _ranks(event: TrainingBegan) -> str:
-    return f"{event.world_size} rank{'' if event.world_size == 1 else 's'}"
 
 
 def _words(value: Enum) -> str:

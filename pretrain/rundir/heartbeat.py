@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from foundation.errors import DataError, UserError, os_error_text
+from foundation.errors import DataError, os_error_text
 from foundation.files import own_file, parse_json, read_regular, read_together
 from foundation.records import from_json
 from pretrain.rundir.watchdog import STACKS_SIGNAL, Watchdog
@@ -142,13 +142,7 @@ class Heartbeat:
         self.beat(self._beat[1], "wait")
 
     def __enter__(self) -> Heartbeat:
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"{self._path.parent}: cannot be created ({error.strerror}); make the run "
-                "directory writable"
-            ) from None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         faulthandler.register(STACKS_SIGNAL, file=sys.__stderr__ or sys.stderr, all_threads=True)
         if self._watchdog_timeout_seconds:
             self._watchdog = Watchdog(self._watchdog_timeout_seconds)
@@ -183,7 +177,17 @@ class Heartbeat:
             if beat != known or now - written >= REWRITE_SECONDS:
                 known, written = beat, now
                 try:
-                    self._write(self._record(*beat).line)
+                    when, step, phase = beat
+                    record = HeartbeatRecord(
+                        rank=self._rank,
+                        time=when,
+                        written=time.time(),
+                        step=step,
+                        phase=phase,
+                        hostname=socket.gethostname(),
+                        pid=os.getpid(),
+                    )
+                    self._write(record.line)
                     failed = False
                     if now - synced >= SYNC_SECONDS * (1 + self._local_rank):
                         synced = now
@@ -211,14 +215,3 @@ class Heartbeat:
         with contextlib.suppress(OSError):
             if file is not None:
                 os.close(file)
-
-    def _record(self, when: float, step: int, phase: Phase) -> HeartbeatRecord:
-        return HeartbeatRecord(
-            rank=self._rank,
-            time=when,
-            written=time.time(),
-            step=step,
-            phase=phase,
-            hostname=socket.gethostname(),
-            pid=os.getpid(),
-        )

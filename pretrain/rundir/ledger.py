@@ -9,21 +9,22 @@ The times of a run's events when clocks differ: nodes' clocks jump, and disagree
 The order of the ledger's lines is what happened; times only say when.
 
 Which steps of which start are still part of a run's history.
+
+What a run's time went into, and goodput: the part that went into training.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import json
 import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from foundation.errors import os_error_text
 from foundation.files import append_whole, lines_of, open_regular, parse_json
@@ -53,6 +54,7 @@ from pretrain.rundir.events import (
     TrainingBegan,
     TrainingEnded,
 )
+from pretrain.rundir.metrics_file import MetricsSummary
 
 NOTABLE_SECONDS = 60.0  # by which clocks of a cluster do not differ
 
@@ -108,19 +110,22 @@ class Ledger:
 
         Waits for storage that fails, as long as the patience lasts.
         """
-        line = _line(event)
-        outlast(self._patience, lambda: self._write(line))
+        event = replace(event, time=time.time())
+        outlast(self._patience, lambda: self._write(event))
 
     def append_if_possible(self, event: Event) -> None:
         """Add an event that nothing waits for: if storage fails, it is in the log alone."""
         try:
-            self._write(_line(event))
+            self._write(replace(event, time=time.time()))
         except OSError as error:
             _log.warning("not in the ledger: %s: %s", event.description, os_error_text(error))
 
-    def _write(self, line: bytes) -> None:
-        if _ends_inside_a_line(self.path):  # cut by a crash: keep this event readable
-            line = b"\n" + line
+    def _write(self, event: Event) -> None:
+        line = line_of(event)
+        with contextlib.suppress(OSError, ValueError), open_regular(self.path) as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # cut by a crash: keep this event readable
+                line = b"\n" + line
         append_whole(self.path, line, sync=True)
 
     def history(self) -> list[Event]:
@@ -147,7 +152,9 @@ class Ledger:
             if not line.strip():
                 continue
             try:
-                events.append(_from_tree(parse_json(line)))
+                tree = parse_json(line)
+                when = datetime.datetime.fromisoformat(tree.pop("time")).timestamp()
+                events.append(built(EVENTS[tree.pop("event")], {**tree, "time": when}))
             except (ValueError, TypeError, KeyError, AttributeError):
                 unusable.append(number)
         if unusable:
@@ -156,28 +163,13 @@ class Ledger:
         return events
 
 
-def _line(event: Event) -> bytes:
-    return json.dumps(_to_tree(dataclasses.replace(event, time=time.time()))).encode() + b"\n"
-
-
-def _ends_inside_a_line(path: Path) -> bool:
-    with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
-    return False  # there is none, or it is empty
-
-
-def _to_tree(event: Event) -> dict[str, Any]:
+def line_of(event: Event) -> bytes:
+    """The event as its line in the file."""
     fields = to_json(event)
     when = datetime.datetime.fromtimestamp(fields.pop("time"), datetime.timezone.utc)
     head = {"time": when.isoformat(timespec="milliseconds"), "event": event.name()}
-    return head | {name: value for name, value in fields.items() if value is not None}
-
-
-def _from_tree(tree: dict[str, Any]) -> Event:
-    """The event of a line; ValueError, TypeError, KeyError or AttributeError if it is not one."""
-    when = datetime.datetime.fromisoformat(tree.pop("time")).timestamp()
-    return built(EVENTS[tree.pop("event")], {**tree, "time": when})
+    values = {name: value for name, value in fields.items() if value is not None}
+    return json.dumps(head | values).encode() + b"\n"
 
 
 # ------------------------------------------------------------------------------------- questions
@@ -328,3 +320,63 @@ def _how(event: Event) -> Outcome | NextAction | None:
     if isinstance(event, TrainingEnded):
         return event.outcome
     return event.next if isinstance(event, AttemptEnded) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeSpent:
+    """Seconds since the first start in which the run was neither finished, stopped nor in Slurm's
+    queue, by what they went into."""
+
+    training: float  # steps that count, without what follows
+    waiting_for_data: float
+    evaluation: float
+    saving: float  # waiting for saves; most of a save is written while training continues
+    stalls: float  # steps that took far longer than usual
+    restarts: float  # all else: starts and stops, waiting after failures, steps made again, and
+    # what is not measured yet, such as an evaluation in progress
+
+    @property
+    def total(self) -> float:
+        return sum(astuple(self))
+
+    @property
+    def goodput(self) -> float:
+        """The part that went into training."""
+        return self.training / self.total
+
+    @property
+    def description(self) -> str:
+        """The parts that took any time, largest first."""
+        parts = {name.replace("_", " "): value for name, value in vars(self).items()}
+        shown = sorted(parts.items(), key=lambda part: -part[1])
+        return ", ".join(
+            f"{name} {value / self.total:.1%}" for name, value in shown if value / self.total > 5e-4
+        )
+
+
+def time_spent(metrics: MetricsSummary, ledger: Sequence[Event], end: float) -> TimeSpent | None:
+    """Return what the time until `end` went into; None before a first interval of steps."""
+    # Neither finished, stopped nor in Slurm's queue, since the first start of ranks.
+    elapsed, since, has_begun = 0.0, None, False
+    for event in ledger:
+        has_begun = has_begun or isinstance(event, TrainingBegan)
+        if since is None and has_begun and isinstance(event, (TrainingBegan, JobStarted)):
+            since = event.time
+        elif since is not None and (
+            is_finished(event) or is_stopped(event) or isinstance(event, JobEnded)
+        ):
+            elapsed, since = elapsed + event.time - since, None
+    if since is not None:
+        elapsed += end - since
+    if elapsed <= 0 or not metrics.seconds:
+        return None
+    known = metrics.seconds + metrics.evaluation_seconds
+    known += metrics.save_seconds + metrics.stall_seconds
+    return TimeSpent(
+        training=metrics.seconds - metrics.data_seconds,
+        waiting_for_data=metrics.data_seconds,
+        evaluation=metrics.evaluation_seconds,
+        saving=metrics.save_seconds,
+        stalls=metrics.stall_seconds,
+        restarts=max(0.0, elapsed - known),
+    )

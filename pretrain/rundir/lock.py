@@ -80,12 +80,16 @@ def exclusive_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator
     """
     with held_lock(path) as file:
         if file is None:
-            lock = read_lock(path)
+            lock, named = read_lock(path), "a process that is not known"
             if is_fenced and lock and lock.hostname != socket.gethostname():
                 yield
                 return
+            if lock and lock.is_held is not False:  # else another than who wrote the file has it
+                named = f"process {lock.pid} ({lock.holder}) on {lock.hostname}"
+            if lock and lock.is_held is None:
+                named = f"a process that only its host knows, the last was {named}"
             raise ConfigError(
-                f"{path.parent} is in use by {_name_of(lock)}; "
+                f"{path.parent} is in use by {named}; "
                 "wait for it, stop it, or choose another run directory"
             )
         with named_errors(path.parent):
@@ -98,13 +102,6 @@ def exclusive_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator
         yield
 
 
-def _name_of(lock: Lock | None) -> str:
-    if lock is None or lock.is_held is False:  # who wrote the file last is not who holds it
-        return "a process that is not known"
-    named = f"process {lock.pid} ({lock.holder}) on {lock.hostname}"
-    return named if lock.is_held else f"a process that only its host knows, the last was {named}"
-
-
 def read_lock(path: Path) -> Lock | None:
     """Who took the lock last, and whether it is still held; None if it was never taken.
 
@@ -113,10 +110,8 @@ def read_lock(path: Path) -> Lock | None:
     try:
         tree, since = read_json(path), path.stat().st_mtime
         owner: Lock = built(Lock, tree)
-    except (FileNotFoundError, PermissionError):
-        return None
-    except (ValueError, TypeError):  # it is being taken now, or damaged
-        return None
+    except (FileNotFoundError, PermissionError, ValueError, TypeError):
+        return None  # also while it is being taken, or damaged
     if not (owner.holder + owner.hostname).isprintable():
         return None
     is_here = owner.hostname == socket.gethostname()

@@ -8,30 +8,37 @@ no run, so whenever this is killed, the same call goes on with what has arrived.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from data_pipeline.corpora.stores import RetryPolicy
 from foundation.errors import CheckpointError, ConfigError, UserError
-from foundation.files import fsync_directory, lines_of, parse_json, write_text
+from foundation.files import fsync_directory, write_text
 from foundation.settings import load_config
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.destinations import MirrorIndex, ObjectStore
 from pretrain.config.run import RunConfig
-from pretrain.rundir.events import Restored
-from pretrain.rundir.ledger import Ledger
+from pretrain.rundir.events import (
+    AttemptEnded,
+    Canceled,
+    JobEnded,
+    JobStarted,
+    NodeReplaced,
+    Restored,
+    Submitted,
+    SupervisorKilled,
+)
+from pretrain.rundir.ledger import Ledger, line_of
 from pretrain.rundir.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 SCRATCH = ".restore.tmp"  # in the run directory: renames need the same file system
 # Where the run was, it was another cluster's: jobs with these numbers may be anybody's here.
-EVENTS_OF_JOBS = ("submitted", "job_started", "job_ended", "supervisor_killed", "canceled")
+EVENTS_OF_JOBS = (Submitted, JobStarted, JobEnded, SupervisorKilled, NodeReplaced, Canceled)
 
 
 def restore_run(url: str, directory: Path, retry_policy: RetryPolicy | None = None) -> int:
@@ -66,9 +73,15 @@ def _restore(store: ObjectStore, run_dir: RunDir) -> int:
         return _step_here(RunDir.open(run_dir.path), index, store.url)
 
     def get(step: int) -> marker.Checkpoint:
-        found = store.get(index, step)
-        _check_run(RunDir(store.scratch), index.run)
-        return found
+        checkpoint, arrived = store.get(index, step), RunDir(store.scratch)
+        try:
+            run_id = arrived.identity.id
+            load_config(RunConfig, arrived.config_file)
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from None
+        if run_id != index.run:
+            raise CheckpointError(f"{arrived.path}: found run {run_id}, expected run {index.run}")
+        return checkpoint
 
     found, refused = marker.newest_valid(steps, get)
     for _, error in refused:
@@ -106,22 +119,16 @@ def _step_here(run_dir: RunDir, index: MirrorIndex, url: str) -> int:
     return here
 
 
-def _check_run(arrived: RunDir, run_id: str) -> None:
-    """Raise CheckpointError unless the run's files are those of the run."""
-    try:
-        found = arrived.identity.id
-        load_config(RunConfig, arrived.config_file)
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from None
-    if found != run_id:
-        raise CheckpointError(f"{arrived.path}: found run {found}, expected run {run_id}")
-
-
 def _move_into_place(scratch: Path, run_dir: RunDir, step: int, url: str) -> None:
     """Make the run directory of what has arrived, run.json last."""
-    lines = [line for each in lines_of(scratch / "ledger.jsonl") if (line := _line_here(each))]
-    write_text(scratch / "ledger.jsonl", b"".join(lines).decode())
-    Ledger(scratch / "ledger.jsonl").append(Restored(step=step, url=url))
+    ledger = Ledger(scratch / "ledger.jsonl")
+    events = [
+        replace(event, job=None) if isinstance(event, AttemptEnded) else event
+        for event in ledger.read()
+        if not isinstance(event, EVENTS_OF_JOBS)
+    ]
+    write_text(ledger.path, b"".join(map(line_of, events)).decode())
+    ledger.append(Restored(step=step, url=url))
     os.chmod(scratch / "config.yaml", 0o600)
     for directory in (run_dir.checkpoints, run_dir.logs):
         directory.mkdir(exist_ok=True)
@@ -135,15 +142,3 @@ def _move_into_place(scratch: Path, run_dir: RunDir, step: int, url: str) -> Non
     os.replace(scratch / "run.json", run_dir.path / "run.json")
     fsync_directory(run_dir.path)
     shutil.rmtree(scratch)
-
-
-def _line_here(line: bytes) -> bytes:
-    """The line of the ledger without what only meant something on the cluster it comes from."""
-    with contextlib.suppress(ValueError):
-        event: Any = parse_json(line)
-        if isinstance(event, dict):
-            if event.get("event") in EVENTS_OF_JOBS:
-                return b""
-            event.pop("job", None)
-            return json.dumps(event).encode() + b"\n"
-    return b""  # no reader could use it either
