@@ -9,11 +9,11 @@ from dataclasses import replace
 from benchmarks.measure import markdown_table
 from benchmarks.scale.costs import RANKS, RANKS_OF_NODE
 from benchmarks.scale.failures import exponential, simulate, uniform, weibull
-from pretrain.costs.devices import NodeConfig
+from pretrain.costs.cluster import ClusterConfig
 from pretrain.costs.run_time import FailureCosts, costs_on
 
 CHECKPOINT_BYTES = 840e9  # 70B parameters: fp32 weights and two moments
-NODE = NodeConfig(gpus_per_node=str(RANKS_OF_NODE), disk_mib_per_second=500.0)
+NODE = ClusterConfig(gpus_per_node=str(RANKS_OF_NODE), disk_mib_per_second=500.0)
 MTBF_HOURS = (600.0, 6300.0, 50_000.0)  # of a node; the second is that of Llama 3 on H100
 FAILURES = 150  # of each simulation
 WEIBULL_SHAPE = 0.7

@@ -15,8 +15,7 @@ from launcher.slurm.client import Partition
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.resolve import split_of, with_precision
 from pretrain.config.run import RunConfig, accumulation_steps
-from pretrain.costs.cluster import ClusterConfig, NodeRange, seconds_of
-from pretrain.costs.devices import DEVICES, GIB, USABLE
+from pretrain.costs.cluster import DEVICES, GIB, USABLE, ClusterConfig, NodeRange, seconds_of
 from pretrain.costs.fitting import advice
 from pretrain.costs.memory import checkpoint_bytes, footprint_of
 

@@ -13,7 +13,7 @@ from pretrain.config.engine import Attention, DeltaRule, attention_in, delta_rul
 from pretrain.config.phases import spans_of_phases
 from pretrain.config.resolve import resolve_if_built, with_precision
 from pretrain.config.run import RunConfig
-from pretrain.costs.devices import GIB, Hardware
+from pretrain.costs.cluster import GIB, Hardware
 from pretrain.costs.fitting import advice
 from pretrain.costs.flops import (
     Flops,

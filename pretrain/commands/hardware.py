@@ -7,8 +7,7 @@ from pathlib import Path
 
 from foundation.errors import ConfigError
 from foundation.settings import amount_of
-from pretrain.costs.cluster import fixed_nodes, load_cluster
-from pretrain.costs.devices import DEVICES, MOST_RANKS, Hardware
+from pretrain.costs.cluster import DEVICES, MOST_RANKS, Hardware, fixed_nodes, load_cluster
 
 
 def add_hardware_arguments(parser: argparse._ActionsContainer) -> None:

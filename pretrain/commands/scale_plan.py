@@ -20,7 +20,7 @@ from pretrain.commands.output_paths import check_sweep_output
 from pretrain.commands.scale import add_family, rule_name, rule_of
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
-from pretrain.costs.devices import GIB, Hardware
+from pretrain.costs.cluster import GIB, Hardware
 from pretrain.costs.flops import computed_flops_of_step
 from pretrain.costs.memory import checkpoint_bytes
 from pretrain.scaling.intervals import amount

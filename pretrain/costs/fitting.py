@@ -1,12 +1,12 @@
 """What to change in a run that does not fit into device memory: the cheapest change that fits.
 
-Changes are tried through the estimate that says that the run does not fit. Each has an estimated
-cost, a part of the time of a step: the FLOPs that it repeats, exactly, and for what moves data an
-assumed order of magnitude below. Only the order of the costs matters. Torch-free.
+Changes are tried through the estimate that says that the run does not fit. Each has an assumed
+cost, a part of the time of a step, of which only the order matters. Torch-free.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -18,12 +18,13 @@ from foundation.errors import ConfigError
 from pretrain.config.engine import EngineConfig
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, lanes_of_rank
-from pretrain.costs.devices import GIB
-from pretrain.costs.flops import computed_flops_of_step, flops_per_token
+from pretrain.costs.cluster import GIB
 from pretrain.costs.memory import footprint_of
 
-# By stage. Stage 3 gathers the weights for each forward and backward pass: half as much traffic
+# Stage 3 gathers the weights for each forward and backward pass: half as much traffic
 # again.
+# Checkpointing repeats the scores, or all of the forward pass: a third of a step's FLOPs.
+_COST_OF_CHECKPOINTING = {"none": 0.0, "selective": 0.08, "full": 0.33}
 _COST_OF_STAGE = (0.0, 0.005, 0.01, 0.1)
 # Of twice as many passes: each is smaller; from stage 2 on each exchanges gradients, too.
 _COST_OF_PASSES = (0.01, 0.01, 0.02, 0.05)
@@ -86,12 +87,11 @@ def _candidates(
 ) -> Iterator[tuple[float, EngineConfig]]:
     """Each combination of changes with its cost; none undoes what the run asks for."""
     engine = run.engine
-    kinds = ("none", "selective", "full")
+    kinds = tuple(_COST_OF_CHECKPOINTING)
     may_offload = (False, True) if on_gpu else (False,)
     try:
         own = min(len(lanes_of_rank(phase, 0, world_size)) for phase in runs_of_phases(run))
-        once = run.tokens_per_step * flops_per_token(run)
-    except ConfigError:  # the lanes do not divide over so many ranks, or there is no vocabulary
+    except ConfigError:  # the lanes do not divide over so many ranks
         return
     most = min(engine.micro_batch_lanes or own, own)  # lanes of a pass
     for stage, kind, lanes, memories, optimizer in itertools.product(
@@ -108,19 +108,8 @@ def _candidates(
             "offload_memories": memories,
             "offload_optimizer": optimizer,
         }
-        try:
-            tried = replace(run, engine=replace(engine, **changes))
-            computed = computed_flops_of_step(tried, world_size)
-        except ConfigError:  # they contradict each other, or the model
-            continue
-        yield (
-            (
-                computed / once
-                - 1
-                + _COST_OF_STAGE[stage]
-                + _COST_OF_PASSES[stage] * math.log2(most / lanes)
-                + _COST_OF_OFFLOADED_MEMORIES * memories
-                + _COST_OF_OFFLOADED_OPTIMIZER * optimizer
-            ),
-            tried.engine,
-        )
+        cost = _COST_OF_CHECKPOINTING[kind] + _COST_OF_STAGE[stage]
+        cost += _COST_OF_PASSES[stage] * math.log2(most / lanes)
+        cost += _COST_OF_OFFLOADED_MEMORIES * memories + _COST_OF_OFFLOADED_OPTIMIZER * optimizer
+        with contextlib.suppress(ConfigError):  # they contradict each other, or the model
+            yield cost, replace(run, engine=replace(engine, **changes)).engine

@@ -28,7 +28,7 @@ from pretrain.config.lane_parts import lane_parts
 from pretrain.config.model import CONVOLUTION_WIDTH, ModelConfig
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
-from pretrain.costs.devices import GIB
+from pretrain.costs.cluster import GIB
 from pretrain.costs.flops import (
     Parameters,
     bins_of,

@@ -25,9 +25,9 @@ from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest
 from foundation.files import url_of
 from pretrain.config.model import ModelConfig
 from pretrain.config.phases import spans_of_phases
-from pretrain.config.resolve import EvaluationSet, evaluation_sets, split_of
+from pretrain.config.resolve import evaluation_sets, split_of
 from pretrain.config.run import RunConfig
-from pretrain.costs.devices import Hardware, NodeConfig
+from pretrain.costs.cluster import ClusterConfig, Hardware
 from pretrain.costs.flops import (
     computed_flops_of_step,
     flops_of,
@@ -59,45 +59,40 @@ def run_time(run: RunConfig, world_size: int, flops_per_second: float) -> RunTim
     models = [run.model]
     if run.model.longest_memory:
         models.append(replace(run.model, memory_length=0, compressed_length=0, same_length=False))
-    splits = [(_split_here(run.data.path), models)]
-    splits += [(_split_here(each.path), [run.model]) for each in _measured_sets(run)]
-    tokens = [_evaluated_tokens(run, split) for split, _ in splits]
+    splits = [(_evaluated_tokens(run, run.data.path), models)]
+    splits += [
+        (_evaluated_tokens(run, each.path), [run.model])
+        for each in evaluation_sets(run)  # a part may have no validation split
+        if each.path != run.data.path
+        and (not each.is_part or url_of(each.path) or _split_here(each.path))
+    ]
     evaluation = None
-    if None not in tokens:
+    if None not in (tokens for tokens, _ in splits):
         evaluation = sum(
-            count * evaluation_flops(phase, split, world_size, models) / flops_per_second
+            count * evaluation_flops(phase, tokens or 0, world_size, models) / flops_per_second
             for (phase, _), count in zip(spans, counts, strict=True)
-            for split, models in splits
+            for tokens, models in splits
         )
     return RunTime(
         of_step=tuple(of_step),
         training=sum(count * each for (_, count), each in zip(spans, of_step, strict=True)),
         evaluation=evaluation,
         evaluations=sum(counts),
-        tokens=tokens[0],
+        tokens=splits[0][0],
         sets=len(splits) - 1,
     )
 
 
 def evaluation_flops(
-    run: RunConfig, split: Path | None, world_size: int, models: Sequence[ModelConfig]
+    run: RunConfig, tokens: int, world_size: int, models: Sequence[ModelConfig]
 ) -> float:
-    """The FLOPs of the busiest rank for the losses of these models on a split.
+    """The FLOPs of the busiest rank for the losses of these models on so many tokens.
 
-    Ranks beyond the number of lanes compute what is not counted, and shorten nothing. Lanes are
-    whole documents: a few long ones leave some lanes empty, which takes longer.
+    Ranks beyond the number of lanes compute what is not counted, and shorten nothing. Where a few
+    long documents leave lanes empty, which are whole documents, it takes longer.
     """
-    lanes, length, most = run.evaluation.lanes, run.data.segment_length, run.evaluation.max_tokens
-    if split is None:  # estimated
-        batches = -(-most // (lanes * length))
-    else:
-        from data_pipeline.corpora.corpus import Corpus  # late: numpy
-        from data_pipeline.lanes.evaluation_stream import EvaluationStream, useful_lanes
-
-        corpus = Corpus.open(split)
-        lanes = useful_lanes(corpus, lanes, length, most)
-        batches = len(EvaluationStream(corpus, lanes, length, range(1), most))
-    own = -(-lanes // world_size)
+    lanes, length = run.evaluation.lanes, run.data.segment_length
+    batches, own = -(-tokens // (lanes * length)), -(-lanes // world_size)
     return batches * own * length * sum(flops_of(model, length, own).forward for model in models)
 
 
@@ -113,23 +108,13 @@ def _evaluations(run: RunConfig) -> list[int]:
     return counts
 
 
-def _evaluated_tokens(run: RunConfig, split: Path | None) -> int | None:
+def _evaluated_tokens(run: RunConfig, path: Path) -> int | None:
     """How many tokens of a split are scored; None if that is all of one that is not here."""
-    asked = run.evaluation.max_tokens or None
+    asked, split = run.evaluation.max_tokens or None, _split_here(path)
     if split is None:
         return asked
     there = read_manifest(split).tokens
-    return there if asked is None else min(asked, there)
-
-
-def _measured_sets(run: RunConfig) -> list[EvaluationSet]:
-    """The sets that take time: not the corpus of the run, nor a part without validation here."""
-    return [
-        each
-        for each in evaluation_sets(run)
-        if each.path != run.data.path
-        and not (each.is_part and url_of(each.path) is None and _split_here(each.path) is None)
-    ]
+    return min(asked or there, there)
 
 
 def _split_here(path: Path) -> Path | None:
@@ -197,7 +182,7 @@ def failure_costs(run: RunConfig, hardware: Hardware) -> FailureCosts | None:
 
 
 def costs_on(
-    node: NodeConfig, nodes: int, checkpoint_bytes: float, in_background: bool = True
+    node: ClusterConfig, nodes: int, checkpoint_bytes: float, in_background: bool = True
 ) -> FailureCosts:
     """Return what failures cost a run with checkpoints of that size on such nodes."""
     transfer = checkpoint_bytes / nodes / (node.disk_mib_per_second * (1 << 20))

@@ -26,7 +26,7 @@ from foundation.errors import ConfigError, DataError
 from foundation.settings import differences, load_config, to_tree
 from pretrain.config.resolve import with_precision, with_vocabulary
 from pretrain.config.run import RunConfig, accumulation_steps
-from pretrain.costs.devices import GIB, Hardware
+from pretrain.costs.cluster import GIB, Hardware
 from pretrain.costs.fitting import advice, cheapest_fit
 from pretrain.costs.flops import RunCost, computed_flops_of_step, cost_of, lanes_of_pass
 from pretrain.costs.memory import footprint_of

@@ -8,8 +8,7 @@ import pytest
 
 from foundation.settings import assert_never
 from pretrain.config.choices import FEED_FORWARDS, POSITIONS, FeedForwardKind, Positions
-from pretrain.costs.cluster import ClusterConfig
-from pretrain.costs.devices import DEVICES
+from pretrain.costs.cluster import DEVICES, ClusterConfig
 from tests.helpers.choices import choices_of
 
 

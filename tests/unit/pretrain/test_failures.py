@@ -10,7 +10,7 @@ from pretrain.cli import main
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.costs.devices import Hardware, NodeConfig
+from pretrain.costs.cluster import ClusterConfig, Hardware
 from pretrain.costs.memory import checkpoint_bytes
 from pretrain.costs.run_time import SLOWER_WHILE_WRITING, FailureCosts, failure_costs
 
@@ -54,7 +54,7 @@ def test_a_save_is_not_started_before_the_one_before_is_written():
 
 
 def test_costs_follow_from_the_cluster_and_the_size_of_a_checkpoint():
-    node = NodeConfig(ranks_per_node=2, mtbf_hours=1000.0, disk_mib_per_second=1.0)
+    node = ClusterConfig(ranks_per_node=2, mtbf_hours=1000.0, disk_mib_per_second=1.0)
     hardware = Hardware(nodes=4, ranks_per_node=2, name="cpu", node=node)
     transfer = checkpoint_bytes(RUN) / 4 / (1 << 20)
     blocking = replace(RUN, checkpoint=CheckpointConfig(asynchronous=False))

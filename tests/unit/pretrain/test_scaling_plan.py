@@ -23,7 +23,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
-from pretrain.costs.devices import GIB, USABLE, Hardware, device_named
+from pretrain.costs.cluster import GIB, USABLE, Hardware, device_named
 from pretrain.costs.flops import cost_of
 from pretrain.scaling import simulation
 from pretrain.scaling.collect import Row, read_rows, write_rows
