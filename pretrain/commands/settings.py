@@ -6,8 +6,7 @@ import argparse
 
 from data_pipeline.commands import settings
 from foundation.errors import ConfigError
-from pretrain.config.resume_rules import may_change
-from pretrain.config.run import RunConfig
+from pretrain.config.run import RunConfig, may_change
 
 add_arguments = settings.add_arguments
 
@@ -27,5 +26,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 def resume_rule(name: str) -> str:
     """Return what a resume may do with a setting of a run."""
-    allowed = may_change(RunConfig, name.replace("[]", ""))
+    allowed = may_change(name.replace("[]", ""))
     return "a resume may change it" if allowed else "fixed for a run"

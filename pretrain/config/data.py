@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_pipeline.config import CacheConfig, MixturePart
@@ -18,7 +18,6 @@ from foundation.settings import (
     require_no_secrets,
     setting,
 )
-from pretrain.config.resume_rules import changeable, fixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +55,19 @@ class PhaseConfig:
 class DataConfig:
     """Which corpus, in how many lanes. A segment is `lanes` rows of `segment_length` tokens."""
 
-    path: Path = changeable(Path("data"))
+    path: Path = Path("data")
     """Corpus: directory (relative: to the working directory), or URL uploaded to; it may move."""
-    manifest_hashes: tuple[str, ...] = changeable(())
+    manifest_hashes: tuple[str, ...] = ()
     """Each corpus trained on must have one of these: `data-pipeline inspect` shows it; []: any."""
-    mixture: tuple[MixturePart, ...] = fixed(())
+    mixture: tuple[MixturePart, ...] = ()
     """Corpora to train on instead; tokenizer and validation split remain those of `path`."""
-    lanes: int = fixed(16, Range(1, MOST_LANES), unit="lanes")
+    lanes: int = setting(16, Range(1, MOST_LANES), unit="lanes")
     """Streams of text read side by side over all ranks: the rows of a batch."""
-    segment_length: int = fixed(64, Range(1, MOST_ROWS), unit="tokens")
+    segment_length: int = setting(64, Range(1, MOST_ROWS), unit="tokens")
     """Tokens of a segment; in a step each lane reads one, or `optim.gradient_segments`."""
-    cache: CacheConfig = changeable(default_factory=CacheConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     """Cache of corpora named by a URL."""
-    phases: tuple[PhaseConfig, ...] = changeable(())
+    phases: tuple[PhaseConfig, ...] = ()
     """Other lanes, segments or corpora from given steps on; a resume may change later ones."""
 
     def __post_init__(self) -> None:

@@ -31,14 +31,13 @@ from pretrain.config.choices import (
     PrecisionSetting,
 )
 from pretrain.config.model import ModelConfig
-from pretrain.config.resume_rules import fixed
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How the model is sharded over the ranks and computed. Changes results by rounding at most."""
 
-    kind: EngineKind = fixed("deepspeed")
+    kind: EngineKind = "deepspeed"
     """What runs the updates; torch is for one device."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """Shard optimizer state (1), gradients (2), weights (3) over the ranks; 0, torch: nothing."""
@@ -75,25 +74,11 @@ class EngineConfig:
                 "engine.offload_optimizer needs engine.kind=deepspeed and engine.zero_stage of 1 "
                 f"or more, found {self.kind} and {self.zero_stage}"
             )
-        _reject_nvme(self.deepspeed_extra)
 
     @property
     def number_format(self) -> Precision:
         """The precision; of `auto`, as long as no device has been asked, a CPU's."""
         return "fp32" if self.precision == "auto" else self.precision
-
-
-def _reject_nvme(deepspeed_extra: dict[str, Any]) -> None:
-    """ConfigError for state on NVMe: checkpoints, EMA and LAMB access it in memory."""
-    zero = deepspeed_extra.get("zero_optimization")
-    for what in ("offload_optimizer", "offload_param"):
-        offload = zero.get(what) if isinstance(zero, dict) else None
-        if isinstance(offload, dict) and offload.get("device") == "nvme":
-            raise ConfigError(
-                f"engine.deepspeed_extra.zero_optimization.{what}.device=nvme: found state that "
-                "DeepSpeed swaps to disk, expected it in memory, where checkpoints can read it; "
-                "use engine.offload_optimizer=true or more ranks"
-            )
 
 
 class Attention(Enum):

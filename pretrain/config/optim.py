@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from foundation.errors import ConfigError
 from foundation.settings import MOST, Range, check_ranges, setting
 from pretrain.config.choices import OptimizerName, ScheduleShape
-from pretrain.config.resume_rules import changeable
 
 MOST_SEGMENTS = 4096
 
@@ -33,7 +32,7 @@ class ScheduleConfig:
 class OptimConfig:
     """AdamW, LAMB or Muon with decoupled weight decay, which leaves norms and biases alone."""
 
-    steps: int = changeable(1000, Range(1, MOST), unit="steps")
+    steps: int = setting(1000, Range(1, MOST), unit="steps")
     """Updates of the run; a resume may only raise it."""
     name: OptimizerName = "adamw"
     """Optimizer; lamb is for very large batches, muon makes the updates of matrices orthogonal."""

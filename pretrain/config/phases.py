@@ -68,19 +68,10 @@ def first_step_at(run: RunConfig, step: int) -> int:
     return max((phase.from_step for phase in run.data.phases if phase.from_step <= step), default=0)
 
 
-def lanes_since(run: RunConfig, step: int) -> int:
-    """The number of updates before the phase's lanes started, in it or in an earlier one."""
-    started = (
-        phase.from_step
-        for phase in run.data.phases
-        if phase.from_step <= step and phase.restarts_lanes
-    )
-    return max(started, default=0)
-
-
 def lane_seed_at(run: RunConfig, step: int) -> int:
     """The seed of the lanes' order: the run's, plus the number of the phase that started them."""
-    return run.seed + phase_at(run, lanes_since(run, step))
+    numbered = enumerate(run.data.phases[: phase_at(run, step)], start=1)
+    return run.seed + max((number for number, each in numbered if each.restarts_lanes), default=0)
 
 
 def describe_phase(run: RunConfig, step: int) -> str:

@@ -142,7 +142,8 @@ def resolve(config: RunConfig) -> RunConfig:
     read_manifest(config.data.directory() / VALIDATION)
     splits_of_sets(config)
     # The same in all corpora. Settings that say another one are of a model without this corpus.
-    return _with_vocab_size(config, tokenizer_of(corpus.tokenizer_directory.parent).vocab_size)
+    size = tokenizer_of(corpus.tokenizer_directory.parent).vocab_size
+    return replace(config, model=replace(config.model, vocab_size=size))
 
 
 def resolve_if_built(config: RunConfig) -> RunConfig:
@@ -170,7 +171,7 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
             "model.vocab_size is not set and there is no corpus at "
             f"{path_text(absolute(config.data.path))} to read it from; set it, or build the corpus"
         )
-    return _with_vocab_size(config, read_vocab_size(manifest))
+    return replace(config, model=replace(config.model, vocab_size=read_vocab_size(manifest)))
 
 
 def with_precision(config: RunConfig, best: Precision) -> RunConfig:
@@ -206,7 +207,3 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 def _with_absolute_paths(mixture: tuple[MixturePart, ...]) -> tuple[MixturePart, ...]:
     return tuple(replace(part, path=absolute(Path(part.path))) for part in mixture)
-
-
-def _with_vocab_size(config: RunConfig, vocab_size: int) -> RunConfig:
-    return replace(config, model=replace(config.model, vocab_size=vocab_size))

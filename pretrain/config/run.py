@@ -1,7 +1,7 @@
 """Every setting of a run, as frozen dataclasses read from YAML by `foundation.settings`.
 
 Torch-free: the launcher reads these on a login node. What can be derived is a property, not a
-setting. `changeable` and `fixed` say what may change when a run is resumed.
+setting. `may_change` says what a resume may change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig, check_attention
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
-from pretrain.config.resume_rules import changeable, fixed
 from pretrain.terminal.text import counted
 
 
@@ -140,27 +139,27 @@ class MetricsConfig:
 class RunConfig:
     """One training run. The same file, seed and corpus give the same run."""
 
-    name: str = fixed("run")
+    name: str = "run"
     """Name of the run, of its directory in `runs/` and of its Slurm jobs."""
-    seed: int = fixed(1, Range(0, LARGEST_SEED))
+    seed: int = setting(1, Range(0, LARGEST_SEED))
     """Seed of weights, dropout and the lanes' order."""
-    initial_weights: Path | None = fixed(None)
+    initial_weights: Path | None = None
     """Export to start from (relative: to the working directory); null: draw them as published."""
-    model: ModelConfig = fixed(default_factory=ModelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""
     data: DataConfig = field(default_factory=DataConfig)
     """Text and batches."""
-    optim: OptimConfig = fixed(default_factory=OptimConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
     """Optimizer, number of steps and learning rate."""
-    engine: EngineConfig = changeable(default_factory=EngineConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     """Sharding, precision and devices."""
-    checkpoint: CheckpointConfig = changeable(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving."""
-    recovery: RecoveryConfig = changeable(default_factory=RecoveryConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     """Recovery from loss spikes and bad gradients."""
-    evaluation: EvaluationConfig = changeable(default_factory=EvaluationConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Validation."""
-    metrics: MetricsConfig = changeable(default_factory=MetricsConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     """Measurements."""
 
     def __post_init__(self) -> None:
@@ -193,6 +192,21 @@ class RunConfig:
     @property
     def tokens_per_step(self) -> int:
         return self.data.lanes * self.lane_tokens_per_step
+
+
+# Settings and sections that change neither which model learns nor from which tokens.
+_MAY_CHANGE = (
+    *("data.path", "data.manifest_hashes", "data.cache", "data.phases", "optim.steps"),
+    *("engine", "checkpoint", "recovery", "evaluation", "metrics"),
+)
+
+
+def may_change(key: str) -> bool:
+    """Whether a setting, such as `optim.steps`, may change when a run is resumed.
+
+    With another value of any other setting it would be another run.
+    """
+    return key != "engine.kind" and any(f"{key}.".startswith(f"{name}.") for name in _MAY_CHANGE)
 
 
 def lanes_of_rank(run: RunConfig, rank: int, world_size: int) -> range:

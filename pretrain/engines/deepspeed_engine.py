@@ -151,19 +151,23 @@ def deepspeed_settings(
 
 
 def _refuse_other_optimizers(run: RunConfig, zero: Mapping[str, Any]) -> None:
-    """Raise ConfigError for settings with which DeepSpeed updates weights by an Adam of its own."""
-    offload = zero.get("offload_optimizer")
-    offload = offload if isinstance(offload, Mapping) else {}
+    """Raise ConfigError for settings with which DeepSpeed updates weights by an Adam of its own, or
+    swaps state to a disk, where checkpoints, EMA and LAMB cannot access it."""
+    parts = {name: zero.get(name) for name in ("offload_optimizer", "offload_param")}
+    offload, weights = ({} if not isinstance(each, Mapping) else each for each in parts.values())
     found = {
         "offload_optimizer.ratio": offload.get("ratio", 1.0) != 1.0,
         "offload_optimizer.super_offload": bool(offload.get("super_offload")),
+        "offload_optimizer.device=nvme": offload.get("device") == "nvme",
+        "offload_param.device=nvme": weights.get("device") == "nvme",
         "zenflow": bool(zero.get("zenflow")),
     }
     for key, is_set in found.items():
         if is_set:
             raise ConfigError(
                 f"engine.deepspeed_extra.zero_optimization.{key}: with it DeepSpeed's own Adam "
-                f"updates weights, expected optim.name={run.optim.name} for all; remove it"
+                f"updates weights, or keeps them on a disk, expected optim.name={run.optim.name} "
+                "for all of them, in memory; remove it"
             )
 
 

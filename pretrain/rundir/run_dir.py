@@ -50,13 +50,12 @@ from foundation.settings import differences, load_config, parse_config, to_tree
 from foundation.yaml_files import dump_yaml
 from pretrain.checkpoint.marker import latest_step
 from pretrain.config.resolve import with_absolute_paths
-from pretrain.config.resume_rules import may_change
-from pretrain.config.run import RunConfig
+from pretrain.config.run import RunConfig, may_change
 from pretrain.rundir import heartbeat
 from pretrain.rundir.events import SettingsChanged
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, exclusive_lock, read_lock
-from pretrain.rundir.metrics_file import cut_measurements_after, measurements_of
+from pretrain.rundir.metrics_file import measurements_of
 from pretrain.rundir.run_paths import advice_on
 
 _NAMES = {
@@ -298,7 +297,12 @@ class RunDir:
         if not cls(path).exists():
             return cls.create(path, config)
         run_dir = cls.open(path)
-        run_dir._accept(config)
+        if changes := differences(to_tree(run_dir.config), to_tree(config)):
+            run_dir.refuse_other_run(config)
+            for key, (old, new) in changes.items():
+                logger.info("changed setting  %s: %s -> %s", key, old, new)
+            run_dir.ledger.append(SettingsChanged(changes=changes))
+            write_text(run_dir.config_file, dump_yaml(to_tree(config)), mode=0o600)
         return run_dir
 
     def exists(self) -> bool:
@@ -323,17 +327,17 @@ class RunDir:
         """Who the run is; ConfigError, with the way out, if run.json is damaged."""
         try:
             tree = read_json(self._identity_file)
-            if not isinstance(found := tree.get("format"), int) or found == FORMAT:
-                identity = parse_config(RunIdentity, tree, source="run.json")
-                Fields(asdict(identity)).text("id")  # messages and checkpoints repeat it
-                return identity
+            identity = parse_config(RunIdentity, tree, source="run.json")
+            Fields(asdict(identity)).text("id")  # messages and checkpoints repeat it
         except (ValueError, AttributeError, ConfigError, InvalidField) as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(f"{self._identity_file} is damaged ({reason}); {_RESTORE}") from None
-        raise ConfigError(
-            f"{self._identity_file} has format {found}, this version reads format {FORMAT}; "
-            "resume with the version that started the run"
-        )
+        if identity.format != FORMAT:
+            raise ConfigError(
+                f"{self._identity_file} has format {identity.format}, this version reads format "
+                f"{FORMAT}; resume with the version that started the run"
+            )
+        return identity
 
     @property
     def config(self) -> RunConfig:
@@ -344,14 +348,6 @@ class RunDir:
                 'checkpoint\'s index.json has as "config"'
             )
         return load_config(RunConfig, self.config_file)
-
-    def cut_metrics_after(self, step: int) -> int:
-        """Remove every measurement after `step`, and lines that are damaged or cut short; returns
-        how many.
-
-        A resumed run repeats and measures those steps, so that each is measured once in the end.
-        """
-        return cut_measurements_after(self.metrics, step)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All measurements, oldest first; damaged lines are skipped with a warning."""
@@ -440,21 +436,11 @@ class RunDir:
                 f"{self.path} holds other files and no run ({', '.join(strangers[:5])}); {advice}"
             )
 
-    def _accept(self, config: RunConfig) -> None:
-        changes = differences(to_tree(self.config), to_tree(config))
-        if not changes:
-            return
-        self.refuse_other_run(config)
-        for key, (old, new) in changes.items():
-            logger.info("changed setting  %s: %s -> %s", key, old, new)
-        self.ledger.append(SettingsChanged(changes=changes))
-        write_text(self.config_file, dump_yaml(to_tree(config)), mode=0o600)
-
 
 def _refusal(key: str, old: Any, new: Any, step: int) -> str:
     """Why a run that has reached `step` may not resume with this change; empty if it may."""
     change = f"{old} -> {new}"
-    if not may_change(RunConfig, key):
+    if not may_change(key):
         return "" if key == "model.vocab_size" and not (old and new) else change
     if key == "optim.steps" and new < old:
         # More steps stretch the schedule; fewer would need a learning rate that was never

@@ -12,7 +12,6 @@ from pretrain.config.optim import OptimConfig
 from pretrain.config.phases import (
     first_step_at,
     lane_seed_at,
-    lanes_since,
     phase_at,
     restarts_lanes,
     run_at,
@@ -96,7 +95,6 @@ def test_a_phase_of_another_segment_length_alone_continues_its_lanes():
     ]
     assert [step for step in range(60) if starts_phase(WARM_UP, step)] == [10, 30, 50]
     assert [step for step in range(60) if restarts_lanes(WARM_UP, step)] == [50]
-    assert [lanes_since(WARM_UP, step) for step in (9, 10, 49, 50)] == [0, 0, 0, 50]
     assert [lane_seed_at(WARM_UP, step) for step in (9, 10, 49, 50)] == [7, 7, 7, 10]
 
 

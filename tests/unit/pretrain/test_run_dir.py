@@ -17,7 +17,7 @@ from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import MetricsConfig, RunConfig
 from pretrain.rundir.events import SettingsChanged
 from pretrain.rundir.ledger import events_of
-from pretrain.rundir.metrics_file import measurement_of
+from pretrain.rundir.metrics_file import cut_measurements_after, measurement_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
@@ -152,14 +152,14 @@ def test_cut_metrics_keep_every_step_up_to_the_one_resumed_and_report_missing_on
     run_dir = RunDir.create(tmp_path, RUN)
     lines = [json.dumps(MEASURED | {"step": step}) + "\n" for step in (1, 2, 3, 3, 4)]
     run_dir.metrics.write_text("".join(lines) + '{"kind": "train", "st')
-    assert run_dir.cut_metrics_after(3) == 2
+    assert cut_measurements_after(run_dir.metrics, 3) == 2
     assert run_dir.metrics.read_text() == "".join(lines[:4])
-    assert run_dir.cut_metrics_after(3) == 0
+    assert cut_measurements_after(run_dir.metrics, 3) == 0
     assert not caplog.messages
-    assert run_dir.cut_metrics_after(5) == 0
+    assert cut_measurements_after(run_dir.metrics, 5) == 0
     [warning] = caplog.messages
     assert warning.endswith("ends at step 3, expected 5; the rest is lost")
-    assert run_dir.cut_metrics_after(0) == 4
+    assert cut_measurements_after(run_dir.metrics, 0) == 4
     assert run_dir.metrics.read_text() == ""
 
 
