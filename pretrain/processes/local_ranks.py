@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
 import socket
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 from foundation.errors import EXIT_USER_ERROR
 from foundation.files import own_file
@@ -22,7 +18,7 @@ from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
 from pretrain.rundir.lock import VARIABLE
 from pretrain.rundir.run_dir import AttemptFiles
-from pretrain.terminal.log import LINE_START, NO_RELAY, RELAY_VARIABLE
+from pretrain.terminal.log import LINE_START, RELAY_VARIABLE
 
 # How long the others may run after one rank failed: enough to report errors, too short to wait in a
 # collective for it.
@@ -60,7 +56,6 @@ class RankGroup:
         files.create()
         self.logs = files.rank_logs(num_ranks)
         self.first_failure: int | None = None  # the rank that failed before any other did
-        self._echo: threading.Thread | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         shared = rank_environment(num_ranks, {**os.environ, **(environment or {})})
         shared |= files.variables
@@ -117,7 +112,6 @@ class RankGroup:
             else:
                 meanwhile()
                 time.sleep(_POLL_SECONDS)
-        self._close_echo()
         return [process.returncode for process in self._processes]
 
     def terminate(self) -> None:
@@ -135,35 +129,23 @@ class RankGroup:
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
-        self._close_echo()
 
     def _start(
         self, command: Sequence[str], rank: int, environment: dict[str, str], echo: bool
     ) -> subprocess.Popen[bytes]:
         parent = os.getpid()
-        with open(self.logs[rank], "ab", opener=own_file) as log:
-            reader, relay = os.pipe() if echo else (NO_RELAY, NO_RELAY)
-            process = subprocess.Popen(
+        # Open beside the rank's log, which is its stderr, for as long as the rank lives.
+        with open(self.logs[rank], "ab", opener=own_file) as log, open(os.dup(2), "wb") as ours:
+            return subprocess.Popen(
                 command,
-                env=environment | ({RELAY_VARIABLE: str(relay)} if echo else {}),
+                env=environment | ({RELAY_VARIABLE: str(ours.fileno())} if echo else {}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=(relay,) if echo else (),
+                pass_fds=(ours.fileno(),) if echo else (),
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which then decides
                 preexec_fn=lambda: set_parent_death_signal(parent),
             )
-        if echo:
-            os.close(relay)
-            source = open(reader, "rb")  # noqa: SIM115  (closed by the thread)
-            self._echo = threading.Thread(target=_show_lines, args=(source,), daemon=True)
-            self._echo.start()
-        return process
-
-    def _close_echo(self) -> None:
-        if self._echo is not None:
-            self._echo.join(timeout=GRACE_SECONDS)
-            self._echo = None
 
 
 def set_parent_death_signal(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -263,11 +245,3 @@ def _first_hand(failed: Sequence[int], statuses: Sequence[int | None]) -> int:
     knows = [rank for rank in failed if statuses[rank] == EXIT_USER_ERROR]
     killed = [rank for rank in failed if (statuses[rank] or 0) < 0]
     return (knows or killed or failed)[0]
-
-
-def _show_lines(relay: IO[bytes]) -> None:
-    with relay:
-        for line in relay:
-            with contextlib.suppress(OSError, ValueError):  # our own output may be closed
-                sys.stderr.write(line.decode(errors="replace"))
-                sys.stderr.flush()

@@ -7,6 +7,7 @@ knows who it is. `print` is for the output that a user asked a command for.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import re
@@ -18,7 +19,7 @@ from foundation.errors import printable
 
 LEVELS = ("debug", "info", "warning", "error")
 LEVEL_VARIABLE = "PRETRAIN_LOG_LEVEL"  # the level that started processes inherit
-# The file descriptor on which a launcher reads what a rank logs.
+# The file descriptor of a launcher's stderr, where a rank shows what it logs, too.
 RELAY_VARIABLE, NO_RELAY = "PRETRAIN_LOG_RELAY", -1
 PACKAGES = ("foundation", "data_pipeline", "pretrain", "launcher")
 # What each line starts with, for those who read log files.
@@ -77,8 +78,8 @@ def adopt_logger(name: str, ignored: str | None = None) -> None:
 class _StderrHandler(logging.Handler):
     """Writes each record with one call, so that lines of several threads or ranks do not mix.
 
-    A launcher that shows them gets the same lines from the file descriptor `relay`: only them, not
-    the tracebacks and prints that are also written to stderr.
+    The same lines, but not the tracebacks and prints that are also written to stderr, go to the
+    file descriptor `relay`.
     """
 
     def __init__(self, level: int, relay: int = NO_RELAY) -> None:
@@ -91,7 +92,8 @@ class _StderrHandler(logging.Handler):
             sys.stderr.write(line)
             sys.stderr.flush()
             if self.relay != NO_RELAY:
-                os.write(self.relay, line.encode())
+                with contextlib.suppress(OSError):  # that terminal may be closed
+                    os.write(self.relay, line.encode())
         except Exception:  # a full disk or a closed terminal must not stop training
             self.handleError(record)
 
