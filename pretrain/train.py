@@ -76,7 +76,6 @@ def train(parts: Parts, process: RankProcess) -> Outcome:
     while state.step < config.optim.steps:
         # Forward and backward, slot by slot: each slot continues with the memory it left last step.
         batch = next(parts.batches)
-        metrics.add_batch(batch)
         memories_before = list(state.memories)
         *slots, last = enumerate(batch.split(len(state.memories)))
         for slot, part in slots:

@@ -12,21 +12,14 @@ and rank 0 writes:
                    "used_memory_gib" (mean over ranks), "save_stall" (seconds the loop waited for
                    saves), "stall" (seconds lost in steps
                    that took far longer than usual; not in "seconds"); with several ranks
-                   "slowest_rank" and "straggler_ratio"; what lanes did (`lane_meter`); in fp16
+                   "slowest_rank" and "straggler_ratio"; "memory_norm/layer.N" (mean L2 norm of
+                   the rows in a layer's memory, over all lanes); in fp16
                    "loss_scale"; at full intervals norms per layer (`layer_norms`)
     {"kind": "evaluation", "step", "seconds", "loss", "perplexity", ...}; of each set also
                    "loss/NAME" and "bits_per_byte/NAME", of tasks "tasks/TASK/METRIC"
 
 A step's loss is the mean over its slots and ranks, summed in float64. That is exact wherever
 intervals begin, so a resumed run writes the same numbers for the same steps.
-
-Metrics of the lanes: what they read in an interval, and how large their memories are.
-
-    memory_norm/layer.0    mean L2 norm of the rows in the first layer's memory, over all lanes
-    lane_epochs_started    epochs that lanes have started; each lane has its own
-    documents_started      documents that lanes have started; after a gap each lane starts one
-
-Norms stay on the device, and all sums travel in the vector that the ranks exchange anyway.
 
 The peak that MFU refers to: measured once per run, devices and precision, RUN/matmul_peaks.json.
 
@@ -45,11 +38,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.lanes.lane_stream import Prefetcher, SegmentBatch
+from data_pipeline.lanes.lane_stream import Prefetcher
 from foundation.errors import os_error_text
 from foundation.files import read_json, write_json
 from foundation.retry import outlast
@@ -81,61 +73,6 @@ from pretrain.rundir.metrics_file import has_evaluation
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
 from pretrain.terminal.text import counted, evaluation_line, perplexity, si, train_line
-
-
-class LaneMeter:
-    """Counts for this rank's lanes; `state` is the one that the loop advances."""
-
-    def __init__(self, run: RunConfig, state: TrainState) -> None:
-        self._lane_state = LaneState(run.model)
-        self._num_lanes = run.data.lanes
-        self._state = state
-        self._epochs = self._epochs_started()
-        self._documents_started = 0
-
-    def add(self, batch: SegmentBatch) -> None:
-        """Take what a step reads; it is in host memory."""
-        self._documents_started += int(np.count_nonzero(batch.starts_BL))
-
-    def take(self, device: torch.device) -> Tensor:
-        """This rank's sums since the last call: float64, the same number on every rank.
-
-        Does not wait for the device.
-        """
-        epochs, self._epochs = self._epochs, self._epochs_started()
-        starts, self._documents_started = self._documents_started, 0
-        counts = torch.tensor([self._epochs - epochs, starts], dtype=torch.float64, device=device)
-        sums_of_slots = [
-            torch.stack(
-                [_sum_of_norms(layer, device) for layer in self._lane_state.vectors(memory)]
-            )
-            for memory in self._state.memories
-            if memory
-        ]
-        norm_sums = [torch.stack(sums_of_slots).sum(0)] if sums_of_slots else []
-        return torch.cat([counts, *norm_sums])
-
-    def numbers(self, sums: list[float]) -> dict[str, float | None]:
-        """The metrics, from the sums of all ranks; None for a norm that is not finite."""
-        epochs, starts, *norm_sums = sums
-        memory = next(iter(self._state.memories), None)
-        rows = [each.shape[1] for each in self._lane_state.vectors(memory)] if memory else []
-        named = {
-            f"memory_norm/layer.{layer}": _finite(norms / (self._num_lanes * count))
-            for layer, (norms, count) in enumerate(zip(norm_sums, rows, strict=True))
-            if count
-        }
-        return {"lane_epochs_started": int(epochs), "documents_started": int(starts), **named}
-
-    def _epochs_started(self) -> int:
-        return 0 if self._state.cursor is None else int(self._state.cursor.epochs_B.sum())
-
-
-def _sum_of_norms(rows_BMX: Tensor, device: torch.device) -> Tensor:
-    rows_BMX = rows_BMX.to(device, non_blocking=True)
-    norms_BM = torch.linalg.vector_norm(rows_BMX, dim=-1, dtype=torch.float32)
-    return norms_BM.sum(dtype=torch.float64)
-
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +140,7 @@ class MetricsRecorder:
         self._world = world
         self._prefetcher = prefetcher
         self._copy = copy
-        self._lane_meter = LaneMeter(run, state)
+        self._state, self._lane_state = state, LaneState(run.model)
         self._stragglers = StragglerWatch()
         self._file: MetricsFile | None = None
         self._tensorboard: TensorBoard | None = None
@@ -227,10 +164,6 @@ class MetricsRecorder:
             )  # fmt: skip
         self._start_interval()
 
-    def add_batch(self, batch: SegmentBatch) -> None:
-        """Take what the current step reads."""
-        self._lane_meter.add(batch)
-
     def add_loss(self, loss: Tensor) -> None:
         """Take the mean loss of one slot, without waiting for the device."""
         self._slot_losses.append(loss.detach())
@@ -253,7 +186,7 @@ class MetricsRecorder:
         if not self._steps:
             return lines
         steps, self._steps = self._steps, []
-        losses, (waited, used_memory_gib, *of_R), of_lanes, squares = self._over_ranks(steps)
+        losses, (waited, used_memory_gib, *of_R), norms, squares = self._over_ranks(steps)
         self._end_of_step(is_whole=False)  # a rank may have been waited for in the exchange
         stalled = self._slowness.take_stalled()
         seconds = time.perf_counter() - self._start - self._paused - stalled
@@ -285,7 +218,13 @@ class MetricsRecorder:
                 lines[-1]["stall"] = stalled
             if last.result.loss_scale is not None:
                 lines[-1]["loss_scale"] = last.result.loss_scale
-            lines[-1] |= self._lane_meter.numbers(of_lanes)
+            memory = next(iter(self._state.memories), None)
+            rows = [each.shape[1] for each in self._lane_state.vectors(memory)] if memory else []
+            lines[-1] |= {
+                f"memory_norm/layer.{layer}": _finite(norm / (count * self._run.data.lanes))
+                for layer, (norm, count) in enumerate(zip(norms, rows, strict=True))
+                if count
+            }
             if last.result.layers is not None and last.result.grad_norm is not None:
                 names, norm = last.result.layers.names, float(last.result.grad_norm)
                 lines[-1] |= layer_metrics(names, squares, norm, self._run.optim.clip_norm)
@@ -351,17 +290,27 @@ class MetricsRecorder:
         self._copy(lines)
 
     def _over_ranks(self, steps: Sequence[_Step]) -> tuple[list[float], ...]:
-        """Sums over ranks: losses by step, ranks' measurements, lanes' counts, squared norms."""
+        """Sums over ranks: losses by step, ranks' measurements, norms of memories over all lanes,
+        squared norms of layers."""
         losses = torch.stack([step.loss_sum for step in steps])
         waited = self._prefetcher.wait_seconds - self._waited_before
         numbers = [waited, memory_in_use_gib(self._world.device), *self._slowness.take(waited)]
         own = torch.tensor(numbers, dtype=torch.float64, device=losses.device)
-        of_lanes = self._lane_meter.take(losses.device)
         layers = steps[-1].result.layers
         squares = layers.squares_KG.flatten().to(losses.device) if layers else losses.new_empty(0)
-        parts = [losses, own, of_lanes, squares]
+        parts = [losses, own, self._memory_norms(losses.device), squares]
         sums = sum_over_ranks(torch.cat(parts)).cpu()
         return tuple(part.tolist() for part in sums.split([len(part) for part in parts]))
+
+    def _memory_norms(self, device: torch.device) -> Tensor:
+        """By layer the sum of the norms of the rows in this rank's memories."""
+        of_slots = [
+            torch.stack([_sum_of_norms(rows_BMX, device) for rows_BMX in rows])
+            for memory in self._state.memories
+            if memory
+            for rows in [self._lane_state.vectors(memory)]
+        ]
+        return torch.stack(of_slots).sum(0) if of_slots else torch.empty(0, device=device)
 
     def _end_of_step(self, is_whole: bool = True) -> None:
         now, paused = time.perf_counter(), self._paused
@@ -405,6 +354,12 @@ def _line(step: _Step, loss: float) -> dict[str, Any]:
         "skipped": step.result.skipped,
         **({} if step.result.loss_scale is None else {"overflowed": step.result.overflowed}),
     }
+
+
+def _sum_of_norms(rows_BMX: Tensor, device: torch.device) -> Tensor:
+    rows_BMX = rows_BMX.to(device, non_blocking=True)
+    norms_BM = torch.linalg.vector_norm(rows_BMX, dim=-1, dtype=torch.float32)
+    return norms_BM.sum(dtype=torch.float64)
 
 
 def _finite(value: float) -> float | None:

@@ -117,6 +117,24 @@ def test_mfu_describe_and_reports_count_the_same_flops_with_accumulation(
     assert described[1] == f"{si(cost_of(run).flops_per_token)}FLOP"
 
 
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_memorys_norm_is_the_mean_over_the_rows_of_all_lanes(world, run_dir, num_slots):
+    recorder = Recorder(world, run_dir)
+    recorder.make_step(1.0)
+    recorder.metrics.write()
+    rows_BMD = torch.zeros(2, 3, 8)
+    rows_BMD[0, :, 0], rows_BMD[1, :, 1] = 5.0, 7.0
+    slots = zip(rows_BMD.chunk(num_slots), torch.zeros(2, 3).chunk(num_slots), strict=True)
+    recorder.state.memories = list(slots)
+    recorder.make_step(1.0)
+    recorder.metrics.write()
+    recorder.state.memories = [(rows * torch.inf, more) for rows, more in recorder.state.memories]
+    recorder.make_step(1.0)
+    recorder.close()
+    norms = [line.get("memory_norm/layer.0", "no memory") for line in run_dir.read_metrics()]
+    assert norms == ["no memory", 6.0, None]
+
+
 def test_a_steps_loss_does_not_depend_on_where_intervals_begin(world, tmp_path):
     generator = torch.Generator().manual_seed(1)
     losses = torch.rand(6, 3, generator=generator).tolist()
