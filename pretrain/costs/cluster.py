@@ -6,6 +6,7 @@ it to estimate costs, `launcher` to submit jobs; one reader refuses the same fil
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import unicodedata
@@ -266,7 +267,6 @@ class ClusterConfig:
                 f"gpu={self.gpu} but gpus_per_node={self.gpus_per_node}; give one kind of GPU"
             )
         _check_texts(self)
-        _check_references(self.environment)
         if self.time_limit.isdecimal():  # to Slurm minutes, to most people seconds
             raise ConfigError(f"time_limit={self.time_limit} has no unit; write it as 24:00:00")
         if self.signal_seconds > _LARGEST_SIGNAL_FRACTION * seconds_of(self.time_limit):
@@ -323,10 +323,7 @@ def _check_texts(cluster: ClusterConfig) -> None:
                     f"{name_of}: found a control character in {text[:80]!r}, expected one line of "
                     "plain text; write one line per entry"
                 )
-
-
-def _check_references(environment: Mapping[str, str]) -> None:
-    for name, value in environment.items():
+    for name, value in cluster.environment.items():
         wanted = referenced_variable(value)
         if wanted is not None and not is_variable_name(wanted):
             raise ConfigError(f"environment.{name}: found {value!r}, expected env:NAME")
@@ -364,10 +361,7 @@ def seconds_of(time_limit: str) -> float:
         raise ConfigError(
             f"time_limit={time_limit!r} is not a time; write it as '24:00:00' or '2-00:00:00'"
         )
-    numbers = [int(part) for part in found.groups() if part is not None]
-    if found[1] is None and len(numbers) == 1:
-        return numbers[0] * 60
-    units = [24 * 3600, 3600, 60, 1]
-    if found[1] is None:
-        units = units[-len(numbers) :]
-    return sum(number * unit for number, unit in zip(numbers, units, strict=False))
+    parts = (found[1] or 0, *found.groups()[1:])
+    days, *numbers = (int(part) for part in parts if part is not None)
+    units = [3600, 60, 1] if found[1] or len(numbers) == 3 else [60, 1]
+    return 86400 * days + sum(map(operator.mul, numbers, units))

