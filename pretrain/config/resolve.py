@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data_pipeline.config import CacheConfig, MixturePart
+from data_pipeline.config import MixturePart
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, read_manifest, read_vocab_size
 from foundation.errors import ConfigError, DataError
 from foundation.files import absolute, path_text, url_of
@@ -34,16 +34,6 @@ class EvaluationSet:
     path: Path  # of the corpus, or of one split of it
     manifest_hashes: tuple[str, ...] = ()  # of which the corpus must have one, if there are any
     is_part: bool = False  # of a mixture: it may have no validation split, and is left out then
-
-    def directory(self, cache: CacheConfig) -> Path:
-        """Return where its split is, or would be; DataError if its hashes do not allow it.
-
-        Fetches the manifests and the tokenizer of a URL.
-        """
-        from data_pipeline.corpora.corpus import pinned_directory  # late: the object stores
-
-        split = split_of(self.path)
-        return pinned_directory(split.parent, cache, self.manifest_hashes) / split.name
 
 
 def split_of(path: Path) -> Path:
@@ -67,16 +57,20 @@ def evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
 def splits_of_sets(run: RunConfig) -> dict[str, Path]:
     """Return name -> directory of each set's split; parts without one are left out.
 
-    DataError for a set without one, or with another tokenizer than `corpus`, by default that of the
-    run: a loss per token says nothing then.
+    DataError for a set without one, with other hashes than it must have, or with another tokenizer
+    than the run's corpus: a loss per token says nothing then. Fetches manifests and tokenizers of
+    URLs.
     """
-    cache = run.data.cache
-    sets = [(each, each.directory(cache)) for each in evaluation_sets(run)]
-    if not sets:
-        return {}
+    from data_pipeline.corpora.corpus import pinned_directory  # late: the object stores
+
+    found: dict[str, Path] = {}
+    if not (sets := evaluation_sets(run)):
+        return found
     expected = read_manifest(run.data.directory() / VALIDATION).tokenizer
-    found = {}
-    for each, directory in sets:
+    for each in sets:
+        split = split_of(each.path)
+        corpus = pinned_directory(split.parent, run.data.cache, each.manifest_hashes)
+        directory = corpus / split.name
         if each.is_part and not (directory / MANIFEST_NAME).is_file():
             continue
         try:

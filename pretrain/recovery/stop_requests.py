@@ -42,20 +42,14 @@ class StopRequest:
     """Remembers a stop signal. A second SIGINT, say from an impatient user, ends the process."""
 
     def __init__(self) -> None:
-        self._requested = False
-        self._count = 0
+        self.count = 0  # signals that this rank was sent
         self._exchanges = BackgroundExchanges()
         self._answer: Callable[[], Agreement] = Agreement  # to the last `raise_if_requested`
         self._previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
 
-    @property
-    def count(self) -> int:
-        """How many signals this rank was sent."""
-        return self._count
-
     def requested_on_any_rank(self) -> bool:
         """Whether any rank was asked to stop. A collective: all ranks call it at the same step."""
-        return any_rank(self._requested)
+        return any_rank(self.count > 0)
 
     def ask(self, own: Callable[[], Agreement] = Agreement) -> Callable[[], Agreement]:
         """Start to ask what ranks agree on, of which this one has its `own` flags: in one exchange,
@@ -66,7 +60,7 @@ class StopRequest:
         """
 
         def flags() -> Agreement:
-            return replace(own(), stop=self._requested)
+            return replace(own(), stop=self.count > 0)
 
         if dist.get_world_size() == 1:
             return flags
@@ -88,7 +82,6 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._requested and number == signal.SIGINT:
+        if self.count and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._requested = True
-        self._count += 1
+        self.count += 1

@@ -6,6 +6,7 @@ Measurements as lines for people.
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -65,31 +66,21 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 def fitted_table(rows: Sequence[Sequence[str]], width: int | None = None) -> str:
     """`text_table`; on a terminal that is narrower, several, one below the other.
 
-    Each of them starts with the first column.
+    Each of them starts with the first column. A column that does not fit is in a table of its own.
     """
     if width is None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     first, *others = _widths(rows)
-    room = width - first if width else math.inf
-    groups = column_groups([needed + 2 for needed in others], room)
-    tables = ([[row[0], *(row[1 + index] for index in group)] for row in rows] for group in groups)
-    return "\n\n".join(map(text_table, tables))
-
-
-def column_groups(widths: Sequence[int], room: float) -> list[list[int]]:
-    """Divide columns, in their order, into groups that fit into `room`, each with one or more.
-
-    A column that does not fit is a group of its own.
-    """
     groups: list[list[int]] = [[]]
-    left = room
-    for index, width in enumerate(widths):
-        if width > left and groups[-1]:
+    left = room = width - first if width else math.inf
+    for index, needed in enumerate(others):
+        if needed + 2 > left and groups[-1]:
             groups.append([])
             left = room
         groups[-1].append(index)
-        left -= width
-    return groups
+        left -= needed + 2
+    tables = ([[row[0], *(row[1 + index] for index in group)] for row in rows] for group in groups)
+    return "\n\n".join(map(text_table, tables))
 
 
 def distinguished(names: Sequence[str]) -> list[str]:
@@ -97,12 +88,9 @@ def distinguished(names: Sequence[str]) -> list[str]:
 
     Words end at `-`, `_`, `/`, `+` or a space. Something is left of every name.
     """
-    cut = 0
-    for end, letters in enumerate(zip(*names, strict=False), start=1):
-        if len(set(letters)) > 1 or len(names) < 2:
-            break
-        if letters[0] in "-_/+ " and end < min(map(len, names)):
-            cut = end
+    common = os.path.commonprefix([name[:-1] for name in names])  # noqa: RUF071  (no paths)
+    common = common if len(names) > 1 else ""
+    cut = 1 + max(map(common.rfind, "-_/+ "))
     return [name[cut:] for name in names]
 
 

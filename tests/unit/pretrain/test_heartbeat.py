@@ -28,9 +28,9 @@ from pretrain.recovery.stop_requests import StopRequest
 
 def wait_for_ever():
     deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and not stop._requested:
+    while time.monotonic() < deadline and not stop.count:
         time.sleep(0.02)
-    sys.exit("stop requested" if stop._requested else "never ended")
+    sys.exit("stop requested" if stop.count else "never ended")
 
 stop = StopRequest()
 say = lambda: print("last words", file=sys.stderr)
