@@ -21,10 +21,8 @@ and rank 0 writes:
 A step's loss is the mean over its slots and ranks, summed in float64. That is exact wherever
 intervals begin, so a resumed run writes the same numbers for the same steps.
 
-The peak that MFU refers to: measured once per run, devices and precision, RUN/matmul_peaks.json.
-
-Measured again at each start it moves by a factor of three where others use the machine, and MFU
-with it.
+MFU refers to the peak of the GPUs' data sheet, as in `describe`. Without one, as on a CPU, it
+refers to a large matrix product, measured at the start.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,11 +39,9 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.lanes.lane_stream import Prefetcher
-from foundation.errors import os_error_text
-from foundation.files import read_json, write_json
 from foundation.retry import outlast
-from pretrain.config.choices import Precision
 from pretrain.config.run import RunConfig
+from pretrain.costs.cluster import DEVICES, device_named
 from pretrain.costs.flops import flops_per_token
 from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
 from pretrain.distributed.world import (
@@ -75,33 +70,6 @@ from pretrain.state import TrainState
 from pretrain.terminal.text import counted, evaluation_line, perplexity, si, train_line
 
 logger = logging.getLogger(__name__)
-
-
-def peak_of_run(run_dir: RunDir, world: World, precision: Precision) -> float:
-    """FLOPs per second of a large matrix product, over all ranks. A collective."""
-    # "highest" is PyTorch's word for fp32 without TF32.
-    fp32 = torch.get_float32_matmul_precision() if dtype_of(precision) is torch.float32 else ""
-    how = f"{precision}{', TF32' if fp32 not in ('', 'highest') else ''}"
-    name = f"{torch.get_num_threads()} of {os.cpu_count()} CPU threads"
-    if world.device.type == "cuda":
-        name = torch.cuda.get_device_name(world.device)
-    devices = f"{world.world_size} x {name}, {how}"
-    known: dict[str, float] = {}
-    if world.is_main:
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-            # none, or damaged: it is measured again
-            known = {str(key): float(peak) for key, peak in read_json(run_dir.matmul_peaks).items()}
-    known = broadcast_value(known, dict[str, float])
-    if devices in known:
-        return known[devices]
-    own = measured_matmul_peak(world.device, dtype_of(precision))
-    peak = float(sum_over_ranks(torch.tensor([own], dtype=torch.float64, device=world.device)))
-    if world.is_main:
-        try:
-            write_json(run_dir.matmul_peaks, {**known, devices: peak})
-        except OSError as error:  # the next start measures again
-            logger.warning("measured peak not written: %s", os_error_text(error))
-    return peak
 
 
 @dataclass(frozen=True)
@@ -148,7 +116,13 @@ class MetricsRecorder:
         self._slot_losses: list[Tensor] = []
         self._steps: list[_Step] = []
         self._flops_per_token = flops_per_token(run)
-        self._peak = peak_of_run(run_dir, world, run.engine.number_format)
+        name, precision = "", run.engine.number_format
+        if world.device.type == "cuda":
+            name = device_named(torch.cuda.get_device_name(world.device))
+        own = DEVICES[name].peak(run.engine) if name else 0.0
+        own = own or measured_matmul_peak(world.device, dtype_of(precision))
+        peaks = sum_over_ranks(torch.tensor([own], dtype=torch.float64, device=world.device))
+        self._peak = float(peaks)
         self._slowness = SlownessMeter(module, world)
         if world.is_main:
             self._file = MetricsFile(run_dir, state.step, may_write)
@@ -157,10 +131,9 @@ class MetricsRecorder:
             self._profiler = StepProfiler(*run.metrics.profile_steps, run_dir.traces)
             self._profiler.after_step(state.step)
             logger.info(
-                "MFU = tokens/s x %sFLOP per token / %sFLOP/s, the matrix product measured on "
-                "%s in %s",
+                "MFU = tokens/s x %sFLOP per token / %sFLOP/s of %s in %s (%s)",
                 si(self._flops_per_token), si(self._peak), counted(world.world_size, "rank"),
-                run.engine.number_format,
+                precision, f"{name}'s data sheet" if name else "a large matrix product, measured",
             )  # fmt: skip
         self._start_interval()
 

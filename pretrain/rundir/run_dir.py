@@ -59,7 +59,7 @@ from pretrain.rundir.metrics_file import measurements_of
 from pretrain.rundir.run_paths import advice_on
 
 _NAMES = {
-    *("run.json", "config.yaml", "ledger.jsonl", "metrics.jsonl", "matmul_peaks.json", "attempt"),
+    *("run.json", "config.yaml", "ledger.jsonl", "metrics.jsonl", "attempt"),
     *("checkpoints", "heartbeats", "logs", "slurm", "tensorboard", "traces", "wandb"),
 }
 
@@ -239,7 +239,6 @@ class RunDir:
         self.ledger = Ledger(self.path / "ledger.jsonl", self.patience)
         self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
-        self.matmul_peaks = self.path / "matmul_peaks.json"  # that MFU refers to
         self.wandb = self.path / "wandb"
         self.traces = self.path / "traces"
         self.heartbeats = self.path / heartbeat.DIRECTORY

@@ -171,7 +171,7 @@ def test_evaluations_are_counted_by_phase_and_at_the_end():
 
     def flops(length: int, ranks: int) -> float:
         phase = replace(run, data=replace(run.data, segment_length=length))
-        return evaluation_flops(phase, None, ranks, [run.model, without])
+        return evaluation_flops(phase, 1000, ranks, [run.model, without])
 
     assert time.evaluation == pytest.approx((2 * flops(32, 2) + 3 * flops(64, 2)) / 1e9)
     assert flops(32, 8) == flops(32, 4), "4 lanes"

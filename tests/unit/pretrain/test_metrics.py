@@ -21,7 +21,7 @@ from pretrain.config.optim import OptimConfig
 from pretrain.config.run import MetricsConfig, RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.engines.engine import StepResult
-from pretrain.metrics.recorder import MetricsRecorder, peak_of_run
+from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.writers import MetricsFile
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
@@ -166,24 +166,11 @@ def test_a_resumed_run_has_every_step_once_in_file_and_tensorboard(world, run_di
         second.make_step(loss)
     second.close()
     assert losses_of(run_dir) == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
-    assert second.metrics._peak == first.metrics._peak, "measured once: MFU stays comparable"
     assert all(line["kind"] == "train" for line in run_dir.read_metrics()), (
         "the evaluation after step 4 comes again"
     )
 
     assert scalars_of_tensorboard(run_dir) == losses_of(run_dir)
-
-
-def test_the_peak_is_measured_once_for_each_device_and_precision(world, run_dir):
-    measured = peak_of_run(run_dir, world, "fp32")
-    (device,) = json.loads(run_dir.matmul_peaks.read_text())
-    known = {device: 7.0, f"more {device}": 8.0}
-    run_dir.matmul_peaks.write_text(json.dumps(known))
-    assert peak_of_run(run_dir, world, "fp32") == 7.0
-    run_dir.matmul_peaks.write_text(json.dumps({f"more {device}": 8.0}))
-    assert peak_of_run(run_dir, world, "fp32") > 8.0
-    assert measured > 8.0
-    assert len(json.loads(run_dir.matmul_peaks.read_text())) == 2
 
 
 def test_measurements_outlast_a_full_disk_in_memory_and_then_nothing_is_missing(
