@@ -17,8 +17,7 @@ from launcher.slurm import client as slurm
 from launcher.slurm.client import QueuedJob
 from pretrain.rundir.events import Canceled
 from pretrain.rundir.lock import Lock
-from pretrain.rundir.run_dir import RunDir, refuse_foreign_run, refuse_links
-from pretrain.rundir.run_paths import run_path
+from pretrain.rundir.run_dir import RunDir, refuse_foreign_run, refuse_links, run_path
 
 _WAIT_SECONDS = 600.0
 

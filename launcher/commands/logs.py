@@ -18,8 +18,7 @@ from launcher.infer_status import State
 from launcher.run_state import read_states
 from pretrain.rundir.events import AttemptEnded
 from pretrain.rundir.ledger import events_of
-from pretrain.rundir.run_dir import AttemptFiles, RunDir, attempts_of
-from pretrain.rundir.run_paths import run_path
+from pretrain.rundir.run_dir import AttemptFiles, RunDir, attempts_of, run_path
 
 _POLL_SECONDS = 0.3
 _STATE_SECONDS = 3.0  # between two looks at whether the run is still active

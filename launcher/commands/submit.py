@@ -24,8 +24,7 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import load_cluster, parse_nodes
 from pretrain.rundir.events import Submitted
 from pretrain.rundir.ledger import last_of
-from pretrain.rundir.run_dir import RunDir, refuse_foreign_run
-from pretrain.rundir.run_paths import run_path
+from pretrain.rundir.run_dir import RunDir, refuse_foreign_run, run_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

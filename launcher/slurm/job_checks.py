@@ -16,8 +16,7 @@ from pretrain.config.phases import runs_of_phases
 from pretrain.config.resolve import split_of, with_precision
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.costs.cluster import DEVICES, GIB, USABLE, ClusterConfig, NodeRange, seconds_of
-from pretrain.costs.fitting import advice
-from pretrain.costs.memory import checkpoint_bytes, footprint_of
+from pretrain.costs.memory import advice, checkpoint_bytes, footprint_of
 
 
 def check_run(

@@ -14,8 +14,7 @@ from foundation.errors import CheckpointError, printable
 from foundation.files import read_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.run_paths import run_path
+from pretrain.rundir.run_dir import RunDir, run_path
 from pretrain.terminal.text import number, text_table
 
 EXIT_CORRUPTED = 1

@@ -14,7 +14,6 @@ from pretrain.config.phases import spans_of_phases
 from pretrain.config.resolve import resolve_if_built, with_precision
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import GIB, Hardware
-from pretrain.costs.fitting import advice
 from pretrain.costs.flops import (
     Flops,
     Parameters,
@@ -25,15 +24,14 @@ from pretrain.costs.flops import (
     orthogonalizing_flops,
     parameters_of,
 )
-from pretrain.costs.memory import Footprint, footprint_of, largest_micro_batch
+from pretrain.costs.memory import Footprint, advice, footprint_of, largest_micro_batch
 from pretrain.costs.run_time import (
     SLOWER_WHILE_WRITING,
     RunTime,
     failure_costs,
     run_time,
 )
-from pretrain.rundir.run_dir import RunDir, refuse_foreign_urls
-from pretrain.rundir.run_paths import run_path
+from pretrain.rundir.run_dir import RunDir, refuse_foreign_urls, run_path
 from pretrain.terminal.text import counted, si, step_time
 
 LAUNCH_BOUND_SECONDS = 0.01  # a step starts thousands of kernels, some microseconds each

@@ -11,7 +11,7 @@ from foundation.errors import ConfigError
 from foundation.settings import MOST_ROWS, size_of
 from pretrain.commands.output_paths import check_output_directory
 from pretrain.config.choices import Precision, ProbeName, RopeExtension
-from pretrain.rundir.run_paths import run_path
+from pretrain.rundir.run_dir import run_path
 from pretrain.terminal.text import fitted_table
 
 # What is measured besides losses -> the flags that go only with it, and their defaults.

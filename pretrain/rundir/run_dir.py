@@ -5,6 +5,8 @@ RUN/config.yaml       every setting, resolved
 RUN/metrics.jsonl     one line per measurement     RUN/ledger.jsonl   one line per event, synced
 RUN/tensorboard/      RUN/logs/      RUN/heartbeats/      RUN/checkpoints/step-00000100/
 
+Where runs are unless a flag says otherwise, and how they are named on a command line.
+
 What a run keeps in its directory, that nothing there leads out of it, and whose it is.
 
 Where the files of each attempt are.
@@ -47,7 +49,7 @@ from foundation.files import (
 from foundation.records import Fields, InvalidField
 from foundation.retry import Patience, outlast
 from foundation.settings import differences, load_config, parse_config, to_tree
-from foundation.yaml_files import dump_yaml
+from foundation.yaml_files import YAML_SUFFIXES, did_you_mean, dump_yaml
 from pretrain.checkpoint.marker import latest_step
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, may_change
@@ -56,7 +58,40 @@ from pretrain.rundir.events import SettingsChanged
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, exclusive_lock, read_lock
 from pretrain.rundir.metrics_file import measurements_of
-from pretrain.rundir.run_paths import advice_on
+
+RUNS = Path("runs")
+EXPORTED_WEIGHTS = "model.safetensors"  # in the directory of an export
+_MOST_SHOWN = 6  # runs of a sweep in an error message
+
+
+def run_path(text: str | Path) -> Path:
+    """The `type` of every argument RUN: a path, or that name in runs/.
+
+    The name in runs/ is meant where the path does not exist: NAME, or SWEEP/CELL.
+    """
+    path = Path(text)
+    return RUNS / path if not path.exists() and (RUNS / path).exists() else path
+
+
+def runs_below(path: Path) -> list[Path]:
+    """The runs directly in `path`, as in the directory of a sweep, by their names."""
+    return sorted(file.parent for file in path.glob("*/run.json"))
+
+
+def advice_on(path: Path) -> str:
+    """What to do about a path that holds no run, for the end of an error message."""
+    if path.suffix in YAML_SUFFIXES:
+        return "name the run's directory, by default runs/NAME"
+    if (path / EXPORTED_WEIGHTS).is_file():
+        return "it is an export, which 'pretrain evaluate' and 'pretrain generate' take"
+    if cells := runs_below(path):
+        shown = ", ".join(map(str, cells[:_MOST_SHOWN]))
+        more = ", ..." if len(cells) > _MOST_SHOWN else ""
+        return f"it is a sweep; its runs are {shown}{more} (name one)"
+    runs = [run.name for folder in (path.parent, RUNS) for run in runs_below(folder)]
+    hint = did_you_mean(path.name, [name for name in runs if name != str(path)])
+    return hint.removeprefix("; ") if "did you mean" in hint else "check the path or start a run"
+
 
 _NAMES = {
     *("run.json", "config.yaml", "ledger.jsonl", "metrics.jsonl", "attempt"),

@@ -14,8 +14,7 @@ from foundation.yaml_files import YAML_SUFFIXES, find_config, read_tree
 from pretrain.checkpoint.directory import step_directory
 from pretrain.config.run import RunConfig
 from pretrain.rundir.metrics_file import cut_measurements_after
-from pretrain.rundir.run_dir import RunDir, refuse_foreign_run
-from pretrain.rundir.run_paths import RUNS
+from pretrain.rundir.run_dir import RUNS, RunDir, refuse_foreign_run
 from pretrain.scaling.sweep_file import Cell, Sweep, config_of, read_sweep
 from pretrain.terminal.text import counted
 

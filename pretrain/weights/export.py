@@ -49,7 +49,7 @@ from pretrain.costs.memory import MASTER_BYTES
 from pretrain.engines.engine import Engine
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.rundir.run_paths import EXPORTED_WEIGHTS
+from pretrain.rundir.run_dir import EXPORTED_WEIGHTS
 
 FORMAT = 2
 WEIGHTS = EXPORTED_WEIGHTS

@@ -25,8 +25,7 @@ from pretrain.model.parameters import dtype_of
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import last_of
-from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.run_paths import run_path
+from pretrain.rundir.run_dir import RunDir, run_path
 from pretrain.weights.export import (
     empty_model,
     is_export,

@@ -22,7 +22,6 @@ from pretrain.config.run import RunConfig
 from pretrain.reporting.results import RunResults
 from pretrain.rundir import heartbeat
 from pretrain.rundir.events import TrainingBegan
-from pretrain.rundir.ledger import TimeSpent
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.jobs import fake_commands
 from tests.helpers.owners import give_away

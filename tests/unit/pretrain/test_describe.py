@@ -15,9 +15,8 @@ from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import EvaluationConfig, RunConfig
 from pretrain.costs.cluster import load_cluster
-from pretrain.costs.fitting import advice, cheapest_fit
 from pretrain.costs.flops import flops_of
-from pretrain.costs.memory import Footprint, largest_micro_batch
+from pretrain.costs.memory import Footprint, advice, cheapest_fit, largest_micro_batch
 from pretrain.costs.run_time import evaluation_flops, run_time
 from pretrain.rundir.run_dir import RunDir
 
