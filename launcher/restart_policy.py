@@ -13,6 +13,9 @@ from foundation.cli import check_least
 from foundation.errors import EXIT_USER_ERROR
 from foundation.progress import duration
 from pretrain.rundir.events import (
+    EXIT_OUT_OF_MEMORY,
+    EXIT_STOPPED,
+    NEVER_STARTED,
     AttemptEnded,
     AttemptReason,
     Event,
@@ -24,11 +27,6 @@ from pretrain.rundir.events import (
     SupervisorKilled,
     TrainingBegan,
     TrainingEnded,
-)
-from pretrain.rundir.exit_status import (
-    EXIT_OUT_OF_MEMORY,
-    EXIT_STOPPED,
-    NEVER_STARTED,
     ended_by_watchdog,
 )
 from pretrain.rundir.ledger import last_of

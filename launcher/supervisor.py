@@ -25,6 +25,7 @@ from launcher.restart_policy import (
 from pretrain.checkpoint import marker
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import (
+    EXIT_STOPPED,
     AttemptEnded,
     Event,
     Interrupted,
@@ -32,8 +33,8 @@ from pretrain.rundir.events import (
     Outcome,
     TrainingBegan,
     TrainingEnded,
+    ended_by_watchdog,
 )
-from pretrain.rundir.exit_status import EXIT_STOPPED, ended_by_watchdog
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir, attempts_of
 

@@ -26,8 +26,7 @@ from pretrain.costs.cluster import ClusterConfig, NodeRange
 from pretrain.costs.flops import cost_of
 from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.reporting.results import differing_settings
-from pretrain.rundir.events import Submitted
-from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
+from pretrain.rundir.events import EXIT_STOPPED, Submitted, describe_exit
 from pretrain.rundir.run_dir import RunDir, make_run_directory, refuse_foreign_run
 from pretrain.scaling.sweep_file import Sweep, config_of
 from pretrain.scaling.which_runs import (

@@ -67,8 +67,15 @@ from pretrain.recovery.rewind import (
 )
 from pretrain.recovery.starts import checked_data, record_start
 from pretrain.recovery.stop_requests import StopRequest
-from pretrain.rundir.events import Mirrored, Outcome, OutOfMemory, Spike, TrainingEnded
-from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
+from pretrain.rundir.events import (
+    EXIT_OUT_OF_MEMORY,
+    EXIT_STOPPED,
+    Mirrored,
+    Outcome,
+    OutOfMemory,
+    Spike,
+    TrainingEnded,
+)
 from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.rundir.ledger import events_of, last_stored, steps_that_stand
 from pretrain.rundir.lock import VARIABLE, Fence

@@ -31,7 +31,7 @@ from launcher.sweep import (
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import accumulation_steps
 from pretrain.costs.cluster import load_cluster, parse_nodes
-from pretrain.rundir.exit_status import EXIT_STOPPED
+from pretrain.rundir.events import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import Sweep, read_sweep
 from pretrain.scaling.which_runs import cells_directory

@@ -23,8 +23,7 @@ from launcher.restart_policy import refusal_of_futile_starts
 from launcher.slurm import client as slurm
 from launcher.slurm.srun import failed_nodes
 from launcher.supervisor import StopSignals, latest_step
-from pretrain.rundir.events import Event, JobEnded, JobEndReason
-from pretrain.rundir.exit_status import EXIT_STOPPED
+from pretrain.rundir.events import EXIT_STOPPED, Event, JobEnded, JobEndReason
 from pretrain.rundir.ledger import events_of, in_order
 from pretrain.rundir.lock import Fence
 from pretrain.rundir.run_dir import RunDir, attempts_of

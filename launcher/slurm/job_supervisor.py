@@ -34,13 +34,13 @@ from launcher.supervisor import (
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import load_cluster
 from pretrain.rundir.events import (
+    EXIT_STOPPED,
     Event,
     JobEnded,
     JobEndReason,
     JobStarted,
     SupervisorKilled,
 )
-from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.ledger import events_of, job_names, last_of
 from pretrain.rundir.lock import StaleAttempt
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_run

@@ -24,7 +24,7 @@ from launcher.slurm.sbatch import Snapshot, option_flags
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
-from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
+from pretrain.rundir.events import EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.lock import VARIABLE
 from pretrain.rundir.run_dir import AttemptFiles, RunDir
 

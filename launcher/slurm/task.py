@@ -18,7 +18,7 @@ from foundation.errors import exit_status_of
 from foundation.files import own_file, write_text
 from foundation.retry import Patience, StorageError, outlast
 from pretrain.distributed.slurm_variables import rank_variables
-from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
+from pretrain.rundir.events import EXIT_STOPPED, describe_exit
 
 GRACE_SECONDS = 2.0
 PATIENCE_SECONDS = 1800.0  # with a run directory that cannot be written

@@ -15,7 +15,7 @@ from foundation.errors import EXIT_USER_ERROR
 from foundation.files import own_file
 from foundation.own_programs import own_command
 from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
-from pretrain.rundir.exit_status import EXIT_STOPPED, describe_exit
+from pretrain.rundir.events import EXIT_STOPPED, describe_exit
 from pretrain.rundir.lock import VARIABLE
 from pretrain.rundir.run_dir import AttemptFiles
 from pretrain.terminal.log import LINE_START, RELAY_VARIABLE

@@ -21,8 +21,7 @@ from pretrain.cli import main as pretrain
 from pretrain.commands.same_run import differing_losses
 from pretrain.costs.memory import checkpoint_bytes
 from pretrain.recovery.faults import VARIABLE
-from pretrain.rundir.events import AttemptEnded, OutOfMemory
-from pretrain.rundir.exit_status import EXIT_STOPPED
+from pretrain.rundir.events import EXIT_STOPPED, AttemptEnded, OutOfMemory
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.forked_ranks import run_ranks

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.rundir.events import (
+    NEVER_STARTED,
     AttemptEnded,
     JobEndReason,
     JobStarted,
@@ -23,7 +24,6 @@ from pretrain.rundir.events import (
     NodeReplaced,
     ReplacedBecause,
 )
-from pretrain.rundir.exit_status import NEVER_STARTED
 from pretrain.rundir.ledger import events_of
 from tests.helpers.corpora import make_tiny_corpus
 from tests.slurm.lab import SlurmLab

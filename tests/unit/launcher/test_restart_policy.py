@@ -24,6 +24,9 @@ from launcher.supervisor import StopSignals, StopWhileWaiting
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.events import (
+    EXIT_OUT_OF_MEMORY,
+    EXIT_STOPPED,
+    NEVER_STARTED,
     AttemptEnded,
     AttemptReason,
     Event,
@@ -39,7 +42,6 @@ from pretrain.rundir.events import (
     TrainingBegan,
     TrainingEnded,
 )
-from pretrain.rundir.exit_status import EXIT_OUT_OF_MEMORY, EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.full_disk import full_disk

@@ -41,6 +41,8 @@ from pretrain.config.data import DataConfig
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.events import (
+    EXIT_STOPPED,
+    NEVER_STARTED,
     JobEnded,
     JobEndReason,
     JobStarted,
@@ -48,7 +50,6 @@ from pretrain.rundir.events import (
     ReplacedBecause,
     SupervisorKilled,
 )
-from pretrain.rundir.exit_status import EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.lock import StaleAttempt
 from tests.helpers.jobs import THIS_JOB, attempt_ended, fake_commands, until
 

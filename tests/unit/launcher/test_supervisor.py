@@ -21,13 +21,13 @@ from launcher.slurm import batch_process
 from launcher.supervisor import Ranks, StopSignals, supervise
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import (
+    EXIT_STOPPED,
     AttemptEnded,
     AttemptReason,
     Interrupted,
     NextAction,
     TrainingBegan,
 )
-from pretrain.rundir.exit_status import EXIT_STOPPED
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.lock import read_lock
 from pretrain.rundir.run_dir import RunDir
