@@ -141,21 +141,18 @@ OPTIMIZERS: Mapping[OptimizerName, str] = {"adamw": "AdamW", "lamb": "LAMB", "mu
 
 
 def model_in_words(run: RunConfig) -> str:
-    """Return what a run trains, and how: `Transformer-XL, 4 layers, 397k parameters, AdamW`."""
-    words = [layers_in_words(run.model), counted(run.model.num_layers, "layer")]
+    """Return what a run trains, and how: `Transformer-XL, 4 layers, 397k parameters, AdamW`.
+
+    A hybrid is called by its layers: `3:1 Gated DeltaNet and attention`.
+    """
+    deltanets, attending = run.model.num_deltanet_layers, run.model.num_attention_layers
+    common, kind = math.gcd(deltanets, attending), "Gated DeltaNet"
+    if deltanets and attending:
+        kind = f"{deltanets // common}:{attending // common} {kind} and attention"
+    words = [kind if deltanets else "Transformer-XL", counted(run.model.num_layers, "layer")]
     if run.model.vocab_size:  # else not known before the run starts
         words.append(f"{si(parameters_of(run.model).total).replace(' ', '')} parameters")
     return ", ".join([*words, OPTIMIZERS[run.optim.name]])
-
-
-def layers_in_words(model: ModelConfig) -> str:
-    """Return the kinds of the layers: `3:1 Gated DeltaNet and attention`."""
-    deltanets, attending = model.num_deltanet_layers, model.num_attention_layers
-    if not deltanets:
-        return "Transformer-XL"
-    common = math.gcd(deltanets, attending)
-    ratio = f"{deltanets // common}:{attending // common} "
-    return f"{ratio}Gated DeltaNet and attention" if attending else "Gated DeltaNet"
 
 
 def orthogonalizing_flops(model: ModelConfig, optim: OptimConfig) -> float:

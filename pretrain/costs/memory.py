@@ -73,10 +73,13 @@ class Footprint:
     @cached_property
     def parts(self) -> dict[str, float]:
         """Of a rank's device, by what occupies it."""
+        segments = self.run.optim.gradient_segments
         return {
             "weights": self._weights,
             "optimizer": self._optimizer,
-            "gradients": self._buffers[0] + self._unreduced,
+            # With segments a gradient is complete, and can be reduced, at the first segment's end.
+            "gradients": self._buffers[0]
+            + self._weight_bytes * self._parameters.total * (segments > 1 and self._stage == 3),
             "gradient buckets": self._buffers[1],
             "recurrent memory": self._recurrent_memory(self.run.engine.offload_memories),
             "activations": self._activations,
@@ -179,12 +182,6 @@ class Footprint:
         per_weight = masters + MASTER_BYTES * bool(run.optim.ema_decay)
         total = per_weight * P + moment_bytes(run.model, run.optim)
         return total / (self.world_size if self._stage else 1)
-
-    @property
-    def _unreduced(self) -> float:
-        """A gradient is complete, and can be reduced, when the first segment's is there."""
-        is_late = self.run.optim.gradient_segments > 1 and self._stage == 3
-        return float(self._weight_bytes * self._parameters.total * is_late)
 
     @property
     def _logits(self) -> float:

@@ -24,9 +24,7 @@ import datetime
 import fnmatch
 import logging
 import os
-import re
 import secrets
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -148,10 +146,6 @@ def refuse_links(run_dir: Path) -> None:
             )
 
 
-_DIRECTORY = re.compile(r"attempt-(\d+)")
-_RANK_LOG = re.compile(r"rank-(\d+)\.log")
-
-
 @dataclass(frozen=True)
 class AttemptFiles:
     """The files of attempt `number` of the run with these `logs`."""
@@ -196,30 +190,28 @@ class AttemptFiles:
 
     def traces(self) -> dict[str, list[int]]:
         """Return prefix of names -> ranks, of what torch's flight recorder left."""
-        found: dict[str, list[int]] = defaultdict(list)
-        for path in self.directory.glob("*-rank-*"):
-            if match := _TRACE.fullmatch(path.name):
-                found[path.name.removesuffix(match[1])].append(int(match[1]))
-        return {prefix: sorted(ranks) for prefix, ranks in sorted(found.items())}
+        prefixes = ("gloo-rank-", "nccl-rank-")
+        found = {prefix: list(_numbered(self.directory, f"{prefix}*")) for prefix in prefixes}
+        return {prefix: ranks for prefix, ranks in found.items() if ranks}
 
     def logged_ranks(self) -> dict[int, Path]:
         """The logs that ranks have begun, by rank."""
-        found = {}
-        for path in self.directory.glob("rank-*.log"):
-            if match := _RANK_LOG.fullmatch(path.name):
-                found[int(match[1])] = path
-        return dict(sorted(found.items()))
+        return _numbered(self.directory, "rank-*.log")
 
 
 def attempts_of(logs: Path) -> list[AttemptFiles]:
     """The attempts that left files, oldest first."""
-    names = (_DIRECTORY.fullmatch(path.name) for path in logs.glob("attempt-*"))
-    numbers = sorted(int(name[1]) for name in names if name)
-    return [AttemptFiles(logs, number) for number in numbers]
+    return [AttemptFiles(logs, number) for number in _numbered(logs, "attempt-*")]
+
+
+def _numbered(directory: Path, form: str) -> dict[int, Path]:
+    """The paths that have a number in place of the `*`, by that number."""
+    before, _, after = form.partition("*")
+    paths = {path.name[len(before) :].removesuffix(after): path for path in directory.glob(form)}
+    return dict(sorted((int(name), path) for name, path in paths.items() if name.isdecimal()))
 
 
 ATTEMPT_FILES = "PRETRAIN_ATTEMPT_FILES"  # from the launcher: LOGS/attempt-3
-_TRACE = re.compile(r"(?:nccl|gloo)-rank-(\d+)")
 
 
 def trace_prefix(logs: Path, backend: str, environment: Mapping[str, str]) -> str:
