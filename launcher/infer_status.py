@@ -27,7 +27,6 @@ from pretrain.rundir.events import (
 )
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
 from pretrain.rundir.ledger import (
-    TimeSpent,
     began_in,
     interruptions,
     is_finished,
@@ -36,7 +35,7 @@ from pretrain.rundir.ledger import (
     time_spent,
 )
 from pretrain.rundir.lock import Lock
-from pretrain.rundir.metrics_file import MetricsSummary, summarize_file
+from pretrain.rundir.metrics_file import MetricsSummary, TimeSpent, summarize_file
 from pretrain.rundir.run_dir import RunDir
 
 # A rank on another host without a heartbeat for longer may be gone; one on this host is looked up

@@ -29,7 +29,6 @@ from pretrain.rundir.events import (
     TrainingBegan,
 )
 from pretrain.rundir.ledger import (
-    TimeSpent,
     events_of,
     interruptions,
     job_names,
@@ -37,6 +36,7 @@ from pretrain.rundir.ledger import (
     last_stored,
     num_attempts,
 )
+from pretrain.rundir.metrics_file import TimeSpent
 from pretrain.rundir.run_dir import RunDir
 
 # Accounting's states of earlier starts of a job that is in the queue again.

@@ -7,7 +7,7 @@ and rank 0 writes:
      "skipped"}    every step; loss and norm are null where a skipped step had none. In fp16 also
                    "overflowed".
                    The last line of an interval adds "seconds", "time" (since 1970), "totals" (sums
-                   over the run so far, `metrics_file.TimeSums`),
+                   over the run so far, `metrics_file.TimeSpent`),
                    "train_loss" (`metric_names`), "tokens_per_second", "mfu", "data_wait",
                    "used_memory_gib" (mean over ranks), "save_stall" (seconds the loop waited for
                    saves), "stall" (seconds lost in steps
@@ -63,7 +63,7 @@ from pretrain.model.lane_state import LaneState
 from pretrain.model.parameters import dtype_of
 from pretrain.optim.layer_norms import layer_metrics
 from pretrain.rundir.events import Slowdown
-from pretrain.rundir.metric_names import set_losses, task_metrics, train_loss
+from pretrain.rundir.metric_names import set_losses, task_columns, train_loss
 from pretrain.rundir.metrics_file import has_evaluation
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
@@ -215,7 +215,7 @@ class MetricsRecorder:
             seconds = self._idle_since - start
             line = {"kind": "evaluation", "step": step, "seconds": seconds, **values}
             self._append(self._file, [line])
-            logger.info(evaluation_line(step, values, set_losses(values) | task_metrics(values)))
+            logger.info(evaluation_line(step, values, set_losses(values) | task_columns(values)))
 
     def has_evaluation(self, step: int) -> bool:
         """Whether an evaluation after `step` is on disk. A collective."""

@@ -9,7 +9,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from foundation.errors import os_error_text, remedy_of
 from foundation.files import append_whole, own_file
 from foundation.retry import Outage, outlast
 from pretrain.rundir.metric_names import scalars_of
-from pretrain.rundir.metrics_file import TimeSums, cut_measurements_after, summarize_file
+from pretrain.rundir.metrics_file import cut_measurements_after, summarize_file
 from pretrain.rundir.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -37,17 +36,17 @@ class MetricsFile:
     def __init__(self, run_dir: RunDir, step: int, may_write: Callable[[], None]) -> None:
         self._path, self._may_write = run_dir.metrics, may_write
         outlast(run_dir.patience, lambda: cut_measurements_after(run_dir.metrics, step))
-        known = vars(summarize_file(run_dir.metrics))
-        self._sums = TimeSums(**{each.name: known[each.name] for each in fields(TimeSums)})
+        self._spent = summarize_file(run_dir.metrics).spent
         self._outage = Outage(run_dir.patience)
         self._left = b""  # what could not be written yet
 
     def append(self, lines: Sequence[dict[str, Any]]) -> None:
         """Write the lines; the last one of an interval with the run's sums until then."""
         for line in lines:
-            self._sums.add(line)
+            self._spent.add(line)
             if "tokens_per_second" in line:
-                line["totals"] = {name: round(each, 6) for name, each in vars(self._sums).items()}
+                totals = {name: round(each, 6) for name, each in vars(self._spent).items()}
+                line["totals"] = totals | {"restarts": 0.0}
         self._left += "".join(json.dumps(line) + "\n" for line in lines).encode()
         self.write()
 

@@ -77,7 +77,7 @@ def results_of(
         cost = cost_of(config, min(metrics.step, config.optim.steps))
     except ConfigError:  # the vocabulary is not known before the run starts
         cost = None
-    tokens = tokens_of_steps(config, range(metrics.step))
+    tokens, seconds = tokens_of_steps(config, range(metrics.step)), metrics.spent.steps
     return RunResults(
         train_loss=metrics.train_loss,
         validation_loss=evaluation.get("loss"),
@@ -86,7 +86,7 @@ def results_of(
         memory_gain=memory_gain(evaluation) if carries_memory else None,
         parameters=None if cost is None else cost.parameters,
         flops=None if cost is None else cost.flops,
-        run_tokens_per_second=tokens / metrics.seconds if tokens and metrics.seconds else None,
+        run_tokens_per_second=tokens / seconds if tokens and seconds else None,
         goodput=goodput,
         skipped_windows=len(skipped_windows(ledger)),
     )

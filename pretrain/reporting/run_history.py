@@ -23,11 +23,11 @@ from pretrain.costs.flops import model_in_words
 from pretrain.reporting.results import RunResults, results_of
 from pretrain.rundir import ledger as ledgers
 from pretrain.rundir.events import Event, Rewind, TrainingBegan
-from pretrain.rundir.ledger import Interruption, TimeSpent, events_of, time_spent
+from pretrain.rundir.ledger import Interruption, events_of, time_spent
 from pretrain.rundir.metric_names import smoothed_loss
 from pretrain.rundir.metrics_file import (
     MetricsSummary,
-    TimeSums,
+    TimeSpent,
     latest_measurements,
     measurements_of,
     summarize,
@@ -49,7 +49,7 @@ class Measurements:
     loss_sums_B: np.ndarray
     num_losses_B: np.ndarray
     num_skipped: int
-    sums: TimeSums
+    spent: TimeSpent
 
 
 def thinned(
@@ -64,11 +64,11 @@ def thinned(
     train: list[Line] = []
     evaluations: list[Line] = []
     losses_B3: list[tuple[int, float, int]] = []
-    num_skipped, sums = 0, TimeSums()
+    num_skipped, spent = 0, TimeSpent()
     for _, bucket in itertools.groupby(measurements, lambda line: (line["step"] - 1) // size):
         lines: list[Line] = []
         for line in bucket:
-            sums.add(line)
+            spent.add(line)
             if line["kind"] == "train":
                 lines.append(line)
             else:
@@ -91,7 +91,7 @@ def thinned(
         loss_sums_B=sums_B,
         num_losses_B=counts_B.astype(int),
         num_skipped=num_skipped,
-        sums=sums,
+        spent=spent,
     )
 
 
@@ -162,7 +162,7 @@ class History:
     @cached_property
     def summary(self) -> MetricsSummary:
         kept = summarize([*self.train, *self.evaluations])
-        return replace(kept, **vars(self.measured.sums))
+        return replace(kept, spent=self.measured.spent)
 
     @property
     def results(self) -> RunResults:

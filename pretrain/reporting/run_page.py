@@ -39,7 +39,7 @@ from pretrain.rundir.metric_names import (
     latest_with_tasks,
     set_loss_name,
     set_losses,
-    task_metrics,
+    task_columns,
 )
 from pretrain.terminal.text import counted, fitted_table, number, perplexity, si
 
@@ -214,7 +214,7 @@ def _tasks(history: History) -> str:
     """The latest metrics of tasks, if there are any."""
     if (line := latest_with_tasks(history.evaluations)) is None:
         return ""
-    rows = [[printable(name), f"{value:.4f}"] for name, value in task_metrics(line).items()]
+    rows = [[printable(name), f"{value:.4f}"] for name, value in task_columns(line).items()]
     words = f"After step {line['step']:,}."
     return section("Tasks", paragraph(words), table(["", "value"], rows, "named"))
 
@@ -291,6 +291,6 @@ def _numbers(history: History) -> dict[str, str]:
         },
         **{
             printable(name): f"{value:.4f}"
-            for name, value in task_metrics(latest_with_tasks(history.evaluations)).items()
+            for name, value in task_columns(latest_with_tasks(history.evaluations)).items()
         },
     }

@@ -22,7 +22,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,7 +54,7 @@ from pretrain.rundir.events import (
     TrainingBegan,
     TrainingEnded,
 )
-from pretrain.rundir.metrics_file import MetricsSummary
+from pretrain.rundir.metrics_file import MetricsSummary, TimeSpent
 
 NOTABLE_SECONDS = 60.0  # by which clocks of a cluster do not differ
 
@@ -322,38 +322,6 @@ def _how(event: Event) -> Outcome | NextAction | None:
     return event.next if isinstance(event, AttemptEnded) else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimeSpent:
-    """Seconds since the first start in which the run was neither finished, stopped nor in Slurm's
-    queue, by what they went into."""
-
-    training: float  # steps that count, without what follows
-    waiting_for_data: float
-    evaluation: float
-    saving: float  # waiting for saves; most of a save is written while training continues
-    stalls: float  # steps that took far longer than usual
-    restarts: float  # all else: starts and stops, waiting after failures, steps made again, and
-    # what is not measured yet, such as an evaluation in progress
-
-    @property
-    def total(self) -> float:
-        return sum(astuple(self))
-
-    @property
-    def goodput(self) -> float:
-        """The part that went into training."""
-        return self.training / self.total
-
-    @property
-    def description(self) -> str:
-        """The parts that took any time, largest first."""
-        parts = {name.replace("_", " "): value for name, value in vars(self).items()}
-        shown = sorted(parts.items(), key=lambda part: -part[1])
-        return ", ".join(
-            f"{name} {value / self.total:.1%}" for name, value in shown if value / self.total > 5e-4
-        )
-
-
 def time_spent(metrics: MetricsSummary, ledger: Sequence[Event], end: float) -> TimeSpent | None:
     """Return what the time until `end` went into; None before a first interval of steps."""
     # Neither finished, stopped nor in Slurm's queue, since the first start of ranks.
@@ -368,15 +336,6 @@ def time_spent(metrics: MetricsSummary, ledger: Sequence[Event], end: float) -> 
             elapsed, since = elapsed + event.time - since, None
     if since is not None:
         elapsed += end - since
-    if elapsed <= 0 or not metrics.seconds:
+    if elapsed <= 0 or not metrics.spent.steps:
         return None
-    known = metrics.seconds + metrics.evaluation_seconds
-    known += metrics.save_seconds + metrics.stall_seconds
-    return TimeSpent(
-        training=metrics.seconds - metrics.data_seconds,
-        waiting_for_data=metrics.data_seconds,
-        evaluation=metrics.evaluation_seconds,
-        saving=metrics.save_seconds,
-        stalls=metrics.stall_seconds,
-        restarts=max(0.0, elapsed - known),
-    )
+    return replace(metrics.spent, restarts=max(0.0, elapsed - metrics.spent.total))

@@ -118,15 +118,9 @@ def task_columns(evaluation: Mapping[str, Any] | None) -> dict[str, float]:
     }
 
 
-def task_metrics(evaluation: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return "TASK METRIC" -> value from the line of an evaluation."""
-    columns = task_columns(evaluation).items()
-    return {" ".join(name.removeprefix(_TASKS).rsplit("/", 1)): value for name, value in columns}
-
-
 def latest_with_tasks(evaluations: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """Return the latest line with metrics of tasks, which not every evaluation has."""
-    return next((line for line in reversed(list(evaluations)) if task_metrics(line)), None)
+    return next((line for line in reversed(list(evaluations)) if task_columns(line)), None)
 
 
 def scalars_of(line: Mapping[str, Any]) -> dict[str, float]:

@@ -14,7 +14,7 @@ import os
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def _is_measured(name: str, value: Any) -> bool:
         return least <= value <= most
     if name == "totals":
         return isinstance(value, dict) and all(
-            name in TimeSums.__dataclass_fields__ and _is_measured("seconds", each)
+            name in TimeSpent.__dataclass_fields__ and _is_measured("seconds", each)
             for name, each in value.items()
         )
     return value is None and name not in _LARGEST
@@ -156,44 +156,72 @@ def _read(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 @dataclass(kw_only=True)
-class TimeSums:
-    """The sums of a summary. The last line of an interval has those of the run until then, as
-    "totals"."""
+class TimeSpent:
+    """Seconds of a run, by what they went into. The last line of an interval has those until then,
+    as "totals"."""
 
-    seconds: float = 0.0  # in steps that count, without stalls
-    data_seconds: float = 0.0  # of those, the seconds in which ranks waited for data
-    evaluation_seconds: float = 0.0
-    save_seconds: float = 0.0  # in which the loop waited for saves
-    stall_seconds: float = 0.0
+    training: float = 0.0  # steps that count, without what follows
+    waiting_for_data: float = 0.0
+    evaluation: float = 0.0
+    saving: float = 0.0  # waiting for saves; most of a save is written while training continues
+    stalls: float = 0.0  # steps that took far longer than usual
+    # All else: starts and stops, waiting after failures, steps made again, and what is not measured
+    # yet, such as an evaluation in progress. Not known from measurements alone.
+    restarts: float = 0.0
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Count what a line has measured."""
+        seconds = line.get("seconds", 0.0)
         if line["kind"] == "evaluation":
-            self.evaluation_seconds += line.get("seconds", 0.0)
+            self.evaluation += seconds
         elif "tokens_per_second" in line:
-            seconds = line.get("seconds", 0.0)
-            self.seconds += seconds
-            self.data_seconds += min(1.0, line.get("data_wait", 0.0)) * seconds
-            self.save_seconds += line.get("save_stall", 0.0)
-            self.stall_seconds += line.get("stall", 0.0)
+            waited = min(1.0, line.get("data_wait", 0.0)) * seconds
+            self.training += seconds - waited
+            self.waiting_for_data += waited
+            self.saving += line.get("save_stall", 0.0)
+            self.stalls += line.get("stall", 0.0)
+
+    @property
+    def steps(self) -> float:
+        """Those of steps that count, without stalls."""
+        return self.training + self.waiting_for_data
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+    @property
+    def goodput(self) -> float:
+        """The part that went into training."""
+        return self.training / self.total
+
+    @property
+    def description(self) -> str:
+        """The parts that took any time, largest first."""
+        parts = {name.replace("_", " "): value for name, value in vars(self).items()}
+        shown = sorted(parts.items(), key=lambda part: -part[1])
+        return ", ".join(
+            f"{name} {value / self.total:.1%}" for name, value in shown if value / self.total > 5e-4
+        )
 
 
 @dataclass(kw_only=True)
-class MetricsSummary(TimeSums):
+class MetricsSummary:
     """What the measurements say in all; `metric_names` says what each loss and speed is."""
 
     step: int = 0
     train_loss: float | None = None
     evaluation: Mapping[str, Any] | None = None  # the line of the latest one
     recent_tokens_per_second: float | None = None
+    spent: TimeSpent = field(default_factory=TimeSpent)
 
 
 def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
     """Sum up measurements, oldest first; steps within intervals may be left out."""
     step, train_loss, evaluation = 0, None, None
-    speeds, sums = deque[float](maxlen=RECENT_INTERVALS), TimeSums()
+    speeds, spent = deque[float](maxlen=RECENT_INTERVALS), TimeSpent()
     for line in measurements:
-        sums.add(line)
+        spent.add(line)
         if line["kind"] == "evaluation":
             evaluation = line
             continue
@@ -206,28 +234,27 @@ def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
         train_loss=train_loss,
         evaluation=evaluation,
         recent_tokens_per_second=statistics.median(speeds) if speeds else None,
-        **vars(sums),
+        spent=spent,
     )
 
 
 def summarize_file(path: Path) -> MetricsSummary:
     """Sum up a file that may have gigabytes, from its end."""
     latest_first: list[Mapping[str, Any]] = []
-    num_intervals, has_loss, sums = 0, False, None
+    num_intervals, has_loss, spent = 0, False, None
     for line in latest_measurements(path):
-        if sums is None and "totals" in line:
-            sums = TimeSums(**line["totals"])
+        if spent is None and "totals" in line:
+            spent = TimeSpent(**line["totals"])
             for later in reversed(latest_first):
-                sums.add(later)
+                spent.add(later)
         latest_first.append(line)
         num_intervals += "tokens_per_second" in line
         has_loss = has_loss or line.get("train_loss") is not None
-        if sums is not None and has_loss and num_intervals >= RECENT_INTERVALS:
+        if spent is not None and has_loss and num_intervals >= RECENT_INTERVALS:
             break
     summary = summarize(reversed(latest_first))
-    summary = replace(summary, **(vars(sums) if sums else {}))
-    if summary.evaluation is None and summary.evaluation_seconds:  # steps or days ago
+    summary.spent = spent or summary.spent
+    if summary.evaluation is None and summary.spent.evaluation:  # steps or days ago
         lines = latest_measurements(path, most=1 << 62, containing=b'"evaluation"')
-        found = next((line for line in lines if line["kind"] == "evaluation"), None)
-        summary = replace(summary, evaluation=found)
+        summary.evaluation = next((line for line in lines if line["kind"] == "evaluation"), None)
     return summary

@@ -13,7 +13,7 @@ from foundation.settings import load_config
 from pretrain.cli import main
 from pretrain.commands.same_run import differences
 from pretrain.config.run import RunConfig
-from pretrain.rundir.metric_names import task_metrics, task_values
+from pretrain.rundir.metric_names import task_columns, task_values
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import some_texts
 from tests.helpers.forked_ranks import run_ranks
@@ -81,7 +81,7 @@ def trained(experiment: Path) -> RunDir:
 
 def tasks_of(run_dir: RunDir) -> dict[int, dict[str, float]]:
     lines = [line for line in run_dir.read_metrics() if line["kind"] == "evaluation"]
-    return {line["step"]: task_metrics(line) for line in lines}
+    return {line["step"]: task_columns(line) for line in lines}
 
 
 def test_every_kth_evaluation_and_the_last_have_the_scores_of_evaluate(
@@ -93,7 +93,7 @@ def test_every_kth_evaluation_and_the_last_have_the_scores_of_evaluate(
     files = load_config(RunConfig, experiment).evaluation.tasks
     assert main(["evaluate", str(trained.path), "--tasks", *files, "--lanes", "2", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
-    expected = task_metrics(task_values(results))
+    expected = task_columns(task_values(results))
     assert found[4] == pytest.approx(expected, rel=1e-5)
     assert found[3]["whole bits_per_byte"] != found[4]["whole bits_per_byte"]
     assert main(["report", str(trained.path), "--output", str(tmp_path)]) == 0

@@ -33,7 +33,7 @@ from pretrain.rundir.events import (
 )
 from pretrain.rundir.heartbeat import HeartbeatRecord
 from pretrain.rundir.lock import Lock
-from pretrain.rundir.metrics_file import MetricsSummary
+from pretrain.rundir.metrics_file import MetricsSummary, TimeSpent
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.jobs import attempt_ended, write_ledger
@@ -147,7 +147,7 @@ def goodput_of(found: Evidence, is_running: bool) -> float:
 
 
 def test_goodput_counts_waiting_after_failures_but_not_time_stopped_on_request_or_in_the_queue():
-    metrics = MetricsSummary(seconds=30.0)
+    metrics = MetricsSummary(spent=TimeSpent(training=30.0))
 
     def begun(seconds_ago: float) -> TrainingBegan:
         return replace(START, time=NOW - seconds_ago)
@@ -167,7 +167,7 @@ def test_goodput_counts_waiting_after_failures_but_not_time_stopped_on_request_o
 
 
 def test_goodput_falls_while_no_step_is_made_by_the_clock_of_the_runs_own_host():
-    metrics = MetricsSummary(seconds=30.0)
+    metrics = MetricsSummary(spent=TimeSpent(training=30.0))
     begun = replace(START, time=NOW - 660)  # our clock is ten minutes ahead
     alive = seen(begun, beats=[beat(630, since_written=600)], metrics=metrics)
     alive = replace(alive, checkpoint_time=NOW)  # by the clock of the file server
@@ -175,14 +175,12 @@ def test_goodput_falls_while_no_step_is_made_by_the_clock_of_the_runs_own_host()
 
 
 def test_the_time_of_a_run_is_told_apart_and_adds_up():
-    metrics = MetricsSummary(
-        seconds=30.0, data_seconds=3.0, evaluation_seconds=5.0, save_seconds=2.0, stall_seconds=4.0
-    )
+    parts = {"training": 27, "waiting_for_data": 3, "evaluation": 5, "saving": 2, "stalls": 4}
+    metrics = MetricsSummary(spent=TimeSpent(**parts))
     stopped = [replace(START, time=NOW - 1000), replace(STOP, time=NOW - 960)]
     spent = seen(*stopped, replace(START, time=NOW - 20), metrics=metrics).time_spent(True)
     assert spent is not None
-    expected = {"training": 27, "waiting_for_data": 3, "evaluation": 5, "saving": 2, "stalls": 4}
-    assert vars(spent) == pytest.approx({**expected, "restarts": 19})
+    assert vars(spent) == pytest.approx({**parts, "restarts": 19})
     assert (spent.total, spent.goodput) == (pytest.approx(60), pytest.approx(0.45))
     assert spent.description.split("%")[:2] == ["training 45.0", ", restarts 31.7"]
 

@@ -154,7 +154,7 @@ def test_a_long_run_is_thinned_but_keeps_what_stands_out_and_exact_sums(tmp_path
     assert history.series("tokens_per_second")[0].size >= MOST_BUCKETS // 20
     assert history.layers("grad_norm") == ["output"]
     assert (history.step, history.measured.num_skipped) == (steps, 2)
-    assert history.summary.seconds == steps / 10
+    assert history.summary.spent.steps == steps / 10
     losses = [line["loss"] for line in lines if line["loss"] is not None]
     assert history.smooth_loss[1][steps // 8] == pytest.approx(3.5, abs=0.01)
     assert history.measured.loss_sums_B.sum() == pytest.approx(sum(losses))

@@ -303,7 +303,7 @@ def test_an_interval_ends_with_the_runs_sums_also_after_a_resume(run_dir):
         return run_dir.read_metrics()[-1]["totals"]
 
     evaluation = {"kind": "evaluation", "step": 1, "loss": 1.0, "seconds": 0.25}
-    assert append(0, interval(1, 2.0), evaluation, interval(2, 3.0))["seconds"] == 5.0
+    assert append(0, interval(1, 2.0), evaluation, interval(2, 3.0))["training"] == 5.0
     resumed = append(1, interval(2, 4.0))
-    assert (resumed["seconds"], resumed["stall_seconds"]) == (6.0, 1.0)
-    assert resumed["evaluation_seconds"] == 0.25
+    assert (resumed["training"], resumed["stalls"]) == (6.0, 1.0)
+    assert resumed["evaluation"] == 0.25

@@ -12,7 +12,7 @@ from pretrain.config.run import RunConfig
 from pretrain.reporting.results import results_of
 from pretrain.rundir.metrics_file import (
     MetricsSummary,
-    TimeSums,
+    TimeSpent,
     latest_measurements,
     summarize,
     summarize_file,
@@ -40,20 +40,16 @@ def test_intervals_are_summed_and_the_train_loss_is_of_the_last_one_that_has_ste
         train_loss=5.5,
         evaluation=evaluation,
         recent_tokens_per_second=200.0,
-        seconds=8.0,
-        data_seconds=0.5,
-        evaluation_seconds=1.5,
-        save_seconds=0.5,
-        stall_seconds=6.0,
+        spent=TimeSpent(training=7.5, waiting_for_data=0.5, evaluation=1.5, saving=0.5, stalls=6.0),
     )
     assert summarize_file(tmp_path / "nothing") == MetricsSummary()
 
 
 def test_status_reads_only_the_end_of_a_long_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    totals = {"seconds": 9.0, "evaluation_seconds": 3.0}
+    totals = {"training": 9.0, "evaluation": 3.0}
     line = train_line(7, 2.0, train_loss=2.5, tokens_per_second=1e3, seconds=1.0, totals=totals)
-    first = {**line, "totals": {**totals, "evaluation_seconds": 2.5}}
+    first = {**line, "totals": {**totals, "evaluation": 2.5}}
     evaluation = {"kind": "evaluation", "step": 7, "loss": 1.0, "seconds": 0.5}
     lines = [*39_900 * [first], evaluation, *100 * [line]]
     path.write_text("".join(json.dumps(each) + "\n" for each in lines))
@@ -64,12 +60,11 @@ def test_status_reads_only_the_end_of_a_long_file(tmp_path):
     before = bytes_read()
     found = summarize_file(path)
     assert bytes_read() - before < path.stat().st_size / 50
-    assert (found.seconds, found.evaluation_seconds, found.train_loss) == (9.0, 3.0, 2.5)
+    assert (found.spent.training, found.spent.evaluation, found.train_loss) == (9.0, 3.0, 2.5)
     assert found.evaluation == evaluation
     with open(path, "a") as file:
         file.write(json.dumps(evaluation) + "\n")
-    assert summarize_file(path).evaluation_seconds == 3.5
-    assert summarize_file(path).seconds == 9.0
+    assert summarize_file(path).spent == TimeSpent(training=9.0, evaluation=3.5)
 
 
 @pytest.mark.parametrize("interval", [1, 7, 900])
@@ -77,7 +72,7 @@ def test_status_reads_only_the_end_of_a_long_file(tmp_path):
 def test_the_latest_evaluation_is_found_wherever_it_is_in_the_file(tmp_path, interval, num_damaged):
     path, random = tmp_path / "metrics.jsonl", Random(interval)
     for at in [*(random.sample(range(30, 3000), 3) for _ in range(6)), [30, 31, 3000]]:
-        lines, sums, step = [], TimeSums(), 0
+        lines, sums, step = [], TimeSpent(), 0
         evaluations = []
         for step in range(1, 3001):
             line = train_line(step)
