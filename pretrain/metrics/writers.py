@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from foundation.errors import os_error_text, remedy_of
 from foundation.files import append_whole, own_file
@@ -139,10 +138,7 @@ class StepProfiler:
         if self._profile is not None and step == self._last:
             self.close()
         if self._first and step == self._first - 1:
-            activities = [ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(ProfilerActivity.CUDA)
-            self._profile = profile(activities=activities)
+            self._profile = profile()  # of everything that the device supports
             self._profile.start()
 
     def close(self) -> None:
