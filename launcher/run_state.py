@@ -16,8 +16,7 @@ from launcher.infer_status import ACTIVE, State, gather, infer_status
 from launcher.slurm import client as slurm
 from launcher.slurm.client import JobRecord, QueuedJob
 from launcher.slurm.sbatch import Snapshot
-from pretrain.config.phases import tokens_of_steps
-from pretrain.config.run import RunConfig
+from pretrain.config.run import RunConfig, tokens_of_steps
 from pretrain.reporting.results import RunResults, results_of
 from pretrain.rundir.events import (
     JobEnded,

@@ -33,9 +33,16 @@ from pretrain.checkpoint.local_tier import LocalTier
 from pretrain.checkpoint.marker import Checkpoint
 from pretrain.checkpoint.resume_point import find_resume_point, refuse
 from pretrain.checkpoint.uploads import Mirror, location
-from pretrain.config.phases import describe_phase, lane_seed_at, run_at, runs_of_phases
 from pretrain.config.resolve import check_same_sets, hashes_of_sets, splits_of_sets
-from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.config.run import (
+    RunConfig,
+    accumulation_steps,
+    describe_phase,
+    lane_seed_at,
+    lanes_of_rank,
+    run_at,
+    runs_of_phases,
+)
 from pretrain.costs.memory import check_host_memory
 from pretrain.distributed.threads import keep_freed_memory, set_threads
 from pretrain.distributed.world import (

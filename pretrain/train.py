@@ -11,8 +11,7 @@ from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.local_tier import LocalTier
 from pretrain.checkpoint.uploads import Mirror
-from pretrain.config.phases import starts_phase
-from pretrain.config.run import RunConfig
+from pretrain.config.run import RunConfig, starts_phase
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.engines.memory_offload import MemoryOffload

@@ -12,9 +12,8 @@ from foundation.credentials import referenced_variable
 from foundation.errors import ConfigError
 from foundation.files import url_of
 from launcher.slurm.client import Partition
-from pretrain.config.phases import runs_of_phases
 from pretrain.config.resolve import split_of, with_precision
-from pretrain.config.run import RunConfig, accumulation_steps
+from pretrain.config.run import RunConfig, accumulation_steps, runs_of_phases
 from pretrain.costs.cluster import DEVICES, GIB, USABLE, ClusterConfig, NodeRange, seconds_of
 from pretrain.costs.memory import advice, checkpoint_bytes, footprint_of
 

@@ -38,8 +38,7 @@ from launcher.slurm.srun import (
     nodes_without_launch,
     task_command,
 )
-from pretrain.config.phases import runs_of_phases
-from pretrain.config.run import RunConfig, accumulation_steps
+from pretrain.config.run import RunConfig, accumulation_steps, runs_of_phases
 from pretrain.costs.cluster import load_cluster
 from pretrain.processes.local_ranks import set_parent_death_signal
 from pretrain.rundir.events import (

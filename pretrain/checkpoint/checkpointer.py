@@ -44,8 +44,7 @@ from pretrain.checkpoint.elastic_reader import (
     restore_counters,
     restore_random_state,
 )
-from pretrain.config.phases import restarts_lanes
-from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank, restarts_lanes
 from pretrain.distributed.rounds import Worker, largest_of_ranks, rows_of_ranks
 from pretrain.distributed.world import (
     World,

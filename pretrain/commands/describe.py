@@ -10,9 +10,8 @@ from foundation.progress import duration
 from foundation.settings import load_config
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.config.engine import Attention, DeltaRule, attention_in, delta_rule_of, described
-from pretrain.config.phases import spans_of_phases
 from pretrain.config.resolve import resolve_if_built, with_precision
-from pretrain.config.run import RunConfig
+from pretrain.config.run import RunConfig, spans_of_phases
 from pretrain.costs.cluster import GIB, Hardware
 from pretrain.costs.flops import (
     Flops,

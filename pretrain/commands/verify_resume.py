@@ -23,8 +23,7 @@ from foundation.errors import ConfigError, UserError
 from foundation.settings import load_config
 from pretrain.checkpoint.marker import latest_step
 from pretrain.commands.output_paths import check_output_directory
-from pretrain.config.phases import runs_of_phases
-from pretrain.config.run import RunConfig, accumulation_steps
+from pretrain.config.run import RunConfig, accumulation_steps, runs_of_phases
 from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
 from pretrain.recovery.faults import VARIABLE as FAULT_VARIABLE
 from pretrain.rundir.run_dir import RunDir

@@ -33,8 +33,7 @@ from pretrain.config.choices import FEED_FORWARDS, POSITIONS, LayerKind
 from pretrain.config.engine import Attention, EngineConfig, attention_in
 from pretrain.config.lane_parts import lane_parts
 from pretrain.config.model import CONVOLUTION_WIDTH, ModelConfig
-from pretrain.config.phases import runs_of_phases
-from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank, runs_of_phases
 from pretrain.costs.cluster import GIB
 from pretrain.costs.flops import (
     Parameters,

@@ -23,9 +23,8 @@ from pathlib import Path
 from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest
 from foundation.files import url_of
 from pretrain.config.model import ModelConfig
-from pretrain.config.phases import spans_of_phases
 from pretrain.config.resolve import evaluation_sets, split_of
-from pretrain.config.run import RunConfig
+from pretrain.config.run import RunConfig, spans_of_phases
 from pretrain.costs.cluster import ClusterConfig, Hardware
 from pretrain.costs.flops import (
     computed_flops_of_step,

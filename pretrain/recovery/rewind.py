@@ -16,8 +16,7 @@ from data_pipeline.lanes.lane_stream import SegmentBatch
 from foundation.errors import TrainingError
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.resume_point import find_resume_point
-from pretrain.config.phases import first_step_at
-from pretrain.config.run import RunConfig
+from pretrain.config.run import RunConfig, first_step_at
 from pretrain.distributed.world import World, broadcast_value, raise_on_all_ranks
 from pretrain.recovery.loss_spikes import MOST_SKIPPED, SpikeDetector
 from pretrain.rundir.events import (

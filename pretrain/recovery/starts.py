@@ -20,9 +20,8 @@ from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from foundation.errors import DataError
 from foundation.files import path_text
-from pretrain.config.phases import runs_of_phases
 from pretrain.config.resolve import hashes_of_sets, splits_of_sets
-from pretrain.config.run import RunConfig
+from pretrain.config.run import RunConfig, runs_of_phases
 from pretrain.distributed.threads import describe_waiting
 from pretrain.distributed.world import World, gather_values
 from pretrain.kernels.triton.tiling import table_name

@@ -18,8 +18,7 @@ from foundation.files import is_of_another_user, path_text, url_of
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import load_weights
 from pretrain.config.choices import Precision
-from pretrain.config.phases import run_at
-from pretrain.config.run import RunConfig
+from pretrain.config.run import RunConfig, run_at
 from pretrain.engines.engine import check_precision
 from pretrain.model.parameters import dtype_of
 from pretrain.model.transformer_xl import TransformerXL

@@ -31,7 +31,7 @@ from typing import Any
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
 from foundation.files import path_text, write_json, write_text
 from foundation.settings import assert_never, to_tree
-from pretrain.config.phases import spans_of_phases
+from pretrain.config.run import spans_of_phases
 from pretrain.costs.flops import model_in_words, parameters_of
 from pretrain.rundir.code_version import code_version
 from pretrain.weights.export import WEIGHTS, new_directory, write_weights

@@ -9,7 +9,8 @@ from data_pipeline.config import MixturePart
 from foundation.errors import ConfigError
 from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.optim import OptimConfig
-from pretrain.config.phases import (
+from pretrain.config.run import (
+    RunConfig,
     first_step_at,
     lane_seed_at,
     phase_at,
@@ -19,7 +20,6 @@ from pretrain.config.phases import (
     starts_phase,
     tokens_of_steps,
 )
-from pretrain.config.run import RunConfig
 from pretrain.recovery.rewind import (
     segments_consumed,
     window_of,
