@@ -124,12 +124,14 @@ class ModelConfig:
                 f"model.d_model={self.d_model} does not divide into num_heads={self.num_heads}; "
                 "set model.d_head or change one of them"
             )
-        if self.layer_kinds and self.num_layers % len(self.layer_kinds):
-            raise ConfigError(
-                f"model.layer_kinds={list(self.layer_kinds)} has {len(self.layer_kinds)} entries, "
-                f"which do not repeat over num_layers={self.num_layers}; use a list of a length "
-                "that divides the layers"
-            )
+        kinds = self.layer_kinds or ("attention",)
+        for name, pattern in (("layer_kinds", kinds), ("memory_length", self._memory_pattern)):
+            if not pattern or self.num_layers % len(pattern):
+                raise ConfigError(
+                    f"model.{name}={list(pattern)} has {len(pattern)} entries, which do not repeat "
+                    f"over num_layers={self.num_layers}; use a list of a length that divides the "
+                    "layers"
+                )
         self._check_memory()
         if self.num_heads % self.key_heads:
             raise ConfigError(
@@ -142,13 +144,6 @@ class ModelConfig:
         self._check_adaptive()
 
     def _check_memory(self) -> None:
-        pattern = self._memory_pattern
-        if not pattern or self.num_layers % len(pattern):
-            raise ConfigError(
-                f"model.memory_length={list(pattern)} has {len(pattern)} entries, which do not "
-                f"repeat over num_layers={self.num_layers}; use a number, or a list of a length "
-                "that divides the layers"
-            )
         if self.same_length and self.memory_tokens:
             raise ConfigError(
                 f"model.memory_tokens={self.memory_tokens} are out of sight of most queries with "

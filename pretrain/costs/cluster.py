@@ -260,11 +260,10 @@ class ClusterConfig:
                 f"ranks_per_node={self.ranks_per_node} but gpus_per_node={self.gpus_per_node}; "
                 "use one rank per GPU"
             )
-        if self.gpu and not self.num_gpus:
-            raise ConfigError(f"gpu={self.gpu} but gpus_per_node=0; set the GPUs of a node")
-        if self.gpu and self._named_by_type not in ("", self.gpu):
+        if self.gpu and not (self.num_gpus and self._named_by_type in ("", self.gpu)):
             raise ConfigError(
-                f"gpu={self.gpu} but gpus_per_node={self.gpus_per_node}; give one kind of GPU"
+                f"gpu={self.gpu} but gpus_per_node={self.gpus_per_node}; give a number of GPUs, of "
+                "one kind"
             )
         _check_texts(self)
         if self.time_limit.isdecimal():  # to Slurm minutes, to most people seconds
