@@ -75,14 +75,14 @@ def measurement_of(line: bytes) -> dict[str, Any] | None:
 
 def _is_measured(name: str, value: Any) -> bool:
     """Whether this can be the value of that field: JSON has numbers that no run measures."""
-    if type(value) in (float, int, bool):
-        least, most = (0.0, _LARGEST[name]) if name in _LARGEST else _ANY_NUMBER
-        return least <= value <= most
     if name == "totals":
         return isinstance(value, dict) and all(
             name in TimeSpent.__dataclass_fields__ and _is_measured("seconds", each)
             for name, each in value.items()
         )
+    if type(value) in (float, int, bool):
+        least, most = (0.0, _LARGEST[name]) if name in _LARGEST else _ANY_NUMBER
+        return least <= value <= most
     return value is None and name not in _LARGEST
 
 

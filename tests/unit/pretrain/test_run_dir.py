@@ -177,6 +177,7 @@ def test_no_flipped_bit_of_a_key_makes_a_line_that_readers_trip_over(tmp_path, c
     assert len(flipped) > 250
     assert all(measurement_of(each) is None for each in flipped)
     assert measurement_of(line) == MEASURED
+    assert measurement_of(json.dumps(MEASURED | {"totals": 3.0}).encode()) is None
     for other in (b"[]", b"{}", b"3", b'{"kind": []}', b"\xff", b'{"kind": "train", "step": true}'):
         assert measurement_of(other) is None
 
