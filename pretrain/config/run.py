@@ -28,7 +28,6 @@ from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig, check_attention
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
-from pretrain.terminal.text import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +218,7 @@ def lanes_of_rank(run: RunConfig, rank: int, world_size: int) -> range:
     """
     if run.data.lanes % world_size:
         raise ConfigError(
-            f"data.lanes={run.data.lanes} does not divide over {counted(world_size, 'rank')}; "
+            f"data.lanes={run.data.lanes} does not divide over {world_size} ranks; "
             f"use a multiple of {world_size} lanes or another number of ranks"
         )
     count = run.data.lanes // world_size
@@ -235,8 +234,7 @@ def accumulation_steps(run: RunConfig, world_size: int) -> int:
     micro = min(run.engine.micro_batch_lanes or per_rank, per_rank)
     if per_rank % micro:
         raise ConfigError(
-            f"engine.micro_batch_lanes={micro} does not divide the {per_rank} lanes of each rank "
-            f"(data.lanes={run.data.lanes} over {counted(world_size, 'rank')}); "
+            f"engine.micro_batch_lanes={micro} does not divide the {per_rank} lanes of each rank; "
             f"use a divisor of {per_rank}"
         )
     return per_rank // micro
