@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor import config as inductor
 from torch.profiler import ProfilerActivity, profile
 
 from pretrain.config.choices import POSITIONS
@@ -66,6 +65,8 @@ def between_attentions(model: ModelConfig, layer: TransformerLayer, rows: int = 
 
 def num_operations(model: ModelConfig) -> dict[str, int]:
     """Return how many operations there are between two attentions, eager and compiled."""
+    from torch._inductor import config as inductor  # late: it takes as long as torch itself
+
     layer = layers_of(model)[0]
     result = {}
     for name, layer.compiles in (("eager", False), ("compiled", True)):

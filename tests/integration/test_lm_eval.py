@@ -15,7 +15,6 @@ from foundation.errors import ConfigError, DataError
 from pretrain.cli import main
 from pretrain.config.data import DataConfig
 from pretrain.config.run import RunConfig
-from pretrain.evaluation.harness import load_tasks, run_tasks
 from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
 from pretrain.weights.export import write_export
 from pretrain.weights.huggingface.export import write_huggingface
@@ -96,6 +95,8 @@ def _greedy(trained: TrainedModel, tokenizer: Tokenizer, question: str) -> str:
 
 @pytest.fixture(scope="module")
 def ours(places) -> dict[str, dict[str, Any]]:
+    from pretrain.evaluation.harness import run_tasks  # late: it takes lm_eval and pandas
+
     trained = load_trained(places["folder"] / "own", torch.device("cpu"))
     return run_tasks(trained, places["tasks"], batch_size=3)
 
@@ -172,6 +173,8 @@ def test_the_command_prints_a_table_and_its_options_matter(places, ours, capsys)
 
 
 def test_what_a_task_file_names_as_function_is_imported_only_with_a_flag(places, tmp_path, capsys):
+    from pretrain.evaluation.harness import load_tasks
+
     cloze = (places["folder"] / "cloze.yaml").read_text()
     (tmp_path / "own.py").write_text(
         "import pathlib; pathlib.Path(__file__).with_suffix('.run').touch()\n"

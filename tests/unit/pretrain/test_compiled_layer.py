@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from foundation.errors import ConfigError
 from pretrain.config.engine import EngineConfig
@@ -25,6 +24,8 @@ MODERN = ModelConfig(
 
 @pytest.mark.slow
 def test_all_layers_share_the_compiled_code_without_a_graph_break() -> None:
+    from torch._dynamo.utils import counters  # late: it takes as long as torch itself
+
     layers = layers_of(MODERN)
     for layer in layers:
         layer.compiles = True
