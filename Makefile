@@ -87,6 +87,7 @@ scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 20 sma
 		--tokens-per-parameter 45 --no-checks --holdout-budgets 2.2e12 $(SCALING_FAMILY) --name scaling-demo --output $(SCALING)/sweep.yaml
 	launcher sweep submit $(SCALING)/sweep.yaml --local -j 2 --runs-dir $(SCALING)/cells
 	pretrain scale collect $(SCALING)/sweep.yaml --runs-dir $(SCALING)/cells --output $(SCALING)/runs.csv
+	rm -f $(SCALING)/best.yaml
 	pretrain scale fit $(SCALING)/runs.csv
 	pretrain scale fit $(SCALING)/runs.csv --flops 3.6e12 --force \
 		--experiment configs/experiments/scaling-demo.yaml $(SCALING_FAMILY) --write $(SCALING)/best.yaml

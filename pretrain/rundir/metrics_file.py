@@ -151,7 +151,7 @@ def _read(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
             damaged.append(str(number))
         yield line, found
     if damaged:
-        numbers = ", ".join(damaged)
+        numbers = ", ".join(damaged[:9]) + (f" and {len(damaged) - 9} more" if damaged[9:] else "")
         logger.warning("%s: skipped what is not a measurement in line %s", path, numbers)
 
 
