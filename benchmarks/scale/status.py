@@ -72,7 +72,7 @@ def write_metrics(run: RunDir, steps: int) -> None:
     interval = {"tokens_per_second": 8.0, "seconds": 10.0, "train_loss": 1.0, "time": 1e9}
     with run.metrics.open("w") as file:
         for step in range(1, steps + 1):
-            more = {**interval, "totals": {"seconds": float(step)}} if step % 10 == 0 else {}
+            more = {**interval, "totals": {"training": float(step)}} if step % 10 == 0 else {}
             file.write(json.dumps(train_line(step, **more)) + "\n")
 
 

@@ -218,7 +218,7 @@ def _tokens(line: Mapping[str, Any]) -> float | None:
 
 def _seconds(line: Mapping[str, Any]) -> float | None:
     """How long the run had trained, without evaluations; known at the ends of intervals."""
-    return line["totals"]["seconds"] if "totals" in line else None
+    return line["totals"]["training"] if "totals" in line else None
 
 
 def _speeds(histories: Sequence[History], axes: Axes) -> None:
