@@ -89,15 +89,15 @@ def test_every_kth_evaluation_and_the_last_have_the_scores_of_evaluate(
 ):
     found = tasks_of(trained)
     assert [step for step in found if found[step]] == [3, 4]
-    assert list(found[4]) == ["choices acc", "whole bits_per_byte"]
+    assert list(found[4]) == ["tasks/choices/acc", "tasks/whole/bits_per_byte"]
     files = load_config(RunConfig, experiment).evaluation.tasks
     assert main(["evaluate", str(trained.path), "--tasks", *files, "--lanes", "2", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     expected = task_columns(task_values(results))
     assert found[4] == pytest.approx(expected, rel=1e-5)
-    assert found[3]["whole bits_per_byte"] != found[4]["whole bits_per_byte"]
+    assert found[3]["tasks/whole/bits_per_byte"] != found[4]["tasks/whole/bits_per_byte"]
     assert main(["report", str(trained.path), "--output", str(tmp_path)]) == 0
-    row = f"<td>whole bits_per_byte</td><td>{found[4]['whole bits_per_byte']:.4f}</td>"
+    row = f"<td>tasks/whole/bits_per_byte</td><td>{found[4]['tasks/whole/bits_per_byte']:.4f}</td>"
     assert row in (tmp_path / "report.html").read_text()
 
 

@@ -41,7 +41,7 @@ def build(folder: Path, **settings) -> None:
     build_corpus(CorpusConfig(output=folder.parent / "out", **{**options, **settings}))
 
 
-def refuse(culprit: Path, folder: Path, **settings) -> None:
+def refuse(culprit: Path | str, folder: Path, **settings) -> None:
     """A build ends in one line that names the culprit, and leaves nothing."""
     with pytest.raises(UserError) as error:
         build(folder, **settings)
@@ -201,12 +201,17 @@ def test_an_index_of_another_type_than_its_file(folder, code, dtype):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "kind"),
-    [([4, END + 1], "unknown"), ([4, 256, 5], "bytes"), ([4, -1, 5], "unknown"), ([4], "unigram")],
+    ("tokens", "kind", "culprit"),
+    [
+        ([4, END + 1], "unknown", "x.npy:1"),
+        ([4, 256, 5], "bytes", "x.npy:1"),
+        ([4, -1, 5], "unknown", "x.npy"),
+        ([4], "unigram", "tokenizer.kind"),
+    ],
 )
-def test_ids_that_the_vocabulary_does_not_explain_are_refused(folder, tokens, kind):
+def test_ids_that_the_vocabulary_does_not_explain_are_refused(folder, tokens, kind, culprit):
     np.save(folder / "x.npy", np.array(tokens))
-    refuse(folder, folder, format="array", tokenizer=replace(TOKENS, kind=kind))
+    refuse(culprit, folder, format="array", tokenizer=replace(TOKENS, kind=kind))
 
 
 def overwrite(path: Path, offset: int, content: bytes) -> None:
@@ -317,7 +322,7 @@ def test_after_a_refusal_the_same_command_with_other_settings_builds(folder):
     """A tokenizer was saved and shards were begun before the record that is refused."""
     np.save(folder / "x.npy", np.array([1, 2, 3, 399, 4, 5], "uint16"))
     tokenizer = replace(UNKNOWN, vocab_size=399, end_id=398)
-    refuse(folder / "x.npy", folder, format="array", tokenizer=tokenizer)
+    refuse("x.npy:1", folder, format="array", tokenizer=tokenizer)
     build(folder, format="array", tokenizer=UNKNOWN)
     recipe = json.loads((folder.parent / "out" / "build.json").read_text())
     assert recipe["settings"]["tokenizer"]["end_id"] == 399

@@ -28,7 +28,7 @@ print(json.dumps(found))
 """
 ACTIONS = {
     "checkpoint": ("list", "verify", "fetch"),
-    "scale": ("plan", "collect", "fit", "predict", "tasks", "report", "memory"),
+    "scale": ("plan", "collect", "fit", "tasks", "report", "memory"),
 }
 
 
@@ -165,7 +165,7 @@ def files_in(directory: Path) -> dict[str, str]:
         ((*PLAN, "--sizes=99999999"), "99999999 sizes"),
         ((*PLAN, "--steps=9"), "--steps"),
         ((*PLAN[:3], "--seeds=1"), "--budgets, --rates, or --segments"),
-        (("scale", "predict", "t", "--flops=1", "--experiment=x.yaml", "--write=x.yaml"), "x.yaml"),
+        (("scale", "fit", "t", "--flops=1", "--experiment=x.yaml", "--write=x.yaml"), "x.yaml"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_one_line_and_writes_nothing(
