@@ -37,6 +37,13 @@ def test_no_other_interval_has_a_higher_goodput(costs):
         assert costs.goodput(factor * costs.best_interval) < best
 
 
+@pytest.mark.parametrize("pause", [1.0, 100.0, 1700.0, 1900.0, 3600.0, 7000.0, 7300.0, 1e5])
+def test_the_best_interval_loses_no_goodput_however_long_a_pause_is(pause):
+    costs = replace(HOUR, pause=pause)
+    best = max(costs.goodput(3.6 * part) for part in range(1, 1001))
+    assert costs.goodput(costs.best_interval) >= 0.998 * best
+
+
 def test_a_save_is_not_started_before_the_one_before_is_written():
     costs = replace(HOUR, pause=1.0, write=200.0)
     assert costs.best_interval == 200.0
