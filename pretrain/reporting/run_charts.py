@@ -22,6 +22,7 @@ from pretrain.reporting.charts import (
 )
 from pretrain.reporting.run_history import History
 from pretrain.rundir.metric_names import SMOOTHED_LOSS, STEP_LOSS, VALIDATION_LOSS, set_losses
+from pretrain.rundir.metrics_file import totals_of
 from pretrain.terminal.text import distinguished
 
 if TYPE_CHECKING:
@@ -218,7 +219,8 @@ def _tokens(line: Mapping[str, Any]) -> float | None:
 
 def _seconds(line: Mapping[str, Any]) -> float | None:
     """How long the run had trained, without evaluations; known at the ends of intervals."""
-    return line["totals"]["training"] if "totals" in line else None
+    totals = totals_of(line)
+    return None if totals is None else totals.steps
 
 
 def _speeds(histories: Sequence[History], axes: Axes) -> None:

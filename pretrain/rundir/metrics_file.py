@@ -77,8 +77,7 @@ def _is_measured(name: str, value: Any) -> bool:
     """Whether this can be the value of that field: JSON has numbers that no run measures."""
     if name == "totals":
         return isinstance(value, dict) and all(
-            name in TimeSpent.__dataclass_fields__ and _is_measured("seconds", each)
-            for name, each in value.items()
+            _is_measured("seconds", each) for each in value.values()
         )
     if type(value) in (float, int, bool):
         least, most = (0.0, _LARGEST[name]) if name in _LARGEST else _ANY_NUMBER
@@ -205,6 +204,13 @@ class TimeSpent:
         )
 
 
+def totals_of(line: Mapping[str, Any]) -> TimeSpent | None:
+    """The sums until a line; None if it has none, or those of another version."""
+    totals = line.get("totals", {})
+    known = totals and totals.keys() <= TimeSpent.__dataclass_fields__.keys()
+    return TimeSpent(**totals) if known else None
+
+
 @dataclass(kw_only=True)
 class MetricsSummary:
     """What the measurements say in all; `metric_names` says what each loss and speed is."""
@@ -243,8 +249,7 @@ def summarize_file(path: Path) -> MetricsSummary:
     latest_first: list[Mapping[str, Any]] = []
     num_intervals, has_loss, spent = 0, False, None
     for line in latest_measurements(path):
-        if spent is None and "totals" in line:
-            spent = TimeSpent(**line["totals"])
+        if spent is None and (spent := totals_of(line)):
             for later in reversed(latest_first):
                 spent.add(later)
         latest_first.append(line)

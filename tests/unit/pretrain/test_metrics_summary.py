@@ -13,6 +13,7 @@ from pretrain.reporting.results import results_of
 from pretrain.rundir.metrics_file import (
     MetricsSummary,
     TimeSpent,
+    cut_measurements_after,
     latest_measurements,
     summarize,
     summarize_file,
@@ -43,6 +44,14 @@ def test_intervals_are_summed_and_the_train_loss_is_of_the_last_one_that_has_ste
         spent=TimeSpent(training=7.5, waiting_for_data=0.5, evaluation=1.5, saving=0.5, stalls=6.0),
     )
     assert summarize_file(tmp_path / "nothing") == MetricsSummary()
+
+
+def test_lines_whose_totals_another_version_wrote_are_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    line = train_line(1, train_loss=2.5, tokens_per_second=1e3, seconds=1.0)
+    path.write_text(json.dumps(line | {"totals": {"seconds": 1.0, "data_seconds": 0.0}}) + "\n")
+    assert cut_measurements_after(path, 1) == 0
+    assert summarize_file(path).spent == TimeSpent(training=1.0)
 
 
 def test_status_reads_only_the_end_of_a_long_file(tmp_path):
