@@ -15,7 +15,8 @@ import numpy as np
 from foundation.errors import DataError
 from pretrain.scaling.fit import FEWEST_FREE, Fit, fit_all, law_of_runs, loss_interval
 from pretrain.scaling.frontier import Approach, law_of
-from pretrain.scaling.intervals import MOST_GROUPS, Interval, jackknife
+from pretrain.scaling.intervals import MOST_GROUPS, Interval, groups_of, jackknife
+from pretrain.scaling.law import LawLine, refit
 from pretrain.scaling.table import FINISHED, Array, Points
 from pretrain.terminal.text import counted
 
@@ -95,6 +96,13 @@ def fit_task(runs: Points, chance: float | None = None, ceiling: float = 1.0) ->
     """
     fit = fit_all(runs)
     law, (chosen, loss_P, accuracy_P) = law_of_runs(fit), _pairs(runs)
+    if len(law.left_out) > MOST_GROUPS:  # groups of runs: both steps have to miss the same budgets
+        rests = (
+            fit.points.take(groups_of(fit.points.budget_P) != group) for group in range(MOST_GROUPS)
+        )
+        whole = law_of(law.line).law
+        lines = [LawLine(refit(whole, rest), fit.flops_law) for rest in rests]
+        law = replace(law, left_out=lines)
     sigmoid = fit_sigmoid(loss_P, accuracy_P, chance, ceiling)
     distance_PF = np.abs(np.log(chosen.budget_P)[:, None] - np.log(fit.points.budgets))
     group_P = distance_PF.argmin(axis=1) % MOST_GROUPS

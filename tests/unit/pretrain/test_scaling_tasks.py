@@ -58,6 +58,19 @@ def test_below_four_budgets_there_is_neither_interval_nor_backtest_and_the_comma
     assert task.law.no_interval in capsys.readouterr().out
 
 
+# Of so many budgets the intervals of a law leave out single runs.
+MANY = simulated(num_sizes=3, budgets=(1e18, 1e20, 22), noise=0.002)
+
+
+def test_the_backtest_of_many_budgets_does_not_see_the_losses_of_the_largest_one():
+    last_P = MANY.budget_P == MANY.budgets[-1]
+    spoilt = replace(MANY, loss_P=MANY.loss_P * (1 + 0.004 * last_P))
+    before, after = (fit_task(with_accuracies(runs), 0.25) for runs in (MANY, spoilt))
+    laws = [task.law.left_out[(22 - 1) % 20].law.loss(1e9, 2e10) for task in (before, after)]
+    assert len(before.left_out) == len(before.law.left_out) == 20
+    assert laws[0] == pytest.approx(laws[1], rel=1e-4)
+
+
 def test_the_backtest_never_sees_the_largest_budget():
     runs = with_accuracies(RUNS)
     loss, second, both = fit_task(runs, 0.25).backtest()
