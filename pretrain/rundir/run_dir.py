@@ -353,17 +353,17 @@ class RunDir:
         """Who the run is; ConfigError, with the way out, if run.json is damaged."""
         try:
             tree = read_json(self._identity_file)
-            identity = parse_config(RunIdentity, tree, source="run.json")
-            Fields(asdict(identity)).text("id")  # messages and checkpoints repeat it
+            if not isinstance(found := tree.get("format"), int) or found == FORMAT:
+                identity = parse_config(RunIdentity, tree, source="run.json")
+                Fields(asdict(identity)).text("id")  # messages and checkpoints repeat it
+                return identity
         except (ValueError, AttributeError, ConfigError, InvalidField) as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(f"{self._identity_file} is damaged ({reason}); {_RESTORE}") from None
-        if identity.format != FORMAT:
-            raise ConfigError(
-                f"{self._identity_file} has format {identity.format}, this version reads format "
-                f"{FORMAT}; resume with the version that started the run"
-            )
-        return identity
+        raise ConfigError(
+            f"{self._identity_file} has format {found}, this version reads format {FORMAT}; "
+            "resume with the version that started the run"
+        )
 
     @property
     def config(self) -> RunConfig:

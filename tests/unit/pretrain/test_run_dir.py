@@ -109,7 +109,7 @@ def test_a_half_made_directory_is_completed(tmp_path):
 def test_a_damaged_identity_or_another_format_is_refused(tmp_path):
     RunDir.create(tmp_path, RUN)
     identity = json.loads((tmp_path / "run.json").read_text())
-    (tmp_path / "run.json").write_text(json.dumps({**identity, "format": 99}))
+    (tmp_path / "run.json").write_text(json.dumps({**identity, "format": 99, "new": 1}))
     with pytest.raises(ConfigError, match="has format 99"):
         RunDir.open(tmp_path)
 
