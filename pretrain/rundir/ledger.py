@@ -153,9 +153,10 @@ class Ledger:
                 continue
             try:
                 tree = parse_json(line)
-                when = datetime.datetime.fromisoformat(tree.pop("time")).timestamp()
+                when = datetime.datetime.fromisoformat(tree.pop("time"))
+                when = when.astimezone(datetime.timezone.utc).timestamp()
                 events.append(built(EVENTS[tree.pop("event")], {**tree, "time": when}))
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 unusable.append(number)
         if unusable:
             numbers = ", ".join(map(str, unusable))

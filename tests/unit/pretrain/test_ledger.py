@@ -183,6 +183,8 @@ def test_an_event_is_appended_through_no_link_and_waits_for_no_pipe(tmp_path, tr
         b'{"time": 7, "event": "restored", "url": "", "step": 7}',
         b'{"time": "2026-11-22T00:00:00+00:00", "event": "job_ended", "job": "1", "restart": 0,'
         b' "reason": "bored", "requeued": true}',
+        b'{"time": "0001-01-01T00:00:00+12:00", "event": "restored", "url": "", "step": 7}',
+        b'{"time": "9999-12-31T23:59:59-12:00", "event": "restored", "url": "", "step": 7}',
         b"[1]",
         b"\xff\xfe",
     ],
