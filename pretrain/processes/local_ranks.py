@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,9 +63,9 @@ class RankGroup:
         try:
             for rank in range(num_ranks):
                 own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                self._processes.append(
-                    self._start(command, rank, own, echo=echo_rank_zero and rank == 0)
-                )
+                # A file may have the number of a stderr that is closed.
+                echo = echo_rank_zero and rank == 0 and sys.stderr is not None
+                self._processes.append(self._start(command, rank, own, echo))
         except BaseException:
             self.kill()
             raise
