@@ -48,7 +48,7 @@ demo: $(STAMP)  ## the whole story in minutes: build, train, kill, resume, compa
 		--output $(DEMO)/data validation_fraction=0.06 shard_bytes=524288 \
 		tokenizer.kind=bpe tokenizer.vocab_size=4096 threads=2 split_characters=3500
 	rm -rf $(DEMO)/uninterrupted $(DEMO)/killed
-	pretrain verify-resume configs/experiments/demo.yaml --ranks 2 --steps 640 --kill-at 400 --work-dir $(DEMO) \
+	pretrain verify-resume configs/experiments/demo.yaml --ranks 2 --steps 480 --kill-at 300 --work-dir $(DEMO) \
 		data.path=$(DEMO)/data evaluation.max_tokens=16000
 	pretrain evaluate $(DEMO)/killed --memory-length 0 64 128 256 --max-tokens 16000
 	pretrain generate $(DEMO)/killed --prompt 'class Settings:' --tokens 260 --temperature 0.7 --top-p 0.9

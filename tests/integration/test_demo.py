@@ -28,7 +28,7 @@ ENVIRONMENT = {
     **INHERITED, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPROFILEIMPORTTIME": "1"
 }  # fmt: skip
 SHORTER = {
-    "--steps 640 --kill-at 400": "--steps 8 --kill-at 6",
+    "--steps 480 --kill-at 300": "--steps 8 --kill-at 6",
     "vocab_size=4096": "vocab_size=1000",
     "16000": "2000",
     "--tokens 260": "--tokens 20",
