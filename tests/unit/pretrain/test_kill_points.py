@@ -28,6 +28,7 @@ from pretrain.checkpoint import marker
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, lanes_of_rank
+from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.metrics_file import cut_measurements_after
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import index_of, rank_content, report_of_file
@@ -204,3 +205,22 @@ def test_no_token_is_lost_or_doubled_over_a_thousand_kill_points(tmp_path):
         assert run_dir.read_metrics() == expected
     print(f"{killed_in.total()} kills in {number_of_runs} runs: {dict(killed_in)}")
     assert set(killed_in) == {*OPERATIONS, "step"}
+
+
+def test_what_a_power_cut_must_not_take_back_is_synced_before_it_is_told(tmp_path, monkeypatch):
+    """The directory of a checkpoint's rename and the file of an event; no power is cut."""
+    corpus = Corpus.open(make_tiny_corpus(tmp_path / "corpus") / "train")
+    run_dir = RunDir.create(tmp_path / "run", RUN)
+    run = Run(run_dir, corpus, 1, Power(float("inf"), random.Random(7)))
+    done: list[Path] = []
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda old, new: (done.append(Path(new)), rename(old, new)))
+    monkeypatch.setattr(
+        os, "fsync", lambda number: done.append(Path(os.readlink(f"/proc/self/fd/{number}")))
+    )
+    run.step = INTERVAL
+    run.save([next(stream).cursor for stream in run.streams])
+    final = files.step_directory(run_dir.checkpoints, INTERVAL)
+    assert run_dir.checkpoints in done[done.index(final) :]
+    run_dir.ledger.append(TrainingBegan(step=0, world_size=1))
+    assert done[-1] == run_dir.ledger.path
