@@ -242,6 +242,12 @@ def test_refused_checkpoints_prune_no_valid_one_and_go_when_they_are_old(root, w
     assert files.prune(root, [], keep_last=1) == []
 
 
+def test_a_rewind_removes_also_the_checkpoint_of_the_first_bad_step(root):
+    publish_step(root, 5)
+    files.discard_from(root, 2)
+    assert files.steps_on_disk(root) == [1]
+
+
 def test_a_checkpoint_that_cannot_be_removed_stays_and_fails_no_save(root, caplog):
     with without_root_permissions():
         assert files.prune(root, [1, 2], keep_last=1) == []
