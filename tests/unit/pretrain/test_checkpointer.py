@@ -21,7 +21,11 @@ from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import SaveProblem
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.destinations import Disk
-from pretrain.checkpoint.elastic_reader import load_fragments, restore_counters
+from pretrain.checkpoint.elastic_reader import (
+    load_fragments,
+    restore_counters,
+    restore_random_state,
+)
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
@@ -217,6 +221,8 @@ def test_an_engine_that_a_checkpoint_fills_draws_nothing_and_has_every_bit_of_it
     engine, world, tmp_path
 ):
     saver = checkpointer(tmp_path, world, asynchronous=False)
+    torch.rand(3)
+    drawn = torch.get_rng_state()
     saver.save(engine, state_of(engine, 1))
     torch.manual_seed(RUN.seed)
     undrawn = torch.get_rng_state()
@@ -227,6 +233,8 @@ def test_an_engine_that_a_checkpoint_fills_draws_nothing_and_has_every_bit_of_it
     found = marker.verify(files.step_directory(tmp_path, 1))
     load_fragments(empty, found)
     restore_counters(empty, found)
+    restore_random_state(found, 0)
+    assert torch.equal(torch.get_rng_state(), drawn)
     for ours, theirs in zip(empty.fragments(), engine.fragments(), strict=True):
         assert all(torch.equal(ours.values[kind], theirs.values[kind]) for kind in ours.values)
     for ours, theirs in zip(empty.module.parameters(), engine.module.parameters(), strict=True):
