@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import stat
@@ -276,6 +277,13 @@ def lines_of(path: Path, longest: int = LARGEST_LINE_BYTES, start: int = 0) -> I
         return
     except ValueError as error:
         raise DataError(f"{path} cannot be read ({error}); remove it") from None
+
+
+def warn_of_lines(logger: logging.Logger, path: Path, what: str, numbers: Sequence[int]) -> None:
+    """Warn, if there are any, that lines which are not `what` were skipped, naming the first."""
+    if numbers:
+        shown = [*map(str, numbers[:9]), *([f"{len(numbers) - 9} more"] if numbers[9:] else [])]
+        logger.warning("%s: skipped what is not %s in line %s", path, what, ", ".join(shown))
 
 
 def parse_json(content: bytes | str, **options: Any) -> Any:

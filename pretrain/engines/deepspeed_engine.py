@@ -153,8 +153,8 @@ def deepspeed_settings(
 def _refuse_other_optimizers(run: RunConfig, zero: Mapping[str, Any]) -> None:
     """Raise ConfigError for settings with which DeepSpeed updates weights by an Adam of its own, or
     swaps state to a disk, where checkpoints, EMA and LAMB cannot access it."""
-    parts = {name: zero.get(name) for name in ("offload_optimizer", "offload_param")}
-    offload, weights = ({} if not isinstance(each, Mapping) else each for each in parts.values())
+    parts = map(zero.get, ("offload_optimizer", "offload_param"))
+    offload, weights = (each if isinstance(each, Mapping) else {} for each in parts)
     found = {
         "offload_optimizer.ratio": offload.get("ratio", 1.0) != 1.0,
         "offload_optimizer.super_offload": bool(offload.get("super_offload")),

@@ -277,12 +277,12 @@ class MetricsRecorder:
 
     def _memory_norms(self, device: torch.device) -> Tensor:
         """By layer the sum of the norms of the rows in this rank's memories."""
-        of_slots = [
-            torch.stack([_sum_of_norms(rows_BMX, device) for rows_BMX in rows])
-            for memory in self._state.memories
-            if memory
-            for rows in [self._lane_state.vectors(memory)]
-        ]
+        of_slots = []
+        for memory in filter(None, self._state.memories):
+            vectors = self._lane_state.vectors(memory)
+            rows = (rows_BMX.to(device, non_blocking=True) for rows_BMX in vectors)
+            norms = (torch.linalg.vector_norm(each, dim=-1, dtype=torch.float32) for each in rows)
+            of_slots.append(torch.stack([norms_BM.sum(dtype=torch.float64) for norms_BM in norms]))
         return torch.stack(of_slots).sum(0) if of_slots else torch.empty(0, device=device)
 
     def _end_of_step(self, is_whole: bool = True) -> None:
@@ -327,12 +327,6 @@ def _line(step: _Step, loss: float) -> dict[str, Any]:
         "skipped": step.result.skipped,
         **({} if step.result.loss_scale is None else {"overflowed": step.result.overflowed}),
     }
-
-
-def _sum_of_norms(rows_BMX: Tensor, device: torch.device) -> Tensor:
-    rows_BMX = rows_BMX.to(device, non_blocking=True)
-    norms_BM = torch.linalg.vector_norm(rows_BMX, dim=-1, dtype=torch.float32)
-    return norms_BM.sum(dtype=torch.float64)
 
 
 def _finite(value: float) -> float | None:

@@ -44,8 +44,7 @@ class MetricsFile:
         for line in lines:
             self._spent.add(line)
             if "tokens_per_second" in line:
-                totals = {name: round(each, 6) for name, each in vars(self._spent).items()}
-                line["totals"] = totals | {"restarts": 0.0}
+                line["totals"] = {name: round(each, 6) for name, each in vars(self._spent).items()}
         self._left += "".join(json.dumps(line) + "\n" for line in lines).encode()
         self.write()
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from foundation.errors import os_error_text
-from foundation.files import append_whole, lines_of, open_regular, parse_json
+from foundation.files import append_whole, lines_of, open_regular, parse_json, warn_of_lines
 from foundation.records import built, to_json
 from foundation.retry import Patience, outlast
 from pretrain.rundir.events import (
@@ -158,9 +158,7 @@ class Ledger:
                 events.append(built(EVENTS[tree.pop("event")], {**tree, "time": when}))
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 unusable.append(number)
-        if unusable:
-            numbers = ", ".join(map(str, unusable))
-            _log.warning("%s: skipped what is not an event in line %s", self.path, numbers)
+        warn_of_lines(_log, self.path, "an event", unusable)
         return events
 
 

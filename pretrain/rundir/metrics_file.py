@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import DataError
-from foundation.files import LARGEST_LINE_BYTES, atomic_write, lines_of, open_regular
+from foundation.files import LARGEST_LINE_BYTES, atomic_write, lines_of, open_regular, warn_of_lines
 
 logger = logging.getLogger(__name__)
 
@@ -141,17 +141,15 @@ def cut_measurements_after(path: Path, step: int) -> int:
 
 def _read(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Each line with its measurement; at the end, one warning has the numbers of damaged ones."""
-    damaged: list[str] = []
+    damaged: list[int] = []
     for number, line in enumerate(lines_of(path), start=1):
         # A last line without its end belongs to a step that is repeated, however much is there.
         is_whole = line.endswith(b"\n")
         found = measurement_of(line) if is_whole else None
         if found is None and is_whole and line.strip():
-            damaged.append(str(number))
+            damaged.append(number)
         yield line, found
-    if damaged:
-        numbers = ", ".join(damaged[:9]) + (f" and {len(damaged) - 9} more" if damaged[9:] else "")
-        logger.warning("%s: skipped what is not a measurement in line %s", path, numbers)
+    warn_of_lines(logger, path, "a measurement", damaged)
 
 
 @dataclass(kw_only=True)
