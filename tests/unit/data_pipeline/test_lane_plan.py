@@ -60,18 +60,6 @@ def test_short_lanes_are_advised_against_and_ample_ones_are_not():
     assert check_lanes(make_plan([[10] * 100] * 4, 10), longest_whole=10) == ""
 
 
-def test_a_position_beyond_the_lane_is_rejected():
-    with pytest.raises(DataError, match="41"):
-        make_plan([[10] * 4], 1).walk(0, 0, 41)
-
-
-@pytest.mark.parametrize("make", [permutation, sort_order])
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 1000, 4097])
-def test_every_element_comes_exactly_once(make, count):
-    for key in (0, 1, key_of(7, "units", 3)):
-        assert sorted(make(count, key).tolist()) == list(range(count))
-
-
 def test_orders_are_the_ones_that_runs_in_progress_were_started_with():
     # A change here would make every saved lane cursor point to other documents.
     assert key_of(1, "units", 0) == 9209605677321089508

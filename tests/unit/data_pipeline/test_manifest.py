@@ -5,8 +5,6 @@ import os
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from data_pipeline.corpora.manifest import MANIFEST_NAME, Manifest, ShardInfo, read_manifest
 from foundation import files
@@ -119,32 +117,3 @@ def test_what_is_not_a_file_of_one_object_is_refused_in_one_line(tmp_path, text)
     with pytest.raises(DataError, match=r"manifest\.json") as error:
         read_manifest(tmp_path)
     assert len(str(error.value)) < 400
-
-
-ANY_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=70),
-    lambda items: st.lists(items, max_size=3) | st.dictionaries(st.text(max_size=9), items),
-    max_leaves=5,
-)
-
-
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(data=st.data(), value=ANY_JSON)
-def test_any_change_of_a_manifest_is_refused_in_one_line_or_read_rightly(tmp_path, data, value):
-    if not (tmp_path / "whole").exists():
-        MANIFEST.write(tmp_path)
-        (tmp_path / MANIFEST_NAME).rename(tmp_path / "whole")
-    tree = json.loads((tmp_path / "whole").read_text())
-    changed = data.draw(st.sampled_from([tree, tree["shards"], tree["shards"][1]]))
-    keys = range(len(changed)) if isinstance(changed, list) else sorted(changed)
-    changed[data.draw(st.sampled_from(list(keys)))] = value
-    (tmp_path / MANIFEST_NAME).write_text(json.dumps(tree))
-    message = ""
-    try:
-        assert read_manifest(tmp_path) == MANIFEST
-    except DataError as error:
-        message = str(error)
-    assert message.isprintable()
-    assert len(message) < 400

@@ -1,9 +1,8 @@
-"""Values that travel as JSON between processes and in files, and tables, are read as written."""
+"""Values of other types in JSON are refused; tables are read as they were written."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from foundation.csv_files import check_table_path, read_csv, write_csv
 from foundation.errors import ConfigError, DataError
-from foundation.records import from_json, to_json
+from foundation.records import from_json
 from pretrain.scaling.table import csv_rows
 
 
@@ -24,37 +23,6 @@ class Color(Enum):
 class Inner:
     name: str
     loss: float | None = None
-
-
-@dataclass(frozen=True)
-class Other:
-    count: int
-
-
-@dataclass(frozen=True)
-class Outer:
-    parts: tuple[Inner, ...]
-    colors: list[Color] = field(default_factory=list)
-    sizes: dict[str, float] = field(default_factory=dict)
-
-
-@pytest.mark.parametrize(
-    ("kind", "value"),
-    [
-        (Outer, Outer((Inner("a", 0.5), Inner("b")), [Color.RED], {"x": 1.0})),
-        (Inner | Other | None, Other(3)),
-        (Inner | Other | None, None),
-        (list[list[int]], [[1, 2], [3, 4]]),
-        (tuple[int, str], (1, "a")),
-        (tuple[int, ...], (-9, 0, (1 << 63) - 1)),
-        (tuple[int, ...], ()),
-        (str, "text\udc80"),
-        (bool, True),
-    ],
-    ids=str,
-)
-def test_a_value_comes_back_as_it_was(kind: Any, value: Any) -> None:
-    assert from_json(kind, json.loads(json.dumps(to_json(value)))) == value
 
 
 @pytest.mark.parametrize(
@@ -73,7 +41,7 @@ def test_a_value_comes_back_as_it_was(kind: Any, value: Any) -> None:
         (dict[str, float], {"x": None}),
         (Inner, {"name": "a", "extra": 1}),
         (Inner, {}),
-        (Inner | Other, {"name": 1}),
+        (Inner | None, {"name": 1}),
         (Color, "green"),
     ],
     ids=str,

@@ -14,11 +14,7 @@ import pytest
 from data_pipeline.config import CacheConfig, MixturePart
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import read_manifest
-from data_pipeline.corpora.remote_corpus import (
-    CachedShards,
-    ShardPrefetcher,
-    local_corpus_directory,
-)
+from data_pipeline.corpora.remote_corpus import CachedShards, local_corpus_directory
 from data_pipeline.corpora.shard_cache import GIB, ShardCache
 from data_pipeline.corpora.stores import store_at
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
@@ -242,24 +238,6 @@ def test_local_paths_are_returned_unchanged(tmp_path):
     assert local_corpus_directory(tmp_path, CacheConfig()) == tmp_path
     assert absolute(Path("s3://bucket/a")) == Path("s3://bucket/a")
     assert absolute(Path("data")) == Path.cwd() / "data"
-
-
-def test_prefetching_requests_once_and_survives_errors(numbered):
-    requested, first = [], threading.Event()
-
-    def fetch(info):
-        first.wait(10)
-        requested.append(info.path)
-        raise DataError("no")
-
-    prefetcher = ShardPrefetcher(fetch, num_threads=2)
-    prefetcher.request(numbered.manifest.shards[:3])
-    prefetcher.request(numbered.manifest.shards[:5])
-    first.set()
-    deadline = time.monotonic() + 300
-    while len(requested) < 5 and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert sorted(requested) == [info.path for info in numbered.manifest.shards[:5]]
 
 
 def shards_in(names: Iterable[str]) -> int:

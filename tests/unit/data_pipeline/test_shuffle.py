@@ -10,20 +10,16 @@ import time
 import tracemalloc
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data_pipeline.builder.build_corpus import build_corpus, result_of
-from data_pipeline.builder.journal import DONE_DIRECTORY
 from data_pipeline.builder.parts import build_in_processes, build_part, merge_parts, parts_directory
-from data_pipeline.builder.shuffle import Run, SortedRuns, key_of
-from data_pipeline.builder.split_writer import EncodedDocument
 from data_pipeline.cli import main
 from data_pipeline.commands.verify import verify_split
 from data_pipeline.config import CorpusConfig, TokenizerConfig
-from data_pipeline.corpora.manifest import ShardInfo, read_manifest
+from data_pipeline.corpora.manifest import read_manifest
 from foundation.errors import ConfigError, DataError
 from foundation.files import read_json
 from tests.helpers.corpora import contents, some_texts, stored, write_jsonl
@@ -120,34 +116,6 @@ def test_the_order_depends_on_the_seed_and_new_text_moves_no_document(whole, tmp
     assert [each for each in stored(more.output / "train") if each in old] == old
 
 
-def test_documents_that_cannot_be_told_apart_keep_their_order(whole, tmp_path):
-    documents = [
-        EncodedDocument("same", np.array([number], np.uint16), number, 1, "same:1")
-        for number in range(5)
-    ]
-    SortedRuns(whole).write(tmp_path / "00000.run", documents, tmp_path)
-    run = Run(tmp_path, info_of(tmp_path / "00000.run"))
-    keys, found = run.between(0, 1 << 64)
-    assert [int(found[index].tokens[0]) for index in range(5)] == list(range(5))
-    assert set(keys.tolist()) == {key_of(whole.shuffle_seed, documents[0])}
-    assert run.count(0, int(keys[0])) == 0
-    assert run.count(int(keys[0]), int(keys[0]) + 1) == 5
-
-
-def info_of(path: Path) -> ShardInfo:
-    return ShardInfo(path.name, 5, 5, 1, path.stat().st_size, "0" * 64, 5, 5, "0" * 64)
-
-
-def test_a_truncated_run_is_named(whole, tmp_path):
-    document = EncodedDocument("id", np.zeros(9, np.uint16), 9, 9, "x:1")
-    path = tmp_path / "00000.run"
-    SortedRuns(whole).write(path, [document], tmp_path)
-    info = info_of(path)
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match=r"00000\.run"):
-        Run(tmp_path, info)
-
-
 @pytest.mark.parametrize("pattern", ["*/train/*.run", "*/shuffled/train/*.mds", "merged"])
 def test_a_build_killed_in_any_phase_resumes_to_the_same_bytes(whole, tmp_path, pattern):
     killed = replace(whole, output=tmp_path / "killed")
@@ -169,10 +137,11 @@ def test_a_build_killed_in_any_phase_resumes_to_the_same_bytes(whole, tmp_path, 
         kills += process.exitcode == -signal.SIGKILL
     build_in_processes(killed, 1)
     assert contents(whole.output) == contents(killed.output)
-    (killed.output / DONE_DIRECTORY / "scratch").mkdir(parents=True)  # as a kill at the end leaves
+    left = killed.output / ".build-done"  # as a kill at the end leaves
+    (left / "scratch").mkdir(parents=True)
     build_in_processes(killed, 1)
     assert contents(whole.output) == contents(killed.output)
-    assert not (killed.output / DONE_DIRECTORY).exists()
+    assert not left.exists()
     assert kills, "too fast to be killed in time"
 
 
@@ -202,6 +171,13 @@ def test_a_build_stopped_between_its_phases_resumes_also_with_more_processes(
         patched.setattr(moment, stop)
         with pytest.raises(Stopped):
             build_in_processes(stopped, 1)
+    if moment.endswith("shuffle_one"):
+        path = max(parts_directory(stopped).glob("*/train/*.run"))
+        content = path.read_bytes()
+        path.write_bytes(content[:-1])
+        with pytest.raises(DataError, match=path.name):
+            build_in_processes(stopped, 1)
+        path.write_bytes(content)
     build_in_processes(stopped, 2 if moment.endswith("_merge_split") else 1)
     assert contents(whole.output) == contents(stopped.output)
     assert not parts_directory(stopped).exists()
