@@ -166,15 +166,20 @@ def test_an_unknown_command_is_an_error_that_names_all(capsys):
     assert err.rpartition("one of: ")[2].rstrip().split(", ") == list(PROGRAM.commands)
 
 
-@pytest.mark.parametrize("command", ["", "build", "audit"])
-def test_help_imports_nothing_heavy_and_without_a_command_not_even_numpy(command):
-    heavy = ["torch", "streaming", "sentencepiece", "pydantic", "yaml"]
-    most_modules = 500
-    if not command:
-        heavy.append("numpy")
-        most_modules = 200
+@pytest.mark.parametrize(
+    ("package", "command", "lighter", "most_modules"),
+    [
+        ("data_pipeline", "", ["numpy", "yaml"], 200),
+        ("data_pipeline", "build", ["yaml"], 500),
+        ("data_pipeline", "audit", ["yaml"], 500),
+        ("launcher", "local", ["numpy"], 500),
+        ("launcher", "submit", ["numpy"], 500),
+    ],
+)
+def test_help_imports_nothing_heavy(package, command, lighter, most_modules):
+    heavy = ["torch", "deepspeed", "streaming", "sentencepiece", "pydantic", *lighter]
     code = (
-        "import sys; from data_pipeline.cli import main\n"
+        f"import sys; from {package}.cli import main\n"
         f"try: main({[command, '--help'] if command else ['--help']!r})\n"
         "except SystemExit: pass\n"
         f"found = set({heavy!r}) & set(sys.modules)\n"
@@ -183,7 +188,7 @@ def test_help_imports_nothing_heavy_and_without_a_command_not_even_numpy(command
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"usage: data-pipeline {command}")
+    assert done.stdout.startswith(f"usage: {package.replace('_', '-')} {command}")
 
 
 @pytest.mark.parametrize("program", ["data-pipeline", "pretrain", "launcher"])

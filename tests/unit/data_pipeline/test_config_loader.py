@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from foundation.errors import ConfigError
-from foundation.settings import differences, load_config, parse_config, to_tree
+from foundation.settings import load_config, parse_config, to_tree
 from foundation.yaml_files import SHIPPED, dump_yaml, parse_override, read_tree
 from pretrain.config.run import RunConfig
 
@@ -166,18 +166,6 @@ def test_what_is_written_reads_back_equal(tmp_path):
         path = write(tmp_path / "resolved.yaml", dump_yaml(to_tree(config)))
         assert load_config(type(config), path) == config
         assert parse_config(type(config), to_tree(config), "memory") == config
-
-
-def test_differences_name_the_keys_with_both_values():
-    before = to_tree(Outer(name="a", inner=Inner(extra={"k": 1})))
-    after = to_tree(Outer(name="b", inner=Inner(rate=2.0, extra={"j": 2})))
-    assert differences(before, after) == {
-        "name": ("a", "b"),
-        "inner.rate": (0.5, 2.0),
-        "inner.extra.k": (1, None),
-        "inner.extra.j": (None, 2),
-    }
-    assert differences(before, before) == {}
 
 
 def test_sections_in_a_list_are_checked_as_any_other(tmp_path):

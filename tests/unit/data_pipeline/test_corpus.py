@@ -10,7 +10,7 @@ import pytest
 from data_pipeline.builder.build_tokenizer import train_tokenizer
 from data_pipeline.cli import main
 from data_pipeline.commands.verify import verify_split
-from data_pipeline.corpora.corpus import Corpus, split_directory, tokenizer_of
+from data_pipeline.corpora.corpus import Corpus, tokenizer_of
 from data_pipeline.corpora.manifest import (
     TOKENIZER_DIRECTORY,
     FileState,
@@ -70,12 +70,6 @@ def test_no_more_than_a_few_shards_stay_open(tmp_path):
         corpus.shard(index)
     assert len(corpus._open) == 16
     assert 39 in corpus._open
-
-
-def test_commands_find_the_training_split_of_a_corpus(tmp_path):
-    directory = make_tiny_corpus(tmp_path / "corpus")
-    assert split_directory(directory) == directory / "train"
-    assert split_directory(directory / "validation") == directory / "validation"
 
 
 def test_a_token_that_the_tokenizer_does_not_have_is_found_by_training_evaluation_and_verify(

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -27,10 +25,11 @@ def evaluated(corpus, num_lanes, world_size, max_tokens=0, segment_length=7):
     targets, batches = [], set()
     for rank in range(world_size):
         lanes = evaluated_lanes(num_lanes, rank, world_size)
+        assert len(lanes) in (num_lanes // world_size, -(-num_lanes // world_size))
         if not lanes:
             continue
         stream = EvaluationStream(corpus, num_lanes, segment_length, lanes, max_tokens)
-        before_B = np.full(len(lanes), corpus.manifest.end_id)
+        before_B = np.full(len(lanes), corpus.manifest.end_id)  # each lane begins with one
         count = 0
         for batch in stream:
             count += 1
@@ -49,14 +48,9 @@ def evaluated(corpus, num_lanes, world_size, max_tokens=0, segment_length=7):
 @pytest.mark.parametrize("num_lanes", [1, 3, 8, 21, 128])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_token_is_a_target_exactly_once(corpus, stream, num_lanes, world_size):
+    assert len(EvaluationStream(stream, 16, 7, range(16))) == -(-stream.num_tokens // (16 * 7))
     for split in (corpus, stream):
         assert sorted(evaluated(split, num_lanes, world_size)) == list(range(corpus.num_tokens))
-
-
-def test_lanes_of_a_stream_are_equally_long(stream):
-    batches = EvaluationStream(stream, 16, 7, range(16))
-    assert len(batches) == math.ceil(math.ceil(stream.num_tokens / 16) / 7)
-    assert useful_lanes(stream, 16, 7) == 16
 
 
 @pytest.mark.parametrize("max_tokens", [1, 100, 1001])
@@ -82,25 +76,8 @@ def test_starts_mark_the_inputs_that_begin_a_document_or_the_stream(corpus):
         assert np.array_equal(batch.starts_BL[rows], expected_BL[rows])
 
 
-def test_each_lane_starts_with_an_end_of_document_token_and_a_document(corpus):
-    firsts = {int(corpus.shard(unit).tokens(d)[0]) for unit in range(4) for d in range(17)}
-    batch = next(EvaluationStream(corpus, 8, 7, range(8)))
-    assert set(batch.tokens_BL[:, 0].tolist()) == {corpus.manifest.end_id}
-    assert set(batch.targets_BL[:, 0].tolist()) <= firsts
-
-
 def test_lanes_that_long_documents_would_leave_empty_are_not_used(corpus, tmp_path):
     assert useful_lanes(corpus, 8, 7) == 8
     books = write_numbered_corpus(tmp_path, [[9000, 10], [10, 9000, 10]])
     assert useful_lanes(books, 16, 7) == 2
     assert useful_lanes(books, 16, 7, max_tokens=500) == 1
-
-
-@pytest.mark.parametrize("num_lanes", [1, 3, 8, 21])
-def test_ranks_share_the_lanes_evenly_and_the_first_always_has_one(num_lanes):
-    for world_size in range(1, 9):
-        shares = [evaluated_lanes(num_lanes, rank, world_size) for rank in range(world_size)]
-        assert [lane for share in shares for lane in share] == list(range(num_lanes))
-        sizes = [len(share) for share in shares]
-        assert max(sizes) - min(sizes) <= 1
-        assert sizes[0] >= 1

@@ -6,12 +6,11 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 
 import pytest
 
 from foundation.errors import ConfigError, DataError
-from foundation.locks import exclusive_lock, held_lock
+from foundation.locks import held_lock
 from pretrain.rundir.run_dir import RunDir
 
 WITHOUT_FLOCK = """
@@ -46,30 +45,6 @@ def test_without_flock_a_second_attempt_fences_off_the_first_and_no_shard_cache_
     assert stale.startswith("attempt first ")
     assert refused.startswith(f"{tmp_path / 'attempt'}: ")
     assert f"{tmp_path / 'train.lock'}: " in done.stderr
-
-
-def test_one_of_many_threads_holds_a_lock_at_a_time_and_who_waits_too_long_is_told(tmp_path):
-    inside, most = [0], [0]
-
-    def work() -> None:
-        for _ in range(5):
-            with exclusive_lock(tmp_path / "lock", seconds=30):
-                inside[0] += 1
-                most[0] = max(most[0], inside[0])
-                inside[0] -= 1
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == [1]
-    with (
-        exclusive_lock(tmp_path / "lock", seconds=1),
-        pytest.raises(DataError),
-        exclusive_lock(tmp_path / "lock", seconds=0),
-    ):
-        pass
 
 
 def test_an_unknown_holder_is_not_named_and_lock_files_are_for_their_owner_only(tmp_path):

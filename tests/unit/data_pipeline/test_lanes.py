@@ -160,11 +160,6 @@ def test_an_error_of_the_reader_reaches_the_consumer_in_order_and_again():
                 next(prefetcher)
 
 
-def test_a_finite_stream_ends():
-    with Prefetcher(range(5)) as prefetcher:
-        assert list(prefetcher) == [0, 1, 2, 3, 4]
-
-
 def test_it_prefetches_no_more_than_its_depth():
     read = []
 

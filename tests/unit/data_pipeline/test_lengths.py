@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from data_pipeline.commands.verify import verify_split
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.corpora.lengths import lengths_beside, lengths_content, write_lengths
+from data_pipeline.corpora.lengths import write_lengths
 from data_pipeline.corpora.remote_corpus import CachedShards
 from data_pipeline.corpora.shard_cache import ShardCache
 from data_pipeline.corpora.stores import store_at
@@ -121,12 +120,3 @@ def test_lengths_that_the_manifest_lists_but_are_not_those_of_the_shard_are_refu
     replace(corpus.manifest, shards=shards).write(corpus.directory)
     with pytest.raises(DataError, match=info.path):
         tokens_of(Corpus.open(corpus.directory), 1, range(1), 2 * corpus.num_tokens // LENGTH)
-
-
-def test_lengths_of_another_shard_are_refused_by_their_header(corpus):
-    info = corpus.manifest.shards[0]
-    content = lengths_content(corpus.manifest.shards[1].sha256, DOCUMENTS[0])
-    (corpus.directory / NAME).write_bytes(content)
-    listed = replace(info, lengths=hashlib.sha256(content).hexdigest())
-    with pytest.raises(DataError, match=NAME):
-        lengths_beside(corpus.directory, listed)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections import Counter
@@ -15,11 +14,12 @@ from hypothesis import strategies as st
 from data_pipeline.cli import main
 from data_pipeline.config import CacheConfig, MixturePart
 from data_pipeline.corpora.corpus import Corpus, corpus_hash
-from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
+from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import Mixture, open_mixture, open_training_data, plan_of
 from foundation.errors import ConfigError, DataError
 from pretrain.config.data import DataConfig
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
+from tests.unit.data_pipeline.test_lane_properties import Session, read_in_sessions
 
 NUM_LANES = 4
 SEED = 5
@@ -64,22 +64,12 @@ def test_interrupted_mixtures_read_every_copy_of_a_document_once_per_epoch_in_it
         mixture = mixture_in(directory, drawn)
         plan = plan_of(mixture, NUM_LANES, SEED)
         assume(plan.num_tokens // NUM_LANES >= mixture.manifest.longest_whole)
-        read: list[list[int]] = [[] for _ in range(NUM_LANES)]
-        cursor = None
-        for world_size, steps in sessions:
-            cursors = []
-            for rank in range(world_size):
-                lanes = range(rank * NUM_LANES // world_size, (rank + 1) * NUM_LANES // world_size)
-                stream = LaneStream(mixture, NUM_LANES, SEED, segment_length, lanes, cursor)
-                batches = [next(stream) for _ in range(steps + 2)]  # two steps whose work is lost
-                for batch in batches[:steps]:
-                    for lane, tokens_L in zip(lanes, batch.tokens_BL, strict=True):
-                        read[lane] += tokens_L.tolist()
-                cursors.append(batches[steps - 1].cursor)
-            cursor = LaneCursor.from_tree(
-                json.loads(json.dumps(LaneCursor.join(cursors).to_tree()))
-            )
-        assert cursor is not None
+        read, cursor = read_in_sessions(
+            mixture,
+            NUM_LANES,
+            SEED,
+            [Session(ranks, steps, 2, segment_length, False) for ranks, steps in sessions],
+        )
         tokens = LaneStream(
             mixture, NUM_LANES, SEED, segment_length, range(NUM_LANES), cursor
         ).tokens_read(cursor)

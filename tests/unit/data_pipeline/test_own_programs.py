@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from foundation.own_programs import own_command
 from pretrain.processes.local_ranks import train_command
 
 
@@ -40,18 +39,3 @@ def test_the_processes_of_a_build_do_not_import_from_the_working_directory(tmp_p
     done = run_in(tmp_path, [sys.executable, "-c", code])
     assert done.stdout == f"alive\n{tmp_path}\n", done.stderr
     assert not list(tmp_path.glob("EXECUTED*"))
-
-
-def test_the_code_of_the_parent_is_found_and_its_arguments_arrive(tmp_path):
-    package = tmp_path / "code" / "foundation"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "__main__.py").write_text("import sys\nprint(__file__, *sys.argv[1:])\n")
-    home = Path(sys.modules[own_command.__module__].__file__ or "")
-    (package / home.name).write_text(home.read_text())
-    code = (
-        "import subprocess, sys\nfrom foundation.own_programs import own_command\n"
-        "sys.exit(subprocess.call(own_command('foundation', 'a', '-b'), cwd='/'))"
-    )
-    done = run_in(tmp_path / "code", [sys.executable, "-c", code])
-    assert done.stdout == f"{package / '__main__.py'} a -b\n", done.stderr

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -111,34 +110,17 @@ def test_open_shards_are_never_evicted_and_a_full_cache_is_an_error(server, shar
     assert second.read() == (server.upstream / shards[1].path).read_bytes()
 
 
-def test_the_limit_holds_while_many_fetch(server, shards, tmp_path):
-    limit, most = 3 * largest(shards), 0
-    store, caches = store_at(server.url, QUICK), [cache_of(tmp_path, limit) for _ in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(2):
-            done = [
-                pool.submit(lambda cache=cache: [cache.open(store, s).close() for s in shards])
-                for cache in caches
-            ]
-            while not all(future.done() for future in done):
-                with contextlib.suppress(FileNotFoundError):  # evicted between listing and reading
-                    sizes = [path.stat().st_size for path in (tmp_path / "shards").iterdir()]
-                    most = max(most, sum(sizes))
-            for future in done:
-                future.result()
-    assert 0 < most <= limit
-
-
-def test_a_cached_shard_that_the_disk_corrupted_is_fetched_again(server, shards, tmp_path):
-    store = store_at(server.url, QUICK)
-    for damage in (lambda content: content[:-1], lambda content: b"x" + content[1:]):
-        cache_of(tmp_path).open(store, shards[0]).close()
-        path = tmp_path / "shards" / shards[0].sha256
-        original = path.read_bytes()
-        path.write_bytes(damage(original))
-        with cache_of(tmp_path).open(store, shards[0]) as file:
-            assert file.read() == original
-    assert server.requests["shard.00000.mds"] == 3
+def test_a_cached_shard_that_was_changed_since_its_check_is_fetched_again(server, shards, tmp_path):
+    store, same = store_at(server.url, QUICK), cache_of(tmp_path)
+    for cache in (same, cache_of(tmp_path)):
+        for damage in (lambda content: content[:-1], lambda content: bytes(len(content))):
+            same.open(store, shards[0]).close()
+            path = tmp_path / "shards" / shards[0].sha256
+            original = path.read_bytes()
+            path.write_bytes(damage(original))
+            with cache.open(store, shards[0]) as file:
+                assert file.read() == original
+    assert server.requests["shard.00000.mds"] == 5
 
 
 def test_a_process_killed_during_a_download_leaves_no_reservation(server, corpus, tmp_path):
@@ -181,17 +163,6 @@ def test_a_cache_that_cannot_hold_the_open_shards_is_rejected(tmp_path):
         cache.check_capacity(20, 100_000)
 
 
-def test_a_hostile_hash_removes_nothing_outside_the_cache(server, shards, tmp_path):
-    precious = tmp_path / "lib" / "python3"
-    precious.mkdir(parents=True)
-    cache = cache_of(tmp_path / "cache")
-    (tmp_path / "cache" / "incoming" / "a.1").mkdir()
-    info = replace(shards[0], sha256="a.1/../../../lib/python3")
-    with pytest.raises(DataError, match=r"a\.1/"):
-        cache.open(store_at(server.url, QUICK), info)
-    assert precious.is_dir()
-
-
 def test_the_cache_removes_nothing_that_it_did_not_make(server, shards, tmp_path):
     cache = cache_of(tmp_path, largest(shards))
     for name in ("shards/notes.txt", "incoming/mine.3/x", "incoming/plain/x"):
@@ -230,13 +201,3 @@ def test_a_cache_whose_parent_lets_every_user_replace_it_is_refused(tmp_path):
     cache_of(parent / "deep" / "cache")
     for name in (".", "shards", "incoming", "locks"):
         assert (parent / "deep" / "cache" / name).stat().st_mode & 0o777 == 0o700, "private"
-
-
-def test_a_shard_that_was_swapped_after_its_check_is_checked_again(server, shards, tmp_path):
-    store, cache = store_at(server.url, QUICK), cache_of(tmp_path)
-    cache.open(store, shards[0]).close()
-    path = tmp_path / "shards" / shards[0].sha256
-    content = path.read_bytes()
-    path.write_bytes(bytes(len(content)))
-    with cache.open(store, shards[0]) as file:
-        assert file.read() == content, "fetched again"
