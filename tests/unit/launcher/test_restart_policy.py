@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.infer_status import last_turn
 from launcher.restart_policy import (
     RestartPolicy,
     attempts_without_progress,
@@ -37,7 +36,6 @@ from pretrain.rundir.events import (
     NodeReplaced,
     Outcome,
     ReplacedBecause,
-    Submitted,
     SupervisorKilled,
     TrainingBegan,
     TrainingEnded,
@@ -103,34 +101,23 @@ def cut(number: int, trained: float, starting: float = 50.0, steps: int = 1) -> 
     ]  # fmt: skip
 
 
-def test_starts_that_lose_more_than_they_gain_end_the_run_and_name_the_limit_to_raise():
-    futile = [event for number in range(3) for event in cut(number, trained=10.0)]
-    refusal = refusal_of_futile_starts(futile, "7", 3, "00:02:00")
-    assert all(each in refusal for each in ("3 starts", "50 s", "10 s", "00:02:00", "time_limit"))
+FUTILE = cut(0, 10.0) + cut(1, 10.0) + cut(2, 10.0)
 
 
 @pytest.mark.parametrize(
-    "ledger",
+    ("ledger", "is_futile"),
     [
-        cut(1, 10.0) + cut(2, 10.0),  # too few
-        cut(0, 10.0) + cut(1, 60.0) + cut(2, 10.0),  # one gained more
-        [  # one was preempted
-            *cut(0, 10.0),
-            *cut(1, 10.0)[:-1],
-            replace(cut(1, 10.0)[-1], reason=JobEndReason.PREEMPTED),
-            *cut(2, 10.0),
-        ],
-        [replace(event, job="8") if hasattr(event, "job") else event for event in cut(0, 1.0) * 3],
+        (FUTILE, True),
+        (FUTILE[4:], False),  # too few
+        (cut(0, 10.0) + cut(1, 60.0) + cut(2, 10.0), False),  # one gained more
+        (cut(0, 500.0, steps=0) + FUTILE[4:], True),  # no checkpoint holds it
+        ([*FUTILE[:8], FUTILE[8], FUTILE[11]], True),  # the last one never trained
+        ([*FUTILE[:7], replace(FUTILE[7], reason=JobEndReason.PREEMPTED), *FUTILE[8:]], False),
+        ([replace(e, job="8") if hasattr(e, "job") else e for e in FUTILE], False),
     ],
 )
-def test_starts_that_gain_or_were_not_ended_by_a_time_limit_are_made_again(ledger):
-    assert refusal_of_futile_starts(ledger, "7", 3, "00:02:00") == ""
-
-
-def test_training_that_no_checkpoint_holds_and_a_start_that_never_trained_gain_nothing():
-    unsaved = cut(0, trained=500.0, steps=0)
-    never = [cut(1, trained=0.0)[0], cut(1, trained=0.0)[-1]]
-    assert refusal_of_futile_starts([*unsaved, *never], "7", 2, "00:02:00")
+def test_starts_that_a_time_limit_ended_before_they_gained_anything_are_futile(ledger, is_futile):
+    assert bool(refusal_of_futile_starts(ledger, "7", 3, "00:02:00")) is is_futile
 
 
 def test_a_job_whose_starts_are_futile_is_not_requeued_and_the_ledger_says_why(
@@ -138,7 +125,7 @@ def test_a_job_whose_starts_are_futile_is_not_requeued_and_the_ledger_says_why(
 ):
     run_dir, now = RunDir(tmp_path), [0.0]
     monkeypatch.setattr("time.time", lambda: now[0])
-    for event in (*cut(0, 10.0), *cut(1, 10.0), *cut(2, 10.0)[:-1]):
+    for event in FUTILE[:-1]:
         now[0] = event.time
         run_dir.ledger.append(event)
     publish_step(run_dir.checkpoints, 21)
@@ -148,7 +135,7 @@ def test_a_job_whose_starts_are_futile_is_not_requeued_and_the_ledger_says_why(
     ended = run_dir.ledger.read()[-1]
     assert isinstance(ended, JobEnded)
     assert (ended.reason, ended.requeued) == (JobEndReason.ERROR, False)
-    assert ended.message.startswith("3 starts ")
+    assert all(each in ended.message for each in ("3 starts", "50 s", "time_limit"))
 
 
 def test_only_the_one_rank_that_had_to_be_killed_made_an_attempt_hang():
@@ -350,20 +337,6 @@ def test_excluded_nodes_are_remembered():
     assert excluded_nodes(ledger, "7") == ["n2", "n1"]
 
 
-def test_what_ranks_write_after_the_end_of_their_job_is_no_turn_of_the_run():
-    over = [
-        job_started("7"),
-        ended("7", JobEndReason.CANCELED),
-        TrainingEnded(outcome=Outcome.STOPPED, step=2),
-        attempt("7", NextAction.STOPPED, 0, 2),
-    ]
-    assert last_turn(over) is over[1]
-    again = [*over, Submitted(job="8"), job_started("8")]
-    assert last_turn(again) is again[-1]
-    trains = [*over, job_started("7"), TrainingBegan(step=0, world_size=1, attempt="7.0.1.ab")]
-    assert last_turn(trains) is trains[-1], "a later start of the same number"
-
-
 SCONTROL = """: > "$0.$1"
 if [ "$1 $ANSWER" = "requeue denied" ]; then echo "Access/permission denied" >&2; exit 1; fi
 echo "JobId=7 JobState=RUNNING Reason=None PreemptTime=None Restarts=0 Requeue=1"
@@ -382,7 +355,8 @@ def test_a_job_that_slurm_holds_after_a_prolog_names_the_node(tmp_path, monkeypa
     assert not job_exit.is_allocated()
     job_exit.finish(EXIT_STOPPED)
     state = read_state(run_dir.path)
-    assert (state.state, state.reason) == ("requeued", "the prolog failed on node n2")
+    assert state.state == "requeued"
+    assert "node n2" in state.reason
 
 
 @pytest.mark.parametrize("answer", ["requeued", "denied"])

@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import resource
 import signal
@@ -17,13 +16,9 @@ from pathlib import Path
 import pytest
 
 from foundation.errors import ConfigError
-from launcher.slurm import srun
 from launcher.slurm.lost_nodes import (
     FirstNodeGuard,
     JobNodes,
-    first_nodes,
-    is_taken_out,
-    num_old_steps,
     replaced_nodes,
     use_up_old_numbers,
 )
@@ -31,14 +26,10 @@ from launcher.slurm.srun import (
     RankEnd,
     RankEnds,
     Step,
-    _end_in,
     failed_nodes,
     first_failure,
-    seconds_left_to_srun,
     srun_command,
 )
-from pretrain.config.data import DataConfig
-from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.events import (
     EXIT_STOPPED,
@@ -51,7 +42,7 @@ from pretrain.rundir.events import (
     SupervisorKilled,
 )
 from pretrain.rundir.lock import StaleAttempt
-from tests.helpers.jobs import THIS_JOB, attempt_ended, fake_commands, until
+from tests.helpers.jobs import THIS_JOB, fake_commands, until
 
 STEP = Step(nodes=("n1", "n2"), ranks=4, cluster=ClusterConfig(ranks_per_node=2, cpus_per_rank=3))
 
@@ -193,52 +184,6 @@ def test_a_rank_without_a_status_was_killed_with_its_task_and_one_without_a_log_
     assert ends.statuses() == [EXIT_STOPPED, -9, NEVER_STARTED]
 
 
-def test_each_of_4096_statuses_is_read_once_as_it_comes_and_many_at_a_time(tmp_path, monkeypatch):
-    logs = [tmp_path / f"rank-{rank}.log" for rank in range(4096)]
-    ends, opened, at_work, most = RankEnds(logs), [], set(), 0
-
-    def end_in(file: Path) -> RankEnd | None:
-        nonlocal most
-        opened.append(file)
-        at_work.add(file)
-        most = max(most, len(at_work))
-        time.sleep(1e-4)  # as a server that is asked
-        at_work.remove(file)
-        return _end_in(file)
-
-    monkeypatch.setattr(srun, "_end_in", end_in)
-    ends.look()
-    for rank in range(1, 4096, 2):
-        logs[rank].with_suffix(".status").write_text("-15")
-    ends.look()
-    assert sorted(ends.found) == list(range(1, 4096, 2))
-    for rank in range(0, 4096, 2):
-        logs[rank].touch()
-        if rank:
-            logs[rank].with_suffix(".status").write_text("1")
-    ends.look()
-    assert len(opened) == len(set(opened)) == 4095
-    assert most > 8
-    ends.read_rest()
-    assert opened[4095:] == [logs[0].with_suffix(".status")], "the one that is missing"
-    assert ends.statuses() == [-9, *([-15, 1] * 2048)[:-1]]
-
-
-@pytest.mark.parametrize(
-    ("ended", "waits"),
-    [
-        ([0, 0, 75], 30),  # for a slurmstepd that was killed
-        ([1, 1, 1], 30),
-        ([0, -9], 300),  # srun should have killed the third
-        ([0, 0], math.inf),  # the third may still be saving
-        ([], math.inf),
-    ],
-)
-def test_srun_is_not_waited_for_once_every_rank_has_ended_or_one_has_failed_long_ago(ended, waits):
-    ends = {rank: RankEnd(status, 0.0) for rank, status in enumerate(ended)}
-    assert seconds_left_to_srun(ends, num_ranks=3) == waits
-
-
 EXITED = "srun: error: {}: Exited with exit code 1\n"
 
 
@@ -274,17 +219,6 @@ def test_the_first_spare_node_takes_the_place_of_the_lost_one_and_the_others_kee
     assert without_spare.without("n3") == without_spare  # it did not train
 
 
-@pytest.mark.parametrize(
-    ("state", "taken_out"),
-    [
-        ("idle", False), ("mixed", False), ("idle~", False), ("allocated*", False),
-        ("down", True), ("down*", True), ("draining", True), ("drained@", True), ("failing", True),
-    ],
-)  # fmt: skip
-def test_nodes_in_these_states_are_replaced(state, taken_out):
-    assert is_taken_out(state) is taken_out
-
-
 def test_a_supervisor_after_one_that_was_killed_leaves_out_the_nodes_replaced_in_this_start():
     def started(restart: int) -> JobStarted:
         return JobStarted(job="7", restart=restart, nodes=("n1", "n2", "n3"), step=0)
@@ -299,30 +233,6 @@ def test_a_supervisor_after_one_that_was_killed_leaves_out_the_nodes_replaced_in
     assert replaced_nodes([*former, started(1)], job) == []
     ledger = [*former, started(1), replaced("n2"), replaced("n1", job="8"), killed, started(1)]
     assert replaced_nodes(ledger, job) == ["n2"]
-
-
-def test_a_start_after_a_lost_node_uses_no_number_of_an_old_step():
-    def started(restart: int, job: str = "7") -> JobStarted:
-        return JobStarted(job=job, restart=restart, nodes=("n1", "n2"), step=0)
-
-    def ended(reason: JobEndReason, restart: int = 0) -> JobEnded:
-        return JobEnded(job="7", restart=restart, reason=reason, requeued=True)
-
-    failed = attempt_ended(job="7")
-    replaced = NodeReplaced(job="7", node="n2", spare="n3", reason=ReplacedBecause.NODE_FAILED)
-    job = replace(THIS_JOB, restart=1)
-    lost, limit = ended(JobEndReason.FIRST_NODE_LOST), ended(JobEndReason.TIME_LIMIT)
-    assert num_old_steps([started(0)], replace(job, restart=0)) == 0
-    assert num_old_steps([started(0), failed, limit, started(1)], job) == 0
-    # The steps of one recorded attempt, of one that ended with its node, and of the start itself.
-    assert num_old_steps([started(0), failed, lost, started(1)], job) == 18
-    assert num_old_steps([started(0), failed, replaced, limit, started(1)], job) == 18
-    assert num_old_steps([started(0), lost, started(1), replaced], job) == 12
-    assert num_old_steps([started(0), limit, started(1), replaced], job) == 0
-    assert num_old_steps([started(0), *[failed] * 50, lost, started(1)], job) == 40
-    # The second start has used up 18 numbers itself, before the steps of its attempt.
-    again = [started(1), ended(JobEndReason.NODE_FAILED, restart=1), started(2)]
-    assert num_old_steps([started(0), failed, lost, *again], replace(job, restart=2)) == 30
 
 
 SRUN = 'echo "$@" >> "$0.started"; exec sleep 60'
@@ -368,9 +278,3 @@ def test_empty_steps_are_awaited_while_slurm_is_listened_to_and_end_with_what_th
         assert rest == f"{options} --chdir=/ --quiet true"
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
-
-
-def test_nodes_of_which_no_number_divides_the_lanes_are_refused_with_what_does_not():
-    config = RunConfig(data=DataConfig(lanes=5, segment_length=64))
-    with pytest.raises(ConfigError, match=r"data\.lanes=5 .* 6 ranks"):
-        first_nodes(config, 6, ("n1", "n2"), num_spare=1)
