@@ -145,8 +145,8 @@ site: $(DEV_STAMP)  ## the pages as a site in runs/site (Python 3.11+); a link t
 	sphinx-build -q -W --keep-going -c docs -b html . runs/site
 	@echo "Open runs/site/README.html"
 
-mutants: $(DEV_STAMP)  ## break the code in each place of tests/mutants, run its tests: hours; SAMPLE=6 takes six
-	python -m tests.mutants --sample $(or $(SAMPLE),0)
+mutants: $(DEV_STAMP)  ## break the code in each place of tests/mutants, run its tests: hours; SAMPLE=6 SEED=N takes six
+	python -m tests.mutants --sample $(or $(SAMPLE),0) --seed $(or $(SEED),0)
 
 coverage: $(DEV_STAMP)  ## how often the intervals of scaling fits hold the truth, on simulated sweeps
 	python -m tests.interval_coverage

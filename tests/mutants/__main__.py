@@ -20,6 +20,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 1800
+NOT_COPIED = (".git", ".venv*", "*_cache", "__pycache__", "runs")
 TESTS_FAILED, INTERRUPTED = 1, 2  # pytest's exit statuses; it is interrupted where an import fails
 
 
@@ -51,10 +52,7 @@ def is_caught(mutant: Mutant) -> bool:
     """Whether a test of the mutant fails in a copy of the project with the change."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
         copy = Path(directory) / "project"
-        names = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
-        for name in filter(None, names.split("\0")):
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+        shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
         mutant.apply(copy)
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", *mutant.caught_by]
         environment = {**os.environ, "PYTHONPATH": str(copy)}
