@@ -78,8 +78,8 @@ scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 20 sma
 	test -f $(SCALING)/text.jsonl || python -m benchmarks.texts $(SCALING)/text.jsonl
 	test -f $(SCALING)/data/build.json || data-pipeline build configs/data/bytes.yaml --input $(SCALING)/text.jsonl \
 		--output $(SCALING)/data validation_fraction=0.04 shard_bytes=524288
-	pretrain scale plan configs/experiments/scaling-demo.yaml --rates 6e-3 1.2e-2 2.4e-2 4.8e-2 --steps 1500 \
-		--name scaling-demo-tune --output $(SCALING)/tune.yaml model.d_model=16 model.num_heads=4
+	pretrain scale plan configs/experiments/scaling-demo.yaml --rates 6e-3 1.2e-2 2.4e-2 4.8e-2 \
+		--name scaling-demo-tune --output $(SCALING)/tune.yaml model.d_model=16 model.num_heads=4 optim.steps=1500
 	launcher sweep submit $(SCALING)/tune.yaml --local -j 2 --runs-dir $(SCALING)/tune
 	pretrain scale collect $(SCALING)/tune.yaml --runs-dir $(SCALING)/tune
 	pretrain scale report $(SCALING)/tune/runs.csv

@@ -107,7 +107,7 @@ def add_family(parser: argparse._ActionsContainer) -> None:
     add = parser.add_argument
     rules = "rule for learning rate and batch size (default %(default)s)"
     add("--rule", choices=tuple(RULES), default="step-law", help=rules)
-    tuned = "rate, and batch if they were tried, from these tables of sweeps of rates"
+    tuned = "rate from these tables of sweeps of rates"
     add("--tuned", type=Path, nargs="+", default=[], metavar="RUNS", help=tuned)
     layers = "give every size the experiment's number of layers"
     add("--keep-layers", action="store_true", help=layers)

@@ -32,8 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("tables", type=Path, nargs="+", metavar="TABLE", help=tables)
     flops = "training FLOPs to find the best memory for (default: the smallest and largest run's)"
     add("--flops", type=amount_of("FLOPs"), nargs="+", default=[], metavar="C", help=flops)
-    segment = "use the runs of this segment length (default: that of most runs)"
-    add("--segment", type=int, default=0, metavar="T", help=segment)
     force = f"answer even over {FURTHEST:g} times outside of the runs' FLOPs"
     add("--force", action="store_true", help=force)
 
@@ -42,8 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the law and the best memory at each budget."""
     for flops in arguments.flops:
         check_amount("flops", flops)
-    rows = [row for table in arguments.tables for row in read_rows(table)]
-    runs = trained_runs(rows, arguments.segment)
+    runs = trained_runs([row for table in arguments.tables for row in read_rows(table)])
     low, high = float(runs.flops_P.min()), float(runs.flops_P.max())
     budgets = sorted(arguments.flops) or [low, high]
     for flops in budgets:
@@ -69,10 +66,8 @@ def _law_text(fit: MemoryFit) -> str:
         floor, size = floor + a, ""
     context = g / mean_power(shortest, law.segment_length, gamma)
     error_P = law.errors(runs)
-    errors = [
-        f"{error_P[runs.memory_P == length].mean():+.2%} at {length:.0f}"
-        for length in np.unique(runs.memory_P)
-    ]
+    lengths = np.unique(runs.memory_P)
+    errors = [f"{error_P[runs.memory_P == each].mean():+.2%} at {each:.0f}" for each in lengths]
     return (
         f"{counted(len(runs.loss_P), 'run')} with segments of {runs.segment_length}: loss = "
         f"{floor:.4g}{size} + {b * tokens**beta:.4g} / D^{beta:.3f} + {context:.4g} "

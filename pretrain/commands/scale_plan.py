@@ -11,13 +11,13 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from foundation.cli import Answer, add_experiment, add_json, check_least
+from foundation.cli import Answer, add_experiment, add_json
 from foundation.errors import ConfigError
 from foundation.settings import amount_of, load_config, size_of
 from foundation.yaml_files import find_config, read_tree
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.commands.output_paths import check_sweep_output
-from pretrain.commands.scale import add_family, rule_name, rule_of
+from pretrain.commands.scale import add_family, check_amount, rule_name, rule_of
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import GIB, Hardware
@@ -30,7 +30,6 @@ from pretrain.scaling.plan import (
     PlannedRun,
     as_trunks,
     at_computed_flops,
-    at_tokens,
     axis,
     check_corpus,
     check_runs,
@@ -53,6 +52,7 @@ from pretrain.scaling.recipe import (
     outside_step_law,
     step_law_rule,
     with_budget,
+    with_steps,
 )
 from pretrain.scaling.sweep_file import Kind, sweep_path, write_sweep
 from pretrain.scaling.variants import plan_members, read_comparison
@@ -66,8 +66,8 @@ FLAGS: dict[Kind, str] = {
     "sizes": "budgets sizes spread holdout_budgets tokens_per_parameter checks "
     "trunks simulate noise rule tuned keep_layers cluster nodes gpus_per_node "
     "gpu gpu_memory gpu_flops mfu seeds",
-    "rates": "rates lanes steps seeds",
-    "lengths": "segments memories steps seeds",
+    "rates": "rates seeds",
+    "lengths": "segments memories seeds",
     "variants": "",
 }
 
@@ -84,8 +84,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags, lengths = amount_of("FLOPs"), size_of("tokens")
     seeds = "train each run once per seed (default: 1, or the experiment's)"
     add("--seeds", type=int, nargs="+", default=[], metavar="SEED", help=seeds)
-    words = "steps with the experiment's lanes and lengths (default: the experiment's)"
-    add("--steps", type=int, metavar="N", help=words)
     group = parser.add_argument_group("sizes: the experiment's family at budgets")
     add = group.add_argument
     words = "training FLOPs per run"
@@ -113,8 +111,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("rates: the experiment at several, equal tokens").add_argument
     rates = "peak learning rates, best 2x apart"
     add("--rates", type=float, nargs="+", default=[], metavar="LR", help=rates)
-    lanes = "numbers of lanes, and so batch sizes (default: the experiment's)"
-    add("--lanes", type=int, nargs="+", default=[], metavar="N", help=lanes)
     group = parser.add_argument_group("lengths: the experiment at equal tokens and equal FLOPs")
     words = "segment lengths, in tokens"
     group.add_argument("--segments", type=lengths, nargs="+", default=[], metavar="T", help=words)
@@ -127,7 +123,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Answer:
     """Return the plan and its cost, and write the sweep file."""
     kind = _kind_of(arguments)
-    check_least(arguments, 1, "steps", "lanes")
     file, overrides, name = arguments.experiment, arguments.overrides, ""
     comparison = None
     if kind == "variants":
@@ -201,7 +196,7 @@ def _kind_of(arguments: argparse.Namespace) -> Kind:
 
 def _of_one_model(kind: Kind, base: RunConfig, arguments: argparse.Namespace) -> list[PlannedRun]:
     """The experiment's model at several rates, or with several lengths."""
-    rates, tokens = arguments.rates, (arguments.steps or base.optim.steps) * base.tokens_per_step
+    rates, steps = arguments.rates, base.optim.steps
     seeds = axis("s", "seed", arguments.seeds or [base.seed])
     file, overrides = arguments.experiment, arguments.overrides
     if kind == "rates":
@@ -210,15 +205,14 @@ def _of_one_model(kind: Kind, base: RunConfig, arguments: argparse.Namespace) ->
                 f"--rates {' '.join(f'{rate:g}' for rate in rates)}: expected at least "
                 f"{FEWEST_RATES} different positive rates, such as 5e-4 1e-3 2e-3 4e-3"
             )
-        lanes = axis("lanes", "data.lanes", arguments.lanes or [base.data.lanes])
-        axes = [lanes, axis("lr", "optim.learning_rate", rates), seeds]
-        return [planned_run(at_tokens(run, tokens)) for run in varied(file, overrides, axes)]
+        axes = [axis("lr", "optim.learning_rate", rates), seeds]
+        return [planned_run(with_steps(run, steps)) for run in varied(file, overrides, axes)]
     segments = arguments.segments or [base.data.segment_length]
     memories = arguments.memories or [base.model.longest_memory]
-    flops = computed_flops_of_step(base, 1) * tokens / base.tokens_per_step
+    flops = computed_flops_of_step(base, 1) * steps
     found = []
     for run in varied(file, overrides, [*length_axes(base, segments, memories), seeds]):
-        same = {"tokens": at_tokens(run, tokens), "flops": at_computed_flops(run, flops)}
+        same = {"tokens": with_steps(run, steps), "flops": at_computed_flops(run, flops)}
         if same["tokens"] == same["flops"]:
             found.append(same["tokens"])
         else:
@@ -230,12 +224,11 @@ def _sizes_at_budgets(
     base: RunConfig, arguments: argparse.Namespace
 ) -> tuple[list[PlannedRun], list[str], str]:
     """The runs, notes on them, and the flags with which 'launcher sweep submit' starts them."""
-    for budget in (*arguments.budgets, *arguments.holdout_budgets):
-        if not 0 < budget < math.inf:
-            raise ConfigError(f"a budget of {budget} FLOPs is not positive and finite")
+    for name in ("budgets", "holdout-budgets"):
+        for budget in getattr(arguments, name.replace("-", "_")):
+            check_amount(name, budget)
+    check_amount("tokens-per-parameter", ratio := arguments.tokens_per_parameter)
     family = Family(base=with_vocabulary(base), keep_layers=arguments.keep_layers)
-    if (ratio := arguments.tokens_per_parameter) <= 0:
-        raise ConfigError(f"--tokens-per-parameter {ratio} must be positive")
     optimum = optimum_at_ratio(family, ratio)
     rule, machine, where = rule_of(family.base, arguments), None, ANYWHERE
     if any(getattr(arguments, name) is not None for name in ("cluster", "gpu", "gpus_per_node")):
@@ -258,9 +251,9 @@ def _sizes_at_budgets(
         seeds=list(dict.fromkeys(arguments.seeds)) or [1],
         holdouts={budget: optimum(budget) for budget in arguments.holdout_budgets},
     )
-    apart = f"{counted(arguments.sizes, 'size')} {arguments.spread:g}x apart"
     notes = [
-        f"centered on {ratio:g} tokens per parameter, {apart}, rule {rule_name(arguments)}",
+        f"centered on {ratio:g} tokens per parameter, {counted(arguments.sizes, 'size')} "
+        f"{arguments.spread:g}x apart, rule {rule_name(arguments)}",
         family.description,
     ]
     if arguments.trunks:
@@ -297,10 +290,8 @@ def _rule_lines(rule: Rule, runs: list[RunConfig]) -> list[str]:
     """What the rates and batches rest on."""
     if isinstance(rule, TunedRule):
         return rule.describe(runs)
-    if rule is not step_law_rule:
-        return []
     words = "learning rate and lanes are those of the Step Law; --rule base keeps the experiment's"
-    return [words, *outside_step_law(runs)]
+    return [words, *outside_step_law(runs)] if rule is step_law_rule else []
 
 
 def _table(runs: list[PlannedRun]) -> list[list[str]]:

@@ -16,6 +16,7 @@ import numpy as np
 from foundation.errors import DataError
 from pretrain.reporting.charts import (
     INK,
+    SERIES,
     canvas,
     legend_above,
     log_ticks,
@@ -64,7 +65,7 @@ def write_comparison(rows: Sequence[Row], source: Path, directory: Path, title: 
 def _rates(runs: Sequence[Row]) -> list[Part]:
     found = tuned_rates(runs)
     caption = "Loss at the end over the peak learning rate"
-    if any(item.optimum.is_known for item in found):
+    if found.optimum.is_known:
         caption += "; star: the lowest point of the parabola through the rates near it, shaded: "
         caption += "what loses at most 0.5%"
     figures = {"rates": (partial(loss_by_rate, found), caption)}
@@ -72,23 +73,21 @@ def _rates(runs: Sequence[Row]) -> list[Part]:
     return [Part(title="Learning rates", rows=rows, lines=verdicts(found), figures=figures)]
 
 
-def loss_by_rate(found: Sequence[Tuned]) -> Figure:
-    """Final losses over the learning rate, with a parabola and its vertex per batch size."""
+def loss_by_rate(found: Tuned) -> Figure:
+    """Final losses over the learning rate, with a parabola and its vertex."""
     figure, axes = canvas(3.6, "peak learning rate", LOSS)
-    for item, color in zip(found, spread_colors(len(found)), strict=True):
-        label = amount(item.tokens_per_step)
-        axes.plot(item.rates_S, item.loss_S, "o", color=color, markersize=4, label=label)
-        if (best := item.optimum).is_known:
-            rates_S, loss_S = item.rates_S[item.near_S], item.loss_S[item.near_S]
-            drawn = np.geomspace(rates_S.min(), rates_S.max(), CURVE_POINTS)
-            fitted = np.polynomial.Polynomial.fit(np.log(rates_S), loss_S, 2)
-            axes.plot(drawn, fitted(np.log(drawn)), "-", color=color, linewidth=1.2)
-            axes.plot([best.rate.value], [best.loss], "*", color=INK, markersize=9)
-            axes.axvspan(best.low, best.high, color=color, alpha=0.08, linewidth=0)
+    color = SERIES[0]
+    axes.plot(found.rates_S, found.loss_S, "o", color=color, markersize=4)
+    if (best := found.optimum).is_known:
+        rates_S, loss_S = found.rates_S[found.near_S], found.loss_S[found.near_S]
+        drawn = np.geomspace(rates_S.min(), rates_S.max(), CURVE_POINTS)
+        fitted = np.polynomial.Polynomial.fit(np.log(rates_S), loss_S, 2)
+        axes.plot(drawn, fitted(np.log(drawn)), "-", color=color, linewidth=1.2)
+        axes.plot([best.rate.value], [best.loss], "*", color=INK, markersize=9)
+        axes.axvspan(best.low, best.high, color=color, alpha=0.08, linewidth=0)
     axes.set_xscale("log")
     log_ticks(axes.xaxis)
     plain_ticks(axes.yaxis)
-    legend_above(figure, axes, "tokens per step")
     return figure
 
 

@@ -100,14 +100,14 @@ class BestMemory:
     is_edge: bool  # the longest memory that is answered with: a longer one may be better
 
 
-def trained_runs(rows: Sequence[Row], segment_length: int = 0) -> Trained:
-    """The runs of one segment length (0: that of most) with their own memory, means over seeds.
+def trained_runs(rows: Sequence[Row]) -> Trained:
+    """The runs of the segment length of most with their own memory, means over seeds.
 
     DataError if they do not determine a law.
     """
     own = [row for row in rows if not row.excluded]
     lengths = [int(row.segment_length) for row in own]
-    segment = segment_length or max(sorted({*lengths}), key=lengths.count, default=0)
+    segment = max(sorted({*lengths}), key=lengths.count, default=0)
     # Repeats that counted as single runs would narrow the intervals as if the law were exact.
     losses: dict[tuple[float, ...], list[float]] = {}
     for row in own:
@@ -123,7 +123,7 @@ def trained_runs(rows: Sequence[Row], segment_length: int = 0) -> Trained:
         raise DataError(
             f"{found}; a law needs at least {numbers + SPARE} runs of {FEWEST} memory lengths, "
             f"{FEWEST} numbers of tokens, and one size or {FEWEST}: plan with more --memories or "
-            "other --steps, and give all tables"
+            "other optim.steps, and give all tables"
         )
     means_P = np.array([np.mean(same) for same in losses.values()])
     size_P, tokens_P, flops_P, memory_P = np.array([*losses]).T
@@ -151,13 +151,13 @@ def _refined(start: MemoryLaw, runs: Trained, chosen_P: Array) -> MemoryLaw:
     """The least squares of the chosen runs that is nearest to `start`."""
     from scipy.optimize import least_squares
 
-    def law(numbers: Array) -> MemoryLaw:
-        return replace(start, numbers=numbers)
-
     low, high = np.array([0.0] * 4 + [FLATTEST] * 3), np.array([np.inf] * 4 + [STEEPEST] * 3)
-    first = np.clip(start.numbers, low + 1e-9, high - 1e-9)
-    found = least_squares(lambda x: law(x).errors(runs)[chosen_P], first, bounds=(low, high))
-    return law(found.x)
+    found = least_squares(
+        lambda numbers: replace(start, numbers=numbers).errors(runs)[chosen_P],
+        np.clip(start.numbers, low + 1e-9, high - 1e-9),
+        bounds=(low, high),
+    )
+    return replace(start, numbers=found.x)
 
 
 def best_memory(fit: MemoryFit, flops: float) -> BestMemory:

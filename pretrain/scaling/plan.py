@@ -79,10 +79,10 @@ def planned_run(
         checkpoint=replace(run.checkpoint, keep_last=1),
     )
     cost = cost_of(run)
-    known = {name: getattr(cost, name) for name in ("parameters", "body_parameters", "steps")}
-    known |= {"tokens": cost.tokens, "tokens_per_step": cost.tokens_per_step, "flops": cost.flops}
+    names = ("parameters", "body_parameters", "steps", "tokens", "tokens_per_step", "flops")
+    known = {**(facts or {}), **{name: getattr(cost, name) for name in names}}
     known["learning_rate"] = run.optim.learning_rate
-    return PlannedRun(run=run, cost=cost, facts={**(facts or {}), **known}, holdout=holdout)
+    return PlannedRun(run=run, cost=cost, facts=known, holdout=holdout)
 
 
 # Part of a cell's name -> the overrides that it stands for.
@@ -137,17 +137,6 @@ def varied(experiment: Path, overrides: Sequence[str], axes: Sequence[Axis]) -> 
     return runs
 
 
-def at_tokens(run: RunConfig, tokens: float) -> RunConfig:
-    """The run with the steps that read so many tokens; ConfigError if that is none."""
-    steps = int(tokens // run.tokens_per_step)
-    if not steps:
-        raise ConfigError(
-            f"{run.name}: {tokens:,.0f} tokens are less than one step of {run.tokens_per_step:,}; "
-            "use fewer lanes or more steps"
-        )
-    return with_steps(run, steps)
-
-
 def at_computed_flops(run: RunConfig, flops: float) -> RunConfig:
     """The run with the steps that these FLOPs pay for, with all that is computed.
 
@@ -189,6 +178,14 @@ def plan_sizes(
     """
     refuse_unsuited(family.base)
     runs: list[PlannedRun] = []
+
+    def add(shaped: RunConfig, budget: float, marks: Mapping[str, int], held: bool = False) -> None:
+        run, facts = make(shaped, budget)
+        name = f"c{budget:.3g}-d{run.model.d_model}-l{run.model.num_layers}".replace("+", "")
+        for mark, seed in marks.items():
+            named = replace(run, name=name + mark, seed=seed)
+            runs.append(planned_run(named, {"budget": budget, **facts}, holdout=held))
+
     for budget in budgets:
         wanted = sizes(budget)
         shaped = [family.nearest(size, FAR_SIZE) for size in wanted]
@@ -200,29 +197,10 @@ def plan_sizes(
                 "use a larger --spread, fewer sizes, or a base with smaller heads"
             )
         for run in distinct:
-            made, facts = make(run, budget)
-            runs += [
-                _of_budget(made, budget, facts, seed, f"-s{seed}" if len(seeds) > 1 else "")
-                for seed in seeds
-            ]
+            add(run, budget, {f"-s{seed}" if len(seeds) > 1 else "": seed for seed in seeds})
     for budget, size in (holdouts or {}).items():
-        made, facts = make(family.nearest(size), budget)
-        runs.append(_of_budget(made, budget, facts, seeds[0], "-holdout", holdout=True))
+        add(family.nearest(size), budget, {"-holdout": seeds[0]}, held=True)
     return runs
-
-
-def _of_budget(
-    run: RunConfig,
-    budget: float,
-    facts: Mapping[str, float],
-    seed: int,
-    suffix: str,
-    holdout: bool = False,
-) -> PlannedRun:
-    name = f"c{budget:.3g}-d{run.model.d_model}-l{run.model.num_layers}{suffix}".replace("+", "")
-    return planned_run(
-        replace(run, name=name, seed=seed), {"budget": budget, **facts}, holdout=holdout
-    )
 
 
 def check_runs(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
@@ -281,9 +259,8 @@ def as_trunks(runs: Sequence[PlannedRun]) -> tuple[list[PlannedRun], str]:
     for chain in chains.values():
         chain.sort(key=lambda item: item.facts["budget"])
         longest, before, warmup = chain[-1], None, 0
-        for values in zip(
-            *((i.run.data.lanes, i.run.optim.learning_rate) for i in chain), strict=True
-        ):
+        settings = [(item.run.data.lanes, item.run.optim.learning_rate) for item in chain]
+        for values in zip(*settings, strict=True):
             if max(values) > LARGEST_CHANGE * min(values):
                 raise ConfigError(
                     f"--trunks: runs of {longest.name}'s shape would have rates or lanes over "
@@ -295,22 +272,18 @@ def as_trunks(runs: Sequence[PlannedRun]) -> tuple[list[PlannedRun], str]:
             run = with_steps(replace(longest.run, name=item.name), TAIL * round(steps / TAIL))
             warmup = warmup or run.optim.schedule.warmup_steps
             schedule = replace(run.optim.schedule, shape="wsd", warmup_steps=warmup)
-            run = replace(run, optim=replace(run.optim, schedule=schedule))
             saves = run.optim.steps // TAIL
+            # A longer run starts at the last save but one.
+            every = 0 if item is longest else (TAIL - 1) * saves
+            kept = replace(run.checkpoint, interval=saves, keep_every=every)
+            run = replace(run, optim=replace(run.optim, schedule=schedule), checkpoint=kept)
             start = before.run.optim.steps * (TAIL - 1) // TAIL if before else 0
             facts = {**longest.facts, "budget": item.facts["budget"]}
             if "hours" in facts:
                 facts["hours"] *= (run.optim.steps - start) / longest.cost.steps
             planned = planned_run(run, facts, holdout=item.holdout)
-            # A longer run starts at the last but one.
-            every = 0 if item is longest else (TAIL - 1) * saves
-            kept = replace(run.checkpoint, interval=saves, keep_last=1, keep_every=every)
-            planned = replace(
-                planned,
-                run=replace(planned.run, checkpoint=kept),
-                starts_from=before.name if before else "",
-                starts_at=start,
-            )
+            if before:
+                planned = replace(planned, starts_from=before.name, starts_at=start)
             made[item.name] = before = planned
     found = [made[item.name] for item in runs]
     whole = sum(item.cost.flops for item in found)
@@ -329,8 +302,7 @@ def optimum_at_ratio(family: Family, tokens_per_parameter: float) -> Callable[[f
 
     def optimum(budget: float) -> float:
         size = math.sqrt(budget / (6 * tokens_per_parameter))
-        # FLOPs per token change slowly with the size, so this fixed point is reached in a few
-        # rounds.
+        # FLOPs per token change slowly with the size: a few rounds reach this fixed point.
         for _ in range(20):
             cost = cost_of(family.nearest(size))
             per_parameter = cost.flops_per_token / cost.parameters
@@ -360,14 +332,13 @@ def check_corpus(corpus: Corpus, runs: Sequence[PlannedRun]) -> None:
             f"({corpus.num_tokens:,}); {worst.name} needs {worst.cost.tokens:,}: use fewer FLOPs "
             "or steps, larger sizes, or more text"
         )
-    for (lanes, seed), name in {
-        (item.run.data.lanes, item.run.seed): item.name for item in reversed(runs)
-    }.items():
+    names = {(item.run.data.lanes, item.run.seed): item.name for item in reversed(runs)}
+    for (lanes, seed), name in names.items():
         try:
             check_lanes(plan_of(corpus, lanes, seed), corpus.manifest.longest_whole)
         except DataError as error:
-            remedy = "longer segments, or for sizes --rule base"
-            raise DataError(f"{name}: {error}; in a plan: {remedy}") from error
+            remedy = "in a plan: longer segments, or for sizes --rule base"
+            raise DataError(f"{name}: {error}; {remedy}") from error
 
 
 def make_sweep(

@@ -58,15 +58,9 @@ class Tuned:
     rates_S: Array  # of every run that ended well, seeds included
     loss_S: Array
     diverged: tuple[float, ...]  # rates of runs without a loss, or with a far higher one
+    lowest: tuple[float, float]  # the rate whose mean loss over the seeds is lowest, and that loss
     near_S: Array  # which runs shaped the parabola
     optimum: Optimum
-
-    @property
-    def lowest(self) -> tuple[float, float]:
-        """The rate whose mean loss over the seeds is lowest, and that loss."""
-        means = {rate: self.loss_S[self.rates_S == rate].mean() for rate in self.rates_S}
-        rate = min(means, key=means.__getitem__)
-        return float(rate), float(means[rate])
 
 
 def fit_rates(tokens_per_step: int, rates: Sequence[float], losses: Sequence[float]) -> Tuned:
@@ -90,19 +84,18 @@ def fit_rates(tokens_per_step: int, rates: Sequence[float], losses: Sequence[flo
             f"{tokens_per_step:,} tokens per step: {counted(count, 'rate')} ended with a loss, a "
             f"valley needs {FEWEST_RATES}; let the sweep finish, or add lower rates"
         )
-    tuned = Tuned(
+    loss, best = min((float(loss_S[rates_S == rate].mean()), float(rate)) for rate in rates_S)
+    near_S = (rates_S <= best * NEAR * 1.001) & (rates_S >= best / NEAR / 1.001)
+    doubt = _missing_rates(rates_S[near_S], best, diverged)
+    return Tuned(
         tokens_per_step=tokens_per_step,
         rates_S=rates_S,
         loss_S=loss_S,
         diverged=diverged,
-        near_S=np.ones(len(rates_S), bool),
-        optimum=_NONE,
+        lowest=(best, loss),
+        near_S=near_S,
+        optimum=replace(_NONE, doubt=doubt) if doubt else _optimum(rates_S[near_S], loss_S[near_S]),
     )
-    best, _ = tuned.lowest
-    near_S = (rates_S <= best * NEAR * 1.001) & (rates_S >= best / NEAR / 1.001)
-    doubt = _missing_rates(rates_S[near_S], best, diverged)
-    optimum = replace(_NONE, doubt=doubt) if doubt else _optimum(rates_S[near_S], loss_S[near_S])
-    return replace(tuned, near_S=near_S, optimum=optimum)
 
 
 def _missing_rates(near: Array, best: float, diverged: Sequence[float]) -> str:
@@ -133,52 +126,43 @@ def _optimum(rates_S: Array, loss_S: Array) -> Optimum:
     return Optimum(rate=rate, loss=bottom, low=low, high=high, doubt=doubt)
 
 
-def tuned_rates(rows: Sequence[Row]) -> list[Tuned]:
-    """The valley of every batch size in a table. DataError if too few runs have ended."""
-    losses: dict[int, list[tuple[float, float]]] = {}
-    for row in rows:
-        if row.tokens_per_step:
-            batch = losses.setdefault(int(row.tokens_per_step), [])
-            if row.progress == 1.0 and row.loss != "":
-                batch.append((float(row.learning_rate), float(row.loss)))
-    return [
-        fit_rates(batch, [rate for rate, _ in pairs], [loss for _, loss in pairs])
-        for batch, pairs in sorted(losses.items())
-    ] or [fit_rates(0, [], [])]
+def tuned_rates(rows: Sequence[Row]) -> Tuned:
+    """The valley of a table. DataError if too few runs have ended, or batch sizes differ."""
+    batches = sorted({int(row.tokens_per_step) for row in rows if row.tokens_per_step}) or [0]
+    if len(batches) > 1:
+        found = " and ".join(f"{batch:,}" for batch in batches)
+        raise DataError(f"rates at {found} tokens per step, expected one number: plan each alone")
+    ended = [row for row in rows if row.progress == 1.0 and row.loss != ""]
+    rates = [float(row.learning_rate) for row in ended]
+    return fit_rates(batches[0], rates, [float(row.loss) for row in ended])
 
 
-def tuned_table(found: Sequence[Tuned]) -> list[list[str]]:
-    """Heads and rows: the mean loss over the seeds, a row per rate and a column per batch size."""
-    rates = sorted({float(rate) for item in found for rate in (*item.rates_S, *item.diverged)})
-    heads = ["rate", *(f"{amount(item.tokens_per_step)} tokens a step" for item in found)]
-    rows = [heads]
-    for rate in rates:
-        losses = [item.loss_S[item.rates_S == rate] for item in found]
-        means = [as_loss(float(each.mean())) if len(each) else "-" for each in losses]
-        gone = [rate in item.diverged for item in found]
-        rows.append([f"{rate:.3g}", *np.where(gone, "diverged", means).tolist()])
+def tuned_table(found: Tuned) -> list[list[str]]:
+    """Heads and rows: the mean loss over the seeds at each rate."""
+    rows = [["rate", f"{amount(found.tokens_per_step)} tokens a step"]]
+    for rate in sorted({*found.rates_S.tolist(), *found.diverged}):
+        loss_S = found.loss_S[found.rates_S == rate]
+        gone = rate in found.diverged
+        rows.append([f"{rate:.3g}", "diverged" if gone else as_loss(float(loss_S.mean()))])
     return rows
 
 
-def verdicts(found: Sequence[Tuned]) -> list[str]:
-    """One line per batch size: the best rate, or why there is none; and one for each warning."""
-    lines = []
-    for item in found:
-        best, (rate, loss) = item.optimum, item.lowest
-        start = f"{amount(item.tokens_per_step)} tokens a step: "
-        if not best.is_known:
-            lines.append(f"{start}no best rate: {best.doubt} (plan again; finished runs are kept)")
-            continue
-        text = f"{start}optim.learning_rate={best.rate.value:.2g}"
-        if math.isfinite(best.rate.low):
-            text += f" [{best.rate.low:.2g}, {best.rate.high:.2g}]"
-        text += f", loss {as_loss(best.loss)}; {best.low:.2g} to {best.high:.2g} lose at most "
-        lines.append(f"{text}{TOLERABLE:.1%}" + (f" ({best.doubt})" if best.doubt else ""))
-        if not best.low <= rate <= best.high or best.loss < loss * (1 - TOLERABLE):
-            lines.append(
-                f"warning: the lowest measured loss is {as_loss(loss)}, at {rate:.3g}: the losses "
-                f"do not follow the parabola, so prefer {rate:.3g}, or add seeds and rates near it"
-            )
+def verdicts(found: Tuned) -> list[str]:
+    """The best rate, or why there is none; and a warning if the losses contradict it."""
+    best, (rate, loss) = found.optimum, found.lowest
+    start = f"{amount(found.tokens_per_step)} tokens a step: "
+    if not best.is_known:
+        return [f"{start}no best rate: {best.doubt} (plan again; finished runs are kept)"]
+    text = f"{start}optim.learning_rate={best.rate.value:.2g}"
+    if math.isfinite(best.rate.low):
+        text += f" [{best.rate.low:.2g}, {best.rate.high:.2g}]"
+    text += f", loss {as_loss(best.loss)}; {best.low:.2g} to {best.high:.2g} lose at most "
+    lines = [f"{text}{TOLERABLE:.1%}" + (f" ({best.doubt})" if best.doubt else "")]
+    if not best.low <= rate <= best.high or best.loss < loss * (1 - TOLERABLE):
+        lines.append(
+            f"warning: the lowest measured loss is {as_loss(loss)}, at {rate:.3g}: the losses do "
+            f"not follow the parabola, so prefer {rate:.3g}, or add seeds and rates near it"
+        )
     return lines
 
 
@@ -189,8 +173,6 @@ class Rung:
     body_parameters: float
     tokens: float
     rate: Interval
-    tokens_per_step: float
-    num_batches: int  # batch sizes that were compared
     base_width: int = 0  # from which its rates transfer to other widths; 0: they do not
 
 
@@ -204,34 +186,24 @@ def read_rungs(tables: Sequence[Path]) -> tuple[Rung, ...]:
         rows = read_rows(path)
         if {row.varies for row in rows} != {"rates"}:
             raise ConfigError(f"--tuned {path}: expected the table of a sweep that varies rates")
-        found = tuned_rates(rows)
-        best = min(found, key=lambda item: (not item.optimum.is_known, item.optimum.loss))
-        if not best.optimum.is_known:
+        best = tuned_rates(rows).optimum
+        if not best.is_known:
             raise ConfigError(
-                f"--tuned {path}: has no best rate: {best.optimum.doubt}; "
+                f"--tuned {path}: has no best rate: {best.doubt}; "
                 f"'pretrain scale report {path}' shows the losses"
             )
         ended = next(row for row in rows if row.progress == 1.0)
-        rungs.append(
-            Rung(
-                body_parameters=float(ended.N_body),
-                tokens=float(ended.D),
-                rate=best.optimum.rate,
-                tokens_per_step=best.tokens_per_step,
-                num_batches=len(found),
-                base_width=int(ended.base_width),
-            )
-        )
+        size, tokens, width = float(ended.N_body), float(ended.D), int(ended.base_width)
+        rungs.append(Rung(body_parameters=size, tokens=tokens, rate=best.rate, base_width=width))
     return tuple(sorted(rungs, key=lambda rung: rung.body_parameters))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TunedRule:
-    """A rule for `with_budget`: the rungs' rate and batch at any size.
+    """A rule for `with_budget`: the rungs' rate at any size, with the run's own lanes.
 
     The rate is a power of N without embeddings, or that of the rungs at any size if rates transfer
-    between widths. The batch is a power of D over the rungs that compared some; the run's own if
-    none did.
+    between widths.
     """
 
     rungs: tuple[Rung, ...]
@@ -244,33 +216,24 @@ class TunedRule:
 
     @property
     def rate(self) -> np.poly1d:
-        """ln rate over ln N."""
+        """ln rate over ln N: a line, or a constant if all rungs have one size."""
         sizes = [1.0 if self.transfers else rung.body_parameters for rung in self.rungs]
-        return _power(sizes, [rung.rate.value for rung in self.rungs])
-
-    @property
-    def batch(self) -> np.poly1d | None:
-        """ln of the tokens per step over ln D."""
-        rungs = [rung for rung in self.rungs if rung.num_batches > 1]
-        if not rungs:
-            return None
-        return _power([rung.tokens for rung in rungs], [rung.tokens_per_step for rung in rungs])
+        rates = [rung.rate.value for rung in self.rungs]
+        return np.poly1d(np.polyfit(np.log(sizes), np.log(rates), int(len({*sizes}) > 1)))
 
     def __call__(self, run: RunConfig, tokens: float) -> tuple[float, float]:
-        rate, batch = self.rate(math.log(cost_of(run).body_parameters)), self.batch
-        # A constant poly1d is false.
-        return math.exp(rate), 0.0 if batch is None else math.exp(batch(math.log(tokens)))
+        return math.exp(self.rate(math.log(cost_of(run).body_parameters))), 0.0
 
     def describe(self, runs: Sequence[RunConfig]) -> list[str]:
         """The rungs, the rule, and which of the runs it is extrapolated to; a line each."""
         rungs = ", ".join(
             f"{rung.rate.value:.1e} at {as_size(rung.body_parameters)}" for rung in self.rungs
         )
-        transferred = "the same at every width (model.base_width)"
-        words = transferred if self.transfers else _words(self.rate, "N")
+        words = f"N^{self.rate.coef[0]:.3f} between and beyond"
+        if self.rate.order == 0:
+            words = "the same at every size, as of one rung: add a second"
+        words = "the same at every width (model.base_width)" if self.transfers else words
         lines = [f"rate: tuned on {rungs} (N without embeddings); {words}"]
-        if (batch := self.batch) is not None:
-            lines.append(f"batch: the best of those tried; {_words(batch, 'D')}")
         far = [run.name for run in runs if self._is_far(run)]
         if far:
             lines.append(
@@ -286,15 +249,3 @@ class TunedRule:
         tokens = [cost.tokens / rung.tokens for rung in self.rungs]
         far = [(tokens, FAR_TOKENS)] + ([] if self.transfers else [(sizes, FAR)])
         return any(min(ratios) > factor or max(ratios) < 1 / factor for ratios, factor in far)
-
-
-def _power(x: Sequence[float], y: Sequence[float]) -> np.poly1d:
-    """ln y over ln x: a line, or a constant if all x are the same."""
-    degree = 1 if len({*x}) > 1 else 0
-    return np.poly1d(np.polyfit(np.log(x), np.log(y), degree))
-
-
-def _words(fitted: np.poly1d, letter: str) -> str:
-    if fitted.order == 0:
-        return "the same at every size, as of one rung: add a second"
-    return f"{letter}^{fitted.coef[0]:.3f} between and beyond"

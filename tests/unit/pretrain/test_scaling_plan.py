@@ -15,7 +15,8 @@ import pytest
 
 from foundation.errors import ConfigError
 from foundation.files import write_text
-from foundation.settings import load_config
+from foundation.settings import amount_of, load_config, to_tree
+from foundation.yaml_files import dump_yaml
 from pretrain.commands.describe import describe
 from pretrain.commands.scale import rule_of
 from pretrain.config.data import DataConfig
@@ -32,14 +33,7 @@ from pretrain.scaling.intervals import Interval
 from pretrain.scaling.law import fit_flops_law, fit_parametric
 from pretrain.scaling.plan import make_sweep, optimum_at_ratio, plan_sizes, spread_sizes
 from pretrain.scaling.rates import Rung, TunedRule
-from pretrain.scaling.recipe import (
-    FAR_SIZE,
-    RULES,
-    Family,
-    outside_step_law,
-    step_law,
-    with_budget,
-)
+from pretrain.scaling.recipe import FAR_SIZE, RULES, Family, outside_step_law, step_law, with_budget
 from pretrain.scaling.simulation import ASSUMED
 from pretrain.scaling.sweep_file import config_of, read_sweep, write_sweep
 from tests.helpers import scaling_runs
@@ -51,51 +45,38 @@ BASE = RunConfig(
     model=ModelConfig(vocab_size=8192, num_layers=12, d_model=768, num_heads=12, memory_length=512),
     data=DataConfig(segment_length=512, lanes=64),
 )
-EXPERIMENT = """
-name: books
-model: {vocab_size: 8192, num_layers: 12, d_model: 768, num_heads: 12, memory_length: 512}
-data: {segment_length: 512, lanes: 64}
-"""
+EXPERIMENT = dump_yaml(to_tree(BASE))
 
 
-def planned(*, base=BASE, rule="step-law", spread=1.6, seeds=(1,), holdouts=(), **shapes):
-    family = Family(base=base, **shapes)
-    optimum = optimum_at_ratio(family, 20)
+def planned(*, base=BASE, rule="step-law", spread=1.6, holdouts=()):
+    optimum = optimum_at_ratio(Family(base=base), 20)
     return plan_sizes(
-        family,
+        Family(base=base),
         (1e17, 1e18),
         spread_sizes(optimum, 5, spread),
         lambda run, budget: (with_budget(run, budget, RULES[rule]), {}),
-        seeds=seeds,
+        seeds=(1,),
         holdouts={budget: optimum(budget) for budget in holdouts},
     )
 
 
-def nearest_shape(base, parameters, **shapes):
-    return Family(base=base, **shapes).nearest(parameters)
+def family(base=BASE, **model) -> Family:
+    return Family(base=replace(base, model=replace(base.model, **model)))
 
 
 def test_shapes_of_narrow_heads_and_own_feed_forward_width_keep_their_ratios():
-    narrow = replace(
-        BASE,
-        model=ModelConfig(
-            vocab_size=256, d_model=96, num_heads=4, d_head=32, d_inner=256, num_layers=3
-        ),
-    )
-    model = nearest_shape(narrow, 1e7).model
+    sizes = {"vocab_size": 256, "d_model": 96, "num_heads": 4, "num_layers": 3}
+    model = family(**sizes, d_head=32, d_inner=256, memory_length=0).nearest(1e7).model
     assert model.d_model / model.num_heads == 24
     assert model.d_head == 32
     assert model.d_inner / model.d_model == pytest.approx(256 / 96, rel=0.02)
 
 
-GROUPED = replace(BASE.model, vocab_size=32000, num_key_heads=4)  # groups of three heads
-
-
 def test_widths_and_numbers_of_heads_are_round_at_every_size():
-    family = Family(base=replace(BASE, model=GROUPED))
+    grouped = family(vocab_size=32000, num_key_heads=4)  # groups of three heads
     seen = set()
     for step in range(0, 40, 2):
-        run = family.nearest(2e7 * 1.25**step)
+        run = grouped.nearest(2e7 * 1.25**step)
         model = run.model
         assert cost_of(run).parameters == pytest.approx(2e7 * 1.25**step, rel=0.2)
         assert model.d_model == 64 * model.num_heads
@@ -109,17 +90,16 @@ def test_widths_and_numbers_of_heads_are_round_at_every_size():
 
 
 def test_layers_of_several_kinds_and_memory_lengths_come_in_whole_patterns():
-    patterns = {"layer_kinds": ("deltanet", "deltanet", "attention"), "memory_length": (0, 512)}
-    family = Family(base=replace(BASE, model=replace(BASE.model, **patterns)))
+    kinds = ("deltanet", "deltanet", "attention")
     for size in (3e7, 2e8, 2e9):
-        run = family.nearest(size)
+        run = family(layer_kinds=kinds, memory_length=(0, 512)).nearest(size)
         assert run.model.num_layers % 6 == 0
         assert cost_of(run).parameters == pytest.approx(size, rel=0.2)
 
 
 def test_a_size_the_vocabulary_alone_exceeds_is_refused():
     with pytest.raises(ConfigError, match=r"the nearest shape to 1e\+04 parameters has"):
-        Family(base=BASE).nearest(1e4, FAR_SIZE)
+        family().nearest(1e4, FAR_SIZE)
 
 
 def test_every_cell_meets_its_budget_within_one_per_cent_by_exact_flops():
@@ -128,20 +108,17 @@ def test_every_cell_meets_its_budget_within_one_per_cent_by_exact_flops():
     for item in runs:
         assert item.cost.flops == pytest.approx(item.facts["budget"], rel=0.01)
         assert item.cost == cost_of(item.run)
-        assert item.run.optim.schedule.warmup_steps == pytest.approx(
-            0.05 * item.run.optim.steps, abs=1
-        )
-        assert item.run.optim.steps >= 50
+        optim = item.run.optim
+        assert optim.schedule.warmup_steps == pytest.approx(0.05 * optim.steps, abs=1)
+        assert optim.steps >= 50
     assert [item.holdout for item in runs] == [False] * 10 + [True]
 
 
 def test_sizes_of_a_budget_are_spread_around_the_optimum():
-    runs = [item for item in planned() if item.facts["budget"] == 1e18]
-    sizes = [item.cost.parameters for item in runs]
-    assert sizes == sorted(sizes)
-    middle = optimum_at_ratio(Family(base=BASE), 20)(1e18)
-    assert sizes[2] == pytest.approx(middle, rel=0.1)
-    assert runs[2].cost.tokens / runs[2].cost.parameters == pytest.approx(20, rel=0.15)
+    costs = [item.cost for item in planned() if item.facts["budget"] == 1e18]
+    sizes = [cost.parameters for cost in costs]
+    assert sizes[2] == pytest.approx(optimum_at_ratio(family(), 20)(1e18), rel=0.1)
+    assert costs[2].tokens / sizes[2] == pytest.approx(20, rel=0.15)
     for smaller, larger in pairwise(sizes):
         assert larger / smaller == pytest.approx(1.6, rel=0.15)
 
@@ -162,7 +139,7 @@ def test_rate_and_batch_follow_the_stated_rule():
     assert item.cost.tokens_per_step == pytest.approx(batch, rel=1e-2)
     (said,) = outside_step_law([item.run for item in planned()])
     assert said.startswith("clipped: 10 of 10 cells, such as ")
-    assert outside_step_law([with_budget(nearest_shape(BASE, 2e8), 1e19, RULES["step-law"])]) == []
+    assert outside_step_law([with_budget(family().nearest(2e8), 1e19, RULES["step-law"])]) == []
     for item in planned(rule="base"):
         assert item.run.optim.learning_rate == BASE.optim.learning_rate
         assert item.run.data.lanes == 64
@@ -175,10 +152,9 @@ def test_what_cannot_be_planned_is_said():
         planned(spread=1.001)
     with pytest.raises(ConfigError, match=r"1e\+13 FLOPs pay for 0\.\d+ steps"):
         with_budget(BASE, 1e13, RULES["base"])
-    with pytest.raises(
-        ConfigError, match=r"model\.vocab_size is not set and there is no corpus at .*/absent to"
-    ):
-        with_vocabulary(replace(BASE, model=ModelConfig(), data=DataConfig(path=Path("absent"))))
+    absent = replace(BASE, model=ModelConfig(), data=DataConfig(path=Path("absent")))
+    with pytest.raises(ConfigError, match=r"vocab_size is not set and there is no corpus at .*/a"):
+        with_vocabulary(absent)
 
 
 def test_the_sweep_file_describes_exactly_the_planned_runs(tmp_path):
@@ -196,10 +172,11 @@ def test_the_sweep_file_describes_exactly_the_planned_runs(tmp_path):
     assert not sweep.cells[0].experiment.is_absolute()
 
 
-@pytest.mark.parametrize("plan", [["e.yaml", "--rates", "1e-3", "2e-3", "4e-3"], ["two.yaml"]])
-def test_a_sweep_is_named_after_its_file_so_two_plans_have_their_own_runs(
-    tmp_path, monkeypatch, plan
-):
+PLANS = [("e.yaml", "--rates", "1e-3", "2e-3", "4e-3"), ("two.yaml",)]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_sweep_is_named_after_its_file_so_plans_have_their_own_runs(tmp_path, monkeypatch, plan):
     monkeypatch.chdir(tmp_path)
     write_text(Path("e.yaml"), EXPERIMENT)
     members = "members: {a: [model.memory_length=0], b: []}\n"
@@ -215,19 +192,17 @@ def test_a_sweep_is_named_after_its_file_so_two_plans_have_their_own_runs(
 
 
 def test_the_step_law_is_refused_where_one_rate_holds_at_every_width():
-    base = replace(BASE, model=replace(BASE.model, base_width=256))
+    wide = family(base_width=256)
     with pytest.raises(ConfigError, match="use --rule base, or --tuned"):
-        rule_of(base, Namespace(tuned=[], rule="step-law"))
-    rule = rule_of(base, Namespace(tuned=[], rule="base"))
-    shapes = [nearest_shape(base, size) for size in (1e7, 1e8, 1e9)]
-    assert {rule(run, 1e9)[0] for run in shapes} == {base.optim.learning_rate}
+        rule_of(wide.base, Namespace(tuned=[], rule="step-law"))
+    rule = rule_of(wide.base, Namespace(tuned=[], rule="base"))
+    shapes = [wide.nearest(size) for size in (1e7, 1e8, 1e9)]
+    assert {rule(run, 1e9)[0] for run in shapes} == {BASE.optim.learning_rate}
     assert {run.model.base_width for run in shapes} == {256}
     assert len({run.model.width_multiplier for run in shapes}) == 3
 
 
-def test_a_plan_checks_its_rates_and_seeds_and_no_law_is_fitted_to_the_other_rates(
-    tmp_path, capsys
-):
+def test_a_plan_checks_rates_and_seeds_and_no_law_is_fitted_to_the_other_rates(tmp_path, capsys):
     write_text(tmp_path / "books.yaml", scaling_runs.EXPERIMENT)
     sweep, runs = tmp_path / "sweep.yaml", tmp_path / "runs"
     words = ("plan", tmp_path / "books.yaml", "--budgets", "1e14", "1e15", "--sizes", 3)
@@ -247,11 +222,10 @@ def test_a_plan_checks_its_rates_and_seeds_and_no_law_is_fitted_to_the_other_rat
     assert sorted(config_of(cell, sweep).seed for cell in cells) == [1] * 10 + [2, 3]
     assert {config_of(cell, sweep).checkpoint.keep_last for cell in cells} == {1}
     for cell in cells:
-        run = config_of(cell, sweep)
         gains = cell.name.startswith("c1e15") and "-rate0.5" in cell.name
         is_middle = cell in checks or cell.name + "-rate0.5" in rates
         loss = 2.94 if gains else 3.0 if is_middle else 3.1
-        train_by_the_law(runs / cell.name, run, loss=loss)
+        train_by_the_law(runs / cell.name, config_of(cell, sweep), loss=loss)
     assert command("collect", sweep, "--runs-dir", runs) == 0
     text = capsys.readouterr().out
     assert len(re.findall(r"^rate x(0\.5|2) of c1e1", text, re.M)) == 4
@@ -264,12 +238,11 @@ def test_a_plan_checks_its_rates_and_seeds_and_no_law_is_fitted_to_the_other_rat
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHIPPED = CONFIGS / "models" / "xl_modern_100m.yaml"
-H100 = Hardware(nodes=1, ranks_per_node=8, name="H100")
 
 
-def plan_on(tmp_path, *arguments: object, base=SHIPPED):
-    words = ["plan", base, "--no-checks", *arguments, "--output", tmp_path / "sweep.yaml"]
-    return command(*words)
+def plan_on(tmp_path, *arguments: object) -> int:
+    output = ("--output", tmp_path / "sweep.yaml")
+    return command("plan", SHIPPED, "--no-checks", *arguments, *output)
 
 
 def cells_of(tmp_path):
@@ -277,19 +250,13 @@ def cells_of(tmp_path):
     return [(cell, config_of(cell, path)) for cell in read_sweep(path).cells]
 
 
-@pytest.fixture(scope="module")
-def on_h100s(tmp_path_factory):
-    """A plan for 8 H100 up to 1e21 FLOPs."""
-    path = tmp_path_factory.mktemp("plan")
+def test_every_cell_of_a_plan_up_to_1e21_flops_fits_8_h100_by_describe(tmp_path):
     budgets = ("--budgets", "1e18", "1e21", "--holdout-budgets", "3e21")
-    assert plan_on(path, *budgets, "--sizes", 3, "--gpu", "H100", "--gpus", 8) == 0
-    return cells_of(path)
-
-
-def test_every_cell_of_a_plan_up_to_1e21_flops_fits_8_h100_by_describe(on_h100s):
-    assert len(on_h100s) == 7
-    for cell, run in on_h100s:
-        described = describe(run, H100).values
+    assert plan_on(tmp_path, *budgets, "--sizes", 3, "--gpu", "H100", "--gpus", 8) == 0
+    cells = cells_of(tmp_path)
+    assert len(cells) == 7
+    for cell, run in cells:
+        described = describe(run, Hardware(nodes=1, ranks_per_node=8, name="H100")).values
         assert described["fits"], cell.name
         memory, saved = described["device_bytes"]["total"], described["checkpoint_bytes"]
         assert memory / GIB == pytest.approx(cell.facts["device_gib"])
@@ -300,7 +267,7 @@ def test_every_cell_of_a_plan_up_to_1e21_flops_fits_8_h100_by_describe(on_h100s)
         own, rest = divmod(run.data.lanes, 8)
         assert rest == 0
         assert max(step for step in (1, 2, 4, 8, 16, 32) if own % step == 0) >= own / 16
-    parts = [bool(run.engine.micro_batch_lanes) for _, run in on_h100s]
+    parts = [bool(run.engine.micro_batch_lanes) for _, run in cells]
     assert (parts[0], any(parts)) == (False, True), "the largest need smaller passes"
 
 
@@ -308,9 +275,7 @@ def test_a_cell_that_cannot_fit_is_one_line_with_the_ranks_that_would_do(tmp_pat
     arguments = ("--budgets", "3e22", "--sizes", 1, "--gpu", "H100", "--gpus", 1)
     assert plan_on(tmp_path, *arguments, "--tokens-per-parameter", 2) == 2
     said = capsys.readouterr().err
-    assert re.search(r"do not fit into 68.5 GiB on each of 1 rank .* use \d+ ranks.*\n$", said), (
-        said
-    )
+    assert re.search(r"do not fit into 68.5 GiB on each of 1 rank .* use \d+ ranks.*\n$", said)
     assert not (tmp_path / "sweep.yaml").exists()
 
 
@@ -321,15 +286,12 @@ def test_small_cells_of_a_cluster_get_fewer_nodes(tmp_path, capsys):
     assert f"--cluster {cluster} --nodes 1:16, then" in capsys.readouterr().out
     assert plan_on(tmp_path, *budgets, "--nodes", 2) == 2, "of no machine"
     nodes = [cell.facts["nodes"] for cell, _ in cells_of(tmp_path)]
-    assert nodes[0] < 16
-    assert nodes[-1] == 16
+    assert nodes[0] < nodes[-1] == 16
     for (cell, run), count in zip(cells_of(tmp_path), nodes, strict=True):
         assert run.data.lanes % (8 * count) == 0, cell.name
 
 
-def test_a_gpu_of_less_memory_gets_cells_that_fit_it_and_is_named_with_what_is_assumed(
-    tmp_path, capsys
-):
+def test_a_gpu_of_less_memory_gets_cells_that_fit_and_what_is_assumed_is_said(tmp_path, capsys):
     machine = ("--gpus", 8, "--gpu", "A100", "--gpu-memory", "40GB")
     assert plan_on(tmp_path, "--budgets", "1e20", "--sizes", 2, *machine) == 0
     said = capsys.readouterr().out
@@ -339,52 +301,36 @@ def test_a_gpu_of_less_memory_gets_cells_that_fit_it_and_is_named_with_what_is_a
         assert cell.facts["device_gib"] <= USABLE * 40e9 / GIB
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
-        ("nvidia_a100-sxm4-80gb", "A100"),
-        ("NVIDIA GeForce RTX 4090", "RTX4090"),
-        ("mi300x", "MI300X"),
-        ("Tesla V100", ""),
-    ],
-)
-def test_gpus_are_known_by_the_names_of_their_drivers(text, name):
-    assert device_named(text) == name
+def test_gpus_are_known_by_the_names_of_their_drivers():
+    drivers = ["NVIDIA A100-SXM4-40GB", "nvidia_a100-sxm4-80gb", "NVIDIA GeForce RTX 4090"]
+    found = [device_named(name) for name in (*drivers, "mi300x", "Tesla V100")]
+    assert found == ["A100-40GB", "A100", "RTX4090", "MI300X", ""]
 
 
-DEMO = Path(__file__).parents[3] / "configs" / "experiments" / "demo.yaml"
+DEMO = CONFIGS / "experiments" / "demo.yaml"
 BUDGETS, TARGET, NOISE = ("1e16", "1e17", "1e18"), 1e20, 0.01
 DRAWS = 30
-UNITS = {"M": 1e6, "G": 1e9, "T": 1e12}
+size_in = amount_of("N")
 
 
 def simulate(path: Path, *flags: object) -> int:
-    words = ["plan", DEMO, "model.vocab_size=1000", "--output", path, *flags]
-    return command(*words)
+    return command("plan", DEMO, "model.vocab_size=1000", "--output", path, *flags)
 
 
-def size_in(text: str) -> float:
-    return float(text[:-1]) * UNITS[text[-1]]
-
-
-def test_the_simulated_width_is_that_of_fits_to_losses_drawn_from_the_law(
-    tmp_path, capsys, monkeypatch
-):
+def test_the_simulated_width_is_that_of_fits_to_drawn_losses(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(simulation, "SWEEPS", 50)
     path = tmp_path / "sweep.yaml"
     flags = ("--budgets", *BUDGETS, "--no-checks", "--simulate", TARGET, "--noise", NOISE)
     assert simulate(path, *flags) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    facts = [cell.facts for cell in read_sweep(path).cells]
-    size_P, tokens_P, flops_P, budget_P = (
-        np.array([each[name] for each in facts])
-        for name in ("parameters", "tokens", "flops", "budget")
+    names, cells = ("parameters", "tokens", "flops", "budget"), read_sweep(path).cells
+    size_P, tokens_P, flops_P, budget_P = np.array(
+        [[cell.facts[name] for cell in cells] for name in names]
     )
     flops_law = fit_flops_law(size_P, tokens_P, flops_P)
     rng, found = np.random.default_rng(5), {"3": [], "2": []}
     for _ in range(DRAWS):
-        loss_P = ASSUMED.loss(size_P, tokens_P) * np.exp(NOISE * rng.standard_normal(len(facts)))
+        loss_P = ASSUMED.loss(size_P, tokens_P) * np.exp(NOISE * rng.standard_normal(len(cells)))
         points = make_points(size_P, tokens_P, loss_P, flops=flops_P, budget=budget_P)
         for title, fit in (("3", fit_parametric), ("2", fit_isoflop)):
             line = fit(points).line(flops_law)
@@ -414,97 +360,80 @@ def test_what_cannot_be_simulated_is_refused_in_one_line(flags, tmp_path, capsys
     assert not path.exists()
 
 
-POWER, BEST_BATCH = -0.4, 2048
-RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+POWER = -0.4
 
 
 def best_rate(body: float) -> float:
     return 2e-3 * (body / 1e5) ** POWER
 
 
-def experiment(width: int) -> str:
-    return (
-        f"name: books{width}\n"
-        f"model: {{vocab_size: 512, num_layers: 2, d_model: {width}, num_heads: {width // 16}, "
-        "memory_length: 64}\ndata: {segment_length: 64, lanes: 16, path: absent}\n"
-        "optim: {steps: 200, schedule: {warmup_steps: 10}}\n"
-    )
-
-
-def tuned(directory: Path, width: int, lanes=(16, 32), lowest=best_rate) -> Path:
-    """The table of a sweep of rates and batches whose runs ended in a valley around a rate."""
-    write_text(directory / f"{width}.yaml", experiment(width))
-    run = with_vocabulary(load_config(RunConfig, directory / f"{width}.yaml"))
-    cost, rng, rows = cost_of(run), np.random.default_rng(width), []
-    for rate, count in itertools.product(RATES, lanes):
+def tuned(directory: Path, width: int, batches=(1024,), lowest=best_rate) -> Path:
+    """The table of a sweep of rates whose runs ended in a valley around a rate."""
+    path = directory / f"{width}.yaml"
+    model = f"vocab_size: 512, num_layers: 2, d_model: {width}, num_heads: {width // 16}"
+    data = "data: {segment_length: 64, lanes: 16, path: absent}\noptim: {steps: 200}"
+    write_text(path, f"name: books{width}\nmodel: {{{model}, memory_length: 64}}\n{data}\n")
+    cost, rng, rows = cost_of(load_config(RunConfig, path)), np.random.default_rng(width), []
+    for rate, batch in itertools.product((5e-4, 1e-3, 2e-3, 4e-3, 8e-3), batches):
         apart = math.log(rate / lowest(cost.body_parameters))
-        of_batch = 0.05 * abs(math.log(64 * count / BEST_BATCH))
-        loss = 3 + 0.1 * apart**2 + of_batch + 1e-3 * rng.standard_normal()
+        loss = 3 + 0.1 * apart**2 + 1e-3 * rng.standard_normal()
         sizes = {"N_body": cost.body_parameters, "D": cost.tokens, "base_width": 0}
-        ended = {"loss": loss, "progress": 1.0, "varies": "rates"}
-        row = Row(name="a", learning_rate=rate, tokens_per_step=64 * count, **sizes, **ended)
-        rows.append(row)
+        ended = {"loss": loss, "progress": 1.0, "varies": "rates", "tokens_per_step": batch}
+        rows.append(Row(name="a", learning_rate=rate, **sizes, **ended))
     write_rows(directory / f"{width}.csv", rows)
     return directory / f"{width}.csv"
 
 
-def test_rates_of_two_rungs_give_every_cell_of_a_plan_its_rate_and_batch(tmp_path, capsys):
+def plan_by(tmp_path, width: int, budgets: tuple[str, ...], *rungs: Path) -> int:
+    words = ("plan", tmp_path / f"{width}.yaml", "--budgets", *budgets, "--no-checks", "--sizes", 2)
+    return command(*words, "--tuned", *rungs, "--output", tmp_path / "sweep.yaml")
+
+
+def test_rates_of_two_rungs_give_every_cell_of_a_plan_its_rate(tmp_path, capsys):
     rungs = [tuned(tmp_path, 32), tuned(tmp_path, 128)]
-    capsys.readouterr()
-    words = ("--budgets", "1e14", "1e15", "--no-checks", "--sizes", 3, "--tuned", *rungs)
-    output = ("--output", tmp_path / "plan.yaml")
-    assert command("plan", tmp_path / "128.yaml", *words, *output) == 0
+    assert plan_by(tmp_path, 128, ("1e14", "1e15"), *rungs) == 0
     said = capsys.readouterr().out
-    cells = read_sweep(tmp_path / "plan.yaml").cells
-    for cell in cells:
-        run = config_of(cell, tmp_path / "plan.yaml")
+    for cell, run in cells_of(tmp_path):
         wanted = best_rate(cell.facts["body_parameters"])
         assert run.optim.learning_rate == pytest.approx(wanted, rel=0.06)
-        assert run.tokens_per_step == BEST_BATCH
+        assert run.data.lanes == 16, "the experiment's own"
     line = re.search(r"rate: tuned on .*; N\^(-[\d.]+) between", said)
     assert line
     assert float(line[1]) == pytest.approx(POWER, abs=0.05)
-    assert "batch: the best of those tried; the same at every size" in said
     assert "Step Law" not in said
-    assert any("tuned by" in note for note in read_sweep(tmp_path / "plan.yaml").notes)
+    assert any("tuned by" in note for note in read_sweep(tmp_path / "sweep.yaml").notes)
 
 
 def test_one_rungs_rate_is_used_at_all_sizes_and_doubted_far_from_it(tmp_path, capsys):
-    rung = tuned(tmp_path, 32, lanes=(16,))
-    capsys.readouterr()
-    words = ("plan", tmp_path / "32.yaml", "--budgets", "1e15", "--no-checks", "--sizes", 2)
-    assert command(*words, "--tuned", rung, "--output", tmp_path / "plan.yaml") == 0
+    assert plan_by(tmp_path, 32, ("1e15",), tuned(tmp_path, 32)) == 0
     said = capsys.readouterr().out
     assert "the same at every size, as of one rung: add a second" in said
-    assert re.search(
-        r"warning: 2 of 2 cells, such as \S+, are over 4x from the rungs in size", said
-    )
-    runs = [config_of(c, tmp_path / "plan.yaml") for c in read_sweep(tmp_path / "plan.yaml").cells]
-    assert len({run.optim.learning_rate for run in runs}) == 1
-    assert {run.data.lanes for run in runs} == {16}, "no batches were compared"
+    assert re.search(r"warning: 2 of 2 cells, such as \S+, are over 4x from the rungs in si", said)
+    assert len({run.optim.learning_rate for _, run in cells_of(tmp_path)}) == 1
 
 
-def test_a_sweep_without_a_best_rate_is_no_rung(tmp_path, capsys):
-    table = tuned(tmp_path, 32, lanes=(16,), lowest=lambda _: 1.0)
-    words = ("plan", tmp_path / "32.yaml", "--budgets", "1e15", "--output", tmp_path / "plan.yaml")
-    assert command(*words, "--tuned", table) == 2
-    said = capsys.readouterr().err
-    assert "has no best rate" in said
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"lowest": lambda _: 1.0}, "has no best rate"),
+        ({"batches": (1024, 2048)}, "rates at 1,024 and 2,048 tokens per step, expected one num"),
+    ],
+)
+def test_a_table_without_a_best_rate_or_of_several_batches_is_no_rung(
+    tmp_path, capsys, table, said
+):
+    assert plan_by(tmp_path, 32, ("1e15",), tuned(tmp_path, 32, **table)) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "sweep.yaml").exists()
 
 
-def rung(body: float, rate: float, base_width: int = 0, width: float = 1.2) -> Rung:
-    return Rung(
-        body_parameters=body,
-        tokens=20 * body,
-        rate=Interval(rate, rate / width, rate * width),
-        tokens_per_step=4096,
-        num_batches=1,
-        base_width=base_width,
-    )
+def rung(body: float, rate: float) -> Rung:
+    interval = Interval(rate, rate / 1.2, rate * 1.2)
+    return Rung(body_parameters=body, tokens=20 * body, rate=interval, base_width=256)
 
 
 def test_rates_that_transfer_are_those_of_the_rungs_at_any_width():
-    rungs = (rung(1e6, 1e-3, base_width=256), rung(8e6, 1.2e-3, base_width=256))
+    rungs = (rung(1e6, 1e-3), rung(8e6, 1.2e-3))
     model = ModelConfig(vocab_size=512, d_model=1024, num_heads=16, num_layers=8)
     run = RunConfig(model=model, data=DataConfig(lanes=16))
     rate, batch = TunedRule(rungs=rungs, base_width=256)(run, 1e9)
