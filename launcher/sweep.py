@@ -7,6 +7,7 @@ import hashlib
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +30,7 @@ from pretrain.reporting.results import differing_settings
 from pretrain.rundir.events import EXIT_STOPPED, Submitted, describe_exit
 from pretrain.rundir.run_dir import RunDir, make_run_directory, refuse_foreign_run
 from pretrain.scaling.sweep_file import Sweep, config_of
-from pretrain.scaling.which_runs import (
-    PlacedCell,
-    begin_branch,
-    other_settings,
-    refuse_others,
-)
+from pretrain.scaling.which_runs import PlacedCell, begin_branch, other_settings, refuse_others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +89,10 @@ def longest_first(cells: Sequence[CellRun]) -> list[CellRun]:
 
     def flops_left(cell: CellRun) -> float:
         try:
-            config = with_vocabulary(cell.config)
+            flops = cost_of(with_vocabulary(cell.config)).flops
         except UserError:  # the corpus is missing, and the cell itself will report that
             return 0.0
-        return cost_of(config).flops * (1 - cell.state.step / config.optim.steps)
+        return flops * (1 - cell.state.step / cell.config.optim.steps)
 
     return sorted(cells, key=flops_left, reverse=True)
 
@@ -122,11 +118,8 @@ def can_begin(cell: CellRun, runs: Path) -> bool:
 def describe(cells: Sequence[CellRun]) -> str:
     """How many cells are done, how many are active, and how the others ended."""
     done, waiting = sum(cell.is_done for cell in cells), [cell for cell in cells if cell.is_waiting]
-    counts = {"active": len(cells) - done - len(waiting)}
-    for cell in waiting:
-        if cell.state.state not in (State.NEW, State.DONE):
-            word = str(cell.state.state)
-            counts[word] = counts.get(word, 0) + 1
+    ended = [str(c.state.state) for c in waiting if c.state.state not in (State.NEW, State.DONE)]
+    counts = {"active": len(cells) - done - len(waiting), **Counter(ended)}
     others = "".join(f", {count} {word}" for word, count in counts.items() if count)
     return f"{done} of {len(cells)} cells are done{others}"
 
@@ -149,9 +142,8 @@ def run_cells(
     ranks: int,
     stop: StopSignals,
 ) -> list[str]:
-    """Run the cells.
-
-    Returns the names of those that failed. On a request to stop, the running ones save and stop.
+    """Run the cells; the names of those that failed. On a request to stop, those that run save and
+    stop.
     """
     waiting, failed = list(cells), []
     unfinished: set[str] = set()  # that have ended here without being done
@@ -174,8 +166,8 @@ def run_cells(
             for name, group in list(running.items()):
                 if (status := group.poll()[0]) is not None:
                     del running[name]
-                    if end := end_of(status, stop.requests > 0):
-                        print(f"{name}: {end}", flush=True)
+                    if status not in _STOPPED or not stop.requests:
+                        print(f"{name}: {describe_exit(status) if status else 'done'}", flush=True)
                     if status:
                         unfinished.add(name)
                     if status not in (0, *_STOPPED):
@@ -190,13 +182,6 @@ def run_cells(
         for group in running.values():
             group.kill()
     return failed
-
-
-def end_of(status: int, is_stopping: bool) -> str:
-    """How a cell ended; empty for a cell that stopped because all were asked to."""
-    if status in _STOPPED and is_stopping:
-        return ""
-    return "done" if status == 0 else describe_exit(status)
 
 
 def _started(cell: CellRun, sweep_path: Path, runs: Path, ranks: int, at_a_time: int) -> RankGroup:
@@ -238,7 +223,6 @@ def array_of(
     """The job of cells that need equally many nodes, and its script.
 
     It starts when the job `after` has ended. A task's index is the cell's place among these cells.
-
     The job's name is derived from the cells' former jobs. So a job whose number was lost is found
     by its name, while cells that are submitted again get a new one.
     """
@@ -258,10 +242,7 @@ def array_of(
 
 
 def submit_array(job: Job, script: str, cells: Sequence[CellRun]) -> str:
-    """Save what the cells run, submit them once, record it in their ledgers.
-
-    Returns the array's id.
-    """
+    """Save what the cells run, submit them once, record it in their ledgers; the array's id."""
     check_request(job.cluster, job.nodes, slurm.partitions())
     for shared in (job.run_dir.parent.parent, job.run_dir.parent):  # the cells', and that of arrays
         make_run_directory(shared)

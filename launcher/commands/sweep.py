@@ -1,7 +1,4 @@
-"""`launcher sweep`: run the cells of a sweep file, on this machine or as array jobs.
-
-Finished cells are never repeated.
-"""
+"""`launcher sweep`: run the unfinished cells of a sweep file, on this machine or as array jobs."""
 
 from __future__ import annotations
 

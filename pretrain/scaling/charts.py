@@ -75,18 +75,12 @@ def valleys(fit: Fit) -> Figure:
 
 def budget_styles(budgets: Array) -> dict[float, dict[str, Any]]:
     """Color, marker and label of each budget; of many budgets only some have a label."""
-    count = len(budgets)
-    every = -(-count // MOST_LABELS)
+    count, styles = len(budgets), {}
     looks = zip(budgets.tolist(), spread_colors(count), spread_markers(count), strict=True)
-    return {
-        budget: {
-            "color": color,
-            "marker": marker,
-            "markersize": 4.5,
-            "label": None if index % every else f"{budget:.3g}",
-        }
-        for index, (budget, color, marker) in enumerate(looks)
-    }
+    for index, (budget, color, marker) in enumerate(looks):
+        label = None if index % -(-count // MOST_LABELS) else f"{budget:.3g}"
+        styles[budget] = {"color": color, "marker": marker, "markersize": 4.5, "label": label}
+    return styles
 
 
 def frontier(fit: Fit) -> Figure:
@@ -166,7 +160,7 @@ def _lines_with_bands(
 
 
 def _held_out(axes: Axes, fit: Fit) -> None:
-    """Held-out runs and what approach 3 predicts for each, which is above the frontier for most."""
+    """Held-out runs and what the law of N and D predicts for each, above the frontier for most."""
     flops = [item.flops for item in fit.holdouts]
     predicted = [item.predicted for item in fit.holdouts]
     color = COLORS[fit.law.key] if fit.law else INK

@@ -124,12 +124,10 @@ def row_of(placed: PlacedCell) -> Row:
         cost = cost_of(config, step)
     except ConfigError as error:
         return replace(row, excluded=f"config.yaml cannot be read: {error}")
-    kinds = [item for item in measured if item.get("kind") == "evaluation" and item["step"] == step]
-    last = kinds[-1] if kinds else {}
+    ends = [item for item in measured if item.get("kind") == "evaluation" and item["step"] == step]
+    last = ends[-1] if ends else {}
     loss, bits = last.get("loss"), last.get("bits_per_byte")
-    seconds = [
-        item["seconds"] for item in measured if item["kind"] == "train" and item.get("seconds")
-    ]
+    seconds = sum(item.get("seconds") or 0 for item in measured if item["kind"] == "train")
     code = [event.code for event in events_of(run_dir.ledger.read(), TrainingBegan) if event.code]
     if step < steps:
         excluded = f"stopped at step {step} of {steps}: mid-schedule"
@@ -156,7 +154,7 @@ def row_of(placed: PlacedCell) -> Row:
         memory_length=config.model.longest_memory,
         base_width=config.model.base_width,
         lane_bytes=lane_bytes(config),
-        seconds=sum(seconds) or "",
+        seconds=seconds or "",
         code=" ".join(dict.fromkeys(code)),
         excluded=excluded,
         set_losses=set_losses(last),

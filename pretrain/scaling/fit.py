@@ -111,8 +111,8 @@ class Fit:
     doubts: Mapping[str, str]  # law -> why it is not relied on, whatever its error
     unavailable: Mapping[str, str]  # law -> why these runs do not allow it
     left_out: Mapping[str, float]  # law -> error of the largest budget, see `left_out_errors`
-    holdouts: tuple[Prediction, ...]
-    warnings: tuple[str, ...]
+    holdouts: tuple[Prediction, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def largest(self) -> float:
@@ -176,8 +176,6 @@ def fit_all(runs: Points) -> Fit:
         doubts=doubts,
         unavailable=unavailable,
         left_out=errors,
-        holdouts=(),
-        warnings=(),
     )
     if fit.law:
         fit = replace(fit, holdouts=predict_holdouts(runs, fit.law))
@@ -232,7 +230,7 @@ def predict_holdouts(runs: Points, law: Approach) -> tuple[Prediction, ...]:
 
 
 def loss_interval(law: Approach, parameters: float, tokens: float) -> Interval:
-    """L(N, D) by approach 3, with its interval."""
+    """L(N, D) by a law, with its interval if it has one."""
     return law.loss_of(lambda line: law_of(line).law.loss(parameters, tokens))
 
 
@@ -259,11 +257,8 @@ def _doubts(points: Points, laws: Mapping[str, Fitted]) -> dict[str, str]:
     from scipy.special import fdtrc
 
     doubts = {}
-    errors = {
-        key: law.losses(points) / points.loss_P - 1
-        for key, law in laws.items()
-        if isinstance(law, ParametricFit)
-    }
+    fitted = {key: law for key, law in laws.items() if isinstance(law, ParametricFit)}
+    errors = {key: law.losses(points) / points.loss_P - 1 for key, law in fitted.items()}
     for key, error_P in errors.items():
         far_P = _outliers(error_P)
         if trend := _trend(points.take(~far_P), error_P[~far_P], NUMBERS[key]):
@@ -271,12 +266,10 @@ def _doubts(points: Points, laws: Mapping[str, Fitted]) -> dict[str, str]:
     if len(errors) == 2 and "tied" not in doubts:
         free = len(points) - NUMBERS["parametric"]
         scale = noise_of(errors["parametric"])
-        squares = [
-            float((np.minimum(np.abs(errors[key]), TOLERATED * scale) ** 2).sum())
-            for key in ("tied", "parametric")
-        ]
-        least = len(points) * SMALLEST_DIFFERENCE**2
-        ratio = max(squares[0] - squares[1], 0.0) * free / max(squares[1], least)
+        limit, least = TOLERATED * scale, len(points) * SMALLEST_DIFFERENCE**2
+        bounded = (np.clip(errors[key], -limit, limit) for key in ("tied", "parametric"))
+        tied, untied = (float((error_P**2).sum()) for error_P in bounded)
+        ratio = max(tied - untied, 0.0) * free / max(untied, least)
         if free > 0 and (chance := float(fdtrc(1, free, ratio))) < UNTIED:
             doubts["tied"] = f"its exponents differ (p = {chance:.1g})"
     return doubts
@@ -357,9 +350,9 @@ def _warnings(fit: Fit) -> list[str]:
     flops = BEYOND * fit.largest
     if (ratio := disagreement(fit, flops)) > DISAGREEMENT:
         found.append(f"at {flops:.3g} FLOPs the laws' optimal sizes differ {ratio:.2f}x")
-    return found + [
-        f"{item.title}: {line}" for item in fit.approaches if item.fit for line in item.fit.warnings
-    ]
+    isoflop = fit.approach("isoflop")
+    unused = isoflop.fit.warnings if isoflop and isinstance(isoflop.fit, FrontierFit) else ()
+    return found + [f"{TITLES['isoflop']}: {line}" for line in unused]
 
 
 def _named_outliers(fit: Fit, error_P: Array) -> list[str]:
@@ -367,9 +360,8 @@ def _named_outliers(fit: Fit, error_P: Array) -> list[str]:
     if not far_P.any():
         return []
     order = np.argsort(-np.abs(np.where(far_P, error_P, 0)))[: int(far_P.sum())]
-    named = [
-        f"{points.names[i]} (loss {as_loss(float(points.loss_P[i]))})" for i in order[:MOST_NAMED]
-    ]
+    losses = [as_loss(float(loss)) for loss in points.loss_P]
+    named = [f"{points.names[i]} (loss {losses[i]})" for i in order[:MOST_NAMED]]
     more = f" and {len(order) - MOST_NAMED} more" if len(order) > MOST_NAMED else ""
     return [
         f"{counted(len(order), 'run')} over {FAR:g} standard deviations off the law: "

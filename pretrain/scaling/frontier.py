@@ -3,8 +3,7 @@ power laws through each budget's lowest run (approach 1) or parabola (approach 2
 
 The true valley of a budget is not a parabola, so wide or off-center grids bias its vertex.
 
-Legend: F budgets, P points. Source: Hoffmann et al. 2022,
-sections 3.1 and 3.2.
+Legend: F budgets, P points. Source: Hoffmann et al. 2022, sections 3.1 and 3.2.
 """
 
 from __future__ import annotations
@@ -69,8 +68,9 @@ class Approach:
         """A power of N*: by the scatter of vertices about their line, or by a law."""
         if isinstance(self.line, LawLine):
             return self.interval(value_of)
-        error, value = self.line.size_error(log_flops), float(value_of(self.line))
-        return students(value, power * error, self.line.free, shared=power * VERTEX_ERROR)
+        line, value = self.line, float(value_of(self.line))
+        error = math.hypot(line.level_error, line.power_error * (log_flops - line.center))
+        return students(value, power * error, line.free, shared=power * VERTEX_ERROR)
 
     def power(self) -> Interval:
         """The exponent a of N* ~ C^a."""
@@ -128,10 +128,6 @@ class Frontier:
     level_error: float  # standard error of ln k, by the scatter of the places
     power_error: float  # of a
     free: int  # degrees of freedom of these errors; 0: too few
-
-    def size_error(self, log_flops: float) -> float:
-        """The standard error of ln N* at C FLOPs."""
-        return math.hypot(self.level_error, self.power_error * (log_flops - self.center))
 
     def log_parameters(self, log_flops: float | Array) -> Array:
         """ln N* at C FLOPs."""
@@ -243,10 +239,8 @@ class FrontierFit:
     @property
     def no_interval(self) -> str:
         """Why its sizes have no interval; empty if they have."""
-        if not self.valleys:
-            return NO_LINE
-        used = counted(len(self.used), "budget")
-        few = f"{used} with a vertex; an interval needs {FEWEST_GROUPS}"
+        used = f"{counted(len(self.used), 'budget')} with a vertex; an interval needs"
+        few = f"{used} {FEWEST_GROUPS}" if self.valleys else NO_LINE
         return "" if self.frontier.free else few
 
     def line(self, flops_law: FlopsLaw) -> Frontier:
@@ -269,20 +263,15 @@ def fit_isoflop(points: Points) -> FrontierFit:
             f"{points.source}: {len(used)} of {len(valleys)} budgets have a vertex, approach 2 "
             f"needs two ({_reasons([valley for valley in valleys if not valley.is_used])})"
         )
-    frontier, warnings = fit_frontier(*_logs(used)), tuple(_warnings(valleys))
-    return FrontierFit(frontier=frontier, valleys=valleys, warnings=warnings)
+    columns = [(each.budget, each.parameters, each.loss) for each in used]
+    budget_F, size_F, loss_F = np.array(columns).T
+    frontier = fit_frontier(np.log(budget_F), np.log(size_F), loss_F)
+    return FrontierFit(frontier=frontier, valleys=valleys, warnings=tuple(_warnings(valleys)))
 
 
-# A fitted law has `losses` of runs (NaN where it predicts none), its `line` of optima, `warnings`.
+# A fitted law has `losses` of runs (NaN where it predicts none), and its `line` of optima.
 Fitted = ParametricFit | FrontierFit
 Line = LawLine | Frontier
-
-
-def _logs(valleys: Sequence[Valley]) -> tuple[Array, Array, Array]:
-    """ln C and ln N* of the vertices, and the losses there."""
-    columns = [(valley.budget, valley.parameters, valley.loss) for valley in valleys]
-    budget_F, size_F, loss_F = np.array(columns).T
-    return np.log(budget_F), np.log(size_F), loss_F
 
 
 def near_lowest(points: Points) -> Points:

@@ -157,7 +157,6 @@ class ParametricFit:
     is_tied: bool
     mean_error: float  # mean |L - loss| / loss over the fitted points
     undetermined: tuple[str, ...]  # terms that no run shows
-    warnings: tuple[str, ...] = ()
 
     def line(self, flops_law: FlopsLaw) -> LawLine:
         """Its compute-optimal line."""
@@ -167,16 +166,18 @@ class ParametricFit:
         """The losses [P] that it predicts for runs."""
         return self.law.loss(points.parameters_P, points.tokens_P)
 
-    def left_out(self, points: Points, flops_law: FlopsLaw) -> list[LawLine]:
-        """The lines without each group of budgets, or of runs where many budgets share nothing;
-        DataError where they give no interval.
+    def left_out(
+        self, points: Points, flops_law: FlopsLaw, *, by_budget: bool = False
+    ) -> list[LawLine]:
+        """The lines without each group of budgets, or unless `by_budget` of runs where many budgets
+        share nothing; DataError where they give no interval.
         """
         if self.is_tied:
             raise DataError(NOT_HELD)
         if len(points.budgets) < FEWEST_GROUPS:
             raise DataError(f"{len(points.budgets)} budgets; an interval needs {FEWEST_GROUPS}")
         group_P = groups_of(points.budget_P)
-        if not self._do_budgets_differ(points):
+        if not by_budget and not self._do_budgets_differ(points):
             count = max(MOST_GROUPS + 1, min(len(points), MOST_FITTED // len(points)))
             group_P = np.arange(len(points)) % count
         rests = (points.take(group_P != group) for group in range(group_P.max() + 1))

@@ -1,9 +1,9 @@
 """How a run is derived from a size and a budget: its shape, rate, batch and steps. Torch-free.
 
 Shapes are models of nearly one ratio of width to depth. Sizes of one family differ in little but
-their size. So a width is a whole number of the base's
-heads, and a round one: odd numbers of heads and widths such as 3456 divide badly over tiles and
-ranks. Depth follows the width, and gives way a little to come nearer to a size.
+their size. So a width is a whole number of the base's heads, and a round one: odd numbers of heads
+and widths such as 3456 divide badly over tiles and ranks. Depth follows the width, and gives way a
+little to come nearer to a size.
 """
 
 from __future__ import annotations
@@ -120,13 +120,10 @@ def _key_heads(model: ModelConfig, num_heads: int) -> int | None:
     Groups of three, which few round widths divide into, may become those of two or four.
     """
     group = model.num_heads // model.key_heads
-    if num_heads % group == 0:
-        return num_heads // group
-    if group & (group - 1) == 0:
-        return None
+    most = math.log(HEADS_PER_KEY_FREEDOM) if group & (group - 1) else 0.0
     divisors = (count for count in range(1, num_heads + 1) if num_heads % count == 0)
     error, found = min((abs(math.log(num_heads / each / group)), each) for each in divisors)
-    return found if error <= math.log(HEADS_PER_KEY_FREEDOM) else None
+    return found if error <= most else None
 
 
 def power_of_two(most: float) -> int:
@@ -168,9 +165,8 @@ def step_law_rule(run: RunConfig, tokens: float) -> tuple[float, float]:
     return step_law(cost_of(run).body_parameters, tokens)
 
 
-def base_rule(run: RunConfig, tokens: float) -> tuple[float, float]:
+def base_rule(run: RunConfig, _: float) -> tuple[float, float]:
     """The experiment's own rate and lanes."""
-    del tokens
     return run.optim.learning_rate, 0.0
 
 
@@ -179,13 +175,11 @@ RULES: dict[str, Rule] = {"step-law": step_law_rule, "base": base_rule}
 
 def outside_step_law(runs: Sequence[RunConfig]) -> list[str]:
     """Which of the runs Step Law was not measured for, in one line; none if it was for all."""
-    costs = {run.name: cost_of(run) for run in runs}
-    outside = [
-        name
-        for name, cost in costs.items()
-        if _clipped(cost.body_parameters, STEP_LAW_PARAMETERS) != cost.body_parameters
-        or _clipped(cost.tokens, STEP_LAW_TOKENS) != cost.tokens
-    ]
+    outside = []
+    for run in runs:
+        at = cost_of(run).body_parameters, cost_of(run).tokens
+        inside = _clipped(at[0], STEP_LAW_PARAMETERS), _clipped(at[1], STEP_LAW_TOKENS)
+        outside += [run.name] * (at != inside)
     if not outside:
         return []
     return [
@@ -248,9 +242,8 @@ def at_flops(run: RunConfig, flops: float, of_step: float) -> RunConfig:
 
 def with_steps(run: RunConfig, steps: int) -> RunConfig:
     """Return the run with that many steps, and warm-up and checkpoints in proportion."""
-    schedule = replace(
-        run.optim.schedule, warmup_steps=max(1, round(WARMUP * steps)), decay_steps=0
-    )
+    warmup = max(1, round(WARMUP * steps))
+    schedule = replace(run.optim.schedule, warmup_steps=warmup, decay_steps=0)
     return replace(
         run,
         optim=replace(run.optim, steps=steps, schedule=schedule),

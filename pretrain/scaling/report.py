@@ -233,13 +233,11 @@ def fit_tree(fit: Fit, flops: float | None = None) -> dict[str, Any]:
 
 def seed_spread(points: Points) -> float | None:
     """The relative standard deviation of losses over seeds; None if no run was repeated."""
-    logs: dict[tuple[float, float], list[float]] = {}
-    for size, tokens, loss in zip(
-        points.parameters_P, points.tokens_P, np.log(points.loss_P), strict=True
-    ):
-        logs.setdefault((size, tokens), []).append(loss)
-    free = len(points) - len(logs)
-    return math.sqrt(sum(len(s) * np.var(s) for s in logs.values()) / free) if free else None
+    pair_P, log_P = points.parameters_P + 1j * points.tokens_P, np.log(points.loss_P)
+    _, run_P, count = np.unique(pair_P, return_inverse=True, return_counts=True)
+    scatter_P = log_P - (np.bincount(run_P, log_P) / count)[run_P]
+    free = len(log_P) - len(count)
+    return math.sqrt((scatter_P**2).sum() / free) if free else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,14 +311,16 @@ def fit_parts(fit: Fit) -> list[Part]:
     doubts = [f"{TITLES[key]} is not relied on: {why}" for key, why in fit.doubts.items()]
     answer = [*(f"warning: {line}" for line in fit.warnings), choice_line(fit)]
     bands = f"Bands are {LEVEL}% intervals; right of the dashed line is extrapolation"
-    held = ". A diamond is a run that was held out" if fit.holdouts else ""
-    dash = ", a dash what approach 3 predicts for it, with its interval" if held else ""
+    held = ""
+    if fit.holdouts and fit.law:
+        held = f". A diamond is a run that was held out, a dash what {fit.law.title} predicts of it"
+        held += "" if fit.law.no_interval else ", with its interval"
     isoflop = (
         "Final loss over parameters N, a color and a marker per budget of training FLOPs: a mark "
         "is a run, a curve approach 2's parabola in ln N, a star its lowest point if that is "
         "inside the sizes"
     )
-    least = f"The least loss that C training FLOPs can buy, by each law. {bands}{held}{dash}"
+    least = f"The least loss that C training FLOPs can buy, by each law. {bands}{held}"
     optimum = f"The compute-optimal number of parameters N* at C FLOPs. {bands}"
     frontiers = {
         "frontier": (partial(charts.frontier, fit), least),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -47,19 +48,12 @@ def simulated_table(runs: Sequence[PlannedRun], target: float, noise: float) -> 
         flops = total + changed.flops_P.sum() - points.flops_P.sum()
         flops_law = fit_flops_law(changed.parameters_P, changed.tokens_P, changed.flops_P)
         for key, answers_K2 in _answers(changed, flops_law, np.log(target), noise_KP[:, chosen_P]):
-            ends = [50 - LEVEL / 2, 50, 50 + LEVEL / 2]
-            low, middle, high = np.nanpercentile(answers_K2, ends, axis=0)
-            sizes = [as_size(float(np.exp(each[0]))) for each in (middle, low, high)]
-            rows.append(
-                [
-                    name,
-                    f"{flops / total:.0%}",
-                    TITLES[key],
-                    "{} [{}, {}]".format(*sizes),
-                    f"{np.exp(high[0] - low[0]):.2f}",
-                    f"{middle[1]:.4f} [{low[1]:.4f}, {high[1]:.4f}]",
-                ]
-            )
+            ends = [50, 50 - LEVEL / 2, 50 + LEVEL / 2]
+            n_3, loss_3 = np.nanpercentile(answers_K2, ends, axis=0).T
+            size = "{} [{}, {}]".format(*map(as_size, np.exp(n_3).tolist()))
+            loss = "{:.4f} [{:.4f}, {:.4f}]".format(*loss_3)
+            row = [name, f"{flops / total:.0%}", TITLES[key], size]
+            rows.append([*row, f"{np.exp(n_3[2] - n_3[1]):.2f}", loss])
     return rows
 
 
@@ -71,10 +65,8 @@ def _changes(budget_P: Array) -> Iterator[tuple[str, Array]]:
     for budget in budgets if len(budgets) > 2 else ():
         yield f"without {budget:.2g}", everything[budget_P != budget]
     for budget in budgets:
-        yield (
-            f"{budget:.2g} twice",
-            np.concatenate([everything, len(budget_P) + everything[budget_P == budget]]),
-        )
+        again = len(budget_P) + everything[budget_P == budget]
+        yield f"{budget:.2g} twice", np.concatenate([everything, again])
 
 
 def _answers(
@@ -95,15 +87,13 @@ def _answers(
 
 
 def _points_of(runs: Sequence[PlannedRun]) -> Points:
-    count = len(runs)
+    names = ("parameters", "tokens", "flops", "budget")
+    columns: Any = {f"{name}_P": np.array([float(i.facts[name]) for i in runs]) for name in names}
     return Points(
         names=tuple(item.name for item in runs),
-        parameters_P=np.array([float(item.cost.parameters) for item in runs]),
-        tokens_P=np.array([float(item.cost.tokens) for item in runs]),
-        flops_P=np.array([item.cost.flops for item in runs]),
-        loss_P=np.ones(count),
-        budget_P=np.array([item.facts["budget"] for item in runs]),
-        progress_P=np.ones(count),
-        holdout_P=np.zeros(count, bool),
+        **columns,
+        loss_P=np.ones(len(runs)),
+        progress_P=np.ones(len(runs)),
+        holdout_P=np.zeros(len(runs), bool),
         source="the plan",
     )

@@ -79,12 +79,10 @@ class Sweep:
             raise ConfigError(f"format={self.format}, this version reads sweeps of format {FORMAT}")
         if not self.cells:
             raise ConfigError("cells is empty; a sweep needs at least one")
-        repeated = [
-            name for name, count in Counter(cell.name for cell in self.cells).items() if count > 1
-        ]
-        if repeated:
+        ((name, count),) = Counter(cell.name for cell in self.cells).most_common(1)
+        if count > 1:
             raise ConfigError(
-                f"cells: the name {repeated[0]!r} is used twice; each cell needs its own directory"
+                f"cells: the name {name!r} is used twice; each cell needs its own directory"
             )
         require_name("name", self.name)
         for cell in self.cells:
@@ -170,17 +168,13 @@ def _expanded(tree: Tree, path: Path) -> Tree:
     for values in itertools.product(*grid.values()):
         # As the values would stand on the command line.
         texts = [each if isinstance(each, str) else json.dumps(each) for each in values]
-        parts = [
-            f"{short[key]}_{_SAFE.sub('_', text)}" for key, text in zip(grid, texts, strict=True)
-        ]
-        name = "-".join(parts)
+        texts = dict(zip(grid, texts, strict=True))
+        name = "-".join(f"{short[key]}_{_SAFE.sub('_', text)}" for key, text in texts.items())
         if len(name) > LONGEST_NAME:  # its beginning, and a hash of all of it
             digest = hashlib.sha256(name.encode()).hexdigest()[:8]
             name = f"{name[: LONGEST_NAME - 9]}-{digest}"
-        overrides = [f"{key}={text}" for key, text in zip(grid, texts, strict=True)]
-        cells.append(
-            {"name": name, "experiment": experiment, "overrides": [f"name={name}", *overrides]}
-        )
+        overrides = [f"name={name}", *(f"{key}={text}" for key, text in texts.items())]
+        cells.append({"name": name, "experiment": experiment, "overrides": overrides})
     return {**tree, "cells": cells}
 
 

@@ -278,17 +278,15 @@ def read_points(
     for row in rows:
         mark = flag(row.get(columns.excluded))
         reasons = [str(row[columns.excluded])] if mark is None else ["excluded in the file"] * mark
+        by_hand = [item.partition(":") for item in exclude]
         reasons += [
-            reason.strip() or "excluded by hand"
-            for condition, _, reason in (item.partition(":") for item in exclude)
-            if meets(row, condition)
+            why.strip() or "excluded by hand" for item, _, why in by_hand if meets(row, item)
         ]
+        held = {columns.holdout: "yes"} if any(meets(row, item) for item in holdout) else {}
         if reasons:
             excluded.append(Exclusion(columns.name_of(row), reasons[0]))
-        elif any(meets(row, item) for item in holdout):
-            kept.append({**row, columns.holdout: "yes"})
         else:
-            kept.append(row)
+            kept.append({**row, **held})
     if not kept:
         raise DataError(f"{path}: every run is excluded; a fit needs some")
     points = _Reader(path, kept, columns, units or {}).points(notes)
@@ -343,9 +341,8 @@ class _Reader:
             )
         has_budget, warning = self._has("budget"), self._units_warning(**sizes)
         progress, holdout = self.columns.progress, self.columns.holdout
-        progress_P = np.array(
-            [1.0 if row.get(progress) in (None, "") else number(row[progress]) for row in self.rows]
-        )
+        done = [row.get(progress) for row in self.rows]
+        progress_P = np.array([1.0 if each in (None, "") else number(each) for each in done])
         flags = [flag(row.get(holdout)) for row in self.rows]
         self.refuse_where(
             ~((progress_P >= 0) & (progress_P <= 1)),

@@ -15,8 +15,8 @@ import numpy as np
 from foundation.errors import DataError
 from pretrain.scaling.fit import FEWEST_FREE, Fit, fit_all, law_of_runs, loss_interval
 from pretrain.scaling.frontier import Approach, law_of
-from pretrain.scaling.intervals import MOST_GROUPS, Interval, groups_of, jackknife
-from pretrain.scaling.law import LawLine, refit
+from pretrain.scaling.intervals import MOST_GROUPS, Interval, jackknife
+from pretrain.scaling.law import ParametricFit
 from pretrain.scaling.table import FINISHED, Array, Points
 from pretrain.terminal.text import counted
 
@@ -95,13 +95,12 @@ def fit_task(runs: Points, chance: float | None = None, ceiling: float = 1.0) ->
     accuracies that do not fall with the loss.
     """
     fit = fit_all(runs)
-    law, (chosen, loss_P, accuracy_P) = law_of_runs(fit), _pairs(runs)
+    law, chosen = law_of_runs(fit), _pairs(runs)
+    loss_P, accuracy_P = chosen.loss_P, chosen.accuracy_P
+    assert accuracy_P is not None
     if len(law.left_out) > MOST_GROUPS:  # groups of runs: both steps have to miss the same budgets
-        rests = (
-            fit.points.take(groups_of(fit.points.budget_P) != group) for group in range(MOST_GROUPS)
-        )
-        whole = law_of(law.line).law
-        lines = [LawLine(refit(whole, rest), fit.flops_law) for rest in rests]
+        assert isinstance(law.fit, ParametricFit)
+        lines = law.fit.left_out(fit.points, fit.flops_law, by_budget=True)
         law = replace(law, left_out=lines)
     sigmoid = fit_sigmoid(loss_P, accuracy_P, chance, ceiling)
     distance_PF = np.abs(np.log(chosen.budget_P)[:, None] - np.log(fit.points.budgets))
@@ -156,8 +155,8 @@ def fit_sigmoid(
     return min(ends, key=lambda end: float(((end.at(loss_P) - accuracy_P) ** 2).sum()))
 
 
-def _pairs(points: Points) -> tuple[Points, Array, Array]:
-    """The runs with an accuracy that are not held out, their losses and accuracies."""
+def _pairs(points: Points) -> Points:
+    """The runs with an accuracy that are not held out."""
     assert points.accuracy_P is not None
     has_P = np.isfinite(points.accuracy_P)
     missing_P = ~has_P & ~points.holdout_P & (points.progress_P >= FINISHED)
@@ -166,9 +165,7 @@ def _pairs(points: Points) -> tuple[Points, Array, Array]:
             f"{points.source}: {counted(int(missing_P.sum()), 'run')} without an accuracy, such as "
             f"{points.names[missing_P.argmax()]}; measure it, or exclude them with --exclude"
         )
-    chosen = points.take(has_P & ~points.holdout_P)
-    assert chosen.accuracy_P is not None
-    return chosen, chosen.loss_P, chosen.accuracy_P
+    return points.take(has_P & ~points.holdout_P)
 
 
 def _least_squares(loss_P: Array, accuracy_P: Array, start: Sigmoid, is_known: bool) -> Sigmoid:

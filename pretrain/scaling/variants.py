@@ -119,12 +119,8 @@ class MemberResult:
 
     def probed(self, name: str) -> dict[int, float]:
         """The values of the columns probes/NAME/NUMBER, by their numbers."""
-        start = f"{PROBED}{name}/"
-        return {
-            int(key.removeprefix(start)): value
-            for key, value in self.probes.items()
-            if key.startswith(start)
-        }
+        parts = ((key.rpartition("/"), value) for key, value in self.probes.items())
+        return {int(last): value for (kind, _, last), value in parts if kind == PROBED + name}
 
 
 def results_of(rows: Sequence[Row]) -> list[MemberResult]:

@@ -101,15 +101,14 @@ def other_settings(path: Path, config: RunConfig, own: RunConfig | None = None) 
         changes = run_dir.other_settings(config, own) if own or run_dir.exists() else {}
     except ConfigError:
         return ""
-    shown = [f"{key} {change}" for key, change in list(changes.items())[:_MOST_SHOWN]]
-    more = len(changes) - len(shown)
-    return ", ".join([*shown, *([f"{more} more"] if more else [])])
+    shown = [f"{key} {change}" for key, change in changes.items()]
+    more = [f"{len(shown) - _MOST_SHOWN} more"] if len(shown) > _MOST_SHOWN else []
+    return ", ".join([*shown[:_MOST_SHOWN], *more])
 
 
 def refuse_others(others: Iterable[tuple[Path, str]]) -> None:
     """Raise ConfigError for the first run of a cell whose `other_settings` are some."""
-    wrong = [(path, other) for path, other in others if other]
-    if wrong:
+    if wrong := [(path, other) for path, other in others if other]:
         path, other = wrong[0]
         more = f" (and {counted(len(wrong) - 1, 'more such cell')})" if wrong[1:] else ""
         raise ConfigError(

@@ -157,6 +157,17 @@ def test_held_out_runs_are_drawn_with_their_own_predictions(held):
     ]
 
 
+def test_the_caption_names_the_law_that_predicts_held_out_runs(held):
+    tied = replace(held, approaches=held.approaches[::-1])
+    assert {held.law.key, tied.law.key} == {"parametric", "tied"}
+    for fit in (held, tied):
+        (caption,) = (
+            part.figures["frontier"][1] for part in fit_parts(fit) if "frontier" in part.figures
+        )
+        said = f"a dash what {fit.law.title} predicts of it"
+        assert caption.endswith(said + ", with its interval" * bool(fit.law.left_out))
+
+
 def test_a_dozen_budgets_have_a_color_a_marker_and_a_label_each_and_more_some_labels():
     styles = charts.budget_styles(np.geomspace(1e18, 1e21, 12)).values()
     for name in ("color", "marker", "label"):
