@@ -69,6 +69,11 @@ class TokenizerConfig:
 
     def __post_init__(self) -> None:
         check_ranges("tokenizer.", self)
+        if self.path is None and (self.pattern or self.special_tokens):
+            raise ConfigError(
+                "tokenizer.pattern and tokenizer.special_tokens are of a .tiktoken file; set "
+                "tokenizer.path, or leave them out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

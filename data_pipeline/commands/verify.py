@@ -82,7 +82,9 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         check_least(arguments, 1, "lanes")
     directory = local_corpus_directory(arguments.directory, CacheConfig())
     for split in splits_of(directory):
-        num_lanes = 0 if split.name == "validation" else arguments.lanes or _usual_lanes(split)
+        manifest = read_manifest(split)  # 16, or with little text the most that are never empty
+        usual = max(1, min(16, manifest.tokens // max(manifest.longest_whole, 1)))
+        num_lanes = 0 if split.name == "validation" else arguments.lanes or usual
         print(printable("\n".join(describe_split(split, num_lanes, arguments.seed))))
     if hash_of_all := corpus_hash(directory):
         print(f"manifest_hash      {hash_of_all}  (all splits)")
@@ -132,7 +134,12 @@ def verify_split(path: Path, report: Callable[[str], None]) -> list[str]:
     for number in range(len(manifest.shards)):
         problems += _shard_problems(path, manifest, number)
         report(f"{path.name}: {number + 1}/{len(manifest.shards)} shards")
-    return problems + _tokenizer_problems(path, manifest.tokenizer)
+    try:
+        Tokenizer.load(path.parent / TOKENIZER_DIRECTORY)
+        check_tokenizer(path, manifest.tokenizer)
+    except DataError as error:
+        problems.append(str(error))
+    return problems
 
 
 def _shard_problems(path: Path, manifest: Manifest, number: int) -> Iterator[str]:
@@ -163,15 +170,6 @@ def _check_tokens(shard: ShardReader, manifest: Manifest) -> None:
             )
 
 
-def _tokenizer_problems(path: Path, expected: str) -> list[str]:
-    try:
-        Tokenizer.load(path.parent / TOKENIZER_DIRECTORY)
-        check_tokenizer(path, expected)
-    except DataError as error:
-        return [str(error)]
-    return []
-
-
 def describe_split(path: Path, num_lanes: int, seed: int) -> Iterator[str]:
     """Yield sizes, tokenizer, a sample, and how even `num_lanes` lanes are (0: without that)."""
     corpus = Corpus.open(split_directory(path))
@@ -198,12 +196,6 @@ def describe_split(path: Path, num_lanes: int, seed: int) -> Iterator[str]:
     reader = corpus.shard(0)
     sample = tokenizer.decode(reader.tokens(0)[:SAMPLE_TOKENS])
     yield f"  sample           {shown_id(reader.document_id(0))}: {sample!r}"
-
-
-def _usual_lanes(split: Path) -> int:
-    """Return 16, or with little text the largest number of lanes that are never empty."""
-    manifest = read_manifest(split)
-    return max(1, min(16, manifest.tokens // max(manifest.longest_whole, 1)))
 
 
 def _lane_spread(corpus: Corpus, num_lanes: int, seed: int) -> str:

@@ -143,6 +143,7 @@ def test_held_out_bytes_are_of_streams_that_have_enough(tmp_path, capsys):
         (("format=stream", f"validation_input=[{tmp_path / 'x.gz'}]"), "x.gz"),
         (("format=text", "test_bytes=6"), "test_bytes"),
         (("format=stream", "shuffle_seed=1"), "shuffle_seed"),
+        (("tokenizer.pattern=x",), "tokenizer.pattern"),
     ):
         assert main([*build, *settings, "--input", str(tmp_path / "x")]) == 2
         assert culprit in capsys.readouterr().err
