@@ -22,7 +22,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from foundation.credentials import problem_of
+from foundation.credentials import problem_of, redacted
 from foundation.errors import ConfigError
 from foundation.files import path_text
 from foundation.records import is_sha256
@@ -526,5 +526,5 @@ def _report(source: str, problems: Sequence[str]) -> str:
 
 def _dotted(where: Sequence[Any], *names: Any) -> str:
     """Return the name of a setting; parts that no setting has may be long, and are cut."""
-    parts = map(str, (*where, *names))
+    parts = (redacted(str(each)) for each in (*where, *names))  # before a cut hides their end
     return ".".join(f"{x[:_LONGEST_NAME]}..." if len(x) > _LONGEST_NAME else x for x in parts)
