@@ -6,16 +6,13 @@ from itertools import repeat
 
 import pytest
 
-from benchmarks.__main__ import main
 from benchmarks.scale.attempts import explain, write_ends
 from benchmarks.scale.checkpoints import costs_of
-from benchmarks.scale.command import END, START, write_page
 from benchmarks.scale.costs import Cost, table_of
 from benchmarks.scale.failure_table import HOUR_COSTS
 from benchmarks.scale.failures import exponential, simulate, uniform
 from benchmarks.scale.growth import growth_of
 from benchmarks.scale.instruments import counted_files
-from foundation.errors import UserError
 from foundation.files import write_text
 from pretrain.costs.run_time import FailureCosts
 from pretrain.rundir.run_dir import AttemptFiles
@@ -118,26 +115,6 @@ def test_opened_files_are_counted_in_whatever_language_opens_them(tmp_path):
         for name in ("one", "three"):
             (tmp_path / name).read_bytes()
     assert counts == {"opened": 1}
-
-
-def test_a_page_gets_new_tables_between_its_marks_and_keeps_the_rest(tmp_path):
-    page = tmp_path / "scale.md"
-    page.write_text(f"before\n{START}old\n{END}after\n")
-    for report in ("first", "second \\1"):
-        write_page(page, report)
-    assert page.read_text() == f"before\n{START}\nsecond \\1\n\n{END}after\n"
-    page.write_text("no marks")
-    assert main(["scale", "--only=processes", f"--page={page}"]) == 2, "before it measures"
-    assert page.read_text() == "no marks"
-    with pytest.raises(UserError, match="found no line <!-- python -m benchmarks scale -->"):
-        write_page(page, "report")
-
-
-def test_what_other_rows_say_of_a_size_replaces_its_extrapolation_but_no_measurement():
-    measured = {4: 1.0, 8: 1.0, 64: 1.0}
-    wait = Cost(name="wait", measured=measured, expected={64: 9.0, 4096: 30.0}, at_most=20)
-    cells = [cell.strip() for cell in table_of([wait]).splitlines()[2].split("|")]
-    assert cells[4:9] == ["1", "1", "30", "at most 20", "MISSED, 1.5x"]
 
 
 def test_a_killed_rank_is_found_among_many_by_opening_each_status_once(tmp_path):

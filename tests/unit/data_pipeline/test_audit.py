@@ -76,15 +76,6 @@ def test_the_audit_reads_no_tokens(corpus, tmp_path, capsys):
     assert audited(capsys, copy, "--steps=0:50") == lines
 
 
-def test_text_has_a_line_per_piece_under_its_heading(corpus, capsys):
-    settings = ["--lanes=2", "--segment-length=4", "--steps=3:5", "--ranks=2"]
-    assert main(["audit", str(corpus.directory), *settings]) == 0
-    heading, *lines = capsys.readouterr().out.splitlines()
-    assert heading.split("\t") == ["step", "lane", "document", "offset", "tokens", "epoch", "rank"]
-    assert {line.split("\t")[0] for line in lines} == {"3", "4"}
-    assert sum(int(line.split("\t")[4]) for line in lines) == 2 * 2 * 4
-
-
 def test_weights_are_those_of_the_runs_mixture(corpus, tmp_path, capsys):
     """The parts of a run's `data.mixture` with weights read what the audit says."""
     (tmp_path / "a").mkdir()

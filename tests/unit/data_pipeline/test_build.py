@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from data_pipeline.builder.build_corpus import build_corpus
-from data_pipeline.builder.split_writer import Progress, Reading, joined
 from data_pipeline.cli import main
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.corpora.manifest import MANIFEST_NAME
@@ -171,27 +170,3 @@ def test_carriage_returns_are_kept_and_on_demand_made_newlines(tmp_path):
     made = documents_of(tmp_path / "made" / "train")
     assert [made[f"d{number}"] for number in range(3)] == ["one\ntwo\n", "one\ntwo", "a\nb\nc"]
     assert made["d4"] == kept["d4"]
-
-
-def test_rate_and_time_left_count_from_the_resume_of_the_build(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("foundation.progress.time.monotonic", lambda: now[0])
-    reports: list[Reading] = []
-    meter = Progress(reports.append, total_bytes=1000)
-    meter.finish_file(300)  # skipped: a build that was killed has its shards already
-    position = [100]
-    meter.follow(lambda: position[0])
-    meter.add(characters=1_000_000, tokens=10)
-    position[0], now[0] = 300, 110.0
-    meter.add(characters=1_000_000, tokens=20)
-    one, two = str(reports[-1]), str(joined([reports[-1], reports[-1]], seconds=10.0))
-    for line, counts in ((one, "2 documents, 30 tokens, "), (two, "4 documents, 60 tokens, ")):
-        assert line.startswith(counts)
-        assert " 60% " in line
-        assert "20 s left" in line, "200 bytes in 10 s, 400 are left"
-    meter.follow(lambda: 700)
-    meter.show()
-    assert " 99% " in str(reports[-1]), "the file is read, its documents are not yet"
-    meter.finish_file(700)
-    meter.show()
-    assert "100%" in str(reports[-1])

@@ -73,17 +73,6 @@ def test_a_build_killed_at_any_moment_resumes_to_identical_bytes(
     assert contents(config.output) == contents(whole.output)
 
 
-def test_temporary_files_of_a_killed_write_are_removed(tmp_path):
-    whole = config_of(tmp_path / "whole", some_texts())
-    build_corpus(whole)
-    config = replace(whole, output=tmp_path / "killed")
-    for folder in (".build", "tokenizer", "train"):
-        (config.output / folder).mkdir(parents=True)
-        (config.output / folder / ".x.json.123.tmp").write_text("half")
-    build_corpus(config)
-    assert contents(config.output) == contents(whole.output)
-
-
 @pytest.mark.parametrize("existed", [True, False])
 def test_a_build_rejected_before_it_made_anything_leaves_nothing(tmp_path, existed):
     config = config_of(tmp_path, [""], tokenizer=TokenizerConfig(kind="bpe", vocab_size=300))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -18,7 +19,6 @@ from data_pipeline.commands.verify import verify_split
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from foundation.errors import EXIT_INTERRUPTED, ConfigError, DataError
-from foundation.locks import try_lock
 from tests.helpers.corpora import contents, some_texts, stored
 
 BPE = TokenizerConfig(kind="bpe", vocab_size=350)
@@ -82,7 +82,9 @@ def test_killed_processes_resume_to_the_bytes_of_the_uninterrupted_build(tmp_pat
 def all_locks_are_free(parts: Path) -> bool:
     for path in parts.glob("*/.build/lock"):
         with open(path) as lock:
-            if not try_lock(lock):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 return False
     return True
 

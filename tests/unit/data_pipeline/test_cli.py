@@ -7,7 +7,7 @@ from importlib import metadata
 
 import pytest
 
-from data_pipeline.cli import PROGRAM, main
+from data_pipeline.cli import main
 from data_pipeline.corpora.corpus import Corpus
 from tests.helpers.corpora import contents, make_tiny_corpus, some_texts, write_jsonl
 
@@ -158,12 +158,6 @@ def test_verify_names_what_is_corrupted(tmp_path, capsys, name, damage):
     assert name.partition("/")[0] in err
     assert name.rpartition("/")[2].partition(".json")[0] in err
     assert "every shard" not in out
-
-
-def test_an_unknown_command_is_an_error_that_names_all(capsys):
-    status, _, err = run(capsys, "verfy", "nowhere")
-    assert status == 2
-    assert err.rpartition("one of: ")[2].rstrip().split(", ") == list(PROGRAM.commands)
 
 
 @pytest.mark.parametrize(

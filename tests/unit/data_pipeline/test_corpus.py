@@ -64,14 +64,6 @@ def test_opening_names_a_missing_shard_and_a_split_without_shards(corpus):
         Corpus.open(corpus.directory)
 
 
-def test_no_more_than_a_few_shards_stay_open(tmp_path):
-    corpus = write_numbered_corpus(tmp_path, [[5] * 4] * 40)
-    for index in range(40):
-        corpus.shard(index)
-    assert len(corpus._open) == 16
-    assert 39 in corpus._open
-
-
 def test_a_token_that_the_tokenizer_does_not_have_is_found_by_training_evaluation_and_verify(
     tmp_path,
 ):

@@ -66,20 +66,6 @@ def test_every_error_of_a_file_is_one_line_with_its_name_and_what_to_do(capsys):
         assert number != errno.EDQUOT or "disk space" not in remedy, "of a quota, not of the disk"
 
 
-def test_a_folder_that_may_not_be_entered_is_named_in_place_of_a_file_in_it(
-    tmp_path, monkeypatch, capsys
-):
-    (tmp_path / "closed").mkdir()
-    may_enter = os.access  # root may enter everything
-    monkeypatch.setattr(
-        os, "access", lambda path, mode: Path(path).name != "closed" and may_enter(path, mode)
-    )
-    path = tmp_path / "closed" / "sub" / "manifest.json"
-    error = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    assert exit_status_of(raising(error)) == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/closed: ")
-
-
 def test_a_file_that_cannot_be_written_is_named_and_not_its_temporary_one(tmp_path, capsys):
     for path in (tmp_path / "absent" / "x.yaml", tmp_path / "folder"):
         (tmp_path / "folder").mkdir(exist_ok=True)

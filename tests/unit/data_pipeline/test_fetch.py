@@ -137,15 +137,6 @@ def test_a_connection_that_is_refused_is_an_error(tmp_path):
         fetch_manifest(store_at(url, QUICK), tmp_path)
 
 
-def test_a_manifest_that_names_a_file_elsewhere_is_rejected(corpus, tmp_path):
-    info = replace(corpus.manifest.shards[0], path="../../etc/x")
-    remote = tmp_path / "remote"
-    remote.mkdir()
-    replace(corpus.manifest, shards=(info,)).write(remote)
-    with FileServer(remote) as server, pytest.raises(DataError):
-        fetch_manifest(store_at(server.url, QUICK), tmp_path / "copy")
-
-
 @pytest.mark.parametrize("vocabulary", ["bytes", "unigram"])
 def test_a_tokenizer_is_fetched_completely_or_not_at_all(tmp_path, vocabulary):
     remote = make_tiny_corpus(tmp_path / "remote", vocabulary=vocabulary) / "tokenizer"

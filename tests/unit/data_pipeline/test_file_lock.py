@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from foundation.errors import ConfigError, DataError
-from foundation.locks import held_lock
 from pretrain.rundir.run_dir import RunDir
 
 WITHOUT_FLOCK = """
@@ -48,32 +47,23 @@ def test_without_flock_a_second_attempt_fences_off_the_first_and_no_shard_cache_
 
 
 def test_an_unknown_holder_is_not_named_and_lock_files_are_for_their_owner_only(tmp_path):
-    with RunDir(tmp_path).locked("train"):
-        pass
     path = tmp_path / "train.lock"
-    assert path.stat().st_mode & 0o777 == 0o600
-    path.write_text(path.read_text().replace(str(os.getpid()), "1"))
-    with (
-        held_lock(path) as held,
-        pytest.raises(ConfigError, match=str(tmp_path)),
-        RunDir(tmp_path).locked("train"),
-    ):
-        assert held
-    path.write_text(path.read_text().replace(socket.gethostname(), "elsewhere"))
-    with (
-        held_lock(path) as held,
-        pytest.raises(ConfigError, match="process 1 "),
-        RunDir(tmp_path).locked("train"),
-    ):
-        assert held
+    with RunDir(tmp_path).locked("train"):
+        assert path.stat().st_mode & 0o777 == 0o600
+        path.write_text(path.read_text().replace(str(os.getpid()), "1"))
+        with pytest.raises(ConfigError, match=str(tmp_path)), RunDir(tmp_path).locked("train"):
+            pass
+        path.write_text(path.read_text().replace(socket.gethostname(), "elsewhere"))
+        with pytest.raises(ConfigError, match="process 1 "), RunDir(tmp_path).locked("train"):
+            pass
 
 
 def test_a_lock_file_with_the_modes_of_a_copy_becomes_private_and_a_pipe_is_none(tmp_path):
     path = tmp_path / "train.lock"
     path.touch(mode=0o644)
-    with held_lock(path):
+    with RunDir(tmp_path).locked("train"):
         assert path.stat().st_mode & 0o777 == 0o600
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(DataError, match=str(path)), held_lock(path):
+    with pytest.raises(DataError, match=str(path)), RunDir(tmp_path).locked("train"):
         pass

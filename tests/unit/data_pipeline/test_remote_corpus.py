@@ -21,7 +21,6 @@ from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_training_data
 from foundation.errors import DataError
-from foundation.files import absolute
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 from tests.helpers.stores import QUICK, FileServer, client, put_directory
 
@@ -232,12 +231,6 @@ def test_ranks_that_ask_at_the_same_time_ask_the_store_once_or_twice(built, tmp_
             thread.join(60)
         assert server.requests["manifest.json"] == 2, "of both splits"
         assert server.requests["tokenizer.json"] == 1
-
-
-def test_local_paths_are_returned_unchanged(tmp_path):
-    assert local_corpus_directory(tmp_path, CacheConfig()) == tmp_path
-    assert absolute(Path("s3://bucket/a")) == Path("s3://bucket/a")
-    assert absolute(Path("data")) == Path.cwd() / "data"
 
 
 def shards_in(names: Iterable[str]) -> int:

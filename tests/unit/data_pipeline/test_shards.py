@@ -223,14 +223,6 @@ def test_a_shard_of_an_unknown_format_is_rejected(tmp_path):
         ShardReader(tmp_path / "shard.00000.zip", "uint16")
 
 
-def test_a_failed_write_leaves_no_file(tmp_path):
-    (tmp_path / "scratch").mkdir()
-    bad = [("a", np.zeros(3, np.uint16)), ("b", np.zeros(0, np.uint16))]  # MDS has none of these
-    with pytest.raises(ValueError):
-        write_shard(tmp_path / "shard.00000.mds", bad, tmp_path / "scratch")
-    assert not list(tmp_path.glob("*.mds"))
-
-
 def test_a_full_disk_leaves_no_writer_that_fails_again_when_it_is_collected(tmp_path, monkeypatch):
     ignored = []
     monkeypatch.setattr("sys.unraisablehook", ignored.append)

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 
 from foundation.settings import load_config
-from launcher.cli import COMMANDS, main
+from launcher.cli import main
 from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import AttemptFiles, RunDir
-
-
-@pytest.mark.parametrize("command", [*([name] for name in COMMANDS if name != "sweep"), []])
-def test_help_fits_80_columns(command, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with contextlib.suppress(SystemExit):  # argparse ends so
-        assert main([*command, "--help"]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-
 
 CLUSTER = ["--cluster=cluster.yaml"]
 SUBMIT = ["submit", "x.yaml", *CLUSTER]
