@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data_pipeline.lanes.segment_batch import SegmentBatch
+from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig

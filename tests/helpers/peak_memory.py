@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data_pipeline.lanes.segment_batch import SegmentBatch
+from data_pipeline.lanes.lane_stream import SegmentBatch
 from foundation.settings import parse_config
 from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig

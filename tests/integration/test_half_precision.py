@@ -57,8 +57,8 @@ def assert_rejected(corpus: Path, directory: Path, cpu: str = "DEFAULT") -> None
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert "engine.precision=fp16: found a CPU without half-precision arithmetic" in done.stderr
-    assert "use engine.precision=bf16" in done.stderr
+    assert "engine.precision=fp16: " in done.stderr
+    assert "engine.precision=bf16" in done.stderr
     assert not (directory / "run").exists()
 
 

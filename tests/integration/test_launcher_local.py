@@ -130,7 +130,7 @@ def test_out_of_memory_a_killed_rank_a_full_disk_and_ctrl_c_cost_attempts_and_ch
     limits = resource.prlimit(first.process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(first.process.pid, resource.RLIMIT_FSIZE, (0, limits[1]))
     os.kill(pids[1], signal.SIGKILL)
-    first.until("ledger.jsonl: File too large; the run waits")
+    first.until("ledger.jsonl: File too large; ")
     resource.prlimit(first.process.pid, resource.RLIMIT_FSIZE, limits)
 
     pids = first.stop_a_rank(2, run_dir, after=2 * INTERVAL)
@@ -139,17 +139,17 @@ def test_out_of_memory_a_killed_rank_a_full_disk_and_ctrl_c_cost_attempts_and_ch
     os.kill(pids[1], signal.SIGCONT)
     said = first.end(EXIT_STOPPED)
     saved = last_measured(run_dir)
-    assert said.endswith(f"step {saved}; rerun the same command to continue\n")
+    assert f" step {saved}; " in said.splitlines()[-1]
     stopped = read_state(run_dir.path)
     assert (stopped.state, stopped.checkpoint) == ("stopped", saved)
-    assert stopped.last_failure == "rank 1 was killed by SIGKILL"
+    assert "rank 1 " in stopped.last_failure
 
     with full_disk(8192):  # also for what is started here: no rank is, because it could not write
         second = Launched(launch(experiment, run_dir.path))
-    second.until("File too large; the run waits")
+    second.until("File too large; ")
     second.process.send_signal(signal.SIGINT)
     said = second.end(EXIT_STOPPED)
-    assert said.endswith(f"step {saved}; rerun the same command to continue\n")
+    assert f" step {saved}; " in said.splitlines()[-1]
 
     assert main(["resume", str(run_dir.path)]) == 0
     assert not differing_losses(undisturbed, run_dir)
@@ -175,8 +175,7 @@ def test_what_the_user_must_change_is_not_tried_again_and_leaves_nothing(
     assert main(["local", str(experiment), f"--run-dir={run_dir}", "data.path=nowhere"]) == 2
     output = capfd.readouterr().err
     assert re.search(
-        r"ERROR \S+ supervisor: not restarted: rank \d: \S+/nowhere/train does not exist",
-        output.splitlines()[-1],
+        r"ERROR \S+ supervisor: .* rank \d: \S+/nowhere/train ", output.splitlines()[-1]
     )
     assert "Traceback" not in output
     assert "attempt 1: " not in output
@@ -203,7 +202,7 @@ def test_a_run_that_is_done_stays_done(
 def test_a_second_launcher_on_the_same_run_is_refused(experiment, tmp_path, capsys):
     with RunDir(tmp_path / "run").locked("launcher"):
         assert main(["local", str(experiment), f"--run-dir={tmp_path / 'run'}"]) == 2
-    assert "is in use by process" in capsys.readouterr().err
+    assert f"process {os.getpid()} (launcher)" in capsys.readouterr().err
 
 
 def test_the_checkpoint_holds_as_many_bytes_as_describe_promises(undisturbed):

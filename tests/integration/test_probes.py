@@ -83,9 +83,9 @@ def test_needle_and_copy_of_an_export_need_no_corpus(export, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--probe", "needle"], "give --output DIR"),
-        (["--probe", "attention", "--output", "x"], "name a corpus with --data"),
-        (["--probe", "copy", "--longest-distance", "7", "--output", "x"], "expected 8 or more"),
+        (["--probe", "needle"], "--output"),
+        (["--probe", "attention", "--output", "x"], "--data"),
+        (["--probe", "copy", "--longest-distance", "7", "--output", "x"], "is 7, expected 8"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_line(

@@ -89,10 +89,10 @@ def test_a_run_with_a_password_resumes_and_no_file_or_line_shows_it(
         command += [f"data.cache.directory={tmp_path / 'cache'}"]
 
         assert pretrain([*command, f"data.path=http://me:{password}@{host}"]) == 2
-        assert "name a variable that has PASSWORD@HOST" in capfd.readouterr().err
+        assert "PASSWORD@HOST" in capfd.readouterr().err
         by_reference = [*command, f"data.path=http://me:env:BUCKET_PASSWORD@{host}"]
         assert pretrain([*by_reference, "optim.steps=2"]) == 2
-        assert "needs the variable BUCKET_PASSWORD with PASSWORD@HOST" in capfd.readouterr().err
+        assert "BUCKET_PASSWORD" in capfd.readouterr().err
         monkeypatch.setenv("BUCKET_PASSWORD", f"{password}@{host}")
         for steps in (2, 4):
             assert pretrain([*by_reference, f"optim.steps={steps}"]) == 0

@@ -13,7 +13,6 @@ from foundation.settings import load_config
 from pretrain.cli import main
 from pretrain.commands.same_run import differences
 from pretrain.config.run import RunConfig
-from pretrain.rundir.metric_names import task_columns, task_values
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import some_texts
 from tests.helpers.forked_ranks import run_ranks
@@ -81,7 +80,10 @@ def trained(experiment: Path) -> RunDir:
 
 def tasks_of(run_dir: RunDir) -> dict[int, dict[str, float]]:
     lines = [line for line in run_dir.read_metrics() if line["kind"] == "evaluation"]
-    return {line["step"]: task_columns(line) for line in lines}
+    return {
+        line["step"]: {name: line[name] for name in line if name.startswith("tasks/")}
+        for line in lines
+    }
 
 
 def test_every_kth_evaluation_and_the_last_have_the_scores_of_evaluate(
@@ -93,8 +95,8 @@ def test_every_kth_evaluation_and_the_last_have_the_scores_of_evaluate(
     files = load_config(RunConfig, experiment).evaluation.tasks
     assert main(["evaluate", str(trained.path), "--tasks", *files, "--lanes", "2", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
-    expected = task_columns(task_values(results))
-    assert found[4] == pytest.approx(expected, rel=1e-5)
+    expected = [results["choices"]["acc,none"], results["whole"]["bits_per_byte,none"]]
+    assert [*found[4].values()] == pytest.approx(expected, rel=1e-5)
     assert found[3]["tasks/whole/bits_per_byte"] != found[4]["tasks/whole/bits_per_byte"]
     assert main(["report", str(trained.path), "--output", str(tmp_path)]) == 0
     row = f"<td>tasks/whole/bits_per_byte</td><td>{found[4]['tasks/whole/bits_per_byte']:.4f}</td>"
@@ -121,8 +123,8 @@ def test_ranks_wait_for_the_one_that_runs_the_tasks(experiment, trained, tmp_pat
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (["evaluation.tasks=[missing.yaml]"], "missing.yaml is not a file"),
-        (["evaluation.tasks=[{folder}/broken.yaml]"], "lm-eval could not load"),
+        (["evaluation.tasks=[missing.yaml]"], "missing.yaml"),
+        (["evaluation.tasks=[{folder}/broken.yaml]"], "broken.yaml"),
     ],
 )
 def test_tasks_that_cannot_be_loaded_are_rejected_before_training(
@@ -139,5 +141,5 @@ def test_tasks_that_cannot_be_loaded_are_rejected_before_training(
 
 def test_a_run_whose_weights_are_sharded_has_no_tasks(experiment):
     overrides = ["engine.kind=deepspeed", "engine.zero_stage=3"]
-    with pytest.raises(ConfigError, match="needs a rank with whole weights"):
+    with pytest.raises(ConfigError, match="zero_stage=3"):
         load_config(RunConfig, experiment, overrides)
