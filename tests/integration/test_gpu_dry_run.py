@@ -1,4 +1,4 @@
-"""What runs first on a GPU, dry: every step in its real process, with tiny sizes, on the CPU."""
+"""What runs first on a GPU, dry: a step of each kind in its real process, tiny, on the CPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from benchmarks.gpu.resume import CELLS
 from benchmarks.gpu.steps import STEPS
 from pretrain.kernels.triton.tiling import KERNELS
 
-# What steps have to have found; NVIDIA's code is not here.
-STEPS_HERE = [step.name for step in STEPS if step.name != "nvidia"]
+# NVIDIA's code is not here, and others differ from one of their kind in the model alone.
+LEFT_OUT = {"nvidia", "speed-relative", "speed-1b-compiled", "speed-gpt", "profile-relative"}
+LEFT_OUT |= {"zero-0", "zero-1"}
+STEPS_HERE = [step.name for step in STEPS if step.name not in LEFT_OUT]
+# What steps have to have found.
 PARTS = {
     **{name: {"step"} for name in STEPS_HERE if name.startswith(("speed", "zero"))},
     **{name: {"classes"} for name in STEPS_HERE if name.startswith("profile")},
@@ -32,8 +35,8 @@ PARTS = {
 
 
 @pytest.mark.slow
-def test_every_step_runs_and_is_not_run_again(tmp_path: Path, capsys) -> None:
-    arguments = ["gpu", "--dry-run", "--out", str(tmp_path)]
+def test_a_step_of_each_kind_runs_and_is_not_run_again(tmp_path: Path, capsys) -> None:
+    arguments = ["gpu", "--dry-run", "--out", str(tmp_path), "--steps", ",".join(STEPS_HERE)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", *arguments],
