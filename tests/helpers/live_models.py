@@ -20,11 +20,16 @@ from foundation.settings import load_config
 from pretrain.config.resolve import resolve
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
+from pretrain.engines.engine import cpu_has_fp16
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.recovery import loss_spikes
 from pretrain.run import build_engine, run_training
 
-CELLS = ((0, "bf16", False), (2, "fp16", False), (3, "bf16", True))
+CELLS = (
+    (0, "bf16", False),
+    (2, "fp16" if cpu_has_fp16() else "fp32", False),
+    (3, "bf16", True),
+)
 
 
 def write_counts(experiment: Path, output: Path) -> int:
