@@ -4,8 +4,8 @@ Three laws, noise of 0.5% and 2%, four to six budgets of five sizes from 1/4 to 
 The noise is of NOISES: independent; of budgets, three times that of runs; twice as large in the
 smaller models; or with a run that a mistuned rate lifts by four times the level.
 `python -m tests.interval_coverage` prints the table of docs/scaling.md and ends with status 1 if a
-share cannot be between WANTED. The rules were chosen on the sweeps of seeds from 1 on, so the table
-is of others.
+share cannot be between WANTED. The rules were chosen on sweeps of seeds below FIRST_SEED, and the
+table is of others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QUANTITIES = ("a", "N*", "N* 10x", "loss", "loss 10x")
 RANGE = (1e18, 1e20)
 SIZES = 5
 REPLICATES = 100
-FIRST_SEED = 1_000_001
+FIRST_SEED = 7_000_001
 WANTED = (0.92, 0.98)
 DEVIATIONS = 2.6  # of a share from WANTED that chance explains
 
