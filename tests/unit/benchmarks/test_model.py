@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.model.training import growth_points, training_step
+from benchmarks.model.training import training_step
 from pretrain.config.optim import OptimConfig
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
@@ -50,13 +50,3 @@ def test_the_measured_training_step_trains() -> None:
     tokens_BT = random_tokens(3, 7)
     losses = [step(tokens_BT).item() for _ in range(8)]
     assert losses[-1] < losses[0] - 0.1
-
-
-def test_each_growth_point_changes_one_thing_of_the_base() -> None:
-    base, *others = growth_points()
-    for other in others:
-        changed = [
-            name for name, value in vars(other.model).items() if value != getattr(base.model, name)
-        ]
-        assert len(changed) + (other.segment_length != base.segment_length) == 1, other.name
-        assert other.flops_per_token != base.flops_per_token

@@ -49,13 +49,6 @@ def test_the_length_of_a_block_changes_no_batch_and_no_cursor(corpus, monkeypatc
         assert read() == expected
 
 
-def test_slots_are_consecutive_lanes_of_the_batch(corpus):
-    batch = next(LaneStream(corpus, 8, SEED, 8, range(2, 8)))
-    slots = batch.split(3)
-    assert [slot.lanes for slot in slots] == [range(2, 4), range(4, 6), range(6, 8)]
-    assert np.array_equal(np.concatenate([slot.tokens_BL for slot in slots]), batch.tokens_BL)
-
-
 @pytest.mark.parametrize(
     ("change", "values"),
     [
