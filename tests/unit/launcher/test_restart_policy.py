@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from launcher.cli import main
 from launcher.restart_policy import (
     RestartPolicy,
     attempts_without_progress,
@@ -17,7 +18,7 @@ from launcher.restart_policy import (
 )
 from launcher.run_state import read_state
 from launcher.slurm.job_exit import JobEnding, JobExit, ending_of, excluded_nodes, is_allocated
-from launcher.slurm.job_supervisor import begin, end_of_start, other_jobs
+from launcher.slurm.sbatch import Snapshot
 from launcher.slurm.srun import Step
 from launcher.supervisor import StopSignals, StopWhileWaiting
 from pretrain.config.run import RunConfig
@@ -36,7 +37,7 @@ from pretrain.rundir.events import (
     NodeReplaced,
     Outcome,
     ReplacedBecause,
-    SupervisorKilled,
+    Submitted,
     TrainingBegan,
     TrainingEnded,
 )
@@ -250,39 +251,49 @@ def test_attempts_of_former_starts_count_unless_they_were_asked_to_stop():
     assert attempts_without_progress([*ledger, failed, gained], "7") == 0
 
 
-def test_a_supervisor_killed_in_this_start_of_the_job_is_told_from_one_lost_with_its_node(tmp_path):
+SLURM = {  # in which job 8 runs, and which starts no rank
+    "scontrol": 'case $2 in hostnames) echo n1; echo n2;; *) echo "JobId=7 JobState=RUNNING '
+    'PreemptTime=None Restarts=$RESTART NodeList=n1,n2"; esac',
+    "squeue": 'case "$*" in *"-j 8"*) echo "8|8|N/A|RUNNING|None|n1|N/A|run-8"; esac',
+    "srun": "exit 0",
+}
+LOST, UNSTARTED = ["SupervisorKilled", "JobStarted", "error"], ["JobStarted", "AttemptEnded"]
+
+
+@pytest.mark.parametrize(
+    ("ledger", "restart", "status", "added"),
+    [
+        ([], 0, 2, [*UNSTARTED, "gave_up"]),
+        ([job_started("7")], 0, 2, LOST),
+        ([job_started("7")], 1, 2, ["first_node_lost", "JobStarted", "error"]),
+        ([job_started("7"), job_started("8")], 0, 2, LOST),
+        ([job_started("7"), ended("7", FINISHED)], 0, 0, []),
+        ([job_started("7"), ended("7", PREEMPTED, requeued=True)], 0, EXIT_STOPPED, []),
+        ([job_started("7"), ended("7", PREEMPTED, requeued=True)], 1, 2, [*UNSTARTED, "gave_up"]),
+        # Another start of this number.
+        ([job_started("7"), ended("7", JobEndReason.FORGOTTEN)], 0, 2, [*UNSTARTED, "gave_up"]),
+        ([job_started("8")], 0, 2, ["JobStarted", "run_in_use"]),
+        ([job_started("8"), ended("8", PREEMPTED, True)], 0, 2, ["JobStarted", "run_in_use"]),
+        ([job_started("8"), ended("8", FINISHED)], 0, 2, [*UNSTARTED, "gave_up"]),
+    ],
+)
+def test_a_start_of_the_job_goes_on_from_what_the_ledger_says(
+    tmp_path, monkeypatch, ledger, restart, status, added
+):
+    fake_commands(tmp_path, monkeypatch, **SLURM)
+    monkeypatch.setenv("RESTART", str(restart))
+    variables = {"JOB_ID": "7", "RESTART_COUNT": str(restart), "JOB_NODELIST": "n[1-2]"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
     run_dir = RunDir.create(tmp_path / "run", RunConfig())
-    run_dir.ledger.append(job_started("7", 0, 40))
-    for restart in (0, 1):
-        begin(replace(THIS_JOB, restart=restart), run_dir)
-    _, killed, again, lost, now = run_dir.ledger.read()
-    assert killed == SupervisorKilled(job="7", restart=0, step_before=40, step=0)
-    assert isinstance(lost, JobEnded)
-    assert (lost.restart, lost.reason) == (0, JobEndReason.FIRST_NODE_LOST)
-    assert [start.restart for start in (again, now) if isinstance(start, JobStarted)] == [0, 1]
-    assert attempts_without_progress(run_dir.ledger.read(), "7") == 2
-
-
-def test_a_start_of_the_job_whose_end_is_written_is_not_begun_again():
-    this = replace(THIS_JOB, restart=1)
-    before = ended("7", PREEMPTED, requeued=True)
-    assert end_of_start([job_started("7"), before, job_started("7", 1)], this) is None
-    now = replace(before, restart=1)
-    assert end_of_start([job_started("7"), before, job_started("7", 1), now], this) == now
-    assert end_of_start([replace(now, job="8")], this) is None
-    forgotten = replace(now, reason=JobEndReason.FORGOTTEN)
-    assert end_of_start([job_started("7", 1), forgotten], this) is None, (
-        "another start of this number"
-    )
-
-
-def test_of_two_jobs_only_the_later_one_finds_the_other():
-    first = job_started("7")
-    assert other_jobs([first, job_started("8")], "8") == ["7"]
-    assert other_jobs([first, job_started("8")], "7") == []
-    assert other_jobs([first, ended("7", FINISHED), job_started("8")], "8") == []
-    requeued = ended("7", PREEMPTED, requeued=True)
-    assert other_jobs([first, requeued, job_started("8")], "8") == ["7"]
+    Snapshot(run_dir.path).take_settings(RunConfig(), ClusterConfig(ranks_per_node=2))
+    before = [Submitted(job="8", job_name="run-8"), *ledger]
+    for event in before:
+        run_dir.ledger.append(event)
+    assert main(["batch", str(run_dir.path), "--attempts-without-progress=1"]) == status
+    new = run_dir.ledger.read()[len(before) :]
+    kinds = [e.reason.value if isinstance(e, JobEnded) else type(e).__name__ for e in new]
+    assert kinds == added
 
 
 REPLACED = NodeReplaced(job="7", node="n2", spare="n3", reason=ReplacedBecause.NODE_FAILED)
@@ -380,6 +391,4 @@ def test_a_job_that_is_to_stop_is_requeued_although_nothing_can_be_written(
     assert (tmp_path / "scontrol.requeue").exists()
     missing = [each for each in caplog.messages if " not in the ledger: " in each]
     assert len(missing) == (2 if answer == "denied" else 1)
-    begin(replace(THIS_JOB, restart=1), run_dir)
-    ends = [event for event in run_dir.ledger.read() if isinstance(event, JobEnded)]
-    assert [end.reason for end in ends] == [JobEndReason.FIRST_NODE_LOST], "nobody can tell"
+    assert not [event for event in run_dir.ledger.read() if isinstance(event, JobEnded)]
