@@ -1,3 +1,5 @@
+"""Evaluation against forward passes, context lengths by their rule, and probes pair by pair."""
+
 from __future__ import annotations
 
 import math
@@ -5,12 +7,26 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
-from pretrain.config.data import DataConfig
+from pretrain.config.data import DataConfig, PhaseConfig
+from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
-from pretrain.evaluation.evaluate import TrainedScorer
+from pretrain.evaluation.context_length import (
+    ContextGrid,
+    Losses,
+    SplitPositions,
+    relative_effective_context_lengths,
+)
+from pretrain.evaluation.evaluate import (
+    EvaluationResult,
+    TrainedScorer,
+    evaluate,
+)
 from pretrain.evaluation.probes.attention_mass import AttentionMass, attention_mass, measured_stream
 from pretrain.evaluation.probes.distances import (
     bin_names,
@@ -29,20 +45,163 @@ from pretrain.evaluation.probes.recall import (
     measure_recall,
     recall_distance,
     tokens_of_corpus,
-    tokens_of_vocabulary,
 )
 from pretrain.model.lane_state import num_compressed_rows
 from pretrain.model.layer import TransformerLayer
+from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.trained_model import TrainedModel
 from tests.helpers.exact_attention import exact_attention
 from tests.helpers.induction import induction_model
 from tests.helpers.models import VARIANTS, tiny_model
 
+
+@pytest.fixture
+def scorer(corpus, world, request):
+    """Scores with a tiny model, of the variant that a test names as its parameter."""
+    options = VARIANTS[getattr(request, "param", "plain")]
+    return scorer_of(model_for(corpus, **{"memory_length": 16, **options}), corpus, world)
+
+
+def measured(scorer, corpus, **options) -> EvaluationResult:
+    return evaluate(
+        scorer, corpus, **{"memory_length": 16, "segment_length": 8, "num_lanes": 2, **options}
+    )
+
+
+def targets_in_order(corpus: Corpus, max_tokens: int = 0) -> torch.Tensor:
+    """The targets of one lane, as evaluation reads them."""
+    batches = list(EvaluationStream(corpus, 1, 8, range(1), max_tokens))
+    return torch.cat(
+        [torch.from_numpy(batch.targets_BL)[torch.from_numpy(batch.valid_BL)] for batch in batches]
+    )
+
+
+@pytest.mark.parametrize(("step", "length"), [(0, 16), (4, 16), (5, 32), (9, 64)])
+def test_segments_are_as_long_as_in_the_phase_of_the_last_update(tmp_path, step, length):
+    phases = (
+        PhaseConfig(from_step=4, segment_length=32),
+        PhaseConfig(from_step=8, segment_length=64),
+    )
+    model = ModelConfig(vocab_size=5, num_layers=1, d_model=4, num_heads=1)
+    run = RunConfig(model=model, data=DataConfig(segment_length=16, phases=phases))
+    assert TrainedModel(TransformerXL(model), run, step, tmp_path).segment_length == length
+
+
+def test_every_token_is_scored_once_for_any_lanes_and_segments(scorer, corpus):
+    for num_lanes, segment_length in ((1, 8), (2, 5), (3, 64), (4, 1)):
+        result = measured(scorer, corpus, num_lanes=num_lanes, segment_length=segment_length)
+        assert result.tokens == corpus.num_tokens
+
+
+@pytest.mark.parametrize("scorer", ["plain", "deltanet", "deltanet_alone", "scaled"], indirect=True)
+def test_one_lane_with_a_memory_as_long_as_the_split_equals_one_forward_pass(scorer, corpus):
+    tokens_L = targets_in_order(corpus)
+    end = torch.tensor([corpus.manifest.end_id])
+    inputs_BL = torch.cat([end, tokens_L[:-1]])[None]
+    starts_BL = document_starts(inputs_BL, corpus.manifest.end_id)
+    with torch.no_grad():
+        nll_BL, _ = scorer.trained.module(
+            inputs_BL, tokens_L[None], None, starts_BL, memory_length=len(tokens_L)
+        )
+    result = measured(scorer, corpus, num_lanes=1, memory_length=corpus.num_tokens)
+    assert result.loss == pytest.approx(float(nll_BL.mean()), abs=1e-9)
+    assert result.perplexity == pytest.approx(math.exp(result.loss))
+
+
+def test_bits_are_those_of_the_text(scorer, corpus):
+    result = measured(scorer, corpus)
+    bits = result.loss * result.tokens / math.log(2)
+    assert result.bits_per_byte == pytest.approx(bits / corpus.num_bytes)
+    assert result.bits_per_character == pytest.approx(bits / corpus.num_characters)
+    assert corpus.num_bytes > corpus.num_characters, "the text has characters of several bytes"
+
+
+def test_a_part_of_the_split_is_measured_by_the_bytes_of_its_own_tokens(scorer, corpus):
+    part = measured(scorer, corpus, num_lanes=1, max_tokens=corpus.num_tokens // 2)
+    assert 0 < part.tokens < corpus.num_tokens
+    text = Tokenizer.load(corpus.tokenizer_directory).decode(
+        targets_in_order(corpus, part.tokens).tolist()
+    )
+    bits = part.loss * part.tokens / math.log(2)
+    # A character may be cut at the end.
+    assert part.bits_per_byte == pytest.approx(bits / len(text.encode()), rel=0.02)
+    assert part.bits_per_character == pytest.approx(bits / len(text), rel=0.02)
+
+
+CONTEXTS = ContextGrid(step=10, longest=100)
+
+
+def falling_until(end: int, start: float = 5.0) -> Losses:
+    """Each further 10 tokens lower the loss by .05 up to `end` tokens, then no more."""
+    return lambda length: torch.full((8,), start - 0.005 * min(length, end), dtype=torch.float64)
+
+
+def test_the_length_is_where_gains_over_the_best_model_of_the_group_end() -> None:
+    poor, good = falling_until(100, start=6.0), falling_until(50)
+    for models, lengths, reach_longest in (
+        ([falling_until(60)], [60], [False]),
+        ([falling_until(1000)], [100], [True]),
+        ([poor, good], [10, 50], [False, False]),  # always worse: it gains nothing
+        ([poor], [100], [True]),
+    ):
+        found = [each for (each,) in relative_effective_context_lengths(models, CONTEXTS, [1.0])]
+        assert [each.length for each in found] == lengths
+        assert [each.reached_longest for each in found] == reach_longest
+    ((found,),) = relative_effective_context_lengths([falling_until(60)], CONTEXTS, [1.0])
+    assert found.gains == pytest.approx([1 - math.exp(-0.05)] * 5 + [0.0])
+
+
+def test_shares_take_the_hardest_positions() -> None:
+    """Only the hardest of ten positions keeps gaining."""
+
+    def losses(length: int) -> Tensor:
+        losses_P = torch.ones(10, dtype=torch.float64)
+        losses_P[3] = 9.0 - 0.01 * length
+        return losses_P
+
+    ((hardest, all_positions),) = relative_effective_context_lengths([losses], CONTEXTS, [0.1, 1.0])
+    assert hardest.length == 100
+    assert all_positions.length == 10  # a tenth of .1 nats is below one percent
+
+
+@pytest.mark.parametrize("positions", ["relative", "rope"])
+@pytest.mark.parametrize("length", [1, 7, 12])
+def test_a_position_sees_exactly_that_many_tokens(corpus, positions, length) -> None:
+    torch.manual_seed(1)
+    sizes = {"num_layers": 2, "d_model": 16, "num_heads": 2, "init_std": 0.3}
+    config = ModelConfig(vocab_size=corpus.manifest.vocab_size, positions=positions, **sizes)
+    module = TransformerXL(config).double().eval()
+    positions = SplitPositions(corpus, 70, longest=30)
+    found_P = positions.losses(module, length, memory_length=30, segment_length=5)
+    for index in (0, 1, 69):
+        offset = int(positions.offsets_P[index])
+        window_W = positions.tokens_T[offset - length : offset + 1]
+        with torch.no_grad():
+            nll_BL, _ = module(window_W[None, :-1], window_W[None, 1:], memory_length=30)
+        assert float(found_P[index]) == pytest.approx(float(nll_BL[0, -1]), abs=1e-10)
+    assert len(found_P) == len(positions) == 70
+
+
+def test_a_short_split_has_fewer_positions_and_too_short_a_one_is_refused(corpus) -> None:
+    assert len(SplitPositions(corpus, 10**9, longest=30)) == corpus.num_tokens - 30
+    with pytest.raises(ConfigError):
+        SplitPositions(corpus, 5, longest=10**9)
+
+
 KINDS: tuple[RecallKind, ...] = ("needle", "copy")
 MEMORY, SEGMENT = 16, 8
 END = 40  # of 41 tokens
 TOKENS = ProbeTokens(torch.arange(0, END, 2), torch.arange(1, END, 2), None, END)
+
+
+def scorer_of(model: TransformerXL, corpus, world) -> TrainedScorer:
+    run = RunConfig(model=model.config, data=DataConfig(lanes=2))
+    return TrainedScorer(TrainedModel(model.eval(), run, 0, corpus.directory.parent), world)
+
+
+def model_for(corpus, **options) -> TransformerXL:
+    return tiny_model(vocab_size=corpus.manifest.vocab_size, **options)
 
 
 def recalled(module, kind: RecallKind, distance: int, tokens=TOKENS, **options) -> Recall:
@@ -156,30 +315,7 @@ def test_tokens_of_a_corpus_are_frequent_ones(corpus):
     assert not torch.isin(text_BX, tokens.fillers).all()
 
 
-@pytest.mark.parametrize("tokenizer", [
-    Tokenizer("bytes"), Tokenizer("unknown", options={"vocab_size": 50, "end_id": 7}),
-], ids=["bytes", "unknown"])  # fmt: skip
-def test_a_vocabulary_alone_gives_tokens(tokenizer):
-    tokens = tokens_of_vocabulary(tokenizer)
-    chosen = torch.cat([tokens.candidates, tokens.fillers])
-    assert len(chosen.unique()) == min(256, tokenizer.vocab_size - 1)
-    assert tokenizer.end_id not in chosen
-    assert int(chosen.max()) < tokenizer.vocab_size
-    tiny = Tokenizer("unknown", options={"vocab_size": 12, "end_id": 7})
-    with pytest.raises(ConfigError, match="18"):
-        tokens_of_vocabulary(tiny)
-
-
 ROWS, TOKENS_READ = 8, 6
-
-
-def scorer_of(model: TransformerXL, corpus, world) -> TrainedScorer:
-    run = RunConfig(model=model.config, data=DataConfig(lanes=2))
-    return TrainedScorer(TrainedModel(model.eval(), run, 0, corpus.directory.parent), world)
-
-
-def model_for(corpus, **options) -> TransformerXL:
-    return tiny_model(vocab_size=corpus.manifest.vocab_size, **options)
 
 
 def test_bins_are_powers_of_two():
