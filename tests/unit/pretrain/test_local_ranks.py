@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,15 @@ from pretrain.processes.local_ranks import (
     describe_failure,
     rank_environment,
 )
+from pretrain.rundir import heartbeat
+from pretrain.rundir.heartbeat import (
+    SLOT_BYTES,
+    Heartbeat,
+    HeartbeatRecord,
+    node_file,
+    read_heartbeats,
+)
+from tests.helpers.full_disk import full_disk
 from tests.helpers.jobs import until
 
 STOP_ON_TERM = f"""
@@ -80,18 +92,20 @@ def test_cores_are_divided_over_the_ranks_unless_threads_are_set():
     assert [found[name] for name in names] == ["lo", "lo"], "whatever the caller uses"
 
 
-def test_one_bad_end_ends_the_others_after_the_grace(tmp_path):
-    code = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(600)"
+@pytest.mark.parametrize(
+    ("program", "statuses"),
+    [
+        ("sys.exit(3) if rank else time.sleep(600)", [-signal.SIGKILL, 3]),  # after the grace
+        (f"time.sleep(rank); sys.exit({EXIT_STOPPED} * (1 - rank))", [EXIT_STOPPED, 0]),
+    ],
+    ids=["a bad end", "a stop after a save"],
+)
+def test_only_a_bad_end_ends_the_others(tmp_path, program, statuses):
     started = time.monotonic()
+    code = f"import os, sys, time; rank = int(os.environ['RANK']); {program}"
     with group_of(code, 2, tmp_path) as group:
-        assert group.wait(grace=0.3) == [-signal.SIGKILL, 3]
+        assert group.wait(grace=0.3) == statuses
     assert time.monotonic() - started < 300
-
-
-def test_a_rank_that_saved_and_stopped_does_not_end_the_others(tmp_path):
-    code = f"import os, sys, time; r = int(os.environ['RANK']); time.sleep(r); sys.exit({EXIT_STOPPED} * (1 - r))"  # noqa: E501
-    with group_of(code, 2, tmp_path) as group:
-        assert group.wait(grace=0.1) == [EXIT_STOPPED, 0]
 
 
 def test_waiting_too_long_says_so_and_terminate_asks_every_rank(tmp_path):
@@ -166,13 +180,14 @@ def test_rank_zero_may_be_shown_here_too(tmp_path, capfd):
         assert "noise of a library\n" in log.read_text()
 
 
-FAILS_FIRST = """
+PROBLEM = "http://store/shard-7: found status 403"
+FAILS_FIRST = f"""
 import logging, os, sys, time
 from pretrain.terminal.log import set_up_logging
 rank = os.environ["RANK"]
-set_up_logging(f"rank {rank}")
+set_up_logging("rank " + rank)
 if rank == "1":
-    logging.getLogger("pretrain").error("http://store/shard-7: found status 403; give access")
+    logging.getLogger("pretrain").error("{PROBLEM}")
     sys.exit(2)
 raise RuntimeError("gloo: connection closed by peer")
 """
@@ -187,7 +202,7 @@ def test_the_rank_that_knows_what_is_wrong_is_reported_and_no_traceback_of_its_p
     assert capfd.readouterr().err == ""
     assert "Traceback" in group.logs[0].read_text()
     said = describe_failure(statuses, group.logs, first_failure=1)
-    assert said == "rank 1: http://store/shard-7: found status 403; give access"
+    assert said == f"rank 1: {PROBLEM}"
 
 
 def test_the_rank_that_failed_by_itself_is_the_one_reported(tmp_path):
@@ -197,4 +212,141 @@ def test_the_rank_that_failed_by_itself_is_the_one_reported(tmp_path):
     assert text.startswith("rank 1 exited with status 1; ")
     assert text.endswith("  | line 39\n  | boom")
     assert describe_failure([0, EXIT_STOPPED], logs) == ""
-    assert describe_exit(-9) == "was killed by SIGKILL"
+    assert "SIGKILL" in describe_exit(-9)
+
+
+STEPS_THEN_WAITS = """
+import sys, time
+from pathlib import Path
+from pretrain.rundir.heartbeat import Heartbeat
+from pretrain.recovery.stop_requests import StopRequest
+
+def wait_for_ever():
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and not stop.count:
+        time.sleep(0.02)
+    sys.exit("stop requested" if stop.count else "never ended")
+
+stop = StopRequest()
+say = lambda: print("last words", file=sys.stderr)
+heartbeats = Path(sys.argv[1])
+with Heartbeat(heartbeats, 3, float(sys.argv[2]), last_words=say, local_rank=1) as heartbeat:
+    while not (heartbeats / "ranks-from-00002.jsonl").exists():
+        time.sleep(0.02)
+    heartbeat.beat(5, "save")
+    wait_for_ever()
+"""
+
+
+def start(directory: Path, watchdog_timeout_seconds: float) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        "-c",
+        STEPS_THEN_WAITS,
+        str(directory),
+        str(watchdog_timeout_seconds),
+    ]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def read_when_step(directory: Path, step: int) -> HeartbeatRecord:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        for record in read_heartbeats(directory):
+            if record.step == step:
+                return record
+        time.sleep(0.02)
+    raise AssertionError(f"no rank in {directory} said step {step}")
+
+
+def record_of(rank: int, step: int = 7) -> HeartbeatRecord:
+    hostname, now = socket.gethostname(), time.time()
+    return HeartbeatRecord(
+        rank=rank, time=now, written=now, step=step, phase="save", hostname=hostname, pid=1
+    )
+
+
+def test_a_heartbeat_overwrites_no_file_that_a_link_leads_to(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "ranks-from-00000.jsonl").symlink_to(precious)
+    with Heartbeat(tmp_path, rank=0, watchdog_timeout_seconds=0):
+        pass
+    assert precious.read_text() == "mine"
+
+
+def test_the_ranks_of_a_node_share_a_file_in_which_each_blanks_its_line_at_its_end(tmp_path):
+    begin, directory = time.time(), tmp_path / "heartbeats"
+    with Heartbeat(directory, 8, 0) as first:
+        with Heartbeat(directory, 12, 0, local_rank=4) as last:
+            first.beat(1, "train")
+            read_when_step(directory, 1)
+            last.beat(5, "evaluate")
+            beat = read_when_step(directory, 5)
+            assert [each.rank for each in read_heartbeats(directory)] == [8, 12]
+        assert [each.rank for each in read_heartbeats(directory)] == [8]
+    assert (beat.rank, beat.phase, beat.pid) == (12, "evaluate", os.getpid())
+    assert begin <= beat.time <= time.time()
+    assert read_heartbeats(directory) == []
+    assert [path.name for path in directory.iterdir()] == ["ranks-from-00008.jsonl"]
+
+
+def test_a_rank_beats_on_a_full_disk_whose_file_is_there(tmp_path, caplog):
+    with Heartbeat(tmp_path, 0, 0) as heartbeat:
+        heartbeat.beat(1, "train")
+        read_when_step(tmp_path, 1)
+        with full_disk(SLOT_BYTES):
+            heartbeat.beat(2, "train")
+            read_when_step(tmp_path, 2)
+    assert not caplog.records
+
+
+def test_readers_elsewhere_see_the_files_of_all_nodes_and_a_rank_that_moved_once(
+    tmp_path, monkeypatch
+):
+    here = socket.gethostname()
+    for first in (0, 2):
+        lines = [record_of(rank).line for rank in (first, first + 1)]
+        node_file(tmp_path, first).write_bytes(b"".join(lines))
+    node_file(tmp_path, 3).write_bytes(replace(record_of(3, step=9), hostname="n9").line)
+    monkeypatch.setattr(heartbeat.socket, "gethostname", lambda: "login")
+    found = read_heartbeats(tmp_path)
+    assert [(each.rank, each.hostname) for each in found] == [
+        *((rank, here) for rank in range(3)),
+        (3, "n9"),
+    ]
+    assert {each.is_alive for each in found} == {None}
+
+
+def test_a_rank_without_a_heartbeat_writes_its_stack_and_ends_but_suspended_time_does_not_count(
+    tmp_path,
+):
+    with start(tmp_path, watchdog_timeout_seconds=2.0) as process:
+        read_when_step(tmp_path, 5)
+        os.killpg(process.pid, signal.SIGSTOP)  # as Slurm suspends a job: the watchdog, too
+        time.sleep(2.5)
+        os.killpg(process.pid, signal.SIGCONT)
+        time.sleep(0.3)
+        assert process.poll() is None
+        _, errors = process.communicate()
+    assert process.returncode == -signal.SIGALRM
+    assert re.search(r"^Timeout \(0:00:02\)!$", errors, re.MULTILINE)
+    assert "wait_for_ever" in errors
+    assert errors.count("last words") == 1
+    # Others see where it stood.
+    assert [(each.rank, each.step) for each in read_heartbeats(tmp_path)] == [(3, 5)]
+
+
+def test_sigquit_writes_the_stacks_of_a_process_that_continues_and_sigusr2_requests_a_stop(
+    tmp_path,
+):
+    with start(tmp_path, watchdog_timeout_seconds=0) as process:
+        read_when_step(tmp_path, 5)
+        process.send_signal(signal.SIGQUIT)
+        assert process.stderr is not None
+        while "wait_for_ever" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGUSR2)
+        _, errors = process.communicate()
+    assert errors.splitlines()[-1] == "stop requested"
+    assert "wait_for_ever" not in errors
