@@ -14,6 +14,7 @@ from pretrain.config.choices import AttentionKernel
 from pretrain.config.model import ModelConfig
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL
+from tests.helpers.models import random_starts, random_tokens, stream_nll
 from tests.helpers.triton_interpreter import prepare_interpreter
 
 LANES, LENGTH, SEGMENTS = 2, 9, 2
@@ -35,29 +36,17 @@ VARIANTS = {
 }
 
 
-def text() -> tuple[Tensor, Tensor]:
-    """Tokens [LANES, SEGMENTS * LENGTH + 1] and the starts of documents."""
-    generator = torch.Generator().manual_seed(3)
-    tokens_BT = torch.randint(50, (LANES, SEGMENTS * LENGTH + 1), generator=generator)
-    return tokens_BT, torch.rand(tokens_BT.shape, generator=generator) < 0.1
-
-
 def trained_once(
     model: ModelConfig, kernel: AttentionKernel, lanes: list[int] | None = None
 ) -> list[Tensor]:
     """Return the last segment's NLL and all gradients; with dropout if `lanes` are given."""
     torch.manual_seed(1)
     module = TransformerXL(model, attention_kernel=kernel)
-    tokens_BT, starts_BT = text()
-    rows = slice(None) if lanes is None else torch.tensor(lanes)
-    memory, nll_BL = None, torch.zeros(())
-    for segment in range(SEGMENTS):
-        first, last = segment * LENGTH, (segment + 1) * LENGTH
-        tokens_BL, targets_BL = tokens_BT[rows, first:last], tokens_BT[rows, first + 1 : last + 1]
-        stream = None if lanes is None else DropoutStream(5, segment, lanes)
-        nll_BL, memory = module(
-            tokens_BL, targets_BL, memory, starts_BT[rows, first:last], dropout=stream
-        )
+    rows, length = [0, 1] if lanes is None else lanes, SEGMENTS * LENGTH + 1
+    stream_BT, starts_BT = random_tokens(LANES, length)[rows], random_starts(LANES, length)[rows]
+    dropout = None if lanes is None else DropoutStream(5, 0, lanes)
+    nll_BT, _ = stream_nll(module, stream_BT, [LENGTH] * SEGMENTS, starts_BT, dropout)
+    nll_BL = nll_BT[:, -LENGTH:]
     nll_BL.sum().backward()
     return [nll_BL.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
 

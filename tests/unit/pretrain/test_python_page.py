@@ -64,7 +64,7 @@ def test_the_page_loads_scores_with_memory_over_segments_and_generates(
 def test_the_names_of_the_packages_are_there_and_importing_them_loads_nothing_heavy():
     for package in (pretrain, data_pipeline):
         assert all(getattr(package, name) for name in package.__all__)
-        with pytest.raises(AttributeError, match="has no attribute 'Transformer'"):
+        with pytest.raises(AttributeError, match="'Transformer'"):
             _ = package.Transformer
     code = """
 import sys

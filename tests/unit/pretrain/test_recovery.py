@@ -174,17 +174,14 @@ def ledger_of(*windows: range) -> list[Event]:
     ]
 
 
-def test_windows_that_touch_are_one():
-    ledger = ledger_of(range(20, 30), range(5, 8), range(29, 40), range(40, 41))
-    assert skipped_windows(ledger) == [range(5, 8), range(20, 41)]
+def batches_of(numbers: range) -> list[SimpleNamespace]:
+    return [SimpleNamespace(number=each, starts_BL=np.zeros((2, 3), bool)) for each in numbers]
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=4), st.integers(0, 60))
 def test_a_run_resumed_at_any_step_reads_what_the_uninterrupted_one_reads(spans, resumed_at):
     windows = skipped_windows(ledger_of(*(range(start, start + length) for start, length in spans)))
-    batches = [
-        SimpleNamespace(number=number, starts_BL=np.zeros((1, 2), bool)) for number in range(200)
-    ]
+    batches = batches_of(range(200))
     uninterrupted = [batch.number for batch in skip_windows(batches, 0, windows)]
     assert not any(number in window for number in uninterrupted for window in windows)
     consumed = segments_consumed(resumed_at, windows)
@@ -193,27 +190,24 @@ def test_a_run_resumed_at_any_step_reads_what_the_uninterrupted_one_reads(spans,
 
 
 def test_after_a_gap_every_lane_starts_a_document():
-    batches = [SimpleNamespace(starts_BL=np.zeros((2, 3), bool)) for _ in range(5)]
+    batches = batches_of(range(5))
     list(skip_windows(batches, 10, [range(11, 13)]))
     assert [batch.starts_BL[:, 0].all() for batch in batches] == [False, False, False, True, False]
     assert not batches[3].starts_BL[:, 1:].any()
 
 
-def test_the_window_reaches_from_before_the_spike_to_the_margin_after_it():
-    spike, run = Spike(41, 43, 9.0, 3.0), RunConfig(recovery=SETTINGS)
-    assert window_of(spike, [], run, to_step=30) == range(39, 53)  # step 41 reads segment 40
-    assert window_of(spike, [range(10, 15)], run, to_step=30) == range(44, 58)
-
-
-def test_a_run_that_rewinds_to_the_step_before_the_spike_skips_its_data():
-    spike, to_step = Spike(41, 43, 9.0, 3.0), 40
-    window = window_of(spike, [], RunConfig(recovery=SETTINGS), to_step)
-    batches = [
-        SimpleNamespace(number=number, starts_BL=np.zeros((1, 2), bool))
-        for number in range(to_step, 60)
-    ]
-    read = skip_windows(batches, segments_consumed(to_step, [window]), [window])
-    assert next(read).number == 53
+@pytest.mark.parametrize(
+    ("phases", "skipped", "window"),
+    [
+        ((), [], range(39, 53)),  # step 41 reads segment 40
+        ((), [range(10, 15)], range(44, 58)),
+        ((PhaseConfig(from_step=40, lanes=4),), [], range(40, 53)),  # no data of the phase before
+        ((PhaseConfig(from_step=40, lanes=4),), [range(10, 15)], range(45, 58)),
+    ],
+)
+def test_the_window_reaches_from_before_the_spike_to_the_margin_after_it(phases, skipped, window):
+    run = RunConfig(data=DataConfig(phases=phases), recovery=SETTINGS)
+    assert window_of(Spike(41, 43, 9.0, 3.0), skipped, run, to_step=35) == window
 
 
 RUN = RunConfig(data=DataConfig(lanes=24), engine=EngineConfig(kind="torch"))
@@ -224,14 +218,11 @@ def out_of_memory(lanes: int, run: RunConfig = RUN, world_size: int = 2) -> OutO
     return OutOfMemory(rank=0, micro_batch_lanes=lanes, settings=settings)
 
 
-def test_a_micro_batch_that_ran_out_of_memory_is_halved_to_a_divisor_of_the_lanes():
-    assert with_fitting_micro_batch(RUN, 2, []) == RUN
-    assert with_fitting_micro_batch(RUN, 2, [out_of_memory(12)]).engine.micro_batch_lanes == 6
-    assert (
-        with_fitting_micro_batch(
-            RUN, 2, [out_of_memory(12), out_of_memory(6), out_of_memory(3)]
-        ).engine.micro_batch_lanes
-        == 1
+@pytest.mark.parametrize(("failed", "lanes"), [([], 0), ([12], 6), ([12, 6, 3], 1)])
+def test_a_micro_batch_that_ran_out_of_memory_is_halved_to_a_divisor_of_the_lanes(failed, lanes):
+    found = with_fitting_micro_batch(RUN, 2, list(map(out_of_memory, failed)))
+    assert found == dataclasses.replace(
+        RUN, engine=dataclasses.replace(RUN.engine, micro_batch_lanes=lanes)
     )
 
 
@@ -244,7 +235,7 @@ def test_settings_that_need_less_memory_start_with_the_whole_micro_batch_again()
 
 
 def test_a_single_lane_that_does_not_fit_is_an_error_with_advice():
-    with pytest.raises(ConfigError, match=r"a single lane .*activation_checkpointing=full"):
+    with pytest.raises(ConfigError, match="activation_checkpointing=full"):
         with_fitting_micro_batch(RUN, 2, [out_of_memory(1)])
 
 

@@ -25,7 +25,7 @@ def found() -> dict[str, list[Any]]:
     return found_by_ranks()
 
 
-WORLDS = ["2", "3", "4", "5", "16 on demand"]
+WORLDS = ["2", "3", "5", "16 on demand"]
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -66,8 +66,7 @@ def test_all_ranks_end_an_evaluation_at_the_same_batch(found):
 def test_the_others_raise_that_a_rank_has_gone(found):
     first, gone, last = found["lost"]
     assert gone is None
-    for error in (first, last):
-        assert "Connection closed by peer" in error or "Connection reset by peer" in error
+    assert all("by peer" in error for error in (first, last))
 
 
 def test_one_rank_starts_no_thread_and_says_what_is_true_when_asked():
