@@ -52,7 +52,7 @@ def llama_like_json(texts: Sequence[str]) -> str:
 
 
 def tiktoken_file(texts: Sequence[str], path: Path, vocab_size: int = 320) -> dict[str, object]:
-    """Write ranks of a small encoding to `path`; return the settings that the file lacks."""
+    """Write ranks of a small encoding to `path`; return the tokenizer's settings."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # as in GPT-2's alphabet
     others = [value for value in range(256) if value not in printable]
     values = {chr(value): value for value in printable}
@@ -63,4 +63,4 @@ def tiktoken_file(texts: Sequence[str], path: Path, vocab_size: int = 320) -> di
         tokens.append(bytes(values[each] for each in "".join(merge)))
     lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
     path.write_bytes(b"".join(lines))
-    return {"pattern": PATTERN, "special_tokens": {END: len(tokens) + 1}}
+    return {"path": path, "pattern": PATTERN, "special_tokens": {END: len(tokens) + 1}}
