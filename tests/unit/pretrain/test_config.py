@@ -1,0 +1,259 @@
+"""A run's settings: what contradicts, what phases change, and what they mean from every place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.builder.build_corpus import build_corpus
+from data_pipeline.config import CorpusConfig, MixturePart, TokenizerConfig
+from foundation.errors import CheckpointError, ConfigError, DataError
+from foundation.settings import load_config
+from pretrain.config.data import DataConfig, PhaseConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.optim import OptimConfig
+from pretrain.config.resolve import resolve, with_absolute_paths, with_vocabulary
+from pretrain.config.run import (
+    RunConfig,
+    first_step_at,
+    lane_seed_at,
+    phase_at,
+    restarts_lanes,
+    run_at,
+    runs_of_phases,
+    starts_phase,
+    tokens_of_steps,
+)
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.rundir.run_dir import RunDir
+from pretrain.weights.export import check_initial_weights, write_export
+from tests.helpers.checkpoints import publish_step
+
+# Settings -> what the message must name.
+CONTRADICTIONS = {
+    "model.vocab_size=50 model.cutoffs=[20,50]": r"model\.cutoffs=\[20, 50\].* 50 ",
+    "model.vocab_size=50 model.cutoffs=[20,10]": r"model\.cutoffs=\[20, 10\]",
+    "model.vocab_size=50 model.cutoffs=[10,20] model.d_embed=8 model.div_val=3": r"div_val=3.* 8 ",
+    "model.cutoffs=[10] model.tie_projections=[true]": r"model\.tie_projections .* 2,",
+    "model.d_model=7": r"model\.d_model=7",
+    "model.layer_kinds=[deltanet,deltanet,attention]": r"model\.layer_kinds=.* num_layers=4",
+    "model.memory_length=[1,2,3]": r"model\.memory_length=.* num_layers=4",
+    "model.memory_length=[]": r"model\.memory_length=.* num_layers=4",
+    "model.memory_length=[4,8] model.compressed_length=2": r"model\.memory_length.* \[4, 8\]",
+    "model.memory_length=[0,8] model.same_length=true": r"model\.same_length .*memory_length",
+    "model.memory_length=0 model.compressed_length=8": r"compressed_length .*memory_length",
+    "model.memory_length=2 model.compressed_length=8": r"compression_rate=3.*memory_length=2",
+    "model.same_length=true model.compressed_length=8": r"model\.same_length .*compressed_length",
+    "model.same_length=true model.memory_tokens=4": r"model\.memory_tokens=4 .*same_length",
+    "model.memory_tokens=4": r"optim\.gradient_segments of 2",
+    "model.positions=rope model.clamp_length=5": r"model\.clamp_length .*positions=rope",
+    "model.positions=alibi model.untie_biases=true": r"model\.untie_biases .*positions=alibi",
+    "model.positions=rope model.d_head=33": r"model\.positions=rope .* 33;.*d_head",
+    "model.num_heads=4 model.num_key_heads=3": "num_key_heads=3",
+    "model.num_heads=4 model.num_key_heads=8": "num_key_heads=8",
+    "model.dropout=0.1 engine.compile=true": r"model\.dropout",
+    "engine.offload_optimizer=true engine.zero_stage=0": r"engine\.kind",
+    "engine.offload_optimizer=true engine.kind=torch": r"engine\.kind",
+    "engine.zero_stage=3 engine.kind=torch": r"engine\.kind",
+    "checkpoint.local=/nvme checkpoint.local_interval=200": r"checkpoint\.local_interval=200",
+    "checkpoint.local=nvme": r"checkpoint\.local.* nvme",
+    "data.phases=[{from_step:5}]": r"data\.phases.* 5 ",
+    "data.phases=[{from_step:30,lanes:8},{from_step:30,lanes:4}]": r"data\.phases.* \[30, 30\]",
+    "metrics.profile_steps=[3,2]": r"metrics\.profile_steps=\[3, 2\]",
+    "metrics.profile_steps=[0,2]": r"metrics\.profile_steps=\[0, 2\]",
+    "optim.steps=40 optim.schedule.warmup_steps=80": r"warmup_steps=80 .*warmup_steps=2$",
+    "optim.steps=100 optim.schedule={shape:wsd,warmup_steps:80,decay_steps:21}": (
+        r"decay_steps=21 .* 20 steps"
+    ),
+}
+
+
+@pytest.mark.parametrize("settings", CONTRADICTIONS)
+def test_settings_that_contradict_each_other_are_refused_by_name(tmp_path, settings: str) -> None:
+    (tmp_path / "run.yaml").write_text("name: x\n")
+    overrides = [each.replace(":", ": ") for each in settings.split()]
+    with pytest.raises(ConfigError, match=CONTRADICTIONS[settings]):
+        load_config(RunConfig, tmp_path / "run.yaml", overrides)
+
+
+def test_a_model_without_a_vocabulary_is_refused() -> None:
+    with pytest.raises(ConfigError, match="vocab_size=0"):
+        TransformerXL(ModelConfig())
+
+
+def test_odd_widths_are_accepted_where_nothing_is_halved() -> None:
+    assert ModelConfig(positions="alibi", d_model=9, num_heads=3).head_width == 3
+    assert ModelConfig(positions="rope", d_model=9, num_heads=1, d_head=4).head_width == 4
+
+
+def test_swiglus_third_matrix_is_paid_for_by_its_width() -> None:
+    assert ModelConfig(d_model=768, num_heads=12, feed_forward="swiglu").inner_width == 2048
+    assert ModelConfig(d_model=100, feed_forward="swiglu").inner_width == 320
+    assert ModelConfig(d_model=100, feed_forward="swiglu", d_inner=7).inner_width == 7
+
+
+BOOKS = (MixturePart(path="books"),)  # type: ignore[arg-type]
+RUN = RunConfig(
+    seed=7,
+    data=DataConfig(
+        lanes=4,
+        phases=(PhaseConfig(from_step=10, mixture=BOOKS), PhaseConfig(from_step=30, lanes=8)),
+    ),
+)
+WARM_UP = RunConfig(
+    seed=7,
+    data=DataConfig(
+        lanes=4,
+        segment_length=16,
+        phases=(
+            PhaseConfig(from_step=10, segment_length=32),
+            PhaseConfig(from_step=30, segment_length=64),
+            PhaseConfig(from_step=50, lanes=8),
+        ),
+    ),
+)
+
+
+def test_a_phase_changes_what_it_names_and_keeps_the_rest():
+    assert [run_at(RUN, step).data.lanes for step in (0, 9, 10, 29, 30, 99)] == [4, 4, 4, 4, 8, 8]
+    assert [run_at(RUN, step).data.mixture for step in (9, 10, 30)] == [(), BOOKS, BOOKS]
+    assert [phase_at(RUN, step) for step in (0, 9, 10, 30)] == [0, 0, 1, 2]
+    assert [first_step_at(RUN, step) for step in (9, 10, 29, 31)] == [0, 10, 10, 30]
+    assert [lane_seed_at(RUN, step) for step in (9, 10, 30)] == [7, 8, 9]
+    assert [step for step in range(40) if starts_phase(RUN, step)] == [10, 30]
+    assert [run.data.lanes for run in runs_of_phases(RUN)] == [4, 4, 8]
+    assert run_at(run_at(RUN, 30), 30) == run_at(RUN, 30)
+
+
+def test_later_phases_may_change_and_started_ones_may_not(tmp_path):
+    run_dir = RunDir.create(tmp_path / "run", RUN)
+    publish_step(run_dir.checkpoints, 20)
+    later = replace(
+        RUN, data=replace(RUN.data, phases=(RUN.data.phases[0], PhaseConfig(from_step=20, lanes=2)))
+    )
+    run_dir.refuse_other_run(later)
+    earlier = replace(RUN, data=replace(RUN.data, phases=RUN.data.phases[1:]))
+    with pytest.raises(ConfigError, match="before step 20"):
+        run_dir.refuse_other_run(earlier)
+    run_dir.refuse_other_run(replace(RUN, optim=OptimConfig(steps=2000)))
+
+
+def test_a_phase_of_another_segment_length_alone_continues_its_lanes():
+    assert [run_at(WARM_UP, step).data.segment_length for step in (0, 9, 10, 30, 50)] == [
+        16,
+        16,
+        32,
+        64,
+        64,
+    ]
+    assert [step for step in range(60) if starts_phase(WARM_UP, step)] == [10, 30, 50]
+    assert [step for step in range(60) if restarts_lanes(WARM_UP, step)] == [50]
+    assert [lane_seed_at(WARM_UP, step) for step in (9, 10, 49, 50)] == [7, 7, 7, 10]
+
+
+def test_tokens_are_counted_by_the_lanes_and_segments_of_each_phase():
+    assert tokens_of_steps(WARM_UP, range(60)) == 4 * (10 * 16 + 20 * 32 + 20 * 64) + 10 * 8 * 64
+    assert tokens_of_steps(WARM_UP, range(45, 52)) == 5 * 4 * 64 + 2 * 8 * 64
+    assert tokens_of_steps(WARM_UP, range(5)) == 5 * 4 * 16
+    assert tokens_of_steps(WARM_UP, range(60, 60)) == 0
+
+
+def test_every_path_of_a_run_becomes_absolute(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    parts = (MixturePart(path=Path("a")), MixturePart(path=Path("b")))
+    later = PhaseConfig(from_step=5, mixture=(MixturePart(path=Path("c")),))
+    run = RunConfig(
+        initial_weights=Path("w"), data=DataConfig(path=Path("d"), mixture=parts, phases=(later,))
+    )
+    found = with_absolute_paths(run)
+    paths = [found.initial_weights, found.data.path, *(part.path for part in found.data.mixture)]
+    paths += [part.path for part in found.data.phases[0].mixture]
+    assert paths == [tmp_path / name for name in "wdabc"]
+
+
+def test_what_a_small_corpus_cannot_serve_is_rejected_before_training(tmp_path: Path) -> None:
+    for name, length in (("a", 20), ("b", 40)):
+        (tmp_path / f"{name}.txt").write_text("x" * length)
+    tokenizer = TokenizerConfig(kind="bytes")
+    text = (tmp_path / "a.txt", tmp_path / "b.txt")
+    without = CorpusConfig(
+        input=text, output=tmp_path / "c", validation_fraction=0, tokenizer=tokenizer
+    )
+    build_corpus(without)
+    with pytest.raises(DataError, match=r"62 .* 16 lanes.*data\.lanes=1"):
+        resolve(RunConfig(data=DataConfig(path=tmp_path / "c")))
+    fitting = DataConfig(path=tmp_path / "c", lanes=1, segment_length=62)
+    with pytest.raises(DataError, match="validation"):
+        resolve(RunConfig(data=fitting))
+    (tmp_path / "v.txt").write_text("y" * 5)
+    build_corpus(
+        CorpusConfig(
+            input=text,
+            output=tmp_path / "d",
+            validation_input=(tmp_path / "v.txt",),
+            tokenizer=tokenizer,
+        )
+    )
+    fitting = DataConfig(path=tmp_path / "d", lanes=1, segment_length=62)
+    (shard,) = (tmp_path / "d" / "train").glob("*.mds")
+    shard.write_bytes(bytes(shard.stat().st_size))
+    # No shard is read: each rank reads its own later. Files in configs/models have a vocabulary.
+    for vocab_size in (0, 32_000):
+        run = RunConfig(model=ModelConfig(vocab_size=vocab_size), data=fitting)
+        assert resolve(run).model.vocab_size == with_vocabulary(run).model.vocab_size == 257
+
+
+def test_a_missing_corpus_is_named_by_its_absolute_path(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunConfig(data=DataConfig(path=Path("p")))
+    with pytest.raises(ConfigError, match=f"{tmp_path}/p"):
+        with_vocabulary(run)
+    with pytest.raises(DataError, match=f"{tmp_path}/p/train"):
+        resolve(run)
+
+
+MODEL = ModelConfig(
+    vocab_size=37, num_layers=2, d_model=16, num_heads=2, memory_length=8, positions="rope"
+)
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> RunConfig:
+    """A run that starts from the export of an equal one."""
+    run = RunConfig(model=MODEL, data=DataConfig(path=tmp_path / "data"))
+    write_export(tmp_path / "export", TransformerXL(MODEL), run, 5, tmp_path)
+    return replace(run, initial_weights=tmp_path / "export")
+
+
+# What leaves names and shapes of the weights as they are, and whether it computes the same.
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        ({"norm_position": "pre"}, False),
+        ({"feed_forward": "gelu"}, False),
+        ({"positions": "alibi"}, False),
+        ({"num_heads": 4}, False),
+        ({"same_length": True}, False),
+        ({"isolate_documents": True}, False),
+        ({}, True),
+        ({"dropout": 0.3, "attention_dropout": 0.2, "init_std": 0.5, "z_loss": 1e-4}, True),
+        ({"memory_length": 64}, True),
+        ({"d_head": 8, "d_inner": 64, "d_embed": 16, "num_key_heads": 2}, True),
+        ({"compression_rate": 2}, True),
+        ({"rope_extension": "yarn"}, True),
+    ],
+    ids=str,
+)
+def test_initial_weights_of_another_function_are_refused_and_others_are_not(
+    exported, change, is_same
+):
+    other = replace(exported, model=replace(MODEL, **change))
+    if is_same:
+        check_initial_weights(other)
+        return
+    (name,) = change
+    there, here = getattr(MODEL, name), getattr(other.model, name)
+    with pytest.raises(CheckpointError, match=rf"model\.{name} .*{there} .*{here}"):
+        check_initial_weights(other)
