@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -30,12 +29,11 @@ from pretrain.checkpoint.background_save import (
     layout_of,
 )
 from pretrain.checkpoint.destinations import BLOCK_BYTES, Disk, TensorFile, write_file
-from pretrain.checkpoint.directory import rank_file
-from pretrain.checkpoint.elastic_reader import FragmentReader, load_memory, restore_random_state
-from pretrain.checkpoint.marker import Checkpoint, share_of_rank
+from pretrain.checkpoint.elastic_reader import FragmentReader, restore_random_state
+from pretrain.checkpoint.marker import share_of_rank
 from pretrain.checkpoint.pieces import elements_of_rank, key_of, merged, parsed, report_of
 from pretrain.distributed.rounds import Worker
-from pretrain.model.lane_state import LaneState, Memory, _shape
+from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState
 from tests.helpers.checkpoints import index_of
 from tests.helpers.models import TINY
@@ -65,23 +63,17 @@ def test_the_library_reads_every_type_and_shape_bitwise(tmp_path):
         "odd|0|weight": [random(11)],
         "empty": [torch.empty(2, 0, 4)],
         "turned": [random(4, 6).t()],
+        "pieces": [random(2, 3, 2), random(1, 3, 2)],
     }
     path = tmp_path / "file.safetensors"
     path.write_bytes(b"x" * 99_999)  # of a former try
     described = written(path, tensors)
     loaded = load_file(path)
     assert loaded.keys() == tensors.keys()
-    for name, (tensor,) in tensors.items():
-        assert loaded[name].dtype == tensor.dtype
-        assert torch.equal(loaded[name], tensor), name
+    for name, pieces in tensors.items():
+        assert loaded[name].dtype == pieces[0].dtype
+        assert torch.equal(loaded[name], torch.cat(pieces)), name
     assert described == vars(content_of(path))
-
-
-def test_pieces_become_one_tensor(tmp_path):
-    slots = [torch.arange(12.0).view(2, 3, 2), torch.arange(12.0, 18.0).view(1, 3, 2)]
-    written(tmp_path / "file", {"memory": slots})
-    with safe_open(tmp_path / "file", framework="pt") as handle:
-        assert torch.equal(handle.get_slice("memory")[1:3], torch.cat(slots)[1:3])
 
 
 def test_writing_can_be_canceled_between_blocks(tmp_path):
@@ -103,15 +95,6 @@ LANES = (2, 1, 0, 3, 1)  # of each rank
 FIRST = [sum(LANES[:rank]) for rank in range(len(LANES))]
 
 
-def memory_of(rank: int) -> Memory:
-    """The memory of a rank's lanes, of three rows."""
-    generator = torch.Generator().manual_seed(rank)
-    return tuple(
-        torch.randint(1, 9999, _shape(part, LANES[rank], 3), generator=generator).float()
-        for part in LaneState(TINY).parts
-    )
-
-
 def saves_of(root: Path) -> list[Save]:
     """The ranks' parts of a save, each with a connection of its own; nothing is started."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -120,10 +103,9 @@ def saves_of(root: Path) -> list[Save]:
     saves = []
     for rank, num_lanes in enumerate(LANES):
         own = TCPStore("127.0.0.1", store.port, wait_for_workers=False) if rank else store
-        fragments = {key_of("w", 4 * rank, "weight"): [torch.full((4,), float(rank))]}
-        memories: list[Memory | None] = [memory_of(rank)] if num_lanes else []
+        fragments = {key_of("w", 4 * rank, "weight"): [torch.arange(4.0) + 4 * rank]}
         torch.manual_seed(rank)
-        file = RankFile.of(fragments, TrainState(step=7, memories=memories), LaneState(TINY))
+        file = RankFile.of(fragments, TrainState(step=7, memories=[]), LaneState(TINY))
         report = {"first_lane": FIRST[rank], "num_lanes": num_lanes, "cursor": None}
         reports = RankReports("a/1", rank, len(LANES), own)
         buffer = HostBuffer(torch.device("cpu"))
@@ -145,18 +127,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> marker.Checkpoint:
     start(*reversed(saves))
     assert [save.wait() for save in saves] == [None] * len(saves)
     return marker.verify(files.step_directory(root, 7))
-
-
-def test_any_lanes_are_read_from_the_files_of_the_ranks_that_had_them(saved):
-    lane_state = LaneState(TINY)
-    with_lanes = [lane_state.named(memory_of(rank)) for rank in range(len(LANES)) if LANES[rank]]
-    whole = {name: torch.cat([each[name] for each in with_lanes]) for name in with_lanes[0]}
-    for lanes in (range(7), range(2, 3), range(1, 6)):
-        loaded = load_memory(saved, lanes)
-        assert loaded is not None
-        assert loaded.keys() == whole.keys()
-        for name, part in whole.items():
-            assert torch.equal(loaded[name], part[lanes.start : lanes.stop]), name
 
 
 def test_each_rank_finds_its_own_random_state(saved):
@@ -224,99 +194,46 @@ def test_equal_pieces_of_thousands_of_ranks_are_read_once():
     assert len({id(report["pieces"]) for report in reports}) == 1
 
 
-SIZES = {"embedding": 64, "norm": 7, "query": 48, "bias": 1, "out": 96}
-KINDS = ("weight", "exp_avg")
-Slices = list[tuple[str, int, int]]  # parameter, start, end
-
-
-def flat(rank: int, ranks: int) -> Slices:
-    """As ZeRO 1 and 2: all parameters in a row, padded, one slice per rank."""
-    length = -(-sum(SIZES.values()) // ranks)
-    low, high, before, found = rank * length, (rank + 1) * length, 0, []
-    for name, size in SIZES.items():
-        start, end = max(low, before) - before, min(high, before + size) - before
-        found += [(name, start, end)] if start < end else []
-        before += size
-    return found
-
-
-def sliced(rank: int, ranks: int) -> Slices:
-    """As ZeRO 3: every parameter in as many slices as ranks, the last ones short or empty."""
-    bounds = {name: -(-size // ranks) for name, size in SIZES.items()}
-    cut = ((name, rank * n, min(SIZES[name], (rank + 1) * n)) for name, n in bounds.items())
-    return [each for each in cut if each[1] < each[2]]
-
-
-LAYOUTS = {"flat": flat, "sliced": sliced}
-
-
-def elements(slices: Slices) -> dict[str, int]:
-    return {key_of(name, low, kind): high - low for name, low, high in slices for kind in KINDS}
-
-
-def values_of(name: str, kind: str) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(f"{name}{kind}".encode()))
-    return torch.randn(SIZES[name], generator=generator)
-
-
-@pytest.fixture(scope="module", params=LAYOUTS)
-def of_four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """A checkpoint of four ranks."""
-    directory, layout = tmp_path_factory.mktemp(request.param), LAYOUTS[request.param]
-    for rank in range(4):
-        tensors = {
-            key_of(name, low, kind): values_of(name, kind)[low:high].clone()
-            for name, low, high in layout(rank, 4)
-            for kind in KINDS
-        }
-        save_file(tensors, directory / rank_file(rank))
-    pieces = merged([report_of(elements(layout(rank, 4)), rank) for rank in range(4)])
-    return Checkpoint(directory, {"world_size": 4, "pieces": pieces, "layout": request.param})
-
-
-def opened_by(found: Checkpoint, layout: str, rank: int, ranks: int) -> list[int]:
-    """Read what a rank holds and compare it; returns the ranks whose files were opened."""
-    with FragmentReader(found) as reader:
-        for name, low, high in LAYOUTS[layout](rank, ranks):
-            for kind in KINDS:
-                view = torch.empty(high - low)
-                reader.copy_into(view, name, low, kind)
-                assert torch.equal(view, values_of(name, kind)[low:high])
-        return reader.opened_ranks
-
-
-def test_a_rank_of_the_same_world_opens_its_own_file_only(of_four):
-    layout = of_four.index["layout"]
-    assert [opened_by(of_four, layout, rank, 4) for rank in range(4)] == [[0], [1], [2], [3]]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_world_and_layout_reads_every_element_from_the_files_that_have_it(
-    of_four, layout, ranks
+@pytest.mark.parametrize(
+    ("start", "length", "opened"),
+    [(4, 4, [1]), (0, 20, [0, 1, 2, 3, 4]), (6, 7, [1, 2, 3]), (3, 2, [0, 1])],
+)
+def test_elements_are_read_from_the_files_that_have_them_and_no_others(
+    saved, start, length, opened
 ):
-    opened = [opened_by(of_four, layout, rank, ranks) for rank in range(ranks)]
-    assert set().union(*opened) == {0, 1, 2, 3}
-    if layout == of_four.index["layout"] == "flat":
-        assert max(map(len, opened)) <= -(-4 // ranks) + 1
+    """Of any layouts of ZeRO: tests/integration/test_elastic.py."""
+    with FragmentReader(saved) as reader:
+        view = torch.empty(length)
+        reader.copy_into(view, "w", start, "weight")
+        assert view.tolist() == [float(each) for each in range(start, start + length)]
+        assert sorted(reader.opened_ranks) == opened
 
 
-def test_what_no_file_has_is_an_error_and_opens_nothing(of_four):
-    for name, start, kind in (("query", 40, "weight"), ("none", 0, "weight"), ("query", 0, "ema")):
-        with FragmentReader(of_four) as reader:
+def test_what_no_file_has_is_an_error_and_opens_nothing(saved):
+    for name, start, kind in (("w", 16, "weight"), ("none", 0, "weight"), ("w", 0, "ema")):
+        with FragmentReader(saved) as reader:
             with pytest.raises(CheckpointError, match=name):
                 reader.copy_into(torch.empty(9), name, start, kind)
             assert kind == "weight" or not reader.opened_ranks
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [1, 4, 5, 300])
-def test_the_index_says_for_each_rank_exactly_what_it_reported_in_few_runs(layout, ranks):
-    reported = [elements(LAYOUTS[layout](rank, ranks)) for rank in range(ranks)]
+def test_the_index_says_for_each_rank_exactly_what_it_reported_in_few_runs(ranks):
+    """Each has a part of two parameters, of one the last parts are short or empty."""
+    reported = []
+    for rank in range(ranks):
+        ends = {"even": (4 * rank, 4 * rank + 4), "odd": (2 * rank, min(2 * rank + 2, ranks + 1))}
+        reported.append({
+            key_of(name, low, kind): high - low
+            for name, (low, high) in ends.items() if low < high for kind in ("weight", "exp_avg")
+        })  # fmt: skip
     index = {"pieces": merged(report_of(each, rank) for rank, each in enumerate(reported))}
     pieces = parsed(Fields(index), ranks)
     assert [elements_of_rank(pieces, rank) for rank in range(ranks)] == reported
-    assert {name: held.num_elements for name, held in pieces.items()} == SIZES
+    assert {name: held.num_elements for name, held in pieces.items()} == {
+        "even": 4 * ranks,
+        "odd": ranks + 1,
+    }
     assert max(len(held.runs) for held in pieces.values()) <= 3, "whatever the number of ranks"
 
 
