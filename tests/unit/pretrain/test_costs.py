@@ -15,11 +15,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from foundation.settings import load_config
+from pretrain.cli import main
 from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.optim import OptimConfig
-from pretrain.config.run import RunConfig
+from pretrain.config.run import CheckpointConfig, RunConfig
+from pretrain.costs.cluster import ClusterConfig, Hardware
 from pretrain.costs.flops import (
     computed_flops_of_step,
     cost_of,
@@ -28,7 +30,8 @@ from pretrain.costs.flops import (
     parameters_of,
     tail_shares,
 )
-from pretrain.costs.memory import largest_parameter
+from pretrain.costs.memory import checkpoint_bytes, largest_parameter
+from pretrain.costs.run_time import SLOWER_WHILE_WRITING, FailureCosts, failure_costs
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.choices import MODEL_CHOICES
 from tests.helpers.models import TINY, VARIANTS
@@ -79,11 +82,9 @@ def test_each_rung_of_the_ladder_has_the_size_of_its_name_and_sees_20_tokens_per
     path = MODELS / f"xl_modern_{rung}.yaml"
     run = load_config(RunConfig, path)
     parameters = parameters_of(run.model).total
+    assert path in STATED
+    assert f"{run.tokens_per_step:,} tokens a step" in comments_of(path)
     assert parameters == pytest.approx(LADDER[rung], rel=0.03)
-    assert (
-        f"{parameters:,} parameters; {run.tokens_per_step:,} tokens a step"
-        in path.read_text().splitlines()[0]
-    )
     assert cost_of(run).tokens == pytest.approx(20 * parameters, rel=0.02)
 
 
@@ -122,6 +123,20 @@ def flop_counter() -> FlopCounterMode:
     )
 
 
+def counted_flops(module: TransformerXL, segments: int = 1) -> tuple[float, float]:
+    """PyTorch's count of a forward pass, and of both, of three lanes with a full memory."""
+    tokens_BL, memory = torch.arange(18).view(3, 6), None
+    with torch.no_grad():
+        for _ in range(5):
+            _, memory = module(tokens_BL, tokens_BL, memory)
+    tokens_BL = tokens_BL.repeat(1, segments)
+    with flop_counter() as counter:
+        nll_BL, _ = module(tokens_BL, tokens_BL, memory, num_segments=segments)
+        forward = counter.get_total_flops()
+        nll_BL.mean().backward()
+        return forward, counter.get_total_flops()
+
+
 KINDS = ("deltanet", "attention", "attention")
 
 
@@ -154,34 +169,13 @@ KINDS = ("deltanet", "attention", "attention")
 def test_flops_are_what_pytorch_counts(options, ends):
     norm_position, segments = ends
     model = ModelConfig(**{**SMALL, "norm_position": norm_position, **options})
-    lanes, length = 3, 6
-    module = TransformerXL(model, attention_kernel="plain")
-    tokens_BL = torch.arange(lanes * length).view(lanes, length) % 60
-    memory = None
-    with torch.no_grad():
-        for _ in range(5):
-            _, memory = module(tokens_BL, tokens_BL, memory)
-    tokens_BL = tokens_BL.repeat(1, segments)
-    with flop_counter() as counter:
-        nll_BL, _ = module(tokens_BL, tokens_BL, memory, num_segments=segments)
-        forward = counter.get_total_flops()
-        nll_BL.mean().backward()
+    forward, both = counted_flops(TransformerXL(model, attention_kernel="plain"), segments)
     # The shift's padding column is a product the formula leaves out.
-    padding = (
-        3
-        * 2
-        * model.num_attention_layers
-        * model.num_heads
-        * model.head_width
-        * (model.positions == "relative")
-        * (model.read_tokens(length) / length)
-    )
-    counted = flops_of(model, length, lanes, segments)
-    tokens = lanes * length * segments
-    assert forward / tokens == pytest.approx(counted.forward + padding / 3, rel=1e-12)
-    assert counter.get_total_flops() / tokens == pytest.approx(
-        counted.training + padding, rel=1e-12
-    )
+    width = model.num_heads * model.head_width * (model.positions == "relative")
+    padding = 2 * model.num_attention_layers * width * model.read_tokens(6) / 6
+    expected, tokens = flops_of(model, 6, 3, segments), 18 * segments
+    assert forward / tokens == pytest.approx(expected.forward + padding, rel=1e-12)
+    assert both / tokens == pytest.approx(expected.training + 3 * padding, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -203,32 +197,17 @@ def test_flops_that_are_computed_twice_are_those_that_pytorch_counts(norm_positi
         **compression,
         layer_kinds=kinds,
     )
-    counted = {}
-    for name, settings in {"once": {}, "twice": engine}.items():
-        run = RunConfig(
-            model=model,
-            data=DataConfig(lanes=3, segment_length=6),
-            engine=EngineConfig(attention_kernel="plain", **settings),
-        )
-        torch.manual_seed(0)
-        module = TransformerXL(
-            model,
-            run.engine.activation_checkpointing,
-            "plain",
-            run.engine.logits_chunk_tokens,
-        )
-        tokens_BL = torch.arange(18).view(3, 6)
-        memory = None
-        for _ in range(5):
-            with torch.no_grad():
-                _, memory = module(tokens_BL, tokens_BL, memory)
-        with flop_counter() as counter:
-            module(tokens_BL, tokens_BL, memory)[0].mean().backward()
-        assert computed_flops_of_step(run, 1) == pytest.approx(counter.get_total_flops(), rel=1e-9)
-        counted[name] = computed_flops_of_step(run, 1)
+    data, counted = DataConfig(lanes=3, segment_length=6), []
+    for settings in ({}, engine):
+        plain = EngineConfig(attention_kernel="plain", **settings)
+        run = RunConfig(model=model, data=data, engine=plain)
+        kept = (plain.activation_checkpointing, "plain", plain.logits_chunk_tokens)
+        _, found = counted_flops(TransformerXL(model, *kept))
+        counted.append(computed_flops_of_step(run, 1))
+        assert counted[-1] == pytest.approx(found, rel=1e-9)
         once = run.tokens_per_step * flops_per_token(run)
-        assert once == counted["once"], "MFU counts nothing twice"
-    assert counted["twice"] > counted["once"]
+        assert once == counted[0], "MFU counts nothing twice"
+    assert counted[1] > counted[0]
 
 
 def test_the_fractions_of_an_adaptive_softmax_are_a_distribution_that_favors_the_front():
@@ -253,3 +232,66 @@ def test_all_50_architectures_of_hoffmanns_table_a9_match_within_0_7_per_cent():
         assert cost_of(RunConfig(model=model)).parameters == pytest.approx(
             1e6 * float(row["million_parameters"]), rel=0.007
         )
+
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+HOUR = FailureCosts(between_failures=3600.0, pause=30.0)
+RUN = RunConfig(
+    model=ModelConfig(vocab_size=1000, num_layers=4, d_model=64, num_heads=4, memory_length=32),
+    data=DataConfig(lanes=16, segment_length=32),
+)
+
+
+def test_goodput_without_overlap_is_that_of_daly():
+    costs = replace(HOUR, start=300.0)
+    # Equation 13: wall time over solve time.
+    mean, interval = 3600.0, 450.0
+    wall = mean * math.exp(300 / mean) * (math.exp((interval + 30) / mean) - 1) / interval
+    assert costs.goodput(interval) == pytest.approx(1 / wall, rel=1e-12)
+
+
+@pytest.mark.parametrize("pause", [1.0, 100.0, 1700.0, 1900.0, 3600.0, 7000.0, 7300.0, 1e5])
+@pytest.mark.parametrize("more", [{}, {"write": 100.0, "down": 200.0, "start": 300.0}], ids=str)
+def test_the_best_interval_loses_no_goodput_however_long_a_pause_is(more, pause):
+    costs = replace(HOUR, pause=pause, **more)
+    best = max(costs.goodput(3.6 * part) for part in range(1, 1001))
+    assert costs.goodput(costs.best_interval) >= 0.998 * best
+
+
+def test_a_save_is_not_started_before_the_one_before_is_written():
+    costs = replace(HOUR, pause=1.0, write=200.0)
+    assert costs.best_interval == 200.0
+    assert costs.goodput(100.0) < costs.goodput(200.0)
+
+
+def test_costs_follow_from_the_cluster_and_the_size_of_a_checkpoint():
+    node = ClusterConfig(ranks_per_node=2, mtbf_hours=1000.0, disk_mib_per_second=1.0)
+    hardware = Hardware(nodes=4, ranks_per_node=2, name="cpu", node=node)
+    transfer = checkpoint_bytes(RUN) / 4 / (1 << 20)
+    blocking = replace(RUN, checkpoint=CheckpointConfig(asynchronous=False))
+    assert failure_costs(blocking, hardware) == FailureCosts(
+        between_failures=900_000.0, pause=transfer, down=600.0, start=transfer
+    )
+    assert failure_costs(RUN, hardware) == FailureCosts(
+        between_failures=900_000.0, pause=SLOWER_WHILE_WRITING * transfer, write=transfer,
+        down=600.0, start=transfer,
+    )  # fmt: skip
+
+
+def described(capsys, tmp_path, *lines: str) -> str:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("\n".join(["gpus_per_node: h100:8", *lines]) + "\n")
+    model = str(CONFIGS / "models" / "xl_modern_7b.yaml")
+    place = ["--cluster", str(cluster), "--nodes", "64"]
+    assert main(["describe", model, *place, "data.lanes=512"]) == 0
+    return capsys.readouterr().out
+
+
+def test_describe_prints_the_best_interval_of_a_cluster_whose_failures_are_known(capsys, tmp_path):
+    assert "best interval" not in described(capsys, tmp_path)
+    few = described(capsys, tmp_path, "mtbf_hours: 6300")
+    assert "4.1 days" in few
+    assert "checkpoint.interval=200" in few
+    many = described(capsys, tmp_path, "mtbf_hours: 63")
+    steps = [int(text.partition("best interval")[2].split()[0]) for text in (few, many)]
+    assert steps[1] == pytest.approx(steps[0] / 10, rel=0.03)  # the root of a hundredth
