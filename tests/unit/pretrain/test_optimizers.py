@@ -1,31 +1,50 @@
-"""Muon against torch.optim.Muon bit for bit, and LAMB against its algorithm as printed.
+"""What an update does: optimizers, groups, rates, norms, scale, skipped steps and EMA.
 
-Under ZeRO both are compared with plain torch in tests/integration/test_optimizers.py.
+Under ZeRO they are compared with plain torch in tests/integration/test_optimizers.py.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from pretrain.checkpoint import marker
+from pretrain.checkpoint.elastic_reader import load_memory
+from pretrain.config.choices import OptimizerName, ScheduleShape
 from pretrain.config.engine import EngineConfig
-from pretrain.config.optim import OptimConfig
-from pretrain.config.run import RunConfig
+from pretrain.config.optim import OptimConfig, ScheduleConfig
+from pretrain.config.resolve import resolve
+from pretrain.config.run import (
+    CheckpointConfig,
+    EvaluationConfig,
+    MetricsConfig,
+    RecoveryConfig,
+    RunConfig,
+)
 from pretrain.costs.flops import moment_bytes, orthogonalizing_flops
-from pretrain.distributed.world import destroy_process_group, init_world
-from pretrain.engines.engine import TorchEngine
+from pretrain.distributed.world import World
+from pretrain.engines.engine import Engine, StepResult, TorchEngine
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim.optimizers import orthogonalized, owners
-from pretrain.optim.parameter_groups import role_of, stacked_matrices
-from pretrain.run import build_engine
-from tests.helpers.models import TINY
+from pretrain.optim.layer_norms import layer_metrics, layer_of
+from pretrain.optim.learning_rate import learning_rate_at
+from pretrain.optim.loss_scale import LossScaler
+from pretrain.optim.optimizers import build_optimizer, orthogonalized, owners
+from pretrain.optim.parameter_groups import decays, role_of, set_learning_rate, stacked_matrices
+from pretrain.run import build_engine, run_training
+from pretrain.rundir.run_dir import RunDir
+from tests.helpers.choices import MODEL_CHOICES
+from tests.helpers.models import TINY, VARIANTS, tiny_model
 from tests.helpers.tiny_runs import ALONE, tiny_run, training_stream
 
 STEPS, RATE, DECAY = 10, 0.02, 0.1
@@ -143,10 +162,9 @@ def test_in_fp32_the_iteration_is_the_published_one(shape: tuple[int, int]) -> N
     assert not orthogonalized(torch.zeros(shape)).any()  # not NaN
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunConfig]:
-    yield tiny_run(tmp_path, OptimConfig(name="muon"))
-    destroy_process_group()
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    return tiny_run(tmp_path_factory.mktemp("run"), OptimConfig(clip_norm=0.05))
 
 
 @pytest.mark.parametrize(
@@ -159,9 +177,12 @@ def run(tmp_path: Path) -> Iterator[RunConfig]:
     ],
     ids=str,
 )
-def test_flops_and_state_are_those_of_an_update(run: RunConfig, options: dict[str, Any]) -> None:
-    run = replace(run, model=replace(run.model, feed_forward="swiglu", **options))
-    engine = build_engine(run, init_world())
+def test_flops_and_state_are_those_of_an_update(
+    run: RunConfig, world: World, options: dict[str, Any]
+) -> None:
+    model = replace(run.model, feed_forward="swiglu", **options)
+    run = replace(run, model=model, optim=OptimConfig(name="muon"))
+    engine = build_engine(run, world)
     batch = next(training_stream(run))
     engine.forward_backward(batch, None, 0)
     with FlopCounterMode(display=False) as counter:
@@ -173,9 +194,9 @@ def test_flops_and_state_are_those_of_an_update(run: RunConfig, options: dict[st
     assert moment_bytes(run.model, run.optim) == 4 * elements < 8 * parameters
 
 
-def test_gradients_are_clipped_before_the_moments_see_them(run: RunConfig) -> None:
+def test_gradients_are_clipped_before_the_moments_see_them(run: RunConfig, world: World) -> None:
     run = replace(run, optim=OptimConfig(name="lamb", clip_norm=0.05))
-    engine = build_engine(run, init_world())
+    engine = build_engine(run, world)
     engine.forward_backward(next(training_stream(run)), None, 0)
     grad_norm = engine.step(RATE).grad_norm
     assert grad_norm is not None
@@ -196,3 +217,320 @@ def test_owners_have_about_the_same_work(
     costs: list[float], ranks: int, expected: list[int]
 ) -> None:
     assert owners(costs, ranks) == expected
+
+
+LAYERS = {"shared", "embedding", "layer.0", "layer.1", "output"}
+
+
+def measured(run: RunConfig, result: StepResult) -> dict[str, float]:
+    assert result.layers is not None
+    assert result.grad_norm is not None
+    squares = result.layers.squares_KG.flatten().tolist()
+    return layer_metrics(result.layers.names, squares, float(result.grad_norm), run.optim.clip_norm)
+
+
+@pytest.mark.parametrize(
+    ("name", "clip_norm"), list(zip(get_args(OptimizerName), cycle([0.05, 0.0])))
+)
+def test_norms_and_ratios_equal_those_of_gradients_and_weights(
+    run: RunConfig, world: World, name: str, clip_norm: float
+) -> None:
+    run = replace(run, optim=OptimConfig(name=name, weight_decay=0.1, clip_norm=clip_norm))  # type: ignore[arg-type]
+    engine, memory = build_engine(run, world), None
+    stream = training_stream(run)
+    for step in range(4):
+        _, memory = engine.forward_backward(next(stream), memory, step)
+        before = {key: each.detach().clone() for key, each in engine.module.named_parameters()}
+        gradients = {
+            key: each.grad.clone()
+            for key, each in engine.module.named_parameters()
+            if each.grad is not None
+        }
+        result = engine.step(RATE, measure_layers=step == 3)
+    found = measured(run, result)
+    after = dict(engine.module.named_parameters())
+    assert {key.split("/")[1] for key in found} == LAYERS
+    for layer in LAYERS:
+        keys = [key for key in after if layer_of(key) == layer]
+        assert found[f"grad_norm/{layer}"] == pytest.approx(
+            norm_of([gradients[key] for key in keys]), rel=1e-5
+        )
+        moved = norm_of([after[key].detach() - before[key] for key in keys])
+        ratio = moved / norm_of([after[key].detach() for key in keys])
+        assert found[f"update_ratio/{layer}"] == pytest.approx(ratio, rel=1e-4)
+    whole = math.sqrt(sum(found[f"grad_norm/{layer}"] ** 2 for layer in LAYERS))
+    assert whole == pytest.approx(float(result.grad_norm), rel=1e-5)
+
+
+def norm_of(tensors: list[torch.Tensor]) -> float:
+    return float(torch.cat([tensor.double().view(-1) for tensor in tensors]).norm())
+
+
+def test_measuring_changes_no_bit_and_only_requested_steps_are_measured(
+    run: RunConfig, world: World
+) -> None:
+    ends = []
+    for asked in (False, True):
+        engine, memory = build_engine(run, world), None
+        stream = training_stream(run)
+        for step in range(3):
+            _, memory = engine.forward_backward(next(stream), memory, step)
+            assert (engine.step(RATE, measure_layers=asked).layers is not None) == asked
+        ends.append({fragment.name: fragment.values for fragment in engine.fragments()})
+    assert all(
+        torch.equal(ends[0][name][kind], ends[1][name][kind])
+        for name in ends[0]
+        for kind in ends[0][name]
+    )
+
+
+def test_a_run_logs_norms_at_the_end_of_each_interval_and_in_tensorboard(
+    run: RunConfig, world: World, tmp_path: Path
+) -> None:
+    run = replace(
+        run,
+        optim=OptimConfig(steps=6, clip_norm=0.05),
+        metrics=MetricsConfig(interval=2),
+        checkpoint=CheckpointConfig(interval=3),  # cuts an interval in two
+        evaluation=EvaluationConfig(interval=0, max_tokens=200),
+    )
+    assert run_training(resolve(run), tmp_path / "run", world) == 0
+    run_dir = RunDir(tmp_path / "run")
+    lines = [line for line in run_dir.read_metrics() if line["kind"] == "train"]
+    measured = [line for line in lines if "grad_norm/embedding" in line]
+    assert [line["step"] for line in measured] == [2, 4, 6]
+    for line in measured:
+        squares = [line[f"grad_norm/{layer}"] ** 2 for layer in LAYERS]
+        assert math.sqrt(sum(squares)) == pytest.approx(line["grad_norm"], rel=1e-5)
+        assert all(0 < line[f"update_ratio/{layer}"] < 1 for layer in LAYERS - {"shared", "output"})
+    events = EventAccumulator(str(run_dir.tensorboard)).Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("train/grad_norm/layer.0")]
+    assert shown == [(line["step"], pytest.approx(line["grad_norm/layer.0"])) for line in measured]
+
+
+def built_variants() -> Iterator[TransformerXL]:
+    """The tests' variants, and every name of every choice, with and without compressed rows."""
+    for options in VARIANTS.values():
+        yield TransformerXL(replace(TINY, **options))
+    for name, value in MODEL_CHOICES:
+        yield TransformerXL(replace(TINY, compressed_length=2, **{name: value}))
+
+
+def test_every_parameter_of_every_variant_has_one_role() -> None:
+    for module in built_variants():
+        for name, parameter in module.named_parameters():
+            role = role_of(name)
+            # Under ZeRO-3 a parameter has no shape, so the name alone must tell.
+            is_pair = name.endswith(("content_bias", "position_bias", "bucket_bias"))
+            assert (parameter.dim() == 2) == (decays(role) or is_pair), (name, role)
+
+
+@pytest.mark.parametrize("name", ["layers.0.attention.sink", "head.bins.0.gate", "bias"])
+def test_a_parameter_without_a_role_is_an_error(name: str) -> None:
+    with pytest.raises(AssertionError, match=name):
+        role_of(name)
+
+
+def test_a_bin_that_no_token_is_in_takes_adams_step_for_a_gradient_of_zero() -> None:
+    model = tiny_model(cutoffs=(9, 20), tie_embeddings=False)
+    optim = OptimConfig(learning_rate=0.01, weight_decay=0.1)
+    optimizer = build_optimizer(model, optim)
+    set_learning_rate(optimizer.param_groups, optim.learning_rate)
+    unused, gradients, before = model.head.bins[2].weight, [], []
+    for first, last in ((20, 37), (0, 9)):
+        tokens_BL = torch.arange(first, last)[None]
+        model(tokens_BL, tokens_BL)[0].mean().backward()
+        gradients.append(unused.grad)
+        before.append(unused.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    assert gradients[0].abs().max() > 0
+    assert torch.equal(gradients[1], torch.zeros_like(unused))
+    first_moment = 0.9 * 0.1 * gradients[0] / (1 - 0.9**2)
+    second_moment = 0.999 * 0.001 * gradients[0].square() / (1 - 0.999**2)
+    update = first_moment / (second_moment.sqrt() + optim.epsilon) + 0.1 * before[1]
+    torch.testing.assert_close(unused.detach(), before[1] - 0.01 * update, rtol=1e-9, atol=1e-12)
+
+
+def step_of(scaler: LossScaler, grad_norm: float, loss: float = 2.0, applied: bool = True) -> bool:
+    scaler.observe(torch.tensor(loss))
+    return scaler.update(grad_norm, applied)
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(
+    ("scale", "window", "norms", "scales"),
+    [
+        (64.0, 3, [math.inf, 1, 1, 1], [32, 32, 32, 64]),
+        (64.0, 3, [1, 1, math.nan, 1, 1], [64, 64, 32, 32, 32]),  # the count starts again
+        (2.0, 3, [math.inf, math.inf], [1, 1]),  # at the smallest scale it is no overflow
+    ],
+)
+def test_the_scale_halves_on_an_overflow_and_doubles_after_a_window_without(
+    scale, window, norms, scales
+):
+    scaler = LossScaler(scale, window)
+    for norm, after in zip(norms, scales, strict=True):
+        before = scaler.scale
+        assert step_of(scaler, norm) == (after < before)
+        assert scaler.scale == after
+
+
+@pytest.mark.usefixtures("world")
+def test_neither_updates_that_were_not_applied_nor_those_of_a_nan_loss_count():
+    scaler = LossScaler(64.0, window=1)
+    assert not step_of(scaler, 1e9, applied=False)
+    assert not step_of(scaler, math.inf, loss=math.nan)
+    assert scaler.scale == 64.0
+    assert step_of(scaler, math.inf)  # the loss before is forgotten
+
+
+@pytest.mark.usefixtures("world")
+def test_the_count_survives_a_checkpoint_and_ends_at_a_window_lowered_meanwhile():
+    scaler = LossScaler(64.0, window=5)
+    for _ in range(4):
+        step_of(scaler, 1.0)
+    for window, scales in ((5, [128.0] * 3), (2, [128.0, 128.0, 256.0])):
+        resumed = LossScaler(2.0, window)
+        resumed.restore(scaler.to_tree())
+        assert [(step_of(resumed, 1.0), resumed.scale)[1] for _ in scales] == scales
+
+
+@pytest.mark.parametrize("name", get_args(OptimizerName))
+@pytest.mark.parametrize(("clip_norm", "limit"), [(0.05, 1e-9), (OptimConfig().clip_norm, 0.0)])
+def test_a_step_beyond_the_limit_or_with_nan_changes_nothing(
+    run: RunConfig, name: OptimizerName, clip_norm: float, limit: float
+) -> None:
+    optim = OptimConfig(name=name, clip_norm=clip_norm)
+    run = replace(run, optim=optim, recovery=RecoveryConfig(skip_grad_norm=limit))
+    engine = build_engine(run, ALONE)
+    before = {each.name: each.values["weight"].clone() for each in engine.fragments()}
+    engine.forward_backward(next(training_stream(run)), None, 0)
+    if not limit:
+        for parameter in engine.module.parameters():
+            parameter.grad.fill_(math.nan)
+    assert engine.step(learning_rate=0.02).skipped
+    assert engine.optimizer_step_count() == 0
+    for fragment in engine.fragments():
+        assert torch.equal(fragment.values["weight"], before[fragment.name])
+        assert not any(fragment.values[kind].any() for kind in fragment.values.keys() - {"weight"})
+
+
+EMA_DECAY, EMA = 0.75, "ema"
+
+
+def parameters_of(engine: Engine) -> dict[str, Tensor]:
+    named = engine.module.named_parameters()
+    return {name: parameter.detach().clone().view(-1) for name, parameter in named}
+
+
+def test_the_ema_weighs_older_weights_by_its_decay_and_affects_no_training(
+    run: RunConfig, world: World
+) -> None:
+    """It takes no skipped step, and starts anew from loaded weights."""
+    with_ema, plain = (
+        build_engine(replace(run, optim=OptimConfig(ema_decay=decay)), world)
+        for decay in (EMA_DECAY, 0.0)
+    )
+    expected = parameters_of(with_ema)
+    for engine in (with_ema, plain):
+        stream, memory = training_stream(run), None
+        for step in range(4):
+            _, memory = engine.forward_backward(next(stream), memory, step)
+            engine.step(RATE)
+            if engine is with_ema:
+                weights = parameters_of(engine)
+                expected = {
+                    k: EMA_DECAY * expected[k] + (1 - EMA_DECAY) * weights[k] for k in weights
+                }
+    weights, of_plain = parameters_of(with_ema), parameters_of(plain)
+    assert all(torch.equal(weights[name], of_plain[name]) for name in weights)
+    with_ema.forward_backward(next(stream), memory, 4)
+    next(with_ema.module.parameters()).grad.fill_(math.inf)
+    assert with_ema.step(RATE).skipped
+    for fragment in with_ema.fragments():
+        torch.testing.assert_close(fragment.values[EMA], expected[fragment.name], rtol=0, atol=1e-6)
+        assert not torch.equal(fragment.values[EMA], fragment.values["weight"])
+    with_ema.after_load(0)
+    for fragment in with_ema.fragments():
+        assert torch.equal(fragment.values[EMA], fragment.values["weight"])
+
+
+@pytest.mark.parametrize("limit", [1e-9, 0.0])
+def test_what_a_skipped_step_read_is_not_remembered(run, world, tmp_path, limit):
+    run = replace(
+        run,
+        optim=OptimConfig(steps=2),
+        recovery=RecoveryConfig(skip_grad_norm=limit, spike_threshold=0.0),
+        metrics=MetricsConfig(tensorboard=False),
+        evaluation=EvaluationConfig(interval=0, max_tokens=100),
+    )
+    assert run_training(resolve(run), tmp_path / "run", world) == 0
+    found = marker.latest_valid(RunDir(tmp_path / "run").checkpoints, pytest.fail)
+    assert found is not None
+    assert (load_memory(found, range(run.data.lanes)) is None) == (limit > 0.0)
+
+
+def optim(shape: str, **settings: float) -> OptimConfig:
+    schedule = ScheduleConfig(shape=shape, warmup_steps=10, **settings)  # type: ignore[arg-type]
+    return OptimConfig(steps=100, learning_rate=2.0, schedule=schedule)
+
+
+@pytest.mark.parametrize("shape", get_args(ScheduleShape))
+def test_warmup_rises_linearly_to_the_peak(shape: str) -> None:
+    rates = [learning_rate_at(optim(shape), step) for step in range(10)]
+    assert rates == pytest.approx([2.0 * part / 10 for part in range(1, 11)])
+
+
+@pytest.mark.parametrize("shape", get_args(ScheduleShape))
+def test_no_rate_exceeds_the_peak_or_rises_after_warmup(shape: str) -> None:
+    rates = [learning_rate_at(optim(shape), step) for step in range(9, 100)]
+    assert max(rates) <= 2.0 + 1e-12
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(rates))
+
+
+def test_the_cosine_from_the_start_is_that_of_torch_over_the_whole_run() -> None:
+    settings = optim("cosine_from_start", final_fraction=0.1)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    sgd = torch.optim.SGD([parameter], lr=2.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, 100, eta_min=0.2)
+    for step in range(100):
+        if step >= 10:
+            assert learning_rate_at(settings, step) == pytest.approx(sgd.param_groups[0]["lr"])
+        sgd.step()
+        schedule.step()
+    apart = [
+        abs(
+            learning_rate_at(settings, step)
+            - learning_rate_at(optim("cosine", final_fraction=0.1), step)
+        )
+        for step in range(100)
+    ]
+    assert 0 < max(apart) / 2.0 < math.pi * 10 / 200
+
+
+def test_the_last_update_has_the_rate_that_the_page_states():
+    """The floor belongs to the step after the last, as in the published schedules."""
+    floor, left = 0.1, 90  # steps after warm-up
+    for shape in ("linear", "wsd"):
+        settings = {"decay_steps": 20} if shape == "wsd" else {}
+        length = 20 if shape == "wsd" else left
+        last = learning_rate_at(optim(shape, final_fraction=floor, **settings), 99)
+        assert last == pytest.approx(2.0 * (floor + (1 - floor) / length))
+    last = learning_rate_at(optim("cosine", final_fraction=floor), 99)
+    assert last == pytest.approx(2.0 * (floor + (1 - floor) * math.sin(math.pi / 2 / left) ** 2))
+    for shape in ("linear", "cosine", "wsd"):
+        assert learning_rate_at(optim(shape, final_fraction=floor), 100) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("warmup", "decay", "length"), [(10, 0, 20), (90, 0, 10), (80, 20, 20)])
+def test_wsd_decays_from_the_peak_within_what_warm_up_leaves(warmup, decay, length):
+    schedule = ScheduleConfig(shape="wsd", warmup_steps=warmup, decay_steps=decay)
+    wsd = OptimConfig(steps=100, learning_rate=2.0, schedule=schedule)
+    assert wsd.decay_steps == length
+    assert learning_rate_at(wsd, 100 - length) == 2.0
+    assert learning_rate_at(wsd, 100 - length // 2) == pytest.approx(1.0)
+
+
+def test_inverse_sqrt_halves_when_the_step_is_four_times_the_warmup() -> None:
+    assert learning_rate_at(optim("inverse_sqrt"), 39) == pytest.approx(1.0)
