@@ -5,6 +5,7 @@ The table of limits, from both sides: every setting of a model is tried, also ag
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -38,6 +39,8 @@ from pretrain.model.attention_paths import (
     ScoreTerms,
     Visibility,
     WeightDropout,
+    log_once,
+    path_for,
     sdpa_attention,
 )
 from pretrain.model.dropout import DropoutStream
@@ -179,6 +182,16 @@ def test_a_gpu_computes_the_delta_rule_by_fla_or_the_reason_names_what_excludes_
     assert (found[0] is DeltaRule.FLA) == (not reason)
     assert reason in found[1]
     assert delta_rule_of(kernel, config, on_gpu=False, is_half=True) == (DeltaRule.CHUNKS, "")
+
+
+def test_what_a_gpu_gets_is_logged_once(caplog):
+    log_once.cache_clear()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            path_for("auto", ROPE, GPU, torch.bfloat16)
+            path_for("auto", ROPE, GPU, torch.float32)
+    texts = [record.getMessage() for record in caplog.records]
+    assert ["scaled_dot_product_attention" in text for text in texts] == [True, False]
 
 
 @pytest.mark.parametrize("width", [6, 8])

@@ -45,6 +45,7 @@ from pretrain.evaluation.probes.recall import (
     measure_recall,
     recall_distance,
     tokens_of_corpus,
+    tokens_of_vocabulary,
 )
 from pretrain.model.lane_state import num_compressed_rows
 from pretrain.model.layer import TransformerLayer
@@ -313,6 +314,12 @@ def test_tokens_of_a_corpus_are_frequent_ones(corpus):
     assert frequent == tokens.candidates[0]
     text_BX = tokens.haystack(3, 50, torch.Generator().manual_seed(0))
     assert not torch.isin(text_BX, tokens.fillers).all()
+
+
+def test_a_vocabulary_too_small_for_the_probes_is_refused():
+    tiny = Tokenizer("unknown", options={"vocab_size": 12, "end_id": 7})
+    with pytest.raises(ConfigError, match="18"):
+        tokens_of_vocabulary(tiny)
 
 
 ROWS, TOKENS_READ = 8, 6
