@@ -31,7 +31,7 @@ from pretrain.processes.last_collectives import write_last_collectives
 from pretrain.rundir.run_dir import AttemptFiles
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.fused_attention_cases import CASES, Case, errors_of
-from tests.unit.pretrain.test_delta_rule import random_inputs
+from tests.unit.pretrain.test_model_parts import random_inputs
 
 pytestmark = pytest.mark.gpu
 

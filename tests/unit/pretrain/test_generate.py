@@ -9,7 +9,6 @@ from data_pipeline.builder.build_tokenizer import train_tokenizer
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
 from pretrain.commands.generate import _print_streaming
-from pretrain.config.model import ModelConfig
 from pretrain.evaluation.sampling import (
     Sampling,
     TextStream,
@@ -25,14 +24,6 @@ from tests.helpers.models import TINY, VARIANTS, tiny_model
 
 END = 16
 PROMPT = [END, 3, 1, 4, 1, 5, 9, 2, 6]
-
-
-def small_model(**settings: object) -> TransformerXL:
-    torch.manual_seed(3)
-    config = {"vocab_size": 17, "num_layers": 2, "d_model": 16, "num_heads": 2, "memory_length": 64}
-    # Large untied weights, so that greedy text does not repeat one token.
-    options = {**config, "init_std": 0.4, "tie_embeddings": False, **settings}
-    return TransformerXL(ModelConfig(**options)).double().eval()  # type: ignore[arg-type]
 
 
 def tokens_of(
@@ -78,7 +69,7 @@ def test_greedy_generation_equals_full_forward_passes_over_the_growing_text(
 
 
 def test_the_same_seed_gives_the_same_samples_and_another_seed_others():
-    model = small_model()
+    model = tiny_model(tie_embeddings=False, memory_length=64).eval()
     first = tokens_of(model, Sampling(), 12, seed=1, num_samples=3)
     assert torch.equal(first, tokens_of(model, Sampling(), 12, seed=1, num_samples=3))
     assert not torch.equal(first, tokens_of(model, Sampling(), 12, seed=2, num_samples=3))
@@ -131,7 +122,7 @@ def test_the_penalty_divides_the_probability_of_tokens_seen_and_no_others():
 
 def test_no_end_follows_an_end():
     """A model that wants nothing but ends writes one between any two tokens, not a text of ends."""
-    module = small_model()
+    module = tiny_model(tie_embeddings=False, memory_length=64).eval()
     with torch.no_grad():
         module.get_parameter("head.bins.0.bias")[END] = 1e3
     tokens = list(generate(module, [3, END], sampling=Sampling(), num_tokens=6, end_id=END))

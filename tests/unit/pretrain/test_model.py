@@ -10,13 +10,10 @@ import pytest
 import torch
 
 from foundation.errors import CheckpointError
-from pretrain.config.choices import ActivationCheckpointing, AttentionKernel
-from pretrain.config.lane_parts import lane_parts
+from pretrain.config.choices import ActivationCheckpointing
 from pretrain.config.model import ModelConfig
-from pretrain.model.attention import RelativeAttention
-from pretrain.model.attention_paths import Visibility
 from pretrain.model.dropout import DropoutStream
-from pretrain.model.lane_state import lanes_of, num_rows
+from pretrain.model.lane_state import LaneState, lanes_of, num_rows
 from pretrain.model.parameters import load_parameters
 from pretrain.model.positions import RelativePositions, sinusoids_XD
 from pretrain.model.transformer_xl import TransformerXL
@@ -81,12 +78,10 @@ def test_memory_owns_its_rows_and_keeps_no_segment_alive() -> None:
 
 
 def test_without_starts_the_segment_continues_the_document_in_memory() -> None:
-    model = tiny_model(isolate_documents=True)
-    stream_BT = random_tokens(2, 17)
+    model, stream_BT = tiny_model(isolate_documents=True), random_tokens(2, 17)
     none_start = torch.zeros(2, 17, dtype=torch.bool)
-    assert torch.equal(
-        stream_nll(model, stream_BT, [8, 8])[0], stream_nll(model, stream_BT, [8, 8], none_start)[0]
-    )
+    found, expected = (stream_nll(model, stream_BT, [8, 8], each)[0] for each in (None, none_start))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("same_length", [False, True])
@@ -108,15 +103,18 @@ def test_a_calls_memory_length_acts_like_the_configured_one(same_length: bool) -
         assert num_rows(memory) == num_rows(expected_memory) == min(length, 24)
 
 
-@pytest.mark.parametrize("same_length", [False, True])
-def test_memory_length_zero_sees_the_segment_alone(same_length: bool) -> None:
-    model = tiny_model(same_length=same_length)
+@pytest.mark.parametrize(
+    "options", [{}, {"same_length": True}, {"compressed_length": 4, "compression_rate": 2}], ids=str
+)
+def test_memory_length_zero_sees_the_segment_alone(options: dict[str, Any]) -> None:
+    model = tiny_model(**options)
     tokens_BL = random_tokens(2, 6)
-    _, memory = model(tokens_BL, tokens_BL)
+    _, memory = stream_nll(model, random_tokens(2, 21), [10, 10])
     alone, empty = model(tokens_BL, tokens_BL, None, memory_length=0)
-    assert num_rows(empty) == 0
+    assert all(part.shape[1] == 0 for part in empty)
     assert torch.equal(model(tokens_BL, tokens_BL, memory, memory_length=0)[0], alone)
-    assert torch.equal(tiny_model(memory_length=0)(tokens_BL, tokens_BL)[0], alone)
+    if "compressed_length" not in options:
+        assert torch.equal(tiny_model(memory_length=0)(tokens_BL, tokens_BL)[0], alone)
 
 
 @ALL_VARIANTS
@@ -169,7 +167,7 @@ def test_a_target_that_is_no_token_is_refused_and_not_given_a_loss_of_0(target, 
 def test_in_bf16_the_error_of_gradients_does_not_grow_with_the_number_of_chunks(
     options: dict[str, Any],
 ) -> None:
-    num_tokens = 8192
+    num_tokens = 2048
     config = ModelConfig(vocab_size=50, d_model=16, num_heads=2, **options)
     torch.manual_seed(1)
     hidden_BLD = torch.randn(1, num_tokens, config.d_model).bfloat16()
@@ -189,7 +187,7 @@ def test_in_bf16_the_error_of_gradients_does_not_grow_with_the_number_of_chunks(
 
     reference = TransformerXL(config).bfloat16().double()
     reference.head(hidden_BLD.double(), targets_BL).sum().backward()
-    errors = {num_chunks: error_in(num_chunks, reference) for num_chunks in (1, 8, 64, 512)}
+    errors = {num_chunks: error_in(num_chunks, reference) for num_chunks in (1, 8, 128)}
     assert max(errors.values()) < 0.01, errors
 
 
@@ -205,19 +203,13 @@ def test_a_chunked_head_never_holds_the_logits_of_more_tokens_than_a_chunk() -> 
 
 
 def test_checkpointing_recomputes_layers_in_the_backward_pass() -> None:
-    calls = 0
-
-    def count(*_: object) -> None:
-        nonlocal calls
-        calls += 1
-
-    model = tiny_model()
-    model.activation_checkpointing = "full"
-    model.layers[0].register_forward_pre_hook(count)
+    calls: list[int] = []
+    model = checkpointed(tiny_model(), "full")
+    model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
     nll_BL, _ = model(random_tokens(2, 6), random_tokens(2, 6, 1))
-    assert calls == 1
+    assert len(calls) == 1
     nll_BL.mean().backward()
-    assert calls == 2
+    assert len(calls) == 2
 
 
 def test_selective_checkpointing_keeps_no_scores() -> None:
@@ -288,7 +280,7 @@ def test_half_precision_runs_with_float32_losses_close_to_the_exact_ones(
     )
     assert found.dtype == torch.float32
     assert memory is not None
-    for part, tensor in zip(lane_parts(rounded.config), memory, strict=True):
+    for part, tensor in zip(LaneState(rounded.config).parts, memory, strict=True):
         if tensor.is_floating_point():
             assert tensor.dtype == (torch.float32 if part.in_float32 else dtype)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=ROUNDING[dtype])
@@ -304,51 +296,11 @@ def test_encodings_stay_distinct_when_rounded_to_bfloat16() -> None:
     torch.testing.assert_close(encodings_CD.double(), exact_CD, rtol=0, atol=2**-8)
 
 
-def test_encodings_do_not_depend_on_the_lengths_asked_for_before() -> None:
-    cpu = torch.device("cpu")
-    used, fresh = RelativePositions(10, 0), RelativePositions(10, 0)
-    for length in (3, 100, 7, 1000):
-        used.encodings_CD(length, torch.float32, cpu)
-    for length in (1, 7, 64, 65, 500):
-        assert torch.equal(
-            used.encodings_CD(length, torch.float32, cpu),
-            fresh.encodings_CD(length, torch.float32, cpu),
-        )
-
-
 def test_a_table_made_during_inference_serves_training() -> None:
     model = tiny_model()
     with torch.inference_mode():
         model(random_tokens(2, 6), random_tokens(2, 6))
     model(random_tokens(2, 6), random_tokens(2, 6))[0].mean().backward()
-
-
-@pytest.mark.parametrize(("untie_biases", "kernel"), [(False, "auto"), (True, "plain")])
-def test_gradients_of_attention_agree_with_finite_differences(
-    untie_biases: bool, kernel: AttentionKernel
-) -> None:
-    torch.manual_seed(0)
-    sizes = {"d_model": 6, "num_heads": 2, "d_head": 3, "init_std": 0.5}
-    config = ModelConfig(**sizes, untie_biases=untie_biases, attention_dropout=0.3)
-    attention = RelativeAttention(config, layer=1, kernel=kernel).double()
-    names, parameters = zip(*attention.named_parameters(), strict=True)
-    biases = [] if untie_biases else [torch.randn(2, 3).double().requires_grad_() for _ in range(2)]
-    segment_BLD, memory_BMD = (torch.randn(2, rows, 6).double().requires_grad_() for rows in (3, 2))
-    positions_CD = torch.randn(5, 6).double().requires_grad_()
-    visibility = Visibility(
-        num_queries=3, num_keys=5, dtype=torch.float64, device=torch.device("cpu")
-    )
-
-    def attend(segment, memory, positions, *rest):
-        shared, own = (rest[:0], rest) if untie_biases else (rest[:2], rest[2:])
-        u, v = shared or (None, None)
-        inputs = (segment, memory, positions, u, v)
-        options = {"visibility": visibility, "dropout": DropoutStream(1, 2, [0, 1])}
-        named = dict(zip(names, own, strict=True))
-        return torch.func.functional_call(attention, named, inputs, options)
-
-    inputs = (segment_BLD, memory_BMD, positions_CD, *biases, *parameters)
-    assert torch.autograd.gradcheck(attend, inputs)
 
 
 def test_initialization_is_the_published_one_and_repeats_with_the_seed() -> None:
