@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from foundation.errors import ConfigError
-from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.run import RunConfig
 from pretrain.model import attention
 from pretrain.model.positions import SegmentKeys
 from tests.helpers.compiled_layer import between_attentions, layers_of
@@ -57,8 +55,3 @@ def test_layers_with_the_same_keys_count_the_visible_ones_once() -> None:
     keys = SegmentKeys(model, torch.float32, [], documents_BC, 8)
     assert "num_visible_BL" in vars(keys.visibility(16, 8))  # before compiled layers read it
     assert keys.visibility(16, 8).num_visible_BL.tolist() == [list(range(9, 17))]
-
-
-def test_a_model_with_dropout_cannot_be_compiled() -> None:
-    with pytest.raises(ConfigError, match=r"model\.dropout"):
-        RunConfig(engine=EngineConfig(compile=True), model=ModelConfig(dropout=0.1))
