@@ -188,8 +188,9 @@ def test_a_flipped_bit_in_a_key_of_the_metrics_is_reported_once_and_blocks_no_st
     run_dir.metrics.write_text(text)
     longer = replace(run, optim=OptimConfig(steps=8))
     assert run_training(longer, run_dir.path, world) == 0
-    (damaged,) = [text for text in caplog.messages if str(run_dir.metrics) in text]
-    assert damaged.endswith("in line 3, 5")
+    (damaged,) = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert str(run_dir.metrics) in damaged.getMessage()
+    assert damaged.getMessage().endswith("in line 3, 5")
     assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == [
         1, 2, 4, 6, 7, 8,
     ]  # fmt: skip
