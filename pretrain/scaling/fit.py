@@ -360,8 +360,8 @@ def _named_outliers(fit: Fit, error_P: Array) -> list[str]:
     if not far_P.any():
         return []
     order = np.argsort(-np.abs(np.where(far_P, error_P, 0)))[: int(far_P.sum())]
-    losses = [as_loss(float(loss)) for loss in points.loss_P]
-    named = [f"{points.names[i]} (loss {losses[i]})" for i in order[:MOST_NAMED]]
+    first = order[:MOST_NAMED]
+    named = [f"{points.names[i]} (loss {as_loss(float(points.loss_P[i]))})" for i in first]
     more = f" and {len(order) - MOST_NAMED} more" if len(order) > MOST_NAMED else ""
     return [
         f"{counted(len(order), 'run')} over {FAR:g} standard deviations off the law: "

@@ -239,9 +239,9 @@ class FrontierFit:
     @property
     def no_interval(self) -> str:
         """Why its sizes have no interval; empty if they have."""
-        used = f"{counted(len(self.used), 'budget')} with a vertex; an interval needs"
-        few = f"{used} {FEWEST_GROUPS}" if self.valleys else NO_LINE
-        return "" if self.frontier.free else few
+        used = counted(len(self.used), "budget")
+        few = f"{used} with a vertex; an interval needs {FEWEST_GROUPS}"
+        return "" if self.frontier.free else few if self.valleys else NO_LINE
 
     def line(self, flops_law: FlopsLaw) -> Frontier:
         return self.frontier

@@ -177,9 +177,9 @@ def outside_step_law(runs: Sequence[RunConfig]) -> list[str]:
     """Which of the runs Step Law was not measured for, in one line; none if it was for all."""
     outside = []
     for run in runs:
-        at = cost_of(run).body_parameters, cost_of(run).tokens
-        inside = _clipped(at[0], STEP_LAW_PARAMETERS), _clipped(at[1], STEP_LAW_TOKENS)
-        outside += [run.name] * (at != inside)
+        size, tokens = (cost := cost_of(run)).body_parameters, cost.tokens
+        inside = _clipped(size, STEP_LAW_PARAMETERS), _clipped(tokens, STEP_LAW_TOKENS)
+        outside += [] if (size, tokens) == inside else [run.name]
     if not outside:
         return []
     return [
