@@ -27,13 +27,20 @@ from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream, SegmentBatch
-from pretrain.config.optim import OptimConfig, ScheduleConfig
-from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, RecoveryConfig, RunConfig
+from pretrain.config.run import (
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    RecoveryConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import Memory
-from pretrain.optim.learning_rate import learning_rate_at
-from pretrain.recovery.loss_spikes import SpikeDetector
+from pretrain.optim.optimizers import learning_rate_at
+from pretrain.recovery.rewind import SpikeDetector
 from pretrain.run import build_engine
 from pretrain.rundir.events import Spike
 

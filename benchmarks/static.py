@@ -44,8 +44,7 @@ from pretrain.config.choices import POSITIONS
 from pretrain.config.engine import Attention, attention_of
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
-from pretrain.kernels.triton.tiling import Tile, built_in_tiles
-from pretrain.kernels.triton.workspace import Workspace, workspace_of
+from pretrain.kernels.triton.tiling import Tile, Workspace, built_in_tiles, workspace_of
 from tests.helpers.compiled_layer import num_operations
 from tests.helpers.host_reads import measured_reads
 from tests.helpers.live_tensors import (

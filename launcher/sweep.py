@@ -29,8 +29,14 @@ from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.reporting.results import differing_settings
 from pretrain.rundir.events import EXIT_STOPPED, Submitted, describe_exit
 from pretrain.rundir.run_dir import RunDir, make_run_directory, refuse_foreign_run
-from pretrain.scaling.sweep_file import Sweep, config_of
-from pretrain.scaling.which_runs import PlacedCell, begin_branch, other_settings, refuse_others
+from pretrain.scaling.sweep_file import (
+    PlacedCell,
+    Sweep,
+    begin_branch,
+    config_of,
+    other_settings,
+    refuse_others,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pretrain.config.run import RunConfig
     from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
     from pretrain.model.transformer_xl import TransformerXL
-    from pretrain.weights.trained_model import TrainedModel, load_tokenizer, load_trained
+    from pretrain.weights.export import TrainedModel, load_tokenizer, load_trained
 
 __all__ = [
     "ModelConfig",
@@ -33,7 +33,7 @@ _HOMES = {
     "pretrain.config.run": ("RunConfig",),
     "pretrain.evaluation.sampling": ("Sampling", "generate", "prompt_tokens"),
     "pretrain.model.transformer_xl": ("TransformerXL",),
-    "pretrain.weights.trained_model": ("TrainedModel", "load_tokenizer", "load_trained"),
+    "pretrain.weights.export": ("TrainedModel", "load_tokenizer", "load_trained"),
 }
 
 

@@ -29,9 +29,9 @@ from foundation.retry import Patience, outlast
 from foundation.settings import assert_never
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.destinations import Disk
+from pretrain.checkpoint.elastic_reader import find_resume_point, refuse
 from pretrain.checkpoint.local_tier import LocalTier
 from pretrain.checkpoint.marker import Checkpoint
-from pretrain.checkpoint.resume_point import find_resume_point, refuse
 from pretrain.checkpoint.uploads import Mirror, location
 from pretrain.config.resolve import check_same_sets, hashes_of_sets, splits_of_sets
 from pretrain.config.run import (

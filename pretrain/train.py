@@ -18,7 +18,7 @@ from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.wandb_writer import Copy
 from pretrain.model.lane_state import LaneState
-from pretrain.optim.learning_rate import learning_rate_at
+from pretrain.optim.optimizers import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.recovery.rewind import SpikeMonitor
 from pretrain.recovery.stop_requests import Agreement, StopRequest, StopRequested

@@ -166,10 +166,10 @@ def run(context: Context) -> None:
 
 def workspace_values(inputs: AttentionInputs, programs: int, context: Context) -> dict[str, float]:
     """Return the time of our backward pass if `programs` fill a device, and its workspace."""
-    from pretrain.kernels.triton import workspace
+    from pretrain.kernels.triton import tiling
     from pretrain.kernels.triton.attention import fused_relative_attention
 
-    built_in, workspace.FILLING_PROGRAMS = workspace.FILLING_PROGRAMS, programs
+    built_in, tiling.FILLING_PROGRAMS = tiling.FILLING_PROGRAMS, programs
     key_value = inputs.key_value_BC2GH.unbind(2)
     arguments = (inputs.query_BLNH, *key_value, inputs.position_CNH, *inputs.biases_NH)
     output = fused_relative_attention(*arguments, workspace_bytes=16 << 30)
@@ -186,7 +186,7 @@ def workspace_values(inputs: AttentionInputs, programs: int, context: Context) -
         torch.cuda.reset_peak_memory_stats()
     ms = milliseconds({OURS: backward}, context.size(10, 1))[OURS]
     peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
-    workspace.FILLING_PROGRAMS = built_in
+    tiling.FILLING_PROGRAMS = built_in
     return {"backward_ms": ms, "peak_mib": peak / 2**20}
 
 

@@ -21,7 +21,7 @@ from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World
 from pretrain.engines.engine import batch_tensors
 from pretrain.model.lane_state import Memory
-from pretrain.optim.learning_rate import learning_rate_at
+from pretrain.optim.optimizers import learning_rate_at
 
 
 def yardstick(run: RunConfig) -> RunConfig:

@@ -20,15 +20,14 @@ from data_pipeline.lanes.segment_batch import LaneCursor, SegmentBatch
 from foundation.settings import load_config
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.destinations import Disk
-from pretrain.checkpoint.resume_point import find_resume_point
-from pretrain.config.data import DataConfig
+from pretrain.checkpoint.elastic_reader import find_resume_point
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.resolve import with_precision
-from pretrain.config.run import RunConfig, accumulation_steps
+from pretrain.config.run import DataConfig, RunConfig, accumulation_steps
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.engines.memory_offload import MemoryOffload
-from pretrain.optim.learning_rate import learning_rate_at
+from pretrain.optim.optimizers import learning_rate_at
 from pretrain.processes.device import has_bf16, set_determinism
 from pretrain.run import build_engine
 from pretrain.state import TrainState

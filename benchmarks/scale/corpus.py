@@ -13,7 +13,7 @@ from benchmarks.scale.instruments import counted_files
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest
-from data_pipeline.corpora.shard_cache import ShardCache
+from data_pipeline.corpora.remote_corpus import ShardCache
 from data_pipeline.corpora.stores import store_at
 from data_pipeline.lanes.lane_stream import LaneStream
 from foundation.files import SETTLED_NS

@@ -31,9 +31,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.corpora.fetch import NotFetchedError, fetch_file, in_parallel
+from data_pipeline.corpora.fetch import (
+    NotFetchedError,
+    WritableStore,
+    fetch_file,
+    in_parallel,
+    size_problem,
+)
 from data_pipeline.corpora.stores import RetryPolicy, store_at
-from data_pipeline.corpora.writable_store import WritableStore, size_problem
 from foundation.errors import CheckpointError, UserError
 from foundation.files import (
     Content,

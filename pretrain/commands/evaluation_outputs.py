@@ -23,8 +23,7 @@ from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evalua
 from pretrain.evaluation.probes.probe_run import ProbeSettings, probe_rows, run_probes
 from pretrain.scaling.collect import PROBES
 from pretrain.terminal.text import counted
-from pretrain.weights.export import is_export
-from pretrain.weights.trained_model import TrainedModel, load_tokenizer, load_trained
+from pretrain.weights.export import TrainedModel, is_export, load_tokenizer, load_trained
 
 CONTEXT_POSITIONS, CONTEXTS = 512, 20  # of an effective context length
 SHARES = (0.1, 0.5, 1.0)  # of the positions, as in table 8 of the paper

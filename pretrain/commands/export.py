@@ -14,7 +14,7 @@ from pretrain.rundir.run_dir import run_path
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizer import Tokenizer
-    from pretrain.weights.trained_model import TrainedModel
+    from pretrain.weights.export import TrainedModel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the directory, completely or not at all."""
     import torch  # late, as all that imports it: it takes seconds
 
-    from pretrain.weights.export import refuse_existing, write_export
-    from pretrain.weights.trained_model import load_tokenizer, load_trained
+    from pretrain.weights.export import load_tokenizer, load_trained, refuse_existing, write_export
 
     refuse_existing(arguments.output)
     trained = load_trained(arguments.run, torch.device("cpu"), ema=arguments.ema)

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     # Late: torch takes seconds.
     from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
-    from pretrain.weights.trained_model import inference_device, load_tokenizer, load_trained
+    from pretrain.weights.export import inference_device, load_tokenizer, load_trained
 
     sampling = Sampling(
         temperature=arguments.temperature,

@@ -41,7 +41,7 @@ from pretrain.config.resolve import resolve
 from pretrain.config.run import EvaluationConfig, RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.costs.run_time import run_time
-from pretrain.scaling.intervals import amount
+from pretrain.scaling.law import amount
 from pretrain.scaling.recipe import Family, power_of_two, with_steps
 from pretrain.terminal.text import counted, si
 

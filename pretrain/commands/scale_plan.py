@@ -23,7 +23,7 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import GIB, Hardware
 from pretrain.costs.flops import computed_flops_of_step
 from pretrain.costs.memory import checkpoint_bytes
-from pretrain.scaling.intervals import amount
+from pretrain.scaling.law import amount
 from pretrain.scaling.plan import (
     TOKENS_PER_PARAMETER,
     Machine,
@@ -153,7 +153,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         check_corpus(corpus, runs)
     lines = [fitted_table(_table(runs))]
     if arguments.simulate is not None:
-        from pretrain.scaling.simulation import simulated_table
+        from pretrain.scaling.plan import simulated_table
 
         table = simulated_table(runs, arguments.simulate, arguments.noise)
         words = f"At {arguments.simulate:.3g} FLOPs, if Besiroglu et al. 2024's law held with"

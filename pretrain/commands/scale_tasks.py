@@ -9,8 +9,7 @@ from foundation.errors import ConfigError
 from pretrain.commands.scale import add_question, add_runs, check_question
 from pretrain.commands.scale_fit import points_of
 from pretrain.scaling.fit import refuse_wild, run_doubts
-from pretrain.scaling.intervals import amount, as_loss, fixed, shown
-from pretrain.scaling.law import ParametricFit
+from pretrain.scaling.law import ParametricFit, amount, as_loss, fixed, shown
 from pretrain.scaling.table import Columns
 from pretrain.scaling.task_fit import FARTHEST, TaskFit, fit_task
 from pretrain.terminal.text import counted

@@ -3,7 +3,7 @@
 Torch-free: the launcher reads these on a login node. What can be derived is a property, not a
 setting. `may_change` says what a resume may change.
 
-Phases of a run: from a step on, another mixture, number of lanes or segment length.
+From a phase's step on, a run has another mixture, number of lanes or segment length.
 """
 
 from __future__ import annotations
@@ -12,22 +12,173 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
+from data_pipeline.config import CacheConfig, MixturePart
 from foundation.errors import ConfigError
+from foundation.files import url_of
 from foundation.settings import (
     LARGEST_SEED,
     MOST,
     MOST_LANES,
+    MOST_ROWS,
     Range,
     check_ranges,
+    require_hash,
     require_name,
     require_no_secrets,
     require_object_store,
     setting,
 )
-from pretrain.config.data import DataConfig
+from pretrain.config.choices import OptimizerName, ScheduleShape
 from pretrain.config.engine import EngineConfig, check_attention
 from pretrain.config.model import ModelConfig
-from pretrain.config.optim import OptimConfig
+
+MOST_SEGMENTS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate by step: linear warm-up, then `shape` down to `final_fraction` of the peak."""
+
+    shape: ScheduleShape = "cosine"
+    """Course of the learning rate after warm-up; wsd: constant, then a linear decay at the end."""
+    warmup_steps: int = setting(0, Range(0, MOST), unit="steps")
+    """Linear warm-up of the learning rate from zero."""
+    decay_steps: int = setting(0, Range(0, MOST), unit="steps")
+    """Length of wsd's final decay; 0: a fifth of the run, or what warm-up leaves of it."""
+    final_fraction: float = setting(0.0, Range(0, 1))
+    """Learning rate at the end, as a fraction of the peak."""
+
+    def __post_init__(self) -> None:
+        check_ranges("optim.schedule.", self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW, LAMB or Muon with decoupled weight decay, which leaves norms and biases alone."""
+
+    steps: int = setting(1000, Range(1, MOST), unit="steps")
+    """Updates of the run; a resume may only raise it."""
+    name: OptimizerName = "adamw"
+    """Optimizer; lamb is for very large batches, muon makes the updates of matrices orthogonal."""
+    learning_rate: float = setting(2.5e-4, Range(0, 1000))
+    """Learning rate at the peak, after warm-up."""
+    betas: tuple[float, float] = setting((0.9, 0.999), Range(0, 1, below=True))
+    """Decay of the averages of gradients and of their squares."""
+    epsilon: float = setting(1e-8, Range(0, 1))
+    """Added to the divisor of an update."""
+    weight_decay: float = setting(0.0, Range(0, 1000))
+    """Decoupled weight decay, which leaves norms and biases alone."""
+    clip_norm: float = setting(0.25, Range(0, MOST))
+    """Largest norm of a gradient; larger ones are scaled down to it; 0: no clipping."""
+    gradient_segments: int = setting(1, Range(1, MOST_SEGMENTS), unit="segments")
+    """Segments of each lane in a step; through memory, later ones teach earlier; 1: the paper's."""
+    ema_decay: float = setting(0.0, Range(0, 1, below=True))
+    """Decay of an exponential moving average of the weights, say 0.999; 0: none."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Course of the learning rate."""
+
+    def __post_init__(self) -> None:
+        check_ranges("optim.", self)
+        if self.schedule.warmup_steps > self.steps:
+            raise ConfigError(
+                f"optim.schedule.warmup_steps={self.schedule.warmup_steps} is longer than "
+                f"optim.steps={self.steps}, which includes it; set it too, such as "
+                f"optim.schedule.warmup_steps={self.steps // 20}"
+            )
+        left = self.steps - self.schedule.warmup_steps
+        decays_last = self.schedule.shape == "wsd"
+        if decays_last and self.schedule.decay_steps > left:
+            raise ConfigError(
+                f"optim.schedule.decay_steps={self.schedule.decay_steps} is longer than the {left} "
+                "steps that warm-up leaves: the rate would drop before the decay; use "
+                f"{left} or less"
+            )
+
+    @property
+    def decay_steps(self) -> int:
+        """The length of wsd's final decay."""
+        left = self.steps - self.schedule.warmup_steps
+        return self.schedule.decay_steps or max(1, min(self.steps // 5, left))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseConfig:
+    """What changes from a step on; what is not set stays as before.
+
+    With other lanes or another mixture the lanes restart, and memories are kept only if the number
+    of lanes stays. With another segment length alone every lane continues, with its memory.
+    """
+
+    from_step: int = setting(allowed=Range(1, MOST), unit="steps")
+    """Number of updates before the phase starts."""
+    lanes: int = setting(0, Range(0, MOST_LANES), unit="lanes")
+    """Lanes from then on; 0: as before."""
+    segment_length: int = setting(0, Range(0, MOST_ROWS), unit="tokens")
+    """Tokens of a segment from then on; 0: as before."""
+    mixture: tuple[MixturePart, ...] = ()
+    """Corpora from then on; []: as before."""
+
+    def __post_init__(self) -> None:
+        check_ranges("data.phases.", self)
+        if not (self.lanes or self.segment_length or self.mixture):
+            raise ConfigError(
+                f"the phase of data.phases from step {self.from_step} on changes nothing; expected "
+                "lanes, a segment length or a mixture"
+            )
+
+    @property
+    def restarts_lanes(self) -> bool:
+        """Whether the phase has other lanes than the one before."""
+        return bool(self.lanes or self.mixture)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which corpus, in how many lanes. A segment is `lanes` rows of `segment_length` tokens."""
+
+    path: Path = Path("data")
+    """Corpus: directory (relative: to the working directory), or URL uploaded to; it may move."""
+    manifest_hashes: tuple[str, ...] = ()
+    """Each corpus trained on must have one of these: `data-pipeline inspect` shows it; []: any."""
+    mixture: tuple[MixturePart, ...] = ()
+    """Corpora to train on instead; tokenizer and validation split remain those of `path`."""
+    lanes: int = setting(16, Range(1, MOST_LANES), unit="lanes")
+    """Streams of text read side by side over all ranks: the rows of a batch."""
+    segment_length: int = setting(64, Range(1, MOST_ROWS), unit="tokens")
+    """Tokens of a segment; in a step each lane reads one, or `optim.gradient_segments`."""
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    """Cache of corpora named by a URL."""
+    phases: tuple[PhaseConfig, ...] = ()
+    """Other lanes, segments or corpora from given steps on; a resume may change later ones."""
+
+    def __post_init__(self) -> None:
+        check_ranges("data.", self)
+        require_no_secrets("data.path", self.path)
+        for each in self.manifest_hashes:
+            require_hash("data.manifest_hashes", each)
+        steps = [phase.from_step for phase in self.phases]
+        if sorted(set(steps)) != steps:
+            raise ConfigError(
+                f"data.phases start at the steps {steps}; expected each to start after the one "
+                "before"
+            )
+
+    @property
+    def all_parts(self) -> tuple[MixturePart, ...]:
+        """The parts of every mixture, also of those that phases change to."""
+        return (*self.mixture, *(part for phase in self.phases for part in phase.mixture))
+
+    def directory(self) -> Path:
+        """Where to read the corpus: `path`, or this node's cache of a URL.
+
+        Fetches the manifests and the tokenizer of a URL. DataError unless it has one of
+        `manifest_hashes`, if there are any.
+        """
+        if url_of(self.path) is None and not self.manifest_hashes:
+            return self.path
+        from data_pipeline.corpora.corpus import pinned_directory
+
+        return pinned_directory(self.path, self.cache, self.manifest_hashes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,13 @@ from typing import NamedTuple
 from foundation.errors import ConfigError
 from pretrain.config.choices import FEED_FORWARDS, POSITIONS, OptimizerName
 from pretrain.config.model import CONVOLUTION_WIDTH, DELTANET_CHUNK, T5_BUCKETS, ModelConfig
-from pretrain.config.optim import OptimConfig
-from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank, spans_of_phases
+from pretrain.config.run import (
+    OptimConfig,
+    RunConfig,
+    accumulation_steps,
+    lanes_of_rank,
+    spans_of_phases,
+)
 from pretrain.terminal.text import counted, si
 
 NEWTON_SCHULZ_STEPS = 5

@@ -45,8 +45,7 @@ from pretrain.costs.flops import (
     tokens_of_pass,
     weights_of,
 )
-from pretrain.kernels.triton.tiling import built_in_tiles
-from pretrain.kernels.triton.workspace import workspace_of
+from pretrain.kernels.triton.tiling import built_in_tiles, workspace_of
 
 MASTER_BYTES = 4
 EXACT_BYTES = 4  # the delta rule computes in float32

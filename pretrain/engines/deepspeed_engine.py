@@ -131,7 +131,7 @@ def deepspeed_settings(
             # The optimizer skips what is not finite by the norm, for which the host waits anyway.
             derived["bf16"] = {"enabled": True, "check_grad_overflow": False}
         case "fp16":
-            # Constant for DeepSpeed; the engine sets it from `pretrain.optim.loss_scale`.
+            # Constant for DeepSpeed; the engine sets it from `pretrain.optim.optimizers`.
             derived["fp16"] = {"enabled": True, "loss_scale": 1.0}
         case _:
             assert_never(run.engine.number_format)

@@ -22,8 +22,14 @@ from pretrain.model.parameters import dtype_of
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.fragments import Fragment, FragmentIndex, create_state, fragment_of
 from pretrain.optim.layer_norms import LayerMeter, LayerSquares
-from pretrain.optim.loss_scale import INITIAL_SCALE, WINDOW, LossScaler
-from pretrain.optim.optimizers import build_optimizer, clip_gradients, must_skip
+from pretrain.optim.optimizers import (
+    INITIAL_SCALE,
+    WINDOW,
+    LossScaler,
+    build_optimizer,
+    clip_gradients,
+    must_skip,
+)
 from pretrain.optim.parameter_groups import set_learning_rate, state_of_parameters
 
 

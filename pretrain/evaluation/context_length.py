@@ -19,7 +19,7 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from foundation.errors import ConfigError
 from pretrain.model.cached import new_stream
-from pretrain.model.memory import document_starts
+from pretrain.model.lane_state import document_starts
 from pretrain.model.transformer_xl import TransformerXL
 
 THRESHOLD = 0.01  # of perplexity

@@ -34,7 +34,7 @@ from pretrain.model.cached import Stream, new_stream
 from pretrain.model.lane_state import Memory
 from pretrain.rundir.metric_names import SCORED_SPEED, set_values
 from pretrain.terminal.text import perplexity
-from pretrain.weights.trained_model import TrainedModel
+from pretrain.weights.export import TrainedModel
 
 TextSizes = tuple[np.ndarray, np.ndarray]
 

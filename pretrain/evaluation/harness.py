@@ -28,8 +28,8 @@ from foundation.yaml_files import YAML_SUFFIXES
 from pretrain.config.choices import Precision
 from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
 from pretrain.model.cached import new_stream
-from pretrain.model.memory import document_starts
-from pretrain.weights.trained_model import TrainedModel, load_tokenizer, load_trained
+from pretrain.model.lane_state import document_starts
+from pretrain.weights.export import TrainedModel, load_tokenizer, load_trained
 
 T = TypeVar("T")
 Request = tuple[tuple[str, str], list[int], list[int]]  # texts; tokens of context and continuation

@@ -23,7 +23,7 @@ from pretrain.evaluation.task_names import check_tasks
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.recovery.stop_requests import StopRequested
 from pretrain.rundir.metric_names import task_values
-from pretrain.weights.trained_model import TrainedModel
+from pretrain.weights.export import TrainedModel
 
 logger = logging.getLogger(__name__)
 

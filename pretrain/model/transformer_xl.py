@@ -18,11 +18,14 @@ from pretrain.config.choices import POSITIONS, ActivationCheckpointing, Attentio
 from pretrain.config.model import ModelConfig
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.embedding_and_softmax import AdaptiveSoftmax, Embedding, with_gradient_of
-from pretrain.model.lane_state import Carried, LaneState, LayerParts, Memory, detached
-from pretrain.model.layer import DeltaNetLayer, TransformerLayer, layer_of
-from pretrain.model.memory import (
+from pretrain.model.lane_state import (
+    Carried,
     Compression,
+    LaneState,
+    LayerParts,
+    Memory,
     MemoryTokens,
+    detached,
     documents_with_tokens,
     grouped_documents,
     last_rows,
@@ -30,6 +33,7 @@ from pretrain.model.memory import (
     num_leaving_rows,
     segment_documents,
 )
+from pretrain.model.layer import DeltaNetLayer, TransformerLayer, layer_of
 from pretrain.model.parameters import normal
 from pretrain.model.positions import DistanceBias, RelativePositions, SegmentKeys, Stretch
 

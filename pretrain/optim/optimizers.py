@@ -1,4 +1,8 @@
-"""The configured optimizer, clipping of gradients, and when a step must be skipped.
+"""The configured optimizer, its learning rate, clipping, and when a step must be skipped.
+
+The learning rate is a pure function of the step, so a resumed run needs no scheduler state. The
+loss scale of fp16 (Micikevicius et al. 2018) is our own, and DeepSpeed sees a constant one: its
+scalers skip, count and halve in a different way in each ZeRO stage.
 
 All optimizers get tensors from ZeRO that are flat slices of many parameters. A `FragmentIndex`,
 set after construction, tells them which parameter is where.
@@ -31,10 +35,10 @@ from torch import Tensor, nn
 
 from foundation.settings import assert_never
 from pretrain.config.choices import Precision
-from pretrain.config.optim import OptimConfig
+from pretrain.config.run import OptimConfig
 from pretrain.costs.flops import NEWTON_SCHULZ_STEPS, newton_schulz_flops
 from pretrain.distributed.rounds import rows_of_ranks
-from pretrain.distributed.world import World, exchange_parts, sum_over_ranks
+from pretrain.distributed.world import World, any_rank, exchange_parts, sum_over_ranks
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.fragments import Fragment, FragmentIndex, create_state
 from pretrain.optim.layer_norms import LayerMeter, layer_of
@@ -445,3 +449,92 @@ def clip_gradients(module: nn.Module, optim: OptimConfig) -> Tensor:
 def must_skip(grad_norm: float, skip_grad_norm: float) -> bool:
     """Whether this global norm is non-finite, or above the limit `skip_grad_norm` (0: none)."""
     return not math.isfinite(grad_norm) or 0.0 < skip_grad_norm < grad_norm
+
+
+INITIAL_SCALE, SMALLEST_SCALE = 65536.0, 1.0
+WINDOW = 1000  # updates without an overflow, after which the scale doubles
+
+
+class LossScaler:
+    """The factor of the loss before its backward pass, equal on all ranks.
+
+    It is halved when gradients overflow and doubled after `window` updates without an overflow. It
+    is a power of two, so that scaling rounds nothing.
+    """
+
+    def __init__(self, initial_scale: float, window: int) -> None:
+        self.scale = initial_scale
+        self._window = window
+        self._updates = 0  # since the scale last changed
+        self._losses: list[Tensor] = []
+
+    def observe(self, loss: Tensor) -> None:
+        """Note an unscaled loss of the coming update, without waiting for it."""
+        self._losses.append(loss.detach())
+
+    def update(self, grad_norm: float, applied: bool) -> bool:
+        """Set the scale for the next step; returns whether this one overflowed. A collective.
+
+        They overflowed if they are non-finite, all losses of all ranks are finite and the scale can
+        still be halved. Any other skipped update has another cause and leaves the scale alone: a
+        non-finite loss would be non-finite at every scale, and halving for it would only hide the
+        failure from `recovery`.
+        """
+        losses, self._losses = self._losses, []
+        if math.isfinite(grad_norm):
+            self._updates += applied
+            # More than `window` if the setting was lowered on resume.
+            if self._updates >= self._window:
+                self._set(self.scale * 2.0)
+            return False
+        loss_is_finite = bool(torch.stack(losses).isfinite().all())
+        if any_rank(not loss_is_finite) or self.scale <= SMALLEST_SCALE:
+            return False
+        self._set(self.scale / 2.0)
+        return True
+
+    def to_tree(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {"scale": self.scale, "updates": self._updates}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Continue from the state that `to_tree` returned."""
+        self.scale, self._updates = float(tree["scale"]), int(tree["updates"])
+
+    def _set(self, scale: float) -> None:
+        self.scale, self._updates = scale, 0
+
+
+def learning_rate_at(optim: OptimConfig, step: int) -> float:
+    """Return the learning rate of the update from `step` to `step + 1`; `step` starts at 0."""
+    schedule = optim.schedule
+    if step < schedule.warmup_steps:
+        return optim.learning_rate * (step + 1) / schedule.warmup_steps
+    return optim.learning_rate * _fraction_after_warmup(optim, step)
+
+
+def _fraction_after_warmup(optim: OptimConfig, step: int) -> float:
+    schedule = optim.schedule
+    floor = schedule.final_fraction
+    done = (step - schedule.warmup_steps) / max(1, optim.steps - schedule.warmup_steps)
+    done = min(1.0, max(0.0, done))
+    match schedule.shape:
+        case "constant":
+            return 1.0
+        case "linear":
+            return floor + (1.0 - floor) * (1.0 - done)
+        case "cosine":
+            return _cosine(floor, done)
+        case "cosine_from_start":  # of Dai et al. 2019 in PyTorch; theirs in TensorFlow is "cosine"
+            return _cosine(floor, min(1.0, step / optim.steps))
+        case "inverse_sqrt":
+            return max(floor, math.sqrt(max(1, schedule.warmup_steps) / max(1, step + 1)))
+        case "wsd":  # warm-up, stable, decay: constant, then linear over the last `decay_steps`
+            left = max(0, optim.steps - step)
+            return floor + (1.0 - floor) * min(1.0, left / optim.decay_steps)
+        case _:
+            assert_never(schedule.shape)
+
+
+def _cosine(floor: float, done: float) -> float:
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from foundation.settings import assert_never
 from pretrain.config.choices import OptimizerName
 from pretrain.config.model import ModelConfig
-from pretrain.config.optim import OptimConfig
+from pretrain.config.run import OptimConfig
 from pretrain.model.transformer_xl import TransformerXL
 
 Role = Literal["matrix", "projection", "table", "vector", "output_bias"]

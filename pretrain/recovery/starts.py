@@ -25,10 +25,9 @@ from pretrain.config.run import RunConfig, runs_of_phases
 from pretrain.distributed.threads import describe_waiting
 from pretrain.distributed.world import World, gather_values
 from pretrain.kernels.triton.tiling import table_name
-from pretrain.rundir.code_version import code_version
 from pretrain.rundir.events import TrainingBegan, not_bitwise
 from pretrain.rundir.ledger import events_of, last_of
-from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_dir import RunDir, code_version
 
 PACKAGES = ("torch", "numpy", "deepspeed")
 WAITING_NAME = "threads wait"  # changes speed, but no bit of a result

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fnmatch
+import hashlib
 import logging
 import os
 import secrets
@@ -44,6 +45,7 @@ from foundation.files import (
     write_json,
     write_text,
 )
+from foundation.own_programs import installed_version
 from foundation.records import Fields, InvalidField
 from foundation.retry import Patience, outlast
 from foundation.settings import differences, load_config, parse_config, to_tree
@@ -480,3 +482,20 @@ def _refusal(key: str, old: Any, new: Any, step: int) -> str:
             change = f"{started[0]} -> {started[1]}"
             return f"{change} (before step {step}; only later phases may change)"
     return ""
+
+
+PACKAGES = ("data_pipeline", "pretrain")  # all that a rank runs
+
+
+def code_version() -> str:
+    """Return `VERSION+DIGEST`.
+
+    Equal digests mean equal source files, whether committed, copied or installed.
+    """
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+    return f"{installed_version()}+{digest.hexdigest()[:12]}"

@@ -24,7 +24,7 @@ from pretrain.reporting.charts import (
 )
 from pretrain.scaling.fit import BEYOND, Fit
 from pretrain.scaling.frontier import Approach
-from pretrain.scaling.intervals import LEVEL, Interval
+from pretrain.scaling.law import LEVEL, Interval
 from pretrain.scaling.table import Array
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.metric_names import set_losses, task_columns
 from pretrain.rundir.run_dir import RunDir
-from pretrain.scaling.intervals import amount
+from pretrain.scaling.law import amount
+from pretrain.scaling.sweep_file import PlacedCell
 from pretrain.scaling.table import csv_rows
-from pretrain.scaling.which_runs import PlacedCell
 from pretrain.terminal.text import flops_text
 
 MISTUNED = 0.005  # of the loss: what another rate may gain

@@ -15,8 +15,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from foundation.errors import DataError
-from pretrain.scaling.intervals import FEWEST_FREE, FEWEST_GROUPS, Interval, jackknife, students
-from pretrain.scaling.law import FlopsLaw, LawLine, ParametricFit
+from pretrain.scaling.law import (
+    FEWEST_FREE,
+    FEWEST_GROUPS,
+    FlopsLaw,
+    Interval,
+    LawLine,
+    ParametricFit,
+    jackknife,
+    students,
+)
 from pretrain.scaling.table import Array, Points
 from pretrain.terminal.text import counted
 

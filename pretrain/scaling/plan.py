@@ -4,19 +4,26 @@
 members of a comparison, seeds. `plan_sizes` makes those whose values follow from a budget: shapes
 around its optimum, with a rule's rate and batch, and for a machine with the settings that make it
 fit. Every number of memory and time is one of `describe`'s: nothing here estimates any.
+
+`--simulate` says how certain a sweep's answers would be: losses of its runs are drawn from an
+assumed law with noise and fitted as `scale fit` fits them, and many such sweeps differ by that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import math
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import SPLITS
@@ -30,6 +37,9 @@ from pretrain.costs.cluster import GIB, Hardware
 from pretrain.costs.flops import RunCost, computed_flops_of_step, cost_of, lanes_of_pass
 from pretrain.costs.memory import advice, cheapest_fit, footprint_of
 from pretrain.costs.run_time import run_time
+from pretrain.scaling.fit import TITLES
+from pretrain.scaling.frontier import Line, fit_isoflop
+from pretrain.scaling.law import LEVEL, FlopsLaw, Law, LawLine, as_size, fit_flops_law, refit
 from pretrain.scaling.recipe import (
     FAR_SIZE,
     Family,
@@ -42,6 +52,7 @@ from pretrain.scaling.recipe import (
     with_steps,
 )
 from pretrain.scaling.sweep_file import FORMAT, Cell, Kind, Sweep
+from pretrain.scaling.table import Array, Points
 from pretrain.terminal.text import counted
 
 MOST_SIZES = 1000  # of a budget
@@ -469,3 +480,81 @@ def placement_totals(runs: Sequence[PlannedRun], hardware: Hardware, mfu: float)
         f"and {host:,.1f} GiB of host memory a node",
         hardware.describe(),
     ]
+
+
+# Besiroglu et al. 2024, of the runs of Hoffmann et al. 2022.
+ASSUMED = Law(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658)
+SWEEPS = 100
+
+
+def simulated_table(runs: Sequence[PlannedRun], target: float, noise: float) -> list[list[str]]:
+    """Heads and rows: N* and loss at `target` FLOPs with 95% of the simulated sweeps.
+
+    For the plan, for the plan without each budget, and with each budget's runs twice. `noise` is
+    the relative standard deviation of a run's loss. ConfigError beyond reason.
+    """
+    if not (0 < target < np.inf and 0 < noise < 0.5):
+        raise ConfigError(
+            f"--simulate {target:g} --noise {noise:g}: expected positive FLOPs, and a noise from "
+            "0.0001 to 0.5 of the loss"
+        )
+    fitted = [item for item in runs if not item.holdout and "rate_factor" not in item.facts]
+    points, total = _points_of(fitted), sum(item.cost.flops for item in runs)
+    # A run has the same noise in every row, so that rows can be compared.
+    noise_KP = noise * np.random.default_rng(0).standard_normal((SWEEPS, 2 * len(points)))
+    twice = points.take(np.tile(np.arange(len(points)), 2))
+    rows = [["plan", "FLOPs", "law", "N*", "times", "loss"]]
+    for name, chosen_P in _changes(points.budget_P):
+        changed = twice.take(chosen_P)
+        flops = total + changed.flops_P.sum() - points.flops_P.sum()
+        flops_law = fit_flops_law(changed.parameters_P, changed.tokens_P, changed.flops_P)
+        for key, answers_K2 in _answers(changed, flops_law, np.log(target), noise_KP[:, chosen_P]):
+            ends = [50, 50 - LEVEL / 2, 50 + LEVEL / 2]
+            n_3, loss_3 = np.nanpercentile(answers_K2, ends, axis=0).T
+            size = "{} [{}, {}]".format(*map(as_size, np.exp(n_3).tolist()))
+            loss = "{:.4f} [{:.4f}, {:.4f}]".format(*loss_3)
+            row = [name, f"{flops / total:.0%}", TITLES[key], size]
+            rows.append([*row, f"{np.exp(n_3[2] - n_3[1]):.2f}", loss])
+    return rows
+
+
+def _changes(budget_P: Array) -> Iterator[tuple[str, Array]]:
+    """Names and indices of runs, which begin again after the last: all; without, or twice, some."""
+    everything = np.arange(len(budget_P))
+    yield "as it is", everything
+    budgets = np.unique(budget_P)
+    for budget in budgets if len(budgets) > 2 else ():
+        yield f"without {budget:.2g}", everything[budget_P != budget]
+    for budget in budgets:
+        again = len(budget_P) + everything[budget_P == budget]
+        yield f"{budget:.2g} twice", np.concatenate([everything, again])
+
+
+def _answers(
+    points: Points, flops_law: FlopsLaw, log_target: float, noise_KP: Array
+) -> Iterator[tuple[str, Array]]:
+    """Each law's ln N* and loss [K, 2] over the simulated sweeps, if most of them have it."""
+    lines: dict[str, list[Line]] = {"parametric": [], "isoflop": []}
+    loss_P = ASSUMED.loss(points.parameters_P, points.tokens_P)
+    for noise_P in noise_KP:
+        drawn = replace(points, loss_P=loss_P * np.exp(noise_P))
+        lines["parametric"].append(LawLine(refit(ASSUMED, drawn), flops_law))
+        # Too few budgets may have a vertex inside their sizes.
+        with contextlib.suppress(DataError):
+            lines["isoflop"].append(fit_isoflop(drawn).frontier)
+    for key, found in lines.items():
+        if len(found) > SWEEPS / 2:
+            yield key, np.array([(x.log_parameters(log_target), x.loss(log_target)) for x in found])
+
+
+def _points_of(runs: Sequence[PlannedRun]) -> Points:
+    names = ("parameters", "tokens", "flops", "budget")
+    columns: Any = {f"{name}_P": np.array([float(i.facts[name]) for i in runs]) for name in names}
+    return Points(
+        names=tuple(item.name for item in runs),
+        **columns,
+        loss_P=np.ones(len(runs)),
+        progress_P=np.ones(len(runs)),
+        holdout_P=np.zeros(len(runs), bool),
+        source="the plan",
+    )

@@ -28,14 +28,16 @@ from pretrain.reporting.html import (
     table,
     write_page,
 )
-from pretrain.rundir.code_version import code_version
+from pretrain.rundir.run_dir import code_version
 from pretrain.scaling import charts
 from pretrain.scaling.fit import BEYOND, TITLES, Fit
 from pretrain.scaling.frontier import Approach, law_of
-from pretrain.scaling.intervals import (
+from pretrain.scaling.law import (
     LEVEL,
     MOST_GROUPS,
+    NAMES,
     Interval,
+    LawLine,
     Text,
     as_exponent,
     as_factor,
@@ -43,7 +45,6 @@ from pretrain.scaling.intervals import (
     as_size,
     shown,
 )
-from pretrain.scaling.law import NAMES, LawLine
 from pretrain.scaling.table import Points
 from pretrain.terminal.text import counted, text_table
 

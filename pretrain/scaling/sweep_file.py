@@ -1,4 +1,6 @@
-"""The file of a sweep: which cells there are, each an experiment file plus overrides. Torch-free.
+"""The file of a sweep: its cells, each an experiment file plus overrides. Torch-free.
+
+And which runs a command line means: run directories, folders of runs, sweep files.
 
 format: 1
 name: books                          # the sweep's name
@@ -23,11 +25,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import re
+import shutil
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,7 +48,11 @@ from foundation.yaml_files import (
     find_config,
     read_tree,
 )
+from pretrain.checkpoint.directory import step_directory
 from pretrain.config.run import RunConfig
+from pretrain.rundir.metrics_file import cut_measurements_after
+from pretrain.rundir.run_dir import RUNS, RunDir, refuse_foreign_run
+from pretrain.terminal.text import counted
 
 FORMAT = 1
 Kind = Literal["sizes", "rates", "lengths", "variants"]
@@ -192,3 +201,166 @@ def config_of(cell: Cell, sweep_path: Path) -> RunConfig:
         return load_config(RunConfig, path, cell.overrides, overridden_by="overrides")
     except ConfigError as error:
         raise ConfigError(f"{sweep_path}: cell {cell.name}: {error}") from None
+
+
+_DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
+_MOST_SHOWN = 3  # settings of a run that are not its cell's
+_log = logging.getLogger(__name__)
+
+
+def _holds_run(path: Path) -> bool:
+    return RunDir(path).exists()
+
+
+def cells_directory(sweep: Sweep, given: Path | None = None) -> Path:
+    """The parent of the cells' run directories: the one given with --runs-dir, or runs/SWEEP."""
+    return given or RUNS / sweep.name
+
+
+@dataclass(frozen=True)
+class PlacedCell:
+    """A cell of a sweep's file, its settings as planned, and where its run is."""
+
+    cell: Cell
+    config: RunConfig
+    path: Path
+    varies: str = ""  # what the sweep's plan varied
+
+
+def cells_of(sweep: Sweep, file: Path, runs: Path) -> list[PlacedCell]:
+    """The cells of the sweep in `file`, with their runs in `runs`; all that reads runs of a sweep
+    takes them from here.
+
+    ConfigError for a run with other settings than its cell's.
+    """
+    cells = [
+        PlacedCell(cell, config_of(cell, file), runs / cell.name, sweep.varies)
+        for cell in sweep.cells
+    ]
+    refuse_others((each.path, other_settings(each.path, each.config)) for each in cells)
+    return cells
+
+
+def begin_branch(cell: Cell, config: RunConfig, runs: Path) -> None:
+    """Make the run of a cell if it starts from another cell's, unless it is there.
+
+    It has the other's checkpoint of that step and measurements up to it, under the same identity,
+    so that it resumes from there. ConfigError if they differ in more than their names and steps.
+    """
+    target = RunDir(runs / cell.name)
+    if not cell.starts_from or target.exists():
+        return
+    refuse_foreign_run(runs / cell.starts_from)
+    source = RunDir.open(runs / cell.starts_from)
+    saved = step_directory(source.checkpoints, cell.starts_at)
+    own = replace(source.config, name=config.name, checkpoint=config.checkpoint)
+    own = replace(own, optim=replace(own.optim, steps=config.optim.steps))
+    others = source.other_settings(replace(config, name=source.config.name))
+    is_constant = all(
+        optim.schedule.shape == "wsd" and cell.starts_at <= optim.steps - optim.decay_steps
+        for optim in (source.config.optim, own.optim)
+    )
+    if others or not saved.is_dir() or not is_constant:
+        found = ", ".join(f"{key} {change}" for key, change in others.items())
+        raise ConfigError(
+            f"cell {cell.name} cannot start from {saved}: "
+            f"{found or 'there is no such checkpoint, or its rate decays earlier'}; plan again"
+        )
+    made = RunDir(runs / f".{cell.name}.tmp")  # whole, or not there
+    shutil.rmtree(made.path, ignore_errors=True)
+    RunDir.create(made.path, own, branch_of=source.identity)
+    step = step_directory(made.checkpoints, cell.starts_at)
+    shutil.copytree(saved, step)
+    shutil.copy(source.metrics, made.metrics)
+    cut_measurements_after(made.metrics, cell.starts_at)
+    made.path.rename(target.path)
+
+
+def other_settings(path: Path, config: RunConfig, own: RunConfig | None = None) -> str:
+    """In what the run in `path` is another than that of `config`: `seed 1 -> 2`; "" if in nothing.
+
+    `own` are its settings if it has not begun. Of a damaged run its reader says more.
+    """
+    run_dir = RunDir(path)
+    try:
+        changes = run_dir.other_settings(config, own) if own or run_dir.exists() else {}
+    except ConfigError:
+        return ""
+    shown = [f"{key} {change}" for key, change in changes.items()]
+    more = [f"{len(shown) - _MOST_SHOWN} more"] if len(shown) > _MOST_SHOWN else []
+    return ", ".join([*shown[:_MOST_SHOWN], *more])
+
+
+def refuse_others(others: Iterable[tuple[Path, str]]) -> None:
+    """Raise ConfigError for the first run of a cell whose `other_settings` are some."""
+    if wrong := [(path, other) for path, other in others if other]:
+        path, other = wrong[0]
+        more = f" (and {counted(len(wrong) - 1, 'more such cell')})" if wrong[1:] else ""
+        raise ConfigError(
+            f"cell {path.name}: the run in {path} has other settings: {other}{more}; plan the "
+            "sweep under another name, or remove its old runs"
+        )
+
+
+def runs_of(paths: Sequence[Path], is_run: Callable[[Path], bool] = _holds_run) -> list[Path]:
+    """The runs that the paths stand for, each once: a run, the runs in a folder, a sweep's cells.
+
+    A path that is none of them is kept, for its reader to refuse. ConfigError for a sweep that has
+    not started.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if path.suffix in YAML_SUFFIXES and find_config(path).is_file():
+            found += _started_cells(path, is_run)
+        else:
+            found += list(find_runs(path, is_run)) or [path]
+    return list(dict.fromkeys(found))
+
+
+def find_runs(
+    root: Path, is_run: Callable[[Path], bool] = _holds_run, depth: int = _DEPTH
+) -> Iterator[Path]:
+    """Run directories at or under `root`, in the order of their names and of numbers in them.
+
+    Runs are not searched for other runs. A directory that this user may not read is passed over,
+    with a warning.
+    """
+    try:
+        if is_run(root):
+            yield root
+            return
+        entries = list(root.iterdir()) if depth and root.is_dir() else []
+    except OSError as error:
+        _log.warning("%s cannot be searched for runs: %s", root, error.strerror)
+        return
+    for entry in sorted(entries, key=_by_number):
+        if entry.is_dir() and not entry.name.startswith("."):
+            yield from find_runs(entry, is_run, depth - 1)
+
+
+def _started_cells(path: Path, is_run: Callable[[Path], bool]) -> list[Path]:
+    """Run directories of the cells that have started, of the sweep in the file `path`.
+
+    ConfigError if none has, or one is another run.
+    """
+    tree = read_tree(path)
+    if not tree.keys() & {"cells", "grid"}:
+        raise ConfigError(
+            f"{path} is not a sweep (it has neither cells nor grid); if it is an experiment, name "
+            f"its run, by default {RUNS / str(tree.get('name', 'NAME'))}"
+        )
+    sweep = read_sweep(path)
+    folder = cells_directory(sweep)
+    found = [cell.path for cell in cells_of(sweep, path, folder) if is_run(cell.path)]
+    if not found:
+        raise ConfigError(
+            f"{path}: none of its {len(sweep.cells)} cells has started in {folder}; name the "
+            "folder of its runs, or start it with 'launcher sweep submit'"
+        )
+    return found
+
+
+def _by_number(path: Path) -> list[str | int]:
+    """A key that sorts `memory_64` before `memory_256`; texts and numbers alternate in it."""
+    parts = re.split(r"(\d+)", path.name)
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)]

@@ -15,8 +15,7 @@ import numpy as np
 from foundation.errors import DataError
 from pretrain.scaling.fit import FEWEST_FREE, Fit, fit_all, law_of_runs, loss_interval
 from pretrain.scaling.frontier import Approach, law_of
-from pretrain.scaling.intervals import MOST_GROUPS, Interval, jackknife
-from pretrain.scaling.law import ParametricFit
+from pretrain.scaling.law import MOST_GROUPS, Interval, ParametricFit, jackknife
 from pretrain.scaling.table import FINISHED, Array, Points
 from pretrain.terminal.text import counted
 

@@ -15,8 +15,7 @@ import sys
 from typing import Any
 
 from pretrain.kernels.triton.settings import Variant
-from pretrain.kernels.triton.tiling import Tile, built_in_tiles
-from pretrain.kernels.triton.workspace import CHUNK
+from pretrain.kernels.triton.tiling import CHUNK, Tile, built_in_tiles
 from tests.helpers.kernel_work import (
     Resources,
     executed_work,

@@ -9,9 +9,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from pretrain.config.choices import POSITIONS
 from pretrain.config.model import ModelConfig
-from pretrain.model.attention import RelativeAttention, compiled_if
 from pretrain.model.attention_paths import Visibility
-from pretrain.model.layer import ResidualLayer, TransformerLayer, layer_of
+from pretrain.model.layer import (
+    RelativeAttention,
+    ResidualLayer,
+    TransformerLayer,
+    compiled_if,
+    layer_of,
+)
 
 LANES, LENGTH = 2, 8
 # Events that compute nothing.

@@ -23,18 +23,18 @@ from data_pipeline.lanes.lane_stream import LaneStream
 from foundation.errors import CheckpointError, UserError
 from pretrain.checkpoint.checkpointer import Checkpointer, replicated_values
 from pretrain.checkpoint.destinations import Disk
-from pretrain.checkpoint.elastic_reader import load_fragments
+from pretrain.checkpoint.elastic_reader import find_resume_point, load_fragments
 from pretrain.checkpoint.marker import latest_step
-from pretrain.checkpoint.resume_point import find_resume_point
-from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.run import (
     CheckpointConfig,
+    DataConfig,
     EvaluationConfig,
+    OptimConfig,
     RecoveryConfig,
     RunConfig,
+    ScheduleConfig,
     accumulation_steps,
     lanes_of_rank,
 )
@@ -51,7 +51,7 @@ from pretrain.engines.engine import Engine, StepResult
 from pretrain.evaluation.evaluate import training_evaluator
 from pretrain.model.lane_state import LaneState
 from pretrain.optim.layer_norms import layer_metrics, layer_of
-from pretrain.optim.learning_rate import learning_rate_at
+from pretrain.optim.optimizers import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.run import build_engine
 from pretrain.state import TrainState, memories_without

@@ -161,11 +161,11 @@ def errors_of(case: Case) -> dict[str, float]:
 
 def fused(case: Case, inputs: list[Tensor | None], documents_BC: Tensor | None) -> Tensor:
     """The kernel on this case's options and tiles."""
-    from pretrain.kernels.triton import workspace
+    from pretrain.kernels.triton import tiling
     from pretrain.kernels.triton.attention import fused_relative_attention
     from pretrain.kernels.triton.tiling import Tile, Tiles
 
-    workspace.FILLING_PROGRAMS = case.filling_programs
+    tiling.FILLING_PROGRAMS = case.filling_programs
     size, longer = case.size, 2 * case.size if case.wide else case.size
     tiles = Tiles(
         forward=Tile(longer, size, 1),

@@ -22,7 +22,7 @@ from pretrain.config.run import RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import cpu_has_fp16
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.recovery import loss_spikes
+from pretrain.recovery import rewind
 from pretrain.run import build_engine, run_training
 
 CELLS = (
@@ -41,7 +41,7 @@ def write_counts(experiment: Path, output: Path) -> int:
         return build_engine(*arguments, **options)
 
     pretrain.run.build_engine = counting
-    loss_spikes.SPIKE_STEPS, loss_spikes.WINDOW, loss_spikes.MOST_SKIPPED = 3, 10, 1.0
+    rewind.SPIKE_STEPS, rewind.WINDOW, rewind.MOST_SKIPPED = 3, 10, 1.0
     world, found = init_world(600), {}
     for stage, precision, compiles in CELLS:
         name = f"zero{stage}-{precision}" + ("-compiled" if compiles else "")

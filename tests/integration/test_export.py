@@ -16,8 +16,7 @@ import torch
 import yaml
 
 from pretrain.cli import main
-from pretrain.weights.export import load_export
-from pretrain.weights.trained_model import load_trained
+from pretrain.weights.export import load_export, load_trained
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.full_disk import full_disk
 from tests.helpers.owners import give_away

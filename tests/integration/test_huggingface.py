@@ -15,15 +15,12 @@ import torch
 
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.cli import main
-from pretrain.config.data import DataConfig
-from pretrain.config.optim import OptimConfig
-from pretrain.config.run import RunConfig
+from pretrain.config.run import DataConfig, OptimConfig, RunConfig
 from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
 from pretrain.model.cached import new_stream
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.weights.export import write_export
+from pretrain.weights.export import TrainedModel, write_export
 from pretrain.weights.huggingface.export import model_card, write_huggingface
-from pretrain.weights.trained_model import TrainedModel
 from tests.helpers.corpora import make_tiny_corpus, some_texts
 from tests.helpers.models import VARIANTS, tiny_model
 

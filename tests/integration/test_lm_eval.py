@@ -15,12 +15,10 @@ import torch
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
 from pretrain.cli import main
-from pretrain.config.data import DataConfig
-from pretrain.config.run import RunConfig
+from pretrain.config.run import DataConfig, RunConfig
 from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
-from pretrain.weights.export import write_export
+from pretrain.weights.export import TrainedModel, write_export
 from pretrain.weights.huggingface.export import write_huggingface
-from pretrain.weights.trained_model import TrainedModel
 from tests.helpers.corpora import some_texts
 from tests.helpers.models import tiny_model
 

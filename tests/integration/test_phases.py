@@ -20,7 +20,7 @@ from pretrain.commands.same_run import differing_losses
 from pretrain.config.resolve import resolve
 from pretrain.config.run import RunConfig
 from pretrain.model.lane_state import Memory
-from pretrain.optim.learning_rate import learning_rate_at
+from pretrain.optim.optimizers import learning_rate_at
 from pretrain.recovery.faults import VARIABLE
 from pretrain.run import build_engine
 from pretrain.rundir.events import TrainingEnded

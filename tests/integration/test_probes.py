@@ -11,8 +11,7 @@ import torch
 
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.cli import main
-from pretrain.config.data import DataConfig
-from pretrain.config.run import RunConfig
+from pretrain.config.run import DataConfig, RunConfig
 from pretrain.weights.export import write_export
 from tests.helpers.models import tiny_model
 

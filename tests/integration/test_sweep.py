@@ -22,11 +22,9 @@ from safetensors.torch import load_file
 from foundation.files import write_text
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
-from pretrain.rundir.code_version import code_version
-from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_dir import RunDir, code_version
 from pretrain.scaling.collect import row_of
-from pretrain.scaling.sweep_file import config_of, read_sweep
-from pretrain.scaling.which_runs import cells_of
+from pretrain.scaling.sweep_file import cells_of, config_of, read_sweep
 
 STEPS = 160
 CELLS = {"narrow": "model.d_model=16", "wide": "seed=1", "wide-again": "seed=1"}

@@ -13,7 +13,7 @@ import pytest
 
 from data_pipeline.corpora import manifest
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.corpora.shard_cache import GIB
+from data_pipeline.corpora.remote_corpus import GIB
 from foundation import files
 from pretrain.cli import main as pretrain
 from pretrain.commands.same_run import differing_losses

@@ -13,8 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from pretrain.kernels.triton.launch import Inputs, Options, launch_backward, launch_forward
 from pretrain.kernels.triton.settings import DROPOUT_LEVELS
-from pretrain.kernels.triton.tiling import Tiles, tiles_for
-from pretrain.kernels.triton.workspace import WORKSPACE_BYTES
+from pretrain.kernels.triton.tiling import WORKSPACE_BYTES, Tiles, tiles_for
 
 UNLIMITED = 1 << 30  # a window of all keys: one number, since kernels are compiled for some numbers
 

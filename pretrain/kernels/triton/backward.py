@@ -41,7 +41,7 @@ from pretrain.kernels.triton.tiles import (
     visible_keys,
     window_of_rows,
 )
-from pretrain.kernels.triton.workspace import CHUNK
+from pretrain.kernels.triton.tiling import CHUNK
 
 
 @triton.jit(do_not_specialize=CHUNK)

@@ -22,8 +22,7 @@ from pretrain.kernels.triton.backward import (
 )
 from pretrain.kernels.triton.forward import forward_kernel
 from pretrain.kernels.triton.settings import Variant
-from pretrain.kernels.triton.tiling import Tile, Tiles
-from pretrain.kernels.triton.workspace import Chunk, workspace_of
+from pretrain.kernels.triton.tiling import Chunk, Tile, Tiles, workspace_of
 
 SUM_TILE = Tile(16, 64)  # of the kernels that only sum
 

@@ -33,9 +33,8 @@ from foundation.files import path_text, write_json, write_text
 from foundation.settings import assert_never, to_tree
 from pretrain.config.run import spans_of_phases
 from pretrain.costs.flops import model_in_words, parameters_of
-from pretrain.rundir.code_version import code_version
-from pretrain.weights.export import WEIGHTS, new_directory, write_weights
-from pretrain.weights.trained_model import TrainedModel
+from pretrain.rundir.run_dir import code_version
+from pretrain.weights.export import WEIGHTS, TrainedModel, new_directory, write_weights
 
 ROOT = Path(__file__).parents[3]  # the folder of our packages
 OWN = ("foundation", "data_pipeline", "pretrain")
@@ -115,7 +114,7 @@ def _depth(name: str) -> int:
 
 @cache
 def module(name: str) -> Module:
-    """Read a module of ours, `pretrain.model.memory` for example."""
+    """Read a module of ours, `pretrain.model.lane_state` for example."""
     text = (ROOT / (name.replace(".", "/") + ".py")).read_text()
     tree, lines = ast.parse(text), text.splitlines()
     read = Module(ast.get_docstring(tree) or "", {}, {}, {})

@@ -26,7 +26,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.model.attention_paths import AttentionPath, plain_attention, tiled_attention
 from pretrain.model.cached import last_logits_BTV, new_stream
 from pretrain.model.gated_deltanet import DeltaRulePath, delta_rule
-from pretrain.model.memory import document_starts
+from pretrain.model.lane_state import document_starts
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.huggingface.configuration_xl_pretrain import XLPretrainConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.model.training import training_step
-from pretrain.config.optim import OptimConfig
+from pretrain.config.run import OptimConfig
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.original import original_to_ours

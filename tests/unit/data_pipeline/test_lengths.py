@@ -13,8 +13,7 @@ from data_pipeline.commands.verify import verify_split
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.lengths import write_lengths
-from data_pipeline.corpora.remote_corpus import CachedShards
-from data_pipeline.corpora.shard_cache import ShardCache
+from data_pipeline.corpora.remote_corpus import CachedShards, ShardCache
 from data_pipeline.corpora.stores import store_at
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.lanes.lane_stream import LaneStream

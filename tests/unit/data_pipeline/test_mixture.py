@@ -17,7 +17,7 @@ from data_pipeline.corpora.corpus import Corpus, corpus_hash
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import Mixture, open_mixture, open_training_data, plan_of
 from foundation.errors import ConfigError, DataError
-from pretrain.config.data import DataConfig
+from pretrain.config.run import DataConfig
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 from tests.unit.data_pipeline.test_lane_properties import Session, read_in_sessions
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.config import CacheConfig
-from data_pipeline.corpora.shard_cache import GIB, CacheFullError, ShardCache
+from data_pipeline.corpora.remote_corpus import GIB, CacheFullError, ShardCache
 from data_pipeline.corpora.stores import RetryPolicy, store_at
 from foundation.errors import DataError
 from tests.helpers.corpora import write_numbered_corpus
@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.manifest import read_manifest
-from data_pipeline.corpora.shard_cache import ShardCache
+from data_pipeline.corpora.remote_corpus import ShardCache
 from data_pipeline.corpora.stores import store_at
 cache = ShardCache(CacheConfig(directory=Path(sys.argv[1])))
 for info in read_manifest(Path(sys.argv[3])).shards:

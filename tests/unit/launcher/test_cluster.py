@@ -10,9 +10,8 @@ from foundation.errors import ConfigError
 from launcher.slurm.client import Partition
 from launcher.slurm.job_checks import check_request, check_run, usable_nodes
 from launcher.slurm.sbatch import Job, render
-from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.run import RunConfig
+from pretrain.config.run import DataConfig, RunConfig
 from pretrain.costs.cluster import (
     ClusterConfig,
     NodeRange,

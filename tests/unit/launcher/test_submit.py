@@ -18,8 +18,7 @@ from launcher.cli import main
 from launcher.slurm import client as slurm
 from launcher.slurm.job_checks import check_request, missing_notes
 from launcher.slurm.sbatch import Snapshot, render, replaced_snapshot
-from pretrain.config.data import DataConfig
-from pretrain.config.run import RunConfig
+from pretrain.config.run import DataConfig, RunConfig
 from pretrain.costs.cluster import NodeRange, load_cluster
 from pretrain.rundir.events import Outcome, TrainingEnded
 from pretrain.rundir.run_dir import RunDir

@@ -29,8 +29,8 @@ from launcher.sweep import (
 )
 from pretrain.checkpoint.directory import step_directory
 from pretrain.cli import main as pretrain
-from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
+from pretrain.config.run import DataConfig
 from pretrain.costs.cluster import ClusterConfig, NodeRange
 from pretrain.costs.flops import cost_of
 from pretrain.reporting.results import HEADS

@@ -32,8 +32,7 @@ from pretrain.config.engine import (
     delta_rule_of,
 )
 from pretrain.config.model import ModelConfig
-from pretrain.config.optim import OptimConfig
-from pretrain.config.run import RunConfig
+from pretrain.config.run import OptimConfig, RunConfig
 from pretrain.kernels.triton.tiling import built_in_tiles
 from pretrain.model.attention_paths import (
     ScoreTerms,

@@ -18,7 +18,7 @@ from foundation.errors import CheckpointError, UnreadableError
 from foundation.retry import Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.checkpoint.resume_point import find_resume_point
+from pretrain.checkpoint.elastic_reader import find_resume_point
 from pretrain.cli import main
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig

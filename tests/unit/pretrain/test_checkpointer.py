@@ -26,17 +26,16 @@ from pretrain.checkpoint.background_save import SaveProblem
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.elastic_reader import (
+    find_resume_point,
     load_fragments,
     restore_counters,
     restore_random_state,
 )
 from pretrain.checkpoint.local_tier import MAY_DIFFER, LocalTier
 from pretrain.checkpoint.marker import Checkpoint
-from pretrain.checkpoint.resume_point import find_resume_point
-from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.run import CheckpointConfig, RunConfig
+from pretrain.config.run import CheckpointConfig, DataConfig, RunConfig
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.recovery.stop_requests import StopRequest

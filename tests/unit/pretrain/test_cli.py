@@ -15,7 +15,7 @@ from pretrain.cli import main as pretrain
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
-from pretrain.scaling.which_runs import find_runs, runs_of
+from pretrain.scaling.sweep_file import find_runs, runs_of
 from pretrain.terminal.text import counted, distinguished, fitted_table, si, step_time, text_table
 
 ROOT = Path(__file__).parents[3]

@@ -11,11 +11,12 @@ from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, MixturePart, TokenizerConfig
 from foundation.errors import CheckpointError, ConfigError, DataError
 from foundation.settings import load_config
-from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.optim import OptimConfig
 from pretrain.config.resolve import resolve, with_absolute_paths, with_vocabulary
 from pretrain.config.run import (
+    DataConfig,
+    OptimConfig,
+    PhaseConfig,
     RunConfig,
     first_step_at,
     lane_seed_at,

@@ -15,11 +15,9 @@ import torch
 from foundation.errors import ConfigError
 from foundation.settings import to_tree
 from pretrain.cli import main
-from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.optim import OptimConfig
-from pretrain.config.run import RunConfig
+from pretrain.config.run import DataConfig, OptimConfig, RunConfig
 from pretrain.costs.memory import (
     SMALLEST_BUCKET,
     Footprint,
@@ -30,8 +28,7 @@ from pretrain.costs.memory import (
 )
 from pretrain.engines.deepspeed_engine import check_settings, deepspeed_settings
 from pretrain.kernels.triton.settings import CAPABILITIES
-from pretrain.kernels.triton.tiling import built_in_tiles
-from pretrain.kernels.triton.workspace import WORKSPACE_BYTES
+from pretrain.kernels.triton.tiling import WORKSPACE_BYTES, built_in_tiles
 
 DEEP = {"vocab_size": 1000, "num_layers": 4, "d_model": 256, "num_heads": 4, "memory_length": 128}
 LONG = {"vocab_size": 500, "num_layers": 4, "d_model": 128, "num_heads": 4, "memory_length": 512}

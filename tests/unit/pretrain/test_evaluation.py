@@ -13,9 +13,8 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
-from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.run import RunConfig
+from pretrain.config.run import DataConfig, PhaseConfig, RunConfig
 from pretrain.evaluation.context_length import (
     ContextGrid,
     Losses,
@@ -47,11 +46,10 @@ from pretrain.evaluation.probes.recall import (
     tokens_of_corpus,
     tokens_of_vocabulary,
 )
-from pretrain.model.lane_state import num_compressed_rows
+from pretrain.model.lane_state import document_starts, num_compressed_rows
 from pretrain.model.layer import TransformerLayer
-from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.weights.trained_model import TrainedModel
+from pretrain.weights.export import TrainedModel
 from tests.helpers.exact_attention import exact_attention
 from tests.helpers.induction import induction_model
 from tests.helpers.models import VARIANTS, tiny_model

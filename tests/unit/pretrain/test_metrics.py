@@ -14,11 +14,9 @@ import torch
 from data_pipeline.lanes.lane_stream import Prefetcher
 from foundation.retry import Patience, StorageError
 from pretrain.cli import main
-from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.optim import OptimConfig
-from pretrain.config.run import MetricsConfig, RunConfig
+from pretrain.config.run import DataConfig, MetricsConfig, OptimConfig, RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.engines.engine import StepResult
 from pretrain.metrics.recorder import MetricsRecorder

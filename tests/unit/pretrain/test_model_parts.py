@@ -27,8 +27,8 @@ from pretrain.model.gated_deltanet import (
     delta_rule_in_chunks,
     fla_delta_rule,
 )
+from pretrain.model.lane_state import Compression, num_leaving_rows
 from pretrain.model.layer import FeedForward
-from pretrain.model.memory import Compression, num_leaving_rows
 from pretrain.model.parameters import RMSNorm
 from pretrain.model.positions import (
     DistanceBias,

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.optim import OptimConfig
-from pretrain.config.run import RunConfig
+from pretrain.config.run import OptimConfig, RunConfig
 from pretrain.engines.engine import TorchEngine
 from pretrain.model.layer import DeltaNetLayer, TransformerLayer
 from pretrain.model.transformer_xl import TransformerXL

@@ -23,23 +23,28 @@ from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import load_memory
 from pretrain.config.choices import OptimizerName, ScheduleShape
 from pretrain.config.engine import EngineConfig
-from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.resolve import resolve
 from pretrain.config.run import (
     CheckpointConfig,
     EvaluationConfig,
     MetricsConfig,
+    OptimConfig,
     RecoveryConfig,
     RunConfig,
+    ScheduleConfig,
 )
 from pretrain.costs.flops import moment_bytes, orthogonalizing_flops
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine, StepResult, TorchEngine
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.layer_norms import layer_metrics, layer_of
-from pretrain.optim.learning_rate import learning_rate_at
-from pretrain.optim.loss_scale import LossScaler
-from pretrain.optim.optimizers import build_optimizer, orthogonalized, owners
+from pretrain.optim.optimizers import (
+    LossScaler,
+    build_optimizer,
+    learning_rate_at,
+    orthogonalized,
+    owners,
+)
 from pretrain.optim.parameter_groups import decays, role_of, set_learning_rate, stacked_matrices
 from pretrain.run import build_engine, run_training
 from pretrain.rundir.run_dir import RunDir

@@ -55,9 +55,8 @@ from pretrain.processes.last_collectives import (
 )
 from pretrain.recovery.starts import environment_changes, environment_of_rank
 from pretrain.run import set_threads_of_rank
-from pretrain.rundir.code_version import PACKAGES, code_version
-from pretrain.rundir.run_dir import AttemptFiles, RunDir
-from pretrain.weights.trained_model import precision_on
+from pretrain.rundir.run_dir import PACKAGES, AttemptFiles, RunDir, code_version
+from pretrain.weights.export import precision_on
 from tests.helpers.choices import choices_of
 
 GPU = torch.device("cuda", 0)
@@ -352,7 +351,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def version_of(copy: Path) -> str:
-    code = "from pretrain.rundir.code_version import code_version; print(code_version())"
+    code = "from pretrain.rundir.run_dir import code_version; print(code_version())"
     return subprocess.run(
         [sys.executable, "-c", code], cwd=copy, env={"PYTHONPATH": str(copy)}, stdout=subprocess.PIPE, check=True  # noqa: E501
     ).stdout.decode().strip()  # fmt: skip

@@ -13,20 +13,24 @@ from hypothesis import strategies as st
 from torch import nn
 
 from foundation.errors import ConfigError
-from pretrain.config.data import DataConfig, PhaseConfig
 from pretrain.config.engine import EngineConfig
-from pretrain.config.optim import OptimConfig, ScheduleConfig
-from pretrain.config.run import RecoveryConfig, RunConfig
+from pretrain.config.run import (
+    DataConfig,
+    OptimConfig,
+    PhaseConfig,
+    RecoveryConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from pretrain.metrics.stragglers import (
     SlownessMeter,
     StragglerWatch,
     rank_that_stalled,
     slowest_rank,
 )
-from pretrain.recovery import loss_spikes
-from pretrain.recovery.loss_spikes import SpikeDetector
+from pretrain.recovery import rewind
 from pretrain.recovery.out_of_memory import memory_settings, with_fitting_micro_batch
-from pretrain.recovery.rewind import segments_consumed, skip_windows, window_of
+from pretrain.recovery.rewind import SpikeDetector, segments_consumed, skip_windows, window_of
 from pretrain.rundir.events import Event, OutOfMemory, Rewind, Slowdown, Spike, TrainingBegan
 from pretrain.rundir.ledger import skipped_windows
 from tests.helpers.metrics import train_line
@@ -38,8 +42,8 @@ SETTINGS = RecoveryConfig(spike_threshold=5.0)
 @pytest.fixture
 def quick(monkeypatch):
     """A spike of three steps after 20 losses."""
-    monkeypatch.setattr(loss_spikes, "SPIKE_STEPS", 3)
-    monkeypatch.setattr(loss_spikes, "WINDOW", 20)
+    monkeypatch.setattr(rewind, "SPIKE_STEPS", 3)
+    monkeypatch.setattr(rewind, "WINDOW", 20)
 
 
 def first_spike(

@@ -17,20 +17,20 @@ import pytest
 from data_pipeline.corpora.corpus import corpus_hash
 from foundation.errors import DataError, TrainingError
 from pretrain.checkpoint.directory import steps_on_disk
-from pretrain.config.data import DataConfig
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.optim import OptimConfig
 from pretrain.config.resolve import resolve
 from pretrain.config.run import (
     CheckpointConfig,
+    DataConfig,
     EvaluationConfig,
     MetricsConfig,
+    OptimConfig,
     RecoveryConfig,
     RunConfig,
 )
 from pretrain.distributed.world import World
-from pretrain.recovery import loss_spikes
+from pretrain.recovery import rewind
 from pretrain.recovery import rewind as recovery_rewind
 from pretrain.recovery.rewind import SpikeFound, SpikeMonitor
 from pretrain.run import run_training
@@ -47,9 +47,9 @@ HARMFUL = RecoveryConfig(skip_grad_norm=1e-9, max_rewinds=1)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A spike of three steps after ten losses."""
-    monkeypatch.setattr(loss_spikes, "SPIKE_STEPS", 3)
-    monkeypatch.setattr(loss_spikes, "WINDOW", 10)
-    monkeypatch.setattr(loss_spikes, "MOST_SKIPPED", 1.0)
+    monkeypatch.setattr(rewind, "SPIKE_STEPS", 3)
+    monkeypatch.setattr(rewind, "WINDOW", 10)
+    monkeypatch.setattr(rewind, "MOST_SKIPPED", 1.0)
     monkeypatch.setattr(recovery_rewind, "SKIP_MARGIN_SEGMENTS", 2)
 
 
@@ -129,8 +129,8 @@ def test_inherited_windows_are_named_at_each_start_and_skipped_also_when_recover
 def test_a_run_that_skips_nearly_all_updates_ends_with_an_error(
     run, run_dir, world, monkeypatch, window, last
 ):
-    monkeypatch.setattr(loss_spikes, "MOST_SKIPPED", 0.5)
-    monkeypatch.setattr(loss_spikes, "WINDOW", window)
+    monkeypatch.setattr(rewind, "MOST_SKIPPED", 0.5)
+    monkeypatch.setattr(rewind, "WINDOW", window)
     error = error_of(run, run_dir, world)
     assert f"{last} of the {last} " in error
     assert "recovery.skip_grad_norm=1e-09" in error
@@ -144,8 +144,8 @@ def lines(first: int, last: int, **more: bool) -> list[dict]:
 def test_half_of_the_updates_may_be_skipped_and_overflows_do_not_count(
     run, run_dir, world, monkeypatch
 ):
-    monkeypatch.setattr(loss_spikes, "MOST_SKIPPED", 0.5)
-    monkeypatch.setattr(loss_spikes, "SPIKE_STEPS", 20)
+    monkeypatch.setattr(rewind, "MOST_SKIPPED", 0.5)
+    monkeypatch.setattr(rewind, "SPIKE_STEPS", 20)
     run_dir.path.mkdir()
     monitor = SpikeMonitor(run, run_dir, world, TrainState.fresh(1))
     monitor.check(lines(1, 40, skipped=True, overflowed=True), ends_run=True)
@@ -244,7 +244,7 @@ def test_a_checkpoint_lost_between_its_verification_and_its_reading_leaves_the_o
 ):
     harmless = replace(run, recovery=RecoveryConfig(), optim=OptimConfig(steps=10))
     assert run_training(harmless, run_dir.path, world) == 0
-    losing, log = Lose(), logging.getLogger("pretrain.checkpoint.resume_point")
+    losing, log = Lose(), logging.getLogger("pretrain.checkpoint.elastic_reader")
     log.addHandler(losing)
     log.setLevel(logging.INFO)
     try:

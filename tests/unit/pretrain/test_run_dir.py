@@ -17,9 +17,8 @@ from foundation.settings import settings_of, to_tree
 from pretrain.checkpoint.directory import INDEX
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.optim import OptimConfig
 from pretrain.config.resolve import with_absolute_paths
-from pretrain.config.run import MetricsConfig, RunConfig, may_change
+from pretrain.config.run import MetricsConfig, OptimConfig, RunConfig, may_change
 from pretrain.rundir.events import (
     AttemptReason,
     Canceled,

@@ -18,16 +18,18 @@ from pretrain.commands import scale
 from pretrain.scaling import charts, frontier
 from pretrain.scaling.fit import HOPELESS, fit_all
 from pretrain.scaling.frontier import NO_LOSS, fit_frontier, fit_isoflop, fit_lowest_runs
-from pretrain.scaling.intervals import MOST_GROUPS, as_size, shown
 from pretrain.scaling.law import (
+    MOST_GROUPS,
     FlopsLaw,
     Law,
     LawLine,
+    as_size,
     fit_flops_law,
     fit_parametric,
     log_loss,
     log_optimum,
     minimize,
+    shown,
 )
 from pretrain.scaling.report import MOST_WARNINGS, WIDTH, fit_lines, law_intervals, seed_spread
 from pretrain.scaling.table import Columns, Points, read_points

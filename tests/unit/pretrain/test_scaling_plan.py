@@ -19,22 +19,18 @@ from foundation.settings import amount_of, load_config, to_tree
 from foundation.yaml_files import dump_yaml
 from pretrain.commands.describe import describe
 from pretrain.commands.scale import rule_of
-from pretrain.config.data import DataConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.optim import OptimConfig, ScheduleConfig
 from pretrain.config.resolve import with_vocabulary
-from pretrain.config.run import RunConfig
+from pretrain.config.run import DataConfig, OptimConfig, RunConfig, ScheduleConfig
 from pretrain.costs.cluster import GIB, USABLE, Hardware, device_named
 from pretrain.costs.flops import cost_of
-from pretrain.scaling import simulation
+from pretrain.scaling import plan
 from pretrain.scaling.collect import Row, read_rows, write_rows
 from pretrain.scaling.frontier import fit_isoflop
-from pretrain.scaling.intervals import Interval
-from pretrain.scaling.law import fit_flops_law, fit_parametric
-from pretrain.scaling.plan import make_sweep, optimum_at_ratio, plan_sizes, spread_sizes
+from pretrain.scaling.law import Interval, fit_flops_law, fit_parametric
+from pretrain.scaling.plan import ASSUMED, make_sweep, optimum_at_ratio, plan_sizes, spread_sizes
 from pretrain.scaling.rates import Rung, TunedRule
 from pretrain.scaling.recipe import FAR_SIZE, RULES, Family, outside_step_law, step_law, with_budget
-from pretrain.scaling.simulation import ASSUMED
 from pretrain.scaling.sweep_file import config_of, read_sweep, write_sweep
 from tests.helpers import scaling_runs
 from tests.helpers.scaling import make_points
@@ -318,7 +314,7 @@ def simulate(path: Path, *flags: object) -> int:
 
 
 def test_the_simulated_width_is_that_of_fits_to_drawn_losses(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(simulation, "SWEEPS", 50)
+    monkeypatch.setattr(plan, "SWEEPS", 50)
     path = tmp_path / "sweep.yaml"
     flags = ("--budgets", *BUDGETS, "--no-checks", "--simulate", TARGET, "--noise", NOISE)
     assert simulate(path, *flags) == 0

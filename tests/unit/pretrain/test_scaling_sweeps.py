@@ -24,10 +24,15 @@ from pretrain.costs.memory import checkpoint_bytes
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import Row, read_rows
-from pretrain.scaling.comparison_pages import loss_by_memory
 from pretrain.scaling.rates import TOLERABLE, fit_rates, verdicts
 from pretrain.scaling.sweep_file import config_of, read_sweep
-from pretrain.scaling.variants import member_of, plan_members, read_comparison, results_of
+from pretrain.scaling.variants import (
+    loss_by_memory,
+    member_of,
+    plan_members,
+    read_comparison,
+    results_of,
+)
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.scaling import HOFFMANN
 from tests.helpers.scaling_runs import EXPERIMENT, command, train_by_the_law

@@ -21,8 +21,16 @@ from benchmarks.static import (
 from foundation.errors import ConfigError
 from foundation.files import read_json, write_json
 from pretrain.kernels.triton import tiling
-from pretrain.kernels.triton.tiling import Tile, built_in_tiles, table_name, tiles_for
-from pretrain.kernels.triton.workspace import FILLING_PROGRAMS, WORKSPACE_BYTES, Chunk, chunks_of
+from pretrain.kernels.triton.tiling import (
+    FILLING_PROGRAMS,
+    WORKSPACE_BYTES,
+    Chunk,
+    Tile,
+    built_in_tiles,
+    chunks_of,
+    table_name,
+    tiles_for,
+)
 
 H200 = (9, 0)
 ROW = {"capability": [9, 0], "head_width": 128, "kernel": "forward", "warps": 4, "stages": 3}
