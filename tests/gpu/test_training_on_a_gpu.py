@@ -70,9 +70,7 @@ def context(corpus: Path, tmp_path: Path) -> Context:
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_deepspeed_saved_beside_training_and_restored_repeats_its_bits(
-    name: str, context: Context
-) -> None:
+def test_deepspeed_saved_beside_training_and_restored_repeats_its_bits(name: str, context: Context):
     with one_rank() as world:
         assert resumed_differences(name, context, world) == []
 
@@ -122,9 +120,7 @@ def test_offloaded_memories_leave_room_on_the_device_and_change_no_bit() -> None
     assert peak < num_slots // 2 * megabytes, f"{peak} MiB for memories of {megabytes} MiB each"
 
 
-def test_passes_do_not_wait_for_the_device_and_a_step_does_so_once_at_its_end(
-    context: Context,
-) -> None:
+def test_passes_do_not_wait_for_the_device_and_a_step_does_so_once_at_its_end(context: Context):
     run = small_run(context, EngineConfig(kind="torch", precision="bf16"))
     with one_rank() as world:
         trainer, memory = Trainer(run, context.corpus, world, context.work), None
@@ -168,9 +164,7 @@ def test_fla_computes_the_delta_rule_with_its_gradients(is_isolated: bool) -> No
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_deepspeed_takes_the_optimizer_whose_buffers_are_counted(
-    name: str, context: Context
-) -> None:
+def test_deepspeed_takes_the_optimizer_whose_buffers_are_counted(name: str, context: Context):
     engine, model = CELLS[name]
     run = small_run(context, EngineConfig(**engine), **model)
     with one_rank() as world:

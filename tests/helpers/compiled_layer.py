@@ -40,10 +40,7 @@ def between_attentions(model: ModelConfig, layer: TransformerLayer, rows: int = 
     """Run what a layer computes before and after attention, and if it has gradients, backward."""
     width, is_relative = model.d_model, POSITIONS[model.positions].projects_encodings
     visibility = Visibility(
-        num_queries=LENGTH,
-        num_keys=rows + LENGTH,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        num_queries=LENGTH, num_keys=rows + LENGTH, dtype=torch.float32, device=torch.device("cpu")
     )
     hidden_BLD = torch.randn(LANES, LENGTH, width, requires_grad=True)
     memory_BMD = torch.randn(LANES, rows, width)

@@ -94,10 +94,7 @@ def run_of_cell(
         model=ModelConfig(**{**MODEL, **model}),
         data=DataConfig(path=corpus, lanes=lanes, segment_length=8),
         optim=OptimConfig(**{**OPTIM, **optim}),
-        engine=EngineConfig(
-            deepspeed_extra={"zero_optimization": zero},
-            **own,
-        ),
+        engine=EngineConfig(deepspeed_extra={"zero_optimization": zero}, **own),
         checkpoint=CheckpointConfig(interval=10, keep_last=9),
         recovery=RecoveryConfig(**healing),
     )

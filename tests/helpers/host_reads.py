@@ -64,10 +64,7 @@ def reads_of_a_step(settings: dict[str, Any], world: World) -> dict[str, int]:
     engine = build_engine(run, world)
     tokens_BL = np.arange(8).reshape(2, 4)
     batch = SegmentBatch(
-        tokens_BL=tokens_BL,
-        targets_BL=tokens_BL + 1,
-        starts_BL=tokens_BL == 0,
-        lanes=range(2),
+        tokens_BL=tokens_BL, targets_BL=tokens_BL + 1, starts_BL=tokens_BL == 0, lanes=range(2)
     )
     memory, reads = None, Reads()
     for step in range(4):

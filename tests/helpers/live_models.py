@@ -25,11 +25,7 @@ from pretrain.model.transformer_xl import TransformerXL
 from pretrain.recovery import rewind
 from pretrain.run import build_engine, run_training
 
-CELLS = (
-    (0, "bf16", False),
-    (2, "fp16" if cpu_has_fp16() else "fp32", False),
-    (3, "bf16", True),
-)
+CELLS = ((0, "bf16", False), (2, "fp16" if cpu_has_fp16() else "fp32", False), (3, "bf16", True))
 
 
 def write_counts(experiment: Path, output: Path) -> int:

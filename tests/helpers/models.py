@@ -65,12 +65,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "div_val": 2,
         "tie_projections": (True, False, True),
     },
-    "sinks": {
-        "attention_sinks": True,
-        "num_heads": 4,
-        "num_key_heads": 2,
-        "memory_length": (3, 8),
-    },
+    "sinks": {"attention_sinks": True, "num_heads": 4, "num_key_heads": 2, "memory_length": (3, 8)},
     "scaled": {"softmax_scaling": "log_length", "isolate_documents": True},
     "deltanet": {"layer_kinds": ("deltanet", "attention")},
     "deltanet_alone": {

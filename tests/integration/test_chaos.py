@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.helpers import chaos
 
 
 @pytest.mark.slow
-def test_a_run_disturbed_and_killed_at_random_moments_ends_bitwise_as_the_uninterrupted_one(
-    tiny_corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_killed_at_random_moments_ends_bitwise_as_the_unkilled(tiny_corpus, tmp_path, capsys):
     options = ["--kills=4", "--seed=4", f"--corpus={tiny_corpus}", f"--work-dir={tmp_path}"]
     assert chaos.run(options) == 0, capsys.readouterr()
     said = capsys.readouterr().out

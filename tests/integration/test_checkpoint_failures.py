@@ -68,9 +68,7 @@ def errors_in(log: str) -> list[str]:
     return [line for line in log.splitlines() if line.startswith("ERROR ")]
 
 
-def test_a_full_disk_ends_a_save_in_one_line_and_leaves_older_checkpoints_whole(
-    experiment, run_dir, capsys
-):
+def test_a_full_disk_ends_a_save_in_a_line_and_spares_older_ones(experiment, run_dir, capsys):
     with full_disk(100 << 10):
         assert train(experiment, run_dir, LONGER, IMPATIENT) == 2
     log = capsys.readouterr().err
@@ -108,9 +106,7 @@ def test_a_resume_reports_a_ledger_that_is_missing_beside_checkpoints(experiment
     assert capsys.readouterr().err.count("ledger.jsonl") == 1
 
 
-def test_a_stale_attempt_writes_neither_metrics_nor_checkpoints(
-    experiment, tmp_path, capsys, monkeypatch
-):
+def test_a_stale_attempt_writes_no_metrics_and_no_saves(experiment, tmp_path, capsys, monkeypatch):
     """Its ranks may survive on a node that was cut off."""
     run_dir = RunDir(tmp_path / "run")
     run_dir.path.mkdir()
@@ -229,12 +225,9 @@ def evaluated_at(run_dir: RunDir) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "step", "evaluated"),
-    [("killed-evaluating", 8, [2, 4, 6]), ("stopped-6", 6, [2, 4])],
+    ("name", "step", "evaluated"), [("killed-evaluating", 8, [2, 4, 6]), ("stopped-6", 6, [2, 4])]
 )
-def test_an_evaluation_that_is_stopped_or_killed_is_made_by_the_next_attempt_once(
-    output, name, step, evaluated
-):
+def test_an_evaluation_stopped_or_killed_is_made_by_the_next_attempt(output, name, step, evaluated):
     run_dir = RunDir(output / name)
     assert marker.latest_step(run_dir.checkpoints) == step
     assert evaluated_at(run_dir) == evaluated

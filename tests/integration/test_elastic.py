@@ -24,7 +24,7 @@ END = CHAIN[-1][-1]
 COMPRESSED = 8  # steps, of which most compress rows
 # What no other test has: the two buckets in turn of a GPU, into which most parameters do not fit.
 OPTIONS: dict[tuple[int, int], dict[str, Any]] = {
-    (2, 2): {"zero": {"overlap_comm": True, "reduce_bucket_size": 1000}},
+    (2, 2): {"zero": {"overlap_comm": True, "reduce_bucket_size": 1000}}
 }
 
 
@@ -206,9 +206,7 @@ def assert_same_tensors(
 
 
 @pytest.mark.slow
-def test_all_ranks_refuse_a_checkpoint_of_which_one_of_them_found_a_file_damaged(
-    output: Path,
-) -> None:
+def test_all_ranks_refuse_a_checkpoint_of_which_one_found_a_damaged_file(output: Path) -> None:
     link = chain_cells()[-1]
     found = findings_of(output, link["name"])["resume_points"]
     before, end = link["save_at"]
@@ -246,9 +244,7 @@ CHANGED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", CHANGED)
-def test_a_difference_of_state_beyond_rounding_is_named(
-    output: Path, tmp_path: Path, what: str
-) -> None:
+def test_a_difference_of_state_beyond_rounding_is_named(output: Path, tmp_path: Path, what: str):
     file, suffix, expected = CHANGED[what]
     left, right = ends(output)
     changed = Path(shutil.copytree(right.directory, tmp_path / "changed"))

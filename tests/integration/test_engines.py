@@ -211,9 +211,7 @@ def test_plain_torch_averages_over_slots_and_ranks(results: Results) -> None:
 
 @pytest.mark.slow
 @EVERY_CELL
-def test_all_ranks_skip_the_same_step_and_no_bit_of_the_engine_changes(
-    results: Results, name: str
-) -> None:
+def test_all_ranks_skip_the_same_step_and_no_bit_of_the_engine_changes(results: Results, name: str):
     """The worker compares the bits; this checks that only the injected loss is NaN."""
     losses = results[name]["losses"]
     assert [step for step, loss in losses.items() if isnan(loss)] == [FAILED]
@@ -221,9 +219,7 @@ def test_all_ranks_skip_the_same_step_and_no_bit_of_the_engine_changes(
 
 @pytest.mark.slow
 @EVERY_CELL
-def test_a_resumed_cell_repeats_the_whole_one_bitwise(
-    results: Results, output: Path, name: str
-) -> None:
+def test_a_resumed_cell_repeats_the_whole_one_bitwise(results: Results, output: Path, name: str):
     """Where ZeRO shards, from the files of its own rank alone."""
     assert_resumed_bitwise(results, output, name)
     if NAMES[name][0]:
@@ -232,9 +228,7 @@ def test_a_resumed_cell_repeats_the_whole_one_bitwise(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ON_ONE)
-def test_another_world_size_and_stage_continue_with_the_same_losses(
-    results: Results, stage: int
-) -> None:
+def test_another_world_size_and_stage_continue_with_the_same_losses(results: Results, stage: int):
     found, expected = results[f"zero{stage}-on-one"], results[ON_ONE[stage]]
     assert largest_difference(found["losses"], expected["losses"]) < TOLERANCE["fp32"]
 

@@ -67,9 +67,7 @@ def set_losses(line: dict[str, float]) -> dict[str, float]:
     return {name.removeprefix("loss/"): line[name] for name in line if name.startswith("loss/")}
 
 
-def test_every_set_has_the_loss_that_evaluate_measures_of_its_validation_split(
-    places, trained, capsys
-):
+def test_every_set_has_the_loss_that_evaluate_measures_of_validation(places, trained, capsys):
     lines = evaluations_of(trained)
     assert [line["step"] for line in lines] == [2, 4]
     assert [list(set_losses(line)) for line in lines] == [["a", "b", "beside"]] * 2
@@ -94,9 +92,7 @@ def resumed(places: dict[str, Path]) -> RunDir:
     return run_dir
 
 
-def test_reports_comparisons_and_tables_of_sweeps_have_the_losses_of_sets(
-    places, trained, resumed, tmp_path, capsys
-):
+def test_reports_and_tables_have_the_losses_of_sets(places, trained, resumed, tmp_path, capsys):
     losses = {name: f"{loss:.4f}" for name, loss in set_losses(evaluations_of(trained)[-1]).items()}
     runs = [str(trained.path), str(resumed.path), "--output", str(tmp_path)]
     assert main(["report", *runs, "--json"]) == 0
@@ -119,9 +115,7 @@ def test_reports_comparisons_and_tables_of_sweeps_have_the_losses_of_sets(
     assert "by corpus" in (tmp_path / "report.html").read_text()
 
 
-def test_a_resume_may_add_and_remove_sets_but_not_another_text_under_a_name(
-    places, resumed, capsys
-):
+def test_a_resume_may_add_and_remove_sets_but_not_change_a_sets_text(places, resumed, capsys):
     names = [["a", "b", "beside", "early"], ["a", "b", "beside", "late"]]
     assert [list(set_losses(line)) for line in evaluations_of(resumed)] == names
     first, last = events_of(resumed.ledger.read(), TrainingBegan)
@@ -139,9 +133,7 @@ def test_a_resume_may_add_and_remove_sets_but_not_another_text_under_a_name(
         ("evaluation.sets.a/b={c}", "'a/b'"),
     ],
 )
-def test_sets_that_cannot_be_measured_are_rejected_before_training(
-    places, tmp_path, capsys, setting, words
-):
+def test_unmeasurable_sets_are_rejected_before_training(places, tmp_path, capsys, setting, words):
     run_dir = RunDir(tmp_path / "run")
     assert train(places, run_dir, setting.format_map(places)) == 2
     assert words in capsys.readouterr().err

@@ -54,9 +54,7 @@ def test_the_export_has_the_runs_logits_bit_for_bit(exported):
 
 
 @pytest.mark.parametrize("layout", ["own", "huggingface"])
-def test_a_full_disk_is_one_line_that_says_what_to_do_and_nothing_is_left(
-    exported, tmp_path, capsys, layout
-):
+def test_a_full_disk_is_a_line_and_leaves_nothing_of_an_export(exported, tmp_path, capsys, layout):
     run, _ = exported
     output = tmp_path / "out"
     with full_disk(100_000 if layout == "huggingface" else 0):  # the code of the model fits
@@ -118,9 +116,7 @@ def test_evaluate_answers_for_a_run_and_its_export_alike(exported, tiny_corpus, 
     assert "positions=rope" in capsys.readouterr().err
 
 
-def test_a_corpus_without_a_validation_split_is_evaluated_with_split_train(
-    exported, tiny_corpus, tmp_path, capsys
-):
+def test_a_corpus_without_validation_needs_split_train(exported, tiny_corpus, tmp_path, capsys):
     for name in ("train", "tokenizer"):
         shutil.copytree(tiny_corpus / name, tmp_path / name)
     command = ["evaluate", str(exported[1]), "--data", str(tmp_path), "--max-tokens=64"]
@@ -174,10 +170,7 @@ FORGED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda out: (out / "tokenizer" / "tokenizer.model").write_bytes(b"x"),
         "tokenizer/tokenizer.model",
     ),
-    "no tokenizer": (
-        lambda out: shutil.rmtree(out / "tokenizer"),
-        "tokenizer/tokenizer.json",
-    ),
+    "no tokenizer": (lambda out: shutil.rmtree(out / "tokenizer"), "tokenizer/tokenizer.json"),
     "a pipe for a tokenizer": (
         lambda out: (
             (out / "tokenizer" / "tokenizer.json").unlink(),
@@ -205,9 +198,7 @@ FORGED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("how", FORGED)
-def test_a_forged_export_is_refused_in_one_line_before_anything_is_drawn(
-    exported, tmp_path, how, capsys
-):
+def test_a_forged_export_is_refused_in_one_line_before_any_draw(exported, tmp_path, how, capsys):
     forge, said = FORGED[how]
     shutil.copytree(exported[1], tmp_path / "out")
     forge(tmp_path / "out")
@@ -217,9 +208,7 @@ def test_a_forged_export_is_refused_in_one_line_before_anything_is_drawn(
     assert len(error.splitlines()) == 1
 
 
-def test_an_export_chooses_neither_what_is_contacted_nor_where_a_cache_is_made(
-    exported, tmp_path, capsys
-):
+def test_an_export_chooses_no_host_to_contact_and_no_place_of_a_cache(exported, tmp_path, capsys):
     out, cache = shutil.copytree(exported[1], tmp_path / "out"), tmp_path / "cache"
     data = {"path": "http://127.0.0.1:9/corpus", "cache": {"directory": str(cache)}}
     rewrite(out / "config.json", lambda tree: tree["run"]["data"].update(data))
@@ -231,9 +220,7 @@ def test_an_export_chooses_neither_what_is_contacted_nor_where_a_cache_is_made(
     assert not cache.exists()
 
 
-def test_another_user_s_run_does_not_choose_what_is_contacted(
-    exported, tiny_corpus, tmp_path, capsys, monkeypatch
-):
+def test_a_foreign_run_chooses_no_host(exported, tiny_corpus, tmp_path, capsys, monkeypatch):
     run, cache = shutil.copytree(exported[0], tmp_path / "run"), tmp_path / "cache"
     config = run / "config.yaml"
     tree = yaml.safe_load(config.read_text())

@@ -102,9 +102,7 @@ def test_every_stage_agrees_with_plain_torch(results: Results) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_infinite_on_one_rank_halve_the_scale_and_a_nan_loss_does_not(
-    results: Results,
-) -> None:
+def test_gradients_infinite_on_a_rank_halve_the_scale_and_a_nan_loss_does_not(results: Results):
     """The worker compares every bit of both ranks before and after each skipped step."""
     for stage in STAGES if results else ():
         found = results[f"zero{stage}"]
@@ -132,17 +130,13 @@ def test_too_large_a_scale_halves_until_it_fits_and_doubles_again(results: Resul
 
 
 @pytest.mark.slow
-def test_a_resumed_run_repeats_losses_state_and_scale_bitwise(
-    results: Results, output: Path
-) -> None:
+def test_a_resumed_run_repeats_losses_state_and_scale_bitwise(results: Results, output: Path):
     for stage in STAGES if results else ():
         assert_resumed_bitwise(results, output, f"zero{stage}-large")
 
 
 @pytest.mark.slow
-def test_another_world_size_and_stage_continue_with_the_scale(
-    results: Results, output: Path
-) -> None:
+def test_another_world_size_and_stage_continue_with_the_scale(results: Results, output: Path):
     if not results:
         return
     before, after = (
@@ -155,9 +149,7 @@ def test_another_world_size_and_stage_continue_with_the_scale(
 
 
 @pytest.mark.slow
-def test_the_search_for_a_loss_scale_at_the_start_is_reported_and_does_not_end_the_run(
-    tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_search_for_a_loss_scale_is_shown_and_ends_no_run(tiny_corpus, tmp_path, monkeypatch):
     if not cpu_has_fp16():
         assert_rejected(tiny_corpus, tmp_path)
         return
@@ -179,7 +171,5 @@ def test_the_search_for_a_loss_scale_at_the_start_is_reported_and_does_not_end_t
     )
 
 
-def test_a_run_on_a_cpu_without_fp16_is_rejected_in_one_line(
-    tiny_corpus: Path, tmp_path: Path
-) -> None:
+def test_a_run_on_a_cpu_without_fp16_is_rejected_in_one_line(tiny_corpus: Path, tmp_path: Path):
     assert_rejected(tiny_corpus, tmp_path, cpu="AVX2")

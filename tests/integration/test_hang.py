@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -22,9 +21,7 @@ def is_stall(event: Event) -> bool:
 
 
 @pytest.mark.slow
-def test_ranks_wait_for_a_stopped_one_and_name_it_but_not_forever(
-    tiny_corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_ranks_wait_for_a_stopped_one_and_name_it_but_not_forever(tiny_corpus, tmp_path, capsys):
     experiment = tmp_path / "tiny.yaml"
     experiment.write_text(f"data: {{path: {tiny_corpus}}}\n")
     run_dir = RunDir(tmp_path / "run")

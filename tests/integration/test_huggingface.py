@@ -249,9 +249,7 @@ def test_the_code_of_an_export_imports_nothing_of_ours_and_has_every_name(export
     subprocess.run([sys.executable, "-m", *rules], check=True, capture_output=True)
 
 
-def test_the_command_writes_what_generate_prints_and_ours_refuse_to_read_it(
-    tiny_corpus, tmp_path, capsys
-):
+def test_the_command_writes_what_generate_prints_and_ours_refuse_it(tiny_corpus, tmp_path, capsys):
     from transformers import AutoTokenizer
 
     trained = trained_model()

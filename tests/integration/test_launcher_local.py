@@ -117,9 +117,7 @@ class Launched:
         return self.said
 
 
-def test_out_of_memory_a_killed_rank_a_full_disk_and_ctrl_c_cost_attempts_and_change_no_loss(
-    experiment, undisturbed, tmp_path
-):
+def test_attempts_lost_in_four_ways_change_no_loss(experiment, undisturbed, tmp_path):
     run_dir = RunDir(tmp_path / "run")
     first = Launched(launch(experiment, run_dir.path, **{VARIABLE: "oom:2@1"}))
     pids = first.stop_a_rank(1, run_dir, after=INTERVAL)
@@ -168,9 +166,7 @@ def test_out_of_memory_a_killed_rank_a_full_disk_and_ctrl_c_cost_attempts_and_ch
     assert 0 < done.time_spent.goodput < 1
 
 
-def test_what_the_user_must_change_is_not_tried_again_and_leaves_nothing(
-    experiment, tmp_path, capfd
-):
+def test_what_the_user_must_change_is_tried_once_and_leaves_nothing(experiment, tmp_path, capfd):
     run_dir = tmp_path / "run"
     assert main(["local", str(experiment), f"--run-dir={run_dir}", "data.path=nowhere"]) == 2
     output = capfd.readouterr().err
@@ -187,9 +183,7 @@ def test_what_the_user_must_change_is_not_tried_again_and_leaves_nothing(
     [((), 0, "is done"), (["data.lanes=2"], 2, "data.lanes: 8 -> 2")],
     ids=["the same settings", "other settings"],
 )
-def test_a_run_that_is_done_stays_done(
-    experiment, undisturbed, caplog, capsys, overrides, status, message
-):
+def test_a_done_run_stays_done(experiment, undisturbed, caplog, capsys, overrides, status, message):
     before = undisturbed.ledger.path.read_bytes()
     caplog.set_level("INFO")
     run_dir = str(undisturbed.path)

@@ -66,7 +66,7 @@ def steps_listed(endpoint: str, bucket: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_store_with_other_ranks_and_its_disk_gone(
+def test_a_run_whose_disk_is_gone_resumes_from_the_store(
     experiment, undisturbed, tmp_path, bucket, s3_endpoint
 ):
     mirror = f"checkpoint.mirror={bucket}/runs"
@@ -97,7 +97,7 @@ def test_a_run_goes_on_from_the_store_with_other_ranks_and_its_disk_gone(
     assert len(folders(s3_endpoint, bucket)) == 2
 
 
-def test_a_store_that_is_away_costs_a_run_nothing_and_gets_the_checkpoint_when_it_is_back(
+def test_a_store_that_is_away_costs_nothing_and_gets_the_checkpoint_later(
     experiment, undisturbed, tmp_path, bucket, s3_endpoint, caplog, capsys, monkeypatch
 ):
     run_dir = RunDir(tmp_path / "run")

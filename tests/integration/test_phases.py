@@ -110,9 +110,7 @@ def test_each_phase_reads_its_own_data_in_its_own_lanes(corpora, uninterrupted):
     )
 
 
-def test_a_run_killed_in_a_later_phase_resumes_to_the_losses_of_the_uninterrupted_run(
-    experiment, uninterrupted, capsys
-):
+def test_a_run_killed_in_a_phase_resumes_to_the_same_losses(experiment, uninterrupted, capsys):
     run_dir = RunDir(experiment.with_name("killed"))
     train_killed(experiment, run_dir, 14)
     assert main(["train", str(experiment), f"--run-dir={run_dir.path}"]) == 0
@@ -122,9 +120,7 @@ def test_a_run_killed_in_a_later_phase_resumes_to_the_losses_of_the_uninterrupte
     assert not differing_losses(uninterrupted[0], run_dir)
 
 
-def test_lanes_of_a_later_phase_that_do_not_divide_are_an_error_at_the_start(
-    experiment, tmp_path, capsys
-):
+def test_lanes_of_a_phase_that_do_not_divide_are_an_early_error(experiment, tmp_path, capsys):
     settings = ["data.phases=[{from_step: 6, lanes: 6}]", "engine.micro_batch_lanes=4"]
     assert main(["train", str(experiment), f"--run-dir={tmp_path / 'run'}", *settings]) == 2
     assert "engine.micro_batch_lanes=4 " in capsys.readouterr().err
@@ -141,9 +137,7 @@ WARM_UP = (
 )
 
 
-def test_a_killed_run_with_ever_longer_segments_equals_a_loop_that_never_stops(
-    corpora, experiment, world, capsys
-):
+def test_a_killed_run_of_longer_segments_equals_a_plain_loop(corpora, experiment, world, capsys):
     """The loop reads on and hands each slot's memory on; the run is killed and resumed, and crosses
     two borders.
     """

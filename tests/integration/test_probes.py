@@ -28,9 +28,7 @@ def export(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_all_probes_of_a_model_make_a_table_and_a_file_of_numbers(
-    export, tiny_corpus, tmp_path, capsys
-):
+def test_all_probes_make_a_table_and_a_file_of_numbers(export, tiny_corpus, tmp_path, capsys):
     data = ["--data", str(tiny_corpus), "--max-tokens", "600"]
     command = ["evaluate", str(export), *data, "--probe", *ALL, "--trials", "5"]
     assert main([*command, "--output", str(tmp_path / "a")]) == 0
@@ -50,15 +48,9 @@ def test_all_probes_of_a_model_make_a_table_and_a_file_of_numbers(
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        [],
-        ["--probe", *ALL, "--trials", "3"],
-        ["--context-length", "--longest-context", "8"],
-    ],
+    [[], ["--probe", *ALL, "--trials", "3"], ["--context-length", "--longest-context", "8"]],
 )
-def test_a_model_is_measured_in_the_precision_that_was_asked_for(
-    export, tiny_corpus, tmp_path, capsys, flags
-):
+def test_a_model_is_measured_in_the_precision_given(export, tiny_corpus, tmp_path, capsys, flags):
     command = ["evaluate", str(export), "--data", str(tiny_corpus), "--json", *flags]
     output = ["--output", str(tmp_path)] if "--probe" in flags else []
     found = []
@@ -87,9 +79,7 @@ def test_needle_and_copy_of_an_export_need_no_corpus(export, tmp_path, capsys):
         (["--probe", "copy", "--longest-distance", "7", "--output", "x"], "is 7, expected 8"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_a_line(
-    export, tmp_path, capsys, monkeypatch, flags, words
-):
+def test_the_unmeasurable_is_refused_in_a_line(export, tmp_path, capsys, monkeypatch, flags, words):
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", str(export), *flags]) == 2
     assert words in capsys.readouterr().err

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.static import (
-    PAGE,
-    TABLE,
-    compiled_layer,
-    differences,
-    with_table,
-)
+from benchmarks.static import PAGE, TABLE, compiled_layer, differences, with_table
 from foundation.files import read_json
 from tests.helpers.host_reads import measured_reads
 
@@ -42,24 +35,10 @@ def test_the_page_shows_the_table() -> None:
     ("committed", "counted", "expected"),
     [
         ({"operations": {"forward": 9}}, {"operations": {"forward": 8}}, []),
-        (
-            {"operations": {"forward": 9}},
-            {"operations": {"forward": 10}},
-            ["operations forward"],
-        ),
-        (
-            {"utilization": {"8": 0.9}},
-            {"utilization": {"8": 0.8}},
-            ["utilization 8"],
-        ),
-        (
-            {"registers": 2},
-            {},
-            ["registers"],
-        ),
+        ({"operations": {"forward": 9}}, {"operations": {"forward": 10}}, ["operations forward"]),
+        ({"utilization": {"8": 0.9}}, {"utilization": {"8": 0.8}}, ["utilization 8"]),
+        ({"registers": 2}, {}, ["registers"]),
     ],
 )
-def test_a_number_that_is_worse_or_missing_is_named(
-    committed: dict[str, Any], counted: dict[str, Any], expected: list[str]
-) -> None:
+def test_a_number_that_is_worse_or_missing_is_named(committed, counted, expected):
     assert [each.partition(":")[0] for each in differences(committed, counted)] == expected

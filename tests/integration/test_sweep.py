@@ -90,9 +90,7 @@ metrics: {{interval: 10, tensorboard: false}}
     return Trained(folder, first, second)
 
 
-def test_a_killed_cell_is_tried_again_alone_and_ends_as_if_nothing_had_happened(
-    trained, monkeypatch
-):
+def test_a_killed_cell_is_tried_again_alone_and_ends_as_if_undisturbed(trained, monkeypatch):
     monkeypatch.chdir(trained.folder)
     assert "1 cell failed: wide" in trained.first
     assert "2 of 3 cells are done" in trained.second
@@ -151,9 +149,7 @@ def test_all_places_show_the_same_losses(trained, monkeypatch, capsys):
     ],
     ids=["submit", "collect", "report"],
 )
-def test_no_reader_takes_the_runs_of_one_optimizer_for_cells_of_another(
-    trained, monkeypatch, capsys, program, words
-):
+def test_runs_of_another_optimizer_are_no_cells(trained, monkeypatch, capsys, program, words):
     monkeypatch.chdir(trained.folder)
     assert program(words) == 2
     captured = capsys.readouterr()
@@ -163,9 +159,7 @@ def test_no_reader_takes_the_runs_of_one_optimizer_for_cells_of_another(
     assert not re.search(r"\d\.\d{4}|done", captured.out), "nothing of theirs is shown"
 
 
-def test_the_status_of_a_sweep_marks_runs_of_other_settings_and_shows_none_of_their_numbers(
-    trained, monkeypatch, capsys
-):
+def test_sweep_status_marks_runs_of_other_settings_without_numbers(trained, monkeypatch, capsys):
     monkeypatch.chdir(trained.folder)
     assert launcher(["sweep", "status", "muon.yaml"]) == 0
     marked = printed(capsys)
@@ -174,9 +168,7 @@ def test_the_status_of_a_sweep_marks_runs_of_other_settings_and_shows_none_of_th
     assert not re.search(r"\d\.\d{4}", marked)
 
 
-def test_an_edit_of_the_experiment_counts_unless_a_resume_may_make_it(
-    trained, tmp_path, monkeypatch, capsys
-):
+def test_an_edit_counts_unless_a_resume_may_make_it(trained, tmp_path, monkeypatch, capsys):
     shutil.copytree(trained.folder, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
     experiment = Path("tiny.yaml")
@@ -247,9 +239,7 @@ def test_branches_equal_runs_that_were_trained_alone_with_their_schedule(trunks,
             assert torch.equal(found[key], value), key
 
 
-def test_runs_of_one_shape_share_their_beginning_and_the_plan_says_what_that_saves(
-    trunks, monkeypatch, capsys
-):
+def test_runs_of_one_shape_share_a_start_and_the_plan_has_the_saving(trunks, monkeypatch, capsys):
     monkeypatch.chdir(trunks)
     sweep = read_sweep(Path("trunks.yaml"))
     (note,) = (note for note in sweep.notes if note.startswith("trunks: "))

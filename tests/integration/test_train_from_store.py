@@ -67,9 +67,7 @@ def test_a_bucket_trains_as_the_disk_does_even_killed(corpus, tmp_path, bucket, 
     }
 
 
-def test_a_run_with_a_password_resumes_and_no_file_or_line_shows_it(
-    corpus, tmp_path, capfd, monkeypatch
-):
+def test_a_run_with_a_password_resumes_and_shows_it_nowhere(corpus, tmp_path, capfd, monkeypatch):
     password = "correct-horse"
     experiment = tmp_path / "tiny.yaml"
     experiment.write_text(SETTINGS)

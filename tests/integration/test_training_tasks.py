@@ -86,9 +86,7 @@ def tasks_of(run_dir: RunDir) -> dict[int, dict[str, float]]:
     }
 
 
-def test_every_kth_evaluation_and_the_last_have_the_scores_of_evaluate(
-    experiment, trained, tmp_path, capsys
-):
+def test_every_kth_evaluation_and_the_last_have_task_scores(experiment, trained, tmp_path, capsys):
     found = tasks_of(trained)
     assert [step for step in found if found[step]] == [3, 4]
     assert list(found[4]) == ["tasks/choices/acc", "tasks/whole/bits_per_byte"]
@@ -127,9 +125,7 @@ def test_ranks_wait_for_the_one_that_runs_the_tasks(experiment, trained, tmp_pat
         (["evaluation.tasks=[{folder}/broken.yaml]"], "broken.yaml"),
     ],
 )
-def test_tasks_that_cannot_be_loaded_are_rejected_before_training(
-    experiment, tmp_path, capsys, settings, reason
-):
+def test_unloadable_tasks_are_refused_at_the_start(experiment, tmp_path, capsys, settings, reason):
     broken = {"task": "broken", "dataset_path": "json", "test_split": "train"}
     broken["dataset_kwargs"] = {"data_files": "/nowhere.jsonl"}  # type: ignore[assignment]
     experiment.with_name("broken.yaml").write_text(json.dumps(broken))

@@ -16,9 +16,7 @@ from tests.integration.test_checkpoint_failures import SETTINGS
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_more_ranks_within_rounding(
-    tiny_corpus: Path, tmp_path: Path, capsys, monkeypatch
-):
+def test_a_run_resumes_with_more_ranks_within_rounding(tiny_corpus, tmp_path, capsys, monkeypatch):
     experiment = tmp_path / "tiny.yaml"
     warmup = "optim: {schedule: {warmup_steps: 100}}\n"  # longer than the run
     experiment.write_text(f"data: {{path: {tiny_corpus}}}\n{warmup}")

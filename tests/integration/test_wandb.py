@@ -45,9 +45,7 @@ def sessions_of(run_dir: RunDir) -> list[Path]:
     return sorted(found, key=lambda path: path.parent.name)
 
 
-def test_a_killed_and_resumed_run_is_one_run_with_what_each_attempt_measured(
-    experiment, tmp_path, monkeypatch, capfd
-):
+def test_a_resumed_run_is_one_with_what_each_attempt_saw(experiment, tmp_path, monkeypatch, capfd):
     run_dir = RunDir(tmp_path / "run")
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in [name for name in os.environ if name.startswith(("WANDB", "NETRC"))]:
@@ -101,19 +99,14 @@ def expected_of(run_dir: RunDir) -> list[dict[str, Any]]:
     return rows
 
 
-def test_training_goes_on_where_the_library_fails(
-    experiment: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_training_goes_on_where_the_library_fails(experiment, tmp_path, caplog, monkeypatch):
     (tmp_path / "run").mkdir()
     monkeypatch.setenv("WANDB_MODE", "no such mode")
     assert main(["train", str(experiment), "--run-dir", str(tmp_path / "run")]) == 0
     assert caplog.text.count("Weights & Biases ") == 1
 
 
-def test_a_run_that_asks_for_it_without_the_library_names_the_extra(
-    experiment, tmp_path, capsys, monkeypatch
-):
+def test_a_run_without_the_library_names_the_extra(experiment, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert main(["train", str(experiment), "--run-dir", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err.splitlines()[-1]

@@ -92,9 +92,7 @@ def test_the_modules_come_from_the_wheel(programs, tmp_path):
         assert f"usage: {program} " in run(programs, tmp_path, program, "--help")
 
 
-def test_shipped_configurations_are_found_from_elsewhere_and_a_run_trains_and_resumes(
-    programs, tmp_path
-):
+def test_shipped_configurations_are_found_and_a_run_trains_and_resumes(programs, tmp_path):
     model = "configs/models/xl_modern_100m.yaml"
     described = run(programs, tmp_path, "pretrain", "describe", model, "model.vocab_size=32000")
     assert "100,125,440" in described

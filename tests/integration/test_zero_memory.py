@@ -89,7 +89,5 @@ def test_the_estimate_of_a_passes_peak_is_within_15_per_cent(measured: Found, na
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SENDING)
-def test_a_step_sends_no_more_than_the_table_of_static_costs_has(
-    measured: Found, name: str
-) -> None:
+def test_a_step_sends_no_more_than_the_table_of_static_costs_has(measured: Found, name: str):
     assert sent_over_minimum(name, measured[name]) <= read_json(TABLE)["engines"][name]["sent"]

@@ -228,9 +228,7 @@ def test_a_written_cluster_file_is_one_that_slurm_accepts(runs: Runs, lab: Slurm
     assert tested.returncode == 0, tested.stderr
 
 
-def test_an_answer_that_was_lost_gives_one_job_and_a_cancelled_one_stays_cancelled(
-    runs: Runs, lab: SlurmLab
-):
+def test_a_lost_answer_gives_one_job_and_a_cancelled_one_stays_cancelled(runs: Runs, lab: SlurmLab):
     shim = lab.stop_controller_at_next_sbatch(seconds=9)
     command = runs.command("canceled", nodes="1", options={"nodelist": "n1"})
     process = lab.popen(*command, PATH=f"{shim}:/usr/bin:/bin")
@@ -248,9 +246,7 @@ def test_an_answer_that_was_lost_gives_one_job_and_a_cancelled_one_stays_cancell
     assert_status(run, "canceled", last_failure="")
 
 
-def test_a_done_run_that_is_requeued_ends_at_once_with_status_0_and_trains_no_more(
-    lab: SlurmLab, reference: SlurmRun
-):
+def test_a_done_run_that_is_requeued_ends_at_once_with_status_0(lab: SlurmLab, reference: SlurmRun):
     def job() -> str:
         return lab.run("scontrol", "show", "job", reference.job).stdout
 
@@ -272,9 +268,7 @@ def preempt(run: SlurmRun) -> None:
     assert run.lab.run(*urgent, "--wrap", "sleep 1").returncode == 0
 
 
-def test_preempted_with_and_without_notice_and_robbed_of_a_slurmstepd_it_ends_as_if_undisturbed(
-    runs: Runs, lab: SlurmLab, reference: SlurmRun
-):
+def test_preempted_and_robbed_of_a_slurmstepd_it_ends_undisturbed(runs, lab, reference):
     run = runs.submit("preempted", options={**NEAR["options"], "comment": TELLING})
     run.wait_for_step(90)
     with run.paused():
@@ -298,9 +292,7 @@ def test_preempted_with_and_without_notice_and_robbed_of_a_slurmstepd_it_ends_as
     assert run.ends() == ["preempted", "preempted", "finished"]
 
 
-def test_a_container_that_does_not_start_ends_the_run_with_its_error_and_blames_no_host(
-    runs: Runs, lab: SlurmLab
-):
+def test_a_container_that_does_not_start_ends_the_run_and_blames_no_host(runs: Runs, lab: SlurmLab):
     run = runs.submit("container", container_image="/none.sif", **NEAR)
     run.until(lambda: run.state() == "FAILED")
     (reason,) = run.ends()
@@ -312,9 +304,7 @@ def test_a_container_that_does_not_start_ends_the_run_with_its_error_and_blames_
     assert "apptainer: No such file or directory" in first
 
 
-def test_a_run_goes_on_elsewhere_when_a_host_goes_down_and_when_one_is_cut_off(
-    runs, lab: SlurmLab, reference
-):
+def test_a_run_goes_on_elsewhere_when_a_host_goes_down_or_is_cut_off(runs, lab, reference):
     run = runs.submit("hosts", options={"exclude": "n4"})
     run.wait_for_step(INTERVAL + 20)
     assert run.nodes() == ("n1", "n2")
@@ -384,9 +374,7 @@ def test_a_host_that_does_not_see_the_run_is_named(runs: Runs, lab: SlurmLab):
     assert_status(run, "failed", reason=run.ends()[0])
 
 
-def test_a_directory_that_vanishes_under_one_host_is_never_a_finished_run(
-    runs: Runs, lab: SlurmLab, reference: SlurmRun
-):
+def test_a_directory_that_vanishes_is_never_a_finished_run(runs, lab, reference):
     run = runs.submit("hidden", "checkpoint.storage_patience_seconds=5", **NEAR)
     run.wait_for_step(INTERVAL + 10)
     lab.run_on("n2", "mount", "-t", "tmpfs", "none", str(run.dir.path))
@@ -425,9 +413,7 @@ def test_a_run_of_one_or_two_hosts_goes_on_with_one(runs: Runs, lab: SlurmLab, r
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
 
 
-def test_cut_into_three_by_its_time_limit_no_step_is_made_twice(
-    limited: SlurmRun, reference: SlurmRun
-):
+def test_cut_in_three_by_its_time_limit_no_step_is_made_twice(limited, reference):
     limited.wait_until_finished()
     limited.assert_same_as(reference)
     assert_status(limited, "done", last_failure="time limit near")
@@ -437,9 +423,7 @@ def test_cut_into_three_by_its_time_limit_no_step_is_made_twice(
     assert limited.begun_at() == [0, *limited.ended_at(Outcome.STOPPED)]
 
 
-def test_killed_killed_while_saving_killed_again_and_hanging_costs_steps_since_the_checkpoint(
-    crashing: SlurmRun, reference
-):
+def test_killed_thrice_and_hanging_costs_steps_since_the_checkpoint(crashing: SlurmRun, reference):
     run = crashing
     run.wait_until_finished()
     run.assert_same_as(reference)
@@ -465,9 +449,7 @@ def test_a_disk_that_is_full_when_the_job_starts_is_waited_for(crashing: SlurmRu
     assert len(crashing.events(JobStarted)) == 1
 
 
-def test_suspended_for_longer_than_the_watchdog_waits_it_goes_on_as_if_nothing_had_been(
-    suspended: SlurmRun,
-):
+def test_suspended_for_longer_than_the_watchdog_waits_it_goes_on(suspended: SlurmRun):
     suspended.wait_until_finished()
     trained = [line for line in suspended.dir.read_metrics() if line["kind"] == "train"]
     assert [line["step"] for line in trained] == list(range(1, 121))

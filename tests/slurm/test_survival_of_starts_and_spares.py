@@ -121,7 +121,7 @@ def lose_a_host_before_the_next_launch(run: SlurmRun, lab: SlurmLab, node: str) 
     run.until(lambda: len(run.begun_at()) > attempts, seconds=200)
 
 
-def test_a_spare_host_replaces_one_in_the_same_job_and_the_first_host_lost_requeues_it(
+def test_a_spare_host_replaces_one_and_the_first_host_lost_requeues(
     runs: Runs, lab: SlurmLab, reference: SlurmRun, preempted, unauthenticated
 ):
     run = runs.submit("spare", nodes="2+1")
@@ -159,9 +159,7 @@ def test_a_spare_host_replaces_one_in_the_same_job_and_the_first_host_lost_reque
     assert run.ends() == ["its first node or its storage was lost", "finished"]
 
 
-def test_a_start_that_the_controller_has_forgotten_counts_nothing_and_its_number_trains(
-    forgotten: SlurmRun, preempted: SlurmRun, unauthenticated: SlurmRun, reference: SlurmRun
-):
+def test_a_start_that_is_forgotten_counts_zero(forgotten, preempted, unauthenticated, reference):
     forgotten.wait_until_finished()
     forgotten.assert_same_as(reference)
     assert [event.restart for event in forgotten.events(JobStarted)][-1] == 0
@@ -170,9 +168,7 @@ def test_a_start_that_the_controller_has_forgotten_counts_nothing_and_its_number
     assert_status(forgotten, "done")
 
 
-def test_three_preemptions_while_the_ranks_start_count_nothing(
-    preempted: SlurmRun, reference: SlurmRun
-):
+def test_three_preemptions_of_starting_ranks_count_nothing(preempted, reference):
     preempted.wait_until_finished()
     preempted.assert_same_as(reference)
     assert preempted.ends() == [*["preempted"] * 3, "finished"]
@@ -181,9 +177,7 @@ def test_three_preemptions_while_the_ranks_start_count_nothing(
     assert_status(preempted, "done", last_failure="preempted")
 
 
-def test_a_rank_that_dies_while_munge_is_away_on_the_first_host_costs_one_attempt(
-    unauthenticated: SlurmRun, reference: SlurmRun
-):
+def test_a_rank_that_dies_while_munge_is_away_costs_one_attempt(unauthenticated, reference):
     unauthenticated.wait_until_finished()
     unauthenticated.assert_same_as(reference)
     assert unauthenticated.begun_at() == [0, INTERVAL]

@@ -75,9 +75,7 @@ def submit(lab: SlurmLab, folder: Path) -> str:
     return sweep(lab, folder, "submit", f"--cluster={folder / 'cluster.yaml'}", "--jobs=3")
 
 
-def test_six_cells_as_an_array_are_completed_although_three_were_killed(
-    lab: SlurmLab, folder: Path
-):
+def test_six_cells_of_an_array_are_completed_though_three_were_killed(lab: SlurmLab, folder: Path):
     assert "6 cells on 1 node each, 3 at a time" in submit(lab, folder)
     assert "6 active" in submit(lab, folder)  # nothing is submitted twice
     waiting = set(KILLED)
@@ -102,9 +100,7 @@ def test_six_cells_as_an_array_are_completed_although_three_were_killed(
         assert len(events_of(ledger, SupervisorKilled)) == (KILLED[cell] == SUPERVISOR)
 
 
-def test_a_canceled_run_and_one_that_slurm_may_not_requeue_wait_until_they_are_resumed(
-    lab: SlurmLab, folder: Path
-):
+def test_a_canceled_and_an_unrequeuable_run_wait_until_they_are_resumed(lab, folder):
     run = folder / "runs" / "alone"
     cluster = folder / "alone.yaml"
     cluster.write_text((folder / "cluster.yaml").read_text() + "options: {no-requeue: }\n")

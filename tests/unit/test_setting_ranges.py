@@ -115,9 +115,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_refuses_a_number_in_the_same_line_at_once(
-    command, tmp_path, monkeypatch, capsys
-):
+def test_every_command_refuses_a_number_in_the_same_line(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("name: x\n")
     for setting in ("data.lanes=1e12", "data.segment_length=1e7"):

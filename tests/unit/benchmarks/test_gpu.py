@@ -151,9 +151,7 @@ def report_a_difference(context: Context) -> None:
     context.add("bits", passed=False)
 
 
-def test_findings_of_a_step_that_fails_or_hangs_are_kept_and_the_others_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_findings_of_a_step_that_fails_or_hangs_are_kept(tmp_path, monkeypatch, capsys):
     targets = ["builtins:int", f"{__name__}:report_and_wait", f"{__name__}:report_a_difference"]
     listed = tuple(
         Step(f"s{number}", target, expected=0, limit=limit, purpose="", sources=())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 
 import pytest
 
@@ -66,18 +65,14 @@ def test_a_comparison_is_the_ratio_of_its_sides_in_each_round() -> None:
         ("at_most", [2.31], "MISSED"),
     ],
 )
-def test_the_median_of_the_rounds_may_miss_its_goal_by_fifteen_percent(
-    bound: str, values: list[float], result: str
-) -> None:
+def test_the_median_of_rounds_may_miss_its_goal_by_fifteen_percent(bound, values, result):
     measurement = Measurement("case", values, **{bound: 2.0})
     assert measurement.result == result
     assert measurement.passes == (result != "MISSED")
     assert not Measurement("case", [2.01], at_most=2.0, tolerance=0.0).passes
 
 
-def test_the_report_is_printed_and_appended_and_its_goals_decide_the_status(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_is_printed_and_appended_and_its_goals_decide_the_status(tmp_path, capsys):
     file = tmp_path / "log.md"
     file.write_text("# Log\n")
     command = arguments("--append", str(file))

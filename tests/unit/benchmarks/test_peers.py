@@ -10,13 +10,7 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.peer_sides import Case, OurSide, Worker
-from benchmarks.peers import (
-    LOSS_MODEL,
-    LOSS_VARIANTS,
-    OURS,
-    SideProcess,
-    speed_measurements,
-)
+from benchmarks.peers import LOSS_MODEL, LOSS_VARIANTS, OURS, SideProcess, speed_measurements
 from foundation.errors import UserError
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.original_settings import config_of_original
@@ -34,9 +28,7 @@ def checkout(root: Path, names: tuple[str, ...]) -> Path:
 
 
 @pytest.mark.parametrize("option", ["--original", "--nvidia"])
-def test_a_directory_that_is_not_a_checkout_is_an_error_in_one_line(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_that_is_not_a_checkout_is_an_error_in_one_line(option, tmp_path, capsys):
     assert main(["peers", option, str(tmp_path)]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert f"{option} {tmp_path} " in line

@@ -46,9 +46,7 @@ def many_texts() -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "shard_format", "shard_bytes"), [("bytes", "mds", 5000), ("bpe", "webdataset", 8000)]
 )
-def test_a_build_killed_at_any_moment_resumes_to_identical_bytes(
-    tmp_path, processes, kind, shard_format, shard_bytes
-):
+def test_a_killed_build_resumes_identically(tmp_path, processes, kind, shard_format, shard_bytes):
     tokenizer = TokenizerConfig(kind=kind, vocab_size=300 if kind == "bytes" else 350)
     sizes = {"shard_format": shard_format, "shard_bytes": shard_bytes}
     whole = config_of(tmp_path / "whole", many_texts(), tokenizer=tokenizer, **sizes)
@@ -155,9 +153,7 @@ def test_a_failed_write_gives_one_line_and_the_same_command_resumes(tmp_path, pr
 
 
 @pytest.mark.parametrize("moment", ["the index", "the manifests", "the recipe", "cleaning up"])
-def test_a_build_stopped_between_its_last_steps_resumes_to_identical_bytes(
-    tmp_path, monkeypatch, moment
-):
+def test_a_build_stopped_at_its_end_resumes_to_identical_bytes(tmp_path, monkeypatch, moment):
     class Stopped(BaseException):
         """Like a kill: nothing in the code handles it."""
 

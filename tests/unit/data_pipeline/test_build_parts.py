@@ -190,9 +190,7 @@ def test_a_build_does_not_read_its_own_output_as_input(tmp_path, monkeypatch):
         build_corpus(replace(config, input=(tmp_path / "text.parts",), output=tmp_path / "text"))
 
 
-def test_an_output_that_parts_could_not_be_merged_into_is_rejected_before_they_are_built(
-    tmp_path, monkeypatch
-):
+def test_an_output_that_takes_no_parts_is_rejected_before_they_are_built(tmp_path, monkeypatch):
     config = folder_config(tmp_path)
 
     def stop(*arguments):

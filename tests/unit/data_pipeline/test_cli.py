@@ -81,9 +81,7 @@ def test_input_may_be_repeated_and_takes_paths_and_overrides_in_any_order(tmp_pa
         (["audit", "nowhere", "--lanes=4"], "nowhere"),
     ],
 )
-def test_a_mistake_of_the_user_is_one_line_and_status_2_and_leaves_no_files(
-    tmp_path, capsys, monkeypatch, arguments, culprit
-):
+def test_a_users_mistake_is_a_line_without_files(tmp_path, capsys, monkeypatch, arguments, culprit):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "i").mkdir()
     (tmp_path / "i" / "a.txt").write_text("some text")

@@ -179,9 +179,7 @@ def test_sections_in_a_list_are_checked_as_any_other(tmp_path):
     assert parse_config(Outer, to_tree(right), "tree") == right
 
 
-def test_a_shipped_configuration_is_found_from_everywhere_after_the_users_own(
-    tmp_path, monkeypatch
-):
+def test_a_shipped_configuration_is_found_everywhere_after_the_users_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wanted = Path("configs/data/bytes.yaml")
     assert read_tree(wanted) == read_tree(SHIPPED / "data" / "bytes.yaml")

@@ -64,9 +64,7 @@ def test_opening_names_a_missing_shard_and_a_split_without_shards(corpus):
         Corpus.open(corpus.directory)
 
 
-def test_a_token_that_the_tokenizer_does_not_have_is_found_by_training_evaluation_and_verify(
-    tmp_path,
-):
+def test_a_token_that_the_tokenizer_lacks_is_found_by_all_readers(tmp_path):
     """On a GPU the embedding would fail with an assertion of the device."""
     corpus = write_numbered_corpus(tmp_path / "train", [[30] * 3])
     replace(corpus.manifest, end_id=29, vocab_size=60).write(tmp_path / "train")

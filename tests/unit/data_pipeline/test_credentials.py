@@ -139,9 +139,7 @@ def corpus(tmp_path_factory):
     return directory
 
 
-def test_neither_password_nor_request_goes_to_where_a_server_redirects(
-    corpus, tmp_path, monkeypatch
-):
+def test_neither_password_nor_request_follows_a_redirect(corpus, tmp_path, monkeypatch):
     with FileServer(corpus) as other, FileServer(corpus) as server:
         host = server.url.removeprefix("http://")
         monkeypatch.setenv("STORE_PASSWORD", f"secret@{host}")

@@ -81,9 +81,7 @@ def test_a_transient_fault_leaves_the_right_bytes(faulty, corpus, tmp_path, faul
 
 
 @pytest.mark.parametrize("fault", FAULTS[:2])
-def test_a_permanent_fault_is_one_error_with_the_shards_name_and_leaves_no_file(
-    faulty, corpus, tmp_path, fault
-):
+def test_a_permanent_fault_names_the_shard_and_leaves_no_file(faulty, corpus, tmp_path, fault):
     store, server = faulty
     server.fault, server.faulty = fault, 100
     with pytest.raises(NotFetchedError, match=r"shard\.00001\.mds") as error:
@@ -177,9 +175,7 @@ def built(tmp_path_factory):
     return make_tiny_corpus(tmp_path_factory.mktemp("built") / "corpus", documents=30)
 
 
-def test_verify_reads_every_byte_and_names_each_file_that_is_not_the_manifests(
-    built, tmp_path, bucket, s3_endpoint, capsys
-):
+def test_verify_reads_all_and_names_each_wrong_file(built, tmp_path, bucket, s3_endpoint, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(built, copy)
     put_directory(s3_endpoint, copy, f"{bucket}/c")
@@ -199,9 +195,7 @@ def test_verify_reads_every_byte_and_names_each_file_that_is_not_the_manifests(
         assert len(problems) == 5
 
 
-def test_a_corpus_in_a_store_is_inspected_and_audited_in_place(
-    built, tmp_path, monkeypatch, capsys
-):
+def test_a_corpus_in_a_store_is_inspected_and_audited_there(built, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     with FileServer(built) as server:

@@ -90,9 +90,7 @@ def batches_of(stream: LaneStream, session: Session) -> Iterator[SegmentBatch]:
     shard_format=st.sampled_from(["mds", "webdataset"]),
     is_stream=st.booleans(),
 )
-def test_every_token_is_read_once_per_epoch_in_its_lane_despite_interruptions_and_other_ranks(
-    shards, seed, run, shard_format, is_stream
-):
+def test_lanes_read_each_token_once_though_interrupted(shards, seed, run, shard_format, is_stream):
     num_lanes, sessions = run
     total = sum(map(sum, shards))
     assume(total // num_lanes >= (1 if is_stream else max(map(max, shards))))

@@ -110,9 +110,7 @@ def test_wrong_lengths_are_refused_and_named_by_verify(corpus, change):
 @pytest.mark.parametrize(
     "lengths", [[400, 700, 821, 480], [0, 1100, 820, 480], [700, 400, 820, 480]]
 )
-def test_lengths_that_the_manifest_lists_but_are_not_those_of_the_shard_are_refused(
-    corpus, lengths
-):
+def test_lengths_that_the_manifest_lists_but_not_the_shard_are_refused(corpus, lengths):
     info = corpus.manifest.shards[0]
     listed = write_lengths(corpus.directory / info.path, info.sha256, lengths)
     shards = (replace(info, lengths=listed), *corpus.manifest.shards[1:])

@@ -57,9 +57,7 @@ def epoch_documents(mixture: Mixture, epoch: int) -> Counter:
         st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 60)), min_size=2, max_size=4
     ),
 )
-def test_interrupted_mixtures_read_every_copy_of_a_document_once_per_epoch_in_its_lane(
-    drawn, segment_length, sessions
-):
+def test_interrupted_mixtures_read_each_copy_once_in_its_lane(drawn, segment_length, sessions):
     with tempfile.TemporaryDirectory() as directory:
         mixture = mixture_in(directory, drawn)
         plan = plan_of(mixture, NUM_LANES, SEED)
@@ -110,9 +108,7 @@ def expected_lane(mixture: Mixture, lane: int, count: int) -> list[int]:
     )
 )
 @settings(max_examples=20, deadline=None)
-def test_after_any_number_of_epochs_every_shard_was_read_repeat_times_as_often_up_to_rounding(
-    drawn,
-):
+def test_after_some_epochs_a_shard_was_read_repeat_times_up_to_rounding(drawn):
     with tempfile.TemporaryDirectory() as directory:
         mixture = mixture_in(directory, [([[3]] * shards, repeat) for shards, repeat in drawn])
         counts = np.zeros(mixture.first_units[-1], int)
@@ -160,9 +156,7 @@ def test_a_changed_part_is_rejected_with_both_hashes(corpora, tmp_path):
         LaneStream(changed, 4, SEED, 16, range(4), cursor)
 
 
-def test_a_pinned_corpus_or_part_with_another_validation_split_is_refused(
-    corpora, tmp_path, capsys
-):
+def test_a_pinned_corpus_with_another_validation_split_is_refused(corpora, tmp_path, capsys):
     """The same training split, tokenizer and sizes: everything is consistent, but not ours."""
     first, other = corpora
     assert main(["inspect", str(first)]) == 0

@@ -55,9 +55,7 @@ def tokens_of(stream, batches: int) -> np.ndarray:
     return np.concatenate([next(stream).tokens_BL for _ in range(batches)], axis=1)
 
 
-def test_a_cache_smaller_than_the_corpus_gives_two_ranks_the_same_tokens_as_the_disk(
-    numbered, tmp_path
-):
+def test_a_cache_smaller_than_the_corpus_gives_two_ranks_its_tokens(numbered, tmp_path):
     batches = 2 * numbered.num_tokens // (LANES * LENGTH)
     expected = tokens_of(LaneStream(numbered, LANES, SEED, LENGTH, range(LANES)), batches)
     with FileServer(numbered.directory) as server:
@@ -148,9 +146,7 @@ def test_parts_of_a_mixture_may_be_in_stores(built, tmp_path):
         assert any(name.startswith("shard") for name in server.requests)
 
 
-def test_a_corpus_without_a_validation_split_is_read_and_one_without_a_training_split_is_not(
-    built, tmp_path
-):
+def test_of_the_splits_only_the_training_split_is_needed(built, tmp_path):
     (tmp_path / "only").mkdir()
     for name in ("tokenizer", "train"):
         (tmp_path / "only" / name).symlink_to(built / name)
@@ -163,7 +159,7 @@ def test_a_corpus_without_a_validation_split_is_read_and_one_without_a_training_
             local_corpus_directory(Path(f"{server.url}/none"), cache, QUICK)
 
 
-def test_a_denied_validation_split_is_an_error_and_an_absent_one_names_the_setting(
+def test_a_denied_split_is_an_error_and_an_absent_one_names_data_path(
     built, tmp_path, monkeypatch, s3_endpoint, bucket
 ):
     put_directory(s3_endpoint, built, f"{bucket}/c")
@@ -187,7 +183,7 @@ def test_a_denied_validation_split_is_an_error_and_an_absent_one_names_the_setti
 
 
 @pytest.mark.parametrize("kind", ["http", "s3"])
-def test_a_manifest_is_fetched_again_only_when_the_store_has_another_version(
+def test_a_manifest_is_fetched_again_only_when_it_is_another(
     built, tmp_path, kind, monkeypatch, s3_endpoint, bucket
 ):
     store = tmp_path / "store"

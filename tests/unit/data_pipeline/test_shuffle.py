@@ -159,9 +159,7 @@ class Stopped(BaseException):
         "data_pipeline.builder.parts._remove_parts",
     ],
 )
-def test_a_build_stopped_between_its_phases_resumes_also_with_more_processes(
-    whole, tmp_path, monkeypatch, moment
-):
+def test_a_build_stopped_at_a_phase_resumes_with_others(whole, tmp_path, monkeypatch, moment):
     stopped = replace(whole, output=tmp_path / "stopped")
 
     def stop(*arguments):

@@ -121,9 +121,7 @@ def test_decoding_gives_the_text_back_and_no_token_is_the_end(tokenizers, kind, 
 
 
 @pytest.mark.parametrize("kind", [*OWN, *KINDS])
-def test_a_saved_tokenizer_encodes_as_its_file_does_on_any_number_of_threads(
-    tokenizers, kind, tmp_path
-):
+def test_a_saved_tokenizer_encodes_as_its_file_with_any_threads(tokenizers, kind, tmp_path):
     tokenizers[kind].save(tmp_path)
     loaded, texts = Tokenizer.load(tmp_path), [*texts_for_training(), NASTY, ""]
     assert loaded.fingerprint == tokenizers[kind].fingerprint == read_fingerprint(tmp_path)
@@ -380,9 +378,7 @@ def test_a_file_that_is_no_model_of_sentencepiece_is_named(tmp_path):
             Tokenizer.load(tmp_path / "m.model")
 
 
-def test_a_model_beside_a_tokenizer_of_bytes_is_refused_and_saving_one_removes_it(
-    tokenizers, tmp_path
-):
+def test_a_model_beside_a_tokenizer_of_bytes_is_refused_and_saving_removes_it(tokenizers, tmp_path):
     tokenizers["bpe"].save(tmp_path)
     tokenizers["bytes"].save(tmp_path)
     assert Tokenizer.load(tmp_path).kind == "bytes"

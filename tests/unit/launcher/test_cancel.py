@@ -77,9 +77,7 @@ COMMANDS = {
 }
 
 
-def test_a_job_is_cancelled_although_the_ledger_cannot_be_written(
-    run_dir, tmp_path, monkeypatch, capsys
-):
+def test_a_job_is_cancelled_although_no_ledger_is_writable(run_dir, tmp_path, monkeypatch, capsys):
     fake_commands(tmp_path, monkeypatch, **COMMANDS)
     run_dir.ledger.append(Submitted(job="7", job_name="run-1"))
     with full_disk():
@@ -91,9 +89,7 @@ def test_a_job_is_cancelled_although_the_ledger_cannot_be_written(
 
 
 @pytest.mark.parametrize("name", ["run-1", ""])
-def test_a_job_of_another_name_than_the_ledger_s_is_not_canceled(
-    run_dir, tmp_path, monkeypatch, capsys, name
-):
+def test_a_job_of_another_name_is_not_canceled(run_dir, tmp_path, monkeypatch, capsys, name):
     queue = COMMANDS["squeue"].replace("run-1", "jupyter")
     fake_commands(tmp_path, monkeypatch, **{**COMMANDS, "squeue": queue})
     run_dir.ledger.append(Submitted(job="7", job_name=name))
@@ -123,9 +119,7 @@ def test_a_process_that_does_not_hold_the_lock_is_not_signaled(run_dir, capsys):
         *(("local", name) for name in (".", "slurm/job.sbatch")),
     ],
 )
-def test_what_another_user_can_write_is_neither_executed_nor_obeyed(
-    run_dir, capsys, monkeypatch, command, name
-):
+def test_what_another_user_can_write_is_not_obeyed(run_dir, capsys, monkeypatch, command, name):
     experiment = run_dir.path.parent / "experiment.yaml"
     experiment.write_text("name: x\n")
     before = ["local", str(experiment), "--run-dir"] if command == "local" else [command]
@@ -198,9 +192,7 @@ def test_a_run_is_not_resumed_while_its_job_is_ending_but_while_one_of_its_numbe
     assert "completing" in output.err if status else output.out.startswith("job 2 ")
 
 
-def test_a_slurm_run_that_was_moved_or_copied_is_not_resumed_in_the_old_place(
-    canceled, tmp_path, capsys
-):
+def test_a_moved_or_copied_slurm_run_is_not_resumed_in_the_old_place(canceled, tmp_path, capsys):
     copy = tmp_path / "run-copy"
     shutil.copytree(canceled.path, copy)
     assert main(["resume", str(copy)]) == 2

@@ -69,9 +69,7 @@ def test_the_rank_that_failed_first_is_shown_first_then_srun_and_the_job(run_dir
     assert list(dict.fromkeys(marks)) == ["rank 1", "srun", "job", "rank 0"]
 
 
-def test_a_container_that_does_not_start_is_an_error_although_no_rank_wrote_anything(
-    run_dir, capsys
-):
+def test_a_container_that_does_not_start_is_an_error_without_any_rank(run_dir, capsys):
     (run_dir.logs / "attempt-10/rank-1.log").write_text("fine\n")
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
@@ -120,9 +118,7 @@ LINES = {
 }
 
 
-def test_lines_that_speak_of_an_error_are_told_from_others_and_torchs_marks_are_left_out(
-    run_dir, capsys
-):
+def test_lines_of_an_error_are_told_from_others_without_torchs_marks(run_dir, capsys):
     marked = "".join(f"[rank3]: {line}\n" for line in TRACEBACK.splitlines())
     (run_dir.logs / "attempt-10/rank-1.log").write_text("\n".join([*LINES, marked, "step 2"]))
     assert main(["logs", str(run_dir.path), "--errors", "--rank=1"]) == 0

@@ -121,9 +121,7 @@ def test_starts_that_a_time_limit_ended_before_they_gained_anything_are_futile(l
     assert bool(refusal_of_futile_starts(ledger, "7", 3, "00:02:00")) is is_futile
 
 
-def test_a_job_whose_starts_are_futile_is_not_requeued_and_the_ledger_says_why(
-    tmp_path, monkeypatch
-):
+def test_a_job_of_futile_starts_is_not_requeued_and_the_ledger_says_why(tmp_path, monkeypatch):
     run_dir, now = RunDir(tmp_path), [0.0]
     monkeypatch.setattr("time.time", lambda: now[0])
     for event in FUTILE[:-1]:
@@ -277,9 +275,7 @@ LOST, UNSTARTED = ["SupervisorKilled", "JobStarted", "error"], ["JobStarted", "A
         ([job_started("8"), ended("8", FINISHED)], 0, 2, [*UNSTARTED, "gave_up"]),
     ],
 )
-def test_a_start_of_the_job_goes_on_from_what_the_ledger_says(
-    tmp_path, monkeypatch, ledger, restart, status, added
-):
+def test_a_start_goes_on_from_the_ledger(tmp_path, monkeypatch, ledger, restart, status, added):
     fake_commands(tmp_path, monkeypatch, **SLURM)
     monkeypatch.setenv("RESTART", str(restart))
     variables = {"JOB_ID": "7", "RESTART_COUNT": str(restart), "JOB_NODELIST": "n[1-2]"}
@@ -330,9 +326,7 @@ def test_a_node_that_fails_twice_in_a_row_without_progress_is_excluded(attempts,
         ([replace(NEVER, job="8")], False),
     ],
 )
-def test_an_attempt_in_which_no_rank_started_is_told_from_one_that_a_node_spoiled(
-    attempts, expected
-):
+def test_an_attempt_without_a_started_rank_is_told_from_a_spoiled_one(attempts, expected):
     assert no_rank_started([job_started("7"), *attempts], "7") is expected
 
 
@@ -371,9 +365,7 @@ def test_a_job_that_slurm_holds_after_a_prolog_names_the_node(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("answer", ["requeued", "denied"])
-def test_a_job_that_is_to_stop_is_requeued_although_nothing_can_be_written(
-    tmp_path, monkeypatch, caplog, answer
-):
+def test_a_stopping_job_is_requeued_on_a_full_disk(tmp_path, monkeypatch, caplog, answer):
     monkeypatch.setenv("ANSWER", answer)
     fake_commands(tmp_path, monkeypatch, scontrol=SCONTROL)
     run_dir = RunDir.create(tmp_path / "run", RunConfig())

@@ -47,9 +47,7 @@ def run_script(script: str, python: Path, **variables: str) -> list[str]:
 @settings(max_examples=60, deadline=None)
 @given(value=TEXTS, directory=TEXTS.map(lambda text: text.replace("/", "").replace("\\", "")))
 @example(value="\u2028", directory="\u2028")
-def test_bash_hands_every_value_of_a_rendered_script_on_unchanged(
-    tmp_path_factory, value, directory
-):
+def test_bash_hands_on_every_value_of_a_script_unchanged(tmp_path_factory, value, directory):
     folder = tmp_path_factory.mktemp("script")
     options = {"comment": value, "exclusive": None}
     cluster = replace(CPU, environment={"NOTE": value}, options=options)
@@ -124,9 +122,7 @@ def test_a_job_is_asked_to_be_requeued_unless_the_cluster_file_forbids_it():
         assert [line for line in script if "requeue" in line or "--export" in line] == flags
 
 
-def test_a_secret_is_taken_from_the_environment_of_whoever_submits_and_written_nowhere(
-    tmp_path, monkeypatch
-):
+def test_a_secret_is_taken_from_the_submitters_environment_and_not_written(tmp_path, monkeypatch):
     (tmp_path / "cluster.yaml").write_text(
         "ranks_per_node: 1\nenvironment: {WANDB_API_KEY: 'env:MY_KEY'}\n"
     )

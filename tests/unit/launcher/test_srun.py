@@ -16,20 +16,8 @@ from pathlib import Path
 import pytest
 
 from foundation.errors import ConfigError
-from launcher.slurm.lost_nodes import (
-    FirstNodeGuard,
-    JobNodes,
-    replaced_nodes,
-    use_up_old_numbers,
-)
-from launcher.slurm.srun import (
-    RankEnd,
-    RankEnds,
-    Step,
-    failed_nodes,
-    first_failure,
-    srun_command,
-)
+from launcher.slurm.lost_nodes import FirstNodeGuard, JobNodes, replaced_nodes, use_up_old_numbers
+from launcher.slurm.srun import RankEnd, RankEnds, Step, failed_nodes, first_failure, srun_command
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.events import (
     EXIT_STOPPED,
@@ -172,9 +160,7 @@ def test_a_request_to_stop_ends_the_wait_to_write_an_exit_status(tmp_path, numbe
     assert said.count("\n") == 1
 
 
-def test_a_rank_without_a_status_was_killed_with_its_task_and_one_without_a_log_never_started(
-    tmp_path: Path,
-):
+def test_a_rank_without_status_was_killed_and_one_without_log_never_started(tmp_path: Path):
     logs = [tmp_path / f"rank-{rank}.log" for rank in range(3)]
     for log in logs[:2]:
         log.touch()
@@ -238,9 +224,7 @@ def test_a_supervisor_after_one_that_was_killed_leaves_out_the_nodes_replaced_in
 SRUN = 'echo "$@" >> "$0.started"; exec sleep 60'
 
 
-def test_the_guard_of_the_first_node_starts_again_on_another_node_when_it_ends(
-    tmp_path, monkeypatch
-):
+def test_the_guard_of_the_first_node_starts_again_elsewhere_when_it_ends(tmp_path, monkeypatch):
     fake_commands(tmp_path, monkeypatch, srun=SRUN)
     monkeypatch.setattr("launcher.slurm.lost_nodes._RESTART_SECONDS", 0.0)
     started = tmp_path / "srun.started"
@@ -256,9 +240,7 @@ def test_the_guard_of_the_first_node_starts_again_on_another_node_when_it_ends(
             guard.watch()
 
 
-def test_empty_steps_are_awaited_while_slurm_is_listened_to_and_end_with_what_that_raises(
-    tmp_path, monkeypatch
-):
+def test_empty_steps_are_awaited_and_end_with_what_slurms_news_raise(tmp_path, monkeypatch):
     fake_commands(tmp_path, monkeypatch, srun=SRUN.replace("$@", "$$ $@"))
     started = tmp_path / "srun.started"
     started.touch()

@@ -204,9 +204,7 @@ def test_corpora_that_are_not_on_this_host_are_warned_of_and_urls_are_not(tmp_pa
         (0, 8, "infinite", ("--time=24:00:00", "--partition=main")),
     ],
 )
-def test_the_file_for_a_partition_is_one_that_it_accepts(
-    gpus, cpus, limit, expected, tmp_path, monkeypatch
-):
+def test_a_partition_accepts_its_new_file(gpus, cpus, limit, expected, tmp_path, monkeypatch):
     answer = f"main*|4|{cpus}|{f'gpu:{gpus}' if gpus else '(null)'}|{limit}"
     fake_commands(tmp_path, monkeypatch, sinfo=f"echo '{answer}'")
     file = tmp_path / "c.yaml"

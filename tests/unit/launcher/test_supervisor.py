@@ -50,9 +50,7 @@ def stop_at_the_first_failure(run_dir: RunDir, stop: StopSignals) -> None:
     stop.requests += 1
 
 
-def test_a_supervisor_outlasts_a_disk_that_is_full_before_and_after_an_attempt(
-    run_dir, monkeypatch
-):
+def test_a_supervisor_outlasts_a_full_disk_before_and_after_an_attempt(run_dir, monkeypatch):
     monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 0.05)
     limits, waited = resource.getrlimit(resource.RLIMIT_FSIZE), []
 
@@ -79,9 +77,7 @@ def test_a_supervisor_outlasts_a_disk_that_is_full_before_and_after_an_attempt(
     assert isinstance(run_dir.ledger.read()[-1], AttemptEnded)
 
 
-def test_the_lock_of_a_job_outlasts_a_full_disk_and_that_of_a_command_reports_it(
-    tmp_path, monkeypatch
-):
+def test_the_lock_of_a_job_outlasts_a_full_disk_and_a_commands_reports_it(tmp_path, monkeypatch):
     monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 0.05)
     with full_disk(largest_file=20) as free_space:
         new = RunDir(tmp_path / "new", Patience(60, free_space))

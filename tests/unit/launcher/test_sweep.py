@@ -19,14 +19,7 @@ from rich.console import Console
 from launcher.cli import main
 from launcher.commands.status import sweep_status
 from launcher.slurm.sbatch import Snapshot
-from launcher.sweep import (
-    CellRun,
-    array_of,
-    classes,
-    describe,
-    longest_first,
-    read_cells,
-)
+from launcher.sweep import CellRun, array_of, classes, describe, longest_first, read_cells
 from pretrain.checkpoint.directory import step_directory
 from pretrain.cli import main as pretrain
 from pretrain.config.model import ModelConfig
