@@ -11,7 +11,7 @@ from data_pipeline.cli import main
 from data_pipeline.config import MixturePart
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream
-from data_pipeline.lanes.mixture import open_mixture
+from data_pipeline.lanes.mixture import Mixture, open_mixture
 from tests.helpers.corpora import write_numbered_corpus
 
 NUM_LANES, LENGTH, STEPS = 8, 16, 60
@@ -23,25 +23,27 @@ def corpus(tmp_path_factory) -> Corpus:
     return write_numbered_corpus(tmp_path_factory.mktemp("audited"), lengths.tolist())
 
 
-def audited(capsys, corpus, *extra):
+def audited(capsys, directory, *extra):
     sizes = [f"--lanes={NUM_LANES}", f"--segment-length={LENGTH}"]
-    assert main(["audit", str(corpus.directory), *sizes, "--json", *extra]) == 0
+    assert main(["audit", str(directory), *sizes, "--json", *extra]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def tokens_of(corpus: Corpus | Mixture, piece) -> list[int]:
+    """What the audit says that a lane reads there, of a document that it names."""
+    units = {shard.path: unit for unit, shard in enumerate(corpus.manifest.shards)}
+    shard = corpus.shard(units[piece["shard"]])
+    assert shard.document_id(piece["index"]) == piece["document"]
+    return shard.tokens(piece["index"], piece["offset"], piece["tokens"]).tolist()
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_the_audit_lists_what_the_ranks_read(corpus, capsys, world_size):
-    lines = audited(capsys, corpus, f"--steps=0:{STEPS}", "--seed=7", f"--ranks={world_size}")
-    numbers = {shard.path: number for number, shard in enumerate(corpus.manifest.shards)}
+    flags = [f"--steps=0:{STEPS}", "--seed=7", f"--ranks={world_size}"]
+    lines = audited(capsys, corpus.directory, *flags)
     expected: dict[tuple[int, int], list[int]] = defaultdict(list)
     for piece in lines:
-        tokens = corpus.shard(numbers[piece["shard"]]).tokens(
-            piece["index"], piece["offset"], piece["tokens"]
-        )
-        expected[piece["step"], piece["lane"]] += tokens.tolist()
-        assert piece["document"] == corpus.shard(numbers[piece["shard"]]).document_id(
-            piece["index"]
-        )
+        expected[piece["step"], piece["lane"]] += tokens_of(corpus, piece)
     per_rank = NUM_LANES // world_size
     for rank in range(world_size):
         lanes = range(rank * per_rank, (rank + 1) * per_rank)
@@ -54,26 +56,25 @@ def test_the_audit_lists_what_the_ranks_read(corpus, capsys, world_size):
 
 
 def test_later_steps_or_one_lane_alone_are_a_part_of_the_full_audit(corpus, capsys):
-    later = [each for each in audited(capsys, corpus, "--steps=0:500") if each["step"] >= 490]
-    assert audited(capsys, corpus, "--steps=490:500") == later
+    whole = audited(capsys, corpus.directory, "--steps=0:500")
+    later = [each for each in whole if each["step"] >= 490]
+    assert audited(capsys, corpus.directory, "--steps=490:500") == later
     lane = [each for each in later if each["lane"] == 3]
-    assert audited(capsys, corpus, "--steps=490:500", "--lane=3") == lane
+    assert audited(capsys, corpus.directory, "--steps=490:500", "--lane=3") == lane
 
 
 def test_the_audit_reads_no_tokens(corpus, tmp_path, capsys):
     """Every token zeroed on disk, nothing else: the audit is the same."""
-    lines = audited(capsys, corpus, "--steps=0:50")
+    lines = audited(capsys, corpus.directory, "--steps=0:50")
     lengths = [corpus.document_lengths(number).tolist() for number in range(5)]
     copy = write_numbered_corpus(tmp_path, lengths)
     for number, shard in enumerate(copy.manifest.shards):
         reader = copy.shard(number)
         content = bytearray((tmp_path / shard.path).read_bytes())
-        for start, length in zip(
-            reader.token_offsets.tolist(), reader.lengths.tolist(), strict=True
-        ):
-            content[start : start + 4 * length] = bytes(4 * length)
+        for start, length in zip(reader.token_offsets, reader.lengths, strict=True):
+            content[start : start + 4 * length] = bytes(4 * int(length))
         (tmp_path / shard.path).write_bytes(content)
-    assert audited(capsys, copy, "--steps=0:50") == lines
+    assert audited(capsys, copy.directory, "--steps=0:50") == lines
 
 
 def test_weights_are_those_of_the_runs_mixture(corpus, tmp_path, capsys):
@@ -87,18 +88,11 @@ def test_weights_are_those_of_the_runs_mixture(corpus, tmp_path, capsys):
     assert mixture.repeats[1] > 1
     stream = LaneStream(mixture, NUM_LANES, 1, LENGTH, range(NUM_LANES))
     mix = ["--repeat=5", f"--mix={tmp_path / 'b'}=1", "--weights"]
-    sizes = [f"--lanes={NUM_LANES}", f"--segment-length={LENGTH}", "--steps=0:100"]
-    arguments = ["--json", *sizes, *mix]
-    assert main(["audit", str(tmp_path / "a"), *arguments]) == 0
-    pieces = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    units = {shard.path: unit for unit, shard in enumerate(mixture.manifest.shards)}
+    read: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for piece in audited(capsys, tmp_path / "a", "--steps=0:100", *mix):
+        read[piece["step"], piece["lane"]] += tokens_of(mixture, piece)
     for step in range(100):
-        read: dict[int, list[int]] = defaultdict(list)
-        for piece in (piece for piece in pieces if piece["step"] == step):
-            shard = mixture.shard(units[piece["shard"]])
-            read[piece["lane"]] += shard.tokens(
-                piece["index"], piece["offset"], piece["tokens"]
-            ).tolist()
-        assert [read[lane] for lane in range(NUM_LANES)] == next(stream).tokens_BL.tolist()
-    assert main(["audit", str(tmp_path / "a"), *arguments, "--repeat=0"]) == 2
-    assert main(["audit", str(tmp_path / "a"), f"--mix={tmp_path / 'b'}=nan"]) == 2
+        assert [read[step, lane] for lane in range(NUM_LANES)] == next(stream).tokens_BL.tolist()
+    audit = ["audit", str(tmp_path / "a"), f"--lanes={NUM_LANES}"]
+    assert main([*audit, *mix, "--repeat=0"]) == 2
+    assert main([*audit, f"--mix={tmp_path / 'b'}=nan"]) == 2

@@ -58,9 +58,8 @@ def test_the_tokenizers_training_sample_is_capped_and_spread_over_the_training_s
     from data_pipeline.builder.sources import list_sources
 
     texts = [f"{number} " * 30 + "\n\n" + f"{number} " * 30 for number in range(300)]
-    config = config_of(
-        tmp_path, texts, tokenizer=TokenizerConfig(training_bytes=8000, vocab_size=300)
-    )
+    small = TokenizerConfig(training_bytes=8000, vocab_size=300)
+    config = config_of(tmp_path, texts, tokenizer=small)
     sample = list(training_sample(list_sources(config.input, config), config))
     assert 4000 < sum(map(len, sample)) <= 8000
     numbers = [int(text.split()[0]) for text in sample]
@@ -132,12 +131,8 @@ def test_a_directory_with_other_files_is_not_touched(tmp_path):
 
 
 def test_a_text_is_cut_after_a_paragraph_else_a_line_else_a_word(tmp_path):
-    parts = [
-        ["one two\n\n", "three\nfour"],
-        ["one two\n", "three four"],
-        ["one two ", "threes"],
-        ["onetwothreefo", "ur"],
-    ]
+    parts = [["one two\n\n", "three\nfour"], ["one two\n", "three four"], ["one two ", "threes"]]
+    parts.append(["onetwothreefo", "ur"])
     texts = ["".join(each) for each in parts]
     config = config_of(tmp_path, texts, split_characters=13, validation_fraction=0.0)
     build_corpus(config)
@@ -150,9 +145,8 @@ def test_long_documents_become_numbered_parts_in_one_split(tmp_path):
     build_corpus(config_of(tmp_path, texts, split_characters=150))
     splits = [documents_of(tmp_path / "out" / split) for split in ("train", "validation")]
     for number, text in enumerate(texts):
-        names = (
-            [f"d{number}#{part}" for part in range(1, 100)] if len(text) > 150 else [f"d{number}"]
-        )
+        names = [f"d{number}#{part}" for part in range(1, 100)]
+        names = names if len(text) > 150 else [f"d{number}"]
         assert names[0] in splits[0] or names[0] in splits[1]
         found = ("".join(split.get(name, "") for name in names) for split in splits)
         assert sorted(found) == ["", text]

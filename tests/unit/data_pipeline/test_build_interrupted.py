@@ -28,14 +28,8 @@ from tests.helpers.corpora import config_of, contents, some_texts
 def processes():
     """Starts processes that have imported streaming already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "streaming",
-            "webdataset.writer",
-            "data_pipeline.builder.build_corpus",
-            "data_pipeline.cli",
-        ]
-    )
+    loaded = ["streaming", "webdataset.writer", "data_pipeline.builder", "data_pipeline.cli"]
+    context.set_forkserver_preload(loaded)
     return context
 
 
@@ -127,57 +121,45 @@ def build_with_little_room(arguments: list[str], limit: int, errors: Path) -> No
 @pytest.mark.parametrize("limit", [20_000, 1_000])  # in the middle of a shard; in the journal
 def test_a_failed_write_gives_one_line_and_the_same_command_resumes(tmp_path, processes, limit):
     config = config_of(tmp_path, many_texts(), shard_bytes=30_000, validation_fraction=0.1)
-    arguments = [
-        "build",
-        f"--input={config.input[0]}",
-        f"--output={config.output}",
-        "tokenizer.kind=bytes",
-    ]
-    arguments += ["shard_bytes=30000", "validation_fraction=0.1"]
-    process = processes.Process(
-        target=build_with_little_room, args=(arguments, limit, tmp_path / "errors")
-    )
+    arguments = ["build", f"--input={config.input[0]}", f"--output={config.output}"]
+    arguments += ["tokenizer.kind=bytes", "shard_bytes=30000", "validation_fraction=0.1"]
+    errors = tmp_path / "errors"
+    process = processes.Process(target=build_with_little_room, args=(arguments, limit, errors))
     process.start()
     process.join()
-    lines = [
-        line for line in (tmp_path / "errors").read_text().splitlines() if line.startswith("error")
-    ]
     assert process.exitcode == 2
-    assert len(lines) == 1
-    assert os.strerror(errno.EFBIG) in lines[0]
-    assert str(config.output) in lines[0]
+    (line,) = (line for line in errors.read_text().splitlines() if line.startswith("error"))
+    assert os.strerror(errno.EFBIG) in line
+    assert str(config.output) in line
     assert not list(config.output.rglob(MANIFEST_NAME))
     assert main(arguments) == 0
     build_corpus(replace(config, output=tmp_path / "whole"))
     assert contents(config.output / "train") == contents(tmp_path / "whole" / "train")
 
 
-@pytest.mark.parametrize("moment", ["the index", "the manifests", "the recipe", "cleaning up"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "builder.split_writer.write_index",
+        "corpora.manifest.write_json",
+        "builder.journal.write_json",
+        "builder.journal.shutil.rmtree",
+    ],
+)
 def test_a_build_stopped_at_its_end_resumes_to_identical_bytes(tmp_path, monkeypatch, moment):
     class Stopped(BaseException):
         """Like a kill: nothing in the code handles it."""
 
     def stop(*arguments, **settings):
+        # Of rmtree only the last call: shards are written by way of it too.
+        if moment.endswith("rmtree") and arguments[0].name != ".build-done":
+            return real(*arguments, **settings)
         raise Stopped
 
-    config = config_of(tmp_path, some_texts())
+    config, real = config_of(tmp_path, some_texts()), shutil.rmtree
     build_corpus(replace(config, output=tmp_path / "whole"))
-    steps = {
-        "the index": "data_pipeline.builder.split_writer.write_index",
-        "the manifests": "data_pipeline.corpora.manifest.write_json",
-        "the recipe": "data_pipeline.builder.journal.write_json",
-        "cleaning up": "data_pipeline.builder.journal.shutil.rmtree",
-    }
     with monkeypatch.context() as patched:
-        # Only the last call: shards are written by way of rmtree too.
-        if moment == "cleaning up":
-            real = shutil.rmtree
-            patched.setattr(
-                steps[moment],
-                lambda path, **k: stop() if path.name == ".build-done" else real(path, **k),
-            )
-        else:
-            patched.setattr(steps[moment], stop)
+        patched.setattr(f"data_pipeline.{moment}", stop)
         with pytest.raises(Stopped):
             build_corpus(config)
     build_corpus(config)

@@ -22,6 +22,7 @@ from foundation.errors import EXIT_INTERRUPTED, ConfigError, DataError
 from tests.helpers.corpora import contents, some_texts, stored
 
 BPE = TokenizerConfig(kind="bpe", vocab_size=350)
+BYTES = TokenizerConfig(kind="bytes")
 FILES = 90
 
 
@@ -30,12 +31,8 @@ def folder_config(tmp_path: Path, **settings) -> CorpusConfig:
     folder.mkdir(parents=True, exist_ok=True)
     for number, text in enumerate(some_texts(FILES, seed=4)):
         (folder / f"{number:04d}.txt").write_text(text)
-    settings = {
-        "validation_fraction": 0.2,
-        "shard_bytes": 2500,
-        "tokenizer": TokenizerConfig(kind="bytes"),
-    } | settings
-    return CorpusConfig(input=(folder,), output=tmp_path / "out", threads=1, **settings)
+    usual = {"validation_fraction": 0.2, "shard_bytes": 2500, "tokenizer": BYTES, "threads": 1}
+    return CorpusConfig(input=(folder,), output=tmp_path / "out", **usual | settings)
 
 
 def test_merged_parts_hold_the_documents_of_the_whole_build_in_its_order(tmp_path):
@@ -63,9 +60,8 @@ def test_killed_processes_resume_to_the_bytes_of_the_uninterrupted_build(tmp_pat
     assert f"{FILES} documents" in str(reports[-2])
     assert "100% of the files" in str(reports[-2])
     killed = replace(config, output=tmp_path / "killed")
-    process = multiprocessing.get_context("forkserver").Process(
-        target=build_in_processes, args=(killed, 2)
-    )
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=build_in_processes, args=(killed, 2))
     process.start()
     while process.is_alive() and len(list(parts_directory(killed).glob("*/train/*.mds"))) < 3:
         time.sleep(0.001)

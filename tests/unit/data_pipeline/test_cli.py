@@ -25,17 +25,11 @@ def run(capsys, *arguments):
 
 def test_flags_win_over_overrides_and_overrides_over_the_config_file(tmp_path, capsys):
     source = write_jsonl(tmp_path / "x.jsonl", some_texts())
-    (tmp_path / "base.yaml").write_text(
-        "shard_bytes: 9000\nvalidation_fraction: 0.5\ntokenizer: {kind: bpe}\n"
-    )
-    (tmp_path / "c.yaml").write_text(
-        f"extends: base.yaml\ninput: {source}\ntokenizer: {{vocab_size: 320}}\n"
-    )
-    output = tmp_path / "out"
-    status, out, _ = run(
-        capsys, "build", tmp_path / "c.yaml", "shard_bytes=2000", "--output", output,
-        "output=elsewhere", "validation_fraction=1e-1", "threads=1",
-    )  # fmt: skip
+    base, own, output = tmp_path / "base.yaml", tmp_path / "c.yaml", tmp_path / "out"
+    base.write_text("shard_bytes: 9000\nvalidation_fraction: 0.5\ntokenizer: {kind: bpe}\n")
+    own.write_text(f"extends: base.yaml\ninput: {source}\ntokenizer: {{vocab_size: 320}}\n")
+    overrides = ["shard_bytes=2000", "output=elsewhere", "validation_fraction=1e-1", "threads=1"]
+    status, out, _ = run(capsys, "build", own, *overrides, "--output", output)
     assert status == 0
     corpus = Corpus.open(output / "train")
     assert corpus.manifest.vocab_size == 320
@@ -120,13 +114,8 @@ def test_inspect_shows_sizes_tokenizer_lanes_and_text(corpus, capsys):
     status, out, _ = run(capsys, "inspect", corpus, "--lanes=4")
     assert status == 0
     train = Corpus.open(corpus / "train")
-    for part in (
-        f"{train.num_tokens:,}",
-        f"{train.num_bytes:,} bytes",
-        "bytes, 257 ids",
-        "4 of ",
-        train.manifest.hash[:16],
-    ):
+    sizes = (f"{train.num_tokens:,}", f"{train.num_bytes:,} bytes", "257 ids", "4 of ")
+    for part in (*sizes, train.manifest.hash[:16]):
         assert part in out
     assert "waited for" in out or "carried" in out or "followed" in out
     assert out.count("  sample") == 2
@@ -186,12 +175,8 @@ def test_help_imports_nothing_heavy(package, command, lighter, most_modules):
 @pytest.mark.parametrize("program", ["data-pipeline", "pretrain", "launcher"])
 def test_every_program_names_its_version_and_torchs_without_importing_it(program):
     module = program.replace("-", "_")
-    code = f"""
-import sys
-from {module}.cli import PROGRAM
-assert PROGRAM.main(["--version"]) == 0
-assert "torch" not in sys.modules
-"""
+    code = f"import sys; from {module}.cli import PROGRAM\n"
+    code += 'assert PROGRAM.main(["--version"]) == 0\nassert "torch" not in sys.modules'
     output = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert output.startswith(f"{program} {metadata.version('xl-pretrain')}")
     for name in ("torch", "deepspeed"):

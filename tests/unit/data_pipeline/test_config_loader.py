@@ -54,9 +54,8 @@ def test_numbers_and_texts_of_every_form_keep_their_value(tmp_path):
     text = "".join(f"n{number}: {written}\n" for number, written in enumerate(numbers))
     tree = read_tree(write(tmp_path / "a.yaml", f"{text}time: 24:00:00\n"))
     assert tree.pop("time") == parse_override("a=24:00:00")["a"] == "24:00:00"
-    assert [(each, type(each)) for each in tree.values()] == [
-        (each, type(each)) for each in numbers.values()
-    ]
+    expected = [(each, type(each)) for each in numbers.values()]
+    assert [(each, type(each)) for each in tree.values()] == expected
     with pytest.raises(ConfigError, match="'a=010'"):
         parse_override("a=010")
     loaded = load_config(Outer, write(tmp_path / "b.yaml", "name: 7\ncount: 1e6\n"))

@@ -97,11 +97,8 @@ def test_a_process_hashes_a_tokenizer_once_until_it_changes(tmp_path, monkeypatc
     corpus = make_tiny_corpus(tmp_path / "corpus", documents=30, vocabulary="unigram")
     monkeypatch.setattr(files, "SETTLED_NS", 0)
     reads: list[Path] = []
-    of = read_fingerprint
-    monkeypatch.setattr(
-        "data_pipeline.corpora.corpus.read_fingerprint",
-        lambda path: (reads.append(path), of(path))[1],
-    )
+    counted = "data_pipeline.corpora.corpus.read_fingerprint"
+    monkeypatch.setattr(counted, lambda path: reads.append(path) or read_fingerprint(path))
     for split in ("train", "validation") * 2:
         Corpus.open(corpus / split)
     assert len(reads) == 1

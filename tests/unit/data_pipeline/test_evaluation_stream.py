@@ -39,9 +39,7 @@ def evaluated(corpus, num_lanes, world_size, max_tokens=0, segment_length=7):
             targets += batch.targets_BL[batch.valid_BL].tolist()
         assert count == len(stream)
         batches.add(count)
-    assert len(batches) == 1, (
-        "ranks that evaluate different numbers of batches wait for each other for ever"
-    )
+    assert len(batches) == 1, "else ranks would wait for each other forever"
     return targets
 
 
@@ -64,15 +62,12 @@ def test_starts_mark_the_inputs_that_begin_a_document_or_the_stream(corpus):
     firsts = {int(corpus.shard(unit).tokens(d)[0]) for unit in range(4) for d in range(17)}
     for number, batch in enumerate(EvaluationStream(corpus, 2, 7, range(2))):
         assert batch.valid_BL is not None
-        inputs_known_BL = np.pad(
-            batch.valid_BL[:, :-1], ((0, 0), (1, 0)), constant_values=number > 0
-        )
-        expected_BL = np.isin(batch.tokens_BL, sorted(firsts)) & inputs_known_BL
+        known_BL = np.pad(batch.valid_BL[:, :-1], ((0, 0), (1, 0)), constant_values=number > 0)
+        expected_BL = np.isin(batch.tokens_BL, sorted(firsts)) & known_BL
         if number == 0:
             expected_BL[:, 0] = True
-        rows = batch.valid_BL.any(
-            axis=1
-        )  # a finished lane's first input is a real token or padding
+        # A finished lane's first input is a real token or padding.
+        rows = batch.valid_BL.any(axis=1)
         assert np.array_equal(batch.starts_BL[rows], expected_BL[rows])
 
 

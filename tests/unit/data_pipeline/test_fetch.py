@@ -156,18 +156,11 @@ def test_a_tokenizer_is_fetched_completely_or_not_at_all(tmp_path, vocabulary):
 
 
 @pytest.mark.parametrize(
-    "url",
-    [
-        "http://[::1",
-        "http://127.0.0.1:99999999999999999999/c",
-        "http://host:port/c",
-        "http://h/b\u00fccher",
-        "http://h/a b",
-    ],
+    "host", ["[::1", "127.0.0.1:99999999999999999999/c", "host:port/c", "h/b\u00fccher", "h/a b"]
 )
-def test_an_invalid_url_is_an_error_without_retries(tmp_path, url):
+def test_an_invalid_url_is_an_error_without_retries(tmp_path, host):
     with pytest.raises(NotFetchedError, match=r" 1 of 3 "):
-        fetch_manifest(store_at(url, QUICK), tmp_path)
+        fetch_manifest(store_at(f"http://{host}", QUICK), tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,7 @@ from foundation.errors import DataError
 
 def make_plan(shards: list[list[int]], num_lanes: int, seed: int = 3) -> LanePlan:
     lengths = [np.array(shard) for shard in shards]
-    return LanePlan(
-        [int(shard.sum()) for shard in lengths], num_lanes, seed, lambda unit: lengths[unit]
-    )
+    return LanePlan([*map(sum, shards)], num_lanes, seed, lambda unit: lengths[unit])
 
 
 @pytest.mark.parametrize("num_units", [500, 100_000])
@@ -32,9 +30,8 @@ def test_document_lengths_are_needed_only_for_units_that_a_lane_touches(num_unit
 
     plan = LanePlan([1000] * num_units, num_units // 10, 1, document_lengths)
     plan.walk(7, 0, 5000).take(64)
-    assert (
-        len(set(requested)) <= 3
-    )  # the units where the lane and the next one start, and the current one
+    # The units where the lane and the next one start, and the current one.
+    assert len(set(requested)) <= 3
 
 
 def test_epochs_have_different_orders():

@@ -55,9 +55,8 @@ def expected_lanes(shards: Shards, num_lanes: int, seed: int, epoch: int) -> lis
     total, position = offsets[-1], 0
     lanes: list[list[int]] = [[] for _ in range(num_lanes)]
     for unit in permutation(len(shards), key_of(seed, "units", epoch)).tolist():
-        for document in sort_order(
-            len(shards[unit]), key_of(seed, "documents", epoch, unit)
-        ).tolist():
+        key = key_of(seed, "documents", epoch, unit)
+        for document in sort_order(len(shards[unit]), key).tolist():
             first = offsets[unit] + sum(shards[unit][:document])
             length = shards[unit][document]
             lane = next(i for i in range(num_lanes) if position < (i + 1) * total // num_lanes)
@@ -103,9 +102,8 @@ def test_lanes_read_each_token_once_though_interrupted(shards, seed, run, shard_
         read, cursor = read_in_sessions(corpus, num_lanes, seed, sessions, starts)
     epochs = cursor.epochs_B.tolist()
     assert len({len(tokens) for tokens in read}) == 1, "lanes go in lock step"
-    by_epoch = [
-        shares or expected_lanes(shards, num_lanes, seed, epoch) for epoch in range(max(epochs) + 1)
-    ]
+    ordered = range(max(epochs) + 1)
+    by_epoch = [shares or expected_lanes(shards, num_lanes, seed, epoch) for epoch in ordered]
     for lane, tokens in enumerate(read):
         expected = [token for lanes in by_epoch[: epochs[lane] + 1] for token in lanes[lane]]
         assert tokens == expected[: len(tokens)]
@@ -137,9 +135,8 @@ def read_in_sessions(
                 assert batch.lanes == lanes
                 if starts is not None:
                     assert np.array_equal(batch.starts_BL, np.isin(batch.tokens_BL, starts))
-                for lane, tokens_L, targets_L in zip(
-                    lanes, batch.tokens_BL, batch.targets_BL, strict=True
-                ):
+                rows = zip(lanes, batch.tokens_BL, batch.targets_BL, strict=True)
+                for lane, tokens_L, targets_L in rows:
                     assert tokens_L[1:].tolist() == targets_L[:-1].tolist()
                     assert next_tokens.get(lane, tokens_L[0]) == tokens_L[0]
                     read[lane] += tokens_L.tolist()

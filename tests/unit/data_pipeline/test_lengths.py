@@ -68,9 +68,8 @@ def test_a_node_fetches_lengths_to_plan_and_only_the_shards_that_its_lanes_read(
         assert fetched.count("lengths") <= 3
         assert fetched.count("mds") <= 3
     with FileServer(numbered.directory) as server:
-        stream = EvaluationStream(
-            remote(numbered, server.url, tmp_path / "2"), 20, LENGTH, range(1)
-        )
+        other = remote(numbered, server.url, tmp_path / "2")
+        stream = EvaluationStream(other, 20, LENGTH, range(1))
         assert len(stream) == len(EvaluationStream(numbered, 20, LENGTH, range(1)))
         fetched = [name.rpartition(".")[2] for name in server.requests]
         assert fetched.count("lengths") >= 20 - 3, "of the borders of all lanes"
@@ -80,9 +79,8 @@ def test_a_node_fetches_lengths_to_plan_and_only_the_shards_that_its_lanes_read(
 def test_lengths_that_the_cache_has_wrong_are_fetched_again(numbered, tmp_path):
     with FileServer(numbered.directory) as server:
         for number in (1, 2):
-            assert (
-                remote(numbered, server.url, tmp_path).document_lengths(0).tolist() == DOCUMENTS[0]
-            )
+            lengths = remote(numbered, server.url, tmp_path).document_lengths(0)
+            assert lengths.tolist() == DOCUMENTS[0]
             assert server.requests == {NAME: number}
             path = tmp_path / "shards" / numbered.manifest.shards[0].lengths
             path.write_bytes(path.read_bytes()[:-1] + b"x")

@@ -28,19 +28,15 @@ SHARDS = st.lists(st.lists(st.integers(1, 25), min_size=2, max_size=12), min_siz
 
 def mixture_in(directory: str, drawn: list[tuple[list[list[int]], Fraction]]) -> Mixture:
     """Corpora whose tokens are 0, 1, 2, ... each; documents differ in length between them."""
-    corpora = [
-        write_numbered_corpus(Path(directory) / str(part), shards)
-        for part, (shards, _) in enumerate(drawn)
-    ]
+    root = Path(directory)
+    corpora = [write_numbered_corpus(root / str(n), shards) for n, (shards, _) in enumerate(drawn)]
     return Mixture(corpora, [repeat for _, repeat in drawn])
 
 
 def epoch_documents(mixture: Mixture, epoch: int) -> Counter:
     """(unit, document) -> how often it is read in an epoch, from the units alone."""
-    units = mixture.units_at(epoch, SEED).tolist()
-    return Counter(
-        (unit, index) for unit in units for index in range(len(mixture.document_lengths(unit)))
-    )
+    sizes = ((u, len(mixture.document_lengths(u))) for u in mixture.units_at(epoch, SEED).tolist())
+    return Counter((unit, index) for unit, size in sizes for index in range(size))
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -62,16 +58,10 @@ def test_interrupted_mixtures_read_each_copy_once_in_its_lane(drawn, segment_len
         mixture = mixture_in(directory, drawn)
         plan = plan_of(mixture, NUM_LANES, SEED)
         assume(plan.num_tokens // NUM_LANES >= mixture.manifest.longest_whole)
-        read, cursor = read_in_sessions(
-            mixture,
-            NUM_LANES,
-            SEED,
-            [Session(ranks, steps, 2, segment_length, False) for ranks, steps in sessions],
-        )
-        tokens = LaneStream(
-            mixture, NUM_LANES, SEED, segment_length, range(NUM_LANES), cursor
-        ).tokens_read(cursor)
-        assert sum(tokens.values()) == sum(map(len, read))
+        parts = [Session(ranks, steps, 2, segment_length, False) for ranks, steps in sessions]
+        read, cursor = read_in_sessions(mixture, NUM_LANES, SEED, parts)
+        again = LaneStream(mixture, NUM_LANES, SEED, segment_length, range(NUM_LANES), cursor)
+        assert sum(again.tokens_read(cursor).values()) == sum(map(len, read))
         for lane in range(NUM_LANES):
             assert read[lane] == expected_lane(mixture, lane, len(read[lane]))
 
@@ -86,8 +76,7 @@ def expected_lane(mixture: Mixture, lane: int, count: int) -> list[int]:
         documents = Counter()
         for other in range(NUM_LANES):
             length = plan.lane_length(epoch, other)
-            runs = plan.walk(other, epoch).take(length) if length else []
-            for run in runs:
+            for run in plan.walk(other, epoch).take(length) if length else []:
                 assert run.epoch == epoch
                 reader = mixture.shard(run.unit)
                 assert not run.offsets.any()
@@ -120,9 +109,8 @@ def test_after_some_epochs_a_shard_was_read_repeat_times_up_to_rounding(drawn):
 
 
 def test_the_mixture_of_one_corpus_read_once_is_that_corpus(tmp_path):
-    corpus = write_numbered_corpus(
-        tmp_path, np.random.default_rng(0).integers(1, 40, (6, 30)).tolist()
-    )
+    lengths = np.random.default_rng(0).integers(1, 40, (6, 30))
+    corpus = write_numbered_corpus(tmp_path, lengths.tolist())
     alone = LaneStream(corpus, 4, SEED, 16, range(4))
     mixed = LaneStream(Mixture([corpus], [Fraction(1)]), 4, SEED, 16, range(4))
     for _ in range(100):

@@ -44,23 +44,16 @@ def wikitext(articles: int, seed: int) -> str:
 
 def test_wt103_has_the_words_and_line_ends_of_the_original_in_order(tmp_path):
     train, valid = wikitext(30, 1), wikitext(4, 2)
-    (tmp_path / "wiki.train.tokens").write_text(train + " Article 2 4\n")
-    (tmp_path / "wiki.valid.tokens").write_text(valid)
-    corpus = build(
-        tmp_path,
-        "wt103",
-        *("--input", tmp_path / "wiki.train.tokens"),
-        f"validation_input={tmp_path / 'wiki.valid.tokens'}",
-    )
     train += " Article 2 4\n"
+    source, held_out = tmp_path / "wiki.train.tokens", tmp_path / "wiki.valid.tokens"
+    source.write_text(train)
+    held_out.write_text(valid)
+    corpus = build(tmp_path, "wt103", "--input", source, f"validation_input={held_out}")
     words = ["<eos>", *(word for word, _ in Counter(train.split()).most_common())]
     ids = {word: number for number, word in enumerate(words)}
     for text, split, articles in ((train, "train", 30), (valid, "validation", 4)):
-        expected = [
-            ids.get(word, ids["<unk>"])
-            for line in text.splitlines()
-            for word in [*line.split(), "<eos>"]
-        ]
+        found = (word for line in text.splitlines() for word in [*line.split(), "<eos>"])
+        expected = [ids.get(word, ids["<unk>"]) for word in found]
         tokens, manifest = stream_of(corpus, split)
         assert tokens == expected
         assert (manifest.documents, manifest.vocab_size) == (articles, len(words))
@@ -73,13 +66,10 @@ def test_lm1b_has_one_sentence_per_document_between_ends_and_words_of_its_vocabu
         (tmp_path / "training" / f"news.en-{number:05}-of-00100").write_text(f"{sentence}\n" * 2)
     (tmp_path / "heldout").write_text("The dog knew Bob .\n")
     words = ["</S>", "<S>", "<UNK>", *dict.fromkeys(" ".join(sentences).split())]
-    (tmp_path / "1b_word_vocab.txt").write_text("".join(f"{word} 7\n" for word in words))
-    corpus = build(
-        tmp_path,
-        "lm1b",
-        f"tokenizer.path={tmp_path / '1b_word_vocab.txt'}",
-        *("--input", tmp_path / "training", f"validation_input={tmp_path / 'heldout'}"),
-    )
+    vocabulary = tmp_path / "1b_word_vocab.txt"
+    vocabulary.write_text("".join(f"{word} 7\n" for word in words))
+    more = (f"validation_input={tmp_path / 'heldout'}", f"tokenizer.path={vocabulary}")
+    corpus = build(tmp_path, "lm1b", "--input", tmp_path / "training", *more)
     ids = {word: number for number, word in enumerate(words)}
     lines = [sentence for sentence in sentences for _ in range(2)]
     expected = [ids[word] for line in lines for word in [*line.split(), "<S>"]]

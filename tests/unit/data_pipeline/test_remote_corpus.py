@@ -34,9 +34,7 @@ LANES, LENGTH, SEED = 4, 16, 3
 @pytest.fixture(scope="module")
 def numbered(tmp_path_factory):
     """40 shards of about 1 KB."""
-    return write_numbered_corpus(
-        tmp_path_factory.mktemp("numbered") / "train", [[20, 35, 41, 24]] * 40
-    )
+    return write_numbered_corpus(tmp_path_factory.mktemp("numbered"), [[20, 35, 41, 24]] * 40)
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +249,5 @@ def test_an_evaluation_prefetches_what_its_lanes_read_next(tmp_path):
             batches += [next(stream) for _ in range(-(-30_000 // 512))]
         batches += list(stream)
         assert set(server.requests.values()) == {1}
-    assert all(
-        (batch.targets_BL == targets_BL).all()
-        for batch, targets_BL in zip(batches, expected, strict=True)
-    )
+    for batch, targets_BL in zip(batches, expected, strict=True):
+        assert (batch.targets_BL == targets_BL).all()

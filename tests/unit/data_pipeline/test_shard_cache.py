@@ -35,9 +35,7 @@ for info in read_manifest(Path(sys.argv[3])).shards:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    return write_numbered_corpus(
-        tmp_path_factory.mktemp("remote") / "train", [[100] * 20] * NUM_SHARDS
-    )
+    return write_numbered_corpus(tmp_path_factory.mktemp("remote"), [[100] * 20] * NUM_SHARDS)
 
 
 @pytest.fixture
@@ -64,9 +62,8 @@ def kept(cache: ShardCache) -> set[str]:
 
 
 def processes(count: int, *arguments: object) -> list[subprocess.Popen]:
-    return [
-        subprocess.Popen([sys.executable, "-c", FETCH, *map(str, arguments)]) for _ in range(count)
-    ]
+    command = [sys.executable, "-c", FETCH, *map(str, arguments)]
+    return [subprocess.Popen(command) for _ in range(count)]
 
 
 def test_a_shard_that_says_to_be_larger_than_the_cache_is_refused_at_once(server, shards, tmp_path):

@@ -32,13 +32,9 @@ def documents(dtype: str) -> list[tuple[str, np.ndarray]]:
     ids = ["a.b/c.txt", "\u00e9 %2E", "d\nd", "../x", "", "x" * 90, "y" * 300, "\u6f22" * 60]
     lengths = [1, 2, 3, 191, 192, 193, 255, 256, 257, 448, 65535, 65536, 70000, 5]
     generator = np.random.default_rng(0)
-    return [
-        (
-            f"{ids[n % len(ids)]}{n // len(ids) or ''}",
-            generator.integers(0, 1 << 16, length).astype(dtype),
-        )
-        for n, length in enumerate(lengths)
-    ]
+    names = [f"{ids[n % len(ids)]}{n // len(ids) or ''}" for n in range(len(lengths))]
+    tokens = [generator.integers(0, 1 << 16, length).astype(dtype) for length in lengths]
+    return list(zip(names, tokens, strict=True))
 
 
 def written(folder: Path, suffix: str, count: int | None = None, dtype: str = "uint16") -> Path:
@@ -79,9 +75,8 @@ def test_the_stock_readers_of_mds_read_our_shards(tmp_path):
             expected[sample["id"]] = sample["tokens"]
     assert len(index["shards"]) > 3
     clean_stale_shared_memory()
-    dataset = StreamingDataset(
-        local=str(directory), shuffle=False, batch_size=1, validate_hash="xxh64"
-    )
+    settings = {"shuffle": False, "batch_size": 1, "validate_hash": "xxh64"}
+    dataset = StreamingDataset(local=str(directory), **settings)
     found = {sample["id"]: sample["tokens"] for sample in dataset}
     assert found.keys() == expected.keys()
     assert all(np.array_equal(found[name], expected[name]) for name in found)
