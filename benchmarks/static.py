@@ -265,8 +265,8 @@ def meta_as_gpu() -> Iterator[Counter[str]]:
     from torch.fx.experimental import _config as shapes
     from torch.nn.attention import bias
 
+    from pretrain.kernels.triton import attention
     from pretrain.kernels.triton import dropout as dropout_kernels
-    from pretrain.kernels.triton import launch
     from pretrain.model import attention_paths, dropout
 
     launches: Counter[str] = Counter()
@@ -279,7 +279,7 @@ def meta_as_gpu() -> Iterator[Counter[str]]:
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
 
     with ExitStack() as stack:
-        for module in (launch, dropout_kernels):
+        for module in (attention, dropout_kernels):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 stack.enter_context(patch.object(module, name, Kernel()))
         for module, name, replacement in (

@@ -15,12 +15,17 @@ from typing import Any
 
 from foundation.errors import EXIT_INTERRUPTED, ConfigError, UserError
 from foundation.own_programs import own_command
-from launcher.infer_status import State
 from launcher.restart_policy import RestartPolicy
-from launcher.run_state import RunState, is_run, read_states, submitted_config
+from launcher.run_state import RunState, State, is_run, read_states, submitted_config
 from launcher.slurm import client as slurm
-from launcher.slurm.job_checks import check_request, check_run
-from launcher.slurm.sbatch import Job, Snapshot, render_array, replaced_snapshot
+from launcher.slurm.sbatch import (
+    Job,
+    Snapshot,
+    check_request,
+    check_run,
+    render_array,
+    replaced_snapshot,
+)
 from launcher.supervisor import StopSignals
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.costs.cluster import ClusterConfig, NodeRange

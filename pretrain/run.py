@@ -30,9 +30,8 @@ from foundation.settings import assert_never
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.elastic_reader import find_resume_point, refuse
-from pretrain.checkpoint.local_tier import LocalTier
+from pretrain.checkpoint.local_tier import LocalTier, Mirror, location
 from pretrain.checkpoint.marker import Checkpoint
-from pretrain.checkpoint.uploads import Mirror, location
 from pretrain.config.resolve import check_same_sets, hashes_of_sets, splits_of_sets
 from pretrain.config.run import (
     RunConfig,
@@ -54,8 +53,7 @@ from pretrain.distributed.world import (
     sum_over_ranks,
 )
 from pretrain.engines.engine import Engine, check_precision
-from pretrain.evaluation.evaluate import training_evaluator
-from pretrain.evaluation.training_tasks import check_training_tasks, training_tasks
+from pretrain.evaluation.evaluate import check_training_tasks, training_evaluator, training_tasks
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.wandb_writer import check_wandb, wandb_copy
 from pretrain.model.parameters import WithoutDrawing
@@ -433,7 +431,7 @@ def build_engine(config: RunConfig, world: World, draws: bool = True) -> Engine:
         built = _engine_of_kind(config, build, world)
     if not config.optim.ema_decay:
         return built
-    from pretrain.engines.ema import EmaEngine
+    from pretrain.engines.engine import EmaEngine
 
     return cast("Engine", EmaEngine(built, config.optim.ema_decay))
 

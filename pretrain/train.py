@@ -9,12 +9,10 @@ from typing import Any
 
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.checkpoint.checkpointer import Checkpointer
-from pretrain.checkpoint.local_tier import LocalTier
-from pretrain.checkpoint.uploads import Mirror
+from pretrain.checkpoint.local_tier import LocalTier, Mirror
 from pretrain.config.run import RunConfig, starts_phase
 from pretrain.distributed.world import World
-from pretrain.engines.engine import Engine
-from pretrain.engines.memory_offload import MemoryOffload
+from pretrain.engines.engine import Engine, MemoryOffload
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.wandb_writer import Copy
 from pretrain.model.lane_state import LaneState

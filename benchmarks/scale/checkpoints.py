@@ -24,8 +24,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import RankReports
 from pretrain.checkpoint.elastic_reader import FragmentReader
-from pretrain.checkpoint.marker import share_of_rank
-from pretrain.checkpoint.pieces import key_of, report_of
+from pretrain.checkpoint.marker import key_of, report_of, share_of_rank
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig
 from pretrain.costs.memory import checkpoint_bytes

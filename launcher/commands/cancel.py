@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from foundation.errors import ConfigError, UserError, os_error_text
 from foundation.records import shown
-from launcher.infer_status import State
-from launcher.run_state import RunState, read_states
+from launcher.run_state import RunState, State, read_states
 from launcher.slurm import client as slurm
 from launcher.slurm.client import QueuedJob
 from pretrain.rundir.events import Canceled

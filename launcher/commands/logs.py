@@ -14,8 +14,7 @@ from foundation.cli import check_least
 from foundation.errors import ConfigError, printable
 from foundation.files import lines_of, read_together
 from launcher.error_lines import error_lines
-from launcher.infer_status import State
-from launcher.run_state import read_states
+from launcher.run_state import State, read_states
 from pretrain.rundir.events import AttemptEnded
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import AttemptFiles, RunDir, attempts_of, run_path

@@ -23,8 +23,7 @@ from foundation.errors import UserError
 from foundation.files import named_errors, write_json
 from foundation.own_programs import copied_arguments, own_arguments, own_command
 from launcher.slurm import client as slurm
-from launcher.slurm.job_checks import check_request
-from launcher.slurm.sbatch import Snapshot, environment_lines, option_flags, quote
+from launcher.slurm.sbatch import Snapshot, check_request, environment_lines, option_flags, quote
 from launcher.slurm.srun import in_container
 from pretrain.costs.cluster import ClusterConfig, NodeRange, fixed_nodes, load_cluster
 from pretrain.processes.local_ranks import RankGroup

@@ -16,8 +16,7 @@ from rich.text import Text
 from foundation.cli import as_overrides
 from foundation.errors import ConfigError, printable
 from foundation.progress import duration
-from launcher.infer_status import State
-from launcher.run_state import RunState, is_run, read_states
+from launcher.run_state import RunState, State, is_run, read_states
 from launcher.sweep import CellRun, describe, settings_of
 from pretrain.reporting.results import HEADS
 from pretrain.rundir.metric_names import RECENT_SPEED, TRAIN_LOSS

@@ -16,8 +16,18 @@ from launcher.commands import local
 from launcher.restart_policy import RestartPolicy, add_policy_arguments, policy_of
 from launcher.run_state import read_states
 from launcher.slurm import client as slurm
-from launcher.slurm.job_checks import check_references, check_request, check_run, missing_notes
-from launcher.slurm.sbatch import Job, Snapshot, is_script_of, quote, render, replaced_snapshot
+from launcher.slurm.sbatch import (
+    Job,
+    Snapshot,
+    check_references,
+    check_request,
+    check_run,
+    is_script_of,
+    missing_notes,
+    quote,
+    render,
+    replaced_snapshot,
+)
 from launcher.supervisor import is_done_already
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig

@@ -27,9 +27,8 @@ from foundation.own_programs import own_command
 from foundation.settings import load_config
 from launcher.restart_policy import no_rank_started, node_to_exclude
 from launcher.slurm import client as slurm
-from launcher.slurm.job_checks import usable_nodes
 from launcher.slurm.job_exit import ThisJob
-from launcher.slurm.sbatch import Snapshot
+from launcher.slurm.sbatch import Snapshot, usable_nodes
 from launcher.slurm.srun import (
     Step,
     kill_silently,

@@ -47,7 +47,7 @@ from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  #
 from foundation.errors import CheckpointError, UserError, os_error_text, remedy_of
 from pretrain.checkpoint.destinations import Disk, TensorFile
 from pretrain.checkpoint.directory import MEMORY, rank_file
-from pretrain.checkpoint.pieces import key_of, report_of
+from pretrain.checkpoint.marker import key_of, report_of
 from pretrain.engines.engine import Engine, is_out_of_memory
 from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState

@@ -29,12 +29,10 @@ from foundation.retry import WAITS, Outage, Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.directory import MEMORY, rank_file
-from pretrain.checkpoint.marker import Checkpoint
-from pretrain.checkpoint.pieces import key_of, opened
+from pretrain.checkpoint.marker import Checkpoint, key_of, opened
 from pretrain.distributed.world import World, broadcast_value, raise_on_all_ranks
-from pretrain.engines.ema import EMA
-from pretrain.engines.engine import Engine
-from pretrain.optim.fragments import Fragment
+from pretrain.engines.engine import EMA, Engine
+from pretrain.optim.parameter_groups import Fragment
 from pretrain.terminal.text import counted
 
 

@@ -24,24 +24,36 @@ The index of a checkpoint, index.json: what it says is checked once, before anyt
 format, run, step, world_size, config     which checkpoint it is
 ranks      bytes and sha256               of every rank's file, in their order
            first_lane, num_lanes, cursor  of the lanes that it had
-pieces     parameter -> kinds and runs    which rank's file has which elements (`pieces.py`)
+pieces     parameter -> kinds and runs    which rank's file has which elements, see below
 tokens_seen, optimizer_steps, loss_scale
 
 Files are named by rank (`rank_file`), so an index names no path.
+
+A key in a file is PARAMETER|START|KIND: the tensor has the elements of the flat parameter from
+START on. The index lists these pieces, so that a reader opens only the files it needs:
+
+    "pieces": {"w": {"kinds": ["exp_avg", "weight"], "runs": [[0, 0, 6, 2], [2, 12, 1, 1]]}}
+
+A run [RANK, START, ELEMENTS, RANKS] stands for RANKS pieces of as many elements each, one after the
+other from START on, in the files of consecutive ranks from RANK on. Here ranks 0 and 1 hold 6
+elements each, rank 2 the last one. Slices of any ZeRO stage are a few runs per parameter, whatever
+the number of ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
+import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 from foundation.errors import STORAGE_FAILS, CheckpointError, UnreadableError
 from foundation.files import (
@@ -53,8 +65,7 @@ from foundation.files import (
     sha256_of,
     write_text,
 )
-from foundation.records import Fields, InvalidField
-from pretrain.checkpoint import pieces
+from foundation.records import Fields, InvalidField, shown
 from pretrain.checkpoint.directory import (
     INDEX,
     MARKER,
@@ -65,13 +76,190 @@ from pretrain.checkpoint.directory import (
     step_directory,
     steps_on_disk,
 )
-from pretrain.checkpoint.pieces import (
-    Pieces,
-    elements_of_rank,
-    merged,
-    parsed,
-    require_pieces,
-)
+
+_KEY = re.compile(r"([^|]+)\|([0-9]{1,15})\|([^|]+)")
+HOLE = "a piece of {} starts at element {}, expected {}"
+
+
+class Run(NamedTuple):
+    """`ranks` pieces of `elements` each, from element `start` on, in files from `rank` on."""
+
+    rank: int
+    start: int
+    elements: int
+    ranks: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.elements * self.ranks
+
+
+class Piece(NamedTuple):
+    """The elements [start, end) of a parameter, in the file of `rank`."""
+
+    rank: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """Where a parameter is: the same pieces for each of its kinds (weight, moments, EMA)."""
+
+    kinds: tuple[str, ...]
+    runs: tuple[Run, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return self.runs[-1].end
+
+    def between(self, start: int, end: int) -> Iterator[Piece]:
+        """Yield the pieces that have some of the elements [start, end), in their order."""
+        for run in self.runs:
+            first = max(0, (start - run.start) // run.elements)
+            last = min(run.ranks, -(-(end - run.start) // run.elements))
+            for n in range(first, last):
+                at = run.start + n * run.elements
+                yield Piece(run.rank + n, at, at + run.elements)
+
+
+Pieces = dict[str, Held]  # by the parameter's name
+
+
+def key_of(parameter: str, start: int, kind: str) -> str:
+    """Return the key of a piece in its file."""
+    return f"{parameter}|{start}|{kind}"
+
+
+def report_of(elements: Mapping[str, int], rank: int) -> dict[str, Any]:
+    """Return what a rank reports of the keys in its file and their numbers of elements.
+
+    A piece is [OFFSET, ELEMENTS], from element rank x ELEMENTS + OFFSET on: so the reports of ranks
+    that hold equal slices of every parameter (stage 3) are equal, and rank 0 merges them as one.
+    """
+    kinds: dict[str, dict[str, list[tuple[int, int]]]] = {}
+    for key, count in elements.items():
+        match = _KEY.fullmatch(key)
+        assert match, key
+        pieces = kinds.setdefault(match[1], {}).setdefault(match[3], [])
+        pieces.append((int(match[2]) - rank * count, count))
+    report = {}
+    for parameter, by_kind in kinds.items():
+        (pieces,) = {tuple(sorted(each)) for each in by_kind.values()}
+        report[parameter] = {"kinds": sorted(by_kind), "pieces": [list(each) for each in pieces]}
+    return report
+
+
+def merged(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the index's `pieces` from the ranks' reports, in rank order."""
+    kinds: dict[str, list[str]] = {}
+    runs: dict[str, list[Run]] = {}
+    rank = 0
+    for report, equal in itertools.groupby(reports):
+        ranks = len(list(equal))
+        for parameter, held in report.items():
+            assert kinds.setdefault(parameter, held["kinds"]) == held["kinds"], parameter
+            runs.setdefault(parameter, []).extend(
+                Run(rank, rank * elements + offset, elements, ranks)
+                for offset, elements in held["pieces"]
+            )
+        rank += ranks
+    return {
+        name: {"kinds": kinds[name], "runs": [list(run) for run in _joined(each)]}
+        for name, each in runs.items()
+    }
+
+
+def _joined(runs: list[Run]) -> list[Run]:
+    """Return the runs in order of their starts, those that continue each other as one."""
+    found: list[Run] = []
+    for run in sorted(runs, key=lambda each: each.start):
+        last = found[-1] if found else None
+        if last and (last.rank + last.ranks, last.end, last.elements) == run[:3]:
+            found[-1] = last._replace(ranks=last.ranks + run.ranks)
+        else:
+            found.append(run)
+    return found
+
+
+def parsed(fields: Fields, world_size: int) -> Pieces:
+    """Return the pieces in an index; InvalidField unless all fields are right.
+
+    Also if elements of a parameter are missing or there twice: counts may add up even so, and what
+    a piece does not fill is whatever was in memory.
+    """
+    found: Pieces = {}
+    for name, entry in fields.tree("pieces").items():
+        if not isinstance(entry, dict) or entry.keys() != {"kinds", "runs"}:
+            raise InvalidField(f"pieces.{shown(name)} is {shown(entry)}, expected kinds and runs")
+        kinds, runs = entry["kinds"], entry["runs"]
+        are_lists = isinstance(kinds, list) and isinstance(runs, list) and kinds and runs
+        if not are_lists or not all(isinstance(kind, str) for kind in kinds):
+            raise InvalidField(f"pieces.{shown(name)} is {shown(entry)}, expected kinds and runs")
+        end, held = 0, Held(tuple(kinds), tuple(_parsed_run(each, world_size) for each in runs))
+        for run in held.runs:
+            if run.start != end:
+                raise InvalidField(HOLE.format(shown(name), run.start, end))
+            end = run.end
+        found[name] = held
+    return found
+
+
+def _parsed_run(value: object, world_size: int) -> Run:
+    if isinstance(value, list) and len(value) == 4 and all(type(n) is int for n in value):
+        run = Run(*value)
+        fits = run.rank >= 0 and run.ranks >= 1 and run.rank + run.ranks <= world_size
+        if fits and run.start >= 0 and run.elements >= 1 and run.end < 1 << 53:
+            return run
+    raise InvalidField(f"pieces has the run {shown(value)}, expected pieces of ranks")
+
+
+def elements_of_rank(pieces: Pieces, rank: int) -> dict[str, int]:
+    """Return the keys that are in the file of a rank, and their numbers of elements."""
+    return {
+        key_of(name, run.start + (rank - run.rank) * run.elements, kind): run.elements
+        for name, held in pieces.items()
+        for run in held.runs
+        if run.rank <= rank < run.rank + run.ranks
+        for kind in held.kinds
+    }
+
+
+def require_pieces(path: Path, expected: Mapping[str, int]) -> None:
+    """Raise CheckpointError unless the file has these pieces, each with so many elements.
+
+    The rest of the file, memories and random-number state, is checked when it is read.
+    """
+    with opened(path, framework="numpy") as handle:
+        keys = [key for key in handle.keys() if "|" in key]  # noqa: SIM118
+        shapes = {key: handle.get_slice(key).get_shape() for key in keys}
+    wanted = {key: [count] for key, count in expected.items()}
+    for key in sorted(shapes.keys() | wanted.keys()):
+        if shapes.get(key) != wanted.get(key):
+            raise CheckpointError(
+                f"{path}: found {shown(key)} of shape {shapes.get(key, 'none')}, the index has "
+                f"{wanted.get(key, 'none')}; use another checkpoint"
+            )
+
+
+@contextlib.contextmanager
+def opened(path: Path, framework: str = "pt") -> Iterator[Any]:
+    """Open a file of tensors; CheckpointError if it is none, or lacks what the block reads.
+
+    UnreadableError if it cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework=framework) as handle:
+            yield handle
+    except OSError as error:
+        reason = error.strerror or str(error).partition(": ")[0]
+        raise UnreadableError(f"{path}: cannot be read any more: {reason}") from None
+    except (SafetensorError, RuntimeError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path}: not the tensors of a checkpoint ({reason})") from None
+
 
 FORMAT = 7  # of a checkpoint: file names, keys of tensors and of the index
 
@@ -109,7 +297,7 @@ def _check(fields: Fields, index: dict[str, Any]) -> None:
     reports, next_lane = fields.items("ranks"), 0
     if fields.integer("world_size", least=1) != len(reports):
         raise InvalidField(f"world_size is {index['world_size']}, ranks has {len(reports)}")
-    pieces.parsed(fields, len(reports))
+    parsed(fields, len(reports))
     # Of a cursor, its reader checks what is in it; None before the first batch.
     if not all(isinstance(each.get("cursor", ...), (dict, NoneType)) for each in index["ranks"]):
         raise InvalidField("a rank has no cursor")

@@ -45,10 +45,11 @@ from pretrain.scaling.plan import (
     trunk_sizes,
     varied,
 )
-from pretrain.scaling.rates import FEWEST_RATES, TunedRule
-from pretrain.scaling.recipe import (
+from pretrain.scaling.rates import (
+    FEWEST_RATES,
     Family,
     Rule,
+    TunedRule,
     outside_step_law,
     step_law_rule,
     with_budget,

@@ -34,10 +34,8 @@ from pretrain.engines.engine import (
 from pretrain.engines.zero_fragments import ZeroFragments
 from pretrain.model.parameters import dtype_of
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim.fragments import Fragment, FragmentIndex
-from pretrain.optim.layer_norms import LayerMeter
 from pretrain.optim.optimizers import build_optimizer, clip_gradients, must_skip
-from pretrain.optim.parameter_groups import set_learning_rate
+from pretrain.optim.parameter_groups import Fragment, FragmentIndex, LayerMeter, set_learning_rate
 from pretrain.terminal.log import adopt_logger
 
 # Of a model in half precision: the weights as they were drawn, in fp32, by name.

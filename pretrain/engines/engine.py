@@ -1,11 +1,20 @@
-"""The Engine protocol, which the loop trains with, and TorchEngine, the reference."""
+"""The Engine protocol, which the loop trains with, and TorchEngine, the reference.
+
+An engine may keep an exponential moving average (EMA) of the weights (Polyak and Juditsky 1992),
+and lane memories of inactive slots in host memory (`engine.offload_memories`): with gradient
+accumulation each slot has the memories of its own lanes, and one slot is active at a time. Its
+memory comes to the device for its forward pass. The new memory returns to pinned host memory on a
+separate stream, while the next slot runs. Every copy is a new tensor: a checkpoint may still be
+reading an older one.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,8 +29,6 @@ from pretrain.model.dropout import DropoutStream
 from pretrain.model.lane_state import Memory
 from pretrain.model.parameters import dtype_of
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim.fragments import Fragment, FragmentIndex, create_state, fragment_of
-from pretrain.optim.layer_norms import LayerMeter, LayerSquares
 from pretrain.optim.optimizers import (
     INITIAL_SCALE,
     WINDOW,
@@ -30,7 +37,16 @@ from pretrain.optim.optimizers import (
     clip_gradients,
     must_skip,
 )
-from pretrain.optim.parameter_groups import set_learning_rate, state_of_parameters
+from pretrain.optim.parameter_groups import (
+    Fragment,
+    FragmentIndex,
+    LayerMeter,
+    LayerSquares,
+    create_state,
+    fragment_of,
+    set_learning_rate,
+    state_of_parameters,
+)
 
 
 @dataclass(frozen=True)
@@ -300,3 +316,102 @@ def replicated_fragment(
     # Each is saved by one rank, picked by its name, so that all ranks write about as much.
     owned = sum(name.encode()) % world.world_size == world.rank
     return fragment_of(name, 0, master, state, 0, master.numel(), owned, replicated=True)
+
+
+class MemoryOffload:
+    """Moves memories between device and host; without `is_on` they stay on the device."""
+
+    def __init__(self, device: torch.device, is_on: bool) -> None:
+        self._device = device
+        self._is_on = is_on
+        self._stream = torch.cuda.Stream(device) if is_on and device.type == "cuda" else None
+        # By slot: when the copy of its last memory to the host has ended.
+        self._stored: dict[int, torch.cuda.Event] = {}
+        self._leaving: tuple[Memory, torch.cuda.Event] | None = None
+
+    def fetch(self, slot: int, memory: Memory | None) -> Memory | None:
+        """Return the slot's memory on the device, for its forward pass."""
+        if memory is None or not self._is_on:
+            return memory
+        if slot in self._stored:
+            torch.cuda.current_stream(self._device).wait_event(self._stored[slot])
+        return tuple(part.to(self._device, non_blocking=True) for part in memory)
+
+    def store(self, slot: int, memory: Memory) -> Memory:
+        """Return the memory to keep until the slot's next pass; `wait` before the host reads it."""
+        if not self._is_on:
+            return memory
+        if self._stream is None:
+            return tuple(part.clone() for part in memory)
+        current = torch.cuda.current_stream(self._device)
+        if self._leaving is not None:
+            # `_leaving` keeps the device memory of the slot before alive until its copy has ended;
+            # that copy ran while this slot computed. With this wait the allocator can reuse it as
+            # soon as it is freed in stream order, so that at most three slots' memories are on the
+            # device, however far the loop runs ahead of it.
+            current.wait_event(self._leaving[1])
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            copies = tuple(_pinned_copy(part) for part in memory)
+        copied = self._stored[slot] = torch.cuda.Event()
+        copied.record(self._stream)
+        self._leaving = memory, copied
+        return copies
+
+    def wait(self) -> None:
+        """Return when everything that was stored can be read."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _pinned_copy(part: Tensor) -> Tensor:
+    # Torch's pinned-memory allocator reuses blocks, but never one that a copy in progress still
+    # needs.
+    host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+    return host.copy_(part, non_blocking=True)
+
+
+EMA = "ema"  # a kind of values, as `weight`, `exp_avg` and `exp_avg_sq`
+
+
+class EmaEngine:
+    """An engine around another one that keeps an EMA of its weights.
+
+    After every update that was applied, ema = decay * ema + (1 - decay) * weight.
+
+    The EMA is fp32 and sharded as the weights' fragments are. It is one more value of those
+    fragments, so checkpoints contain it and it can be resumed at any world size and ZeRO stage.
+    """
+
+    def __init__(self, engine: Engine, decay: float) -> None:
+        self._engine = engine
+        self._decay = decay
+        self._ema: dict[tuple[str, int], Tensor] = {}
+        self._copy_weights()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
+        result = self._engine.step(learning_rate, measure_layers)
+        if not result.skipped:
+            with torch.no_grad():
+                for each in self._engine.fragments():
+                    ema = self._ema[each.name, each.start]
+                    ema.lerp_(each.values["weight"], 1.0 - self._decay)
+        return result
+
+    def fragments(self) -> Iterator[Fragment]:
+        for each in self._engine.fragments():
+            values = {**each.values, EMA: self._ema[each.name, each.start]}
+            yield dataclasses.replace(each, values=values)
+
+    def after_load(self, step_count: int) -> None:
+        self._engine.after_load(step_count)
+        if step_count == 0:  # initial weights were loaded, not a checkpoint
+            self._copy_weights()
+
+    def _copy_weights(self) -> None:
+        """Start from the weights themselves: an average of zeros would need a bias correction."""
+        for each in self._engine.fragments():
+            self._ema[each.name, each.start] = each.values["weight"].detach().clone()

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from pretrain.distributed.world import World
 from pretrain.engines.engine import replicated_fragment
-from pretrain.optim.fragments import Fragment, create_state, fragment_of
-from pretrain.optim.parameter_groups import state_of_parameters
+from pretrain.optim.parameter_groups import Fragment, create_state, fragment_of, state_of_parameters
 
 
 class ZeroFragments:

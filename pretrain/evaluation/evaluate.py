@@ -4,35 +4,45 @@ Each lane carries its memory from segment to segment. What is summed of each lan
 the sum over lanes in their order do not depend on which rank has which lane, so that any number of
 ranks gives the same result up to the rounding of matrix products. N lanes of all ranks; other
 letters of shapes as in `pretrain.model`.
+
+Tasks of lm-eval while a run trains: rank 0 has the whole weights and runs them. It tells the others
+before each batch of texts that it works: no watchdog takes the wait for a hang, and a request to
+stop ends the tasks on all ranks at the same batch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import math
+import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data_pipeline.corpora.corpus import Corpus, tokenizer_of
-from data_pipeline.lanes.evaluation_stream import (
+from data_pipeline.lanes.lane_stream import (
     EvaluationStream,
+    SegmentBatch,
     evaluated_lanes,
     useful_lanes,
 )
-from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import World, sum_over_ranks
+from pretrain.distributed.world import World, broadcast_value, sum_over_ranks
 from pretrain.engines.engine import Engine, batch_tensors
+from pretrain.evaluation.task_names import check_tasks
 from pretrain.model.cached import Stream, new_stream
 from pretrain.model.lane_state import Memory
-from pretrain.rundir.metric_names import SCORED_SPEED, set_values
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.recovery.stop_requests import StopRequested
+from pretrain.rundir.metric_names import SCORED_SPEED, set_values, task_values
 from pretrain.terminal.text import perplexity
 from pretrain.weights.export import TrainedModel
 
@@ -224,3 +234,90 @@ def loss_rows(results: Sequence[EvaluationResult]) -> list[tuple[str, ...]]:
         for result in results
     ]
     return [("memory", "loss", "perplexity", "bits/byte", "bits/character", SCORED_SPEED), *rows]
+
+
+logger = logging.getLogger(__name__)
+
+
+def check_training_tasks(run: RunConfig) -> None:
+    """Raise ConfigError or DataError if the run's tasks, or their data, cannot be loaded."""
+    if run.evaluation.tasks:
+        check_tasks(run.evaluation.tasks)
+        with kept_random_state():
+            from pretrain.evaluation.harness import load_tasks  # late: lm-eval is an extra
+
+            load_tasks(run.evaluation.tasks)
+
+
+def training_tasks(
+    run: RunConfig, engine: Engine, before_batch: Callable[[], None]
+) -> Callable[[int], dict[str, float | None]]:
+    """Return a function that measures the run's tasks after a step. A collective; {} if they fail.
+
+    Rank 0 returns what it measured, the others {}. `before_batch` is called by every rank before
+    each batch of texts, and may raise. Weights, memories and random numbers stay as they are.
+    """
+    world = engine.world
+
+    def tick() -> None:
+        broadcast_value(True, bool)
+        before_batch()
+
+    def measure(step: int) -> dict[str, float | None]:
+        if not world.is_main:
+            while broadcast_value(False, bool):
+                before_batch()
+            return {}
+        try:
+            with kept_random_state(), evaluating(engine) as module:
+                from pretrain.evaluation.harness import run_tasks
+
+                trained = TrainedModel(module, run, step, run.data.directory())
+                results = run_tasks(
+                    trained,
+                    run.evaluation.tasks,
+                    limit=run.evaluation.tasks_limit,
+                    bootstrap_iters=0,  # standard errors take longer than small tasks
+                    memory_length=run.model.longest_memory,
+                    segment_length=run.data.segment_length,
+                    batch_size=run.evaluation.lanes,
+                    before_batch=tick,
+                )
+        except StopRequested:
+            raise  # by all ranks
+        except Exception as error:  # of a library, in code that only measures
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            logger.warning("evaluation.tasks gave no results after step %d: %s", step, reason)
+            results = {}
+        broadcast_value(False, bool)
+        return task_values(results)
+
+    return measure
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Restore all random number generators after the block: the harness seeds and uses them."""
+    python, of_numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@contextlib.contextmanager
+def evaluating(engine: Engine) -> Iterator[TransformerXL]:
+    """The model without dropout in the block; it keeps its mode, and the angles of training."""
+    module = cast("TransformerXL", engine.module)
+    was_training = module.training
+    try:
+        yield module.eval()
+    finally:
+        module.train(was_training)
+        module.trained_keys = ()
+        module.expect_keys(0, 0)

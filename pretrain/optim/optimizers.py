@@ -40,9 +40,15 @@ from pretrain.costs.flops import NEWTON_SCHULZ_STEPS, newton_schulz_flops
 from pretrain.distributed.rounds import rows_of_ranks
 from pretrain.distributed.world import World, any_rank, exchange_parts, sum_over_ranks
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim.fragments import Fragment, FragmentIndex, create_state
-from pretrain.optim.layer_norms import LayerMeter, layer_of
-from pretrain.optim.parameter_groups import parameter_groups, stacked_matrices
+from pretrain.optim.parameter_groups import (
+    Fragment,
+    FragmentIndex,
+    LayerMeter,
+    create_state,
+    layer_of,
+    parameter_groups,
+    stacked_matrices,
+)
 
 # torch exports its _foreach functions without listing them.
 # pyright: reportPrivateImportUsage=false

@@ -1,20 +1,142 @@
-"""What each parameter is, by its name, and the optimizer's groups, which follow from that."""
+"""What each parameter is, by its name, and the optimizer's groups, which follow from that.
+
+Fragments say which part of which parameter a rank holds, and where in its optimizer's tensors.
+Everything that must work at any world size and ZeRO stage goes through them: checkpoints, EMA,
+LAMB, and the norms per layer that are measured inside the optimizer's step:
+
+    grad_norm/LAYER       norm of the gradient before clipping; squares add up to the global norm's
+    update_ratio/LAYER    norm of the update that was applied / norm of the weights after it
+
+LAYER is `embedding` (with tied weights also the output matrix), `layer.0` and so on, `output`, or
+`shared` for what all layers use: u, v, a table of distances. Sums of squares stay on the device
+until metrics are written; they are then summed over ranks in the same vector as all other metrics,
+so they cost no collective of their own. K kinds of norms, F fragments of parameters, G layers.
+"""
+
+# pyright: reportPrivateImportUsage=false
+# torch exports its _foreach functions without listing them.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from foundation.settings import assert_never
 from pretrain.config.choices import OptimizerName
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import OptimConfig
+from pretrain.distributed.world import World
 from pretrain.model.transformer_xl import TransformerXL
 
-Role = Literal["matrix", "projection", "table", "vector", "output_bias"]
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The elements [start, start + n) of one flattened parameter, as this rank holds them.
+
+    `values` are 1-D views into the live fp32 state (`weight`, and the optimizer's, such as
+    `exp_avg` and `exp_avg_sq`): writing to them changes the engine. `replicated`: every rank holds
+    these elements. `owned` is False where another rank writes them to the checkpoint. `master` is
+    the tensor that the optimizer updates; the fragment's elements start at `offset` in it.
+
+    Under ZeRO, with two ranks, and a master that is this rank's half of a flat vector:
+
+        flat vector     | embedding ....... | query_weight ..... | padding |
+        ranks           | rank 0 ................ | rank 1 ................ |
+        rank 1          Fragment("query_weight", start=600, offset=0, ...); no fragment for padding
+    """
+
+    name: str
+    start: int
+    values: dict[str, Tensor]
+    owned: bool
+    master: Tensor
+    offset: int
+    replicated: bool = False
+
+    def gradient(self) -> Tensor:
+        """Return the part of the master's gradient that belongs to these elements."""
+        assert self.master.grad is not None
+        return self.master.grad.reshape(-1).narrow(0, self.offset, self.values["weight"].numel())
+
+
+def create_state(
+    state: dict[str, Tensor], master: Tensor, kinds: Sequence[str] = ADAM_STATE
+) -> None:
+    """Create the optimizer's state before its first step, for a checkpoint to be read into."""
+    if "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+        for kind in kinds:
+            state[kind] = torch.zeros_like(master, memory_format=torch.preserve_format)
+
+
+def fragment_of(
+    name: str,
+    start: int,
+    master: Tensor,
+    state: dict[str, Tensor],
+    offset: int,
+    count: int,
+    owned: bool = True,
+    replicated: bool = False,
+) -> Fragment:
+    """Return `count` elements at `offset` of the master and `start` of the parameter."""
+    whole = {"weight": master.data, **{kind: state[kind] for kind in state if kind != "step"}}
+    values = {kind: value.view(-1).narrow(0, offset, count) for kind, value in whole.items()}
+    return Fragment(name, start, values, owned, master, offset, replicated)
+
+
+class FragmentIndex:
+    """A rank's fragments by master tensor, for optimizers that get tensors without names.
+
+    `names` are those of the parameters in each master, also of those of which this rank has no
+    element, so that they are the same on all ranks, in the same order. `is_sharded`: each element
+    is on one rank; otherwise every rank holds all of them.
+    """
+
+    def __init__(
+        self,
+        fragments: Iterable[Fragment],
+        names: Mapping[Tensor, Sequence[str]],
+        is_sharded: bool,
+        world: World,
+    ) -> None:
+        all_names = [name for inside in names.values() for name in inside]
+        self.num_parameters = len(all_names)
+        self.is_sharded = is_sharded
+        self.world = world
+        self._names = dict(names)
+        index_of = {name: index for index, name in enumerate(all_names)}
+        self._fragments: dict[Tensor, list[Fragment]] = {}
+        for fragment in fragments:
+            self._fragments.setdefault(fragment.master, []).append(fragment)
+        self._indices = {
+            master: torch.tensor([index_of[each.name] for each in inside], device=master.device)
+            for master, inside in self._fragments.items()
+        }
+
+    def fragments_in(self, masters: Iterable[Tensor]) -> list[Fragment]:
+        """Return the fragments in these tensors; a tensor of padding alone has none."""
+        return [fragment for master in masters for fragment in self._fragments.get(master, [])]
+
+    def names_in(self, masters: Iterable[Tensor]) -> tuple[str, ...]:
+        """Return the parameters in these tensors, the same on all ranks."""
+        return tuple(name for master in masters for name in self._names[master])
+
+    def parameter_indices(self, masters: Sequence[Tensor]) -> Tensor:
+        """Return the index of the parameter of each of `fragments_in(masters)`, on their device."""
+        none = torch.empty(0, dtype=torch.int64, device=masters[0].device)
+        return torch.cat([self._indices.get(master, none) for master in masters])
+
+
+Role = Literal["matrix", "projection", "table", "vector", "output_bias"]
 MUON_STATE = ("momentum",)
 # An orthogonal update returns as much as it is given; as large as AdamW's, it grows with the
 # width^1/2.
@@ -146,3 +268,95 @@ def set_learning_rate(groups: Iterable[dict[str, Any]], rate: float) -> None:
 def state_of_parameters(groups: Iterable[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
     """Return the kinds of the optimizer's state by the name of the parameter."""
     return {name: group["state"] for group in groups for name in group["shapes"]}
+
+
+NUM_KINDS = 3  # gradient, update, weight
+CLIP_EPSILON = 1e-6  # torch and all stages of DeepSpeed add it to the norm when they clip
+
+
+def layer_of(parameter_name: str) -> str:
+    """Return the layer that a parameter is counted in."""
+    if found := re.match(r"(?:layers|compressions)\.(\d+)\.", parameter_name):
+        return f"layer.{found[1]}"
+    return {"embedding": "embedding", "head": "output"}.get(parameter_name.split(".")[0], "shared")
+
+
+@dataclass(frozen=True)
+class LayerSquares:
+    """Sums of squares of clipped gradients, updates and weights over the elements this rank owns.
+
+    The layers' `names` are equal on all ranks, so `squares_KG` can be summed over ranks.
+    """
+
+    names: tuple[str, ...]
+    squares_KG: Tensor  # float64
+
+
+class LayerMeter:
+    """Collects what an optimizer applies, in the steps it is asked to."""
+
+    def __init__(self, parameter_names: Sequence[str]) -> None:
+        self._layers = tuple(dict.fromkeys(layer_of(name) for name in parameter_names))
+        self.is_on = False
+        self._norms: list[Tensor] = []
+        self._names: list[str] = []
+
+    def start_step(self, is_on: bool) -> None:
+        """Drop what was collected, and collect the next step if `is_on`."""
+        self.is_on = is_on
+        self._norms.clear()
+        self._names.clear()
+
+    def add(self, fragments: Sequence[Fragment], updates: Sequence[Tensor], scale: float) -> None:
+        """Add the fragments' gradients and weights, and their updates, `scale` times `updates`."""
+        owned = [
+            (fragment, update)
+            for fragment, update in zip(fragments, updates, strict=True)
+            if fragment.owned
+        ]
+        if not owned:
+            return
+        self._names += [fragment.name for fragment, _ in owned]
+        gradient_F, update_F, weight_F = (
+            torch.stack(torch._foreach_norm(tensors)).double()
+            for tensors in (
+                [fragment.gradient() for fragment, _ in owned],
+                [update for _, update in owned],
+                [fragment.values["weight"] for fragment, _ in owned],
+            )
+        )
+        self._norms.append(torch.stack([gradient_F, update_F * scale, weight_F]))
+
+    def squares(self) -> LayerSquares:
+        """Return what was added since `start_step`."""
+        if not self._norms:
+            return LayerSquares(
+                self._layers, torch.zeros(NUM_KINDS, len(self._layers), dtype=torch.float64)
+            )
+        norms_KF = torch.cat(self._norms, dim=1)
+        is_in_FG = torch.zeros(len(self._names), len(self._layers), dtype=torch.float64)
+        for row, name in enumerate(self._names):
+            is_in_FG[row, self._layers.index(layer_of(name))] = 1.0
+        return LayerSquares(self._layers, norms_KF.square() @ is_in_FG.to(norms_KF.device))
+
+
+def layer_metrics(
+    layers: Sequence[str], squares: Sequence[float], grad_norm: float, clip_norm: float
+) -> dict[str, float]:
+    """Return the metrics by name, from the flat `squares_KG` of all ranks and the global norm."""
+    # The optimizer saw clipped gradients; this undoes the clipping.
+    clipped_by = max(1.0, (grad_norm + CLIP_EPSILON) / clip_norm) if clip_norm else 1.0
+    count = len(layers)
+    gradients, updates, weights = (
+        squares[kind * count : (kind + 1) * count] for kind in range(NUM_KINDS)
+    )
+    norms = {
+        f"grad_norm/{layer}": math.sqrt(square) * clipped_by
+        for layer, square in zip(layers, gradients, strict=True)
+    }
+    ratios = {
+        f"update_ratio/{layer}": math.sqrt(update / weight)
+        for layer, update, weight in zip(layers, updates, weights, strict=True)
+        if weight > 0
+    }
+    return {**norms, **ratios}

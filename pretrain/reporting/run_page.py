@@ -27,8 +27,7 @@ from pretrain.reporting.html import (
 )
 from pretrain.reporting.results import differing_settings
 from pretrain.reporting.run_charts import comparison_panels, run_panels
-from pretrain.reporting.run_history import History
-from pretrain.reporting.run_warnings import warnings_of
+from pretrain.reporting.run_history import History, warnings_of
 from pretrain.rundir.events import GaveUp
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.metric_names import (

@@ -49,7 +49,7 @@ from foundation.records import Fields, InvalidField
 from foundation.settings import parse_config, to_tree
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import load_weights
-from pretrain.checkpoint.pieces import opened
+from pretrain.checkpoint.marker import opened
 from pretrain.config.choices import Precision
 from pretrain.config.engine import Attention, attention_in
 from pretrain.config.model import ModelConfig

@@ -20,7 +20,7 @@ from benchmarks.gpu.training import Trainer, forget, one_rank, small_run
 from pretrain.config.choices import EngineKind
 from pretrain.config.engine import EngineConfig
 from pretrain.costs.memory import optimizer_of
-from pretrain.engines.memory_offload import MemoryOffload
+from pretrain.engines.engine import MemoryOffload
 from pretrain.model.gated_deltanet import (
     DeltaInputs,
     delta_rule_by_step,

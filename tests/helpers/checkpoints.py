@@ -13,7 +13,7 @@ from safetensors.numpy import save
 from foundation.files import content_of, sha256_of, write_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.checkpoint.pieces import key_of, report_of
+from pretrain.checkpoint.marker import key_of, report_of
 
 
 def index_of(step: int, num_ranks: int) -> dict[str, object]:

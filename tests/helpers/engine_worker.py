@@ -50,8 +50,8 @@ from pretrain.engines import engine as engines
 from pretrain.engines.engine import Engine, StepResult
 from pretrain.evaluation.evaluate import training_evaluator
 from pretrain.model.lane_state import LaneState
-from pretrain.optim.layer_norms import layer_metrics, layer_of
 from pretrain.optim.optimizers import learning_rate_at
+from pretrain.optim.parameter_groups import layer_metrics, layer_of
 from pretrain.recovery.faults import Fault
 from pretrain.run import build_engine
 from pretrain.state import TrainState, memories_without

@@ -14,7 +14,7 @@ from data_pipeline.corpora.stores import RetryPolicy
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import RankReports
 from pretrain.checkpoint.destinations import Disk, ObjectStore, Publication
-from pretrain.checkpoint.uploads import Upload
+from pretrain.checkpoint.local_tier import Upload
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.rundir.events import JobStarted, Submitted, TrainingBegan

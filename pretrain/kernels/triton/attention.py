@@ -1,19 +1,375 @@
 """Relative attention (section 3.3 of the paper) in fused kernels, without an [L, C] tensor.
 
-Letters of shapes as in `pretrain.model`.
+Letters of shapes as in `pretrain.model`; X are tiles or shares of the lanes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pretrain.kernels.triton.launch import Inputs, Options, launch_backward, launch_forward
-from pretrain.kernels.triton.settings import DROPOUT_LEVELS
-from pretrain.kernels.triton.tiling import WORKSPACE_BYTES, Tiles, tiles_for
+from pretrain.kernels.triton.backward import (
+    content_bias_kernel,
+    delta_kernel,
+    key_gradient_kernel,
+    position_gradient_kernel,
+    query_gradient_kernel,
+)
+from pretrain.kernels.triton.forward import forward_kernel
+from pretrain.kernels.triton.settings import DROPOUT_LEVELS, Variant
+from pretrain.kernels.triton.tiling import (
+    WORKSPACE_BYTES,
+    Chunk,
+    Tile,
+    Tiles,
+    tiles_for,
+    workspace_of,
+)
+
+SUM_TILE = Tile(16, 64)  # of the kernels that only sum
+
+
+class Inputs(NamedTuple):
+    """The differentiable arguments; gradients and flags for them have the same order."""
+
+    query_BLNH: Tensor
+    key_BCGH: Tensor
+    value_BCGH: Tensor
+    position_CNH: Tensor | None
+    content_bias_NH: Tensor | None
+    position_bias_NH: Tensor | None
+    distance_bias_CN: Tensor | None
+    sinks_N: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of a call that have no gradient."""
+
+    window: int
+    first_keys_BL: Tensor | None  # the first key each query sees
+    query_ends_BC: Tensor | None  # the end of the queries that see each key
+    dropout_keys_B: Tensor | None
+    drop_threshold: int
+    deterministic: bool
+    tiles: Tiles
+    workspace_bytes: int
+
+
+class Call:
+    """The sizes of a call, its variant of the kernels, and the arguments that all kernels take."""
+
+    def __init__(self, inputs: Inputs, options: Options) -> None:
+        self.inputs, self.options = inputs, options
+        self.B, self.L, self.N, self.H = inputs.query_BLNH.shape
+        self.C, self.G = inputs.key_BCGH.shape[1:3]
+        self.arguments = self._arguments()
+
+    def _arguments(self) -> dict[str, Any]:
+        query, key, value, position, u, v, distance_bias, _ = self.inputs
+        scale = self.variant(SUM_TILE).scale
+        # Added here, u and v cost little. In the kernels they would break the direct path from
+        # memory to the tensor cores.
+        content_query = (query if u is None else (query + u).to(query.dtype)).contiguous()
+        options = self.options
+
+        def present(tensor: Tensor | None) -> Tensor:
+            return content_query if tensor is None else tensor  # no kernel reads an absent one
+
+        return {
+            "content_queries": content_query,
+            "position_queries": present(
+                None if v is None else (query + v).to(query.dtype).contiguous()
+            ),
+            "keys": key,
+            "values": value,
+            "positions": present(position),
+            # The kernels add biases before they scale.
+            "distance_biases": present(
+                None if distance_bias is None else (distance_bias.float().T / scale).contiguous()
+            ),
+            "first_keys": present(options.first_keys_BL),
+            "dropout_keys": present(options.dropout_keys_B),
+            "key_lane": key.stride(0),
+            "value_lane": value.stride(0),
+            "key_head": key.stride(2),
+            "value_head": value.stride(2),
+            "L": self.L,
+            "M": self.C - self.L,
+            "window": options.window,
+        }
+
+    def variant(
+        self, tile: Tile, *, adds_positions: bool = False, heads_per_program: int = 1
+    ) -> Variant:
+        return Variant(
+            num_heads=self.N,
+            num_groups=self.G,
+            head_width=self.H,
+            key_row=self.inputs.key_BCGH.stride(1),
+            value_row=self.inputs.value_BCGH.stride(1),
+            rows=tile.rows,
+            columns=tile.columns,
+            has_position=self.inputs.position_CNH is not None,
+            has_starts=self.options.first_keys_BL is not None,
+            has_distance_bias=self.inputs.distance_bias_CN is not None,
+            has_sinks=self.inputs.sinks_N is not None,
+            drop_threshold=self.options.drop_threshold,
+            adds_positions=adds_positions,
+            heads_per_program=heads_per_program,
+            precision="ieee" if self.inputs.query_BLNH.dtype == torch.float32 else "tf32",
+        )
+
+    def launch(
+        self,
+        kernel: Any,
+        programs: int,
+        tile: Tile,
+        *,
+        adds_positions: bool = False,
+        heads_per_program: int = 1,
+        **outputs: Any,
+    ) -> None:
+        """Run `kernel` on the shared arguments and its own."""
+        variant = self.variant(
+            tile, adds_positions=adds_positions, heads_per_program=heads_per_program
+        )
+        with self._device():
+            kernel[(programs,)](
+                **self.arguments,
+                **outputs,
+                VARIANT=variant,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+            )
+
+    def deltas(self, output_BLNH: Tensor, gradient_BLNH: Tensor) -> Tensor:
+        """Return the sums over H of output times gradient of the output: [B, N, L]."""
+        deltas_BNL = self.float32(self.B, self.N, self.L)
+        grid = (cdiv(self.L, SUM_TILE.rows) * self.B * self.N,)
+        with self._device():
+            delta_kernel[grid](
+                output_BLNH, gradient_BLNH, deltas_BNL, self.L, VARIANT=self.variant(SUM_TILE)
+            )
+        return deltas_BNL
+
+    def sum_keys(self, score_sums_BNC: Tensor) -> Tensor:
+        """Return the sum over lanes and keys of the keys weighted with `score_sums_BNC`: [N, H]."""
+        num_tiles = cdiv(self.C, SUM_TILE.columns)
+        sums_BNXH = self.float32(self.B, self.N, num_tiles, self.variant(SUM_TILE).padded_width)
+        key = self.inputs.key_BCGH
+        arguments = (key, score_sums_BNC, sums_BNXH, key.stride(0), key.stride(2), self.C)
+        with self._device():
+            grid = (num_tiles * self.B * self.N,)
+            content_bias_kernel[grid](*arguments, VARIANT=self.variant(SUM_TILE))
+        return sums_BNXH.sum((0, 2))[:, : self.H]
+
+    def float32(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.inputs.query_BLNH.device)
+
+    def _device(self) -> contextlib.AbstractContextManager[Any]:
+        # Triton launches on the current device, which may not be that of the tensors.
+        device = self.inputs.query_BLNH.device
+        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def launch_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output [B, L, N, H] and log2 of the softmax's denominators [B, N, L]."""
+    call = Call(inputs, options)
+    tile = options.tiles.forward
+    output_BLNH = inputs.query_BLNH.new_empty(inputs.query_BLNH.shape)
+    log_sums_BNL = call.float32(call.B, call.N, call.L)
+    programs = cdiv(call.L, tile.rows) * call.B * call.N
+    sinks_N = _sinks_log2(inputs)
+    call.launch(
+        forward_kernel,
+        programs,
+        tile,
+        sinks=output_BLNH if sinks_N is None else sinks_N,  # it does not read absent ones
+        outputs=output_BLNH,
+        log_sums=log_sums_BNL,
+    )
+    return output_BLNH, log_sums_BNL
+
+
+def _sinks_log2(inputs: Inputs) -> Tensor | None:
+    """Return the sinks as the kernels' sums have them, logarithms to base 2."""
+    return None if inputs.sinks_N is None else inputs.sinks_N.float() * math.log2(math.e)
+
+
+def launch_backward(
+    inputs: Inputs,
+    options: Options,
+    output_BLNH: Tensor,
+    log_sums_BNL: Tensor,
+    output_gradient_BLNH: Tensor,
+    *,
+    needs_position: bool,
+    needs_distance_bias: bool,
+) -> Inputs:
+    """Return the gradients of all inputs; of positions and distance biases only if needed."""
+    call = Call(inputs, options)
+    deltas_BNL = call.deltas(output_BLNH, output_gradient_BLNH)
+    # The kernel of the queries can add the positions' gradient atomically. The kernel for positions
+    # is needed for a fixed order, and for distance biases, which it sums on the way.
+    adds_positions = needs_position and not needs_distance_bias and not options.deterministic
+    backward = Backward(call, adds_positions)
+    for chunk in backward.chunks:
+        # One workspace serves all chunks, since the launches run in order.
+        backward.launch_keys(chunk, output_gradient_BLNH, log_sums_BNL, deltas_BNL)
+        backward.launch_queries(chunk)
+        if needs_distance_bias or (needs_position and not adds_positions):
+            backward.launch_positions(chunk)
+    u_gradient = v_gradient = None
+    if inputs.content_bias_NH is not None:
+        u_gradient = call.sum_keys(backward.score_sums_BNC)
+        # The gradient of the queries, summed, is that of u (through keys) plus that of v.
+        v_gradient = backward.query_sums_BNXH.sum((0, 2))[:, : call.H] - u_gradient
+    sinks_N, sinks_gradient_N = _sinks_log2(inputs), None
+    if sinks_N is not None:  # minus its weight times delta: it has no value
+        weights_BNL = torch.exp2(sinks_N[:, None] - log_sums_BNL)
+        sinks_gradient_N = -(weights_BNL * deltas_BNL).sum((0, 2))
+    gradients = Inputs(
+        backward.query_BLNH,
+        *(_summed(gradient, call.G) for gradient in backward.key_gradients),
+        backward.position_CNH,
+        u_gradient,
+        v_gradient,
+        backward.distance_bias_NC.T,
+        sinks_gradient_N,
+    )
+    return Inputs(
+        *(_like(gradient, argument) for gradient, argument in zip(gradients, inputs, strict=True))
+    )
+
+
+class Backward:
+    """The outputs of the backward kernels, and their launches on one chunk of heads.
+
+    `workspace` holds the gradients of a chunk's scores, a row for each query and a column for each
+    key. Kept from the kernel of the keys, they spare the others to compute the scores again.
+    """
+
+    def __init__(self, call: Call, adds_positions: bool) -> None:
+        self.call, self.adds_positions = call, adds_positions
+        tiles, inputs = call.options.tiles, call.inputs
+        query_tiles = cdiv(call.L, tiles.query_gradient.rows)
+        padded_width = call.variant(tiles.query_gradient).padded_width
+        self.query_BLNH = inputs.query_BLNH.new_empty(inputs.query_BLNH.shape)
+        self.query_sums_BNXH = call.float32(call.B, call.N, query_tiles, padded_width)
+        self.score_sums_BNC = call.float32(call.B, call.N, call.C)
+        self.position_CNH = call.float32(call.C, call.N, call.H).zero_()
+        self.distance_bias_NC = call.float32(call.N, call.C).zero_()
+        needed = workspace_of(
+            lanes=call.B,
+            queries=call.L,
+            keys=call.C,
+            heads=call.N,
+            groups=call.G,
+            head_width=call.H,
+            tiles=tiles,
+            element_bytes=inputs.query_BLNH.element_size(),
+            limit=call.options.workspace_bytes,
+        )
+        self.chunks, self.score_row = needed.chunks, needed.score_row
+        self.workspace = inputs.query_BLNH.new_empty(needed.elements)
+        self.heads_per_program = needed.heads_per_program
+        is_split = needed.summed_elements > 0
+        shape = (call.B, call.C, call.N if is_split else call.G, call.H)
+        dtype = torch.float32 if is_split else inputs.key_BCGH.dtype
+        # Of keys and of values, summed over the heads of a program.
+        self.key_gradients = [inputs.key_BCGH.new_empty(shape, dtype=dtype) for _ in range(2)]
+
+    def launch_keys(
+        self,
+        chunk: Chunk,
+        output_gradient_BLNH: Tensor,
+        log_sums_BNL: Tensor,
+        deltas_BNL: Tensor,
+    ) -> None:
+        tile = self.call.options.tiles.key_gradient
+        query_ends_BC = self.call.options.query_ends_BC
+        self._launch(
+            key_gradient_kernel,
+            cdiv(self.call.C, tile.columns)
+            * chunk.lanes
+            * (self._heads(chunk) // self.heads_per_program),
+            tile,
+            chunk,
+            heads_per_program=self.heads_per_program,
+            query_ends=deltas_BNL if query_ends_BC is None else query_ends_BC,
+            output_gradients=output_gradient_BLNH,
+            log_sums=log_sums_BNL,
+            deltas=deltas_BNL,
+            key_gradients=self.key_gradients[0],
+            value_gradients=self.key_gradients[1],
+            score_sums=self.score_sums_BNC,
+        )
+
+    def launch_queries(self, chunk: Chunk) -> None:
+        tile = self.call.options.tiles.query_gradient
+        self._launch(
+            query_gradient_kernel,
+            cdiv(self.call.L, tile.rows) * chunk.lanes * self._heads(chunk),
+            tile,
+            chunk,
+            adds_positions=self.adds_positions,
+            query_gradients=self.query_BLNH,
+            query_sums=self.query_sums_BNXH,
+            position_gradients=self.position_CNH,
+        )
+
+    def launch_positions(self, chunk: Chunk) -> None:
+        tile = self.call.options.tiles.position_gradient
+        self._launch(
+            position_gradient_kernel,
+            cdiv(self.call.C, tile.columns) * self._heads(chunk),
+            tile,
+            chunk,
+            position_gradients=self.position_CNH,
+            distance_bias_gradients=self.distance_bias_NC,
+            chunk_lanes=chunk.lanes,
+        )
+
+    def _heads(self, chunk: Chunk) -> int:
+        return chunk.groups * (self.call.N // self.call.G)
+
+    def _launch(
+        self, kernel: Any, programs: int, tile: Tile, chunk: Chunk, **arguments: Any
+    ) -> None:
+        self.call.launch(
+            kernel,
+            programs,
+            tile,
+            score_gradients=self.workspace,
+            score_row=self.score_row,
+            first_lane=chunk.first_lane,
+            first_group=chunk.first_group,
+            chunk_groups=chunk.groups,
+            **arguments,
+        )
+
+
+def _summed(gradient_BCNH: Tensor, num_groups: int) -> Tensor:
+    """Return the sums over the heads of each group, [B, C, G, H], unless the kernel has summed."""
+    if gradient_BCNH.shape[2] == num_groups:
+        return gradient_BCNH
+    return gradient_BCNH.unflatten(2, (num_groups, -1)).sum(3)
+
+
+def _like(gradient: Tensor | None, argument: Tensor | None) -> Tensor | None:
+    return None if gradient is None or argument is None else gradient.to(argument.dtype)
+
+
+def cdiv(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
 
 UNLIMITED = 1 << 30  # a window of all keys: one number, since kernels are compiled for some numbers
 

@@ -203,7 +203,7 @@ def test_reading_a_corpus_needs_neither_torch_nor_streaming(corpus):
         "from data_pipeline.corpora.corpus import Corpus\n"
         "from data_pipeline.lanes.lane_stream import LaneStream\n"
         "import data_pipeline.builder.build_corpus, data_pipeline.commands.verify\n"
-        "import data_pipeline.lanes.audit, data_pipeline.lanes.lane_stream\n"
+        "import data_pipeline.commands.audit, data_pipeline.lanes.lane_stream\n"
         f"corpus = Corpus.open(Path({str(corpus / 'train')!r}))\n"
         "next(LaneStream(corpus, 2, 1, 8, range(2))).cursor\n"
         "heavy = {'torch', 'streaming', 'pretrain', 'launcher', 'pydantic'}\n"

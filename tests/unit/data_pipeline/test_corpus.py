@@ -18,8 +18,7 @@ from data_pipeline.corpora.manifest import (
     ShardInfo,
     file_state,
 )
-from data_pipeline.lanes.evaluation_stream import EvaluationStream
-from data_pipeline.lanes.lane_stream import LaneStream
+from data_pipeline.lanes.lane_stream import EvaluationStream, LaneStream
 from data_pipeline.tokenizer import Tokenizer, read_fingerprint
 from foundation import files
 from foundation.errors import DataError

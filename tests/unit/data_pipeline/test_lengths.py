@@ -15,8 +15,7 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.lengths import write_lengths
 from data_pipeline.corpora.remote_corpus import CachedShards, ShardCache
 from data_pipeline.corpora.stores import store_at
-from data_pipeline.lanes.evaluation_stream import EvaluationStream
-from data_pipeline.lanes.lane_stream import LaneStream
+from data_pipeline.lanes.lane_stream import EvaluationStream, LaneStream
 from foundation.errors import DataError
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 from tests.helpers.stores import QUICK, FileServer

@@ -8,8 +8,7 @@ import pytest
 
 from foundation.errors import ConfigError
 from launcher.slurm.client import Partition
-from launcher.slurm.job_checks import check_request, check_run, usable_nodes
-from launcher.slurm.sbatch import Job, render
+from launcher.slurm.sbatch import Job, check_request, check_run, render, usable_nodes
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import DataConfig, RunConfig
 from pretrain.costs.cluster import (

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from launcher.infer_status import Evidence, infer_status
-from launcher.run_state import read_state
+from launcher.run_state import Evidence, infer_status, read_state
 from pretrain.checkpoint.directory import step_directory
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import (

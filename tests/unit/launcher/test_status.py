@@ -14,8 +14,7 @@ from foundation.errors import UserError
 from launcher import run_state
 from launcher.cli import main
 from launcher.commands.status import console, one_run, runs_table
-from launcher.infer_status import State
-from launcher.run_state import RunState, joined, read_states, with_queue
+from launcher.run_state import RunState, State, joined, read_states, with_queue
 from launcher.slurm import client as slurm
 from launcher.slurm.client import JobRecord, QueuedJob, SlurmUnreachable
 from pretrain.config.run import RunConfig

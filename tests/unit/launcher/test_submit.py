@@ -16,8 +16,7 @@ from foundation.own_programs import copied_arguments
 from foundation.settings import load_config
 from launcher.cli import main
 from launcher.slurm import client as slurm
-from launcher.slurm.job_checks import check_request, missing_notes
-from launcher.slurm.sbatch import Snapshot, render, replaced_snapshot
+from launcher.slurm.sbatch import Snapshot, check_request, missing_notes, render, replaced_snapshot
 from pretrain.config.run import DataConfig, RunConfig
 from pretrain.costs.cluster import NodeRange, load_cluster
 from pretrain.rundir.events import Outcome, TrainingEnded

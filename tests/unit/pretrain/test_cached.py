@@ -16,7 +16,7 @@ from pretrain.config.choices import RopeExtension
 from pretrain.config.engine import EngineConfig
 from pretrain.config.run import RunConfig
 from pretrain.engines.engine import TorchEngine
-from pretrain.evaluation.training_tasks import evaluating
+from pretrain.evaluation.evaluate import evaluating
 from pretrain.model.cached import CachedStream, HiddenStateStream, RowBuffer, new_stream
 from pretrain.model.positions import Stretch, sinusoids_XD
 from pretrain.model.transformer_xl import TransformerXL

@@ -123,7 +123,7 @@ def fused_run(name: str) -> RunConfig:
 
 def launched_workspace_bytes(run: RunConfig, capability: tuple[int, int]) -> int:
     """Return what the launcher allocates for a layer's backward pass, on a device without data."""
-    from pretrain.kernels.triton.launch import Backward, Call, Inputs, Options
+    from pretrain.kernels.triton.attention import Backward, Call, Inputs, Options
 
     model, B, L = run.model, run.data.lanes, run.data.segment_length
     C = L + model.memory_length + model.compressed_length

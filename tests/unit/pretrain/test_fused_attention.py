@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.kernels.triton import launch
+from pretrain.kernels.triton import attention
 from pretrain.kernels.triton.settings import missing_for_compiling, unsupported_reason
 from pretrain.model.cached import new_stream
 from pretrain.model.transformer_xl import TransformerXL
@@ -59,7 +59,7 @@ def _compiled_for(value: Any) -> Any:
 @pytest.mark.parametrize("memory_length", [64, 50])
 def test_texts_of_all_lengths_and_numbers_share_a_few_kernels(monkeypatch, memory_length):
     kernel = RecordedKernel()
-    monkeypatch.setattr(launch, "forward_kernel", kernel)
+    monkeypatch.setattr(attention, "forward_kernel", kernel)
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # has the CPU take the path of a GPU
     config = replace(TINY, num_layers=1, d_model=64, num_heads=1, memory_length=memory_length)
     module = TransformerXL(config).to(torch.bfloat16)

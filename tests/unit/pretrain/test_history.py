@@ -18,8 +18,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.run import DataConfig, OptimConfig, PhaseConfig, RunConfig, ScheduleConfig
 from pretrain.reporting import charts
 from pretrain.reporting.run_charts import run_panels
-from pretrain.reporting.run_history import MOST_BUCKETS, read_history
-from pretrain.reporting.run_warnings import warnings_of
+from pretrain.reporting.run_history import MOST_BUCKETS, read_history, warnings_of
 from pretrain.rundir.events import (
     AttemptEnded,
     AttemptReason,

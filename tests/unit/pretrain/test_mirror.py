@@ -32,7 +32,7 @@ from pretrain.checkpoint.destinations import (
     Publication,
     StoredCheckpoint,
 )
-from pretrain.checkpoint.uploads import Mirror
+from pretrain.checkpoint.local_tier import Mirror
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.rundir.events import Restored, TrainingBegan
 from pretrain.rundir.restore import restore_run

@@ -37,7 +37,6 @@ from pretrain.costs.flops import moment_bytes, orthogonalizing_flops
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine, StepResult, TorchEngine
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim.layer_norms import layer_metrics, layer_of
 from pretrain.optim.optimizers import (
     LossScaler,
     build_optimizer,
@@ -45,7 +44,14 @@ from pretrain.optim.optimizers import (
     orthogonalized,
     owners,
 )
-from pretrain.optim.parameter_groups import decays, role_of, set_learning_rate, stacked_matrices
+from pretrain.optim.parameter_groups import (
+    decays,
+    layer_metrics,
+    layer_of,
+    role_of,
+    set_learning_rate,
+    stacked_matrices,
+)
 from pretrain.run import build_engine, run_training
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.choices import MODEL_CHOICES

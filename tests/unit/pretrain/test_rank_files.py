@@ -30,8 +30,14 @@ from pretrain.checkpoint.background_save import (
 )
 from pretrain.checkpoint.destinations import BLOCK_BYTES, Disk, TensorFile, write_file
 from pretrain.checkpoint.elastic_reader import FragmentReader, restore_random_state
-from pretrain.checkpoint.marker import share_of_rank
-from pretrain.checkpoint.pieces import elements_of_rank, key_of, merged, parsed, report_of
+from pretrain.checkpoint.marker import (
+    elements_of_rank,
+    key_of,
+    merged,
+    parsed,
+    report_of,
+    share_of_rank,
+)
 from pretrain.distributed.rounds import Worker
 from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState

@@ -22,7 +22,7 @@ from pretrain.config.run import (
     RunConfig,
     ScheduleConfig,
 )
-from pretrain.metrics.stragglers import (
+from pretrain.metrics.recorder import (
     SlownessMeter,
     StragglerWatch,
     rank_that_stalled,
