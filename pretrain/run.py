@@ -58,10 +58,14 @@ from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.wandb_writer import check_wandb, wandb_copy
 from pretrain.model.parameters import WithoutDrawing
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.processes.device import check_tiles, set_determinism, with_precision_of_run
-from pretrain.processes.last_collectives import set_trace_files, write_last_collectives
+from pretrain.processes.device import (
+    check_tiles,
+    set_determinism,
+    set_trace_files,
+    with_precision_of_run,
+    write_last_collectives,
+)
 from pretrain.recovery.faults import fault_from_environment
-from pretrain.recovery.out_of_memory import record_out_of_memory, with_fitting_micro_batch
 from pretrain.recovery.rewind import (
     SpikeFound,
     SpikeMonitor,
@@ -70,7 +74,12 @@ from pretrain.recovery.rewind import (
     segments_consumed,
     skip_windows,
 )
-from pretrain.recovery.starts import checked_data, record_start
+from pretrain.recovery.starts import (
+    checked_data,
+    record_out_of_memory,
+    record_start,
+    with_fitting_micro_batch,
+)
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.rundir.events import (
     EXIT_OUT_OF_MEMORY,

@@ -18,8 +18,17 @@ from foundation.files import path_text, write_json
 from pretrain.config.choices import POSITIONS
 from pretrain.distributed.threads import keep_freed_memory, set_threads
 from pretrain.distributed.world import World, destroy_process_group, init_world
-from pretrain.evaluation import context_length
-from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
+from pretrain.evaluation.evaluate import (
+    ContextGrid,
+    EvaluationResult,
+    Losses,
+    SplitPositions,
+    TrainedScorer,
+    context_rows,
+    evaluate,
+    loss_rows,
+    relative_effective_context_lengths,
+)
 from pretrain.evaluation.probes.probe_run import ProbeSettings, probe_rows, run_probes
 from pretrain.scaling.collect import PROBES
 from pretrain.terminal.text import counted
@@ -138,21 +147,17 @@ def _context_lengths(
     arguments: argparse.Namespace, models: Sequence[TrainedModel]
 ) -> list[EvaluationOutput]:
     longest = arguments.longest_context
-    contexts = context_length.ContextGrid(-(-longest // CONTEXTS), longest)
+    contexts = ContextGrid(-(-longest // CONTEXTS), longest)
     corpora = [_corpus(arguments, trained) for trained in models]
     if len({corpus.manifest.hash for corpus in corpora}) > 1:
         raise ConfigError("the runs have different corpora; give one for all with --data")
-    positions = context_length.SplitPositions(
-        corpora[0], CONTEXT_POSITIONS, longest, arguments.max_tokens
-    )
+    positions = SplitPositions(corpora[0], CONTEXT_POSITIONS, longest, arguments.max_tokens)
 
-    def losses_of(trained: TrainedModel) -> context_length.Losses:
+    def losses_of(trained: TrainedModel) -> Losses:
         memory, segment = _how_to_read(arguments, trained)
         return lambda length: positions.losses(trained.module, length, memory, segment)
 
-    lengths = context_length.relative_effective_context_lengths(
-        list(map(losses_of, models)), contexts, SHARES
-    )
+    lengths = relative_effective_context_lengths(list(map(losses_of, models)), contexts, SHARES)
     outputs = []
     for path, trained, of_model in zip(arguments.runs, models, lengths, strict=True):
         memory, segment = _how_to_read(arguments, trained)
@@ -161,7 +166,7 @@ def _context_lengths(
             f"{segment}, {len(positions):,} positions of {corpora[0].directory}, models compared: "
             f"{len(models)}"
         )
-        rows = context_length.context_rows(of_model, contexts.step)
+        rows = context_rows(of_model, contexts.step)
         outputs.append(EvaluationOutput(title, rows, {"results": list(map(asdict, of_model))}))
     return outputs
 

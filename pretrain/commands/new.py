@@ -42,7 +42,7 @@ from pretrain.config.run import EvaluationConfig, RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.costs.run_time import run_time
 from pretrain.scaling.law import amount
-from pretrain.scaling.rates import Family, power_of_two, with_steps
+from pretrain.scaling.recipe import Family, power_of_two, with_steps
 from pretrain.terminal.text import counted, si
 
 _FAMILY = {1e7: "10m", 3e7: "30m", 1e8: "100m", 3e8: "300m", 1e9: "1b", 3e9: "3b", 7e9: "7b"}

@@ -9,7 +9,7 @@ from foundation.cli import Program
 from foundation.errors import ConfigError
 from foundation.settings import amount_of
 from pretrain.config.run import RunConfig
-from pretrain.scaling.rates import RULES, Rule, step_law_rule
+from pretrain.scaling.recipe import RULES, Rule, step_law_rule
 
 LARGEST = 1e40  # of FLOPs, parameters and tokens that are asked for
 

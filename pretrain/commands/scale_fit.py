@@ -40,7 +40,7 @@ from pretrain.scaling.fit import (
 )
 from pretrain.scaling.frontier import Approach
 from pretrain.scaling.law import amount, as_loss, shown
-from pretrain.scaling.rates import FAR_SIZE, Family, with_budget
+from pretrain.scaling.recipe import FAR_SIZE, Family, with_budget
 from pretrain.scaling.report import fit_lines, fit_tree
 from pretrain.scaling.sweep_file import cells_directory, cells_of, read_sweep
 from pretrain.scaling.table import Columns, Points, read_points, units_of

@@ -45,11 +45,10 @@ from pretrain.scaling.plan import (
     trunk_sizes,
     varied,
 )
-from pretrain.scaling.rates import (
-    FEWEST_RATES,
+from pretrain.scaling.rates import FEWEST_RATES, TunedRule
+from pretrain.scaling.recipe import (
     Family,
     Rule,
-    TunedRule,
     outside_step_law,
     step_law_rule,
     with_budget,

@@ -40,7 +40,7 @@ from pretrain.costs.run_time import run_time
 from pretrain.scaling.fit import TITLES
 from pretrain.scaling.frontier import Line, fit_isoflop
 from pretrain.scaling.law import LEVEL, FlopsLaw, Law, LawLine, as_size, fit_flops_law, refit
-from pretrain.scaling.rates import (
+from pretrain.scaling.recipe import (
     FAR_SIZE,
     Family,
     Rule,

@@ -41,12 +41,11 @@ from pretrain.reporting.charts import (
     plain_ticks,
     spread_colors,
 )
-from pretrain.scaling.charts import LOSS
 from pretrain.scaling.collect import FAR, PROBED, Row, read_rows
 from pretrain.scaling.law import amount, as_loss
 from pretrain.scaling.plan import PlannedRun, at_computed_flops, planned_run, varied
 from pretrain.scaling.rates import Tuned, tuned_rates, tuned_table, verdicts
-from pretrain.scaling.report import Part, write_parts
+from pretrain.scaling.report import LOSS, Part, write_parts
 from pretrain.scaling.sweep_file import check_overrides
 from pretrain.scaling.table import csv_rows
 from pretrain.terminal.text import counted, fitted_table, flops_text, number

@@ -18,7 +18,7 @@ from benchmarks.gpu.findings import Context
 from benchmarks.gpu.resume import CELLS, resumed_differences
 from benchmarks.gpu.training import Trainer, forget, one_rank, small_run
 from pretrain.config.choices import EngineKind
-from pretrain.config.engine import EngineConfig
+from pretrain.config.run import EngineConfig
 from pretrain.costs.memory import optimizer_of
 from pretrain.engines.engine import MemoryOffload
 from pretrain.model.gated_deltanet import (
@@ -27,7 +27,7 @@ from pretrain.model.gated_deltanet import (
     fla_delta_rule,
     normalized,
 )
-from pretrain.processes.last_collectives import write_last_collectives
+from pretrain.processes.device import write_last_collectives
 from pretrain.rundir.run_dir import AttemptFiles
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.fused_attention_cases import CASES, Case, errors_of

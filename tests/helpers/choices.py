@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
 from foundation.settings import settings_of
-from pretrain.config.model import ModelConfig
+from pretrain.config.run import ModelConfig
 
 
 def choices_of(schema: Any) -> Iterator[tuple[str, tuple[str, ...]]]:

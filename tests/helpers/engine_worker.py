@@ -25,12 +25,12 @@ from pretrain.checkpoint.checkpointer import Checkpointer, replicated_values
 from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.elastic_reader import find_resume_point, load_fragments
 from pretrain.checkpoint.marker import latest_step
-from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
 from pretrain.config.run import (
     CheckpointConfig,
     DataConfig,
+    EngineConfig,
     EvaluationConfig,
+    ModelConfig,
     OptimConfig,
     RecoveryConfig,
     RunConfig,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config.choices import AttentionKernel
-from pretrain.config.model import ModelConfig
+from pretrain.config.run import ModelConfig
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.models import random_starts, random_tokens, stream_nll

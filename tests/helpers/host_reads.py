@@ -13,9 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_pipeline.lanes.lane_stream import SegmentBatch
-from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import DataConfig, OptimConfig, RunConfig
+from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.run import build_engine
 from tests.helpers.forked_ranks import run_ranks

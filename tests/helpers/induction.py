@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from pretrain.config.model import ModelConfig
+from pretrain.config.run import ModelConfig
 from pretrain.model.transformer_xl import TransformerXL
 
 SHARP = 60.0  # a score that leaves nothing to other keys

@@ -15,8 +15,7 @@ from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import RankReports
 from pretrain.checkpoint.destinations import Disk, ObjectStore, Publication
 from pretrain.checkpoint.local_tier import Upload
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import CheckpointConfig, RunConfig
+from pretrain.config.run import CheckpointConfig, ModelConfig, RunConfig
 from pretrain.rundir.events import JobStarted, Submitted, TrainingBegan
 from pretrain.rundir.restore import SCRATCH, restore_run
 from pretrain.rundir.run_dir import RunDir

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pretrain.config.model import ModelConfig
+from pretrain.config.run import ModelConfig
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.lane_state import Memory
 from pretrain.model.transformer_xl import TransformerXL

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pretrain.config.model import ModelConfig
+from pretrain.config.run import ModelConfig
 
 
 def config_of_original(settings: Mapping[str, Any]) -> ModelConfig:

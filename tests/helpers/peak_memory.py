@@ -21,8 +21,7 @@ import torch
 
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from foundation.settings import parse_config
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import DataConfig, RunConfig, accumulation_steps
+from pretrain.config.run import DataConfig, ModelConfig, RunConfig, accumulation_steps
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.model.lane_state import Memory
 from pretrain.run import build_engine

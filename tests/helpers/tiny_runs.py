@@ -8,9 +8,7 @@ import torch
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream
-from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import DataConfig, OptimConfig, RunConfig
+from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.distributed.world import World
 from tests.helpers.corpora import make_tiny_corpus
 

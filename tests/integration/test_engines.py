@@ -18,7 +18,7 @@ import torch
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import load_weights
-from pretrain.config.model import ModelConfig
+from pretrain.config.run import ModelConfig
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.engine_cells import (
     HALF,

@@ -13,8 +13,13 @@ from foundation.errors import ConfigError
 from pretrain.config.choices import ProbeName
 from pretrain.evaluation.evaluate import TrainedScorer
 from pretrain.evaluation.probes.attention_mass import AttentionMass, attention_mass
-from pretrain.evaluation.probes.distances import Borders, bin_names, borders_of
-from pretrain.evaluation.probes.document_position import PositionLoss, loss_by_position
+from pretrain.evaluation.probes.document_position import (
+    Borders,
+    PositionLoss,
+    bin_names,
+    borders_of,
+    loss_by_position,
+)
 from pretrain.evaluation.probes.recall import (
     Recall,
     RecallKind,

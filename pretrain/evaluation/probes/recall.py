@@ -28,7 +28,7 @@ from data_pipeline.lanes.lane_stream import EvaluationStream
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
 from foundation.settings import assert_never
-from pretrain.evaluation.probes.distances import wilson_interval
+from pretrain.evaluation.probes.document_position import wilson_interval
 from pretrain.model.cached import last_logits_BTV, new_stream
 from pretrain.model.lane_state import document_starts
 from pretrain.model.transformer_xl import TransformerXL

@@ -9,8 +9,7 @@ import pytest
 from foundation.errors import ConfigError
 from launcher.slurm.client import Partition
 from launcher.slurm.sbatch import Job, check_request, check_run, render, usable_nodes
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import DataConfig, RunConfig
+from pretrain.config.run import DataConfig, ModelConfig, RunConfig
 from pretrain.costs.cluster import (
     ClusterConfig,
     NodeRange,

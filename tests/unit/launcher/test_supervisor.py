@@ -15,9 +15,8 @@ import pytest
 
 from foundation.retry import Patience
 from launcher.commands.local import starter
-from launcher.restart_policy import RestartPolicy
 from launcher.run_state import read_state
-from launcher.supervisor import Ranks, StopSignals, supervise
+from launcher.supervisor import Ranks, RestartPolicy, StopSignals, supervise
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import (
     EXIT_STOPPED,

@@ -22,8 +22,7 @@ from launcher.slurm.sbatch import Snapshot
 from launcher.sweep import CellRun, array_of, classes, describe, longest_first, read_cells
 from pretrain.checkpoint.directory import step_directory
 from pretrain.cli import main as pretrain
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import DataConfig
+from pretrain.config.run import DataConfig, ModelConfig
 from pretrain.costs.cluster import ClusterConfig, NodeRange
 from pretrain.costs.flops import cost_of
 from pretrain.reporting.results import HEADS

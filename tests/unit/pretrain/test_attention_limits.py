@@ -23,16 +23,8 @@ from pretrain.config.choices import (
     NormKind,
     Positions,
 )
-from pretrain.config.engine import (
-    LIMITS,
-    Attention,
-    DeltaRule,
-    EngineConfig,
-    attention_of,
-    delta_rule_of,
-)
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import OptimConfig, RunConfig
+from pretrain.config.engine import LIMITS, Attention, DeltaRule, attention_of, delta_rule_of
+from pretrain.config.run import EngineConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.kernels.triton.tiling import built_in_tiles
 from pretrain.model.attention_paths import (
     ScoreTerms,

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from pretrain.cli import main
 from pretrain.config.choices import RopeExtension
-from pretrain.config.engine import EngineConfig
-from pretrain.config.run import RunConfig
+from pretrain.config.run import EngineConfig, RunConfig
 from pretrain.engines.engine import TorchEngine
 from pretrain.evaluation.evaluate import evaluating
 from pretrain.model.cached import CachedStream, HiddenStateStream, RowBuffer, new_stream

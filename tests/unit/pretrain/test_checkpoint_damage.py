@@ -20,8 +20,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import find_resume_point
 from pretrain.cli import main
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import CheckpointConfig, RunConfig
+from pretrain.config.run import CheckpointConfig, ModelConfig, RunConfig
 from pretrain.distributed.world import World
 from pretrain.recovery.rewind import rewind
 from pretrain.rundir.events import Spike

@@ -33,9 +33,7 @@ from pretrain.checkpoint.elastic_reader import (
 )
 from pretrain.checkpoint.local_tier import MAY_DIFFER, LocalTier
 from pretrain.checkpoint.marker import Checkpoint
-from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import CheckpointConfig, DataConfig, RunConfig
+from pretrain.config.run import CheckpointConfig, DataConfig, EngineConfig, ModelConfig, RunConfig
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.recovery.stop_requests import StopRequest

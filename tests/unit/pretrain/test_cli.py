@@ -12,8 +12,7 @@ import pytest
 from launcher.cli import main as launcher
 from pretrain.cli import COMMANDS, main
 from pretrain.cli import main as pretrain
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import RunConfig
+from pretrain.config.run import ModelConfig, RunConfig
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import find_runs, runs_of
 from pretrain.terminal.text import counted, distinguished, fitted_table, si, step_time, text_table

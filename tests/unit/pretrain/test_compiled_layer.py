@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foundation.errors import ConfigError
-from pretrain.config.model import ModelConfig
+from pretrain.config.run import ModelConfig
 from pretrain.model import layer as layer_module
 from pretrain.model.positions import SegmentKeys
 from tests.helpers.compiled_layer import between_attentions, layers_of

@@ -11,10 +11,10 @@ from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, MixturePart, TokenizerConfig
 from foundation.errors import CheckpointError, ConfigError, DataError
 from foundation.settings import load_config
-from pretrain.config.model import ModelConfig
 from pretrain.config.resolve import resolve, with_absolute_paths, with_vocabulary
 from pretrain.config.run import (
     DataConfig,
+    ModelConfig,
     OptimConfig,
     PhaseConfig,
     RunConfig,

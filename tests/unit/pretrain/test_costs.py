@@ -16,9 +16,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from foundation.settings import load_config
 from pretrain.cli import main
-from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import CheckpointConfig, DataConfig, OptimConfig, PhaseConfig, RunConfig
+from pretrain.config.run import (
+    CheckpointConfig,
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    PhaseConfig,
+    RunConfig,
+)
 from pretrain.costs.cluster import ClusterConfig, Hardware
 from pretrain.costs.flops import (
     computed_flops_of_step,

@@ -11,9 +11,14 @@ import pytest
 from foundation.settings import load_config
 from pretrain.cli import main
 from pretrain.commands.new import TrainingText, as_file, new_experiment
-from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import DataConfig, EvaluationConfig, PhaseConfig, RunConfig
+from pretrain.config.run import (
+    DataConfig,
+    EngineConfig,
+    EvaluationConfig,
+    ModelConfig,
+    PhaseConfig,
+    RunConfig,
+)
 from pretrain.costs.cluster import load_cluster
 from pretrain.costs.flops import cost_of, flops_of
 from pretrain.costs.memory import Footprint, advice, cheapest_fit, largest_micro_batch

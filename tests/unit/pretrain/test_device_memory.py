@@ -15,9 +15,7 @@ import torch
 from foundation.errors import ConfigError
 from foundation.settings import to_tree
 from pretrain.cli import main
-from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import DataConfig, OptimConfig, RunConfig
+from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.costs.memory import (
     SMALLEST_BUCKET,
     Footprint,

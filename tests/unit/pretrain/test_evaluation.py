@@ -13,28 +13,26 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import EvaluationStream
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import DataConfig, PhaseConfig, RunConfig
-from pretrain.evaluation.context_length import (
+from pretrain.config.run import DataConfig, ModelConfig, PhaseConfig, RunConfig
+from pretrain.evaluation.evaluate import (
     ContextGrid,
+    EvaluationResult,
     Losses,
     SplitPositions,
-    relative_effective_context_lengths,
-)
-from pretrain.evaluation.evaluate import (
-    EvaluationResult,
     TrainedScorer,
     evaluate,
+    relative_effective_context_lengths,
 )
 from pretrain.evaluation.probes.attention_mass import AttentionMass, attention_mass, measured_stream
-from pretrain.evaluation.probes.distances import (
+from pretrain.evaluation.probes.document_position import (
     bin_names,
     bins_of,
     borders_of,
+    document_positions,
     first_distances,
+    loss_by_position,
     wilson_interval,
 )
-from pretrain.evaluation.probes.document_position import document_positions, loss_by_position
 from pretrain.evaluation.probes.recall import (
     ProbeTokens,
     Recall,

@@ -14,8 +14,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pretrain.cli import main
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import DataConfig, OptimConfig, PhaseConfig, RunConfig, ScheduleConfig
+from pretrain.config.run import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    PhaseConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from pretrain.reporting import charts
 from pretrain.reporting.run_charts import run_panels
 from pretrain.reporting.run_history import MOST_BUCKETS, read_history, warnings_of

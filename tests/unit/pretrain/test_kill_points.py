@@ -25,8 +25,7 @@ from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
 from foundation.files import atomic_write
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import DataConfig, RunConfig, lanes_of_rank
+from pretrain.config.run import DataConfig, ModelConfig, RunConfig, lanes_of_rank
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.metrics_file import cut_measurements_after
 from pretrain.rundir.run_dir import RunDir

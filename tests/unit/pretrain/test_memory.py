@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.config.engine import EngineConfig
-from pretrain.config.run import DataConfig, RunConfig
+from pretrain.config.run import DataConfig, EngineConfig, RunConfig
 from pretrain.costs.memory import Footprint, checkpoint_bytes
 from pretrain.model.attention_paths import Visibility
 from pretrain.model.cached import new_stream

@@ -14,9 +14,14 @@ import torch
 from data_pipeline.lanes.lane_stream import Prefetcher
 from foundation.retry import Patience, StorageError
 from pretrain.cli import main
-from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import DataConfig, MetricsConfig, OptimConfig, RunConfig
+from pretrain.config.run import (
+    DataConfig,
+    EngineConfig,
+    MetricsConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+)
 from pretrain.costs.flops import cost_of
 from pretrain.engines.engine import StepResult
 from pretrain.metrics.recorder import MetricsRecorder
@@ -207,7 +212,7 @@ def test_once_patience_is_over_the_run_ends_with_the_path_that_cannot_be_written
 def test_saving_and_evaluating_do_not_count_as_training_time(world, run_dir, monkeypatch):
     """Each interval has its own times, and the run's sums, also after a resume."""
     now = [100.0]  # a clock of our own: on a busy machine any real wait takes longer
-    clock = SimpleNamespace(perf_counter=lambda: now[0], time=time.time)
+    clock = SimpleNamespace(perf_counter=lambda: now[0], time=time.time, monotonic=time.monotonic)
     monkeypatch.setattr("pretrain.metrics.recorder.time", clock)
 
     def wait(seconds: float) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from foundation.errors import CheckpointError
 from pretrain.config.choices import ActivationCheckpointing
-from pretrain.config.model import ModelConfig
+from pretrain.config.run import ModelConfig
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.lane_state import LaneState, lanes_of, num_rows
 from pretrain.model.parameters import load_parameters

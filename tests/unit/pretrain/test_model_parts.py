@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from pretrain.config.choices import FEED_FORWARDS, FeedForwardKind
-from pretrain.config.model import ModelConfig
+from pretrain.config.run import ModelConfig
 from pretrain.model import gated_deltanet
 from pretrain.model.attention_paths import Visibility
 from pretrain.model.gated_deltanet import (

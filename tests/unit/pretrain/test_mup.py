@@ -16,9 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import OptimConfig, RunConfig
+from pretrain.config.run import EngineConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.engines.engine import TorchEngine
 from pretrain.model.layer import DeltaNetLayer, TransformerLayer
 from pretrain.model.transformer_xl import TransformerXL

@@ -26,9 +26,8 @@ from torch.utils import deterministic
 from foundation.errors import ConfigError
 from foundation.files import await_text
 from foundation.own_programs import own_command
-from pretrain.config.engine import Attention, EngineConfig, attention_in
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import RunConfig
+from pretrain.config.engine import Attention, attention_in
+from pretrain.config.run import EngineConfig, ModelConfig, RunConfig
 from pretrain.distributed.world import (
     collective_timeout,
     destroy_process_group,
@@ -43,14 +42,12 @@ from pretrain.model.attention_paths import path_for
 from pretrain.model.parameters import dtype_of
 from pretrain.processes import device
 from pretrain.processes.device import (
-    set_determinism,
-    set_device_variables,
-    with_precision_of_run,
-)
-from pretrain.processes.last_collectives import (
     OWN_FILES,
     dumps,
+    set_determinism,
+    set_device_variables,
     set_trace_files,
+    with_precision_of_run,
     write_last_collectives,
 )
 from pretrain.recovery.starts import environment_changes, environment_of_rank

@@ -14,8 +14,7 @@ import torch
 
 import data_pipeline
 import pretrain
-from pretrain.config.model import ModelConfig
-from pretrain.config.run import DataConfig, RunConfig
+from pretrain.config.run import DataConfig, ModelConfig, RunConfig
 from pretrain.model.cached import new_stream
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.export import write_export

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from foundation.errors import ConfigError
-from pretrain.config.engine import EngineConfig
 from pretrain.config.run import (
     DataConfig,
+    EngineConfig,
     OptimConfig,
     PhaseConfig,
     RecoveryConfig,
@@ -29,8 +29,8 @@ from pretrain.metrics.recorder import (
     slowest_rank,
 )
 from pretrain.recovery import rewind
-from pretrain.recovery.out_of_memory import memory_settings, with_fitting_micro_batch
 from pretrain.recovery.rewind import SpikeDetector, segments_consumed, skip_windows, window_of
+from pretrain.recovery.starts import memory_settings, with_fitting_micro_batch
 from pretrain.rundir.events import Event, OutOfMemory, Rewind, Slowdown, Spike, TrainingBegan
 from pretrain.rundir.ledger import skipped_windows
 from tests.helpers.metrics import train_line

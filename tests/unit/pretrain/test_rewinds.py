@@ -17,14 +17,14 @@ import pytest
 from data_pipeline.corpora.corpus import corpus_hash
 from foundation.errors import DataError, TrainingError
 from pretrain.checkpoint.directory import steps_on_disk
-from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
 from pretrain.config.resolve import resolve
 from pretrain.config.run import (
     CheckpointConfig,
     DataConfig,
+    EngineConfig,
     EvaluationConfig,
     MetricsConfig,
+    ModelConfig,
     OptimConfig,
     RecoveryConfig,
     RunConfig,

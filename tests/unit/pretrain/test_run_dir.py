@@ -15,10 +15,15 @@ from foundation.errors import ConfigError, DataError, UserError
 from foundation.retry import Patience
 from foundation.settings import settings_of, to_tree
 from pretrain.checkpoint.directory import INDEX
-from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
 from pretrain.config.resolve import with_absolute_paths
-from pretrain.config.run import MetricsConfig, OptimConfig, RunConfig, may_change
+from pretrain.config.run import (
+    EngineConfig,
+    MetricsConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    may_change,
+)
 from pretrain.rundir.events import (
     AttemptReason,
     Canceled,

@@ -15,7 +15,7 @@ from scipy.stats import linregress
 
 from foundation.errors import DataError
 from pretrain.commands import scale
-from pretrain.scaling import charts, frontier
+from pretrain.scaling import frontier, report
 from pretrain.scaling.fit import HOPELESS, fit_all
 from pretrain.scaling.frontier import NO_LOSS, fit_frontier, fit_isoflop, fit_lowest_runs
 from pretrain.scaling.law import (
@@ -154,7 +154,7 @@ def test_every_error_is_predicted_minus_measured_also_of_runs_held_out():
         assert item.predicted.low <= item.predicted.value <= item.predicted.high
     left_out = fit_all(replace(lucky, holdout_P=np.zeros(len(points), bool)))
     assert left_out.left_out["parametric"] == pytest.approx(0.1, abs=1e-3)
-    drawn = charts.residuals(left_out).axes[0]
+    drawn = report.residuals_chart(left_out).axes[0]
     shown_P = np.asarray(drawn.collections[0].get_offsets())[:, 1]
     law = left_out.law.fit.law
     assert shown_P == pytest.approx(

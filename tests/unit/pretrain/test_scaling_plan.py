@@ -19,9 +19,8 @@ from foundation.settings import amount_of, load_config, to_tree
 from foundation.yaml_files import dump_yaml
 from pretrain.commands.describe import describe
 from pretrain.commands.scale import rule_of
-from pretrain.config.model import ModelConfig
 from pretrain.config.resolve import with_vocabulary
-from pretrain.config.run import DataConfig, OptimConfig, RunConfig, ScheduleConfig
+from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
 from pretrain.costs.cluster import GIB, USABLE, Hardware, device_named
 from pretrain.costs.flops import cost_of
 from pretrain.scaling import plan
@@ -29,16 +28,8 @@ from pretrain.scaling.collect import Row, read_rows, write_rows
 from pretrain.scaling.frontier import fit_isoflop
 from pretrain.scaling.law import Interval, fit_flops_law, fit_parametric
 from pretrain.scaling.plan import ASSUMED, make_sweep, optimum_at_ratio, plan_sizes, spread_sizes
-from pretrain.scaling.rates import (
-    FAR_SIZE,
-    RULES,
-    Family,
-    Rung,
-    TunedRule,
-    outside_step_law,
-    step_law,
-    with_budget,
-)
+from pretrain.scaling.rates import Rung, TunedRule
+from pretrain.scaling.recipe import FAR_SIZE, RULES, Family, outside_step_law, step_law, with_budget
 from pretrain.scaling.sweep_file import config_of, read_sweep, write_sweep
 from tests.helpers import scaling_runs
 from tests.helpers.scaling import make_points

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pretrain.reporting.charts import canvas, log_amount_ticks
-from pretrain.scaling import charts
+from pretrain.scaling import report
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.report import _cards, fit_parts
 from tests.helpers.scaling import simulated
@@ -144,7 +144,7 @@ def held():
 
 
 def test_held_out_runs_are_drawn_with_their_own_predictions(held):
-    axes = charts.frontier(held).axes[0]
+    axes = report.frontier_chart(held).axes[0]
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
     assert drawn["prediction for that run"] == [item.predicted.value for item in held.holdouts]
     assert drawn["run held out"] == [item.measured for item in held.holdouts]
@@ -169,8 +169,8 @@ def test_the_caption_names_the_law_that_predicts_held_out_runs(held):
 
 
 def test_a_dozen_budgets_have_a_color_a_marker_and_a_label_each_and_more_some_labels():
-    styles = charts.budget_styles(np.geomspace(1e18, 1e21, 12)).values()
+    styles = report.budget_styles(np.geomspace(1e18, 1e21, 12)).values()
     for name in ("color", "marker", "label"):
         assert len({style[name] for style in styles} - {None}) == 12
-    many = charts.budget_styles(np.geomspace(1e18, 1e21, 30)).values()
+    many = report.budget_styles(np.geomspace(1e18, 1e21, 30)).values()
     assert len([style for style in many if style["label"]]) == 10
