@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.settings_page import page
+from docs.settings_page import page
 
 PACKAGES = ("foundation", "data_pipeline", "pretrain", "launcher")
 ROOT = Path(__file__).parents[1]

@@ -12,8 +12,7 @@ from benchmarks.scale.costs import RANKS, Cost, Row
 from benchmarks.scale.growth import growth_of
 from benchmarks.scale.ranks import STEP_SECONDS
 from foundation.own_programs import own_command
-from pretrain.distributed.rounds import rounds_of
-from pretrain.distributed.world import LAZY_VARIABLE, MOST_DESCRIPTORS
+from pretrain.distributed.world import LAZY_VARIABLE, MOST_DESCRIPTORS, rounds_of
 
 SIZES = (2, 4, 8, 16)
 MOST_MILLISECONDS = 1.0

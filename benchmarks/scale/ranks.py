@@ -52,8 +52,12 @@ def exchanges_of_a_save() -> None:
     of replicated tensors, bytes, and rank 0's reason not to save."""
     import torch
 
-    from pretrain.distributed.rounds import largest_of_ranks, rows_of_ranks
-    from pretrain.distributed.world import broadcast_value, gather_found
+    from pretrain.distributed.world import (
+        broadcast_value,
+        gather_found,
+        largest_of_ranks,
+        rows_of_ranks,
+    )
 
     for _ in ("written", "published"):
         gather_found(None, str)

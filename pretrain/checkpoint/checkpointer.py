@@ -45,13 +45,15 @@ from pretrain.checkpoint.elastic_reader import (
     restore_random_state,
 )
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank, restarts_lanes
-from pretrain.distributed.rounds import Worker, largest_of_ranks, rows_of_ranks
 from pretrain.distributed.world import (
+    Worker,
     World,
     broadcast_value,
     gather_found,
     gather_values,
+    largest_of_ranks,
     raise_on_all_ranks,
+    rows_of_ranks,
 )
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState, Memory, selected_lanes

@@ -52,8 +52,7 @@ from pretrain.checkpoint.destinations import Disk, ObjectStore, Publication, Sto
 from pretrain.checkpoint.elastic_reader import local_name
 from pretrain.checkpoint.marker import key_of, read_index
 from pretrain.config.run import RunConfig
-from pretrain.distributed.rounds import Worker
-from pretrain.distributed.world import World, broadcast_value, gather_values, on_any_rank
+from pretrain.distributed.world import Worker, World, broadcast_value, gather_values, on_any_rank
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState

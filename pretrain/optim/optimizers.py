@@ -37,8 +37,13 @@ from foundation.settings import assert_never
 from pretrain.config.choices import Precision
 from pretrain.config.run import OptimConfig
 from pretrain.costs.flops import NEWTON_SCHULZ_STEPS, newton_schulz_flops
-from pretrain.distributed.rounds import rows_of_ranks
-from pretrain.distributed.world import World, any_rank, exchange_parts, sum_over_ranks
+from pretrain.distributed.world import (
+    World,
+    any_rank,
+    exchange_parts,
+    rows_of_ranks,
+    sum_over_ranks,
+)
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.parameter_groups import (
     Fragment,

@@ -12,8 +12,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from pretrain.distributed.rounds import BackgroundExchanges
-from pretrain.distributed.world import any_rank, on_any_rank
+from pretrain.distributed.world import BackgroundExchanges, any_rank, on_any_rank
 
 # NCCL may catch SIGUSR1, and Slurm's notice before a time limit can be any of these: so all three
 # mean the same.

@@ -15,7 +15,7 @@ from foundation.settings import to_tree
 from foundation.yaml_files import dump_yaml
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import model_in_words
-from pretrain.reporting.charts import panel_html
+from pretrain.reporting.charts import comparison_panels, panel_html, run_panels
 from pretrain.reporting.html import (
     Card,
     page,
@@ -26,7 +26,6 @@ from pretrain.reporting.html import (
     write_page,
 )
 from pretrain.reporting.results import differing_settings
-from pretrain.reporting.run_charts import comparison_panels, run_panels
 from pretrain.reporting.run_history import History, warnings_of
 from pretrain.rundir.events import GaveUp
 from pretrain.rundir.ledger import events_of

@@ -164,12 +164,12 @@ def resources_of(wanted: str) -> Resources:
 
 
 def kernels() -> dict[str, Any]:
-    from pretrain.kernels.triton.backward import (
+    from pretrain.kernels.triton.kernels import (
+        forward_kernel,
         key_gradient_kernel,
         position_gradient_kernel,
         query_gradient_kernel,
     )
-    from pretrain.kernels.triton.forward import forward_kernel
 
     return {
         "forward": forward_kernel,

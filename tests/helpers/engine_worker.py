@@ -38,12 +38,12 @@ from pretrain.config.run import (
     accumulation_steps,
     lanes_of_rank,
 )
-from pretrain.distributed.rounds import rows_of_ranks
 from pretrain.distributed.world import (
     World,
     destroy_process_group,
     gather_values,
     init_world,
+    rows_of_ranks,
     sum_over_ranks,
 )
 from pretrain.engines import engine as engines

@@ -19,15 +19,17 @@ import torch
 import torch.distributed as dist
 
 from foundation.errors import DataError
-from pretrain.distributed.rounds import describe_waits, largest_of_ranks, rows_of_ranks
 from pretrain.distributed.world import (
     LAZY_VARIABLE,
     World,
     any_rank,
+    describe_waits,
     gather_values,
     init_world,
+    largest_of_ranks,
     on_any_rank,
     raise_on_all_ranks,
+    rows_of_ranks,
 )
 from pretrain.recovery.stop_requests import Agreement, StopRequest, StopRequested
 from tests.helpers.forked_ranks import run_ranks

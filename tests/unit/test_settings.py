@@ -8,13 +8,13 @@ import pytest
 
 from data_pipeline.cli import main as data_pipeline
 from data_pipeline.config import CorpusConfig
+from docs import settings_page
 from foundation.errors import ConfigError
 from foundation.settings import load_config, parse_config, parse_size, settings_of
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig
-from tests import settings_page
 
 SCHEMAS = (RunConfig, CorpusConfig, ClusterConfig)
 CORPUS = {"input": ["a"], "output": "b"}
@@ -40,7 +40,7 @@ def test_the_shipped_files_of_corpora_need_only_input_and_output():
 
 def test_the_settings_page_is_what_its_command_writes():
     written = settings_page.PATH.read_text()
-    assert written == settings_page.page(), "run: python -m tests.settings_page"
+    assert written == settings_page.page(), "run: python -m docs.settings_page"
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pretrain.kernels.triton.backward import (
+from pretrain.kernels.triton.kernels import (
     content_bias_kernel,
     delta_kernel,
+    forward_kernel,
     key_gradient_kernel,
     position_gradient_kernel,
     query_gradient_kernel,
 )
-from pretrain.kernels.triton.forward import forward_kernel
 from pretrain.kernels.triton.settings import DROPOUT_LEVELS, Variant
 from pretrain.kernels.triton.tiling import (
     WORKSPACE_BYTES,

@@ -121,7 +121,7 @@ TABLE = Path(__file__).with_name("tiles.json")
 FORMAT = 1
 KERNELS = tuple(field.name for field in fields(Tiles))
 LARGEST_SIZE, LARGEST_WARPS, MOST_STAGES = 256, 16, 8
-_SOURCES = ("backward", "forward", "tiles")
+_SOURCES = ("kernels", "tiles")
 
 
 def tiles_for(head_width: int, capability: tuple[int, int]) -> Tiles:

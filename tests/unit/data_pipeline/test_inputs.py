@@ -25,8 +25,7 @@ import pytest
 import zstandard
 
 from data_pipeline.builder import records
-from data_pipeline.builder.documents import read_documents
-from data_pipeline.builder.records import Document, Reject
+from data_pipeline.builder.documents import Document, Reject, read_documents
 from data_pipeline.builder.sources import list_sources
 from data_pipeline.config import CorpusConfig
 from foundation.errors import ConfigError, DataError

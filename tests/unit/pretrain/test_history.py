@@ -23,7 +23,7 @@ from pretrain.config.run import (
     ScheduleConfig,
 )
 from pretrain.reporting import charts
-from pretrain.reporting.run_charts import run_panels
+from pretrain.reporting.charts import run_panels
 from pretrain.reporting.run_history import MOST_BUCKETS, read_history, warnings_of
 from pretrain.rundir.events import (
     AttemptEnded,

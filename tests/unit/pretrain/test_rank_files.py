@@ -38,7 +38,7 @@ from pretrain.checkpoint.marker import (
     report_of,
     share_of_rank,
 )
-from pretrain.distributed.rounds import Worker
+from pretrain.distributed.world import Worker
 from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState
 from tests.helpers.checkpoints import index_of

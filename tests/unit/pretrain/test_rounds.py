@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from pretrain.distributed.rounds import rounds_of
 from pretrain.distributed.world import (
     LARGEST_MESH,
     any_rank,
     destroy_process_group,
     init_world,
+    rounds_of,
 )
 from pretrain.recovery.stop_requests import Agreement, StopRequest
 from tests.helpers.stop_ranks import ASKED_AT, MOST_ASKED, found_by_ranks

@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from the settings' dataclasses: `python -m tests.settings_page`."""
+"""Writes docs/settings.md from the settings' dataclasses: `python -m docs.settings_page`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pretrain.commands.settings import resume_rule
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig
 
-PATH = Path(__file__).parents[1] / "docs" / "settings.md"
+PATH = Path(__file__).with_name("settings.md")
 INTRODUCTION = """\
 # Settings
 
-Every setting of the three kinds of files, written by `python -m tests.settings_page` from the
+Every setting of the three kinds of files, written by `python -m docs.settings_page` from the
 classes that check them. The same text is printed by `pretrain settings [PREFIX]`, `data-pipeline
 settings [PREFIX]` and `launcher settings [PREFIX]`; PREFIX is a setting, a section or a part of a
 name: `pretrain settings rate`.
