@@ -159,15 +159,19 @@ def test_the_rule_sees_imports_inside_functions(tmp_path):
     assert list(imports_of(path)) == ["torch.nn", "deepspeed"]
 
 
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
 @functools.cache
 def module_graph(paths: tuple[Path, ...]) -> dict[str, set[str]]:
     """module -> modules among `paths` that it imports anywhere: in functions and under
     TYPE_CHECKING too.
     """
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+    names = set(map(name_of, paths))
     graph: dict[str, set[str]] = {}
     for path in paths:
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        name = name_of(path)
         graph[name] = set()
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Import):
@@ -184,21 +188,16 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     """
     graph = {node: set(targets) - {node} for node, targets in graph.items()}
     while True:
-        reached = set().union(*graph.values()) if graph else set()
-        kept = {
-            node for node, targets in graph.items() if targets & graph.keys() and node in reached
-        }
+        reached = set().union(*graph.values())
+        kept = {node for node in graph if graph[node] & graph.keys() and node in reached}
         if kept == graph.keys():
             return [sorted(kept)] if kept else []
         graph = {node: graph[node] & kept for node in kept}
 
 
 def folder_of(module: str) -> str:
-    """`pretrain.model` for `pretrain.model.layer`; a module at the top of a package stands for
-    itself.
-    """
-    parts = module.split(".")
-    return ".".join(parts[:2])
+    """`pretrain.model` for `pretrain.model.layer`; a module atop a package stands for itself."""
+    return ".".join(module.split(".")[:2])
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -260,12 +259,8 @@ def test_the_top_level_of_pretrain_stays_small():
 
 @pytest.mark.parametrize("package", ["foundation", "data_pipeline", "launcher"])
 def test_a_torch_free_package_imports_no_torch_by_detours_either(package):
-    modules = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in MODULES
-        if path.parts[len(ROOT.parts)] == package
-        and path.name not in ("__init__.py", "__main__.py")
-    ]
+    paths = [path for path in MODULES if path.is_relative_to(ROOT / package)]
+    modules = [name_of(path) for path in paths if not path.name.startswith("__")]
     code = (
         f"import importlib as i, sys\nfor name in {modules!r}: i.import_module(name)\n"
         "sys.exit('torch' in sys.modules)"
@@ -284,19 +279,10 @@ def test_no_module_outgrows_what_one_reads_in_a_sitting():
 
 
 def test_no_file_has_the_marks_of_a_merge_that_nobody_finished():
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    names = listed.stdout.split("\0")[:-1] or [str(path.relative_to(ROOT)) for path in MODULES]
-    marks = (b"<" * 7 + b" ", b">" * 7 + b" ")
-    found = [
-        f"{name}:{number}"
-        for name in names
-        if (ROOT / name).is_file()
-        for number, line in enumerate((ROOT / name).read_bytes().splitlines(), 1)
-        if line.startswith(marks)
-    ]
-    assert not found
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    names = listed.stdout.split("\0")[:-1] or map(str, MODULES)
+    for path in (ROOT / name for name in names if (ROOT / name).is_file()):
+        assert not re.search(rb"^(<{7}|>{7}) ", path.read_bytes(), re.MULTILINE), path
 
 
 def numbers(text: str) -> set[str]:

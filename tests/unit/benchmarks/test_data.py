@@ -16,18 +16,16 @@ def test_reading_is_measured_for_both_formats_and_their_stock_readers(tmp_path):
 
 
 def test_the_simulated_scale_counts_downloads_against_the_shards_that_are_read(tmp_path):
-    size = ScaleSize(
-        shards=128, tokens=1 << 27, documents=1 << 14, lanes=32, ranks_of_node=2, lanes_of_rank=2
-    )
+    text = {"shards": 128, "tokens": 1 << 27, "documents": 1 << 14}
+    size = ScaleSize(**text, lanes=32, ranks_of_node=2, lanes_of_rank=2)
     *_, downloads = scale_costs(tmp_path, size)
     # Four shards a lane. Two lanes that share a shard read it at different times.
     assert 1.0 <= downloads.median <= 1.5
 
 
 def test_the_wait_for_a_slow_store_is_measured_with_and_without_prefetching(tmp_path):
-    size = StorageSize(
-        lanes=2, shard_segments=40, shards=12, steps=100, step_seconds=0.01, shard_seconds=0.2
-    )
+    text = {"lanes": 2, "shard_segments": 40, "shards": 12}
+    size = StorageSize(**text, steps=100, step_seconds=0.01, shard_seconds=0.2)
     without, with_it = storage_costs(tmp_path, size)
     assert without.median > 0.1
     assert with_it.median < without.median / 2

@@ -68,9 +68,8 @@ def test_the_gpt_has_the_models_size_its_tokens_and_its_keys_per_query(context: 
     parameters = sum(each.numel() for each in module.parameters())
     assert parameters == pytest.approx(cost_of(run).parameters, rel=1e-3)
     # The memory's keys and values are the only other products.
-    assert speed.visible_flops_per_token(gpt) == pytest.approx(
-        speed.visible_flops_per_token(run), rel=0.05
-    )
+    flops, expected = (speed.visible_flops_per_token(each) for each in (gpt, run))
+    assert flops == pytest.approx(expected, rel=0.05)
 
 
 def test_no_token_of_the_gpt_sees_a_later_one(context: Context) -> None:
@@ -136,7 +135,7 @@ def test_a_step_ends_at_its_limit_and_leaves_its_exit_status(tmp_path: Path, is_
     run = partial(processes.run_process, log=log, is_dry=is_dry)
     assert run(partial(int, 3), limit=300) == 3
     assert run(partial(int, "no number"), limit=300) == 1
-    assert processes.last_line(log).startswith("ValueError: invalid literal")
+    assert processes.last_line(log).startswith("ValueError: ")
     start = time.monotonic()
     assert run(partial(time.sleep, 600), limit=0.5) is None
     assert time.monotonic() - start < 300
@@ -164,7 +163,7 @@ def test_findings_of_a_step_that_fails_or_hangs_are_kept(tmp_path, monkeypatch, 
     found = findings_in(tmp_path / "results.jsonl")
     ends = {each.step: each.values for each in found if each.part == END}
     assert [each["status"] for each in ends.values()] == ["failed", "timed out", "missed"]
-    assert ends["s0"]["error"].startswith("TypeError: int() argument must be")
+    assert ends["s0"]["error"].startswith("TypeError: int()")
     assert [each.values for each in found if each.part == "before"] == [{"ratio": "nan"}]
     assert "| s2   | missed    |" in capsys.readouterr().out
     assert main(arguments) == 1

@@ -16,32 +16,22 @@ from tests.helpers.reference_training import ReferenceTransformerXL, original_st
 def test_the_reference_step_computes_the_models_loss() -> None:
     """A baseline that did less or other work would make the ratios meaningless."""
     torch.manual_seed(0)
-    reference = ReferenceTransformerXL(
-        TINY.vocab_size,
-        TINY.num_layers,
-        TINY.num_heads,
-        TINY.d_model,
-        TINY.inner_width,
-        dropout=0.0,
-    ).double()
+    sizes = (TINY.vocab_size, TINY.num_layers, TINY.num_heads, TINY.d_model, TINY.inner_width)
+    reference = ReferenceTransformerXL(*sizes, dropout=0.0).double()
     model = TransformerXL(TINY).double()
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.mul_(15.0)  # far from the linear regime of fresh weights
     load_parameters(model, original_to_ours(original_state(reference), TINY))
-    memory, reference_memory = None, []
+    memory, other = None, []
     stream_BT = random_tokens(3, 19)
     for first in (0, 6, 12):
         tokens_BL, targets_BL = stream_BT[:, first : first + 6], stream_BT[:, first + 1 : first + 7]
         nll_BL, memory = model(tokens_BL, targets_BL, memory)
-        loss, reference_memory = reference(
-            tokens_BL.t(), targets_BL.t(), reference_memory, TINY.memory_length
-        )
+        loss, other = reference(tokens_BL.t(), targets_BL.t(), other, TINY.memory_length)
         # The reference masks in float32.
         torch.testing.assert_close(loss, nll_BL.mean(), rtol=1e-5, atol=0)
-        torch.testing.assert_close(
-            reference_memory[1].transpose(0, 1), memory[1], rtol=1e-5, atol=1e-6
-        )
+        torch.testing.assert_close(other[1].transpose(0, 1), memory[1], rtol=1e-5, atol=1e-6)
 
 
 def test_the_measured_training_step_trains() -> None:

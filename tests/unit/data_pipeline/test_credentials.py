@@ -118,10 +118,10 @@ def test_no_setting_of_a_cluster_holds_a_secret(tree):
 
 
 def test_a_cluster_may_name_plain_images_and_variables():
-    environment = {"NCCL_DEBUG": "INFO", "PATH": "/a", "http_proxy": "http://proxy:80"}
+    names = ("NCCL_DEBUG", "TOKENIZERS_PARALLELISM", "NCCL_IB_PKEY", "KEYRING", "MAX_TOKENS")
+    environment = {**dict.fromkeys(names, "1"), "PATH": "/a", "http_proxy": "http://proxy:80"}
     image = "docker://$oauthtoken@nvcr.io#nvidia/pytorch:24.01-py3"
-    tree = {"environment": environment, "container_image": image}
-    tree = {**tree, "ranks_per_node": 1}
+    tree = {"environment": environment, "container_image": image, "ranks_per_node": 1}
     assert parse_config(ClusterConfig, tree, "c.yaml").container_image == image
 
 

@@ -335,5 +335,5 @@ def test_after_a_refusal_with_a_list_of_rejects_other_settings_build(folder, run
     )  # fmt: skip
     with pytest.raises(UserError) as error:
         run(config)
-    assert Path(re.findall(r"in (\S+rejects.jsonl)", str(error.value))[0]).read_text()
+    assert Path(re.findall(r"(\S+rejects.jsonl)", str(error.value))[0]).read_text()
     run(replace(config, text_field="content"))

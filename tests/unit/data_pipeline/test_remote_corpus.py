@@ -152,7 +152,7 @@ def test_of_the_splits_only_the_training_split_is_needed(built, tmp_path):
         directory = local_corpus_directory(Path(f"{server.url}/only"), cache, QUICK)
         assert Corpus.open(directory / "train").manifest == read_manifest(built / "train")
         assert not (directory / "validation" / "manifest.json").exists()
-        with pytest.raises(DataError, match=r"none/train/manifest\.json .* 404"):
+        with pytest.raises(DataError, match=r"none/train/\S+ .* 404"):
             local_corpus_directory(Path(f"{server.url}/none"), cache, QUICK)
 
 
@@ -166,7 +166,7 @@ def test_a_denied_split_is_an_error_and_an_absent_one_names_data_path(
         url = Path(f"{bucket}/c")
         directory = local_corpus_directory(url, cache)
         server.denied = "/validation/"
-        with pytest.raises(DataError, match=r"validation/manifest\.json .* 403"):
+        with pytest.raises(DataError, match=r"validation/\S+ .* 403"):
             local_corpus_directory(url, cache)
         server.denied = ""
         name = bucket.removeprefix("s3://")
@@ -175,7 +175,7 @@ def test_a_denied_split_is_an_error_and_an_absent_one_names_data_path(
         with pytest.raises(DataError, match=rf"^data\.path={bucket}/c "):
             Corpus.open(directory / "validation")
     shutil.copytree(built / "train", tmp_path / "local" / "train")
-    with pytest.raises(DataError, match=r"data\.path=.*/local "):
+    with pytest.raises(DataError, match=r"path=.*/local "):
         Corpus.open(tmp_path / "local" / "validation")
 
 

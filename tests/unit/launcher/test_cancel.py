@@ -70,11 +70,8 @@ def test_cancelling_asks_the_launcher_to_save_and_stop_and_waits_for_it(run_dir,
     assert holder.wait(10) == 0
 
 
-COMMANDS = {
-    "squeue": 'echo "7|7|N/A|RUNNING|None|n1|N/A|run-1"',
-    "scontrol": "echo n1",
-    "scancel": ': > "$0.$1"',
-}
+COMMANDS = {"squeue": 'echo "7|7|N/A|RUNNING|None|n1|N/A|run-1"', "scontrol": "echo n1"}
+COMMANDS["scancel"] = ': > "$0.$1"'
 
 
 def test_a_job_is_cancelled_although_no_ledger_is_writable(run_dir, tmp_path, monkeypatch, capsys):
@@ -137,9 +134,8 @@ def test_what_another_user_can_write_is_not_obeyed(run_dir, capsys, monkeypatch,
 
 
 def test_a_run_of_another_host_is_cancelled_there(run_dir, capsys):
-    (run_dir.path / "launcher.lock").write_text(
-        '{"pid": 17, "holder": "launcher", "hostname": "n3"}'
-    )
+    names = {"pid": 17, "holder": "launcher", "hostname": "n3"}
+    (run_dir.path / "launcher.lock").write_text(json.dumps(names))
     assert main(["cancel", str(run_dir.path)]) == 2
     assert "process 17 on n3" in capsys.readouterr().err
 
@@ -154,42 +150,38 @@ def test_a_finished_run_is_not_resumed(run_dir, capsys):
 
 
 @pytest.fixture
-def canceled(tmp_path: Path) -> RunDir:
+def canceled(run_dir: RunDir) -> RunDir:
     """A run that was submitted as job 1, named run-1, and canceled."""
-    there = RunDir.create(tmp_path / "run", RunConfig())
-    there.ledger.append(Submitted(job="1", job_name="run-1"))
+    run_dir.ledger.append(Submitted(job="1", job_name="run-1"))
     time.sleep(0.002)  # the ledger's times are milliseconds
-    there.ledger.append(Canceled(job="1"))
+    run_dir.ledger.append(Canceled(job="1"))
     cluster = ClusterConfig(ranks_per_node=1)
-    script = render(job_of(there.path, cluster))
-    assert is_script_of(script, there.path)
-    snapshot = Snapshot(there.path)
+    snapshot, script = Snapshot(run_dir.path), render(job_of(run_dir.path, cluster))
+    assert is_script_of(script, run_dir.path)
     snapshot.take_settings(RunConfig(), cluster)
     snapshot.script.write_text(script)
-    return there
+    return run_dir
 
 
 SQUEUE = '[ "$NAME $7" = "other --name" ] || echo "1|1|N/A|COMPLETING|None||N/A|$NAME"'
 
 
-@pytest.mark.parametrize(
-    ("name", "is_trained", "status"), [("run-1", False, 2), ("run-1", True, 2), ("other", True, 0)]
-)
-def test_a_run_is_not_resumed_while_its_job_is_ending_but_while_one_of_its_number_runs(
-    canceled, tmp_path, monkeypatch, capsys, name, is_trained, status
-):
+def test_a_run_is_resumed_only_when_its_own_job_has_ended(canceled, tmp_path, monkeypatch, capsys):
     """Also a run that has made its last step and has not saved it."""
     fake_commands(tmp_path, monkeypatch, squeue=SQUEUE, sbatch="echo 2")
-    monkeypatch.setenv("NAME", name)
-    if is_trained:
-        steps = canceled.config.optim.steps
-        canceled.metrics.write_text(json.dumps(train_line(steps)) + "\n")
-        canceled.ledger.append(JobStarted(job="1", restart=0, nodes=("n1",), step=0))
-        canceled.ledger.append(TrainingBegan(step=0, world_size=1))
-        canceled.ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=steps))
-    assert main(["resume", str(canceled.path)]) == status
-    output = capsys.readouterr()
-    assert "completing" in output.err if status else output.out.startswith("job 2 ")
+    steps = canceled.config.optim.steps
+    for is_trained in (False, True):
+        if is_trained:
+            canceled.metrics.write_text(json.dumps(train_line(steps)) + "\n")
+            canceled.ledger.append(JobStarted(job="1", restart=0, nodes=("n1",), step=0))
+            canceled.ledger.append(TrainingBegan(step=0, world_size=1))
+            canceled.ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=steps))
+        monkeypatch.setenv("NAME", "run-1")
+        assert main(["resume", str(canceled.path)]) == 2
+        assert "completing" in capsys.readouterr().err
+    monkeypatch.setenv("NAME", "other")  # only the number is that of its job
+    assert main(["resume", str(canceled.path)]) == 0
+    assert capsys.readouterr().out.startswith("job 2 ")
 
 
 def test_a_moved_or_copied_slurm_run_is_not_resumed_in_the_old_place(canceled, tmp_path, capsys):

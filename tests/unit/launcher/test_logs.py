@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -88,11 +89,11 @@ def test_what_the_batch_script_says_before_its_supervisor_starts_is_shown(run_di
     log.write_text(said)
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
     assert f"[job] {said}" in capsys.readouterr().out
-    log.write_text("the licence server said no\n")
+    log.write_text("licence refused\n")
     (run_dir.logs / "attempt-10/rank-1.log").write_text("fine\n")
     run_dir.ledger.append(attempt_ended(NextAction.GIVE_UP, attempt_number=10))
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
-    assert capsys.readouterr().out == "[job] the licence server said no\n"
+    assert capsys.readouterr().out == "[job] licence refused\n"
 
 
 def test_the_last_collectives_of_ranks_that_hung_are_named(run_dir, capsys):
@@ -101,10 +102,8 @@ def test_the_last_collectives_of_ranks_that_hung_are_named(run_dir, capsys):
         (run_dir.logs / f"attempt-{name}").touch()
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
     gloo, nccl = capsys.readouterr().out.splitlines()
-    assert gloo.startswith("[collectives] the last of rank 0 ")
-    assert f"{run_dir.logs}/attempt-10/gloo-rank" in gloo
-    assert nccl.startswith("[collectives] the last of 2 ranks ")
-    assert nccl.endswith(f"torchfrtrace --prefix nccl-rank- -j {run_dir.logs}/attempt-10")
+    assert re.search(rf"^\[collectives\] .* rank 0 .*{run_dir.logs}/attempt-10/gloo-rank", gloo)
+    assert re.search(rf"^\[collectives\] .* 2 ranks .* -j {run_dir.logs}/attempt-10$", nccl)
 
 
 LINES = {
@@ -123,9 +122,7 @@ def test_lines_of_an_error_are_told_from_others_without_torchs_marks(run_dir, ca
     (run_dir.logs / "attempt-10/rank-1.log").write_text("\n".join([*LINES, marked, "step 2"]))
     assert main(["logs", str(run_dir.path), "--errors", "--rank=1"]) == 0
     errors = [line for line, tells in LINES.items() if tells] + TRACEBACK.splitlines()
-    assert [
-        line.removeprefix("[rank 1] ") for line in capsys.readouterr().out.splitlines()
-    ] == errors
+    assert capsys.readouterr().out.splitlines() == [f"[rank 1] {line}" for line in errors]
 
 
 def test_following_prints_what_comes_goes_over_to_the_next_attempt_and_ends_with_the_run(run_dir):
@@ -138,12 +135,8 @@ def test_following_prints_what_comes_goes_over_to_the_next_attempt_and_ends_with
     holder = subprocess.Popen([sys.executable, "-c", code], **pipes)
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"held\n"
-    follower = subprocess.Popen(
-        [sys.executable, "-m", "launcher", "logs", str(run_dir.path), "--follow", "--lines=1"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
+    command = [sys.executable, "-um", "launcher", "logs", str(run_dir.path), "--follow"]
+    follower = subprocess.Popen([*command, "--lines=1"], stdout=subprocess.PIPE, text=True)
     assert follower.stdout is not None
     assert follower.stdout.readline() == "step 3\n"
     with open(run_dir.logs / "attempt-10/rank-0.log", "a") as file:
@@ -158,7 +151,7 @@ def test_following_prints_what_comes_goes_over_to_the_next_attempt_and_ends_with
     run_dir.ledger.append(attempt_ended(NextAction.GIVE_UP, without_progress=3))
     holder.communicate(b"\n")
     output, _ = follower.communicate()
-    assert output.startswith("--- the run is failed: ")
+    assert "failed" in output
     assert follower.returncode == 0
 
 
@@ -169,8 +162,8 @@ def test_a_pipe_or_holes_of_40_gib_in_place_of_a_log_are_not_read(run_dir, capsy
     if trap == "pipe":
         os.mkfifo(run_dir.logs / name)
     else:
-        (run_dir.logs / name).touch()
-        os.truncate(run_dir.logs / name, 40 << 30)
+        with open(run_dir.logs / name, "w") as log:
+            log.truncate(40 << 30)
     for arguments in ([] if "rank" in name else ["--errors"], ["--errors"]):
         with memory_limit(1 << 30):
             assert main(["logs", str(run_dir.path), *arguments]) == 2
@@ -184,7 +177,7 @@ def test_escape_sequences_in_logs_are_shown_as_text(run_dir, capsys):
     log.write_text("error: \x1b]0;title\x07\x9b31m\tred\n")
     for arguments in ([], ["--errors", "--rank=0"]):
         assert main(["logs", str(run_dir.path), *arguments]) == 0
-        assert "error: \\x1b]0;title\\x07\\x9b31m\tred\n" in capsys.readouterr().out
+        assert "\\x1b]0;title\\x07\\x9b31m\tred\n" in capsys.readouterr().out
 
 
 def test_a_run_without_logs_says_how_it_stands(tmp_path, capsys):

@@ -43,10 +43,8 @@ def answer_rounds(out: Path, silent: set[int]) -> threading.Thread:
             if (out / round_file(number)).exists():
                 for group in json.loads((out / round_file(number)).read_text())["groups"]:
                     for rank in set(group) - silent:
-                        write_json(
-                            out / link_file(number, rank),
-                            asdict(LinkMeasurement(bytes_per_second=1e8 + rank)),
-                        )
+                        measured = asdict(LinkMeasurement(bytes_per_second=1e8 + rank))
+                        write_json(out / link_file(number, rank), measured)
                 number += 1
             time.sleep(0.01)
 
@@ -70,13 +68,9 @@ def test_a_node_that_falls_silent_is_left_out_of_the_next_rounds(tmp_path, monke
 
 def test_the_job_asks_for_what_the_cluster_file_says_and_survives_a_lost_node():
     cluster = ClusterConfig(
-        partition="gpu",
-        gpus_per_node="8",
-        cpus_per_rank=4,
-        options={"mem": "0"},
-        setup=("module load cuda",),
-        environment={"NCCL_DEBUG": "WARN"},
-    )
+        partition="gpu", gpus_per_node="8", cpus_per_rank=4, options={"mem": "0"},
+        setup=("module load cuda",), environment={"NCCL_DEBUG": "WARN"},
+    )  # fmt: skip
     command = srun_line(cluster, 2, "preflight-1a", Path("/shared/out"))
     flags = {"--partition=gpu", "--ntasks=16", "--gpus-per-node=8", "--cpus-per-task=4"}
     assert flags | {"--mem=0", "--no-kill"} <= set(command)
@@ -88,11 +82,9 @@ def test_the_job_asks_for_what_the_cluster_file_says_and_survives_a_lost_node():
 
 def test_the_check_runs_in_the_containers_that_the_ranks_will_run_in():
     base = ClusterConfig(
-        gpus_per_node="2",
-        container_image="/images/x.sqsh",
-        setup=("module load cuda",),
+        gpus_per_node="2", container_image="/images/x.sqsh", setup=("module load cuda",),
         options={"exclusive": None, "no-requeue": None},
-    )
+    )  # fmt: skip
     out = Path("/shared/out")
     *pyxis, script = srun_line(base, 2, "preflight-1a", out)
     assert {"--container-image=/images/x.sqsh", "--exclusive"} <= set(pyxis)
@@ -106,11 +98,11 @@ def test_the_check_runs_in_the_containers_that_the_ranks_will_run_in():
 
 def test_ranks_that_can_not_start_are_told_with_their_last_line(tmp_path, monkeypatch, capsys):
     program = tmp_path / "python"
-    program.write_text("#!/bin/sh\necho no torch here\nexit 1\n")
+    program.write_text("#!/bin/sh\necho no-torch-here\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     assert main(["preflight", "--local", "--ranks=1", f"--directory={tmp_path}"]) == 2
-    assert "no torch here" in capsys.readouterr().err
+    assert "no-torch-here" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["python"]
 
 

