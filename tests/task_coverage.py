@@ -43,9 +43,8 @@ def answers(law: Law, noise: float, seed: int) -> Iterator[tuple[float, bool, fl
     """For each factor: whether the interval holds the true accuracy, and how wide it is (NaN: there
     is none).
     """
-    points = simulated(
-        law, budgets=(*RANGE, BUDGETS), num_sizes=SIZES, noise=LOSS_NOISE, seed=2 * seed
-    )
+    sweep = {"budgets": (*RANGE, BUDGETS), "num_sizes": SIZES, "noise": LOSS_NOISE}
+    points = simulated(law, **sweep, seed=2 * seed)
     task = fit_task(with_accuracies(law, points, noise, 2 * seed + 1), CHANCE)
     for factor in FACTORS:
         n, d = np.exp(log_optimum(law.theta, np.log(factor * RANGE[1]), SIX_N))
@@ -61,9 +60,8 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
     arguments = parser.parse_args()
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.replicates)
-    rows = [
-        ["noise of the accuracy", "times the largest budget", "intervals", "held", "mean width"]
-    ]
+    heads = "noise of the accuracy, times the largest budget, intervals, held, mean width"
+    rows = [heads.split(", ")]
     shares: list[float] = []
     for noise in NOISES:
         found = [answer for seed in seeds for law in LAWS for answer in answers(law, noise, seed)]

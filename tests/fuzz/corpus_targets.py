@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from data_pipeline.corpora.remote_corpus import CachedShards, ShardCache, local_
 from data_pipeline.corpora.stores import RetryPolicy, store_at
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import Mixture, open_training_data
-from data_pipeline.shards.shards import ShardFormat
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer, fingerprint_of
 from foundation.files import sha256_of
 from tests.fuzz.mutations import json_text
@@ -40,50 +40,40 @@ IMPATIENT = RetryPolicy(attempts=2, timeout=1.0, pause=0.01, bytes_per_second=1e
 
 
 def corpus_targets(corpus: Path) -> dict[str, Target]:
-    manifest = "train/manifest.json"
+    manifest = Target(corpus, "train/manifest.json", _read_corpus, seal=_seal_manifest)
+    tokenizer = Target(corpus, "tokenizer/tokenizer.json", _read_corpus)
+    inspect = partial(command, data_pipeline.main, "inspect")
     return {
-        "manifest": Target(corpus, manifest, _read_corpus, seal=_seal_manifest),
-        "manifest over HTTP": Target(
-            corpus, manifest, _read_remote_corpus, seal=_seal_manifest, seconds=0.1
-        ),
-        "tokenizer": Target(corpus, "tokenizer/tokenizer.json", _read_corpus),
-        "tokenizer over HTTP": Target(
-            corpus, "tokenizer/tokenizer.json", _read_remote_corpus, seconds=0.1
-        ),
-        "corpus as JSON": Target(
-            corpus, "build.json", lambda copy: command(data_pipeline.main, "inspect", copy)
-        ),
+        "manifest": manifest,
+        "manifest over HTTP": _over_http(manifest),
+        "tokenizer": tokenizer,
+        "tokenizer over HTTP": _over_http(tokenizer),
+        "corpus as JSON": Target(corpus, "build.json", inspect),
     }
+
+
+def _over_http(target: Target) -> Target:
+    return replace(target, read=_read_remote_corpus, seconds=0.1)
 
 
 def shard_targets(directory: Path, corpus: Path) -> dict[str, Target]:
-    tars = _built(directory / "tars", shard_format="webdataset")
-    shard = "train/shard.00000"
-    lengths = f"{shard}.mds.lengths"
+    tars = config_of(directory / "tars", some_texts(12), shard_format="webdataset")
+    build_corpus(tars)
+    mds, tar = "train/shard.00000.mds", "train/shard.00000.tar"
+    name = f"{mds}.lengths"
+    lengths = Target(corpus, name, _read_corpus, None, seal=_seal_lengths(name))
     return {
-        "lengths": Target(corpus, lengths, _read_corpus, None, seal=_seal_lengths(lengths)),
-        "lengths over HTTP": Target(
-            corpus, lengths, _read_remote_corpus, None, seal=_seal_lengths(lengths), seconds=0.1
-        ),
-        "MDS shard": Target(
-            corpus, f"{shard}.mds", _read_corpus, None, seal=_seal_shard(f"{shard}.mds")
-        ),
-        "tar shard": Target(
-            tars, f"{shard}.tar", _read_corpus, None, seal=_seal_shard(f"{shard}.tar")
-        ),
+        "lengths": lengths,
+        "lengths over HTTP": _over_http(lengths),
+        "MDS shard": Target(corpus, mds, _read_corpus, None, seal=_seal_shard(mds)),
+        "tar shard": Target(tars.output, tar, _read_corpus, None, seal=_seal_shard(tar)),
     }
-
-
-def _built(directory: Path, shard_format: ShardFormat = "mds") -> Path:
-    config = config_of(directory, some_texts(12), shard_format=shard_format)
-    build_corpus(config)
-    return config.output
 
 
 def _read_corpus(copy: Path) -> str:
     command(data_pipeline.main, "verify", copy)
     command(data_pipeline.main, "inspect", copy)
-    return _read_lanes(copy)
+    return _tokens_of_lanes(open_training_data(copy, (), CacheConfig()))
 
 
 def _read_remote_corpus(copy: Path) -> str:
@@ -94,10 +84,6 @@ def _read_remote_corpus(copy: Path) -> str:
         store = store_at(f"{server.url}/train", IMPATIENT)
         shards = CachedShards(store, ShardCache(config))
         return _tokens_of_lanes(Corpus(split, read_manifest(split), shards))
-
-
-def _read_lanes(path: Path) -> str:
-    return _tokens_of_lanes(open_training_data(path, (), CacheConfig()))
 
 
 def _tokens_of_lanes(corpus: Corpus | Mixture) -> str:
@@ -203,22 +189,18 @@ def token_targets(directory: Path) -> dict[str, Target]:
         patterns = {"megatron": "*.idx", "mds of bytes": "*.mds", "arrow": "*.arrow"}
         (path,) = home.glob(patterns.get(kind, "*"))
         name = path.with_suffix(".bin").name if path.suffix == ".idx" else path.name
-        read = partial(_build_of_tokens, name, **changed)
+        read = partial(_build_of, name, **changed)
         targets[f"tokens: {kind}"] = Target(home, path.name, read, None, is_protected=False)
     return targets
 
 
-def _build_of_tokens(name: str, copy: Path, **settings: Any) -> object:
-    config = CorpusConfig(
-        input=(copy / name,),
-        output=copy / "out",
-        validation_fraction=0.0,
-        threads=1,
-        tokenizer=TokenizerConfig(kind="unknown", vocab_size=400, end_id=399),
-        **settings,
-    )
-    result = build_corpus(config)
-    return result.manifests["train"].tokens
+UNKNOWN = TokenizerConfig(kind="unknown", vocab_size=400, end_id=399)
+
+
+def _build_of(name: str, copy: Path, **settings: Any) -> object:
+    usual = {"validation_fraction": 0.0, "threads": 1, "tokenizer": UNKNOWN}
+    paths = {"input": (copy / name,), "output": copy / "out"}
+    return build_corpus(CorpusConfig(**paths, **usual | settings)).manifests["train"].tokens
 
 
 def text_targets(directory: Path) -> dict[str, Target]:
@@ -233,28 +215,14 @@ def text_targets(directory: Path) -> dict[str, Target]:
     (home / "text.txt").write_text(records[0]["text"])
 
     def target(name: str, *form: Any) -> Target:
-        return Target(home, name, _builder_of(name), *(form or (None,)), is_protected=False)
+        read = partial(_build_of, name, tokenizer=TokenizerConfig(kind="bytes"))
+        return Target(home, name, read, *(form or (None,)), is_protected=False)
+
+    def compressed(tree: Any) -> bytes:
+        return zstandard.compress(write_lines(tree))
 
     return {
         "documents": target("text.jsonl", parse_lines, write_lines),
-        "compressed documents": target(
-            "text.jsonl.zst",
-            lambda content: records,
-            lambda tree: zstandard.compress(write_lines(tree)),
-        ),
+        "compressed documents": target("text.jsonl.zst", lambda content: records, compressed),
         "text": target("text.txt"),
     }
-
-
-def _builder_of(name: str) -> Callable[[Path], object]:
-    def build(copy: Path) -> None:
-        config = CorpusConfig(
-            input=(copy / name,),
-            output=copy / "out",
-            validation_fraction=0.0,
-            threads=1,
-            tokenizer=TokenizerConfig(kind="bytes"),
-        )
-        build_corpus(config)
-
-    return build

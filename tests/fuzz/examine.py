@@ -14,7 +14,6 @@ import logging
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -23,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from foundation.errors import exit_status_of
 from tests.fuzz.mutations import CANARY, Change
 from tests.fuzz.target import Refused, Target, changes_of
+from tests.helpers.memory_limit import memory_limit
 
 LIMIT_SECONDS = 20.0  # a resume also waits for other threads, whose waits for a core are not known
 LIMIT_BYTES = 2 << 30
@@ -71,16 +72,7 @@ class _Watch:
 _watch: _Watch | None = None
 
 
-@contextlib.contextmanager
-def bounded_memory(num_bytes: int = LIMIT_BYTES) -> Iterator[None]:
-    """Let this process use that much more than it does; MemoryError beyond."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+bounded_memory = partial(memory_limit, LIMIT_BYTES)
 
 
 def examine(target: Target, change: Change, work: Path) -> bool:
@@ -125,13 +117,9 @@ def try_changes(
 
     @seed(random.getrandbits(64))
     @settings(
-        max_examples=count,
-        derandomize=is_repeatable,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+        max_examples=count, derandomize=is_repeatable, deadline=None, database=None,
+        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
     @given(change=changes_of(target, targets))
     def run(change: Change) -> None:
         attempt(change)
@@ -188,10 +176,8 @@ def _caught_output(output: io.BytesIO) -> Iterator[None]:
     root, environment, hook = logging.getLogger(), os.environ.copy(), sys.excepthook
     handlers, level = list(root.handlers), root.level
     # as strict as the interpreter's own streams
-    out, err = (
-        io.TextIOWrapper(output, "utf-8", errors, write_through=True)
-        for errors in ("strict", "backslashreplace")
-    )
+    errors = ("strict", "backslashreplace")
+    out, err = (io.TextIOWrapper(output, "utf-8", each, write_through=True) for each in errors)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             yield
@@ -302,14 +288,7 @@ def _place(error: BaseException) -> str:
     """Return the last line of the project's own code in the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "/tests/" not in frame.filename]
-    ours = [
-        frame
-        for frame in own
-        if any(
-            f"/{name}/" in frame.filename
-            for name in ("foundation", "data_pipeline", "pretrain", "launcher")
-        )
-        and "site-packages" not in frame.filename
-    ]
+    packages = re.compile("^(?!.*/site-packages/).*/(foundation|data_pipeline|pretrain|launcher)/")
+    ours = [frame for frame in own if packages.match(frame.filename)]
     frame = (ours or own or list(frames))[-1]
     return f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"

@@ -33,16 +33,8 @@ VALUES: tuple[Any, ...] = (
     *("", " ", "x", "0", "1", "-1", "1e3", "NaN", "null", "true", "f" * 64, "0" * 64, "a" * 70_000),
     *(f"../{CANARY}/file", f"../../{CANARY}/file", f"../../../{CANARY}/file", "../" * 40 + "etc"),
     *("/", ".", "..", "/etc/passwd", "/dev/zero", "/dev/stdin", "//x", "a/../b", "shard/../x"),
-    *(
-        "a\x00b",
-        "a\nb",
-        "a\r\nb",
-        "\x1b[31mred\x1b[0m",
-        "\x9b31m",
-        "\u202eabc",
-        "\ud800",
-        "é" * 300,
-    ),
+    *("a\x00b", "a\nb", "a\r\nb", "\x1b[31mred\x1b[0m", "\x9b31m", "\u202eabc", "\ud800"),
+    "é" * 300,
     *("$x$", "$\\frac{", "%j", "%s%n", "{}", "{0.__class__}", "~", "=1+1", "-oX", "--help", "a b"),
     *("http://127.0.0.1:9/x", "s3://x/y", "file:///etc/passwd", "env:HOME", "2026-99-99T99:99:99"),
     *("9999-12-31T23:59:59+00:00", "0001-01-01T00:00:00+00:00", "1" * 5_000, "nan", "inf"),
@@ -50,9 +42,7 @@ VALUES: tuple[Any, ...] = (
 )
 
 # One value of each kind that JSON has.
-KINDS: tuple[Any, ...] = (
-    *(None, True, 0, -1, 2**63, 0.5, float("nan"), "", "x", "1", [], ["x"], {}, {"x": 1}),
-)
+KINDS = (None, True, 0, -1, 2**63, 0.5, float("nan"), "", "x", "1", [], ["x"], {}, {"x": 1})
 
 
 @dataclass(frozen=True)
@@ -161,12 +151,12 @@ def hostile_trees(tree: Any) -> st.SearchStrategy[Any]:
     places = _places(tree)
     raws = [f"@raw {number}@" for number in range(len(RAW))]
     values = st.one_of(st.sampled_from(VALUES), st.sampled_from(raws), st.integers(), st.text())
-    edit = st.tuples(st.sampled_from(places), st.sampled_from(list(_EDITS)), values)
+    edit = st.tuples(st.sampled_from(places), st.sampled_from(_EDITS), values)
 
-    def apply(edits: list[tuple[tuple[Any, ...], str, Any]]) -> Any:
+    def apply(edits: list[tuple[tuple[Any, ...], Callable[..., None], Any]]) -> Any:
         edited = copy.deepcopy(tree)
-        for place, kind, value in edits:
-            edited = _edited(edited, place, _EDITS[kind], copy.deepcopy(value))
+        for place, change, value in edits:
+            edited = _edited(edited, place, change, copy.deepcopy(value))
         return edited
 
     return st.lists(edit, min_size=1, max_size=MOST_EDITS).map(apply)
@@ -254,13 +244,4 @@ class _Same(str):
         return self is other
 
 
-_EDITS = {
-    "replace": _replace,
-    "replace once more": _replace,
-    "replace again": _replace,
-    "remove": _remove,
-    "add": _add,
-    "repeat": _repeat,
-    "exchange": _exchange,
-    "nudge": _nudge,
-}
+_EDITS = (_replace, _replace, _replace, _remove, _add, _repeat, _exchange, _nudge)

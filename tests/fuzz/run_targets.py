@@ -29,9 +29,8 @@ from tests.helpers.stores import QUICK, FileServer
 def run_targets(run: Path, experiment: Path) -> dict[str, Target]:
     step = sorted((run / "checkpoints").iterdir())[-1].relative_to(run)
     attempt, heartbeat = "attempt", "heartbeats/ranks-from-00000.jsonl"
-    record = HeartbeatRecord(
-        rank=0, time=1.0, written=2.0, step=1, phase="train", hostname="n1", pid=1
-    )
+    place = {"rank": 0, "hostname": "n1", "pid": 1}
+    record = HeartbeatRecord(**place, time=1.0, written=2.0, step=1, phase="train")
     (run / heartbeat).write_text(json.dumps(vars(record)))
 
     def resume(copy: Path) -> object:
@@ -54,8 +53,11 @@ def run_targets(run: Path, experiment: Path) -> dict[str, Target]:
 
         return seal
 
-    def resumed(name: str, parse: Any = None, seal: Any = None, **more: Any) -> Target:
-        return Target(run, name, resume, parse, seal=seal, seconds=0.1, **more)
+    def resumed(name: str, parse: Any = None, seal: Any = None) -> Target:
+        return Target(run, name, resume, parse, seal=seal, seconds=0.1)
+
+    def resumed_with(name: str, *form: Any) -> Target:
+        return Target(run, name, resume, *form, is_protected=False, seconds=0.1)
 
     def seen(name: str, parse: Any = json.loads, write: Any = json_text) -> Target:
         return Target(run, name, _look_at_run, parse, write, is_protected=False)
@@ -63,24 +65,16 @@ def run_targets(run: Path, experiment: Path) -> dict[str, Target]:
     def reported(name: str, parse: Any, write: Any) -> Target:
         return Target(run, name, _report, parse, write, is_protected=False, seconds=1.0)
 
-    lines = (parse_lines, write_lines)
+    lines, file = (parse_lines, write_lines), "rank-00000.safetensors"
     return {
         "checkpoint index": resumed(f"{step}/index.json", json.loads, seal_index),
         "marker": resumed(f"{step}/COMPLETE"),
-        "rank's file": resumed(
-            f"{step}/rank-00000.safetensors", None, seal_file("rank-00000.safetensors")
-        ),
-        "ledger of a resume": Target(
-            run, "ledger.jsonl", resume, *lines, is_protected=False, seconds=0.1
-        ),
-        "metrics of a resume": Target(
-            run, "metrics.jsonl", resume, *lines, is_protected=False, seconds=0.1
-        ),
-        "run.json of a resume": resumed("run.json", json.loads, is_protected=False),
-        "config.yaml of a resume": Target(
-            run, "config.yaml", resume, yaml.safe_load, is_protected=False, seconds=0.1
-        ),
-        "token of an attempt": resumed(attempt, is_protected=False),
+        "rank's file": resumed(f"{step}/{file}", None, seal_file(file)),
+        "ledger of a resume": resumed_with("ledger.jsonl", *lines),
+        "metrics of a resume": resumed_with("metrics.jsonl", *lines),
+        "run.json of a resume": resumed_with("run.json", json.loads),
+        "config.yaml of a resume": resumed_with("config.yaml", yaml.safe_load),
+        "token of an attempt": resumed_with(attempt, None),
         "ledger": seen("ledger.jsonl", *lines),
         "metrics": seen("metrics.jsonl", *lines),
         "run.json": seen("run.json"),
@@ -139,11 +133,10 @@ def mirror_targets(home: Path, run: Path) -> dict[str, Target]:
 
 
 def export_targets(export: Path) -> dict[str, Target]:
+    weights = "model.safetensors"
     return {
         "export": Target(export, "config.json", _read_export, seal=_seal_export),
-        "exported weights": Target(
-            export, "model.safetensors", _read_export, None, seal=_seal_export
-        ),
+        "exported weights": Target(export, weights, _read_export, None, seal=_seal_export),
     }
 
 

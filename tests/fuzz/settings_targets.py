@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,58 +47,31 @@ def settings_targets(directory: Path, experiment: Path, corpus: Path) -> dict[st
     """Settings are read as YAML, of which JSON is a part."""
     (directory / "settings").mkdir()
 
+    def settings(path: Path, read: Callable[[Path], object]) -> Target:
+        more = {"is_protected": False, "names_files": True}
+        return Target(path.parent, path.name, read, yaml.safe_load, **more)
+
     def target(name: str, tree: Mapping[str, Any], read: Callable[[Path], object]) -> Target:
         path = directory / "settings" / f"{name}.yaml"
         path.write_text(yaml.safe_dump(dict(tree)))
-        return Target(
-            path.parent,
-            path.name,
-            lambda copy: read(copy / path.name),
-            yaml.safe_load,
-            is_protected=False,
-            names_files=True,
-        )
+        return settings(path, lambda copy: read(copy / path.name))
 
-    sweep = {
-        "format": 1,
-        "name": "fuzz",
-        "experiment": str(experiment),
-        "grid": {"optim.learning_rate": [1e-3, 2e-3], "seed": [1, 2]},
-    }
-    cells = {
-        "format": 1,
-        "name": "fuzz",
-        "notes": ["a"],
-        "cells": [{"name": "x", "experiment": str(experiment), "overrides": ["seed=1"]}],
-    }
-    variants = {
-        "name": "fuzz",
-        "experiment": str(experiment),
-        "flops": 1e8,
-        "rates": [1e-3, 2e-3],
-        "seeds": [1, 2],
-        "members": {"short": ["model.memory_length=4"], "long": []},
-    }
+    named = {"name": "fuzz", "experiment": str(experiment)}
+    sweep = {"format": 1, **named, "grid": {"optim.learning_rate": [1e-3, 2e-3], "seed": [1, 2]}}
+    cell = {"name": "x", "experiment": str(experiment), "overrides": ["seed=1"]}
+    cells = {"format": 1, "name": "fuzz", "notes": ["a"], "cells": [cell]}
+    variants = {**named, "flops": 1e8, "rates": [1e-3, 2e-3], "seeds": [1, 2]}
+    variants["members"] = {"short": ["model.memory_length=4"], "long": []}
     text = {"input": ["x"], "output": "y", "threads": 1, "tokenizer": {"kind": "bytes"}}
     full = ClusterConfig(
-        gpus_per_node="8",
-        options={"mem": "0", "exclusive": None},
-        setup=("true",),
+        gpus_per_node="8", options={"mem": "0", "exclusive": None}, setup=("true",),
         environment={"NCCL_DEBUG": "INFO", "TOKEN": "env:HOME"},
-    )
+    )  # fmt: skip
+    every = to_tree(load_config(RunConfig, experiment))
     return {
         "experiment": target("experiment", settings_of_run(corpus), _read_experiment),
-        "parent of an experiment": Target(
-            experiment.parent,
-            experiment.name,
-            _read_extended,
-            yaml.safe_load,
-            is_protected=False,
-            names_files=True,
-        ),
-        "every setting": target(
-            "every", to_tree(load_config(RunConfig, experiment)), _read_experiment
-        ),
+        "parent of an experiment": settings(experiment, _read_extended),
+        "every setting": target("every", every, _read_experiment),
         "cluster": target("cluster", to_tree(full), _read_cluster),
         "grid of a sweep": target("grid", sweep, _read_sweep),
         "cells of a sweep": target("cells", cells, _read_sweep),
@@ -155,26 +129,22 @@ def result_targets(directory: Path) -> dict[str, Target]:
     (home / "runs.csv").write_text("\n".join(lines) + "\n")
     row = {"capability": [9, 0], "kernel": "forward", "rows": 64, "columns": 64, "warps": 4}
     tiles = [{**row, "head_width": width, "stages": 2} for width in (64, 128)]
-    (home / "tiles.json").write_text(
-        json.dumps({"format": 1, "kernels": kernels_version(), "tiles": tiles})
-    )
+    table = {"format": 1, "kernels": kernels_version(), "tiles": tiles}
+    (home / "tiles.json").write_text(json.dumps(table))
     needle = {"distance": 8, "accuracy": 0.5, "chance": 0.1}
     position = {"first_positions": [0, 1], "losses": [3.0, 2.5], "tokens": [4, 60]}
-    (home / PROBES).write_text(
-        json.dumps({"step": 3, "probes": {"needle": [needle], "position": [position]}})
-    )
+    probes = {"step": 3, "probes": {"needle": [needle], "position": [position]}}
+    (home / PROBES).write_text(json.dumps(probes))
+
+    def target(name: str, read: Callable[[Path], object], parse: Any = json.loads) -> Target:
+        return Target(home, name, lambda copy: read(copy / name), parse, is_protected=False)
+
+    tiles = partial(tiles_in, head_width=128, capability=(9, 0))
     return {
         "probes of a run": Target(home, PROBES, probe_columns, is_protected=False),
-        "tiles of the fused kernels": Target(
-            home,
-            "tiles.json",
-            lambda copy: tiles_in(copy / "tiles.json", 128, (9, 0)),
-            is_protected=False,
+        "tiles of the fused kernels": target(
+            "tiles.json", lambda path: tiles_in(path, 128, (9, 0))
         ),
-        "results as CSV": Target(
-            home, "runs.csv", lambda copy: read_points(copy / "runs.csv"), None, is_protected=False
-        ),
-        "results as JSON": Target(
-            home, "runs.json", lambda copy: read_points(copy / "runs.json"), is_protected=False
-        ),
+        "results as CSV": target("runs.csv", read_points, None),
+        "results as JSON": target("runs.json", read_points),
     }

@@ -129,18 +129,17 @@ class Replay:
     def advance(self, tokens_BL: Tensor) -> Tensor:
         """Return the segment's hidden states before the softmax, [B, L, D]."""
         inputs_BLD: list[Tensor] = []
-        hooks = [
-            layer.register_forward_pre_hook(lambda _, inputs: inputs_BLD.append(inputs[0]))
-            for layer in self._model.layers
-        ]
+
+        def note(_: object, inputs: tuple[Tensor, ...]) -> None:
+            inputs_BLD.append(inputs[0])
+
+        hooks = [layer.register_forward_pre_hook(note) for layer in self._model.layers]
         hidden_BLD, memory, _ = self._model.hidden_states(tokens_BL, self._memory)
         for hook in hooks:
             hook.remove()
         state = LaneState(self._model.config)
         old = self.levels or [hidden_BLD[:, :0]] * (len(inputs_BLD) + 1)
-        self.levels = [
-            self._kept(pair) for pair in zip(old, [*inputs_BLD, hidden_BLD], strict=True)
-        ]
+        self.levels = list(map(self._kept, zip(old, [*inputs_BLD, hidden_BLD], strict=True)))
         if self._context_length:
             documents_BM = torch.zeros(self.levels[0].shape[:2], dtype=torch.int32)
             layers = tuple((level,) for level in self.levels[:-1])

@@ -46,9 +46,8 @@ def case_arrays(options: dict[str, Any]) -> Arrays:
     state, ties = random_state(settings)
     length, context = settings["tgt_len"], settings["ext_len"]
     shape = (settings["n_seg"] * length + 1, settings["bsz"])
-    stream = torch.randint(
-        0, settings["n_token"], shape, generator=torch.Generator().manual_seed(1)
-    )
+    generator = torch.Generator().manual_seed(1)
+    stream = torch.randint(0, settings["n_token"], shape, generator=generator)
     arrays: Arrays = {"config": np.array(json.dumps(settings))}
     losses, memories = [], []
     for s in range(settings["n_seg"]):

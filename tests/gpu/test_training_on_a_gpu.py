@@ -62,9 +62,8 @@ def test_the_fused_kernels_agree_with_float64(name: str, dtype: torch.dtype) -> 
 
 @pytest.fixture
 def context(corpus: Path, tmp_path: Path) -> Context:
-    context = Context(
-        out=tmp_path, results=tmp_path / "results.jsonl", corpus=corpus, step="s", device_name="GPU"
-    )
+    paths = {"out": tmp_path, "results": tmp_path / "results.jsonl", "corpus": corpus}
+    context = Context(**paths, step="s", device_name="GPU")
     context.work.mkdir(parents=True)
     return context
 

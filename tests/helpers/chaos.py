@@ -125,14 +125,11 @@ class Kill:
 def random_moments(generator: random.Random) -> Iterator[Moment]:
     """Half of them during a save, a quarter between saves, a quarter at any time."""
     while True:
-        rank, between = (
-            generator.randrange(RANKS),
-            generator.choice((0.0, generator.uniform(0.0, 0.05))),
-        )
+        rank = generator.randrange(RANKS)
+        between = generator.choice((0.0, generator.uniform(0.0, 0.05)))
         longest, save = generator.choice(((0.03, 1), (0.03, 1), (1.0, 1), (5.0, 0)))
-        yield Moment(
-            generator.uniform(0.0, longest), save and generator.randint(1, 6), rank, between
-        )
+        seconds = generator.uniform(0.0, longest)
+        yield Moment(seconds, save and generator.randint(1, 6), rank, between)
 
 
 def start_ranks(run_dir: RunDir, arguments: list[str], logs: Path) -> ForkedRanks:
@@ -170,30 +167,22 @@ def run_until(ranks: ForkedRanks, run_dir: RunDir, moment: Moment | None) -> Kil
         if new := _partial(run_dir) - saves - left_behind:
             saves |= new
             since = time.monotonic() if moment is not None and len(saves) <= moment.save else since
-        if (
-            moment is not None
-            and len(saves) >= moment.save
-            and time.monotonic() - since >= moment.seconds
-        ):
+        is_armed = moment is not None and len(saves) >= moment.save
+        if is_armed and time.monotonic() - since >= moment.seconds:
             return _kill(ranks, run_dir, moment, left_behind)
         time.sleep(0.001)
     return None
 
 
 def _partial(run_dir: RunDir) -> set[str]:
-    return {
-        path.name
-        for path in run_dir.checkpoints.glob(".partial-*")
-        if not path.name.endswith("-removed")
-    }
+    names = {path.name for path in run_dir.checkpoints.glob(".partial-*")}
+    return {name for name in names if not name.endswith("-removed")}
 
 
 def _kill(ranks: ForkedRanks, run_dir: RunDir, moment: Moment, left_behind: set[str]) -> Kill:
     step = max(files.steps_on_disk(run_dir.checkpoints), default=0)
-    killed = Kill(
-        step,
-        "in a save" if _partial(run_dir) - left_behind else _last_phase(ranks.pids[0], run_dir),
-    )
+    is_saving = _partial(run_dir) - left_behind
+    killed = Kill(step, "in a save" if is_saving else _last_phase(ranks.pids[0], run_dir))
     ranks.processes[moment.first_rank].kill()
     time.sleep(moment.seconds_between)
     ranks.processes[1 - moment.first_rank].kill()
@@ -224,15 +213,10 @@ def kill_often(
             before = f"{trouble.kind} for {trouble.seconds:.1f} s, then "
         kill = run_until(ranks, run_dir, moment)
         if kill is None:
-            raise SystemExit(
-                f"the run ended after {len(kills)} of {num_kills} kills; give it more steps"
-            )
+            raise SystemExit(f"the run ended after {len(kills)} kills; give it more steps")
         kills.append(kill)
-        print(
-            f"kill {len(kills)}: {before}killed {kill.phase} after the checkpoint of step "
-            f"{kill.step}",
-            flush=True,
-        )
+        what = f"{before}killed {kill.phase} after the checkpoint of step {kill.step}"
+        print(f"kill {len(kills)}: {what}", flush=True)
     run_until(start_ranks(run_dir, arguments, logs), run_dir, None)
     return kills
 
@@ -240,11 +224,7 @@ def kill_often(
 def differing_runs(left: RunDir, right: RunDir, step: int) -> list[str]:
     """Where losses, evaluations or a byte of the last checkpoint differ."""
     evaluations = [
-        [
-            {name: value for name, value in line.items() if name != "seconds"}
-            for line in run.read_metrics()
-            if line["kind"] == "evaluation"
-        ]
+        [{**line, "seconds": 0} for line in run.read_metrics() if line["kind"] == "evaluation"]
         for run in (left, right)
     ]
     same = evaluations[0] == evaluations[1]
@@ -252,15 +232,12 @@ def differing_runs(left: RunDir, right: RunDir, step: int) -> list[str]:
 
 
 def run(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--corpus", type=Path, help="default: build a tiny one")
-    parser.add_argument(
-        "--work-dir", type=Path, help="default: a temporary directory, which is kept"
-    )
+    parser.add_argument("--work-dir", type=Path, help="default: a temporary one, which is kept")
     options = parser.parse_args(arguments)
     work = options.work_dir or Path(tempfile.mkdtemp(prefix="chaos-"))
     corpus = options.corpus or make_tiny_corpus(work / "corpus")
@@ -273,16 +250,11 @@ def run(arguments: list[str] | None = None) -> int:
     print(f"uninterrupted: {steps} steps in {time.monotonic() - started:.0f} s", flush=True)
     kills = kill_often(killed, settings, work, options.kills, options.seed)
     counts = collections.Counter(kill.phase for kill in kills).items()
-    print(
-        f"{len(kills)} kills, {time.monotonic() - started:.0f} s in total: "
-        f"{', '.join(f'{n} {p}' for p, n in counts)}"
-    )
+    phases = ", ".join(f"{count} {phase}" for phase, count in counts)
+    print(f"{len(kills)} kills, {time.monotonic() - started:.0f} s in total: {phases}")
     problems = differing_runs(uninterrupted, killed, steps)
-    print(
-        f"different:\n{summary(problems)}"
-        if problems
-        else f"identical: {steps} losses, evaluations, final state"
-    )
+    same = f"identical: {steps} losses, evaluations, final state"
+    print(f"different:\n{summary(problems)}" if problems else same)
     return 1 if problems else 0
 
 

@@ -25,17 +25,8 @@ from tests.helpers.kernel_work import (
 
 NUM_HEADS = 16
 DROPOUT = "dropout:0:"  # which knows no heads
-FLOAT32_POINTERS = {
-    "distance_biases",
-    "sinks",
-    "log_sums",
-    "deltas",
-    "query_sums",
-    "score_sums",
-    "content_sums",
-    "position_gradients",
-    "distance_bias_gradients",
-}
+FLOAT32_POINTERS = {"distance_biases", "sinks", "log_sums", "deltas", "query_sums", "score_sums"}
+FLOAT32_POINTERS |= {"content_sums", "position_gradients", "distance_bias_gradients"}
 INT32_POINTERS = {"first_keys", "query_ends"}
 # What the launcher sees as multiples of 16 when segment and memory are the usual powers of two.
 EVEN_INTEGERS = {"key_lane", "value_lane", "L", "M", "window", "score_row"}
@@ -73,9 +64,8 @@ def compiled_dropout(capability: int) -> tuple[Any, Resources]:
 
     constants = {"IS_LANE_FIRST": True, "THRESHOLD": 6554, "SCALE": 65536 / (65536 - 6554)}
     constants["BLOCK"] = dropout.BLOCK
-    types = {"values": "*bf16", "outputs": "*bf16", "lanes": "*i64"} | dict.fromkeys(
-        constants, "constexpr"
-    )
+    types = {"values": "*bf16", "outputs": "*bf16", "lanes": "*i64"}
+    types |= dict.fromkeys(constants, "constexpr")
     signature, attributes = {}, {}
     for index, name in enumerate(dropout.drop_kernel.arg_names):
         signature[name] = types.get(name, "i32")
@@ -129,23 +119,13 @@ def _compiled(
 
 def plain_variant(head_width: int, tile: Tile, **options: Any) -> Variant:
     """Positions, no documents, no dropout, no biases."""
+    row = 2 * NUM_HEADS * head_width
     settings: dict[str, Any] = {
-        "num_heads": NUM_HEADS,
-        "num_groups": NUM_HEADS,
-        "head_width": head_width,
-        "key_row": 2 * NUM_HEADS * head_width,
-        "value_row": 2 * NUM_HEADS * head_width,
-        "rows": tile.rows,
-        "columns": tile.columns,
-        "has_position": True,
-        "has_starts": False,
-        "has_distance_bias": False,
-        "has_sinks": False,
-        "drop_threshold": 0,
-        "adds_positions": False,
-        "heads_per_program": 1,
-        "precision": "tf32",
-    }
+        "num_heads": NUM_HEADS, "num_groups": NUM_HEADS, "head_width": head_width, "key_row": row,
+        "value_row": row, "rows": tile.rows, "columns": tile.columns, "has_position": True,
+        "has_starts": False, "has_distance_bias": False, "has_sinks": False, "drop_threshold": 0,
+        "adds_positions": False, "heads_per_program": 1, "precision": "tf32",
+    }  # fmt: skip
     return Variant(**settings | options)
 
 
@@ -158,9 +138,8 @@ def resources_of(wanted: str) -> Resources:
     chosen: dict[str, Any] = {}
     for name in options[0].split(",") if options else ():
         chosen |= OPTIONS[name]
-    return compiled(kernel, plain_variant(int(head_width), tile, **chosen), tile, int(capability))[
-        1
-    ]
+    variant = plain_variant(int(head_width), tile, **chosen)
+    return compiled(kernel, variant, tile, int(capability))[1]
 
 
 def kernels() -> dict[str, Any]:

@@ -39,9 +39,8 @@ def layers_of(model: ModelConfig) -> list[TransformerLayer]:
 def between_attentions(model: ModelConfig, layer: TransformerLayer, rows: int = LENGTH) -> None:
     """Run what a layer computes before and after attention, and if it has gradients, backward."""
     width, is_relative = model.d_model, POSITIONS[model.positions].projects_encodings
-    visibility = Visibility(
-        num_queries=LENGTH, num_keys=rows + LENGTH, dtype=torch.float32, device=torch.device("cpu")
-    )
+    sizes = {"num_queries": LENGTH, "num_keys": rows + LENGTH}
+    visibility = Visibility(**sizes, dtype=torch.float32, device=torch.device("cpu"))
     hidden_BLD = torch.randn(LANES, LENGTH, width, requires_grad=True)
     memory_BMD = torch.randn(LANES, rows, width)
     positions_CX = torch.randn(rows + LENGTH, width if is_relative else model.head_width)
@@ -77,7 +76,6 @@ def num_operations(model: ModelConfig) -> dict[str, int]:
             with profile(activities=[ProfilerActivity.CPU]) as profiler:
                 between_attentions(model, layer)
         leaves = [event.name for event in profiler.events() or () if not event.cpu_children]
-        result[name] = sum(
-            leaf not in IDLE for leaf in leaves if leaf.startswith("aten::") or "cpp_fused" in leaf
-        )
+        named = [leaf for leaf in leaves if leaf.startswith("aten::") or "cpp_fused" in leaf]
+        result[name] = sum(leaf not in IDLE for leaf in named)
     return result

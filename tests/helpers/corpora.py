@@ -20,16 +20,8 @@ from foundation.files import sha256_of
 
 SUBJECTS = ["the river", "a lantern", "our captain", "the old clock", "her letter", "a grey horse"]
 SUBJECTS += ["the harbour", "my brother"]
-VERBS = [
-    "carried",
-    "forgot",
-    "answered",
-    "followed",
-    "painted",
-    "remembered",
-    "crossed",
-    "waited for",
-]
+VERBS = ["carried", "forgot", "answered", "followed", "painted", "remembered", "crossed"]
+VERBS += ["waited for"]
 OBJECTS = ["the morning", "a silver key", "the quiet town", "two strangers", "the long road"]
 OBJECTS += ["a paper boat", "the storm"]
 TINY_VOCABULARIES = {"bytes": 300, "unigram": 320, "bpe": 400}
@@ -64,23 +56,14 @@ def make_tiny_corpus(
     generator = random.Random(seed)
     texts = [make_text(generator, generator.randint(2, 20)) for _ in range(documents)]
     source = write_jsonl(directory.with_name(f".{directory.name}-text") / "text.jsonl", texts)
-    config = CorpusConfig(
-        input=(source,),
-        output=directory,
-        validation_fraction=0.2,
-        shard_bytes=6000,
-        threads=1,
-        tokenizer=TokenizerConfig(kind=vocabulary, vocab_size=TINY_VOCABULARIES[vocabulary]),  # type: ignore[arg-type]
-    )
-    build_corpus(config)
+    tokenizer = TokenizerConfig(kind=vocabulary, vocab_size=TINY_VOCABULARIES[vocabulary])
+    sizes = {"validation_fraction": 0.2, "shard_bytes": 6000, "threads": 1}
+    build_corpus(CorpusConfig(input=(source,), output=directory, tokenizer=tokenizer, **sizes))
     return directory
 
 
 def write_numbered_corpus(
-    directory: Path,
-    shards: list[list[int]],
-    shard_format: ShardFormat = "mds",
-    is_stream: bool = False,
+    directory: Path, shards: list[list[int]], form: ShardFormat = "mds", is_stream: bool = False
 ) -> Corpus:
     """A split whose documents have the given lengths and whose tokens are 0, 1, 2, ... in the order
     of storage.
@@ -91,22 +74,17 @@ def write_numbered_corpus(
     directory.mkdir(parents=True, exist_ok=True)
     infos, first = [], 0
     for number, lengths in enumerate(shards):
-        path = directory / shard_name(number, shard_format)
+        path = directory / shard_name(number, form)
         documents = []
         for length in lengths:
-            documents.append(
-                (f"document {first}", np.arange(first, first + length, dtype=np.uint32))
-            )
+            tokens = np.arange(first, first + length, dtype=np.uint32)
+            documents.append((f"document {first}", tokens))
             first += length
         write_shard(path, documents, directory / "scratch")
-        size = path.stat().st_size
-        sha256 = sha256_of(path)
+        size, sha256 = path.stat().st_size, sha256_of(path)
+        counts = (len(lengths), sum(lengths), max(lengths))
         listed = write_lengths(path, sha256, lengths)
-        infos.append(
-            ShardInfo(
-                path.name, len(lengths), sum(lengths), max(lengths), size, sha256, 0, 0, listed
-            )
-        )
+        infos.append(ShardInfo(path.name, *counts, size, sha256, 0, 0, listed))
     Manifest("uint32", "0" * 64, 1 << 31, 1 << 32, tuple(infos), is_stream).write(directory)
     return Corpus.open(directory)
 
@@ -122,14 +100,9 @@ def users_model(texts: list[str], model_type: str = "bpe", **settings) -> bytes:
     import sentencepiece
 
     model = io.BytesIO()
+    settings |= {"vocab_size": 200, "hard_vocab_limit": False, "minloglevel": 2}
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts),
-        model_writer=model,
-        model_type=model_type,
-        vocab_size=200,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **settings,
+        sentence_iterator=iter(texts), model_writer=model, model_type=model_type, **settings
     )
     return model.getvalue()
 

@@ -29,13 +29,8 @@ Results = dict[str, dict[str, Steps]]
 def engine_settings(
     stage: int, precision: str, checkpointing: str = "none", micro: int = 2, **more: Any
 ) -> dict[str, Any]:
-    return {
-        "zero_stage": stage,
-        "precision": precision,
-        "activation_checkpointing": checkpointing,
-        "micro_batch_lanes": micro,
-        **more,
-    }
+    more = {"activation_checkpointing": checkpointing, "micro_batch_lanes": micro, **more}
+    return {"zero_stage": stage, "precision": precision, **more}
 
 
 def plain_torch(precision: str, micro: int = 0, **more: Any) -> dict[str, Any]:
@@ -65,12 +60,17 @@ def train_cells(corpus: Path, output: Path, cells: list[dict[str, Any]]) -> Resu
     return {each["name"]: read_result(output / f"{each['name']}.json") for each in cells}
 
 
+def saved(output: Path, cell: str, step: int) -> marker.Checkpoint:
+    """A checkpoint that a cell has saved."""
+    return marker.verify(files.step_directory(output / cell, step))
+
+
 def read_result(path: Path) -> dict[str, Steps]:
     tree = json.loads(path.read_text())
     del tree["findings"]
     return {
-        key: {int(step): float.fromhex(value) for step, value in steps.items()}
-        for key, steps in tree.items()
+        kind: {int(step): float.fromhex(steps[step]) for step in steps}
+        for kind, steps in tree.items()
     }
 
 
@@ -93,11 +93,7 @@ def assert_resumed_bitwise(results: Results, output: Path, name: str) -> None:
         assert resumed[kind].items() <= whole[kind].items()
     last = max(resumed["losses"])
     assert last == max(whole["losses"])
-    ends = [
-        marker.verify(files.step_directory(output / each, last))
-        for each in (name, f"{name}-resumed")
-    ]
-    problems = differing_state(*ends)
+    problems = differing_state(*(saved(output, each, last) for each in (name, f"{name}-resumed")))
     assert not problems, summary(problems)
 
 

@@ -57,46 +57,30 @@ from pretrain.run import build_engine
 from pretrain.state import TrainState, memories_without
 
 MODEL: dict[str, Any] = {
-    "vocab_size": 257,
-    "num_layers": 2,
-    "d_model": 32,
-    "num_heads": 2,
-    "memory_length": 12,
-    "dropout": 0.1,
-    "attention_dropout": 0.1,
-    "norm_position": "pre",
-}
-OPTIM: dict[str, Any] = {
-    "steps": 20,
-    "learning_rate": 3e-3,
-    "weight_decay": 0.1,
-    "clip_norm": 0.5,
-    "schedule": ScheduleConfig(warmup_steps=5),
-}
+    "vocab_size": 257, "num_layers": 2, "d_model": 32, "num_heads": 2, "memory_length": 12,
+    "dropout": 0.1, "attention_dropout": 0.1, "norm_position": "pre",
+}  # fmt: skip
+OPTIM: dict[str, Any] = {"steps": 20, "learning_rate": 3e-3, "weight_decay": 0.1, "clip_norm": 0.5}
+OPTIM["schedule"] = ScheduleConfig(warmup_steps=5)
 
 
-def run_of_cell(
-    corpus: Path,
-    settings: dict[str, Any],
-    model: dict[str, Any],
-    healing: dict[str, Any],
-    optim: dict[str, Any],
-    lanes: int = 8,
-) -> RunConfig:
-    """Return a tiny run with dropout and a low clip_norm; `settings` are the engine's.
+def run_of_cell(corpus: Path, cell: dict[str, Any]) -> RunConfig:
+    """Return a tiny run with dropout and a low clip_norm.
 
-    Their "zero" is merged into DeepSpeed's zero_optimization; "loss_scale" is `train_cell`'s.
+    "zero" of its engine is merged into DeepSpeed's zero_optimization; "loss_scale" is
+    `train_cell`'s.
     """
+    settings = cell["engine"]
     own = {name: each for name, each in settings.items() if name not in ("zero", "loss_scale")}
     zero = {"stage3_param_persistence_threshold": 0, **settings.get("zero", {})}
     return RunConfig(
         seed=5,
-        model=ModelConfig(**{**MODEL, **model}),
-        data=DataConfig(path=corpus, lanes=lanes, segment_length=8),
-        optim=OptimConfig(**{**OPTIM, **optim}),
+        model=ModelConfig(**{**MODEL, **cell.get("model", {})}),
+        data=DataConfig(path=corpus, lanes=cell.get("lanes", 8), segment_length=8),
+        optim=OptimConfig(**{**OPTIM, **cell.get("optim", {})}),
         engine=EngineConfig(deepspeed_extra={"zero_optimization": zero}, **own),
         checkpoint=CheckpointConfig(interval=10, keep_last=9),
-        recovery=RecoveryConfig(**healing),
+        recovery=RecoveryConfig(**cell.get("recovery", {})),
     )
 
 
@@ -105,9 +89,7 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
 
     If it resumes from a step of `save_at`, it first saves what it has just loaded.
     """
-    optim = cell.get("optim", {})
-    model, healing = cell.get("model", {}), cell.get("recovery", {})
-    run = run_of_cell(corpus, cell["engine"], model, healing, optim, cell.get("lanes", 8))
+    run = run_of_cell(corpus, cell)
     scale_and_window = cell["engine"].get("loss_scale", (65536.0, 1000))
     engines.INITIAL_SCALE, engines.WINDOW = scale_and_window
     engine = build_engine(run, world)
@@ -124,14 +106,8 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         opened = gather_values(load_fragments(engine, found), list[int])
     state = state or TrainState.fresh(num_slots)
     lanes = lanes_of_rank(run, world.rank, world.world_size)
-    stream = LaneStream(
-        Corpus.open(corpus / "train"),
-        run.data.lanes,
-        run.seed,
-        run.lane_tokens_per_step,
-        lanes,
-        state.cursor,
-    )
+    data, length = Corpus.open(corpus / "train"), run.lane_tokens_per_step
+    stream = LaneStream(data, run.data.lanes, run.seed, length, lanes, state.cursor)
     checkpointer = Checkpointer(run, Disk(output / cell["name"], cell["name"], ""), world)
     losses, norms, scales, layers = {}, {}, {}, {}
     findings: dict[str, Any] = {"opened": opened}
@@ -151,9 +127,8 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
         memories, before = list(state.memories), bits_of(engine) if may_be_skipped else {}
         total = torch.zeros((), dtype=torch.float64)
         for slot, part in enumerate(batch.split(num_slots)):
-            loss, state.memories[slot] = engine.forward_backward(
-                part, state.memories[slot], state.step
-            )
+            memory = state.memories[slot]
+            loss, state.memories[slot] = engine.forward_backward(part, memory, state.step)
             total += loss.double() / num_slots
         checkpointer.wait_for_copy()
         measuring = state.step + 1 in cell.get("measure_at", [])
@@ -250,11 +225,8 @@ def refusal_of_a_pickle(directory: Path, sender: int, world: World) -> dict[str,
 
 def weights_of(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
     """A copy of the master weights that this rank owns."""
-    return {
-        (each.name, each.start): each.values["weight"].clone()
-        for each in engine.fragments()
-        if each.owned
-    }
+    owned = [each for each in engine.fragments() if each.owned]
+    return {(each.name, each.start): each.values["weight"].clone() for each in owned}
 
 
 def per_layer(
@@ -266,17 +238,13 @@ def per_layer(
     names = result.layers.names
     seen = torch.zeros(2, len(names), dtype=torch.float64)
     for key, after in weights_of(engine).items():
-        pair = torch.stack(
-            [(after - before[key]).double().square().sum(), after.double().square().sum()]
-        )
-        seen[:, names.index(layer_of(key[0]))] += pair
+        for row, values in enumerate((after - before[key], after)):
+            seen[row, names.index(layer_of(key[0]))] += values.double().square().sum()
     moved, lengths = sum_over_ranks(seen).sqrt()
     squares = sum_over_ranks(result.layers.squares_KG).flatten().tolist()
     measured = layer_metrics(names, squares, float(result.grad_norm), run.optim.clip_norm)
-    return {
-        **measured,
-        **{f"seen_ratio/{name}": float(moved[g] / lengths[g]) for g, name in enumerate(names)},
-    }
+    ratios = {f"seen_ratio/{name}": float(moved[g] / lengths[g]) for g, name in enumerate(names)}
+    return {**measured, **ratios}
 
 
 def bits_of(engine: Engine) -> dict[str, str]:
@@ -287,10 +255,8 @@ def bits_of(engine: Engine) -> dict[str, str]:
         for kind, value in fragment.values.items()
     }
     values |= {name: parameter.detach() for name, parameter in engine.module.named_parameters()}
-    bits = {
-        name: sha256(value.contiguous().view(torch.uint8).numpy()).hexdigest()
-        for name, value in values.items()
-    }
+    raw = {name: value.contiguous().view(torch.uint8).numpy() for name, value in values.items()}
+    bits = {name: sha256(raw[name]).hexdigest() for name in raw}
     return {**bits, "count": str(engine.optimizer_step_count())}
 
 

@@ -21,6 +21,7 @@ from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.cli import main
 from pretrain.engines.engine import TorchEngine
 from pretrain.recovery.faults import VARIABLE
+from tests.helpers.checkpoints import flip_a_bit
 from tests.helpers.forked_ranks import ForkedRanks
 from tests.helpers.memory_limit import memory_limit
 
@@ -86,17 +87,13 @@ def disk_of_rank_1_is_full(rank: int) -> None:
 
 
 def train_rank(
-    experiment: Path,
-    run_dirs: Sequence[Path],
-    settings: Sequence[str],
-    first: Callable[[int], None] | None,
+    train: Sequence[str], run_dirs: Sequence[Path], first: Callable[[int], None] | None
 ) -> int:
     """Do `first`, then train in the directory of this rank, which is the last one from there on."""
     rank = int(os.environ["RANK"])
     if first is not None:
         first(rank)
-    run_dir = run_dirs[min(rank, len(run_dirs) - 1)]
-    return main(["train", str(experiment), *settings, f"--run-dir={run_dir}"])
+    return main([*train, f"--run-dir={run_dirs[min(rank, len(run_dirs) - 1)]}"])
 
 
 class Runs:
@@ -121,8 +118,8 @@ class Runs:
         """
         logs = self.output / f"{name}-logs"
         logs.mkdir(exist_ok=True)
-        run_dirs = (self.output / name, *others)
-        program = partial(train_rank, self.experiment, run_dirs, (*SETTINGS, *more), first)
+        train = ("train", str(self.experiment), *SETTINGS, *more)
+        program = partial(train_rank, train, (self.output / name, *others), first)
         ranks = ForkedRanks(len(ends), program, logs, **{VARIABLE: fault})
         meanwhile()
         assert ranks.wait() == list(ends), [log.read_text() for log in logs.iterdir()]
@@ -149,9 +146,7 @@ def with_local_checkpoints(runs: Runs) -> None:
     runs.on_disk("resumed")
 
     damaged = runs.copy("killed", "damaged") / "rank-00001/step-00000010/rank-00000.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(content)
+    flip_a_bit(damaged)
     runs.on_disk("damaged")
 
     # One node is another one; then the old one is back, with steps that the run has made again.

@@ -127,12 +127,9 @@ def errors_of(case: Case) -> dict[str, float]:
     ]
     documents_BC = _documents(case, generator) if case.documents else None
     gradient_BLNH = torch.randn(case.B, case.L, case.N, case.H, generator=generator).to(case.dtype)
-    threshold = round(case.dropout * 65536)
-    keep = (
-        kept_weights(LANE_KEYS[: case.B], case.N, case.L, case.L + case.M, threshold)
-        if threshold
-        else None
-    )
+    threshold, keep = round(case.dropout * 65536), None
+    if threshold:
+        keep = kept_weights(LANE_KEYS[: case.B], case.N, case.L, case.L + case.M, threshold)
     exact = exact_attention(
         *exact_inputs[:6],
         distance_bias_CN=exact_inputs[6],
@@ -143,10 +140,8 @@ def errors_of(case: Case) -> dict[str, float]:
         dropout=threshold / 65536,
     )
     exact.backward(gradient_BLNH.double())
-    inputs = [
-        None if t is None else t.detach().to(case.device, case.dtype).requires_grad_()
-        for t in exact_inputs
-    ]
+    place = (case.device, case.dtype)
+    inputs = [None if t is None else t.detach().to(*place).requires_grad_() for t in exact_inputs]
     if case.key_strides is not None:
         inputs[1:3] = [_spread(tensor.detach(), *case.key_strides) for tensor in inputs[1:3]]
     output = fused(case, inputs, documents_BC)
@@ -214,9 +209,9 @@ def _inputs(case: Case, generator: torch.Generator) -> list[Tensor | None]:
 
     # Keys and values as a projection leaves them: interleaved, so their rows are not dense.
     key_BCGH, value_BCGH = normal(B, C, 2, G, H).unbind(2)
-    position = (
-        [normal(C, N, H), normal(N, H), normal(N, H)] if case.positions else [None, None, None]
-    )
+    position: list[Tensor | None] = [None, None, None]
+    if case.positions:
+        position = [normal(C, N, H), normal(N, H), normal(N, H)]
     return [
         normal(B, L, N, H),
         key_BCGH,

@@ -19,6 +19,7 @@ from tests.helpers.triton_interpreter import prepare_interpreter
 
 LANES, LENGTH, SEGMENTS = 2, 9, 2
 SMALL = {"vocab_size": 50, "num_layers": 2, "d_model": 32, "num_heads": 2, "memory_length": 7}
+SCALED = {"softmax_scaling": "log_length", "isolate_documents": True}
 VARIANTS = {
     "as in the paper": {},
     "untied biases, clamped": {"untie_biases": True, "clamp_length": 7, "norm_position": "pre"},
@@ -27,12 +28,7 @@ VARIANTS = {
     "alibi": {"positions": "alibi", "num_key_heads": 1},
     "t5": {"positions": "t5", "isolate_documents": True},
     "compressive": {"compressed_length": 5, "compression_rate": 2},
-    "sinks, scaled": {
-        "positions": "rope",
-        "attention_sinks": True,
-        "softmax_scaling": "log_length",
-        "isolate_documents": True,
-    },
+    "sinks, scaled": {**SCALED, "positions": "rope", "attention_sinks": True},
 }
 
 
@@ -52,10 +48,8 @@ def trained_once(
 
 
 def largest_error(model: ModelConfig) -> float:
-    fused, plain = trained_once(model, "auto"), trained_once(model, "plain")
-    return max(
-        float((a - b).norm() / b.norm().clamp_min(1e-6)) for a, b in zip(fused, plain, strict=True)
-    )
+    pairs = zip(trained_once(model, "auto"), trained_once(model, "plain"), strict=True)
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-6)) for a, b in pairs)
 
 
 def dropout_depends_on(model: ModelConfig) -> dict[str, bool]:
@@ -70,9 +64,7 @@ def dropout_depends_on(model: ModelConfig) -> dict[str, bool]:
 
 if __name__ == "__main__":
     prepare_interpreter()
-    result = {
-        name: largest_error(ModelConfig(**{**SMALL, **options}))
-        for name, options in VARIANTS.items()
-    }
+    models = {name: ModelConfig(**{**SMALL, **VARIANTS[name]}) for name in VARIANTS}
+    result = {name: largest_error(models[name]) for name in models}
     dropped = ModelConfig(**SMALL, attention_dropout=0.3, init_std=0.1)
     print(json.dumps({"errors": result, "depends_on": dropout_depends_on(dropped)}))

@@ -18,16 +18,11 @@ from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.run import build_engine
 from tests.helpers.forked_ranks import run_ranks
 
+ENGINES = {"torch": {"kind": "torch"}, **{f"zero{n}": {"zero_stage": n} for n in range(4)}}
 CELLS: dict[str, dict[str, Any]] = {
-    **{
-        f"torch-{precision}": {"kind": "torch", "precision": precision}
-        for precision in ("fp32", "bf16")
-    },
-    **{
-        f"zero{stage}-{precision}": {"zero_stage": stage, "precision": precision}
-        for stage in (0, 1, 2, 3)
-        for precision in ("fp32", "bf16")
-    },
+    f"{name}-{precision}": {**engine, "precision": precision}
+    for name, engine in ENGINES.items()
+    for precision in ("fp32", "bf16")
 }
 
 
@@ -38,16 +33,14 @@ class Reads(TorchDispatchMode):
         super().__init__()
         self.counts = {"pretrain": 0, "deepspeed": 0}
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function is torch.ops.aten._local_scalar_dense.default:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
             frames = traceback.extract_stack()
             if not any(frame.name == "_refuse_unknown" for frame in frames):  # on a CPU only
                 files = [frame.filename for frame in frames]
                 packages = [name for file in files for name in self.counts if f"/{name}/" in file]
                 self.counts[packages[-1]] += 1
-        return function(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def reads_of_a_step(settings: dict[str, Any], world: World) -> dict[str, int]:
@@ -61,9 +54,7 @@ def reads_of_a_step(settings: dict[str, Any], world: World) -> dict[str, int]:
     )
     engine = build_engine(run, world)
     tokens_BL = np.arange(8).reshape(2, 4)
-    batch = SegmentBatch(
-        tokens_BL=tokens_BL, targets_BL=tokens_BL + 1, starts_BL=tokens_BL == 0, lanes=range(2)
-    )
+    batch = SegmentBatch(tokens_BL, tokens_BL + 1, tokens_BL == 0, range(2))
     memory, reads = None, Reads()
     for step in range(4):
         reads = Reads()

@@ -41,8 +41,7 @@ def induction_model(vocab_size: int, memory_length: int) -> TransformerXL:
             name = f"layers.{layer}.attention"
             weights[f"{name}.key_value_weight"][values][head, token] = eye
             weights[f"{name}.output_weight"][written, head] = eye
-        weights["layers.1.attention.query_weight"][second_head, token] = SHARP**0.5 * eye
-        weights["layers.1.attention.key_value_weight"][keys][second_head, previous] = (
-            SHARP**0.5 * eye
-        )
+        sharp = SHARP**0.5 * eye
+        weights["layers.1.attention.query_weight"][second_head, token] = sharp
+        weights["layers.1.attention.key_value_weight"][keys][second_head, previous] = sharp
     return model

@@ -46,15 +46,9 @@ def job_of(
     python: str = "/bin/echo",
 ) -> Job:
     """The job of the run in this directory."""
-    return Job(
-        name="books-12345678",
-        run_dir=run_dir,
-        code=run_dir / "slurm" / "code",
-        python=python,
-        nodes=nodes,
-        cluster=cluster,
-        attempts_without_progress=3,
-    )
+    code = run_dir / "slurm" / "code"
+    more = {"python": python, "nodes": nodes, "cluster": cluster, "attempts_without_progress": 3}
+    return Job(name="books-12345678", run_dir=run_dir, code=code, **more)
 
 
 def fake_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, **lines: str) -> None:

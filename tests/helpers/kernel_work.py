@@ -38,11 +38,8 @@ class Device:
     of_multiprocessor: int
 
 
-DEVICES = {
-    80: Device(163 << 10, 164 << 10),
-    90: Device(227 << 10, 228 << 10),
-    100: Device(227 << 10, 228 << 10),
-}
+LARGE = Device(227 << 10, 228 << 10)
+DEVICES = {80: Device(163 << 10, 164 << 10), 90: LARGE, 100: LARGE}
 
 
 def needed_work(ttgir: str) -> int:
@@ -96,14 +93,13 @@ def missed_limits(wanted: str, found: Resources) -> list[str]:
     """Return the limits that a kernel "name:head width:compute capability[:options]" misses."""
     width, target = map(int, wanted.split(":")[1:3])
     least_programs = 2 if target == 90 and width in (64, 128) else 1
-    limits = {
-        f"executes {found.executed} multiply-adds for {found.needed}": found.executed
-        != found.needed,
-        f"spills {found.spilled} bytes, at most {LARGEST_SPILL}": found.spilled > LARGEST_SPILL,
-        f"takes {found.shared} bytes of shared memory, at most {DEVICES[target].of_program}": (
-            found.shared > DEVICES[target].of_program
-        ),
-        f"{found.programs} programs fit, at least {least_programs}": found.programs
-        < least_programs,
-    }
-    return [limit for limit, is_missed in limits.items() if is_missed]
+    most_shared, missed = DEVICES[target].of_program, []
+    if found.executed != found.needed:
+        missed.append(f"executes {found.executed} multiply-adds for {found.needed}")
+    if found.spilled > LARGEST_SPILL:
+        missed.append(f"spills {found.spilled} bytes, at most {LARGEST_SPILL}")
+    if found.shared > most_shared:
+        missed.append(f"takes {found.shared} bytes of shared memory, at most {most_shared}")
+    if found.programs < least_programs:
+        missed.append(f"{found.programs} programs fit, at least {least_programs}")
+    return missed

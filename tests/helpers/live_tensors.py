@@ -79,12 +79,11 @@ class SentBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            sizes = [
-                sum(leaf.nbytes for leaf in tree_leaves(side) if isinstance(leaf, Tensor))
-                for side in args[:2]
-            ]
-            passes = 2 if "allreduce" in str(func) else 1
-            self.sent += passes * max(sizes, default=0) * self._share
+            passes, largest = 2 if "allreduce" in str(func) else 1, 0
+            for side in args[:2]:
+                tensors = (leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor))
+                largest = max(largest, sum(tensor.nbytes for tensor in tensors))
+            self.sent += passes * largest * self._share
         return func(*args, **(kwargs or {}))
 
 
@@ -96,9 +95,8 @@ def measure(run: RunConfig) -> dict[str, Any]:
     torch.manual_seed(run.seed)
     whole = dict(TransformerXL(run.model).named_parameters())
     state = torch.get_rng_state()
-    sizes = {
-        value.numel() * width for value in whole.values() for width in (2, 4) if value.ndim > 1
-    }
+    counts = {value.numel() for value in whole.values() if value.ndim > 1}
+    sizes = {count * width for count in counts for width in (2, 4)}
     with LiveTensors(sizes) as live:
         engine = build_engine(run, world)
     result = {
@@ -133,12 +131,8 @@ def peak_of_training(run: RunConfig, engine: Engine) -> dict[str, Any]:
             engine.step(1e-3)
         peak = live.peak
     wrapper = type(engine._optimizer)  # pyright: ignore[reportAttributeAccessIssue]
-    is_deepspeeds = wrapper.__module__.startswith("deepspeed.")
-    return {
-        "peak_of_training": peak,
-        "optimizer": wrapper.__name__ if is_deepspeeds else "",
-        "sent": collectives.sent,
-    }
+    name = wrapper.__name__ if wrapper.__module__.startswith("deepspeed.") else ""
+    return {"peak_of_training": peak, "optimizer": name, "sent": collectives.sent}
 
 
 def _is_as_drawn(engine: Engine, whole: dict[str, Tensor]) -> bool:
@@ -168,14 +162,12 @@ def measured_by_ranks(
     cells: dict[str, dict[str, Any]], num_ranks: int, output: Path
 ) -> dict[str, list[dict[str, Any]]]:
     """The findings of every rank in each cell."""
+    found = {}
     for name, tree in cells.items():  # each in new processes, where nothing else is alive
         run_ranks(num_ranks, partial(measure_rank, output, name, tree), output)
-    return {
-        name: [
-            json.loads((output / f"{name}-{rank}.json").read_text()) for rank in range(num_ranks)
-        ]
-        for name in cells
-    }
+        paths = [output / f"{name}-{rank}.json" for rank in range(num_ranks)]
+        found[name] = [json.loads(path.read_text()) for path in paths]
+    return found
 
 
 # Weights outweigh everything else; the largest bucket is half of the model.
@@ -187,25 +179,20 @@ _BUCKET = {"zero_optimization": {**_SHARDED, "reduce_bucket_size": 2000 * 128}}
 def zero_cell(stage: int, precision: str, lanes: int = 3, **engine: Any) -> dict[str, Any]:
     """Return the settings of a run whose ranks read a lane in each pass."""
     settings = {"zero_stage": stage, "precision": precision, "deepspeed_extra": _BUCKET, **engine}
-    return {
-        "model": _MODEL,
-        "data": {"lanes": lanes, "segment_length": 4},
-        "engine": {"micro_batch_lanes": 1, **settings},
-    }
+    data, settings = {"lanes": lanes, "segment_length": 4}, {"micro_batch_lanes": 1, **settings}
+    return {"model": _MODEL, "data": data, "engine": settings}
 
 
 def sending_cells(lanes: int) -> dict[str, dict[str, Any]]:
     """Return the runs whose sent bytes the table of static costs has."""
     # Without a small bucket the weights stay gathered from the forward to the backward pass.
     whole = {"deepspeed_extra": {"zero_optimization": _SHARDED}}
-    return {
-        **{
-            f"zero{stage}-{precision}": zero_cell(stage, precision, lanes)
-            for stage in (1, 2)
-            for precision in ("fp32", "bf16")
-        },
-        "zero3-fp32": zero_cell(3, "fp32", lanes, **whole),
+    cells = {
+        f"zero{stage}-{precision}": zero_cell(stage, precision, lanes)
+        for stage in (1, 2)
+        for precision in ("fp32", "bf16")
     }
+    return {**cells, "zero3-fp32": zero_cell(3, "fp32", lanes, **whole)}
 
 
 def sent_over_minimum(name: str, ranks: list[dict[str, Any]]) -> float:

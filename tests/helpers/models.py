@@ -15,21 +15,15 @@ from pretrain.model.dropout import DropoutStream
 from pretrain.model.lane_state import Memory
 from pretrain.model.transformer_xl import TransformerXL
 
-TINY = ModelConfig(
-    vocab_size=37, num_layers=2, d_model=16, num_heads=2, d_inner=24, memory_length=8
-)
+SMALL = {"vocab_size": 37, "num_layers": 2, "d_model": 16, "num_heads": 2}
+TINY = ModelConfig(**SMALL, d_inner=24, memory_length=8)
 
 # Members of the family that do not exclude each other.
 TOGETHER: dict[str, Any] = {
-    "num_layers": 3,
-    "layer_kinds": ("attention", "deltanet", "attention"),
-    "memory_length": (3, 0, 8),
-    "attention_sinks": True,
-    "softmax_scaling": "log_length",
-    "isolate_documents": True,
-    "norm_position": "pre",
-    "base_width": 8,
-}
+    "num_layers": 3, "layer_kinds": ("attention", "deltanet", "attention"),
+    "memory_length": (3, 0, 8), "attention_sinks": True, "softmax_scaling": "log_length",
+    "isolate_documents": True, "norm_position": "pre", "base_width": 8,
+}  # fmt: skip
 
 # Every option of the model at least once, for properties that must hold for all of them.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -43,70 +37,48 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adaptive": {"cutoffs": (9, 20)},
     "adaptive_div2": {"cutoffs": (9, 20), "div_val": 2, "tie_projections": (False, True, True)},
     "rope": {
-        "positions": "rope",
-        "norm": "rmsnorm",
-        "feed_forward": "swiglu",
-        "norm_position": "pre",
+        "positions": "rope", "norm": "rmsnorm", "feed_forward": "swiglu", "norm_position": "pre",
         "z_loss": 0.01,
     },
     "alibi": {"positions": "alibi", "feed_forward": "gelu", "num_heads": 4, "num_key_heads": 2},
     "t5": {"positions": "t5", "query_key_norm": True},
     "relative_modern": {
-        "num_heads": 4,
-        "num_key_heads": 1,
-        "query_key_norm": True,
-        "untie_biases": True,
-        "norm": "rmsnorm",
-        "norm_position": "pre",
+        "num_heads": 4, "num_key_heads": 1, "query_key_norm": True, "untie_biases": True,
+        "norm": "rmsnorm", "norm_position": "pre",
     },
     "mup": {
-        "base_width": 4,
-        "cutoffs": (9, 20),
-        "div_val": 2,
-        "tie_projections": (True, False, True),
+        "base_width": 4, "cutoffs": (9, 20), "div_val": 2, "tie_projections": (True, False, True),
     },
     "sinks": {"attention_sinks": True, "num_heads": 4, "num_key_heads": 2, "memory_length": (3, 8)},
     "scaled": {"softmax_scaling": "log_length", "isolate_documents": True},
     "deltanet": {"layer_kinds": ("deltanet", "attention")},
     "deltanet_alone": {
-        "layer_kinds": ("deltanet",),
-        "norm_position": "pre",
-        "isolate_documents": True,
+        "layer_kinds": ("deltanet",), "norm_position": "pre", "isolate_documents": True,
     },
     "deltanet_compressive": {
-        "layer_kinds": ("attention", "deltanet", "attention"),
-        "num_layers": 3,
-        "compressed_length": 4,
-        "compression_rate": 2,
+        "layer_kinds": ("attention", "deltanet", "attention"), "num_layers": 3,
+        "compressed_length": 4, "compression_rate": 2,
     },
     "memory_tokens": {"memory_tokens": 2, "isolate_documents": True},
     "memory_tokens_alone": {"memory_tokens": 3, "memory_length": 0, "norm_position": "pre"},
     "memory_tokens_deltanet": {
-        "memory_tokens": 1,
-        "layer_kinds": ("deltanet", "attention"),
-        "positions": "rope",
+        "memory_tokens": 1, "layer_kinds": ("deltanet", "attention"), "positions": "rope",
         "compressed_length": 4,
     },
     "memory_per_layer": {"memory_length": (3, 8)},
     "compressive": {"compressed_length": 4, "compression_rate": 2},
     "compressive_rope": {
-        "compressed_length": 3,
-        "positions": "rope",
-        "isolate_documents": True,
+        "compressed_length": 3, "positions": "rope", "isolate_documents": True,
         "norm_position": "pre",
     },
     "compressive_scaled": {
-        "softmax_scaling": "log_length",
-        "attention_sinks": True,
-        "positions": "alibi",
-        "isolate_documents": True,
-        "compressed_length": 4,
-        "compression_rate": 2,
+        "softmax_scaling": "log_length", "attention_sinks": True, "positions": "alibi",
+        "isolate_documents": True, "compressed_length": 4, "compression_rate": 2,
     },
     # Together with those above, every pair of members that a model can have.
     "members_together": {**TOGETHER, "positions": "rope", "num_key_heads": 1},
     "members_with_tokens": {**TOGETHER, "memory_tokens": 2},
-}
+}  # fmt: skip
 
 # With enough memory it does not matter where segments end; memory tokens come once per segment.
 CUT_ANYWHERE = [name for name, options in VARIANTS.items() if "memory_tokens" not in options]
@@ -123,9 +95,7 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any
     return model
 
 
-def random_tokens(
-    num_lanes: int, length: int, seed: int = 0, vocab_size: int = TINY.vocab_size
-) -> Tensor:
+def random_tokens(num_lanes: int, length: int, seed: int = 0, vocab_size: int = 37) -> Tensor:
     """Token ids [B, T]."""
     return torch.from_numpy(np.random.RandomState(seed).randint(0, vocab_size, (num_lanes, length)))
 
@@ -142,9 +112,8 @@ def other_tokens(tokens: Tensor) -> Tensor:
 
 def random_starts(num_lanes: int, length: int, seed: int = 0) -> Tensor:
     """Document starts [B, T], about every fifth token."""
-    return torch.from_numpy(
-        np.random.RandomState(seed + 1000).uniform(size=(num_lanes, length)) < 0.2
-    )
+    numbers_BT = np.random.RandomState(seed + 1000).uniform(size=(num_lanes, length))
+    return torch.from_numpy(numbers_BT < 0.2)
 
 
 def stream_nll(
@@ -159,13 +128,11 @@ def stream_nll(
     parts = []
     first = 0
     for length in segment_lengths:
-        tokens_BL, targets_BL = (
-            stream_BT[:, first : first + length],
-            stream_BT[:, first + 1 : first + length + 1],
-        )
-        starts_BL = None if starts_BT is None else starts_BT[:, first : first + length]
+        last = first + length
+        tokens_BL, targets_BL = stream_BT[:, first:last], stream_BT[:, first + 1 : last + 1]
+        starts_BL = None if starts_BT is None else starts_BT[:, first:last]
         nll_BL, memory = model(tokens_BL, targets_BL, memory, starts_BL, dropout=dropout)
         parts.append(nll_BL)
-        first += length
+        first = last
     assert first == stream_BT.shape[1] - 1
     return torch.cat(parts, dim=1), memory

@@ -27,8 +27,6 @@ from pretrain.model.lane_state import Memory
 from pretrain.run import build_engine
 
 STEPS = 2  # the second is the first with a full memory, and later ones take as much
-
-
 ATTEMPTS = 20
 NEGLIGIBLE = 0.01  # of the peak
 
@@ -58,10 +56,9 @@ def take_steps(run: RunConfig, world: World) -> None:
     engine = build_engine(run, world)
     generator = np.random.default_rng(0)
     memories: list[Memory | None] = [None] * accumulation_steps(run, world.world_size)
+    shape = (run.data.lanes, run.lane_tokens_per_step + 1)
     for step in range(STEPS):
-        tokens_BX = generator.integers(
-            0, run.model.vocab_size, (run.data.lanes, run.lane_tokens_per_step + 1)
-        )
+        tokens_BX = generator.integers(0, run.model.vocab_size, shape)
         starts_BL = np.zeros_like(tokens_BX[:, 1:], dtype=bool)
         batch = SegmentBatch(tokens_BX[:, :-1], tokens_BX[:, 1:], starts_BL, range(run.data.lanes))
         for slot, part in enumerate(batch.split(len(memories))):
@@ -75,14 +72,9 @@ def main() -> None:
     world = init_world()
     tiny = ModelConfig(vocab_size=50, num_layers=1, d_model=16, num_heads=2, memory_length=8)
     for run in runs:  # what the libraries keep for themselves from the first use on
-        take_steps(
-            replace(
-                run,
-                model=replace(tiny, positions=run.model.positions),
-                data=DataConfig(lanes=run.data.lanes, segment_length=8),
-            ),
-            world,
-        )
+        model = replace(tiny, positions=run.model.positions)
+        data = DataConfig(lanes=run.data.lanes, segment_length=8)
+        take_steps(replace(run, model=model, data=data), world)
     print(json.dumps([measured_peak(run, world) for run in runs]))
     destroy_process_group()
 

@@ -45,12 +45,9 @@ class ReferenceAttention(nn.Module):
         content_LCBN = torch.einsum("ibnd,jbnd->ijbn", query_LBNH + u_NH, key_CBNH)
         position_LCBN = _shifted(torch.einsum("ibnd,jnd->ijbn", query_LBNH + v_NH, relative_CNH))
         scores_LCBN = (content_LCBN + position_LCBN) * self.scale
-        scores_LCBN = (
-            scores_LCBN.float()
-            .masked_fill(mask_LC[:, :, None, None], -math.inf)
-            .type_as(scores_LCBN)
-        )
-        weights_LCBN = torch.softmax(scores_LCBN, dim=1)
+        hidden_LC11 = mask_LC[:, :, None, None]
+        masked_LCBN = scores_LCBN.float().masked_fill(hidden_LC11, -math.inf)
+        weights_LCBN = torch.softmax(masked_LCBN.type_as(scores_LCBN), dim=1)
         attended_LBNH = torch.einsum("ijbn,jbnd->ibnd", weights_LCBN, value_CBNH)
         return self.layer_norm(hidden_LBD + self.drop(self.o_net(attended_LBNH.flatten(2))))
 

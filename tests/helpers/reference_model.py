@@ -75,22 +75,15 @@ def _edges(settings: Settings) -> list[int]:
 
 
 def _shapes_and_ties(settings: Settings) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    d, e, div, edges = (
-        settings["d_model"],
-        settings["d_embed"],
-        settings["div_val"],
-        _edges(settings),
-    )
-    width = settings["n_head"] * settings["d_head"]
+    d, e, div, inner = (settings[name] for name in ("d_model", "d_embed", "div_val", "d_inner"))
+    edges, width = _edges(settings), settings["n_head"] * settings["d_head"]
     bias = (settings["n_head"], settings["d_head"])
     bias = (settings["n_layer"], *bias) if settings["untie_r"] else bias
     shapes: dict[str, tuple[int, ...]] = {"r_w_bias": bias, "r_r_bias": bias}
     ties = {}
     tables = len(edges) - 1 if div > 1 else 1
     for i in range(tables):
-        rows, columns = (
-            (edges[i + 1] - edges[i], e // div**i) if div > 1 else (settings["n_token"], e)
-        )
+        rows, columns = (edges[i + 1] - edges[i] if div > 1 else settings["n_token"], e // div**i)
         shapes[f"word_emb.emb_layers.{i}.weight"] = (rows, columns)
         shapes[f"crit.out_layers.{i}.bias"] = (rows,)
         if settings["tie_weight"]:
@@ -105,23 +98,16 @@ def _shapes_and_ties(settings: Settings) -> tuple[dict[str, tuple[int, ...]], di
         else:
             shapes[f"crit.out_projs.{i}"] = (d, e // div**i)
     if settings["cutoffs"]:
-        shapes |= {
-            "crit.cluster_weight": (len(settings["cutoffs"]), e),
-            "crit.cluster_bias": (len(settings["cutoffs"]),),
-        }
+        shapes["crit.cluster_weight"] = (len(settings["cutoffs"]), e)
+        shapes["crit.cluster_bias"] = (len(settings["cutoffs"]),)
     for layer in range(settings["n_layer"]):
         attention, feed_forward = f"layers.{layer}.dec_attn.", f"layers.{layer}.pos_ff."
-        shapes |= {
-            attention + "qkv_net.weight": (3 * width, d),
-            attention + "r_net.weight": (width, d),
-        }
-        shapes |= {attention + "o_net.weight": (d, width)}
-        shapes |= {feed_forward + "CoreNet.0.weight": (settings["d_inner"], d)}
-        shapes |= {feed_forward + "CoreNet.0.bias": (settings["d_inner"],)}
-        shapes |= {
-            feed_forward + "CoreNet.3.weight": (d, settings["d_inner"]),
-            feed_forward + "CoreNet.3.bias": (d,),
-        }
+        shapes[attention + "qkv_net.weight"] = (3 * width, d)
+        shapes[attention + "r_net.weight"] = (width, d)
+        shapes[attention + "o_net.weight"] = (d, width)
+        for number, sizes in ((0, (inner, d)), (3, (d, inner))):
+            shapes[feed_forward + f"CoreNet.{number}.weight"] = sizes
+            shapes[feed_forward + f"CoreNet.{number}.bias"] = sizes[:1]
         for part in (attention, feed_forward):
             shapes |= {part + "layer_norm.weight": (d,), part + "layer_norm.bias": (d,)}
     return shapes, ties
@@ -130,29 +116,23 @@ def _shapes_and_ties(settings: Settings) -> tuple[dict[str, tuple[int, ...]], di
 def _embed(state: State, settings: Settings, tokens: Tensor) -> Tensor:
     edges, vectors = _edges(settings), []
     for token in tokens.flatten().tolist():
+        i, first = 0, 0
         if settings["div_val"] > 1:
             i = max(bin_ for bin_ in range(len(edges) - 1) if token >= edges[bin_])
-            vectors.append(
-                state[f"word_emb.emb_projs.{i}"]
-                @ state[f"word_emb.emb_layers.{i}.weight"][token - edges[i]]
-            )
-        else:
-            vector = state["word_emb.emb_layers.0.weight"][token]
-            vectors.append(
-                state["word_emb.emb_projs.0"] @ vector
-                if "word_emb.emb_projs.0" in state
-                else vector
-            )
+            first = edges[i]
+        vector, projection = (
+            state[f"word_emb.emb_layers.{i}.weight"][token - first],
+            f"word_emb.emb_projs.{i}",
+        )
+        vectors.append(state[projection] @ vector if projection in state else vector)
     return torch.stack(vectors).view(*tokens.shape, -1) * math.sqrt(settings["d_model"])
 
 
 def _norm(state: State, name: str, rows: Tensor) -> Tensor:
     centered = rows - rows.mean(-1, keepdim=True)
     variance = centered.square().mean(-1, keepdim=True)
-    return (
-        centered / (variance + 1e-5).sqrt() * state[name + "layer_norm.weight"]
-        + state[name + "layer_norm.bias"]
-    )
+    weight, bias = (state[f"{name}layer_norm.{part}"] for part in ("weight", "bias"))
+    return centered / (variance + 1e-5).sqrt() * weight + bias
 
 
 def _encoding(distance: int, settings: Settings) -> Tensor:
@@ -160,57 +140,41 @@ def _encoding(distance: int, settings: Settings) -> Tensor:
         distance = min(distance, settings["clamp_len"])
     d = settings["d_model"]
     angles = [distance / 10000 ** (2 * c / d) for c in range(d // 2)]
-    return torch.tensor(
-        [math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64
-    )
+    values = [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _layer(state: State, settings: Settings, layer: int, hidden: Tensor, memory: Tensor) -> Tensor:
     attention, feed_forward = f"layers.{layer}.dec_attn.", f"layers.{layer}.pos_ff."
 
-    def fed_forward(rows: Tensor) -> Tensor:
-        inner = torch.relu(
-            rows @ state[feed_forward + "CoreNet.0.weight"].T
-            + state[feed_forward + "CoreNet.0.bias"]
-        )
-        return (
-            inner @ state[feed_forward + "CoreNet.3.weight"].T
-            + state[feed_forward + "CoreNet.3.bias"]
-        )
+    def linear(rows: Tensor, name: str) -> Tensor:
+        return rows @ state[f"{feed_forward}{name}.weight"].T + state[f"{feed_forward}{name}.bias"]
 
-    rows = torch.cat([memory, hidden])
+    def fed_forward(rows: Tensor) -> Tensor:
+        return linear(torch.relu(linear(rows, "CoreNet.0")), "CoreNet.3")
+
+    rows, count = torch.cat([memory, hidden]), hidden.shape[0]
     if settings["pre_lnorm"]:
-        summed = hidden + _attended(
-            state, settings, layer, _norm(state, attention, rows), hidden.shape[0]
-        )
+        summed = hidden + _attended(state, settings, layer, _norm(state, attention, rows), count)
         return summed + fed_forward(_norm(state, feed_forward, summed))
-    summed = _norm(
-        state, attention, hidden + _attended(state, settings, layer, rows, hidden.shape[0])
-    )
+    attended = _attended(state, settings, layer, rows, count)
+    summed = _norm(state, attention, hidden + attended)
     return _norm(state, feed_forward, summed + fed_forward(summed))
 
 
-def _attended(
-    state: State, settings: Settings, layer: int, rows: Tensor, num_queries: int
-) -> Tensor:
-    """One head, one query, one key at a time; lanes side by side."""
+def _attended(state: State, settings: Settings, layer: int, rows: Tensor, count: int) -> Tensor:
+    """Of the last rows: one head, one query, one key at a time; lanes side by side."""
     name, heads, width = f"layers.{layer}.dec_attn.", settings["n_head"], settings["d_head"]
     query, key, value = (rows @ state[name + "qkv_net.weight"].T).split(heads * width, dim=-1)
-    num_memory = rows.shape[0] - num_queries
+    u, v = (state[bias] for bias in ("r_w_bias", "r_r_bias"))
+    if settings["untie_r"]:
+        u, v = u[layer], v[layer]
     outputs = []
-    for i in range(num_memory, rows.shape[0]):
-        output = []
+    for i in range(rows.shape[0] - count, rows.shape[0]):
+        first = i + 1 - settings["mem_len"] if settings["same_length"] else 0
+        keys, output = list(range(max(0, first), i + 1)), []
         for head in range(heads):
             part = slice(head * width, (head + 1) * width)
-            u, v = (
-                state[b][layer] if settings["untie_r"] else state[b]
-                for b in ("r_w_bias", "r_r_bias")
-            )
-            keys = [
-                j
-                for j in range(i + 1)
-                if not settings["same_length"] or i - j < settings["mem_len"]
-            ]
             scores = []
             for j in keys:
                 relative = (state[name + "r_net.weight"] @ _encoding(i - j, settings))[part]
@@ -229,13 +193,9 @@ def _nll(state: State, settings: Settings, hidden: Tensor, targets: Tensor) -> T
     clusters = len(settings["cutoffs"])
 
     def logits(row: Tensor, i: int) -> Tensor:
-        j, rows = (
-            (i, slice(None)) if settings["div_val"] > 1 else (0, slice(edges[i], edges[i + 1]))
-        )
-        weight, bias = (
-            state[f"crit.out_layers.{j}.weight"][rows],
-            state[f"crit.out_layers.{j}.bias"][rows],
-        )
+        has_bins = settings["div_val"] > 1
+        j, rows = (i, slice(None)) if has_bins else (0, slice(edges[i], edges[i + 1]))
+        weight, bias = (state[f"crit.out_layers.{j}.{part}"][rows] for part in ("weight", "bias"))
         if i == 0 and clusters:
             weight = torch.cat([weight, state["crit.cluster_weight"]])
             bias = torch.cat([bias, state["crit.cluster_bias"]])

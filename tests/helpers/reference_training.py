@@ -19,13 +19,8 @@ from tests.helpers.reference_attention import ReferenceAttention
 class _FeedForward(nn.Module):
     def __init__(self, d_model: int, d_inner: int, dropout: float) -> None:
         super().__init__()
-        self.CoreNet = nn.Sequential(
-            nn.Linear(d_model, d_inner),
-            nn.ReLU(),
-            nn.Dropout(dropout),
-            nn.Linear(d_inner, d_model),
-            nn.Dropout(dropout),
-        )
+        rows = (nn.Linear(d_model, d_inner), nn.ReLU(), nn.Dropout(dropout))
+        self.CoreNet = nn.Sequential(*rows, nn.Linear(d_inner, d_model), nn.Dropout(dropout))
         self.layer_norm = nn.LayerNorm(d_model)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -64,9 +59,8 @@ class ReferenceTransformerXL(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.word_emb = _Tables("emb_layers", self.embedding)
-        self.layers = nn.ModuleList(
-            _Layer(num_heads, d_model, d_inner, dropout) for _ in range(num_layers)
-        )
+        sizes = (num_heads, d_model, d_inner, dropout)
+        self.layers = nn.ModuleList(_Layer(*sizes) for _ in range(num_layers))
         self.output = nn.Linear(d_model, vocab_size)
         self.output.weight = self.embedding.weight
         self.crit = _Tables("out_layers", self.output)
@@ -82,19 +76,15 @@ class ReferenceTransformerXL(nn.Module):
         num_queries, d_model = tokens_LB.shape[0], self.embedding.embedding_dim
         hidden_LBD = self.drop(self.embedding(tokens_LB) * math.sqrt(d_model))
         num_keys = num_queries + (memory[0].shape[0] if memory else 0)
-        mask_LC = torch.ones(num_queries, num_keys, dtype=torch.bool).triu(
-            1 + num_keys - num_queries
-        )
+        every_LC = torch.ones(num_queries, num_keys, dtype=torch.bool)
+        mask_LC = every_LC.triu(1 + num_keys - num_queries)
         encodings_CD = self.drop(_encodings(num_keys, d_model).to(hidden_LBD.dtype))
         levels = [hidden_LBD]
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, _Layer)
             memory_MBD = memory[index] if memory else hidden_LBD[:0].detach()
-            hidden_LBD = layer.pos_ff(
-                layer.dec_attn(
-                    hidden_LBD, encodings_CD, self.r_w_bias, self.r_r_bias, mask_LC, memory_MBD
-                )
-            )
+            shared = (encodings_CD, self.r_w_bias, self.r_r_bias, mask_LC)
+            hidden_LBD = layer.pos_ff(layer.dec_attn(hidden_LBD, *shared, memory_MBD))
             levels.append(hidden_LBD)
         logits = self.output(self.drop(hidden_LBD)).flatten(0, 1)
         memory = [
@@ -126,11 +116,8 @@ class ReferenceTrainer:
 
 def original_state(model: ReferenceTransformerXL) -> dict[str, Tensor]:
     """The model's tensors under the original's names only."""
-    return {
-        name: values
-        for name, values in model.state_dict().items()
-        if not name.startswith(("embedding.", "output."))
-    }
+    own, state = ("embedding.", "output."), model.state_dict()
+    return {name: values for name, values in state.items() if not name.startswith(own)}
 
 
 def _encodings(num_keys: int, d_model: int) -> Tensor:

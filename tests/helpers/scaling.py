@@ -28,9 +28,8 @@ def make_points(
     source: str = "points",
 ) -> Points:
     """Points from arrays; C defaults to 6 N D and budgets to groups of about equal C."""
-    num_parameters_P, tokens_P, loss_P = (
-        np.asarray(column, float) for column in (parameters, tokens, loss)
-    )
+    columns = (np.asarray(column, float) for column in (parameters, tokens, loss))
+    num_parameters_P, tokens_P, loss_P = columns
     flops_P = 6 * num_parameters_P * tokens_P if flops is None else np.asarray(flops, float)
     count = len(loss_P)
     return Points(
@@ -64,12 +63,10 @@ def simulated(
     factor_P = np.tile(np.geomspace(1 / spread, spread, num_sizes), count)
     n_P = log_optimum(law.theta, np.log(budget_P), flops_law)[0] + np.log(factor_P)
     size_P, tokens_P = np.exp(n_P), np.exp(flops_law.log_tokens(np.log(budget_P), n_P))
-    loss_P = law.loss(size_P, tokens_P) * np.exp(
-        noise * np.random.default_rng(seed).standard_normal(len(n_P))
-    )
-    return make_points(
-        size_P, tokens_P, loss_P, flops=budget_P, budget=budget_P, source="simulation"
-    )
+    noise_P = noise * np.random.default_rng(seed).standard_normal(len(n_P))
+    loss_P = law.loss(size_P, tokens_P) * np.exp(noise_P)
+    more = {"flops": budget_P, "budget": budget_P, "source": "simulation"}
+    return make_points(size_P, tokens_P, loss_P, **more)
 
 
 def cs336() -> Points:

@@ -85,12 +85,8 @@ def collect(world: World) -> dict[str, object]:
     except DataError as error:
         raised = str(error)
     dist.isend = send
-    return {
-        "values": values,
-        "numbers": [sums, largest],
-        "messages": [of_values, of_no_error],
-        "raised": raised,
-    }
+    messages = [of_values, of_no_error]
+    return {"values": values, "numbers": [sums, largest], "messages": messages, "raised": raised}
 
 
 def agree_and_collect(world: World) -> list[object]:

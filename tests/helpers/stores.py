@@ -128,10 +128,9 @@ class _Handler(BaseHTTPRequestHandler):
         with contextlib.closing(connection):
             connection.request(self.command, self.path, headers=dict(self.headers))
             answer = connection.getresponse()
-            skipped = ("connection", "transfer-encoding", "server", "date")
-            headers = {
-                name: value for name, value in answer.getheaders() if name.lower() not in skipped
-            }
+            headers = dict(answer.getheaders())
+            for name in ("Connection", "Transfer-Encoding", "Server", "Date"):
+                headers.pop(name, None)
             return answer.status, headers, answer.read()
 
 
@@ -162,9 +161,8 @@ def put_directory(endpoint: str, directory: Path, url: str) -> None:
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     for path in sorted(directory.rglob("*")):
         if path.is_file():
-            client(endpoint).upload_file(
-                str(path), bucket, f"{prefix}/{path.relative_to(directory)}".lstrip("/")
-            )
+            key = f"{prefix}/{path.relative_to(directory)}".lstrip("/")
+            client(endpoint).upload_file(str(path), bucket, key)
 
 
 @functools.cache  # one takes a tenth of a second, and uploads of a corpus take one each
@@ -172,10 +170,5 @@ def client(endpoint: str):
     """For what tests do behind the project's back."""
     import boto3
 
-    return boto3.client(
-        "s3",
-        endpoint_url=endpoint,
-        region_name="us-east-1",
-        aws_access_key_id="test",
-        aws_secret_access_key="test",
-    )
+    keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
+    return boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", **keys)

@@ -19,13 +19,9 @@ def byte_level_json(texts: Sequence[str], vocab_size: int = 320) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[END],
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    more = {"show_progress": False, "initial_alphabet": alphabet, "special_tokens": [END]}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **more))
     return tokenizer.to_str()
 
 
@@ -34,10 +30,8 @@ def llama_like_json(texts: Sequence[str]) -> str:
     from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
     trained = Tokenizer(models.BPE())
-    trained.train_from_iterator(
-        [text.replace(" ", "\u2581") for text in texts],
-        trainers.BpeTrainer(vocab_size=80, show_progress=False),
-    )
+    trainer = trainers.BpeTrainer(vocab_size=80, show_progress=False)
+    trained.train_from_iterator([text.replace(" ", "\u2581") for text in texts], trainer)
     model = json.loads(trained.to_str())["model"]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256))]
     names += sorted(model["vocab"], key=model["vocab"].get)

@@ -17,13 +17,9 @@ SECONDS = 850  # the interpreter is slow, and slower on a busy machine
 
 def interpreted(module: str) -> Any:
     """What `python -m MODULE` prints as JSON while it interprets kernels."""
-    finished = subprocess.run(
-        [sys.executable, "-m", module],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    command, environment = [sys.executable, "-m", module], {**os.environ, "TRITON_INTERPRET": "1"}
+    more = {"capture_output": True, "text": True, "timeout": SECONDS}
+    finished = subprocess.run(command, env=environment, **more)
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)
 

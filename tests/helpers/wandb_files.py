@@ -33,11 +33,8 @@ def records_of(path: Path) -> Iterator[Any]:
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """The rows of the history, as name -> value."""
+    records = [each for each in records_of(path) if each.WhichOneof("record_type") == "history"]
     return [
-        {
-            item.key or ".".join(item.nested_key): json.loads(item.value_json)
-            for item in record.history.item
-        }
-        for record in records_of(path)
-        if record.WhichOneof("record_type") == "history"
+        {each.key or ".".join(each.nested_key): json.loads(each.value_json) for each in items}
+        for items in (record.history.item for record in records)
     ]

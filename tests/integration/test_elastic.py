@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,13 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import FragmentReader, load_memory
 from pretrain.commands.same_run import STATE_TOLERANCE, differing_progress, differing_values
-from tests.helpers.engine_cells import findings_of, read_result, train_cells
+from tests.helpers.engine_cells import (
+    engine_settings,
+    findings_of,
+    read_result,
+    saved,
+    train_cells,
+)
 
 LANES = range(8)
 # (ranks, ZeRO stage, last step)
@@ -23,9 +30,7 @@ CHAIN = ((2, 1, 4), (4, 3, 7), (1, 0, 10), (2, 2, 13))
 END = CHAIN[-1][-1]
 COMPRESSED = 8  # steps, of which most compress rows
 # What no other test has: the two buckets in turn of a GPU, into which most parameters do not fit.
-OPTIONS: dict[tuple[int, int], dict[str, Any]] = {
-    (2, 2): {"zero": {"overlap_comm": True, "reduce_bucket_size": 1000}}
-}
+OPTIONS = {(2, 2): {"zero": {"overlap_comm": True, "reduce_bucket_size": 1000}}}
 
 
 def chain_cells() -> list[dict[str, Any]]:
@@ -52,13 +57,8 @@ def compressed_cells() -> list[dict[str, Any]]:
     for ranks, lanes in ((1, 8), (4, 1)):
         link = cell(f"compressed-{ranks}", ranks, 1, until=COMPRESSED, save_at=[COMPRESSED])
         link["engine"]["micro_batch_lanes"] = lanes
-        link["model"] = {
-            "num_layers": 2,
-            "memory_length": 12,
-            "compressed_length": 4,
-            "compression_rate": 4,
-            "isolate_documents": True,
-        }
+        memory = {"memory_length": 12, "compressed_length": 4, "compression_rate": 4}
+        link["model"] = {"num_layers": 2, "isolate_documents": True, **memory}
         link["optim"] = {"name": "adamw"}
         cells.append(link)
     return cells
@@ -67,36 +67,20 @@ def compressed_cells() -> list[dict[str, Any]]:
 def drift_cell() -> dict[str, Any]:
     """Four ranks that hold everything whole; one differs in a bit of the EMA before the save."""
     engine = {"kind": "torch", "zero_stage": 0, "precision": "bf16"}
-    drift = [2, "layers.0.feed_forward.inner_weight (ema)"]
-    more = {
-        "until": 1,
-        "save_at": [],
-        "optim": {"ema_decay": 0.9},
-        "drift": drift,
-        "pickle_of_rank": 1,
-    }
+    more = {"until": 1, "save_at": [], "optim": {"ema_decay": 0.9}, "pickle_of_rank": 1}
+    more["drift"] = [2, "layers.0.feed_forward.inner_weight (ema)"]
     return {"name": "drift", "ranks": 4, "engine": engine, **more}
 
 
-def cell(name: str, ranks: int, stage: int, precision: str = "fp32", **more: Any) -> dict[str, Any]:
-    engine = {
-        "zero_stage": stage,
-        "precision": precision,
-        "activation_checkpointing": "none",
-        "micro_batch_lanes": 2,
-    }
+def cell(name: str, ranks: int, stage: int, **more: Any) -> dict[str, Any]:
+    engine = engine_settings(stage, "fp32")
     # All that a lane can carry, but for compressed rows: a state, rows, as many as each layer
     # needs, and memory tokens, which segments of a step teach each other to write. With Muon.
     model = {
-        "num_layers": 3,
-        "layer_kinds": ("deltanet", "attention", "attention"),
-        "memory_length": (12, 12, 5),
-        "memory_tokens": 2,
-        "attention_sinks": True,
-        "softmax_scaling": "log_length",
-        "isolate_documents": True,
-        "base_width": 16,
-    }
+        "num_layers": 3, "layer_kinds": ("deltanet", "attention", "attention"),
+        "memory_length": (12, 12, 5), "memory_tokens": 2, "attention_sinks": True,
+        "softmax_scaling": "log_length", "isolate_documents": True, "base_width": 16,
+    }  # fmt: skip
     optim = {"name": "muon", "ema_decay": 0.9, "gradient_segments": 2}
     return {"name": name, "ranks": ranks, "engine": engine, "optim": optim, "model": model, **more}
 
@@ -116,43 +100,38 @@ def steps_of(output: Path, cell: dict[str, Any], kind: str) -> dict[int, float]:
 def test_a_chain_of_world_sizes_and_stages_keeps_the_losses(output: Path) -> None:
     whole, *links = chain_cells()
     expected = steps_of(output, whole, "losses")
-    losses = {
-        step: loss for link in links for step, loss in steps_of(output, link, "losses").items()
-    }
+    losses = {}
+    for link in links:
+        losses |= steps_of(output, link, "losses")
     assert losses.keys() == expected.keys() == set(range(1, END + 1))
     assert max(abs(losses[step] - expected[step]) for step in expected) < 1e-5
 
 
 @pytest.mark.slow
 def test_what_compresses_learns_the_same_for_any_grouping_of_lanes(output: Path) -> None:
-    whole, parts = (
-        marker.verify(files.step_directory(output / each["name"], COMPRESSED))
-        for each in compressed_cells()
-    )
+    whole, parts = (saved(output, each["name"], COMPRESSED) for each in compressed_cells())
     with FragmentReader(whole) as ours, FragmentReader(parts) as theirs:
         names = {name for name, _ in ours.pieces() if "compressions" in name}
         assert len(names) == 4
         for name in names:
             # Adam divides the gradient by its own size: its first moment shows a wrong scale.
-            expected = ours.whole(name, "exp_avg")
-            assert expected.abs().max() > 0
-            torch.testing.assert_close(
-                theirs.whole(name, "exp_avg"), expected, rtol=0, atol=1e-4 * expected.abs().max()
-            )
+            found, expected = (each.whole(name, "exp_avg") for each in (theirs, ours))
+            largest = expected.abs().max()
+            assert largest > 0
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * largest)
 
 
 @pytest.mark.slow
 def test_each_link_of_the_chain_loads_every_bit(output: Path) -> None:
     """Before its first step it saved what it had loaded: sharded over other files, but equal."""
     links = chain_cells()[1:]
-    for (before, after), (_, _, step) in zip(itertools.pairwise(links), CHAIN, strict=False):
-        left, right = (
-            marker.verify(files.step_directory(output / each["name"], step))
-            for each in (before, after)
-        )
+    for pair, (_, _, step) in zip(itertools.pairwise(links), CHAIN, strict=False):
+        left, right = (saved(output, each["name"], step) for each in pair)
         assert left.index["world_size"] != right.index["world_size"]
         assert not differing_progress(left, right)
-        assert_same_tensors(load_memory(left, LANES), load_memory(right, LANES))
+        memory, again = load_memory(left, LANES), load_memory(right, LANES)
+        assert memory.keys() == again.keys()
+        assert all(torch.equal(memory[name], again[name]) for name in memory)
         with FragmentReader(left) as ours, FragmentReader(right) as theirs:
             assert ours.pieces() == theirs.pieces()
             kinds = {kind for _, kind in ours.pieces()}
@@ -165,7 +144,7 @@ def test_each_link_of_the_chain_loads_every_bit(output: Path) -> None:
 def test_a_rank_whose_replica_drifts_is_named_before_anything_is_written(output: Path) -> None:
     what = drift_cell()["drift"][1]
     error = findings_of(output, "drift")["refused"]["error"]
-    assert f"step 1 was not saved: rank 2 differs in {what}" in error
+    assert re.search(rf"step 1 .* rank 2 .*{re.escape(what)}", error)
     assert not (output / "drift").exists()
 
 
@@ -181,7 +160,7 @@ def test_drift_of_the_weights_that_zero_gathers_is_noticed(output: Path) -> None
     """Of two ranks, nobody can tell which is right."""
     link = chain_cells()[-1]
     error = findings_of(output, link["name"])["refused"]["error"]
-    assert f"step {END} was not saved: ranks 0, 1 differ in {link['drift'][1]}" in error
+    assert re.search(rf"step {END} .* ranks 0, 1 .*{link['drift'][1]}", error)
     saved = [entry.name for entry in (output / link["name"]).iterdir()]
     assert sorted(saved) == [files.step_directory(output, step).name for step in link["save_at"]]
 
@@ -196,33 +175,19 @@ def test_an_evaluation_has_the_same_loss_at_every_world_size_and_stage(output: P
         assert after[step] == pytest.approx(before[step], rel=1e-6)
 
 
-def assert_same_tensors(
-    left: dict[str, torch.Tensor] | None, right: dict[str, torch.Tensor] | None
-) -> None:
-    assert left is not None
-    assert right is not None
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in left)
-
-
 @pytest.mark.slow
 def test_all_ranks_refuse_a_checkpoint_of_which_one_found_a_damaged_file(output: Path) -> None:
     link = chain_cells()[-1]
     found = findings_of(output, link["name"])["resume_points"]
     before, end = link["save_at"]
-    assert found == {
-        "damaged": [before, before],
-        "damaged, progress": before,
-        "repaired": [end, end],
-        "repaired, progress": end,
-    }
+    assert (found["damaged"], found["damaged, progress"]) == ([before, before], before)
+    assert (found["repaired"], found["repaired, progress"]) == ([end, end], end)
 
 
 def ends(output: Path) -> tuple[marker.Checkpoint, marker.Checkpoint]:
     """The last checkpoints of the run in one go and of the chain."""
-    names = (chain_cells()[0]["name"], chain_cells()[-1]["name"])
-    left, right = (marker.verify(files.step_directory(output / name, END)) for name in names)
-    return left, right
+    first, *_, last = chain_cells()
+    return saved(output, first["name"], END), saved(output, last["name"], END)
 
 
 @pytest.mark.slow

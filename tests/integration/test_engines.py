@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import load_weights
 from pretrain.config.run import ModelConfig
@@ -32,6 +31,7 @@ from tests.helpers.engine_cells import (
     findings_of,
     largest_difference,
     plain_torch,
+    saved,
     train_cells,
     whole_and_resumed,
 )
@@ -46,15 +46,12 @@ LAYERS = {"fp32": 1e-4, "bf16": 5e-2}
 # What differs between models in the eyes of an engine: parameters that lie elsewhere, are shared,
 # or learn from a loss of their own.
 MODERN: dict[str, Any] = {
-    "positions": "rope",
-    "norm": "rmsnorm",
-    "feed_forward": "swiglu",
-    "num_key_heads": 1,
-    "query_key_norm": True,
-    "attention_sinks": True,
-    "softmax_scaling": "log_length",
+    "positions": "rope", "norm": "rmsnorm", "feed_forward": "swiglu", "num_key_heads": 1,
+    "query_key_norm": True, "attention_sinks": True, "softmax_scaling": "log_length",
     "z_loss": 1e-3,
-}
+}  # fmt: skip
+ADAPTIVE = {"cutoffs": (40, 100), "div_val": 2, "tie_projections": (False, True, True)}
+COMPILES = {"compile": True}
 DELTANET = {"layer_kinds": ("deltanet", "attention"), "isolate_documents": True}
 # Few lengths of a memory that fills, each of which is compiled.
 COMPILED = {"dropout": 0.0, "memory_length": 8}
@@ -65,15 +62,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "engine": {"attention_kernel": "sdpa"},
     },
     "modern": {"model": MODERN},
-    "adaptive": {
-        "model": {
-            "cutoffs": (40, 100),
-            "div_val": 2,
-            "tie_projections": (False, True, True),
-            "positions": "t5",
-            "base_width": 8,
-        }
-    },
+    "adaptive": {"model": {**ADAPTIVE, "positions": "t5", "base_width": 8}},
     "compressive": {"model": {"compressed_length": 6}},
     "deltanet": {"model": DELTANET},
     # Segments of a step that teach each other through rows, states and memory tokens.
@@ -86,12 +75,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "model": {"compressed_length": 6, "isolate_documents": True},
         "optim": {"ema_decay": 0.9},
     },
-    "compiled": {"model": {**MODERN, **COMPILED}, "engine": {"compile": True}},
-    "compiled-deltanet": {"model": {**DELTANET, **COMPILED}, "engine": {"compile": True}},
-    "compiled-compressive": {
-        "model": {"compressed_length": 6, **COMPILED},
-        "engine": {"compile": True},
-    },
+    "compiled": {"model": {**MODERN, **COMPILED}, "engine": COMPILES},
+    "compiled-deltanet": {"model": {**DELTANET, **COMPILED}, "engine": COMPILES},
+    "compiled-compressive": {"model": {"compressed_length": 6, **COMPILED}, "engine": COMPILES},
 }
 
 CHUNKS = {"logits_chunk_tokens": 6}
@@ -123,11 +109,8 @@ def name_of(stage: int, precision: str, checkpointing: str, model: str, *_: Any)
 
 NAMES = {name_of(*each): each for each in CELLS}
 EVERY_CELL = pytest.mark.parametrize("name", NAMES)
-COMMON: dict[str, Any] = {
-    "faults": [{"step": FAILED, "kind": "nan"}],
-    "skips": [FAILED],
-    "measure_at": [FAILED - 1],
-}
+FAULT = {"step": FAILED, "kind": "nan"}
+COMMON: dict[str, Any] = {"faults": [FAULT], "skips": [FAILED], "measure_at": [FAILED - 1]}
 
 
 def settings_of(model: str) -> dict[str, Any]:
@@ -140,9 +123,8 @@ def all_cells() -> list[dict[str, Any]]:
         settings = settings_of(model)
         own = settings.pop("engine", {})
         engine = {**engine_settings(stage, precision, checkpointing), **engine, **own}
-        cells += whole_and_resumed(
-            name_of(stage, precision, checkpointing, model), engine, **settings
-        )
+        name = name_of(stage, precision, checkpointing, model)
+        cells += whole_and_resumed(name, engine, **settings)
     for stage, precision in zip(STAGES, ("fp32", "bf16") * 2, strict=True):
         # Gradients above the limit, by every way DeepSpeed updates weights.
         limited = {"recovery": {"skip_grad_norm": 1e-6}, "skips": [1, 2], "until": 2}
@@ -235,12 +217,9 @@ def test_another_world_size_and_stage_continue_with_the_same_losses(results: Res
 
 @pytest.mark.slow
 def test_an_ema_resumes_at_another_world_size_and_stage(results: Results, output: Path) -> None:
-    whole, on_one = (
-        marker.verify(files.step_directory(output / name, STEPS)) for name in (EMA, "zero1-on-one")
-    )
-    emas, others, weights = (
-        weights_of(found, ema) for found, ema in ((whole, True), (on_one, True), (whole, False))
-    )
+    whole, on_one = (saved(output, name, STEPS) for name in (EMA, "zero1-on-one"))
+    emas, others = (weights_of(each, ema=True) for each in (whole, on_one))
+    weights = weights_of(whole, ema=False)
     assert all(torch.allclose(emas[name], others[name], rtol=0, atol=1e-5) for name in emas)
     assert max(float((emas[name] - weights[name]).abs().max()) for name in emas) > 1e-3
 

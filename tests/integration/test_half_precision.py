@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
 from pretrain.cli import main
 from pretrain.engines import engine
 from pretrain.engines.engine import cpu_has_fp16
@@ -30,6 +28,7 @@ from tests.helpers.engine_cells import (
     engine_settings,
     largest_difference,
     plain_torch,
+    saved,
     train_cells,
     whole_and_resumed,
 )
@@ -57,8 +56,8 @@ def assert_rejected(corpus: Path, directory: Path, cpu: str = "DEFAULT") -> None
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert "engine.precision=fp16: " in done.stderr
-    assert "engine.precision=bf16" in done.stderr
+    for precision in ("fp16", "bf16"):
+        assert f"engine.precision={precision}" in done.stderr
     assert not (directory / "run").exists()
 
 
@@ -106,15 +105,11 @@ def test_gradients_infinite_on_a_rank_halve_the_scale_and_a_nan_loss_does_not(re
     """The worker compares every bit of both ranks before and after each skipped step."""
     for stage in STAGES if results else ():
         found = results[f"zero{stage}"]
-        assert [math.isfinite(loss) for loss in found["losses"].values()] == [
-            step != NAN for step in range(1, STEPS + 1)
-        ]
-        assert [math.isfinite(norm) for norm in found["norms"].values()] == [
-            step not in (INFINITE, NAN) for step in range(1, STEPS + 1)
-        ]
-        assert list(found["scales"].values()) == [FITTING] * INFINITE + [FITTING / 2] * (
-            STEPS - INFINITE
-        )
+        for kind, steps in (("losses", [NAN]), ("norms", [INFINITE, NAN])):
+            values = found[kind].items()
+            assert [step for step, value in values if not math.isfinite(value)] == steps
+        scales = [FITTING] * INFINITE + [FITTING / 2] * (STEPS - INFINITE)
+        assert list(found["scales"].values()) == scales
 
 
 @pytest.mark.slow
@@ -139,10 +134,8 @@ def test_a_resumed_run_repeats_losses_state_and_scale_bitwise(results: Results, 
 def test_another_world_size_and_stage_continue_with_the_scale(results: Results, output: Path):
     if not results:
         return
-    before, after = (
-        marker.verify(files.step_directory(output / name, HALF)).index["loss_scale"]
-        for name in ("zero3-large", "on-one")
-    )
+    names = ("zero3-large", "on-one")
+    before, after = (saved(output, name, HALF).index["loss_scale"] for name in names)
     assert before == after
     assert before["scale"] not in (FITTING, TOO_LARGE)
     assert results["on-one"]["scales"][HALF + 1] == before["scale"]
@@ -156,19 +149,15 @@ def test_the_search_for_a_loss_scale_is_shown_and_ends_no_run(tiny_corpus, tmp_p
     monkeypatch.setattr(engine, "INITIAL_SCALE", TOO_LARGE)
     experiment = tmp_path / "half.yaml"
     experiment.write_text(f"data: {{path: {tiny_corpus}}}\n")
-    more = [
-        "metrics.interval=1",
-        "optim.steps=5",  # more than half of them overflow
-    ]
+    more = ["metrics.interval=1", "optim.steps=5"]  # more than half of them overflow
     run_dir = RunDir(tmp_path / "run")
     assert main(["train", str(experiment), *TINY, *more, "--run-dir", str(run_dir.path)]) == 0
     lines = [line for line in run_dir.read_metrics() if line["kind"] == "train"]
     assert [line["overflowed"] for line in lines[:3]] == [True] * 3
     assert [line["skipped"] for line in lines] == [line["overflowed"] for line in lines]
     assert [line["loss_scale"] for line in lines[:3]] == [TOO_LARGE, TOO_LARGE / 2, TOO_LARGE / 4]
-    assert all("memory_norm/layer.0" in line for line in lines), (
-        "a segment whose gradients overflow is remembered"
-    )
+    # A segment whose gradients overflow is remembered.
+    assert all("memory_norm/layer.0" in line for line in lines)
 
 
 def test_a_run_on_a_cpu_without_fp16_is_rejected_in_one_line(tiny_corpus: Path, tmp_path: Path):

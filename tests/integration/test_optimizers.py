@@ -26,7 +26,7 @@ from tests.helpers.engine_cells import (
 
 PRECISIONS = [kind for kind in get_args(Precision) if kind != "fp16" or cpu_has_fp16()]
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
-SCALE = {"fp16": {"loss_scale": (2.0**12, 1000)}}
+SCALE: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {}, "fp16": {"loss_scale": (4096.0, 1000)}}
 RATES = {"lamb": 0.01, "muon": 0.003}
 # Every stage in fp32; half precision, which DeepSpeed gives wrappers of its own, with one of the
 # two optimizers each.
@@ -38,15 +38,12 @@ RESUMED = "zero1-fp32"  # on two ranks, then on one at stage 3
 
 def engines_of(optimizer: str) -> dict[str, dict[str, Any]]:
     """Return the engines on two ranks."""
+    stages = {"fp32": STAGES, **HALVES[optimizer]}
     return {
-        **{f"zero{stage}-fp32": engine_settings(stage, "fp32") for stage in STAGES},
         **{
-            f"zero{stage}-{precision}": engine_settings(
-                stage, precision, **SCALE.get(precision, {})
-            )
-            for precision, stages in HALVES[optimizer].items()
-            for stage in stages
-            if precision in PRECISIONS
+            f"zero{stage}-{precision}": engine_settings(stage, precision, **SCALE[precision])
+            for precision in PRECISIONS
+            for stage in stages[precision]
         },
         "offload-fp32": engine_settings(OFFLOADED[optimizer], "fp32", offload_optimizer=True),
         # Stage 3 updates a group part by part if it is large.
@@ -64,12 +61,10 @@ def cells_of(optimizer: str) -> list[dict[str, Any]]:
             cells += whole_and_resumed(whole, engine, **more)
         else:
             cells.append(cell(f"{optimizer}-{name}", engine, **more))
-    alone = {"ranks": 1, "resume": whole, "resume_at": HALF}
-    cells.append(
-        cell(f"{optimizer}-alone-fp32", engine_settings(3, "fp32", micro=0), **more, **alone)
-    )
+    alone = {"ranks": 1, "resume": whole, "resume_at": HALF, **more}
+    cells.append(cell(f"{optimizer}-alone-fp32", engine_settings(3, "fp32", micro=0), **alone))
     for kind in PRECISIONS:
-        plain = plain_torch(kind, **SCALE.get(kind, {}))
+        plain = plain_torch(kind, **SCALE[kind])
         cells.append(cell(f"{optimizer}-torch-{kind}", plain, ranks=1, **more))
     return cells
 

@@ -55,15 +55,9 @@ def is_caught(mutant: Mutant) -> bool:
         shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
         mutant.apply(copy)
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", *mutant.caught_by]
-        environment = {**os.environ, "PYTHONPATH": str(copy)}
-        done = subprocess.run(
-            command,
-            cwd=copy,
-            env=environment,
-            timeout=LIMIT_SECONDS,
-            capture_output=True,
-            text=True,
-        )
+        place = {"cwd": copy, "env": {**os.environ, "PYTHONPATH": str(copy)}}
+        more = {"timeout": LIMIT_SECONDS, "capture_output": True, "text": True}
+        done = subprocess.run(command, **place, **more)
     if done.returncode not in (0, TESTS_FAILED, INTERRUPTED):
         raise RuntimeError(f"{mutant.breaks}: {done.stdout[-500:]}{done.stderr[-500:]}")
     return done.returncode != 0

@@ -29,8 +29,8 @@ from data_pipeline.builder.documents import Document, Reject, read_documents
 from data_pipeline.builder.sources import list_sources
 from data_pipeline.config import CorpusConfig
 from foundation.errors import ConfigError, DataError
-from tests.fuzz.examine import bounded_memory
 from tests.helpers.corpora import make_tiny_corpus, write_jsonl
+from tests.helpers.memory_limit import memory_limit
 
 
 @pytest.fixture
@@ -435,7 +435,7 @@ def test_a_file_that_is_not_text_is_refused_and_named(tmp_path, name, content):
 def test_a_table_that_states_sizes_beyond_memory_is_refused(tmp_path, name):
     """An Arrow stream of the bytes `null` announces 1.8 GB."""
     (tmp_path / name).write_bytes(b"null" if name == "x.arrow" else b"PAR1\xff\xff\xff\x70PAR1")
-    with bounded_memory(1 << 28):
+    with memory_limit(1 << 28):
         refuse(tmp_path / name, tmp_path)
 
 
