@@ -188,14 +188,14 @@ def test_a_killed_run_resumes_from_the_local_step_bitwise_and_leaves_nothing_the
 @pytest.mark.slow
 def test_all_ranks_refuse_a_step_of_which_one_rank_has_a_damaged_file(output):
     assert resumed(output, "damaged") == [(8, True)]
-    assert "step 10 are not used: rank 1: " in log_of(output, "damaged")
+    assert re.search("step 10 .* rank 1: ", log_of(output, "damaged"))
     assert_bitwise(output, "damaged")
 
 
 @pytest.mark.slow
 def test_a_rank_on_another_node_sends_all_to_the_shared_checkpoint(output):
     assert resumed(output, "moved-once") == [(6, False)]
-    assert re.search(r"rank 1: .* step 6, the shared", log_of(output, "moved"))
+    assert re.search(r"rank 1: .* step 6, ", log_of(output, "moved"))
 
 
 @pytest.mark.slow

@@ -17,8 +17,10 @@ import yaml
 
 from pretrain.cli import main
 from pretrain.weights.export import load_export, load_trained
+from tests.helpers.checkpoints import flip_a_bit
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.full_disk import full_disk
+from tests.helpers.models import random_tokens
 from tests.helpers.owners import give_away
 
 
@@ -43,9 +45,7 @@ def test_the_export_has_the_runs_logits_bit_for_bit(exported):
     run, output = exported
     of_run = load_trained(run, torch.device("cpu"))
     module, config, step = load_export(output)
-    tokens_BL = torch.randint(
-        config.model.vocab_size, (2, 12), generator=torch.Generator().manual_seed(1)
-    )
+    tokens_BL = random_tokens(2, 12, vocab_size=config.model.vocab_size)
     with torch.no_grad():
         expected, _ = of_run.module.logits_BLV(tokens_BL)
         found, _ = module.logits_BLV(tokens_BL)
@@ -76,23 +76,15 @@ def test_a_new_run_starts_from_the_weights_of_an_export(exported, tmp_path):
     settings += ["optim.steps=2", "optim.learning_rate=1e-30"]
     train = ["train", str(run.parent / "tiny.yaml"), f"--run-dir={tmp_path / 'run'}", *settings]
     run_ranks(1, partial(main, train), tmp_path)
-    before, after = (
-        load_export(output)[0],
-        load_trained(tmp_path / "run", torch.device("cpu")).module,
-    )
-    for name, parameter in before.named_parameters():
+    after = load_trained(tmp_path / "run", torch.device("cpu")).module
+    for name, parameter in load_export(output)[0].named_parameters():
         assert torch.equal(after.get_parameter(name), parameter), name
 
 
 def test_weights_of_another_model_are_refused(exported, tmp_path, capsys):
     run, output = exported
-    train = [
-        "train",
-        str(run.parent / "tiny.yaml"),
-        "--run-dir",
-        str(tmp_path / "run"),
-        "model.d_model=16",
-    ]
+    train = ["train", str(run.parent / "tiny.yaml"), f"--run-dir={tmp_path / 'run'}"]
+    train.append("model.d_model=16")
     assert main([*train, f"initial_weights={output}"]) == 2
     assert str(output) in capsys.readouterr().err
     assert main([*train, f"initial_weights={tmp_path}"]) == 2
@@ -135,15 +127,11 @@ def test_context_lengths_of_two_models_are_measured_together(exported, capsys):
 
 
 def test_a_flipped_bit_in_an_exports_weights_is_noticed(exported, tmp_path, capsys):
-    shutil.copytree(exported[1], tmp_path / "out")
-    weights = tmp_path / "out" / "model.safetensors"
-    assert (
-        weights.stat().st_mode & 0o777 == (tmp_path / "out" / "config.json").stat().st_mode & 0o777
-    )
-    raw = bytearray(weights.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    weights.write_bytes(raw)
-    assert main(["generate", str(tmp_path / "out"), "--tokens", "1"]) == 2
+    out = Path(shutil.copytree(exported[1], tmp_path / "out"))
+    weights = out / "model.safetensors"
+    assert weights.stat().st_mode & 0o777 == (out / "config.json").stat().st_mode & 0o777
+    flip_a_bit(weights)
+    assert main(["generate", str(out), "--tokens", "1"]) == 2
     assert "model.safetensors" in capsys.readouterr().err
 
 
@@ -156,55 +144,38 @@ def rewrite(config: Path, change: Callable[[dict[str, Any]], object]) -> None:
     config.write_text(json.dumps({**content, "hash": hashlib.sha256(text.encode()).hexdigest()}))
 
 
-def larger(tree: dict[str, Any], **settings: int) -> None:
-    tree["run"]["model"].update(settings)
+def enlarge(config: Path, **settings: int) -> None:
+    rewrite(config, lambda tree: tree["run"]["model"].update(settings))
 
 
-# What somebody could do to an export -> what is said about it.
-FORGED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "another tokenizer": (
-        lambda out: (out / "tokenizer" / "tokenizer.json").write_text("{}"),
-        "tokenizer/tokenizer.json",
-    ),
-    "a model for the tokenizer": (
-        lambda out: (out / "tokenizer" / "tokenizer.model").write_bytes(b"x"),
-        "tokenizer/tokenizer.model",
-    ),
-    "no tokenizer": (lambda out: shutil.rmtree(out / "tokenizer"), "tokenizer/tokenizer.json"),
-    "a pipe for a tokenizer": (
-        lambda out: (
-            (out / "tokenizer" / "tokenizer.json").unlink(),
-            os.mkfifo(out / "tokenizer" / "tokenizer.json"),
-        ),
-        "tokenizer/tokenizer.json",
-    ),
-    "other settings": (
-        lambda out: (out / "config.json").write_text(
-            (out / "config.json").read_text().replace('"num_heads": 2', '"num_heads": 4')
-        ),
-        "config.json",
-    ),
-    "ten million layers": (
-        lambda out: rewrite(out / "config.json", lambda tree: larger(tree, num_layers=10**7)),
-        "num_layers=10000000",
-    ),
-    "4,096 wide layers": (
-        lambda out: rewrite(
-            out / "config.json", lambda tree: larger(tree, num_layers=4096, d_model=4096)
-        ),
-        "model.safetensors",
-    ),
-}
+def a_pipe_for(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
-@pytest.mark.parametrize("how", FORGED)
-def test_a_forged_export_is_refused_in_one_line_before_any_draw(exported, tmp_path, how, capsys):
-    forge, said = FORGED[how]
-    shutil.copytree(exported[1], tmp_path / "out")
-    forge(tmp_path / "out")
-    assert main(["generate", str(tmp_path / "out"), "--tokens", "1"]) == 2
+def more_heads(config: Path) -> None:
+    config.write_text(config.read_text().replace('"num_heads": 2', '"num_heads": 4'))
+
+
+# A file of an export, what somebody could do to it, and what is said about it unless that is named.
+FORGED: list[tuple[str, Callable[[Path], object], str]] = [
+    ("tokenizer/tokenizer.json", lambda path: path.write_text("{}"), ""),
+    ("tokenizer/tokenizer.model", lambda path: path.write_bytes(b"x"), ""),
+    ("tokenizer/tokenizer.json", lambda path: shutil.rmtree(path.parent), ""),
+    ("tokenizer/tokenizer.json", a_pipe_for, ""),
+    ("config.json", more_heads, ""),
+    ("config.json", partial(enlarge, num_layers=10**7), "num_layers=10000000"),
+    ("config.json", partial(enlarge, num_layers=4096, d_model=4096), "model.safetensors"),
+]
+
+
+@pytest.mark.parametrize(("file", "forge", "said"), FORGED)
+def test_a_forged_export_is_refused_before_any_draw(exported, tmp_path, capsys, file, forge, said):
+    out = Path(shutil.copytree(exported[1], tmp_path / "out"))
+    forge(out / file)
+    assert main(["generate", str(out), "--tokens", "1"]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert (said or file) in error
     assert len(error.splitlines()) == 1
 
 

@@ -37,13 +37,9 @@ PARTS = {
 @pytest.mark.slow
 def test_a_step_of_each_kind_runs_and_is_not_run_again(tmp_path: Path, capsys) -> None:
     arguments = ["gpu", "--dry-run", "--out", str(tmp_path), "--steps", ",".join(STEPS_HERE)]
+    command = [sys.executable, "-m", "benchmarks", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     found = findings_in(tmp_path / "results.jsonl")
     assert done.returncode == 0, (done.stdout, done.stderr, found)
     ends = [each for each in found if each.part == END]

@@ -11,13 +11,15 @@ import pytest
 
 from launcher.cli import main
 from pretrain.processes.local_ranks import RankGroup, train_command
-from pretrain.rundir.events import Event, Slowdown
+from pretrain.rundir.events import Slowdown
+from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import AttemptFiles, RunDir
+from tests.helpers.jobs import until
 from tests.integration.test_checkpoint_failures import SETTINGS
 
 
-def is_stall(event: Event) -> bool:
-    return isinstance(event, Slowdown) and event.ratio is None
+def stalls_in(run_dir: RunDir) -> list[Slowdown]:
+    return [each for each in events_of(run_dir.ledger.read(), Slowdown) if each.ratio is None]
 
 
 @pytest.mark.slow
@@ -25,28 +27,25 @@ def test_ranks_wait_for_a_stopped_one_and_name_it_but_not_forever(tiny_corpus, t
     experiment = tmp_path / "tiny.yaml"
     experiment.write_text(f"data: {{path: {tiny_corpus}}}\n")
     run_dir = RunDir(tmp_path / "run")
-    command = train_command(experiment, run_dir.path, *SETTINGS)
-    command += [
-        "optim.steps=100000",
-        "checkpoint.interval=100000",
-        "engine.watchdog_timeout_seconds=15",
-    ]
+    endless = ("optim.steps=100000", "checkpoint.interval=100000")
+    patience = "engine.watchdog_timeout_seconds=15"
+    command = train_command(experiment, run_dir.path, *SETTINGS, *endless, patience)
     run_dir.path.mkdir()
     with RankGroup(command, 2, run_dir.logs, attempt=3) as group:
-        deadline = time.monotonic() + 300
-        while not run_dir.read_metrics():
-            assert time.monotonic() < deadline, group.logs[0].read_text()
+
+        def ranks_reach(condition) -> None:
+            until(lambda: condition() or group.poll() != [None, None], 300)
             assert group.poll() == [None, None], group.logs[0].read_text()
-            time.sleep(0.05)
+
+        ranks_reach(run_dir.read_metrics)
         os.kill(group.pids[1], signal.SIGSTOP)
         time.sleep(5.5)
         os.kill(group.pids[1], signal.SIGCONT)
-        while not (stalls := [each for each in run_dir.ledger.read() if is_stall(each)]):
-            assert group.poll() == [None, None], group.logs[0].read_text()
-            time.sleep(0.05)
+        ranks_reach(lambda: stalls_in(run_dir))
+        (stall,) = stalls_in(run_dir)
         os.kill(group.pids[1], signal.SIGSTOP)
         statuses = group.wait(grace=1)
-    assert [getattr(event, "rank", None) for event in stalls] == [1]
+    assert stall.rank == 1
     (stalled,) = [line for line in run_dir.read_metrics() if "stall" in line]
     assert stalled["stall"] > 5 > stalled["seconds"], "not in the time that goodput counts"
     assert statuses == [-signal.SIGALRM, -signal.SIGKILL]
@@ -61,4 +60,4 @@ def test_ranks_wait_for_a_stopped_one_and_name_it_but_not_forever(tiny_corpus, t
     assert not records[-1]["retired"]
     assert any(frame["filename"].endswith("pretrain/train.py") for frame in records[-1]["frames"])
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
-    assert f"--prefix gloo-rank- -j {run_dir.logs}/attempt-3\n" in capsys.readouterr().out
+    assert f"gloo-rank- -j {run_dir.logs}/attempt-3\n" in capsys.readouterr().out

@@ -16,15 +16,11 @@ from foundation.errors import CheckpointError
 from pretrain.cli import main
 from pretrain.weights.export import load_export
 from pretrain.weights.original import checked_loss, import_state, read_state
+from tests.helpers.models import random_tokens
 from tests.helpers.original_settings import config_of_original
 from tests.helpers.reference_model import DEFAULTS, random_state, reference_segment
 
-ADAPTIVE: dict[str, Any] = {
-    "cutoffs": [9, 20],
-    "div_val": 2,
-    "tie_projs": [True] * 3,
-    "untie_r": True,
-}
+ADAPTIVE = {"cutoffs": [9, 20], "div_val": 2, "tie_projs": [True] * 3, "untie_r": True}
 
 
 def original(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -36,8 +32,7 @@ def original(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]
 
 def as_hugging_face(state: dict[str, Tensor]) -> dict[str, Tensor]:
     theirs = {
-        name if name.startswith("crit.") else f"transformer.{name}": value
-        for name, value in state.items()
+        f"transformer.{name}".replace("transformer.crit.", "crit."): state[name] for name in state
     }
     for name in ("crit.cluster_weight", "crit.cluster_bias"):
         theirs[name] = theirs[name].flip(0)
@@ -50,9 +45,7 @@ def as_hugging_face(state: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("options", [{}, ADAPTIVE])
 def test_imported_weights_give_the_originals_losses(options: dict[str, Any]) -> None:
     settings, state = original(options)
-    tokens_LB = torch.randint(
-        0, settings["n_token"], (7, 3), generator=torch.Generator().manual_seed(1)
-    )
+    tokens_LB = random_tokens(7, 3, vocab_size=settings["n_token"])
     expected_LB = reference_segment(state, {}, settings, tokens_LB[:-1], tokens_LB[1:], []).nll
     module = import_state(state, config_of_original(settings))
     with torch.no_grad():
@@ -94,9 +87,7 @@ def test_missing_unused_and_untied_tensors_are_named() -> None:
 
 def test_weights_that_are_no_numbers_fail_the_forward_pass() -> None:
     settings, state = original({})
-    state["layers.0.dec_attn.o_net.weight"] = torch.full_like(
-        state["layers.0.dec_attn.o_net.weight"], torch.nan
-    )
+    state["layers.0.dec_attn.o_net.weight"] *= torch.nan
     with pytest.raises(CheckpointError, match="nan"):
         checked_loss(import_state(state, config_of_original(settings)))
 
@@ -132,13 +123,9 @@ def test_the_command_writes_an_export_with_the_originals_words(tmp_path: Path, c
     (tmp_path / "words.txt").write_text("".join(f"{word} 7\n" for word in words))
     _, state = original({"n_token": len(words)})
     torch.save(state, tmp_path / "state.pt")
-    (tmp_path / "original.yaml").write_text(
-        """model: {num_layers: 2, d_model: 16, num_heads: 2, d_head: 8, d_inner: 24,
-  memory_length: 6}
-data: {path: absent, lanes: 4, segment_length: 8}
-optim: {steps: 1}
-"""
-    )
+    sizes = "num_layers: 2, d_model: 16, num_heads: 2, d_head: 8, d_inner: 24, memory_length: 6"
+    data = "data: {path: absent, lanes: 4, segment_length: 8}"
+    (tmp_path / "original.yaml").write_text(f"model: {{{sizes}}}\n{data}\noptim: {{steps: 1}}\n")
     command = ["import-original", str(tmp_path / "state.pt"), "--output", str(tmp_path / "out")]
     command += ["--config", str(tmp_path / "original.yaml")]
     command += ["--vocabulary", str(tmp_path / "words.txt")]

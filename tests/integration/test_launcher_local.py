@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from launcher.cli import main
 from launcher.run_state import read_state
@@ -154,12 +154,10 @@ def test_attempts_lost_in_four_ways_change_no_loss(experiment, undisturbed, tmp_
     steps = [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"]
     assert steps == list(range(1, STEPS + 1))
     events = run_dir.ledger.read()
-    assert [(each.rank, each.micro_batch_lanes) for each in events_of(events, OutOfMemory)] == [
-        (1, 4)
-    ]
-    assert [each.reason.value for each in events_of(events, AttemptEnded)] == [
-        "out_of_memory", "rank_failed", "stop_requested", "finished",
-    ]  # fmt: skip
+    (lacking,) = events_of(events, OutOfMemory)
+    assert (lacking.rank, lacking.micro_batch_lanes) == (1, 4)
+    reasons = [each.reason.value for each in events_of(events, AttemptEnded)]
+    assert reasons == ["out_of_memory", "rank_failed", "stop_requested", "finished"]
     done = read_state(run_dir.path)
     assert (done.state, done.attempts, done.step, done.checkpoint) == ("done", 4, STEPS, STEPS)
     assert done.time_spent is not None
@@ -170,9 +168,7 @@ def test_what_the_user_must_change_is_tried_once_and_leaves_nothing(experiment, 
     run_dir = tmp_path / "run"
     assert main(["local", str(experiment), f"--run-dir={run_dir}", "data.path=nowhere"]) == 2
     output = capfd.readouterr().err
-    assert re.search(
-        r"ERROR \S+ supervisor: .* rank \d: \S+/nowhere/train ", output.splitlines()[-1]
-    )
+    assert re.search(r"^ERROR .* \S+/nowhere/train ", output.splitlines()[-1])
     assert "Traceback" not in output
     assert "attempt 1: " not in output
     assert not list(tmp_path.iterdir())
@@ -201,12 +197,8 @@ def test_a_second_launcher_on_the_same_run_is_refused(experiment, tmp_path, caps
 
 def test_the_checkpoint_holds_as_many_bytes_as_describe_promises(undisturbed):
     run = undisturbed.config
-    files = list((undisturbed.checkpoints / f"step-{STEPS:08d}").glob("*.safetensors"))
-    tensors = {}
-    for path in files:
-        with safe_open(path, "pt") as file:
-            tensors |= {(path.name, name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    held = sum(
-        tensor.nbytes for (_, key), tensor in tensors.items() if not key.startswith("random.")
-    )
+    held = 0
+    for path in (undisturbed.checkpoints / f"step-{STEPS:08d}").glob("*.safetensors"):
+        tensors = load_file(path)
+        held += sum(tensors[key].nbytes for key in tensors if not key.startswith("random."))
     assert held == checkpoint_bytes(run)

@@ -22,33 +22,19 @@ from pretrain.weights.huggingface.export import write_huggingface
 from tests.helpers.corpora import some_texts
 from tests.helpers.models import tiny_model
 
+
+def task_of(kind: str, text: str, target: str, *metrics: str, **more: Any) -> dict[str, Any]:
+    task = {"output_type": kind, "doc_to_text": text, "doc_to_target": target, **more}
+    return {**task, "metric_list": [{"metric": name} for name in metrics]}
+
+
+QUESTION, CHOICES = "{{question}}", {"doc_to_choice": "{{choices}}"}
+SHORT = {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 6}}
 TASKS = {
-    "choices": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    },
-    "cloze": {
-        "output_type": "loglikelihood",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": " {{choices[0]}}",
-        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
-    },
-    "rolling": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "bits_per_byte"}, {"metric": "byte_perplexity"}],
-    },
-    "continued": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{expected}}",
-        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 6},
-        "metric_list": [{"metric": "exact_match"}],
-    },
+    "choices": task_of("multiple_choice", QUESTION, "{{answer}}", "acc", "acc_norm", **CHOICES),
+    "cloze": task_of("loglikelihood", QUESTION, " {{choices[0]}}", "perplexity", "acc"),
+    "rolling": task_of("loglikelihood_rolling", "", "{{text}}", "bits_per_byte", "byte_perplexity"),
+    "continued": task_of("generate_until", QUESTION, "{{expected}}", "exact_match", **SHORT),
 }
 
 
@@ -80,14 +66,9 @@ def places(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def _greedy(trained: TrainedModel, tokenizer: Tokenizer, question: str) -> str:
-    tokens = generate(
-        trained.module,
-        prompt_tokens(tokenizer, question),
-        sampling=Sampling(temperature=0.0),
-        num_tokens=6,
-        end_id=tokenizer.end_id,
-        segment_length=16,
-    )
+    prompt, end = prompt_tokens(tokenizer, question), tokenizer.end_id
+    more = {"sampling": Sampling(temperature=0.0), "num_tokens": 6, "segment_length": 16}
+    tokens = generate(trained.module, prompt, end_id=end, **more)
     ids = [int(token) for token in tokens]
     ids = ids[: ids.index(tokenizer.end_id)] if tokenizer.end_id in ids else ids
     return tokenizer.decode(ids).split("\n")[0]
@@ -141,10 +122,8 @@ def test_scores_are_those_of_the_export_in_transformers(places, ours):
                 text = tokenizer.decode(ids[start:], skip_special_tokens=True)
                 yield text.split(options["until"][0])[0]
 
-    manager = TaskManager(include_defaults=False)
-    found = simple_evaluate(
-        ExportLM(), tasks=places["tasks"], task_manager=manager, bootstrap_iters=0
-    )
+    more = {"task_manager": TaskManager(include_defaults=False), "bootstrap_iters": 0}
+    found = simple_evaluate(ExportLM(), tasks=places["tasks"], **more)
     assert found is not None
     compared = 0
     for name in TASKS:

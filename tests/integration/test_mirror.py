@@ -47,21 +47,16 @@ def undisturbed(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> R
     return run_dir
 
 
-def keys(endpoint: str, bucket: str) -> set[str]:
-    found = client(endpoint).list_objects_v2(Bucket=bucket.removeprefix("s3://"))
-    return {item["Key"] for item in found.get("Contents", [])}
-
-
 def folders(endpoint: str, bucket: str) -> set[int]:
     """The steps of which the store has any object."""
-    names = (key.split("/")[-2] for key in keys(endpoint, bucket) if "/step-" in key)
-    return {int(name.split("-")[1]) for name in names}
+    found = client(endpoint).list_objects_v2(Bucket=bucket.removeprefix("s3://"))
+    keys = (item["Key"] for item in found.get("Contents", []))
+    return {int(key.split("/")[-2].split("-")[1]) for key in keys if "/step-" in key}
 
 
 def steps_listed(endpoint: str, bucket: str) -> list[int]:
-    answer = client(endpoint).get_object(
-        Bucket=bucket.removeprefix("s3://"), Key="runs/tiny/mirror.json"
-    )
+    name = bucket.removeprefix("s3://")
+    answer = client(endpoint).get_object(Bucket=name, Key="runs/tiny/mirror.json")
     return [each["step"] for each in json.loads(answer["Body"].read())["checkpoints"]]
 
 
@@ -88,9 +83,8 @@ def test_a_run_whose_disk_is_gone_resumes_from_the_store(
     events = second.ledger.read()
     assert events_of(events, Restored) == [Restored(step=10, url=url)]
     assert events_of(events, TrainingBegan)[-1].step == 10
-    assert [line["step"] for line in second.read_metrics() if line["kind"] == "train"] == list(
-        range(1, STEPS + 1)
-    )
+    steps = [line["step"] for line in second.read_metrics() if line["kind"] == "train"]
+    assert steps == list(range(1, STEPS + 1))
     # The store keeps what the run's retention keeps, and nothing else.
     assert steps_listed(s3_endpoint, bucket)[-1] == STEPS
     assert folders(s3_endpoint, bucket) == set(steps_listed(s3_endpoint, bucket))

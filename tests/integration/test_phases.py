@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -77,24 +78,17 @@ def uninterrupted(experiment: Path) -> tuple[RunDir, str]:
     return run_dir, said.getvalue()
 
 
-def ends_of_phases(run_dir: RunDir) -> list[TrainingEnded]:
-    return events_of(run_dir.ledger.read(), TrainingEnded)
-
-
 def test_each_phase_reads_its_own_data_in_its_own_lanes(corpora, uninterrupted):
     run_dir, said = uninterrupted
-    assert "phase 1 from step 6: 4 lanes restart; " in said
-    assert "phase 2 from step 12: 8 lanes restart; " in said
+    assert re.search("phase 1 .* 6: 4 lanes", said)
+    assert re.search("phase 2 .* 12: 8 lanes", said)
     alone, *mixed = (Corpus.open(path / "train") for path in (corpora[0], *corpora))
     mixture = Mixture(mixed, [Fraction(1), Fraction(2)])
-    for number, (event, data, lanes) in enumerate(
-        zip(ends_of_phases(run_dir), (alone, mixture, mixture), (4, 4, 8), strict=True)
-    ):
-        assert (event.step, event.lanes, event.lane_seed) == (
-            6 * (number + 1),
-            lanes,
-            SEED + number,
-        )
+    ends = events_of(run_dir.ledger.read(), TrainingEnded)
+    phases = zip(ends, (alone, mixture, mixture), (4, 4, 8), strict=True)
+    for number, (event, data, lanes) in enumerate(phases):
+        assert (event.step, event.lanes) == (6 * (number + 1), lanes)
+        assert event.lane_seed == SEED + number
         stream = LaneStream(data, lanes, SEED + number, LENGTH, range(lanes))
         batches = [next(stream) for _ in range(6)]
         assert event.tokens_of_corpora == stream.tokens_read(batches[-1].cursor)
@@ -103,11 +97,8 @@ def test_each_phase_reads_its_own_data_in_its_own_lanes(corpora, uninterrupted):
     assert [line["step"] for line in measured] == list(range(1, 19))
     assert all(line["memory_norm/layer.1"] > 0 for line in measured if "seconds" in line)
     assert sum("seconds" in line for line in measured) == 8, "at intervals, saves and borders"
-    assert (tokens[5], tokens[11], tokens[17]) == (
-        6 * 4 * LENGTH,
-        12 * 4 * LENGTH,
-        (12 * 4 + 6 * 8) * LENGTH,
-    )
+    steps_of_lanes = [6 * 4, 12 * 4, 12 * 4 + 6 * 8]
+    assert [tokens[5], tokens[11], tokens[17]] == [each * LENGTH for each in steps_of_lanes]
 
 
 def test_a_run_killed_in_a_phase_resumes_to_the_same_losses(experiment, uninterrupted, capsys):
@@ -115,7 +106,7 @@ def test_a_run_killed_in_a_phase_resumes_to_the_same_losses(experiment, uninterr
     train_killed(experiment, run_dir, 14)
     assert main(["train", str(experiment), f"--run-dir={run_dir.path}"]) == 0
     said = capsys.readouterr().err
-    assert "step-00000012, verified in" in said, "the border was saved"
+    assert "step-00000012, verified" in said, "the border was saved"
     assert said.count("verified in") == 1, "read once, also to find the phase"
     assert not differing_losses(uninterrupted[0], run_dir)
 
@@ -123,7 +114,7 @@ def test_a_run_killed_in_a_phase_resumes_to_the_same_losses(experiment, uninterr
 def test_lanes_of_a_phase_that_do_not_divide_are_an_early_error(experiment, tmp_path, capsys):
     settings = ["data.phases=[{from_step: 6, lanes: 6}]", "engine.micro_batch_lanes=4"]
     assert main(["train", str(experiment), f"--run-dir={tmp_path / 'run'}", *settings]) == 2
-    assert "engine.micro_batch_lanes=4 " in capsys.readouterr().err
+    assert "engine.micro_batch_lanes=4" in capsys.readouterr().err
 
 
 LENGTHS = (16, 32, 64)
@@ -145,8 +136,8 @@ def test_a_killed_run_of_longer_segments_equals_a_plain_loop(corpora, experiment
     train_killed(experiment, run_dir, 11, *WARM_UP)
     assert main(["train", str(experiment), f"--run-dir={run_dir.path}", *WARM_UP]) == 0
     said = capsys.readouterr().err
-    assert "step-00000010, verified in" in said
-    assert "phase 2 from step 12: 4 lanes continue, segments of 64; " in said
+    assert "step-00000010, verified" in said
+    assert re.search("phase 2 .* 12: 4 lanes .* 64; ", said)
 
     config = resolve(load_config(RunConfig, experiment, WARM_UP))
     engine, corpus = build_engine(config, world), Corpus.open(corpora[0] / "train")

@@ -10,16 +10,8 @@ import sys
 
 
 def test_this_machine_is_measured_and_nothing_is_left_behind(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "launcher",
-        "preflight",
-        "--local",
-        "--ranks=2",
-        f"--directory={tmp_path}",
-        "--json",
-    ]
+    command = [sys.executable, "-m", "launcher", "preflight", "--local", "--ranks=2", "--json"]
+    command.append(f"--directory={tmp_path}")
     result = subprocess.run(command, capture_output=True, text=True)
     (node,) = json.loads(result.stdout)["nodes"]
     assert result.returncode == (0 if node["verdict"] == "ok" else 1)

@@ -13,14 +13,13 @@ import pytest
 
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.cli import main as data_pipeline
-from data_pipeline.config import CorpusConfig, TokenizerConfig
 from pretrain.cli import main
 from pretrain.recovery.faults import VARIABLE
 from pretrain.rundir.events import Rewind, Slowdown, TrainingBegan, TrainingEnded
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers import live_models
-from tests.helpers.corpora import make_text, write_jsonl
+from tests.helpers.corpora import config_of, make_text
 from tests.helpers.forked_ranks import ForkedRanks
 
 POISONED = "d70"
@@ -39,21 +38,14 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = random.Random(0)
     texts = [make_text(generator, generator.randint(2, 20)) for _ in range(120)]
     texts[int(POISONED[1:])] = "".join(chr(generator.randrange(33, 127)) for _ in range(500))
-    config = CorpusConfig(
-        input=(write_jsonl(directory / "text" / "text.jsonl", texts),),
-        output=directory / "corpus",
-        validation_fraction=0.1,
-        shard_bytes=6000,
-        threads=1,
-        tokenizer=TokenizerConfig(kind="bytes"),
-    )
-    build_corpus(config)
+    corpus = config_of(directory, texts, validation_fraction=0.1, shard_bytes=6000)
+    build_corpus(corpus)
     path = directory / "poisoned.yaml"
     path.write_text(
         f"""name: poisoned
 seed: {SEED}
 model: {{num_layers: 2, d_model: 32, num_heads: 2, memory_length: 16, dropout: 0.1}}
-data: {{path: {directory / "corpus"}, lanes: {LANES}, segment_length: {LENGTH}}}
+data: {{path: {corpus.output}, lanes: {LANES}, segment_length: {LENGTH}}}
 optim: {{steps: {STEPS}, learning_rate: 3.0e-3, clip_norm: 1.0}}
 engine: {{kind: torch}}
 checkpoint: {{interval: 20, keep_last: 1}}
@@ -101,11 +93,9 @@ def losses_of(run_dir: RunDir) -> list[float]:
 
 def audited(experiment: Path, steps: range, capsys: pytest.CaptureFixture[str]) -> set[str]:
     """The documents that `data-pipeline audit` names for these steps."""
-    settings = [
-        f"--lanes={LANES}", f"--seed={SEED}", f"--segment-length={LENGTH}", "--json",
-        f"--steps={steps[0]}:{steps[-1]}",
-    ]  # fmt: skip
-    assert data_pipeline(["audit", str(experiment.parent / "corpus" / "train"), *settings]) == 0
+    lanes = [f"--lanes={LANES}", f"--seed={SEED}", f"--segment-length={LENGTH}"]
+    settings = [*lanes, f"--steps={steps[0]}:{steps[-1]}", "--json"]
+    assert data_pipeline(["audit", str(experiment.parent / "out" / "train"), *settings]) == 0
     return {json.loads(line)["document"] for line in capsys.readouterr().out.splitlines()}
 
 

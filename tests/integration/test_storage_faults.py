@@ -4,6 +4,7 @@ trained past it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -48,38 +49,26 @@ def experiment(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return path
 
 
-def command(experiment: Path, run_dir: Path) -> list[str]:
-    return train_command(experiment, run_dir, *SETTINGS)
-
-
 @pytest.mark.slow
 @needs_mounts
 def test_full_and_read_only_disks_are_named_and_a_full_one_is_outlasted(experiment, tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     script = tmp_path / "train.sh"
-    script.write_text(f'exec {shlex.join(command(experiment, run_dir))} "$@"\n')
-    environment = {
-        "RUN": str(run_dir),
-        "LOGS": str(tmp_path),
-        "TRAIN": str(script),
-        "VERIFY": f"{sys.executable} -m pretrain checkpoint verify {run_dir}",
-    }
+    script.write_text(f'exec {shlex.join(train_command(experiment, run_dir, *SETTINGS))} "$@"\n')
+    verify = f"{sys.executable} -m pretrain checkpoint verify {run_dir}"
+    places = {"RUN": str(run_dir), "LOGS": str(tmp_path), "TRAIN": str(script), "VERIFY": verify}
     namespace = ["unshare", "--map-root-user", "--mount", "bash", "-c", SMALL_DISK]
-    done = subprocess.run(
-        namespace, capture_output=True, text=True, env={**os.environ, **environment}
-    )
+    done = subprocess.run(namespace, capture_output=True, text=True, env={**os.environ, **places})
     said = {name: (tmp_path / name).read_text() for name in ("full", "room", "read-only")}
-    assert re.findall(r"^[a-z-]+: \d+$", done.stdout, re.M) == [
-        "full: 2", "verified: 0", "room: 0", "read-only: 2", "untouched: 0",
-    ], (done, said)  # fmt: skip
+    ends = dict(re.findall(r"^([a-z-]+): (\d+)$", done.stdout, re.M))
+    expected = {"full": "2", "verified": "0", "room": "0", "read-only": "2", "untouched": "0"}
+    assert ends == expected, (done, said)
     assert "step 10: valid" in done.stdout
     assert re.search(r"^ERROR .* step 20: .* MiB .* MiB", said["full"], re.M)
-    assert re.search(
-        rf"^WARNING .*: {run_dir}/metrics.jsonl: No space left on device; ", said["room"], re.M
-    )
-    assert re.search(r"^(error|ERROR .*): .*Read-only file system", said["read-only"], re.M)
-    steps = [
-        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    ]
+    full, locked = os.strerror(errno.ENOSPC), os.strerror(errno.EROFS)
+    assert re.search(rf"^WARNING .*: {run_dir}/metrics.jsonl: {full}; ", said["room"], re.M)
+    assert re.search(rf"^(error|ERROR .*): .*{locked}", said["read-only"], re.M)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
     assert steps == [*range(1, 21), 20]

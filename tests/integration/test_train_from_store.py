@@ -62,9 +62,8 @@ def test_a_bucket_trains_as_the_disk_does_even_killed(corpus, tmp_path, bucket, 
     assert sum(path.stat().st_size for path in (cache / "shards").iterdir()) <= limit
     assert ForkedRanks(2, program, tmp_path).wait() == [0, 0]
     assert differing_losses(local, remote, 1e-5) == []
-    assert events_of(remote.ledger.read(), TrainingEnded)[-1].tokens_of_corpora == {
-        f"{url}/train": STEPS * 2 * 512
-    }
+    end = events_of(remote.ledger.read(), TrainingEnded)[-1]
+    assert end.tokens_of_corpora == {f"{url}/train": STEPS * 2 * 512}
 
 
 def test_a_run_with_a_password_resumes_and_shows_it_nowhere(corpus, tmp_path, capfd, monkeypatch):

@@ -25,27 +25,17 @@ def experiment(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     folder = tmp_path_factory.mktemp("tasks")
     lines = [{"text": text[:60], "answer": number % 2} for number, text in enumerate(some_texts(6))]
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    task = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": f"{folder}/data.jsonl"},
-        "test_split": "train",
-    }
+    data = {"data_files": f"{folder}/data.jsonl"}
+    task = {"dataset_path": "json", "dataset_kwargs": data, "test_split": "train"}
     choices = {
-        "task": "choices",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{text}}",
-        "doc_to_choice": ["a river", "the road"],
-        "doc_to_target": "{{answer}}",
-        "num_fewshot": 1,
+        "task": "choices", "output_type": "multiple_choice", "doc_to_text": "{{text}}",
+        "doc_to_choice": ["a river", "the road"], "doc_to_target": "{{answer}}", "num_fewshot": 1,
         "metric_list": [{"metric": "acc"}],
-    }
+    }  # fmt: skip
     whole = {
-        "task": "whole",
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "bits_per_byte"}],
-    }
+        "task": "whole", "output_type": "loglikelihood_rolling", "doc_to_text": "",
+        "doc_to_target": "{{text}}", "metric_list": [{"metric": "bits_per_byte"}],
+    }  # fmt: skip
     for settings in (choices, whole):
         (folder / f"{settings['task']}.yaml").write_text(json.dumps({**task, **settings}))
     path = folder / "tiny.yaml"
@@ -79,11 +69,10 @@ def trained(experiment: Path) -> RunDir:
 
 
 def tasks_of(run_dir: RunDir) -> dict[int, dict[str, float]]:
-    lines = [line for line in run_dir.read_metrics() if line["kind"] == "evaluation"]
-    return {
-        line["step"]: {name: line[name] for name in line if name.startswith("tasks/")}
-        for line in lines
-    }
+    found = {}
+    for line in (line for line in run_dir.read_metrics() if line["kind"] == "evaluation"):
+        found[line["step"]] = {name: line[name] for name in line if name.startswith("tasks/")}
+    return found
 
 
 def test_every_kth_evaluation_and_the_last_have_task_scores(experiment, trained, tmp_path, capsys):
@@ -118,20 +107,14 @@ def test_ranks_wait_for_the_one_that_runs_the_tasks(experiment, trained, tmp_pat
     assert found[STEPS] == pytest.approx(tasks_of(trained)[STEPS], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        (["evaluation.tasks=[missing.yaml]"], "missing.yaml"),
-        (["evaluation.tasks=[{folder}/broken.yaml]"], "broken.yaml"),
-    ],
-)
-def test_unloadable_tasks_are_refused_at_the_start(experiment, tmp_path, capsys, settings, reason):
-    broken = {"task": "broken", "dataset_path": "json", "test_split": "train"}
-    broken["dataset_kwargs"] = {"data_files": "/nowhere.jsonl"}  # type: ignore[assignment]
-    experiment.with_name("broken.yaml").write_text(json.dumps(broken))
-    more = [each.format(folder=experiment.parent) for each in settings]
-    assert train(experiment, RunDir(tmp_path / "run"), *more) == 2
-    assert reason in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["missing.yaml", "broken.yaml"])
+def test_unloadable_tasks_are_refused_at_the_start(experiment, tmp_path, capsys, name):
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": "/nowhere.jsonl"}}
+    broken = json.dumps({"task": "broken", "test_split": "train", **data})
+    experiment.with_name("broken.yaml").write_text(broken)
+    tasks = f"evaluation.tasks=[{experiment.parent}/{name}]"
+    assert train(experiment, RunDir(tmp_path / "run"), tasks) == 2
+    assert name in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,17 +24,12 @@ def test_a_run_resumes_with_more_ranks_within_rounding(tiny_corpus, tmp_path, ca
     settings = [each for each in SETTINGS if not each.startswith("optim.steps")]
     settings += ["model.layer_kinds=[deltanet, attention]", "model.memory_tokens=1"]
     settings += ["optim.gradient_segments=2", "model.isolate_documents=true"]
-    options = [
-        "--steps=6",
-        "--kill-at=4",
-        "--ranks=1",
-        "--resume-ranks=2",
-        f"--work-dir={tmp_path / 'work'}",
-    ]
+    options = ["--steps=6", "--kill-at=4", "--ranks=1", "--resume-ranks=2"]
+    options.append(f"--work-dir={tmp_path / 'work'}")
     assert main(["verify-resume", str(experiment), *options, *settings]) == 0, capsys.readouterr()
     said = capsys.readouterr().out
-    assert "the checkpoint of step 3" in said
-    assert "agree: 6 losses to 1e-05" in said
+    assert re.search(r"checkpoint \S+ step 3\b", said)
+    assert re.search("agree: 6 .* 1e-05", said)
     runs = [RunDir(tmp_path / "work" / name) for name in ("uninterrupted", "killed")]
     monkeypatch.setattr(same_run, "STATE_TOLERANCE", 1e-12)
     problems = "\n".join(same_run.differences(*runs, step=6, tolerance=1e-5))

@@ -59,12 +59,9 @@ def test_a_resumed_run_is_one_with_what_each_attempt_saw(experiment, tmp_path, m
             (tmp_path / settings).parent.mkdir(parents=True)
             text = f"[default]\nbase_url = http://127.0.0.1:{url_port}\n"
             (tmp_path / settings).write_text(text)
-        killed = subprocess.run(
-            train_command(experiment, run_dir.path),
-            env={**os.environ, **fault},
-            cwd=tmp_path / "foreign",
-            capture_output=True,
-        )
+        place = {"env": {**os.environ, **fault}, "cwd": tmp_path / "foreign"}
+        command = train_command(experiment, run_dir.path)
+        killed = subprocess.run(command, **place, capture_output=True)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         first = sessions_of(run_dir)
         foreign.setblocking(False)
@@ -110,5 +107,5 @@ def test_a_run_without_the_library_names_the_extra(experiment, tmp_path, capsys,
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert main(["train", str(experiment), "--run-dir", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "pip install 'xl-pretrain[wandb]'" in said
+    assert "'xl-pretrain[wandb]'" in said
     assert not (tmp_path / "run").exists()

@@ -63,13 +63,8 @@ def programs(wheel, tmp_path_factory) -> Path:
 def run(programs: Path, directory: Path, *command: str | Path) -> str:
     """What the command prints, started from `directory`; it must succeed."""
     program, *arguments = command
-    done = subprocess.run(
-        [programs / program, *arguments],
-        cwd=directory,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-    )
+    place = {"cwd": directory, "env": ENVIRONMENT}
+    done = subprocess.run([programs / program, *arguments], **place, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -106,7 +101,5 @@ def test_shipped_configurations_are_found_and_a_run_trains_and_resumes(programs,
     small += ("evaluation.max_tokens=200", "optim.schedule.warmup_steps=1")
     for steps in (2, 3):
         run(programs, tmp_path, *train, *small, f"optim.steps={steps}")
-    starts = [
-        event.step for event in events_of(RunDir(tmp_path / "run").ledger.read(), TrainingBegan)
-    ]
-    assert starts == [0, 2]
+    starts = events_of(RunDir(tmp_path / "run").ledger.read(), TrainingBegan)
+    assert [event.step for event in starts] == [0, 2]

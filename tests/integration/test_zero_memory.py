@@ -28,12 +28,8 @@ Found = dict[str, list[dict[str, Any]]]  # of every rank, by cell
 
 DEEP = {"vocab_size": 64, "num_layers": 9, "d_model": 64, "num_heads": 2, "d_inner": 64}
 TIED = {"vocab_size": 37, "num_layers": 2, "d_model": 16, "num_heads": 2, "memory_length": 8}
-SHARING = (  # or not, in each its own way; and members that draw weights in theirs
-    "adaptive_div2",
-    "narrow_embedding",
-    "compressive",
-    "members_together",
-)
+# Or not, in each its own way; and members that draw weights in theirs.
+SHARING = ("adaptive_div2", "narrow_embedding", "compressive", "members_together")
 
 
 def drawn(stage: int, precision: str, model: dict[str, Any]) -> dict[str, Any]:
