@@ -40,9 +40,8 @@ from benchmarks.kernels import EVERY_OPTION, compiled
 from benchmarks.measure import markdown_table
 from foundation.files import read_json, write_json, write_text
 from foundation.settings import load_config
-from pretrain.config.choices import POSITIONS
 from pretrain.config.engine import Attention, attention_of
-from pretrain.config.model import ModelConfig
+from pretrain.config.model import POSITIONS, ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.kernels.triton.tiling import Tile, Workspace, built_in_tiles, workspace_of
 from tests.helpers.compiled_layer import num_operations

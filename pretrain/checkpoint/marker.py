@@ -182,14 +182,14 @@ def _joined(runs: list[Run]) -> list[Run]:
     return found
 
 
-def parsed(fields: Fields, world_size: int) -> Pieces:
+def parsed(index: Mapping[str, Any], world_size: int) -> Pieces:
     """Return the pieces in an index; InvalidField unless all fields are right.
 
     Also if elements of a parameter are missing or there twice: counts may add up even so, and what
     a piece does not fill is whatever was in memory.
     """
     found: Pieces = {}
-    for name, entry in fields.tree("pieces").items():
+    for name, entry in Fields(index).tree("pieces").items():
         if not isinstance(entry, dict) or entry.keys() != {"kinds", "runs"}:
             raise InvalidField(f"pieces.{shown(name)} is {shown(entry)}, expected kinds and runs")
         kinds, runs = entry["kinds"], entry["runs"]
@@ -297,7 +297,7 @@ def _check(fields: Fields, index: dict[str, Any]) -> None:
     reports, next_lane = fields.items("ranks"), 0
     if fields.integer("world_size", least=1) != len(reports):
         raise InvalidField(f"world_size is {index['world_size']}, ranks has {len(reports)}")
-    parsed(fields, len(reports))
+    parsed(index, len(reports))
     # Of a cursor, its reader checks what is in it; None before the first batch.
     if not all(isinstance(each.get("cursor", ...), (dict, NoneType)) for each in index["ranks"]):
         raise InvalidField("a rank has no cursor")
@@ -360,7 +360,7 @@ class Checkpoint:
     @cached_property
     def pieces(self) -> Pieces:
         """Which rank's file has which elements."""
-        return parsed(Fields(self.index), self.index["world_size"])
+        return parsed(self.index, self.index["world_size"])
 
 
 def publish(

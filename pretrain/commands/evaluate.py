@@ -10,7 +10,7 @@ from foundation.cli import Answer, add_json, check_least
 from foundation.errors import ConfigError
 from foundation.settings import MOST_ROWS, size_of
 from pretrain.commands.output_paths import check_output_directory
-from pretrain.config.choices import Precision, ProbeName, RopeExtension
+from pretrain.config.model import Precision, ProbeName, RopeExtension
 from pretrain.rundir.run_dir import run_path
 from pretrain.terminal.text import fitted_table
 

@@ -15,7 +15,7 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import HOW_TO_SPLIT, SPLITS, is_left_out
 from foundation.errors import ConfigError, DataError
 from foundation.files import path_text, write_json
-from pretrain.config.choices import POSITIONS
+from pretrain.config.model import POSITIONS
 from pretrain.distributed.threads import keep_freed_memory, set_threads
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.evaluation.evaluate import (

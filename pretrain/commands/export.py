@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from foundation.settings import assert_never
-from pretrain.config.choices import ExportFormat
+from pretrain.config.model import ExportFormat
 from pretrain.rundir.run_dir import run_path
 
 if TYPE_CHECKING:

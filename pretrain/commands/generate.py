@@ -12,7 +12,7 @@ from data_pipeline.tokenizer import Tokenizer
 from foundation.cli import check_least
 from foundation.errors import ConfigError, printable
 from foundation.settings import size_of
-from pretrain.config.choices import Precision
+from pretrain.config.model import Precision
 from pretrain.distributed.threads import set_threads
 from pretrain.rundir.run_dir import run_path
 

@@ -116,7 +116,7 @@ def add_family(parser: argparse._ActionsContainer) -> None:
 def rule_of(base: RunConfig, arguments: argparse.Namespace) -> Rule:
     """The rule of rates and batches that the flags of `add_family` name."""
     if arguments.tuned:
-        from pretrain.scaling.rates import TunedRule, read_rungs
+        from pretrain.scaling.variants import TunedRule, read_rungs
 
         return TunedRule(rungs=read_rungs(arguments.tuned), base_width=base.model.base_width)
     rule = RULES[arguments.rule]

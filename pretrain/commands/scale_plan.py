@@ -45,7 +45,6 @@ from pretrain.scaling.plan import (
     trunk_sizes,
     varied,
 )
-from pretrain.scaling.rates import FEWEST_RATES, TunedRule
 from pretrain.scaling.recipe import (
     Family,
     Rule,
@@ -55,7 +54,7 @@ from pretrain.scaling.recipe import (
     with_steps,
 )
 from pretrain.scaling.sweep_file import Kind, sweep_path, write_sweep
-from pretrain.scaling.variants import plan_members, read_comparison
+from pretrain.scaling.variants import FEWEST_RATES, TunedRule, plan_members, read_comparison
 from pretrain.terminal.text import counted, fitted_table, flops_text
 
 PFLOPS_DAY = 86400e15

@@ -22,15 +22,15 @@ from foundation.settings import (
     check_ranges,
     setting,
 )
-from pretrain.config.choices import (
+from pretrain.config.model import (
     POSITIONS,
     ActivationCheckpointing,
     AttentionKernel,
     EngineKind,
+    ModelConfig,
     Precision,
     PrecisionSetting,
 )
-from pretrain.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from foundation.errors import ConfigError, DataError
 from foundation.files import absolute, path_text, url_of
 from foundation.settings import LONGEST_NAME
 from foundation.yaml_files import YAML_SUFFIXES
-from pretrain.config.choices import Precision
+from pretrain.config.model import Precision
 from pretrain.config.run import RunConfig, runs_of_phases
 
 VALIDATION = SPLITS[1]

@@ -28,9 +28,8 @@ from foundation.settings import (
     require_object_store,
     setting,
 )
-from pretrain.config.choices import OptimizerName, ScheduleShape
 from pretrain.config.engine import EngineConfig, check_attention
-from pretrain.config.model import ModelConfig
+from pretrain.config.model import ModelConfig, OptimizerName, ScheduleShape
 
 MOST_SEGMENTS = 4096
 

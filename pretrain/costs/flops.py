@@ -20,8 +20,15 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from foundation.errors import ConfigError
-from pretrain.config.choices import FEED_FORWARDS, POSITIONS, OptimizerName
-from pretrain.config.model import CONVOLUTION_WIDTH, DELTANET_CHUNK, T5_BUCKETS, ModelConfig
+from pretrain.config.model import (
+    CONVOLUTION_WIDTH,
+    DELTANET_CHUNK,
+    FEED_FORWARDS,
+    POSITIONS,
+    T5_BUCKETS,
+    ModelConfig,
+    OptimizerName,
+)
 from pretrain.config.run import (
     OptimConfig,
     RunConfig,

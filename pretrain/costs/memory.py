@@ -29,10 +29,15 @@ from typing import Any
 
 from foundation.cli import as_overrides
 from foundation.errors import ConfigError
-from pretrain.config.choices import FEED_FORWARDS, POSITIONS, LayerKind
 from pretrain.config.engine import Attention, EngineConfig, attention_in
 from pretrain.config.lane_parts import lane_parts
-from pretrain.config.model import CONVOLUTION_WIDTH, ModelConfig
+from pretrain.config.model import (
+    CONVOLUTION_WIDTH,
+    FEED_FORWARDS,
+    POSITIONS,
+    LayerKind,
+    ModelConfig,
+)
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank, runs_of_phases
 from pretrain.costs.cluster import GIB
 from pretrain.costs.flops import (

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from data_pipeline.lanes.segment_batch import SegmentBatch
 from foundation.errors import ConfigError
-from pretrain.config.choices import Precision
+from pretrain.config.model import Precision
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World, sum_over_ranks
 from pretrain.model.dropout import DropoutStream

@@ -25,7 +25,7 @@ from rich.progress import track
 
 from foundation.errors import ConfigError, DataError
 from foundation.yaml_files import YAML_SUFFIXES
-from pretrain.config.choices import Precision
+from pretrain.config.model import Precision
 from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
 from pretrain.model.cached import new_stream
 from pretrain.model.lane_state import document_starts

@@ -15,10 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pretrain.model.attention_paths import ScoreTerms
+from pretrain.model.attention_paths import ScoreTerms, SegmentKeys
 from pretrain.model.lane_state import LaneState, LayerParts, Memory, selected_lanes
 from pretrain.model.layer import DeltaNetLayer, TransformerLayer
-from pretrain.model.positions import SegmentKeys
 from pretrain.model.transformer_xl import TransformerXL
 
 

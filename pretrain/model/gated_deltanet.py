@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, relu, silu
 from torch.utils.checkpoint import checkpoint
 
-from pretrain.config.choices import AttentionKernel
 from pretrain.config.engine import DeltaRule, delta_rule_of
-from pretrain.config.model import CONVOLUTION_WIDTH, DELTANET_CHUNK, ModelConfig
+from pretrain.config.model import CONVOLUTION_WIDTH, DELTANET_CHUNK, AttentionKernel, ModelConfig
 from pretrain.kernels.triton.settings import DTYPES
 from pretrain.model.attention_paths import log_once
 from pretrain.model.dropout import DropoutStream, Site, drop

@@ -19,13 +19,23 @@ from torch.utils.checkpoint import checkpoint
 
 from foundation.errors import ConfigError
 from foundation.settings import assert_never
-from pretrain.config.choices import FEED_FORWARDS, POSITIONS, AttentionKernel, FeedForwardKind
-from pretrain.config.model import ModelConfig
-from pretrain.model.attention_paths import ScoreTerms, Visibility, WeightDropout, path_for
+from pretrain.config.model import (
+    FEED_FORWARDS,
+    POSITIONS,
+    AttentionKernel,
+    FeedForwardKind,
+    ModelConfig,
+)
+from pretrain.model.attention_paths import (
+    ScoreTerms,
+    Visibility,
+    WeightDropout,
+    path_for,
+    rotated_BXNH,
+)
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.gated_deltanet import GatedDeltaNet
 from pretrain.model.parameters import Norm, RMSNorm, constant, norm_of, normal, zeros
-from pretrain.model.positions import rotated_BXNH
 
 # The inverse of the mean of log n for n up to 1024: queries that see about 400 keys keep their
 # size.

@@ -15,8 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from foundation.errors import CheckpointError
 from foundation.settings import assert_never
-from pretrain.config.choices import Precision
-from pretrain.config.model import ModelConfig
+from pretrain.config.model import ModelConfig, Precision
 
 NORM_EPSILON = 1e-5
 

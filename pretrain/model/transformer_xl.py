@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from foundation.errors import ConfigError
-from pretrain.config.choices import POSITIONS, ActivationCheckpointing, AttentionKernel
-from pretrain.config.model import ModelConfig
+from pretrain.config.model import POSITIONS, ActivationCheckpointing, AttentionKernel, ModelConfig
+from pretrain.model.attention_paths import DistanceBias, RelativePositions, SegmentKeys, Stretch
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.embedding_and_softmax import AdaptiveSoftmax, Embedding, with_gradient_of
 from pretrain.model.lane_state import (
@@ -35,7 +35,6 @@ from pretrain.model.lane_state import (
 )
 from pretrain.model.layer import DeltaNetLayer, TransformerLayer, layer_of
 from pretrain.model.parameters import normal
-from pretrain.model.positions import DistanceBias, RelativePositions, SegmentKeys, Stretch
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

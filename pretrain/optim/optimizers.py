@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from foundation.settings import assert_never
-from pretrain.config.choices import Precision
+from pretrain.config.model import Precision
 from pretrain.config.run import OptimConfig
 from pretrain.costs.flops import NEWTON_SCHULZ_STEPS, newton_schulz_flops
 from pretrain.distributed.world import (

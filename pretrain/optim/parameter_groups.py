@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from foundation.settings import assert_never
-from pretrain.config.choices import OptimizerName
-from pretrain.config.model import ModelConfig
+from pretrain.config.model import ModelConfig, OptimizerName
 from pretrain.config.run import OptimConfig
 from pretrain.distributed.world import World
 from pretrain.model.transformer_xl import TransformerXL

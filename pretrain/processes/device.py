@@ -28,8 +28,8 @@ from torch.utils import deterministic
 
 from foundation.errors import DataError
 from foundation.files import atomic_write, private_directory
-from pretrain.config.choices import Precision, PrecisionSetting
 from pretrain.config.engine import Attention, attention_in
+from pretrain.config.model import Precision, PrecisionSetting
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig
 from pretrain.distributed.slurm_variables import is_slurm_task

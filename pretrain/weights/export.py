@@ -50,9 +50,8 @@ from foundation.settings import parse_config, to_tree
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import load_weights
 from pretrain.checkpoint.marker import opened
-from pretrain.config.choices import Precision
 from pretrain.config.engine import Attention, attention_in
-from pretrain.config.model import ModelConfig
+from pretrain.config.model import ModelConfig, Precision
 from pretrain.config.run import RunConfig, run_at
 from pretrain.costs.flops import parameters_of
 from pretrain.costs.memory import MASTER_BYTES

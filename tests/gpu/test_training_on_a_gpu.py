@@ -17,7 +17,7 @@ import torch.distributed as dist
 from benchmarks.gpu.findings import Context
 from benchmarks.gpu.resume import CELLS, resumed_differences
 from benchmarks.gpu.training import Trainer, forget, one_rank, small_run
-from pretrain.config.choices import EngineKind
+from pretrain.config.model import EngineKind
 from pretrain.config.run import EngineConfig
 from pretrain.costs.memory import optimizer_of
 from pretrain.engines.engine import MemoryOffload

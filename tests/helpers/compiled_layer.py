@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pretrain.config.choices import POSITIONS
+from pretrain.config.model import POSITIONS
 from pretrain.config.run import ModelConfig
 from pretrain.model.attention_paths import Visibility
 from pretrain.model.layer import (

@@ -10,7 +10,7 @@ import json
 import torch
 from torch import Tensor
 
-from pretrain.config.choices import AttentionKernel
+from pretrain.config.model import AttentionKernel
 from pretrain.config.run import ModelConfig
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL

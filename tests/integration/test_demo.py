@@ -115,3 +115,19 @@ def test_the_seed_decides_what_is_sampled(story, capsys):
     first, again, other = sampled
     assert first.count("==== sample") == first.count("def ") == 2
     assert first == again != other
+
+
+def test_escape_sequences_are_text_on_a_terminal_and_stay_as_they_are_in_a_file(
+    story, capsys, monkeypatch
+):
+    options = ["--prompt", "p\x07", "--tokens", "200", "--temperature", "100", "--seed", "1"]
+    printed = []
+    for is_terminal in (True, False):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda found=is_terminal: found)
+        assert main(["generate", str(story[0] / "killed"), *options]) == 0
+        printed.append(re.sub(r"\s", "", capsys.readouterr().out))
+    shown, written = printed
+    assert shown.startswith("p\\x07")
+    assert shown.isprintable()
+    assert written.startswith("p\x07")
+    assert not written[2:].isprintable()

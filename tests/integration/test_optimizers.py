@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from pretrain.config.choices import Precision
+from pretrain.config.model import Precision
 from pretrain.engines.engine import cpu_has_fp16
 from tests.helpers.engine_cells import (
     HALF,

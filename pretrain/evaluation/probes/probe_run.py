@@ -10,7 +10,7 @@ from typing import Any
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
-from pretrain.config.choices import ProbeName
+from pretrain.config.model import ProbeName
 from pretrain.evaluation.evaluate import TrainedScorer
 from pretrain.evaluation.probes.attention_mass import AttentionMass, attention_mass
 from pretrain.evaluation.probes.document_position import (

@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from pretrain.config.choices import AttentionKernel
-from pretrain.config.model import ModelConfig
+from pretrain.config.model import AttentionKernel, ModelConfig
 from pretrain.model.attention_paths import AttentionPath, plain_attention, tiled_attention
 from pretrain.model.cached import last_logits_BTV, new_stream
 from pretrain.model.gated_deltanet import DeltaRulePath, delta_rule

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from foundation.errors import ConfigError
-from pretrain.config.choices import (
+from pretrain.config.engine import LIMITS, Attention, DeltaRule, attention_of, delta_rule_of
+from pretrain.config.model import (
     ActivationCheckpointing,
     AttentionKernel,
     FeedForwardKind,
     NormKind,
     Positions,
 )
-from pretrain.config.engine import LIMITS, Attention, DeltaRule, attention_of, delta_rule_of
 from pretrain.config.run import EngineConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.kernels.triton.tiling import built_in_tiles
 from pretrain.model.attention_paths import (

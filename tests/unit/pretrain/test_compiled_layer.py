@@ -10,7 +10,7 @@ import torch
 from foundation.errors import ConfigError
 from pretrain.config.run import ModelConfig
 from pretrain.model import layer as layer_module
-from pretrain.model.positions import SegmentKeys
+from pretrain.model.attention_paths import SegmentKeys
 from tests.helpers.compiled_layer import between_attentions, layers_of
 
 MODERN = ModelConfig(

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
 from data_pipeline.builder.build_tokenizer import train_tokenizer
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
-from pretrain.commands.generate import _print_streaming
 from pretrain.evaluation.sampling import (
     Sampling,
     TextStream,
@@ -146,16 +143,3 @@ def test_impossible_samplings_are_refused_by_name(setting):
     name, value = setting.split("=")
     with pytest.raises(ConfigError, match=f"^{setting}"):
         Sampling(**{name: int(value) if name == "top_k" else float(value)})
-
-
-def test_escape_sequences_are_text_on_a_terminal_and_stay_as_they_are_in_a_file(
-    capsys, monkeypatch
-):
-    tokens = [torch.tensor([byte]) for byte in b"a\x1b]0;t\x07\n"]
-    for is_terminal, expected in (
-        (True, "p\\x07a\\x1b]0;t\\x07\n"),
-        (False, "p\x07a\x1b]0;t\x07\n"),
-    ):
-        monkeypatch.setattr(sys.stdout, "isatty", lambda found=is_terminal: found)
-        _print_streaming(iter(tokens), Tokenizer("bytes"), "p\x07")
-        assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from foundation.errors import CheckpointError
-from pretrain.config.choices import ActivationCheckpointing
+from pretrain.config.model import ActivationCheckpointing
 from pretrain.config.run import ModelConfig
+from pretrain.model.attention_paths import RelativePositions, sinusoids_XD
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.lane_state import LaneState, lanes_of, num_rows
 from pretrain.model.parameters import load_parameters
-from pretrain.model.positions import RelativePositions, sinusoids_XD
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.models import (
     TINY,

@@ -15,10 +15,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from pretrain.config.choices import FEED_FORWARDS, FeedForwardKind
+from pretrain.config.model import FEED_FORWARDS, FeedForwardKind
 from pretrain.config.run import ModelConfig
 from pretrain.model import gated_deltanet
-from pretrain.model.attention_paths import Visibility
+from pretrain.model.attention_paths import (
+    DistanceBias,
+    Visibility,
+    alibi_slopes_N,
+    rotated_BXNH,
+    sinusoids_XD,
+    t5_buckets_of,
+)
 from pretrain.model.gated_deltanet import (
     DeltaInputs,
     GatedDeltaNet,
@@ -30,13 +37,6 @@ from pretrain.model.gated_deltanet import (
 from pretrain.model.lane_state import Compression, num_leaving_rows
 from pretrain.model.layer import FeedForward
 from pretrain.model.parameters import RMSNorm
-from pretrain.model.positions import (
-    DistanceBias,
-    alibi_slopes_N,
-    rotated_BXNH,
-    sinusoids_XD,
-    t5_buckets_of,
-)
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.models import TINY, random_starts, random_tokens, stream_nll, tiny_model
 

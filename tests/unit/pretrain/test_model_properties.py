@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from pretrain.config.choices import FeedForwardKind, NormKind, NormPosition, Positions
+from pretrain.config.model import FeedForwardKind, NormKind, NormPosition, Positions
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.lane_state import num_rows
 from pretrain.model.transformer_xl import TransformerXL

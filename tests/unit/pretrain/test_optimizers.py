@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import load_memory
-from pretrain.config.choices import OptimizerName, ScheduleShape
+from pretrain.config.model import OptimizerName, ScheduleShape
 from pretrain.config.resolve import resolve
 from pretrain.config.run import (
     CheckpointConfig,

@@ -14,7 +14,6 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from foundation.errors import CheckpointError
 from foundation.files import content_of
-from foundation.records import Fields
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.background_save import (
@@ -234,7 +233,7 @@ def test_the_index_says_for_each_rank_exactly_what_it_reported_in_few_runs(ranks
             for name, (low, high) in ends.items() if low < high for kind in ("weight", "exp_avg")
         })  # fmt: skip
     index = {"pieces": merged(report_of(each, rank) for rank, each in enumerate(reported))}
-    pieces = parsed(Fields(index), ranks)
+    pieces = parsed(index, ranks)
     assert [elements_of_rank(pieces, rank) for rank in range(ranks)] == reported
     assert {name: held.num_elements for name, held in pieces.items()} == {
         "even": 4 * ranks,

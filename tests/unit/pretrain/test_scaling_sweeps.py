@@ -24,14 +24,16 @@ from pretrain.costs.memory import checkpoint_bytes
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import Row, read_rows
-from pretrain.scaling.rates import TOLERABLE, fit_rates, verdicts
 from pretrain.scaling.sweep_file import config_of, read_sweep
 from pretrain.scaling.variants import (
+    TOLERABLE,
+    fit_rates,
     loss_by_memory,
     member_of,
     plan_members,
     read_comparison,
     results_of,
+    verdicts,
 )
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.scaling import HOFFMANN
