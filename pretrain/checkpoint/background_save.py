@@ -13,8 +13,9 @@ It is a thread rather than a process because hashing and writing release the int
 nothing has to be shared. It uses no collectives: those of the loop would be interleaved with them
 in another order on each rank.
 
-A save, and an upload of what it has saved (`uploads.py`), is a `Transfer`: each rank puts its files
-into a destination, and reports them once they are there; rank 0 publishes when it has all reports.
+A save, and an upload of what it has saved (`local_tier.py`), is a `Transfer`: each rank puts its
+files into a destination, and reports them once they are there; rank 0 publishes when it has all
+reports.
 They go through the store where the ranks met: the threads use no collectives, and to look for files
 of thousands of ranks is slow, because a network file system answers for a minute from its cache
 that a name does not exist. Rank 0 asks the store how many reports there are, then takes all at
