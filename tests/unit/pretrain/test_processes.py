@@ -25,7 +25,6 @@ from torch.utils import deterministic
 
 from foundation.errors import ConfigError
 from foundation.files import await_text
-from foundation.own_programs import own_command
 from pretrain.config.engine import Attention, attention_in
 from pretrain.config.run import EngineConfig, ModelConfig, RunConfig
 from pretrain.distributed.world import (
@@ -319,7 +318,7 @@ def test_an_impossible_rank_variable_is_named_in_one_line(monkeypatch, environme
 
 def test_the_openmp_of_a_command_spins_for_a_thousand_rounds_and_no_longer():
     shown = subprocess.run(
-        own_command("pretrain", "evaluate", "missing"),
+        [sys.executable, "-m", "pretrain", "evaluate", "missing"],
         env={**os.environ, "OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True,
     )  # fmt: skip
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in shown.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from argparse import Namespace
@@ -17,11 +18,11 @@ from foundation.errors import ConfigError
 from foundation.files import write_text
 from foundation.settings import amount_of, load_config, to_tree
 from foundation.yaml_files import dump_yaml
-from pretrain.commands.describe import describe
+from pretrain.cli import main
 from pretrain.commands.scale import rule_of
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
-from pretrain.costs.cluster import GIB, USABLE, Hardware, device_named
+from pretrain.costs.cluster import GIB, USABLE, device_named
 from pretrain.costs.flops import cost_of
 from pretrain.scaling import plan
 from pretrain.scaling.collect import Row, read_rows, write_rows
@@ -245,13 +246,17 @@ def cells_of(tmp_path):
     return [(cell, config_of(cell, path)) for cell in read_sweep(path).cells]
 
 
-def test_every_cell_of_a_plan_up_to_1e21_flops_fits_8_h100_by_describe(tmp_path):
+def test_every_cell_of_a_plan_up_to_1e21_flops_fits_8_h100_by_describe(tmp_path, capsys):
     budgets = ("--budgets", "1e18", "1e21", "--holdout-budgets", "3e21")
     assert plan_on(tmp_path, *budgets, "--sizes", 3, "--gpu", "H100", "--gpus", 8) == 0
     cells = cells_of(tmp_path)
     assert len(cells) == 7
+    capsys.readouterr()
     for cell, run in cells:
-        described = describe(run, Hardware(nodes=1, ranks_per_node=8, name="H100")).values
+        experiment = str((tmp_path / cell.experiment).resolve())
+        words = ["describe", experiment, *cell.overrides, "--gpu", "H100", "--gpus", "8"]
+        assert main([*words, "--json"]) == 0
+        described = json.loads(capsys.readouterr().out)
         assert described["fits"], cell.name
         memory, saved = described["device_bytes"]["total"], described["checkpoint_bytes"]
         assert memory / GIB == pytest.approx(cell.facts["device_gib"])
