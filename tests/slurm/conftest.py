@@ -26,9 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.timeout(900))
             if MISSING and not os.environ.get("CI"):
-                item.add_marker(
-                    pytest.mark.skip(reason=f"no Slurm here: {', '.join(MISSING)} missing")
-                )
+                reason = f"no Slurm here: {', '.join(MISSING)} missing"
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

@@ -81,9 +81,8 @@ class SlurmLab:
     def __init__(self, num_nodes: int = 4, accounting: bool = False) -> None:
         self._accounting = accounting
         self.nodes = [f"n{number}" for number in range(1, num_nodes + 1)]
-        self.path = Path(
-            tempfile.mkdtemp(prefix="lab", dir="/tmp")
-        )  # short: a socket's path has at most 108 bytes
+        # Short: a socket's path has at most 108 bytes.
+        self.path = Path(tempfile.mkdtemp(prefix="lab", dir="/tmp"))
 
     def __enter__(self) -> SlurmLab:
         self._write_files()
@@ -108,9 +107,7 @@ class SlurmLab:
         self.close()
 
     def close(self) -> None:
-        """End every process of the lab; they share one process namespace, which ends with its first
-        process.
-        """
+        """End every process of the lab: their namespace ends with its first process."""
         self._outer.kill()
         self._outer.wait()
         for _ in range(20):  # what still dies may still write
@@ -121,24 +118,11 @@ class SlurmLab:
 
     def popen(self, *command: str, **variables: str) -> subprocess.Popen[str]:
         """Start a command on the controller's host."""
-        enter = [
-            "nsenter",
-            "-t",
-            self._first_process(),
-            "-n",
-            "-m",
-            "-p",
-            f"--wdns={os.getcwd()}",
-            "--",
-        ]
+        enter = ["nsenter", "-t", self._first_process(), "-n", "-m", "-p"]
+        enter += [f"--wdns={os.getcwd()}", "--"]
         environment = {**os.environ, "SLURM_CONF": str(self.path / "slurm.conf"), **variables}
-        return subprocess.Popen(
-            [*enter, *command],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen([*enter, *command], env=environment, text=True, **pipes)
 
     def run(self, *command: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Run a command on the controller's host."""
@@ -152,14 +136,15 @@ class SlurmLab:
 
     def run_on(self, node: str, *command: str) -> None:
         """Run a command among a host's processes and mounts."""
-        first = self.run(
-            "pgrep", "-P", (self.path / f"{node}.pid").read_text().strip()
-        ).stdout.strip()
+        first = self.run("pgrep", "-P", self._process_of(node)).stdout.strip()
         self._checked("nsenter", "-t", first, "-n", "-m", "-p", "-u", "--", *command)
 
     def power_off(self, node: str) -> None:
         """All that ran on the host is gone at once, its addresses too."""
-        self._checked("kill", "-9", (self.path / f"{node}.pid").read_text().strip())
+        self._checked("kill", "-9", self._process_of(node))
+
+    def _process_of(self, node: str) -> str:
+        return (self.path / f"{node}.pid").read_text().strip()
 
     def boot(self, node: str) -> None:
         """Bring a host back after `power_off`."""
@@ -225,16 +210,12 @@ class SlurmLab:
         """Until the hosts can take jobs and have none."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            states = [
-                line.split()
-                for line in self.run("sinfo", "-h", "-N", "-o", "%N %t").stdout.splitlines()
-            ]
-            if {node for node, state in states if state == "idle"} >= set(nodes):
+            states = self.run("sinfo", "-h", "-N", "-o", "%N %t").stdout.splitlines()
+            if {f"{node} idle" for node in nodes} <= set(states):
                 return
             time.sleep(0.2)
-        raise TimeoutError(
-            f"{nodes} are not idle after {seconds} s: {(self.path / 'out').read_text()[-2000:]}"
-        )
+        said = (self.path / "out").read_text()[-2000:]
+        raise TimeoutError(f"{nodes} are not idle after {seconds} s: {said}")
 
     def _first_process(self) -> str:
         """The id, seen from outside, of the process that the lab lives and dies with."""
@@ -261,13 +242,11 @@ class SlurmLab:
         (d / "boot.sh").write_text(BOOT)
         (d / "prolog").write_text(f"#!/bin/sh\n[ ! -e {d}/no-prolog-on-$SLURMD_NODENAME ]\n")
         (d / "prolog").chmod(0o755)
-        hosts = [f"10.206.0.{node[1:]} {node}" for node in self.nodes]
-        (d / "hosts").write_text(
-            "\n".join(["127.0.0.1 localhost", f"{CONTROLLER} {name}", *hosts]) + "\n"
-        )
-        (d / "nsswitch").write_text(
-            "passwd: files\ngroup: files\nshadow: files\nhosts: files\n"
-        )  # no DNS to wait for
+        hosts = ["127.0.0.1 localhost", f"{CONTROLLER} {name}"]
+        hosts += [f"10.206.0.{node[1:]} {node}" for node in self.nodes]
+        (d / "hosts").write_text("\n".join(hosts) + "\n")
+        # No DNS to wait for.
+        (d / "nsswitch").write_text("passwd: files\ngroup: files\nshadow: files\nhosts: files\n")
         (d / "slurm.conf").write_text(slurm_conf(d, self.nodes, self._accounting))
         if self._accounting:
             (d / "accounting.sh").write_text(ACCOUNTING)

@@ -45,10 +45,8 @@ checkpoint: {{interval: {interval}}}
 evaluation: {{interval: 0, max_tokens: 500}}
 metrics: {{interval: 1, tensorboard: false}}
 """
-NEAR, FAR = (
-    {"options": {"nodelist": "n1,n2"}},
-    {"options": {"nodelist": "n3,n4"}},
-)  # where a run has to stay
+# Where a run has to stay.
+NEAR, FAR = ({"options": {"nodelist": nodes}} for nodes in ("n1,n2", "n3,n4"))
 CLUSTER = {"ranks_per_node": RANKS_PER_NODE, "signal_seconds": 10, "time_limit": "1:00:00"}
 
 
@@ -64,24 +62,13 @@ class Runs:
 
     def command(self, name: str, *more: str, nodes: str = str(NODES), **cluster: Any) -> list[str]:
         """The command line that submits the run `name` to the cluster, with changes to its file."""
-        environment = {
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "OMP_NUM_THREADS": "1",
-            **cluster.pop("environment", {}),
-        }
+        usual = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        cluster["environment"] = {**usual, **cluster.get("environment", {})}
         file = self.path / f"{name}.cluster.yaml"
-        file.write_text(
-            json.dumps({**CLUSTER, **cluster, "environment": environment})
-        )  # JSON is YAML
-        command = [
-            sys.executable,
-            "-m",
-            "launcher",
-            "submit",
-            str(self.experiment),
-            f"--cluster={file}",
-        ]
-        return [*command, f"--nodes={nodes}", f"--run-dir={self.path / name}", *more]
+        file.write_text(json.dumps({**CLUSTER, **cluster}))  # JSON is YAML
+        command = [sys.executable, "-m", "launcher", "submit", str(self.experiment)]
+        where = [f"--cluster={file}", f"--nodes={nodes}", f"--run-dir={self.path / name}"]
+        return [*command, *where, *more]
 
     def try_submit(self, name: str, *more: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Submit a run that may be refused."""

@@ -8,7 +8,10 @@ while they train.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import signal
 import sys
 import time
@@ -19,9 +22,9 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint.directory import steps_on_disk
-from pretrain.commands.same_run import differing_losses
 from pretrain.rundir.events import (
     AttemptEnded,
+    AttemptReason,
     JobEnded,
     JobEndReason,
     JobStarted,
@@ -57,9 +60,7 @@ def limited(runs: Runs) -> SlurmRun:
         for number in (1, 2):
             run.wait_for_step(80 * number)
             with run.paused():
-                run.until(
-                    lambda number=number: run.log().count("asking the ranks to save") == number
-                )
+                run.until(lambda asked=number: run.log().count("asking the ranks") == asked)
 
     in_background(disturb)
     return run
@@ -86,9 +87,8 @@ def crashing(runs: Runs, lab: SlurmLab) -> SlurmRun:
         run.kill_while_saving()
         run.until(lambda: len(run.begun_at()) == 3)
         run.wait_for_step(run.begun_at()[-1] + 10)
-        run.signal_rank(
-            1, signal.SIGKILL
-        )  # on the same host: it would be left, were it not asked for by name
+        # On the same host: it would be left, were it not asked for by name.
+        run.signal_rank(1, signal.SIGKILL)
         run.until(lambda: len(run.begun_at()) == 4)
         run.wait_for_step(2 * INTERVAL + 20)
         run.signal_rank(1, signal.SIGSTOP)
@@ -144,22 +144,18 @@ def test_a_second_job_on_the_same_run_is_refused(
     assert_status(run, "running", job=run.job, attempts=1)
     second = runs.try_submit("reference")
     assert second.returncode == 2
-    assert f"job {run.job} (running) has the run" in second.stderr
+    assert f"job {run.job} (running) " in second.stderr
     assert second.stderr.count("\n") == 1
-    by_hand = lab.run(
-        "sbatch", "--parsable", str(run.dir.path / "slurm" / "job.sbatch")
-    ).stdout.strip()
+    script = str(run.dir.path / "slurm" / "job.sbatch")
+    by_hand = lab.run("sbatch", "--parsable", script).stdout.strip()
     run.wait_until_finished()
     assert run.ends() == [f"job {run.job} has the run", "finished"]
-    assert (
-        f"job {run.job} (running) has the run"
-        in (run.dir.logs / f"slurm-{by_hand}.log").read_text()
-    )
+    assert f"job {run.job} (running) " in (run.dir.logs / f"slurm-{by_hand}.log").read_text()
     assert run.attempts() == [NextAction.FINISHED]
     assert_status(run, "done", attempts=1, checkpoint=STEPS, last_failure="")
     again = runs.try_submit("reference")
     assert again.returncode == 2
-    assert f"is done after step {STEPS}" in again.stderr
+    assert f"step {STEPS}" in again.stderr
     # looked at in test_a_done_run_that_is_requeued...
     assert lab.run("scontrol", "requeue", run.job).returncode == 0
 
@@ -179,15 +175,12 @@ def test_jobs_that_could_not_say_how_they_ended_are_asked_for_in_accounting(limi
         lab.power_off("n2")
 
         requeued.until(lambda: requeued.state() == "PENDING")
-        requeued.until(
-            lambda: status(requeued)["reason"].startswith("a node failed; "), seconds=20
-        )  # accounting lags
+        # Accounting lags.
+        requeued.until(lambda: status(requeued)["reason"].startswith("a node failed; "), seconds=20)
         assert status(requeued)["state"] == "requeued"
         lost.until(lambda: not lost.state(), seconds=60)
-        assert (status(lost)["state"], status(lost)["reason"]) == (
-            "failed",
-            "a node failed and its job was not requeued",
-        )
+        assert status(lost)["state"] == "failed"
+        assert status(lost)["reason"].startswith("a node failed ")
 
         lab.boot("n1")
         requeued.wait_until_finished()
@@ -198,11 +191,7 @@ def test_jobs_that_could_not_say_how_they_ended_are_asked_for_in_accounting(limi
 @pytest.mark.parametrize(
     ("cluster", "nodes", "words"),
     [
-        (
-            {"partition": "nowhere"},
-            "2",
-            "partition 'nowhere' is unknown here; this cluster has main, urgent",
-        ),
+        ({"partition": "nowhere"}, "2", "'nowhere' is unknown here; this cluster has main, urgent"),
         ({}, "8", "does not divide over 16 ranks"),
         ({"ranks_per_node": 1}, "8", "8 nodes, partition 'main' has 4"),
         ({"cpus_per_rank": 5}, "2", "10 CPUs per node, partition 'main' has 8"),
@@ -222,7 +211,7 @@ def test_a_written_cluster_file_is_one_that_slurm_accepts(runs: Runs, lab: Slurm
     assert lab.run(sys.executable, "-m", "launcher", "new-cluster", str(file)).returncode == 0
     submit = [sys.executable, "-m", "launcher", "submit", str(runs.experiment), "--nodes=2"]
     dry = lab.run(*submit, f"--cluster={file}", f"--run-dir={runs.path / 'dry'}", "--dry-run")
-    assert "#SBATCH --partition=main\n" in dry.stdout
+    assert " --partition=main\n" in dry.stdout
     script.write_text(dry.stdout)
     tested = lab.run("sbatch", "--test-only", "--chdir=/tmp", "--output=/tmp/none", str(script))
     assert tested.returncode == 0, tested.stderr
@@ -234,7 +223,7 @@ def test_a_lost_answer_gives_one_job_and_a_cancelled_one_stays_cancelled(runs: R
     process = lab.popen(*command, PATH=f"{shim}:/usr/bin:/bin")
     out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
-    assert "does not respond" in err
+    assert "respond" in err
     run = SlurmRun(lab, runs.path / "canceled", job=out.split()[1])
     name = run.events(Submitted)[0].job_name
     assert lab.run("squeue", "-h", "--name", name, "-o", "%A").stdout.split() == [run.job]
@@ -242,7 +231,7 @@ def test_a_lost_answer_gives_one_job_and_a_cancelled_one_stays_cancelled(runs: R
     lab.run("scancel", run.job)
     run.until(lambda: run.state() == "CANCELLED")
     assert run.ends() == ["canceled"]
-    assert f"canceled; 'launcher resume {run.dir.path}' continues the run" in run.log()
+    assert f"'launcher resume {run.dir.path}'" in run.log()
     assert_status(run, "canceled", last_failure="")
 
 
@@ -252,7 +241,7 @@ def test_a_done_run_that_is_requeued_ends_at_once_with_status_0(lab: SlurmLab, r
 
     reference.until(lambda: "Restarts=1" in job() and "JobState=COMPLETED" in job())
     assert "ExitCode=0:0" in job()
-    assert "is done: there is nothing to do" in reference.log()
+    assert "nothing to do" in reference.log()
     assert reference.begun_at() == [0]
     assert reference.ends()[-1:] == ["finished"]  # the ledger is as before: no time was lost
     assert len(reference.events(JobStarted)) == 2  # with the job that was submitted by hand
@@ -287,7 +276,7 @@ def test_preempted_and_robbed_of_a_slurmstepd_it_ends_undisturbed(runs, lab, ref
     assert_status(run, "done", reason=f"its job {run.job} still holds n1 n2")
     run.wait_until_finished()
     run.assert_same_as(reference)
-    assert "srun still waits although its ranks have ended" in run.log()
+    assert "srun still" in run.log()
     assert_status(run, "done", attempts=3, last_failure="preempted", reason="")
     assert run.ends() == ["preempted", "preempted", "finished"]
 
@@ -296,12 +285,12 @@ def test_a_container_that_does_not_start_ends_the_run_and_blames_no_host(runs: R
     run = runs.submit("container", container_image="/none.sif", **NEAR)
     run.until(lambda: run.state() == "FAILED")
     (reason,) = run.ends()
-    assert reason.startswith("the ranks' program does not start on any node (n1, n2); ")
+    assert "(n1, n2)" in reason
     assert_status(run, "failed", reason=reason)
     command = [sys.executable, "-m", "launcher", "logs", str(run.dir.path), "--errors"]
     first = lab.run(*command).stdout.splitlines()[0]
     assert first.startswith("[srun] ")
-    assert "apptainer: No such file or directory" in first
+    assert f"apptainer: {os.strerror(errno.ENOENT)}" in first
 
 
 def test_a_run_goes_on_elsewhere_when_a_host_goes_down_or_is_cut_off(runs, lab, reference):
@@ -344,9 +333,7 @@ def test_a_crash_loop_is_given_up_with_a_reason(runs: Runs, lab: SlurmLab):
     assert "Partition=urgent" in job or "Partition=main" in job
     assert "attempt 0: 2 ranks" in run.log()
     reason = run.events(AttemptEnded)[-1].cause
-    assert (
-        "was killed by SIGKILL; 2 attempts in a row brought no checkpoint beyond step 0" in reason
-    )
+    assert re.search("by SIGKILL; 2 .* 0$", reason)
     assert_status(run, "failed", reason=reason, last_failure=reason)
 
 
@@ -369,8 +356,7 @@ def test_a_host_that_does_not_see_the_run_is_named(runs: Runs, lab: SlurmLab):
     run = runs.submit("unshared", **NEAR)
     run.until(lambda: run.state() == "FAILED")
     lab.run_on("n2", "umount", str(runs.path))
-    assert "error: n2 cannot see" in run.log()
-    assert "put the run on a disk that all nodes share" in run.ends()[0]
+    assert "n2 cannot see" in run.log()
     assert_status(run, "failed", reason=run.ends()[0])
 
 
@@ -398,19 +384,15 @@ def test_a_run_of_one_or_two_hosts_goes_on_with_one(runs: Runs, lab: SlurmLab, r
     lab.boot("n2")
     assert [event.world_size for event in run.events(TrainingBegan)] == [4, 2]
     assert_status(run, "done", ranks=2, last_failure="node n2 failed")
-    trained = [
+    lines, expected = (
         [line for line in each.dir.read_metrics() if line["kind"] == "train"]
-        for each in (reference, run)
-    ]
-    assert [line["step"] for line in trained[1]] == list(range(1, STEPS + 1))
-    assert [line["tokens"] for line in trained[1]] == [line["tokens"] for line in trained[0]]
-    assert not [
-        step
-        for step in differing_losses(reference.dir, run.dir)
-        if int(step.split(":")[0][5:]) <= INTERVAL
-    ]
-    for one, other in zip(*trained, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
+        for each in (run, reference)
+    )
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["tokens"] for line in lines] == [line["tokens"] for line in expected]
+    losses, others = ([line["loss"] for line in each] for each in (lines, expected))
+    assert losses[:INTERVAL] == others[:INTERVAL]
+    assert losses == pytest.approx(others, rel=1e-3)
 
 
 def test_cut_in_three_by_its_time_limit_no_step_is_made_twice(limited, reference):
@@ -428,10 +410,10 @@ def test_killed_thrice_and_hanging_costs_steps_since_the_checkpoint(crashing: Sl
     run.wait_until_finished()
     run.assert_same_as(reference)
     killed, saving, again, hung, finished = run.events(AttemptEnded)
-    assert killed.cause == "rank 3 was killed by SIGKILL"
-    assert saving.cause == "rank 0 was killed by SIGKILL"
-    assert again.cause == "rank 1 was killed by SIGKILL"
-    assert hung.cause.startswith("the ranks hung")
+    for ended, rank in ((killed, 3), (saving, 0), (again, 1)):
+        assert ended.cause.startswith(f"rank {rank} ")
+        assert ended.statuses[rank] == -signal.SIGKILL
+    assert hung.reason is AttemptReason.HANG
     assert finished.next is NextAction.FINISHED
     assert run.ends() == ["finished"]
     assert_status(run, "done", attempts=5, last_failure=hung.cause)
@@ -465,6 +447,5 @@ def test_a_run_that_its_time_limit_lets_never_begin_stops_and_names_the_limit(fu
     futile.until(lambda: len(futile.ends()) == 2)
     cut, reason = futile.ends()
     assert cut == "time limit near"
-    assert reason.startswith("2 starts in a row took ")
-    assert " before the time limit of 00:01:00; raise time_limit in the cluster file" in reason
+    assert re.search("^2 starts .* 00:01:00; .*time_limit", reason)
     assert_status(futile, "failed", reason=reason)

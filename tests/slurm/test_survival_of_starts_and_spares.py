@@ -7,6 +7,8 @@ the undisturbed run while it runs.
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import sys
 import time
@@ -27,7 +29,7 @@ from pretrain.rundir.events import (
 from pretrain.rundir.ledger import events_of
 from tests.helpers.corpora import make_tiny_corpus
 from tests.slurm.lab import SlurmLab
-from tests.slurm.runs import INTERVAL, Runs, SlurmRun, assert_status, in_background
+from tests.slurm.runs import INTERVAL, NEAR, Runs, SlurmRun, assert_status, in_background
 
 # Ranks import until the file is gone.
 SLOW_START = """import os, sys, time
@@ -72,9 +74,7 @@ def preempted(others: Runs, forgotten: SlurmRun) -> SlurmRun:
     slow.mkdir()
     (slow / "sitecustomize.py").write_text(SLOW_START.format(file=str(starting)))
     starting.touch()
-    run = others.submit(
-        "preempted", environment={"PYTHONPATH": str(slow)}, options={"nodelist": "n1,n2"}
-    )
+    run = others.submit("preempted", environment={"PYTHONPATH": str(slow)}, **NEAR)
 
     def disturb() -> None:
         urgent = ["sbatch", "-p", "urgent", "-N2", "-w", "n1,n2", "--exclusive", "-o", "/dev/null"]
@@ -147,9 +147,8 @@ def test_a_spare_host_replaces_one_and_the_first_host_lost_requeues(
     run.assert_same_as(reference)
     assert run.begun_at() == [0, INTERVAL, 2 * INTERVAL, 2 * INTERVAL]
     reasons = [ReplacedBecause.NODE_FAILED, ReplacedBecause.NOT_RESPONDING]
-    assert [(event.node, event.reason) for event in run.events(NodeReplaced)] == [
-        *zip(("n2", "n3"), reasons, strict=True)
-    ]
+    replaced = [(event.node, event.reason) for event in run.events(NodeReplaced)]
+    assert replaced == list(zip(("n2", "n3"), reasons, strict=True))
     *failed, last = run.events(AttemptEnded)
     assert {event.next for event in failed} == {NextAction.RETRY}
     assert last.next is NextAction.FINISHED
@@ -191,11 +190,10 @@ def test_a_prolog_that_fails_is_named_with_its_host(others: Runs, forgotten: Slu
     (others.lab.path / "no-prolog-on-n6").touch()
     run = others.submit("held", options={"nodelist": "n5,n6"})
     run.until(lambda: run.state() == "PENDING" and run.ends())
-    reason = (
-        "the prolog failed on node n6; waiting (launch failed requeued held); "
-        f"'scontrol release {run.job}' lets it start"
-    )
-    assert_status(run, "requeued", reason=reason)
-    resumed = others.lab.run(sys.executable, "-m", "launcher", "resume", str(run.dir.path))
-    assert resumed.stderr == f"error: nothing to resume: {run.dir.path} is requeued: {reason}\n"
+    launcher = [sys.executable, "-m", "launcher"]
+    status = json.loads(others.lab.run(*launcher, "status", str(run.dir.path), "--json").stdout)
+    assert status["state"] == "requeued"
+    assert re.search(f"prolog .* n6; .*'scontrol release {run.job}'", status["reason"])
+    resumed = others.lab.run(*launcher, "resume", str(run.dir.path))
+    assert resumed.stderr.endswith(f"{run.dir.path} is requeued: {status['reason']}\n")
     others.lab.run("scancel", run.job)

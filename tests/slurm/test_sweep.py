@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from pretrain.rundir.events import JobEnded, JobStarted, SupervisorKilled, Train
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
+from tests.helpers.jobs import until
 from tests.slurm.lab import SlurmLab
 
 STEPS = 200
@@ -38,30 +39,18 @@ evaluation: {{interval: 0, max_tokens: 200}}
 metrics: {{interval: 1, tensorboard: false}}
 """
     )
-    cells = "".join(
-        f"- {{name: {name}, experiment: tiny.yaml, overrides: [seed={CELLS[name]}]}}\n"
-        for name in CELLS
-    )
-    (folder / "sweep.yaml").write_text(f"format: 1\nname: six\ncells:\n{cells}")
-    (folder / "cluster.yaml").write_text(
-        "ranks_per_node: 1\nenvironment: {GLOO_SOCKET_IFNAME: eth0}\n"
-    )
+    seeds = {name: [f"seed={seed}"] for name, seed in CELLS.items()}
+    cells = [{"name": name, "experiment": "tiny.yaml", "overrides": seeds[name]} for name in CELLS]
+    tree = {"format": 1, "name": "six", "cells": cells}
+    (folder / "sweep.yaml").write_text(json.dumps(tree))  # JSON is YAML
+    cluster = "ranks_per_node: 1\nenvironment: {GLOO_SOCKET_IFNAME: eth0}\n"
+    (folder / "cluster.yaml").write_text(cluster)
     return folder
 
 
-def until(condition: Callable[[], object], seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
 def losses(folder: Path, cell: str) -> list[float]:
-    return [
-        line["loss"]
-        for line in RunDir(folder / "runs" / cell).read_metrics()
-        if line["kind"] == "train"
-    ]
+    lines = RunDir(folder / "runs" / cell).read_metrics()
+    return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
 def sweep(lab: SlurmLab, folder: Path, action: str, *more: str) -> str:
@@ -76,7 +65,7 @@ def submit(lab: SlurmLab, folder: Path) -> str:
 
 
 def test_six_cells_of_an_array_are_completed_though_three_were_killed(lab: SlurmLab, folder: Path):
-    assert "6 cells on 1 node each, 3 at a time" in submit(lab, folder)
+    assert re.search("6 cells on 1 .* 3 at ", submit(lab, folder))
     assert "6 active" in submit(lab, folder)  # nothing is submitted twice
     waiting = set(KILLED)
     while waiting:
@@ -86,11 +75,11 @@ def test_six_cells_of_an_array_are_completed_though_three_were_killed(lab: Slurm
             waiting.remove(cell)
         time.sleep(0.05)
     until(lambda: " active" not in sweep(lab, folder, "status"))
-    assert "4 of 6 cells are done, 2 failed" in sweep(lab, folder, "status")
+    assert re.search("4 of 6 .*, 2 failed", sweep(lab, folder, "status"))
 
-    assert "2 cells on 1 node each" in submit(lab, folder)
-    until(lambda: "6 of 6 cells are done" in sweep(lab, folder, "status"))
-    assert submit(lab, folder) == "6 of 6 cells are done\n"
+    assert "2 cells on 1 " in submit(lab, folder)
+    until(lambda: "6 of 6 cells" in sweep(lab, folder, "status"))
+    assert submit(lab, folder).startswith("6 of 6 cells")
     for cell in CELLS:
         assert len(losses(folder, cell)) == STEPS
     for cell in KILLED:
@@ -132,7 +121,7 @@ def test_a_canceled_and_an_unrequeuable_run_wait_until_they_are_resumed(lab, fol
     assert " continues " in launcher("resume", str(run))
     until(lambda: state() == "done")
     assert len(losses(folder, "alone")) == 5 * STEPS
-    assert "rank 0: finished; metrics in" in launcher("logs", str(run), "--lines=1")
+    assert "rank 0: finished; " in launcher("logs", str(run), "--lines=1")
 
 
 def test_preflight_names_the_slow_node(lab: SlurmLab, folder: Path):
@@ -149,10 +138,6 @@ def test_preflight_names_the_slow_node(lab: SlurmLab, folder: Path):
     assert result.returncode == 1, result.stderr
     nodes = {node["node"]: node for node in json.loads(result.stdout)["nodes"]}
     assert nodes["n3"]["verdict"] == "slow"
-    slow_links = {
-        name
-        for name, node in nodes.items()
-        if any("of the others' rate at best" in word for word in node["problems"])
-    }
-    assert (sorted(nodes), slow_links) == (["n1", "n2", "n3"], {"n3"})
+    slow_links = [name for name in nodes if "rate at best" in " ".join(nodes[name]["problems"])]
+    assert (sorted(nodes), slow_links) == (["n1", "n2", "n3"], ["n3"])
     assert not list(folder.glob(".preflight-*"))
