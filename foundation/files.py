@@ -1,21 +1,23 @@
 """Files that are complete or absent (write a copy, fsync, rename), and paths that may be URLs.
 
-Also many small files at once, whether a file is as it was when it was parsed, and whose it is: what
-this user executes or obeys must not be another's.
+Also tables as CSV, many small files at once, whether a file is as it was when it was parsed, and
+whose it is: what this user executes or obeys must not be another's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import hashlib
+import io
 import json
 import logging
 import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,7 @@ HASH_BLOCK_BYTES = 1 << 20
 LARGEST_READ_BYTES = 1 << 30  # of a file that is read at once
 LARGEST_DESCRIPTION_BYTES = 1 << 20  # of a small JSON file that came with a corpus
 LARGEST_LINE_BYTES = 1 << 22  # of a file that a run appends to
+YAML_SUFFIXES = (".yaml", ".yml")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # between looks for a file, in seconds
 _URL = re.compile(r"([a-z][a-z0-9-]+):/+(.*)")
 
@@ -438,3 +441,28 @@ def read_together(read: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
         return [read(path) for path in paths]
     with ThreadPoolExecutor(min(_NUM_THREADS, len(paths))) as pool:
         return list(pool.map(read, paths))
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a row per mapping, whole or not at all; values that it does not have are empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text.getvalue())
+
+
+def check_table_path(path: Path) -> None:
+    """Raise ConfigError for the name of a YAML or JSON file, such as an experiment's."""
+    if path.suffix in (*YAML_SUFFIXES, ".json"):
+        kind = "JSON" if path.suffix == ".json" else "YAML"
+        raise ConfigError(f"{path} has the name of a {kind} file, expected that of a table, x.csv")
+
+
+def read_csv(text: str, separator: str = ",") -> list[dict[str | None, Any]]:
+    """Return a row per line; csv.Error if it is none.
+
+    The cells that the header does not name are under None.
+    """
+    return list(csv.DictReader(io.StringIO(text, newline=""), delimiter=separator))

@@ -26,14 +26,7 @@ from foundation.credentials import problem_of, redacted
 from foundation.errors import ConfigError
 from foundation.files import path_text
 from foundation.records import is_sha256
-from foundation.yaml_files import (
-    Tree,
-    abbreviated,
-    did_you_mean,
-    merge,
-    parse_override,
-    read_tree,
-)
+from foundation.yaml_files import Tree, abbreviated, did_you_mean, merge, parse_override, read_tree
 
 RANGE, UNIT = "range", "unit"
 MOST = 10**12  # of steps, tokens or bytes: more than any run has, and exact in float64

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from foundation.errors import ConfigError
-from foundation.files import read_regular
+from foundation.files import YAML_SUFFIXES, read_regular
 from foundation.records import represented
 
 Tree = dict[str, Any]
-YAML_SUFFIXES = (".yaml", ".yml")
 # The project's configurations: a link to the top level's configs/, in a wheel the files themselves.
 SHIPPED = Path(__file__).parent / "configs"
 # Settings are small; what exceeds these is a mistake or an attack.

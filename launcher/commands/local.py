@@ -19,7 +19,7 @@ from launcher.supervisor import (
 )
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, accumulation_steps
-from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
+from pretrain.processes.local_ranks import RankGroup, train_command
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_run
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 from pretrain.terminal.text import counted
@@ -71,18 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-class LocalRanks(RankGroup):
-    """A group of ranks that can describe its failure."""
-
-    def describe_failure(self, statuses: Sequence[int]) -> str:
-        return describe_failure(statuses, self.logs, first_failure=self.first_failure)
-
-
-def starter(command: Sequence[str], num_ranks: int, run_dir: RunDir) -> Callable[[int], LocalRanks]:
+def starter(command: Sequence[str], num_ranks: int, run_dir: RunDir) -> Callable[[int], RankGroup]:
     """Returns the function that starts attempts of `command`; rank 0's output is repeated here."""
 
-    def start(number: int) -> LocalRanks:
-        ranks = LocalRanks(command, num_ranks, run_dir.logs, number, echo_rank_zero=True)
+    def start(number: int) -> RankGroup:
+        ranks = RankGroup(command, num_ranks, run_dir.logs, number, echo_rank_zero=True)
         pids = " ".join(map(str, ranks.pids))
         _log.info("attempt %d: %s, processes %s", number, counted(num_ranks, "rank"), pids)
         return ranks

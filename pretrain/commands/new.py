@@ -28,13 +28,7 @@ from foundation.settings import (
     size_of,
     to_tree,
 )
-from foundation.yaml_files import (
-    SHIPPED,
-    dump_yaml,
-    merge,
-    parse_override,
-    require_yaml_name,
-)
+from foundation.yaml_files import SHIPPED, dump_yaml, merge, parse_override, require_yaml_name
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.resolve import resolve

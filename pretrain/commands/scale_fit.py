@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from foundation.cli import Answer, add_json
-from foundation.csv_files import check_table_path
 from foundation.errors import ConfigError, DataError
-from foundation.files import refuse_overwrite, write_text
+from foundation.files import YAML_SUFFIXES, check_table_path, refuse_overwrite, write_text
 from foundation.settings import load_config, to_tree
-from foundation.yaml_files import YAML_SUFFIXES, dump_yaml
+from foundation.yaml_files import dump_yaml
 from pretrain.commands.output_paths import check_output_directory, check_output_file
 from pretrain.commands.scale import (
     add_family,

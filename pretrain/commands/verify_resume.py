@@ -24,7 +24,7 @@ from foundation.settings import load_config
 from pretrain.checkpoint.marker import latest_step
 from pretrain.commands.output_paths import check_output_directory
 from pretrain.config.run import RunConfig, accumulation_steps, runs_of_phases
-from pretrain.processes.local_ranks import RankGroup, describe_failure, train_command
+from pretrain.processes.local_ranks import RankGroup, train_command
 from pretrain.recovery.faults import VARIABLE as FAULT_VARIABLE
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import counted
@@ -145,7 +145,7 @@ def train_ranks(
     group = RankGroup(command, ranks, run_dir.logs, environment=environment, echo_rank_zero=True)
     with group:
         statuses = group.wait(timeout=START_SECONDS)
-    failure = describe_failure(statuses, group.logs, first_failure=group.first_failure)
+    failure = group.describe_failure(statuses)
     if fault and KILLED not in statuses:
         raise UserError(f"no rank was killed: {failure or 'the run had already ended'}")
     if not fault and any(statuses):

@@ -16,9 +16,8 @@ from pathlib import Path
 from data_pipeline.config import MixturePart
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, read_manifest, read_vocab_size
 from foundation.errors import ConfigError, DataError
-from foundation.files import absolute, path_text, url_of
+from foundation.files import YAML_SUFFIXES, absolute, path_text, url_of
 from foundation.settings import LONGEST_NAME
-from foundation.yaml_files import YAML_SUFFIXES
 from pretrain.config.model import Precision
 from pretrain.config.run import RunConfig, runs_of_phases
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 
 from foundation.errors import ConfigError, DataError
-from foundation.yaml_files import YAML_SUFFIXES
+from foundation.files import YAML_SUFFIXES
 from pretrain.config.model import Precision
 from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
 from pretrain.model.cached import new_stream

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foundation.errors import ConfigError
-from foundation.yaml_files import YAML_SUFFIXES
+from foundation.files import YAML_SUFFIXES
 
 
 def check_tasks(tasks: Sequence[str]) -> None:

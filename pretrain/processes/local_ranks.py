@@ -81,6 +81,10 @@ class RankGroup:
         """Process ids in rank order; each is also the id of its process group."""
         return [process.pid for process in self._processes]
 
+    def describe_failure(self, statuses: Sequence[int]) -> str:
+        """Which rank failed first and the last lines of its log; empty if none failed."""
+        return describe_failure(statuses, self.logs, first_failure=self.first_failure)
+
     def poll(self) -> list[int | None]:
         """The exit status of each rank, None while it runs; -N if signal N killed it."""
         return [_reap(process) for process in self._processes]

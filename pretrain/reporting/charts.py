@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foundation.csv_files import write_csv
 from foundation.errors import printable
-from foundation.files import atomic_write
+from foundation.files import atomic_write, write_csv
 from pretrain.reporting.run_history import History
 from pretrain.rundir.metric_names import SMOOTHED_LOSS, STEP_LOSS, VALIDATION_LOSS, set_losses
 from pretrain.rundir.metrics_file import totals_of

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from foundation.cli import Answer, value_text
-from foundation.csv_files import write_csv
 from foundation.errors import printable
+from foundation.files import write_csv
 from foundation.progress import duration
 from foundation.settings import to_tree
 from foundation.yaml_files import dump_yaml

@@ -34,6 +34,7 @@ from typing import Any
 
 from foundation.errors import ConfigError, DataError
 from foundation.files import (
+    YAML_SUFFIXES,
     folder_below,
     is_of_another_user,
     named_errors,
@@ -49,7 +50,7 @@ from foundation.own_programs import installed_version
 from foundation.records import Fields, InvalidField
 from foundation.retry import Patience, outlast
 from foundation.settings import differences, load_config, parse_config, to_tree
-from foundation.yaml_files import YAML_SUFFIXES, did_you_mean, dump_yaml
+from foundation.yaml_files import did_you_mean, dump_yaml
 from pretrain.checkpoint.marker import latest_step
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, may_change

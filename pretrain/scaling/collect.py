@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from foundation.csv_files import write_csv
 from foundation.errors import ConfigError, DataError
-from foundation.files import read_json
+from foundation.files import read_json, write_csv
 from foundation.records import Fields, InvalidField
 from pretrain.costs.flops import cost_of
 from pretrain.costs.memory import lane_bytes

@@ -37,17 +37,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from foundation.errors import ConfigError
-from foundation.files import write_text
+from foundation.files import YAML_SUFFIXES, write_text
 from foundation.settings import LONGEST_NAME, load_config, parse_config, require_name, to_tree
-from foundation.yaml_files import (
-    YAML_SUFFIXES,
-    Tree,
-    abbreviated,
-    did_you_mean,
-    dump_yaml,
-    find_config,
-    read_tree,
-)
+from foundation.yaml_files import Tree, abbreviated, did_you_mean, dump_yaml, find_config, read_tree
 from pretrain.checkpoint.directory import step_directory
 from pretrain.config.run import RunConfig
 from pretrain.rundir.metrics_file import cut_measurements_after

@@ -16,9 +16,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from foundation.csv_files import read_csv
 from foundation.errors import ConfigError, DataError
-from foundation.files import parse_json
+from foundation.files import parse_json, read_csv
 from foundation.records import shown
 from foundation.yaml_files import did_you_mean
 from pretrain.terminal.text import counted

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from foundation.csv_files import check_table_path, read_csv, write_csv
 from foundation.errors import ConfigError, DataError
+from foundation.files import check_table_path, read_csv, write_csv
 from pretrain.scaling.table import csv_rows
 
 

@@ -7,16 +7,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from foundation.retry import Patience
-from launcher.commands.local import starter
 from launcher.run_state import read_state
 from launcher.supervisor import Ranks, RestartPolicy, StopSignals, supervise
 from pretrain.config.run import RunConfig
+from pretrain.processes.local_ranks import RankGroup
 from pretrain.rundir.events import (
     EXIT_STOPPED,
     AttemptEnded,
@@ -38,6 +39,10 @@ def run_dir(tmp_path: Path) -> RunDir:
     run_dir = RunDir.create(tmp_path / "run", RunConfig(name="books"))
     run_dir.ledger.append(TrainingBegan(step=0, world_size=1))
     return run_dir
+
+
+def starter(command: Sequence[str], num_ranks: int, run_dir: RunDir) -> Callable[[int], Ranks]:
+    return partial(RankGroup, command, num_ranks, run_dir.logs)
 
 
 def stop_at_the_first_failure(run_dir: RunDir, stop: StopSignals) -> None:
