@@ -9,13 +9,15 @@ Sinks concern the forward kernel alone.
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.measure import markdown_table
 from tests.helpers.compiled_kernels import DROPOUT
 from tests.helpers.kernel_work import DEVICES, Resources, missed_limits
-from tests.helpers.triton_compiler import compiling
 
 HEAD_WIDTHS = (41, 64, 80, 96, 128)  # 41: the paper's model of WikiText-103, rows not aligned
 _SCORES = ("", "documents", "dropout", "documents,dropout", "grouped", "no_position")
@@ -86,9 +88,14 @@ def all_kernels() -> list[str]:
 def compiled(names: list[str]) -> dict[str, Resources]:
     """Return what each kernel takes; compiled in a process without triton's interpreter."""
     kernels = {}
-    for name, found in compiling("tests.helpers.compiled_kernels", names):
-        kernels[name] = Resources(**found)
-        print(f"compiled {name}", file=sys.stderr, flush=True)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.compiled_kernels", *names]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for name, found in map(json.loads, process.stdout):
+            kernels[name] = Resources(**found)
+            print(f"compiled {name}", file=sys.stderr, flush=True)
+    assert process.returncode == 0, f"status {process.returncode}: {' '.join(command)}"
     return kernels
 
 

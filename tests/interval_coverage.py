@@ -78,6 +78,11 @@ class Tally:
         held, answered = self.held[quantity]
         return held / answered
 
+    def percent(self, quantity: str) -> str:
+        if quantity not in self.held:
+            return "-"
+        return f"{100 * self.share(quantity):.0f}{'!' * self.is_off(quantity)}"
+
     def is_off(self, quantity: str) -> bool:
         """Whether chance does not explain how far the share is from WANTED."""
         share, (low, high) = self.share(quantity), WANTED
@@ -156,15 +161,7 @@ def table(tallies: dict[Cell, Tally]) -> list[list[str]]:
     for approach, noise, level in kinds:
         mine = [tallies.get(Cell(approach, noise, level, count), Tally()) for count in BUDGETS]
         answered = "/".join(str(tally.held.get("a", (0, 0))[1]) for tally in mine)
-        shares = [
-            "/".join(
-                f"{100 * tally.share(name):.0f}{'!' * tally.is_off(name)}"
-                if name in tally.held
-                else "-"
-                for tally in mine
-            )
-            for name in QUANTITIES
-        ]
+        shares = ["/".join(tally.percent(name) for tally in mine) for name in QUANTITIES]
         rows.append([approach, noise, f"{level:.1%}", answered, *shares])
     return rows
 

@@ -100,17 +100,13 @@ def _compiled(
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
     registers = re.findall(r"Used (\d+) registers", log.getvalue())
     assert len(spills) == len(registers) == 1, log.getvalue()
-    shared, used = binary.metadata.shared, int(registers[0])
+    used = {"registers": int(registers[0]), "shared": binary.metadata.shared}
+    columns = binary.metadata.tmem_size or 0
     return binary, Resources(
-        registers=used,
+        **used,
         spilled=sum(map(int, spills[0])),
-        shared=shared,
         programs=programs_per_multiprocessor(
-            capability,
-            registers=used,
-            shared=shared,
-            warps=tile.warps,
-            tensor_columns=binary.metadata.tmem_size or 0,
+            capability, **used, warps=tile.warps, tensor_columns=columns
         ),
         executed=executed_work(binary.asm["ptx"], tile.warps),
         needed=needed_work(binary.asm["ttgir"]),

@@ -55,16 +55,12 @@ class Case:
 # Every two options that meet in a kernel meet in a case.
 CASES: dict[str, Case] = {
     "aligned": Case(L=32, M=16),
-    "odd sizes, two lanes of two heads at a time": Case(
-        B=3, L=21, M=13, deterministic=True, workspace_groups=5
-    ),
+    "odd sizes, pairs of heads": Case(B=3, L=21, M=13, deterministic=True, workspace_groups=5),
     "tiles of 64, wide": Case(N=1, L=130, M=10, H=32, size=64, wide=True, deterministic=True),
     "no memory, documents": Case(B=2, L=35, M=0, documents=3, wide=True),
     "no memory, dropout": Case(L=20, M=0, dropout=0.3, deterministic=True),
     "memory longer than the segment": Case(L=19, M=40, wide=True),
-    "memory shorter than the segment, short window": Case(
-        L=37, M=5, max_distance=9, deterministic=True
-    ),
+    "short memory, short window": Case(L=37, M=5, max_distance=9, deterministic=True),
     "one query, sinks": Case(B=2, L=1, M=33, sinks=True),
     "one query, no memory": Case(B=2, L=1, M=0, deterministic=True),
     "head width 41, long tiles of keys": Case(
@@ -77,21 +73,13 @@ CASES: dict[str, Case] = {
     "window of one": Case(L=20, M=20, max_distance=1),
     "documents and window": Case(B=2, L=34, M=20, documents=2, max_distance=18, wide=True),
     "many documents": Case(L=37, M=20, documents=12, deterministic=True),
-    "grouped queries, without positions": Case(
-        B=2, N=4, G=2, L=20, M=13, positions=False, workspace_groups=1
-    ),
-    "grouped queries, a group at a time": Case(
-        N=6, G=2, L=18, M=15, deterministic=True, workspace_groups=1
-    ),
+    "groups, no positions": Case(B=2, N=4, G=2, L=20, M=13, positions=False, workspace_groups=1),
+    "a group at a time": Case(N=6, G=2, L=18, M=15, deterministic=True, workspace_groups=1),
     "grouped queries that fill the device": Case(
         B=3, N=4, G=2, L=21, M=13, documents=2, deterministic=True, filling_programs=8
     ),
-    "keys and values of a lane span 2^31 elements": Case(
-        L=20, M=49, key_strides=(1 << 25, 16), dtype=torch.float16
-    ),
-    "groups span 2^31 elements": Case(
-        N=3, L=9, M=9, key_strides=(16, 1 << 30), dtype=torch.float16
-    ),
+    "a lane of 2^31 elements": Case(L=20, M=49, key_strides=(1 << 25, 16), dtype=torch.float16),
+    "groups span 2^31": Case(N=3, L=9, M=9, key_strides=(16, 1 << 30), dtype=torch.float16),
     "distance bias and sinks without positions": Case(
         L=33, M=13, distance_bias=True, sinks=True, positions=False, wide=True, deterministic=True
     ),
@@ -99,23 +87,13 @@ CASES: dict[str, Case] = {
         N=4, G=2, L=20, M=13, sinks=True, documents=3, dropout=0.3, deterministic=True
     ),
     "everything": Case(
-        B=2,
-        N=4,
-        G=2,
-        L=34,
-        M=20,
-        H=24,
-        max_distance=25,
-        documents=2,
-        dropout=0.2,
-        distance_bias=True,
-        sinks=True,
-        wide=True,
+        B=2, N=4, G=2, L=34, M=20, H=24, max_distance=25, documents=2, dropout=0.2,
+        distance_bias=True, sinks=True, wide=True,
     ),
     "tiles of a table": Case(L=20, M=13, deterministic=True, from_table=True),
     "float16, dropout": Case(L=20, M=13, dropout=0.3, dtype=torch.float16),
     "float16, documents": Case(L=20, M=13, documents=2, dtype=torch.float16, deterministic=True),
-}
+}  # fmt: skip
 
 
 def errors_of(case: Case) -> dict[str, float]:

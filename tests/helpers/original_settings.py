@@ -16,14 +16,13 @@ def config_of_original(settings: Mapping[str, Any]) -> ModelConfig:
     cutoffs, memory_length = settings["cutoffs"] or [], settings["mem_len"]
     # Its list may be longer than the bins it is used for.
     tied = (settings["tie_projs"] or [False] * (len(cutoffs) + 1))[: len(cutoffs) + 1]
+    sizes = {
+        name: settings[name] for name in ("d_model", "d_head", "d_inner", "d_embed", "div_val")
+    }
     return ModelConfig(
         vocab_size=settings["n_token"],
         num_layers=settings["n_layer"],
-        d_model=settings["d_model"],
         num_heads=settings["n_head"],
-        d_head=settings["d_head"],
-        d_inner=settings["d_inner"],
-        d_embed=settings["d_embed"],
         memory_length=memory_length,
         norm_position="pre" if settings["pre_lnorm"] else "post",
         untie_biases=bool(settings.get("untie_r")),
@@ -32,6 +31,6 @@ def config_of_original(settings: Mapping[str, Any]) -> ModelConfig:
         clamp_length=max(0, settings["clamp_len"]),
         tie_embeddings=bool(settings["tie_weight"]),
         cutoffs=tuple(cutoffs),
-        div_val=settings["div_val"],
         tie_projections=tuple(map(bool, tied)),
+        **sizes,
     )

@@ -37,15 +37,10 @@ def whole(tmp_path_factory) -> CorpusConfig:
             path = folder / "in" / domain / f"{number}.jsonl"
             write_jsonl(path, some_texts(30, seed=10 * seed + number))
     config = CorpusConfig(
-        input=(folder / "in",),
-        output=folder / "out",
-        threads=1,
-        validation_fraction=0.1,
-        shard_bytes=4000,
-        shuffle_seed=1,
-        shuffle_bytes=60_000,
+        input=(folder / "in",), output=folder / "out", threads=1, validation_fraction=0.1,
+        shard_bytes=4000, shuffle_seed=1, shuffle_bytes=60_000,
         tokenizer=TokenizerConfig(kind="bytes"),
-    )
+    )  # fmt: skip
     build_in_processes(config, 1)
     return config
 
