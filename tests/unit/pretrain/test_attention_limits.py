@@ -142,9 +142,7 @@ def test_memories_and_groups_of_any_size_in_both_precisions(dtype, memory):
         ({}, False, Attention.PLAIN, "float32"),
     ],
 )
-def test_a_gpu_takes_the_fastest_attention_and_the_reason_names_what_excludes_others(
-    options, is_half, kind, reason
-):
+def test_a_gpu_takes_the_fastest_attention_or_says_why_not(options, is_half, kind, reason):
     config = replace(ROPE, **options)
     found = attention_of("auto", config, on_gpu=True, is_half=is_half)
     assert found[0] is kind
@@ -165,9 +163,7 @@ def test_a_gpu_takes_the_fastest_attention_and_the_reason_names_what_excludes_ot
         ("atomic", {}, False, "float32"),
     ],
 )
-def test_a_gpu_computes_the_delta_rule_by_fla_or_the_reason_names_what_excludes_it(
-    kernel, options, is_half, reason
-):
+def test_a_gpu_takes_fla_or_names_what_excludes_it(kernel, options, is_half, reason):
     config = replace(TINY, layer_kinds=("deltanet",), **options)
     found = delta_rule_of(kernel, config, on_gpu=True, is_half=is_half)
     assert (found[0] is DeltaRule.FLA) == (not reason)

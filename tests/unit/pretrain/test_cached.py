@@ -77,9 +77,7 @@ def test_the_losses_are_those_of_remembered_hidden_states(variant, memory_length
         *((memory, 12, [8, 1, 1, 1, 1], 12) for memory in (0, 3, 400)),  # a short stream
     ],
 )
-def test_a_row_buffer_returns_memory_and_new_rows_in_order_and_never_grows(
-    memory_length, num_tokens, lengths, rows
-):
+def test_a_row_buffer_keeps_the_order_and_never_grows(memory_length, num_tokens, lengths, rows):
     rows_of_stream = torch.arange(400.0).view(1, 400, 1)
     buffer = RowBuffer(rows_of_stream, memory_length, max(lengths), num_tokens)
     before, end = buffer._rows.data_ptr(), 0
@@ -135,9 +133,7 @@ def model_of(kind: RopeExtension, trained_keys: int, *memory_length: int) -> Tra
 
 @pytest.mark.parametrize("lengths", [(8,), (3, 8)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_cached_keys_are_stretched_as_those_of_remembered_hidden_states(
-    kind: RopeExtension, lengths: tuple[int, ...]
-) -> None:
+def test_cached_keys_are_stretched_as_those_of_remembered_hidden_states(kind, lengths):
     model = model_of(kind, 17, *lengths)
     cached = read_whole(CachedStream(model, 24, max(SEGMENTS)).nll_BL, SEGMENTS)
     model.expect_keys(0, 0)  # another stream on the same model
@@ -178,9 +174,7 @@ def test_a_short_text_is_read_with_the_angles_of_a_long_one(kind: RopeExtension)
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("trained_keys", [33, 0])
-def test_up_to_the_keys_of_training_nothing_changes_by_a_bit(
-    kind: RopeExtension, trained_keys: int
-) -> None:
+def test_up_to_the_keys_of_training_nothing_changes_by_a_bit(kind, trained_keys):
     """0: of a model that trains, no keys are known."""
     found = read_whole(
         CachedStream(model_of(kind, trained_keys), 24, max(SEGMENTS)).nll_BL, SEGMENTS

@@ -54,7 +54,6 @@ def refused(root: Path, run_id: str = "") -> str:
     """Why the checkpoint of step 2 is skipped; that of step 1 is used."""
     said: list[str] = []
     found = marker.latest_valid(root, said.append, run_id)
-    assert found is not None
     assert found.step == 1
     (line,) = said
     return line
@@ -117,7 +116,6 @@ def test_storage_that_fails_for_a_moment_is_waited_for_and_leaves_no_note(root, 
     timer.start()
     found = find_resume_point(root, world, "", patience=Patience(600))
     timer.join()
-    assert found is not None
     assert found.step == 2
     assert marker.steps_that_count(root) == [1, 2]
     waits, _ = [record.getMessage() for record in caplog.records if record.levelno > 20]
@@ -268,16 +266,13 @@ def test_a_rewind_deletes_nothing_if_no_checkpoint_before_the_spike_is_valid(tmp
 
 def found_step(root: Path, world: World) -> int:
     found = find_resume_point(root, world, run_id="")
-    assert found is not None
     return found.step
 
 
 @pytest.mark.parametrize(
     ("starts", "missing"), [((0, 1, 7), "1, expected 4"), ((0, 5, 8), "5, expected 4")]
 )
-def test_pieces_whose_counts_add_up_but_that_overlap_or_leave_a_hole_are_refused(
-    root, starts, missing
-):
+def test_pieces_that_overlap_or_leave_a_hole_are_refused(root, starts, missing):
     """12 elements: [0, 4) [1, 4) [7, 12) would leave [4, 7) as memory happened to be."""
     ends = {1: 4, 5: 8}
     runs = [[0, start, (4 if start == 0 else ends.get(start, 12)) - start, 1] for start in starts]
@@ -450,5 +445,4 @@ def test_a_checkpoint_with_a_hole_that_readers_refuse_is_not_valid(run_dir, caps
     assert "step 50: CORRUPTED" in said
     assert "101, expected 100" in said
     found = marker.latest_valid(run_dir.checkpoints, lambda line: None)
-    assert found is not None
     assert found.step == 40, "a resume takes the one before"

@@ -101,9 +101,7 @@ def scramble(engine: Engine) -> None:
             value.uniform_(-1.0, 1.0)
 
 
-def test_an_asynchronous_save_writes_the_bytes_of_a_blocking_one_while_the_loop_continues(
-    engine, world, tmp_path
-):
+def test_an_asynchronous_save_writes_the_bytes_of_a_blocking_one(engine, world, tmp_path):
     state = state_of(engine, step=3)
     blocking = saved(engine, world, tmp_path / "blocking", state, asynchronous=False)
     background = checkpointer(tmp_path / "background", world)
@@ -133,9 +131,7 @@ def test_the_next_call_raises_the_error_of_a_save_and_removes_its_files(engine, 
     assert files.steps_on_disk(tmp_path) == [1, 2]
 
 
-def test_within_the_patience_a_save_that_fails_is_followed_by_another_some_steps_later(
-    engine, world, tmp_path, monkeypatch, caplog
-):
+def test_a_failed_save_is_followed_by_another(engine, world, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 0.2)
     saving = checkpointer(tmp_path, world, patience=Patience(60))
     with no_room():
@@ -154,9 +150,7 @@ def test_within_the_patience_a_save_that_fails_is_followed_by_another_some_steps
     assert f"{tmp_path}/.partial-00000001-attempt/rank-00000.safetensors: " in caplog.text
 
 
-def test_the_last_save_is_repeated_until_what_must_come_before_it_is_on_disk(
-    engine, world, tmp_path, monkeypatch
-):
+def test_the_last_save_waits_for_what_comes_before_it(engine, world, tmp_path, monkeypatch):
     monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 1.0)
     waited: list[int] = []
     obstacles = iter(["metrics.jsonl: No space left on device"] * 2)
@@ -168,9 +162,7 @@ def test_the_last_save_is_repeated_until_what_must_come_before_it_is_on_disk(
     assert len(waited) >= 2, "the heartbeat goes on meanwhile"
 
 
-def test_a_stop_request_while_the_last_save_waits_for_storage_ends_the_wait(
-    engine, world, tmp_path, caplog
-):
+def test_a_stop_request_ends_the_last_saves_wait_for_storage(engine, world, tmp_path, caplog):
     stop = StopRequest()
     patience = Patience(600, stop_requests=lambda: stop.count)
     saving = checkpointer(tmp_path / "checkpoints", world, patience=patience)
@@ -189,9 +181,7 @@ def test_a_stop_request_while_the_last_save_waits_for_storage_ends_the_wait(
     assert str(tmp_path / "checkpoints") in said
 
 
-def test_a_checkpoint_that_is_lost_after_it_was_verified_is_refused_by_name(
-    engine, world, tmp_path
-):
+def test_a_checkpoint_lost_after_it_was_verified_is_refused_by_name(engine, world, tmp_path):
     found = saved(engine, world, tmp_path, state_of(engine, 1))
     lost = found.directory / files.rank_file(0)
     lost.unlink()
@@ -213,9 +203,7 @@ def test_a_save_that_storage_is_not_to_blame_for_is_not_tried_again(engine, worl
 @pytest.mark.parametrize(
     "change", [lambda memory: memory[::-1], lambda memory: (memory[0][..., 1:], *memory[1:])]
 )
-def test_memories_of_another_model_are_refused_before_they_are_used(
-    engine, world, tmp_path, change
-):
+def test_memories_of_another_model_are_refused_before_use(engine, world, tmp_path, change):
     state = state_of(engine, 1)
     state.memories = [change(memory) for memory in state.memories if memory]
     found = saved(engine, world, tmp_path, state)
@@ -223,9 +211,7 @@ def test_memories_of_another_model_are_refused_before_they_are_used(
         checkpointer(tmp_path, world)._restore_memories(engine, found, range(4))
 
 
-def test_an_engine_that_a_checkpoint_fills_draws_nothing_and_has_every_bit_of_it(
-    engine, world, tmp_path
-):
+def test_an_engine_that_a_checkpoint_fills_draws_nothing(engine, world, tmp_path):
     torch.rand(3)
     drawn = torch.get_rng_state()
     found = saved(engine, world, tmp_path, state_of(engine, 1))
@@ -273,9 +259,7 @@ class Attempt(Checkpointer):
             assert self.may_publish.wait(SECONDS)
 
 
-def test_an_older_attempt_that_gives_up_leaves_the_files_of_the_newer_one(
-    engine, world, tmp_path, caplog
-):
+def test_an_older_attempt_leaves_the_files_of_a_newer_one(engine, world, tmp_path, caplog):
     root = tmp_path / "checkpoints"
     old, new = (Attempt(root, world, name) for name in ("old", "new"))
     new.save(engine, TrainState(step=3, memories=[None]))
@@ -290,9 +274,7 @@ def test_an_older_attempt_that_gives_up_leaves_the_files_of_the_newer_one(
 
 
 @pytest.mark.parametrize("moment", ["before the removal", "in it", "after it"])
-def test_a_start_that_removes_what_an_older_attempt_is_publishing_leaves_all_or_nothing(
-    engine, world, tmp_path, caplog, monkeypatch, moment
-):
+def test_a_publication_is_all_or_nothing(engine, world, tmp_path, caplog, monkeypatch, moment):
     root = tmp_path / "checkpoints"
     old = Attempt(root, world, "old")
     old.save(engine, TrainState(step=3, memories=[None]))
@@ -368,9 +350,7 @@ def test_an_attempt_stands_up_to_where_a_later_start_or_a_rewind_went_back_to(le
     assert steps_that_stand(ledger) == standing
 
 
-def test_a_link_in_the_place_of_a_runs_folder_is_refused_and_the_run_continues(
-    world, tmp_path, caplog
-):
+def test_a_link_in_the_place_of_a_runs_folder_ends_no_run(world, tmp_path, caplog):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / f"run-{ID}").symlink_to(tmp_path / "elsewhere")
     assert tier(tmp_path, world).find(0) is None
@@ -393,9 +373,7 @@ def test_the_id_of_a_run_leads_nowhere_else(world, tmp_path, caplog):
         (20, 1, 2, "step 20 "),
     ],
 )
-def test_a_step_of_other_ranks_settings_or_history_is_not_used(
-    world, tmp_path, caplog, step, num_ranks, zero_stage, why
-):
+def test_other_runs_steps_are_not_used(world, tmp_path, caplog, step, num_ranks, zero_stage, why):
     local = tier(tmp_path, world)
     tree = json.loads(json.dumps(to_tree(RunConfig(engine=EngineConfig(zero_stage=zero_stage)))))
     config = {name: part for name, part in tree.items() if name not in MAY_DIFFER}

@@ -182,9 +182,7 @@ def files_in(directory: Path) -> dict[str, str]:
         (("scale", "fit", "t", "--flops=1", "--experiment=x.yaml", "--write=x.yaml"), "x.yaml"),
     ],
 )
-def test_a_value_that_cannot_be_used_is_one_line_and_writes_nothing(
-    corpus, tmp_path, monkeypatch, capsys, arguments, said
-):
+def test_a_useless_value_is_one_line(corpus, tmp_path, monkeypatch, capsys, arguments, said):
     monkeypatch.chdir(tmp_path)
     Path("x.yaml").write_text(EXPERIMENT)
     Path("folder").mkdir()
@@ -278,9 +276,7 @@ CELL_NAMES = "runs/mem/memory_length_0, runs"
         (pretrain, ["report", "mem.yaml"], "runs/mem/memory_length_0"),
     ],
 )
-def test_what_is_no_run_gets_one_line_that_says_what_to_name(
-    here, capsys, program, arguments, named
-):
+def test_what_is_no_run_gets_one_line_with_what_to_name(here, capsys, program, arguments, named):
     Path("other.yaml").write_text(GRID.replace("name: mem", "name: other"))
     Path("export").mkdir()
     Path("export/model.safetensors").touch()

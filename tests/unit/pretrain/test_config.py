@@ -247,9 +247,7 @@ def exported(tmp_path: Path) -> RunConfig:
     ],
     ids=str,
 )
-def test_initial_weights_of_another_function_are_refused_and_others_are_not(
-    exported, change, is_same
-):
+def test_initial_weights_of_another_function_alone_are_refused(exported, change, is_same):
     other = replace(exported, model=replace(MODEL, **change))
     if is_same:
         check_initial_weights(other)

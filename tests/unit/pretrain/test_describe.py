@@ -70,9 +70,7 @@ def test_a_hybrid_is_called_by_its_layers(capsys):
         ("cpu", "auto", 100e9, "ZeRO-2, fp32 (auto), activation"),
     ],
 )
-def test_time_follows_from_the_peak_of_the_configured_precision(
-    capsys, gpu, precision, peak, words
-):
+def test_time_follows_from_the_peak_of_the_precision(capsys, gpu, precision, peak, words):
     path = MODELS / "wt103-base.yaml"
     options = f"--gpu {gpu} engine.precision={precision} --mfu 0.5 seed=2"
     said = said_of(capsys, str(path), *options.split())
@@ -97,7 +95,6 @@ def test_the_7b_model_does_not_fit_and_what_is_advised_does(capsys, hardware):
     (advised,) = re.findall(r"to fit +set ((?:engine\.\w+=\w+ )+)\((\S+) GiB", said)
     said = said_of(capsys, *command, *advised[0].split())
     needed = re.search(r"device memory +(\S+) GiB  per rank, fits in", said)
-    assert needed is not None
     assert needed[1] == advised[1], "the same estimate"
     assert "to fit" not in said
 
@@ -106,13 +103,11 @@ def test_the_advised_change_is_the_cheapest_of_those_that_fit():
     run = run_config(precision="bf16", zero_stage=1, deepspeed_extra=SMALL_BUCKETS)
     needed = needed_of(run)
     unchanged = cheapest_fit(run, 4, needed, on_gpu=True)
-    assert unchanged is not None
     assert unchanged.changes == {}
     changes: dict = {}
     costs = []
     for part in (0.9, 0.7, 0.5, 0.4, 0.3, 0.25):
         found = cheapest_fit(run, 4, part * needed, on_gpu=True)
-        assert found is not None
         assert found.bytes <= part * needed
         changes = found.changes
         costs.append(found.cost)
@@ -184,9 +179,7 @@ def test_the_largest_micro_batch_is_the_largest_that_fits():
     assert largest_micro_batch(run, 4, 1000.0) == 0
 
 
-def test_what_train_refuses_about_data_and_weights_is_refused_here_with_the_same_line(
-    corpus, tmp_path, capsys
-):
+def test_describe_refuses_data_and_weights_as_train_does(corpus, tmp_path, capsys):
     model = "{num_layers: 1, d_model: 8, num_heads: 1}"
     (tmp_path / "run.yaml").write_text(
         f"data: {{path: {corpus.directory.parent}, lanes: 1}}\nmodel: {model}\n"
@@ -271,7 +264,6 @@ def test_evaluations_take_at_most_a_tenth_of_a_run(steps):
     text = TrainingText(path=Path("c"), tokens=10**7, longest_document=900, vocab_size=4000)
     for overrides in ([], [HYBRID]):
         time = run_time(new_experiment("mine", text, 1e7, False, steps, overrides), 1, 1.0)
-        assert time.evaluation is not None
         assert 0 < time.evaluation <= 0.1 * time.training
 
 

@@ -225,9 +225,7 @@ def test_settings_that_deepspeed_rejects_are_reported_in_one_line(wrong: dict) -
         (3, "fp32", True, "DeepSpeedZeroOptimizer_Stage3", True),
     ],
 )
-def test_on_a_gpu_stages_2_and_3_reduce_gradients_while_the_backward_pass_goes_on(
-    stage: int, precision: str, offload: bool, optimizer: str, overlaps: bool | None
-) -> None:
+def test_stages_2_and_3_reduce_gradients_early(stage, precision, offload, optimizer, overlaps):
     engine: dict = {"zero_stage": stage, "precision": precision, "offload_optimizer": offload}
     run = RunConfig(model=MODEL, engine=EngineConfig(**engine))
     assert optimizer_of(run) == optimizer

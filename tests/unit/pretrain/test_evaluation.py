@@ -300,7 +300,6 @@ def test_recall_ends_before_the_first_distance_at_chance():
 
 def test_tokens_of_a_corpus_are_frequent_ones(corpus):
     tokens = tokens_of_corpus(corpus)
-    assert tokens.text is not None
     ids, counts = tokens.text.unique(return_counts=True)
     chosen = torch.cat([tokens.candidates, tokens.fillers])
     assert len(chosen.unique()) == len(chosen) == len(ids)

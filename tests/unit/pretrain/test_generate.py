@@ -42,9 +42,7 @@ def tokens_of(
         *((name, 1) for name in ("memory_tokens", "compressive_rope", "deltanet")),
     ],
 )
-def test_greedy_generation_equals_full_forward_passes_over_the_growing_text(
-    variant, segment_length
-):
+def test_greedy_generation_equals_passes_over_the_growing_text(variant, segment_length):
     """In segments from the start: only what memory tokens write depends on where these end."""
     model = tiny_model(**{**VARIANTS[variant], "memory_length": 64}).eval()
     varied = Sampling(temperature=0.0, repetition_penalty=1e30)  # only ends twice

@@ -74,9 +74,7 @@ def test_an_independent_reimplementation_agrees(case: str, tmp_path: Path) -> No
         ("relative_shift.npz", "out_5x6"),
     ],
 )
-def test_one_wrong_number_fails_a_file(
-    file: str, entry: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_wrong_number_fails_a_file(file, entry, tmp_path, capsys):
     path = DIRECTORY / file if file else write_case(tmp_path / "case.npz", {})
     with np.load(path) as recorded:
         arrays = dict(recorded)

@@ -65,7 +65,6 @@ def test_a_forgotten_segment_resets_states_of_lanes_in_which_a_document_started(
         state = lane_state(isolate_documents=isolates)
         memory = memory_of(state)
         after = state.after_forgotten_segment(memory, starts_BL)
-        assert after is not None
         reset = [0, 2] if isolates else []
         for name in ("layers.0.state", "layers.0.tail"):
             before, found = (state.named(each)[name].clone() for each in (memory, after))
@@ -135,12 +134,9 @@ def read_between_ends(plain: TransformerXL, tokens_BL: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("options", [{}, {"norm_position": "pre"}, {"positions": "alibi"}], ids=str)
-def test_segments_are_those_of_a_plain_model_whose_ends_are_what_was_written(
-    options: dict[str, Any],
-) -> None:
+def test_segments_are_those_of_a_plain_model_whose_ends_are_what_was_written(options):
     """The plain model reads longer segments, whose ends are given to it as embedded tokens."""
     model = tiny_model(**ALONE, **options)
-    assert model.memory_tokens is not None
     plain = TransformerXL(replace(model.config, memory_tokens=0)).double()
     plain.load_state_dict(model.state_dict(), strict=False)
     initial_XD = model.memory_tokens.initial * TINY.d_model**0.5
@@ -177,8 +173,6 @@ def test_only_later_segments_teach_what_is_written() -> None:
         model.zero_grad()
         nll_BL, _ = model(tokens_BT[:, part], tokens_BT[:, 1:][:, part], num_segments=segments)
         nll_BL.sum().backward()
-        assert model.memory_tokens is not None
-        assert model.memory_tokens.norm is not None
         assert (model.memory_tokens.norm.gain.grad is None) == (segments == 1)
 
 
@@ -266,9 +260,7 @@ def losses_and_gradients(model: TransformerXL) -> tuple[Tensor, dict[str, Tensor
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("same_length", [False, True])
-def test_losses_gradients_and_memory_are_those_of_the_longest_memory_with_masks(
-    case: str, same_length: bool
-) -> None:
+def test_losses_gradients_and_memory_are_those_of_the_longest_memory_with_masks(case, same_length):
     pattern = (3, 20, 5) if same_length else (3, 20, 0)
     options = {"num_layers": LAYERS, **CASES[case]}
     lengths = pattern * (LAYERS // len(pattern))
@@ -412,9 +404,7 @@ def test_the_gradient_is_that_of_the_groups_loss_by_finite_differences(variant: 
 
 
 @pytest.mark.parametrize("variant", [name for name in NOT_COMPRESSED if name in CUT_ANYWHERE])
-def test_it_is_the_gradient_of_one_long_segment_where_that_computes_the_same(
-    variant: str,
-) -> None:
+def test_it_is_the_gradient_of_one_long_segment_where_that_computes_the_same(variant):
     """With a memory as long as the step; with a window of keys, whatever else is remembered."""
     for memory_length, window in ((TOTAL, False), (5, True)):
         options = {**NOT_COMPRESSED[variant], "memory_length": memory_length}
@@ -427,9 +417,7 @@ def test_it_is_the_gradient_of_one_long_segment_where_that_computes_the_same(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_memory_is_bitwise_and_the_losses_are_those_of_the_segments_one_by_one(
-    variant: str,
-) -> None:
+def test_the_memory_is_bitwise_and_the_losses_are_those_of_the_segments_one_by_one(variant):
     model = tiny_model(**VARIANTS[variant], **DROPPING)
     masks = DropoutStream(seed=1, step=3, lanes=range(FEW_LANES))
     _, memory = read(model, 0, BEFORE, None, masks)
@@ -449,9 +437,7 @@ def test_each_segment_of_a_step_has_masks_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_checkpointing_changes_no_bit_of_the_gradients_nor_kernels_more_than_rounding(
-    variant: str,
-) -> None:
+def test_checkpointing_changes_no_bit_of_the_gradients_nor_kernels_more_than_rounding(variant):
     like = tiny_model(**VARIANTS[variant], **DROPPING)
     masks = DropoutStream(seed=1, step=3, lanes=range(FEW_LANES))
 

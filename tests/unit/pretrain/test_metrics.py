@@ -112,9 +112,7 @@ def test_every_step_has_one_line_with_the_mean_over_its_slots(world, run_dir):
     assert lines[1]["used_memory_gib"] > 0.05
 
 
-def test_mfu_describe_and_reports_count_the_same_flops_with_accumulation(
-    world, tmp_path, caplog, capsys
-):
+def test_mfu_and_describe_count_the_same_flops_with_accumulation(world, tmp_path, caplog, capsys):
     """Positions are projected once per forward pass, here of one lane of two; counted is one."""
     caplog.set_level("INFO", "pretrain")
     run = replace(RUN, engine=EngineConfig(kind="torch", micro_batch_lanes=1))
@@ -182,9 +180,7 @@ def test_a_resumed_run_has_every_step_once_in_file_and_tensorboard(world, run_di
     assert scalars_of_tensorboard(run_dir) == losses_of(run_dir)
 
 
-def test_measurements_outlast_a_full_disk_in_memory_and_then_nothing_is_missing(
-    world, run_dir, caplog
-):
+def test_measurements_outlast_a_full_disk_and_none_is_missing(world, run_dir, caplog):
     patient = RunDir(run_dir.path, Patience(60))
     recorder = Recorder(world, patient)
     with full_disk():

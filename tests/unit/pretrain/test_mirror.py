@@ -67,9 +67,7 @@ def killed_at(number: int, what: str, where: object, action: Callable[[], object
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-def test_an_upload_that_is_killed_anywhere_leaves_the_checkpoint_before_it_and_then_goes_on(
-    tmp_path, url, s3_endpoint
-):
+def test_an_upload_killed_anywhere_leaves_the_checkpoint_before_it(tmp_path, url, s3_endpoint):
     run_dir = run_in(tmp_path / "run", [100])
     upload(run_dir, url, 100, tmp_path / "scratch")
     save(run_dir, 200)
@@ -158,9 +156,7 @@ def change_root(home: Path, change: Callable[[dict], object]) -> None:
     ],
     ids=["a file gone", "another bit", "another index", "another ledger"],
 )
-def test_a_checkpoint_that_is_not_what_the_index_says_gives_way_to_the_one_before(
-    change, tmp_path, stored, caplog
-):
+def test_a_checkpoint_that_is_not_as_indexed_gives_way(change, tmp_path, stored, caplog):
     with FileServer(damaged(stored, tmp_path / "store", change)) as server:
         assert restored(server.url, tmp_path / "restored", QUICK) == 100
     assert caplog.text.count("rejected: http://") == 1
@@ -176,9 +172,7 @@ def test_a_checkpoint_that_is_not_what_the_index_says_gives_way_to_the_one_befor
     ],
     ids=["no index", "not an index", "empty", "of another run"],
 )
-def test_a_store_without_a_valid_checkpoint_is_one_error_and_leaves_no_run(
-    change, error, tmp_path, stored
-):
+def test_a_store_without_a_valid_checkpoint_leaves_no_run(change, error, tmp_path, stored):
     copy = damaged(stored, tmp_path / "store", change)
     with FileServer(copy) as server, pytest.raises(error, match=server.url) as raised:
         restore_run(server.url, tmp_path / "restored", QUICK)
@@ -187,9 +181,7 @@ def test_a_store_without_a_valid_checkpoint_is_one_error_and_leaves_no_run(
     assert not (tmp_path / "restored" / "checkpoints").exists()
 
 
-def test_a_store_that_is_away_is_an_error_and_no_reason_to_take_an_older_checkpoint(
-    tmp_path, stored
-):
+def test_a_store_that_is_away_is_no_reason_to_take_an_older_checkpoint(tmp_path, stored):
     with FileServer(stored) as server:
         server.fault, server.faulty, server.content = "500", 99, "rank"
         with pytest.raises(DataError, match=r"step-00000200.* 500"):
@@ -229,9 +221,7 @@ def test_what_the_store_returns_is_compared_and_repaired(tmp_path, url, s3_endpo
         store.put("a/file", tmp_path / "file", Content(5, "0" * 64))
 
 
-def test_a_failed_upload_is_followed_by_that_of_the_latest_checkpoint_and_logged_once(
-    tmp_path, world, bucket, caplog, monkeypatch
-):
+def test_a_failed_upload_is_followed_by_the_latest(tmp_path, world, bucket, caplog, monkeypatch):
     monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 0.01)
     problems = iter([DataError("away")] * 2)
 
@@ -263,9 +253,7 @@ def test_a_failed_upload_is_followed_by_that_of_the_latest_checkpoint_and_logged
 # ------------------------------------------------------------------------ who may write to it
 
 
-def test_a_mirror_of_another_run_is_neither_overwritten_nor_deleted(
-    tmp_path, url, s3_endpoint, world
-):
+def test_another_runs_mirror_is_neither_overwritten_nor_deleted(tmp_path, url, s3_endpoint, world):
     first = run_in(tmp_path / "first", [100])
     upload(first, url, 100, tmp_path / "scratch")
     second = run_in(tmp_path / "second", [300])
@@ -287,9 +275,7 @@ def test_a_mirror_of_another_run_is_neither_overwritten_nor_deleted(
     assert restored(over_http(url, s3_endpoint), tmp_path / "restored") == 100
 
 
-def test_of_runs_that_start_together_at_one_url_none_replaces_the_others_index(
-    tmp_path, url, s3_endpoint
-):
+def test_of_runs_that_start_together_none_replaces_an_index(tmp_path, url, s3_endpoint):
     first, second = (run_in(tmp_path / name, [100, 200]) for name in ("first", "second"))
     store = ObjectStore(url, tmp_path, FAST)
     kept = CheckpointConfig(keep_last=1)

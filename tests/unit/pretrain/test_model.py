@@ -64,7 +64,6 @@ def test_memory_grows_from_nothing_to_its_length_and_holds_the_layers_inputs() -
         embedded = model.embedding(stream_BT[:, max(0, first + 5 - 8) : first + 5])
         assert torch.equal(memory[0], embedded)
     assert rows == [5, 8, 8]
-    assert memory is not None
     assert len(memory) == TINY.num_layers + 1
     assert lanes_of(memory) == 3
 
@@ -141,9 +140,7 @@ def checkpointed(model: TransformerXL, kind: ActivationCheckpointing) -> Transfo
 
 @pytest.mark.parametrize("variant", ["plain", "adaptive_div2", "rope"])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
-def test_a_chunked_head_changes_neither_losses_nor_gradients(
-    variant: str, chunk_tokens: int
-) -> None:
+def test_a_chunked_head_changes_neither_losses_nor_gradients(variant, chunk_tokens):
     whole = tiny_model(**VARIANTS[variant], **DROPPING)
     chunked = TransformerXL(whole.config, logits_chunk_tokens=chunk_tokens).double()
     chunked.load_state_dict(whole.state_dict())
@@ -164,9 +161,7 @@ def test_a_target_that_is_no_token_is_refused_and_not_given_a_loss_of_0(target, 
 
 
 @pytest.mark.parametrize("options", [{}, {"cutoffs": (10, 30), "div_val": 2}], ids=str)
-def test_in_bf16_the_error_of_gradients_does_not_grow_with_the_number_of_chunks(
-    options: dict[str, Any],
-) -> None:
+def test_in_bf16_the_error_of_gradients_does_not_grow_with_the_number_of_chunks(options):
     num_tokens = 2048
     config = ModelConfig(vocab_size=50, d_model=16, num_heads=2, **options)
     torch.manual_seed(1)
@@ -264,9 +259,7 @@ def test_dropout_acts_in_training_mode_with_a_stream_only() -> None:
 
 
 @pytest.mark.parametrize(("variant", "dtype"), list(zip(VARIANTS, cycle(ROUNDING))))
-def test_half_precision_runs_with_float32_losses_close_to_the_exact_ones(
-    variant: str, dtype: torch.dtype
-) -> None:
+def test_half_precision_runs_with_float32_losses_close_to_the_exact_ones(variant, dtype):
     exact = tiny_model(**VARIANTS[variant], init_std=0.02)
     torch.manual_seed(0)
     exact = TransformerXL(replace(exact.config)).double()
@@ -279,7 +272,6 @@ def test_half_precision_runs_with_float32_losses_close_to_the_exact_ones(
         rounded, stream_BT, [8, 8, 8], starts_BT, DropoutStream(1, 2, [0, 1])
     )
     assert found.dtype == torch.float32
-    assert memory is not None
     for part, tensor in zip(LaneState(rounded.config).parts, memory, strict=True):
         if tensor.is_floating_point():
             assert tensor.dtype == (torch.float32 if part.in_float32 else dtype)

@@ -60,9 +60,7 @@ def gradients_of(model: TransformerXL, segments: int = 4) -> dict[str, Tensor]:
     ("window", "documents", "num_queries", "num_keys"),
     [(0, False, 6, 15), (0, True, 6, 6), (1, True, 1, 8), (5, True, 6, 15), (20, False, 6, 6)],
 )
-def test_queries_are_scaled_by_the_logarithm_of_the_keys_they_see(
-    window: int, documents: bool, num_queries: int, num_keys: int
-) -> None:
+def test_queries_are_scaled_by_the_log_of_their_keys(window, documents, num_queries, num_keys):
     of_keys_BC = random_starts(3, num_keys).cumsum(1, dtype=torch.int32) - 2
     visibility = Visibility(
         num_queries=num_queries,
@@ -218,9 +216,7 @@ def test_reconstruction_teaches_the_convolution_and_nothing_else(options) -> Non
 
 
 @pytest.mark.parametrize(("start", "length"), [(1, 8), (3, 8), (8, 8), (8, 4)])
-def test_reconstruction_of_an_isolated_document_is_bitwise_blind_to_the_one_before(
-    start: int, length: int
-) -> None:
+def test_reconstruction_of_an_isolated_document_is_bitwise_blind_to_the_one_before(start, length):
     """The second segment is one document, which begins at or before its first token."""
     stream_BT, starts_BT = random_tokens(2, 17), torch.zeros(2, 17, dtype=torch.bool)
     starts_BT[:, start] = True
@@ -233,10 +229,8 @@ def test_reconstruction_of_an_isolated_document_is_bitwise_blind_to_the_one_befo
         for tokens_BT in (stream_BT, other_BT):
             _, memory = stream_nll(model, tokens_BT[:, :9], [8], starts_BT)
             _, _, error = model.hidden_states(tokens_BT[:, second], memory, starts_BT[:, second])
-            assert error is not None
             model.zero_grad()
             error.backward()
-            assert model.compressions is not None
             gradients = [each.grad.clone() for each in model.compressions.parameters()
                          if each.grad is not None]  # fmt: skip
             results[isolated].append((error.item(), torch.cat([g.flatten() for g in gradients])))
@@ -257,8 +251,6 @@ def test_reconstruction_is_the_same_for_any_grouping_of_lanes(lanes: int) -> Non
     def reconstruction(rows: slice) -> tuple[Tensor, list[Tensor]]:
         _, memory = stream_nll(model, stream_BT[rows, :9], [8], starts_BT[rows])
         _, _, error = model.hidden_states(stream_BT[rows, 8:16], memory, starts_BT[rows, 8:16])
-        assert error is not None
-        assert model.compressions is not None
         return error, list(torch.autograd.grad(error, [
             each for each in model.compressions.parameters() if each.requires_grad
         ], allow_unused=True))  # fmt: skip
@@ -274,7 +266,6 @@ def test_reconstruction_is_the_same_for_any_grouping_of_lanes(lanes: int) -> Non
 
 def compress_to_means(model: TransformerXL) -> None:
     """Set the convolution's weights so that each compressed row is the mean of its two."""
-    assert model.compressions is not None
     compression = model.compressions[0]
     assert isinstance(compression, Compression)
     half = torch.eye(TINY.d_model, dtype=compression.weight.dtype) / 2
@@ -287,7 +278,6 @@ def test_compressed_rows_are_those_of_the_formula() -> None:
     compress_to_means(model)
     stream_BT, starts_BT = random_tokens(2, 17), random_starts(2, 17)
     _, memory = stream_nll(model, stream_BT, [16], starts_BT)
-    assert memory is not None
     embedded_BTD = model.embedding(stream_BT[:, :16])
     recent_BMD, compressed_BKD, compressed_documents_BK, documents_BM = memory
     assert torch.equal(recent_BMD, embedded_BTD[:, 10:])
@@ -303,7 +293,6 @@ def test_an_isolated_documents_compressed_row_holds_its_own_tokens_alone() -> No
     stream_BT, starts_BT = random_tokens(1, 13), torch.zeros(1, 13, dtype=torch.bool)
     starts_BT[:, 3] = True  # the second token of the second group
     _, memory = stream_nll(model, stream_BT, [12], starts_BT)
-    assert memory is not None
     torch.testing.assert_close(memory[1][:, 1], model.embedding(stream_BT[:, 3]) / 2)
     assert memory[2].tolist() == [[-1, 0, 0]]
 
@@ -314,9 +303,7 @@ def test_an_isolated_documents_compressed_row_holds_its_own_tokens_alone() -> No
     memory_length=st.integers(1, 15),
     rate=st.integers(1, 5),
 )
-def test_rows_leave_in_whole_groups_for_any_segments(
-    segments: list[int], memory_length: int, rate: int
-) -> None:
+def test_rows_leave_in_whole_groups_for_any_segments(segments, memory_length, rate):
     recent, gone, total = 0, 0, 0
     for length in segments:
         total += length
@@ -371,9 +358,7 @@ def results(compute: Any, inputs: DeltaInputs, state: Tensor, **options: Any) ->
 
 @pytest.mark.parametrize("starts", [None, (0,), (5, 6, 11), (0, 1, 2, 3, 7)], ids=str)
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 29])
-def test_chunks_of_any_size_compute_the_recurrence_with_its_gradients(
-    length: int, starts: tuple[int, ...] | None
-) -> None:
+def test_chunks_of_any_size_compute_the_recurrence_with_its_gradients(length, starts):
     inputs, state = random_inputs(length, starts)
     expected = results(delta_rule_by_step, inputs, state)
     for chunk_tokens in (1, 4, 8, 64):

@@ -112,7 +112,6 @@ def test_what_is_remembered_does_not_depend_on_how_the_stream_is_cut(memory_kind
         for lengths in ([24], [4] * 6, [5, 7, 1, 11], [1] * 24)
     ]
     for memory in memories:
-        assert memory is not None
         recent = num_rows(memory)
         waiting = 20 % model.config.compression_rate if model.config.compressed_length else 0
         assert recent == 4 + waiting
@@ -127,8 +126,6 @@ def test_a_lane_does_not_depend_on_its_place_or_the_text_of_others(name: str) ->
     order, others = [0, 2, 1, 3], [0, 3]
     before, memory = stream_nll(model, stream_BT, [8, 8], starts_BT)
     after, after_memory = stream_nll(model, stream_BT[order], [8, 8], starts_BT[order])
-    assert memory is not None
-    assert after_memory is not None
     for part, other in zip((before, *memory), (after, *after_memory), strict=True):
         # In place: CPUs may round a row of a matrix product by its place in the batch. Of an
         # adaptive softmax also by how many rows there are.
@@ -144,12 +141,10 @@ def test_nan_in_a_lanes_memory_stays_in_that_lane(variant: str) -> None:
     # With gradients every lane's loss contains the error of what all lanes compress.
     with torch.no_grad():
         _, memory = stream_nll(model, stream_BT[:, :9], [8], starts_BT[:, :9])
-        assert memory is not None
         floats = [part for part in memory if part.is_floating_point()]
         for part in floats:
             part[2] = math.nan
         nll_BT, after = stream_nll(model, stream_BT[:, 8:], [8], starts_BT[:, 8:], memory=memory)
-    assert after is not None
     others = [0, 1, 3]
     assert nll_BT[others].isfinite().all()
     assert all(part[others].isfinite().all() for part in after if part.is_floating_point())

@@ -104,7 +104,6 @@ def sizes(config: ModelConfig, optim: OptimConfig, seed: int) -> Sizes:
         start = start or dict(found)
         nll_BL.mean().backward()
         engine.step(optim.learning_rate)
-    assert start is not None
     # Output and scores may be smaller at first: they shrink as random sums over the width do.
     start = {name: size for name, size in start.items() if size == size}
     return found | {f"{name} at the start": size for name, size in start.items()}

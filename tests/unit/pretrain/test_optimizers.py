@@ -10,8 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -188,9 +187,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     ],
     ids=str,
 )
-def test_flops_and_state_are_those_of_an_update(
-    run: RunConfig, world: World, options: dict[str, Any]
-) -> None:
+def test_flops_and_state_are_those_of_an_update(run, world, options):
     model = replace(run.model, feed_forward="swiglu", **options)
     run = replace(run, model=model, optim=OptimConfig(name="muon"))
     engine = build_engine(run, world)
@@ -210,7 +207,6 @@ def test_gradients_are_clipped_before_the_moments_see_them(run: RunConfig, world
     engine = build_engine(run, world)
     engine.forward_backward(next(training_stream(run)), None, 0)
     grad_norm = engine.step(RATE).grad_norm
-    assert grad_norm is not None
     assert float(grad_norm) > 2 * run.optim.clip_norm
     exp_avgs = torch.cat([fragment.values["exp_avg"] for fragment in engine.fragments()])
     torch.testing.assert_close(exp_avgs.norm().item(), 0.1 * run.optim.clip_norm, rtol=1e-4, atol=0)
@@ -224,9 +220,7 @@ def test_gradients_are_clipped_before_the_moments_see_them(run: RunConfig, world
         ([3.0], 4, [0]),
     ],
 )
-def test_owners_have_about_the_same_work(
-    costs: list[float], ranks: int, expected: list[int]
-) -> None:
+def test_owners_have_about_the_same_work(costs, ranks, expected):
     assert owners(costs, ranks) == expected
 
 
@@ -234,8 +228,6 @@ LAYERS = {"shared", "embedding", "layer.0", "layer.1", "output"}
 
 
 def measured(run: RunConfig, result: StepResult) -> dict[str, float]:
-    assert result.layers is not None
-    assert result.grad_norm is not None
     squares = result.layers.squares_KG.flatten().tolist()
     return layer_metrics(result.layers.names, squares, float(result.grad_norm), run.optim.clip_norm)
 
@@ -243,9 +235,7 @@ def measured(run: RunConfig, result: StepResult) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("name", "clip_norm"), list(zip(get_args(OptimizerName), cycle([0.05, 0.0])))
 )
-def test_norms_and_ratios_equal_those_of_gradients_and_weights(
-    run: RunConfig, world: World, name: str, clip_norm: float
-) -> None:
+def test_norms_and_ratios_equal_those_of_gradients_and_weights(run, world, name, clip_norm):
     run = replace(run, optim=OptimConfig(name=name, weight_decay=0.1, clip_norm=clip_norm))  # type: ignore[arg-type]
     engine, memory = build_engine(run, world), None
     stream = training_stream(run)
@@ -277,9 +267,7 @@ def norm_of(tensors: list[torch.Tensor]) -> float:
     return float(torch.cat([tensor.double().view(-1) for tensor in tensors]).norm())
 
 
-def test_measuring_changes_no_bit_and_only_requested_steps_are_measured(
-    run: RunConfig, world: World
-) -> None:
+def test_measuring_changes_no_bit_and_only_requested_steps_are_measured(run, world):
     ends = []
     for asked in (False, True):
         engine, memory = build_engine(run, world), None
@@ -295,9 +283,7 @@ def test_measuring_changes_no_bit_and_only_requested_steps_are_measured(
     )
 
 
-def test_a_run_logs_norms_at_the_end_of_each_interval_and_in_tensorboard(
-    run: RunConfig, world: World, tmp_path: Path
-) -> None:
+def test_a_run_logs_norms_at_the_end_of_each_interval_and_in_tensorboard(run, world, tmp_path):
     run = replace(
         run,
         optim=OptimConfig(steps=6, clip_norm=0.05),
@@ -377,9 +363,7 @@ def step_of(scaler: LossScaler, grad_norm: float, loss: float = 2.0, applied: bo
         (2.0, 3, [math.inf, math.inf], [1, 1]),  # at the smallest scale it is no overflow
     ],
 )
-def test_the_scale_halves_on_an_overflow_and_doubles_after_a_window_without(
-    scale, window, norms, scales
-):
+def test_the_scale_halves_on_overflow_and_doubles_after_a_window(scale, window, norms, scales):
     scaler = LossScaler(scale, window)
     for norm, after in zip(norms, scales, strict=True):
         before = scaler.scale
@@ -409,9 +393,7 @@ def test_the_count_survives_a_checkpoint_and_ends_at_a_window_lowered_meanwhile(
 
 @pytest.mark.parametrize("name", get_args(OptimizerName))
 @pytest.mark.parametrize(("clip_norm", "limit"), [(0.05, 1e-9), (OptimConfig().clip_norm, 0.0)])
-def test_a_step_beyond_the_limit_or_with_nan_changes_nothing(
-    run: RunConfig, name: OptimizerName, clip_norm: float, limit: float
-) -> None:
+def test_a_step_beyond_the_limit_or_with_nan_changes_nothing(run, name, clip_norm, limit):
     optim = OptimConfig(name=name, clip_norm=clip_norm)
     run = replace(run, optim=optim, recovery=RecoveryConfig(skip_grad_norm=limit))
     engine = build_engine(run, ALONE)
@@ -435,9 +417,7 @@ def parameters_of(engine: Engine) -> dict[str, Tensor]:
     return {name: parameter.detach().clone().view(-1) for name, parameter in named}
 
 
-def test_the_ema_weighs_older_weights_by_its_decay_and_affects_no_training(
-    run: RunConfig, world: World
-) -> None:
+def test_the_ema_weighs_older_weights_by_its_decay_and_affects_no_training(run, world):
     """It takes no skipped step, and starts anew from loaded weights."""
     with_ema, plain = (
         build_engine(replace(run, optim=OptimConfig(ema_decay=decay)), world)
@@ -478,7 +458,6 @@ def test_what_a_skipped_step_read_is_not_remembered(run, world, tmp_path, limit)
     )
     assert run_training(resolve(run), tmp_path / "run", world) == 0
     found = marker.latest_valid(RunDir(tmp_path / "run").checkpoints, pytest.fail)
-    assert found is not None
     assert (load_memory(found, range(run.data.lanes)) is None) == (limit > 0.0)
 
 

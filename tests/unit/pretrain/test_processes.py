@@ -72,9 +72,7 @@ def test_a_trained_model_computes_as_its_run_on_a_gpu_and_in_float32_on_a_cpu(pr
     assert precision_on(torch.device("cpu"), run) == "fp32"
 
 
-def test_auto_is_fp32_on_a_cpu_or_what_a_run_has_recorded_on_another_device(
-    world, tmp_path, caplog
-):
+def test_auto_is_fp32_on_a_cpu_or_what_a_run_has_recorded(world, tmp_path, caplog):
     RunDir.create(tmp_path / "run", run_in("bf16"))  # as a GPU would have
     for name, given, precision in (
         ("new", "auto", "fp32"),
@@ -97,9 +95,7 @@ def test_auto_is_fp32_on_a_cpu_or_what_a_run_has_recorded_on_another_device(
         ("auto", torch.device("cpu"), False),
     ],
 )
-def test_a_gpu_repeats_its_bits_unless_atomic_sums_are_asked_for(
-    monkeypatch, caplog, kernel, device, is_bitwise
-):
+def test_a_gpu_repeats_its_bits_unless_told_not_to(monkeypatch, caplog, kernel, device, is_bitwise):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     fills = deterministic.fill_uninitialized_memory
     try:
@@ -114,9 +110,7 @@ def test_a_gpu_repeats_its_bits_unless_atomic_sums_are_asked_for(
 
 
 @pytest.mark.parametrize(("kernel", "is_bitwise"), [("auto", True), ("atomic", False)])
-def test_the_fused_kernel_sums_in_a_fixed_order_unless_told_otherwise(
-    monkeypatch, kernel, is_bitwise
-):
+def test_the_fused_kernel_has_an_order_unless_told_otherwise(monkeypatch, kernel, is_bitwise):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # else no kernel fits this machine
     path = path_for(kernel, ModelConfig(), torch.device("cpu"), torch.float32)
     assert path.keywords == {"is_bitwise": is_bitwise}  # type: ignore[attr-defined]
@@ -144,9 +138,7 @@ GROWING = {"PYTORCH_CUDA_ALLOC_CONF": SETTINGS}
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, False),
     ],
 )
-def test_a_rank_gets_what_nobody_has_set(
-    tmp_path: Path, given: dict[str, str], caches: bool
-) -> None:
+def test_a_rank_gets_what_nobody_has_set(tmp_path, given, caches):
     torch._C._accelerator_setAllocatorSettings(SETTINGS)  # which are some that torch knows
     environment = dict(given)
     set_device_variables(environment, tmp_path)
@@ -242,9 +234,7 @@ def test_a_file_that_nobody_writes_is_waited_for_as_long_as_asked(tmp_path):
         await_text(tmp_path / "port", 0.1)
 
 
-def test_runs_that_start_on_one_host_at_the_same_time_each_meet_at_their_own_port(
-    tmp_path, monkeypatch
-):
+def test_runs_that_start_together_each_meet_at_their_own_port(tmp_path, monkeypatch):
     runs = [met(number, tmp_path / f"{number}.port", monkeypatch) for number in range(3)]
     assert [[store.get("run") for store in stores] for stores in runs] == [
         [str(number).encode()] * 2 for number in range(3)

@@ -23,9 +23,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "python.md"
 TEXT = "entry 7: naïve → words that are scored over several segments\n" * 3
 
 
-def test_the_page_loads_scores_with_memory_over_segments_and_generates(
-    corpus, tmp_path, monkeypatch, capsys
-):
+def test_the_page_loads_scores_and_generates(corpus, tmp_path, monkeypatch, capsys):
     torch.manual_seed(1)
     model = ModelConfig(vocab_size=320, num_layers=2, d_model=16, num_heads=2, memory_length=24)
     config = RunConfig(model=model, data=DataConfig(segment_length=16))

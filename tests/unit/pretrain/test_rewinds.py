@@ -108,9 +108,7 @@ def test_a_run_without_a_checkpoint_before_the_spike_stops_and_says_so(run, run_
     assert not events_of(ledger, Rewind)
 
 
-def test_inherited_windows_are_named_at_each_start_and_skipped_also_when_recovery_is_off(
-    run, run_dir, world, caplog
-):
+def test_inherited_windows_are_skipped_also_when_recovery_is_off(run, run_dir, world, caplog):
     caplog.set_level(logging.INFO)
     assert "recovery.spike_threshold=0" in error_of(run, run_dir, world)
     windows = skipped_windows(run_dir.ledger.read())
@@ -126,9 +124,7 @@ def test_inherited_windows_are_named_at_each_start_and_skipped_also_when_recover
 
 
 @pytest.mark.parametrize(("window", "last"), [(50, 30), (10, 10)])
-def test_a_run_that_skips_nearly_all_updates_ends_with_an_error(
-    run, run_dir, world, monkeypatch, window, last
-):
+def test_a_run_that_skips_nearly_all_updates_ends(run, run_dir, world, monkeypatch, window, last):
     monkeypatch.setattr(rewind, "MOST_SKIPPED", 0.5)
     monkeypatch.setattr(rewind, "WINDOW", window)
     error = error_of(run, run_dir, world)
@@ -141,9 +137,7 @@ def lines(first: int, last: int, **more: bool) -> list[dict]:
     return [train_line(step, **more) for step in range(first, last + 1)]
 
 
-def test_half_of_the_updates_may_be_skipped_and_overflows_do_not_count(
-    run, run_dir, world, monkeypatch
-):
+def test_half_of_the_updates_may_be_skipped_beside_overflows(run, run_dir, world, monkeypatch):
     monkeypatch.setattr(rewind, "MOST_SKIPPED", 0.5)
     monkeypatch.setattr(rewind, "SPIKE_STEPS", 20)
     run_dir.path.mkdir()
@@ -177,9 +171,7 @@ def test_a_long_run_resumes_with_the_suspicion_that_all_its_losses_raise(run, ru
     assert SpikeMonitor(run, run_dir, world, state).suspected_since == count + 1
 
 
-def test_a_flipped_bit_in_a_key_of_the_metrics_is_reported_once_and_blocks_no_start(
-    run, run_dir, world, caplog
-):
+def test_a_flipped_bit_in_the_metrics_blocks_no_start(run, run_dir, world, caplog):
     run = replace(run, optim=OptimConfig(steps=6), recovery=RecoveryConfig())
     assert run_training(run, run_dir.path, world) == 0
     text = run_dir.metrics.read_text()
@@ -197,9 +189,7 @@ def test_a_flipped_bit_in_a_key_of_the_metrics_is_reported_once_and_blocks_no_st
 
 
 @pytest.mark.parametrize(("part", "vocabulary"), [("validation", "bytes"), ("", "unigram")])
-def test_a_run_records_its_corpora_and_is_not_resumed_on_another(
-    run, tmp_path, world, monkeypatch, part, vocabulary
-):
+def test_no_run_is_resumed_on_another_corpus(run, tmp_path, world, monkeypatch, part, vocabulary):
     """Another validation split, or a whole corpus whose lanes no cursor tells apart."""
     ours, other = (
         make_tiny_corpus(tmp_path / name, documents=30, seed=seed, vocabulary=vocabulary)
@@ -239,9 +229,7 @@ class Lose(logging.Handler):
                 path.unlink()
 
 
-def test_a_checkpoint_lost_between_its_verification_and_its_reading_leaves_the_one_before(
-    run, run_dir, world, caplog
-):
+def test_a_checkpoint_lost_before_its_reading_leaves_the_one_before(run, run_dir, world, caplog):
     harmless = replace(run, recovery=RecoveryConfig(), optim=OptimConfig(steps=10))
     assert run_training(harmless, run_dir.path, world) == 0
     losing, log = Lose(), logging.getLogger("pretrain.checkpoint.elastic_reader")

@@ -419,9 +419,7 @@ def test_one_rungs_rate_is_used_at_all_sizes_and_doubted_far_from_it(tmp_path, c
         ({"batches": (1024, 2048)}, "rates at 1,024 and 2,048 tokens per step, expected one num"),
     ],
 )
-def test_a_table_without_a_best_rate_or_of_several_batches_is_no_rung(
-    tmp_path, capsys, table, said
-):
+def test_a_table_without_a_best_rate_or_one_batch_is_no_rung(tmp_path, capsys, table, said):
     assert plan_by(tmp_path, 32, ("1e15",), tuned(tmp_path, 32, **table)) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "sweep.yaml").exists()

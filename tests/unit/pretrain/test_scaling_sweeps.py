@@ -393,9 +393,7 @@ def test_cells_without_a_final_loss_are_in_the_table_with_their_reason(collected
     assert all(f"left out: {cell.name}: {reasons[cell.name]}" in said for cell in cells[:4])
 
 
-def test_tables_and_pages_are_beside_the_sweeps_runs_unless_told_otherwise(
-    collected, tmp_path, capsys, monkeypatch
-):
+def test_tables_are_beside_the_sweeps_runs_by_default(collected, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(collected / "runs", tmp_path / "mine")
     assert command("collect", collected / "sweep.yaml", "--runs-dir", "mine") == 0

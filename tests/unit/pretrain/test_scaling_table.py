@@ -148,9 +148,7 @@ def test_units_are_converted(tmp_path):
         ("D,C,loss\n1.2,1e18,3\n", "D,C,loss\n1.2e9,1e18,3\n"),
     ],
 )
-def test_sizes_in_other_units_are_warned_of_whichever_column_is_missing(
-    tmp_path, text, in_plain_units
-):
+def test_sizes_in_other_units_are_warned_of(tmp_path, text, in_plain_units):
     """Tokens a thousand times too many without FLOPs to tell are among them."""
     assert len(read(tmp_path / "runs.csv", text).warnings) == 1
     assert read(tmp_path / "runs.csv", in_plain_units).warnings == ()

@@ -45,9 +45,7 @@ def test_both_steps_predict_a_run_and_the_interval_holds_the_truth():
     assert accuracy.high - accuracy.low < 0.15
 
 
-def test_below_four_budgets_there_is_neither_interval_nor_backtest_and_the_command_says_why(
-    tmp_path, capsys
-):
+def test_below_four_budgets_there_is_neither_interval_nor_backtest(tmp_path, capsys):
     few = with_accuracies(simulated(num_sizes=5, budgets=(1e18, 1e20, 3), noise=0.002))
     task = fit_task(few)
     loss, accuracy = task.predict(1e9, 2e10)

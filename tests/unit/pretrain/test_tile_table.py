@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -81,9 +80,7 @@ def test_the_kernels_have_no_table_unless_a_user_puts_it_there() -> None:
         None,
     ],
 )
-def test_a_table_that_does_not_fit_or_cannot_be_read_is_refused_in_one_line(
-    table: Path, changed: dict[str, Any] | None
-) -> None:
+def test_a_table_that_does_not_fit_or_cannot_be_read_is_refused_in_one_line(table, changed):
     write_json(table, read_json(table) | changed) if changed else table.write_text("{")
     with pytest.raises(ConfigError) as refused:
         tiles_for(128, H200)
@@ -132,7 +129,5 @@ def test_the_kernel_of_the_keys_keeps_an_h100_busy(name, lanes):
         (1, 1, [Chunk(lane, 1, group, 1) for lane in range(3) for group in range(4)]),
     ],
 )
-def test_chunks_fill_the_device_in_equal_parts_of_lanes_or_of_the_groups_of_one(
-    fitting, filling, expected
-):
+def test_chunks_fill_the_device_in_equal_parts(fitting, filling, expected):
     assert chunks_of(num_lanes=3, num_groups=4, fitting=fitting, filling=filling) == expected
