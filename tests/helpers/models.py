@@ -123,6 +123,7 @@ def stream_nll(
     starts_BT: Tensor | None = None,
     dropout: DropoutStream | None = None,
     memory: Memory | None = None,
+    memory_length: int | None = None,
 ) -> tuple[Tensor, Memory | None]:
     """Return the NLL [B, T - 1] of a stream read in segments with memory, and the last memory."""
     parts = []
@@ -131,7 +132,8 @@ def stream_nll(
         last = first + length
         tokens_BL, targets_BL = stream_BT[:, first:last], stream_BT[:, first + 1 : last + 1]
         starts_BL = None if starts_BT is None else starts_BT[:, first:last]
-        nll_BL, memory = model(tokens_BL, targets_BL, memory, starts_BL, dropout=dropout)
+        inputs = (tokens_BL, targets_BL, memory, starts_BL)
+        nll_BL, memory = model(*inputs, dropout=dropout, memory_length=memory_length)
         parts.append(nll_BL)
         first = last
     assert first == stream_BT.shape[1] - 1

@@ -43,15 +43,13 @@ from tests.helpers.models import TINY, random_starts, random_tokens, stream_nll,
 COMPRESSIVE = {"compressed_length": 4, "compression_rate": 2, "memory_length": 6}
 
 
-def gradients_of(model: TransformerXL, segments: int = 4) -> dict[str, Tensor]:
-    """After backward through the last of some segments of 4 tokens."""
-    stream_BT = random_tokens(2, 4 * segments + 1)
+def gradients_of(model: TransformerXL) -> dict[str, Tensor]:
+    """After backward through the last of four segments of 4 tokens."""
+    tokens_BT, targets_BT = random_tokens(2, 16), random_tokens(2, 16, 1)
     memory = None
-    for first in range(0, 4 * segments, 4):
+    for tokens_BL, targets_BL in zip(tokens_BT.split(4, 1), targets_BT.split(4, 1), strict=True):
         model.zero_grad()
-        nll_BL, memory = model(
-            stream_BT[:, first : first + 4], stream_BT[:, first + 1 : first + 5], memory
-        )
+        nll_BL, memory = model(tokens_BL, targets_BL, memory)
         nll_BL.mean().backward()
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
@@ -62,20 +60,13 @@ def gradients_of(model: TransformerXL, segments: int = 4) -> dict[str, Tensor]:
 )
 def test_queries_are_scaled_by_the_log_of_their_keys(window, documents, num_queries, num_keys):
     of_keys_BC = random_starts(3, num_keys).cumsum(1, dtype=torch.int32) - 2
-    visibility = Visibility(
-        num_queries=num_queries,
-        num_keys=num_keys,
-        window=window,
-        documents_BC=of_keys_BC if documents else None,
-        dtype=torch.float64,
-        device=torch.device("cpu"),
-    )
+    keys = {"num_keys": num_keys, "documents_BC": of_keys_BC if documents else None}
+    kind = {"dtype": torch.float64, "device": torch.device("cpu")}
+    visibility = Visibility(num_queries=num_queries, window=window, **keys, **kind)
     seen_BLC = (visibility.mask == 0).expand(3, num_queries, num_keys)
     rows_BLD = torch.randn(3, num_queries, 16, dtype=torch.float64)
-    attentions = [
-        tiny_model(softmax_scaling=scaling).layers[0].attention
-        for scaling in ("none", "log_length")
-    ]
+    models = (tiny_model(softmax_scaling=scaling) for scaling in ("none", "log_length"))
+    attentions = [model.layers[0].attention for model in models]
     attentions[0].query_weight = attentions[1].query_weight
     plain, scaled = (
         each.queries(each.projected_queries(rows_BLD), rows_BLD[0], visibility)
@@ -88,14 +79,13 @@ def test_queries_are_scaled_by_the_log_of_their_keys(window, documents, num_quer
 def test_rotation_is_the_complex_product_of_roformer() -> None:
     values = torch.randn(1, 7, 2, 6, dtype=torch.float64)
     distances = torch.arange(6, -1, -1, dtype=torch.float64)
-    rotated = torch.view_as_complex(
-        torch.stack(rotated_BXNH(values, sinusoids_XD(distances, 6)).chunk(2, -1), -1)
+    rotated, plain = (
+        torch.view_as_complex(torch.stack(each.chunk(2, -1), -1))
+        for each in (rotated_BXNH(values, sinusoids_XD(distances, 6)), values)
     )
     frequencies = 10_000.0 ** (-torch.arange(3, dtype=torch.float64) * 2 / 6)
     turns = torch.exp(-1j * distances[:, None] * frequencies)[:, None]
-    torch.testing.assert_close(
-        rotated, torch.view_as_complex(torch.stack(values.chunk(2, -1), -1)) * turns
-    )
+    torch.testing.assert_close(rotated, plain * turns)
 
 
 def test_linear_biases_have_the_published_slopes() -> None:
@@ -161,16 +151,13 @@ def test_feed_forward_is_its_formula(kind) -> None:
 @pytest.mark.parametrize("kind", get_args(FeedForwardKind))
 def test_feed_forward_keeps_as_many_inner_tensors_as_its_traits_say(kind) -> None:
     layer = FeedForward(ModelConfig(d_model=6, num_heads=2, d_inner=10, feed_forward=kind), 0)
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() == 2 * 4 * 10:
-            kept[tensor.data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    kept: list[Tensor] = []  # all, so that no storage is used again
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor
+    ):
         layer(torch.randn(2, 4, 6, requires_grad=True), dropout=None)
-    assert len(kept) == FEED_FORWARDS[kind].inner_tensors
+    inner = {each.data_ptr() for each in kept if each.numel() == 2 * 4 * 10}
+    assert len(inner) == FEED_FORWARDS[kind].inner_tensors
 
 
 def test_z_loss_changes_gradients_but_not_the_loss_shown() -> None:
@@ -215,6 +202,12 @@ def test_reconstruction_teaches_the_convolution_and_nothing_else(options) -> Non
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def taught(model: TransformerXL, error: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of the convolutions that reconstruction teaches."""
+    learned = [each for each in model.compressions.parameters() if each.requires_grad]
+    return torch.autograd.grad(error, learned, materialize_grads=True)
+
+
 @pytest.mark.parametrize(("start", "length"), [(1, 8), (3, 8), (8, 8), (8, 4)])
 def test_reconstruction_of_an_isolated_document_is_bitwise_blind_to_the_one_before(start, length):
     """The second segment is one document, which begins at or before its first token."""
@@ -229,11 +222,8 @@ def test_reconstruction_of_an_isolated_document_is_bitwise_blind_to_the_one_befo
         for tokens_BT in (stream_BT, other_BT):
             _, memory = stream_nll(model, tokens_BT[:, :9], [8], starts_BT)
             _, _, error = model.hidden_states(tokens_BT[:, second], memory, starts_BT[:, second])
-            model.zero_grad()
-            error.backward()
-            gradients = [each.grad.clone() for each in model.compressions.parameters()
-                         if each.grad is not None]  # fmt: skip
-            results[isolated].append((error.item(), torch.cat([g.flatten() for g in gradients])))
+            gradients = [each.flatten() for each in taught(model, error)]
+            results[isolated].append((error.item(), torch.cat(gradients)))
     (error, gradient), (other_error, other_gradient) = results[True]
     assert error == other_error
     assert torch.equal(gradient, other_gradient)
@@ -248,20 +238,17 @@ def test_reconstruction_is_the_same_for_any_grouping_of_lanes(lanes: int) -> Non
     stream_BT, starts_BT = random_tokens(4, 17), random_starts(4, 17)
     starts_BT[:2, 8] = True  # in these lanes no query sees a compressed row
 
-    def reconstruction(rows: slice) -> tuple[Tensor, list[Tensor]]:
+    def reconstruction(rows: slice) -> tuple[Tensor, tuple[Tensor, ...]]:
         _, memory = stream_nll(model, stream_BT[rows, :9], [8], starts_BT[rows])
         _, _, error = model.hidden_states(stream_BT[rows, 8:16], memory, starts_BT[rows, 8:16])
-        return error, list(torch.autograd.grad(error, [
-            each for each in model.compressions.parameters() if each.requires_grad
-        ], allow_unused=True))  # fmt: skip
+        return error, taught(model, error)
 
     whole, gradients = reconstruction(slice(0, 4))
     slots = [reconstruction(slice(first, first + lanes)) for first in range(0, 4, lanes)]
     assert len({round(error.item(), 9) for error, _ in slots}) > 1
     torch.testing.assert_close(torch.stack([error for error, _ in slots]).mean(), whole)
     for gradient, *parts in zip(gradients, *[found for _, found in slots], strict=True):
-        if gradient is not None:
-            torch.testing.assert_close(torch.stack(parts).mean(0), gradient, rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(torch.stack(parts).mean(0), gradient, rtol=1e-10, atol=1e-14)
 
 
 def compress_to_means(model: TransformerXL) -> None:
@@ -413,31 +400,15 @@ def test_gates_that_forget_everything_leave_finite_gradients() -> None:
 
 
 def chunk_gated_delta_rule(
-    q_BLNH: Tensor,
-    k_BLNH: Tensor,
-    v_BLNX: Tensor,
-    g_BLN: Tensor,
-    beta_BLN: Tensor,
-    *,
-    scale: float,
-    initial_state: Tensor,
-    output_final_state: bool,
-    use_qk_l2norm_in_kernel: bool,
+    q_BLNH, k_BLNH, v_BLNX, g_BLN, beta_BLN, *, scale, initial_state, **flags: bool
 ) -> tuple[Tensor, Tensor]:
     """What flash-linear-attention 0.6 documents of its function, and its plain code computes."""
-    assert output_final_state
-    assert use_qk_l2norm_in_kernel
+    assert flags == {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     q_BLNH, k_BLNH = (
         x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q_BLNH, k_BLNH)
     )
-    state_BNHX, read = initial_state, []
-    for t in range(q_BLNH.shape[1]):
-        state_BNHX = state_BNHX * g_BLN[:, t].exp()[..., None, None]
-        stored_BNX = torch.einsum("bnhx,bnh->bnx", state_BNHX, k_BLNH[:, t])
-        update_BNX = beta_BLN[:, t, :, None] * (v_BLNX[:, t] - stored_BNX)
-        state_BNHX = state_BNHX + torch.einsum("bnh,bnx->bnhx", k_BLNH[:, t], update_BNX)
-        read.append(torch.einsum("bnhx,bnh->bnx", state_BNHX, q_BLNH[:, t] * scale))
-    return torch.stack(read, dim=1), state_BNHX
+    inputs = DeltaInputs(q_BLNH * scale, k_BLNH, v_BLNX, g_BLN, beta_BLN, None)
+    return delta_rule_by_step(inputs, initial_state)
 
 
 @pytest.fixture

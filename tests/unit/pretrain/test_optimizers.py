@@ -14,7 +14,6 @@ from typing import get_args
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -34,7 +33,7 @@ from pretrain.config.run import (
 )
 from pretrain.costs.flops import moment_bytes, orthogonalizing_flops
 from pretrain.distributed.world import World
-from pretrain.engines.engine import Engine, StepResult, TorchEngine
+from pretrain.engines.engine import Engine, TorchEngine
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.optimizers import (
     LossScaler,
@@ -177,16 +176,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return tiny_run(tmp_path_factory.mktemp("run"), OptimConfig(clip_norm=0.05))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"compressed_length": 2},
-        {"num_key_heads": 1},
-        {"layer_kinds": ("deltanet", "attention")},
-    ],
-    ids=str,
-)
+OTHERS = {"compressed_length": 2}, {"num_key_heads": 1}, {"layer_kinds": ("deltanet", "attention")}
+
+
+@pytest.mark.parametrize("options", [{}, *OTHERS], ids=str)
 def test_flops_and_state_are_those_of_an_update(run, world, options):
     model = replace(run.model, feed_forward="swiglu", **options)
     run = replace(run, model=model, optim=OptimConfig(name="muon"))
@@ -227,11 +220,6 @@ def test_owners_have_about_the_same_work(costs, ranks, expected):
 LAYERS = {"shared", "embedding", "layer.0", "layer.1", "output"}
 
 
-def measured(run: RunConfig, result: StepResult) -> dict[str, float]:
-    squares = result.layers.squares_KG.flatten().tolist()
-    return layer_metrics(result.layers.names, squares, float(result.grad_norm), run.optim.clip_norm)
-
-
 @pytest.mark.parametrize(
     ("name", "clip_norm"), list(zip(get_args(OptimizerName), cycle([0.05, 0.0])))
 )
@@ -242,25 +230,22 @@ def test_norms_and_ratios_equal_those_of_gradients_and_weights(run, world, name,
     for step in range(4):
         _, memory = engine.forward_backward(next(stream), memory, step)
         before = {key: each.detach().clone() for key, each in engine.module.named_parameters()}
-        gradients = {
-            key: each.grad.clone()
-            for key, each in engine.module.named_parameters()
-            if each.grad is not None
-        }
+        gradients = {key: each.grad.clone() for key, each in engine.module.named_parameters()}
         result = engine.step(RATE, measure_layers=step == 3)
-    found = measured(run, result)
+    layers, norm = result.layers, float(result.grad_norm)
+    squares = layers.squares_KG.flatten().tolist()
+    found = layer_metrics(layers.names, squares, norm, clip_norm)
     after = dict(engine.module.named_parameters())
     assert {key.split("/")[1] for key in found} == LAYERS
     for layer in LAYERS:
         keys = [key for key in after if layer_of(key) == layer]
-        assert found[f"grad_norm/{layer}"] == pytest.approx(
-            norm_of([gradients[key] for key in keys]), rel=1e-5
-        )
+        expected = norm_of([gradients[key] for key in keys])
+        assert found[f"grad_norm/{layer}"] == pytest.approx(expected, rel=1e-5)
         moved = norm_of([after[key].detach() - before[key] for key in keys])
         ratio = moved / norm_of([after[key].detach() for key in keys])
         assert found[f"update_ratio/{layer}"] == pytest.approx(ratio, rel=1e-4)
     whole = math.sqrt(sum(found[f"grad_norm/{layer}"] ** 2 for layer in LAYERS))
-    assert whole == pytest.approx(float(result.grad_norm), rel=1e-5)
+    assert whole == pytest.approx(norm, rel=1e-5)
 
 
 def norm_of(tensors: list[torch.Tensor]) -> float:
@@ -276,33 +261,22 @@ def test_measuring_changes_no_bit_and_only_requested_steps_are_measured(run, wor
             _, memory = engine.forward_backward(next(stream), memory, step)
             assert (engine.step(RATE, measure_layers=asked).layers is not None) == asked
         ends.append({fragment.name: fragment.values for fragment in engine.fragments()})
-    assert all(
-        torch.equal(ends[0][name][kind], ends[1][name][kind])
-        for name in ends[0]
-        for kind in ends[0][name]
-    )
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
-def test_a_run_logs_norms_at_the_end_of_each_interval_and_in_tensorboard(run, world, tmp_path):
+def test_a_run_logs_norms_at_the_end_of_each_interval(run, world, tmp_path):
     run = replace(
         run,
         optim=OptimConfig(steps=6, clip_norm=0.05),
-        metrics=MetricsConfig(interval=2),
+        metrics=MetricsConfig(interval=2, tensorboard=False),
         checkpoint=CheckpointConfig(interval=3),  # cuts an interval in two
         evaluation=EvaluationConfig(interval=0, max_tokens=200),
     )
     assert run_training(resolve(run), tmp_path / "run", world) == 0
-    run_dir = RunDir(tmp_path / "run")
-    lines = [line for line in run_dir.read_metrics() if line["kind"] == "train"]
-    measured = [line for line in lines if "grad_norm/embedding" in line]
-    assert [line["step"] for line in measured] == [2, 4, 6]
-    for line in measured:
-        squares = [line[f"grad_norm/{layer}"] ** 2 for layer in LAYERS]
-        assert math.sqrt(sum(squares)) == pytest.approx(line["grad_norm"], rel=1e-5)
+    lines = [line for line in RunDir(tmp_path / "run").read_metrics() if "grad_norm/output" in line]
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    for line in lines:
         assert all(0 < line[f"update_ratio/{layer}"] < 1 for layer in LAYERS - {"shared", "output"})
-    events = EventAccumulator(str(run_dir.tensorboard)).Reload()
-    shown = [(event.step, event.value) for event in events.Scalars("train/grad_norm/layer.0")]
-    assert shown == [(line["step"], pytest.approx(line["grad_norm/layer.0"])) for line in measured]
 
 
 def built_variants() -> Iterator[TransformerXL]:
@@ -467,16 +441,10 @@ def optim(shape: str, **settings: float) -> OptimConfig:
 
 
 @pytest.mark.parametrize("shape", get_args(ScheduleShape))
-def test_warmup_rises_linearly_to_the_peak(shape: str) -> None:
-    rates = [learning_rate_at(optim(shape), step) for step in range(10)]
-    assert rates == pytest.approx([2.0 * part / 10 for part in range(1, 11)])
-
-
-@pytest.mark.parametrize("shape", get_args(ScheduleShape))
-def test_no_rate_exceeds_the_peak_or_rises_after_warmup(shape: str) -> None:
-    rates = [learning_rate_at(optim(shape), step) for step in range(9, 100)]
-    assert max(rates) <= 2.0 + 1e-12
-    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(rates))
+def test_warmup_rises_linearly_to_the_peak_and_no_later_rate_rises(shape):
+    rates = [learning_rate_at(optim(shape), step) for step in range(100)]
+    assert rates[:10] == pytest.approx([2.0 * part / 10 for part in range(1, 11)])
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(rates[9:]))
 
 
 def test_the_cosine_from_the_start_is_that_of_torch_over_the_whole_run() -> None:
@@ -489,14 +457,9 @@ def test_the_cosine_from_the_start_is_that_of_torch_over_the_whole_run() -> None
             assert learning_rate_at(settings, step) == pytest.approx(sgd.param_groups[0]["lr"])
         sgd.step()
         schedule.step()
-    apart = [
-        abs(
-            learning_rate_at(settings, step)
-            - learning_rate_at(optim("cosine", final_fraction=0.1), step)
-        )
-        for step in range(100)
-    ]
-    assert 0 < max(apart) / 2.0 < math.pi * 10 / 200
+    cosine = optim("cosine", final_fraction=0.1)
+    rates = ((learning_rate_at(each, step) for each in (settings, cosine)) for step in range(100))
+    assert 0 < max(abs(one - other) for one, other in rates) / 2.0 < math.pi * 10 / 200
 
 
 def test_the_last_update_has_the_rate_that_the_page_states():
