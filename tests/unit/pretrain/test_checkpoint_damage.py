@@ -21,7 +21,6 @@ from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import find_resume_point
 from pretrain.cli import main
 from pretrain.config.run import CheckpointConfig, ModelConfig, RunConfig
-from pretrain.distributed.world import World
 from pretrain.recovery.rewind import rewind
 from pretrain.rundir.events import Spike
 from pretrain.rundir.run_dir import RunDir
@@ -53,35 +52,26 @@ def root(published: Path) -> Iterator[Path]:
 def refused(root: Path, run_id: str = "") -> str:
     """Why the checkpoint of step 2 is skipped; that of step 1 is used."""
     said: list[str] = []
-    found = marker.latest_valid(root, said.append, run_id)
-    assert found.step == 1
+    assert marker.latest_valid(root, said.append, run_id).step == 1
     (line,) = said
     return line
 
 
-def flip(offset: int, bit: int) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        contents = bytearray(path.read_bytes())
-        contents[offset] ^= 1 << bit
-        path.write_bytes(contents)
-
-    return damage
+def flip(path: Path, offset: int, bit: int) -> None:
+    contents = bytearray(path.read_bytes())
+    contents[offset] ^= 1 << bit
+    path.write_bytes(contents)
 
 
-def replace_by_directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-DAMAGE: dict[str, Callable[[Path], None]] = {
-    "top bit of the first byte": flip(0, 7),
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "top bit of the first byte": lambda path: flip(path, 0, 7),
     "lowest bit in the middle": flip_a_bit,
-    "lowest bit of the last byte": flip(-1, 0),
+    "lowest bit of the last byte": lambda path: flip(path, -1, 0),
     "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
     "empty": lambda path: os.truncate(path, 0),
-    "directory": replace_by_directory,
+    "directory": lambda path: (path.unlink(), path.mkdir()),
     "missing": Path.unlink,
-    "FIFO": lambda path: (path.unlink(), os.mkfifo(path))[1],
+    "FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
     "no permission": lambda path: path.chmod(0),
 }
 
@@ -114,9 +104,8 @@ def test_storage_that_fails_for_a_moment_is_waited_for_and_leaves_no_note(root, 
 
     timer = threading.Timer(0.3, come_back)
     timer.start()
-    found = find_resume_point(root, world, "", patience=Patience(600))
+    assert find_resume_point(root, world, "", patience=Patience(600)).step == 2
     timer.join()
-    assert found.step == 2
     assert marker.steps_that_count(root) == [1, 2]
     waits, _ = [record.getMessage() for record in caplog.records if record.levelno > 20]
     assert "index.json: " in waits
@@ -208,18 +197,15 @@ def test_ranks_that_share_the_reading_read_every_file_once(root, name):
     assert len(refusing) == (3 if name in (files.INDEX, files.MARKER) else 1)
 
 
-# ------------------------------------------------------------------------- what a refusal means
-
-
 def test_a_refused_checkpoint_is_no_progress_until_it_can_be_read_again(root, world):
     damaged = files.step_directory(root, 2) / files.rank_file(0)
     flip_a_bit(damaged)
     assert marker.latest_step(root) == 2, "only reading everything can tell"
-    assert found_step(root, world) == 1
+    assert find_resume_point(root, world, "").step == 1
     assert marker.latest_step(root) == 1
     assert marker.steps_that_count(root) == [1]
     flip_a_bit(damaged)
-    assert found_step(root, world) == 2
+    assert find_resume_point(root, world, "").step == 2
     assert marker.latest_step(root) == 2
 
 
@@ -232,9 +218,9 @@ def test_damage_that_shows_without_reading_tensors_is_no_progress(root, name, ho
 
 def test_refused_checkpoints_prune_no_valid_one_and_go_when_they_are_old(root, world):
     for step in (3, 4):
-        flip(0, 7)(publish_step(root, step) / files.MARKER)
+        flip_a_bit(publish_step(root, step) / files.MARKER)
     assert files.prune(root, marker.steps_that_count(root), keep_last=1) == [1]
-    assert found_step(root, world) == 2
+    assert find_resume_point(root, world, "").step == 2
     publish_step(root, 5)
     assert files.prune(root, marker.steps_that_count(root), keep_last=1) == [2, 3, 4]
     assert files.prune(root, [], keep_last=1) == []
@@ -262,11 +248,6 @@ def test_a_rewind_deletes_nothing_if_no_checkpoint_before_the_spike_is_valid(tmp
     with pytest.raises(CheckpointError):
         rewind(run, run_dir, world, Spike(15, 18, 9.0, 2.0))
     assert files.steps_on_disk(run_dir.checkpoints) == [10, 20]
-
-
-def found_step(root: Path, world: World) -> int:
-    found = find_resume_point(root, world, run_id="")
-    return found.step
 
 
 @pytest.mark.parametrize(
@@ -321,17 +302,18 @@ CONFUSION: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+def test_a_checkpoint_of_another_run_is_rejected(root):
+    said: list[str] = []
+    publish_step(root, 3, run="another")
+    assert marker.latest_valid(root, said.append, "run").step == 2
+    assert "another" in said[0]
+
+
 @pytest.mark.parametrize("what", CONFUSION)
 def test_what_belongs_to_another_checkpoint_is_named_and_the_one_before_is_used(root, what):
     confuse, named = CONFUSION[what]
     confuse(files.step_directory(root, 2))
     assert named in refused(root)
-
-
-def test_a_checkpoint_of_another_run_is_rejected(tmp_path):
-    publish_step(tmp_path, 1, run="this")
-    publish_step(tmp_path, 2, run="another")
-    assert "run another" in refused(tmp_path, run_id="this")
 
 
 @pytest.mark.parametrize(
@@ -444,5 +426,5 @@ def test_a_checkpoint_with_a_hole_that_readers_refuse_is_not_valid(run_dir, caps
     said = capsys.readouterr().out
     assert "step 50: CORRUPTED" in said
     assert "101, expected 100" in said
-    found = marker.latest_valid(run_dir.checkpoints, lambda line: None)
-    assert found.step == 40, "a resume takes the one before"
+    valid = marker.latest_valid(run_dir.checkpoints, lambda line: None)
+    assert valid.step == 40, "a resume takes the one before"

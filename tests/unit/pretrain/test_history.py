@@ -26,12 +26,9 @@ from pretrain.reporting import charts
 from pretrain.reporting.charts import run_panels
 from pretrain.reporting.run_history import MOST_BUCKETS, read_history, warnings_of
 from pretrain.rundir.events import (
-    AttemptEnded,
-    AttemptReason,
     Event,
     JobEnded,
     JobEndReason,
-    NextAction,
     Outcome,
     Rewind,
     Spike,
@@ -40,7 +37,7 @@ from pretrain.rundir.events import (
 )
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
-from tests.helpers.jobs import write_ledger
+from tests.helpers.jobs import attempt_ended, write_ledger
 from tests.helpers.metrics import train_line
 
 START = datetime.datetime(2026, 11, 18, 6, 40, tzinfo=datetime.timezone.utc)
@@ -54,15 +51,7 @@ def at(second: float, event: Event) -> Event:
     return replace(event, time=START.timestamp() + second)
 
 
-KILLED = AttemptEnded(
-    attempt_number=7,
-    statuses=(1, -9),
-    first_failure=1,
-    step_before=10,
-    step=15,
-    reason=AttemptReason.RANK_FAILED,
-    next=NextAction.RETRY,
-)
+KILLED = attempt_ended(attempt_number=7, step=15)
 
 
 def make_run(directory: Path, name: str = "small", learning_rate: float = 1e-3) -> Path:
@@ -85,10 +74,8 @@ def make_run(directory: Path, name: str = "small", learning_rate: float = 1e-3) 
             line |= {f"update_ratio/{layer}": 0.1 for layer in layers}
         lines.append(line)
         if step % 10 == 0:
-            lines.append(
-                {"kind": "evaluation", "step": step, "loss": 3.0, "seconds": 0.5}
-                | {"loss_without_memory": 3.2, "bits_per_byte": 1.5}
-            )
+            measured = {"loss": 3.0, "loss_without_memory": 3.2, "bits_per_byte": 1.5}
+            lines.append({"kind": "evaluation", "step": step, "seconds": 0.5, **measured})
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_ledger(
         run_dir,
@@ -117,16 +104,11 @@ def test_goodput_is_the_share_of_the_time_under_way_that_went_into_steps_that_co
 
 
 def test_an_attempt_that_was_killed_with_its_supervisor_is_a_failed_one(run):
-    began = (TrainingBegan(step=0, world_size=2), TrainingBegan(step=20, world_size=2))
-    run_dir = RunDir.open(run)
-    write_ledger(
-        run_dir,
-        at(0, began[0]),
-        at(50, began[1]),
-        at(91, TrainingEnded(outcome=Outcome.FINISHED, step=40)),
-    )
+    began = [at(30 * step, TrainingBegan(step=step, world_size=2)) for step in (0, 20)]
+    run_dir, ended = RunDir.open(run), TrainingEnded(outcome=Outcome.FINISHED, step=40)
+    write_ledger(run_dir, *began, at(700, ended))
     assert [failure.step for failure in read_history(run).failures] == [20]
-    write_ledger(run_dir, at(0, began[0]), at(50, began[1]))
+    write_ledger(run_dir, *began)
     assert [failure.step for failure in read_history(run).failures] == [20, 20]
     with run_dir.locked("launcher"):
         assert len(read_history(run).failures) == 1
@@ -194,7 +176,6 @@ def test_the_report_is_one_page_without_the_network_and_figures(run, capsys):
     assert text.count(HOSTILE) >= 2, "nothing is lost"
     for words in ("step 10", "segments 12 to 24", "44%", "attempt 7 ", "SIGKILL", "job 17 "):
         assert words in text
-    assert f"small (caf\\udce9\\x1b[31m{HOSTILE})" in text
     assert page.count("<svg") == 7
     assert not re.search(r'<svg[^>]* (width|height)="', page), "charts fit the page"
     assert "var(--second)" in page, "charts have the page's colors"
@@ -223,9 +204,10 @@ def test_a_comparison_is_a_row_per_run_with_the_settings_that_differ(run, tmp_pa
     command = ["report", str(run), str(other), "--output", str(tmp_path / "out")]
     assert main(command) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"^run +metrics\.tensorboard +optim\.learning_rate$", printed, re.MULTILINE)
-    assert re.search(r"^small +true +0\.001$", printed, re.MULTILINE)
-    assert re.search(r"^other\\udce9\\x1b +false +0\.002$", printed, re.MULTILINE)
+    rows = [line.split() for line in printed.splitlines()]
+    assert ["run", "metrics.tensorboard", "optim.learning_rate"] in rows
+    assert ["small", "true", "0.001"] in rows
+    assert [r"other\udce9\x1b", "false", "0.002"] in rows
     assert "optim.steps" not in printed
     page = (tmp_path / "out" / "compare.html").read_text()
     assert "<td>small</td><td>true</td><td>0.001</td>" in page
@@ -305,10 +287,8 @@ def warned(
             line |= {"tokens_per_second": 1.0, "seconds": 1.0, "update_ratio/layer.0": updates}
             line |= {"update_ratio/output": 1e-6}
         lines.append(line)
-    lines += [
-        {"kind": "evaluation", "step": 100 * number, "loss": loss}
-        for number, loss in enumerate(validated, 1)
-    ]
+    for number, loss in enumerate(validated, 1):
+        lines.append({"kind": "evaluation", "step": 100 * number, "loss": loss})
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     run_dir.ledger.append(TrainingBegan(step=0, world_size=1))
     return warnings_of(read_history(run_dir.path))
@@ -335,9 +315,8 @@ def test_losses_that_end_above_their_lowest_are_a_rate_that_is_too_high(tmp_path
     (found,) = warned(tmp_path / "rises", losses=RISING)
     assert " 26% " in found
     assert warned(tmp_path / "also", losses=RISING, validated=[4.5, 5.0])
-    assert warned(tmp_path / "harder", losses=RISING, validated=[5.0, 4.5]) == [], (
-        "the training data got harder, the model did not get worse"
-    )
+    # The training data got harder, the model did not get worse.
+    assert warned(tmp_path / "harder", losses=RISING, validated=[5.0, 4.5]) == []
     phase = PhaseConfig(from_step=160, segment_length=32)
     later = replace(RUN, data=DataConfig(phases=(phase,)))
     flat = [*FALLING[:160], *[6.0] * 160]

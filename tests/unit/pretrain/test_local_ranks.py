@@ -71,14 +71,12 @@ def test_a_rank_s_log_is_written_through_no_link_and_waits_for_no_pipe(tmp_path,
 
 def test_each_rank_learns_who_it_is_and_writes_its_own_log(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "7")
-    code = (
-        "import os; e = os.environ; print(e['RANK'], e['LOCAL_RANK'], e['WORLD_SIZE'], e['LOCAL_WORLD_SIZE'],"  # noqa: E501
-        " e['MASTER_ADDR'], int(e['MASTER_PORT']) > 1023, 'SLURM_PROCID' in e)"
-    )
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SLURM_PROCID")
+    code = f"import os; print(*map(os.environ.get, {names}), int(os.environ['MASTER_PORT']) > 1023)"
     with RankGroup([sys.executable, "-c", code], 2, tmp_path, attempt=3) as group:
         assert group.wait() == [0, 0]
     for rank in (0, 1):
-        expected = f"{rank} {rank} 2 2 127.0.0.1 True False\n"
+        expected = f"{rank} {rank} 2 2 127.0.0.1 None True\n"
         assert (tmp_path / "attempt-3" / f"rank-{rank}.log").read_text() == expected
 
 
@@ -148,14 +146,11 @@ def test_ranks_die_with_their_parent(tmp_path, number):
         f"with RankGroup(['sleep', '60'], 2, Path({str(tmp_path)!r})) as group:\n"
         "    print(*group.pids, flush=True)\n    group.wait()\n"
     )
+    # A suite started in the background ignores SIGINT, and so would all it starts.
     parent = subprocess.Popen(
-        [sys.executable, "-c", parent_code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        # A suite started in the background ignores SIGINT, and so would all it starts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+        [sys.executable, "-c", parent_code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2
     assert all(map(is_running, pids))
@@ -168,15 +163,15 @@ def test_rank_zero_may_be_shown_here_too(tmp_path, capfd):
     code = (
         "import logging, os; from pretrain.terminal.log import set_up_logging; "
         "set_up_logging('pretrain'); set_up_logging('rank ' + os.environ['RANK']); "
-        "logging.getLogger('pretrain').warning('logged'); print('noise of a library')"
+        "logging.getLogger('pretrain').warning('logged'); print('noise')"
     )
     with group_of(code, 2, tmp_path, echo_rank_zero=True) as group:
         assert group.wait() == [0, 0]
     (shown,) = capfd.readouterr().err.splitlines()
     assert shown.endswith("rank 0: logged")
     for rank, log in enumerate(group.logs):
+        assert log.read_text().splitlines()[-1] == "noise"
         assert f"rank {rank}: logged\n" in log.read_text()
-        assert "noise of a library\n" in log.read_text()
 
 
 PROBLEM = "http://store/shard-7: found status 403"
@@ -205,9 +200,9 @@ def test_the_rank_that_knows_what_is_wrong_is_the_one_reported(tmp_path, capfd):
 def test_the_rank_that_failed_by_itself_is_the_one_reported(tmp_path):
     logs = [tmp_path / "a.log", tmp_path / "b.log"]
     logs[1].write_text("".join(f"line {number}\n" for number in range(40)) + "boom\n")
-    text = describe_failure([-signal.SIGKILL, 1], logs, lines=2)
-    assert text.startswith("rank 1 exited with status 1; ")
-    assert text.endswith("  | line 39\n  | boom")
+    first, *rest = describe_failure([-signal.SIGKILL, 1], logs, lines=2).splitlines()
+    assert {"rank", "1", "status"} <= {*re.findall(r"\w+", first)}
+    assert rest == ["  | line 39", "  | boom"]
     assert describe_failure([0, EXIT_STOPPED], logs) == ""
     assert "SIGKILL" in describe_exit(-9)
 
@@ -236,31 +231,20 @@ with Heartbeat(heartbeats, 3, float(sys.argv[2]), last_words=say, local_rank=1) 
 
 
 def start(directory: Path, watchdog_timeout_seconds: float) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-c",
-        STEPS_THEN_WAITS,
-        str(directory),
-        str(watchdog_timeout_seconds),
-    ]
+    arguments = [str(directory), str(watchdog_timeout_seconds)]
+    command = [sys.executable, "-c", STEPS_THEN_WAITS, *arguments]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def read_when_step(directory: Path, step: int) -> HeartbeatRecord:
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        for record in read_heartbeats(directory):
-            if record.step == step:
-                return record
-        time.sleep(0.02)
-    raise AssertionError(f"no rank in {directory} said step {step}")
+    until(lambda: step in [record.step for record in read_heartbeats(directory)])
+    return next(record for record in read_heartbeats(directory) if record.step == step)
 
 
 def record_of(rank: int, step: int = 7) -> HeartbeatRecord:
-    hostname, now = socket.gethostname(), time.time()
-    return HeartbeatRecord(
-        rank=rank, time=now, written=now, step=step, phase="save", hostname=hostname, pid=1
-    )
+    moment = dict.fromkeys(("time", "written"), time.time())
+    here = {"hostname": socket.gethostname(), "pid": 1}
+    return HeartbeatRecord(rank=rank, step=step, phase="save", **moment, **here)
 
 
 def test_a_heartbeat_overwrites_no_file_that_a_link_leads_to(tmp_path):
@@ -306,10 +290,8 @@ def test_readers_elsewhere_see_all_nodes_and_a_rank_that_moved_once(tmp_path, mo
     node_file(tmp_path, 3).write_bytes(replace(record_of(3, step=9), hostname="n9").line)
     monkeypatch.setattr(heartbeat.socket, "gethostname", lambda: "login")
     found = read_heartbeats(tmp_path)
-    assert [(each.rank, each.hostname) for each in found] == [
-        *((rank, here) for rank in range(3)),
-        (3, "n9"),
-    ]
+    hosts = [(each.rank, each.hostname) for each in found]
+    assert hosts == [(0, here), (1, here), (2, here), (3, "n9")]
     assert {each.is_alive for each in found} == {None}
 
 

@@ -78,9 +78,8 @@ def run_dir(tmp_path) -> RunDir:
 
 
 def losses_of(run_dir: RunDir) -> list[tuple[int, float]]:
-    return [
-        (line["step"], line["loss"]) for line in run_dir.read_metrics() if line["kind"] == "train"
-    ]
+    lines = [line for line in run_dir.read_metrics() if line["kind"] == "train"]
+    return [(line["step"], line["loss"]) for line in lines]
 
 
 def scalars_of_tensorboard(run_dir: RunDir) -> list[tuple[int, float]]:
@@ -98,16 +97,11 @@ def test_every_step_has_one_line_with_the_mean_over_its_slots(world, run_dir):
     recorder.make_step(5.0, 5.0)
     recorder.close()
     lines = run_dir.read_metrics()
-    assert [(line["step"], line["tokens"], line["loss"]) for line in lines] == [
-        (1, 8, 1.5),
-        (2, 16, 3.5),
-        (3, 24, 5.0),
-    ]
+    found = [(line["step"], line["tokens"], line["loss"]) for line in lines]
+    assert found == [(1, 8, 1.5), (2, 16, 3.5), (3, 24, 5.0)]
     assert lines[0]["perplexity"] == pytest.approx(4.4817, abs=1e-4)
     assert "tokens_per_second" not in lines[0]
-    assert {"seconds", "tokens_per_second", "mfu", "data_wait", "used_memory_gib"} <= lines[
-        1
-    ].keys()
+    assert {"seconds", "tokens_per_second", "data_wait"} <= lines[1].keys()
     assert lines[1]["mfu"] > 0
     assert lines[1]["used_memory_gib"] > 0.05
 
@@ -173,10 +167,7 @@ def test_a_resumed_run_has_every_step_once_in_file_and_tensorboard(world, run_di
         second.make_step(loss)
     second.close()
     assert losses_of(run_dir) == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
-    assert all(line["kind"] == "train" for line in run_dir.read_metrics()), (
-        "the evaluation after step 4 comes again"
-    )
-
+    assert len(run_dir.read_metrics()) == 4, "the evaluation after step 4 comes again"
     assert scalars_of_tensorboard(run_dir) == losses_of(run_dir)
 
 
@@ -211,7 +202,7 @@ def test_saving_and_evaluating_do_not_count_as_training_time(world, run_dir, mon
     clock = SimpleNamespace(perf_counter=lambda: now[0], time=time.time, monotonic=time.monotonic)
     monkeypatch.setattr("pretrain.metrics.recorder.time", clock)
 
-    def wait(seconds: float) -> None:
+    def wait(seconds):
         now[0] += seconds
 
     recorder = Recorder(world, run_dir)
@@ -260,10 +251,9 @@ def test_only_the_requested_steps_are_profiled(world, run_dir, caplog):
         recorder.make_step(1.0)
     recorder.close()
     path = run_dir.traces / "steps-00000002-00000003.json.gz"
-    names = {
-        event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    }
-    assert {name for name in names if str(name).startswith("step ")} == {"step 2", "step 3"}
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = {str(event.get("name")) for event in events}
+    assert {name for name in names if name.startswith("step ")} == {"step 2", "step 3"}
     assert str(path) in caplog.text
 
 
@@ -287,9 +277,8 @@ def test_intervals_are_summed_and_the_train_loss_is_of_the_last_one_that_has_ste
     path = tmp_path / "metrics.jsonl"
     damaged = '{"kind": "train", "stdp": 3, "tokens_per_second": 1.0}\n'
     text = [json.dumps(line) + "\n" for line in lines]
-    wrong_types = [
-        json.dumps({**line, "tokens_per_second": 1.0, "seconds": "2"}) + "\n" for line in lines
-    ]
+    wrong = {"tokens_per_second": 1.0, "seconds": "2"}
+    wrong_types = [json.dumps({**line, **wrong}) + "\n" for line in lines]
     path.write_text(damaged.join(text) + "".join(wrong_types) + '{"kind": "train", "step": 8, "lo')
     assert summarize_file(path) == MetricsSummary(
         step=7,

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,8 @@ from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.rundir.events import Restored, TrainingBegan
 from pretrain.rundir.restore import restore_run
 from pretrain.rundir.run_dir import RunDir
+from tests.helpers.checkpoints import flip_a_bit
+from tests.helpers.jobs import until
 from tests.helpers.mirrors import FAST, RANKS, names_in, over_http, restored, run_in, save, upload
 from tests.helpers.stores import CREDENTIALS, QUICK, FileServer, client, make_bucket
 
@@ -130,12 +131,6 @@ def damaged(stored: Path, copy: Path, change: Callable[[Path], object]) -> Path:
     return copy
 
 
-def flip_last_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
 def newest(home: Path) -> Path:
     return max(home.glob("step-*"))
 
@@ -150,7 +145,7 @@ def change_root(home: Path, change: Callable[[dict], object]) -> None:
     "change",
     [
         lambda home: (newest(home) / "rank-00001.safetensors").unlink(),
-        lambda home: flip_last_bit(newest(home) / "rank-00000.safetensors"),
+        lambda home: flip_a_bit(newest(home) / "rank-00000.safetensors"),
         lambda home: (newest(home) / "index.json").write_bytes(b"{}"),
         lambda home: (newest(home) / "ledger.jsonl").write_bytes(b"\n"),
     ],
@@ -221,6 +216,14 @@ def test_what_the_store_returns_is_compared_and_repaired(tmp_path, url, s3_endpo
         store.put("a/file", tmp_path / "file", Content(5, "0" * 64))
 
 
+def mirror_of(run_dir: RunDir, url: str, world) -> tuple[Mirror, list[tuple[int, float | str]]]:
+    """A run's mirror, and what it will note of each upload."""
+    run = RunConfig(name="tiny", checkpoint=CheckpointConfig(mirror=url))
+    notes: list[tuple[int, float | str]] = []
+    disk = Disk(run_dir.checkpoints, "a", run_dir.identity.id)
+    return Mirror(run, disk, world, 0, 0, lambda *note: notes.append(note)), notes
+
+
 def test_a_failed_upload_is_followed_by_the_latest(tmp_path, world, bucket, caplog, monkeypatch):
     monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 0.01)
     problems = iter([DataError("away")] * 2)
@@ -232,16 +235,10 @@ def test_a_failed_upload_is_followed_by_the_latest(tmp_path, world, bucket, capl
 
     monkeypatch.setattr(Publication, "read", read)
     run_dir = run_in(tmp_path / "run", [100, 200])
-    run = RunConfig(name="tiny", checkpoint=CheckpointConfig(mirror=f"{bucket}/runs"))
-    notes: list[tuple[int, float | str]] = []
-    disk = Disk(run_dir.checkpoints, "a", run_dir.identity.id)
-    with Mirror(run, disk, world, 0, 0, lambda *note: notes.append(note)) as mirror:
+    mirror, notes = mirror_of(run_dir, f"{bucket}/runs", world)
+    with mirror:
         mirror.agree(mirror.is_due(100), 100)
-        deadline = time.monotonic() + 300
-        while len(notes) < 2:
-            assert time.monotonic() < deadline
-            mirror.agree(mirror.is_due(200), 200)
-            time.sleep(0.01)
+        until(lambda: mirror.agree(mirror.is_due(200), 200) or len(notes) > 1)
         assert mirror.held() == ()
         mirror.finish()
     assert notes[0] == (100, "away")
@@ -250,24 +247,15 @@ def test_a_failed_upload_is_followed_by_the_latest(tmp_path, world, bucket, capl
     assert len(caplog.messages) == 2, "when it fails first, and when it works again"
 
 
-# ------------------------------------------------------------------------ who may write to it
-
-
 def test_another_runs_mirror_is_neither_overwritten_nor_deleted(tmp_path, url, s3_endpoint, world):
     first = run_in(tmp_path / "first", [100])
     upload(first, url, 100, tmp_path / "scratch")
     second = run_in(tmp_path / "second", [300])
     stored = names_in(url, s3_endpoint)
-    run = RunConfig(name="tiny", checkpoint=CheckpointConfig(mirror=url.removesuffix("/tiny")))
-    notes: list[tuple[int, float | str]] = []
-    disk = Disk(second.checkpoints, "a", second.identity.id)
-    with Mirror(run, disk, world, 0, 0, lambda *note: notes.append(note)) as mirror:
-        deadline = time.monotonic() + 300
+    mirror, notes = mirror_of(second, url.removesuffix("/tiny"), world)
+    with mirror:
         mirror.agree(mirror.is_due(300), 300)
-        while not notes:
-            assert time.monotonic() < deadline
-            mirror.agree(False, 300)
-            time.sleep(0.05)
+        until(lambda: mirror.agree(False, 300) or notes)
         mirror.finish(stop_requests=iter(range(9)).__next__)
     assert [step for step, _ in notes] == [300, 300]
     assert first.identity.id in str(notes[-1][1])
@@ -303,9 +291,6 @@ def test_an_attempt_that_a_newer_one_has_replaced_deletes_nothing(tmp_path, url,
 
     upload(run_dir, url, 200, tmp_path / "scratch", keep_last=1, may_write=may_write)
     assert stored < names_in(url, s3_endpoint)
-
-
-# -------------------------------------------------------------------------------- mirror.json
 
 
 def listed(step: int, version: str = "a") -> StoredCheckpoint:
