@@ -31,6 +31,7 @@ from pretrain.model.transformer_xl import TransformerXL
 from pretrain.rundir.run_dir import RunDir
 from pretrain.weights.export import check_initial_weights, write_export
 from tests.helpers.checkpoints import publish_step
+from tests.helpers.models import TINY
 
 # Settings -> what the message must name.
 CONTRADICTIONS = {
@@ -96,25 +97,11 @@ def test_swiglus_third_matrix_is_paid_for_by_its_width() -> None:
 
 
 BOOKS = (MixturePart(path="books"),)  # type: ignore[arg-type]
-RUN = RunConfig(
-    seed=7,
-    data=DataConfig(
-        lanes=4,
-        phases=(PhaseConfig(from_step=10, mixture=BOOKS), PhaseConfig(from_step=30, lanes=8)),
-    ),
-)
-WARM_UP = RunConfig(
-    seed=7,
-    data=DataConfig(
-        lanes=4,
-        segment_length=16,
-        phases=(
-            PhaseConfig(from_step=10, segment_length=32),
-            PhaseConfig(from_step=30, segment_length=64),
-            PhaseConfig(from_step=50, lanes=8),
-        ),
-    ),
-)
+PHASES = (PhaseConfig(from_step=10, mixture=BOOKS), PhaseConfig(from_step=30, lanes=8))
+RUN = RunConfig(seed=7, data=DataConfig(lanes=4, phases=PHASES))
+LONGER = tuple(PhaseConfig(from_step=at, segment_length=to) for at, to in ((10, 32), (30, 64)))
+WIDER = PhaseConfig(from_step=50, lanes=8)
+WARM_UP = RunConfig(seed=7, data=DataConfig(lanes=4, segment_length=16, phases=(*LONGER, WIDER)))
 
 
 def test_a_phase_changes_what_it_names_and_keeps_the_rest():
@@ -131,24 +118,17 @@ def test_a_phase_changes_what_it_names_and_keeps_the_rest():
 def test_later_phases_may_change_and_started_ones_may_not(tmp_path):
     run_dir = RunDir.create(tmp_path / "run", RUN)
     publish_step(run_dir.checkpoints, 20)
-    later = replace(
-        RUN, data=replace(RUN.data, phases=(RUN.data.phases[0], PhaseConfig(from_step=20, lanes=2)))
-    )
-    run_dir.refuse_other_run(later)
-    earlier = replace(RUN, data=replace(RUN.data, phases=RUN.data.phases[1:]))
+    later = (PHASES[0], PhaseConfig(from_step=20, lanes=2))
+    run_dir.refuse_other_run(replace(RUN, data=replace(RUN.data, phases=later)))
+    earlier = replace(RUN, data=replace(RUN.data, phases=PHASES[1:]))
     with pytest.raises(ConfigError, match="before step 20"):
         run_dir.refuse_other_run(earlier)
     run_dir.refuse_other_run(replace(RUN, optim=OptimConfig(steps=2000)))
 
 
 def test_a_phase_of_another_segment_length_alone_continues_its_lanes():
-    assert [run_at(WARM_UP, step).data.segment_length for step in (0, 9, 10, 30, 50)] == [
-        16,
-        16,
-        32,
-        64,
-        64,
-    ]
+    lengths = [run_at(WARM_UP, step).data.segment_length for step in (0, 9, 10, 30, 50)]
+    assert lengths == [16, 16, 32, 64, 64]
     assert [step for step in range(60) if starts_phase(WARM_UP, step)] == [10, 30, 50]
     assert [step for step in range(60) if restarts_lanes(WARM_UP, step)] == [50]
     assert [lane_seed_at(WARM_UP, step) for step in (9, 10, 49, 50)] == [7, 7, 7, 10]
@@ -179,24 +159,15 @@ def test_what_a_small_corpus_cannot_serve_is_rejected_before_training(tmp_path: 
         (tmp_path / f"{name}.txt").write_text("x" * length)
     tokenizer = TokenizerConfig(kind="bytes")
     text = (tmp_path / "a.txt", tmp_path / "b.txt")
-    without = CorpusConfig(
-        input=text, output=tmp_path / "c", validation_fraction=0, tokenizer=tokenizer
-    )
-    build_corpus(without)
-    with pytest.raises(DataError, match=r"62 .* 16 lanes.*data\.lanes=1"):
+    built = CorpusConfig(input=text, output=tmp_path / "c", tokenizer=tokenizer)
+    build_corpus(replace(built, validation_fraction=0))
+    with pytest.raises(DataError, match=r"62 .* 16 .*data\.lanes=1"):
         resolve(RunConfig(data=DataConfig(path=tmp_path / "c")))
     fitting = DataConfig(path=tmp_path / "c", lanes=1, segment_length=62)
     with pytest.raises(DataError, match="validation"):
         resolve(RunConfig(data=fitting))
     (tmp_path / "v.txt").write_text("y" * 5)
-    build_corpus(
-        CorpusConfig(
-            input=text,
-            output=tmp_path / "d",
-            validation_input=(tmp_path / "v.txt",),
-            tokenizer=tokenizer,
-        )
-    )
+    build_corpus(replace(built, output=tmp_path / "d", validation_input=(tmp_path / "v.txt",)))
     fitting = DataConfig(path=tmp_path / "d", lanes=1, segment_length=62)
     (shard,) = (tmp_path / "d" / "train").glob("*.mds")
     shard.write_bytes(bytes(shard.stat().st_size))
@@ -215,9 +186,7 @@ def test_a_missing_corpus_is_named_by_its_absolute_path(tmp_path: Path, monkeypa
         resolve(run)
 
 
-MODEL = ModelConfig(
-    vocab_size=37, num_layers=2, d_model=16, num_heads=2, memory_length=8, positions="rope"
-)
+MODEL = replace(TINY, d_inner=0, positions="rope")
 
 
 @pytest.fixture

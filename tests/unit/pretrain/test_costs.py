@@ -70,9 +70,8 @@ def test_the_published_configurations_have_their_published_sizes(name):
 
 
 COUNT = re.compile(r"([\d,]+) parameters")
-STATED = [
-    path for path in sorted((MODELS.parent).glob("[em]*/*.yaml")) if COUNT.search(comments_of(path))
-]
+FILES = sorted(MODELS.parent.glob("[em]*/*.yaml"))
+STATED = [path for path in FILES if COUNT.search(comments_of(path))]
 
 
 @pytest.mark.parametrize("path", STATED, ids=lambda path: path.name)
@@ -142,6 +141,7 @@ def counted_flops(module: TransformerXL, segments: int = 1) -> tuple[float, floa
 
 
 KINDS = ("deltanet", "attention", "attention")
+COMPRESSIVE = {"memory_length": 9, "compressed_length": 4}
 
 
 @pytest.mark.parametrize(
@@ -158,15 +158,10 @@ KINDS = ("deltanet", "attention", "attention")
         {"layer_kinds": ("deltanet",), "isolate_documents": True},
         {"memory_length": (4, 9, 0)},
         {"memory_length": (4, 0, 9), "layer_kinds": ("attention", "deltanet", "attention")},
-        {"memory_length": 9, "compressed_length": 4},
-        {"memory_length": 9, "compressed_length": 4, "memory_tokens": 2},
-        {"memory_tokens": 3, "layer_kinds": ("deltanet", "attention", "attention")},
-        {
-            "memory_length": 9,
-            "compressed_length": 4,
-            "positions": "alibi",
-            "num_key_heads": 1,
-        },
+        COMPRESSIVE,
+        {**COMPRESSIVE, "memory_tokens": 2},
+        {"memory_tokens": 3, "layer_kinds": KINDS},
+        {**COMPRESSIVE, "positions": "alibi", "num_key_heads": 1},
     ], cycle([("post", 3), ("pre", 1)]))),
     ids=str,
 )  # fmt: skip
@@ -196,11 +191,8 @@ def test_flops_are_what_pytorch_counts(options, ends):
 def test_flops_that_are_computed_twice_are_those_that_pytorch_counts(norm_position, engine, kinds):
     compresses = "logits_chunk_tokens" not in engine and not kinds
     compression = {"compressed_length": 4} if compresses else {"d_embed": 8}
-    model = ModelConfig(
-        **{**SMALL, "memory_length": 9, "positions": "rope", "norm_position": norm_position},
-        **compression,
-        layer_kinds=kinds,
-    )
+    more = {"positions": "rope", "norm_position": norm_position, "layer_kinds": kinds}
+    model = ModelConfig(**{**SMALL, "memory_length": 9, **compression, **more})
     data, counted = DataConfig(lanes=3, segment_length=6), []
     for settings in ({}, engine):
         plain = EngineConfig(attention_kernel="plain", **settings)
@@ -225,17 +217,12 @@ def test_all_50_architectures_of_hoffmanns_table_a9_match_within_0_7_per_cent():
     rows = list(csv.DictReader((PUBLISHED_DATA / "hoffmann_table_a9.csv").open()))
     assert len(rows) == 50
     for row in rows:
-        model = ModelConfig(
-            vocab_size=32000,
-            num_layers=int(row["n_layers"]),
-            d_model=int(row["d_model"]),
-            num_heads=int(row["n_heads"]),
-            d_head=int(row["kv_size"]),
-            d_inner=int(row["ffw_size"]),
-        )
-        assert cost_of(RunConfig(model=model)).parameters == pytest.approx(
-            1e6 * float(row["million_parameters"]), rel=0.007
-        )
+        columns = {"num_layers": "n_layers", "d_model": "d_model", "num_heads": "n_heads"}
+        columns |= {"d_head": "kv_size", "d_inner": "ffw_size"}
+        sizes = {name: int(row[column]) for name, column in columns.items()}
+        published = 1e6 * float(row["million_parameters"])
+        model = ModelConfig(vocab_size=32000, **sizes)
+        assert parameters_of(model).total == pytest.approx(published, rel=0.007)
 
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -273,13 +260,10 @@ def test_costs_follow_from_the_cluster_and_the_size_of_a_checkpoint():
     hardware = Hardware(nodes=4, ranks_per_node=2, name="cpu", node=node)
     transfer = checkpoint_bytes(RUN) / 4 / (1 << 20)
     blocking = replace(RUN, checkpoint=CheckpointConfig(asynchronous=False))
-    assert failure_costs(blocking, hardware) == FailureCosts(
-        between_failures=900_000.0, pause=transfer, down=600.0, start=transfer
-    )
-    assert failure_costs(RUN, hardware) == FailureCosts(
-        between_failures=900_000.0, pause=SLOWER_WHILE_WRITING * transfer, write=transfer,
-        down=600.0, start=transfer,
-    )  # fmt: skip
+    expected = FailureCosts(between_failures=9e5, pause=transfer, down=600.0, start=transfer)
+    assert failure_costs(blocking, hardware) == expected
+    expected = replace(expected, pause=SLOWER_WHILE_WRITING * transfer, write=transfer)
+    assert failure_costs(RUN, hardware) == expected
 
 
 def described(capsys, tmp_path, *lines: str) -> str:

@@ -68,18 +68,14 @@ def measured(scorer, corpus, **options) -> EvaluationResult:
 
 def targets_in_order(corpus: Corpus, max_tokens: int = 0) -> torch.Tensor:
     """The targets of one lane, as evaluation reads them."""
-    batches = list(EvaluationStream(corpus, 1, 8, range(1), max_tokens))
-    return torch.cat(
-        [torch.from_numpy(batch.targets_BL)[torch.from_numpy(batch.valid_BL)] for batch in batches]
-    )
+    batches = EvaluationStream(corpus, 1, 8, range(1), max_tokens)
+    return torch.cat([torch.from_numpy(each.targets_BL[each.valid_BL]) for each in batches])
 
 
 @pytest.mark.parametrize(("step", "length"), [(0, 16), (4, 16), (5, 32), (9, 64)])
 def test_segments_are_as_long_as_in_the_phase_of_the_last_update(tmp_path, step, length):
-    phases = (
-        PhaseConfig(from_step=4, segment_length=32),
-        PhaseConfig(from_step=8, segment_length=64),
-    )
+    lengths = {4: 32, 8: 64}
+    phases = tuple(PhaseConfig(from_step=at, segment_length=lengths[at]) for at in lengths)
     model = ModelConfig(vocab_size=5, num_layers=1, d_model=4, num_heads=1)
     run = RunConfig(model=model, data=DataConfig(segment_length=16, phases=phases))
     assert TrainedModel(TransformerXL(model), run, step, tmp_path).segment_length == length
@@ -117,9 +113,8 @@ def test_bits_are_those_of_the_text(scorer, corpus):
 def test_a_part_of_the_split_is_measured_by_the_bytes_of_its_own_tokens(scorer, corpus):
     part = measured(scorer, corpus, num_lanes=1, max_tokens=corpus.num_tokens // 2)
     assert 0 < part.tokens < corpus.num_tokens
-    text = Tokenizer.load(corpus.tokenizer_directory).decode(
-        targets_in_order(corpus, part.tokens).tolist()
-    )
+    tokens = targets_in_order(corpus, part.tokens).tolist()
+    text = Tokenizer.load(corpus.tokenizer_directory).decode(tokens)
     bits = part.loss * part.tokens / math.log(2)
     # A character may be cut at the end.
     assert part.bits_per_byte == pytest.approx(bits / len(text.encode()), rel=0.02)
@@ -366,34 +361,17 @@ def test_each_position_has_the_losses_of_its_documents(corpus, world):
             assert found.margins[number] == pytest.approx(margin, rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "plain",
-        "clamp",
-        "isolated",
-        "rope",
-        "alibi",
-        "t5",
-        "sinks",
-        "scaled",
-        "deltanet_compressive",
-    ],
-)
+ATTENDED = ["plain", "clamp", "isolated", "rope", "alibi", "t5", "sinks", "scaled"]
+
+
+@pytest.mark.parametrize("name", [*ATTENDED, "deltanet_compressive"])
 def test_attention_by_distance_equals_that_of_each_pair_in_float64(corpus, name):
     model = model_for(corpus, **VARIANTS[name])
     found = attention_mass(model, corpus, memory_length=ROWS, segment_length=TOKENS_READ)
     expected = direct_attention(model, corpus, found)
-    for part in found.mass:
-        torch.testing.assert_close(
-            torch.tensor(found.mass[part], dtype=torch.float64),
-            expected[part],
-            rtol=1e-9,
-            atol=1e-12,
-        )
-    torch.testing.assert_close(
-        torch.tensor(found.entropy, dtype=torch.float64), expected["entropy"], rtol=1e-9, atol=1e-9
-    )
+    for part, values in {**found.mass, "entropy": found.entropy}.items():
+        values = torch.tensor(values, dtype=torch.float64)
+        torch.testing.assert_close(values, expected[part], rtol=1e-9, atol=1e-11)
     total = torch.tensor(found.total(), dtype=torch.float64).sum(-1)
     if model.config.attention_sinks:
         assert total.max() < 1.0

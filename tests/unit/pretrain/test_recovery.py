@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ from pretrain.rundir.ledger import skipped_windows
 from tests.helpers.metrics import train_line
 from tests.helpers.tiny_runs import ALONE
 
-SETTINGS = RecoveryConfig(spike_threshold=5.0)
+SETTINGS, OFF = (RecoveryConfig(spike_threshold=threshold) for threshold in (5.0, 0.0))
 
 
 @pytest.fixture
@@ -46,40 +47,27 @@ def quick(monkeypatch):
     monkeypatch.setattr(rewind, "WINDOW", 20)
 
 
-def first_spike(
-    losses: Sequence[float | None],
-    settings: RecoveryConfig = SETTINGS,
-    warmup_steps: int = 0,
-    data_changes: Collection[int] = (),
-) -> Spike | None:
-    detector = SpikeDetector(run_of(settings, warmup_steps, data_changes))
+def first_spike(losses: Sequence[float | None], *settings: Any, **more: Any) -> Spike | None:
+    detector = SpikeDetector(run_of(*settings, **more))
     found = (detector.observe([line]) for line in lines_of(losses))
     return next((spike for spike in found if spike), None)
 
 
 def run_of(
-    settings: RecoveryConfig, warmup_steps: int = 0, data_changes: Collection[int] = ()
+    settings: RecoveryConfig = SETTINGS, warmup_steps: int = 0, data_changes: Sequence[int] = ()
 ) -> RunConfig:
     phases = tuple(PhaseConfig(from_step=step, lanes=16) for step in data_changes)
-    schedule = ScheduleConfig(warmup_steps=warmup_steps)
-    return RunConfig(
-        recovery=settings,
-        data=DataConfig(phases=phases),
-        optim=OptimConfig(steps=10_000, schedule=schedule),
-    )
+    optim = OptimConfig(steps=10_000, schedule=ScheduleConfig(warmup_steps=warmup_steps))
+    return RunConfig(recovery=settings, data=DataConfig(phases=phases), optim=optim)
 
 
 def lines_of(losses: Sequence[float | None]) -> list[dict]:
-    return [
-        train_line(step, loss, skipped=loss is None) for step, loss in enumerate(losses, start=1)
-    ]
+    return [train_line(step, loss, skipped=loss is None) for step, loss in enumerate(losses, 1)]
 
 
 def noisy(count: int, level: float = 3.0, fall: float = 0.0) -> list[float]:
-    generator = np.random.default_rng(0)
-    return [
-        level - fall * step + 0.05 * float(generator.standard_normal()) for step in range(count)
-    ]
+    noise = 0.05 * np.random.default_rng(0).standard_normal(count)
+    return (level - fall * np.arange(count) + noise).tolist()
 
 
 # What was found: three rewinds to step 0 of a run whose loss rose from 6.6 to 10 and fell back.
@@ -115,11 +103,7 @@ HIGHER = [*noisy(40), *noisy(30, level=6.0), *noisy(10)]
         (HARDER, {"data_changes": [60]}, (101, 103)),
         ([*noisy(60), *noisy(19, level=3.6), *noisy(3, level=5.0)], {"data_changes": [60]}, None),
         # turned off
-        (
-            [*noisy(40), 99.0, 99.0, 99.0, None, None, None],
-            {"settings": RecoveryConfig(spike_threshold=0.0)},
-            None,
-        ),
+        ([*noisy(40), 99.0, 99.0, 99.0, None], {"settings": OFF}, None),
     ],
 )
 def test_a_jump_that_lasts_is_a_spike_and_nothing_else_is(losses, more, steps):
@@ -169,13 +153,9 @@ def test_recorded_runs_rewind_where_they_were_damaged_or_diverged_and_nowhere_el
 
 
 def ledger_of(*windows: range) -> list[Event]:
-    return [
-        TrainingBegan(step=0, world_size=1),
-        *(
-            Rewind(spike=Spike(1, 2), to_step=0, segments=(each.start, each.stop))
-            for each in windows
-        ),
-    ]
+    skipped = [(each.start, each.stop) for each in windows]
+    rewinds = [Rewind(spike=Spike(1, 2), to_step=0, segments=each) for each in skipped]
+    return [TrainingBegan(step=0, world_size=1), *rewinds]
 
 
 def batches_of(numbers: range) -> list[SimpleNamespace]:
@@ -225,15 +205,11 @@ def out_of_memory(lanes: int, run: RunConfig = RUN, world_size: int = 2) -> OutO
 @pytest.mark.parametrize(("failed", "lanes"), [([], 0), ([12], 6), ([12, 6, 3], 1)])
 def test_a_micro_batch_that_ran_out_of_memory_is_halved_to_a_divisor_of_the_lanes(failed, lanes):
     found = with_fitting_micro_batch(RUN, 2, list(map(out_of_memory, failed)))
-    assert found == dataclasses.replace(
-        RUN, engine=dataclasses.replace(RUN.engine, micro_batch_lanes=lanes)
-    )
+    assert found == replace(RUN, engine=replace(RUN.engine, micro_batch_lanes=lanes))
 
 
 def test_settings_that_need_less_memory_start_with_the_whole_micro_batch_again():
-    saving = dataclasses.replace(
-        RUN, engine=dataclasses.replace(RUN.engine, activation_checkpointing="full")
-    )
+    saving = replace(RUN, engine=replace(RUN.engine, activation_checkpointing="full"))
     assert with_fitting_micro_batch(saving, 2, [out_of_memory(12)]) == saving
     assert with_fitting_micro_batch(RUN, 4, [out_of_memory(12)]) == RUN
 
