@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ def test_fit_of_the_collected_table_finds_the_law_and_predicts_the_hold_out(coll
     assert "held out" in tree["excluded"][0]["reason"]
     assert command("fit", collected / "runs.csv", "--verbose") == 0
     said = capsys.readouterr().out
-    assert "at 1e+17 FLOPs, 10 times the largest budget" in said
+    assert "1e+17 FLOPs, 10 times" in said
     assert tree["excluded"][0]["name"] in said
 
 
@@ -52,7 +53,7 @@ def test_fit_writes_an_experiment_that_is_the_optimum(collected, capsys):
     cost = cost_of(load_config(RunConfig, written))
     assert cost.flops == pytest.approx(1e17, rel=0.01)
     assert cost.parameters == pytest.approx(best, rel=0.1)
-    assert written.read_text().startswith("# The optimum at 1e+17 FLOPs by 3 parametric: loss ")
+    assert re.match("# .* 1e[+]17 .* parametric: loss ", written.read_text())
 
 
 def test_fit_answers_for_one_run_and_refuses_wild_questions(collected, capsys):
@@ -63,21 +64,18 @@ def test_fit_answers_for_one_run_and_refuses_wild_questions(collected, capsys):
     assert command("fit", runs, "--flops", "1e22") == 2
     refused = capsys.readouterr()
     assert (refused.out, refused.err.count("\n")) == ("", 1)
-    assert refused.err.endswith("or use --force\n")
+    assert refused.err.endswith("--force\n")
     assert command("fit", runs, "--flops", "1e22", "--force") == 0
-    assert "doubt: 1e+22 FLOPs are" in capsys.readouterr().out
+    assert "doubt: 1e+22 FLOPs" in capsys.readouterr().out
 
 
 def test_no_part_of_it_needs_torch_and_reading_a_sweep_needs_no_numpy():
     modules = [f"pretrain.scaling.{path.stem}" for path in Path(scaling.__path__[0]).glob("*.py")]
-    for heavy, names in (
-        ("torch", modules),
-        ("numpy", ["pretrain.scaling.sweep_file", "pretrain.commands.scale"]),
-    ):
+    light = ["pretrain.scaling.sweep_file", "pretrain.commands.scale"]
+    for heavy, names in (("torch", modules), ("numpy", light)):
         code = f"import sys, {', '.join(names)}\nassert {heavy!r} not in sys.modules"
-        subprocess.run(
-            [sys.executable, "-c", code], check=True, cwd=Path(scaling.__path__[0]).parents[1]
-        )
+        home = Path(scaling.__path__[0]).parents[1]
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=home)
 
 
 def test_wrong_questions_and_places_take_one_line_before_the_work(collected, tmp_path, capsys):
@@ -86,8 +84,8 @@ def test_wrong_questions_and_places_take_one_line_before_the_work(collected, tmp
     run = ("fit", runs, "--params", "1e6", "--tokens", "1e8")
     write_text(file, "kept")
     for arguments, said in (
-        (("fit", runs, "--params", "1e6"), "give --flops, or --params and --tokens together"),
-        ((*run, "--flops", "1e16"), "give --flops, or --params and --tokens together"),
+        (("fit", runs, "--params", "1e6"), "--flops, or --params and --tokens"),
+        ((*run, "--flops", "1e16"), "--flops, or --params and --tokens"),
         ((*asked, "--write", "x.yaml"), "--write needs --experiment"),
         (("fit", runs, "--experiment", books), "add --flops"),
         ((*asked, "--experiment", collected), "is a directory; give a YAML file"),
@@ -128,21 +126,20 @@ def test_wild_extrapolation_is_doubted():
     fit = fit_all(simulated(noise=0.001, seed=1))
     first = fit.approaches[0]
     assert doubts(fit, 5e21, first) == []
-    assert "over 100 times outside" in doubts(fit, 1e23, first)[0]
-    assert "over 100 times outside" in doubts(fit, 1e15, first)[0]
-    assert any("parameters are over 30 times" in doubt for doubt in run_doubts(fit, 3e12, 1e10))
+    assert all("over 100 " in doubts(fit, flops, first)[0] for flops in (1e23, 1e15))
+    assert any("over 30 " in doubt for doubt in run_doubts(fit, 3e12, 1e10))
     two = fit_all(simulated(budgets=(1e18, 1e19, 2)))
     assert doubts(two, 5e19, two.approaches[0]) == []
-    assert "over 10 times outside" in doubts(two, 5e20, two.approaches[0])[0]
+    assert "over 10 " in doubts(two, 5e20, two.approaches[0])[0]
 
 
 def test_an_uncertain_optimum_or_approaches_that_differ_are_doubts():
     noisy = fit_all(simulated(noise=0.05, budgets=(1e18, 1e19, 5), num_sizes=5, seed=1))
     law = noisy.approach("parametric")
-    assert any("the interval of N*" in doubt for doubt in doubts(noisy, 9e20, law))
+    assert any("interval of N*" in doubt for doubt in doubts(noisy, 9e20, law))
     differing = fit_all(simulated(noise=0.02, budgets=(1e18, 1e20, 4), num_sizes=5))
     found = doubts(differing, 5e21, differing.approaches[0])
-    assert any("optimal sizes differ" in doubt for doubt in found)
+    assert any("sizes differ" in doubt for doubt in found)
 
 
 def test_a_law_the_runs_do_not_allow_cannot_be_asked(tmp_path, capsys):
@@ -151,4 +148,4 @@ def test_a_law_the_runs_do_not_allow_cannot_be_asked(tmp_path, capsys):
     points = make_points(size_P, tokens_P, HOFFMANN.loss(size_P, tokens_P))
     table = write_points(tmp_path / "runs.csv", points)
     assert command("fit", table, "--law", "isoflop") == 2
-    assert "law 'isoflop' is not available for these runs" in capsys.readouterr().err
+    assert "'isoflop'" in capsys.readouterr().err

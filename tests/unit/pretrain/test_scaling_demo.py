@@ -40,11 +40,8 @@ def commands() -> list[list[str]]:
 
 def lowest_at(rate: float, run: RunConfig) -> float:
     """A last loss by the law, higher at other rates than this one."""
-    cost = cost_of(run)
-    return (
-        float(LAW.loss(cost.parameters, cost.tokens))
-        + 0.1 * log(run.optim.learning_rate / rate) ** 2
-    )
+    cost, apart = cost_of(run), log(run.optim.learning_rate / rate)
+    return float(LAW.loss(cost.parameters, cost.tokens)) + 0.1 * apart**2
 
 
 def walk(words: list[str], here: Path) -> list[str]:
@@ -82,14 +79,9 @@ def test_the_demo_tunes_plans_fits_predicts_a_held_out_run(commands, tmp_path, c
     tuned, swept = ["plan", "submit", "collect", "report"], ["plan", "submit", "collect", "fit"]
     assert actions == [*tuned, *swept, "fit", "report"]
     said = capsys.readouterr().out
-    for each in (
-        r"512 tokens a step: optim\.learning_rate=0\.02 ",
-        r"rate: tuned on 2\.0e-02",
-        r"held out c2\.2e12-\S+-holdout: measured",
-        r"rely on \d",
-    ):
+    for each in (r"512 .* optim\.learning_rate=0\.02 ", r"rate: .* 2\.0e-02", r"rely on \d"):
         assert re.search(each, said), each
-    assert any("demonstrates the workflow" in " ".join(words) for words in commands)
+    assert re.search(r"held out c2\.2e12-\S+-holdout: ", said)
     assert load_config(RunConfig, tmp_path / "best.yaml").optim.learning_rate == pytest.approx(0.02)
 
     cells = read_sweep(tmp_path / "sweep.yaml").cells

@@ -87,23 +87,20 @@ def test_an_interval_of_a_law_is_students_t_of_the_fits_without_each_budget():
         value_G = np.array([scaled(of(each).value) for each in without])
         half_width = stdtrit(4, 0.975) * np.sqrt(0.8 * ((value_G - value_G.mean()) ** 2).sum())
         ends = scaled(interval.value) + half_width * np.array([-1, 1])
-        assert [scaled(interval.low), scaled(interval.high)] == pytest.approx(
-            ends, abs=half_width / 500
-        )
+        found = [scaled(interval.low), scaled(interval.high)]
+        assert found == pytest.approx(ends, abs=half_width / 500)
 
 
 def test_an_interval_of_approach_2_is_students_t_of_the_line_through_vertices():
     fit = fit_all(simulated(budgets=(1e18, 1e20, 5), num_sizes=5, noise=0.02, seed=3))
     isoflop, far = fit.approach("isoflop"), FURTHER
-    x_F, n_F = (
-        np.log([getattr(v, name) for v in fit.valleys]) for name in ("budget", "parameters")
-    )
+    x_F = np.log([valley.budget for valley in fit.valleys])
+    n_F = np.log([valley.parameters for valley in fit.valleys])
     line = linregress(x_F - far, n_F)
     power, size = isoflop.power(), isoflop.parameters(far)
     half_width = stdtrit(3, 0.975) * line.stderr
-    assert vars(power) == pytest.approx(
-        {"value": line.slope, "low": line.slope - half_width, "high": line.slope + half_width}
-    )
+    ends = line.slope + half_width * np.array([0, -1, 1])
+    assert [*vars(power).values()] == pytest.approx(ends)
     # Every vertex is off by another 1%, alike.
     half_width = np.hypot(stdtrit(3, 0.975) * line.intercept_stderr, 0.0196)
     ends = line.intercept + half_width * np.array([0, -1, 1])
@@ -124,8 +121,8 @@ def test_too_few_budgets_for_an_interval_get_none_and_the_reason():
         assert np.isnan(approach.loss(FURTHER).low)
     assert np.isnan(isoflop.loss(FURTHER).value), "no floor is seen"
     assert isoflop.loss(np.log(1e20)).value > 0
-    assert "an interval needs 4" in isoflop.no_interval
-    assert "an interval needs 4" in law.no_interval
+    assert "needs 4" in isoflop.no_interval
+    assert "needs 4" in law.no_interval
     assert fit.approach("lowest").no_interval
 
 
@@ -144,9 +141,8 @@ def test_every_error_is_predicted_minus_measured_also_of_runs_held_out():
     points = simulated()
     held = points.budget_P == points.budgets[-1]
     # These runs end a tenth below what the law promises: too much was predicted.
-    lucky = replace(
-        points, holdout_P=held, loss_P=np.where(held, points.loss_P / 1.1, points.loss_P)
-    )
+    loss_P = np.where(held, points.loss_P / 1.1, points.loss_P)
+    lucky = replace(points, holdout_P=held, loss_P=loss_P)
     fit = fit_all(lucky)
     assert len(fit.points) == len(points) - 8, "held out, so never fitted"
     assert [item.error for item in fit.holdouts] == pytest.approx([0.1] * 8, abs=1e-3)
@@ -156,19 +152,16 @@ def test_every_error_is_predicted_minus_measured_also_of_runs_held_out():
     assert left_out.left_out["parametric"] == pytest.approx(0.1, abs=1e-3)
     drawn = report.residuals_chart(left_out).axes[0]
     shown_P = np.asarray(drawn.collections[0].get_offsets())[:, 1]
-    law = left_out.law.fit.law
-    assert shown_P == pytest.approx(
-        100 * (law.loss(points.parameters_P, points.tokens_P) / lucky.loss_P - 1)
-    )
+    predicted_P = left_out.law.fit.law.loss(points.parameters_P, points.tokens_P)
+    assert shown_P == pytest.approx(100 * (predicted_P / lucky.loss_P - 1))
     assert drawn.get_ylabel().startswith("(predicted - measured)")
 
 
 def test_the_spread_between_seeds_is_measured_where_runs_were_repeated():
     once, again = simulated(noise=0.004, seed=1), simulated(noise=0.004, seed=2)
     assert seed_spread(once) is None
-    both = make_points(
-        *(np.concatenate([getattr(x, name) for x in (once, again)]) for name in COLUMNS)
-    )
+    columns = [[getattr(each, name) for name in COLUMNS] for each in (once, again)]
+    both = make_points(*np.concatenate(columns, axis=1))
     assert seed_spread(both) == pytest.approx(0.004, rel=0.2)
 
 
@@ -178,17 +171,16 @@ def test_traps_are_named():
     assert sum("mid-schedule" in item.reason for item in fit_all(mixed).points.excluded) == 6
     repeated = replace(points, names=("same run",) * len(points))
     assert any("mid-schedule" in warning for warning in fit_all(repeated).warnings)
-    shapes = points.flops_P * np.where(np.arange(len(points)) % 2, 1.0, 1.2)
-    rough = make_points(
-        points.parameters_P, points.tokens_P, points.loss_P, flops=shapes, budget=points.budget_P
+    rough = points.flops_P * np.where(np.arange(len(points)) % 2, 1.0, 1.2)
+    assert any(
+        "per token" in warning for warning in fit_all(replace(points, flops_P=rough)).warnings
     )
-    assert any("FLOPs per token differ" in warning for warning in fit_all(rough).warnings)
 
 
 def test_flops_per_token_that_fall_with_the_size_are_refused():
     points = simulated(num_sizes=5)
     falling = replace(points, flops_P=1e12 * points.tokens_P / points.parameters_P)
-    with pytest.raises(DataError, match=r"FLOPs per token go as N\^-1, so larger models cost no"):
+    with pytest.raises(DataError, match=r" N\^-1,"):
         fit_all(falling)
 
 
@@ -198,10 +190,8 @@ A_TRUE = HOFFMANN.beta / (HOFFMANN.alpha + HOFFMANN.beta)
 def test_parabolas_find_the_exponent_and_sizes_of_the_law():
     fit = fit_isoflop(simulated(spread=3))
     assert fit.frontier.power == pytest.approx(A_TRUE, abs=1e-3)
-    size = np.exp(fit.frontier.log_parameters(np.log(1e19)))
-    assert size == pytest.approx(
-        np.exp(log_optimum(HOFFMANN.theta, np.log(1e19), SIX_N)[0]), rel=0.03
-    )
+    log_size = fit.frontier.log_parameters(np.log(1e19))
+    assert log_size == pytest.approx(log_optimum(HOFFMANN.theta, np.log(1e19), SIX_N)[0], abs=0.03)
     assert fit.warnings == ()
 
 
@@ -211,9 +201,8 @@ def test_a_floor_of_the_loss_is_seen_and_extrapolates():
     frontier = fit_frontier(log_flops_F, np.linspace(16, 19, 5), loss_F)
     assert frontier.loss_numbers[0] == pytest.approx(1.7, abs=1e-3)
     later = np.log(1e22)
-    assert frontier.loss(later) == pytest.approx(
-        1.7 + 2.1 * np.exp(-0.15 * (later - log_flops_F[0])), abs=1e-3
-    )
+    extrapolated = 1.7 + 2.1 * np.exp(-0.15 * (later - log_flops_F[0]))
+    assert frontier.loss(later) == pytest.approx(extrapolated, abs=1e-3)
 
 
 def test_a_vertex_outside_the_sizes_is_not_used_and_said():
@@ -243,14 +232,14 @@ def test_losses_that_bend_downwards_are_no_valley():
     size_P, budget_P = np.tile(np.geomspace(1e7, 1e8, 5), 2), np.repeat([1e17, 1e18], 5)
     loss_P = 4 - 0.1 * np.tile(np.linspace(-1, 1, 5), 2) ** 2
     points = make_points(size_P, budget_P / 6 / size_P, loss_P, budget=budget_P)
-    with pytest.raises(DataError, match=r"0 of 2 budgets have a vertex.*curve downward"):
+    with pytest.raises(DataError, match=r"^.*\b0 of 2 .*downward"):
         fit_isoflop(points)
 
 
 def test_approach_1_is_a_line_through_lowest_runs_between_a_smaller_and_a_larger_size():
     points = simulated(spread=2.9)
     assert fit_lowest_runs(points).frontier.power == pytest.approx(A_TRUE, abs=0.02)
-    with pytest.raises(DataError, match="approach 1 needs two sizes that are lowest"):
+    with pytest.raises(DataError, match="approach 1"):
         fit_lowest_runs(simulated(num_sizes=1))
 
 
@@ -283,17 +272,11 @@ def olmo_ladder():
 def test_no_start_of_a_grid_ends_lower_than_the_one_start_of_variable_projection():
     points = simulated(noise=0.003, seed=3)
     fit = fit_parametric(points)
-    n_P, d_P, l_P = (
-        np.log(values) for values in (points.parameters_P, points.tokens_P, points.loss_P)
-    )
-    n_P, d_P = n_P - n_P.mean(), d_P - d_P.mean()
-    grid = itertools.product(
-        (-1.0, 0.0, 1.0), (-2.0, 0.0, 1.0), (-2.0, 0.0, 1.0), (0.1, 0.5, 1.0), (0.1, 0.5, 1.0)
-    )
-    ends = [
-        minimize(np.array(start), n_P, d_P, l_P, 1e-3)[1]
-        for start in itertools.islice(grid, 0, None, 16)
-    ]
+    n_P, d_P, l_P = (np.log(getattr(points, name)) for name in COLUMNS)
+    run_P = (n_P - n_P.mean(), d_P - d_P.mean(), l_P)
+    near, wide, powers = (-1.0, 0.0, 1.0), (-2.0, 0.0, 1.0), (0.1, 0.5, 1.0)
+    starts = [*itertools.product(near, wide, wide, powers, powers)][::16]
+    ends = [minimize(np.array(start), *run_P, 1e-3)[1] for start in starts]
     assert min(ends) == pytest.approx(fit.objective, rel=1e-7)
 
 
@@ -306,7 +289,7 @@ def test_a_size_term_the_runs_do_not_show_is_said():
 def test_a_loss_that_grows_with_size_is_refused():
     points = simulated()
     worse = HOFFMANN.loss(points.parameters_P, points.tokens_P) * (points.parameters_P / 1e8) ** 0.3
-    with pytest.raises(DataError, match="the loss must fall with N and with D"):
+    with pytest.raises(DataError, match="must fall"):
         fit_parametric(make_points(points.parameters_P, points.tokens_P, worse))
 
 
@@ -331,17 +314,14 @@ def test_intervals_are_as_wide_as_the_published_ones_of_chinchillas_points():
     published = {"A": 124.58, "B": 1293.23, "E": 0.03, "alpha": 0.02, "beta": 0.02, "a": 0.02}
     widths = {name: list[float]() for name in published}
     for seed in range(4):
-        points = simulated(
-            BESIROGLU, budgets=(6e18, 3e21, 9), num_sizes=27, noise=0.0125, seed=seed
-        )
-        fit = fit_all(points)
+        budgets = {"budgets": (6e18, 3e21, 9), "num_sizes": 27}
+        fit = fit_all(simulated(BESIROGLU, **budgets, noise=0.0125, seed=seed))
         a = fit.approach("parametric").power()
         for name, interval in {**law_intervals(fit), "a": a}.items():
             widths[name].append(interval.high - interval.low)
     for name, error in published.items():
-        assert 0.7 < np.median(widths[name]) / (2 * 1.96 * error) < (2 if name == "E" else 1.5), (
-            name
-        )
+        ratio = np.median(widths[name]) / (2 * 1.96 * error)
+        assert 0.7 < ratio < (2 if name == "E" else 1.5), name
     # "Implausibly narrow": Hoffmann et al. published 0.454 to 0.455, of about 400 runs.
     assert min(widths["a"]) > 0.03
 
@@ -383,9 +363,7 @@ def two_families() -> Points:
     points = simulated(noise=0.002, num_sizes=6)
     other_P = np.arange(len(points)) % 2 == 0
     late_P = points.budget_P == points.budgets[-1]
-    return replace(
-        points, loss_P=points.loss_P * np.where(other_P, 1.25, 1.0) * np.where(late_P, 1.3, 1.0)
-    )
+    return replace(points, loss_P=points.loss_P * 1.25**other_P * 1.3**late_P)
 
 
 def test_a_law_whose_errors_have_a_trend_is_never_first_however_well_it_predicts():
@@ -402,11 +380,8 @@ def test_a_law_whose_errors_have_a_trend_is_never_first_however_well_it_predicts
 
 def test_the_law_with_the_least_error_on_the_left_out_budget_is_first():
     fit = fit_all(simulated(noise=0.003, seed=1))
-    errors = [
-        fit.left_out[each.key]
-        for each in fit.approaches
-        if each.key not in fit.doubts and each.key in fit.left_out
-    ]
+    keys = [each.key for each in fit.approaches if each.key not in fit.doubts]
+    errors = [fit.left_out[key] for key in keys if key in fit.left_out]
     assert len(errors) >= 2
     assert errors == sorted(errors)
 
@@ -440,8 +415,8 @@ def test_runs_that_no_law_describes_end_with_status_1(tmp_path, capsys):
     assert "\n  N* " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("points", [kinked()])
-def test_the_answer_is_one_screen_of_100_columns(points):
+def test_the_answer_is_one_screen_of_100_columns():
+    points = kinked()
     outlier_P = np.where(np.arange(len(points)) == 7, 1.5, 1.0)
     fit = fit_all(replace(points, loss_P=points.loss_P * outlier_P))
     many = replace(fit, warnings=(*fit.warnings, *["a long warning " * 30] * 9))
@@ -464,9 +439,9 @@ def test_an_outlier_is_named_and_hardly_moves_the_law(factor):
     points = simulated(noise=0.003, num_sizes=6)
     loss_P = points.loss_P * np.where(np.arange(len(points)) == 17, factor, 1)
     fit = fit_all(replace(points, loss_P=loss_P))
-    (said,) = [each for each in fit.warnings if "standard deviations off the law" in each]
-    assert said.startswith("1 run over 4.5 standard deviations off the law: point 17 (loss ")
-    assert said.endswith("--exclude 'name=point 17: reason'")
+    (said,) = [each for each in fit.warnings if "4.5 " in each]
+    assert said.count("point 17") == 2
+    assert "--exclude 'name=point" in said
     assert fit.approach("parametric").fit.law.alpha == pytest.approx(HOFFMANN.alpha, rel=0.15)
 
 
@@ -483,7 +458,7 @@ def test_what_answers_follows_the_choice_or_the_law_that_was_asked_for():
 def test_losses_that_do_not_fall_are_described_by_no_law(noise):
     points = simulated()
     flat_P = 3 * np.exp(noise * np.random.default_rng(0).uniform(-1, 1, len(points)))
-    with pytest.raises(DataError, match="none of these laws describes"):
+    with pytest.raises(DataError, match="none of"):
         fit_all(replace(points, loss_P=flat_P))
 
 

@@ -94,7 +94,7 @@ def test_layers_of_several_kinds_and_memory_lengths_come_in_whole_patterns():
 
 
 def test_a_size_the_vocabulary_alone_exceeds_is_refused():
-    with pytest.raises(ConfigError, match=r"the nearest shape to 1e\+04 parameters has"):
+    with pytest.raises(ConfigError, match=r" 1e\+04 "):
         family().nearest(1e4, FAR_SIZE)
 
 
@@ -134,7 +134,7 @@ def test_rate_and_batch_follow_the_stated_rule():
     assert item.run.optim.learning_rate == pytest.approx(rate, rel=1e-2)
     assert item.cost.tokens_per_step == pytest.approx(batch, rel=1e-2)
     (said,) = outside_step_law([item.run for item in planned()])
-    assert said.startswith("clipped: 10 of 10 cells, such as ")
+    assert "10 of 10" in said
     assert outside_step_law([with_budget(family().nearest(2e8), 1e19, RULES["step-law"])]) == []
     for item in planned(rule="base"):
         assert item.run.optim.learning_rate == BASE.optim.learning_rate
@@ -142,14 +142,14 @@ def test_rate_and_batch_follow_the_stated_rule():
 
 
 def test_what_cannot_be_planned_is_said():
-    with pytest.raises(ConfigError, match="does not decay the learning rate"):
+    with pytest.raises(ConfigError, match=r"schedule\.shape=constant"):
         planned(base=replace(BASE, optim=OptimConfig(schedule=ScheduleConfig(shape="constant"))))
-    with pytest.raises(ConfigError, match="different legal shapes; use a larger --spread"):
+    with pytest.raises(ConfigError, match="--spread"):
         planned(spread=1.001)
-    with pytest.raises(ConfigError, match=r"1e\+13 FLOPs pay for 0\.\d+ steps"):
+    with pytest.raises(ConfigError, match=r"1e\+13 .* 0\.\d+ "):
         with_budget(BASE, 1e13, RULES["base"])
     absent = replace(BASE, model=ModelConfig(), data=DataConfig(path=Path("absent")))
-    with pytest.raises(ConfigError, match=r"vocab_size is not set and there is no corpus at .*/a"):
+    with pytest.raises(ConfigError, match=r"vocab_size .*/absent"):
         with_vocabulary(absent)
 
 
@@ -189,7 +189,7 @@ def test_a_sweep_is_named_after_its_file_so_plans_have_their_own_runs(tmp_path, 
 
 def test_the_step_law_is_refused_where_one_rate_holds_at_every_width():
     wide = family(base_width=256)
-    with pytest.raises(ConfigError, match="use --rule base, or --tuned"):
+    with pytest.raises(ConfigError, match=r"--rule base.*--tuned"):
         rule_of(wide.base, Namespace(tuned=[], rule="step-law"))
     rule = rule_of(wide.base, Namespace(tuned=[], rule="base"))
     shapes = [wide.nearest(size) for size in (1e7, 1e8, 1e9)]
@@ -204,9 +204,7 @@ def test_a_plan_checks_rates_and_seeds_and_no_law_is_fitted_to_the_other_rates(t
     words = ("plan", tmp_path / "books.yaml", "--budgets", "1e14", "1e15", "--sizes", 3)
     assert command(*words, "--output", sweep) == 0
     said = capsys.readouterr().out
-    part = re.search(r"checks: 6 runs of these at other rates and seeds, (\d+)% of the FLOPs", said)
-    assert part
-    assert 0 < int(part[1]) < 60
+    assert 0 < int(re.search(r"checks: 6 .* (\d+)%", said)[1]) < 60
     cells = read_sweep(sweep).cells
     assert len(cells) == 6 + 2 * 2 + 2
     rates = {cell.name: cell.facts["learning_rate"] for cell in cells}
@@ -227,7 +225,7 @@ def test_a_plan_checks_rates_and_seeds_and_no_law_is_fitted_to_the_other_rates(t
     assert len(re.findall(r"^rate x(0\.5|2) of c1e1", text, re.M)) == 4
     assert "rate x0.5 of c1e15" in text
     assert text.count("loss -2.00%") == 1
-    assert re.search(r"warning: another rate is over 0\.5% better at c1e15\S+, and rates", text)
+    assert re.search(r"warning: .* 0\.5% .* c1e15", text)
     rows = read_rows(runs / "runs.csv")
     assert [row.name for row in rows if row.excluded] == [cell.name for cell in checks]
 
@@ -275,7 +273,7 @@ def test_a_cell_that_cannot_fit_is_one_line_with_the_ranks_that_would_do(tmp_pat
     arguments = ("--budgets", "3e22", "--sizes", 1, "--gpu", "H100", "--gpus", 1)
     assert plan_on(tmp_path, *arguments, "--tokens-per-parameter", 2) == 2
     said = capsys.readouterr().err
-    assert re.search(r"do not fit into 68.5 GiB on each of 1 rank .* use \d+ ranks.*\n$", said)
+    assert re.search(r"^.* 68\.5 GiB .* 1 rank .* \d+ ranks.*\n$", said)
     assert not (tmp_path / "sweep.yaml").exists()
 
 
@@ -295,8 +293,8 @@ def test_a_gpu_of_less_memory_gets_cells_that_fit_and_what_is_assumed_is_said(tm
     machine = ("--gpus", 8, "--gpu", "A100", "--gpu-memory", "40GB")
     assert plan_on(tmp_path, "--budgets", "1e20", "--sizes", 2, *machine) == 0
     said = capsys.readouterr().out
-    assert re.search(r"disk: each run keeps its last checkpoint alone, [\d.]+ GiB in all", said)
-    assert re.search(r"1 x 8 A100\S*: 40 GB, 92% of it usable, and 312 TFLOP/s in bf16 each", said)
+    assert re.search(r"disk: .* [\d.]+ GiB", said)
+    assert re.search(r"1 x 8 A100\S* 40 GB, 92% .* 312 TFLOP/s", said)
     for cell, _ in cells_of(tmp_path):
         assert cell.facts["device_gib"] <= USABLE * 40e9 / GIB
 
@@ -324,9 +322,8 @@ def test_the_simulated_width_is_that_of_fits_to_drawn_losses(tmp_path, capsys, m
     assert simulate(path, *flags) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     names, cells = ("parameters", "tokens", "flops", "budget"), read_sweep(path).cells
-    size_P, tokens_P, flops_P, budget_P = np.array(
-        [[cell.facts[name] for cell in cells] for name in names]
-    )
+    facts = [[cell.facts[name] for cell in cells] for name in names]
+    size_P, tokens_P, flops_P, budget_P = np.array(facts)
     flops_law = fit_flops_law(size_P, tokens_P, flops_P)
     rng, found = np.random.default_rng(5), {"3": [], "2": []}
     for _ in range(DRAWS):
@@ -397,9 +394,7 @@ def test_rates_of_two_rungs_give_every_cell_of_a_plan_its_rate(tmp_path, capsys)
         wanted = best_rate(cell.facts["body_parameters"])
         assert run.optim.learning_rate == pytest.approx(wanted, rel=0.06)
         assert run.data.lanes == 16, "the experiment's own"
-    line = re.search(r"rate: tuned on .*; N\^(-[\d.]+) between", said)
-    assert line
-    assert float(line[1]) == pytest.approx(POWER, abs=0.05)
+    assert float(re.search(r"rate: .* N\^(-[\d.]+)", said)[1]) == pytest.approx(POWER, abs=0.05)
     assert "Step Law" not in said
     assert any("tuned by" in note for note in read_sweep(tmp_path / "sweep.yaml").notes)
 
@@ -407,16 +402,15 @@ def test_rates_of_two_rungs_give_every_cell_of_a_plan_its_rate(tmp_path, capsys)
 def test_one_rungs_rate_is_used_at_all_sizes_and_doubted_far_from_it(tmp_path, capsys):
     assert plan_by(tmp_path, 32, ("1e15",), tuned(tmp_path, 32)) == 0
     said = capsys.readouterr().out
-    assert "the same at every size, as of one rung: add a second" in said
-    assert re.search(r"warning: 2 of 2 cells, such as \S+, are over 4x from the rungs in si", said)
+    assert re.search(r"warning: 2 of 2 .* 4x ", said)
     assert len({run.optim.learning_rate for _, run in cells_of(tmp_path)}) == 1
 
 
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"lowest": lambda _: 1.0}, "has no best rate"),
-        ({"batches": (1024, 2048)}, "rates at 1,024 and 2,048 tokens per step, expected one num"),
+        ({"lowest": lambda _: 1.0}, "no best rate"),
+        ({"batches": (1024, 2048)}, "1,024 and 2,048"),
     ],
 )
 def test_a_table_without_a_best_rate_or_one_batch_is_no_rung(tmp_path, capsys, table, said):

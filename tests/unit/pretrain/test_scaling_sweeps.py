@@ -79,11 +79,11 @@ def test_cells_differ_in_rate_and_seed_alone_and_more_rates_keep_the_cells_there
 @pytest.mark.parametrize(
     ("flags", "text", "said"),
     [
-        ("--rates 1e-3 1e-3 2e-3", "", "expected at least 3 different positive rates"),
-        ("--rates 1e-3 2e-3 4e-3 --memories 8", "", "--memories has no meaning in a plan"),
+        ("--rates 1e-3 1e-3 2e-3", "", "at least 3"),
+        ("--rates 1e-3 2e-3 4e-3 --memories 8", "", "--memories has no meaning"),
         ("--rates 1e-3 2e-3 4e-3", ", phases: [{from_step: 9, lanes: 8}]", "has 1 phase "),
-        ("--segments 24 --memories 0 32", "", "segments of 24 do not divide the 512 tokens"),
-        ("--segments 32 32 --memories 8", "", "leaves nothing to compare"),
+        ("--segments 24 --memories 0 32", "", " 24 do not divide the 512 "),
+        ("--segments 32 32 --memories 8", "", "nothing to compare"),
     ],
 )
 def test_what_makes_no_sweep_is_refused(tmp_path, capsys, flags, text, said):
@@ -141,7 +141,7 @@ def test_a_parabola_that_contradicts_the_lowest_measured_loss_is_warned_of():
     rates, losses = [1e-3, 2e-3, 4e-3, 8e-3], [6.0237, 5.6421, 5.6611, 5.6665]
     verdict, warning = verdicts(fit_rates(512, rates, losses))
     assert "optim.learning_rate=0.0041" in verdict
-    assert warning.startswith("warning: the lowest measured loss is 5.6421, at 0.002: ")
+    assert re.match(r"warning: .* 5\.6421, at 0\.002\b", warning)
     assert len(verdicts(fit_rates(512, RATES, losses_at(RATES)))) == 1
 
 
@@ -239,12 +239,12 @@ def compare(directory: Path, text: str, *overrides: str) -> int:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("seeds: [3, 4]|seeds: [3, 3]", "different numbers, none negative"),
-        ("flops: 8e7|flops: 1e6", "c1e06-no-memory-lr1e-05-s3: 1e+06 FLOPs pay for 0.8"),
-        ("model.memory_length=0|optim.steps=9", "optim.steps=9 follows from flops"),
-        ("model.memory_length=0|model.memory=0", "cell c8e07-no-memory-lr1e-05-s3 (over"),
-        ("experiment: tiny|experiment: absent", "does not exist (experiment is relative to the"),
-        ("[model.memory_length=0]|3", "members.no-memory is 3; write settings as on a command"),
+        ("seeds: [3, 4]|seeds: [3, 3]", "different numbers"),
+        ("flops: 8e7|flops: 1e6", "c1e06-no-memory-lr1e-05-s3: 1e+06 FLOPs"),
+        ("model.memory_length=0|optim.steps=9", "optim.steps=9 follows"),
+        ("model.memory_length=0|model.memory=0", "c8e07-no-memory-lr1e-05-s3 (over"),
+        ("experiment: tiny|experiment: absent", "does not exist (experiment"),
+        ("[model.memory_length=0]|3", "members.no-memory is 3;"),
     ],
 )
 def test_a_wrong_comparison_is_refused_in_a_line(tmp_path, capsys, text, said):
@@ -267,14 +267,9 @@ def test_overrides_hold_for_all_members_and_those_that_the_plan_makes_are_refuse
 
 
 def ended(member: str, rate: float, loss: float | str, seed: int = 1) -> Row:
-    return Row(
-        name=f"c1e09-{member}-lr{rate:g}-s{seed}",
-        progress=1.0 if loss else 0.5,
-        loss=loss,
-        learning_rate=rate,
-        seed=seed,
-        excluded="diverged" if loss == math.inf else "",
-    )
+    ended = {"progress": 1.0 if loss else 0.5, "excluded": "diverged" * (loss == math.inf)}
+    name = f"c1e09-{member}-lr{rate:g}-s{seed}"
+    return Row(name=name, loss=loss, learning_rate=rate, seed=seed, **ended)
 
 
 def test_a_members_best_rate_has_the_lowest_mean_of_its_seeds_once_all_runs_have_ended():
@@ -310,7 +305,6 @@ def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared, cap
     table, out = compared / "cells" / "runs.csv", compared / "report"
     assert command("report", table, "--output", out) == 0
     said = capsys.readouterr().out
-    assert "means of 2 seeds" in said
     assert re.search(r"^long +\d\.\d{4} +\d\.\d{4} .* \d+\.\d% +0\.004\* +\S+kB ", said, re.M)
     found = {each.member: each for each in results_of(read_rows(table))}
     assert set(found) == {"no-memory", "long"}
@@ -330,7 +324,7 @@ def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared, cap
 def test_without_a_finished_member_there_is_no_page(compared, tmp_path, capsys):
     assert command("collect", compared / "sweep.yaml", "--runs-dir", tmp_path) == 0
     assert command("report", tmp_path / "runs.csv") == 2
-    assert "no member has ended at all of its rates" in capsys.readouterr().err
+    assert "no member" in capsys.readouterr().err
 
 
 def test_a_real_checkpoint_on_a_cpu_has_the_bytes_that_describe_counts_for_fp32(compared):
@@ -381,13 +375,11 @@ def test_cells_without_a_final_loss_are_in_the_table_with_their_reason(collected
     rows = csv.DictReader((tmp_path / "runs.csv").read_text().splitlines())
     reasons = {row["name"]: row["excluded"] for row in rows}
     found = [reasons[cell.name] for cell in cells[:4]]
-    assert found[0].startswith("not started")
-    assert re.fullmatch(r"stopped at step \d+ of \d+: mid-schedule", found[1])
-    assert found[2] == "diverged: its last evaluation's loss is NaN or infinite"
-    assert found[3] == "finished without a last evaluation"
+    for reason, kind in zip(found, ("not started", "stopped", "diverged", "finished"), strict=True):
+        assert reason.startswith(kind)
     said = capsys.readouterr().out
-    assert "15 of 19 cells have a final loss" in said
-    assert "note: 2 versions of the code trained these cells" in said
+    assert "15 of 19 cells" in said
+    assert "2 versions" in said
     assert command("fit", tmp_path / "runs.csv", "--verbose") == 0
     said = capsys.readouterr().out
     assert all(f"left out: {cell.name}: {reasons[cell.name]}" in said for cell in cells[:4])
@@ -398,7 +390,6 @@ def test_tables_are_beside_the_sweeps_runs_by_default(collected, tmp_path, capsy
     shutil.copytree(collected / "runs", tmp_path / "mine")
     assert command("collect", collected / "sweep.yaml", "--runs-dir", "mine") == 0
     table = Path("mine/runs.csv")
-    assert f"next: pretrain scale fit {table}, then pretrain scale report {table}\n" in (
-        capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert all(f"scale {action} {table}" in said for action in ("fit", "report"))
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -58,10 +58,8 @@ def test_hold_outs_are_marked_by_any_spelling_of_yes_and_no(tmp_path):
     lines = [f"1,{index + 2},3,{mark}\n" for index, mark in enumerate(marks)]
     points = read(tmp_path / "runs.csv", "N,D,loss,holdout\n" + "".join(lines))
     assert points.holdout_P.tolist() == [True] * 5 + [False] * 6
-    values = (True, False, 1, 0, None)
-    rows = [
-        {"N": 1, "D": index + 2, "loss": 3, "holdout": mark} for index, mark in enumerate(values)
-    ]
+    marks = enumerate((True, False, 1, 0, None), start=2)
+    rows = [{"N": 1, "D": size, "loss": 3, "holdout": mark} for size, mark in marks]
     points = read(tmp_path / "runs.json", json.dumps(rows))
     assert points.holdout_P.tolist() == [True, False, True, False, False]
 
@@ -75,14 +73,9 @@ def test_runs_are_left_out_only_with_a_reason(tmp_path):
     points = usable(read(tmp_path / "runs.csv", text, exclude=["name=e: its loss is NaN"]))
     assert points.names == ("a", "d")
     reasons = {item.name: item.reason for item in points.excluded}
-    assert reasons.pop("b").startswith("mid-schedule: 40% of its schedule done")
-    assert reasons == {
-        "e": "its loss is NaN",
-        "f": "excluded in the file",
-        "g": "diverged",
-        "a2": "repeats an earlier row with the same N, D and loss",
-        "c": "held out: predicted, not fitted",
-    }
+    words = {"b": "40%", "e": "NaN", "f": "file", "g": "diverged", "a2": "repeats", "c": "held out"}
+    assert reasons.keys() == words.keys()
+    assert all(words[name] in reasons[name] for name in words)
 
 
 @pytest.mark.parametrize("role", ["holdout", "progress", "budget", "flops"])
@@ -90,13 +83,13 @@ def test_a_column_that_was_named_by_hand_must_be_there(tmp_path, role):
     text = "N,D,loss,held\n1,2,3,1\n"
     found = read(tmp_path / "runs.csv", text, Columns(holdout="held"))
     assert found.holdout_P.tolist() == [True]
-    with pytest.raises(DataError, match=rf"for --column {role}=heldd; did you mean 'held'"):
+    with pytest.raises(DataError, match=rf"{role}=heldd; .* 'held'"):
         read(tmp_path / "runs.csv", text, Columns(**{role: "heldd"}))
 
 
 def test_one_budget_only_is_refused_and_so_are_too_few_points():
     one_budget = make_points([1e6, 2e6, 4e6, 8e6], [8e8, 4e8, 2e8, 1e8], [4, 3.8, 3.9, 4.1])
-    with pytest.raises(DataError, match=r"all 4 usable runs share one budget"):
+    with pytest.raises(DataError, match="one budget"):
         fit_all(one_budget)
     with pytest.raises(DataError, match="3 usable points"):
         fit_all(make_points([1e6, 2e6, 4e6], [1e8, 2e8, 1e9], [4, 3.8, 3.5]))
@@ -132,7 +125,7 @@ def test_units_are_converted(tmp_path):
     assert points.loss_P.tolist() == [2.0, 2.0]
     assert units_of(["parameters=1e6", "loss=0.693"]) == {"parameters": 1e6, "loss": 0.693}
     for item in ("N=1e6", "parameters", "parameters=-1", "parameters=million", "loss=inf"):
-        with pytest.raises(ConfigError, match="expected ROLE=FACTOR"):
+        with pytest.raises(ConfigError, match="ROLE=FACTOR"):
             units_of([item])
 
 

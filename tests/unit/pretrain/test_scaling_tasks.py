@@ -84,9 +84,9 @@ def test_the_backtest_never_sees_the_largest_budget():
 @pytest.mark.parametrize(
     ("accuracy_P", "said"),
     [
-        (np.linspace(20, 80, 8)[::-1], "expected fractions from 0 to 1"),
-        (np.linspace(0.2, 0.8, 8), "another column with --task-loss"),
-        (np.full(8, 0.25), "from 0.25 to 0.25 do not rise above"),
+        (np.linspace(20, 80, 8)[::-1], "from 0 to 1"),
+        (np.linspace(0.2, 0.8, 8), "--task-loss"),
+        (np.full(8, 0.25), "from 0.25 to 0.25 "),
         (np.linspace(0.1, 0.0, 8), "correct --chance"),
     ],
 )
@@ -121,12 +121,10 @@ def test_the_command_prints_both_steps_the_backtest_and_the_answer(table, capsys
     assert command(*words, "--chance", "0.25", "--params", "3e9", "--tokens", "1e11") == 0
     said = capsys.readouterr().out
     assert [line[:6] for line in said.splitlines()[1:3]] == ["step 1", "step 2"]
-    errors = re.search(r"loss ([\d.]+)%, accuracy ([\d.]+) points by step 2 alone and", said)
-    assert errors
+    errors = re.search(r"loss ([\d.]+)%, accuracy ([\d.]+) points", said)
     assert float(errors[1]) < 1
     assert float(errors[2]) < 2
     answer = re.search(r"N 3G, D 100G: .*tasks/task/acc ([\d.]+)% \[([\d.]+)%, ([\d.]+)%\]", said)
-    assert answer
     value, low, high = map(float, answer.groups())
     assert low < 100 * float(TRUTH.at(HOFFMANN.loss(3e9, 1e11))) < high
     assert low < value < high
@@ -137,11 +135,8 @@ def test_the_command_prints_both_steps_the_backtest_and_the_answer(table, capsys
     [
         (("--accuracy", "tasks/other/acc"), "no column 'tasks/other/acc' for --column accuracy="),
         (("--accuracy", "tasks/task/acc", "--params", "1e9"), "give --flops, or --params and --to"),
-        (
-            ("--accuracy", "tasks/task/acc", "--chance", "25"),
-            "--chance 25 and --ceiling 1: expected 0 <= chance < ceiling",
-        ),
-        (("--accuracy", "tasks/task/acc", "--flops", "1e26"), "rejected as extrapolation"),
+        (("--accuracy", "tasks/task/acc", "--chance", "25"), "--chance 25 and --ceiling 1: "),
+        (("--accuracy", "tasks/task/acc", "--flops", "1e26"), "extrapolation"),
     ],
 )
 def test_mistakes_are_one_line(table, words, said, capsys):
@@ -161,7 +156,7 @@ def test_the_ceiling_is_known_where_runs_are_all_below_the_middle():
     noise_P = 0.003 * np.random.default_rng(0).standard_normal(16)
     found = fit_sigmoid(loss_P, truth.at(loss_P) + noise_P, 0.25)
     assert found.at(2.0) == pytest.approx(float(truth.at(2.0)), abs=0.03)
-    with pytest.raises(DataError, match=r"are above --ceiling 0\.3"):
+    with pytest.raises(DataError, match=r"--ceiling 0\.3"):
         fit_sigmoid(loss_P, truth.at(loss_P), 0.25, ceiling=0.3)
 
 
@@ -175,5 +170,4 @@ def test_mid_schedule_rows_are_pairs_of_the_second_step_alone():
 def test_an_accuracy_far_below_the_measured_losses_is_warned_of(table, capsys):
     words = ("tasks", table, "--accuracy", "tasks/task/acc", "--task-loss", "loss/task")
     assert command(*words, "--params", "1e13", "--tokens", "1e14", "--force") == 0
-    first = capsys.readouterr().out.splitlines()[0]
-    assert re.match(r"warning: a loss of \S+ is \d+% of the range of the runs' losses below", first)
+    assert re.match(r"warning: .* \d+% .* below", capsys.readouterr().out)
