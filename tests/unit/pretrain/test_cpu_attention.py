@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -79,9 +79,8 @@ def inputs_of(case: Case, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
 
     def values(*shape: int) -> Tensor:
-        return (
-            torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
-        )
+        drawn = torch.randn(*shape, dtype=torch.float64, generator=generator)
+        return drawn.to(dtype).requires_grad_()
 
     heads = (case.heads, case.width)
     key_heads = (2, case.key_heads, case.width)
@@ -114,40 +113,29 @@ def options_of(case: Case) -> dict:
     if case.keep_probability < 1.0:
         # As the dropout stream lays it out: lanes outermost.
         shape = (case.lanes, case.heads, case.queries, case.keys)
-        options["keep_NBLC"] = (
-            torch.rand(shape, generator=generator) < case.keep_probability
-        ).movedim(0, 1)
+        kept_BNLC = torch.rand(shape, generator=generator) < case.keep_probability
+        options["keep_NBLC"] = kept_BNLC.movedim(0, 1)
         options["keep_probability"] = case.keep_probability
     return options
 
 
-def distance_terms(case: Case, inputs: list[Tensor]) -> tuple[list[Tensor | None], Tensor | None]:
-    """Return encodings and their two biases, then the bias per distance; None if absent."""
-    if case.positions == "encodings":
-        return [*inputs[1:4]], None
-    return [None, None, None], inputs[1] if case.positions == "biases" else None
-
-
-def sinks_of(case: Case, inputs: list[Tensor]) -> Tensor | None:
-    return inputs[-3] if case.sinks else None
+def distance_terms(case: Case, inputs: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """Return encodings and their two biases, None if absent, then all options."""
+    encodings = inputs[1:4] if case.positions == "encodings" else [None] * 3
+    terms = {"distance_bias_CN": inputs[1] if case.positions == "biases" else None}
+    return encodings, {**terms, "sinks_N": inputs[-3] if case.sinks else None, **options_of(case)}
 
 
 def fast(case: Case, inputs: list[Tensor]) -> Tensor:
-    encodings, bias = distance_terms(case, inputs)
-    options = {"distance_bias_CN": bias, "sinks_N": sinks_of(case, inputs), **options_of(case)}
-    options |= {"tiling": case.tiling}
-    return relative_attention(inputs[0], inputs[-2:], *encodings, **options)
+    encodings, options = distance_terms(case, inputs)
+    return relative_attention(inputs[0], inputs[-2:], *encodings, **options, tiling=case.tiling)
 
 
 def exact(case: Case, inputs: list[Tensor]) -> Tensor:
-    encodings, bias = distance_terms(case, inputs)
-    options = {"distance_bias_CN": bias, "sinks_N": sinks_of(case, inputs), **options_of(case)}
-    keep_NBLC, keep_probability = (
-        options.pop("keep_NBLC", None),
-        options.pop("keep_probability", 1.0),
-    )
-    if keep_NBLC is not None:
-        options |= {"keep_BNLC": keep_NBLC.transpose(0, 1), "dropout": 1.0 - keep_probability}
+    encodings, options = distance_terms(case, inputs)
+    if "keep_NBLC" in options:
+        options["keep_BNLC"] = options.pop("keep_NBLC").transpose(0, 1)
+        options["dropout"] = 1.0 - options.pop("keep_probability")
     key, value = torch.cat(inputs[-2:], 1).unbind(2)
     return exact_attention(inputs[0], key, value, *encodings, **options)
 
@@ -205,9 +193,7 @@ def test_two_threads_repeat_each_other_bitwise() -> None:
     finally:
         torch.set_num_threads(num_threads)
     for other in others:
-        assert all(
-            torch.equal(found, expected) for found, expected in zip(other, first, strict=True)
-        )
+        assert all(map(torch.equal, other, first))
 
 
 def test_output_without_gradient_is_bitwise_the_same_and_inputs_are_left_as_they_were() -> None:
@@ -217,7 +203,7 @@ def test_output_without_gradient_is_bitwise_the_same_and_inputs_are_left_as_they
     expected = with_gradients(fast(case, inputs), inputs)[0]
     with torch.no_grad():
         assert torch.equal(fast(case, inputs), expected)
-    assert all(torch.equal(values, kept) for values, kept in zip(inputs, before, strict=True))
+    assert all(map(torch.equal, inputs, before))
 
 
 def test_keys_outside_every_window_are_not_read() -> None:

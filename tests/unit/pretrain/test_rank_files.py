@@ -150,8 +150,7 @@ def test_a_rank_that_fails_ends_the_save_on_rank_0_which_names_it(tmp_path):
     assert [save.wait() for save in saves[1:3]] == [None, None]
     problem = saves[0].wait()
     assert problem.may_pass
-    assert problem.text.startswith("rank 3: ")
-    assert "rank-00003.safetensors: " in problem.text
+    assert "rank-00003.safetensors" in problem.text
     assert files.steps_on_disk(tmp_path) == []
 
 
@@ -232,10 +231,7 @@ def test_the_index_says_for_each_rank_exactly_what_it_reported_in_few_runs(ranks
     index = {"pieces": merged(report_of(each, rank) for rank, each in enumerate(reported))}
     pieces = parsed(index, ranks)
     assert [elements_of_rank(pieces, rank) for rank in range(ranks)] == reported
-    assert {name: held.num_elements for name, held in pieces.items()} == {
-        "even": 4 * ranks,
-        "odd": ranks + 1,
-    }
+    assert (pieces["even"].num_elements, pieces["odd"].num_elements) == (4 * ranks, ranks + 1)
     assert max(len(held.runs) for held in pieces.values()) <= 3, "whatever the number of ranks"
 
 

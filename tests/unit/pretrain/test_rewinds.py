@@ -20,18 +20,14 @@ from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.config.resolve import resolve
 from pretrain.config.run import (
     CheckpointConfig,
-    DataConfig,
-    EngineConfig,
     EvaluationConfig,
     MetricsConfig,
-    ModelConfig,
     OptimConfig,
     RecoveryConfig,
     RunConfig,
 )
 from pretrain.distributed.world import World
 from pretrain.recovery import rewind
-from pretrain.recovery import rewind as recovery_rewind
 from pretrain.recovery.rewind import SpikeFound, SpikeMonitor
 from pretrain.run import run_training
 from pretrain.rundir.events import GaveUp, Outcome, Rewind, TrainingBegan, TrainingEnded
@@ -40,6 +36,7 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.metrics import train_line
+from tests.helpers.tiny_runs import tiny_run
 
 HARMFUL = RecoveryConfig(skip_grad_norm=1e-9, max_rewinds=1)
 
@@ -50,18 +47,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewind, "SPIKE_STEPS", 3)
     monkeypatch.setattr(rewind, "WINDOW", 10)
     monkeypatch.setattr(rewind, "MOST_SKIPPED", 1.0)
-    monkeypatch.setattr(recovery_rewind, "SKIP_MARGIN_SEGMENTS", 2)
+    monkeypatch.setattr(rewind, "SKIP_MARGIN_SEGMENTS", 2)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    corpus = make_tiny_corpus(tmp_path_factory.mktemp("rewinds") / "corpus", documents=30)
     return resolve(
-        RunConfig(
-            model=ModelConfig(num_layers=1, d_model=16, num_heads=2, memory_length=4),
-            data=DataConfig(path=corpus, lanes=2, segment_length=8),
-            optim=OptimConfig(steps=30),
-            engine=EngineConfig(kind="torch"),
+        replace(
+            tiny_run(tmp_path_factory.mktemp("rewinds"), OptimConfig(steps=30)),
             checkpoint=CheckpointConfig(interval=5),
             evaluation=EvaluationConfig(interval=0, max_tokens=100),
             metrics=MetricsConfig(interval=1, tensorboard=False),
@@ -84,10 +77,14 @@ def error_of(run: RunConfig, run_dir: RunDir, world: World) -> str:
     return str(raised.value)
 
 
+def trained_steps(run_dir: RunDir) -> list[int]:
+    return [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"]
+
+
 def test_the_only_checkpoint_before_a_spike_outlives_saves_within_it(run, run_dir, world):
     """With keep_last=1, a save in the first spiked steps used to leave nothing to rewind to."""
-    run = replace(run, checkpoint=CheckpointConfig(interval=1, keep_last=1),
-                  recovery=replace(HARMFUL, max_rewinds=2))  # fmt: skip
+    run = replace(run, recovery=replace(HARMFUL, max_rewinds=2))
+    run = replace(run, checkpoint=CheckpointConfig(interval=1, keep_last=1))
     error = error_of(run, run_dir, world)
     rewinds = events_of(run_dir.ledger.read(), Rewind)
     assert [(event.spike.first_step, event.to_step) for event in rewinds] == [(11, 10)] * 2
@@ -118,9 +115,7 @@ def test_inherited_windows_are_skipped_also_when_recovery_is_off(run, run_dir, w
     assert run_training(harmless, run_dir.path, world) == 0
     assert "segments 10 to 14" in caplog.text
     assert skipped_windows(run_dir.ledger.read()) == windows
-    assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == list(
-        range(1, 31)
-    )
+    assert trained_steps(run_dir) == [*range(1, 31)]
 
 
 @pytest.mark.parametrize(("window", "last"), [(50, 30), (10, 10)])
@@ -145,7 +140,7 @@ def test_half_of_the_updates_may_be_skipped_beside_overflows(run, run_dir, world
     monitor.check(lines(1, 40, skipped=True, overflowed=True), ends_run=True)
     monitor.check([*lines(41, 45), *lines(46, 50, skipped=True)])
     monitor.check([], ends_run=True)
-    with pytest.raises(TrainingError, match=r"6 of the 10 .* 42 to 51"):
+    with pytest.raises(TrainingError, match=r"\b6\b.* 10 .* 42 .* 51\b"):
         monitor.check(lines(51, 51, skipped=True))
 
 
@@ -174,8 +169,7 @@ def test_a_long_run_resumes_with_the_suspicion_that_all_its_losses_raise(run, ru
 def test_a_flipped_bit_in_the_metrics_blocks_no_start(run, run_dir, world, caplog):
     run = replace(run, optim=OptimConfig(steps=6), recovery=RecoveryConfig())
     assert run_training(run, run_dir.path, world) == 0
-    text = run_dir.metrics.read_text()
-    text = text.replace('"step": 3,', '"stdp": 3,')
+    text = run_dir.metrics.read_text().replace('"step": 3,', '"stdp": 3,')
     text = text.replace('"kind": "train", "step": 5,', '"kinl": "train", "step": 5,')
     run_dir.metrics.write_text(text)
     longer = replace(run, optim=OptimConfig(steps=8))
@@ -183,9 +177,7 @@ def test_a_flipped_bit_in_the_metrics_blocks_no_start(run, run_dir, world, caplo
     (damaged,) = [each for each in caplog.records if each.levelname == "WARNING"]
     assert str(run_dir.metrics) in damaged.getMessage()
     assert damaged.getMessage().endswith("in line 3, 5")
-    assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == [
-        1, 2, 4, 6, 7, 8,
-    ]  # fmt: skip
+    assert trained_steps(run_dir) == [1, 2, 4, 6, 7, 8]
 
 
 @pytest.mark.parametrize(("part", "vocabulary"), [("validation", "bytes"), ("", "unigram")])
@@ -234,14 +226,11 @@ def test_a_checkpoint_lost_before_its_reading_leaves_the_one_before(run, run_dir
     assert run_training(harmless, run_dir.path, world) == 0
     losing, log = Lose(), logging.getLogger("pretrain.checkpoint.elastic_reader")
     log.addHandler(losing)
-    log.setLevel(logging.INFO)
     try:
-        longer = replace(harmless, optim=OptimConfig(steps=12))
-        assert run_training(longer, run_dir.path, world) == 0
+        with caplog.at_level(logging.INFO, log.name):
+            longer = replace(harmless, optim=OptimConfig(steps=12))
+            assert run_training(longer, run_dir.path, world) == 0
     finally:
         log.removeHandler(losing)
-        log.setLevel(logging.NOTSET)
-    assert "step-00000010/rank-00000.safetensors: " in caplog.text
-    assert [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"] == [
-        *range(1, 13)
-    ]
+    assert "step-00000010/rank-00000.safetensors" in caplog.text
+    assert trained_steps(run_dir) == [*range(1, 13)]
