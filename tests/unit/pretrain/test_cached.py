@@ -20,7 +20,7 @@ from pretrain.model.attention_paths import Stretch, sinusoids_XD
 from pretrain.model.cached import CachedStream, HiddenStateStream, RowBuffer, new_stream
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.export import write_export
-from tests.helpers.models import VARIANTS, random_starts, random_tokens, tiny_model
+from tests.helpers.models import VARIANTS, random_starts, random_tokens, stream_nll, tiny_model
 from tests.helpers.tiny_runs import ALONE
 
 CASES = {
@@ -33,13 +33,11 @@ LENGTHS = [5, 9, 1, 1, 9, 9, 2, 9, 9, 9, 1, 9]
 
 def read_whole(nll_of: Callable[..., Tensor], lengths: Sequence[int]) -> Tensor:
     """The losses of segments of these lengths."""
-    tokens_BT, starts_BT = random_tokens(3, sum(lengths) + 1), random_starts(3, sum(lengths) + 1)
-    parts, start = [], 0
-    for length in lengths:
-        part, targets = slice(start, start + length), slice(start + 1, start + length + 1)
-        parts.append(nll_of(tokens_BT[:, part], tokens_BT[:, targets], starts_BT[:, part]))
-        start += length
-    return torch.cat(parts, dim=1)
+    total = sum(lengths)
+    tokens_BT, starts_BT = random_tokens(3, total + 1), random_starts(3, total + 1)
+    streams = (tokens_BT[:, :-1], tokens_BT[:, 1:], starts_BT[:, :-1])
+    segments = zip(*(each.split(lengths, dim=1) for each in streams), strict=True)
+    return torch.cat([nll_of(*segment) for segment in segments], dim=1)
 
 
 @pytest.mark.parametrize(
@@ -56,17 +54,9 @@ def test_the_losses_are_those_of_remembered_hidden_states(variant, memory_length
     stream = new_stream(model, memory_length, max(LENGTHS))
     plain = options.get("compressed_length") or options.get("memory_tokens")
     assert isinstance(stream, CachedStream) == (not plain)
-    read_so_far = None
-
-    def nll_of(tokens_BL: Tensor, targets_BL: Tensor, starts_BL: Tensor) -> Tensor:
-        nonlocal read_so_far
-        nll_BL, read_so_far = model(
-            tokens_BL, targets_BL, read_so_far, starts_BL, memory_length=memory_length
-        )
-        return nll_BL
-
+    stream_BT, starts_BT = (each(3, sum(LENGTHS) + 1) for each in (random_tokens, random_starts))
     with torch.no_grad():
-        expected = read_whole(nll_of, LENGTHS)
+        expected, _ = stream_nll(model, stream_BT, LENGTHS, starts_BT, memory_length=memory_length)
     torch.testing.assert_close(read_whole(stream.nll_BL, LENGTHS), expected, rtol=1e-10, atol=1e-10)
 
 
@@ -139,20 +129,16 @@ def test_cached_keys_are_stretched_as_those_of_remembered_hidden_states(kind, le
     model.expect_keys(0, 0)  # another stream on the same model
     remembered = read_whole(HiddenStateStream(model, 24, max(SEGMENTS)).nll_BL, SEGMENTS)
     torch.testing.assert_close(cached, remembered, rtol=1e-10, atol=1e-10)
-    plain = read_whole(
-        CachedStream(model_of("none", 17, *lengths), 24, max(SEGMENTS)).nll_BL, SEGMENTS
-    )
+    unstretched = CachedStream(model_of("none", 17, *lengths), 24, max(SEGMENTS))
+    plain = read_whole(unstretched.nll_BL, SEGMENTS)
     assert not torch.allclose(cached[:, 9:], plain[:, 9:], rtol=1e-3)
 
 
 def test_only_layers_that_see_more_keys_than_in_training_are_stretched() -> None:
     model, plain = (model_of(kind, 17, 3, 8) for kind in ("ntk", "none"))
     hidden_BLD = torch.zeros(1, 9, 16, dtype=torch.float64)
-    for memory, segment, factors in (
-        (8, 9, (1.0, 1.0)),
-        (24, 9, (1.0, 33 / 17)),
-        (24, 15, (18 / 12, 39 / 17)),
-    ):
+    cases = ((8, 9, (1.0, 1.0)), (24, 9, (1.0, 33 / 17)), (24, 15, (18 / 12, 39 / 17)))
+    for memory, segment, factors in cases:
         model.expect_keys(memory, segment)
         usual_CH = plain.positions(39, hidden_BLD)[0]
         distances_C = torch.arange(38, -1, -1, dtype=torch.float64)
@@ -176,11 +162,9 @@ def test_a_short_text_is_read_with_the_angles_of_a_long_one(kind: RopeExtension)
 @pytest.mark.parametrize("trained_keys", [33, 0])
 def test_up_to_the_keys_of_training_nothing_changes_by_a_bit(kind, trained_keys):
     """0: of a model that trains, no keys are known."""
-    found = read_whole(
-        CachedStream(model_of(kind, trained_keys), 24, max(SEGMENTS)).nll_BL, SEGMENTS
-    )
-    plain = read_whole(CachedStream(model_of("none", 0), 24, max(SEGMENTS)).nll_BL, SEGMENTS)
-    assert torch.equal(found, plain)
+    models = (model_of(kind, trained_keys), model_of("none", 0))
+    streams = [CachedStream(model, 24, max(SEGMENTS)) for model in models]
+    assert torch.equal(*(read_whole(stream.nll_BL, SEGMENTS) for stream in streams))
 
 
 def test_training_goes_on_with_its_own_angles_after_an_evaluation_of_tasks() -> None:

@@ -16,22 +16,15 @@ from pretrain.evaluation.sampling import (
     seen_tokens,
 )
 from pretrain.model.lane_state import document_starts
-from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.models import TINY, VARIANTS, tiny_model
 
 END = 16
 PROMPT = [END, 3, 1, 4, 1, 5, 9, 2, 6]
 
 
-def tokens_of(
-    model: TransformerXL, sampling: Sampling, num_tokens: int, **options: int
-) -> torch.Tensor:
-    return torch.stack(
-        list(
-            generate(model, PROMPT, sampling=sampling, num_tokens=num_tokens, end_id=END, **options)
-        ),
-        1,
-    )
+def tokens_of(model, sampling: Sampling, num_tokens: int, **options: int) -> torch.Tensor:
+    settings = {"sampling": sampling, "num_tokens": num_tokens, "end_id": END, **options}
+    return torch.stack(list(generate(model, PROMPT, **settings)), 1)
 
 
 @torch.no_grad()
@@ -83,17 +76,16 @@ def test_samples_follow_the_distribution_within_top_k_and_top_p():
     assert shares(Sampling(top_p=0.8)) == pytest.approx([5 / 9, 2.5 / 9, 1.5 / 9, 0], abs=0.03)
     assert shares(Sampling(top_p=0.01)) == [1, 0, 0, 0]
     assert shares(Sampling(temperature=0.5))[0] == pytest.approx(0.25 / 0.345, abs=0.03)
-    assert shares(Sampling(temperature=0.0)) == [1, 0, 0, 0]
+    for lowest in (0.0, 1e-320, 1e-3):
+        assert shares(Sampling(temperature=lowest)) == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_streamed_text_is_the_text_of_all_tokens(kind):
-    text = 'def na\u00efve(x):\n    """Zw\u00f6lf Boxk\u00e4mpfer \u2192 \u65e5\u672c."""\n\n    return x * 2\n'  # noqa: E501
-    tokenizer = (
-        Tokenizer("bytes")
-        if kind == "bytes"
-        else train_tokenizer("bpe", 300, ["def naive(x): return 2\n" * 9])
-    )
+    text = 'def naïve(x):\n    """Zwölf Boxkämpfer → 日本."""\n\n    return x\n'
+    tokenizer = Tokenizer("bytes")
+    if kind == "bpe":
+        tokenizer = train_tokenizer("bpe", 300, ["def naive(x): return 2\n" * 9])
     stream = TextStream(tokenizer)
     parts = [stream.add(token) for token in prompt_tokens(tokenizer, text)[1:]]
     assert "".join(parts) + stream.rest() == text
@@ -109,9 +101,8 @@ def test_an_end_of_document_shows_as_a_line():
 def test_the_penalty_divides_the_probability_of_tokens_seen_and_no_others():
     logits_BV = torch.tensor([[0.5, 0.3, 0.2]]).log()
     seen_BV = torch.tensor([[True, False, True]])
-    torch.testing.assert_close(
-        penalized(logits_BV, seen_BV, 2.0).exp(), torch.tensor([[0.25, 0.3, 0.1]])
-    )
+    found_BV = penalized(logits_BV, seen_BV, 2.0).exp()
+    torch.testing.assert_close(found_BV, torch.tensor([[0.25, 0.3, 0.1]]))
     assert torch.equal(penalized(logits_BV, seen_BV, 1.0), logits_BV)
 
 
@@ -122,15 +113,6 @@ def test_no_end_follows_an_end():
         module.get_parameter("head.bins.0.bias")[END] = 1e3
     tokens = list(generate(module, [3, END], sampling=Sampling(), num_tokens=6, end_id=END))
     assert [int(token[0]) == END for token in tokens] == [False, True, False, True, False, True]
-
-
-@pytest.mark.parametrize("temperature", [1e-320, 1e-3])
-def test_the_lowest_temperature_takes_the_most_likely_token(temperature):
-    logits_BV = torch.tensor([[0.1, 0.7, 0.2]]).log()
-    assert (
-        int(choose(logits_BV, Sampling(temperature=temperature), torch.Generator().manual_seed(1)))
-        == 1
-    )
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_the_page_loads_scores_and_generates(corpus, tmp_path, monkeypatch, caps
     assert names["loss"] == pytest.approx(known, rel=1e-5)
     out = capsys.readouterr().out
     assert out.startswith("step 7, ")
-    assert f"{names['bits_per_byte']:.3f} bits per byte" in out
+    assert f"{names['bits_per_byte']:.3f} bits" in out
     assert f"The {names['continuation']}" in out
     assert names["small"].head is not None
     assert names["corpus"].num_documents == corpus.num_documents

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -33,9 +34,8 @@ def test_all_ranks_stop_at_one_step_whichever_was_asked_and_agree_on_its_flags(f
     ranks = [stops for stops, _ in found[world]]
     assert len(ranks) == int(world.split()[0])
     # One that is asked after it has told the others takes part in the next step.
-    steps = [
-        ASKED_AT if asked % 2 else ASKED_AT + 1 for asked in range(min(len(ranks), MOST_ASKED))
-    ]
+    asked = range(min(len(ranks), MOST_ASKED))
+    steps = [ASKED_AT if number % 2 else ASKED_AT + 1 for number in asked]
     assert ranks == [steps] * len(ranks)
 
 
@@ -54,7 +54,7 @@ def test_all_ranks_get_all_values_and_the_first_error_in_log2_rounds(found, worl
 def test_a_rank_that_waits_names_the_one_that_is_late(found):
     for waits in found["late"][:2]:
         (line,) = waits
-        assert line.startswith("waiting for rank 2 in exchange 1 of the loop, ")
+        assert re.match(r"waiting for rank 2 .* 1 ", line)
     assert found["late"][2] == []
 
 
