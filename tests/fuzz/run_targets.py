@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ def run_targets(run: Path, experiment: Path) -> dict[str, Target]:
         return Target(run, name, _look_at_run, parse, write, is_protected=False)
 
     def reported(name: str, parse: Any, write: Any) -> Target:
-        return Target(run, name, _report, parse, write, is_protected=False, seconds=1.0)
+        report = partial(command, pretrain.main, "report")
+        return Target(run, name, report, parse, write, is_protected=False, seconds=1.0)
 
     lines, file = (parse_lines, write_lines), "rank-00000.safetensors"
     return {
@@ -104,10 +106,6 @@ def _look_at_run(copy: Path) -> None:
             refusals += 1
     if refusals:
         raise Refused
-
-
-def _report(copy: Path) -> None:
-    command(pretrain.main, "report", copy)
 
 
 def mirror_targets(home: Path, run: Path) -> dict[str, Target]:

@@ -76,7 +76,7 @@ def settings_targets(directory: Path, experiment: Path, corpus: Path) -> dict[st
         "grid of a sweep": target("grid", sweep, _read_sweep),
         "cells of a sweep": target("cells", cells, _read_sweep),
         "comparison of variants": target("variants", variants, _plan_variants),
-        "settings of a corpus": target("corpus", text, _plan_corpus),
+        "settings of a corpus": target("corpus", text, partial(load_config, CorpusConfig)),
     }
 
 
@@ -113,10 +113,6 @@ def _plan_variants(path: Path) -> None:
     output.unlink(missing_ok=True)
     plan = ["scale", "plan", path, "--output", output]
     command(pretrain.main, *plan, "optim.schedule.shape=cosine")
-
-
-def _plan_corpus(path: Path) -> None:
-    load_config(CorpusConfig, path)
 
 
 def result_targets(directory: Path) -> dict[str, Target]:

@@ -59,8 +59,8 @@ def run_dir(trained: RunDir, tmp_path: Path) -> RunDir:
     return RunDir(shutil.copytree(trained.path, tmp_path / "run"))
 
 
-def steps_of(run_dir: RunDir) -> list[int]:
-    return [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"]
+def steps_of(run_dir: RunDir, kind: str) -> list[int]:
+    return [line["step"] for line in run_dir.read_metrics() if line["kind"] == kind]
 
 
 def errors_in(log: str) -> list[str]:
@@ -81,7 +81,7 @@ def test_a_full_disk_ends_a_save_in_a_line_and_spares_older_ones(experiment, run
     assert "not bitwise" not in log
     torch.set_num_threads(2)
     assert train(experiment, run_dir, LONGER) == 0
-    assert steps_of(run_dir) == list(range(1, 31))
+    assert steps_of(run_dir, "train") == list(range(1, 31))
     assert "threads 1 -> 2\n" in capsys.readouterr().err
     first, second, third = events_of(run_dir.ledger.read(), TrainingBegan)
     assert first.environment == second.environment, "the same machine, so nothing to say"
@@ -219,10 +219,6 @@ def lines_of(run_dir: RunDir) -> list[dict[str, Any]]:
     return [{name: line[name] for name in line if name not in TIMES} for line in lines]
 
 
-def evaluated_at(run_dir: RunDir) -> list[int]:
-    return [line["step"] for line in run_dir.read_metrics() if line["kind"] == "evaluation"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "step", "evaluated"), [("killed-evaluating", 8, [2, 4, 6]), ("stopped-6", 6, [2, 4])]
@@ -230,7 +226,7 @@ def evaluated_at(run_dir: RunDir) -> list[int]:
 def test_an_evaluation_stopped_or_killed_is_made_by_the_next_attempt(output, name, step, evaluated):
     run_dir = RunDir(output / name)
     assert marker.latest_step(run_dir.checkpoints) == step
-    assert evaluated_at(run_dir) == evaluated
+    assert steps_of(run_dir, "evaluation") == evaluated
     run = ["train", str(output / "experiment.yaml"), f"--run-dir={run_dir.path}"]
     assert main([*run, *FORKED_SETTINGS, *EVALUATED]) == 0
     assert lines_of(run_dir) == lines_of(RunDir(output / "evaluated"))

@@ -87,10 +87,6 @@ def steps_of(run_dir: RunDir) -> list[dict[str, Any]]:
     return [{name: line[name] for name in names} for line in lines]
 
 
-def losses_of(run_dir: RunDir) -> list[float]:
-    return [line["loss"] for line in steps_of(run_dir)]
-
-
 def audited(experiment: Path, steps: range, capsys: pytest.CaptureFixture[str]) -> set[str]:
     """The documents that `data-pipeline audit` names for these steps."""
     lanes = [f"--lanes={LANES}", f"--seed={SEED}", f"--segment-length={LENGTH}"]
@@ -108,7 +104,7 @@ def test_a_poisoned_document_makes_the_run_rewind_and_is_skipped(recovered, expe
     assert begin <= 163 < 195 < end, "the whole document, in segments counted from 0"
     assert POISONED in audited(experiment, range(begin, end), capsys)
     assert [line["step"] for line in steps_of(recovered)] == list(range(1, STEPS + 1))
-    assert max(losses_of(recovered)[150:]) < 2.9
+    assert max(line["loss"] for line in steps_of(recovered)[150:]) < 2.9
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from foundation.errors import EXIT_INTERRUPTED, ConfigError, DataError
 from tests.helpers.corpora import contents, some_texts, stored
+from tests.helpers.jobs import until
 
 BPE = TokenizerConfig(kind="bpe", vocab_size=350)
 BYTES = TokenizerConfig(kind="bytes")
@@ -68,8 +69,7 @@ def test_killed_processes_resume_to_the_bytes_of_the_uninterrupted_build(tmp_pat
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    while not all_locks_are_free(parts_directory(killed)):  # its processes notice
-        time.sleep(0.01)
+    until(lambda: all_locks_are_free(parts_directory(killed)))  # its processes notice
     assert not killed.output.exists()
     build_in_processes(killed, 2)
     assert contents(killed.output) == contents(config.output)
@@ -221,8 +221,7 @@ def test_ctrl_c_ends_all_processes_with_one_word_and_the_same_command_resumes(tm
     command = [sys.executable, "-m", "data_pipeline", "build", *flags]
     with open(tmp_path / "errors", "w") as errors:
         process = subprocess.Popen(command, stderr=errors, start_new_session=True)
-        while not list(parts_directory(config).glob("00000-*/.build")):
-            time.sleep(0.01)
+        until(lambda: list(parts_directory(config).glob("00000-*/.build")))
         time.sleep(0.2)  # the server of the processes imports what they need
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait() == EXIT_INTERRUPTED

@@ -13,6 +13,7 @@ from data_pipeline.lanes import lane_stream
 from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream, Prefetcher
 from foundation.errors import ConfigError, DataError
 from tests.helpers.corpora import write_numbered_corpus
+from tests.helpers.jobs import until
 
 SEED = 5
 
@@ -125,13 +126,6 @@ def test_at_the_end_of_its_epoch_a_lane_still_checks_its_last_segment(tmp_path):
     assert resumed.cursor.epochs_B.tolist() == [1]
 
 
-def wait_until(condition, seconds=300.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "never happened"
-        time.sleep(0.001)
-
-
 def test_an_error_of_the_reader_reaches_the_consumer_in_order_and_again():
     def failing():
         yield 1
@@ -153,7 +147,7 @@ def test_it_prefetches_no_more_than_its_depth():
             yield number
 
     with Prefetcher(counting(), depth=2) as prefetcher:
-        wait_until(lambda: prefetcher._ready.full())
+        until(prefetcher._ready.full)
         time.sleep(0.02)
         assert len(read) == 3  # two ready, one in hand
 

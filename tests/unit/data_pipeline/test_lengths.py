@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data_pipeline.commands.verify import verify_split
-from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.lengths import write_lengths
-from data_pipeline.corpora.remote_corpus import CachedShards, ShardCache
-from data_pipeline.corpora.stores import store_at
 from data_pipeline.lanes.lane_stream import EvaluationStream, LaneStream
 from foundation.errors import DataError
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
-from tests.helpers.stores import QUICK, FileServer
+from tests.helpers.stores import FileServer
+from tests.unit.data_pipeline.test_remote_corpus import remote
 
 SEED, LENGTH = 3, 16
 DOCUMENTS = [[400, 700, 820, 480]] * 40
@@ -34,11 +31,6 @@ def numbered(tmp_path_factory) -> Corpus:
 def corpus(numbered, tmp_path) -> Corpus:
     shutil.copytree(numbered.directory, tmp_path / "train")
     return Corpus.open(tmp_path / "train")
-
-
-def remote(corpus: Corpus, url: str, directory: Path) -> Corpus:
-    shards = CachedShards(store_at(url, QUICK), ShardCache(CacheConfig(directory=directory)))
-    return Corpus(corpus.directory, corpus.manifest, shards)
 
 
 def tokens_of(corpus: Corpus, lanes: int, own: range, batches: int = 20) -> np.ndarray:

@@ -3,8 +3,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-import time
-from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from data_pipeline.lanes.lane_stream import EvaluationStream, LaneStream
 from data_pipeline.lanes.mixture import open_training_data
 from foundation.errors import DataError
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
+from tests.helpers.jobs import until
 from tests.helpers.stores import QUICK, FileServer, client, put_directory
 
 LANES, LENGTH, SEED = 4, 16, 3
@@ -62,11 +62,8 @@ def test_a_cache_smaller_than_the_corpus_gives_two_ranks_its_tokens(numbered, tm
             corpus = remote(numbered, server.url, tmp_path, limit)
             found[lanes.start] = tokens_of(LaneStream(corpus, LANES, SEED, LENGTH, lanes), batches)
 
-        ranks = [threading.Thread(target=rank, args=(lanes,)) for lanes in (range(2), range(2, 4))]
-        for thread in ranks:
-            thread.start()
-        for thread in ranks:
-            thread.join(60)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(rank, (range(2), range(2, 4))))
         transfers = sum(server.requests.values())
     assert (np.concatenate([found[0], found[2]]) == expected).all()
     largest = max(shard.size for shard in numbered.manifest.shards)
@@ -107,17 +104,14 @@ def test_the_next_shards_of_lanes_are_prefetched(tmp_path):
     with FileServer(corpus.directory) as server:
         stream = LaneStream(remote(corpus, server.url, tmp_path / "cache"), 2, SEED, 64, range(2))
         next(stream)
-        deadline = time.monotonic() + 300
         # Each lane is in a shard and prefetches the next one; the second ends where the first
         # lane starts.
-        while len(server.requests) < 4 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: len(server.requests) >= 4)
         requested = set(server.requests)
         for _ in range(30_000 // 64 - 200):
             next(stream)
         opened = {corpus.manifest.shards[unit].path for unit, _ in stream._reader._readers}
     assert opened <= requested
-    assert len(requested) >= 4
 
 
 def test_a_corpus_that_says_it_is_a_copy_of_a_store_is_none_outside_of_a_cache(built, tmp_path):
@@ -217,21 +211,18 @@ def test_ranks_that_ask_at_the_same_time_ask_the_store_once_or_twice(built, tmp_
     cache, start = CacheConfig(directory=tmp_path), threading.Barrier(8)
     with FileServer(built) as server:
 
-        def rank() -> None:
+        def rank(_: int) -> None:
             start.wait(10)
             local_corpus_directory(Path(server.url), cache, QUICK)
 
-        ranks = [threading.Thread(target=rank) for _ in range(8)]
-        for thread in ranks:
-            thread.start()
-        for thread in ranks:
-            thread.join(60)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(rank, range(8)))
         assert server.requests["manifest.json"] == 2, "of both splits"
         assert server.requests["tokenizer.json"] == 1
 
 
-def shards_in(names: Iterable[str]) -> int:
-    return sum(name.endswith(".mds") for name in names)
+def shards_in(server: FileServer) -> int:
+    return sum(name.endswith(".mds") for name in list(server.requests))
 
 
 def test_an_evaluation_prefetches_what_its_lanes_read_next(tmp_path):
@@ -241,10 +232,8 @@ def test_an_evaluation_prefetches_what_its_lanes_read_next(tmp_path):
         stream = EvaluationStream(remote(corpus, server.url, tmp_path / "cache"), 2, 512, range(2))
         batches = [next(stream)]
         for count in (4, 6):  # the shard of each lane, and the next one
-            deadline = time.monotonic() + 300
-            while (found := shards_in(server.requests)) < count and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert found == count
+            until(lambda least=count: shards_in(server) >= least)
+            assert shards_in(server) == count
             batches += [next(stream) for _ in range(-(-30_000 // 512))]
         batches += list(stream)
         assert set(server.requests.values()) == {1}

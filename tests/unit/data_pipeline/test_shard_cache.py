@@ -17,6 +17,7 @@ from data_pipeline.corpora.remote_corpus import GIB, CacheFullError, ShardCache
 from data_pipeline.corpora.stores import RetryPolicy, store_at
 from foundation.errors import DataError
 from tests.helpers.corpora import write_numbered_corpus
+from tests.helpers.jobs import until
 from tests.helpers.stores import QUICK, FileServer
 
 NUM_SHARDS = 8
@@ -123,10 +124,8 @@ def test_a_cached_shard_that_was_changed_since_its_check_is_fetched_again(server
 def test_a_process_killed_during_a_download_leaves_no_reservation(server, corpus, tmp_path):
     server.bytes_per_second = 10_000.0
     (process,) = processes(1, tmp_path, server.url, corpus.directory)
-    incoming, deadline = tmp_path / "incoming", time.monotonic() + 300
-    while not (incoming.is_dir() and list(incoming.glob("*/*/*"))):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    incoming = tmp_path / "incoming"
+    until(lambda: list(incoming.glob("*/*/*")))
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert len(list(incoming.iterdir())) == 1
@@ -142,8 +141,7 @@ def test_a_stopped_process_blocks_others_for_a_limited_time(server, corpus, tmp_
     server.bytes_per_second = 10_000.0
     (process,) = processes(1, tmp_path, server.url, corpus.directory)
     try:
-        while server.requests["shard.00000.mds"] == 0:
-            time.sleep(0.01)
+        until(lambda: server.requests["shard.00000.mds"])
         process.send_signal(signal.SIGSTOP)
         store = store_at(server.url, RetryPolicy(1, 0.1, 0.01))
         with pytest.raises(DataError, match="held"):

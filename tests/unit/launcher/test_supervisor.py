@@ -120,7 +120,7 @@ def test_sigterm_ends_the_wait_for_a_full_disk(run_dir, caplog):
     caplog.set_level("INFO")
     stop = StopSignals()
     with full_disk(4096), run_dir.locked("launcher"), signal_when(stop, lambda: waits(caplog)):
-        status = supervise(patient(run_dir, stop), must_not_start, RestartPolicy(), stop)
+        status = supervise(patient(run_dir, stop), pytest.fail, RestartPolicy(), stop)
     assert status == EXIT_STOPPED
     assert f"{run_dir.path}: " in caplog.text
     # the ledger's few bytes still fit
@@ -143,10 +143,6 @@ def test_a_stop_that_no_ledger_can_take_is_in_the_log(run_dir, caplog):
     assert len(unwritten) == 2
     assert "rank 0 " in unwritten[0]
     assert "SIGTERM" in unwritten[1]
-
-
-def must_not_start(number: int) -> Ranks:
-    raise AssertionError("the disk is full")
 
 
 def test_a_run_whose_last_step_is_not_saved_is_not_finished(run_dir):
