@@ -288,7 +288,7 @@ def delta_rule_flops(model: ModelConfig, tokens: int) -> DeltaRuleFlops:
 
 
 def _compression_flops(model: ModelConfig, segment_length: int) -> tuple[float, float]:
-    """Return a layer's forward FLOPs, and those without gradient (see `model/memory.py`)."""
+    """Return a layer's forward FLOPs, and those without gradient (see `model/lane_state.py`)."""
     if not model.compressed_length:
         return 0.0, 0.0
     d, c, T = model.d_model, model.compression_rate, segment_length
