@@ -357,6 +357,7 @@ def test_a_host_that_does_not_see_the_run_is_named(runs: Runs, lab: SlurmLab):
     run.until(lambda: run.state() == "FAILED")
     lab.run_on("n2", "umount", str(runs.path))
     assert "n2 cannot see" in run.log()
+    assert "n2 cannot see" in run.ends()[0]
     assert_status(run, "failed", reason=run.ends()[0])
 
 

@@ -82,11 +82,11 @@ def losses_of(run_dir: RunDir) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines]
 
 
-def scalars_of_tensorboard(run_dir: RunDir) -> list[tuple[int, float]]:
+def scalars_of_tensorboard(run_dir: RunDir, name: str = "loss") -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run_dir.tensorboard)).Reload()
-    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+    return [(event.step, event.value) for event in events.Scalars(f"train/{name}")]
 
 
 def test_every_step_has_one_line_with_the_mean_over_its_slots(world, run_dir):
@@ -134,6 +134,7 @@ def test_a_memorys_norm_is_the_mean_over_the_rows_of_all_lanes(world, run_dir, n
     recorder.close()
     norms = [line.get("memory_norm/layer.0", "no memory") for line in run_dir.read_metrics()]
     assert norms == ["no memory", 6.0, None]
+    assert scalars_of_tensorboard(run_dir, "memory_norm/layer.0") == [(2, 6.0)]
 
 
 def test_a_steps_loss_does_not_depend_on_where_intervals_begin(world, tmp_path):

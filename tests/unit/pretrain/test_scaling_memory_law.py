@@ -147,4 +147,4 @@ def test_the_command_reads_tables_and_answers_for_each_budget(tmp_path, capsys):
     assert "10 times outside" in capsys.readouterr().err
     (empty := tmp_path / "empty.csv").touch()
     assert scale.PROGRAM.main(["memory", str(empty)]) == 2
-    assert "empty.csv" in capsys.readouterr().err
+    assert "empty.csv contains no runs" in capsys.readouterr().err

@@ -144,7 +144,7 @@ def test_rate_and_batch_follow_the_stated_rule():
 def test_what_cannot_be_planned_is_said():
     with pytest.raises(ConfigError, match=r"schedule\.shape=constant"):
         planned(base=replace(BASE, optim=OptimConfig(schedule=ScheduleConfig(shape="constant"))))
-    with pytest.raises(ConfigError, match="--spread"):
+    with pytest.raises(ConfigError, match="larger --spread"):
         planned(spread=1.001)
     with pytest.raises(ConfigError, match=r"1e\+13 .* 0\.\d+ "):
         with_budget(BASE, 1e13, RULES["base"])
