@@ -52,7 +52,7 @@ from pretrain.distributed.world import (
     ranks_on_this_node,
     sum_over_ranks,
 )
-from pretrain.engines.engine import Engine, check_precision
+from pretrain.engines.engine import EmaEngine, Engine, TorchEngine, check_precision
 from pretrain.evaluation.evaluate import check_training_tasks, training_evaluator, training_tasks
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.wandb_writer import check_wandb, wandb_copy
@@ -440,8 +440,6 @@ def build_engine(config: RunConfig, world: World, draws: bool = True) -> Engine:
         built = _engine_of_kind(config, build, world)
     if not config.optim.ema_decay:
         return built
-    from pretrain.engines.engine import EmaEngine
-
     return cast("Engine", EmaEngine(built, config.optim.ema_decay))
 
 
@@ -449,8 +447,6 @@ def _engine_of_kind(config: RunConfig, build: Callable[[], TransformerXL], world
     slots = accumulation_steps(config, world.world_size)
     match config.engine.kind:
         case "torch":
-            from pretrain.engines.engine import TorchEngine
-
             return TorchEngine(config, build(), world, slots)
         case "deepspeed":
             from pretrain.engines.deepspeed_engine import DeepSpeedEngine

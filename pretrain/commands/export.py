@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args
 
 from foundation.settings import assert_never
 from pretrain.config.model import ExportFormat
-from pretrain.rundir.run_dir import run_path
+from pretrain.rundir.run_dir import RunDir, run_path
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizer import Tokenizer
@@ -56,7 +56,6 @@ def _write_huggingface(
     arguments: argparse.Namespace, trained: TrainedModel, tokenizer: Tokenizer
 ) -> None:
     from pretrain.rundir.metrics_file import summarize_file
-    from pretrain.rundir.run_dir import RunDir
     from pretrain.weights.export import is_export
     from pretrain.weights.huggingface.export import tokenizer_files, write_huggingface
 

@@ -40,7 +40,7 @@ from pretrain.scaling.fit import (
 from pretrain.scaling.frontier import Approach
 from pretrain.scaling.law import amount, as_loss, shown
 from pretrain.scaling.recipe import FAR_SIZE, Family, with_budget
-from pretrain.scaling.report import fit_lines, fit_tree
+from pretrain.scaling.report import fit_lines, fit_tree, write_report
 from pretrain.scaling.sweep_file import cells_directory, cells_of, read_sweep
 from pretrain.scaling.table import Columns, Points, read_points, units_of
 from pretrain.terminal.text import counted, fitted_table
@@ -204,7 +204,6 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_report(arguments: argparse.Namespace) -> int:
     """Write the report."""
-    from pretrain.scaling.report import write_report
     from pretrain.scaling.variants import rows_of_comparison, write_comparison
 
     output = arguments.output or arguments.runs.parent / "scaling-report"

@@ -41,6 +41,7 @@ from pretrain.scaling.plan import (
     placement_totals,
     plan_sizes,
     planned_run,
+    simulated_table,
     spread_sizes,
     trunk_sizes,
     varied,
@@ -152,8 +153,6 @@ def run(arguments: argparse.Namespace) -> Answer:
         check_corpus(corpus, runs)
     lines = [fitted_table(_table(runs))]
     if arguments.simulate is not None:
-        from pretrain.scaling.plan import simulated_table
-
         table = simulated_table(runs, arguments.simulate, arguments.noise)
         words = f"At {arguments.simulate:.3g} FLOPs, if Besiroglu et al. 2024's law held with"
         lines.append(f"\n{words} {arguments.noise:.1%} of noise:\n\n{fitted_table(table)}\n")
