@@ -103,7 +103,8 @@ def test_the_last_collectives_of_ranks_that_hung_are_named(run_dir, capsys):
     assert main(["logs", str(run_dir.path), "--errors"]) == 0
     gloo, nccl = capsys.readouterr().out.splitlines()
     assert re.search(rf"^\[collectives\] .* rank 0 .*{run_dir.logs}/attempt-10/gloo-rank", gloo)
-    assert re.search(rf"^\[collectives\] .* 2 ranks .* -j {run_dir.logs}/attempt-10$", nccl)
+    command = f"torchfrtrace --prefix nccl-rank- -j {run_dir.logs}/attempt-10"
+    assert re.search(rf"^\[collectives\] .* 2 ranks .*{command}$", nccl)
 
 
 LINES = {
