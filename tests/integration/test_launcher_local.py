@@ -156,7 +156,9 @@ def test_attempts_lost_in_four_ways_change_no_loss(experiment, undisturbed, tmp_
     events = run_dir.ledger.read()
     (lacking,) = events_of(events, OutOfMemory)
     assert (lacking.rank, lacking.micro_batch_lanes) == (1, 4)
-    reasons = [each.reason.value for each in events_of(events, AttemptEnded)]
+    ended = events_of(events, AttemptEnded)
+    assert ended[0].first_failure == 1
+    reasons = [each.reason.value for each in ended]
     assert reasons == ["out_of_memory", "rank_failed", "stop_requested", "finished"]
     done = read_state(run_dir.path)
     assert (done.state, done.attempts, done.step, done.checkpoint) == ("done", 4, STEPS, STEPS)

@@ -140,6 +140,7 @@ def test_an_uncertain_optimum_or_approaches_that_differ_are_doubts():
     differing = fit_all(simulated(noise=0.02, budgets=(1e18, 1e20, 4), num_sizes=5))
     found = doubts(differing, 5e21, differing.approaches[0])
     assert any("sizes differ" in doubt for doubt in found)
+    assert any("sizes differ 2.43x" in warning for warning in differing.warnings)
 
 
 def test_a_law_the_runs_do_not_allow_cannot_be_asked(tmp_path, capsys):

@@ -203,6 +203,8 @@ def test_a_floor_of_the_loss_is_seen_and_extrapolates():
     later = np.log(1e22)
     extrapolated = 1.7 + 2.1 * np.exp(-0.15 * (later - log_flops_F[0]))
     assert frontier.loss(later) == pytest.approx(extrapolated, abs=1e-3)
+    two = fit_frontier(log_flops_F[:2], np.array([16.0, 17.0]), loss_F[:2])
+    assert two.loss(log_flops_F[:2]) == pytest.approx(loss_F[:2], rel=1e-6)
 
 
 def test_a_vertex_outside_the_sizes_is_not_used_and_said():
