@@ -58,6 +58,8 @@ from pretrain.rundir.lock import Lock
 from pretrain.rundir.metrics_file import MetricsSummary, TimeSpent, summarize_file
 from pretrain.rundir.run_dir import RunDir
 
+_log = logging.getLogger(__name__)
+
 # A rank on another host without a heartbeat for longer may be gone; one on this host is looked up
 # by process id.
 UNRESPONSIVE_SECONDS = 300.0
@@ -294,7 +296,6 @@ _FAILED = {
     "DEADLINE": "its job missed its deadline",
 }
 _UNKNOWN_TIMES = ("N/A", "Unknown", "")
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

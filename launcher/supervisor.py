@@ -47,6 +47,8 @@ from pretrain.rundir.events import (
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir, attempts_of
 
+_log = logging.getLogger(__name__)
+
 _ATTEMPTS_PER_NODE = 2  # in a row on which a node's ranks fail first, before the node is left out
 
 
@@ -217,7 +219,6 @@ def node_to_exclude(ledger: Sequence[Event], job: str, node_of: Callable[[int], 
 
 
 HOLDER = "launcher"  # of the lock RUN/launcher.lock
-_log = logging.getLogger(__name__)
 
 
 class StopSignals:

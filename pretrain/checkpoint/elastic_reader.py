@@ -7,8 +7,8 @@ A checkpoint of 2 ranks, read by 3 (one parameter of 12 elements):
 
 A key is PARAMETER|START|KIND, so the files say which elements they hold, and neither the writer's
 world size nor its stage matters. The index lists these pieces, so a rank opens only the files of
-which it needs some: its own if ranks and stage are those of the save. All ranks
-find together which checkpoint they resume from, and read it once between them.
+which it needs some: its own if ranks and stage are those of the save. All ranks find together
+which checkpoint they resume from, and read it once between them.
 """
 
 from __future__ import annotations

@@ -54,6 +54,8 @@ from pretrain.rundir.metric_names import SCORED_SPEED, set_values, task_values
 from pretrain.terminal.text import perplexity
 from pretrain.weights.export import TrainedModel
 
+logger = logging.getLogger(__name__)
+
 TextSizes = tuple[np.ndarray, np.ndarray]
 
 
@@ -242,9 +244,6 @@ def loss_rows(results: Sequence[EvaluationResult]) -> list[tuple[str, ...]]:
         for result in results
     ]
     return [("memory", "loss", "perplexity", "bits/byte", "bits/character", SCORED_SPEED), *rows]
-
-
-logger = logging.getLogger(__name__)
 
 
 def check_training_tasks(run: RunConfig) -> None:

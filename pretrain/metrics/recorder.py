@@ -74,6 +74,8 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
 from pretrain.terminal.text import counted, evaluation_line, perplexity, si, train_line
 
+logger = logging.getLogger(__name__)
+
 TICK_SECONDS = 0.25
 LEAST_STANDSTILL_SECONDS = 2.0  # a tick that is later by less may be a busy machine's
 LEAST_STALL_SECONDS = 5.0
@@ -213,9 +215,6 @@ class StragglerWatch:
             return False
         self._is_named = True
         return True
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

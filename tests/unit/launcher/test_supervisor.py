@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -100,16 +101,15 @@ def signal_when(stop: StopSignals, *conditions: Callable[[], bool]) -> Iterator[
 
     def send() -> None:
         for each in conditions:
-            until(each, 300)
-            os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                until(each, 300)
+            finally:  # also after a timeout, or the supervisor would go on
+                os.kill(os.getpid(), signal.SIGTERM)
 
-    sender = threading.Thread(target=send)
-    with stop:
-        sender.start()
-        try:
-            yield
-        finally:
-            sender.join()
+    with stop, ThreadPoolExecutor(1) as pool:
+        sender = pool.submit(send)
+        yield
+        sender.result()
 
 
 def waits(caplog: pytest.LogCaptureFixture) -> bool:
