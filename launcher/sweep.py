@@ -15,6 +15,7 @@ from typing import Any
 
 from foundation.errors import EXIT_INTERRUPTED, ConfigError, UserError
 from foundation.own_programs import own_command
+from launcher.restart_policy import RestartPolicy
 from launcher.run_state import RunState, State, is_run, read_states, submitted_config
 from launcher.slurm import client as slurm
 from launcher.slurm.sbatch import (
@@ -25,7 +26,7 @@ from launcher.slurm.sbatch import (
     render_array,
     replaced_snapshot,
 )
-from launcher.supervisor import RestartPolicy, StopSignals
+from launcher.stop_signals import StopSignals
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.costs.cluster import ClusterConfig, NodeRange
 from pretrain.costs.flops import cost_of

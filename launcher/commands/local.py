@@ -9,14 +9,9 @@ from pathlib import Path
 
 from foundation.cli import add_experiment, check_least
 from foundation.settings import load_config
-from launcher.supervisor import (
-    HOLDER,
-    StopSignals,
-    add_policy_arguments,
-    is_done_already,
-    policy_of,
-    supervise,
-)
+from launcher.restart_policy import add_policy_arguments, policy_of
+from launcher.stop_signals import HOLDER, StopSignals
+from launcher.supervisor import is_done_already, supervise
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, train_command

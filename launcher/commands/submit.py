@@ -13,6 +13,7 @@ from foundation.cli import add_experiment
 from foundation.errors import ConfigError
 from foundation.settings import load_config
 from launcher.commands import local
+from launcher.restart_policy import RestartPolicy, add_policy_arguments, policy_of
 from launcher.run_state import read_states
 from launcher.slurm import client as slurm
 from launcher.slurm.sbatch import (
@@ -27,7 +28,7 @@ from launcher.slurm.sbatch import (
     render,
     replaced_snapshot,
 )
-from launcher.supervisor import RestartPolicy, add_policy_arguments, is_done_already, policy_of
+from launcher.supervisor import is_done_already
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import load_cluster, parse_nodes

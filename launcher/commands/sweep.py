@@ -10,7 +10,7 @@ from pathlib import Path
 from foundation.cli import Answer, Program, add_json, check_least
 from foundation.errors import EXIT_USER_ERROR, ConfigError
 from launcher.slurm.sbatch import missing_notes
-from launcher.supervisor import StopSignals
+from launcher.stop_signals import StopSignals
 from launcher.sweep import (
     CellRun,
     array_of,

@@ -20,8 +20,10 @@ from pathlib import Path
 
 from foundation.errors import UserError, os_error_text
 from launcher.slurm import client as slurm
+from launcher.slurm.former_starts import refusal_of_futile_starts
 from launcher.slurm.srun import failed_nodes
-from launcher.supervisor import StopSignals, latest_step, refusal_of_futile_starts
+from launcher.stop_signals import StopSignals
+from launcher.supervisor import latest_step
 from pretrain.rundir.events import EXIT_STOPPED, Event, JobEnded, JobEndReason
 from pretrain.rundir.ledger import events_of, in_order
 from pretrain.rundir.lock import Fence

@@ -12,23 +12,15 @@ from pathlib import Path
 
 from foundation.errors import ConfigError, UserError
 from foundation.settings import load_config
+from launcher.restart_policy import RestartPolicy, add_policy_arguments, policy_of
 from launcher.slurm import client as slurm
+from launcher.slurm.former_starts import attempts_without_progress
 from launcher.slurm.job_exit import JobExit, ThisJob
 from launcher.slurm.lost_nodes import FirstNodeGuard, LeaveNode, NodePool, use_up_old_numbers
 from launcher.slurm.sbatch import Snapshot
 from launcher.slurm.srun import SlurmRanks
-from launcher.supervisor import (
-    HOLDER,
-    RestartPolicy,
-    StopSignals,
-    StopWhileWaiting,
-    add_policy_arguments,
-    attempts_without_progress,
-    is_complete,
-    latest_step,
-    policy_of,
-    supervise,
-)
+from launcher.stop_signals import HOLDER, StopSignals, StopWhileWaiting
+from launcher.supervisor import is_complete, latest_step, supervise
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import load_cluster
 from pretrain.rundir.events import (

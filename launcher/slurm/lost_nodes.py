@@ -26,6 +26,7 @@ from foundation.errors import ConfigError, exit_status_of
 from foundation.own_programs import own_command
 from foundation.settings import load_config
 from launcher.slurm import client as slurm
+from launcher.slurm.former_starts import no_rank_started, node_to_exclude
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.sbatch import Snapshot, usable_nodes
 from launcher.slurm.srun import (
@@ -36,7 +37,6 @@ from launcher.slurm.srun import (
     nodes_without_launch,
     task_command,
 )
-from launcher.supervisor import no_rank_started, node_to_exclude
 from pretrain.config.run import RunConfig, accumulation_steps, runs_of_phases
 from pretrain.costs.cluster import load_cluster
 from pretrain.processes.local_ranks import set_parent_death_signal

@@ -6,22 +6,18 @@ from dataclasses import replace
 import pytest
 
 from launcher.cli import main
+from launcher.restart_policy import RestartPolicy, decide, delay_after, unresponsive_rank
 from launcher.run_state import read_state
-from launcher.slurm.job_exit import JobEnding, JobExit, ending_of, excluded_nodes, is_allocated
-from launcher.slurm.sbatch import Snapshot
-from launcher.slurm.srun import Step
-from launcher.supervisor import (
-    RestartPolicy,
-    StopSignals,
-    StopWhileWaiting,
+from launcher.slurm.former_starts import (
     attempts_without_progress,
-    decide,
-    delay_after,
     no_rank_started,
     node_to_exclude,
     refusal_of_futile_starts,
-    unresponsive_rank,
 )
+from launcher.slurm.job_exit import JobEnding, JobExit, ending_of, excluded_nodes, is_allocated
+from launcher.slurm.sbatch import Snapshot
+from launcher.slurm.srun import Step
+from launcher.stop_signals import StopSignals, StopWhileWaiting
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.events import (

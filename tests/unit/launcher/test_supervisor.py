@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from foundation.retry import Patience
+from launcher.restart_policy import RestartPolicy
 from launcher.run_state import read_state
-from launcher.supervisor import Ranks, RestartPolicy, StopSignals, supervise
+from launcher.stop_signals import StopSignals
+from launcher.supervisor import Ranks, supervise
 from pretrain.config.run import RunConfig
 from pretrain.processes.local_ranks import RankGroup
 from pretrain.rundir.events import (

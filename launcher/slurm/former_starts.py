@@ -1,0 +1,105 @@
+"""What the ledger tells of the former starts of a Slurm job, and of the attempts in them. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from foundation.progress import duration
+from pretrain.rundir.events import (
+    NEVER_STARTED,
+    AttemptEnded,
+    Event,
+    JobEnded,
+    JobEndReason,
+    JobStarted,
+    NextAction,
+    NodeReplaced,
+    SupervisorKilled,
+    TrainingBegan,
+    TrainingEnded,
+)
+from pretrain.rundir.ledger import last_of
+
+_ATTEMPTS_PER_NODE = 2  # in a row on which a node's ranks fail first, before the node is left out
+
+
+def refusal_of_futile_starts(ledger: Sequence[Event], job: str, most: int, time_limit: str) -> str:
+    """Why this job must not start again: its last `most` starts in a row were ended by the time
+    limit, and each took longer to start than it trained for a checkpoint; empty if it may."""
+    starts: list[tuple[float, float]] = []  # seconds until training began, and in saved training
+    start: JobStarted | None = None
+    first_began = began = None
+    training = 0.0
+    for event in ledger:
+        if isinstance(event, JobStarted) and event.job == job:
+            start, first_began, began, training = event, None, None, 0.0
+        elif isinstance(event, TrainingBegan):
+            first_began, began = first_began or event.time, event.time
+        elif isinstance(event, (TrainingEnded, AttemptEnded)) and began is not None:
+            training, began = training + event.time - began, None
+        elif isinstance(event, JobEnded) and event.job == job and start is not None:
+            if event.reason not in (JobEndReason.TIME_LIMIT, JobEndReason.TIME_LIMIT_NEAR):
+                starts.clear()
+                continue
+            training += 0.0 if began is None else event.time - began
+            starting = (first_began or event.time) - start.time
+            starts.append((starting, training if (event.step or 0) > start.step else 0.0))
+    last = starts[-most:]
+    if len(last) < most or any(training >= starting for starting, training in last):
+        return ""
+    starting, training = (duration(statistics.mean(each)) for each in zip(*last, strict=True))
+    return (
+        f"{most} starts in a row took {starting} to start and trained for {training} before the "
+        f"time limit of {time_limit}; raise time_limit in the cluster file, then 'launcher submit'"
+    )
+
+
+def attempts_without_progress(ledger: Sequence[Event], job: str) -> int:
+    """How many of the last attempts in a row, in all former starts of this job, brought no newer
+    checkpoint; with those lost together with their supervisor.
+
+    Attempts that were asked to stop say nothing about the run and are left out.
+    """
+    count = 0
+    for event in ledger:
+        if getattr(event, "job", None) != job:
+            continue
+        if isinstance(event, AttemptEnded) and event.next is not NextAction.STOPPED:
+            count = event.without_progress
+        elif isinstance(event, SupervisorKilled) or (
+            isinstance(event, JobEnded) and event.reason is JobEndReason.FIRST_NODE_LOST
+        ):
+            made_progress = (event.step or 0) > (event.step_before or 0)
+            count = 0 if made_progress else count + 1
+    return count
+
+
+def no_rank_started(ledger: Sequence[Event], job: str) -> bool:
+    """Whether no rank's program was run in the last attempt of this start of the job."""
+    last = last_of(ledger, JobStarted, NodeReplaced, AttemptEnded)
+    if not isinstance(last, AttemptEnded) or last.job != job:
+        return False
+    return set(last.statuses) == {NEVER_STARTED}
+
+
+def node_to_exclude(ledger: Sequence[Event], job: str, node_of: Callable[[int], str]) -> str | None:
+    """The node whose ranks failed first in the last two attempts of this start of the job, both
+    without progress.
+
+    `node_of` maps a rank to its node; that mapping holds until the job starts again or replaces a
+    node, so earlier attempts do not count.
+    """
+    attempts: list[AttemptEnded] = []
+    for event in ledger:
+        if isinstance(event, (JobStarted, NodeReplaced)) and event.job == job:
+            attempts = []
+        elif isinstance(event, AttemptEnded) and event.job == job:
+            attempts.append(event)
+    suspects = [
+        node_of(attempt.first_failure)
+        for attempt in attempts[-_ATTEMPTS_PER_NODE:]
+        if attempt.first_failure is not None and attempt.step == attempt.step_before
+    ]
+    is_clear = len(suspects) == _ATTEMPTS_PER_NODE and len(set(suspects)) == 1
+    return suspects[0] if is_clear else None

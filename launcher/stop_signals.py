@@ -1,0 +1,61 @@
+"""The signals that ask a supervisor to stop, and the lock that it holds."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+from foundation.retry import Patience
+
+HOLDER = "launcher"  # of the lock RUN/launcher.lock
+
+
+class StopSignals:
+    """Counts the signals that ask to stop, instead of dying of them.
+
+    The supervisor has to outlive its ranks, which save a checkpoint first, and to record how they
+    ended. So: SIGINT and SIGTERM ask the ranks to save and stop; a second SIGINT (Ctrl-C) kills
+    them. A second SIGTERM does not: Slurm sends several while a job ends. SIGUSR1, which `sbatch
+    --signal` sends ahead of the time limit, asks too. SIGUSR2 goes to the ranks alone (see
+    srun.py). `received` has all signals in order.
+    """
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.received: list[int] = []
+        self._previous: dict[signal.Signals, signal._HANDLER] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            self._previous[number] = signal.signal(number, self._count)
+        # In a batch job they were blocked until now (launcher/slurm/batch_process.py).
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def patience(self, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> Patience:
+        """How a supervisor waits for its run directory, with a call about once a second.
+
+        Unlike a rank, which has a checkpoint to save, it also gives up, by a StopWhileWaiting, what
+        it wants to write after a request to stop has come.
+        """
+
+        def poll() -> None:
+            meanwhile()
+            if self.requests:
+                raise StopWhileWaiting
+
+        return Patience(seconds, while_waiting=poll)
+
+    def _count(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+        self.requests += 1 if number == signal.SIGINT or not self.requests else 0
+
+
+class StopWhileWaiting(Exception):
+    """The supervisor was asked to stop, and storage does not work: what it was to write is not
+    written."""
