@@ -176,6 +176,13 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_file(path: Path) -> None:
+    """Make what was appended to a file, if there is one, and its name survive a power failure."""
+    with contextlib.suppress(FileNotFoundError):
+        fsync_file(path)
+        fsync_directory(path.parent)
+
+
 def fsync_file(path: Path) -> None:
     """Make the contents of a file that other code wrote survive a power failure."""
     fsync_directory(path)  # the same calls: open read-only, fsync, close

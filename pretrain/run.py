@@ -226,7 +226,13 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
     ledger = run_dir.ledger.read() if world.is_main else []
     shortages = broadcast_value(events_of(ledger, OutOfMemory), list[OutOfMemory])
     standing = broadcast_value(steps_that_stand(ledger), dict[str, int])
-    disk = Disk(run_dir.checkpoints, attempt.token, run_dir.identity.id, process.fence.check)
+    disk = Disk(
+        run_dir.checkpoints,
+        attempt.token,
+        run_dir.identity.id,
+        process.fence.check,
+        relies_on=run_dir.metrics,
+    )
     local = LocalTier(process.config, disk, world, standing)
     found = find_resume_point(
         run_dir.checkpoints,

@@ -181,17 +181,14 @@ def _complete_evaluation(parts: Parts, process: RankProcess) -> bool:
     step = parts.state.step
     if not _evaluates_after(parts.config, step) or parts.metrics.has_evaluation(step):
         return True
-    if not _evaluate(parts, process):
-        return False
-    parts.metrics.wait_until_written()
-    return True
+    return _evaluate(parts, process)
 
 
 def _save(parts: Parts, process: RankProcess, outcome: Outcome | None) -> None:
     """Start a checkpoint of this step; if the loop ends, wait until it is published."""
     process.heartbeat.beat(parts.state.step, "save")
     with parts.metrics.saving():
-        # Not before its metrics are on disk: a run resumed from it would lack them.
+        # Not before its metrics are written: a run resumed from it would lack them.
         save = partial(
             parts.checkpointer.save,
             parts.engine,

@@ -47,6 +47,7 @@ from foundation.files import (
     own_file,
     parse_json,
     path_below,
+    sync_file,
     write_text,
 )
 from foundation.records import Fields, InvalidField
@@ -92,13 +93,14 @@ class Disk:
     """The checkpoints of a run below `root`; what `attempt` puts there is hidden until published.
 
     `may_write` is called before a checkpoint gets its name; it raises UserError if a newer attempt
-    has claimed the run.
+    has claimed the run. The file that a start from it `relies_on`, metrics.jsonl, is synced before.
     """
 
     root: Path
     attempt: str = ""
     run_id: str = ""
     may_write: Check = lambda: None
+    relies_on: Path | None = None
 
     def partial(self, step: int) -> Path:
         return files.partial_directory(self.root, step, self.attempt)
@@ -118,6 +120,8 @@ class Disk:
         """Write index and marker once all files are seen, and give the step its name."""
         step = index["step"]
         final = files.step_directory(self.root, step)
+        if self.relies_on is not None:
+            sync_file(self.relies_on)
         marker.publish(self.partial(step), final, dict(index), reports, self.may_write)
 
     def discard(self, step: int) -> None:

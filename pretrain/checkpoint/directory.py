@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from foundation.errors import STORAGE_FAILS, CheckpointError, UnreadableError
+from foundation.files import fsync_directory
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +121,15 @@ def prune(
 
 
 def discard_from(root: Path, step: int) -> None:
-    """Remove the checkpoints of `step` and all later ones, which a rewind makes invalid."""
+    """Remove the checkpoints of `step` and all later ones, which a rewind makes invalid.
+
+    A power failure does not bring them back.
+    """
     # Latest first: if this is interrupted, no checkpoint after the rewind survives one before it.
     for found in reversed(steps_on_disk(root)):
         if found >= step:
             remove(step_directory(root, found))
+    fsync_directory(root)
 
 
 def remove_partial(root: Path) -> None:

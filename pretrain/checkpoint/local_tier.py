@@ -97,7 +97,12 @@ class LocalTier:
         self._disk: Disk | None = None  # None: none is used, on any rank
         if config.checkpoint.local is not None:
             folder = config.checkpoint.local / f"run-{shared.run_id}"
-            own = Disk(folder / f"rank-{world.rank:05d}", shared.attempt, shared.run_id)
+            own = Disk(
+                folder / f"rank-{world.rank:05d}",
+                shared.attempt,
+                shared.run_id,
+                relies_on=shared.relies_on if world.is_main else None,
+            )
             self._disk = self._opened(own)
 
     def __enter__(self) -> LocalTier:

@@ -50,6 +50,7 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.lanes.lane_stream import Prefetcher
+from foundation.files import sync_file
 from foundation.retry import outlast
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import DEVICES, device_named
@@ -368,21 +369,11 @@ class MetricsRecorder:
         return broadcast_value(found, bool)
 
     def unwritten(self) -> str:
-        """Why metrics until now are not on disk, after trying once more; '' if they are."""
-        return self._file.write() if self._file is not None else ""
+        """Why metrics until now are not written, after trying once more; '' if they are.
 
-    def wait_until_written(self) -> None:
-        """Return when all lines are on disk; StorageError, on every rank, if patience ends before.
-
-        A collective.
+        They are on disk once a save that asked this is published: its thread syncs them.
         """
-
-        def write() -> None:
-            if problem := self.unwritten():
-                raise OSError(problem)
-
-        with raise_on_all_ranks():
-            outlast(self._run_dir.patience, write)
+        return self._file.write() if self._file is not None else ""
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -393,11 +384,23 @@ class MetricsRecorder:
         self._save_stall += self._idle_since - start
 
     def close(self) -> None:
-        """Write what is left. A collective."""
+        """Write and sync what is left; StorageError, on every rank, if patience ends before.
+
+        A collective. How training ended is told only after this.
+        """
         self.write()
         self._slowness.close()
         if self._profiler is not None:
             self._profiler.close()
+
+        def sync() -> None:
+            if problem := self.unwritten():
+                raise OSError(problem)
+            sync_file(self._run_dir.metrics)
+
+        with raise_on_all_ranks():
+            if self._file is not None:
+                outlast(self._run_dir.patience, sync)
         if self._tensorboard is not None:
             self._tensorboard.close()
 

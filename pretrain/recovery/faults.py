@@ -2,8 +2,8 @@
 
 It is KIND@STEP or KIND:NUMBER@STEP:
 
-    sigkill@7     SIGKILL every rank right after step 7, before its checkpoint. No handler runs
-                  and nothing is flushed, as when a node loses power
+    sigkill@7     SIGKILL every rank right after step 7, before its checkpoint. No handler runs;
+                  what was written stays, unlike in a power failure
     nan@7         make one lane's hidden states NaN in step 7
     inf@7         make gradients infinite in step 7, as a loss scale that is too large does; losses
                   stay finite
