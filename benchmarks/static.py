@@ -13,6 +13,8 @@ changed: every number that is worse is named, and `make check` fails. Tests make
   kernels that a layer adds to each pass, and `peak_gib` of weights, gradients and activations in
   bf16: counted on the `meta` device while LANES lanes train.
 * `compiled_layer`: operations between attentions, both passes, without and with `engine.compile`.
+* `reductions`: how often the host waits, how many collectives there are and what a rank sends in a
+  backward pass of each ZeRO stage, counted with few ranks and computed for many (reductions.py).
 * `engines`: values that the host waits for in a step, by package, and bytes sent by ranks over
   those of one reduce-scatter of gradients and one all-gather of weights.
 """
@@ -26,18 +28,22 @@ import importlib.metadata
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.kernels import EVERY_OPTION, compiled
 from benchmarks.measure import markdown_table
+from benchmarks.meta import meta_as_gpu, model_on_meta, trained_on_meta
+from benchmarks.reductions import (
+    MANY_RANKS,
+    RANKS,
+    REDUCTION_COUNTS,
+    computed_reductions,
+    measured_reductions,
+)
 from foundation.files import read_json, write_json, write_text
 from foundation.settings import load_config
 from pretrain.config.engine import Attention, attention_of
@@ -61,7 +67,7 @@ COMPILED_FILES = (
     "dropout.py", "kernels.py", "settings.py", "tiles.py", "tiling.py"
 )  # fmt: skip
 MULTIPROCESSORS, CAPABILITY = 132, (9, 0)  # of an H100 or H200
-LANES, RANKS = 8, 3
+LANES, SENDING_RANKS = 8, 3
 LANE_COUNTS = (1, 8, 16)
 HIGHER_IS_BETTER = ("utilization", "programs")
 COMPILED = "xl_modern_1b"  # the model of the layer that is compiled
@@ -82,10 +88,13 @@ def run(arguments: argparse.Namespace) -> int:
     code = code_of_kernels()
     kernels = table["kernels"] if table.get("code") == code else compiled_kernels()
     now: dict[str, Any] = {"kernels": kernels, "models": models_table(kernels)}
+    now["reductions_of_many_ranks"] = reductions_of_many_ranks()
     if arguments.check:
         worse = differences({name: table[name] for name in now}, now)
     else:
         now |= {"code": code, "compiled_layer": compiled_layer(), "engines": measured_engines()}
+        with tempfile.TemporaryDirectory() as directory:
+            now["reductions"] = measured_reductions(Path(directory))
         worse = differences(table, now)
         write_json(TABLE, now)
         write_text(PAGE, with_table(PAGE.read_text(), now))
@@ -258,65 +267,12 @@ def utilization(launches: list[list[int]], slots: int) -> float:
     return sum(map(sum, launches)) / (slots * passed)
 
 
-@contextmanager
-def meta_as_gpu() -> Iterator[Counter[str]]:
-    """Within it tensors on `meta` take the paths of a GPU; our kernels only count launches."""
-    from torch.fx.experimental import _config as shapes
-    from torch.nn.attention import bias
-
-    from pretrain.kernels.triton import attention
-    from pretrain.kernels.triton import dropout as dropout_kernels
-    from pretrain.model import attention_paths, dropout
-
-    launches: Counter[str] = Counter()
-
-    class Kernel:
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *_, **__: launches.update(["launches"])
-
-    def flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
-
-    with ExitStack() as stack:
-        for module in (attention, dropout_kernels):
-            for name in [name for name in vars(module) if name.endswith("_kernel")]:
-                stack.enter_context(patch.object(module, name, Kernel()))
-        for module, name, replacement in (
-            (attention_paths, "unsupported_reason", lambda _: None),
-            (attention_paths, "scaled_dot_product_attention", flash),
-            (bias, "causal_lower_right", lambda *_: None),
-            (dropout, "missing_for_compiling", lambda: None),
-            # Of an adaptive softmax: as if every bin had every token.
-            (shapes, "meta_nonzero_assume_all_nonzero", True),
-        ):
-            stack.enter_context(patch.object(module, name, replacement))
-        yield launches
-
-
-def _trained(run: RunConfig, num_layers: int) -> Iterator[str]:
-    """Train a segment of LANES lanes with a full memory on `meta`; yields after each pass."""
-    from pretrain.model.dropout import DropoutStream
-    from pretrain.model.transformer_xl import TransformerXL
-
-    with torch.device("meta"):
-        module = TransformerXL(replace(run.model, num_layers=num_layers)).to(torch.bfloat16)
-        tokens_BL = torch.zeros(LANES, run.data.segment_length, dtype=torch.long)
-    starts_BL = tokens_BL > 0
-    with torch.no_grad():
-        _, memory = module(tokens_BL, tokens_BL, None, starts_BL)
-    yield "memory"
-    dropout = DropoutStream(seed=1, step=1, lanes=range(LANES))
-    nll_BL, memory = module(tokens_BL, tokens_BL, memory, starts_BL, dropout)
-    yield "forward"
-    nll_BL.mean().backward()
-    yield "backward"
-
-
 def _counted(run: RunConfig, num_layers: int, launches: Counter[str]) -> dict[str, dict[str, int]]:
     """Return operations and launches of each pass while so many layers train."""
     with Operations() as operations:
+        module = model_on_meta(replace(run.model, num_layers=num_layers))
         result: dict[str, dict[str, int]] = {"operations": {}, "launches": {}}
-        for name in _trained(run, num_layers):
+        for name in trained_on_meta(module, run.data.segment_length, LANES):
             if name != "memory":
                 result["operations"][name] = operations.count
                 result["launches"][name] = launches.total()
@@ -327,7 +283,8 @@ def _counted(run: RunConfig, num_layers: int, launches: Counter[str]) -> dict[st
 
 def _counted_peak(run: RunConfig) -> int:
     with LiveTensors(None, on_meta=True) as live:
-        for _ in _trained(run, run.model.num_layers):
+        module = model_on_meta(run.model)
+        for _ in trained_on_meta(module, run.data.segment_length, LANES):
             pass
     return live.peak
 
@@ -357,10 +314,16 @@ def measured_engines() -> dict[str, Any]:
     """Return what steps of DeepSpeed's stages read and send."""
     with tempfile.TemporaryDirectory() as directory:
         rows: dict[str, Any] = measured_reads(Path(directory))
-        found = measured_by_ranks(sending_cells(RANKS), RANKS, Path(directory))
+        found = measured_by_ranks(sending_cells(SENDING_RANKS), SENDING_RANKS, Path(directory))
         for name, ranks in found.items():
             rows[name]["sent"] = sent_over_minimum(name, ranks)
     return rows
+
+
+def reductions_of_many_ranks() -> dict[str, Any]:
+    """Return what ZeRO-2 would take on many ranks, by how it may sum gradients."""
+    run = runs()[COMPILED]
+    return {f"{ranks}": computed_reductions(run, ranks) for ranks in MANY_RANKS}
 
 
 def with_table(page: str, table: Mapping[str, Any]) -> str:
@@ -392,4 +355,14 @@ def markdown(table: Mapping[str, Any]) -> str:
     layers = [["layer of", "operations between attentions", "with `engine.compile`"]]
     counts = table["compiled_layer"]
     layers.append([f"`{COMPILED}`", f"{counts['eager']}", f"{counts['compiled']}"])
-    return "\n\n".join(markdown_table(each).strip() for each in (rows, layers, engines)) + "\n"
+    many = sorted(table["reductions_of_many_ranks"].items(), key=lambda each: int(each[0]))
+    computed = [f"{ranks}, `{COMPILED}`" for ranks, _ in many]
+    reductions = [["ranks", *map(str, RANKS), *computed]]
+    kinds = {"zero1": "", "zero2": "all-reduce", "zero2-reduce": "reduce", "zero3": ""}
+    for name, kind in kinds.items():
+        counts = [table["reductions"][name][f"{ranks}"] for ranks in RANKS]
+        counts += [of_kinds.get(kind, {}) for _, of_kinds in many]
+        shown = ("/".join(f"{each[key]:g}" for key in REDUCTION_COUNTS if each) for each in counts)
+        reductions.append([name, *shown])
+    tables = (rows, layers, engines, reductions)
+    return "\n\n".join(markdown_table(each).strip() for each in tables) + "\n"

@@ -155,11 +155,13 @@ class Footprint:
         offloaded = ((8 + w) * P + moments) / R + w * largest if offloads else 0.0
         if self._stage == 1:  # when they are summed
             return 4 * P + 4 * P / R, 4 * bucket, offloaded
-        # A bucket is put together in the weights' type; one more copy, or two, are on their way.
-        staged = 2 if overlaps_reduction(run, self.on_gpu) else 1
+        # A bucket is put together in the weights' type. One more copy, or two, are on their way: of
+        # all of it where it is summed to all ranks, else of one rank's part.
+        overlaps = overlaps_reduction(run, self.on_gpu)
         several = w == 4 and accumulation_steps(run, R) > 1  # the sum so far, and the next
         copies = w + (4 if w != 4 else 0)
-        buckets = staged * w * bucket + copies * min(bucket, P / R)
+        copied = bucket if overlaps else min(bucket, P / R)
+        buckets = (1 + overlaps) * w * bucket + copies * copied
         return (8 if several else 4) * P / R, buckets, offloaded
 
     @property

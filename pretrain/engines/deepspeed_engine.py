@@ -110,6 +110,7 @@ def deepspeed_settings(
         "gradient_accumulation_steps": accumulation_steps,
         "gradient_clipping": 0.0 if is_unwrapped(run) else run.optim.clip_norm,
         "steps_per_print": None,
+        "timers": {"throughput": {"enabled": False}},  # it synchronizes the device in every pass
         "zero_allow_untested_optimizer": True,  # it knows optimizers by their exact type only
         "zero_optimization": {
             "stage": run.engine.zero_stage,
@@ -177,10 +178,14 @@ def _buckets(run: RunConfig, on_gpu: bool) -> dict[str, Any]:
     """
     if run.engine.zero_stage == 0:
         return {}
+    overlaps = overlaps_reduction(run, on_gpu)
     settings: dict[str, Any] = {
-        "use_multi_rank_bucket_allreduce": False,  # True: twice the traffic, in stages 1 and 2
+        # Summed to the ranks that own them, gradients are half the traffic. But where stage 2
+        # overlaps, DeepSpeed synchronizes the device before each of these sums, of which there are
+        # more with more ranks: they would overlap nothing (docs/performance.md#gradient-reduction).
+        "use_multi_rank_bucket_allreduce": overlaps,
         "reduce_bucket_size": bucket_elements(run),
-        "overlap_comm": overlaps_reduction(run, on_gpu),
+        "overlap_comm": overlaps,
     }
     if run.engine.zero_stage == 3:
         layer = parameters_of(run.model).body // run.model.num_layers

@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 
+import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 
@@ -67,7 +68,9 @@ class CountingAccelerator(CPU_Accelerator):
     def device_count(self) -> int:
         return self._visible
 
-    def set_device(self, device_index: int) -> None:
+    def set_device(self, device_index: int | torch.device) -> None:
+        if isinstance(device_index, torch.device):  # ZeRO-3's; a CPU has no index
+            device_index = device_index.index or 0
         self._check(device_index)
         self.counts["set_device"] += 1
         self.devices.append(int(device_index))
@@ -107,3 +110,18 @@ class CountingAccelerator(CPU_Accelerator):
     def _check(self, device_index: int | str) -> None:
         if not 0 <= int(device_index) < self._visible:
             raise RuntimeError("CUDA error: invalid device ordinal")
+
+
+def reduce_as_on_a_gpu() -> CountingAccelerator:
+    """Let this process' engines sum gradients as on a GPU, for good; returns what counts waits."""
+    from deepspeed.accelerator import set_accelerator
+
+    from pretrain.engines import deepspeed_engine
+
+    accelerator, derived = CountingAccelerator(), deepspeed_engine.deepspeed_settings
+    set_accelerator(accelerator)
+    deepspeed_engine.deepspeed_settings = lambda run, ranks, steps, _: derived(
+        run, ranks, steps, on_gpu=True
+    )
+    torch.Tensor.record_stream = lambda *_: None
+    return accelerator

@@ -29,7 +29,10 @@ from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import Memory
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.run import build_engine
+from tests.gpu_stubs.accelerator import reduce_as_on_a_gpu
 from tests.helpers.forked_ranks import run_ranks
+
+AS_ON_A_GPU = "-gpu"  # ends the names of cells whose gradients are summed so
 
 
 class LiveTensors(TorchDispatchMode):
@@ -70,12 +73,12 @@ class LiveTensors(TorchDispatchMode):
 
 
 class SentBytes(TorchDispatchMode):
-    """Within it: `sent` bytes, by a rank on average, of collectives that pass data in a ring."""
+    """Within it: number of `collectives`, and bytes `sent` by a rank on average, in a ring."""
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__()
         self._share = (num_ranks - 1) / num_ranks
-        self.sent = 0.0
+        self.sent, self.collectives = 0.0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -84,6 +87,7 @@ class SentBytes(TorchDispatchMode):
                 tensors = (leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor))
                 largest = max(largest, sum(tensor.nbytes for tensor in tensors))
             self.sent += passes * largest * self._share
+            self.collectives += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -152,6 +156,8 @@ def _is_as_drawn(engine: Engine, whole: dict[str, Tensor]) -> bool:
 def measure_rank(output: Path, name: str, tree: dict[str, Any]) -> int:
     """One rank's result, in a file."""
     torch.set_num_threads(1)
+    if name.endswith(AS_ON_A_GPU):
+        reduce_as_on_a_gpu()
     result = measure(parse_config(RunConfig, tree, name))
     (output / f"{name}-{init_world().rank}.json").write_text(json.dumps(result))
     destroy_process_group()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.reductions import RANKS, cell, computed_reductions, measured_reductions
 from benchmarks.static import PAGE, TABLE, compiled_layer, differences, with_table
 from foundation.files import read_json
 from tests.helpers.host_reads import measured_reads
@@ -19,6 +20,16 @@ def test_engines_wait_for_the_device_no_more_often_than_the_table_has(tmp_path: 
     rows = COMMITTED["engines"].items()
     table = {name: {key: row[key] for key in row if key != "sent"} for name, row in rows}
     assert differences(table, measured_reads(tmp_path)) == []
+
+
+@pytest.mark.slow
+def test_ranks_sum_gradients_as_the_table_has_it_and_as_the_partition_rule_says(tmp_path: Path):
+    counted = measured_reductions(tmp_path)
+    assert differences(COMMITTED["reductions"], counted) == []
+    for ranks in RANKS:
+        computed = computed_reductions(cell(2), ranks)
+        assert counted["zero2"][f"{ranks}"] == computed["all-reduce"]
+        assert counted["zero2-reduce"][f"{ranks}"] == computed["reduce"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,72 @@
+"""Training on torch's `meta` device as on a GPU: shapes and operations, no numbers, no memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from pretrain.config.model import ModelConfig
+from pretrain.model.dropout import DropoutStream
+from pretrain.model.transformer_xl import TransformerXL
+
+
+@contextmanager
+def meta_as_gpu() -> Iterator[Counter[str]]:
+    """Within it tensors on `meta` take the paths of a GPU; our kernels only count launches."""
+    from torch.fx.experimental import _config as shapes
+    from torch.nn.attention import bias
+
+    from pretrain.kernels.triton import attention
+    from pretrain.kernels.triton import dropout as dropout_kernels
+    from pretrain.model import attention_paths, dropout
+
+    launches: Counter[str] = Counter()
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *_, **__: launches.update(["launches"])
+
+    def flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+
+    with ExitStack() as stack:
+        for module in (attention, dropout_kernels):
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                stack.enter_context(patch.object(module, name, Kernel()))
+        for module, name, replacement in (
+            (attention_paths, "unsupported_reason", lambda _: None),
+            (attention_paths, "scaled_dot_product_attention", flash),
+            (bias, "causal_lower_right", lambda *_: None),
+            (dropout, "missing_for_compiling", lambda: None),
+            # Of an adaptive softmax: as if every bin had every token.
+            (shapes, "meta_nonzero_assume_all_nonzero", True),
+        ):
+            stack.enter_context(patch.object(module, name, replacement))
+        yield launches
+
+
+def model_on_meta(config: ModelConfig, **options: Any) -> TransformerXL:
+    """Return the model in bf16; the options are those of an engine."""
+    with torch.device("meta"):
+        return TransformerXL(config, **options).to(torch.bfloat16)
+
+
+def trained_on_meta(module: TransformerXL, segment_length: int, lanes: int) -> Iterator[str]:
+    """Train the model on a segment with a full memory; yields after each pass."""
+    with torch.device("meta"):
+        tokens_BL = torch.zeros(lanes, segment_length, dtype=torch.long)
+    starts_BL = tokens_BL > 0
+    with torch.no_grad():
+        _, memory = module(tokens_BL, tokens_BL, None, starts_BL)
+    yield "memory"
+    dropout = DropoutStream(seed=1, step=1, lanes=range(lanes))
+    nll_BL, memory = module(tokens_BL, tokens_BL, memory, starts_BL, dropout)
+    yield "forward"
+    nll_BL.mean().backward()
+    yield "backward"
