@@ -35,6 +35,21 @@ class StorageError(UserError):
     """Storage failed for longer than the run's patience, or until the run was asked to stop."""
 
 
+class Clock:
+    """Time as it passes; tests let it pass at once."""
+
+    def now(self) -> float:
+        """Seconds since any moment."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let so many seconds pass."""
+        time.sleep(seconds)
+
+
+CLOCK = Clock()
+
+
 @dataclass(frozen=True)
 class Patience:
     """How long to outlast storage.

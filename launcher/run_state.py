@@ -18,9 +18,8 @@ from foundation.errors import UserError, os_error_text, remedy_of
 from foundation.files import is_of_another_user
 from foundation.progress import duration
 from foundation.settings import load_config
-from launcher.slurm import client as slurm
-from launcher.slurm.client import JobRecord, QueuedJob
-from launcher.slurm.sbatch import Snapshot
+from launcher.slurm.client import JobRecord, QueuedJob, Slurm, node_names
+from launcher.slurm.sbatch import Snapshot, own_work_dirs
 from pretrain.checkpoint.directory import MARKER, step_directory
 from pretrain.checkpoint.marker import latest_step
 from pretrain.config.run import RunConfig, tokens_of_steps
@@ -48,7 +47,6 @@ from pretrain.rundir.ledger import (
     interruptions,
     is_finished,
     is_stopped,
-    job_names,
     last_of,
     last_stored,
     num_attempts,
@@ -314,7 +312,7 @@ class RunState:
     nodes: tuple[str, ...] = ()
     replaced_nodes: tuple[str, ...] = ()  # those that a spare node replaced, and why
     job: str | None = None  # Slurm's id
-    job_names: Sequence[str] = ()  # under which it was submitted
+    work_dirs: Sequence[str] = ()  # of its jobs
     step: int = 0
     steps: int = 0
     results: RunResults = field(default_factory=RunResults)
@@ -410,7 +408,7 @@ def read_state(path: Path) -> RunState:
             event.description for event in events_of(evidence.ledger, NodeReplaced)
         ),
         job=None if job is None else job.job,
-        job_names=job_names(evidence.ledger),
+        work_dirs=own_work_dirs(path, evidence.ledger),
         step=evidence.latest_step,
         steps=evidence.steps,
         results=results_of(
@@ -480,7 +478,7 @@ def _read_anything(path: Path) -> RunState:
         raise UserError(f"{path} cannot be read ({reason})") from error
 
 
-def with_queue(states: Sequence[RunState]) -> list[RunState]:
+def with_queue(states: Sequence[RunState], slurm: Slurm | None = None) -> list[RunState]:
     """The states with what Slurm knows about each run's last job.
 
     If Slurm does not respond, a warning says so.
@@ -492,6 +490,7 @@ def with_queue(states: Sequence[RunState]) -> list[RunState]:
     ]
     if not jobs:
         return list(states)
+    slurm = slurm or Slurm()
     try:
         queued = {job.address: job for job in slurm.jobs(jobs)}
         # Only about those that the controller has forgotten, or that may have run before.
@@ -513,13 +512,13 @@ def with_queue(states: Sequence[RunState]) -> list[RunState]:
 
 def joined(state: RunState, queued: QueuedJob | None, records: Sequence[JobRecord]) -> RunState:
     """The state of a run with what Slurm says about its last job, which wins over heartbeats and
-    locks. A job of another name has only the same number."""
-    if queued is not None and queued.name not in state.job_names:
+    locks. A job that works in another directory has only the same number."""
+    if queued is not None and queued.work_dir not in state.work_dirs:
         queued = None
-    records = [each for each in records if each.name in state.job_names]
+    records = [each for each in records if each.work_dir in state.work_dirs]
     if queued is not None and queued.is_live:
         if state.state is State.DONE:
-            nodes = " ".join(slurm.node_names(queued.nodes)) or "its nodes"
+            nodes = " ".join(node_names(queued.nodes)) or "its nodes"
             return replace(state, reason=f"its job {state.job} still holds {nodes}")
         return (_pending if queued.is_pending else _running)(state, queued, records)
     ending = (queued.state if queued else records[-1].state if records else "").partition(" ")[0]
@@ -548,7 +547,7 @@ def _pending(state: RunState, job: QueuedJob, records: Sequence[JobRecord]) -> R
 
 
 def _running(state: RunState, job: QueuedJob, _: Sequence[JobRecord]) -> RunState:
-    was, nodes = state.state, state.nodes or tuple(slurm.node_names(job.nodes))
+    was, nodes = state.state, state.nodes or tuple(node_names(job.nodes))
     state = replace(state, state=State.RUNNING, nodes=nodes)
     if job.state != "RUNNING":
         return replace(state, reason=f"its job is {job.state.lower()}")

@@ -17,7 +17,7 @@ from foundation.errors import EXIT_INTERRUPTED, ConfigError, UserError
 from foundation.own_programs import own_command
 from launcher.restart_policy import RestartPolicy
 from launcher.run_state import RunState, State, is_run, read_states, submitted_config
-from launcher.slurm import client as slurm
+from launcher.slurm.client import Slurm
 from launcher.slurm.sbatch import (
     Job,
     Snapshot,
@@ -234,8 +234,8 @@ def array_of(
     """The job of cells that need equally many nodes, and its script.
 
     It starts when the job `after` has ended. A task's index is the cell's place among these cells.
-    The job's name is derived from the cells' former jobs. So a job whose number was lost is found
-    by its name, while cells that are submitted again get a new one.
+    The job's name and directory are derived from the cells' former jobs. So a job whose number was
+    lost is found by its directory, while cells that are submitted again get a new one.
     """
     before = [(str(cell.path.resolve()), cell.state.job) for cell in cells]
     name = f"{sweep}-{hashlib.sha256(repr(before).encode()).hexdigest()[:8]}"
@@ -254,6 +254,7 @@ def array_of(
 
 def submit_array(job: Job, script: str, cells: Sequence[CellRun]) -> str:
     """Save what the cells run, submit them once, record it in their ledgers; the array's id."""
+    slurm = Slurm()
     check_request(job.cluster, job.nodes, slurm.partitions())
     for shared in (job.run_dir.parent.parent, job.run_dir.parent):  # the cells', and that of arrays
         make_run_directory(shared)
@@ -265,9 +266,10 @@ def submit_array(job: Job, script: str, cells: Sequence[CellRun]) -> str:
             snapshot.take_settings(config, job.cluster)
         snapshot = undone.enter_context(replaced_snapshot(RunDir(job.run_dir)))
         snapshot.take_code(script)
-        number = slurm.submit(snapshot.script, job.name)
+        number, work_dir = slurm.submit(snapshot.script, str(job.code))
     for index, cell in enumerate(cells):
-        submitted = Submitted(job=f"{number}_{index}", job_name=job.name)
+        task = f"{number}_{index}"
+        submitted = Submitted(job=task, job_name=job.name, work_dir=work_dir)
         RunDir(cell.path).ledger.append(submitted)
     return number
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from foundation.errors import ConfigError, UserError, os_error_text
 from foundation.records import shown
 from launcher.run_state import RunState, State, read_states
-from launcher.slurm import client as slurm
-from launcher.slurm.client import QueuedJob
+from launcher.slurm.client import QueuedJob, Slurm
 from pretrain.rundir.events import Canceled
 from pretrain.rundir.lock import Lock
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_run, refuse_links, run_path
@@ -32,8 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir = RunDir(arguments.run)
     refuse_links(run_dir.path)
     refuse_foreign_run(run_dir.path)
+    slurm = Slurm()
     if state.job and (live := [job for job in slurm.jobs([state.job]) if job.is_live]):
-        refuse_other_jobs(live, state.job_names)
+        refuse_other_jobs(live, state.work_dirs)
         # First the ledger, then Slurm: what the job's ranks write while they end comes after this
         # event.
         try:
@@ -69,17 +69,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def refuse_other_jobs(found: Sequence[QueuedJob], names: Sequence[str]) -> None:
-    """Raise ConfigError unless these jobs have a name under which the run was submitted.
+def refuse_other_jobs(live: Sequence[QueuedJob], work_dirs: Sequence[str]) -> None:
+    """Raise ConfigError unless these jobs work where the run's jobs do.
 
     A number alone can be another job's: Slurm starts again at 1 when its state is lost.
     """
-    for job in found:
-        if job.name not in names:
+    for job in live:
+        if job.work_dir not in work_dirs:
             raise ConfigError(
-                f"job {job.address} is named {shown(job.name)}, expected "
-                f"{' or '.join(map(shown, sorted(names))) or 'a job that the ledger names'}; if it "
-                f"is the run's nevertheless: scancel {job.address}"
+                f"job {job.address} works in {shown(job.work_dir)}, expected "
+                f"{' or '.join(map(shown, work_dirs))}; if it is the run's nevertheless: "
+                f"scancel {job.address}"
             )
 
 

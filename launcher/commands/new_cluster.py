@@ -11,8 +11,7 @@ from data_pipeline.commands import settings
 from foundation.errors import ConfigError, UserError
 from foundation.files import refuse_overwrite, write_new
 from foundation.yaml_files import require_yaml_name
-from launcher.slurm import client as slurm
-from launcher.slurm.client import Partition
+from launcher.slurm.client import Partition, Slurm
 from pretrain.costs.cluster import ClusterConfig, seconds_of
 
 LONGEST_JOB = "24:00:00"
@@ -53,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _partition_of(name: str | None) -> Partition | None:
     """Return the named partition, or the default one; None without Slurm."""
     try:
-        found = slurm.partitions()
+        found = Slurm().partitions()
     except UserError:
         if name:
             raise

@@ -22,7 +22,7 @@ from foundation.cli import check_least
 from foundation.errors import UserError
 from foundation.files import named_errors, write_json
 from foundation.own_programs import copied_arguments, own_arguments, own_command
-from launcher.slurm import client as slurm
+from launcher.slurm.client import Slurm, node_names, start
 from launcher.slurm.sbatch import Snapshot, check_request, environment_lines, option_flags, quote
 from launcher.slurm.srun import in_container
 from pretrain.costs.cluster import ClusterConfig, NodeRange, fixed_nodes, load_cluster
@@ -97,7 +97,7 @@ def _check_here(num_ranks: int, out: Path) -> list[NodeReport]:
     command = own_command(_CHECK, str(out))
     with RankGroup(command, num_ranks, out / "logs") as ranks:
         try:
-            return _led(out, num_ranks, "", lambda: None in ranks.poll())
+            return _led(out, num_ranks, lambda: None in ranks.poll())
         except UserError as error:
             lines = ranks.logs[0].read_text(errors="replace").strip().splitlines()
             raise UserError(
@@ -108,12 +108,13 @@ def _check_here(num_ranks: int, out: Path) -> list[NodeReport]:
 def _check_cluster(arguments: argparse.Namespace, out: Path) -> list[NodeReport]:
     cluster = load_cluster(arguments.cluster)
     nodes = fixed_nodes(arguments.nodes).least_of_job
-    check_request(cluster, NodeRange(nodes, nodes), slurm.partitions())
+    check_request(cluster, NodeRange(nodes, nodes), Slurm().partitions())
     name = f"preflight-{secrets.token_hex(4)}"
     if cluster.container_image:  # which has this project's dependencies, but not its code
         Snapshot(out).take_code(script="")
     with _step(srun_line(cluster, nodes, name, out), out) as srun:
-        return _led(out, nodes * cluster.tasks_per_node, name, lambda: srun.poll() is None)
+        num_ranks = nodes * cluster.tasks_per_node
+        return _led(out, num_ranks, lambda: srun.poll() is None, is_slurm=True)
 
 
 def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[str]:
@@ -124,6 +125,7 @@ def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[
     """
     options = {
         "job-name": name,
+        "chdir": out,  # by which the job is found
         "partition": cluster.partition,
         "nodes": nodes,
         "ntasks": nodes * cluster.tasks_per_node,
@@ -161,7 +163,7 @@ def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[
 @contextmanager
 def _step(command: Sequence[str], out: Path) -> Iterator[subprocess.Popen[bytes]]:
     """srun while it runs. Afterwards its ranks are asked to exit, and killed if they do not."""
-    srun = slurm.start(command)
+    srun = start(command)
     try:
         yield srun
     finally:
@@ -176,12 +178,12 @@ def _step(command: Sequence[str], out: Path) -> Iterator[subprocess.Popen[bytes]
 
 
 def _led(
-    out: Path, num_ranks: int, job_name: str, is_running: Callable[[], bool]
+    out: Path, num_ranks: int, is_running: Callable[[], bool], is_slurm: bool = False
 ) -> list[NodeReport]:
     found = gather(out, num_ranks, is_running)
     pairs = pair_up(out, found, is_running)
-    jobs = slurm.live_jobs(job_name) if job_name else []
-    nodes = {node for job in jobs for node in slurm.node_names(job.nodes)}
+    jobs = Slurm().live_jobs(str(out)) if is_slurm else []
+    nodes = {node for job in jobs for node in node_names(job.nodes)}
     (out / END).touch()
     return rate_nodes(found, pairs, missing=sorted(nodes - {one.node for one in found}))
 

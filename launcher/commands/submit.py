@@ -15,7 +15,7 @@ from foundation.settings import load_config
 from launcher.commands import local
 from launcher.restart_policy import RestartPolicy, add_policy_arguments, policy_of
 from launcher.run_state import read_states
-from launcher.slurm import client as slurm
+from launcher.slurm.client import Slurm
 from launcher.slurm.sbatch import (
     Job,
     Snapshot,
@@ -72,7 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
     path = (arguments.run_dir or Path("runs") / config.name).resolve()
     quote(path)  # ConfigError now, unless a script can contain it
     job = Job(
-        # One for one run directory: it finds a run's job even if the job's number was lost.
         name=f"{config.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}",
         run_dir=path,
         code=Snapshot(path).code,
@@ -103,16 +102,18 @@ def run(arguments: argparse.Namespace) -> int:
 def submit(job: Job, config: RunConfig) -> str:
     """Save what the job runs, submit it once, record it in the ledger; returns the job's id."""
     run_dir, script = RunDir(job.run_dir), render(job)
+    slurm, code = Slurm(), str(job.code)
     check_request(job.cluster, job.nodes, slurm.retry_unreachable(slurm.partitions))
     existed = run_dir.path.exists()
     try:
         with run_dir.locked("submit"):
-            refuse_live_job(job.name, job.run_dir)
+            refuse_live_job(slurm, code, job.run_dir)
             with replaced_snapshot(run_dir) as snapshot:
                 snapshot.take_settings(config, job.cluster)
                 snapshot.take_code(script)
-                number = slurm.submit(snapshot.script, job.name)
-            run_dir.ledger.append(Submitted(job=number, job_name=job.name))
+                number, work_dir = slurm.submit(snapshot.script, code)
+            submitted = Submitted(job=number, job_name=job.name, work_dir=work_dir)
+            run_dir.ledger.append(submitted)
             return number
     except ConfigError:
         if not existed:
@@ -120,9 +121,9 @@ def submit(job: Job, config: RunConfig) -> str:
         raise
 
 
-def refuse_live_job(name: str, run_dir: Path) -> None:
-    """Raise ConfigError while a job of this name, which may just be ending, has the run."""
-    if live := slurm.live_jobs(name):
+def refuse_live_job(slurm: Slurm, work_dir: str, run_dir: Path) -> None:
+    """Raise ConfigError while a job that works there, and may just be ending, has the run."""
+    if live := slurm.live_jobs(work_dir):
         raise ConfigError(
             f"job {live[0].id} ({live[0].state.lower()}) has the run {run_dir} already; "
             f"wait for it, or end it: launcher cancel {run_dir}"
@@ -179,10 +180,13 @@ def _submit_again(run_dir: RunDir, before: Submitted | None) -> int:
             f"--run-dir {run_dir.path}"
         )
     check_references(load_cluster(Snapshot(run_dir.path).cluster))
+    slurm, code = Slurm(), str(Snapshot(run_dir.path).code)
     with run_dir.locked("submit"):
-        refuse_live_job(before.job_name, run_dir.path)
-        number = slurm.submit(script, before.job_name)
-        run_dir.ledger.append(Submitted(job=number, job_name=before.job_name))
+        refuse_live_job(slurm, code, run_dir.path)
+        run_dir.logs.mkdir(exist_ok=True)  # Slurm starts no job that cannot write its log
+        number, work_dir = slurm.submit(script, code)
+        submitted = Submitted(job=number, job_name=before.job_name, work_dir=work_dir)
+        run_dir.ledger.append(submitted)
     print(f"job {number} ({before.job_name}) continues {run_dir.path}")
     print(f"Status: launcher status {run_dir.path}")
     return 0

@@ -1,6 +1,8 @@
-"""Runs Slurm's commands; nothing else does, except for the srun of an attempt (srun.py).
+"""Asks Slurm by its commands; nothing else does, except for the sruns of srun.py.
 
-Output is requested field by field, because the JSON of Slurm's commands varies by version.
+One reader takes what they print. Output is requested field by field, because the JSON of Slurm's
+commands varies by version, between marks of our own and with a header: sites print banners, wrap
+commands and cut lines. An answer that is not whole is none: Slurm is asked again.
 """
 
 from __future__ import annotations
@@ -12,16 +14,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from foundation.errors import ConfigError, UserError
+from foundation.retry import CLOCK, Clock
 
 T = TypeVar("T")
 P = ParamSpec("P")
+Runner = Callable[[Sequence[str], float], "subprocess.CompletedProcess[str]"]
 
 # Variables of a surrounding job would change what our commands do.
 _INHERITED = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SINFO_", "PMIX_")
@@ -41,11 +44,17 @@ _COMMAND_SECONDS = 120.0
 # sockets.
 _SETTLE_SECONDS = 2.0
 _ACCOUNTING_SECONDS = 10.0  # the history is not worth a longer wait
-# Names are last, because users write them: they may contain the separator.
-_JOB_FIELDS = "%A|%F|%K|%T|%r|%N|%S|%j"
-_RECORD_FIELDS = "JobID,State,JobName"
+# Directories are last, because users name them: they may contain the separator.
+_JOB_FIELDS = ("%A", "%F", "%K", "%T", "%r", "%N", "%S", "%Z")
+_NODES = r"(?:[\w.-]|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])+"  # n[1-2,7]
+_JOB = re.compile(r"[0-9]+\|[0-9]+\|[^|]*\|[A-Z_]+(\|[^|]*){3}\|(/.*|\(null\))?", re.DOTALL)
+_START, _END = "xl|", "|lx"  # of a record
+_RECORD = re.compile(rf"^{re.escape(_START)}(.*?){re.escape(_END)}$", re.MULTILINE | re.DOTALL)
+_BETWEEN = "|xl|"  # two fields of accounting, which ends its lines with it, too
 _TEXT_OF_USERS = re.compile(r"\b(JobName|\w*Comment|Command|WorkDir)=.*")  # to the line's end
+_NEEDED = {"JobState", "Restarts", "WorkDir"}  # the last of them comes late in an answer
 _JOB_NUMBER = re.compile(r"[0-9]+(_[0-9]+)?")
+_SUBMITTED = re.compile(r"^([0-9]+)(;\S+)?$", re.MULTILINE)
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +74,7 @@ class QueuedJob:
     reason: str  # why it waits or ended, as Slurm reports it
     nodes: str  # n[1-2]
     start: str  # when it started, or is expected to
-    name: str
+    work_dir: str  # tells the jobs of runs apart: nobody renames it, and no other run has it
 
     @property
     def address(self) -> str:
@@ -94,7 +103,7 @@ class JobRecord:
 
     address: str  # 17, or 17_3
     state: str
-    name: str
+    work_dir: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,43 +116,267 @@ class Partition:
     time_limit: str
 
 
-def retry_unreachable(ask: Callable[[], T], timeout: float = 300.0) -> T:
-    """What `ask` returns; retried for `timeout` seconds while the controller does not respond."""
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            return ask()
-        except SlurmUnreachable as error:
-            if time.monotonic() > deadline:
-                raise
-            _log.warning("%s; retrying", error)
-            _wait_for_controller(deadline)
+class Slurm:
+    """The answers of Slurm. `run` runs a command of it for at most so many seconds."""
 
+    def __init__(self, run: Runner | None = None, clock: Clock = CLOCK) -> None:
+        self._runner, self._clock = run or run_command, clock
 
-def answered(ask: Callable[P, T], *what: P.args, **how: P.kwargs) -> T:
-    """What Slurm answers, without a timeout: Slurm ends the job's processes when it is time."""
-    return retry_unreachable(lambda: ask(*what, **how), timeout=math.inf)
+    def retry_unreachable(self, ask: Callable[[], T], timeout: float = 300.0) -> T:
+        """What `ask` returns; retried for `timeout` seconds while the controller does not
+        respond."""
+        deadline = self._clock.now() + timeout
+        while True:
+            try:
+                return ask()
+            except SlurmUnreachable as error:
+                if self._clock.now() > deadline:
+                    raise
+                _log.warning("%s; retrying", error)
+                self._wait_for_controller(deadline)
 
+    def answered(self, ask: Callable[P, T], *what: P.args, **how: P.kwargs) -> T:
+        """What Slurm answers, without a timeout: Slurm ends the job's processes when it is time."""
+        return self.retry_unreachable(lambda: ask(*what, **how), timeout=math.inf)
 
-def submit(script: Path, name: str) -> str:
-    """Submit a batch script whose job is called `name`; returns the job's id.
+    def submit(self, script: Path, work_dir: str) -> tuple[str, str]:
+        """Submit a batch script whose job works in `work_dir`; the job's id, and where it works by
+        Slurm's word.
 
-    Idempotent: if Slurm's answer was lost, the job may exist, so every try first looks for a live
-    job of that name.
-    """
+        Idempotent: if Slurm's answer was lost, the job may exist, so every try first looks for a
+        live job there.
+        """
 
-    def find_or_submit() -> str:
-        if live := live_jobs(name):
-            return live[0].array_id
-        result = _run(["sbatch", "--parsable", str(script)])
-        if result.returncode:
-            reason = _one_line(result.stderr).replace("sbatch: error: ", "")
-            raise ConfigError(
-                f"sbatch rejected the job: {reason}; correct the cluster file, or split the sweep"
+        def find_or_submit() -> tuple[str, str]:
+            if live := self.live_jobs(work_dir):
+                return live[0].array_id, work_dir
+            result = self._run(["sbatch", "--parsable", str(script)])
+            if result.returncode:
+                reason = _one_line(result.stderr).replace("sbatch: error: ", "")
+                raise ConfigError(
+                    f"sbatch rejected the job: {reason}; correct the cluster file, or split the "
+                    "sweep"
+                )
+            printed = [number for number, _ in _SUBMITTED.findall(result.stdout)]
+            return self.retry_unreachable(lambda: self._read_back(printed, work_dir))
+
+        return self.retry_unreachable(find_or_submit)
+
+    def _read_back(self, printed: Sequence[str], work_dir: str) -> tuple[str, str]:
+        """The job that sbatch has submitted: a wrapper may have printed other numbers, and the site
+        may have moved the job to another directory."""
+        mine = self._jobs_of_this_user()
+        own = [job for job in mine if job.work_dir == work_dir]
+        own = own or [job for job in mine if job.array_id in printed]
+        if own:
+            return own[-1].array_id, own[-1].work_dir
+        if not printed:
+            raise SlurmUnreachable("sbatch took the job, but did not print its number")
+        return printed[-1], work_dir
+
+    def live_jobs(self, *work_dirs: str) -> list[QueuedJob]:
+        """This user's live jobs that work in these directories, oldest first; array tasks one by
+        one."""
+        mine = self._jobs_of_this_user()
+        return [job for job in mine if job.is_live and job.work_dir in work_dirs]
+
+    def _jobs_of_this_user(self) -> list[QueuedJob]:
+        return self._squeue("--user", str(os.geteuid()))
+
+    def jobs(self, ids: Sequence[str]) -> list[QueuedJob]:
+        """What squeue reports about these jobs.
+
+        One that is missing ended minutes ago, or never existed.
+        """
+        ids = _job_numbers(ids)
+        return self._squeue("-j", ",".join(ids)) if ids else []
+
+    def steps(self, job: int) -> list[str]:
+        """The steps of a job that srun started and that still run: 17.0."""
+        listed = [step for (step,) in self._records(["squeue", "-s", "-j", str(job)], ["%i"])]
+        return [step for step in listed if step.rpartition(".")[2].isdecimal()]
+
+    def details(self, job: str) -> dict[str, str]:
+        """The fields of `scontrol show job`, such as JobState, Reason, NodeList.
+
+        Empty for a job unknown to Slurm, and for no other reason.
+        """
+        result = self._run(["scontrol", "show", "job", job])
+        if result.returncode and "invalid job id" in result.stderr.lower():
+            return {}
+        fields = {} if result.returncode else fields_of_job(result.stdout)
+        if not fields:
+            raise SlurmUnreachable(
+                f"scontrol failed: {_one_line(result.stderr) or _shown(result.stdout)}"
             )
-        return result.stdout.strip().split(";")[0]
+        return fields
 
-    return retry_unreachable(find_or_submit)
+    def records(self, ids: Sequence[str]) -> list[JobRecord]:
+        """Accounting's records of these jobs, oldest first.
+
+        None without accounting, or in a job's first second; a warning if it does not respond.
+        """
+        ids = _job_numbers(ids)
+        if not ids:
+            return []
+        fields = ["-o", "JobID,State,WorkDir", f"--delimiter={_BETWEEN}"]
+        command = ["sacct", "-D", "-X", "-p", *fields, "-j", ",".join(ids)]
+        try:
+            result = self._run(command, _ACCOUNTING_SECONDS)
+        except SlurmUnreachable:
+            result = None
+        if result is None or (not result.returncode and "JobID" not in result.stdout):
+            _log.warning("how earlier starts of jobs ended is unknown: sacct gets no answer")
+            return []
+        if result.returncode:
+            return []
+        lines = (line.split(_BETWEEN) for line in result.stdout.splitlines())
+        whole = (line for line in lines if len(line) == 4 and _JOB_NUMBER.fullmatch(line[0]))
+        return [JobRecord(address, state, work_dir) for address, state, work_dir, _ in whole]
+
+    def partitions(self) -> list[Partition]:
+        """The partitions of the cluster."""
+        partitions: dict[str, Partition] = {}
+        # one record for each kind of node
+        for label, *numbers, resources, limit in self._records(
+            ["sinfo"], ["%P", "%D", "%c", "%G", "%l"]
+        ):
+            name = label.rstrip("*")
+            known = partitions.get(name)
+            nodes, cpus = (_number(each.rstrip("+")) for each in numbers)
+            gpus = sum(map(int, re.findall(r"gpu(?::[^:(,]+)?:(\d+)", resources)))
+            partitions[name] = Partition(
+                name=name,
+                is_default=label.endswith("*"),
+                num_nodes=nodes + (known.num_nodes if known else 0),
+                cpus_per_node=max(cpus, known.cpus_per_node if known else 0),
+                gpus_per_node=max(gpus, known.gpus_per_node if known else 0),
+                time_limit=limit,
+            )
+        return list(partitions.values())
+
+    def node_states(self, names: Sequence[str], field: str = "%T") -> dict[str, str]:
+        """The states of nodes as sinfo calls them, such as `idle` and `mixed*`, or another
+        field."""
+        listed = self._records(["sinfo", "-N", "-n", ",".join(names)], ["%N", field])
+        return dict(listed)  # a record for each partition
+
+    def cancel(self, job: str) -> None:
+        """Cancel a job, or a step; one that has ended already is left alone."""
+        self._checked(["scancel", job])
+
+    def requeue(self, job: str, exclude: Sequence[str] = ()) -> None:
+        """Requeue a job, which ends all its processes, possibly this one; its next start avoids the
+        nodes `exclude`.
+
+        Slurm lets it wait for the lifetime of a credential, by default two minutes. The nodes go
+        into ExcNodeList because that is what Slurm lets a user change of a waiting job without
+        asking for its nodes by name.
+        """
+        before = self.details(job).get("ExcNodeList")
+        # If the job is our own, Slurm sends SIGTERM to all its processes as soon as it is requeued.
+        # The commands inherit the blocked signal, so that neither they nor this process die before
+        # the update.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            self._checked(["scontrol", "requeue", job])
+            if exclude:  # only a job that waits can be updated, and an update replaces the list
+                nodes = [*exclude, *([before] if before else [])]
+                update = ["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}"]
+                self._checked(update)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def _squeue(self, *which: str) -> list[QueuedJob]:
+        try:
+            records = self._records(["squeue", "-r", "-t", "all", *which], _JOB_FIELDS)
+        except _UnknownJob:
+            return []
+        if strange := [record for record in records if not _JOB.fullmatch("|".join(record))]:
+            raise SlurmUnreachable(f"Slurm did not answer; found the job {strange[0]}")
+        return sorted((QueuedJob(*record) for record in records), key=lambda job: int(job.id))
+
+    def _records(self, command: Sequence[str], fields: Sequence[str]) -> list[list[str]]:
+        """The records that squeue or sinfo lists, without their header."""
+        form = _START + "|".join(fields) + _END
+        return records_in(self._checked([*command, "-o", form]), len(fields))[1:]
+
+    def _wait_for_controller(self, deadline: float) -> None:
+        while self._clock.now() < deadline:
+            self._clock.sleep(1)
+            try:
+                if self._run(["squeue", "-h", "-o", "%A"]).returncode == 0:
+                    break
+            except SlurmUnreachable:
+                continue
+        self._clock.sleep(_SETTLE_SECONDS)
+
+    def _checked(self, command: Sequence[str]) -> str:
+        result = self._run(command)
+        if result.returncode:
+            kind = _UnknownJob if "invalid job id" in result.stderr.lower() else UserError
+            raise kind(f"'{' '.join(command[:3])}' failed: {_one_line(result.stderr)}")
+        return result.stdout
+
+    def _run(
+        self, command: Sequence[str], seconds: float = _COMMAND_SECONDS
+    ) -> subprocess.CompletedProcess[str]:
+        """The finished command; SlurmUnreachable if the controller did not respond."""
+        try:
+            result = self._runner(command, seconds)
+        except FileNotFoundError:
+            raise UserError(_NO_SLURM.format(command[0])) from None
+        except subprocess.TimeoutExpired:
+            raise SlurmUnreachable(
+                f"'{command[0]}': the Slurm controller did not respond in {seconds:.0f} s"
+            ) from None
+        # Only the commands are installed, without a configuration.
+        if result.returncode and "configuration source" in result.stderr:
+            raise UserError(_NO_SLURM.format(command[0]))
+        if result.returncode and _UNREACHABLE.search(result.stderr.lower()):
+            raise SlurmUnreachable(
+                f"the Slurm controller does not respond ({_one_line(result.stderr)})"
+            )
+        return result
+
+
+def run_command(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm, whatever bytes it prints."""
+    return subprocess.run(
+        command,
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="backslashreplace",
+        timeout=seconds,
+    )
+
+
+def records_in(printed: str, num_fields: int) -> list[list[str]]:
+    """The records between our marks, the header first; all other lines are somebody else's.
+
+    SlurmUnreachable without a header, or if a record is cut or has other fields.
+    """
+    records = [record.split("|", num_fields - 1) for record in _RECORD.findall(printed)]
+    num_begun = sum(line.startswith(_START) for line in printed.splitlines())
+    if not records or num_begun != len(records) or any(len(r) != num_fields for r in records):
+        raise SlurmUnreachable(f"Slurm did not answer; found {_shown(printed)}")
+    return records
+
+
+def fields_of_job(printed: str) -> dict[str, str]:
+    """The fields of the first job that `scontrol show job` prints; empty if the answer is not
+    whole."""
+    _, begin, rest = printed.partition("JobId=")
+    record = (begin + rest).partition("\n\n")[0]
+    work_dir = re.search(r"^ *WorkDir=(.*)$", record, re.MULTILINE)
+    fields = re.findall(r"(\w+)=(\S*)", _TEXT_OF_USERS.sub("", record))
+    first = dict(reversed(fields))  # a comment of several lines comes after what it could imitate
+    if work_dir:
+        first["WorkDir"] = work_dir[1]
+    is_whole = first.keys() >= _NEEDED and first["Restarts"].isdecimal()
+    return {key: each for key, each in first.items() if each != "(null)"} if is_whole else {}
 
 
 def own_job() -> str:
@@ -156,114 +389,6 @@ def own_job() -> str:
     if "SLURM_ARRAY_TASK_ID" in os.environ:
         return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     return os.environ["SLURM_JOB_ID"]
-
-
-def live_jobs(name: str) -> list[QueuedJob]:
-    """This user's live jobs of this name, oldest first; array tasks one by one.
-
-    Others can give their jobs any name.
-    """
-    mine = _squeue("--name", name, "--user", str(os.geteuid()))
-    return [job for job in mine if job.is_live]
-
-
-def jobs(ids: Sequence[str]) -> list[QueuedJob]:
-    """What squeue reports about these jobs.
-
-    One that is missing ended minutes ago, or never existed.
-    """
-    ids = _job_numbers(ids)
-    return _squeue("-j", ",".join(ids)) if ids else []
-
-
-def steps(job: int) -> list[str]:
-    """The steps of a job that srun started and that still run: 17.0."""
-    listed = _checked(["squeue", "-h", "-s", "-j", str(job), "-o", "%i"]).split()
-    return [step for step in listed if step.rpartition(".")[2].isdecimal()]
-
-
-def details(job: str) -> dict[str, str]:
-    """The fields of `scontrol show job`, such as JobState, Reason, NodeList.
-
-    Empty for a job unknown to Slurm, and for no other reason.
-    """
-    result = _run(["scontrol", "show", "job", job])
-    if result.returncode and "invalid job id" not in result.stderr.lower():
-        raise SlurmUnreachable(f"scontrol failed: {_one_line(result.stderr)}")
-    fields = re.findall(r"(\w+)=(\S*)", _TEXT_OF_USERS.sub("", result.stdout))
-    first = dict(reversed(fields))  # a comment of several lines comes after what it could imitate
-    return {name: value for name, value in first.items() if value != "(null)"}
-
-
-def records(ids: Sequence[str]) -> list[JobRecord]:
-    """Accounting's records of these jobs, oldest first.
-
-    None without accounting, or in a job's first second; a warning if it does not respond.
-    """
-    ids = _job_numbers(ids)
-    if not ids:
-        return []
-    command = ["sacct", "-D", "-X", "-n", "-P", "-o", _RECORD_FIELDS, "-j", ",".join(ids)]
-    try:
-        result = _run(command, _ACCOUNTING_SECONDS)
-    except SlurmUnreachable:
-        _log.warning("how earlier starts of jobs ended is unknown: sacct gets no answer")
-        return []
-    listed = result.stdout.splitlines() if result.returncode == 0 else []
-    return [JobRecord(*line.split("|", 2)) for line in listed if line.count("|") >= 2]
-
-
-def partitions() -> list[Partition]:
-    """The partitions of the cluster."""
-    result = _checked(["sinfo", "-h", "-o", "%P|%D|%c|%G|%l"])
-    found: dict[str, Partition] = {}
-    for line in result.splitlines():  # one for each kind of node
-        label, nodes, cpus, resources, limit = line.split("|")
-        name = label.rstrip("*")
-        known = found.get(name)
-        gpus = sum(map(int, re.findall(r"gpu(?::[^:(,]+)?:(\d+)", resources)))
-        found[name] = Partition(
-            name=name,
-            is_default=label.endswith("*"),
-            num_nodes=int(nodes) + (known.num_nodes if known else 0),
-            cpus_per_node=max(int(cpus.rstrip("+")), known.cpus_per_node if known else 0),
-            gpus_per_node=max(gpus, known.gpus_per_node if known else 0),
-            time_limit=limit,
-        )
-    return list(found.values())
-
-
-def node_states(names: Sequence[str], field: str = "%T") -> dict[str, str]:
-    """The states of nodes as sinfo calls them, such as `idle` and `mixed*`, or another field."""
-    listed = _checked(["sinfo", "-h", "-N", "-n", ",".join(names), "-o", f"%N|{field}"])
-    return dict(line.split("|", 1) for line in listed.splitlines())  # a line for each partition
-
-
-def cancel(job: str) -> None:
-    """Cancel a job, or a step; one that has ended already is left alone."""
-    _checked(["scancel", job])
-
-
-def requeue(job: str, exclude: Sequence[str] = ()) -> None:
-    """Requeue a job, which ends all its processes, possibly this one; its next start avoids the
-    nodes `exclude`.
-
-    Slurm lets it wait for the lifetime of a credential, by default two minutes. The nodes go into
-    ExcNodeList because that is what Slurm lets a user change of a waiting job without asking for
-    its nodes by name.
-    """
-    before = details(job).get("ExcNodeList")
-    # If the job is our own, Slurm sends SIGTERM to all its processes as soon as it is requeued. The
-    # commands inherit the blocked signal, so that neither they nor this process die before the
-    # update.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        _checked(["scontrol", "requeue", job])
-        if exclude:  # only a job that waits can be updated, and an update replaces the list
-            nodes = [*exclude, *([before] if before else [])]
-            _checked(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}"])
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -281,10 +406,27 @@ def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def node_names(node_list: str) -> list[str]:
-    """`n[1-2]` -> n1, n2; none of an empty list."""
-    if not node_list:
-        return []
-    return _checked(["scontrol", "show", "hostnames", node_list]).split()
+    """`n[1-2],m03` -> n1, n2, m03; none of an empty list."""
+    if node_list and not re.fullmatch(rf"{_NODES}(,{_NODES})*", node_list):
+        raise SlurmUnreachable(f"Slurm did not answer; found the nodes {node_list!r}")
+    return [name for part in re.findall(_NODES, node_list) for name in _expanded(part)]
+
+
+def _expanded(part: str) -> list[str]:
+    before, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    ranges, _, after = rest.partition("]")
+    names = []
+    for each in ranges.split(","):
+        first, _, last = each.partition("-")
+        numbers = range(int(first), int(last or first) + 1)
+        names += [f"{before}{number:0{len(first)}d}" for number in numbers]
+    return [name + tail for name in names for tail in _expanded(after)] if after else names
+
+
+class _UnknownJob(UserError):
+    """Slurm has no such job."""
 
 
 def _job_numbers(ids: Sequence[str]) -> list[str]:
@@ -292,54 +434,15 @@ def _job_numbers(ids: Sequence[str]) -> list[str]:
     return [number for number in ids if _JOB_NUMBER.fullmatch(number)]
 
 
-def _squeue(*which: str) -> list[QueuedJob]:
-    result = _run(["squeue", "-h", "-r", "-t", "all", "-o", _JOB_FIELDS, *which])
-    if result.returncode and "invalid job id" not in result.stderr.lower():
-        raise UserError(f"squeue failed: {_one_line(result.stderr)}")
-    found = (QueuedJob(*line.split("|", 7)) for line in result.stdout.splitlines())
-    return sorted(found, key=lambda job: int(job.id))
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise SlurmUnreachable(f"Slurm did not answer; found {text!r} for a number")
+    return int(text)
 
 
-def _wait_for_controller(deadline: float) -> None:
-    while time.monotonic() < deadline:
-        time.sleep(1)
-        try:
-            if _run(["squeue", "-h", "-o", "%A"]).returncode == 0:
-                break
-        except SlurmUnreachable:
-            continue
-    time.sleep(_SETTLE_SECONDS)
-
-
-def _checked(command: Sequence[str]) -> str:
-    result = _run(command)
-    if result.returncode:
-        raise UserError(f"'{' '.join(command[:3])}' failed: {_one_line(result.stderr)}")
-    return result.stdout
-
-
-def _run(
-    command: Sequence[str], seconds: float = _COMMAND_SECONDS
-) -> subprocess.CompletedProcess[str]:
-    """The finished command; SlurmUnreachable if the controller did not respond."""
-    try:
-        result = subprocess.run(
-            command, env=_environment(), capture_output=True, text=True, timeout=seconds
-        )
-    except FileNotFoundError:
-        raise UserError(_NO_SLURM.format(command[0])) from None
-    except subprocess.TimeoutExpired:
-        raise SlurmUnreachable(
-            f"'{command[0]}': the Slurm controller did not respond in {seconds:.0f} s"
-        ) from None
-    # Only the commands are installed, without a configuration.
-    if result.returncode and "configuration source" in result.stderr:
-        raise UserError(_NO_SLURM.format(command[0]))
-    if result.returncode and _UNREACHABLE.search(result.stderr.lower()):
-        raise SlurmUnreachable(
-            f"the Slurm controller does not respond ({_one_line(result.stderr)})"
-        )
-    return result
+def _shown(printed: str) -> str:
+    """What was printed instead of an answer, for one line."""
+    return repr(_one_line(printed)[:80]) if printed.strip() else "nothing"
 
 
 def _environment() -> dict[str, str]:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foundation.errors import UserError, os_error_text
-from launcher.slurm import client as slurm
+from foundation.retry import CLOCK, Clock
+from launcher.slurm.client import Slurm, node_names, own_job
 from launcher.slurm.former_starts import refusal_of_futile_starts
 from launcher.slurm.srun import failed_nodes
 from launcher.stop_signals import StopSignals
@@ -58,10 +59,10 @@ class ThisJob:
     @classmethod
     def from_environment(cls) -> ThisJob:
         return cls(
-            id=slurm.own_job(),
+            id=own_job(),
             number=int(os.environ["SLURM_JOB_ID"]),
             restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
-            nodes=tuple(slurm.node_names(os.environ["SLURM_JOB_NODELIST"])),
+            nodes=tuple(node_names(os.environ["SLURM_JOB_NODELIST"])),
         )
 
 
@@ -166,8 +167,16 @@ class JobExit:
     the job is requeued in time.
     """
 
-    def __init__(self, job: ThisJob, run_dir: Path, stop: StopSignals, most_futile: int) -> None:
-        self._job = job
+    def __init__(
+        self,
+        job: ThisJob,
+        run_dir: Path,
+        stop: StopSignals,
+        most_futile: int,
+        slurm: Slurm | None = None,
+        clock: Clock = CLOCK,
+    ) -> None:
+        self._job, self._slurm, self._clock = job, slurm or Slurm(), clock
         self._run_dir = RunDir(run_dir)  # without patience
         self._stop = stop
         self._fence: Fence | None = None  # of the last attempt
@@ -246,37 +255,37 @@ class JobExit:
         """Whether the job can run without this node: not requested by name, and the partition has
         enough others."""
         fields = self._fields()
-        if node in slurm.node_names(fields.get("ReqNodeList", "")):
+        if node in node_names(fields.get("ReqNodeList", "")):
             return False
         excluded = {
             node,
             *excluded_nodes(self._run_dir.ledger.read(), self._job.id),
-            *slurm.node_names(fields.get("ExcNodeList", "")),
+            *node_names(fields.get("ExcNodeList", "")),
         }
-        sizes = {each.name: each.num_nodes for each in slurm.answered(slurm.partitions)}
+        sizes = {each.name: each.num_nodes for each in self._slurm.answered(self._slurm.partitions)}
         return sizes.get(fields.get("Partition", ""), 0) - len(excluded) >= len(self._job.nodes)
 
     def _fields(self) -> dict[str, str]:
-        return slurm.answered(slurm.details, self._job.id)
+        return self._slurm.answered(self._slurm.details, self._job.id)
 
     def _ending(self) -> JobEnding:
         fields = self._fields()
         self._time_limit = fields.get("TimeLimit", self._time_limit)
         job_log = Path(fields.get("StdOut", "/dev/null"))
         was_warned = signal.SIGUSR1 in self._stop.received
-        deadline = time.monotonic() + NODE_NAME_SECONDS
+        deadline = self._clock.now() + NODE_NAME_SECONDS
         while True:
             log = _said_by_slurm(self._run_dir.logs, job_log)
             ending = ending_of(fields, self._job.restart, log, was_warned, self._began)
             if ending.reason is JobEndReason.PROLOG_FAILED:
                 return replace(ending, node=self._drained_by_prolog())
             is_named = ending.reason is not JobEndReason.NODE_FAILED or ending.node
-            if is_named or time.monotonic() > deadline:
+            if is_named or self._clock.now() > deadline:
                 return ending
-            time.sleep(0.1)
+            self._clock.sleep(0.1)
 
     def _drained_by_prolog(self) -> str | None:
-        reasons = slurm.answered(slurm.node_states, self._job.nodes, "%E")
+        reasons = self._slurm.answered(self._slurm.node_states, self._job.nodes, "%E")
         return next((node for node in reasons if reasons[node].startswith("Prolog error")), None)
 
     def _end(self, ending: JobEnding, message: str = "") -> None:
@@ -298,7 +307,7 @@ class JobExit:
         if event.reason is JobEndReason.FORGOTTEN:
             # Slurm kills it when the node registers. If it exited before, the node would refuse the
             # job's next start as a duplicate, and be drained.
-            time.sleep(_UNKNOWN_SECONDS)
+            self._clock.sleep(_UNKNOWN_SECONDS)
         if event.requeued:
             try:
                 self._requeue(event)
@@ -317,7 +326,7 @@ class JobExit:
                 if is_last:  # the next start notes an end that is not there
                     _log.error("the job's end is not in the ledger: %s", os_error_text(error))
                 else:
-                    time.sleep(_RECORD_AGAIN_SECONDS)
+                    self._clock.sleep(_RECORD_AGAIN_SECONDS)
         return event
 
     def _weighed(self, event: JobEnded) -> JobEnded:
@@ -336,7 +345,7 @@ class JobExit:
         with contextlib.suppress(OSError):
             ends = [*self._run_dir.ledger.read(), event]
         exclude = list(dict.fromkeys(excluded_nodes(ends, self._job.id)))
-        slurm.answered(slurm.requeue, self._job.id, exclude)
+        self._slurm.answered(self._slurm.requeue, self._job.id, exclude)
 
 
 def _said_by_slurm(logs: Path, job_log: Path) -> str:

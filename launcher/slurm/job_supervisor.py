@@ -6,19 +6,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from foundation.errors import ConfigError, UserError
+from foundation.retry import CLOCK, Clock
 from foundation.settings import load_config
 from launcher.restart_policy import RestartPolicy, add_policy_arguments, policy_of
-from launcher.slurm import client as slurm
+from launcher.slurm.client import Slurm
 from launcher.slurm.former_starts import attempts_without_progress
 from launcher.slurm.job_exit import JobExit, ThisJob
 from launcher.slurm.lost_nodes import FirstNodeGuard, LeaveNode, NodePool, use_up_old_numbers
-from launcher.slurm.sbatch import Snapshot
-from launcher.slurm.srun import SlurmRanks
+from launcher.slurm.sbatch import Snapshot, own_work_dirs
+from launcher.slurm.srun import SlurmRanks, Step
 from launcher.stop_signals import HOLDER, StopSignals, StopWhileWaiting
 from launcher.supervisor import is_complete, latest_step, supervise
 from pretrain.config.run import RunConfig
@@ -31,7 +32,7 @@ from pretrain.rundir.events import (
     JobStarted,
     SupervisorKilled,
 )
-from pretrain.rundir.ledger import events_of, job_names, last_of
+from pretrain.rundir.ledger import events_of, last_of
 from pretrain.rundir.lock import StaleAttempt
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_run
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
@@ -51,17 +52,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_log_level_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What the supervisor acts through; tests script it."""
+
+    slurm: Slurm = field(default_factory=Slurm)
+    start_ranks: Callable[[Step, RunDir, int, str], SlurmRanks] = SlurmRanks
+    clock: Clock = CLOCK
+
+
+def run(arguments: argparse.Namespace, site: Site | None = None) -> int:
     """Train inside this job.
 
     After a stop that Slurm announced, the job is requeued unless it was canceled.
     """
+    site = site or Site()
     set_up_logging("supervisor", arguments.log_level)
     refuse_foreign_run(arguments.run_dir)  # also a cell's, which others than its array may have
     config = load_config(RunConfig, Snapshot(arguments.run_dir).experiment)
     job, stop = ThisJob.from_environment(), StopSignals()
     policy = policy_of(arguments)
-    job_exit = JobExit(job, arguments.run_dir, stop, policy.attempts_without_progress)
+    most = policy.attempts_without_progress
+    job_exit = JobExit(job, arguments.run_dir, stop, most, site.slurm, site.clock)
     seconds = config.checkpoint.storage_patience_seconds
     run_dir = RunDir(arguments.run_dir, stop.patience(seconds, job_exit.poll))
     with stop:
@@ -73,10 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
         status = EXIT_STOPPED
         with contextlib.suppress(StopWhileWaiting):
             if job_exit.is_allocated():
-                await_former_ranks(job, run_dir, job_exit.poll)
-                begin(job, run_dir)
+                await_former_ranks(job, run_dir, site, job_exit.poll)
+                begin(job, run_dir, site.slurm)
                 use_up_old_numbers(run_dir.ledger.read(), job, job_exit.poll)
-                status = _make_attempts(job, run_dir, policy, stop, job_exit, arguments.spare_nodes)
+                status = _make_attempts(
+                    job, run_dir, policy, stop, job_exit, arguments.spare_nodes, site
+                )
         job_exit.finish(status)
     return status
 
@@ -88,6 +102,7 @@ def _make_attempts(
     stop: StopSignals,
     job_exit: JobExit,
     num_spare: int,
+    site: Site,
 ) -> int:
     """Train as long as this start of the job does; the exit status."""
     ranks: SlurmRanks | None = None  # of the last attempt
@@ -97,7 +112,7 @@ def _make_attempts(
         step = pool.next_step(ranks.failed_nodes if ranks else ())
         where = ", ".join(step.nodes)
         _log.info("attempt %d: %s on %s", number, counted(step.ranks, "rank"), where)
-        ranks = SlurmRanks(step, run_dir, number, job_exit.claim(number))
+        ranks = site.start_ranks(step, run_dir, number, job_exit.claim(number))
         return ranks
 
     def meanwhile() -> None:
@@ -114,7 +129,7 @@ def _make_attempts(
             )
         guard = FirstNodeGuard(job, is_needed=num_spare > 0)
         with run_dir.locked(HOLDER, is_fenced=True), guard:
-            pool = NodePool(job, num_spare, run_dir, job_exit.can_exclude)
+            pool = NodePool(job, num_spare, run_dir, job_exit.can_exclude, site.slurm)
             return supervise(
                 run_dir, start, policy, stop, count, meanwhile, job.id, job_exit.is_allocated
             )
@@ -129,7 +144,9 @@ def _make_attempts(
         return EXIT_STOPPED
 
 
-def await_former_ranks(job: ThisJob, run_dir: RunDir, meanwhile: Callable[[], None]) -> None:
+def await_former_ranks(
+    job: ThisJob, run_dir: RunDir, site: Site, meanwhile: Callable[[], None]
+) -> None:
     """Wait until the ranks of a supervisor that was killed in this start of the job have ended.
 
     Their srun asked them to save and stop when it died (SlurmRanks). Those that do not manage in
@@ -139,18 +156,19 @@ def await_former_ranks(job: ThisJob, run_dir: RunDir, meanwhile: Callable[[], No
     if lost is None or lost.restart != job.restart:
         return
     patience = load_cluster(Snapshot(run_dir.path).cluster).signal_seconds
-    deadline = time.monotonic() + patience
+    slurm, clock = site.slurm, site.clock
+    deadline = clock.now() + patience
     while steps := slurm.answered(slurm.steps, job.number):
         meanwhile()
-        if time.monotonic() > deadline:
+        if clock.now() > deadline:
             _log.warning("ranks of a killed supervisor still run after %d s: killing", patience)
             for step in steps:
                 slurm.cancel(step)
             return  # the step of the next attempt waits for what they hold
-        time.sleep(_POLL_SECONDS)
+        clock.sleep(_POLL_SECONDS)
 
 
-def begin(job: ThisJob, run_dir: RunDir) -> None:
+def begin(job: ThisJob, run_dir: RunDir, slurm: Slurm) -> None:
     """Record that this job has the run; ConfigError if another live job has it."""
     ledger, step = run_dir.ledger.read(), latest_step(run_dir)
     if lost := open_start(ledger, job.id):  # its supervisor could not write its end
@@ -169,8 +187,9 @@ def begin(job: ThisJob, run_dir: RunDir) -> None:
     # Each job writes its start before it looks for others, so of two jobs at least one sees the
     # other.
     ledger = run_dir.ledger.read()
-    for other in slurm.jobs(other_jobs(ledger, job.id)):
-        if other.is_live and other.name in job_names(ledger):
+    own = own_work_dirs(run_dir.path, ledger)
+    for other in slurm.answered(slurm.jobs, other_jobs(ledger, job.id)):
+        if other.is_live and other.work_dir in own:
             run_dir.ledger.append(
                 JobEnded(
                     job=job.id,

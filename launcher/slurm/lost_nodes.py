@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from foundation.errors import ConfigError, exit_status_of
 from foundation.own_programs import own_command
 from foundation.settings import load_config
-from launcher.slurm import client as slurm
+from launcher.slurm.client import Slurm, SlurmUnreachable, node_names
 from launcher.slurm.former_starts import no_rank_started, node_to_exclude
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.sbatch import Snapshot, usable_nodes
@@ -105,9 +105,15 @@ class NodePool:
     """
 
     def __init__(
-        self, job: ThisJob, num_spare: int, run_dir: RunDir, can_exclude: Callable[[str], bool]
+        self,
+        job: ThisJob,
+        num_spare: int,
+        run_dir: RunDir,
+        can_exclude: Callable[[str], bool],
+        slurm: Slurm,
     ) -> None:
         self._job, self._run_dir, self._can_exclude = job, run_dir, can_exclude
+        self._slurm = slurm
         self._outlives_nodes = num_spare > 0  # else Slurm ends the job with any of its nodes
         snapshot = Snapshot(run_dir.path)
         self._cluster = load_cluster(snapshot.cluster)
@@ -148,8 +154,8 @@ class NodePool:
 
     def _replace_failed(self, named: Sequence[str]) -> None:
         """Use spare nodes for those that Slurm has taken from the job, or that do not respond."""
-        fields = slurm.answered(slurm.details, self._job.id)
-        left = slurm.node_names(fields.get("NodeList", "")) or self._job.nodes
+        fields = self._slurm.answered(self._slurm.details, self._job.id)
+        left = node_names(fields.get("NodeList", "")) or self._job.nodes
         # First the spare: they are to replace.
         for node in [*self._nodes.spare, *self._nodes.training]:
             if node not in left:
@@ -167,7 +173,7 @@ class NodePool:
         the end of a node, and also for healthy nodes: the answers of several nodes to one message
         come together, so one that is gone keeps those of others back.
         """
-        states = slurm.answered(slurm.node_states, known)
+        states = self._slurm.answered(self._slurm.node_states, known)
         out = [node for node in known if is_taken_out(states.get(node, ""))]
         doubtful = [node for node in known if states.get(node, "").endswith("*") or node in named]
         silent = nodes_without_launch([node for node in doubtful if node not in out])
@@ -335,18 +341,18 @@ def _loses_a_node(event: Event) -> bool:
 
 def main() -> int:
     """`launcher.slurm.lost_nodes JOB RESTART`, as a step of the job."""
-    job, restart = sys.argv[1:]
+    (job, restart), slurm = sys.argv[1:], Slurm()
     while True:
         time.sleep(_POLL_SECONDS)
         try:
             fields = slurm.details(job)
             if fields.get("Restarts") != restart or not fields.get("NodeList"):
                 return 0
-            first, nodes = fields.get("BatchHost"), slurm.node_names(fields["NodeList"])
+            first, nodes = fields.get("BatchHost"), node_names(fields["NodeList"])
             if fields.get("JobState") == "RUNNING" and first and first not in nodes:
                 slurm.requeue(job)  # Slurm has taken the batch script's node from it
                 return 0
-        except slurm.SlurmUnreachable:
+        except SlurmUnreachable:
             continue
 
 

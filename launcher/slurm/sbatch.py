@@ -38,6 +38,8 @@ from pretrain.costs.cluster import (
     seconds_of,
 )
 from pretrain.costs.memory import advice, checkpoint_bytes, footprint_of
+from pretrain.rundir.events import Event
+from pretrain.rundir.ledger import work_dirs
 from pretrain.rundir.run_dir import RunDir, make_run_directory, refuse_foreign_run, refuse_links
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
@@ -286,6 +288,11 @@ def replaced_snapshot(run_dir: RunDir) -> Iterator[Snapshot]:
                 path.rmdir()
         raise
     shutil.rmtree(before, ignore_errors=True)
+
+
+def own_work_dirs(path: Path, ledger: Sequence[Event]) -> list[str]:
+    """Where jobs of this run work; a script submitted by hand is in no ledger."""
+    return [str(Snapshot(path.resolve()).code), *work_dirs(ledger)]
 
 
 def _write(path: Path, text: str) -> None:

@@ -315,6 +315,7 @@ class Interrupted(Event):
 class Submitted(Event):
     job: str  # 17, or 17_3 for a task of an array
     job_name: str = ""
+    work_dir: str = ""  # where it works, by Slurm's word; that and its number identify the job
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -190,9 +190,10 @@ def last_stored(ledger: Sequence[Event]) -> Mirrored | Restored | None:
     return next((e for e in stored[::-1] if isinstance(e, Restored) or not e.problem), None)
 
 
-def job_names(ledger: Sequence[Event]) -> list[str]:
-    """The names under which the run was submitted: Slurm uses the numbers of jobs again."""
-    return list(dict.fromkeys(event.job_name for event in events_of(ledger, Submitted)))
+def work_dirs(ledger: Sequence[Event]) -> list[str]:
+    """Where the run's jobs work: Slurm uses the numbers of jobs again."""
+    dirs = (event.work_dir for event in events_of(ledger, Submitted))
+    return list(dict.fromkeys(filter(None, dirs)))
 
 
 def without_refused_jobs(ledger: Sequence[Event]) -> list[Event]:

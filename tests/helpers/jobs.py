@@ -5,13 +5,16 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from foundation.retry import Clock
+from launcher.slurm.client import Slurm
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.sbatch import Job
 from pretrain.costs.cluster import ClusterConfig, NodeRange
@@ -57,6 +60,44 @@ def fake_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, **lines: str) -
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def scripted(*answers: str | subprocess.CompletedProcess[str]) -> Slurm:
+    """A Slurm that gives these answers, one after the other, and the last one for ever."""
+    left = list(answers)
+
+    def run(command: Sequence[str], _: float) -> subprocess.CompletedProcess[str]:
+        answer = left.pop(0) if left[1:] else left[0]
+        if isinstance(answer, str):
+            return subprocess.CompletedProcess(command, 0, answer, "")
+        return answer
+
+    return Slurm(run, PassingClock())
+
+
+class PassingClock(Clock):
+    """Time passes only while somebody sleeps, and then at once."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+def records(*lines: str, fields: int = 8) -> str:
+    """What squeue or sinfo prints: a header and these records."""
+    header = "|".join(["HEAD"] * fields)
+    return "".join(f"xl|{line}|lx\n" for line in (header, *lines))
+
+
+def listed(*records: str, fields: int = 8) -> str:
+    """Lines of bash that print what squeue or sinfo lists: a header and these records."""
+    lines = ["|".join(["HEAD"] * fields), *records]
+    return "\n".join(f"echo 'xl|{line}|lx'" for line in lines)
 
 
 def until(condition: Callable[[], object], seconds: float = 600.0) -> None:

@@ -225,8 +225,9 @@ def test_a_lost_answer_gives_one_job_and_a_cancelled_one_stays_cancelled(runs: R
     assert process.returncode == 0, err
     assert "respond" in err
     run = SlurmRun(lab, runs.path / "canceled", job=out.split()[1])
-    name = run.events(Submitted)[0].job_name
-    assert lab.run("squeue", "-h", "--name", name, "-o", "%A").stdout.split() == [run.job]
+    where = run.events(Submitted)[0].work_dir
+    listed = lab.run("squeue", "-h", "-o", "%A %Z").stdout.splitlines()
+    assert [line for line in listed if line.endswith(f" {where}")] == [f"{run.job} {where}"]
     run.wait_for_step(1)
     lab.run("scancel", run.job)
     run.until(lambda: run.state() == "CANCELLED")

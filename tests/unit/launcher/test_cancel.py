@@ -28,7 +28,7 @@ from pretrain.rundir.events import (
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.full_disk import full_disk
-from tests.helpers.jobs import fake_commands, job_of
+from tests.helpers.jobs import fake_commands, job_of, listed
 from tests.helpers.metrics import train_line
 from tests.helpers.owners import give_away
 
@@ -70,13 +70,14 @@ def test_cancelling_asks_the_launcher_to_save_and_stop_and_waits_for_it(run_dir,
     assert holder.wait(10) == 0
 
 
-COMMANDS = {"squeue": 'echo "7|7|N/A|RUNNING|None|n1|N/A|run-1"', "scontrol": "echo n1"}
-COMMANDS["scancel"] = ': > "$0.$1"'
+JOB = "7|7|N/A|RUNNING|None|n1|N/A|{}"
+CANCEL = ': > "$0.$1"'
 
 
 def test_a_job_is_cancelled_although_no_ledger_is_writable(run_dir, tmp_path, monkeypatch, capsys):
-    fake_commands(tmp_path, monkeypatch, **COMMANDS)
-    run_dir.ledger.append(Submitted(job="7", job_name="run-1"))
+    queue = listed(JOB.format(Snapshot(run_dir.path).code))
+    fake_commands(tmp_path, monkeypatch, squeue=queue, scancel=CANCEL)
+    run_dir.ledger.append(Submitted(job="7"))
     with full_disk():
         assert main(["cancel", str(run_dir.path)]) == 0
     assert (tmp_path / "scancel.7").exists()
@@ -85,13 +86,14 @@ def test_a_job_is_cancelled_although_no_ledger_is_writable(run_dir, tmp_path, mo
     assert said.out.startswith("job 7 ")
 
 
-@pytest.mark.parametrize("name", ["run-1", ""])
-def test_a_job_of_another_name_is_not_canceled(run_dir, tmp_path, monkeypatch, capsys, name):
-    queue = COMMANDS["squeue"].replace("run-1", "jupyter")
-    fake_commands(tmp_path, monkeypatch, **{**COMMANDS, "squeue": queue})
-    run_dir.ledger.append(Submitted(job="7", job_name=name))
+@pytest.mark.parametrize("work_dir", ["/runs/here", ""])
+def test_a_job_that_works_elsewhere_is_not_canceled(
+    run_dir, tmp_path, monkeypatch, capsys, work_dir
+):
+    fake_commands(tmp_path, monkeypatch, squeue=listed(JOB.format("/home/me")), scancel=CANCEL)
+    run_dir.ledger.append(Submitted(job="7", work_dir=work_dir))
     assert main(["cancel", str(run_dir.path)]) == 2
-    assert "'jupyter'" in capsys.readouterr().err
+    assert "'/home/me'" in capsys.readouterr().err
     assert not (tmp_path / "scancel.7").exists()
 
 
@@ -163,7 +165,7 @@ def canceled(run_dir: RunDir) -> RunDir:
     return run_dir
 
 
-SQUEUE = '[ "$NAME $7" = "other --name" ] || echo "1|1|N/A|COMPLETING|None||N/A|$NAME"'
+SQUEUE = listed("1|1|N/A|COMPLETING|None||N/A|'$WORK_DIR'")
 
 
 def test_a_run_is_resumed_only_when_its_own_job_has_ended(canceled, tmp_path, monkeypatch, capsys):
@@ -176,10 +178,10 @@ def test_a_run_is_resumed_only_when_its_own_job_has_ended(canceled, tmp_path, mo
             canceled.ledger.append(JobStarted(job="1", restart=0, nodes=("n1",), step=0))
             canceled.ledger.append(TrainingBegan(step=0, world_size=1))
             canceled.ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=steps))
-        monkeypatch.setenv("NAME", "run-1")
+        monkeypatch.setenv("WORK_DIR", str(Snapshot(canceled.path).code))
         assert main(["resume", str(canceled.path)]) == 2
         assert "completing" in capsys.readouterr().err
-    monkeypatch.setenv("NAME", "other")  # only the number is that of its job
+    monkeypatch.setenv("WORK_DIR", "/home/me")  # only the number is that of its job
     assert main(["resume", str(canceled.path)]) == 0
     assert capsys.readouterr().out.startswith("job 2 ")
 

@@ -41,7 +41,7 @@ from pretrain.rundir.events import (
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.full_disk import full_disk
-from tests.helpers.jobs import THIS_JOB, attempt_ended, fake_commands
+from tests.helpers.jobs import THIS_JOB, attempt_ended, fake_commands, listed
 
 POLICY = RestartPolicy(attempts_without_progress=3, first_delay=1.0, longest_delay=5.0)
 
@@ -239,9 +239,9 @@ def test_attempts_of_former_starts_count_unless_they_were_asked_to_stop():
 
 
 SLURM = {  # in which job 8 runs, and which starts no rank
-    "scontrol": 'case $2 in hostnames) echo n1; echo n2;; *) echo "JobId=7 JobState=RUNNING '
-    'PreemptTime=None Restarts=$RESTART NodeList=n1,n2"; esac',
-    "squeue": 'case "$*" in *"-j 8"*) echo "8|8|N/A|RUNNING|None|n1|N/A|run-8"; esac',
+    "scontrol": 'echo "JobId=7 JobState=RUNNING PreemptTime=None Restarts=$RESTART"; '
+    'echo " NodeList=n1,n2"; echo " WorkDir=/x"',
+    "squeue": listed("8|8|N/A|RUNNING|None|n1|N/A|/runs/here"),
     "srun": "exit 0",
 }
 LOST, UNSTARTED = ["SupervisorKilled", "JobStarted", "error"], ["JobStarted", "AttemptEnded"]
@@ -271,7 +271,7 @@ def test_a_start_goes_on_from_the_ledger(tmp_path, monkeypatch, ledger, restart,
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     run_dir = RunDir.create(tmp_path / "run", RunConfig())
     Snapshot(run_dir.path).take_settings(RunConfig(), ClusterConfig(ranks_per_node=2))
-    before = [Submitted(job="8", job_name="run-8"), *ledger]
+    before = [Submitted(job="8", work_dir="/runs/here"), *ledger]
     for event in before:
         run_dir.ledger.append(event)
     assert main(["batch", str(run_dir.path), "--attempts-without-progress=1"]) == status
@@ -333,14 +333,17 @@ def test_excluded_nodes_are_remembered():
 SCONTROL = """: > "$0.$1"
 if [ "$1 $ANSWER" = "requeue denied" ]; then echo "Access/permission denied" >&2; exit 1; fi
 echo "JobId=7 JobState=RUNNING Reason=None PreemptTime=None Restarts=0 Requeue=1"
+echo "   WorkDir=/x"
 """
-HELD = """if [ $(basename $0) = sinfo ]; then echo "n1|none"; echo "n2|Prolog error"; exit; fi
-echo "JobId=7 JobState=PENDING Reason=launch_failed_requeued_held Restarts=1"
+HELD = """echo "JobId=7 JobState=PENDING Reason=launch_failed_requeued_held Restarts=1"
+echo "   WorkDir=/x"
 """
 
 
 def test_a_job_that_slurm_holds_after_a_prolog_names_the_node(tmp_path, monkeypatch):
-    fake_commands(tmp_path, monkeypatch, scontrol=HELD, sinfo=HELD)
+    fake_commands(
+        tmp_path, monkeypatch, scontrol=HELD, sinfo=listed("n1|none", "n2|Prolog error", fields=2)
+    )
     run_dir = RunDir.create(tmp_path / "run", RunConfig())
     job_exit = JobExit(THIS_JOB, run_dir.path, StopSignals(), most_futile=3)
     assert not job_exit.is_allocated()

@@ -3,7 +3,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +17,13 @@ from launcher import run_state
 from launcher.cli import main
 from launcher.commands.status import console, one_run, runs_table
 from launcher.run_state import RunState, State, joined, read_states, with_queue
-from launcher.slurm import client as slurm
-from launcher.slurm.client import JobRecord, QueuedJob, SlurmUnreachable
+from launcher.slurm.client import JobRecord, QueuedJob, Slurm
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import RunResults
 from pretrain.rundir import heartbeat
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.run_dir import RunDir
-from tests.helpers.jobs import fake_commands
+from tests.helpers.jobs import records, scripted
 from tests.helpers.owners import give_away
 
 
@@ -146,17 +147,17 @@ def test_one_run_is_told_in_full():
 
 RUN = RunState(
     name="books", path="runs/books", state=State.FAILED, reason="its processes ended silently",
-    is_lost=True, step=40, job="17", job_names=("books-1a",),
+    is_lost=True, step=40, job="17", work_dirs=("/runs/books",),
 )  # fmt: skip
 BEGUN = replace(RUN, attempts=2)
 
 
 def queued(state: str, reason: str = "None", start: str = "N/A") -> QueuedJob:
-    return QueuedJob("17", "17", "N/A", state, reason, "", start, "books-1a")
+    return QueuedJob("17", "17", "N/A", state, reason, "", start, "/runs/books")
 
 
 def record(state: str) -> JobRecord:
-    return JobRecord("17", state, "books-1a")
+    return JobRecord("17", state, "/runs/books")
 
 
 def run(state: State, reason: str = "", **more) -> RunState:
@@ -169,7 +170,7 @@ RESUMED = run(State.PREEMPTED, "not requeued", attempts=2, needs_resume=True)
 
 
 @pytest.mark.parametrize(
-    ("before", "job", "records", "state", "reason"),
+    ("before", "job", "accounting", "state", "reason"),
     [
         (RUN, ("PENDING", "Resources"), [], "queued", "waiting (Resources)"),
         (RUN, ("PENDING", "launch failed requeued held"), [], "queued", RELEASE),
@@ -199,19 +200,19 @@ RESUMED = run(State.PREEMPTED, "not requeued", attempts=2, needs_resume=True)
         (RESUMED, None, [], "preempted", "not requeued"),
     ],
 )
-def test_what_slurm_says_about_a_job_wins_over_heartbeats(before, job, records, state, reason):
-    found = joined(before, queued(*job) if job else None, [record(each) for each in records])
+def test_what_slurm_says_about_a_job_wins_over_heartbeats(before, job, accounting, state, reason):
+    found = joined(before, queued(*job) if job else None, [record(each) for each in accounting])
     assert found.state == state
     assert reason in found.reason
     assert found.job == "17"
 
 
-def test_a_job_of_another_name_has_only_the_same_number():
-    other = replace(queued("RUNNING"), name="jupyter")
-    records = [replace(record("NODE_FAIL"), name="x")]
-    assert joined(RUN, other, records).state == "failed"
+def test_a_job_that_works_elsewhere_has_only_the_same_number():
+    other = replace(queued("RUNNING"), work_dir="/home/me")
+    former = [replace(record("NODE_FAIL"), work_dir="/x")]
+    assert joined(RUN, other, former).state == "failed"
     stopped = run(State.STOPPED, "on request")
-    assert joined(stopped, other, records) == stopped
+    assert joined(stopped, other, former) == stopped
 
 
 def test_a_run_that_may_not_be_read_is_told_as_other_files_are(tmp_path, monkeypatch):
@@ -228,53 +229,29 @@ def test_a_run_that_may_not_be_read_is_told_as_other_files_are(tmp_path, monkeyp
     assert "another user's" in read_states([tmp_path] * 2)[0].reason
 
 
-def test_without_an_answer_the_states_of_the_directories_stand_with_a_warning(monkeypatch, caplog):
-    def unreachable(*_: str) -> list[QueuedJob]:
-        raise SlurmUnreachable("the Slurm controller does not respond")
-
-    monkeypatch.setattr(slurm, "jobs", unreachable)
-    assert with_queue([RUN]) == [RUN]
+def test_without_an_answer_the_states_of_the_directories_stand_with_a_warning(caplog):
+    assert with_queue([RUN], scripted("")) == [RUN]
     assert len(caplog.messages) == 1
 
 
-def test_slurm_is_not_asked_about_runs_it_never_had_or_that_are_done(monkeypatch):
-    monkeypatch.setattr(slurm, "jobs", lambda ids: pytest.fail("asked"))
+def test_slurm_is_not_asked_about_runs_it_never_had_or_that_are_done():
     never = replace(RUN, job=None)
     done = replace(RUN, state=State.DONE)
-    assert with_queue([never, done]) == [never, done]
+    asked = Slurm(lambda *_: pytest.fail("asked"))
+    assert with_queue([never, done], asked) == [never, done]
 
 
-def test_accounting_is_asked_only_about_jobs_that_are_forgotten_or_may_have_run_before(monkeypatch):
+def test_accounting_is_asked_only_about_jobs_that_are_forgotten_or_may_have_run_before():
     asked = []
-    pending = replace(queued("PENDING"), id="18", array_id="18")
-    monkeypatch.setattr(slurm, "jobs", lambda ids: [queued("RUNNING"), pending])
-    monkeypatch.setattr(slurm, "records", lambda ids: asked.extend(ids) or [])
-    found = with_queue([replace(RUN, job=job) for job in ("17", "18", "19")])
+    lines = [
+        f"{n}|{n}|N/A|{s}|None||N/A|/runs/books" for n, s in ((17, "RUNNING"), (18, "PENDING"))
+    ]
+
+    def run(command: Sequence[str], _: float) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        answer = records(*lines) if command[0] == "squeue" else "JobID|xl|State|xl|WorkDir|xl|\n"
+        return subprocess.CompletedProcess(command, 0, answer, "")
+
+    found = with_queue([replace(RUN, job=job) for job in ("17", "18", "19")], Slurm(run))
     assert [state.state for state in found] == ["running", "queued", "failed"]
-    assert asked == ["18", "19"]
-
-
-def test_a_controller_that_gives_no_answer_about_a_job_does_not_forget_it(tmp_path, monkeypatch):
-    said = "Munge encode failed\nslurm_load_jobs error: Protocol authentication error"
-    for text in said, "slurm_load_jobs error: Socket closed":
-        fake_commands(tmp_path, monkeypatch, scontrol=f"echo '{text}' >&2; exit 1")
-        with pytest.raises(SlurmUnreachable):
-            slurm.details("7")
-
-
-def test_what_users_write_is_no_field_of_a_job_and_breaks_no_answer(tmp_path, monkeypatch, caplog):
-    answers = {
-        "squeue": "echo '7|7|N/A|RUNNING|None|n1|N/A|run|1'; echo $* >> $0.asked",
-        "scontrol": "printf 'JobId=7 JobName=a Restarts=9\\n   Requeue=1 Restarts=0\\n"
-        "   Comment=by policy Requeue=0 Restarts=7\\n Restarts=8\\n   StdOut=/x\\n'",
-        "sacct": "echo 'sacct: error: Connection refused' >&2; exit 1",
-    }
-    fake_commands(tmp_path, monkeypatch, **answers)
-    ids = ["7", "8,9", "8\n9", "10_2"]
-    (job,) = slurm.jobs(ids)
-    assert (job.id, job.name) == ("7", "run|1")
-    assert slurm.records(ids) == []
-    assert "-j 7,10_2\n" in (tmp_path / "squeue.asked").read_text()
-    assert slurm.details("7") == {"JobId": "7", "Requeue": "1", "Restarts": "0", "StdOut": "/x"}
-    (warning,) = caplog.messages
-    assert "sacct" in warning
+    assert [command[command.index("-j") + 1] for command in asked] == ["17,18,19", "18,19"]

@@ -15,14 +15,14 @@ from foundation.errors import ConfigError, UserError
 from foundation.own_programs import copied_arguments
 from foundation.settings import load_config
 from launcher.cli import main
-from launcher.slurm import client as slurm
+from launcher.slurm.client import Slurm
 from launcher.slurm.sbatch import Snapshot, check_request, missing_notes, render, replaced_snapshot
 from pretrain.config.run import DataConfig, RunConfig
 from pretrain.costs.cluster import NodeRange, load_cluster
 from pretrain.rundir.events import Outcome, TrainingEnded
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
-from tests.helpers.jobs import fake_commands, job_of
+from tests.helpers.jobs import fake_commands, job_of, listed
 from tests.helpers.metrics import train_line
 
 SETTINGS = ["model.vocab_size=100", "model.d_model=32", "model.num_heads=2"]
@@ -197,11 +197,11 @@ def test_corpora_that_are_not_on_this_host_are_warned_of_and_urls_are_not(tmp_pa
 )
 def test_a_partition_accepts_its_new_file(gpus, cpus, limit, expected, tmp_path, monkeypatch):
     answer = f"main*|4|{cpus}|{f'gpu:{gpus}' if gpus else '(null)'}|{limit}"
-    fake_commands(tmp_path, monkeypatch, sinfo=f"echo '{answer}'")
+    fake_commands(tmp_path, monkeypatch, sinfo=listed(answer, fields=5))
     file = tmp_path / "c.yaml"
     assert main(["new-cluster", str(file), "--partition=main"]) == 0
     cluster, nodes = load_cluster(file), NodeRange(2, 2)
-    check_request(cluster, nodes, slurm.partitions())
+    check_request(cluster, nodes, Slurm().partitions())
     script = render(job_of(Path("/runs/x"), cluster, nodes))
     for option in expected:
         assert f"#SBATCH {option}\n" in script
