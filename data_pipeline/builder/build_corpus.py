@@ -101,7 +101,7 @@ def list_all_sources(config: CorpusConfig, report: Report = lambda what: None) -
     if config.is_stream:
         sources = [found for source in training for found in stretches_of(source, config)]
     if config.validation_input:
-        validation = list_sources(config.validation_input, config, report)
+        validation = list_sources(config.validation_input, config, report, is_validation=True)
         if config.is_stream:
             for source in validation:
                 refuse_packed(source)

@@ -129,7 +129,7 @@ COMPANIONS = frozenset(
     + ("dataset_info", "dataset_infos", "_success", "_metadata", "_common_metadata")
 )
 # Of `datasets` and MDS; of Megatron, beside each .bin file.
-COMPANION_FILES = frozenset(("state.json", "dataset_dict.json", "index.json"))
+COMPANION_FILES = frozenset(("state.json", "dataset_dict.json", "index.json", "shardindex.json"))
 INDEX_SUFFIX = ".idx"
 CHOOSE = "choose the files to read with `suffixes`, or set format=text to read every file as text"
 MDS_ADVICE = ("the index of an MDS data set", "give the folder with its shards")

@@ -53,8 +53,14 @@ class InvalidRecords(Exception):
     """A file is not what its kind says, or ends too early; the message says how."""
 
 
+class UnreadableRecords(InvalidRecords):
+    """A file may be whole, but nothing here reads it; the message says why, and what to do."""
+
+
 def corrupted(source: SourceFile, reason: object) -> str:
-    """Return the message about a file that cannot be read to its end."""
+    """Return the message about a file that cannot be read to its end, or not at all."""
+    if isinstance(reason, UnreadableRecords):
+        return f"{source.path} cannot be read: {reason}"
     return (
         f"{source.path} is corrupted or truncated ({reason}); "
         "fetch it again or remove it from the input"

@@ -19,18 +19,21 @@ from data_pipeline.builder.formats import (
     stated_kind,
     without_compression,
 )
+from data_pipeline.builder.listings import ListedFile, listed_files, refuse_versions
 from data_pipeline.config import CorpusConfig, SourceKind
 from data_pipeline.corpora.manifest import MANIFEST_NAME
 from foundation.errors import ConfigError, DataError
-from foundation.files import read_json
 from foundation.progress import Note, Report
 
+# Files that a folder of numbers is read from; .npz is refused by its contents.
+ARRAY_SUFFIXES: dict[str | None, tuple[str, ...]] = {
+    "array": (".bin", ".npy", ".npz"),
+    "megatron": (".bin",),
+}
 PARTS_SUFFIX = ".parts"  # of the directory next to the output in which parts are built
 # Files of each name ending whose contents are looked at before the build; all are checked when they
 # are read. Looking into millions of files would take longer than it saves.
 LOOKED_INTO = 16
-MDS_INDEX = "index.json"
-MDS_FORMS = ("raw_data", "zip_data")  # of a shard in it; the folder has either or both
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +46,23 @@ class SourceFile:
     size: int  # that is read
     file_size: int
     modified: int  # nanoseconds
+    inode: tuple[int, int]  # of a device: links and second mounts have the same
     start: int = 0  # of the `size` bytes, of a stream
-    hashes: tuple[tuple[str, str], ...] = ()  # name of the algorithm and hash, of an MDS shard
+    listed: ListedFile | None = None  # what the data set's own list says of it
 
 
 def list_sources(
-    roots: tuple[Path, ...], config: CorpusConfig, report: Report = lambda what: None
+    roots: tuple[Path, ...],
+    config: CorpusConfig,
+    report: Report = lambda what: None,
+    is_validation: bool = False,
 ) -> list[SourceFile]:
     """Return every input file under `roots`, by root and then by name; DataError if none.
 
     Also DataError for a file that no reader understands. `report` gets a note about files that are
-    left out.
+    left out, as splits for validation and tests are unless they are asked for.
     """
-    inputs = [_sources_under(root, len(roots) > 1, config, report) for root in roots]
+    inputs = [_sources_under(root, len(roots) > 1, config, report, is_validation) for root in roots]
     check_apart(inputs, "would be read twice")
     sources = [source for files in inputs for source in files]
     if not sources:
@@ -72,75 +79,59 @@ def list_sources(
 
 
 def check_apart(inputs: Sequence[list[SourceFile]], harm: str) -> None:
-    """Raise ConfigError if a file is in two of the inputs, under whatever name."""
-    files: dict[str, Path] = {}
-    for sources in inputs if len(inputs) > 1 else ():
-        real = {os.path.realpath(source.path): source.path for source in sources}
-        if shared := sorted(real.keys() & files.keys()):
-            raise ConfigError(f"{real[shared[0]]} {harm}; name inputs that share no file")
-        files |= real
+    """Raise ConfigError for a file that is there twice: by links, mounts or names."""
+    files: dict[tuple[int, int], Path] = {}
+    for source in (source for sources in inputs for source in sources):
+        if (other := files.setdefault(source.inode, source.path)) is not source.path:
+            same = "" if other == source.path else f", the same file as {other},"
+            raise ConfigError(f"{source.path}{same} {harm}; name inputs that share no file")
 
 
 def check_unchanged(source: SourceFile) -> None:
     """Raise DataError if the file is not as it was when it was listed."""
     status = source.path.stat()
-    if (status.st_size, status.st_mtime_ns) != (source.file_size, source.modified):
+    now = (status.st_size, status.st_mtime_ns, _inode(status))
+    if now != (source.file_size, source.modified, source.inode):
         raise DataError(
             f"{source.path} was changed while it was read; build again when nothing writes to it"
         )
 
 
+def _inode(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
 def _sources_under(
-    root: Path, is_one_of_many: bool, config: CorpusConfig, report: Report
+    root: Path, is_one_of_many: bool, config: CorpusConfig, report: Report, is_validation: bool
 ) -> list[SourceFile]:
     if not root.exists():
         raise DataError(f"input {root} does not exist; give a file or folder of text")
     if not root.is_dir():
         if not root.is_file():
             raise _not_a_file(root)
+        refuse_versions(root.parent, [root.name])
         return _with_kinds(root.parent, [root.name], "", config)
     _check_folder(root, config)
     prefix = f"{root.resolve().name}/" if is_one_of_many else ""
     found = _files(root, _own_folders(config))
     names = sorted(path.relative_to(root).as_posix() for path in found)
-    hashes = _hashes_of_shards(root, names) if may_read_as("mds", config) else {}
-    suffixes = tuple(suffix.lower() for suffix in config.suffixes)
-    names = [name for name in names if without_compression(name).endswith(suffixes or "")]
+    stated = stated_kind(config)
+
+    def tell(reason: str, about: list[str]) -> None:
+        report(Note(f"input {root}: {reason}: {_examples(about)}"))
+
+    listed = listed_files(root, names, stated, tell, is_validation)
+    suffixes = tuple(suffix.lower() for suffix in config.suffixes) or ARRAY_SUFFIXES.get(stated, "")
+    names = [name for name in listed if without_compression(name).endswith(suffixes)]
+    if not config.suffixes and (others := [*(listed.keys() - set(names))]):
+        tell(f"left out, named neither {' nor '.join(suffixes)}", others)
     if not config.suffixes and (left_out := _companions(names, config)):
-        report(Note(f"input {root}: left out, beside records: {_examples(left_out)}"))
+        tell("left out, beside records", left_out)
         names = [name for name in names if name not in left_out]
     sources = _with_kinds(root, names, prefix, config)
     return [
-        replace(source, hashes=tuple(hashes.get(name, {}).items()))
-        for name, source in zip(names, sources, strict=True)
+        replace(source, listed=listed[name]) for name, source in zip(names, sources, strict=True)
     ]
-
-
-def _hashes_of_shards(root: Path, names: list[str]) -> dict[str, dict[str, str]]:
-    """Return what the indices of MDS data sets say of their shards; DataError if one is missing."""
-    hashes: dict[str, dict[str, str]] = {}
-    listed = set(names)
-    for index in (name for name in names if PurePath(name).name == MDS_INDEX):
-        folder = PurePath(index).parent
-        try:
-            shards = [
-                {
-                    (folder / found["basename"]).as_posix(): dict(found.get("hashes") or {})
-                    for form in MDS_FORMS
-                    if (found := shard.get(form))
-                }
-                for shard in read_json(root / index)["shards"]
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # it is of something else
-        for shard in shards:
-            if shard and len(found := listed & shard.keys()) != 1:
-                raise DataError(
-                    f"{root / index} lists {' or '.join(shard)}, expected one of them, found "
-                    f"{len(found)}; fetch or remove one"
-                )
-            hashes |= shard
-    return hashes
 
 
 def _own_folders(config: CorpusConfig) -> frozenset[Path]:
@@ -237,6 +228,6 @@ def _with_kinds(
         status = path.stat()
         # A file's name may be any bytes.
         printable = (prefix + name).encode(errors="backslashreplace").decode()
-        size = status.st_size
-        sources.append(SourceFile(path, printable, kind, size, size, status.st_mtime_ns))
+        size, inode = status.st_size, _inode(status)
+        sources.append(SourceFile(path, printable, kind, size, size, status.st_mtime_ns, inode))
     return sources

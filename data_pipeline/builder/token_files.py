@@ -20,27 +20,40 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.builder.formats import INDEX_SUFFIX, decompressed, is_compressed, unpacked_zst
+from data_pipeline.builder.listings import MDS_INDEX
 from data_pipeline.builder.records import (
     Document,
     InvalidRecords,
     Records,
     Reject,
     Tell,
+    UnreadableRecords,
     document_id,
     document_of_bytes,
     document_of_tokens,
 )
-from data_pipeline.builder.sources import MDS_INDEX, SourceFile
+from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import LARGEST_SHARD_BYTES, TOKEN_DTYPES, CorpusConfig
 from data_pipeline.shards.mds import InvalidShard, read_head
-from foundation.errors import DataError
+from foundation.errors import ConfigError, DataError
 from foundation.files import named_errors, open_regular, read_regular
 
 # The head of an .idx: magic, version, code of the type, numbers of sequences and of documents + 1.
 HEAD = struct.Struct("<9sQBQQ")
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 INTEGERS = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # by Megatron's codes
-ARRAY_SUFFIX = ".npy"
+ARRAY_SUFFIX, NUMPY_MAGIC = ".npy", b"\x93NUMPY"
+# First bytes of what holds no plain numbers.
+NO_ARRAY = {
+    b"PK\x03\x04": "it is a zip file, such as .npz: unpack it",
+    b"\x1f\x8b\x08": "it is compressed by gzip: unpack it",
+    b"\x28\xb5\x2f\xfd": "it is compressed by zstd: unpack it",
+    (20240520).to_bytes(4, "little"): "it has a header of llm.c, 1,024 bytes: remove it",
+    (20240801).to_bytes(4, "little"): "it has a header of llm.c, 1,024 bytes: remove it",
+    MAGIC: "it is an index of Megatron: name its .bin file",
+}
+# The upper halves of ids are below 16 where a vocabulary has less than a million ids.
+FEWEST_PARTS, SMALL = 16, 16
 BLOCK = 1 << 20  # tokens that are searched for a separator at once
 
 
@@ -49,7 +62,9 @@ def read_megatron(
 ) -> Records:
     """Yield a document for each of the index beside the .bin file."""
     dtype, lengths, starts, ends = _read_index(source.path.with_suffix(INDEX_SUFFIX))
-    tokens = _mapped(source.path, dtype)
+    _check_type(dtype, source.path, config)
+    tokens = _mapped_plain(source.path, dtype)
+    _check_width(tokens)
     last = int((starts + dtype.itemsize * lengths.astype(np.int64)).max(initial=0))
     if last < tokens.nbytes:
         raise InvalidRecords(f"its index ends at byte {last:,}, the file at {tokens.nbytes:,}")
@@ -99,7 +114,8 @@ def read_array(source: SourceFile, config: CorpusConfig, follow: Callable[[Tell]
 
     Without a separator the file is one document.
     """
-    tokens = _mapped(source.path, np.dtype(config.token_dtype or "uint16").newbyteorder("<"))
+    dtype = np.dtype(config.token_dtype).newbyteorder("<") if config.token_dtype else None
+    tokens = _mapped(source.path, dtype, config)
     done = 0
     follow(lambda: done * tokens.itemsize)
     for number, (start, end) in enumerate(_between(tokens, config.tokenizer.end_id), 1):
@@ -120,24 +136,77 @@ def _between(tokens: np.ndarray, separator: int) -> Iterator[tuple[int, int]]:
         yield start, len(tokens)
 
 
-def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    """Return the numbers of a file, in the order of the file."""
-    with named_errors(path):
-        if path.suffix == ARRAY_SUFFIX:
-            try:
-                array = np.lib.format.open_memmap(path, mode="r")  # never a pickle or an archive
-            except OSError:
-                raise
-            except Exception as error:  # whatever the parser of its head raises
-                reason = " ".join(str(error).partition(". ")[0].split())
-                raise InvalidRecords(reason[:100]) from None
-            if not np.issubdtype(array.dtype, np.integer) or array.ndim != 1:
-                raise InvalidRecords(f"it holds {array.ndim} dimensions of {array.dtype}")
-            return array
-        size = path.stat().st_size
-        if size % dtype.itemsize:
-            raise InvalidRecords(f"its {size:,} bytes are no multiple of {dtype}")
-        return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
+def _mapped(path: Path, dtype: np.dtype | None, config: CorpusConfig) -> np.ndarray:
+    """Return the numbers of a file, in its order: by its own header, or of `dtype`."""
+    with named_errors(path), open_regular(path) as file:
+        head = file.read(8)
+        for magic, what in NO_ARRAY.items():
+            if head.startswith(magic):
+                raise UnreadableRecords(f"{what}; expected plain numbers")
+        if head.startswith(NUMPY_MAGIC):
+            tokens = _mapped_numpy(path)
+        elif path.suffix.lower() == ARRAY_SUFFIX and dtype is None:
+            raise UnreadableRecords(
+                "it has no header of numpy; set token_dtype if it holds plain numbers, as OLMo's do"
+            )
+        else:
+            tokens = _mapped_plain(path, dtype or np.dtype("<u2"))
+    _check_type(tokens.dtype, path, config)
+    _check_width(tokens)
+    return tokens
+
+
+def _mapped_numpy(path: Path) -> np.ndarray:
+    try:
+        array = np.lib.format.open_memmap(path, mode="r")  # never a pickle or an archive
+    except OSError:
+        raise
+    except Exception as error:  # whatever the parser of its head raises
+        reason = " ".join(str(error).partition(". ")[0].split())
+        raise InvalidRecords(reason[:100]) from None
+    if not np.issubdtype(array.dtype, np.integer) or array.ndim != 1:
+        raise UnreadableRecords(
+            f"it holds {array.ndim} dimensions of {array.dtype}, expected one of integers"
+        )
+    if (end := array.offset + array.nbytes) != (size := path.stat().st_size):
+        raise InvalidRecords(f"its array ends at byte {end:,}, the file at {size:,}")
+    return array
+
+
+def _mapped_plain(path: Path, dtype: np.dtype) -> np.ndarray:
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise InvalidRecords(f"its {size:,} bytes are no multiple of {dtype}; check token_dtype")
+    return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
+
+
+def _check_type(dtype: np.dtype, path: Path, config: CorpusConfig) -> None:
+    """Raise ConfigError if the type cannot hold the end, or each id of the vocabulary."""
+    largest, tokenizer = np.iinfo(dtype).max, config.tokenizer
+    for name, needed in (
+        ("end_id", tokenizer.end_id),
+        ("vocab_size", tokenizer.vocab_size - 1 if tokenizer.kind == "unknown" else 0),
+    ):
+        if needed > largest:
+            raise ConfigError(
+                f"{path} holds {dtype}, whose largest id is {largest:,}, but tokenizer.{name} is "
+                f"{getattr(tokenizer, name):,}; correct it, or token_dtype"
+            )
+
+
+def _check_width(tokens: np.ndarray) -> None:
+    """Raise UnreadableRecords for what are the halves of wider numbers, most likely."""
+    first = tokens[: BLOCK - BLOCK % 4]
+    for times in (4, 2):
+        parts = first[: len(first) - len(first) % times].reshape(-1, times)
+        if len(parts) < FEWEST_PARTS or (parts[:, 0] < SMALL).all():
+            continue
+        if (parts[:, 1:] < SMALL).all():
+            wider = 8 * times * tokens.itemsize
+            raise UnreadableRecords(
+                f"{times - 1} of {times} numbers are below {SMALL}: they are {wider}-bit numbers "
+                f"read as {tokens.dtype}; set token_dtype to uint{wider}"
+            )
 
 
 ZSTD_SUFFIX = ".zstd"
@@ -149,6 +218,9 @@ def read_mds(source: SourceFile, config: CorpusConfig, follow: Callable[[Tell], 
     with named_errors(source.path):
         memory = _contents(source)
     shard = _Shard(memory)
+    expected = source.listed.samples if source.listed else None
+    if expected not in (None, len(shard)):
+        raise InvalidRecords(f"it has {len(shard)} samples, {expected} by {MDS_INDEX}")
     kind, done = shard.kind_of(config.text_field), 0
     follow(lambda: done * source.size // max(len(shard), 1))
     for number in range(len(shard)):
@@ -175,7 +247,7 @@ def _tokens(raw: bytes, kind: str, config: CorpusConfig) -> np.ndarray:
     if encoding == BYTES_COLUMN and config.token_dtype:
         dtype = config.token_dtype
     elif encoding != ARRAY_COLUMN or dtype not in TOKEN_DTYPES:
-        raise InvalidRecords(
+        raise UnreadableRecords(
             f"column {config.text_field!r} holds {kind}, expected str, ndarray of integers, or "
             "bytes of ids with token_dtype"
         )
@@ -184,7 +256,10 @@ def _tokens(raw: bytes, kind: str, config: CorpusConfig) -> np.ndarray:
         raw = raw[1 + dimensions * width :]
     if len(raw) % np.dtype(dtype).itemsize:
         raise InvalidRecords(f"{len(raw)} bytes are no multiple of {dtype}; set token_dtype")
-    return np.frombuffer(raw, np.dtype(dtype).newbyteorder("<"))
+    tokens = np.frombuffer(raw, np.dtype(dtype).newbyteorder("<"))
+    if encoding == BYTES_COLUMN:
+        _check_width(tokens)
+    return tokens
 
 
 def _contents(source: SourceFile) -> bytes | memoryview:
@@ -192,7 +267,7 @@ def _contents(source: SourceFile) -> bytes | memoryview:
         if not source.size:
             return b""
         content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        for name, expected in source.hashes:
+        for name, expected in source.listed.hashes if source.listed else ():
             if (found := _hash_of(content, name)) != expected:
                 raise InvalidRecords(f"its {name} is {found}, expected {expected} by {MDS_INDEX}")
         name = source.path.name.lower()
@@ -240,10 +315,12 @@ class _Shard:
         """Return how a column is encoded."""
         if name not in self._kinds:
             columns = ", ".join(map(str, self._kinds))
-            raise InvalidRecords(f"it has the columns {columns}, not {name!r}; name another field")
+            raise UnreadableRecords(
+                f"it has the columns {columns}, not {name!r}; name another field"
+            )
         kind = self._kinds[name]
         if kind.partition(":")[0] == "pkl":
-            raise InvalidRecords(f"column {name!r} holds pickled values, which are never read")
+            raise UnreadableRecords(f"column {name!r} holds pickled values, which are never read")
         return kind
 
     def has_text(self, name: str) -> bool:

@@ -106,9 +106,9 @@ def test_pickled_columns_are_refused_where_they_are_asked_for(folder):
     [
         ([""], ["valid"], "valid/x"), (["valid"], [""], "valid/x"), ([""], [""], "train/x"),
         (["train/x"], ["train/x"], "train/x"), (["train"], ["train/x"], "train/x"),
-        (["train"], ["link"], "link/x"), (["train"], ["links"], "links/y"),
+        (["train"], ["../link"], "../link/x"), (["train"], ["../links"], "../links/y"),
         (["train", "valid"], ["valid"], "valid/x"), (["", "train"], [], "train/x"),
-        (["train/x", ""], [], "train/x"), (["train", "links"], [], "links/y"),
+        (["train/x", ""], [], "train/x"), (["train", "../links"], [], "../links/y"),
         (["train/x", "train/x"], [], "train/x"),
     ],
 )  # fmt: skip
@@ -116,9 +116,10 @@ def test_a_file_of_two_inputs(folder, inputs, validation, file):
     for name in ("train/x", "valid/x"):
         (folder / name).parent.mkdir()
         (folder / name).write_text("some words")
-    (folder / "links").mkdir()
-    (folder / "links" / "y").symlink_to("../train/x")
-    (folder / "link").symlink_to("train")
+    links = folder.parent / "links"
+    links.mkdir()
+    (links / "y").hardlink_to(folder / "train" / "x")
+    (folder.parent / "link").symlink_to("in/train")
     roots = [tuple(folder / name for name in names) for names in (inputs, validation)]
     refuse(folder / file, folder, input=roots[0], validation_input=roots[1])
 

@@ -368,11 +368,15 @@ def test_a_file_name_that_is_not_utf8_still_names_its_document(tmp_path):
 def test_symlinks_are_followed_and_broken_ones_are_named(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_text("text")
     folder = tmp_path / "in"
     folder.mkdir()
-    (folder / "file.txt").symlink_to("../elsewhere/a.txt")
+    (folder / "file.txt").symlink_to("../b.txt")
     (folder / "linked").symlink_to("../elsewhere")
     assert [document.id for document in read_all(folder)] == ["file.txt", "linked/a.txt"]
+    (folder / "twice.txt").hardlink_to(tmp_path / "b.txt")
+    refuse(folder / "twice.txt", folder)
+    (folder / "twice.txt").unlink()
     (tmp_path / "elsewhere" / "back").symlink_to("../in")
     refuse(folder / "linked" / "back", folder)
     (tmp_path / "elsewhere" / "back").unlink()

@@ -1,0 +1,252 @@
+"""What a data set lists of itself: its files and their sizes, its splits, its current version.
+
+A listed file that is missing, or has another size, is an error. A file of the same kind that is not
+listed belongs to an older version or a cache, and one of a test or validation split is no training
+text: both are left out and named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from data_pipeline.builder.formats import INDEX_SUFFIX, holds_records, without_compression
+from data_pipeline.config import SourceKind
+from foundation.errors import DataError
+from foundation.files import read_json
+
+LARGEST_LIST_BYTES = 1 << 26  # an MDS data set of 100,000 shards lists them in 30 MB
+MDS_INDEX = "index.json"
+MDS_FORMS = ("raw_data", "zip_data")  # of a shard; the folder has either
+# Folders beside the files of all versions of a table; what is in them says which are current.
+VERSIONED = {
+    "_delta_log": "a Delta table",
+    "_spark_metadata": "the output of a Spark stream",
+    ".hoodie": "a Hudi table",
+}
+# A split's name, as the hub finds it in the name of a file or folder.
+SPLIT = re.compile(
+    r"(?<![a-z])(?:(?P<train>train|training)|test|testing|eval|evaluation|validation|valid|dev|val)"
+    r"(?![a-z])"
+)
+OF_SPLITS = (".txt", ".raw", ".tokens", ".bin", ".npy", INDEX_SUFFIX)
+NUMBERED = re.compile(r"(?P<start>.*?\d+)-of-(?P<total>\d+)(?P<end>\D*)")
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFile:
+    """A file by its name below the input, and what its list says of it."""
+
+    name: str
+    size: int | None = None  # bytes
+    samples: int | None = None
+    hashes: tuple[tuple[str, str], ...] = ()  # name of the algorithm and hash
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A list by its name: the forms that each file may have, and which other names it excludes."""
+
+    name: str
+    files: tuple[tuple[ListedFile, ...], ...]
+    excludes: Callable[[str], bool]
+
+
+Tell = Callable[[str, list[str]], None]  # a reason, and the names of the files that it is about
+
+
+def listed_files(
+    root: Path, names: list[str], kind: SourceKind | None, tell: Tell, keeps_splits: bool
+) -> dict[str, ListedFile]:
+    """Return which of the names below `root` belong to its data sets, in order.
+
+    `kind` is the stated one. DataError for a listed file that is missing or has another size, for a
+    table of several versions, and where names count the files of two versions.
+    """
+    refuse_versions(root, names)
+    present = frozenset(names)
+
+    def without(excluded: set[str], reason: str) -> list[str]:
+        if excluded:
+            tell(reason, sorted(excluded))
+        return [name for name in names if name not in excluded]
+
+    if not keeps_splits:
+        reason = "left out, of a validation or test split; name one as an input to read it"
+        names = without(_held_out(names), reason)
+    listed: dict[str, ListedFile] = {}
+    for of_splits in (True, False):  # a split that is not listed has lists of its own
+        chosen = [name for name in names if (PurePosixPath(name).name == SPLITS) == of_splits]
+        lists = [found for name in chosen for found in _listings(root, name, kind, present)]
+        for found in lists:
+            listed |= {file.name: file for file in _present(root, found, present)}
+        for found in lists:
+            excluded = {name for name in names if name not in listed and found.excludes(name)}
+            names = without(excluded, f"left out, not listed in {found.name}")
+    _check_numbers(root, names, tell)
+    return {name: listed.get(name, ListedFile(name)) for name in names}
+
+
+def refuse_versions(root: Path, names: list[str]) -> None:
+    """Raise DataError for files of a table that a log beside them may have removed."""
+    tables = {PurePosixPath(name).parent for name in names if name.lower().endswith(".parquet")}
+    folders = {root / within for table in tables for within in (table, *table.parents)}
+    for folder in sorted(folders | set(root.resolve().parents)) if tables else ():
+        what = next((VERSIONED[name] for name in VERSIONED if (folder / name).is_dir()), None)
+        if what is None and any((folder / "metadata").glob("*.metadata.json*")):
+            what = "an Iceberg table"
+        if what:
+            raise DataError(
+                f"input {folder} is {what}, whose files are of several versions; write its current "
+                "version as Parquet or JSON Lines"
+            )
+
+
+def _held_out(names: list[str]) -> set[str]:
+    """Return the names of validation and test splits that have a training split beside them."""
+    trained, held_out = set(), defaultdict(set)
+    for name in names:
+        if not holds_records(name) and not without_compression(name).endswith(OF_SPLITS):
+            continue
+        path = PurePosixPath(name)
+        for part, folder in zip(path.parts, reversed([*path.parents]), strict=True):
+            if found := SPLIT.search(part.lower()):
+                beside = (folder, part[: found.start()].lower())
+                trained |= {beside} if found["train"] else set()
+                held_out[beside] |= set() if found["train"] else {name}
+    return {name for beside in trained for name in held_out[beside]}
+
+
+def _listings(
+    root: Path, name: str, kind: SourceKind | None, present: frozenset[str]
+) -> Iterator[Listing]:
+    """Yield what a file of the input lists, if it is a list."""
+    path = PurePosixPath(name)
+    folder = path.parent
+    if kind == "megatron" and path.suffix.lower() in (".bin", INDEX_SUFFIX):
+        other = INDEX_SUFFIX if path.suffix.lower() == ".bin" else ".bin"
+        yield Listing(name, ((ListedFile(str(path.with_suffix(other))),),), lambda name: False)
+    if path.name not in READERS:
+        return
+    suffix, read = READERS[path.name]
+    try:
+        content = read_json(root / name, LARGEST_LIST_BYTES)
+        files = read(content, folder)
+        folders = {folder, *(PurePosixPath(form.name).parent for (form, *_) in files)}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if any(PurePosixPath(each).parent == folder and _ends(each, suffix) for each in present):
+            raise DataError(
+                f"{root / name}, the list of the files beside it, cannot be read "
+                f"({type(error).__name__}: {error}); fetch it again"
+            ) from None
+        return  # it is of something else
+    if suffix == STATE:
+        states = (PurePosixPath(each).parent for each in present if _ends(each, STATE))
+        folders = {each for each in states if each.parent == folder} - folders
+        suffix = ""
+    yield Listing(
+        name,
+        files,
+        lambda other: PurePosixPath(other).parent in folders and _ends(other, suffix),
+    )
+
+
+def _ends(name: str, suffix: str) -> bool:
+    return without_compression(name).removesuffix(".zstd").endswith(suffix)
+
+
+def _of_datasets(content: dict[str, Any], folder: PurePosixPath) -> Files:
+    """Read the state.json of `save_to_disk`."""
+    if content.get("_indices_data_files"):
+        raise DataError(
+            f"{folder} has an index of its rows, which is not read; save it after flatten_indices()"
+        )
+    return tuple((ListedFile(str(folder / file["filename"])),) for file in content["_data_files"])
+
+
+def _of_splits(content: dict[str, Any], folder: PurePosixPath) -> Files:
+    """Read the dataset_dict.json of a DatasetDict: each split has a state.json."""
+    return tuple((ListedFile(str(folder / split / STATE)),) for split in content["splits"])
+
+
+def _of_shards(content: dict[str, Any], folder: PurePosixPath) -> Files:
+    """Read the index.json of an MDS data set."""
+    if "chunks" in content:
+        raise DataError(
+            f"{folder} is a data set of LitData, which is not read; write it as MDS or Parquet"
+        )
+    return tuple(
+        tuple(
+            ListedFile(
+                str(folder / found["basename"]),
+                found.get("bytes"),
+                shard.get("samples"),
+                tuple((found.get("hashes") or {}).items()),
+            )
+            for form in MDS_FORMS
+            if (found := shard.get(form))
+        )
+        for shard in content["shards"]
+    )
+
+
+def _of_tars(content: dict[str, Any], folder: PurePosixPath) -> Files:
+    """Read the index that `widsindex` writes beside tars."""
+    urls = (shard["url"] for shard in content["shardlist"])
+    return tuple((ListedFile(str(folder / PurePosixPath(url).name)),) for url in urls)
+
+
+Files = tuple[tuple[ListedFile, ...], ...]
+STATE, SPLITS = "state.json", "dataset_dict.json"
+# By a list's name: the end of the names that it decides about, and its reader.
+READERS: dict[str, tuple[str, Callable[[dict[str, Any], PurePosixPath], Files]]] = {
+    STATE: (".arrow", _of_datasets),
+    SPLITS: (STATE, _of_splits),
+    MDS_INDEX: (".mds", _of_shards),
+    "shardindex.json": (".tar", _of_tars),
+}
+
+
+def _present(root: Path, listing: Listing, present: frozenset[str]) -> Iterator[ListedFile]:
+    """Yield each listed file in the form that is there; DataError unless one is, as listed."""
+    for forms in listing.files:
+        found = [form for form in forms if form.name in present]
+        if len(found) != 1:
+            raise DataError(
+                f"{root / listing.name} lists {' or '.join(form.name for form in forms)}, expected "
+                f"one of them, found {len(found)}; fetch or remove one"
+            )
+        (file,) = found
+        size = (root / file.name).stat().st_size
+        if file.size not in (None, size):
+            raise DataError(
+                f"{root / file.name} has {size:,} bytes, expected {file.size} by {listing.name}; "
+                "fetch both again"
+            )
+        yield file
+
+
+def _check_numbers(root: Path, names: list[str], tell: Tell) -> None:
+    """Tell which files are missing by names like train-00001-of-00002; DataError for two totals."""
+    numbered: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+    for name in names:
+        if found := NUMBERED.fullmatch(name):
+            start = found["start"].rstrip("0123456789")
+            totals = numbered[start, found["end"].lower()]
+            totals[found["total"]] = totals.get(found["total"], 0) + 1
+    for (start, end), totals in numbered.items():
+        if len(totals) > 1:
+            raise DataError(
+                f"{root} has {start}* of {' and of '.join(sorted(totals))} files, two versions of "
+                "one data set; remove one"
+            )
+        for total, count in totals.items():
+            if count < int(total):
+                tell(
+                    f"found {count} of {int(total)} files",
+                    [f"{start}*{end}"],
+                )
