@@ -118,7 +118,7 @@ ZSTD = {"compression": "zstd"}
         (save, {}, lambda f: (f / "state.json").write_text("{"), REFUSED),
         (save_splits, {}, lambda f: shutil.rmtree(f / "train"), REFUSED),
         (save_splits, {}, lambda f: save(f / "old", TEXTS, 1), "old/data-00000-of-00001.arrow"),
-        (save_splits, {}, double("train/*.arrow", "cache-2.arrow"), "not listed in train/state.json"),
+        (save_splits, {}, double("train/*.arrow", "cache-2.arrow"), "not listed in train/"),
         (save_mds, {}, lose("*.mds"), REFUSED),
         (save_mds, {}, double("*.mds", "shard.00009.mds"), "shard.00009.mds"),
         (save_mds, {}, shrink("*.mds"), REFUSED),
