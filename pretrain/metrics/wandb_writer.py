@@ -11,9 +11,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from foundation.errors import ConfigError
+from foundation.files import refuse_foreign
 from foundation.settings import to_tree
 from pretrain.rundir.metric_names import scalars_of
 from pretrain.rundir.run_dir import RunDir
@@ -105,19 +107,17 @@ def _start(run_dir: RunDir, project: str) -> Any:
             settings=wandb.Settings(**known),
         )
 
-    here = os.getcwd()
-    os.chdir("/")  # the library obeys ./wandb/settings, which may be another user's
+    for name in ("wandb", ".wandb"):  # of the working directory, whose settings the library obeys
+        refuse_foreign(Path(name, "settings").absolute())
     try:
         session = start()
     except (wandb.Error, OSError) as error:
         wandb.teardown()  # the library's own process takes an id once
+        session = start("offline")
         logger.warning(
             "Weights & Biases: %s; this attempt is kept in %s; upload it with `wandb sync`",
             _reason(error), run_dir.wandb,
         )  # fmt: skip
-        session = start("offline")
-    finally:
-        os.chdir(here)
     session.define_metric("step", hidden=True)
     session.define_metric("*", step_metric="step")
     return session

@@ -12,10 +12,15 @@ from typing import Any
 
 import pytest
 
+from foundation.own_programs import own_command
+from foundation.settings import load_config
 from pretrain.cli import main
+from pretrain.config.run import RunConfig
+from pretrain.metrics.wandb_writer import wandb_copy
 from pretrain.processes.local_ranks import train_command
 from pretrain.recovery.faults import VARIABLE
 from pretrain.rundir.run_dir import RunDir
+from tests.helpers.owners import give_away
 from tests.helpers.wandb_files import records_of, rows_of
 
 STEPS = 7
@@ -51,22 +56,13 @@ def test_a_resumed_run_is_one_with_what_each_attempt_saw(experiment, tmp_path, m
     for name in [name for name in os.environ if name.startswith(("WANDB", "NETRC"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_TAGS", "small")
-    # Somebody is here, but no server answers; the working directory is another user's.
+    # Somebody is here, but no server answers.
     fault = {VARIABLE: "sigkill@5", "WANDB_API_KEY": KEY, "WANDB_INIT_TIMEOUT": "1"}
-    with socket.create_server(("127.0.0.1", 0)) as foreign:
-        port = foreign.getsockname()[1]
-        for settings, url_port in ((".config/wandb/settings", 9), ("foreign/wandb/settings", port)):
-            (tmp_path / settings).parent.mkdir(parents=True)
-            text = f"[default]\nbase_url = http://127.0.0.1:{url_port}\n"
-            (tmp_path / settings).write_text(text)
-        place = {"env": {**os.environ, **fault}, "cwd": tmp_path / "foreign"}
-        command = train_command(experiment, run_dir.path)
-        killed = subprocess.run(command, **place, capture_output=True)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
-        first = sessions_of(run_dir)
-        foreign.setblocking(False)
-        with pytest.raises(BlockingIOError):  # nobody has called
-            foreign.accept()
+    settings_file(tmp_path / ".config/wandb", "base_url = http://127.0.0.1:9")
+    command = train_command(experiment, run_dir.path)
+    killed = subprocess.run(command, env={**os.environ, **fault}, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    first = sessions_of(run_dir)
     # Nobody is logged in: the library is offline without having been asked.
     assert main(["train", str(experiment), "--run-dir", str(run_dir.path)]) == 0
     sessions = sessions_of(run_dir)
@@ -94,6 +90,42 @@ def expected_of(run_dir: RunDir) -> list[dict[str, Any]]:
         values = {f"{line['kind']}/{name}": line[name] for name in losses if line[name] is not None}
         rows.append({"step": line["step"], **values})
     return rows
+
+
+def settings_file(folder: Path, line: str) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "settings").write_text(f"[default]\n{line}\n")
+    return folder / "settings"
+
+
+def test_a_run_in_the_default_directory_keeps_its_rows_there(experiment):
+    environment = {**os.environ, "WANDB_MODE": "offline"}
+    command = own_command("launcher", "local", str(experiment), "--ranks=1")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Weights & Biases" not in done.stderr
+    run_dir = RunDir(Path("runs/tiny"))
+    (session,) = sessions_of(run_dir)
+    expected = expected_of(run_dir)
+    rows = rows_of(session)
+    assert rows == [row | more for row, more in zip(rows, expected, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["wandb", ".wandb"])
+def test_settings_of_another_user_in_the_working_directory_are_not_obeyed(
+    name, experiment, monkeypatch, caplog
+):
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        line = f"base_url = http://127.0.0.1:{foreign.getsockname()[1]}"
+        settings = settings_file(Path(name), line).absolute()
+        give_away(settings, monkeypatch)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        with wandb_copy(RunDir.create(Path("run"), load_config(RunConfig, experiment)), "mine"):
+            pass
+        foreign.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nobody has called
+            foreign.accept()
+    assert f"{settings} belongs to " in caplog.text
 
 
 def test_training_goes_on_where_the_library_fails(experiment, tmp_path, caplog, monkeypatch):
