@@ -38,7 +38,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store, TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.functional import pad
 
@@ -252,11 +252,15 @@ def meeting_store(rank: int, world_size: int) -> Store:
     file = os.environ.get(PORT_FILE_VARIABLE)
     if file is None and not 0 <= (port := number_in(os.environ, "MASTER_PORT")) < 1 << 16:
         raise ConfigError(f"found MASTER_PORT={port}, expected a port below 65536; correct it")
-    if file is None and os.environ["MASTER_ADDR"] == LOOPBACK:
+    is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent
+    if file is None and os.environ["MASTER_ADDR"] == LOOPBACK and not is_served:
         return _loopback_store(rank, world_size)
     if file is None:
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=WITHOUT_WATCHDOG))
-        return store
+        # An agent that restarts its ranks keeps the store, with the addresses of those that died.
+        # Agents of several nodes may count their restarts differently.
+        one_agent = is_served and os.environ.get("GROUP_WORLD_SIZE") == "1"
+        return PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store) if one_agent else store
     return _store_by_file(Path(file), rank, world_size)
 
 

@@ -188,7 +188,7 @@ def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str
         **{
             key: value
             for key, value in environment.items()
-            if not key.startswith(("SLURM_", VARIABLE, PORT_FILE_VARIABLE))
+            if not key.startswith(("SLURM_", "TORCHELASTIC_", VARIABLE, PORT_FILE_VARIABLE))
         },
         # Their connections need no other interface, and nobody else should reach them.
         "GLOO_SOCKET_IFNAME": "lo",

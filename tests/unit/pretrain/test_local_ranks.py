@@ -86,7 +86,8 @@ def test_cores_are_divided_over_the_ranks_unless_threads_are_set():
     assert rank_environment(64 * cores, {})["OMP_NUM_THREADS"] == "1"
     assert rank_environment(1, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    found = rank_environment(2, dict.fromkeys(names, "eth0"))
+    found = rank_environment(2, dict.fromkeys((*names, "TORCHELASTIC_USE_AGENT_STORE"), "eth0"))
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in found, "they meet by themselves"
     assert [found[name] for name in names] == ["lo", "lo"], "whatever the caller uses"
 
 
