@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv lock site demo shakespeare scaling-demo compare-variants check test test-oldest test-slurm fuzz golden mutants coverage chaos bench gpu gpu-bundle test-gpu
+.PHONY: help venv lock site demo shakespeare scaling-demo compare-variants check test test-transformers test-oldest test-slurm fuzz golden mutants coverage chaos bench gpu gpu-bundle test-gpu
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -131,6 +131,11 @@ WORKERS = $(shell $(BIN)/python -c 'import os; print(min(4, (os.cpu_count() or 1
 test: $(DEV_STAMP)  ## the whole suite, but for what needs a GPU or a Slurm of its own
 	python -m pytest -q -m "not gpu and not slurm" -n $(WORKERS) --dist loadfile \
 		--no-loadscope-reorder --durations=10
+
+NEWER := build/transformers-5
+test-transformers: $(DEV_STAMP)  ## exports with transformers 5 in place of the locked 4.57
+	uv pip install -q --target $(NEWER) 'transformers==5.23.*' 'numpy<2.2'
+	PYTHONPATH=$(abspath $(NEWER)) python -m pytest -q tests/integration/test_huggingface.py
 
 OLDEST := .venv-oldest
 test-oldest: $(STAMP)  ## worlds and ZeRO stages in turn on the oldest torch that pyproject.toml takes, in .venv-oldest

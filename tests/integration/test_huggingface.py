@@ -166,6 +166,43 @@ def test_a_longer_memory_and_the_loss_are_those_of_the_model(exported):
     assert theirs.transformer.layers[0].attention.query_weight.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("variant", ["adaptive_div2", "compressive"])
+def test_trainer_trains_evaluates_and_takes_the_best_of_an_export(
+    variant, exported, tmp_path, capfd
+):
+    from transformers import Trainer, TrainingArguments
+
+    theirs, tokens = load(exported(variant)[2]), some_tokens(8, 4 * SEGMENT)
+    labels = tokens.clone()
+    labels[:, 0] = -100  # Trainer divides by the number of labels, of which the first predicts none
+    rows = [{"input_ids": a, "labels": b} for a, b in zip(tokens, labels, strict=True)]
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4}
+    options |= {"per_device_eval_batch_size": 3, "eval_strategy": "steps", "eval_steps": 2}
+    options |= {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
+    options |= {"logging_steps": 1, "report_to": "none", "use_cpu": True, "learning_rate": 1e-3}
+    arguments = TrainingArguments(output_dir=str(tmp_path / "trained"), **options)
+    trainer = Trainer(
+        model=theirs, args=arguments, train_dataset=rows, eval_dataset=rows,
+        compute_metrics=lambda of: {"shape": of.predictions.shape},
+    )  # fmt: skip
+
+    def loss() -> float:
+        with torch.no_grad():
+            return theirs(tokens, labels=labels).loss.item()
+
+    before = loss()
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses[0] == pytest.approx(before, rel=1e-3), "the mean over both batches of the step"
+    evaluated = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert min(evaluated) == pytest.approx(loss(), rel=1e-5), "the best one is loaded again"
+    assert loss() < before
+    predicted = trainer.predict(rows)
+    assert predicted.predictions.shape == (8, 4 * SEGMENT, theirs.config.vocab_size)
+    assert predicted.metrics["test_loss"] == pytest.approx(loss(), rel=1e-5)
+    assert "missing keys" not in capfd.readouterr().err
+
+
 def test_what_transformers_saves_again_has_the_same_weights(exported, tmp_path):
     _, theirs, _ = exported("adaptive_div2")
     theirs.save_pretrained(tmp_path / "again")

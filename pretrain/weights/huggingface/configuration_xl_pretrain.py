@@ -29,7 +29,7 @@ class XLPretrainConfig(PretrainedConfig):
     """
 
     model_type = "xl-pretrain"
-    keys_to_ignore_at_inference = ("mems", "past_key_values")
+    keys_to_ignore_at_inference = ["mems", "past_key_values"]  # noqa: RUF012  (Trainer adds a list)
     attribute_map = {  # noqa: RUF012  (transformers declares it so)
         "hidden_size": "d_model",
         "num_hidden_layers": "num_layers",

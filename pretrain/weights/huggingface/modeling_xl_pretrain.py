@@ -128,6 +128,7 @@ class XLPretrainForCausalLM(PreTrainedModel, GenerationMixin):
             for name, parameter in self.named_parameters(remove_duplicate=False)
             if first.setdefault(storage := parameter.untyped_storage()._cdata, name) != name
         }
+        self._keys_to_ignore_on_save = list(self._tied_weights_keys) or None
         self.post_init()
 
     def forward(
