@@ -7,6 +7,8 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -42,6 +44,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fixtures_start_in_an_empty_directory() -> Iterator[None]:
+    """Let no test see what a checkout holds besides: runs, corpora, files named as a test's own."""
+    with empty_working_directory() as here:
+        yield
+        assert not os.listdir(here), (
+            "a fixture wrote to the working directory; use tmp_path_factory"
+        )
+
+
+@pytest.fixture(autouse=True)
+def _each_test_starts_in_an_empty_directory() -> Iterator[None]:
+    with empty_working_directory():
+        yield
+
+
+@contextmanager
+def empty_working_directory() -> Iterator[Path]:
+    before = os.open(".", os.O_PATH | os.O_DIRECTORY)
+    with tempfile.TemporaryDirectory(prefix="working-directory-") as here:
+        os.chdir(here)
+        yield Path(here)
+        os.fchdir(before)
+    os.close(before)
 
 
 @pytest.fixture(autouse=True)

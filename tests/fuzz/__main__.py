@@ -26,6 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from foundation.own_programs import own_command
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -90,7 +92,7 @@ def supervise(arguments: argparse.Namespace) -> int:
 
 def _start(arguments: argparse.Namespace, number: int, end: float) -> subprocess.Popen[bytes]:
     minutes = max(0.0, end - time.monotonic()) / 60
-    command = [sys.executable, "-m", "tests.fuzz", "--worker", str(number)]
+    command = own_command("tests.fuzz", "--worker", str(number))
     command += ["--minutes", str(minutes), "--findings", str(arguments.findings)]
     command += ["--processes", str(arguments.processes)]
     command += ["--targets", *arguments.targets] if arguments.targets else []

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 
 from tests.fuzz.mutations import Change, changes, json_text, single_edits
 
-ROOT = Path(__file__).parents[2]
-
 
 class Refused(Exception):
     """A command ended with a status other than 0, after it said why."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from typing import Any
+
+from foundation.own_programs import own_command
 
 LAUNCH_OPTIONS = ("num_warps", "num_stages")
 SECONDS = 850  # the interpreter is slow, and slower on a busy machine
@@ -17,7 +18,7 @@ SECONDS = 850  # the interpreter is slow, and slower on a busy machine
 
 def interpreted(module: str) -> Any:
     """What `python -m MODULE` prints as JSON while it interprets kernels."""
-    command, environment = [sys.executable, "-m", module], {**os.environ, "TRITON_INTERPRET": "1"}
+    command, environment = own_command(module), {**os.environ, "TRITON_INTERPRET": "1"}
     more = {"capture_output": True, "text": True, "timeout": SECONDS}
     finished = subprocess.run(command, env=environment, **more)
     assert finished.returncode == 0, finished.stderr

@@ -17,10 +17,10 @@ import pytest
 from benchmarks.texts import standard_library, write_jsonl
 from pretrain.cli import main
 from pretrain.rundir.run_dir import RunDir
+from tests.helpers.checkout import ROOT
 from tests.helpers.forked_ranks import ForkedRanks
 
 pytestmark = pytest.mark.slow
-REPOSITORY = Path(__file__).parents[2]
 # Without what `make test` tells the makes below it.
 INHERITED = {name: text for name, text in os.environ.items() if not name.startswith("MAKE")}
 # Every process writes on stderr what it imports.
@@ -36,7 +36,7 @@ SHORTER = {
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, cwd=REPOSITORY)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from benchmarks.__main__ import main
 from benchmarks.gpu.findings import END, findings_in
 from benchmarks.gpu.resume import CELLS
 from benchmarks.gpu.steps import STEPS
+from foundation.own_programs import own_command
 from pretrain.kernels.triton.tiling import KERNELS
 
 # NVIDIA's code is not here, and others differ from one of their kind in the model alone.
@@ -37,7 +37,7 @@ PARTS = {
 @pytest.mark.slow
 def test_a_step_of_each_kind_runs_and_is_not_run_again(tmp_path: Path, capsys) -> None:
     arguments = ["gpu", "--dry-run", "--out", str(tmp_path), "--steps", ",".join(STEPS_HERE)]
-    command = [sys.executable, "-m", "benchmarks", *arguments]
+    command = own_command("benchmarks", *arguments)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     found = findings_in(tmp_path / "results.jsonl")

@@ -16,9 +16,9 @@ import pytest
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
+from tests.helpers.checkout import ROOT
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 SOURCES = ("configs", "foundation", "data_pipeline", "launcher", "pretrain", "benchmarks", "tests")
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.checkout import ROOT
+
 LIMIT_SECONDS = 1800
 NOT_COPIED = (".git", ".venv*", "*_cache", "__pycache__", "runs")
 TESTS_FAILED, INTERRUPTED = 1, 2  # pytest's exit statuses; it is interrupted where an import fails

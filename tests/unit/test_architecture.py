@@ -17,8 +17,8 @@ import pytest
 
 from foundation.settings import load_config
 from pretrain.config.run import RunConfig
+from tests.helpers.checkout import ROOT
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("foundation", "data_pipeline", "pretrain", "launcher")
 MODULES = tuple(sorted(path for each in PACKAGES for path in (ROOT / each).rglob("*.py")))
 MAY_IMPORT = {
@@ -134,6 +134,16 @@ def _allows_pickles(keyword: ast.keyword) -> bool:
 )
 def test_the_rule_sees_what_unpickles(code, is_found):
     assert bool(list(unpickling(ast.parse(code)))) == is_found
+
+
+def test_the_working_directory_is_changed_only_around_the_start_of_a_fork_server():
+    changing = {
+        path.relative_to(ROOT).as_posix()
+        for path in MODULES
+        for node in ast.walk(tree_of(path))
+        if getattr(node, "attr", getattr(node, "name", "")) in ("chdir", "fchdir")
+    }
+    assert changing == {"data_pipeline/builder/parts.py"}, "relative paths mean others meanwhile"
 
 
 def test_own_programs_are_started_without_the_working_directory_on_their_path():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.checkout import ROOT
+
 REQUIREMENT = re.compile(r"^([a-z0-9._-]+)==(\S+)(?: ; ([^\\]+?))? ?\\?$")
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from foundation.errors import ConfigError, DataError
 from pretrain.rundir.run_dir import RunDir
+from tests.helpers.checkout import ROOT
 
 WITHOUT_FLOCK = """
 import sys
@@ -39,7 +40,8 @@ except NoFileLocksError as error:
 
 def test_without_flock_a_second_attempt_fences_off_the_first_and_no_shard_cache_works(tmp_path):
     command = [sys.executable, "-c", WITHOUT_FLOCK, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     stale, refused = done.stdout.splitlines()
     assert stale.startswith("attempt first ")
     assert refused.startswith(f"{tmp_path / 'attempt'}: ")

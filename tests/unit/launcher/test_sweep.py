@@ -29,10 +29,10 @@ from pretrain.reporting.results import HEADS
 from pretrain.rundir.events import Outcome, Rewind, Spike, Submitted, TrainingBegan, TrainingEnded
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import read_sweep
+from tests.helpers.checkout import ROOT
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line
 
-ROOT = Path(__file__).parents[3]
 CLUSTER = ClusterConfig(ranks_per_node=2)
 
 

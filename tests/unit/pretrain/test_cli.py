@@ -16,8 +16,8 @@ from pretrain.config.run import ModelConfig, RunConfig
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import find_runs, runs_of
 from pretrain.terminal.text import counted, distinguished, fitted_table, si, step_time, text_table
+from tests.helpers.checkout import ROOT
 
-ROOT = Path(__file__).parents[3]
 # Prints, of each command line, its exit status, its error, and whether torch was imported by then.
 COMMAND_LINES = """
 import contextlib, io, json, sys

@@ -6,13 +6,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from foundation.errors import ConfigError
+from foundation.own_programs import own_command
 from foundation.settings import to_tree
 from pretrain.cli import main
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
@@ -68,7 +68,7 @@ def run_of(name: str) -> RunConfig:
 def measured() -> dict[str, float]:
     """Peak bytes of every case, from one process of its own."""
     settings = json.dumps([to_tree(run_of(name)) for name in CASES])
-    command = [sys.executable, "-m", "tests.helpers.peak_memory", settings]
+    command = own_command("tests.helpers.peak_memory", settings)
     # Freed memory goes back at once, so that the process holds what the tensors hold.
     names = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
     environment = {**os.environ, **dict.fromkeys(names, "65536")}

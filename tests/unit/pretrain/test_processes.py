@@ -53,6 +53,7 @@ from pretrain.recovery.starts import environment_changes, environment_of_rank
 from pretrain.run import set_threads_of_rank
 from pretrain.rundir.run_dir import PACKAGES, AttemptFiles, RunDir, code_version
 from pretrain.weights.export import precision_on
+from tests.helpers.checkout import ROOT
 from tests.helpers.choices import choices_of
 
 GPU = torch.device("cuda", 0)
@@ -324,9 +325,6 @@ def test_a_rank_takes_the_threads_of_its_environment_else_its_part_of_the_cores(
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     set_threads_of_rank()
     assert torch.get_num_threads() == 2
-
-
-ROOT = Path(__file__).parents[3]
 
 
 def version_of(copy: Path) -> str:

@@ -21,10 +21,10 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.law import Law
 from pretrain.scaling.sweep_file import config_of, read_sweep
+from tests.helpers.checkout import ROOT
 from tests.helpers.scaling_runs import train_by_the_law
 from tests.worked_example import BLOCK, blocks_of, filled
 
-REPOSITORY = Path(__file__).parents[3]
 EXPERIMENT = "configs/experiments/scaling-demo.yaml"
 LAW = Law(E=1.0, A=89.4, B=600.0, alpha=0.5, beta=0.5)  # 45 tokens per parameter are best
 SMALLEST_TEXT = 5.5e6  # bytes; what this Python and its neighbors ship is more
@@ -34,7 +34,7 @@ SMALLEST_TEXT = 5.5e6  # bytes; what this Python and its neighbors ship is more
 def commands() -> list[list[str]]:
     """What the recipe runs, as words."""
     recipe = ["make", "--dry-run", "--old-file=.venv/.installed", "scaling-demo"]
-    done = subprocess.run(recipe, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(recipe, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return [shlex.split(line) for line in done.stdout.replace("\\\n", " ").splitlines()]
 
 
@@ -51,7 +51,7 @@ def walk(words: list[str], here: Path) -> list[str]:
         for word in (words[words.index("||") + 1 :] if "||" in words else words)
     ]
     if program == "data-pipeline":
-        rest[1] = str(REPOSITORY / rest[1])
+        rest[1] = str(ROOT / rest[1])
         assert data_pipeline(rest) == 0
         return []
     if program == "pretrain":
@@ -72,7 +72,7 @@ def walk(words: list[str], here: Path) -> list[str]:
 
 def test_the_demo_tunes_plans_fits_predicts_a_held_out_run(commands, tmp_path, capsys):
     assert texts.main([str(tmp_path / "text.jsonl")]) == 0
-    text = (REPOSITORY / EXPERIMENT).read_text()
+    text = (ROOT / EXPERIMENT).read_text()
     (tmp_path / "demo.yaml").write_text(text.replace("runs/scaling-demo", str(tmp_path)))
     walked = [walk(words, tmp_path) for words in commands]
     actions = [words[1] for words in walked if words]
@@ -96,7 +96,7 @@ def test_the_demo_tunes_plans_fits_predicts_a_held_out_run(commands, tmp_path, c
     assert tuning < 0.05 * sum(cell.facts["flops"] for cell in cells)
 
     blocks = blocks_of(tmp_path)
-    page = (REPOSITORY / "docs" / "scaling-example.md").read_text()
+    page = (ROOT / "docs" / "scaling-example.md").read_text()
     assert {found[2] for found in BLOCK.finditer(page)} == blocks.keys()
     assert all(block in filled(page, blocks) for block in blocks.values())
     assert re.search(r"^    2 IsoFLOP .* 0\.5\d+$", blocks["fit"], re.M)

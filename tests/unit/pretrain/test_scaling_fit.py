@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,6 +32,7 @@ from pretrain.scaling.law import (
 )
 from pretrain.scaling.report import MOST_WARNINGS, WIDTH, fit_lines, law_intervals, seed_spread
 from pretrain.scaling.table import Columns, Points, read_points
+from tests.helpers.checkout import ROOT
 from tests.helpers.scaling import (
     BESIROGLU,
     HOFFMANN,
@@ -45,7 +45,6 @@ from tests.helpers.scaling import (
 )
 from tests.interval_coverage import NOISES, Sweep, Tally, measure, noisy
 
-REPOSITORY = Path(__file__).parents[3]
 TIED = Law(E=1.8, A=500.0, B=1500.0, alpha=0.35, beta=0.35)
 FURTHER = float(np.log(1e21))  # ten times the largest simulated budget
 COLUMNS = ("parameters_P", "tokens_P", "loss_P")
@@ -466,7 +465,7 @@ def test_losses_that_do_not_fall_are_described_by_no_law(noise):
 
 def test_the_page_has_the_coverage_of_every_noise_also_as_published_sweeps_have_it():
     """A row per approach, noise and level, and no share that chance does not explain."""
-    text = (REPOSITORY / "docs" / "scaling.md").read_text()
+    text = (ROOT / "docs" / "scaling.md").read_text()
     table = text.partition("    approach            noise")[2].partition("\n\n")[0]
     rows = [re.split(r" {2,}", line.strip()) for line in table.splitlines()[1:]]
     kinds = itertools.product(("2 IsoFLOP", "3 parametric"), NOISES, ("0.5%", "2.0%"))

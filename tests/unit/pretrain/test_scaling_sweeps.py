@@ -35,6 +35,7 @@ from pretrain.scaling.variants import (
     results_of,
     verdicts,
 )
+from tests.helpers.checkout import ROOT
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.scaling import HOFFMANN
 from tests.helpers.scaling_runs import EXPERIMENT, command, train_by_the_law
@@ -191,8 +192,7 @@ def test_a_sweep_of_lengths_becomes_a_table_and_a_page_with_both_comparisons(tmp
     assert [str(line.get_label()) for line in lines] == ["32", "64"]
 
 
-REPOSITORY = Path(__file__).parents[3]
-COMPARISONS = sorted((REPOSITORY / "configs" / "comparisons").glob("*.yaml"))
+COMPARISONS = sorted((ROOT / "configs" / "comparisons").glob("*.yaml"))
 TINY = """name: tiny
 model: {num_layers: 2, d_model: 16, num_heads: 2, memory_length: 8}
 data: {path: CORPUS, lanes: 2, segment_length: 8}
