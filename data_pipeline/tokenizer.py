@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from foundation.files import (
     read_regular,
     write_json,
 )
-from foundation.records import Fields, InvalidField
+from foundation.records import Fields, InvalidField, json_text
 from foundation.settings import assert_never
 
 DESCRIPTION_NAME = "tokenizer.json"
@@ -239,7 +238,7 @@ def read_fingerprint(path: Path) -> str:
 
 def fingerprint_of(kind: str, model: bytes, options: Mapping[str, Any] | None = None) -> str:
     """Return the hash that identifies a tokenizer."""
-    named = json.dumps(options, sort_keys=True).encode() + b"\0" if options else b""
+    named = json_text(options, sort_keys=True).encode() + b"\0" if options else b""
     return hashlib.sha256(kind.encode() + b"\0" + named + model).hexdigest()
 
 

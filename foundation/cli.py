@@ -24,19 +24,18 @@ import difflib
 import importlib
 import io
 import itertools
-import json
-import math
 import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, is_dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from foundation.errors import ConfigError, UserError, exit_status_of
 from foundation.own_programs import versions
+from foundation.records import json_text
 from foundation.settings import Setting, settings_of, suggestion
 from foundation.yaml_files import did_you_mean
 
@@ -116,7 +115,7 @@ class Program:
         parsed = parser.parse_intermixed_args(rest)
         found = run(parsed)
         if isinstance(found, Answer):
-            print(json.dumps(plain(found.values)) if parsed.json else found.text)
+            print(json_text(found.values) if parsed.json else found.text)
             return found.status
         return found
 
@@ -144,19 +143,6 @@ class Program:
         )
         getattr(module, f"add_{function}_arguments" if function else "add_arguments")(parser)
         return parser, getattr(module, f"run_{function}" if function else "run")
-
-
-def plain(value: Any) -> Any:
-    """Return the value as JSON has it: numbers that are not finite are null."""
-    if is_dataclass(value):
-        value = vars(value)
-    if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return list(map(plain, value))
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return str(value) if isinstance(value, Path) else value
 
 
 def _escape_what_cannot_be_encoded() -> None:

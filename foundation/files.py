@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from foundation.errors import ConfigError, DataError
+from foundation.records import json_text
 
 HASH_BLOCK_BYTES = 1 << 20
 LARGEST_READ_BYTES = 1 << 30  # of a file that is read at once
@@ -101,7 +102,7 @@ def refuse_overwrite(path: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON with sorted keys: equal values give equal bytes."""
-    write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+    write_text(path, json_text(value, indent=1, sort_keys=True) + "\n")
 
 
 def await_text(path: Path, seconds: float) -> str:

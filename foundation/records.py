@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import math
 import re
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -207,6 +210,30 @@ def to_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [to_json(each) for each in value]
     return value.value if isinstance(value, Enum) else value
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """Return the value as JSON, which has no NaN and inf: they are null.
+
+    Everything that is written as JSON is made here. `options` are those of `json.dumps`.
+    """
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except (ValueError, TypeError):
+        return json.dumps(plain(value), allow_nan=False, **options)
+
+
+def plain(value: Any) -> Any:
+    """Return the value as JSON has it: numbers that are not finite are null."""
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(plain, value))
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value
 
 
 def from_json(kind: Any, value: Any) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import signal
+import time
 from collections.abc import Callable
 from types import FrameType
 
+from foundation.interruption import ONE_PRESS_SECONDS
 from foundation.retry import Patience
 
 HOLDER = "launcher"  # of the lock RUN/launcher.lock
@@ -17,18 +20,21 @@ class StopSignals:
     The supervisor has to outlive its ranks, which save a checkpoint first, and to record how they
     ended. So: SIGINT and SIGTERM ask the ranks to save and stop; a second SIGINT (Ctrl-C) kills
     them. A second SIGTERM does not: Slurm sends several while a job ends. SIGUSR1, which `sbatch
-    --signal` sends ahead of the time limit, asks too. SIGUSR2 goes to the ranks alone (see
+    --signal` sends ahead of the time limit, asks too, and so does SIGHUP, of a terminal that is
+    closed, unless nohup has it ignored. SIGUSR2 goes to the ranks alone (see
     srun.py). `received` has all signals in order.
     """
 
     def __init__(self) -> None:
         self.requests = 0
+        self._interrupted = -math.inf  # when the last SIGINT came
         self.received: list[int] = []
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> StopSignals:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            self._previous[number] = signal.signal(number, self._count)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._count)
         # In a batch job they were blocked until now (launcher/slurm/batch_process.py).
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
         return self
@@ -52,6 +58,10 @@ class StopSignals:
         return Patience(seconds, while_waiting=poll)
 
     def _count(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            before, self._interrupted = self._interrupted, time.monotonic()
+            if self._interrupted - before < ONE_PRESS_SECONDS:
+                return
         self.received.append(number)
         self.requests += 1 if number == signal.SIGINT or not self.requests else 0
 

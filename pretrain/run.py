@@ -48,6 +48,7 @@ from pretrain.distributed.world import (
     World,
     broadcast_value,
     gather_values,
+    of_main,
     raise_on_all_ranks,
     ranks_on_this_node,
     sum_over_ranks,
@@ -78,6 +79,7 @@ from pretrain.recovery.starts import (
     checked_data,
     record_out_of_memory,
     record_start,
+    report_rate,
     with_fitting_micro_batch,
 )
 from pretrain.recovery.stop_requests import StopRequest
@@ -223,7 +225,8 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
     """Build everything from the checkpoint that the attempt starts with, and train."""
     run_dir, world = process.run_dir, process.world
     set_determinism(process.config, world.device)  # an error in a backward pass may leave it strict
-    ledger = run_dir.ledger.read() if world.is_main else []
+    with raise_on_all_ranks():
+        ledger = run_dir.ledger.read() if world.is_main else []
     shortages = broadcast_value(events_of(ledger, OutOfMemory), list[OutOfMemory])
     standing = broadcast_value(steps_that_stand(ledger), dict[str, int])
     disk = Disk(
@@ -279,17 +282,18 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
 def _mirror(process: RankProcess, disk: Disk, resumed_step: int) -> Mirror:
     """The run's mirror; what becomes of uploads is in the ledger."""
     ledger, world, url = process.run_dir.ledger, process.world, location(process.config)
-    uploaded = 0
-    if url and world.is_main:
-        last = last_stored(ledger.read())
-        if last is not None and (last.step, last.url) == (resumed_step, url):
-            uploaded = resumed_step
+
+    def uploaded_step() -> int:
+        last = last_stored(ledger.read()) if url else None
+        is_there = last is not None and (last.step, last.url) == (resumed_step, url)
+        return resumed_step if is_there else 0
 
     def note(step: int, what: float | str) -> None:
         problem, seconds = (what, 0.0) if isinstance(what, str) else ("", what)
         ledger.append_if_possible(Mirrored(step=step, url=url, seconds=seconds, problem=problem))
 
-    return Mirror(process.config, disk, world, resumed_step, broadcast_value(uploaded, int), note)
+    uploaded = of_main(world, uploaded_step, int)
+    return Mirror(process.config, disk, world, resumed_step, uploaded, note)
 
 
 def _train_from(
@@ -313,6 +317,7 @@ def _train_from(
     where: dict[str, Any] = {"world_size": world.world_size, "attempt": disk.attempt}
     is_local = found is not None and found.is_local
     record_start(run_dir, world, state.step, process.data, where, is_local)
+    report_rate(config, run_dir, world, state.step)
     windows = inherited_windows(run_dir, world, state.step)
     lane_seed = lane_seed_at(config, state.step)
     stream = _open_lanes(process, config, state)
@@ -352,19 +357,20 @@ def _train_from(
     tokens_of_corpora = _tokens_of_corpora(stream, state, world)
     if outcome is Outcome.FINISHED:
         local.remove()
-    if world.is_main:
-        run_dir.ledger.append(
-            TrainingEnded(
-                outcome=outcome,
-                step=state.step,
-                lanes=config.data.lanes,
-                lane_seed=lane_seed,
-                segment_length=config.data.segment_length,
-                tokens_of_corpora=tokens_of_corpora,
-                **where,
+    with raise_on_all_ranks():
+        if world.is_main:
+            run_dir.ledger.append(
+                TrainingEnded(
+                    outcome=outcome,
+                    step=state.step,
+                    lanes=config.data.lanes,
+                    lane_seed=lane_seed,
+                    segment_length=config.data.segment_length,
+                    tokens_of_corpora=tokens_of_corpora,
+                    **where,
+                )
             )
-        )
-        _log(outcome, config, run_dir, state.step)
+            _log(outcome, config, run_dir, state.step)
     return outcome
 
 

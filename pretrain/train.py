@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +12,7 @@ from typing import Any
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.local_tier import LocalTier, Mirror
+from pretrain.checkpoint.replicas import NonFiniteError
 from pretrain.config.run import RunConfig, starts_phase
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine, MemoryOffload
@@ -20,7 +23,7 @@ from pretrain.optim.optimizers import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.recovery.rewind import SpikeMonitor
 from pretrain.recovery.stop_requests import Agreement, StopRequest, StopRequested
-from pretrain.rundir.events import Outcome
+from pretrain.rundir.events import Outcome, Spike
 from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.rundir.lock import Fence
 from pretrain.rundir.run_dir import RunDir
@@ -111,7 +114,8 @@ def train(parts: Parts, process: RankProcess) -> Outcome:
         if saving or saves_locally or evaluates or state.step % config.metrics.interval == 0:
             offload.wait()
             # Before a save could keep the spike.
-            parts.spike_monitor.check(metrics.write(), ends_run=outcome is Outcome.FINISHED)
+            ends_run = outcome is Outcome.FINISHED
+            parts.spike_monitor.check(metrics.write(), ends_run)
         process.fault.trigger(state.step)
 
         if outcome is Outcome.FINISHED:
@@ -123,11 +127,14 @@ def train(parts: Parts, process: RankProcess) -> Outcome:
         if saving:
             _save(parts, process, outcome)
         elif saves_locally:
-            with metrics.saving():
+            with metrics.saving(), _checked(parts):
                 parts.local.save(engine, state, metrics.unwritten)
+        if outcome is Outcome.PHASE_FINISHED:
+            parts.spike_monitor.check_end(outcome)
         if outcome is not None:
             return outcome
         process.heartbeat.beat(state.step, "train")
+    parts.spike_monitor.check_end(Outcome.FINISHED)
     return Outcome.FINISHED if _complete_evaluation(parts, process) else Outcome.STOPPED
 
 
@@ -165,13 +172,23 @@ def _evaluates_after(config: RunConfig, step: int) -> bool:
 
 
 def _evaluate(parts: Parts, process: RankProcess) -> bool:
-    """Measure the validation loss and write it; False if any rank was asked to stop before."""
+    """Measure the validation loss and write it; False if any rank was asked to stop before.
+
+    Raises TrainingError, on every rank, if that of the last step is not finite.
+    """
     process.heartbeat.beat(parts.state.step, "evaluate")
     try:
         evaluation = parts.evaluate()
     except StopRequested:
         return False
-    parts.metrics.write_evaluation(parts.state.step, evaluation)
+    step = parts.state.step
+    parts.metrics.write_evaluation(step, evaluation)
+    if step == parts.config.optim.steps and not math.isfinite(evaluation["loss"]):
+        spike = Spike(step, step, problem="the validation loss is not finite")
+        parts.spike_monitor.give_up(
+            spike, "so the run is not finished; its weights are finite: evaluate them with "
+            "engine.precision=fp32, or lower optim.learning_rate",
+        )  # fmt: skip
     return True
 
 
@@ -184,10 +201,19 @@ def _complete_evaluation(parts: Parts, process: RankProcess) -> bool:
     return _evaluate(parts, process)
 
 
+@contextlib.contextmanager
+def _checked(parts: Parts) -> Iterator[None]:
+    """Let the run rewind, or give up, if what the block saves is not finite."""
+    try:
+        yield
+    except NonFiniteError as error:
+        parts.spike_monitor.check_saved(parts.state.step, error)
+
+
 def _save(parts: Parts, process: RankProcess, outcome: Outcome | None) -> None:
     """Start a checkpoint of this step; if the loop ends, wait until it is published."""
     process.heartbeat.beat(parts.state.step, "save")
-    with parts.metrics.saving():
+    with parts.metrics.saving(), _checked(parts):
         # Not before its metrics are written: a run resumed from it would lack them.
         save = partial(
             parts.checkpointer.save,

@@ -130,7 +130,11 @@ class GptTrainer:
 
     @torch.no_grad()
     def evaluate(
-        self, batch: SegmentBatch, memory: Memory | None, memory_length: int
+        self,
+        batch: SegmentBatch,
+        memory: Memory | None,
+        memory_length: int,
+        num_tokens: int | None = None,
     ) -> tuple[Tensor, Memory]:
         """Return the NLL [B, L] of contexts without memory, as `evaluate` asks a scorer."""
         assert not memory

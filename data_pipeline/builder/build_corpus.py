@@ -12,7 +12,6 @@ be killed at any moment: the same call resumes it and gives the same bytes (see 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +59,7 @@ from data_pipeline.corpora.manifest import (
 from data_pipeline.tokenizer import Tokenizer
 from foundation.files import fsync_file, named_errors
 from foundation.progress import Report
+from foundation.records import json_text
 from foundation.settings import to_tree
 
 BATCH_CHARACTERS = 1 << 22  # encoded together: enough for all threads, small enough to hold
@@ -158,7 +158,7 @@ def recipe_of(config: CorpusConfig, sources: Sources) -> dict[str, Any]:
     if not config.shuffles:
         del settings["shuffle_seed"], settings["shuffle_bytes"]
     files = [[split, source.name, source.kind, source.size] for split, source in sources]
-    files_hash = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    files_hash = hashlib.sha256(json_text(files).encode()).hexdigest()
     return {"settings": settings, "files": len(sources), "files_hash": files_hash}
 
 

@@ -13,7 +13,6 @@ rejected. `.build` is removed last, so a directory without it is complete.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from foundation.files import (
     write_json,
 )
 from foundation.locks import held_lock
-from foundation.records import Fields, InvalidField
+from foundation.records import Fields, InvalidField, json_text
 from foundation.settings import differences
 from foundation.yaml_files import abbreviated
 
@@ -124,7 +123,7 @@ class BuildJournal:
 
     def _append(self, record: dict[str, Any]) -> None:
         with named_errors(self._path), open(self._path, "ab") as file:
-            file.write(json.dumps(record, sort_keys=True).encode() + b"\n")
+            file.write(json_text(record, sort_keys=True).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 

@@ -17,6 +17,7 @@ import numpy as np
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import LARGEST_VOCABULARY, CorpusConfig
 from foundation.errors import DataError
+from foundation.records import json_text
 from foundation.settings import assert_never
 
 LONGEST_DOCUMENT_BYTES = 1 << 28  # longer records are rejected; several fit into a shard
@@ -169,7 +170,7 @@ class RejectList:
 
     def add(self, reject: Reject) -> None:
         self.count += 1
-        self._file.write(json.dumps(asdict(reject)).encode() + b"\n")
+        self._file.write(json_text(asdict(reject)).encode() + b"\n")
         if self.count > self._limit:
             self._file.flush()
             raise DataError(

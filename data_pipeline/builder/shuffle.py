@@ -22,7 +22,6 @@ type of the tokens; a column each of FIELDS, 8 bytes per document; the tokens; t
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -45,6 +44,7 @@ from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import DataError
 from foundation.files import atomic_write, named_errors, parse_json
 from foundation.progress import Report
+from foundation.records import json_text
 
 FIELDS = ("keys", "token_ends", "id_ends", "text_bytes", "characters")
 DOCUMENT_BYTES = 512  # host memory of a document beside its tokens: its id, objects of Python
@@ -97,7 +97,7 @@ def _write_run(path: Path, keys: np.ndarray, documents: Sequence[EncodedDocument
         "tokens": columns["token_ends"][-1],
         "dtype": documents[0].tokens.dtype.str,
     }
-    content = json.dumps(head).encode()
+    content = json_text(head).encode()
     content += b" " * (-len(content) % 8)  # numpy reads aligned columns faster
     with atomic_write(path) as file:
         file.write(len(content).to_bytes(8, "little") + content)

@@ -6,7 +6,6 @@ It is LaneStream's own walk, without reading tokens.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from data_pipeline.lanes.lane_plan import DocumentSpans, check_lanes, check_rang
 from data_pipeline.lanes.mixture import Mixture, exact_repeats, plan_of, repeats_of_weights
 from foundation.cli import check_least
 from foundation.errors import ConfigError, shown_id
+from foundation.records import json_text
 from foundation.settings import MOST_ROWS, size_of
 
 
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     for span in spans:
         row = {**asdict(span), "rank": span.lane * arguments.ranks // arguments.lanes}
         if arguments.json:
-            print(json.dumps(row))
+            print(json_text(row))
             continue
         row["document"] = shown_id(span.document)
         print(*(row[column] for column in columns), sep="\t")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import threading
 from collections import OrderedDict
@@ -49,6 +48,7 @@ from data_pipeline.tokenizer import (
 )
 from foundation.errors import DataError
 from foundation.files import path_below, path_text, settled_state
+from foundation.records import json_text
 
 VALIDATION = SPLITS[1]
 
@@ -63,7 +63,7 @@ def corpus_hash(corpus: Path) -> str:
     """Return the hash of all splits of the corpus in a directory; "" if it has none."""
     manifests = {split: _manifest_of(corpus, split) for split in SPLITS}
     hashes = {split: found.hash if found else "" for split, found in manifests.items()}
-    canonical = json.dumps(hashes, sort_keys=True)
+    canonical = json_text(hashes, sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest() if any(hashes.values()) else ""
 
 

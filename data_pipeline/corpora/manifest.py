@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -17,7 +16,7 @@ from typing import Any, BinaryIO
 
 from foundation.errors import DataError
 from foundation.files import open_regular, read_json, settled_state, sha256_of_file, write_json
-from foundation.records import Fields, InvalidField, shown
+from foundation.records import Fields, InvalidField, json_text, shown
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 3  # of a manifest
@@ -103,7 +102,7 @@ class Manifest:
     @cached_property
     def hash(self) -> str:
         """The corpus' identity: changes whenever the tokens or their order could have changed."""
-        canonical = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
+        canonical = json_text(self._content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def _content(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from foundation.cli import check_least
 from foundation.errors import UserError
 from foundation.files import named_errors, write_json
 from foundation.own_programs import copied_arguments, own_arguments, own_command
+from foundation.records import json_text
 from launcher.slurm.client import Slurm, node_names, start
 from launcher.slurm.sbatch import Snapshot, check_request, environment_lines, option_flags, quote
 from launcher.slurm.srun import in_container
@@ -190,7 +191,7 @@ def _led(
 
 def _print(reports: Sequence[NodeReport], arguments: argparse.Namespace) -> None:
     if arguments.json:
-        print(json.dumps({"nodes": [asdict(report) for report in reports]}))
+        print(json_text({"nodes": [asdict(report) for report in reports]}))
         return
     from launcher.commands.status import console, plain_table
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from rich.text import Text
 from foundation.cli import as_overrides
 from foundation.errors import ConfigError, printable
 from foundation.progress import duration
+from foundation.records import json_text
 from launcher.run_state import RunState, State, is_run, read_states
 from launcher.sweep import CellRun, describe, settings_of
 from pretrain.reporting.results import HEADS
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     states = read_states(paths)
     if arguments.json:
         for state in states:
-            print(json.dumps(state.tree))
+            print(json_text(state.tree))
     else:
         is_alone = runs and len(states) == 1
         console().print(one_run(states[0]) if is_alone else runs_table(states))

@@ -46,6 +46,7 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from foundation.errors import CheckpointError, UserError, os_error_text, remedy_of
+from foundation.records import json_text
 from pretrain.checkpoint.destinations import Disk, TensorFile
 from pretrain.checkpoint.directory import MEMORY, rank_file
 from pretrain.checkpoint.marker import key_of, report_of
@@ -96,7 +97,7 @@ def layout_of(tensors: Pieces) -> Layout:
             "shape": shape,
             "data_offsets": [start, end],
         }
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = json_text(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     return Layout(len(text).to_bytes(8, "little") + text, offsets, end)
 
@@ -174,7 +175,7 @@ class RankReports:
         if self.rank:
             problem = replace(problem, text=f"rank {self.rank}: {problem.text}")
             with contextlib.suppress(RuntimeError):  # rank 0 is gone, as every rank will notice
-                self._store.set(FAILURE, json.dumps(asdict(problem)))
+                self._store.set(FAILURE, json_text(asdict(problem)))
 
     def collect(self, while_waiting: Callable[[], None]) -> list[Report]:
         """Return the reports of all ranks, in their order (rank 0); `while_waiting` may raise.
@@ -197,7 +198,7 @@ class RankReports:
 def encoded(report: Mapping[str, Any], pieces: Mapping[str, Any]) -> bytes:
     """Return a rank's message: report and pieces as JSON, compressed, after the report's length."""
     own, others = (
-        zlib.compress(json.dumps(each, sort_keys=True).encode(), level=1)
+        zlib.compress(json_text(each, sort_keys=True).encode(), level=1)
         for each in (report, pieces)
     )
     return len(own).to_bytes(_LENGTH_BYTES, "little") + own + others

@@ -3,24 +3,15 @@
 Each rank writes its own file in a background thread (`background_save`), without collectives; rank
 0 publishes them (`marker`). On resume each rank reads the slices that it needs (`elastic_reader`).
 There is no pickle.
-
-Before every save all ranks compare what each of them holds whole (everything under ZeRO 0, and the
-weights that the model computes with below stage 3). It is the same bit for bit, as long as all
-compute correctly. A rank that drifts spoils the others' gradients, and a checkpoint, to which each
-rank adds a part, would mix two models.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from foundation.errors import CheckpointError, UnreadableError, UserError
 from foundation.retry import ANY_REMEDY, Outage, Patience
@@ -44,92 +35,23 @@ from pretrain.checkpoint.elastic_reader import (
     restore_counters,
     restore_random_state,
 )
+from pretrain.checkpoint.replicas import (
+    non_finite_name,
+    require_equal_replicas,
+    require_finite,
+)
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank, restarts_lanes
 from pretrain.distributed.world import (
     Worker,
     World,
     broadcast_value,
     gather_found,
-    gather_values,
-    largest_of_ranks,
     raise_on_all_ranks,
     rows_of_ranks,
 )
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState, Memory, selected_lanes
 from pretrain.state import TrainState
-
-# To read a value's bits as an integer, by its size in bytes.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-BLOCK = 1 << 22  # elements
-NOTHING = torch.empty(0, dtype=torch.int64)
-COUNTERS = "step, tokens, updates and loss scale"
-
-
-def require_equal_replicas(engine: Engine, state: TrainState) -> None:
-    """Raise CheckpointError on all ranks, naming one, if any holds other values than the others.
-
-    A collective. It compares the sum of each tensor's bits as integers, which any single difference
-    changes, and reads every replicated tensor once.
-    """
-    if engine.world.world_size == 1:
-        return
-    replicas = dict(replicated_values(engine))
-    sums = [_sum_of_bits(value) for value in replicas.values()]
-    own = torch.cat([torch.stack(sums).cpu() if sums else NOTHING, _counters(engine, state)])
-    # The largest x and the largest -x: they add up to zero where all ranks have the same.
-    extremes = largest_of_ranks(torch.cat([own, -own]))
-    high, low = extremes.chunk(2)
-    odd = (high + low).nonzero().flatten().tolist()
-    if odd:
-        names = [*replicas, COUNTERS]
-        ranks = odd_ranks(gather_values(own[odd].tolist(), list[int]))
-        raise CheckpointError(_difference(state.step, ranks, [names[index] for index in odd]))
-
-
-def replicated_values(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Yield, by name and in the same order on all ranks, what each of them holds whole."""
-    seen: set[int] = set()
-    for fragment in engine.fragments():
-        if fragment.replicated:
-            for kind, value in fragment.values.items():
-                seen.add(value.data_ptr())
-                yield f"{fragment.name} ({kind})", value
-    for name, weight in engine.whole_weights():
-        if weight.data_ptr() not in seen:  # in fp32 they are the masters
-            yield name, weight
-
-
-def odd_ranks(found: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ranks that differ from what most ranks have; all if no value is the commonest."""
-    by_count = Counter(map(tuple, found)).most_common(2)
-    if len(by_count) > 1 and by_count[0][1] == by_count[1][1]:
-        return list(range(len(found)))
-    return [rank for rank, values in enumerate(found) if tuple(values) != by_count[0][0]]
-
-
-def _difference(step: int, ranks: list[int], names: list[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    which = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
-    return (
-        f"step {step} was not saved: {which} differ{'s' if len(ranks) == 1 else ''} in "
-        f"{names[0]}{more}, expected the same on all ranks; check the hardware there, then rerun "
-        "the command to resume from the latest checkpoint, which is whole"
-    )
-
-
-def _sum_of_bits(value: Tensor) -> Tensor:
-    bits = value.detach().reshape(-1).view(_INTEGERS[value.element_size()])
-    # In blocks: a CPU first makes int64 of all that it sums.
-    return torch.stack([block.sum(dtype=torch.int64) for block in bits.split(BLOCK)]).sum()
-
-
-def _counters(engine: Engine, state: TrainState) -> Tensor:
-    scale = engine.loss_scaler.to_tree() if engine.loss_scaler is not None else None
-    counters = [state.step, state.tokens_seen, engine.optimizer_step_count(), scale]
-    digest = hashlib.sha256(json.dumps(counters).encode()).digest()
-    return torch.tensor([int.from_bytes(digest[:7], "little")])
-
 
 logger = logging.getLogger(__name__)
 
@@ -189,11 +111,12 @@ class Checkpointer:
         The one before is finished first. Call `wait_for_copy` before the engine's next update. The
         latest checkpoint from before step `suspected_since` is kept for a rewind. Returns False if
         the disk is too full, or rank 0's `obstacle` says that something else must be on disk first.
-        Raises on every rank if replicas differ.
+        Raises on every rank if replicas differ, or a value is not finite (NonFiniteError).
         """
         self.finish()
         require_equal_replicas(engine, state)
         rank_file = RankFile.of(owned_fragments(engine), state, self._lane_state)
+        require_finite(engine, state.step, rank_file.tensors)
         if problem := self._problem_ahead(state.step, rank_file, obstacle):
             self._give_up_save(state.step, problem)
             return False
@@ -301,7 +224,7 @@ class Checkpointer:
     def restore(self, engine: Engine, found: marker.Checkpoint) -> TrainState:
         """Load a verified checkpoint into the engine; returns the rest of its state.
 
-        UnreadableError on every rank if one can no longer read it.
+        UnreadableError on every rank if one can no longer read it, or it has NaN or inf.
         """
         self.finish()
         with raise_on_all_ranks():
@@ -313,6 +236,9 @@ class Checkpointer:
                     raise
                 # Its pieces fit only where the engine shards as it did then.
                 raise UnreadableError(f"{found.directory}: cannot be used: {error}") from error
+            file = RankFile.of(owned_fragments(engine), state, self._lane_state)
+            if name := non_finite_name(engine, file.tensors):
+                raise UnreadableError(f"{found.directory}: has NaN or inf in {name}")
         restore_counters(engine, found)
         if not found.is_local:
             self._published_step = found.step

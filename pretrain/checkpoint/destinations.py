@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import re
@@ -50,7 +49,7 @@ from foundation.files import (
     sync_file,
     write_text,
 )
-from foundation.records import Fields, InvalidField
+from foundation.records import Fields, InvalidField, json_text
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.config.run import CheckpointConfig
@@ -213,7 +212,7 @@ class MirrorIndex:
             for each in self.checkpoints
         ]
         tree = {"format": FORMAT, "run": self.run, "checkpoints": checkpoints}
-        return (json.dumps(tree, indent=1, sort_keys=True) + "\n").encode()
+        return (json_text(tree, indent=1, sort_keys=True) + "\n").encode()
 
     def has(self, new: StoredCheckpoint) -> bool:
         """Whether it lists the checkpoint, and not an earlier try of its step."""

@@ -34,6 +34,7 @@ from pathlib import Path
 
 from foundation.errors import CheckpointError, UserError, os_error_text
 from foundation.files import private_directory
+from foundation.records import json_text
 from foundation.retry import Outage, Patience
 from foundation.settings import differences, to_tree
 from pretrain.checkpoint import directory as files
@@ -47,10 +48,10 @@ from pretrain.checkpoint.background_save import (
     Transfer,
     new_index,
 )
-from pretrain.checkpoint.checkpointer import require_equal_replicas
 from pretrain.checkpoint.destinations import Disk, ObjectStore, Publication, StoredCheckpoint
 from pretrain.checkpoint.elastic_reader import local_name
 from pretrain.checkpoint.marker import key_of, read_index
+from pretrain.checkpoint.replicas import require_equal_replicas, require_finite
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import Worker, World, broadcast_value, gather_values, on_any_rank
 from pretrain.engines.engine import Engine
@@ -86,7 +87,7 @@ class LocalTier:
     ) -> None:
         self._kept, self._world = config.checkpoint, world
         self._lane_state = LaneState(config.model)
-        tree = json.loads(json.dumps(to_tree(config)))
+        tree = json.loads(json_text(to_tree(config)))
         self._config = {name: part for name, part in tree.items() if name not in MAY_DIFFER}
         self._standing = standing
         self._buffer = HostBuffer(world.device)
@@ -168,7 +169,8 @@ class LocalTier:
         """Start to save `state.step`, once the save before is written.
 
         Not if rank 0's `obstacle` says that something else must be on disk first. Raises on every
-        rank if replicas differ. Call `wait_for_copy` before the engine's next update.
+        rank if replicas differ or a value is not finite. Call `wait_for_copy` before the engine's
+        next update.
         """
         self._finish()
         require_equal_replicas(engine, state)
@@ -181,6 +183,7 @@ class LocalTier:
             for kind, value in fragment.values.items()
         }
         rank_file = RankFile.of(pieces, state, self._lane_state)
+        require_finite(engine, state.step, rank_file.tensors)
         rank, world_size = self._world.rank, self._world.world_size
         local = {"attempt": disk.attempt, "rank": rank, "world_size": world_size}
         index = new_index(disk.run_id, self._config, engine, state, local=local)

@@ -45,7 +45,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -65,7 +64,7 @@ from foundation.files import (
     sha256_of,
     write_text,
 )
-from foundation.records import Fields, InvalidField, shown
+from foundation.records import Fields, InvalidField, json_text, shown
 from pretrain.checkpoint.directory import (
     INDEX,
     MARKER,
@@ -384,7 +383,7 @@ def publish(
     _check_sizes(partial, lists["ranks"])  # a rank may have written into a directory of its own
     # A line per field: indented, those of thousands of ranks take a second to write, in Python.
     whole = {**index, "format": FORMAT, **lists}
-    lines = sorted(f"{json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in whole.items())
+    lines = sorted(f"{json_text(k)}: {json_text(v, sort_keys=True)}" for k, v in whole.items())
     write_text(partial / INDEX, "{\n" + ",\n".join(lines) + "\n}\n")
     write_text(partial / MARKER, sha256_of(partial / INDEX) + "\n")
     before_rename()

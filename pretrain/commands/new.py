@@ -7,7 +7,6 @@ Shape, batch and learning rate start from the shipped model of the nearest size
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.lanes.lane_plan import comfortable_lanes
 from foundation.errors import ConfigError
 from foundation.files import absolute, refuse_overwrite, write_new
+from foundation.records import json_text
 from foundation.settings import (
     amount_of,
     load_config,
@@ -284,7 +284,7 @@ def _lines(
             yield f"{indent}{key}:{comment}"
             yield from _lines(value, comments, f"{name}.", f"{indent}  ")
             continue
-        shown = json.dumps(value, ensure_ascii=False)
+        shown = json_text(value, ensure_ascii=False)
         if isinstance(value, str) and not any(map(str.isspace, value)):
             shown = dump_yaml(value).splitlines()[0]  # without quotes, where it needs none
         yield f"{indent}{key}: {shown}{comment}"

@@ -52,6 +52,7 @@ from foundation.errors import (
 )
 from foundation.files import await_text, write_text
 from foundation.records import from_json, to_json
+from foundation.retry import StorageError
 from pretrain.distributed.slurm_variables import (
     PORT_FILE_VARIABLE,
     is_slurm_task,
@@ -315,7 +316,7 @@ _KINDS = {
     kind.__name__: kind
     for kind in (
         *(UserError, ConfigError, DataError, TrainingError),
-        *(CheckpointError, UnreadableError),
+        *(CheckpointError, UnreadableError, StorageError),
     )
 }
 
@@ -506,23 +507,48 @@ def gather_found(value: T | None, kind: Any) -> list[T]:
 
 @contextlib.contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """Run the block on every rank; if any raises a UserError, every rank raises the first one."""
-    problem: Problem | None = None
+    """Run the block on every rank; if any raises a UserError or an OSError, every rank raises the
+    first one."""
+    problem, cause = None, None
     try:
         yield
-    except UserError as error:
-        kind = next(each.__name__ for each in type(error).__mro__ if each.__name__ in _KINDS)
-        problem = Problem(kind, str(error))
+    except (UserError, OSError) as error:
+        problem, cause = Problem.of(error), error
     for found in gather_found(problem, Problem):
-        raise _KINDS.get(found.kind, UserError)(found.message)
+        raise cause if cause is not None and found == problem else found.error()
+
+
+def of_main(world: World, read: Callable[[], T], kind: Any) -> T:
+    """Return, or raise, on every rank what `read` does on rank 0; it is of the type `kind`."""
+    value: Any = None
+    with raise_on_all_ranks():
+        value = read() if world.is_main else None
+    return broadcast_value(value, kind)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A UserError as ranks tell each other about it."""
+    """A UserError, or an OSError with its number, as ranks tell each other about it."""
 
     kind: str
     message: str
+    number: int | None = None
+    path: str | None = None
+
+    @classmethod
+    def of(cls, error: UserError | OSError) -> Problem:
+        if isinstance(error, OSError) and error.errno is not None:
+            name = error.filename  # or a descriptor
+            path = os.fsdecode(name) if isinstance(name, (str, bytes, os.PathLike)) else None
+            return cls(OSError.__name__, error.strerror or "", error.errno, path)
+        kinds = (each.__name__ for each in type(error).__mro__ if each.__name__ in _KINDS)
+        return cls(next(kinds, UserError.__name__), str(error))
+
+    def error(self) -> UserError | OSError:
+        """Return the same error, with the same meaning and exit status as on its rank."""
+        if self.number is not None:
+            return OSError(self.number, self.message, self.path)
+        return _KINDS.get(self.kind, UserError)(self.message)
 
 
 def _message_of(value: Any) -> torch.Tensor:

@@ -311,7 +311,11 @@ class DeepSpeedEngine:
         return step_result(self._grad_norm(), skipped, layers, self.loss_scaler)
 
     def evaluate(
-        self, batch: SegmentBatch, memory: Memory | None, memory_length: int
+        self,
+        batch: SegmentBatch,
+        memory: Memory | None,
+        memory_length: int,
+        num_tokens: int | None = None,
     ) -> tuple[Tensor, Memory]:
         return evaluate_module(self.module, batch, memory, memory_length, self.world.device)
 

@@ -84,7 +84,11 @@ class Engine(Protocol):
         ...
 
     def evaluate(
-        self, batch: SegmentBatch, memory: Memory | None, memory_length: int
+        self,
+        batch: SegmentBatch,
+        memory: Memory | None,
+        memory_length: int,
+        num_tokens: int | None = None,
     ) -> tuple[Tensor, Memory]:
         """Return the loss of each token [B, L] in fp32, without dropout, and the next memory."""
         ...
@@ -273,7 +277,11 @@ class TorchEngine:
         return step_result(grad_norm, skipped, layers, self.loss_scaler)
 
     def evaluate(
-        self, batch: SegmentBatch, memory: Memory | None, memory_length: int
+        self,
+        batch: SegmentBatch,
+        memory: Memory | None,
+        memory_length: int,
+        num_tokens: int | None = None,
     ) -> tuple[Tensor, Memory]:
         return evaluate_module(self.module, batch, memory, memory_length, self.world.device)
 

@@ -60,13 +60,20 @@ TextSizes = tuple[np.ndarray, np.ndarray]
 
 
 class Scorer(Protocol):
-    """The part of an engine that evaluation needs."""
+    """The part of an engine that evaluation needs.
+
+    `num_tokens` of a lane may save space; positions are those of the memory length.
+    """
 
     @property
     def world(self) -> World: ...
 
     def evaluate(
-        self, batch: SegmentBatch, memory: Memory | None, memory_length: int
+        self,
+        batch: SegmentBatch,
+        memory: Memory | None,
+        memory_length: int,
+        num_tokens: int | None = None,
     ) -> tuple[Tensor, Memory]: ...
 
 
@@ -99,11 +106,16 @@ class TrainedScorer:
         self._stream: Stream | None = None
 
     def evaluate(
-        self, batch: SegmentBatch, memory: Memory | None, memory_length: int
+        self,
+        batch: SegmentBatch,
+        memory: Memory | None,
+        memory_length: int,
+        num_tokens: int | None = None,
     ) -> tuple[Tensor, Memory]:
         tokens_BL, targets_BL, starts_BL = batch_tensors(batch, self.world.device)
         if memory is None or self._stream is None:
-            self._stream = new_stream(self.trained.module, memory_length, tokens_BL.shape[1])
+            module, length = self.trained.module, tokens_BL.shape[1]
+            self._stream = new_stream(module, memory_length, length, num_tokens)
         return self._stream.nll_BL(tokens_BL, targets_BL, starts_BL), ()
 
 
@@ -134,7 +146,7 @@ def evaluate(
     # every module.
     stream = EvaluationStream(corpus, num_lanes, segment_length, lanes or range(1), max_tokens)
     bytes_V, characters_V = map(torch.from_numpy, text_sizes or text_sizes_of(corpus))
-    remembered = min(memory_length, stream.num_tokens)  # there are no more tokens to remember
+    num_tokens = stream.num_batches * segment_length  # of a lane: there are no more to remember
     start = time.perf_counter()
     # Of each lane: loss and tokens by position, bytes, characters. Rows of other ranks stay zero.
     losses_NL, tokens_NL = torch.zeros(2, num_lanes, segment_length, dtype=torch.float64)
@@ -143,7 +155,7 @@ def evaluate(
     memory: Memory | None = None
     for batch in stream:
         before_batch()
-        nll_BL, memory = scorer.evaluate(batch, memory, remembered)
+        nll_BL, memory = scorer.evaluate(batch, memory, memory_length, num_tokens)
         if not lanes:
             continue
         valid_BL, targets_BL = map(torch.from_numpy, (batch.valid_BL, batch.targets_BL))

@@ -23,14 +23,6 @@ intervals begin, so a resumed run writes the same numbers for the same steps.
 
 MFU refers to the peak of the GPUs' data sheet, as in `describe`. Without one, as on a CPU, it
 refers to a large matrix product, measured at the start.
-
-All ranks end a step together, so its duration says nothing of a **straggler**. What differs is how
-long a rank waits for its data and computes its forward passes, before the first collective. Under
-ZeRO-3 ranks already wait for each other in the forward pass, so only slow reading shows there.
-
-A **stall** is a step that takes far longer than usual: a stopped process, a frozen host or storage
-that hangs costs every rank the same time, because all of them wait. That time is not productive.
-Each rank notices by a thread that ticks whether its own process stood still.
 """
 
 from __future__ import annotations
@@ -38,10 +30,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import statistics
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +52,13 @@ from pretrain.distributed.world import (
     sum_over_ranks,
 )
 from pretrain.engines.engine import StepResult
+from pretrain.metrics.stragglers import (
+    LEAST_STALL_SECONDS,
+    SlownessMeter,
+    StragglerWatch,
+    rank_that_stalled,
+    slowest_rank,
+)
 from pretrain.metrics.wandb_writer import Copy
 from pretrain.metrics.writers import MetricsFile, StepProfiler, TensorBoard
 from pretrain.model.lane_state import LaneState
@@ -76,146 +72,6 @@ from pretrain.state import TrainState
 from pretrain.terminal.text import counted, evaluation_line, perplexity, si, train_line
 
 logger = logging.getLogger(__name__)
-
-TICK_SECONDS = 0.25
-LEAST_STANDSTILL_SECONDS = 2.0  # a tick that is later by less may be a busy machine's
-LEAST_STALL_SECONDS = 5.0
-TIMES_USUAL = 5.0
-STEPS_KNOWN, LEAST_STEPS_KNOWN = 100, 3  # by which a step is judged
-SLOW = 1.5  # times the median of the other ranks
-INTERVALS_IN_A_ROW = 3  # a rank must be slow for at least this many: one may be a hiccup
-LEAST_SECONDS = 1.0  # that it must have cost in them: short intervals vary by more than slow ranks
-
-
-class SlownessMeter:
-    """Times this rank's forward passes in training mode and its standstills; finds stalls by the
-    durations of the steps before. On a GPU passes are timed with the device's clock."""
-
-    def __init__(self, module: nn.Module, world: World) -> None:
-        self._world = world
-        self._stalled = 0.0
-        self._known: deque[float] = deque(maxlen=STEPS_KNOWN)
-        self._started: Any = None
-        self._passes: list[tuple[Any, Any]] = []
-        self._handles = (
-            module.register_forward_pre_hook(self._start),
-            module.register_forward_hook(self._stop),
-        )
-        self._stood_still = 0.0
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._tick, name="standstill", daemon=True)
-        self._thread.start()
-
-    def end_step(self, seconds: float, is_whole: bool = True) -> None:
-        """Take the duration of a step, or of a part that does not count as usual."""
-        if len(self._known) >= LEAST_STEPS_KNOWN:
-            usual = statistics.median(self._known)
-            if seconds - usual > LEAST_STALL_SECONDS and seconds > TIMES_USUAL * usual:
-                self._stalled += seconds - usual
-        if is_whole:
-            self._known.append(seconds)
-
-    def take_stalled(self) -> float:
-        """The seconds lost in stalls since the last call."""
-        stalled, self._stalled = self._stalled, 0.0
-        return stalled
-
-    def take(self, waited: float) -> list[float]:
-        """By rank the seconds that it was busy since the last call, and those it stood still.
-
-        `waited`: for data. 0 for all other ranks, so that sums are all's. Waits for the device.
-        """
-        passes, self._passes = self._passes, []
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize()
-            computed = sum(start.elapsed_time(end) for start, end in passes) / 1000.0
-        else:
-            computed = sum(end - start for start, end in passes)
-        stood_still, self._stood_still = self._stood_still, 0.0
-        of_R = [0.0] * (2 * self._world.world_size)
-        of_R[self._world.rank] = waited + computed
-        of_R[self._world.world_size + self._world.rank] = stood_still
-        return of_R
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._closing.set()
-        self._thread.join()
-
-    def _start(self, module: nn.Module, _inputs: Any) -> None:
-        self._started = self._now() if module.training else None
-
-    def _stop(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        if self._started is not None:
-            self._passes.append((self._started, self._now()))
-
-    def _now(self) -> Any:
-        if self._world.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _tick(self) -> None:
-        before = time.monotonic()
-        while not self._closing.wait(TICK_SECONDS):
-            now = time.monotonic()
-            if now - before > LEAST_STANDSTILL_SECONDS:
-                self._stood_still += now - before - TICK_SECONDS
-            before = now
-
-
-def rank_that_stalled(
-    stalled: float, standstill_R: Sequence[float], busy_R: Sequence[float]
-) -> int | None:
-    """The rank that stood still, or was busy alone, for at least half of the stall.
-
-    None if there is only one rank, or if it was not one rank's doing.
-    """
-    for seconds_R in (standstill_R, busy_R):
-        longest = max(seconds_R)
-        rank = seconds_R.index(longest)
-        others = [seconds for other, seconds in enumerate(seconds_R) if other != rank]
-        if others and longest - max(others) >= stalled / 2:
-            return rank
-    return None
-
-
-def slowest_rank(step: int, seconds_R: Sequence[float]) -> Slowdown | None:
-    """The rank that took longest for its own work, compared with the median of the others; None if
-    there is only one."""
-    if len(seconds_R) < 2:
-        return None
-    rank = max(range(len(seconds_R)), key=seconds_R.__getitem__)
-    others = statistics.median(seconds for other, seconds in enumerate(seconds_R) if other != rank)
-    ratio = seconds_R[rank] / max(others, 1e-9)
-    return Slowdown(step=step, rank=rank, seconds=seconds_R[rank], ratio=ratio)
-
-
-class StragglerWatch:
-    """Names a rank once: when it took SLOW times as long as others for some intervals in a row.
-
-    At least 3 intervals, and enough of them that it has cost a second.
-    """
-
-    def __init__(self) -> None:
-        self._rank: int | None = None
-        self._count, self._cost, self._is_named = 0, 0.0, False
-
-    def observe(self, slowest: Slowdown, num_steps: int) -> bool:
-        """Whether the rank is to be named at this interval of so many steps."""
-        ratio = slowest.ratio or 1.0
-        is_slow = ratio >= SLOW
-        if not is_slow or slowest.rank != self._rank:
-            self._count, self._cost, self._is_named = 0, 0.0, False
-        self._rank = slowest.rank if is_slow else None
-        self._count += is_slow
-        self._cost += (slowest.seconds - slowest.seconds / ratio) * num_steps if is_slow else 0.0
-        if self._is_named or self._count < INTERVALS_IN_A_ROW or self._cost < LEAST_SECONDS:
-            return False
-        self._is_named = True
-        return True
 
 
 @dataclass(frozen=True)
@@ -270,8 +126,10 @@ class MetricsRecorder:
         peaks = sum_over_ranks(torch.tensor([own], dtype=torch.float64, device=world.device))
         self._peak = float(peaks)
         self._slowness = SlownessMeter(module, world)
+        with raise_on_all_ranks():
+            if world.is_main:
+                self._file = MetricsFile(run_dir, state.step, may_write)
         if world.is_main:
-            self._file = MetricsFile(run_dir, state.step, may_write)
             if run.metrics.tensorboard:
                 self._tensorboard = TensorBoard(run_dir.tensorboard, state.step)
             self._profiler = StepProfiler(*run.metrics.profile_steps, run_dir.traces)
@@ -281,6 +139,7 @@ class MetricsRecorder:
                 si(self._flops_per_token), si(self._peak), counted(world.world_size, "rank"),
                 precision, f"{name}'s data sheet" if name else "a large matrix product, measured",
             )  # fmt: skip
+        self._exchanging = 0.0  # seconds of the last exchange, which no interval has
         self._start_interval()
 
     def add_loss(self, loss: Tensor) -> None:
@@ -305,61 +164,70 @@ class MetricsRecorder:
         if not self._steps:
             return lines
         steps, self._steps = self._steps, []
-        losses, (waited, used_memory_gib, *of_R), norms, squares = self._over_ranks(steps)
+        losses, (waited, used_memory_gib, *busy_R), norms, squares = self._over_ranks(steps)
         self._end_of_step(is_whole=False)  # a rank may have been waited for in the exchange
         stalled = self._slowness.take_stalled()
-        seconds = time.perf_counter() - self._start - self._paused - stalled
-        if self._file is not None:
-            ranks = self._world.world_size
-            busy_R, standstill_R = of_R[:ranks], of_R[ranks:]
-            lines = [
-                _line(step, loss / ranks / step.num_slots)
-                for step, loss in zip(steps, losses, strict=True)
-            ]
-            last = steps[-1]
-            lines[-1]["train_loss"] = train_loss(lines)
-            tokens_per_second = len(steps) * self._run.tokens_per_step / seconds
-            lines[-1] |= {
-                "seconds": seconds,
-                "tokens_per_second": tokens_per_second,
-                "mfu": tokens_per_second * self._flops_per_token / self._peak,
-                "data_wait": waited / ranks / seconds,
-                "used_memory_gib": used_memory_gib / ranks,
-                "save_stall": self._save_stall,
-                "time": time.time(),
-            }
-            lines[-1] |= self._slowest(last.step, busy_R, len(steps))
-            if stalled:
-                rank = rank_that_stalled(stalled, standstill_R, busy_R)
-                event = Slowdown(step=last.step, seconds=stalled, rank=rank)
-                self._run_dir.ledger.append_if_possible(event)
-                logger.warning("%s; this time is not productive", event.description)
-                lines[-1]["stall"] = stalled
-            if last.result.loss_scale is not None:
-                lines[-1]["loss_scale"] = last.result.loss_scale
-            memory = next(iter(self._state.memories), None)
-            rows = [each.shape[1] for each in self._lane_state.vectors(memory)] if memory else []
-            lines[-1] |= {
-                f"memory_norm/layer.{layer}": _finite(norm / (count * self._run.data.lanes))
-                for layer, (norm, count) in enumerate(zip(norms, rows, strict=True))
-                if count
-            }
-            if last.result.layers is not None and last.result.grad_norm is not None:
-                names, norm = last.result.layers.names, float(last.result.grad_norm)
-                lines[-1] |= layer_metrics(names, squares, norm, self._run.optim.clip_norm)
-            self._append(self._file, lines)
-            total = self._run.optim.steps
-            logger.info(train_line(lines, total, seconds / len(steps)))
+        end = time.perf_counter()
+        seconds, save_stall = end - self._start - self._paused - stalled, self._save_stall
+        standstill_R = self._slowness.take_standstills()
+        if (longest := max(standstill_R)) > max(stalled, LEAST_STALL_SECONDS):
+            # In the exchange before, in a save, or in steps that are usually as long.
+            elsewhere = max(0.0, longest - stalled - self._exchanging)
+            in_saves = min(elsewhere, save_stall)
+            seconds = max(1e-3, seconds - elsewhere + in_saves)
+            save_stall -= in_saves
+            stalled = longest
+        with raise_on_all_ranks():
+            if self._file is not None:
+                ranks = self._world.world_size
+                lines = [
+                    _line(step, loss / ranks / step.num_slots)
+                    for step, loss in zip(steps, losses, strict=True)
+                ]
+                last = steps[-1]
+                lines[-1]["train_loss"] = train_loss(lines)
+                tokens_per_second = len(steps) * self._run.tokens_per_step / seconds
+                lines[-1] |= {
+                    "seconds": seconds,
+                    "tokens_per_second": tokens_per_second,
+                    "mfu": tokens_per_second * self._flops_per_token / self._peak,
+                    "data_wait": waited / ranks / seconds,
+                    "used_memory_gib": used_memory_gib / ranks,
+                    "save_stall": save_stall,
+                    "time": time.time(),
+                }
+                lines[-1] |= self._slowest(last.step, busy_R, len(steps))
+                if stalled:
+                    rank = rank_that_stalled(stalled, standstill_R, busy_R)
+                    lines[-1]["stall"] = self._report_stall(last.step, stalled, rank)
+                if last.result.loss_scale is not None:
+                    lines[-1]["loss_scale"] = last.result.loss_scale
+                lines[-1] |= self._mean_norms(norms)
+                if last.result.layers is not None and last.result.grad_norm is not None:
+                    names, norm = last.result.layers.names, float(last.result.grad_norm)
+                    lines[-1] |= layer_metrics(names, squares, norm, self._run.optim.clip_norm)
+                self._append(self._file, lines)
+                total = self._run.optim.steps
+                logger.info(train_line(lines, total, seconds / len(steps)))
+        self._exchanging = time.perf_counter() - end
         self._start_interval()
         return lines
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Write what an evaluation after `step` found; its time does not count as training."""
+        """Write what an evaluation after `step` found; its time does not count as training. A
+        collective."""
         start = self._idle_since
+        standstill_R = self._slowness.take_standstills()
         self._pause_since(start)
-        if self._file is not None:
+        with raise_on_all_ranks():
+            if self._file is None:
+                return
             seconds = self._idle_since - start
             line = {"kind": "evaluation", "step": step, "seconds": seconds, **values}
+            if (longest := min(seconds, max(standstill_R))) >= LEAST_STALL_SECONDS:
+                rank = rank_that_stalled(longest, standstill_R, standstill_R)
+                line["stall"] = self._report_stall(step, longest, rank)
+                line["seconds"] -= longest
             self._append(self._file, [line])
             logger.info(evaluation_line(step, values, set_losses(values) | task_columns(values)))
 
@@ -404,6 +272,13 @@ class MetricsRecorder:
         if self._tensorboard is not None:
             self._tensorboard.close()
 
+    def _report_stall(self, step: int, seconds: float, rank: int | None) -> float:
+        """Tell ledger and log of a stall; returns its seconds."""
+        event = Slowdown(step=step, seconds=seconds, rank=rank)
+        self._run_dir.ledger.append_if_possible(event)
+        logger.warning("%s; this time is not productive", event.description)
+        return seconds
+
     def _append(self, file: MetricsFile, lines: list[dict[str, Any]]) -> None:
         file.append(lines)
         if self._tensorboard is not None:
@@ -432,6 +307,15 @@ class MetricsRecorder:
             norms = (torch.linalg.vector_norm(each, dim=-1, dtype=torch.float32) for each in rows)
             of_slots.append(torch.stack([norms_BM.sum(dtype=torch.float64) for norms_BM in norms]))
         return torch.stack(of_slots).sum(0) if of_slots else torch.empty(0, device=device)
+
+    def _mean_norms(self, norms: list[float]) -> dict[str, Any]:
+        memory = next(iter(self._state.memories), None)
+        rows = [each.shape[1] for each in self._lane_state.vectors(memory)] if memory else []
+        return {
+            f"memory_norm/layer.{layer}": _finite(norm / (count * self._run.data.lanes))
+            for layer, (norm, count) in enumerate(zip(norms, rows, strict=True))
+            if count
+        }
 
     def _end_of_step(self, is_whole: bool = True) -> None:
         now, paused = time.perf_counter(), self._paused

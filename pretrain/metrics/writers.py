@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -16,6 +15,7 @@ from torch.profiler import profile
 
 from foundation.errors import os_error_text, remedy_of
 from foundation.files import append_whole, own_file
+from foundation.records import json_text
 from foundation.retry import Outage, outlast
 from pretrain.rundir.metric_names import scalars_of
 from pretrain.rundir.metrics_file import cut_measurements_after, summarize_file
@@ -45,7 +45,7 @@ class MetricsFile:
             self._spent.add(line)
             if "tokens_per_second" in line:
                 line["totals"] = {name: round(each, 6) for name, each in vars(self._spent).items()}
-        self._left += "".join(json.dumps(line) + "\n" for line in lines).encode()
+        self._left += "".join(json_text(line) + "\n" for line in lines).encode()
         self.write()
 
     def write(self) -> str:

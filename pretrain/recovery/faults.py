@@ -90,13 +90,17 @@ class _FaultyEngine:
             handle.remove()
 
     def evaluate(
-        self, batch: SegmentBatch, memory: Memory | None, memory_length: int
+        self,
+        batch: SegmentBatch,
+        memory: Memory | None,
+        memory_length: int,
+        num_tokens: int | None = None,
     ) -> tuple[Tensor, Memory]:
         if self._steps == self._fault.step and self._fault.kind in IN_EVALUATION:
             self._batches += 1
             if self._batches == 3:
                 os.kill(os.getpid(), IN_EVALUATION[self._fault.kind])
-        return self._engine.evaluate(batch, memory, memory_length)
+        return self._engine.evaluate(batch, memory, memory_length, num_tokens)
 
     def _affect(self, hidden_BLD: Tensor, number: int) -> Tensor:
         fault = self._fault

@@ -11,21 +11,29 @@ resumed anywhere reads the same data, and rewinding needs no other state.
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import takewhile
+from typing import Any, NoReturn
 
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from foundation.errors import TrainingError
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import find_resume_point
+from pretrain.checkpoint.replicas import NonFiniteError
+from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, first_step_at
+from pretrain.costs.flops import bins_of, tail_shares
 from pretrain.distributed.world import World, broadcast_value, raise_on_all_ranks
 from pretrain.rundir.events import (
     GaveUp,
+    Outcome,
     Rewind,
     Spike,
+    UnresolvedSpike,
 )
 from pretrain.rundir.ledger import events_of, skipped_windows
 from pretrain.rundir.metrics_file import latest_measurements
@@ -46,8 +54,22 @@ STILL_ABOVE = 0.25
 MOST_SKIPPED = 0.5  # of the last WINDOW updates; a run that skips more does not learn
 
 
+def untrained_loss(model: ModelConfig) -> float:
+    """Return the loss where all logits are 0, as they about are in untrained weights: the logarithm
+    of the vocabulary; with an adaptive softmax that of its first bin, and for the tokens of another
+    bin, as many as Zipf's law has, that of the bin. Z-loss is in no loss.
+    """
+    if not model.vocab_size:
+        return math.inf
+    first, *others = (tokens for tokens, _ in bins_of(model))
+    tails = zip(tail_shares(model)[1:], others, strict=True)
+    return math.log(first + len(others)) + sum(share * math.log(size) for share, size in tails)
+
+
 class SpikeDetector:
     """Takes every step in order. Later losses are compared with those that were not anomalous.
+
+    Anomalous is also, where the usual ones are below it, a loss above that of untrained weights.
 
     Losses are compared with those of the same data only: the history starts again at each phase. Up
     to the end of the warm-up of the learning rate, and before WINDOW losses are known, no loss is
@@ -56,6 +78,7 @@ class SpikeDetector:
 
     def __init__(self, run: RunConfig) -> None:
         self._threshold = run.recovery.spike_threshold
+        self._untrained_loss = untrained_loss(run.model)
         self._warmup_steps = max(run.optim.schedule.warmup_steps, WINDOW)
         self._data_changes = [phase.from_step for phase in run.data.phases]
         self._usual: deque[float] = deque(maxlen=WINDOW)
@@ -63,9 +86,22 @@ class SpikeDetector:
         self._skipped: deque[tuple[int, bool]] = deque(maxlen=WINDOW)
 
     @property
-    def suspected_since(self) -> int | None:
-        """The first of the steps that are a spike if it lasts; None if losses are as usual."""
-        return self._suspicion[0][0] if self._suspicion else None
+    def suspected(self) -> Spike | None:
+        """The latest steps, which are a spike if it lasts; None if losses are as usual."""
+        if not self._suspicion:
+            return None
+        return Spike(
+            first_step=self._suspicion[0][0],
+            last_step=self._suspicion[-1][0],
+            loss=max((loss for _, loss in self._suspicion if loss is not None), default=None),
+            usual=statistics.median(self._usual) if self._usual else None,
+        )
+
+    @property
+    def skipped_last(self) -> Spike | None:
+        """The latest steps, if they were skipped."""
+        steps = [step for step, _ in takewhile(lambda each: each[1], reversed(self._skipped))]
+        return Spike(first_step=steps[-1], last_step=steps[0]) if steps else None
 
     def observe(self, lines: Iterable[Mapping[str, Any]]) -> Spike | None:
         """The spike that lines of metrics.jsonl complete."""
@@ -97,14 +133,7 @@ class SpikeDetector:
                 self._usual.append(loss)
             return None
         self._suspicion.append((step, loss))
-        if len(self._suspicion) < SPIKE_STEPS:
-            return None
-        return Spike(
-            first_step=self._suspicion[0][0],
-            last_step=step,
-            loss=max((each for _, each in self._suspicion if each is not None), default=None),
-            usual=statistics.median(self._usual) if self._usual else None,
-        )
+        return self.suspected if len(self._suspicion) >= SPIKE_STEPS else None
 
     def _is_suspect(self, step: int, loss: float | None) -> bool:
         threshold = self._threshold
@@ -117,6 +146,8 @@ class SpikeDetector:
         if self._suspicion:
             threshold *= STILL_ABOVE
         median = statistics.median(self._usual)
+        if loss > self._untrained_loss > median:
+            return True
         absolute_deviation = statistics.median(abs(each - median) for each in self._usual)
         deviation = max(DEVIATIONS_PER_MAD * absolute_deviation, LEAST_DEVIATION * median)
         return loss - median > threshold * deviation
@@ -144,16 +175,18 @@ class SpikeMonitor:
     def __init__(self, run: RunConfig, run_dir: RunDir, world: World, state: TrainState) -> None:
         self._run, self._run_dir, self._world = run, run_dir, world
         self._detector = SpikeDetector(run)
-        if world.is_main:
+        with raise_on_all_ranks():
             # The end of a long file is enough: what is usual follows from the last few losses.
-            measured = list(latest_measurements(run_dir.metrics))[::-1]
-            self._detector.observe(line for line in measured if line["step"] <= state.step)
+            latest = list(latest_measurements(run_dir.metrics)) if world.is_main else []
+        measured = [line for line in reversed(latest) if line["step"] <= state.step]
+        self._detector.observe(measured)
 
     @property
     def suspected_since(self) -> int | None:
         """The first step of what may become a spike, on rank 0; a save keeps a checkpoint from
         before it."""
-        return self._detector.suspected_since
+        suspected = self._detector.suspected
+        return suspected.first_step if suspected else None
 
     def check(self, lines: Iterable[dict[str, Any]], ends_run: bool = False) -> None:
         """Take the metrics of new steps (on rank 0); raise SpikeFound on all ranks at a spike.
@@ -166,15 +199,53 @@ class SpikeMonitor:
             return
         if spike.skipped is None:
             raise SpikeFound(spike)
-        if self._world.is_main:
-            self._run_dir.ledger.append(GaveUp(spike=spike))
-        limit = self._run.recovery.skip_grad_norm
-        larger = f" or above recovery.skip_grad_norm={limit:g}" if limit else ""
-        raise TrainingError(
-            f"{spike}, their gradients were not finite{larger}; found more than "
+        self.give_up(
+            spike,
+            f"their gradients were not finite{self._or_larger}; found more than "
             f"{MOST_SKIPPED:.0%} of the updates, so the run does not learn; lower "
-            "optim.learning_rate or clean the data"
+            "optim.learning_rate or clean the data",
         )
+
+    def check_end(self, outcome: Outcome) -> None:
+        """Warn if the steps before the end, of a phase or the run, may be a spike.
+
+        Raises SpikeFound or TrainingError on all ranks if the last update of the run was skipped.
+        """
+        skipped = self._detector.skipped_last if outcome is Outcome.FINISHED else None
+        if skipped := broadcast_value(skipped, Spike | None):
+            advice = f"its gradients were not finite{self._or_larger}, and a run does not end with "
+            advice += "skipped updates; raise optim.steps to train on, or clean the data"
+            self._rewind_or_give_up(skipped, advice)
+        if suspected := self._detector.suspected:  # on rank 0
+            before = marker.latest_step(self._run_dir.checkpoints, suspected.first_step)
+            event = UnresolvedSpike(spike=suspected, before=before or None)
+            self._run_dir.ledger.append_if_possible(event)
+            logger.warning("recovery: %s", event.description)
+
+    def check_saved(self, step: int, error: NonFiniteError) -> NoReturn:
+        """Raise on all ranks what follows a save that found values which are not finite."""
+        # Once a weight is NaN, so is the loss of all steps after.
+        skipped = self._detector.skipped_last
+        first = broadcast_value(skipped.first_step if skipped else step, int)
+        spike = Spike(first_step=first, last_step=step, problem=error.problem)
+        self._rewind_or_give_up(spike, "which is not saved; lower optim.learning_rate")
+
+    def give_up(self, spike: Spike, advice: str) -> NoReturn:
+        """Raise TrainingError; the ledger has the reason."""
+        with raise_on_all_ranks():
+            if self._world.is_main:
+                self._run_dir.ledger.append(GaveUp(spike=spike))
+        raise TrainingError(f"{spike}, {advice}")
+
+    def _rewind_or_give_up(self, spike: Spike, advice: str) -> NoReturn:
+        if self._run.recovery.spike_threshold:
+            raise SpikeFound(spike)
+        self.give_up(spike, advice)
+
+    @property
+    def _or_larger(self) -> str:
+        limit = self._run.recovery.skip_grad_norm
+        return f" or above recovery.skip_grad_norm={limit:g}" if limit else ""
 
 
 def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
@@ -211,6 +282,8 @@ def _why_no_rewind(
     run: RunConfig, run_dir: RunDir, spike: Spike, rewinds: Sequence[Rewind], is_unsaved: bool
 ) -> str:
     off = "set recovery.spike_threshold=0 to train without rewinding"
+    if spike.problem:
+        off = "start another run with other settings"
     if is_unsaved:
         return (
             f"{spike}; found no checkpoint from before step {spike.first_step} to rewind to; use a "
@@ -228,7 +301,8 @@ def _why_no_rewind(
 
 def inherited_windows(run_dir: RunDir, world: World, step: int) -> list[range]:
     """The windows to skip in a run that resumes from `step`, on all ranks; rank 0 logs them."""
-    windows = skipped_windows(run_dir.ledger.read()) if world.is_main else []
+    with raise_on_all_ranks():
+        windows = skipped_windows(run_dir.ledger.read()) if world.is_main else []
     reached = segments_consumed(step, windows)
     for window in windows:
         state = "skips" if window.start >= reached else "has skipped"

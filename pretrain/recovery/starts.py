@@ -13,9 +13,11 @@ and, up to rounding, the same losses.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -28,11 +30,13 @@ from foundation.files import path_text
 from pretrain.config.resolve import hashes_of_sets, splits_of_sets
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank, runs_of_phases
 from pretrain.distributed.threads import describe_waiting
-from pretrain.distributed.world import World, gather_values
+from pretrain.distributed.world import World, gather_values, raise_on_all_ranks
 from pretrain.engines.engine import is_out_of_memory
 from pretrain.kernels.triton.tiling import table_name
+from pretrain.optim.optimizers import learning_rate_at
 from pretrain.rundir.events import Event, OutOfMemory, TrainingBegan, not_bitwise
 from pretrain.rundir.ledger import events_of, last_of
+from pretrain.rundir.metrics_file import latest_measurements
 from pretrain.rundir.run_dir import RunDir, code_version
 
 PACKAGES = ("torch", "numpy", "deepspeed")
@@ -113,29 +117,44 @@ def record_start(
     Where ranks differ, the environment has all their values.
     """
     ranks = gather_values(environment_of_rank(world.device), dict[str, str])
-    if not world.is_main:
-        return
-    ledger = run_dir.ledger
-    environment = {name: ", ".join(sorted({each[name] for each in ranks})) for name in ranks[0]}
-    before = last_of(ledger.read(), TrainingBegan) if step else None
-    if step and before is None:
-        logger.warning(
-            "%s has no earlier start; what it said, such as rewinds, is lost", ledger.path
+    with raise_on_all_ranks():
+        if not world.is_main:
+            return
+        ledger = run_dir.ledger
+        environment = {name: ", ".join(sorted({each[name] for each in ranks})) for name in ranks[0]}
+        before = last_of(ledger.read(), TrainingBegan) if step else None
+        if step and before is None:
+            logger.warning(
+                "%s has no earlier start; what it said, such as rewinds, is lost", ledger.path
+            )
+        changes = environment_changes(before.environment if before else {}, environment)
+        if changes:
+            logger.warning(not_bitwise(changes))
+        ledger.append(
+            TrainingBegan(
+                step=step,
+                code=code_version(),
+                environment=environment,
+                changes=changes,
+                local=is_local,
+                **data,
+                **where,
+            )
         )
-    changes = environment_changes(before.environment if before else {}, environment)
-    if changes:
-        logger.warning(not_bitwise(changes))
-    ledger.append(
-        TrainingBegan(
-            step=step,
-            code=code_version(),
-            environment=environment,
-            changes=changes,
-            local=is_local,
-            **data,
-            **where,
-        )
-    )
+
+
+def report_rate(config: RunConfig, run_dir: RunDir, world: World, step: int) -> None:
+    """Say where the learning rate jumps because the schedule has changed, as with more steps."""
+    with raise_on_all_ranks():
+        lines = latest_measurements(run_dir.metrics) if world.is_main and step else iter(())
+        lines = takewhile(lambda line: line["step"] >= step, lines)
+        for line in (line for line in lines if (line["kind"], line["step"]) == ("train", step)):
+            before, planned = line["learning_rate"], learning_rate_at(config.optim, step - 1)
+            if not math.isclose(before, planned, rel_tol=1e-6):
+                logger.warning(
+                    "the schedule of the learning rate has changed: step %d had %.4g, step %d has "
+                    "%.4g", step, before, step + 1, learning_rate_at(config.optim, step),
+                )  # fmt: skip
 
 
 def record_out_of_memory(run: RunConfig, run_dir: RunDir, world: World, error: Exception) -> None:

@@ -5,18 +5,21 @@ A signal to any rank becomes one decision of all ranks: to stop.
 
 from __future__ import annotations
 
+import math
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from types import FrameType
 
 import torch.distributed as dist
 
+from foundation.interruption import ONE_PRESS_SECONDS
 from pretrain.distributed.world import BackgroundExchanges, any_rank, on_any_rank
 
 # NCCL may catch SIGUSR1, and Slurm's notice before a time limit can be any of these: so all three
-# mean the same.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+# mean the same. So does SIGHUP, of a terminal that is closed, unless nohup has it ignored.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,14 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.count = 0  # signals that this rank was sent
+        self._interrupted = -math.inf  # when the last SIGINT came
         self._exchanges = BackgroundExchanges()
         self._answer: Callable[[], Agreement] = Agreement  # to the last `raise_if_requested`
-        self._previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+        self._previous = {
+            number: signal.signal(number, self._handle)
+            for number in STOP_SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        }
 
     def requested_on_any_rank(self) -> bool:
         """Whether any rank was asked to stop. A collective: all ranks call it at the same step."""
@@ -81,6 +89,10 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.count and number == signal.SIGINT:
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            before, self._interrupted = self._interrupted, time.monotonic()
+            if self._interrupted - before < ONE_PRESS_SECONDS:
+                return
+            if self.count:
+                raise KeyboardInterrupt
         self.count += 1

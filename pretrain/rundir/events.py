@@ -164,21 +164,26 @@ class Slowdown(Event):
 @dataclass(frozen=True)
 class Spike:
     """Steps in a row, up to the latest, with anomalous losses or skipped updates; or the last of
-    them, of which too many were `skipped`."""
+    them, of which too many were `skipped`, or after which there is another `problem`."""
 
     first_step: int
     last_step: int
     loss: float | None = None  # the highest; None if every step was skipped
     usual: float | None = None  # the median before
     skipped: int | None = None
+    problem: str = ""  # what is not finite after the last step
 
     def __str__(self) -> str:
+        if self.problem:
+            return f"after step {self.last_step} {self.problem}"
+        is_one = self.first_step == self.last_step
         steps = f"steps {self.first_step} to {self.last_step}"
+        steps = f"step {self.last_step}" if is_one else steps
         if self.skipped is not None:
             updates = self.last_step - self.first_step + 1
             return f"{self.skipped} of the {updates} updates of {steps} were skipped"
         if self.loss is None or self.usual is None:
-            return f"{steps} were all skipped"
+            return f"{steps} was skipped" if is_one else f"{steps} were all skipped"
         return f"{steps} had losses up to {self.loss:.3f} where {self.usual:.3f} was usual"
 
 
@@ -200,6 +205,18 @@ class GaveUp(Event):
     """A spike that the run cannot rewind from."""
 
     spike: Spike
+
+    @property
+    def step(self) -> int:
+        return self.spike.last_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnresolvedSpike(Event):
+    """A run, or a phase, ended within what may be a spike; `before` is a checkpoint from before."""
+
+    spike: Spike
+    before: int | None = None
 
     @property
     def step(self) -> int:
@@ -447,6 +464,9 @@ def _description(event: Event) -> str:
             return f"{spike}: rewound to step {event.to_step}, {skipped}"
         case GaveUp():
             return f"gave up: {event.spike}"
+        case UnresolvedSpike(before=before):
+            saved = "no checkpoint" if before is None else f"the checkpoint of step {before}"
+            return f"ended while {event.spike}; {saved} is from before"
         case AttemptEnded(attempt_number=number):
             return f"attempt {number} ended: {event.cause}; next: {_words(event.next)}"
         case Interrupted(step=step):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import logging
 import os
 import socket
@@ -30,7 +29,7 @@ from typing import Literal
 
 from foundation.errors import DataError, os_error_text
 from foundation.files import own_file, parse_json, read_regular, read_together
-from foundation.records import from_json
+from foundation.records import from_json, json_text
 from pretrain.rundir.watchdog import STACKS_SIGNAL, Watchdog
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class HeartbeatRecord:
     @property
     def line(self) -> bytes:
         """The rank's line in the file of its node."""
-        return json.dumps(asdict(self)).encode().ljust(SLOT_BYTES - 1) + b"\n"
+        return json_text(asdict(self)).encode().ljust(SLOT_BYTES - 1) + b"\n"
 
 
 def read_heartbeats(directory: Path) -> list[HeartbeatRecord]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import logging
 import os
 import time
@@ -28,7 +27,7 @@ from typing import TypeVar
 
 from foundation.errors import os_error_text
 from foundation.files import append_whole, lines_of, open_regular, parse_json, warn_of_lines
-from foundation.records import built, to_json
+from foundation.records import built, json_text, to_json
 from foundation.retry import Patience, outlast
 from pretrain.rundir.events import (
     PLANNED,
@@ -168,7 +167,7 @@ def line_of(event: Event) -> bytes:
     when = datetime.datetime.fromtimestamp(fields.pop("time"), datetime.timezone.utc)
     head = {"time": when.isoformat(timespec="milliseconds"), "event": event.name()}
     values = {name: value for name, value in fields.items() if value is not None}
-    return json.dumps(head | values).encode() + b"\n"
+    return json_text(head | values).encode() + b"\n"
 
 
 # ------------------------------------------------------------------------------------- questions

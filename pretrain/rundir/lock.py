@@ -14,7 +14,6 @@ checkpoint.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from pathlib import Path
 from foundation.errors import ConfigError, UserError
 from foundation.files import named_errors, read_json, read_regular, write_text
 from foundation.locks import held_lock, is_locked_by
-from foundation.records import built
+from foundation.records import built, json_text
 
 # A supervisor claims the run for the ranks it starts and passes them the token here; ranks without
 # one claim the run.
@@ -96,7 +95,7 @@ def exclusive_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator
             file.truncate(0)
             owner = {"pid": os.getpid(), "holder": holder, "hostname": socket.gethostname()}
             # Past the buffer, which closing would try to write again, and fail without a name.
-            rest = json.dumps(owner).encode() + b"\n"
+            rest = json_text(owner).encode() + b"\n"
             while rest:
                 rest = rest[os.write(file.fileno(), rest) :]
         yield

@@ -21,11 +21,13 @@ from typing import Any
 
 from foundation.errors import DataError
 from foundation.files import LARGEST_LINE_BYTES, atomic_write, lines_of, open_regular, warn_of_lines
+from foundation.records import json_text
 
 logger = logging.getLogger(__name__)
 
 _NUMBER = (int, float)
 _NUMBER_OR_NULL = (int, float, type(None))  # null where a skipped step had none
+_NO_JSON = (b"NaN", b"Infinity")
 _BLOCK_BYTES, _TAIL_BYTES = 1 << 16, 1 << 22  # how much is read from the end, at once and in all
 # kind -> what every line of the kind has, and the types of it
 _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
@@ -113,9 +115,10 @@ def latest_measurements(
 
 
 def has_evaluation(path: Path, step: int) -> bool:
-    """Whether an evaluation after `step`, one of the latest, is in the file."""
+    """Whether an evaluation after `step`, one of the latest, is in the file with a loss."""
     lines = takewhile(lambda line: line["step"] >= step, latest_measurements(path))
-    return any(line["kind"] == "evaluation" and line["step"] == step for line in lines)
+    evaluations = (line for line in lines if line["kind"] == "evaluation")
+    return any(line["step"] == step and line["loss"] is not None for line in evaluations)
 
 
 def measurements_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -129,13 +132,18 @@ def cut_measurements_after(path: Path, step: int) -> int:
     A resumed run repeats and measures those steps, so that each is measured once in the end.
     """
     lines = list(_read(path))
-    kept = [(line, found["step"]) for line, found in lines if found and found["step"] <= step]
-    last = kept[-1][1] if kept else 0
+    kept = [(line, found) for line, found in lines if found and found["step"] <= step]
+    last = kept[-1][1]["step"] if kept else 0
     if last < step:
         logger.warning("%s ends at step %d, expected %d; the rest is lost", path, last, step)
-    if len(kept) < len(lines):
+    # Older versions wrote NaN, which JSON does not have.
+    texts = [
+        f"{json_text(found)}\n".encode() if any(map(line.__contains__, _NO_JSON)) else line
+        for line, found in kept
+    ]
+    if texts != [line for line, _ in lines]:
         with atomic_write(path) as file:
-            file.writelines(line for line, _ in kept)
+            file.writelines(texts)
     return len(lines) - len(kept)
 
 
@@ -171,6 +179,7 @@ class TimeSpent:
         seconds = line.get("seconds", 0.0)
         if line["kind"] == "evaluation":
             self.evaluation += seconds
+            self.stalls += line.get("stall", 0.0)
         elif "tokens_per_second" in line:
             waited = min(1.0, line.get("data_wait", 0.0)) * seconds
             self.training += seconds - waited

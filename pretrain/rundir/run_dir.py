@@ -485,7 +485,7 @@ def _refusal(key: str, old: Any, new: Any, step: int) -> str:
     return ""
 
 
-PACKAGES = ("data_pipeline", "pretrain")  # all that a rank runs
+PACKAGES = ("data_pipeline", "foundation", "pretrain")  # all that a rank runs
 
 
 def code_version() -> str:

@@ -22,7 +22,9 @@ END_SIGNAL = signal.SIGALRM
 _LAST_WORDS_SECONDS = 8.0  # that the rank may take for what it writes before its end
 _TICK_SECONDS = 1.0
 # Slurm signals all processes of a step: requests for the ranks alone.
-_NOT_FOR_IT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, STACKS_SIGNAL)
+_NOT_FOR_IT = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, STACKS_SIGNAL),
+)
 
 
 class Watchdog:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import math
 import operator
 import os
@@ -30,6 +29,7 @@ from data_pipeline.corpora.manifest import SPLITS
 from data_pipeline.lanes.lane_plan import check_lanes
 from data_pipeline.lanes.mixture import plan_of
 from foundation.errors import ConfigError, DataError
+from foundation.records import json_text
 from foundation.settings import differences, load_config, to_tree
 from pretrain.config.resolve import with_precision, with_vocabulary
 from pretrain.config.run import RunConfig, accumulation_steps
@@ -126,7 +126,7 @@ def length_axes(base: RunConfig, segments: Sequence[int], memories: Sequence[int
         of_segments[f"t{segment}"] = [f"data.segment_length={segment}", f"data.lanes={lanes}"]
     of_memories = {
         f"m{memory}": [
-            f"model.memory_length={json.dumps(base.model.with_memory(memory).memory_length)}"
+            f"model.memory_length={json_text(base.model.with_memory(memory).memory_length)}"
         ]
         for memory in sorted({*memories})
     }

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foundation.cli import plain
 from foundation.files import write_json
+from foundation.records import plain
 from pretrain.reporting.charts import (
     FAINT,
     INK,

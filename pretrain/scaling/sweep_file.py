@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import logging
 import math
 import os
@@ -38,6 +37,7 @@ from typing import Any, Literal
 
 from foundation.errors import ConfigError
 from foundation.files import YAML_SUFFIXES, write_text
+from foundation.records import json_text
 from foundation.settings import LONGEST_NAME, load_config, parse_config, require_name, to_tree
 from foundation.yaml_files import Tree, abbreviated, did_you_mean, dump_yaml, find_config, read_tree
 from pretrain.checkpoint.directory import step_directory
@@ -168,7 +168,7 @@ def _expanded(tree: Tree, path: Path) -> Tree:
     cells = []
     for values in itertools.product(*grid.values()):
         # As the values would stand on the command line.
-        texts = [each if isinstance(each, str) else json.dumps(each) for each in values]
+        texts = [each if isinstance(each, str) else json_text(each) for each in values]
         texts = dict(zip(grid, texts, strict=True))
         name = "-".join(f"{short[key]}_{_SAFE.sub('_', text)}" for key, text in texts.items())
         if len(name) > LONGEST_NAME:  # its beginning, and a hash of all of it

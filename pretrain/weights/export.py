@@ -45,7 +45,7 @@ from foundation.files import (
     url_of,
     write_json,
 )
-from foundation.records import Fields, InvalidField
+from foundation.records import Fields, InvalidField, json_text
 from foundation.settings import parse_config, to_tree
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.elastic_reader import load_weights
@@ -236,7 +236,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _hash_of(tree: Mapping[str, Any]) -> str:
     """Return the hash of everything in config.json but the hash itself."""
     content = {name: value for name, value in tree.items() if name != "hash"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json_text(content, sort_keys=True).encode()).hexdigest()
 
 
 def _entry_of(path: Path) -> dict[str, Any]:

@@ -121,9 +121,13 @@ class PositionScorer:
         return self._scorer.world
 
     def evaluate(
-        self, batch: SegmentBatch, memory: Memory | None, memory_length: int
+        self,
+        batch: SegmentBatch,
+        memory: Memory | None,
+        memory_length: int,
+        num_tokens: int | None = None,
     ) -> tuple[Tensor, Memory]:
-        nll_BL, after = self._scorer.evaluate(batch, memory, memory_length)
+        nll_BL, after = self._scorer.evaluate(batch, memory, memory_length, num_tokens)
         losses_BL, valid_BL = nll_BL.double().cpu().numpy(), np.asarray(batch.valid_BL)
         waiting = self._waiting
         if waiting is None:  # the token before a lane, which nobody predicted

@@ -30,6 +30,7 @@ from typing import Any
 
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
 from foundation.files import path_text, write_json, write_text
+from foundation.records import json_text
 from foundation.settings import assert_never, to_tree
 from pretrain.config.run import spans_of_phases
 from pretrain.costs.flops import model_in_words, parameters_of
@@ -212,7 +213,7 @@ def _with_document_end(tokenizer: Tokenizer) -> bytes:
 
 
 def _json(tree: Any) -> bytes:
-    return json.dumps(tree, indent=1, ensure_ascii=False).encode()
+    return json_text(tree, indent=1, ensure_ascii=False).encode()
 
 
 CARD = """---
@@ -274,7 +275,7 @@ def model_card(
         if evaluation is not None and evaluation.get(name) is not None:
             training[f"validation {name.replace('_', ' ')}"] = f"{evaluation[name]:.4f}"
     settings = {
-        name: json.dumps(value)
+        name: json_text(value)
         for name, value in model.function_settings().items()
         if value not in (False, 0, ()) or name == "num_layers"
     }

@@ -44,6 +44,7 @@ from pretrain.evaluation.probes.recall import (
     tokens_of_corpus,
     tokens_of_vocabulary,
 )
+from pretrain.model.cached import new_stream
 from pretrain.model.lane_state import document_starts, num_compressed_rows
 from pretrain.model.layer import TransformerLayer
 from pretrain.model.transformer_xl import TransformerXL
@@ -100,6 +101,23 @@ def test_one_lane_with_a_memory_as_long_as_the_split_equals_one_forward_pass(sco
     result = measured(scorer, corpus, num_lanes=1, memory_length=corpus.num_tokens)
     assert result.loss == pytest.approx(float(nll_BL.mean()), abs=1e-9)
     assert result.perplexity == pytest.approx(math.exp(result.loss))
+
+
+@pytest.mark.parametrize("kind", ["ntk", "yarn"])
+def test_the_memory_length_that_was_asked_for_stretches_rope_in_a_small_part_too(
+    corpus, world, kind
+):
+    model = model_for(corpus, positions="rope", rope_extension=kind, memory_length=8).eval()
+    model.trained_keys = (16,) * model.config.num_layers
+    scorer = scorer_of(model, corpus, world)
+    for length in (100, 400):  # of 60 tokens that are read
+        found = measured(scorer, corpus, num_lanes=1, memory_length=length, max_tokens=60)
+        stream, losses = new_stream(model, length, 8), []
+        for batch in EvaluationStream(corpus, 1, 8, range(1), 60):
+            given = (batch.tokens_BL, batch.targets_BL, batch.starts_BL)
+            nll_BL = stream.nll_BL(*(torch.from_numpy(each) for each in given))
+            losses.append(nll_BL[torch.from_numpy(batch.valid_BL)])
+        assert found.loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-6)
 
 
 def test_bits_are_those_of_the_text(scorer, corpus):

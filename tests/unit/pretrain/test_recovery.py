@@ -23,7 +23,7 @@ from pretrain.config.run import (
     RunConfig,
     ScheduleConfig,
 )
-from pretrain.metrics.recorder import (
+from pretrain.metrics.stragglers import (
     SlownessMeter,
     StragglerWatch,
     rank_that_stalled,
@@ -129,7 +129,8 @@ def test_a_spike_says_how_high_losses_were_and_what_was_usual():
 def test_a_suspicion_opens_at_the_first_anomalous_step_and_closes_with_the_jump():
     detector = SpikeDetector(run_of(SETTINGS))
     lines = lines_of([*noisy(40), 4.0, 3.3, 3.0])  # 3.3: closer, but not back
-    since = [(detector.observe([line]), detector.suspected_since)[1] for line in lines]
+    suspected = [(detector.observe([line]), detector.suspected)[1] for line in lines]
+    since = [each and each.first_step for each in suspected]
     assert since == [None] * 40 + [41, 41, None]
 
 

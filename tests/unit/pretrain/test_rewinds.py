@@ -6,17 +6,23 @@ its history of 10 steps is complete.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import math
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from data_pipeline.corpora.corpus import corpus_hash
 from foundation.errors import DataError, TrainingError
-from pretrain.checkpoint.directory import steps_on_disk
+from pretrain.checkpoint import checkpointer
+from pretrain.checkpoint.directory import rank_file, step_directory, steps_on_disk
 from pretrain.config.resolve import resolve
 from pretrain.config.run import (
     CheckpointConfig,
@@ -27,6 +33,7 @@ from pretrain.config.run import (
     RunConfig,
 )
 from pretrain.distributed.world import World
+from pretrain.engines.engine import TorchEngine
 from pretrain.recovery import rewind
 from pretrain.recovery.rewind import SpikeFound, SpikeMonitor
 from pretrain.run import run_training
@@ -103,6 +110,137 @@ def test_a_run_without_a_checkpoint_before_the_spike_stops_and_says_so(run, run_
     ledger = run_dir.ledger.read()
     assert events_of(ledger, GaveUp)
     assert not events_of(ledger, Rewind)
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, kind: str, at: int, count: int) -> None:
+    """Leave NaN, or inf in a weight, in values of this kind after the update of step `at`; of the
+    first `count` such steps."""
+    numbers, name = itertools.count(), "forward_backward" if kind == "memory" else "step"
+    real = getattr(TorchEngine, name)
+
+    def spoiling(engine: TorchEngine, *arguments: Any, **options: Any) -> Any:
+        result = real(engine, *arguments, **options)
+        done = engine.optimizer_step_count() + (kind == "memory")
+        if done == at and next(numbers) < count:
+            values = list(engine.fragments())[3].values
+            spoiled = (
+                result[1][0] if kind == "memory" else values["weight" if kind == "inf" else kind]
+            )
+            spoiled.view(-1)[-1] = float("-inf" if kind == "inf" else "nan")
+        return result
+
+    monkeypatch.setattr(TorchEngine, name, spoiling)
+
+
+@pytest.mark.parametrize(
+    ("kind", "at"),
+    [
+        ("weight", 8),
+        ("weight", 10),  # in the update before a save
+        ("weight", 30),  # in the last one
+        ("inf", 29),
+        ("exp_avg", 30),
+        ("exp_avg_sq", 8),
+        ("memory", 29),
+    ],
+)
+def test_what_is_not_finite_is_not_saved(run, run_dir, world, monkeypatch, kind, at):
+    spoil(monkeypatch, kind, at, count=1)
+    run = replace(
+        run, recovery=RecoveryConfig(), checkpoint=CheckpointConfig(interval=5, keep_last=9)
+    )
+    assert run_training(run, run_dir.path, world) == 0
+    (rewound,) = events_of(run_dir.ledger.read(), Rewind)
+    assert rewound.to_step == (at - 1) // 5 * 5
+    for step in steps_on_disk(run_dir.checkpoints):
+        saved = load_file(step_directory(run_dir.checkpoints, step) / rank_file(0))
+        assert all(value.isfinite().all() for value in saved.values()), step
+
+
+@pytest.mark.parametrize(
+    ("recovery", "interval"),
+    [
+        (RecoveryConfig(max_rewinds=1), 5),
+        (RecoveryConfig(), 30),
+        (RecoveryConfig(spike_threshold=0), 5),
+    ],
+)
+def test_a_run_that_cannot_rewind_from_what_is_not_finite_ends(
+    run, run_dir, world, monkeypatch, recovery, interval
+):
+    spoil(monkeypatch, "weight", 29, count=99)
+    run = replace(run, recovery=recovery, checkpoint=CheckpointConfig(interval=interval))
+    error = error_of(run, run_dir, world)
+    assert re.search(r"rank 0 has NaN or inf in layers\.0\.\S+ \(weight\)", error)
+    assert events_of(run_dir.ledger.read(), GaveUp)
+    assert all(step < 29 for step in steps_on_disk(run_dir.checkpoints))
+
+
+def test_a_checkpoint_that_is_not_finite_is_not_resumed_from(
+    run, run_dir, world, monkeypatch, caplog
+):
+    """As an older version saved them."""
+    run = replace(run, recovery=RecoveryConfig())
+    spoil(monkeypatch, "weight", 30, count=1)
+    monkeypatch.setattr(checkpointer, "require_finite", lambda *_: None)
+    assert "validation loss" in error_of(run, run_dir, world)
+    assert run_training(run, run_dir.path, world) == 0
+    assert [event.step for event in events_of(run_dir.ledger.read(), TrainingBegan)] == [0, 25]
+    assert "step-00000030: has NaN or inf in layers.0" in caplog.text
+
+
+def overflow(monkeypatch: pytest.MonkeyPatch, steps: range, count: int) -> None:
+    """Let the gradients of these steps be inf; the first `count` times."""
+    numbers, real = itertools.count(), TorchEngine.forward_backward
+
+    def forward_backward(engine: TorchEngine, slot: Any, memory: Any, step: int) -> Any:
+        result = real(engine, slot, memory, step)
+        if step + 1 in steps and next(numbers) < count:
+            next(engine.module.parameters()).grad.fill_(float("inf"))
+        return result
+
+    monkeypatch.setattr(TorchEngine, "forward_backward", forward_backward)
+
+
+def test_a_run_does_not_end_with_skipped_updates(run, run_dir, world, monkeypatch):
+    run = replace(run, recovery=RecoveryConfig(max_rewinds=1))
+    overflow(monkeypatch, range(29, 31), count=4)
+    assert "steps 29 to 30 were all skipped" in error_of(run, run_dir, world)
+    assert "raise" in error_of(run, run_dir, world)  # the same command
+    assert run_training(replace(run, recovery=RecoveryConfig()), run_dir.path, world) == 0
+    rewinds = events_of(run_dir.ledger.read(), Rewind)
+    assert [event.to_step for event in rewinds] == [25, 25]
+    assert trained_steps(run_dir) == [*range(1, 31)]
+
+
+def test_without_rewinds_more_steps_go_past_skipped_updates(run, run_dir, world, monkeypatch):
+    run = replace(run, recovery=RecoveryConfig(spike_threshold=0))
+    overflow(monkeypatch, range(30, 31), count=9)
+    for _ in range(2):
+        assert "raise optim.steps" in error_of(run, run_dir, world)
+    longer = replace(run, optim=replace(run.optim, steps=31))
+    assert run_training(longer, run_dir.path, world) == 0
+
+
+def test_a_final_loss_that_is_not_finite_is_no_end(run, run_dir, world, monkeypatch):
+    run = replace(run, recovery=RecoveryConfig())
+    with monkeypatch.context() as patch:
+        real = TorchEngine.evaluate
+
+        def evaluate(*given: Any) -> Any:
+            nll_BL, memory = real(*given)
+            return math.nan * nll_BL, memory
+
+        patch.setattr(TorchEngine, "evaluate", evaluate)
+        for _ in range(2):
+            assert "validation loss" in error_of(run, run_dir, world)
+    assert steps_on_disk(run_dir.checkpoints)[-1] == 30, "its weights are finite"
+    for line in run_dir.metrics.read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert [line["loss"] for line in run_dir.read_metrics() if line["kind"] == "evaluation"][
+        :1
+    ] == [None]
+    assert run_training(run, run_dir.path, world) == 0
 
 
 def test_inherited_windows_are_skipped_also_when_recovery_is_off(run, run_dir, world, caplog):
@@ -187,7 +325,8 @@ def test_no_run_is_resumed_on_another_corpus(run, tmp_path, world, monkeypatch, 
         make_tiny_corpus(tmp_path / name, documents=30, seed=seed, vocabulary=vocabulary)
         for seed, name in enumerate(("data", "other"))
     )
-    short = replace(run, optim=OptimConfig(steps=2), model=replace(run.model, vocab_size=0))
+    model = replace(run.model, vocab_size=0)
+    short = replace(run, optim=OptimConfig(steps=2), model=model, recovery=RecoveryConfig())
     short = resolve(replace(short, data=replace(run.data, path=ours)))
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     assert run_training(short, tmp_path / "run", world) == 0

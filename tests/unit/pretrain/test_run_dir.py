@@ -48,6 +48,7 @@ from pretrain.rundir.events import (
     SupervisorKilled,
     TrainingBegan,
     TrainingEnded,
+    UnresolvedSpike,
 )
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
 from pretrain.rundir.ledger import (
@@ -269,6 +270,10 @@ EXAMPLES = [
     Restored(step=9, url="s3://b/x"),
     GaveUp(spike=SPIKE),
     GaveUp(spike=Spike(1, 30, skipped=29)),
+    GaveUp(spike=Spike(30, 30)),
+    GaveUp(spike=Spike(9, 30, problem="rank 1 has NaN or inf in layers.0.norm (weight)")),
+    UnresolvedSpike(spike=SPIKE, before=10),
+    UnresolvedSpike(spike=SPIKE),
     RETRY,
     replace(RETRY, reason=AttemptReason.HANG),
     replace(RETRY, next=NextAction.GIVE_UP, without_progress=3),

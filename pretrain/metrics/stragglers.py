@@ -1,0 +1,172 @@
+"""Ranks that are slower than the others, and stalls: steps that take far longer than usual.
+
+All ranks end a step together, so its duration says nothing of a **straggler**. What differs is how
+long a rank waits for its data and computes its forward passes, before the first collective. Under
+ZeRO-3 ranks already wait for each other in the forward pass, so only slow reading shows there.
+
+A **stall** is a step that takes far longer than usual: a stopped process, a frozen host or storage
+that hangs costs every rank the same time, because all of them wait. That time is not productive.
+Each rank notices by a thread that ticks whether its own process stood still.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pretrain.distributed.world import World, rows_of_ranks
+from pretrain.rundir.events import Slowdown
+
+TICK_SECONDS = 0.25
+LEAST_STALL_SECONDS = 5.0  # a tick that is later by less may be a busy machine's
+TIMES_USUAL = 5.0
+STEPS_KNOWN, LEAST_STEPS_KNOWN = 100, 3  # by which a step is judged
+SLOW = 1.5  # times the median of the other ranks
+INTERVALS_IN_A_ROW = 3  # a rank must be slow for at least this many: one may be a hiccup
+LEAST_SECONDS = 1.0  # that it must have cost in them: short intervals vary by more than slow ranks
+
+
+class SlownessMeter:
+    """Times this rank's forward passes in training mode and its standstills; finds stalls by the
+    durations of the steps before. On a GPU passes are timed with the device's clock."""
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        self._world = world
+        self._stalled = 0.0
+        self._known: deque[float] = deque(maxlen=STEPS_KNOWN)
+        self._started: Any = None
+        self._passes: list[tuple[Any, Any]] = []
+        self._handles = (
+            module.register_forward_pre_hook(self._start),
+            module.register_forward_hook(self._stop),
+        )
+        self._stood_still, self._ticked, self._lock = 0.0, time.monotonic(), threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._tick, name="standstill", daemon=True)
+        self._thread.start()
+
+    def end_step(self, seconds: float, is_whole: bool = True) -> None:
+        """Take the duration of a step, or of a part that does not count as usual."""
+        if len(self._known) >= LEAST_STEPS_KNOWN:
+            usual = statistics.median(self._known)
+            if seconds - usual > LEAST_STALL_SECONDS and seconds > TIMES_USUAL * usual:
+                self._stalled += seconds - usual
+        if is_whole:
+            self._known.append(seconds)
+
+    def take_stalled(self) -> float:
+        """The seconds lost in stalls since the last call."""
+        stalled, self._stalled = self._stalled, 0.0
+        return stalled
+
+    def take(self, waited: float) -> list[float]:
+        """By rank the seconds that it was busy since the last call.
+
+        `waited`: for data. 0 for all other ranks, so that sums are all's. Waits for the device.
+        """
+        passes, self._passes = self._passes, []
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize()
+            computed = sum(start.elapsed_time(end) for start, end in passes) / 1000.0
+        else:
+            computed = sum(end - start for start, end in passes)
+        busy_R = [0.0] * self._world.world_size
+        busy_R[self._world.rank] = waited + computed
+        return busy_R
+
+    def take_standstills(self) -> list[float]:
+        """By rank the seconds that it stood still since the last call, wherever it was. A
+        collective."""
+        self._look()  # the thread may not have run since
+        with self._lock:
+            stood_still, self._stood_still = self._stood_still, 0.0
+        return rows_of_ranks(torch.tensor(stood_still, dtype=torch.float64)).tolist()
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._closing.set()
+        self._thread.join()
+
+    def _start(self, module: nn.Module, _inputs: Any) -> None:
+        self._started = self._now() if module.training else None
+
+    def _stop(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if self._started is not None:
+            self._passes.append((self._started, self._now()))
+
+    def _now(self) -> Any:
+        if self._world.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _tick(self) -> None:
+        while not self._closing.wait(TICK_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        with self._lock:
+            before, self._ticked = self._ticked, time.monotonic()
+            if self._ticked - before > LEAST_STALL_SECONDS:
+                self._stood_still += self._ticked - before - TICK_SECONDS
+
+
+def rank_that_stalled(
+    stalled: float, standstill_R: Sequence[float], busy_R: Sequence[float]
+) -> int | None:
+    """The rank that stood still, or was busy alone, for at least half of the stall.
+
+    None if there is only one rank, or if it was not one rank's doing.
+    """
+    for seconds_R in (standstill_R, busy_R):
+        longest = max(seconds_R)
+        rank = seconds_R.index(longest)
+        others = [seconds for other, seconds in enumerate(seconds_R) if other != rank]
+        if others and longest - max(others) >= stalled / 2:
+            return rank
+    return None
+
+
+def slowest_rank(step: int, seconds_R: Sequence[float]) -> Slowdown | None:
+    """The rank that took longest for its own work, compared with the median of the others; None if
+    there is only one."""
+    if len(seconds_R) < 2:
+        return None
+    rank = max(range(len(seconds_R)), key=seconds_R.__getitem__)
+    others = statistics.median(seconds for other, seconds in enumerate(seconds_R) if other != rank)
+    ratio = seconds_R[rank] / max(others, 1e-9)
+    return Slowdown(step=step, rank=rank, seconds=seconds_R[rank], ratio=ratio)
+
+
+class StragglerWatch:
+    """Names a rank once: when it took SLOW times as long as others for some intervals in a row.
+
+    At least 3 intervals, and enough of them that it has cost a second.
+    """
+
+    def __init__(self) -> None:
+        self._rank: int | None = None
+        self._count, self._cost, self._is_named = 0, 0.0, False
+
+    def observe(self, slowest: Slowdown, num_steps: int) -> bool:
+        """Whether the rank is to be named at this interval of so many steps."""
+        ratio = slowest.ratio or 1.0
+        is_slow = ratio >= SLOW
+        if not is_slow or slowest.rank != self._rank:
+            self._count, self._cost, self._is_named = 0, 0.0, False
+        self._rank = slowest.rank if is_slow else None
+        self._count += is_slow
+        self._cost += (slowest.seconds - slowest.seconds / ratio) * num_steps if is_slow else 0.0
+        if self._is_named or self._count < INTERVALS_IN_A_ROW or self._cost < LEAST_SECONDS:
+            return False
+        self._is_named = True
+        return True
