@@ -25,6 +25,7 @@ from data_pipeline.vocabularies.tiktoken_ranks import TiktokenRanks
 from data_pipeline.vocabularies.vocabulary import (
     LARGEST_MODEL_BYTES,
     InvalidVocabulary,
+    UnencodableText,
     Vocabulary,
 )
 from foundation.errors import DataError
@@ -128,15 +129,15 @@ class Tokenizer:
     def encode_many(self, texts: Sequence[str], num_threads: int = 1) -> list[np.ndarray]:
         """Return one array of ids per text, equal for any number of threads; releases the GIL.
 
-        DataError for a text with the end of a document inside.
+        UnencodableText for a text with the end of a document inside, or without ids.
         """
         encoded = [
             ids.astype(self.dtype, copy=False)
             for ids in self.vocabulary.encode_many(texts, num_threads)
         ]
         if not self.end_text and any((ids == self.end_id).any() for ids in encoded):
-            raise DataError(
-                f"a text contains token {self.end_id}, which ends documents; choose another with "
+            raise UnencodableText(
+                f"it contains token {self.end_id}, which ends documents; choose another with "
                 "tokenizer.end_token, or another tokenizer"
             )
         return encoded

@@ -57,6 +57,7 @@ from data_pipeline.corpora.manifest import (
     read_manifest,
 )
 from data_pipeline.tokenizer import Tokenizer
+from data_pipeline.vocabularies.vocabulary import UnencodableText
 from foundation.files import fsync_file, named_errors
 from foundation.progress import Report
 from foundation.records import json_text
@@ -193,8 +194,15 @@ def _write_splits(
     with named_errors(rejects_path), open(rejects_path, "wb") as rejects_file:
         rejects = RejectList(rejects_file, config.max_rejects, rejects_path)
         jobs = _jobs(config, sources, rejects, see, progress)
+        for writer in writers.values():
+            for reject in writer.rejects_before():
+                rejects.add(reject)
         new_jobs = (job for job in jobs if not writers[job.split].skip())
         for job, ids in _encoded(new_jobs, tokenizer, config.threads or os.cpu_count() or 1):
+            if isinstance(ids, Reject):
+                rejects.add(ids)
+                writers[job.split].reject(ids)
+                continue
             writers[job.split].add(encode(job.document, ids))
             progress.add(len(job.document.text), len(ids) + 1)
     progress.show()
@@ -231,8 +239,8 @@ def _jobs(
 
 def _encoded(
     jobs: Iterable[_Job], tokenizer: Tokenizer, threads: int
-) -> Iterator[tuple[_Job, np.ndarray]]:
-    """Yield each job with its token ids.
+) -> Iterator[tuple[_Job, np.ndarray | Reject]]:
+    """Yield each job with its token ids, or a reject where the tokenizer has none for its text.
 
     A pipeline of three: while one batch is encoded (without the interpreter lock), this thread
     reads the next batch and its caller writes the one before.
@@ -249,16 +257,26 @@ def _encoded(
             yield from zip(before, pending.result(), strict=True)
 
 
-def _ids_of(batch: list[_Job], tokenizer: Tokenizer, threads: int) -> list[np.ndarray]:
+def _ids_of(batch: list[_Job], tokenizer: Tokenizer, threads: int) -> list[np.ndarray | Reject]:
     """Return the ids of each document: of its text, or as they came, checked."""
     documents = [job.document for job in batch]
-    encoded = iter(
-        tokenizer.encode_many([each.text for each in documents if each.tokens is None], threads)
-    )
+    texts = [each for each in documents if each.tokens is None]
+    encoded: Iterator[np.ndarray | Reject]
+    try:
+        encoded = iter(tokenizer.encode_many([each.text for each in texts], threads))
+    except UnencodableText:
+        encoded = (_ids_of_text(each, tokenizer) for each in texts)
     return [
         next(encoded) if each.tokens is None else tokenizer.checked(each.tokens, each.source)
         for each in documents
     ]
+
+
+def _ids_of_text(document: Document, tokenizer: Tokenizer) -> np.ndarray | Reject:
+    try:
+        return tokenizer.encode(document.text)
+    except UnencodableText as error:
+        return Reject(document.source, str(error))
 
 
 def _batches(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:

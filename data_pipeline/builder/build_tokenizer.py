@@ -22,6 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+import numpy as np
+
 from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.formats import is_compressed
 from data_pipeline.builder.records import Document, Reject, fraction_of
@@ -43,7 +45,12 @@ from data_pipeline.vocabularies.built_in import (
     words_of_file,
 )
 from data_pipeline.vocabularies.huggingface import end_token_of, special_tokens_of
-from data_pipeline.vocabularies.vocabulary import LARGEST_MODEL_BYTES, InvalidVocabulary, usual_end
+from data_pipeline.vocabularies.vocabulary import (
+    LARGEST_MODEL_BYTES,
+    InvalidVocabulary,
+    UnencodableText,
+    usual_end,
+)
 from foundation.errors import ConfigError, DataError
 from foundation.files import LARGEST_DESCRIPTION_BYTES, read_json
 from foundation.progress import Note, Report
@@ -148,7 +155,16 @@ class RoundTripCheck:
         longest_start = max(len(document.text) - SAMPLED_CHARACTERS, 0)
         start = int(fraction_of(f"offset {document.id}") * longest_start)
         text = _sample_of(document.text, start, self._tokenizer.end_text)
-        found = self._tokenizer.decode(self._tokenizer.encode(text))
+        try:
+            ids = self._tokenizer.encode(text)
+            found = self._tokenizer.decode(ids)
+        except UnencodableText:  # the document will be a reject
+            return
+        if self._passed <= ALWAYS and not np.array_equal(ids, self._tokenizer.encode(text)):
+            raise DataError(
+                f"the tokenizer gives the text of {document.source} other tokens each time; give "
+                "one without sampling or dropout"
+            )
         if found == (text := self._tokenizer.normalized(text)):
             return
         lost = [name for name, _ in (Counter(text) - Counter(found)).most_common(MOST_NAMED)]

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.builder.records import REJECTS_NAME
+from data_pipeline.builder.records import REJECTS_NAME, Reject
 from data_pipeline.corpora.lengths import files_of
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, ShardInfo, checked_shard
 from foundation.errors import ConfigError, DataError, UserError
@@ -51,6 +51,7 @@ class FinishedShard:
     split: str
     info: ShardInfo
     index_entry: dict[str, Any]
+    rejects: tuple[Reject, ...] = ()  # documents among its own that the tokenizer has no ids for
 
 
 class BuildJournal:
@@ -98,7 +99,8 @@ class BuildJournal:
             try:
                 info = checked_shard(Fields(record["info"], "info"))
                 split = Fields(record).choice("split", SPLITS)
-                self._add(FinishedShard(split, info, record["index_entry"]))
+                rejects = tuple(Reject(**reject) for reject in record["rejects"])
+                self._add(FinishedShard(split, info, record["index_entry"], rejects))
             except (InvalidField, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
                     f"{self._path} is corrupted ({error}); remove {self.output} and build again"

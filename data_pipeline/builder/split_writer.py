@@ -184,13 +184,22 @@ class SplitWriter:
         self._directory = journal.output / split
         self._directory.mkdir(exist_ok=True)
         self.shards = [shard for shard in journal.shards if shard.split == split]
-        self._documents_to_skip = sum(shard.info.documents for shard in self.shards)
+        counts = (shard.info.documents + len(shard.rejects) for shard in self.shards)
+        self._documents_to_skip = sum(counts)
         self._start_shard()
 
     def skip(self) -> bool:
         """Count the split's next document; whether a shard from before a restart holds it."""
         self._documents_to_skip -= 1
         return self._documents_to_skip >= 0
+
+    def rejects_before(self) -> list[Reject]:
+        """Return what the encoding of shards from before a restart has rejected."""
+        return [reject for shard in self.shards for reject in shard.rejects]
+
+    def reject(self, reject: Reject) -> None:
+        """Count the split's next document, which has no ids; a restart skips it with the shard."""
+        self._rejects.append(reject)
 
     def skip_all(self, count: int) -> bool:
         """Whether shards from before a restart hold the next `count` documents; then count them."""
@@ -201,6 +210,7 @@ class SplitWriter:
 
     def _start_shard(self) -> None:
         self._pending: list[EncodedDocument] = []
+        self._rejects: list[Reject] = []
         self._bytes = 0
 
     def add(self, document: EncodedDocument) -> None:
@@ -230,7 +240,7 @@ class SplitWriter:
             characters=sum(each.characters for each in self._pending),
             lengths=write_lengths(path, sha256, lengths),
         )
-        shard = FinishedShard(self.split, info, entry)
+        shard = FinishedShard(self.split, info, entry, tuple(self._rejects))
         self._journal.record(shard)
         self.shards.append(shard)
         self._start_shard()

@@ -13,7 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.vocabularies.vocabulary import library_errors, missing_library, no_end, size_of
+from data_pipeline.vocabularies.vocabulary import (
+    encoding_errors,
+    library_errors,
+    missing_library,
+    no_end,
+    size_of,
+)
 from foundation.files import parse_json
 
 
@@ -33,6 +39,8 @@ class HuggingFaceTokenizer:
             self.library: Any = tokenizers.Tokenizer.from_str(model.decode())
             self.library.no_truncation()
             self.library.no_padding()
+            if getattr(self.library.model, "dropout", None):  # the same text has the same tokens
+                self.library.model.dropout = None
             ids = self.library.get_vocab(with_added_tokens=True)
             self.vocab_size = size_of(set(ids.values()))
         if end_token not in ids:
@@ -63,11 +71,13 @@ class HuggingFaceTokenizer:
         The library shares a batch among the threads of its own pool, one per core unless
         RAYON_NUM_THREADS says otherwise.
         """
-        encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
+        with encoding_errors():
+            encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, np.uint32) for each in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.library.decode(list(ids), skip_special_tokens=False)
+        with encoding_errors():
+            return self.library.decode(list(ids), skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes:
         """Return its bytes where tokens are bytes; elsewhere as near as the name of one shows."""

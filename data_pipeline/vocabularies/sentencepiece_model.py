@@ -7,7 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.vocabularies.vocabulary import InvalidVocabulary, library_errors, no_end
+from data_pipeline.vocabularies.vocabulary import (
+    InvalidVocabulary,
+    encoding_errors,
+    library_errors,
+    no_end,
+)
 
 # A long string halves BPE's speed, so a BPE model of our own encodes longer texts in parts of at
 # least this many characters, cut after a newline. In such a model a newline is a separate symbol
@@ -45,7 +50,9 @@ class SentencePieceModel:
         """Return one array of ids per text; releases the GIL."""
         cut = [list(_cut_at_newlines(text)) if self._may_cut else [text] for text in texts]
         flat = [part for parts in cut for part in parts]
-        encoded = iter(self.processor.encode(flat, return_type="numpy", num_threads=num_threads))
+        with encoding_errors():
+            ids = self.processor.encode(flat, return_type="numpy", num_threads=num_threads)
+        encoded = iter(ids)
         none = np.zeros(0, np.uint16)
         return [np.concatenate([next(encoded) for _ in parts] or [none]) for parts in cut]
 

@@ -18,12 +18,13 @@ import numpy as np
 from data_pipeline.config import LARGEST_VOCABULARY
 from data_pipeline.vocabularies.vocabulary import (
     InvalidVocabulary,
+    UnencodableText,
+    encoding_errors,
     library_errors,
     missing_library,
     no_end,
     size_of,
 )
-from foundation.errors import DataError
 
 LARGEST_GAP = 1  # ids without a token before the special ones: some encodings have one
 PROBE = "A text's 10 words,\n  and more. "  # a pattern that may match nothing does so here
@@ -63,8 +64,11 @@ class TiktokenRanks:
             )
         try:
             self._encode(PROBE)
-        except DataError as error:
-            raise InvalidVocabulary(f"an encoding whose {error}") from None
+        except UnencodableText as error:
+            raise InvalidVocabulary(
+                f"an encoding whose tokenizer.pattern cuts a text into pieces that have no tokens "
+                f"({error}); give that of the encoding, whose pieces are never empty"
+            ) from None
         self.end_id = special_tokens[end_token]
         self._ids = frozenset(ids)
 
@@ -76,16 +80,8 @@ class TiktokenRanks:
             return list(pool.map(self._encode, texts))
 
     def _encode(self, text: str) -> np.ndarray:
-        try:
+        with encoding_errors():
             return self.library.encode_to_numpy(text, disallowed_special=())
-        except (KeyboardInterrupt, SystemExit, MemoryError):
-            raise
-        except BaseException as error:  # a panic of Rust is no Exception
-            reason = " ".join(str(error).split())[:200]
-            raise DataError(
-                f"tokenizer.pattern cuts a text into pieces that have no tokens ({reason}); "
-                "give that of the encoding, whose pieces are never empty"
-            ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [token for token in ids if token in self._ids]

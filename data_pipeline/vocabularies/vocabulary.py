@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from data_pipeline.config import LARGEST_VOCABULARY
-from foundation.errors import ConfigError
+from foundation.errors import ConfigError, DataError
 
 LARGEST_MODEL_BYTES = 1 << 28  # of a tokenizer's file; that of 800,000 words has 10 MB
 MOST_UNUSED_IDS = 1 << 16  # more than any published vocabulary leaves for later
@@ -25,6 +25,10 @@ class InvalidVocabulary(Exception):
     """A model or its options are wrong; the message completes "FILE is ..."."""
 
 
+class UnencodableText(DataError):
+    """A tokenizer has no usable ids for one text; the message says why."""
+
+
 class Vocabulary(Protocol):
     """The ids of a tokenizer, from 0 to `vocab_size` - 1."""
 
@@ -33,7 +37,10 @@ class Vocabulary(Protocol):
     end_text: str  # that it stands for; "": none, and no text has this id
 
     def encode_many(self, texts: Sequence[str], num_threads: int) -> list[np.ndarray]:
-        """Return the ids of each text, equal for any number of threads."""
+        """Return the ids of each text, equal for any number of threads.
+
+        UnencodableText if one has none.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -64,6 +71,18 @@ def library_errors(what: str) -> Iterator[None]:
         if reason.startswith("INTERNAL: "):  # names a line of SentencePiece's own code
             reason = "it cannot be parsed"
         raise InvalidVocabulary(f"not {what} ({reason}); restore it") from None
+
+
+@contextlib.contextmanager
+def encoding_errors() -> Iterator[None]:
+    """Raise UnencodableText for whatever a library raises about a text, a panic of Rust too."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UnencodableText(f"the tokenizer fails: {reason}") from None
 
 
 def check_size(vocab_size: int) -> int:
