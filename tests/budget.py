@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import sys
 from pathlib import Path
 
 from docs.settings_page import page
@@ -45,3 +46,7 @@ def commands(module: str) -> int:
     program = getattr(importlib.import_module(module), "PROGRAM", None)
     targets = [target for target, _ in program.commands.values()] if program else []
     return sum(1 if ":" in target else commands(target) for target in targets) or 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

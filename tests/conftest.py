@@ -7,12 +7,11 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.helpers.checkout import empty_working_directory, unchanged_checkout
 from tests.helpers.stores import CREDENTIALS, make_bucket, s3_server
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _fixtures_start_in_an_empty_directory() -> Iterator[None]:
     """Let no test see what a checkout holds besides: runs, corpora, files named as a test's own."""
-    with empty_working_directory() as here:
+    with unchanged_checkout(), empty_working_directory() as here:
         yield
         assert not os.listdir(here), (
             "a fixture wrote to the working directory; use tmp_path_factory"
@@ -60,16 +59,6 @@ def _fixtures_start_in_an_empty_directory() -> Iterator[None]:
 def _each_test_starts_in_an_empty_directory() -> Iterator[None]:
     with empty_working_directory():
         yield
-
-
-@contextmanager
-def empty_working_directory() -> Iterator[Path]:
-    before = os.open(".", os.O_PATH | os.O_DIRECTORY)
-    with tempfile.TemporaryDirectory(prefix="working-directory-") as here:
-        os.chdir(here)
-        yield Path(here)
-        os.fchdir(before)
-    os.close(before)
 
 
 @pytest.fixture(autouse=True)
