@@ -51,6 +51,18 @@ class UnreadableError(CheckpointError):
     """Storage failed while a checkpoint was read, which may be whole."""
 
 
+class OtherVersionError(CheckpointError):
+    """A checkpoint has another format: another version of this program reads it."""
+
+
+class UndoneError(CheckpointError):
+    """A checkpoint is from before the run went back."""
+
+
+class PrunedError(CheckpointError):
+    """A run that trains has removed a checkpoint, as it keeps only the latest."""
+
+
 class TrainingError(UserError):
     """A run does not learn and cannot recover automatically."""
 

@@ -84,7 +84,7 @@ def try_lock(file: IO) -> bool:
 
 def open_shared(path: Path) -> BinaryIO:
     """Open a file for reading with a shared lock: until it is closed, `try_lock` on it fails."""
-    file = open(path, "rb")  # noqa: SIM115  (the caller closes it)
+    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115  (the caller closes it)
     try:
         _flock(file, fcntl.LOCK_SH)
     except BaseException:
@@ -106,6 +106,10 @@ def _flock(file: IO, operation: int) -> bool:
             "expected one with them; use a local disk"
         ) from None
     return True
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # also a FIFO, which nobody writes
 
 
 def _open_private(path: str, flags: int) -> int:

@@ -26,6 +26,7 @@ from pretrain.rundir.events import (
     Interrupted,
     NextAction,
     Outcome,
+    ResumeFrom,
     TrainingBegan,
     TrainingEnded,
     ended_by_watchdog,
@@ -159,7 +160,7 @@ def latest_step(run_dir: RunDir) -> int:
 
 def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
     """Whether the run has finished all steps of `config`, and saved the last one."""
-    last = last_of(run_dir.ledger.read(), TrainingBegan, TrainingEnded)
+    last = last_of(run_dir.ledger.read(), TrainingBegan, TrainingEnded, ResumeFrom)
     is_over = isinstance(last, TrainingEnded) and last.outcome is Outcome.FINISHED
     return is_over and latest_step(run_dir) >= config.optim.steps
 

@@ -24,14 +24,15 @@ import torch
 
 from data_pipeline.lanes.lane_stream import LaneStream, Prefetcher
 from data_pipeline.lanes.mixture import open_training_data
-from foundation.errors import CheckpointError, UnreadableError
+from foundation.errors import UnreadableError
 from foundation.retry import Patience, outlast
 from foundation.settings import assert_never
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.destinations import Disk
-from pretrain.checkpoint.elastic_reader import find_resume_point, refuse
+from pretrain.checkpoint.facts import Candidate, Destination, History, Past
 from pretrain.checkpoint.local_tier import LocalTier, Mirror, location
-from pretrain.checkpoint.marker import Checkpoint
+from pretrain.checkpoint.marker import Checkpoint, latest_step
+from pretrain.checkpoint.resume_point import find_resume_point, refuse
 from pretrain.config.resolve import check_same_sets, hashes_of_sets, splits_of_sets
 from pretrain.config.run import (
     RunConfig,
@@ -89,11 +90,12 @@ from pretrain.rundir.events import (
     Mirrored,
     Outcome,
     OutOfMemory,
+    Published,
     Spike,
     TrainingEnded,
 )
 from pretrain.rundir.heartbeat import Heartbeat
-from pretrain.rundir.ledger import events_of, last_stored, steps_that_stand
+from pretrain.rundir.ledger import events_of, last_stored
 from pretrain.rundir.lock import VARIABLE, Fence
 from pretrain.rundir.run_dir import RunDir, trace_prefix
 from pretrain.state import TrainState
@@ -119,8 +121,7 @@ class Attempt:
     """
 
     token: str
-    before: int | None = None  # checkpoints of this step and later ones cannot be read any more
-    reads_local: bool = True  # False: those on the nodes' disks cannot be read
+    failed: tuple[Candidate, ...] = ()  # checkpoints that verified, and could not be read then
 
 
 @dataclass(frozen=True)
@@ -129,11 +130,17 @@ class Ended:
 
     outcome: Outcome
     found: Checkpoint | None = None  # from which it resumed
+    problem: str = ""  # with that
     spike: Spike | None = None
 
 
-def run_training(config: RunConfig, directory: Path, world: World) -> int:
-    """Train or resume the run; the exit status: 0 finished, 75 stopped, 76 out of memory."""
+def run_training(
+    config: RunConfig, directory: Path, world: World, from_step: int | None = None
+) -> int:
+    """Train or resume the run; the exit status: 0 finished, 75 stopped, 76 out of memory.
+
+    With `from_step` a user gives up what the run has published after that step.
+    """
     config = with_precision_of_run(config, directory, world)
     check_precision(config.engine.number_format, world.device)
     check_tiles(config, world.device)
@@ -143,7 +150,7 @@ def run_training(config: RunConfig, directory: Path, world: World) -> int:
     check_host_memory(config, world.world_size, ranks_on_this_node(), on_gpu)
     for phase in runs_of_phases(config):
         accumulation_steps(phase, world.world_size)
-    with _rank_process(config, directory, world) as process:
+    with _rank_process(config, directory, world, from_step) as process:
         attempt, number = Attempt(process.fence.token), 0
         while True:
             ended = _train(process, attempt)
@@ -168,19 +175,21 @@ def _next_attempt(process: RankProcess, attempt: Attempt, ended: Ended) -> Attem
             return Attempt(token) if world.world_size == 1 else None
         case Outcome.DIVERGED:
             assert ended.spike is not None
-            rewind(process.config, run_dir, world, ended.spike)
+            rewind(process.config, run_dir, world, ended.spike, past_of(run_dir, world))
             return Attempt(token)
         case Outcome.UNREADABLE:
             assert ended.found is not None
-            if ended.found.is_local:
-                return replace(attempt, reads_local=False)
-            return Attempt(token, before=ended.found.step)
+            where = Destination.NODES if ended.found.is_local else Destination.RUN_DIRECTORY
+            failed = Candidate(ended.found.step, where, problem=ended.problem)
+            return replace(attempt, failed=(*attempt.failed, failed))
         case _:
             assert_never(ended.outcome)
 
 
 @contextlib.contextmanager
-def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[RankProcess]:
+def _rank_process(
+    config: RunConfig, directory: Path, world: World, from_step: int | None
+) -> Iterator[RankProcess]:
     """Open the run's directory on rank 0 for all, and claim the run unless the launcher did."""
     fault = fault_from_environment()
     logs = RunDir(directory).logs
@@ -208,6 +217,8 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
                     check_initial_weights(config)
                 stack.enter_context(run_dir.locked(is_fenced=token is not None))
                 RunDir.create_or_resume(directory, config)
+                if from_step is not None:
+                    run_dir.ask_to_resume_from(from_step)
                 Path(trace_prefix(logs, "", os.environ)).parent.mkdir(parents=True, exist_ok=True)
                 data = checked_data(run_dir, config)
         fence = Fence(run_dir.path, broadcast_value(token or secrets.token_hex(4), str))
@@ -221,6 +232,15 @@ def _rank_process(config: RunConfig, directory: Path, world: World) -> Iterator[
         yield RankProcess(config, run_dir, world, fence, stop, fault, heartbeat, data, copy)
 
 
+def past_of(run_dir: RunDir, world: World) -> Past:
+    """Return, on all ranks, what the run has published, and whether a user gives some of it up."""
+    past = Past()
+    with raise_on_all_ranks():
+        if world.is_main:
+            past = run_dir.past()
+    return broadcast_value(past, Past)
+
+
 def _train(process: RankProcess, attempt: Attempt) -> Ended:
     """Build everything from the checkpoint that the attempt starts with, and train."""
     run_dir, world = process.run_dir, process.world
@@ -228,36 +248,36 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
     with raise_on_all_ranks():
         ledger = run_dir.ledger.read() if world.is_main else []
     shortages = broadcast_value(events_of(ledger, OutOfMemory), list[OutOfMemory])
-    standing = broadcast_value(steps_that_stand(ledger), dict[str, int])
-    disk = Disk(
-        run_dir.checkpoints,
-        attempt.token,
-        run_dir.identity.id,
-        process.fence.check,
-        relies_on=run_dir.metrics,
-    )
-    local = LocalTier(process.config, disk, world, standing)
+    past = past_of(run_dir, world)
+
+    def tell(step: int, where: Destination) -> None:
+        published = Published(step=step, attempt=attempt.token, destination=where)
+        run_dir.ledger.append_if_possible(published)
+
+    root, run_id = run_dir.checkpoints, run_dir.identity.id
+    disk = Disk(root, attempt.token, run_id, process.fence.check, run_dir.metrics, tell)
+    local = LocalTier(process.config, disk, world, past.history)
     found = find_resume_point(
-        run_dir.checkpoints,
+        root,
         world,
-        run_dir.identity.id,
-        attempt.before,
-        run_dir.patience,
-        nearer=local.find if attempt.reads_local else None,
+        run_id,
+        patience=run_dir.patience,
+        past=past,
+        local=local,
+        failed=attempt.failed,
     )
-    if attempt.before is not None and found is None:
-        raise CheckpointError(
-            f"{run_dir.checkpoints}: no checkpoint from before step {attempt.before} is left; "
-            "bring back that of this step and rerun the command"
-        )
     config = with_fitting_micro_batch(
         run_at(process.config, found.step if found else 0), world.world_size, shortages
     )
     try:
         # A mirror has what the run directory has: no local checkpoints.
-        step = local.shared_step if found and found.is_local else found.step if found else 0
+        step = found.step if found else 0
+        if found and found.is_local:
+            with raise_on_all_ranks():
+                step = broadcast_value(latest_step(root, step) if world.is_main else 0, int)
+        history = past.history if past.asked is None else past.history.until(step)
         with (
-            _mirror(process, disk, step) as mirror,
+            _mirror(process, disk, step, history) as mirror,
             local,
             contextlib.closing(build_engine(config, world, draws=found is None)) as engine,
         ):
@@ -268,10 +288,8 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
     except UnreadableError as error:
         if found is None:
             raise
-        refuse(found.directory, str(error), "the one before", world)
-        if found.is_local:
-            local.remove()
-        return Ended(Outcome.UNREADABLE, found)
+        refuse(found.directory, str(error), "another", world)
+        return Ended(Outcome.UNREADABLE, found, problem=str(error))
     except SpikeFound as raised:
         return Ended(Outcome.DIVERGED, spike=raised.spike)
     except (RuntimeError, MemoryError) as error:
@@ -279,7 +297,7 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
         return Ended(Outcome.OUT_OF_MEMORY)
 
 
-def _mirror(process: RankProcess, disk: Disk, resumed_step: int) -> Mirror:
+def _mirror(process: RankProcess, disk: Disk, resumed_step: int, history: History) -> Mirror:
     """The run's mirror; what becomes of uploads is in the ledger."""
     ledger, world, url = process.run_dir.ledger, process.world, location(process.config)
 
@@ -293,7 +311,7 @@ def _mirror(process: RankProcess, disk: Disk, resumed_step: int) -> Mirror:
         ledger.append_if_possible(Mirrored(step=step, url=url, seconds=seconds, problem=problem))
 
     uploaded = of_main(world, uploaded_step, int)
-    return Mirror(process.config, disk, world, resumed_step, uploaded, note)
+    return Mirror(process.config, disk, world, resumed_step, uploaded, note, history)
 
 
 def _train_from(

@@ -12,6 +12,7 @@ from foundation.settings import load_config
 from launcher.restart_policy import add_policy_arguments, policy_of
 from launcher.stop_signals import HOLDER, StopSignals
 from launcher.supervisor import is_done_already, supervise
+from pretrain.checkpoint.facts import add_from_step
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, train_command
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run directory; resumed if it contains this run (default runs/NAME)",
     )
     add_policy_arguments(parser)
+    add_from_step(parser)
     add_log_level_argument(parser)
 
 
@@ -53,13 +55,16 @@ def run(arguments: argparse.Namespace) -> int:
     existed = run_dir.path.exists()
     refuse_foreign_run(run_dir.path)
     # Before any rank starts: what is refused must leave no failed attempt in the ledger.
-    if is_done_already(run_dir, with_absolute_paths(config)):
+    is_done, from_step = is_done_already(run_dir, with_absolute_paths(config)), arguments.from_step
+    if is_done and from_step is None:
         _log.info(
             "%s is done; to train further, give it more optim.steps; for another run, name=NEW",
             run_dir.path,
         )
         return 0
     with stop, run_dir.locked(HOLDER):
+        if from_step is not None:
+            run_dir.ask_to_resume_from(from_step)
         status = supervise(run_dir, starter(command, arguments.ranks, run_dir), policy, stop)
     if not existed and not run_dir.exists():
         run_dir.remove_unused()

@@ -29,6 +29,7 @@ from launcher.slurm.sbatch import (
     replaced_snapshot,
 )
 from launcher.supervisor import is_done_already
+from pretrain.checkpoint.facts import add_from_step
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import load_cluster, parse_nodes
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run directory, on a disk that all nodes share (default runs/NAME)",
     )
     add_policy_arguments(parser)
+    add_from_step(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -83,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_dry_run, known = arguments.dry_run, with_vocabulary(config)
     notes = missing_notes(config)
     notes += check_run(known, job.cluster, job.nodes, path, is_dry_run=is_dry_run)
-    if is_done_already(RunDir(path), config):
+    if is_done_already(RunDir(path), config) and arguments.from_step is None:
         raise ConfigError(
             f"{path} is done after step {config.optim.steps:,}; to train further, submit it with "
             "more optim.steps; for another run, give name=NEW or --run-dir DIR"
@@ -91,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     if is_dry_run:
         print(render(job), end="")
     else:
-        number = submit(job, config)
+        number = submit(job, config, arguments.from_step)
         print(f"job {number} ({job.name}), run directory {path}")
         print(f"Status: launcher status {path}\nLogs:   launcher logs {path} --follow")
     for line in notes:
@@ -99,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def submit(job: Job, config: RunConfig) -> str:
+def submit(job: Job, config: RunConfig, from_step: int | None = None) -> str:
     """Save what the job runs, submit it once, record it in the ledger; returns the job's id."""
     run_dir, script = RunDir(job.run_dir), render(job)
     slurm, code = Slurm(), str(job.code)
@@ -111,6 +113,8 @@ def submit(job: Job, config: RunConfig) -> str:
             with replaced_snapshot(run_dir) as snapshot:
                 snapshot.take_settings(config, job.cluster)
                 snapshot.take_code(script)
+                if from_step is not None:
+                    run_dir.ask_to_resume_from(from_step)
                 number, work_dir = slurm.submit(snapshot.script, code)
             submitted = Submitted(job=number, job_name=job.name, work_dir=work_dir)
             run_dir.ledger.append(submitted)
@@ -133,13 +137,14 @@ def refuse_live_job(slurm: Slurm, work_dir: str, run_dir: Path) -> None:
 def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `launcher resume`."""
     parser.add_argument("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
+    add_from_step(parser)
 
 
 def run_resume(arguments: argparse.Namespace) -> int:
     """0 when its job is in the queue, or when the run has finished on this machine."""
     path: Path = arguments.run
     (state,) = read_states([path])
-    if state.is_done:
+    if state.is_done and arguments.from_step is None:
         raise ConfigError(
             f"{path} is done after step {state.step:,}; to train further, start it again with more "
             "optim.steps"
@@ -151,7 +156,7 @@ def run_resume(arguments: argparse.Namespace) -> int:
     if before and "_" in before.job:
         raise ConfigError(f"{path} is a cell of a sweep; 'launcher sweep submit' starts it again")
     if script.is_file():
-        return _submit_again(RunDir(path.resolve()), before)
+        return _submit_again(RunDir(path.resolve()), before, arguments.from_step)
     if state.job is not None:
         raise ConfigError(
             f"{path} was a Slurm job, and its {script} is gone; submit it again with 'launcher "
@@ -164,11 +169,12 @@ def run_resume(arguments: argparse.Namespace) -> int:
             ranks=state.ranks or 1,
             run_dir=path,
             attempts_without_progress=RestartPolicy.attempts_without_progress,
+            from_step=arguments.from_step,
         )
     )
 
 
-def _submit_again(run_dir: RunDir, before: Submitted | None) -> int:
+def _submit_again(run_dir: RunDir, before: Submitted | None, from_step: int | None) -> int:
     """Submit the script again, with the code that was saved when the run was first submitted."""
     if before is None:
         raise ConfigError(f"{run_dir.path} was never submitted; use 'launcher submit'")
@@ -184,6 +190,8 @@ def _submit_again(run_dir: RunDir, before: Submitted | None) -> int:
     with run_dir.locked("submit"):
         refuse_live_job(slurm, code, run_dir.path)
         run_dir.logs.mkdir(exist_ok=True)  # Slurm starts no job that cannot write its log
+        if from_step is not None:
+            run_dir.ask_to_resume_from(from_step)
         number, work_dir = slurm.submit(script, code)
         submitted = Submitted(job=number, job_name=before.job_name, work_dir=work_dir)
         run_dir.ledger.append(submitted)

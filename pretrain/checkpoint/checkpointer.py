@@ -121,12 +121,14 @@ class Checkpointer:
             self._give_up_save(state.step, problem)
             return False
         world_size, config = self._world.world_size, to_tree(self._run)
-        index = new_index(self._disk.run_id, config, engine, state, world_size=world_size)
+        more = {"world_size": world_size, "attempt": self._disk.attempt}
+        index = new_index(self._disk.run_id, config, engine, state, **more)
         lanes = lanes_of_rank(self._run, self._world.rank, world_size)
         cursor = state.cursor.to_tree() if state.cursor else None
         report = {"first_lane": lanes.start, "num_lanes": len(lanes), "cursor": cursor}
         self._saves += 1
         name = f"{self._disk.attempt}/{self._saves}"
+        remove_old = partial(self._remove_old, state.step, suspected_since)
         self._save = Save(
             self._disk,
             rank_file,
@@ -134,7 +136,7 @@ class Checkpointer:
             report,
             RankReports(name, self._world.rank, self._world.world_size),
             self._buffer,
-            then=lambda: self._remover.add(partial(self._remove_old, suspected_since)),
+            then=partial(self._remover.add, remove_old),
         )
         self._saver.add(self._save.run)
         return self._run.checkpoint.asynchronous or self.finish()
@@ -263,11 +265,12 @@ class Checkpointer:
                 problem = SaveProblem(str(error))
         return broadcast_value(problem, SaveProblem | None)
 
-    def _remove_old(self, suspected_since: int | None) -> None:
-        """Remove what is not kept; what fails is left to the next save."""
+    def _remove_old(self, published: int, suspected_since: int | None) -> None:
+        """Remove what is undone or not kept; what fails is left to the next save."""
         kept, root = self._run.checkpoint, self._disk.root
         numbers = (kept.keep_last, kept.keep_every)
         try:
+            self._disk.remove_undone(published)
             valid = marker.steps_that_count(root)
             files.prune(root, valid, *numbers, suspected_since, self._held())
         except Exception as error:

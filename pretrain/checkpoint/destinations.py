@@ -42,6 +42,7 @@ from foundation.errors import CheckpointError, UserError
 from foundation.files import (
     Content,
     content_of,
+    fsync_directory,
     named_errors,
     own_file,
     parse_json,
@@ -52,10 +53,12 @@ from foundation.files import (
 from foundation.records import Fields, InvalidField, json_text
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
+from pretrain.checkpoint.facts import Destination, History
 from pretrain.config.run import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 
+EMPTY = History()
 Check = Callable[[], None]  # raises once what it is given to is not wanted any more
 
 
@@ -93,6 +96,7 @@ class Disk:
 
     `may_write` is called before a checkpoint gets its name; it raises UserError if a newer attempt
     has claimed the run. The file that a start from it `relies_on`, metrics.jsonl, is synced before.
+    `tell` is called once it has its name: a publication is a fact.
     """
 
     root: Path
@@ -100,6 +104,8 @@ class Disk:
     run_id: str = ""
     may_write: Check = lambda: None
     relies_on: Path | None = None
+    tell: Callable[[int, Destination], None] = lambda step, destination: None
+    destination: Destination = Destination.RUN_DIRECTORY
 
     def partial(self, step: int) -> Path:
         return files.partial_directory(self.root, step, self.attempt)
@@ -122,6 +128,7 @@ class Disk:
         if self.relies_on is not None:
             sync_file(self.relies_on)
         marker.publish(self.partial(step), final, dict(index), reports, self.may_write)
+        self.tell(step, self.destination)
 
     def discard(self, step: int) -> None:
         """Remove what this attempt has put there and not published."""
@@ -133,14 +140,27 @@ class Disk:
     def get(self, step: int) -> marker.Checkpoint:
         return marker.verify(files.step_directory(self.root, step), self.run_id)
 
-    def remove(self, step: int) -> None:
-        files.remove(files.step_directory(self.root, step))
+    def remove_undone(self, published: int) -> None:
+        """Remove what is newer than a step that this attempt has published, and not its own.
+
+        Not before: until then it is the newest that the run has.
+        """
+        for step in self.steps():
+            directory = files.step_directory(self.root, step)
+            if step > published and not self._is_own(directory):
+                files.remove(directory)
+
+    def _is_own(self, directory: Path) -> bool:
+        with contextlib.suppress(CheckpointError):
+            return marker.read_index(directory).attempt == self.attempt
+        return False
 
 
 # -------------------------------------------------------------------------------- an object store
 
 FORMAT = 1
 ROOT = "mirror.json"
+SCRATCH = ".restore.tmp"  # in the run directory: renames need the same file system
 LARGEST_ROOT_BYTES = 1 << 24
 LARGEST_INDEX_BYTES = 1 << 28
 MOST_STEPS = 99_999_999  # a step has eight digits in names
@@ -214,6 +234,10 @@ class MirrorIndex:
         tree = {"format": FORMAT, "run": self.run, "checkpoints": checkpoints}
         return (json_text(tree, indent=1, sort_keys=True) + "\n").encode()
 
+    def of(self, step: int) -> StoredCheckpoint:
+        """The checkpoint of a step that it lists."""
+        return next(each for each in self.checkpoints if each.step == step)
+
     def has(self, new: StoredCheckpoint) -> bool:
         """Whether it lists the checkpoint, and not an earlier try of its step."""
         return new.folder in [each.folder for each in self.checkpoints]
@@ -280,27 +304,41 @@ class ObjectStore:
         fetch_file(store, ROOT, path, self.scratch, check, LARGEST_ROOT_BYTES)
         return MirrorIndex.parse(f"{self.url}/{ROOT}", path.read_bytes())
 
-    def get(self, index: MirrorIndex, step: int) -> marker.Checkpoint:
-        """Fetch a checkpoint and the run's files with it into `scratch`.
+    def get(self, index: MirrorIndex, step: int, with_run: bool = True) -> marker.Checkpoint:
+        """Fetch a checkpoint, and the run's files with it, into `scratch`.
 
         What is there already from an interrupted call is not fetched again. DataError if the store
         does not answer.
         """
-        found = next(each for each in index.checkpoints if each.step == step)
-        target = files.step_directory(self.scratch, step)
-        target.mkdir(exist_ok=True)
-        self._fetch(found.folder, files.INDEX, target, found.index)
-        write_text(target / files.MARKER, f"{found.index.sha256}\n")
-        checkpoint = marker.read_index(target)
+        found, checkpoint = index.of(step), self.read_index(index, step)
         files.require_space(self.scratch, checkpoint.num_bytes)
-        for name, content in found.run_files.items():
-            self._fetch(found.folder, name, self.scratch, content)
+        if with_run:
+            for name, content in found.run_files.items():
+                self._fetch(found.folder, name, self.scratch, content)
+        target = checkpoint.directory
 
         def fetch(name: str) -> None:
             self._fetch(found.folder, name, target, checkpoint.files[name])
 
         in_parallel(fetch, sorted(checkpoint.files), f"step {step}", logger.info)
         return marker.verify(target, index.run)
+
+    def read_index(self, index: MirrorIndex, step: int) -> marker.Checkpoint:
+        """Fetch what a checkpoint's own index says, without its files."""
+        found, target = index.of(step), files.step_directory(self.scratch, step)
+        target.mkdir(parents=True, exist_ok=True)
+        self._fetch(found.folder, files.INDEX, target, found.index)
+        write_text(target / files.MARKER, f"{found.index.sha256}\n")
+        return marker.read_index(target, index.run)
+
+    def bring(self, index: MirrorIndex, step: int, root: Path) -> None:
+        """Fetch a checkpoint into the run directory's `root`, in place of a damaged one."""
+        checkpoint, final = self.get(index, step, with_run=False), files.step_directory(root, step)
+        if final.exists():
+            files.remove(final)
+        checkpoint.directory.rename(final)
+        fsync_directory(root)
+        logger.info("fetched step %d from %s", step, self.url)
 
     def _fetch(self, folder: str, name: str, directory: Path, content: Content) -> None:
         """Fetch a file of known content, unless it is there; CheckpointError if the store has
@@ -347,13 +385,19 @@ class Publication:
     """Rank 0's part: run files, index and marker of a checkpoint, mirror.json, then deletions.
 
     It remembers mirror.json, which no other attempt of the run writes. The run resumed from
-    `resumed_step`, and its checkpoints are on `disk`, in the run directory.
+    `resumed_step` by its `history`, and its checkpoints are on `disk`, in the run directory.
     """
 
     def __init__(
-        self, store: ObjectStore, disk: Disk, resumed_step: int, kept: CheckpointConfig
+        self,
+        store: ObjectStore,
+        disk: Disk,
+        resumed_step: int,
+        kept: CheckpointConfig,
+        history: History = EMPTY,
     ) -> None:
         self._store, self._disk, self._resumed_step, self._kept = store, disk, resumed_step, kept
+        self._history = history
         self._index: MirrorIndex | None = None
         self._is_deletion_logged = False
 
@@ -375,7 +419,9 @@ class Publication:
     def publish(self, directory: Path, check: Check) -> None:
         """Make the checkpoint count, once all ranks have uploaded their files."""
         found = self.read()
-        stored = self._index or found.until(self._resumed_step)
+        if (stored := self._index) is None:
+            self._refuse_newer(found)
+            stored = found.until(self._resumed_step)
         new = StoredCheckpoint.of(directory)
         if not stored.has(new):
             run_files = {}
@@ -395,6 +441,21 @@ class Publication:
             self._put(ROOT, self._store.scratch / ROOT, check)
         self._index = stored
         self._delete(stored, check)
+
+    def _refuse_newer(self, found: MirrorIndex) -> None:
+        """Raise CheckpointError if the store has a later step that is not undone.
+
+        The start would have taken it, had it known: the store was away, or another start uses it.
+        """
+        for each in found.checkpoints:
+            if each.step > self._resumed_step:
+                attempt = self._store.read_index(found, each.step).attempt
+                if self._history.stands(each.step, attempt):
+                    raise CheckpointError(
+                        f"{self._store.url} has step {each.step} of this run, which resumed from "
+                        f"step {self._resumed_step}; nothing is removed there: stop it and start "
+                        f"it again, with --from-step {self._resumed_step} to give that step up"
+                    )
 
     def _put(self, name: str, path: Path, check: Check) -> Content:
         content = content_of(path)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from foundation.errors import STORAGE_FAILS, CheckpointError, UnreadableError
 from foundation.files import fsync_directory
+from foundation.locks import NoFileLocksError, try_lock
 
 logger = logging.getLogger(__name__)
 
@@ -107,17 +108,25 @@ def prune(
 ) -> list[int]:
     """Remove the checkpoints of `steps_to_prune`; returns the steps of those that could be.
 
-    Those `held` stay besides, such as one that is being uploaded.
+    Those `held` stay besides, such as one that is being uploaded, and those that a command reads.
     """
-    steps, removed = steps_on_disk(root), []
-    for step in steps_to_prune(steps, valid, keep_last, keep_every, held, suspected_since):
-        directory = step_directory(root, step)
+    steps = steps_on_disk(root)
+    old = steps_to_prune(steps, valid, keep_last, keep_every, held, suspected_since)
+    return [step for step in old if _removed(step_directory(root, step))]
+
+
+def _removed(directory: Path) -> bool:
+    """Remove a checkpoint unless a command reads it (`marker.verify_and_keep`)."""
+    with contextlib.ExitStack() as stack:
         try:
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError, NoFileLocksError):
+                if not try_lock(stack.enter_context(open(directory / MARKER, "r+b"))):
+                    return False
             remove(directory)
-            removed.append(step)
         except OSError as error:  # such as another user's: it must not fail the save that prunes
             logger.warning("%s cannot be removed: %s", directory, error.strerror)
-    return removed
+            return False
+    return True
 
 
 def discard_from(root: Path, step: int) -> None:

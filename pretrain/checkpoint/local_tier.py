@@ -8,7 +8,7 @@ So it needs no other node's disk, and fits only the same rank of the same number
 same settings.
 
 A step counts if every rank has it whole, from the same start of the run, and that start still
-stands in the ledger up to that step (`steps_that_stand`). Otherwise all ranks use the shared
+stands in the ledger up to that step (`History`). Otherwise all ranks use the shared
 checkpoint. Nothing here ends a run: a disk that fails costs its checkpoints.
 
 An upload to the mirror is a `Transfer` as a save is: each rank puts its share of a published
@@ -28,8 +28,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from foundation.errors import CheckpointError, UserError, os_error_text
@@ -48,8 +49,15 @@ from pretrain.checkpoint.background_save import (
     Transfer,
     new_index,
 )
-from pretrain.checkpoint.destinations import Disk, ObjectStore, Publication, StoredCheckpoint
+from pretrain.checkpoint.destinations import (
+    EMPTY,
+    Disk,
+    ObjectStore,
+    Publication,
+    StoredCheckpoint,
+)
 from pretrain.checkpoint.elastic_reader import local_name
+from pretrain.checkpoint.facts import Destination, History
 from pretrain.checkpoint.marker import key_of, read_index
 from pretrain.checkpoint.replicas import require_equal_replicas, require_finite
 from pretrain.config.run import RunConfig
@@ -68,33 +76,38 @@ MAY_DIFFER = ("checkpoint", "evaluation", "metrics")
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank finds on its disk: attempts by step, and why the latest is of no use, if so."""
+    """What is on a rank's disk: by step, which attempt saved it, or why it is of no use."""
 
     attempts: dict[str, str] = field(default_factory=dict)
-    problem: str = ""
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def problem_after(self, step: int) -> str:
+        """Why none of the steps after this one is of use; '' if one of them is."""
+        if any(int(each) > step for each in self.attempts):
+            return ""
+        later = [problem for each, problem in self.problems.items() if int(each) > step]
+        return later[-1] if later else "has none on its node"
 
 
 class LocalTier:
     """The local checkpoints of one start; without `checkpoint.local` there are none.
 
     `config` has all phases, as the user wrote it; `shared` is the disk of the other checkpoints;
-    `standing` is what `steps_that_stand` found. All ranks call `find` and `save` together. A
-    context manager: leaving it cancels a save in progress.
+    `history` is the run's. All ranks call `offered`, `get` and `save` together. A context manager:
+    leaving it cancels a save in progress.
     """
 
-    def __init__(
-        self, config: RunConfig, shared: Disk, world: World, standing: Mapping[str, int]
-    ) -> None:
+    def __init__(self, config: RunConfig, shared: Disk, world: World, history: History) -> None:
         self._kept, self._world = config.checkpoint, world
         self._lane_state = LaneState(config.model)
         tree = json.loads(json_text(to_tree(config)))
         self._config = {name: part for name, part in tree.items() if name not in MAY_DIFFER}
-        self._standing = standing
+        self._history = history
+        self._offers: list[Offer] = []
         self._buffer = HostBuffer(world.device)
         self._save: Save | None = None
         self._saver = Worker("local save")
         self._has_failed = False
-        self.shared_step = 0  # the latest in the run directory, as `find` was told
         self._disk: Disk | None = None  # None: none is used, on any rank
         if config.checkpoint.local is not None:
             folder = config.checkpoint.local / f"run-{shared.run_id}"
@@ -103,6 +116,8 @@ class LocalTier:
                 shared.attempt,
                 shared.run_id,
                 relies_on=shared.relies_on if world.is_main else None,
+                tell=shared.tell if world.is_main else lambda step, destination: None,
+                destination=Destination.NODES,
             )
             self._disk = self._opened(own)
 
@@ -114,38 +129,28 @@ class LocalTier:
             self._save.cancel()
         self._saver.end()
 
-    def find(self, shared_step: int, before: int | None = None) -> marker.Checkpoint | None:
-        """Return this rank's part of the latest step after `shared_step` that all ranks have.
-
-        None, on all ranks, if there is none; one line says why if any rank has some. Later ones
-        are removed: the run is about to make those steps again.
-        """
-        self.shared_step = shared_step
+    def offered(self, before: int | None = None) -> list[int]:
+        """Return the steps that every rank has from the same start, unread, oldest first."""
         if self._kept.local is None:
-            return None
-        offers = gather_values(self._offer(shared_step, before), Offer)
-        common = set.intersection(*(set(each.attempts.items()) for each in offers))
-        found, refused = marker.newest_valid(sorted(int(step) for step, _ in common), self._get)
-        if self._world.is_main:
-            for step, error in refused:
-                logger.warning("local checkpoints of step %d are not used: %s", step, error)
-            if found is None and any(each.attempts or each.problem for each in offers):
-                used = f"step {shared_step}, the shared one" if shared_step else "none"
-                problems = [
-                    "" if each.attempts else each.problem or "has none on its node"
-                    for each in offers
-                ]
-                why = str(refused[0][1]) if refused else _first(problems)
-                why = why or "no step is there on all ranks"
-                logger.warning("local checkpoints are not used: %s; using %s", why, used)
-        if (disk := self._disk) is not None:
-            last = found.step if found else shared_step
-            with contextlib.suppress(OSError, CheckpointError):
-                for step in filter(lambda step: step > last, reversed(disk.steps())):
-                    disk.remove(step)
-        return found
+            return []
+        self._offers = gather_values(self._offer(before), Offer)
+        common = set.intersection(*(set(each.attempts.items()) for each in self._offers))
+        return sorted(int(step) for step, _ in common)
 
-    def _get(self, step: int) -> marker.Checkpoint:
+    def tell_unused(self, used: int, known: int) -> None:
+        """Say on rank 0 why no step after the `used` one is, if the run has saved one here.
+
+        `known` is the latest that the ledger has.
+        """
+        disks = [each.attempts.keys() | each.problems.keys() for each in self._offers]
+        latest = max([known, *(int(step) for steps in disks for step in steps)])
+        if self._kept.local is not None and latest > used and self._world.is_main:
+            why = _first([each.problem_after(used) for each in self._offers])
+            why = why or "no later step is whole on all ranks"
+            using = f"step {used}, the shared one" if used else "none"
+            logger.warning("local checkpoints are not used: %s; using %s", why, using)
+
+    def get(self, step: int) -> marker.Checkpoint:
         """Return this rank's part of the step, if all ranks verify theirs. A collective."""
         assert self._disk is not None
         start, problem, found = time.monotonic(), "", None
@@ -202,7 +207,7 @@ class LocalTier:
             report,
             RankReports("", rank=0, num_ranks=1),
             self._buffer,
-            then=lambda: files.prune(disk.root, disk.steps(), KEPT),
+            then=partial(_prune, disk, state.step),
         )
         self._saver.add(self._save.run)
         if not self._kept.asynchronous:
@@ -239,19 +244,19 @@ class LocalTier:
             return None
         return disk
 
-    def _offer(self, shared_step: int, before: int | None) -> Offer:
-        attempts, problem = {}, ""
+    def _offer(self, before: int | None) -> Offer:
+        attempts, problems = {}, {}
         try:
             steps = self._disk.steps() if self._disk else []
         except CheckpointError as error:
-            return Offer(problem=str(error))
+            return Offer(problems={str(sys.maxsize): str(error)})
         for step in steps:
-            if shared_step < step < (before or sys.maxsize):
+            if step < (before or sys.maxsize):
                 try:
                     attempts[str(step)] = self._attempt_that_saved(step)
                 except CheckpointError as error:
-                    problem = str(error)
-        return Offer(attempts, problem)
+                    problems[str(step)] = str(error)
+        return Offer(attempts, problems)
 
     def _attempt_that_saved(self, step: int) -> str:
         """Return it; CheckpointError if this rank cannot resume from the step."""
@@ -271,8 +276,9 @@ class LocalTier:
             raise CheckpointError(
                 f"step {step} was saved with other settings ({name}: {old} -> {new})"
             )
-        if step > self._standing.get(attempt, -1):
-            raise CheckpointError(f"step {step} is from before the run went back")
+        is_known = attempt in self._history.standing
+        if not is_known or not self._history.stands(step, attempt):
+            raise CheckpointError(f"step {step} is {marker.UNDONE}")
         return attempt
 
     def _finish(self) -> None:
@@ -290,6 +296,11 @@ class LocalTier:
         if not self._has_failed:
             logger.warning("no local checkpoint of step %d: %s; training continues", step, problem)
         self._has_failed = True
+
+
+def _prune(disk: Disk, published: int) -> None:
+    disk.remove_undone(published)
+    files.prune(disk.root, disk.steps(), KEPT)
 
 
 def _first(problems: list[str]) -> str:
@@ -338,9 +349,9 @@ class Mirror:
     """Uploads checkpoints of one start of a run. All ranks call `agree` and `finish` together.
 
     They are those of `disk`; the store has `uploaded_step`, or nothing (0), as the run resumes from
-    it. `note` is told, on rank 0, the seconds that the upload of a step took, or why the step is
-    not in the store. A context manager: leaving it cancels an upload in progress, which the next
-    start continues. Nothing here raises what a store does.
+    it by its `history`. `note` is told, on rank 0, the seconds that the upload of a step took, or
+    why the step is not in the store. A context manager: leaving it cancels an upload in progress,
+    which the next start continues. Nothing here raises what a store does.
     """
 
     def __init__(
@@ -351,6 +362,7 @@ class Mirror:
         resumed_step: int,
         uploaded_step: int,
         note: Callable[[int, float | str], None],
+        history: History = EMPTY,
     ) -> None:
         self.url, self._settings = location(config), config.checkpoint
         self._disk, self._world, self._note_step = disk, world, note
@@ -363,7 +375,8 @@ class Mirror:
                 prefix="xl-pretrain-mirror-", ignore_cleanup_errors=True
             )
             self._store = ObjectStore(self.url, Path(self._scratch.name))
-            self._publication = Publication(self._store, disk, resumed_step, self._settings)
+            kept = self._settings
+            self._publication = Publication(self._store, disk, resumed_step, kept, history)
             self._outage, self._worker = Outage(Patience(math.inf)), Worker("mirror")
 
     def __enter__(self) -> Mirror:

@@ -45,16 +45,23 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
 
-from foundation.errors import STORAGE_FAILS, CheckpointError, UnreadableError
+from foundation.errors import (
+    STORAGE_FAILS,
+    CheckpointError,
+    OtherVersionError,
+    PrunedError,
+    UnreadableError,
+)
 from foundation.files import (
     Content,
     fsync_directory,
@@ -64,6 +71,7 @@ from foundation.files import (
     sha256_of,
     write_text,
 )
+from foundation.locks import NoFileLocksError, open_shared
 from foundation.records import Fields, InvalidField, json_text, shown
 from pretrain.checkpoint.directory import (
     INDEX,
@@ -269,9 +277,9 @@ def parse_index(path: Path, content: bytes) -> dict[str, Any]:
         index = parse_json(content)
         fields = Fields(index)
         if (found := fields.integer("format")) != FORMAT:
-            raise CheckpointError(
+            raise OtherVersionError(
                 f"{path}: found format {found}, expected format {FORMAT}; "
-                "resume with the version that wrote it, or use a new run directory"
+                "use the version that wrote it, or a new run directory"
             )
         _check(fields, index)
     except (ValueError, InvalidField) as error:
@@ -326,6 +334,19 @@ def share_of_rank(sizes: Sequence[int], rank: int, world_size: int) -> list[int]
     return share
 
 
+class Lease:
+    """A shared lock on the marker, while this object lives: a run that trains prunes the rest."""
+
+    def __init__(self, directory: Path) -> None:
+        self._descriptor = -1
+        with contextlib.suppress(OSError, NoFileLocksError), open_shared(directory / MARKER) as f:
+            self._descriptor = os.dup(f.fileno())
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A published checkpoint that passed `verify`."""
@@ -333,10 +354,18 @@ class Checkpoint:
     directory: Path
     index: dict[str, Any]
     is_local: bool = False  # only this rank's part, as `local_tier.py` wrote it
+    lease: Lease | None = field(default=None, compare=False, repr=False)
 
     @property
     def step(self) -> int:
         return int(self.index["step"])
+
+    @property
+    def attempt(self) -> str:
+        """The attempt that saved it; '' if an earlier version did."""
+        local = self.index.get("local")
+        named = (local if isinstance(local, dict) else self.index).get("attempt")
+        return named if isinstance(named, str) else ""
 
     @property
     def rank_reports(self) -> list[dict[str, Any]]:
@@ -403,6 +432,20 @@ def verify(directory: Path, run_id: str = "") -> Checkpoint:
     return found
 
 
+def verify_and_keep(directory: Path, run_id: str = "") -> Checkpoint:
+    """Verify a checkpoint of a run that may train: it is not pruned as long as the result is there.
+
+    PrunedError if it was before. Where nothing can be locked, it may go at any moment.
+    """
+    lease = Lease(directory)
+    try:
+        return replace(verify(directory, run_id), lease=lease)
+    except CheckpointError:
+        if directory.is_symlink() or directory.exists():
+            raise
+        raise PrunedError(f"{directory}: pruned while it was read") from None
+
+
 def check_share(found: Checkpoint, rank: int = 0, world_size: int = 1) -> None:
     """Read and check a rank's share of the files; CheckpointError as above.
 
@@ -464,26 +507,39 @@ def latest_valid(root: Path, say: Callable[[str], None], run_id: str = "") -> Ch
     `say` gets a line for each checkpoint that is skipped. Raises CheckpointError if there are
     checkpoints and none is valid: to start from scratch would throw the run away.
     """
-    steps = steps_on_disk(root)
-    found, refused = newest_valid(steps, lambda step: verify(step_directory(root, step), run_id))
-    for _, error in refused:
-        say(refusal(str(error), step_of(found)))
+    while True:
+        steps = [step for step in steps_on_disk(root) if not _is_undone(step_directory(root, step))]
+        found, refused = newest_valid(
+            steps, lambda step: verify_and_keep(step_directory(root, step), run_id)
+        )
+        pruned = [step for step, error in refused if isinstance(error, PrunedError)]
+        if found is not None or not pruned:
+            break  # else newer ones are there by now
+    for step, error in refused:
+        if step not in pruned:
+            say(refusal(str(error), step_of(found)))
     if steps and found is None:
         raise none_valid(root, refused)
     return found
 
 
 Refused = list[tuple[int, CheckpointError]]
+UNDONE = "from before the run went back"  # starts the note of what is no part of its history
 
 
 def newest_valid(
     steps: Sequence[int], get: Callable[[int], Checkpoint]
 ) -> tuple[Checkpoint | None, Refused]:
-    """Return the last of the steps that `get` accepts, and why it did not accept later ones."""
+    """Return the last of the steps that `get` accepts, and why it did not accept later ones.
+
+    One of another version is no damage: OtherVersionError.
+    """
     refused: Refused = []
     for step in reversed(steps):
         try:
             return get(step), refused
+        except OtherVersionError:
+            raise
         except CheckpointError as error:
             refused.append((step, error))
     return None, refused
@@ -493,8 +549,8 @@ def none_valid(root: Path, refused: Refused) -> CheckpointError:
     """What to raise where all checkpoints were refused; UnreadableError if storage failed once."""
     may_pass = any(isinstance(error, UnreadableError) for _, error in refused)
     return (UnreadableError if may_pass else CheckpointError)(
-        f"{root}: none of its {len(refused)} checkpoints is valid; repair or remove them, or use "
-        "a new run directory"
+        f"{root}: none of its {len(refused)} checkpoints is valid; of the latest, {refused[0][1]}; "
+        "put back a copy, or start the run to resume from its mirror"
     )
 
 
@@ -516,6 +572,12 @@ def remember(directory: Path, refused: str) -> None:
             write_text(directory / REFUSED, refused + "\n")
         else:
             (directory / REFUSED).unlink(missing_ok=True)
+
+
+def _is_undone(directory: Path) -> bool:
+    with contextlib.suppress(CheckpointError):
+        return _contents(directory / REFUSED).startswith(UNDONE.encode())
+    return False
 
 
 def _check_contents(path: Path, files: Mapping[str, Content]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from foundation.cli import add_experiment
 from foundation.errors import exit_status_of
 from foundation.settings import load_config
+from pretrain.checkpoint.facts import add_from_step
 from pretrain.config.resolve import resolve, with_absolute_paths
 from pretrain.config.run import RunConfig
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="output directory for checkpoints and metrics; resumed if it contains this run",
     )
+    add_from_step(parser)
     add_log_level_argument(parser)
 
 
@@ -44,13 +46,17 @@ def run(arguments: argparse.Namespace) -> int:
     from pretrain.run import run_training, set_threads_of_rank
 
     rank = world_from_environment(os.environ)
+    # torchrun restarts ranks with the same arguments: what a user has said once is done by then.
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    from_step = None if is_restart else arguments.from_step
     set_up_logging(f"rank {rank.rank}", arguments.log_level)
     set_threads_of_rank()
     set_device_variables(os.environ, Path(tempfile.gettempdir()))
     world = init_world(config.engine.watchdog_timeout_seconds)
     try:
         return exit_status_of(
-            lambda: run_training(config, arguments.run_dir, world), report=logger.error
+            lambda: run_training(config, arguments.run_dir, world, from_step),
+            report=logger.error,
         )
     finally:
         destroy_process_group()

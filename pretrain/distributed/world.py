@@ -46,7 +46,9 @@ from foundation.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    OtherVersionError,
     TrainingError,
+    UndoneError,
     UnreadableError,
     UserError,
 )
@@ -316,7 +318,7 @@ _KINDS = {
     kind.__name__: kind
     for kind in (
         *(UserError, ConfigError, DataError, TrainingError),
-        *(CheckpointError, UnreadableError, StorageError),
+        *(CheckpointError, UnreadableError, StorageError, OtherVersionError, UndoneError),
     )
 }
 

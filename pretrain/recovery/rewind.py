@@ -22,8 +22,9 @@ from data_pipeline.lanes.lane_stream import SegmentBatch
 from foundation.errors import TrainingError
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.checkpoint.elastic_reader import find_resume_point
+from pretrain.checkpoint.facts import Past
 from pretrain.checkpoint.replicas import NonFiniteError
+from pretrain.checkpoint.resume_point import NOTHING, find_resume_point
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, first_step_at
 from pretrain.costs.flops import bins_of, tail_shares
@@ -248,16 +249,17 @@ class SpikeMonitor:
         return f" or above recovery.skip_grad_norm={limit:g}" if limit else ""
 
 
-def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
+def rewind(
+    run: RunConfig, run_dir: RunDir, world: World, spike: Spike, past: Past = NOTHING
+) -> None:
     """Let the next start resume from before the spike and skip its data.
 
     Raises TrainingError after `recovery.max_rewinds` rewinds, or if no checkpoint is from before
     the spike: to start from scratch is for the user to decide. CheckpointError, with nothing
     deleted, if there are checkpoints from before the spike and none of them is valid.
     """
-    before = find_resume_point(
-        run_dir.checkpoints, world, run_dir.identity.id, spike.first_step, run_dir.patience
-    )
+    root, run_id, first_step = run_dir.checkpoints, run_dir.identity.id, spike.first_step
+    before = find_resume_point(root, world, run_id, first_step, run_dir.patience, past)
     with raise_on_all_ranks():
         if not world.is_main:
             return
@@ -267,12 +269,12 @@ def rewind(run: RunConfig, run_dir: RunDir, world: World, spike: Spike) -> None:
         if before is None or len(rewinds) >= most:
             run_dir.ledger.append(GaveUp(spike=spike))
             raise TrainingError(_why_no_rewind(run, run_dir, spike, rewinds, before is None))
-        # Checkpoints go first. After a crash in between, the run just meets the spike again. In the
-        # other order the window could skip segments that the remaining weights have already read.
-        files.discard_from(run_dir.checkpoints, spike.first_step)
         window = window_of(spike, skipped_windows(ledger), run, before.step)
         event = Rewind(spike=spike, to_step=before.step, segments=(window.start, window.stop))
+        # The event comes first. With it later steps are no part of the run's history, whatever is
+        # still there after a crash; without it, that they are gone would look like a loss.
         run_dir.ledger.append(event)
+        files.discard_from(run_dir.checkpoints, spike.first_step)
         logger.warning(
             "recovery: %s (rewind %d of at most %d)", event.description, len(rewinds) + 1, most
         )

@@ -27,7 +27,7 @@ from pretrain.reporting.html import (
 )
 from pretrain.reporting.results import differing_settings
 from pretrain.reporting.run_history import History, warnings_of
-from pretrain.rundir.events import GaveUp
+from pretrain.rundir.events import GaveUp, Published
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.metric_names import (
     MEMORY_GAIN,
@@ -233,12 +233,13 @@ def _time(history: History) -> str:
 
 
 def _events(history: History) -> str:
-    shown = list(history.ledger)[-MOST_EVENTS:]
+    events = [event for event in history.ledger if not isinstance(event, Published)]
+    shown = events[-MOST_EVENTS:]
     rows = [
         [time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event.time)), event.description]
         for event in shown
     ]
-    left_out = len(history.ledger) - len(shown)
+    left_out = len(events) - len(shown)
     more = [paragraph(f"{left_out} earlier events are in ledger.jsonl.")] if left_out else []
     return section("Events", *more, table([], rows, "words"))
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from pretrain.checkpoint.facts import Destination
 from pretrain.rundir.watchdog import END_SIGNAL
 from pretrain.terminal.text import counted
 
@@ -129,6 +130,22 @@ class OutOfMemory(Event):
     micro_batch_lanes: int
     settings: dict[str, Any] = field(default_factory=dict)
     message: str = ""  # of the allocator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published(Event):
+    """The checkpoint of `step`, which `attempt` has saved, is whole at the destination."""
+
+    step: int
+    attempt: str
+    destination: Destination = Destination.RUN_DIRECTORY
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeFrom(Event):
+    """A user wants the next start to resume from `step`, whatever the run has published since."""
+
+    step: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -449,6 +466,10 @@ def _description(event: Event) -> str:
         case OutOfMemory(rank=rank, micro_batch_lanes=lanes):
             lacking = f"rank {rank} ran out of memory with {lanes} lanes per forward pass"
             return f"{lacking}; the next start halves them"
+        case Published(destination=destination):
+            return f"saved the checkpoint of step {event.step} ({destination.value})"
+        case ResumeFrom(step=step):
+            return f"a user asked to resume from {f'step {step}' if step else 'the beginning'}"
         case Mirrored(url=url, problem=problem):
             where = f"not in {url}: {problem}" if problem else f"in {url}"
             return f"the checkpoint of step {event.step} is {where}"

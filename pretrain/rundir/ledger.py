@@ -8,7 +8,7 @@ The times of a run's events when clocks differ: nodes' clocks jump, and disagree
 
 The order of the ledger's lines is what happened; times only say when.
 
-Which steps of which start are still part of a run's history.
+Which steps of which start are still part of a run's history, and what it has published.
 
 What a run's time went into, and goodput: the part that went into training.
 """
@@ -29,6 +29,7 @@ from foundation.errors import os_error_text
 from foundation.files import append_whole, lines_of, open_regular, parse_json, warn_of_lines
 from foundation.records import built, json_text, to_json
 from foundation.retry import Patience, outlast
+from pretrain.checkpoint.facts import EVER, Destination, Fact, History
 from pretrain.rundir.events import (
     PLANNED,
     UNEVENTFUL,
@@ -45,8 +46,10 @@ from pretrain.rundir.events import (
     NodeReplaced,
     Outcome,
     OutOfMemory,
+    Published,
     ReplacedBecause,
     Restored,
+    ResumeFrom,
     Rewind,
     Submitted,
     SupervisorKilled,
@@ -69,26 +72,71 @@ def in_order(events: Sequence[Event], now: float) -> tuple[list[Event], int]:
     return found, num_off
 
 
-LAST = 1 << 62
-
-
-def steps_that_stand(ledger: Sequence[Event]) -> dict[str, int]:
-    """Return attempt -> the last of its steps that no later start, rewind or restore undid.
-
-    What an attempt saved after that step belongs to a past that the run has left: another attempt
-    has made those steps again, perhaps on other data.
-    """
-    standing: dict[str, int] = {}
-    limit = LAST
-    for event in reversed(ledger):
+def history_of(ledger: Sequence[Event]) -> History:
+    """Return which steps of which attempt no later start, rewind or restore has undone."""
+    # Checkpoints of earlier versions do not name their attempt: those before the first fact.
+    first_told = next((n for n, event in enumerate(ledger) if isinstance(event, Published)), None)
+    standing, limit, unknown = dict[str, int](), EVER, None
+    for number, event in reversed(list(enumerate(ledger))):
         if isinstance(event, TrainingBegan):
             standing[event.attempt] = limit
-            limit = min(limit, event.step)
-        elif isinstance(event, Rewind):
-            limit = min(limit, event.to_step)
-        elif isinstance(event, Restored):
-            limit = min(limit, event.step)
-    return standing
+            if unknown is None and (first_told is None or number < first_told):
+                unknown = limit
+        back_to = _back_to(event)
+        limit = limit if back_to is None else min(limit, back_to)
+    return History(standing, limit if unknown is None else unknown)
+
+
+def facts_of(ledger: Sequence[Event], root: str, nodes: str = "nodes' disks") -> list[Fact]:
+    """Return what the run has published and not undone; `root` names the run directory's.
+
+    Starts of earlier versions told less: from which step they began and where they ended.
+    """
+    history, facts, tells = history_of(ledger), list[Fact](), False
+    names = {Destination.RUN_DIRECTORY: root, Destination.NODES: nodes}
+    for event in ledger:
+        if (back_to := _back_to(event)) is not None:
+            facts = [fact for fact in facts if fact.step <= back_to]
+        match event:
+            case Published(step=step, attempt=attempt, destination=where):
+                tells = True
+                if history.stands(step, attempt):
+                    facts.append(Fact(step, where, names.get(where, "")))
+            case Mirrored(step=step, url=url, problem=""):
+                facts.append(Fact(step, Destination.STORE, url))
+            case Restored(step=step, url=url):
+                facts = [fact for fact in facts if fact.destination is Destination.STORE]
+                facts.append(Fact(step, Destination.STORE, url))
+                facts.append(Fact(step, Destination.RUN_DIRECTORY, root))
+            case (
+                TrainingBegan(step=step, local=False)
+                | TrainingEnded(step=step, outcome=Outcome.FINISHED | Outcome.STOPPED)
+            ):
+                facts.append(Fact(step, Destination.RUN_DIRECTORY, root))
+            case AttemptEnded(step=step) if not tells:
+                facts.append(Fact(step, Destination.RUN_DIRECTORY, root))
+            case ResumeFrom():
+                tells = True
+            case _:
+                pass
+    return list(dict.fromkeys(fact for fact in facts if fact.step))
+
+
+def _back_to(event: Event) -> int | None:
+    """Return the step that the run goes back to with this event, if it does."""
+    match event:
+        case TrainingBegan(step=step) | Restored(step=step):
+            return step
+        case Rewind(to_step=step):
+            return step
+        case _:
+            return None
+
+
+def asked_step(ledger: Sequence[Event]) -> int | None:
+    """Return the step that a user wants the next start to resume from, if one has said so."""
+    last = last_of(ledger, TrainingBegan, Restored, ResumeFrom)
+    return last.step if isinstance(last, ResumeFrom) else None
 
 
 E = TypeVar("E", bound=Event)

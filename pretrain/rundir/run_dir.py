@@ -51,12 +51,20 @@ from foundation.records import Fields, InvalidField
 from foundation.retry import Patience, outlast
 from foundation.settings import differences, load_config, parse_config, to_tree
 from foundation.yaml_files import did_you_mean, dump_yaml
+from pretrain.checkpoint.facts import Past
 from pretrain.checkpoint.marker import latest_step
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, may_change
 from pretrain.rundir import heartbeat
-from pretrain.rundir.events import SettingsChanged
-from pretrain.rundir.ledger import Ledger
+from pretrain.rundir.events import Restored, ResumeFrom, SettingsChanged, TrainingBegan
+from pretrain.rundir.ledger import (
+    Ledger,
+    asked_step,
+    facts_of,
+    history_of,
+    last_of,
+    last_stored,
+)
 from pretrain.rundir.lock import Lock, exclusive_lock, read_lock
 from pretrain.rundir.metrics_file import measurements_of
 
@@ -377,6 +385,27 @@ class RunDir:
                 'checkpoint\'s index.json has as "config"'
             )
         return load_config(RunConfig, self.config_file)
+
+    def past(self) -> Past:
+        """Return what the run has published, and from where a user wants it to resume."""
+        ledger = self.ledger.read()
+        facts = facts_of(ledger, str(self.checkpoints))
+        base = self.config.checkpoint.mirror.rstrip("/")
+        stored = last_stored(ledger)
+        urls = [f"{base}/{self.identity.name}"] if base else []
+        urls += [stored.url] if stored else []
+        if not last_of(ledger, TrainingBegan, Restored):
+            urls = []  # a new run
+        asked = asked_step(ledger)
+        return Past(tuple(facts), history_of(ledger), asked, tuple(dict.fromkeys(urls)))
+
+    def ask_to_resume_from(self, step: int) -> None:
+        """Record that a user gives up what the run has published after `step`."""
+        if step < 0:
+            raise ConfigError(f"found --from-step {step}, expected a step from 0 on")
+        if not self.exists():
+            raise ConfigError(f"{self.path} holds no run yet; start it without --from-step")
+        self.ledger.append(ResumeFrom(step=step))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All measurements, oldest first; damaged lines are skipped with a warning."""

@@ -18,7 +18,7 @@ from foundation.errors import CheckpointError, UnreadableError
 from foundation.retry import Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.checkpoint.elastic_reader import find_resume_point
+from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.cli import main
 from pretrain.config.run import CheckpointConfig, ModelConfig, RunConfig
 from pretrain.recovery.rewind import rewind
@@ -290,10 +290,6 @@ CONFUSION: dict[str, tuple[Callable[[Path], object], str]] = {
     "old index and marker, new files": (
         lambda step: replace_by_that_of_step_1(step / files.INDEX, step / files.MARKER),
         "step 1",
-    ),
-    "older format": (
-        lambda step: rewrite_index(step, lambda index: index.update(format=4)),
-        f"format {marker.FORMAT}",
     ),
     "unknown field of a file": (
         lambda step: rewrite_index(step, lambda index: index["ranks"][0].update(mode=4095)),

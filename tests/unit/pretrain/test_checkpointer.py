@@ -26,20 +26,21 @@ from pretrain.checkpoint.background_save import SaveProblem
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.elastic_reader import (
-    find_resume_point,
     load_fragments,
     restore_counters,
     restore_random_state,
 )
+from pretrain.checkpoint.facts import EVER, History
 from pretrain.checkpoint.local_tier import MAY_DIFFER, LocalTier
 from pretrain.checkpoint.marker import Checkpoint
+from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.run import CheckpointConfig, DataConfig, EngineConfig, ModelConfig, RunConfig
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.run import build_engine
 from pretrain.rundir.events import Restored, Rewind, Spike, TrainingBegan
-from pretrain.rundir.ledger import LAST, steps_that_stand
+from pretrain.rundir.ledger import history_of
 from pretrain.rundir.lock import Fence, StaleAttempt
 from pretrain.state import TrainState
 from tests.helpers.checkpoints import publish_step
@@ -301,7 +302,8 @@ ID = "0123456789ab"
 
 def tier(disk: Path, world: World, run_id: str = ID) -> LocalTier:
     config = replace(RunConfig(), checkpoint=CheckpointConfig(local=disk))
-    return LocalTier(config, Disk(Path(), "attempt", run_id), world, {"before": 15})
+    disk_of_run = Disk(Path(), "attempt", run_id)
+    return LocalTier(config, disk_of_run, world, History({"before": 15}))
 
 
 def start(attempt: str, step: int) -> TrainingBegan:
@@ -316,29 +318,29 @@ RESTORED = Restored(step=40, url="s3://bucket/run")
     ("ledger", "standing"),
     [
         ([], {}),
-        ([start("a", 0)], {"a": LAST}),
-        ([start("a", 0), start("b", 50)], {"a": 50, "b": LAST}),
-        ([start("a", 0), start("b", 50), start("c", 20)], {"a": 20, "b": 20, "c": LAST}),
-        ([start("a", 0), start("b", 50), start("c", 80)], {"a": 50, "b": 80, "c": LAST}),
+        ([start("a", 0)], {"a": EVER}),
+        ([start("a", 0), start("b", 50)], {"a": 50, "b": EVER}),
+        ([start("a", 0), start("b", 50), start("c", 20)], {"a": 20, "b": 20, "c": EVER}),
+        ([start("a", 0), start("b", 50), start("c", 80)], {"a": 50, "b": 80, "c": EVER}),
         ([start("a", 0), REWIND], {"a": 60}),
-        ([start("a", 0), REWIND, start("a.1", 60)], {"a": 60, "a.1": LAST}),
+        ([start("a", 0), REWIND, start("a.1", 60)], {"a": 60, "a.1": EVER}),
         ([start("a", 0), start("b", 50), RESTORED], {"a": 40, "b": 40}),
     ],
 )
 def test_an_attempt_stands_up_to_where_a_later_start_or_a_rewind_went_back_to(ledger, standing):
-    assert steps_that_stand(ledger) == standing
+    assert history_of(ledger).standing == standing
 
 
 def test_a_link_in_the_place_of_a_runs_folder_ends_no_run(world, tmp_path, caplog):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / f"run-{ID}").symlink_to(tmp_path / "elsewhere")
-    assert tier(tmp_path, world).find(0) is None
+    assert tier(tmp_path, world).offered() == []
     assert str(tmp_path / f"run-{ID}") in caplog.text
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_the_id_of_a_run_leads_nowhere_else(world, tmp_path, caplog):
-    assert tier(tmp_path / "disk", world, run_id="../../away").find(0) is None
+    assert tier(tmp_path / "disk", world, run_id="../../away").offered() == []
     assert "../../away" in caplog.text
     assert not list(tmp_path.iterdir())
 
@@ -359,8 +361,9 @@ def test_other_runs_steps_are_not_used(world, tmp_path, caplog, step, num_ranks,
     saved = {"attempt": "before", "rank": 0, "world_size": num_ranks}
     root = tmp_path / f"run-{ID}" / "rank-00000"
     publish_step(root, step, num_ranks=1, run=ID, local=saved, config=config)
-    found = local.find(6)
-    assert (found.step if found else 0) == (0 if why else step)
-    if why:
-        assert re.search(f"rank 0: {why}.* step 6", caplog.text)
-        assert not list(root.glob("step-*")), "the run is about to make those steps again"
+    assert local.offered() == ([] if why else [step])
+    if not why:
+        assert local.get(step).step == step
+    local.tell_unused(6 if why else step, known=0)
+    assert bool(re.search(f"rank 0: {why}.* step 6", caplog.text)) == bool(why)
+    assert list(root.glob("step-*")), "nothing goes before this start has saved a step"

@@ -16,6 +16,7 @@ from foundation.errors import ConfigError, DataError, UserError
 from foundation.retry import Patience
 from foundation.settings import settings_of, to_tree
 from pretrain.checkpoint.directory import INDEX
+from pretrain.checkpoint.facts import Destination
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import (
     EngineConfig,
@@ -38,8 +39,10 @@ from pretrain.rundir.events import (
     NodeReplaced,
     Outcome,
     OutOfMemory,
+    Published,
     ReplacedBecause,
     Restored,
+    ResumeFrom,
     Rewind,
     SettingsChanged,
     Slowdown,
@@ -265,6 +268,8 @@ EXAMPLES = [
     REWIND,
     replace(REWIND, spike=Spike(1, 2)),
     replace(RESUME, changes={"torch": ("2.11", "2.15")}, local=True),
+    Published(step=9, attempt="a", destination=Destination.NODES),
+    ResumeFrom(step=0),
     Mirrored(step=9, url="s3://b/x", seconds=1.5),
     Mirrored(step=9, url="s3://b/x", problem="no bucket"),
     Restored(step=9, url="s3://b/x"),
