@@ -16,6 +16,21 @@ from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL
 
 
+class FusedNorm(torch.autograd.Function):
+    """What a GPU keeps of rms_norm: its input and a number per row; elsewhere torch keeps more."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, gain: Tensor | None) -> Tensor:  # type: ignore[override]
+        per_row = values.new_empty(values.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(values, per_row, gain)
+        return torch.empty_like(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        values, _, gain = ctx.saved_tensors
+        return torch.empty_like(values), None if gain is None else torch.empty_like(gain)
+
+
 @contextmanager
 def meta_as_gpu() -> Iterator[Counter[str]]:
     """Within it tensors on `meta` take the paths of a GPU; our kernels only count launches."""
@@ -35,6 +50,9 @@ def meta_as_gpu() -> Iterator[Counter[str]]:
     def flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
 
+    def rms_norm(values: Tensor, _: Any, gain: Tensor | None = None, eps: float = 0.0) -> Tensor:
+        return FusedNorm.apply(values, gain)
+
     with ExitStack() as stack:
         for module in (attention, dropout_kernels):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -43,6 +61,7 @@ def meta_as_gpu() -> Iterator[Counter[str]]:
             (attention_paths, "unsupported_reason", lambda _: None),
             (attention_paths, "scaled_dot_product_attention", flash),
             (bias, "causal_lower_right", lambda *_: None),
+            (torch.nn.functional, "rms_norm", rms_norm),
             (dropout, "missing_for_compiling", lambda: None),
             # Of an adaptive softmax: as if every bin had every token.
             (shapes, "meta_nonzero_assume_all_nonzero", True),

@@ -5,9 +5,9 @@ DeepSpeed 0.19.8 decides by stage, precision and offloading. Tests compare these
 optimizer that results and with the bytes of real steps:
 
     optimizer                      gradients in the backward pass      they are summed
-    (none), FP16_UnfusedOptimizer  w P                                 after it
-    BF16_Optimizer                 4 P, and 2 P until the update       after it
-    DeepSpeedZeroOptimizer         stage 1: 4 P + 4 P / R              after it
+    (none), FP16_UnfusedOptimizer  w P come while activations go       after it
+    BF16_Optimizer                 4 P; 2 P come, until the update     after it
+    DeepSpeedZeroOptimizer         stage 1: 4 P come                   after it, with 4 P / R
     DeepSpeedZeroOptimizer         stage 2: 4 P / R                    bucket by bucket in it
     DeepSpeedZeroOptimizer_Stage3  4 P / R                             bucket by bucket in it
 
@@ -54,12 +54,24 @@ from pretrain.kernels.triton.tiling import built_in_tiles, workspace_of
 
 MASTER_BYTES = 4
 EXACT_BYTES = 4  # the delta rule computes in float32
-LOGIT_COPIES = 3  # logits, their float32 softmax, its gradient
+# Logits, their float32 softmax, its gradient; of z-loss another softmax and the sum of gradients.
+LOGIT_COPIES, LOGIT_COPIES_OF_Z_LOSS = 3, 5
 TILE_CAPABILITY = (9, 0)  # whose tiles round the workspace's rows; those of other GPUs are as wide
 TILE_ROWS = 128  # queries of a tile on a CPU; keys after them are skipped
 # Elements of a bucket at least: smaller sums take as long as this one on most networks.
 SMALLEST_BUCKET = 1 << 22
 COPIED = 500_000_000  # elements at most that stages 0 and 1 copy at a time, to sum them
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes of a rank's gradients before and after a backward pass, and of what sums them."""
+
+    before: float = 0.0
+    after: float = 0.0
+    summing: float = 0.0  # after the pass only
+    buckets: float = 0.0
+    offloaded: float = 0.0  # on the host, with the state that is
 
 
 @dataclass(frozen=True)
@@ -81,9 +93,9 @@ class Footprint:
             "weights": self._weights,
             "optimizer": self._optimizer,
             # With segments a gradient is complete, and can be reduced, at the first segment's end.
-            "gradients": self._buffers[0]
+            "gradients": self._gradients
             + self._weight_bytes * self._parameters.total * (segments > 1 and self._stage == 3),
-            "gradient buckets": self._buffers[1],
+            "gradient buckets": self._buffers.buckets,
             "recurrent memory": self._recurrent_memory(self.run.engine.offload_memories),
             "activations": self._activations,
             "logits": self._logits,
@@ -100,13 +112,15 @@ class Footprint:
         if not self.on_gpu:
             return 0.0
         has_memories = self.run.engine.offload_memories
-        return self._buffers[2] + self._recurrent_memory(False) * has_memories
+        return self._buffers.offloaded + self._recurrent_memory(False) * has_memories
 
     @property
     def host(self) -> float:
         """Of a rank's host memory at its peak, besides the process itself; for a GPU."""
         is_drawn_on_device = self.on_gpu and self._stage == 3
         drawn = 0.0 if is_drawn_on_device else float(MASTER_BYTES * self._parameters.total)
+        if self._weight_bytes == 2 and self.on_gpu:  # the masters get their weights from these
+            drawn += self._buffers.offloaded
         return max(drawn, self.offloaded + self.copy)
 
     @property
@@ -136,25 +150,35 @@ class Footprint:
     def _weight_bytes(self) -> int:
         return activation_bytes(self.run)
 
+    @property
+    def _gradients(self) -> float:
+        """Gradients at the peak; the backward pass lets go of activations while gradients come."""
+        buffers = self._buffers
+        several = accumulation_steps(self.run, self.world_size) > 1
+        before = buffers.after if several else buffers.before
+        after = buffers.after + max(buffers.summing, self._working)
+        return max(before, after - self._activations - self._logits)
+
     @cached_property
-    def _buffers(self) -> tuple[float, float, float]:
-        """Gradients and buckets at the peak of the backward pass; what is offloaded on the host."""
+    def _buffers(self) -> Buffers:
         run, P, R, w = self.run, self._parameters.total, self.world_size, self._weight_bytes
         if run.engine.kind != "deepspeed":
-            return 4 * P, 0, 0
+            return Buffers(before=0.0 if w == 4 else 4 * P, after=4 * P)
         if self._stage == 0:
-            return w * P, w * min(P, COPIED), 0
+            return Buffers(after=w * P, summing=w * min(P, COPIED))
         if optimizer_of(run) == "BF16_Optimizer":
-            return 6 * P, 4 * min(P, COPIED), 0
+            return Buffers(before=4 * P, after=6 * P, summing=4 * min(P, COPIED))
         bucket, offloads = bucket_elements(run), run.engine.offload_optimizer
         moments = moment_bytes(run.model, run.optim) if offloads else 0.0
         if self._stage == 3:
+            own = 0.0 if offloads else 4 * P / R
             offloaded = (12 * P + moments) / R if offloads else 0.0
-            return 0.0 if offloads else 4 * P / R, 8 * bucket, offloaded
+            return Buffers(own, own, buckets=8 * bucket, offloaded=offloaded)
         largest = largest_parameter(run.model)
         offloaded = ((8 + w) * P + moments) / R + w * largest if offloads else 0.0
-        if self._stage == 1:  # when they are summed
-            return 4 * P + 4 * P / R, 4 * bucket, offloaded
+        if self._stage == 1:
+            summing = 4 * P / R + 4 * min(bucket, P / R)  # this rank's sums, a copy on its way
+            return Buffers(after=4 * P, summing=summing, buckets=4 * bucket, offloaded=offloaded)
         # A bucket is put together in the weights' type. One more copy, or two, are on their way: of
         # all of it where it is summed to all ranks, else of one rank's part.
         overlaps = overlaps_reduction(run, self.on_gpu)
@@ -162,7 +186,8 @@ class Footprint:
         copies = w + (4 if w != 4 else 0)
         copied = bucket if overlaps else min(bucket, P / R)
         buckets = (1 + overlaps) * w * bucket + copies * copied
-        return (8 if several else 4) * P / R, buckets, offloaded
+        own = (8 if several else 4) * P / R
+        return Buffers(own, own, buckets=buckets, offloaded=offloaded)
 
     @property
     def _weights(self) -> float:
@@ -193,7 +218,8 @@ class Footprint:
         pass_rows = tokens_of_pass(self.run, self.world_size)
         rows = min(self.run.engine.logits_chunk_tokens or pass_rows, pass_rows)
         bins = bins_of(self.run.model)
-        logits = LOGIT_COPIES * MASTER_BYTES * rows * (bins[0][0] + len(bins) - 1)
+        copies = LOGIT_COPIES_OF_Z_LOSS if self.run.model.z_loss else LOGIT_COPIES
+        logits = copies * MASTER_BYTES * rows * (bins[0][0] + len(bins) - 1)
         if rows < pass_rows and self._weight_bytes == 2:  # gradients are summed in float32
             logits += MASTER_BYTES * sum(size * (width + 1) for size, width in bins)
         return logits
@@ -209,36 +235,43 @@ class Footprint:
 
     @property
     def _activations(self) -> float:
-        """What is kept for the backward pass, plus what that pass of one layer needs."""
-        run, model, segments = self.run, self.run.model, self.run.optim.gradient_segments
-        lanes, width = lanes_of_pass(run, self.world_size), self._weight_bytes
+        """What is kept for the backward pass, and what a layer of it needs beyond the logits.
+
+        The logits' gradients are there first, and freed when the first layer begins.
+        """
+        return self._kept + max(0.0, self._working - self._logits)
+
+    @cached_property
+    def _layers(self) -> list[LayerBytes]:
+        model, lanes = self.run.model, lanes_of_pass(self.run, self.world_size)
         kinds: list[tuple[LayerKind, int]] = [
             (model.layer_kind(index), length + model.compressed_length)
             for index, length in enumerate(model.memory_lengths())
         ]
         # Each kind once, because plans ask for thousands of settings.
-        by_kind = {kind: layer_bytes(run, lanes, self.on_gpu, *kind) for kind in set(kinds)}
-        layers = [by_kind[kind] for kind in kinds]
+        by_kind = {kind: layer_bytes(self.run, lanes, self.on_gpu, *kind) for kind in set(kinds)}
+        return [by_kind[kind] for kind in kinds]
+
+    @property
+    def _kept(self) -> float:
+        """Activations at the end of the forward pass."""
+        run, layers = self.run, self._layers
+        segments = run.optim.gradient_segments
+        if run.engine.activation_checkpointing == "full":  # their inputs
+            tokens = segments * lanes_of_pass(run, self.world_size)
+            tokens *= run.model.read_tokens(run.data.segment_length)
+            return float(len(layers) * tokens * run.model.d_model * self._weight_bytes)
         kept = segments * sum(layer.kept for layer in layers)
-        working = max(layer.working for layer in layers)
-        if run.engine.activation_checkpointing == "full":
-            tokens = segments * lanes * model.read_tokens(run.data.segment_length)
-            freed = kept = float(len(layers) * tokens * model.d_model * width)  # their inputs
-            # A layer runs again when the logits are already freed, so only what exceeds them adds
-            # to the peak.
-            most = max(layer.kept + layer.working for layer in layers)
-            working = max(0.0, most - self._logits)
-        else:
-            if run.engine.activation_checkpointing == "selective":
-                repeated = [layer.repeated for layer in layers]
-                kept -= segments * sum(repeated) - max(repeated)
-            freed = kept - layers[-1].kept
-        is_unsharded = run.engine.kind != "deepspeed"
-        if is_unsharded and width == 4 and accumulation_steps(run, self.world_size) == 1:
-            # The backward pass allocates gradients while it frees activations, so the two do not
-            # peak together.
-            kept -= min(self._buffers[0], freed)
-        return kept + working
+        if run.engine.activation_checkpointing == "selective":
+            repeated = [layer.repeated for layer in layers]
+            kept -= segments * sum(repeated) - max(repeated)
+        return kept
+
+    @property
+    def _working(self) -> float:
+        """What the backward pass of one layer needs besides, at most."""
+        runs_again = self.run.engine.activation_checkpointing == "full"
+        return max(layer.kept * runs_again + layer.working for layer in self._layers)
 
 
 def footprint_of(run: RunConfig, world_size: int, on_gpu: bool = False) -> Footprint:
@@ -316,8 +349,11 @@ def layer_bytes(
     # Input, its sum with attention, both norms (pre: of memory too).
     normed = keys if model.norm_position == "pre" and is_attention else tokens
     elements = (3 * tokens + normed) * d
-    if model.norm == "rmsnorm":  # once more before the gain, which memory gets in the projection
-        elements += 2 * tokens * d
+    # A GPU computes rms_norm from its input again, elsewhere torch keeps it before the gain (which
+    # memory gets in the projection).
+    is_kept_normed = not on_gpu
+    if model.norm == "rmsnorm":
+        elements += 2 * tokens * d * is_kept_normed
     traits = FEED_FORWARDS[model.feed_forward]
     is_kept_twice = has_dropout and not traits.drops_first
     elements += tokens * model.inner_width * (traits.inner_tensors + is_kept_twice)
@@ -336,7 +372,7 @@ def layer_bytes(
     h, k = n * model.head_width, model.key_heads * model.head_width
     elements += 2 * tokens * h + 2 * keys * k  # queries and what they read; keys and values
     if model.query_key_norm:
-        elements += 2 * tokens * h + 3 * keys * k
+        elements += tokens * h + keys * k + (tokens * h + 2 * keys * k) * is_kept_normed
     if model.softmax_scaling == "log_length":
         elements += tokens * h
     if POSITIONS[model.positions].projects_encodings:

@@ -43,15 +43,19 @@ InitialWeights = dict[str, Tensor]
 
 
 def build_replicated(
-    build: Callable[[], TransformerXL], dtype: torch.dtype
+    build: Callable[[], TransformerXL], dtype: torch.dtype, device: torch.device
 ) -> tuple[TransformerXL, InitialWeights]:
-    """Return the model, and its weights if DeepSpeed will round them to another `dtype`."""
+    """Return the model in `dtype` on the device, and its weights as drawn if that rounds them.
+
+    The host has them once, in fp32: rounded ones go to the device parameter by parameter.
+    """
     module = build()
     if dtype == torch.float32:
         return module, {}
-    return module, {
-        name: parameter.detach().clone() for name, parameter in module.named_parameters()
-    }
+    initial = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(device, dtype)
+    return module, initial
 
 
 def build_sharded(
@@ -262,7 +266,7 @@ class DeepSpeedEngine:
                 # Gathered whole: compiled code has no place for hooks.
                 deepspeed.utils.set_z3_leaf_module(layer, True)
         else:
-            module, initial = build_replicated(build, dtype)
+            module, initial = build_replicated(build, dtype, world.device)
         optimizer = build_optimizer(module, run.optim, run.engine.number_format)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=settings

@@ -41,6 +41,7 @@ def drawn(stage: int, precision: str, model: dict[str, Any]) -> dict[str, Any]:
 
 DRAWN = {
     "deep-zero2-fp32": drawn(2, "fp32", DEEP),
+    "deep-zero2-bf16": drawn(2, "bf16", DEEP),
     "deep-zero3-fp32": drawn(3, "fp32", DEEP),
     "deep-zero3-bf16": drawn(3, "bf16", DEEP),
     **{f"{name}-zero3": drawn(3, "bf16", {**TIED, **VARIANTS[name]}) for name in SHARING},
@@ -73,6 +74,13 @@ def test_under_zero_3_at_most_a_few_parameters_are_whole_at_a_time(measured: Fou
             assert each["whole"] > 20 * each["largest"]
             assert each["peak"] <= 3 * each["largest"]  # as drawn, as rounded, as it is handed on
     assert all(each["peak"] > 0.9 * each["whole"] for each in measured["deep-zero2-fp32"])
+
+
+@pytest.mark.slow
+def test_the_host_has_the_drawn_weights_once(measured: Found) -> None:
+    """Here beside those in bf16, which on GPUs are on the device."""
+    for each in measured["deep-zero2-bf16"]:
+        assert each["peak"] <= 1.5 * each["whole"] + 2 * each["largest"]
 
 
 @pytest.mark.slow
