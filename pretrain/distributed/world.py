@@ -345,12 +345,13 @@ def world_from_environment(environment: Mapping[str, str]) -> World:
     elif is_slurm_task(environment) and "MASTER_ADDR" in environment:
         # Without MASTER_ADDR it is one process, such as a command in an interactive job step.
         return world_from_environment(rank_variables(environment))
-    elif (world_size := number_in(environment, "WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            f"found WORLD_SIZE={world_size} and no RANK; start ranks with 'launcher local', or "
-            "unset WORLD_SIZE for one process"
-        )
     else:
+        for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):  # the latter is of mpirun
+            if number_in(environment, name, "1") > 1:
+                raise ConfigError(
+                    f"found {name}={environment[name]} and no RANK; start ranks with 'launcher "
+                    f"local' or torchrun, or unset {name} for one process"
+                )
         rank, world_size, local_rank = 0, 1, 0
     if not 0 <= rank < world_size or local_rank < 0:
         raise ConfigError(

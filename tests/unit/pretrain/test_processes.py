@@ -255,8 +255,9 @@ def test_groups_that_deepspeed_creates_have_the_timeout_of_the_run(monkeypatch):
 
 
 def test_a_world_size_without_a_rank_is_refused_where_it_would_train_alone():
-    with pytest.raises(ConfigError, match="WORLD_SIZE=2"):
-        world_from_environment({"WORLD_SIZE": "2"})
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        with pytest.raises(ConfigError, match=f"found {name}=2"):
+            world_from_environment({name: "2"})
     assert world_from_environment({"WORLD_SIZE": "1"}).world_size == 1
 
 
