@@ -63,6 +63,17 @@ class PrunedError(CheckpointError):
     """A run that trains has removed a checkpoint, as it keeps only the latest."""
 
 
+def is_of_site(error: BaseException) -> bool:
+    """Whether storage or memory of the host failed, at the root of this error: nothing is wrong
+    with what the user asked for."""
+    if isinstance(error, OSError) and error.errno in (*STORAGE_FAILS, *NO_SPACE, errno.ENOMEM):
+        return True
+    cause = error.__cause__ or error.__context__
+    return isinstance(error, (UnreadableError, MemoryError)) or (
+        cause is not None and is_of_site(cause)
+    )
+
+
 class TrainingError(UserError):
     """A run does not learn and cannot recover automatically."""
 
@@ -91,8 +102,12 @@ def _print_error(text: str) -> None:
     print(f"error: {printable(redacted(text))}", file=sys.stderr)
 
 
-def exit_status_of(command: Callable[[], int], report: Callable[[str], None] = _print_error) -> int:
-    """Run a command and return its exit status, also for what it raises.
+def exit_status_of(
+    command: Callable[[], int],
+    report: Callable[[str], None] = _print_error,
+    status_of: Callable[[Exception], int] = lambda error: EXIT_USER_ERROR,
+) -> int:
+    """Run a command and return its exit status, also for what it raises: `status_of` that.
 
     An error that a user can cause is reported as one line, by default on stderr.
     """
@@ -100,6 +115,7 @@ def exit_status_of(command: Callable[[], int], report: Callable[[str], None] = _
         return command()
     except UserError as error:
         report(short(str(error)))
+        return status_of(error)
     except BrokenPipeError:
         # The reader of our output exited (`... | head`). Closing stderr keeps Python from
         # reporting the failed flush of stdout at exit.
@@ -109,6 +125,10 @@ def exit_status_of(command: Callable[[], int], report: Callable[[str], None] = _
         if error.errno is None:
             raise
         report(short(_report(error)))
+        return status_of(error)
+    except MemoryError as error:
+        report("the host has no memory left; free some, or use a host with more")
+        return status_of(error)
     except RuntimeError as error:
         # Path.resolve hides the error of a circle of links so, before Python 3.13.
         if not isinstance(cause := error.__context__, OSError) or cause.errno != errno.ELOOP:

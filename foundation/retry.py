@@ -62,6 +62,7 @@ class Patience:
     seconds: float = 0.0
     while_waiting: Callable[[], None] = lambda: None
     stop_requests: Callable[[], int] = lambda: 0
+    clock: Clock = CLOCK
 
 
 class Outage:
@@ -78,18 +79,18 @@ class Outage:
     @property
     def is_due(self) -> bool:
         """Whether a write has failed and it is time to try it again."""
-        return self._since is not None and time.monotonic() >= self._next_try
+        return self._since is not None and self._patience.clock.now() >= self._next_try
 
     @property
     def is_over_patience(self) -> bool:
         """Whether writes have failed for longer than the run may wait."""
         return self._since is not None and (
-            time.monotonic() - self._since >= self._patience.seconds
+            self._patience.clock.now() - self._since >= self._patience.seconds
         )
 
     def failed(self, problem: str, meanwhile: str, remedy: str = ANY_REMEDY) -> None:
         """Note a failure; the first one is logged with what happens `meanwhile`."""
-        now = time.monotonic()
+        now = self._patience.clock.now()
         self._problem, self._remedy = problem, remedy
         waits = self._stop_requests is not None
         is_news = self._since is None or (waits and not self._told)
@@ -113,13 +114,13 @@ class Outage:
     def ended(self) -> None:
         """Note a success."""
         if self._since is not None:
-            away = duration(time.monotonic() - self._since)
+            away = duration(self._patience.clock.now() - self._since)
             logger.warning("works again after %s: %s", away, self._problem)
         self._since, self._told = None, False
 
     def pause(self) -> None:
         """Wait until the next try; StorageError if the run is asked to stop while it waits."""
-        while (left := self._next_try - time.monotonic()) > 0:
+        while (left := self._next_try - self._patience.clock.now()) > 0:
             self._patience.while_waiting()
             before = self._stop_requests
             if before is not None and self._patience.stop_requests() > before:
@@ -127,7 +128,7 @@ class Outage:
                     f"{self._problem}; stopped, as asked, while the run waited for it; what came "
                     "after the latest checkpoint is not saved, rerun the command to resume from it"
                 )
-            time.sleep(min(left, 1.0))
+            self._patience.clock.sleep(min(left, 1.0))
 
     def error(self) -> StorageError:
         """What to raise once patience is over."""

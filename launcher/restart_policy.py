@@ -6,14 +6,17 @@ import argparse
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from foundation.cli import check_least
 from foundation.errors import EXIT_USER_ERROR
 from pretrain.rundir.events import (
     EXIT_OUT_OF_MEMORY,
+    EXIT_SITE_FAILED,
     EXIT_STOPPED,
     NEVER_STARTED,
     AttemptReason,
+    JobEndReason,
     NextAction,
     ended_by_watchdog,
 )
@@ -28,7 +31,7 @@ class RestartPolicy:
 
     attempts_without_progress: int = 3
     first_delay: float = 1.0  # seconds; doubled for each attempt without progress
-    unstarted_delay: float = 5.0  # the same where Slurm has started no rank: it may need a moment
+    unstarted_delay: float = 5.0  # the same where the site or a node failed: it needs a moment
     longest_delay: float = 60.0
 
 
@@ -49,6 +52,44 @@ def policy_of(arguments: argparse.Namespace) -> RestartPolicy:
     return RestartPolicy(attempts_without_progress=arguments.attempts_without_progress)
 
 
+class About(Enum):
+    """What the end of an attempt is evidence about: only the run's counts against the run."""
+
+    RUN = "run"
+    NODE = "node"
+    SITE = "site"
+    REQUEST = "request"
+
+
+EVIDENCE = {
+    AttemptReason.FINISHED: About.RUN,
+    AttemptReason.STOP_REQUESTED: About.REQUEST,
+    AttemptReason.SITE_FAILED: About.SITE,
+    AttemptReason.NOT_STARTED: About.NODE,
+    AttemptReason.USER_ERROR: About.RUN,
+    AttemptReason.OUT_OF_MEMORY: About.RUN,
+    AttemptReason.HANG: About.RUN,
+    AttemptReason.RANK_FAILED: About.RUN,
+    AttemptReason.UNSAVED: About.RUN,
+}
+# How ranks end that failed only because another one never started.
+_BYSTANDERS = {0, EXIT_STOPPED, NEVER_STARTED, -signal.SIGKILL, -signal.SIGTERM}
+
+
+class StartAgain(Exception):
+    """The job should start again, perhaps without some nodes; or, outside of one, has to end."""
+
+    def __init__(
+        self,
+        reason: JobEndReason,
+        message: str = "",
+        nodes: Sequence[str] = (),
+        rank: int | None = None,  # whose node is meant
+    ) -> None:
+        super().__init__(message or ", ".join(nodes))
+        self.reason, self.message, self.nodes, self.rank = reason, message, tuple(nodes), rank
+
+
 def decide(
     statuses: Sequence[int],
     made_progress: bool,
@@ -57,37 +98,61 @@ def decide(
     *,
     stop_requested: bool = False,
     is_complete: bool = True,
+    may_wait: bool = True,
+    can_requeue: bool = True,
 ) -> tuple[AttemptReason, NextAction, int]:
     """Why an attempt ended, what follows, and how many attempts in a row brought no newer
     checkpoint; `before` this one there were so many.
 
     `is_complete`: whether a checkpoint holds the last step. Attempts that ran out of memory do not
-    count: the micro-batch halves until it is one lane, where the run is refused.
+    count: the micro-batch halves until it is one lane, where the run is refused. `may_wait`: for
+    a site or a node that fails; `can_requeue`: whether another start may find another one.
     """
-    lacks_memory = EXIT_OUT_OF_MEMORY in statuses
-    count = 0 if made_progress else before + (not lacks_memory)
-    is_hopeless = count >= policy.attempts_without_progress
-    then = NextAction.GIVE_UP if is_hopeless else NextAction.RETRY
+    reason = _reason(statuses, stop_requested, is_complete)
+    about = EVIDENCE[reason]
+    counts = about is About.RUN and reason is not AttemptReason.OUT_OF_MEMORY
+    count = 0 if made_progress else before + counts
+    if about is About.REQUEST:
+        then = NextAction.STOPPED
+    elif about in (About.SITE, About.NODE):
+        give_up = NextAction.REQUEUE if can_requeue else NextAction.GIVE_UP
+        then = NextAction.RETRY if may_wait else give_up
+    elif reason is AttemptReason.FINISHED:
+        then = NextAction.FINISHED
+    elif reason is AttemptReason.USER_ERROR:
+        then = NextAction.REFUSED
+    else:
+        is_hopeless = counts and count >= policy.attempts_without_progress
+        then = NextAction.GIVE_UP if is_hopeless else NextAction.RETRY
+    return reason, then, count
+
+
+def _reason(statuses: Sequence[int], stop_requested: bool, is_complete: bool) -> AttemptReason:
+    ends = set(statuses)
     if not any(statuses) and is_complete:
-        return AttemptReason.FINISHED, NextAction.FINISHED, count
-    if stop_requested or {EXIT_STOPPED} <= set(statuses) <= {0, EXIT_STOPPED}:
-        return AttemptReason.STOP_REQUESTED, NextAction.STOPPED, count
-    if EXIT_USER_ERROR in statuses:
-        return AttemptReason.USER_ERROR, NextAction.REFUSED, count
-    if lacks_memory:
-        return AttemptReason.OUT_OF_MEMORY, NextAction.RETRY, count
+        return AttemptReason.FINISHED
+    if stop_requested or {EXIT_STOPPED} <= ends <= {0, EXIT_STOPPED}:
+        return AttemptReason.STOP_REQUESTED
+    if EXIT_SITE_FAILED in ends:
+        return AttemptReason.SITE_FAILED
+    if EXIT_USER_ERROR in ends:
+        return AttemptReason.USER_ERROR
+    if EXIT_OUT_OF_MEMORY in ends:
+        return AttemptReason.OUT_OF_MEMORY
     if any(map(ended_by_watchdog, statuses)):
-        return AttemptReason.HANG, then, count
-    return AttemptReason.RANK_FAILED if any(statuses) else AttemptReason.UNSAVED, then, count
+        return AttemptReason.HANG
+    if {NEVER_STARTED} <= ends <= _BYSTANDERS:
+        return AttemptReason.NOT_STARTED
+    return AttemptReason.RANK_FAILED if any(statuses) else AttemptReason.UNSAVED
 
 
-def delay_after(statuses: Sequence[int], count: int, policy: RestartPolicy) -> float:
-    """Seconds until the next attempt, after `count` in a row without a newer checkpoint; none
-    after a lack of memory, because the next attempt needs less."""
-    if EXIT_OUT_OF_MEMORY in statuses:
+def delay_after(reason: AttemptReason, count: int, policy: RestartPolicy) -> float:
+    """Seconds until the next attempt, after `count` in a row that ended so; none after a lack of
+    memory, because the next attempt needs less."""
+    if reason is AttemptReason.OUT_OF_MEMORY:
         return 0.0
-    is_unstarted = set(statuses) == {NEVER_STARTED}
-    first = policy.unstarted_delay if is_unstarted else policy.first_delay
+    is_waiting = EVIDENCE[reason] in (About.SITE, About.NODE)
+    first = policy.unstarted_delay if is_waiting else policy.first_delay
     return min(policy.longest_delay, first * 2**count)
 
 

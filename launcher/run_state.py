@@ -36,6 +36,7 @@ from pretrain.rundir.events import (
     Mirrored,
     NextAction,
     NodeReplaced,
+    NodesUnready,
     Restored,
     Submitted,
     TrainingBegan,
@@ -171,7 +172,7 @@ def infer_status(evidence: Evidence) -> Status:
     heartbeats = [
         each for each in evidence.heartbeats if last is None or not is_over or each.time > last.time
     ]
-    running = Status(State.RUNNING, _activity(last, heartbeats, evidence.now))
+    running = Status(State.RUNNING, _activity(evidence, last, heartbeats))
     if any(lock.is_held for lock in evidence.locks) or any(each.is_alive for each in heartbeats):
         return running
     # When another host last showed that it works on the run, if its clock is ours.
@@ -179,11 +180,15 @@ def infer_status(evidence: Evidence) -> Status:
     times += [lock.since for lock in evidence.locks if lock.is_held is None]
     if times and not is_over:
         silence = evidence.now - max(times)
-        if abs(silence) < UNRESPONSIVE_SECONDS:  # or a clock is far ahead
+        if abs(silence) < UNRESPONSIVE_SECONDS:
             return running
         source = heartbeats[0] if heartbeats else evidence.locks[0]
         hostname = source.hostname.partition(".")[0]
         reason = f"no heartbeat from {hostname} for {duration(silence)}"
+        if isinstance(evidence.ledger[-1] if evidence.ledger else None, NodesUnready):
+            reason = running.reason
+        elif silence < 0:
+            reason = f"the clock of {hostname} is {duration(-silence)} ahead, or it was"
         return Status(State.UNRESPONSIVE, reason)
     return _waiting_or_canceled(evidence, last) or _ended_status(evidence, last)
 
@@ -266,11 +271,16 @@ def _continues_after(turn: Event) -> bool:
     return isinstance(turn, (TrainingBegan, JobStarted)) or is_retried
 
 
-def _activity(last: Event | None, heartbeats: Sequence[HeartbeatRecord], now: float) -> str:
+def _activity(evidence: Evidence, last: Event | None, heartbeats: Sequence[HeartbeatRecord]) -> str:
+    now = evidence.now
+    latest = evidence.ledger[-1] if evidence.ledger else None
+    if isinstance(latest, NodesUnready):
+        return latest.description
     if isinstance(last, AttemptEnded) and last.next is NextAction.RETRY:
         return f"restarting: {last.cause}"
     if not heartbeats:
-        return "" if isinstance(last, TrainingBegan) else "starting"
+        since = f" for {duration(max(0.0, now - last.time))}" if last else ""
+        return "" if isinstance(last, TrainingBegan) else f"starting{since}"
     # Ranks wait for each other. One whose file says little is a killed one, of an earlier attempt.
     silence = max(each.seconds_without_progress(now) for each in heartbeats)
     activity = _ACTIVITIES.get(max(heartbeats, key=lambda each: each.time).phase, "")
@@ -384,7 +394,8 @@ def read_state(path: Path) -> RunState:
         left = tokens_of_steps(config, range(evidence.latest_step, config.optim.steps)) / speed
     began = last_of(evidence.ledger, TrainingBegan)
     job = last_of(evidence.ledger, Submitted, JobStarted)
-    interrupted = interruptions(evidence.ledger, is_running or status.state is State.UNRESPONSIVE)
+    is_alive = is_running or status.state is State.UNRESPONSIVE
+    interrupted = [each for each in interruptions(evidence.ledger, is_alive) if each.is_failure]
     spent = evidence.time_spent(is_running)
     mirrored, upload = last_stored(evidence.ledger), last_of(evidence.ledger, Mirrored, Restored)
     # Without their domains, as Slurm names nodes.
@@ -423,7 +434,7 @@ def read_state(path: Path) -> RunState:
         mirrored=None if mirrored is None else mirrored.step,
         mirror_problem=upload.problem if isinstance(upload, Mirrored) else "",
         last_failure=interrupted[-1].description if interrupted else "",
-        last_failure_age=now - interrupted[-1].time if interrupted else None,
+        last_failure_age=max(0.0, now - interrupted[-1].time) if interrupted else None,
         interval=config.checkpoint.interval,
     )
 
@@ -553,13 +564,15 @@ def _running(state: RunState, job: QueuedJob, _: Sequence[JobRecord]) -> RunStat
         return replace(state, reason=f"its job is {job.state.lower()}")
     if was in (State.RUNNING, State.UNRESPONSIVE):
         return state
-    return replace(state, reason="starting", attempts=state.attempts + 1)
+    since = f" since {job.start.replace('T', ' ')}" if job.start not in _UNKNOWN_TIMES else ""
+    return replace(state, reason=f"starting{since}", attempts=state.attempts + 1)
 
 
 def _ended(state: RunState, ending: str) -> RunState:
     state = replace(state, seconds_left=None)
     if ending == "CANCELLED":
-        return replace(state, state=State.CANCELED, reason=f"after step {state.step:,}")
+        reason = f"after step {state.step:,}; 'launcher resume' continues the run"
+        return replace(state, state=State.CANCELED, reason=reason)
     if not ending and state.state is State.QUEUED:
         return replace(state, state=State.CANCELED, reason="its job left the queue unstarted")
     if ending == "PREEMPTED":
@@ -568,11 +581,18 @@ def _ended(state: RunState, ending: str) -> RunState:
     if state.state is State.FAILED and not state.is_lost:
         return state
     if ending == "FAILED" and state.state is State.QUEUED:
-        reason = "its job failed before its supervisor began; see 'launcher logs RUN --errors'"
+        reason = "its job failed before its supervisor began, as if a node could not read the run"
+        if not RunDir(Path(state.path)).logs.is_dir():
+            reason = "its job could not write its log: RUN/logs is gone"
+        elif any(RunDir(Path(state.path)).logs.glob("slurm-*.log")):
+            reason = "its job failed before its supervisor began: 'launcher logs RUN --errors'"
+        reason += "; 'launcher resume' submits it again"
         return replace(state, state=State.FAILED, reason=reason)
     if state.is_job_open and ending == "FAILED":
         reason = "its job failed and could not write why: it was killed, or storage failed"
         return replace(state, state=State.FAILED, reason=reason)
     detail = f" ({ending.lower()})" if ending else ": it is unknown to Slurm"
     reason = _FAILED.get(ending, f"its job has ended{detail}")
+    if state.state in (State.REQUEUED, State.PREEMPTED):  # the ledger knows why
+        reason = f"{state.reason}; {reason}; 'launcher resume' continues the run"
     return replace(state, state=State.FAILED, reason=reason)

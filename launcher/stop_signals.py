@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from foundation.interruption import ONE_PRESS_SECONDS
-from foundation.retry import Patience
+from foundation.retry import CLOCK, Clock, Patience
 
 HOLDER = "launcher"  # of the lock RUN/launcher.lock
 
@@ -43,7 +43,12 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def patience(self, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> Patience:
+    def patience(
+        self,
+        seconds: float,
+        meanwhile: Callable[[], None] = lambda: None,
+        clock: Clock = CLOCK,
+    ) -> Patience:
         """How a supervisor waits for its run directory, with a call about once a second.
 
         Unlike a rank, which has a checkpoint to save, it also gives up, by a StopWhileWaiting, what
@@ -55,7 +60,7 @@ class StopSignals:
             if self.requests:
                 raise StopWhileWaiting
 
-        return Patience(seconds, while_waiting=poll)
+        return Patience(seconds, while_waiting=poll, clock=clock)
 
     def _count(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import logging
 import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from foundation.errors import EXIT_USER_ERROR
-from foundation.retry import outlast
-from launcher.restart_policy import RestartPolicy, decide, delay_after, unresponsive_rank
+from foundation.progress import duration
+from foundation.retry import CLOCK, Clock, outlast
+from launcher.restart_policy import (
+    EVIDENCE,
+    About,
+    RestartPolicy,
+    StartAgain,
+    decide,
+    delay_after,
+    unresponsive_rank,
+)
 from launcher.stop_signals import StopSignals, StopWhileWaiting
 from pretrain.checkpoint import marker
 from pretrain.config.run import RunConfig
@@ -24,6 +32,7 @@ from pretrain.rundir.events import (
     AttemptEnded,
     Event,
     Interrupted,
+    JobEndReason,
     NextAction,
     Outcome,
     ResumeFrom,
@@ -72,6 +81,7 @@ def supervise(
     meanwhile: Callable[[], None] = lambda: None,
     job: str | None = None,
     is_allocated: Callable[[], bool] = lambda: True,
+    clock: Clock = CLOCK,
 ) -> int:
     """Make attempts until the run is finished, stopped, refused or hopeless; returns the exit
     status.
@@ -80,45 +90,56 @@ def supervise(
     this call brought no newer checkpoint. `meanwhile` is called many times a second while ranks
     run. `job` is the Slurm job that the attempts belong to. Where it has lost its nodes, or is
     about to, no attempt starts, and one that failed does not count: `is_allocated` tells.
+    StartAgain where the site or a node failed for longer than the run's patience.
     """
-    # After the highest that left logs, so that no log is written twice.
-    number = max((attempt.number for attempt in attempts_of(run_dir.logs)), default=-1)
-    while True:
-        number += 1
-        before = latest_step(run_dir)
-        try:
-            if run_dir.path.exists():  # else the first attempt tells what is wrong
-                outlast(run_dir.patience, run_dir.check_writable)
-            if not is_allocated():
-                return EXIT_STOPPED
-            ranks = start(number)
-        except StopWhileWaiting:
-            return _stopped_between_attempts(run_dir, stop, job)
-        statuses = tuple(ranks.wait(meanwhile=_stopper(ranks, stop, meanwhile, job)))
-        after, is_hung = latest_step(run_dir), any(map(ended_by_watchdog, statuses))
-        is_complete = False  # nor is a run whose directory has vanished
-        if not any(statuses) and run_dir.exists():
-            is_complete = after >= run_dir.config.optim.steps
-        reason, then, count = decide(
-            statuses,
-            after > before,
-            count,
-            policy,
-            stop_requested=stop.requests > 0,
-            is_complete=is_complete,
+    try:
+        attempts = _Attempts(
+            run_dir, start, policy, stop, count, meanwhile, job, is_allocated, clock
         )
-        ended = AttemptEnded(
-            attempt_number=number,
-            statuses=statuses,
-            first_failure=unresponsive_rank(statuses) if is_hung else ranks.first_failure,
-            step_before=before,
-            step=after,
-            reason=reason,
-            next=then,
-            without_progress=count,
-            job=job,
-        )
-        if ended.next not in (NextAction.FINISHED, NextAction.STOPPED) and not is_allocated():
+        while (status := attempts.make_one()) is None:
+            pass
+        return status
+    except StopWhileWaiting:
+        return _stopped_between_attempts(run_dir, stop, job)
+
+
+class _Attempts:
+    """The attempts of one supervisor; see `supervise`."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        start: Callable[[int], Ranks],
+        policy: RestartPolicy,
+        stop: StopSignals,
+        count: int,
+        meanwhile: Callable[[], None],
+        job: str | None,
+        is_allocated: Callable[[], bool],
+        clock: Clock,
+    ) -> None:
+        self._run_dir, self._start, self._policy, self._stop = run_dir, start, policy, stop
+        self._count, self._meanwhile, self._job = count, meanwhile, job
+        self._is_allocated, self._clock = is_allocated, clock
+        # After the highest that left logs, so that no log is written twice.
+        self._number = max((attempt.number for attempt in attempts_of(run_dir.logs)), default=-1)
+        self._waits_since: float | None = None  # for a site or a node that fails
+        self._num_waits = 0
+
+    def make_one(self) -> int | None:
+        """Make an attempt and wait for the next one; the exit status, if none follows."""
+        run_dir, patience = self._run_dir, self._run_dir.patience
+        self._number += 1
+        if run_dir.path.exists():  # else the first attempt tells what is wrong
+            outlast(patience, run_dir.check_writable)
+        before = outlast(patience, lambda: latest_step(run_dir))
+        if not self._is_allocated():
+            return EXIT_STOPPED
+        ranks = outlast(patience, lambda: self._start(self._number))
+        stopper = _stopper(ranks, self._stop, self._meanwhile, self._job)
+        statuses = tuple(ranks.wait(meanwhile=stopper))
+        ended = self._decided(statuses, ranks, before)
+        if ended.next not in (NextAction.FINISHED, NextAction.STOPPED) and not self._is_allocated():
             return EXIT_STOPPED
         if run_dir.exists() or run_dir.ledger.path.exists():  # else refused before there was a run
             _record(run_dir, ended)
@@ -127,18 +148,76 @@ def supervise(
                 _log.info("finished: %s; next: pretrain report %s", run_dir.path, run_dir.path)
                 return 0
             case NextAction.STOPPED:
-                return _stopped(run_dir, job)
+                return _stopped(run_dir, self._job)
             case NextAction.REFUSED:  # last: what has to be fixed
                 _log.error("not restarted: %s", ranks.describe_failure(statuses))
                 return EXIT_USER_ERROR
-            case NextAction.RETRY | NextAction.GIVE_UP:
+            case NextAction.RETRY | NextAction.GIVE_UP | NextAction.REQUEUE:
                 if any(statuses):
                     _log.error("%s", ranks.describe_failure(statuses))
+        if ended.next is NextAction.REQUEUE:
+            is_of_node = EVIDENCE[ended.reason] is About.NODE
+            message = f"{ended.cause}, for {duration(self._waited)}"
+            rank = ended.first_failure if is_of_node else None
+            raise StartAgain(JobEndReason.NOT_STARTED, message, rank=rank)
         if ended.next is NextAction.GIVE_UP:
             _log.error("gave up: %s; the logs are in %s", ended.cause, run_dir.logs)
             return EXIT_USER_ERROR
-        limit, delay = policy.attempts_without_progress, delay_after(statuses, count, policy)
-        progress = f", attempt {count} of {limit} without progress" if count else ""
+        self._pause(ended)
+        return None
+
+    @property
+    def _waited(self) -> float:
+        """For how long the site or a node has failed."""
+        return 0.0 if self._waits_since is None else self._clock.now() - self._waits_since
+
+    def _decided(self, statuses: tuple[int, ...], ranks: Ranks, before: int) -> AttemptEnded:
+        """How the attempt ended, and what follows."""
+        run_dir = self._run_dir
+        after = outlast(run_dir.patience, lambda: latest_step(run_dir))
+        is_complete = False  # nor is a run whose directory has vanished
+        if not any(statuses) and run_dir.exists():
+            is_complete = after >= run_dir.config.optim.steps
+        if after > before:
+            self._waits_since = None
+        patience = run_dir.patience.seconds
+        reason, then, self._count = decide(
+            statuses,
+            after > before,
+            self._count,
+            self._policy,
+            stop_requested=self._stop.requests > 0,
+            is_complete=is_complete,
+            may_wait=self._waited < patience or self._waits_since is None,
+            can_requeue=self._job is not None,
+        )
+        is_hung = any(map(ended_by_watchdog, statuses))
+        return AttemptEnded(
+            attempt_number=self._number,
+            statuses=statuses,
+            first_failure=unresponsive_rank(statuses) if is_hung else ranks.first_failure,
+            step_before=before,
+            step=after,
+            reason=reason,
+            next=then,
+            without_progress=self._count,
+            job=self._job,
+        )
+
+    def _pause(self, ended: AttemptEnded) -> None:
+        """Wait until the next attempt; StopWhileWaiting if the run is asked to stop."""
+        if EVIDENCE[ended.reason] is About.RUN:
+            self._waits_since, self._num_waits, num = None, 0, self._count
+        else:
+            if self._waits_since is None:
+                self._waits_since, self._num_waits = self._clock.now(), 0
+            num, self._num_waits = self._num_waits, self._num_waits + 1
+        limit, delay = (
+            self._policy.attempts_without_progress,
+            delay_after(ended.reason, num, self._policy),
+        )
+        counts = self._count and EVIDENCE[ended.reason] is About.RUN
+        progress = f", attempt {self._count} of {limit} without progress" if counts else ""
         _log.warning(
             "%s%s; next attempt in %g s from the checkpoint of step %d",
             ended.cause,
@@ -146,11 +225,11 @@ def supervise(
             delay,
             ended.step,
         )
-        deadline = time.monotonic() + delay
-        while not stop.requests and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if stop.requests:
-            return _stopped_between_attempts(run_dir, stop, job)
+        deadline = self._clock.now() + delay
+        while not self._stop.requests and self._clock.now() < deadline:
+            self._clock.sleep(0.05)
+        if self._stop.requests:
+            raise StopWhileWaiting
 
 
 def latest_step(run_dir: RunDir) -> int:

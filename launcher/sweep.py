@@ -213,13 +213,18 @@ def classes(
     nodes: NodeRange,
     *,
     is_dry_run: bool = False,
-) -> dict[int, list[CellRun]]:
+) -> tuple[dict[int, list[CellRun]], int]:
     """Number of nodes -> the cells that need as many: each gets the fewest within `nodes` that can
-    run it."""
-    found: dict[int, list[CellRun]] = {}
+    run it. And how many cells cannot run, whose names and reasons are printed."""
+    cells_of: dict[int, list[CellRun]] = {}
+    num_refused = 0
     for cell in cells:
-        found.setdefault(_fewest_nodes(cell, cluster, nodes, is_dry_run), []).append(cell)
-    return dict(sorted(found.items()))
+        try:
+            cells_of.setdefault(_fewest_nodes(cell, cluster, nodes, is_dry_run), []).append(cell)
+        except UserError as error:
+            print(f"error: cell {cell.cell.name}: {error}", file=sys.stderr)
+            num_refused += 1
+    return dict(sorted(cells_of.items())), num_refused
 
 
 def array_of(
@@ -287,4 +292,4 @@ def _fewest_nodes(cell: CellRun, cluster: ClusterConfig, nodes: NodeRange, is_dr
             return count
         except ConfigError as error:
             problem = problem or str(error)
-    raise ConfigError(f"cell {cell.cell.name}: {problem}")
+    raise ConfigError(problem)

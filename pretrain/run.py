@@ -292,7 +292,7 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
         return Ended(Outcome.UNREADABLE, found, problem=str(error))
     except SpikeFound as raised:
         return Ended(Outcome.DIVERGED, spike=raised.spike)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         record_out_of_memory(config, run_dir, world, error)
         return Ended(Outcome.OUT_OF_MEMORY)
 

@@ -140,7 +140,8 @@ def _submit(
         with RunDir(runs).locked("sweep"):
             begun = [cell for cell in waiting if can_begin(cell, runs)]
         status, waiting = EXIT_USER_ERROR * (len(begun) < len(waiting)), begun
-    found = classes(waiting, cluster, nodes, is_dry_run=arguments.dry_run)
+    found, num_refused = classes(waiting, cluster, nodes, is_dry_run=arguments.dry_run)
+    status = EXIT_USER_ERROR if num_refused else status
     # Each array has its own limit, so they keep it together only one after the other.
     live = {str(cell.state.job).partition("_")[0] for cell in cells if cell.state.is_active}
     after = ":".join(sorted(live - {"None"})) if arguments.jobs else None

@@ -235,12 +235,14 @@ class Slurm:
         return [JobRecord(address, state, work_dir) for address, state, work_dir, _ in whole]
 
     def partitions(self) -> list[Partition]:
-        """The partitions of the cluster."""
+        """The partitions of the cluster; none, with a note, where Slurm keeps them private."""
         partitions: dict[str, Partition] = {}
-        # one record for each kind of node
-        for label, *numbers, resources, limit in self._records(
-            ["sinfo"], ["%P", "%D", "%c", "%G", "%l"]
-        ):
+        try:  # one record for each kind of node
+            records = self._records(["sinfo"], ["%P", "%D", "%c", "%G", "%l"])
+        except _Denied as error:
+            _log.warning("%s; sbatch decides whether the cluster can run the job", error)
+            return []
+        for label, *numbers, resources, limit in records:
             name = label.rstrip("*")
             known = partitions.get(name)
             nodes, cpus = (_number(each.rstrip("+")) for each in numbers)
@@ -314,7 +316,9 @@ class Slurm:
     def _checked(self, command: Sequence[str]) -> str:
         result = self._run(command)
         if result.returncode:
-            kind = _UnknownJob if "invalid job id" in result.stderr.lower() else UserError
+            said = result.stderr.lower()
+            kind = _UnknownJob if "invalid job id" in said else UserError
+            kind = _Denied if "permission denied" in said else kind
             raise kind(f"'{' '.join(command[:3])}' failed: {_one_line(result.stderr)}")
         return result.stdout
 
@@ -423,6 +427,10 @@ def _expanded(part: str) -> list[str]:
         numbers = range(int(first), int(last or first) + 1)
         names += [f"{before}{number:0{len(first)}d}" for number in numbers]
     return [name + tail for name in names for tail in _expanded(after)] if after else names
+
+
+class _Denied(UserError):
+    """Slurm does not let this user know (PrivateData)."""
 
 
 class _UnknownJob(UserError):

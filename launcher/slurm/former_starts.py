@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from foundation.progress import duration
+from launcher.restart_policy import EVIDENCE, About
 from pretrain.rundir.events import (
-    NEVER_STARTED,
     AttemptEnded,
     Event,
     JobEnded,
@@ -19,14 +19,20 @@ from pretrain.rundir.events import (
     TrainingBegan,
     TrainingEnded,
 )
-from pretrain.rundir.ledger import last_of
 
+# Ends of starts whose last attempt nobody decided about.
+_UNDECIDED = (JobEndReason.FIRST_NODE_LOST, JobEndReason.SUPERVISOR_FAILED)
 _ATTEMPTS_PER_NODE = 2  # in a row on which a node's ranks fail first, before the node is left out
 
 
-def refusal_of_futile_starts(ledger: Sequence[Event], job: str, most: int, time_limit: str) -> str:
+def refusal_of_futile_starts(
+    ledger: Sequence[Event], job: str, most: int, time_limit: str, usual_limit: str = ""
+) -> str:
     """Why this job must not start again: its last `most` starts in a row were ended by the time
-    limit, and each took longer to start than it trained for a checkpoint; empty if it may."""
+    limit, and each took longer to start than it trained for a checkpoint; empty if it may.
+
+    `usual_limit`: that of the cluster file, where this job's was shortened.
+    """
     starts: list[tuple[float, float]] = []  # seconds until training began, and in saved training
     start: JobStarted | None = None
     first_began = began = None
@@ -49,9 +55,15 @@ def refusal_of_futile_starts(ledger: Sequence[Event], job: str, most: int, time_
     if len(last) < most or any(training >= starting for starting, training in last):
         return ""
     starting, training = (duration(statistics.mean(each)) for each in zip(*last, strict=True))
+    advice = "raise time_limit in the cluster file, then 'launcher submit'"
+    if usual_limit:
+        advice = (
+            f"somebody shortened it for this job, the cluster file has {usual_limit}: 'launcher "
+            "resume' submits another job"
+        )
     return (
         f"{most} starts in a row took {starting} to start and trained for {training} before the "
-        f"time limit of {time_limit}; raise time_limit in the cluster file, then 'launcher submit'"
+        f"time limit of {time_limit}; {advice}"
     )
 
 
@@ -68,19 +80,11 @@ def attempts_without_progress(ledger: Sequence[Event], job: str) -> int:
         if isinstance(event, AttemptEnded) and event.next is not NextAction.STOPPED:
             count = event.without_progress
         elif isinstance(event, SupervisorKilled) or (
-            isinstance(event, JobEnded) and event.reason is JobEndReason.FIRST_NODE_LOST
+            isinstance(event, JobEnded) and event.reason in _UNDECIDED
         ):
             made_progress = (event.step or 0) > (event.step_before or 0)
             count = 0 if made_progress else count + 1
     return count
-
-
-def no_rank_started(ledger: Sequence[Event], job: str) -> bool:
-    """Whether no rank's program was run in the last attempt of this start of the job."""
-    last = last_of(ledger, JobStarted, NodeReplaced, AttemptEnded)
-    if not isinstance(last, AttemptEnded) or last.job != job:
-        return False
-    return set(last.statuses) == {NEVER_STARTED}
 
 
 def node_to_exclude(ledger: Sequence[Event], job: str, node_of: Callable[[int], str]) -> str | None:
@@ -99,7 +103,9 @@ def node_to_exclude(ledger: Sequence[Event], job: str, node_of: Callable[[int], 
     suspects = [
         node_of(attempt.first_failure)
         for attempt in attempts[-_ATTEMPTS_PER_NODE:]
-        if attempt.first_failure is not None and attempt.step == attempt.step_before
+        if attempt.first_failure is not None
+        and attempt.step == attempt.step_before
+        and EVIDENCE[attempt.reason] is About.RUN
     ]
     is_clear = len(suspects) == _ATTEMPTS_PER_NODE and len(set(suspects)) == 1
     return suspects[0] if is_clear else None

@@ -18,13 +18,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from foundation.errors import UserError, os_error_text
+from foundation.errors import EXIT_USER_ERROR, ConfigError, UserError, os_error_text
 from foundation.retry import CLOCK, Clock
+from launcher.restart_policy import StartAgain
 from launcher.slurm.client import Slurm, node_names, own_job
-from launcher.slurm.former_starts import refusal_of_futile_starts
+from launcher.slurm.former_starts import attempts_without_progress, refusal_of_futile_starts
+from launcher.slurm.sbatch import Snapshot
 from launcher.slurm.srun import failed_nodes
 from launcher.stop_signals import StopSignals
 from launcher.supervisor import latest_step
+from pretrain.costs.cluster import load_cluster, seconds_of
 from pretrain.rundir.events import EXIT_STOPPED, Event, JobEnded, JobEndReason
 from pretrain.rundir.ledger import events_of, in_order
 from pretrain.rundir.lock import Fence
@@ -39,6 +42,7 @@ _REASONS = {
     "JOB REQUEUE": JobEndReason.REQUEUED_BY_USER,
     "TIME LIMIT": JobEndReason.TIME_LIMIT,
 }
+_EXCLUDED = (JobEndReason.NODE_EXCLUDED, JobEndReason.NOT_STARTED)  # of nodes that are left
 _RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING")
 # srun may name the node after slurmstepd has said that one failed; Slurm kills seconds later.
 NODE_NAME_SECONDS = 1.0
@@ -154,8 +158,8 @@ def _announced(log: str) -> JobEndReason:
 
 def excluded_nodes(ledger: Sequence[Event], job: str) -> list[str]:
     """The nodes that this job was requeued without."""
-    ends = [end for end in events_of(ledger, JobEnded) if end.job == job]
-    return [end.node for end in ends if end.node and end.reason is JobEndReason.NODE_EXCLUDED]
+    ends = [end for end in events_of(ledger, JobEnded) if end.job == job and end.node]
+    return [node for end in ends if end.reason in _EXCLUDED for node in node_names(end.node or "")]
 
 
 class JobExit:
@@ -182,7 +186,10 @@ class JobExit:
         self._fence: Fence | None = None  # of the last attempt
         self._most_futile = most_futile
         self._time_limit = "unknown"
-        self._began = ""  # when Slurm started this start of the job
+        self.began = ""  # when Slurm started this start of the job
+        self._step_before = 0  # of the latest checkpoint when this process began
+        with contextlib.suppress(OSError):
+            self._step_before = latest_step(self._run_dir)
         self._num_seen = 0
         self._is_written = False
 
@@ -207,9 +214,9 @@ class JobExit:
         """Whether an attempt may start, and one that failed counts: without its nodes, and in the
         grace time of a preemption, none can succeed."""
         fields = self._fields()
-        answer = is_allocated(fields, self._job.restart, self._began)
+        answer = is_allocated(fields, self._job.restart, self.began)
         if answer:
-            self._began = fields.get("StartTime", "")
+            self.began = fields.get("StartTime", "")
         return answer
 
     def poll(self) -> None:
@@ -247,23 +254,38 @@ class JobExit:
         if not self._is_written:
             self._end(JobEnding(JobEndReason.ERROR, requeue=False), message)
 
-    def leave(self, node: str, reason: JobEndReason) -> None:
-        """Requeue the job, because this node failed or is to be left out."""
-        self._end(JobEnding(reason, requeue=True, node=node))
+    def leave(self, again: StartAgain, nodes: Sequence[str]) -> None:
+        """Requeue the job, because of nodes that failed, or that its next start is to avoid."""
+        node = ",".join(nodes) or None
+        self._end(JobEnding(again.reason, requeue=True, node=node), again.message)
 
-    def can_exclude(self, node: str) -> bool:
-        """Whether the job can run without this node: not requested by name, and the partition has
-        enough others."""
+    def fail(self, error: Exception) -> int:
+        """Requeue the job after an error of the supervisor, which says nothing about the run; not
+        after so many in a row without progress. The exit status."""
+        if self._is_written:
+            return EXIT_STOPPED
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        message = " ".join(f"{kind}{error}".split())
+        event = self._end(JobEnding(JobEndReason.SUPERVISOR_FAILED, requeue=True), message)
+        return EXIT_STOPPED if event.requeued or event.is_final else EXIT_USER_ERROR
+
+    def excludable(self, nodes: Sequence[str]) -> list[str]:
+        """Those of the nodes that the job can run without: not requested by name, and the partition
+        has enough others."""
         fields = self._fields()
-        if node in node_names(fields.get("ReqNodeList", "")):
-            return False
-        excluded = {
-            node,
+        partitions = self._slurm.answered(self._slurm.partitions)
+        sizes = {each.name: each.num_nodes for each in partitions}
+        left_out = {
             *excluded_nodes(self._run_dir.ledger.read(), self._job.id),
             *node_names(fields.get("ExcNodeList", "")),
         }
-        sizes = {each.name: each.num_nodes for each in self._slurm.answered(self._slurm.partitions)}
-        return sizes.get(fields.get("Partition", ""), 0) - len(excluded) >= len(self._job.nodes)
+        most = sizes.get(fields.get("Partition", ""), 0) - len(left_out) - len(self._job.nodes)
+        named = node_names(fields.get("ReqNodeList", ""))
+        return [node for node in nodes if node not in named][: max(0, most)]
+
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes that the job has now, which somebody may have taken from it."""
+        return tuple(node_names(self._fields().get("NodeList", ""))) or self._job.nodes
 
     def _fields(self) -> dict[str, str]:
         return self._slurm.answered(self._slurm.details, self._job.id)
@@ -276,7 +298,7 @@ class JobExit:
         deadline = self._clock.now() + NODE_NAME_SECONDS
         while True:
             log = _said_by_slurm(self._run_dir.logs, job_log)
-            ending = ending_of(fields, self._job.restart, log, was_warned, self._began)
+            ending = ending_of(fields, self._job.restart, log, was_warned, self.began)
             if ending.reason is JobEndReason.PROLOG_FAILED:
                 return replace(ending, node=self._drained_by_prolog())
             is_named = ending.reason is not JobEndReason.NODE_FAILED or ending.node
@@ -288,9 +310,11 @@ class JobExit:
         reasons = self._slurm.answered(self._slurm.node_states, self._job.nodes, "%E")
         return next((node for node in reasons if reasons[node].startswith("Prolog error")), None)
 
-    def _end(self, ending: JobEnding, message: str = "") -> None:
+    def _end(self, ending: JobEnding, message: str = "") -> JobEnded:
         self._is_written = True
         self._check_fence()
+        with contextlib.suppress(OSError):  # Slurm starts no job that cannot write its log
+            self._run_dir.logs.mkdir(exist_ok=True)
         event = JobEnded(
             job=self._job.id,
             restart=self._job.restart,
@@ -299,6 +323,7 @@ class JobExit:
             node=ending.node,
             message=message,
             is_final=ending.is_final,
+            step_before=self._step_before,
         )
         event = self._recorded(event)
         needs_resume = event.is_final or event.reason is JobEndReason.CANCELED
@@ -313,7 +338,8 @@ class JobExit:
                 self._requeue(event)
             except UserError as error:
                 _log.error("%s", error)
-                self._recorded(replace(event, requeued=False, is_final=True))
+                event = self._recorded(replace(event, requeued=False, is_final=True))
+        return event
 
     def _recorded(self, event: JobEnded) -> JobEnded:
         """The end as it is in the ledger, if that can be written."""
@@ -334,11 +360,22 @@ class JobExit:
         now = time.time()
         events, _ = in_order([*self._run_dir.ledger.read(), replace(event, time=now)], now)
         refusal = refusal_of_futile_starts(
-            events, self._job.id, self._most_futile, self._time_limit
+            events, self._job.id, self._most_futile, self._time_limit, self._shortened_from()
         )
+        count = attempts_without_progress(events, self._job.id)
+        if event.reason is JobEndReason.SUPERVISOR_FAILED and count >= self._most_futile:
+            refusal = f"{event.cause}; {count} times in a row without progress"
         if event.requeued and refusal:
             return replace(event, reason=JobEndReason.ERROR, requeued=False, message=refusal)
         return event
+
+    def _shortened_from(self) -> str:
+        """The time limit of the cluster file, if this job's is shorter; empty if not."""
+        try:
+            usual = load_cluster(Snapshot(self._run_dir.path).cluster).time_limit
+            return usual if seconds_of(self._time_limit) < seconds_of(usual) else ""
+        except (ConfigError, OSError, ValueError):
+            return ""
 
     def _requeue(self, event: JobEnded) -> None:
         ends: list[Event] = [event]  # which may not be in the ledger

@@ -13,13 +13,13 @@ from pathlib import Path
 from foundation.errors import ConfigError, UserError
 from foundation.retry import CLOCK, Clock
 from foundation.settings import load_config
-from launcher.restart_policy import RestartPolicy, add_policy_arguments, policy_of
+from launcher.restart_policy import RestartPolicy, StartAgain, add_policy_arguments, policy_of
 from launcher.slurm.client import Slurm
 from launcher.slurm.former_starts import attempts_without_progress
 from launcher.slurm.job_exit import JobExit, ThisJob
-from launcher.slurm.lost_nodes import FirstNodeGuard, LeaveNode, NodePool, use_up_old_numbers
+from launcher.slurm.lost_nodes import FirstNodeGuard, NodePool, NodeProbe, use_up_old_numbers
 from launcher.slurm.sbatch import Snapshot, own_work_dirs
-from launcher.slurm.srun import SlurmRanks, Step
+from launcher.slurm.srun import SlurmRanks, Step, probe_nodes
 from launcher.stop_signals import HOLDER, StopSignals, StopWhileWaiting
 from launcher.supervisor import is_complete, latest_step, supervise
 from pretrain.config.run import RunConfig
@@ -34,7 +34,7 @@ from pretrain.rundir.events import (
 )
 from pretrain.rundir.ledger import events_of, last_of
 from pretrain.rundir.lock import StaleAttempt
-from pretrain.rundir.run_dir import RunDir, refuse_foreign_run
+from pretrain.rundir.run_dir import ForeignRun, RunDir, refuse_foreign_run
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 from pretrain.terminal.text import counted
 
@@ -58,40 +58,64 @@ class Site:
 
     slurm: Slurm = field(default_factory=Slurm)
     start_ranks: Callable[[Step, RunDir, int, str], SlurmRanks] = SlurmRanks
+    probe: NodeProbe = probe_nodes
     clock: Clock = CLOCK
 
 
 def run(arguments: argparse.Namespace, site: Site | None = None) -> int:
     """Train inside this job.
 
-    After a stop that Slurm announced, the job is requeued unless it was canceled.
+    After a stop that Slurm announced, the job is requeued unless it was canceled. Whatever fails is
+    recorded as the end of this start.
     """
     site = site or Site()
     set_up_logging("supervisor", arguments.log_level)
-    refuse_foreign_run(arguments.run_dir)  # also a cell's, which others than its array may have
-    config = load_config(RunConfig, Snapshot(arguments.run_dir).experiment)
     job, stop = ThisJob.from_environment(), StopSignals()
     policy = policy_of(arguments)
     most = policy.attempts_without_progress
     job_exit = JobExit(job, arguments.run_dir, stop, most, site.slurm, site.clock)
-    seconds = config.checkpoint.storage_patience_seconds
-    run_dir = RunDir(arguments.run_dir, stop.patience(seconds, job_exit.poll))
     with stop:
-        if ended := end_of_start(run_dir.ledger.read(), job):
-            return job_exit.complete(ended)
-        if is_complete(run_dir, config):  # the job was requeued after its end
-            _log.info("%s is done: there is nothing to do", run_dir.path)
-            return 0
-        status = EXIT_STOPPED
-        with contextlib.suppress(StopWhileWaiting):
-            if job_exit.is_allocated():
-                await_former_ranks(job, run_dir, site, job_exit.poll)
-                begin(job, run_dir, site.slurm)
-                use_up_old_numbers(run_dir.ledger.read(), job, job_exit.poll)
-                status = _make_attempts(
-                    job, run_dir, policy, stop, job_exit, arguments.spare_nodes, site
-                )
-        job_exit.finish(status)
+        try:
+            return _train(arguments, job, stop, policy, job_exit, site)
+        except (StaleAttempt, ForeignRun, RunInUse):
+            raise  # the ledger belongs to somebody else
+        except ConfigError as error:  # another attempt would fail the same way
+            job_exit.give_up(str(error))
+            raise
+        except Exception as error:
+            if not isinstance(error, UserError):
+                _log.exception("the supervisor failed")
+            return job_exit.fail(error)
+
+
+def _train(
+    arguments: argparse.Namespace,
+    job: ThisJob,
+    stop: StopSignals,
+    policy: RestartPolicy,
+    job_exit: JobExit,
+    site: Site,
+) -> int:
+    """Train as long as this start of the job does, and record its end; the exit status."""
+    refuse_foreign_run(arguments.run_dir)  # also a cell's, which others than its array may have
+    config = load_config(RunConfig, Snapshot(arguments.run_dir).experiment)
+    seconds = config.checkpoint.storage_patience_seconds
+    run_dir = RunDir(arguments.run_dir, stop.patience(seconds, job_exit.poll, site.clock))
+    if ended := end_of_start(run_dir.ledger.read(), job):
+        return job_exit.complete(ended)
+    if is_complete(run_dir, config):  # the job was requeued after its end
+        _log.info("%s is done: there is nothing to do", run_dir.path)
+        return 0
+    status = EXIT_STOPPED
+    with contextlib.suppress(StopWhileWaiting):
+        if job_exit.is_allocated():
+            await_former_ranks(job, run_dir, site, job_exit.poll)
+            begin(job, run_dir, site.slurm, job_exit.began)
+            use_up_old_numbers(run_dir.ledger.read(), job, job_exit.poll)
+            status = _make_attempts(
+                job, run_dir, policy, stop, job_exit, arguments.spare_nodes, site
+            )
+    job_exit.finish(status)
     return status
 
 
@@ -104,12 +128,18 @@ def _make_attempts(
     num_spare: int,
     site: Site,
 ) -> int:
-    """Train as long as this start of the job does; the exit status."""
+    """Make attempts in this start of the job; the exit status."""
     ranks: SlurmRanks | None = None  # of the last attempt
+    step: Step | None = None
 
     def start(number: int) -> SlurmRanks:
-        nonlocal ranks
-        step = pool.next_step(ranks.failed_nodes if ranks else ())
+        nonlocal ranks, step
+        if ranks and ranks.needs_new_start:
+            raise StartAgain(JobEndReason.NOT_STARTED, "Slurm starts no more steps in it")
+        if not num_spare and len(left := job_exit.nodes()) < len(job.nodes):
+            lost = ", ".join(node for node in job.nodes if node not in left)
+            raise StartAgain(JobEndReason.NOT_STARTED, f"{lost} was taken from the job")
+        step = pool.next_step(ranks.failed_nodes if ranks else (), between)
         where = ", ".join(step.nodes)
         _log.info("attempt %d: %s on %s", number, counted(step.ranks, "rank"), where)
         ranks = site.start_ranks(step, run_dir, number, job_exit.claim(number))
@@ -119,29 +149,42 @@ def _make_attempts(
         job_exit.poll()
         guard.watch()
 
+    def between() -> None:
+        meanwhile()
+        if stop.requests:
+            raise StopWhileWaiting
+
     count = attempts_without_progress(run_dir.ledger.read(), job.id)
+    # Where attempts were lost together with their supervisors, nobody decided what follows.
+    if count >= policy.attempts_without_progress:
+        raise ConfigError(
+            f"{count} attempts in a row brought no checkpoint beyond step "
+            f"{latest_step(run_dir)}; remove the cause, then 'launcher resume'"
+        )
+    guard = FirstNodeGuard(job, is_needed=num_spare > 0)
     try:
-        # Where attempts were lost together with their supervisors, nobody decided what follows.
-        if count >= policy.attempts_without_progress:
-            raise ConfigError(
-                f"{count} attempts in a row brought no checkpoint beyond step "
-                f"{latest_step(run_dir)}; remove the cause, then 'launcher resume'"
-            )
-        guard = FirstNodeGuard(job, is_needed=num_spare > 0)
         with run_dir.locked(HOLDER, is_fenced=True), guard:
-            pool = NodePool(job, num_spare, run_dir, job_exit.can_exclude, site.slurm)
-            return supervise(
-                run_dir, start, policy, stop, count, meanwhile, job.id, job_exit.is_allocated
+            pool = NodePool(
+                job, num_spare, run_dir, job_exit.excludable, site.slurm, site.probe, site.clock
             )
-    except StaleAttempt:
-        raise  # the ledger belongs to a newer attempt
-    except (LeaveNode, UserError) as found:
+            allocated, clock = job_exit.is_allocated, site.clock
+            return supervise(
+                run_dir, start, policy, stop, count, meanwhile, job.id, allocated, clock
+            )
+    except StartAgain as again:
         if job_exit.is_allocated():  # else it says nothing of the nodes
-            if not isinstance(found, LeaveNode):
-                job_exit.give_up(str(found))
-                raise
-            job_exit.leave(found.node, found.reason)
-        return EXIT_STOPPED
+            nodes = again.nodes
+            if step and again.rank is not None:
+                nodes = job_exit.excludable([step.node_of(again.rank)])
+            job_exit.leave(again, nodes)
+    except ConfigError:
+        if job_exit.is_allocated():
+            raise
+    return EXIT_STOPPED
+
+
+class RunInUse(ConfigError):
+    """Another job has the run."""
 
 
 def await_former_ranks(
@@ -168,22 +211,26 @@ def await_former_ranks(
         clock.sleep(_POLL_SECONDS)
 
 
-def begin(job: ThisJob, run_dir: RunDir, slurm: Slurm) -> None:
-    """Record that this job has the run; ConfigError if another live job has it."""
+def begin(job: ThisJob, run_dir: RunDir, slurm: Slurm, began: str) -> None:
+    """Record that this job has the run; RunInUse if another live job has it."""
     ledger, step = run_dir.ledger.read(), latest_step(run_dir)
     if lost := open_start(ledger, job.id):  # its supervisor could not write its end
         end = SupervisorKilled(job=job.id, restart=job.restart, step_before=lost.step, step=step)
-        if lost.restart != job.restart:
+        is_forgotten = lost.restart == job.restart and "" != lost.began != began
+        if lost.restart != job.restart or is_forgotten:
+            reason = JobEndReason.FORGOTTEN if is_forgotten else JobEndReason.FIRST_NODE_LOST
             end = JobEnded(
                 job=job.id,
                 restart=lost.restart,
-                reason=JobEndReason.FIRST_NODE_LOST,
+                reason=reason,
                 requeued=True,
                 step_before=lost.step,
                 step=step,
             )
         run_dir.ledger.append(end)
-    run_dir.ledger.append(JobStarted(job=job.id, restart=job.restart, nodes=job.nodes, step=step))
+    run_dir.ledger.append(
+        JobStarted(job=job.id, restart=job.restart, nodes=job.nodes, step=step, began=began)
+    )
     # Each job writes its start before it looks for others, so of two jobs at least one sees the
     # other.
     ledger = run_dir.ledger.read()
@@ -199,7 +246,7 @@ def begin(job: ThisJob, run_dir: RunDir, slurm: Slurm) -> None:
                     other_job=other.id,
                 )
             )
-            raise ConfigError(
+            raise RunInUse(
                 f"job {other.id} ({other.state.lower()}) has the run {run_dir.path}; "
                 f"job {job.id} exits: wait for the other one, or end it first: scancel {other.id}"
             )

@@ -21,19 +21,23 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from foundation.errors import ConfigError, exit_status_of
 from foundation.own_programs import own_command
+from foundation.retry import Clock
 from foundation.settings import load_config
+from launcher.restart_policy import StartAgain
 from launcher.slurm.client import Slurm, SlurmUnreachable, node_names
-from launcher.slurm.former_starts import no_rank_started, node_to_exclude
+from launcher.slurm.former_starts import node_to_exclude
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.sbatch import Snapshot, usable_nodes
 from launcher.slurm.srun import (
+    BLIND,
+    PROGRAM,
+    Probe,
     Step,
     kill_silently,
-    nodes_that_cannot_start,
-    nodes_that_miss,
     nodes_without_launch,
     task_command,
 )
@@ -47,6 +51,7 @@ from pretrain.rundir.events import (
     JobEndReason,
     JobStarted,
     NodeReplaced,
+    NodesUnready,
     ReplacedBecause,
     TrainingBegan,
 )
@@ -56,14 +61,17 @@ from pretrain.terminal.text import counted
 
 _POLL_SECONDS = 10.0
 _RESTART_SECONDS = 60.0
-# The ranks' own step, one that looks for nodes that miss the run directory or cannot start the
-# ranks, a new guard of the first node; and trials of nodes that may not respond, seldom more than
-# three.
+# The ranks' own step, one that probes the nodes, a new guard of the first node; and trials of nodes
+# that may not respond, seldom more than three.
 _STEPS_PER_ATTEMPT = 6
 _MOST_STEPS = 40
 _EMPTY_STEPS_SECONDS = 60.0  # that all of them may take
 _NODE_LOST = (JobEndReason.FIRST_NODE_LOST, JobEndReason.NODE_FAILED)
+_FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 60.0  # between two probes
+_PATIENCE_BEFORE_TRAINING = 300.0  # a run that has never trained may lack a shared disk
 _log = logging.getLogger(__name__)
+
+NodeProbe = Callable[[Step, Path, Callable[[], None]], Probe]
 
 
 @dataclass(frozen=True)
@@ -87,21 +95,12 @@ class JobNodes:
         return JobNodes(training, tuple(others))
 
 
-class LeaveNode(Exception):
-    """The job should start again, without this node: it failed, or its ranks did."""
-
-    def __init__(self, node: str, reason: JobEndReason) -> None:
-        super().__init__(node)
-        self.node = node
-        self.reason = reason
-
-
 class NodePool:
     """The nodes of this start of the job: which train, and which spare ones replace those that
     fail.
 
-    `can_exclude`: whether the job could start without a node. A supervisor that was killed may have
-    replaced some in this start.
+    `excludable`: those of some nodes that the job could start without. A supervisor that was killed
+    may have replaced some in this start.
     """
 
     def __init__(
@@ -109,10 +108,12 @@ class NodePool:
         job: ThisJob,
         num_spare: int,
         run_dir: RunDir,
-        can_exclude: Callable[[str], bool],
+        excludable: Callable[[Sequence[str]], list[str]],
         slurm: Slurm,
+        probe: NodeProbe,
+        clock: Clock,
     ) -> None:
-        self._job, self._run_dir, self._can_exclude = job, run_dir, can_exclude
+        self._job, self._run_dir, self._excludable = job, run_dir, excludable
         self._slurm = slurm
         self._outlives_nodes = num_spare > 0  # else Slurm ends the job with any of its nodes
         snapshot = Snapshot(run_dir.path)
@@ -121,30 +122,70 @@ class NodePool:
         self._nodes = first_nodes(config, self._cluster.tasks_per_node, job.nodes, num_spare)
         for node in replaced_nodes(run_dir.ledger.read(), job):
             self._nodes = self._nodes.without(node) or self._nodes
-        self._checked: tuple[str, ...] = ()  # nodes that all see the run directory
+        self._probe, self._clock = probe, clock
 
-    def next_step(self, failed: Sequence[str]) -> Step:
-        """The step of the next attempt, on nodes that work; `failed`: those that the last attempt's
-        srun says have failed.
+    def next_step(self, failed: Sequence[str], meanwhile: Callable[[], None]) -> Step:
+        """The step of the next attempt, on nodes that can run ranks now; `failed`: those that the
+        last attempt's srun says have failed.
 
-        LeaveNode if the job lacks a node; ConfigError if no other job would have what is missing.
+        Nodes that cannot are waited for, with growing pauses; `meanwhile` is called often.
+        StartAgain if the job lacks a node for longer than the run's patience; ConfigError if no
+        other job would have what is missing.
         """
         if self._outlives_nodes:
             self._replace_failed(failed)
         if node := self._node_to_blame():
             self._replace(node, ReplacedBecause.RANKS_FAILED)
-        while self._nodes.training != self._checked:
-            blind = nodes_that_miss(self._step, self._run_dir.path)
-            for node in blind:
-                self._replace(node, ReplacedBecause.RUN_DIRECTORY_UNSEEN)
-            if left := [node for node in blind if node in self._nodes.training]:
-                raise ConfigError(
-                    f"{', '.join(left)} cannot see {self._run_dir.path}; "
-                    "put the run on a disk that all nodes share"
-                )
-            if not blind:
-                self._checked = self._nodes.training
+        since, pause, before = self._clock.now(), _FIRST_PAUSE, Probe({})
+        while (probe := self._probe(self._step, self._run_dir.path, meanwhile)).problems:
+            if probe.needs_new_start:
+                raise StartAgain(JobEndReason.NOT_STARTED, "Slurm starts no more steps in it")
+            if self._replace_unready(probe):
+                continue
+            if probe.problems != before.problems:
+                event = NodesUnready(job=self._job.id, problems=probe.problems)
+                self._run_dir.ledger.append(event)
+                _log.warning("%s; trying again", event.description)
+                for line in probe.errors:
+                    _log.error("probe of the nodes: %s", line)
+            self._leave_unready(probe, before, self._clock.now() - since)
+            deadline = self._clock.now() + pause
+            while self._clock.now() < deadline:
+                meanwhile()
+                self._clock.sleep(min(1.0, pause))
+            pause, before = min(2 * pause, _LONGEST_PAUSE), probe
         return self._step
+
+    def _replace_unready(self, probe: Probe) -> bool:
+        """Use spare nodes for those that are not ready; whether there were any."""
+        before = self._nodes
+        for node, problem in probe.problems.items():
+            is_blind = problem.startswith(BLIND)
+            reason = ReplacedBecause.RUN_DIRECTORY_UNSEEN if is_blind else ReplacedBecause.UNREADY
+            self._replace(node, reason)
+        return self._nodes != before
+
+    def _leave_unready(self, probe: Probe, before: Probe, waited: float) -> None:
+        """Raise StartAgain or ConfigError if waiting any longer is in vain."""
+        problems = probe.problems
+        words = "; ".join(f"{node} {why}" for node, why in problems.items())
+        has_trained = last_of(self._run_dir.ledger.read(), TrainingBegan) is not None
+        lacks_program = set(problems.values()) == {PROGRAM}
+        if lacks_program and len(problems) == self._step.num_nodes and not has_trained:
+            raise ConfigError(
+                f"the ranks' program does not start on any node ({', '.join(problems)}); "
+                f"'launcher logs {self._run_dir.path} --errors' says why"
+            )
+        patience = self._run_dir.patience.seconds
+        patience = patience if has_trained else min(patience, _PATIENCE_BEFORE_TRAINING)
+        is_settled = lacks_program and problems == before.problems
+        if waited < patience and not is_settled:
+            return
+        excludable = self._excludable(list(problems))
+        if len(problems) == len(excludable) or waited >= patience:
+            if not (excludable or has_trained):
+                raise ConfigError(f"{words}; all nodes have to share the disk and the environment")
+            raise StartAgain(JobEndReason.NOT_STARTED, words, excludable)
 
     @property
     def _step(self) -> Step:
@@ -180,30 +221,16 @@ class NodePool:
         return [node for node in known if node in out or node in silent]
 
     def _node_to_blame(self) -> str | None:
-        """The node to leave out; ConfigError if no node at all can start ranks.
-
-        Where the trainer was not even started, a container or an interpreter is missing. That is
-        the fault of a node only if others have what it lacks.
-        """
-        ledger, step = self._run_dir.ledger.read(), self._step
-        node = node_to_exclude(ledger, self._job.id, step.node_of)
-        if not no_rank_started(ledger, self._job.id):
-            return node
-        unable = nodes_that_cannot_start(step, self._run_dir.path)
-        if len(unable) == step.num_nodes and last_of(ledger, TrainingBegan) is None:
-            raise ConfigError(
-                f"the ranks' program does not start on any node ({', '.join(unable)}); "
-                f"'launcher logs {self._run_dir.path} --errors' says why"
-            )
-        return node if node in unable else None
+        """The node to leave out, because its ranks fail first."""
+        return node_to_exclude(self._run_dir.ledger.read(), self._job.id, self._step.node_of)
 
     def _replace(self, node: str, reason: ReplacedBecause) -> None:
         after = self._nodes.without(node)
         if after is None:
             if reason is ReplacedBecause.NODE_FAILED:
-                raise LeaveNode(node, JobEndReason.NODE_FAILED)
-            if reason is ReplacedBecause.RANKS_FAILED and self._can_exclude(node):
-                raise LeaveNode(node, JobEndReason.NODE_EXCLUDED)
+                raise StartAgain(JobEndReason.NODE_FAILED, nodes=[node])
+            if reason is ReplacedBecause.RANKS_FAILED and self._excludable([node]):
+                raise StartAgain(JobEndReason.NODE_EXCLUDED, nodes=[node])
             return
         left = counted(len(after.spare), "spare node")
         if node in self._nodes.training:

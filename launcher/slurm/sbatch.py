@@ -72,6 +72,8 @@ def quote(value: object) -> str:
     ConfigError for control characters: a line break would start a line of its own.
     """
     text = str(value)
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(f"found bytes that are not UTF-8 in {text[:80]!r}; choose another name")
     if control_characters(text):
         raise ConfigError(
             f"found a control character in {text[:80]!r}, expected one line of plain text; "
@@ -358,9 +360,11 @@ def check_request(
     """Raise ConfigError if a partition is unknown, or none of those named can ever run the job.
 
     Of several partitions Slurm takes the one that can start the job first. Also if a variable that
-    the job takes from here is not set.
+    the job takes from here is not set. Where no partition is known, sbatch decides.
     """
     check_references(cluster)
+    if not partitions:
+        return
     names = {partition.name: partition for partition in partitions}
     wanted = cluster.partition.split(",") if cluster.partition else []
     if unknown := [name for name in wanted if name not in names]:

@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
 from pretrain.rundir.events import EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.lock import VARIABLE
-from pretrain.rundir.run_dir import AttemptFiles, RunDir
+from pretrain.rundir.run_dir import SRUN_LOG, AttemptFiles, RunDir
 
 # srun forwards this to every rank. (srun itself ends on SIGTERM.)
 SAVE_AND_STOP = signal.SIGUSR2
@@ -122,6 +123,7 @@ class SlurmRanks:
         self._step = step
         self.first_failure: int | None = None
         self.failed_nodes: list[str] = []  # by srun's word, known after `wait`
+        self.needs_new_start = False  # this start of the job can launch no step any more
         files = AttemptFiles(run_dir.logs, attempt)
         files.create_meeting()
         self.logs = files.rank_logs(step.ranks)
@@ -178,13 +180,20 @@ class SlurmRanks:
             time.sleep(_POLL_SECONDS)
         ends.look()
         ends.read_rest()
-        log = self._log.read_text(errors="replace")
+        log = self._said()
+        self.needs_new_start = NEEDS_NEW_START.search(log) is not None
         # Where a node failed, srun kills the ranks of the others, and names those alone.
         self.failed_nodes += failed_nodes(log)
         lost = self._step.first_rank_of(self.failed_nodes)
         of_ranks = first_failure(ends.found, len(self.logs), log)
         self.first_failure = of_ranks if lost is None else lost
         return ends.statuses()
+
+    def _said(self) -> str:
+        """What srun has written; empty if somebody tidied the logs: no decision needs them."""
+        with contextlib.suppress(OSError):
+            return self._log.read_text(errors="replace")
+        return ""
 
     def terminate(self) -> None:
         self._srun.send_signal(SAVE_AND_STOP)
@@ -194,7 +203,7 @@ class SlurmRanks:
 
     def describe_failure(self, statuses: Sequence[int]) -> str:
         if all(status == NEVER_STARTED for status in statuses):
-            errors = list(error_lines(self._log.read_text(errors="replace").splitlines()))
+            errors = list(error_lines(self._said().splitlines()))
             tail = "\n".join(f"  | {line}" for line in errors[:_NUM_ERRORS])
             return f"no rank started; the first errors in {self._log}:\n{tail}"
         return describe_failure(statuses, self.logs, first_failure=self.first_failure)
@@ -260,9 +269,13 @@ class RankEnds:
         self._read(self._missing)
 
     def statuses(self) -> list[int]:
-        """Exit statuses in rank order; a rank without a log never started."""
+        """Exit statuses in rank order; a rank without a log never started, unless somebody tidied
+        the logs."""
         missing = self._missing
-        has_log = read_together(Path.exists, [self._logs[rank] for rank in missing])
+        has_log = [True] * len(missing)
+        with contextlib.suppress(OSError):
+            if (self._logs[0].parent / SRUN_LOG).exists():
+                has_log = read_together(Path.exists, [self._logs[rank] for rank in missing])
         lost = {
             rank: _LOST if started else NEVER_STARTED
             for rank, started in zip(missing, has_log, strict=True)
@@ -289,7 +302,7 @@ def _end_in(file: Path) -> RankEnd | None:
         with open(file) as opened:
             # The file system's time: clocks of nodes differ.
             return RankEnd(int(opened.read()), os.fstat(opened.fileno()).st_mtime)
-    except FileNotFoundError:
+    except (OSError, ValueError):  # not there, or storage is away
         return None
 
 
@@ -334,19 +347,69 @@ def kill_silently(srun: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def nodes_that_miss(step: Step, path: Path) -> list[str]:
-    """The nodes of the step that do not see `path`."""
-    test = ["bash", "-c", 'test -d "$0" || echo "$SLURMD_NODENAME"', str(path)]
-    return sorted(_printed_by_each_node(step, ["--chdir=/"], test))
+_ASK = """say() { echo "xl|$SLURMD_NODENAME|$1|lx"; }
+say begun; test -d "$0" || exit 1
+say sees; "$@"
+"""
+_ANSWER = re.compile(r"^xl\|([^|]+)\|(begun|sees|starts)\|lx$", re.MULTILINE)
+BLIND = "does not see the run directory"
+PROGRAM = "does not start the ranks' program"  # why a node is not ready, as a person reads it
+_PROBLEMS = {"": "does not respond", "begun": BLIND, "sees": PROGRAM}
+STARTS = "starts"  # the last word of the program on a node
+# srun's words for what only another start of the job brings back.
+NEEDS_NEW_START = re.compile("Step limit reached|node configuration is not available")
+_CONTAINER_SECONDS = 600.0  # in which a node may have to fetch the image
 
 
-def nodes_that_cannot_start(step: Step, run_dir: Path) -> list[str]:
-    """The nodes of the step on which Python does not start where the ranks would run."""
-    own_name = ["-c", "import os; print(os.environ['SLURMD_NODENAME'])"]
-    flags, line = in_container(step.cluster, own_name, [run_dir], Path.cwd())
-    flags += option_flags(step.cluster.srun_options)
-    started = _printed_by_each_node(step, flags, line)
-    return [node for node in step.nodes if node not in started]
+@dataclass(frozen=True)
+class Probe:
+    """What the nodes of a step answered; `problems`: node -> why it cannot run a rank now."""
+
+    problems: dict[str, str]
+    needs_new_start: bool = False
+    errors: tuple[str, ...] = ()  # the first that srun or a node printed
+
+
+def probe_nodes(step: Step, run_dir: Path, meanwhile: Callable[[], None]) -> Probe:
+    """Run the task's own program on each node, as the ranks will be, from the run's code.
+
+    A node that has not answered in time is one that cannot. `meanwhile` is called often; what it
+    raises ends the probe.
+    """
+    program = copied_arguments(code_that_runs(), "launcher.slurm.task", STARTS)
+    flags, line = in_container(step.cluster, program, [run_dir], Path.cwd())
+    srun = ["srun", f"--nodes={step.num_nodes}", f"--ntasks={step.num_nodes}"]
+    srun += [f"--nodelist={','.join(step.nodes)}", "--ntasks-per-node=1", "--overlap"]
+    srun += ["--kill-on-bad-exit=0", "--wait=0", "--export=ALL", "--chdir=/"]
+    srun += [*flags, *option_flags(step.cluster.srun_options), "bash", "-c", _ASK]
+    seconds = _CONTAINER_SECONDS if step.cluster.container_image else _PROBE_SECONDS
+    with tempfile.TemporaryFile() as printed:
+        probe = subprocess.Popen(
+            [*srun, str(run_dir), *line], stdin=subprocess.DEVNULL, stdout=printed, stderr=printed
+        )
+        deadline, is_late = time.monotonic() + seconds, False
+        try:
+            while probe.poll() is None and not is_late:
+                meanwhile()
+                time.sleep(_POLL_SECONDS)
+                is_late = time.monotonic() > deadline
+        finally:
+            if probe.poll() is None:
+                kill_silently(probe.pid)
+                probe.wait()
+        printed.seek(0)
+        said = printed.read().decode(errors="replace")
+    return answers_of(step.nodes, said, f" in {seconds:.0f} s" if is_late else "")
+
+
+def answers_of(nodes: Sequence[str], said: str, late: str = "") -> Probe:
+    """What these nodes answered, by what a probe printed: each says how far it has come."""
+    last = dict(_ANSWER.findall(said))
+    problems = {
+        node: _PROBLEMS[last.get(node, "")] + late for node in nodes if last.get(node) != STARTS
+    }
+    errors = sorted(error_lines(said.splitlines()), key=lambda line: line.startswith("srun: "))
+    return Probe(problems, NEEDS_NEW_START.search(said) is not None, tuple(errors[:_NUM_ERRORS]))
 
 
 def nodes_without_launch(nodes: Sequence[str]) -> list[str]:
@@ -371,13 +434,3 @@ def nodes_without_launch(nodes: Sequence[str]) -> list[str]:
         else:
             silent += [node] if node in failed_nodes(said) else []
     return silent
-
-
-def _printed_by_each_node(step: Step, flags: Sequence[str], command: Sequence[str]) -> list[str]:
-    """The words that a task on each node prints; a failure of one leaves the others alone."""
-    srun = ["srun", f"--nodes={step.num_nodes}", f"--ntasks={step.num_nodes}"]
-    srun += [f"--nodelist={','.join(step.nodes)}"]
-    srun += ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--overlap", "--export=ALL"]
-    srun += [*flags, *command]
-    done = subprocess.run(srun, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    return done.stdout.split()

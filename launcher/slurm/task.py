@@ -7,6 +7,7 @@ not.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -28,9 +29,12 @@ STOPPING_SECONDS = 10.0  # the same after a request to stop: then nothing depend
 def main() -> int:
     """`python CODE launcher.slurm.task LOG COMMAND...`.
 
-    LOG contains `{rank}`; the status file is next to it.
+    LOG contains `{rank}`; the status file is next to it. `starts` alone is a probe of the node.
     """
     log, *command = sys.argv[1:]
+    if log == "starts":  # a probe, which has come as far as a rank would
+        print(f"xl|{os.environ['SLURMD_NODENAME']}|{log}|lx")
+        return 0
     rank = os.environ["SLURM_PROCID"]
     log = Path(log.replace("{rank}", rank))
     if not log.parent.is_dir():
@@ -45,24 +49,36 @@ def main() -> int:
     stops: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda number, _: stops.append(number))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for what it starts, too
     with open(log, "ab", opener=own_file) as file:
-        status = subprocess.Popen(
+        trainer = subprocess.Popen(
             [sys.executable, *command],
             env={**os.environ, **rank_variables(os.environ)},
             stdout=file,
             stderr=file,
-        ).wait()
+        )
+        # People ask for a save by `scancel --signal=USR1`, which the trainer leaves to NCCL.
+        signal.signal(signal.SIGUSR1, lambda *_: trainer.send_signal(signal.SIGUSR2))
+        status = trainer.wait()
     # Whole or absent, and waiting for a full disk: the supervisor decides by it.
     seconds = STOPPING_SECONDS if stops else PATIENCE_SECONDS
     patience = Patience(seconds, stop_requests=lambda: len(stops))
     try:
-        outlast(patience, lambda: write_text(log.with_suffix(".status"), str(status)))
+        outlast(patience, lambda: write_status(log, status))
     except StorageError as error:
         print(f"error: rank {rank} {describe_exit(status)}, not written: {error}", file=sys.stderr)
     if status not in (0, EXIT_STOPPED):
         # When this task fails, srun kills the others. Until then they can log the error they see.
         time.sleep(GRACE_SECONDS)
     return 0 if status == 0 else 1
+
+
+def write_status(log: Path, status: int) -> None:
+    """Write a rank's exit status next to its log, also if somebody has tidied the logs."""
+    for folder in (log.parent.parent, log.parent):  # but not a run that is not there
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+    write_text(log.with_suffix(".status"), str(status))
 
 
 if __name__ == "__main__":

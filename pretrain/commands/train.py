@@ -9,11 +9,13 @@ import tempfile
 from pathlib import Path
 
 from foundation.cli import add_experiment
-from foundation.errors import exit_status_of
+from foundation.errors import EXIT_USER_ERROR, exit_status_of, is_of_site
+from foundation.retry import StorageError
 from foundation.settings import load_config
 from pretrain.checkpoint.facts import add_from_step
 from pretrain.config.resolve import resolve, with_absolute_paths
 from pretrain.config.run import RunConfig
+from pretrain.rundir.events import EXIT_SITE_FAILED
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train or resume the run of the directory, as one rank of WORLD_SIZE."""
+    """Train or resume the run of the directory, as one rank of WORLD_SIZE.
+
+    The status tells the launcher what failed: the site, which it waits for, or the run.
+    """
+    return exit_status_of(lambda: _train(arguments), status_of=_status_of)
+
+
+def _status_of(error: Exception) -> int:
+    is_site = isinstance(error, StorageError) or is_of_site(error)
+    return EXIT_SITE_FAILED if is_site else EXIT_USER_ERROR
+
+
+def _train(arguments: argparse.Namespace) -> int:
     config = resolve(
         with_absolute_paths(load_config(RunConfig, arguments.experiment, arguments.overrides))
     )
@@ -57,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         return exit_status_of(
             lambda: run_training(config, arguments.run_dir, world, from_step),
             report=logger.error,
+            status_of=_status_of,
         )
     finally:
         destroy_process_group()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -127,8 +128,11 @@ def check_precision(precision: Precision, device: torch.device) -> None:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether a device or the host had no memory left: on a CPU a RuntimeError of no own type."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-        text in str(error) for text in ("can't allocate memory", "std::bad_alloc")
+    is_full = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return (
+        is_full
+        or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        or any(text in str(error) for text in ("can't allocate memory", "std::bad_alloc"))
     )
 
 

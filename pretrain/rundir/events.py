@@ -24,6 +24,8 @@ EXIT_STOPPED = 75
 # A forward or backward pass ran out of memory: all ranks have to restart with a smaller
 # micro-batch.
 EXIT_OUT_OF_MEMORY = 76
+# Storage failed, or the host had no memory left: nothing is wrong with the run (EX_IOERR).
+EXIT_SITE_FAILED = 74
 # Of a rank whose program was never run: its node or its container failed before. Shells use it too.
 NEVER_STARTED = 127
 
@@ -247,6 +249,7 @@ class NextAction(Enum):
     STOPPED = "stopped"  # on request, after a checkpoint or before the first step
     REFUSED = "refused"  # a setting or a file is wrong, so another attempt would fail the same way
     RETRY = "retry"
+    REQUEUE = "requeue"  # in another start of the job, perhaps on other nodes
     GIVE_UP = "give_up"
 
 
@@ -259,6 +262,8 @@ class AttemptReason(Enum):
     OUT_OF_MEMORY = "out_of_memory"
     HANG = "hang"
     RANK_FAILED = "rank_failed"
+    SITE_FAILED = "site_failed"  # storage, or memory of a host
+    NOT_STARTED = "not_started"  # a rank's program was not run, and no rank failed by itself
     UNSAVED = "unsaved"  # every rank finished, and no checkpoint holds the last step
 
 
@@ -278,6 +283,8 @@ class JobEndReason(Enum):
     NODE_FAILED = "node_failed"
     FIRST_NODE_LOST = "first_node_lost"  # or its storage: the next start writes this
     NODE_EXCLUDED = "node_excluded"  # requeued to start without this node
+    NOT_STARTED = "not_started"  # no attempt could start here, for the reason in the message
+    SUPERVISOR_FAILED = "supervisor_failed"  # with the error in the message
     PROLOG_FAILED = "prolog_failed"  # Slurm has drained the node and holds the job
     ENDED_BY_SLURM = "ended_by_slurm"
     FORGOTTEN = "forgotten"  # by the controller, which may start it with the same restart number
@@ -290,6 +297,7 @@ class ReplacedBecause(Enum):
     NOT_RESPONDING = "not_responding"
     RANKS_FAILED = "ranks_failed"
     RUN_DIRECTORY_UNSEEN = "run_directory_unseen"
+    UNREADY = "unready"  # it does not respond, or does not start the ranks' program
 
 
 # How a job ended when nothing interrupted the run, or when other events say what did.
@@ -324,7 +332,7 @@ class AttemptEnded(Event):
         rank, count = self.first_failure, self.without_progress
         if self.reason is AttemptReason.HANG:
             cause = "the ranks hung" + ("" if rank is None else f"; rank {rank} was unresponsive")
-        elif self.reason is AttemptReason.RANK_FAILED:
+        elif self.reason in (AttemptReason.RANK_FAILED, AttemptReason.NOT_STARTED):
             if rank is None:
                 done = (0, EXIT_STOPPED)
                 rank = next(n for n, each in enumerate(self.statuses) if each not in done)
@@ -366,6 +374,7 @@ class JobStarted(Event):
     restart: int
     nodes: tuple[str, ...]
     step: int  # of the latest checkpoint
+    began: str = ""  # by Slurm's word: a start that it has forgotten may have the same number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,7 +390,7 @@ class JobEnded(Event):
     message: str = ""
     is_final: bool = False  # Slurm does not requeue it: 'launcher resume' continues the run
     step: int | None = None  # of the latest checkpoint
-    step_before: int | None = None  # when a start began whose end the next one writes
+    step_before: int | None = None  # when the start, or its supervisor, began
 
     @property
     def cause(self) -> str:
@@ -401,6 +410,14 @@ class NodeReplaced(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodesUnready(Event):
+    """Nodes of the job cannot run ranks now: node -> why. The supervisor waits for them."""
+
+    job: str
+    problems: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SupervisorKilled(Event):
     """The supervisor of a job's start was killed. Its successor in that start writes this."""
 
@@ -417,16 +434,20 @@ _ATTEMPT_CAUSES = {
     AttemptReason.STOP_REQUESTED: "stopped on request",
     AttemptReason.USER_ERROR: "a setting or a file has to change first",
     AttemptReason.OUT_OF_MEMORY: "out of memory; continuing with half the lanes per forward pass",
+    AttemptReason.SITE_FAILED: "storage or host memory failed",
     AttemptReason.UNSAVED: "no checkpoint holds the last step",
 }
 _REPLACEMENT_CAUSES = {
     ReplacedBecause.NODE_FAILED: "node {} failed",
     ReplacedBecause.NOT_RESPONDING: "node {} is drained or does not respond",
     ReplacedBecause.RANKS_FAILED: "ranks on node {} failed twice in a row",
+    ReplacedBecause.UNREADY: "node {} could not start the ranks' program",
     ReplacedBecause.RUN_DIRECTORY_UNSEEN: "node {} does not see the run directory",
 }
 _JOB_CAUSES = {
     JobEndReason.ERROR: "{0.message}",
+    JobEndReason.NOT_STARTED: "{0.message}",
+    JobEndReason.SUPERVISOR_FAILED: "the supervisor failed: {0.message}",
     JobEndReason.NODE_FAILED: "{1} failed",
     JobEndReason.PROLOG_FAILED: "the prolog failed on {1}",
     JobEndReason.NODE_EXCLUDED: "ranks on {1} failed twice in a row",
@@ -506,6 +527,8 @@ def _description(event: Event) -> str:
         case NodeReplaced(spare=spare):
             cause = _REPLACEMENT_CAUSES[event.reason].format(event.node)
             return f"{cause}; spare node {spare} used"
+        case NodesUnready(problems=problems):
+            return f"waiting: {'; '.join(f'{node} {why}' for node, why in problems.items())}"
         case SupervisorKilled():
             return f"the supervisor of job {event.job} was killed and started again"
         case _:

@@ -70,6 +70,7 @@ from pretrain.rundir.metrics_file import measurements_of
 
 RUNS = Path("runs")
 EXPORTED_WEIGHTS = "model.safetensors"  # in the directory of an export
+SRUN_LOG = "srun.log"
 _MOST_SHOWN = 6  # runs of a sweep in an error message
 
 
@@ -117,8 +118,12 @@ def make_run_directory(run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o755)
 
 
+class ForeignRun(ConfigError):
+    """Others can have written what the run does."""
+
+
 def refuse_foreign_run(run_dir: Path) -> None:
-    """Raise ConfigError unless only this user and root can have written what the run does.
+    """Raise ForeignRun unless only this user and root can have written what the run does.
 
     For commands that start or end a run by what its directory says. Reading one is safe.
     """
@@ -129,7 +134,7 @@ def refuse_foreign_run(run_dir: Path) -> None:
         for name in _OBEYED:
             refuse_foreign(run_dir / name)
     except DataError as error:
-        raise ConfigError(str(error)) from None
+        raise ForeignRun(str(error)) from None
 
 
 def refuse_foreign_urls(config_file: Path, config: RunConfig) -> None:
@@ -170,7 +175,7 @@ class AttemptFiles:
 
     @property
     def srun_log(self) -> Path:
-        return self.directory / "srun.log"
+        return self.directory / SRUN_LOG
 
     @property
     def port(self) -> Path:

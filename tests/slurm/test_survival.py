@@ -8,9 +8,7 @@ while they train.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 import signal
 import sys
@@ -278,7 +276,7 @@ def test_preempted_and_robbed_of_a_slurmstepd_it_ends_undisturbed(runs, lab, ref
     run.wait_until_finished()
     run.assert_same_as(reference)
     assert "srun still" in run.log()
-    assert_status(run, "done", attempts=3, last_failure="preempted", reason="")
+    assert_status(run, "done", attempts=3, last_failure="", reason="")
     assert run.ends() == ["preempted", "preempted", "finished"]
 
 
@@ -290,8 +288,8 @@ def test_a_container_that_does_not_start_ends_the_run_and_blames_no_host(runs: R
     assert_status(run, "failed", reason=reason)
     command = [sys.executable, "-m", "launcher", "logs", str(run.dir.path), "--errors"]
     first = lab.run(*command).stdout.splitlines()[0]
-    assert first.startswith("[srun] ")
-    assert f"apptainer: {os.strerror(errno.ENOENT)}" in first
+    assert first.startswith("[job] ")
+    assert "apptainer: command not found" in first
 
 
 def test_a_run_goes_on_elsewhere_when_a_host_goes_down_or_is_cut_off(runs, lab, reference):
@@ -338,7 +336,7 @@ def test_a_crash_loop_is_given_up_with_a_reason(runs: Runs, lab: SlurmLab):
     assert_status(run, "failed", reason=reason, last_failure=reason)
 
 
-def test_a_host_that_fails_twice_in_a_row_is_left(runs: Runs, lab: SlurmLab, reference: SlurmRun):
+def test_a_host_that_does_not_start_ranks_is_left(runs: Runs, lab: SlurmLab, reference: SlurmRun):
     python = str(Path(sys.executable).resolve())
     lab.run_on("n2", "mount", "--bind", "/bin/false", python)
     run = runs.submit("broken")
@@ -346,19 +344,20 @@ def test_a_host_that_fails_twice_in_a_row_is_left(runs: Runs, lab: SlurmLab, ref
     lab.run_on("n2", "umount", python)
     run.wait_until_finished()
     run.assert_same_as(reference)
-    assert run.attempts() == [NextAction.RETRY, NextAction.RETRY, NextAction.FINISHED]
-    assert run.ends() == ["ranks on node n2 failed twice in a row", "finished"]
+    assert run.attempts() == [NextAction.FINISHED]
+    left = "n2 does not start the ranks' program"
+    assert run.ends() == [left, "finished"]
     assert "n2" not in run.nodes()
-    assert_status(run, "done", last_failure="ranks on node n2 failed twice in a row")
+    assert_status(run, "done", last_failure=left)
 
 
 def test_a_host_that_does_not_see_the_run_is_named(runs: Runs, lab: SlurmLab):
     lab.run_on("n2", "mount", "-t", "tmpfs", "none", str(runs.path))
-    run = runs.submit("unshared", **NEAR)
+    run = runs.submit("unshared", "checkpoint.storage_patience_seconds=5", **NEAR)
     run.until(lambda: run.state() == "FAILED")
     lab.run_on("n2", "umount", str(runs.path))
-    assert "n2 cannot see" in run.log()
-    assert "n2 cannot see" in run.ends()[0]
+    assert "n2 does not see the run directory" in run.log()
+    assert "n2 does not see the run directory" in run.ends()[0]
     assert_status(run, "failed", reason=run.ends()[0])
 
 
@@ -400,7 +399,7 @@ def test_a_run_of_one_or_two_hosts_goes_on_with_one(runs: Runs, lab: SlurmLab, r
 def test_cut_in_three_by_its_time_limit_no_step_is_made_twice(limited, reference):
     limited.wait_until_finished()
     limited.assert_same_as(reference)
-    assert_status(limited, "done", last_failure="time limit near")
+    assert_status(limited, "done", last_failure="")
     *cut, last = limited.ends()
     assert (set(cut), last) == ({"time limit near"}, "finished")
     assert len(cut) >= 2

@@ -173,7 +173,7 @@ def test_three_preemptions_of_starting_ranks_count_nothing(preempted, reference)
     assert preempted.ends() == [*["preempted"] * 3, "finished"]
     assert [each.next for each in counted(preempted)] == [NextAction.FINISHED]
     assert len(list(Path(preempted.dir.logs).glob("attempt-*"))) == 4, "none in the grace times"
-    assert_status(preempted, "done", last_failure="preempted")
+    assert_status(preempted, "done", last_failure="")
 
 
 def test_a_rank_that_dies_while_munge_is_away_costs_one_attempt(unauthenticated, reference):

@@ -25,7 +25,7 @@ SUBMIT = ["submit", "x.yaml", *CLUSTER]
         (["local", "x.yaml", "--run-dir=."], "(cluster.yaml, runs,"),
         ([*SUBMIT, "--nodes=3"], "6 ranks"),
         ([*SUBMIT, "--nodes=many"], "--nodes=many"),
-        ([*SUBMIT, "--run-dir=/runs/not-utf-8-\udcff"], "control"),
+        ([*SUBMIT, "--run-dir=/runs/not-utf-8-\udcff"], "not UTF-8"),
         ([*SUBMIT, "--attempts-without-progress=0"], "--attempts-without-progress=0"),
         (SUBMIT, "Slurm"),
         (["submit", "x.yaml", "--cluster=nowhere.yaml"], "nowhere.yaml"),

@@ -5,23 +5,21 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.cli import main
 from launcher.restart_policy import RestartPolicy, decide, delay_after, unresponsive_rank
 from launcher.run_state import read_state
 from launcher.slurm.former_starts import (
     attempts_without_progress,
-    no_rank_started,
     node_to_exclude,
     refusal_of_futile_starts,
 )
 from launcher.slurm.job_exit import JobEnding, JobExit, ending_of, excluded_nodes, is_allocated
-from launcher.slurm.sbatch import Snapshot
 from launcher.slurm.srun import Step
 from launcher.stop_signals import StopSignals, StopWhileWaiting
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.events import (
     EXIT_OUT_OF_MEMORY,
+    EXIT_SITE_FAILED,
     EXIT_STOPPED,
     NEVER_STARTED,
     AttemptEnded,
@@ -39,10 +37,12 @@ from pretrain.rundir.events import (
     TrainingEnded,
 )
 from pretrain.rundir.run_dir import RunDir
+from tests.helpers.batch_jobs import BatchJob
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.full_disk import full_disk
 from tests.helpers.jobs import THIS_JOB, attempt_ended, fake_commands, listed
 
+LOCAL = {"may_wait": False, "can_requeue": False}
 POLICY = RestartPolicy(attempts_without_progress=3, first_delay=1.0, longest_delay=5.0)
 
 
@@ -52,9 +52,9 @@ POLICY = RestartPolicy(attempts_without_progress=3, first_delay=1.0, longest_del
         ((0, 0), 0, {}, "finished", "finished", 1),
         ((0, 0), 0, {"stop_requested": True}, "finished", "finished", 1),
         ((0, 0), 0, {"is_complete": False}, "unsaved", "retry", 1),
-        ((EXIT_STOPPED, EXIT_STOPPED), 0, {}, "stop_requested", "stopped", 1),
-        ((EXIT_STOPPED, 0), 0, {}, "stop_requested", "stopped", 1),
-        ((-15, -15), 0, {"stop_requested": True}, "stop_requested", "stopped", 1),
+        ((EXIT_STOPPED, EXIT_STOPPED), 0, {}, "stop_requested", "stopped", 0),
+        ((EXIT_STOPPED, 0), 0, {}, "stop_requested", "stopped", 0),
+        ((-15, -15), 0, {"stop_requested": True}, "stop_requested", "stopped", 0),
         ((-15, -15), 0, {}, "rank_failed", "retry", 1),
         ((2, -9), 0, {}, "user_error", "refused", 1),
         ((1, -9), 1, {}, "rank_failed", "retry", 2),
@@ -63,6 +63,15 @@ POLICY = RestartPolicy(attempts_without_progress=3, first_delay=1.0, longest_del
         ((-9, -9), 2, {"made_progress": True}, "rank_failed", "retry", 0),
         ((EXIT_OUT_OF_MEMORY, -9), 2, {}, "out_of_memory", "retry", 2),  # the next needs less
         ((EXIT_STOPPED, 1), 0, {}, "rank_failed", "retry", 1),
+        # The site or a node is to blame: waited for, then left, and never counted.
+        ((EXIT_SITE_FAILED, 2), 2, {}, "site_failed", "retry", 2),
+        ((EXIT_SITE_FAILED, -9), 2, {"may_wait": False}, "site_failed", "requeue", 2),
+        ((EXIT_SITE_FAILED, 1), 2, LOCAL, "site_failed", "give_up", 2),
+        ((NEVER_STARTED, NEVER_STARTED), 2, {}, "not_started", "retry", 2),
+        ((-9, NEVER_STARTED), 2, {}, "not_started", "retry", 2),
+        ((-15, NEVER_STARTED), 2, {"may_wait": False}, "not_started", "requeue", 2),
+        ((NEVER_STARTED, 1), 2, {}, "rank_failed", "give_up", 3),  # a rank failed by itself
+        ((NEVER_STARTED, 2), 2, {}, "user_error", "refused", 3),
     ],
 )
 def test_what_follows_from_how_the_ranks_ended(statuses, before, more, reason, action, count):
@@ -71,18 +80,18 @@ def test_what_follows_from_how_the_ranks_ended(statuses, before, more, reason, a
 
 
 @pytest.mark.parametrize(
-    ("statuses", "policy", "delays"),
+    ("reason", "policy", "delays"),
     [
-        ((-9,), POLICY, [2.0, 4.0, 5.0, 5.0]),
-        # Slurm has longer to recover where it started no rank.
-        ((NEVER_STARTED, NEVER_STARTED), RestartPolicy(), [10.0, 20.0]),
-        ((NEVER_STARTED, 1), RestartPolicy(), [2.0]),
+        ("rank_failed", POLICY, [2.0, 4.0, 5.0, 5.0]),
+        # The site and its nodes have longer to recover.
+        ("not_started", RestartPolicy(), [10.0, 20.0, 40.0, 60.0]),
+        ("site_failed", RestartPolicy(), [10.0, 20.0]),
+        ("out_of_memory", RestartPolicy(), [0.0, 0.0]),
     ],
 )
-def test_the_delay_doubles_up_to_its_limit(statuses, policy, delays):
+def test_the_delay_doubles_up_to_its_limit(reason, policy, delays):
     counts = range(1, len(delays) + 1)
-    assert [delay_after(statuses, count, policy) for count in counts] == delays
-    assert delay_after((EXIT_OUT_OF_MEMORY, -9), 2, policy) == 0.0
+    assert [delay_after(AttemptReason(reason), count, policy) for count in counts] == delays
 
 
 def cut(number: int, trained: float, starting: float = 50.0, steps: int = 1) -> list[Event]:
@@ -114,7 +123,11 @@ FUTILE = cut(0, 10.0) + cut(1, 10.0) + cut(2, 10.0)
     ],
 )
 def test_starts_that_a_time_limit_ended_before_they_gained_anything_are_futile(ledger, is_futile):
-    assert bool(refusal_of_futile_starts(ledger, "7", 3, "00:02:00")) is is_futile
+    refusal = refusal_of_futile_starts(ledger, "7", 3, "00:02:00")
+    assert bool(refusal) is is_futile
+    assert not is_futile or "raise time_limit in the cluster file" in refusal
+    shortened = refusal_of_futile_starts(ledger, "7", 3, "00:02:00", "1:00:00")
+    assert not is_futile or "launcher resume" in shortened
 
 
 def test_a_job_of_futile_starts_is_not_requeued_and_the_ledger_says_why(tmp_path, monkeypatch):
@@ -216,7 +229,7 @@ def attempt(job: str, then: NextAction, before: int, after: int, first=None) -> 
 
 
 RETRY = NextAction.RETRY
-NEVER = replace(attempt("7", RETRY, 0, 0, 0), statuses=(NEVER_STARTED, NEVER_STARTED))
+NEVER = replace(attempt("7", RETRY, 5, 5, 2), reason=AttemptReason.NOT_STARTED)
 PREEMPTED, FINISHED = JobEndReason.PREEMPTED, JobEndReason.FINISHED
 
 
@@ -238,46 +251,43 @@ def test_attempts_of_former_starts_count_unless_they_were_asked_to_stop():
     assert attempts_without_progress([*ledger, failed, gained], "7") == 0
 
 
-SLURM = {  # in which job 8 runs, and which starts no rank
-    "scontrol": 'echo "JobId=7 JobState=RUNNING PreemptTime=None Restarts=$RESTART"; '
-    'echo " NodeList=n1,n2"; echo " WorkDir=/x"',
-    "squeue": listed("8|8|N/A|RUNNING|None|n1|N/A|/runs/here"),
-    "srun": "exit 0",
-}
-LOST, UNSTARTED = ["SupervisorKilled", "JobStarted", "error"], ["JobStarted", "AttemptEnded"]
+@pytest.fixture
+def batch(tmp_path, monkeypatch) -> BatchJob:
+    return BatchJob(tmp_path, monkeypatch)
+
+
+LOST, FAILED = ["SupervisorKilled", "JobStarted", "error"], ["JobStarted", "AttemptEnded"]
 
 
 @pytest.mark.parametrize(
     ("ledger", "restart", "status", "added"),
     [
-        ([], 0, 2, [*UNSTARTED, "gave_up"]),
+        ([], 0, 2, [*FAILED, "gave_up"]),
         ([job_started("7")], 0, 2, LOST),
         ([job_started("7")], 1, 2, ["first_node_lost", "JobStarted", "error"]),
         ([job_started("7"), job_started("8")], 0, 2, LOST),
+        # A start of this number that Slurm has forgotten: nothing of it counts.
+        (
+            [replace(job_started("7"), began="2026-11-20T00:00:00")],
+            0,
+            2,
+            ["forgotten", *FAILED, "gave_up"],
+        ),
         ([job_started("7"), ended("7", FINISHED)], 0, 0, []),
         ([job_started("7"), ended("7", PREEMPTED, requeued=True)], 0, EXIT_STOPPED, []),
-        ([job_started("7"), ended("7", PREEMPTED, requeued=True)], 1, 2, [*UNSTARTED, "gave_up"]),
+        ([job_started("7"), ended("7", PREEMPTED, requeued=True)], 1, 2, [*FAILED, "gave_up"]),
         # Another start of this number.
-        ([job_started("7"), ended("7", JobEndReason.FORGOTTEN)], 0, 2, [*UNSTARTED, "gave_up"]),
+        ([job_started("7"), ended("7", JobEndReason.FORGOTTEN)], 0, 2, [*FAILED, "gave_up"]),
         ([job_started("8")], 0, 2, ["JobStarted", "run_in_use"]),
         ([job_started("8"), ended("8", PREEMPTED, True)], 0, 2, ["JobStarted", "run_in_use"]),
-        ([job_started("8"), ended("8", FINISHED)], 0, 2, [*UNSTARTED, "gave_up"]),
+        ([job_started("8"), ended("8", FINISHED)], 0, 2, [*FAILED, "gave_up"]),
     ],
 )
-def test_a_start_goes_on_from_the_ledger(tmp_path, monkeypatch, ledger, restart, status, added):
-    fake_commands(tmp_path, monkeypatch, **SLURM)
-    monkeypatch.setenv("RESTART", str(restart))
-    for name, value in (("JOB_ID", 7), ("RESTART_COUNT", restart), ("JOB_NODELIST", "n[1-2]")):
-        monkeypatch.setenv(f"SLURM_{name}", str(value))
-    run_dir = RunDir.create(tmp_path / "run", RunConfig())
-    Snapshot(run_dir.path).take_settings(RunConfig(), ClusterConfig(ranks_per_node=2))
-    before = [Submitted(job="8", work_dir="/runs/here"), *ledger]
-    for event in before:
-        run_dir.ledger.append(event)
-    assert main(["batch", str(run_dir.path), "--attempts-without-progress=1"]) == status
-    new = run_dir.ledger.read()[len(before) :]
-    kinds = [e.reason.value if isinstance(e, JobEnded) else type(e).__name__ for e in new]
-    assert kinds == added
+def test_a_start_goes_on_from_the_ledger(batch, ledger, restart, status, added):
+    batch.write(Submitted(job="8", work_dir="/runs/here"), *ledger)
+    batch.restart, batch.queue = restart, ["8|8|N/A|RUNNING|None|n1|N/A|/runs/here"]
+    assert batch.run("--attempts-without-progress=1", statuses=[(1, -9)]) == status
+    assert batch.new_events() == added
 
 
 REPLACED = NodeReplaced(job="7", node="n2", spare="n3", reason=ReplacedBecause.NODE_FAILED)
@@ -293,6 +303,7 @@ STEP = Step(nodes=("n1", "n2"), ranks=4, cluster=ClusterConfig(ranks_per_node=2)
         ([attempt("7", RETRY, *steps, 2) for steps in ((5, 5), (5, 9), (9, 9))], None),
         ([attempt("7", RETRY, 0, 5, 2), attempt("7", RETRY, 5, 9, 2)], None),
         ([attempt("8", RETRY, 5, 5, 2), attempt("7", RETRY, 5, 5, 3)], None),
+        ([attempt("7", RETRY, 5, 5, 2), NEVER], None),  # no rank of it has failed
         ([attempt("7", RETRY, 5, 5, 2), REPLACED, attempt("7", RETRY, 5, 5, 3)], None),
     ],
 )
@@ -302,22 +313,6 @@ def test_a_node_that_fails_twice_in_a_row_without_progress_is_excluded(attempts,
     assert node_to_exclude(ledger, "7", STEP.node_of) == node
 
 
-@pytest.mark.parametrize(
-    ("attempts", "expected"),
-    [
-        ([NEVER], True),
-        ([attempt("7", RETRY, 0, 0), NEVER], True),
-        ([NEVER, attempt("7", RETRY, 0, 0)], False),
-        ([replace(NEVER, statuses=(-9, 127))], False),  # there the node did it
-        ([NEVER, job_started("7", 1)], False),
-        ([NEVER, REPLACED], False),
-        ([replace(NEVER, job="8")], False),
-    ],
-)
-def test_an_attempt_without_a_started_rank_is_told_from_a_spoiled_one(attempts, expected):
-    assert no_rank_started([job_started("7"), *attempts], "7") is expected
-
-
 def test_excluded_nodes_are_remembered():
     excluded = JobEndReason.NODE_EXCLUDED
     ledger = [
@@ -325,9 +320,9 @@ def test_excluded_nodes_are_remembered():
         ended("7", excluded, node="n2"),
         ended("8", excluded, node="n3"),
         ended("7", JobEndReason.NODE_FAILED, node="n4"),
-        ended("7", excluded, node="n1"),
+        ended("7", JobEndReason.NOT_STARTED, node="n1,n[7-8]"),
     ]
-    assert excluded_nodes(ledger, "7") == ["n2", "n1"]
+    assert excluded_nodes(ledger, "7") == ["n2", "n1", "n7", "n8"]
 
 
 SCONTROL = """: > "$0.$1"

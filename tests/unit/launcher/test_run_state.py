@@ -24,6 +24,7 @@ from pretrain.rundir.events import (
     JobEndReason,
     JobStarted,
     NextAction,
+    NodesUnready,
     Outcome,
     Spike,
     Submitted,
@@ -81,6 +82,8 @@ JOB_CANCELED = job_ended(JobEndReason.CANCELED)
 JOB_GAVE_UP = job_ended(JobEndReason.GAVE_UP)
 NODE_FAILED = job_ended(JobEndReason.NODE_FAILED, node="n2")
 BLIND = job_ended(JobEndReason.ERROR, message="n2 sees nothing")
+UNREADY = NodesUnready(time=NOW, job="17", problems={"n2": "does not respond"})
+EARLIER = replace(JOB_STARTED, time=NOW - 180)
 DEAD = beat(5, hostname=socket.gethostname(), pid=2**22 + 1)
 
 
@@ -129,6 +132,22 @@ def elsewhere(seconds_ago: float) -> Lock:
         (seen(START, TIME_LIMIT, JOB_STARTED, locks=[elsewhere(9)]), "running", "starting"),
         (seen(START, replace(STOP, step=12)), "stopped", "on request after step 12"),
         (seen(START, FINISH, checkpoint=100), "done", ""),
+        (
+            seen(JOB_STARTED, UNREADY, locks=[elsewhere(9)]),
+            "running",
+            "waiting: n2 does not respond",
+        ),
+        (
+            seen(JOB_STARTED, UNREADY, locks=[elsewhere(999)]),
+            "unresponsive",
+            "waiting: n2 does not",
+        ),
+        (seen(EARLIER, locks=[elsewhere(9)]), "running", "starting for 3.0 min"),
+        (
+            seen(START, beats=[beat(-400)]),
+            "unresponsive",
+            "the clock of elsewhere is 6.7 min ahead",
+        ),
         (seen(START, FINISH, checkpoint=100, steps=150), "stopped", "the run now has 150 steps"),
     ],
 )
@@ -214,6 +233,17 @@ def test_what_is_saved_is_what_checkpoints_say_not_measurements(run_dir):
     assert not read_state(run_dir.path).unsaved
     shutil.rmtree(step_directory(run_dir.checkpoints, 2 * interval))
     assert f"step {interval} of {last}" in read_state(run_dir.path).unsaved
+
+
+def test_the_last_failure_is_no_planned_end_and_lies_in_no_future(run_dir):
+    run_dir.ledger.append(TrainingBegan(step=0, world_size=2))
+    run_dir.ledger.append(attempt_ended())
+    for reason in (JobEndReason.PREEMPTED, JobEndReason.TIME_LIMIT_NEAR):
+        run_dir.ledger.append(job_ended(reason, True))
+    state = read_state(run_dir.path)
+    assert state.last_failure == KILLED
+    assert state.last_failure_age is not None
+    assert state.last_failure_age >= 0
 
 
 def test_times_of_clocks_that_differ_make_no_negative_or_absurd_durations(run_dir, caplog):

@@ -9,6 +9,8 @@ import pytest
 
 from foundation.errors import UserError
 from launcher.slurm.client import QueuedJob, Slurm, SlurmUnreachable, node_names
+from launcher.slurm.sbatch import check_request
+from pretrain.costs.cluster import ClusterConfig, NodeRange
 from tests.helpers.jobs import fake_commands, records, scripted
 
 ROW = "24|24|N/A|RUNNING|None|n1|N/A|/runs/a|b/slurm/code"
@@ -128,6 +130,14 @@ def test_a_number_that_nobody_prints_is_looked_up_and_never_submitted_again():
     with pytest.raises(UserError, match="did not print its number"):
         slurm.submit(Path("job.sbatch"), "/x")
     assert commands.count("sbatch") == 1
+
+
+def test_what_slurm_keeps_private_is_a_note_and_sbatch_decides(caplog):
+    denied = scripted(failed("slurm_load_node: Access/permission denied"))
+    assert denied.partitions() == []
+    check_request(ClusterConfig(ranks_per_node=2, partition="any"), NodeRange(2, 2), [])
+    (note,) = caplog.messages
+    assert "sbatch decides" in note
 
 
 @pytest.mark.parametrize(

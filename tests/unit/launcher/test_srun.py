@@ -5,6 +5,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,18 @@ import pytest
 
 from foundation.errors import ConfigError
 from launcher.slurm.lost_nodes import FirstNodeGuard, JobNodes, replaced_nodes, use_up_old_numbers
-from launcher.slurm.srun import RankEnd, RankEnds, Step, failed_nodes, first_failure, srun_command
+from launcher.slurm.sbatch import Snapshot
+from launcher.slurm.srun import (
+    BLIND,
+    RankEnd,
+    RankEnds,
+    Step,
+    answers_of,
+    failed_nodes,
+    first_failure,
+    probe_nodes,
+    srun_command,
+)
 from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.events import (
     EXIT_STOPPED,
@@ -161,9 +173,97 @@ def test_a_rank_without_status_was_killed_and_one_without_log_never_started(tmp_
     for log in logs[:2]:
         log.touch()
     logs[0].with_suffix(".status").write_text("75")
+    (tmp_path / "srun.log").touch()
     ends = RankEnds(logs)
     ends.read_rest()
     assert ends.statuses() == [EXIT_STOPPED, -9, NEVER_STARTED]
+    shutil.rmtree(tmp_path)  # somebody tidies: what is missing tells nothing any more
+    assert ends.statuses() == [EXIT_STOPPED, -9, -9]
+    ends.look()
+    ends.read_rest()
+    assert ends.statuses() == [EXIT_STOPPED, -9, -9]
+
+
+def test_new_status_files_are_found_while_the_other_ranks_run(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("launcher.slurm.srun._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("launcher.slurm.srun._SECONDS_AFTER_ALL", 0.0)
+    logs = [tmp_path / f"rank-{rank}.log" for rank in range(2)]
+    ends = RankEnds(logs)
+    assert not ends.have_been_for_long()
+    logs[1].with_suffix(".status").write_text("-9")
+    assert not ends.have_been_for_long()
+    assert ends.found.keys() == {1}
+    logs[0].with_suffix(".status").write_text("")  # not whole yet
+    ends.look()
+    assert ends.found.keys() == {1}
+    logs[0].with_suffix(".status").write_text("1")
+    until(ends.have_been_for_long)
+    assert {rank: end.status for rank, end in ends.found.items()} == {0: 1, 1: -9}
+
+
+SAID = "Welcome!\nxl|n1|begun|lx\nxl|n2|begun|lx\nxl|n1|sees|lx\nsrun: error: n2: task 1\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "problems"),
+    [
+        (SAID + "xl|n1|starts|lx\nxl|n2|starts|lx", {}),
+        (SAID, {"n1": "does not start the ranks' program", "n2": BLIND}),
+        ("xl|n1|beg", {"n1": "does not respond", "n2": "does not respond"}),
+        ("srun: error: Step limit reached", None),
+        ("srun: error: Requested node configuration is not available", None),
+    ],
+)
+def test_a_probe_tells_how_far_each_node_has_come(said, problems):
+    probe = answers_of(STEP.nodes, said)
+    assert probe.needs_new_start is (problems is None)
+    assert problems is None or probe.problems == problems
+
+
+def test_a_probe_runs_the_tasks_own_program_and_names_who_hangs(tmp_path, monkeypatch):
+    """n2 stands still as soon as it looks at the run directory."""
+    hangs = "if [ $SLURMD_NODENAME = n2 ]; then test() { sleep 60; }; export -f test; fi"
+    srun = f"""while [ $1 != bash ]; do shift; done
+    for node in n1 n2; do export SLURMD_NODENAME=$node; {hangs}; "$@" & done; wait"""
+    fake_commands(tmp_path, monkeypatch, srun=srun)
+    monkeypatch.setattr("launcher.slurm.srun._PROBE_SECONDS", 12.0)
+    Snapshot(tmp_path).take_code("")
+    monkeypatch.setattr("launcher.slurm.srun.code_that_runs", lambda: Snapshot(tmp_path).code)
+    began = time.monotonic()
+    asked = []
+    probe = probe_nodes(STEP, tmp_path, lambda: asked.append(time.monotonic() - began))
+    assert probe.problems == {"n2": f"{BLIND} in 12 s"}
+    assert len(asked) > 10
+
+    def stop() -> None:
+        if time.monotonic() > began + 13:
+            raise StaleAttempt("a newer attempt")
+
+    began = time.monotonic() - 12
+    with pytest.raises(StaleAttempt):
+        probe_nodes(STEP, tmp_path, stop)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_to_the_whole_step_lets_the_trainer_save_and_stop(tmp_path, number):
+    """As `scancel --signal` sends it, to the task and to what it started."""
+    trainer = "import signal, sys, time; signal.signal(12, lambda *_: sys.exit(75)); "
+    trainer += f"open({str(tmp_path / 'up')!r}, 'w').close(); time.sleep(300)"
+    command = [sys.executable, "-m", "launcher.slurm.task", str(tmp_path / "r{rank}.log")]
+    with subprocess.Popen(
+        [*command, "-c", trainer], env={**os.environ, **TASK}, start_new_session=True
+    ) as task:
+        until((tmp_path / "up").exists)
+        os.killpg(task.pid, number)
+    assert (tmp_path / "r3.status").read_text() == "75"
+
+
+def test_an_exit_status_is_written_although_somebody_tidied_the_logs(tmp_path):
+    log = tmp_path / "logs" / "attempt-0" / "rank-{rank}.log"
+    log.parent.mkdir(parents=True)
+    code = f"import shutil; shutil.rmtree({str(tmp_path / 'logs')!r})"
+    assert run_task(str(log), code).returncode == 0
+    assert (log.parent / "rank-3.status").read_text() == "0"
 
 
 EXITED = "srun: error: {}: Exited with exit code 1\n"

@@ -73,7 +73,7 @@ def make_done(cell: CellRun) -> None:
 
 
 def test_each_cell_gets_the_fewest_nodes_and_cells_with_equally_many_share_an_array(sweep):
-    found = classes(cells_of(sweep), replace(CLUSTER, ranks_per_node=1), NodeRange(2, 4))
+    found, _ = classes(cells_of(sweep), replace(CLUSTER, ranks_per_node=1), NodeRange(2, 4))
     names = {count: [cell.cell.name for cell in group] for count, group in found.items()}
     assert names == {2: ["plain", "other"], 3: ["odd"]}
 
@@ -84,16 +84,28 @@ def test_a_cell_gets_the_nodes_it_was_planned_for_within_those_allowed(sweep, pl
     cells[0] = replace(cells[0], cell=replace(cells[0].cell, facts={"nodes": planned}))
     config = replace(cells[0].config, data=replace(cells[0].config.data, lanes=12))
     cells[0] = replace(cells[0], config=config)
-    found = classes(cells, replace(CLUSTER, ranks_per_node=1), NodeRange(2, 4))
+    found, _ = classes(cells, replace(CLUSTER, ranks_per_node=1), NodeRange(2, 4))
     assert list(found) == [given]
 
 
 def test_a_cell_that_no_number_of_nodes_holds_is_named(sweep, capsys):
     cluster = f"--cluster={sweep.parent / 'cluster.yaml'}"
     assert main(["sweep", "submit", str(sweep), cluster, "--dry-run"]) == 2
-    error = capsys.readouterr().err
-    assert re.search(r"cell odd: data\.lanes=3 .* 2 ", error)
-    assert error.count("\n") == 1
+    said = capsys.readouterr()
+    refused = [line for line in said.err.splitlines() if line.startswith("error: ")]
+    assert re.search(r"cell odd: data\.lanes=3 .* 2 ", refused[0])
+    assert len(refused) == 1
+    assert "#SBATCH --array=0-1\n" in said.out, "the two others"
+
+
+def test_a_cell_without_its_corpus_keeps_no_other_one_from_running(sweep, capsys):
+    cells = cells_of(sweep)[::2]
+    lost = replace(cells[0].config, model=replace(cells[0].config.model, vocab_size=0))
+    found, num_refused = classes(
+        [replace(cells[0], config=lost), cells[1]], CLUSTER, NodeRange(1, 1)
+    )
+    assert ([len(group) for group in found.values()], num_refused) == ([1], 1)
+    assert capsys.readouterr().err.startswith(f"error: cell {cells[0].cell.name}: model.vocab_size")
 
 
 def test_an_arrays_name_follows_from_its_cells_and_what_they_were_submitted_as_before(sweep):

@@ -1,0 +1,144 @@
+"""What a job does when its site, its nodes or its own supervisor fails: only evidence about the run
+counts against the run, and every end is recorded."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from launcher.run_state import read_state
+from pretrain.rundir.events import (
+    EXIT_SITE_FAILED,
+    EXIT_STOPPED,
+    NEVER_STARTED,
+    AttemptEnded,
+    JobEnded,
+    NextAction,
+    NodesUnready,
+    TrainingBegan,
+)
+from pretrain.rundir.ledger import events_of
+from tests.helpers.batch_jobs import PATIENCE, BatchJob
+
+BEGUN = TrainingBegan(step=0, world_size=2)
+BLIND = {"n2": "does not see the run directory"}
+UNSTARTED, SITE = (-15, NEVER_STARTED), (EXIT_SITE_FAILED, -9)
+STOPPED = (EXIT_STOPPED, EXIT_STOPPED)
+
+
+@pytest.fixture
+def batch(tmp_path, monkeypatch) -> BatchJob:
+    return BatchJob(tmp_path, monkeypatch)
+
+
+def last_end(batch: BatchJob) -> JobEnded:
+    end = batch.run_dir.ledger.read()[-1]
+    assert isinstance(end, JobEnded)
+    return end
+
+
+@pytest.mark.parametrize("statuses", [UNSTARTED, (NEVER_STARTED, NEVER_STARTED), SITE])
+def test_what_is_not_the_runs_fault_is_waited_for_and_never_counted(batch, statuses):
+    assert batch.run(statuses=[statuses] * 6 + [STOPPED]) == EXIT_STOPPED
+    *failed, stopped = events_of(batch.run_dir.ledger.read(), AttemptEnded)
+    assert [(each.next, each.without_progress) for each in failed] == [(NextAction.RETRY, 0)] * 6
+    assert stopped.next is NextAction.STOPPED
+    assert 150 < batch.clock.time < PATIENCE, "with growing pauses"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "excluded", "words"),
+    [
+        (UNSTARTED, ["n2"], "rank 1 never started, for 1"),
+        (SITE, [], "storage or host memory failed, for 1"),
+    ],
+)
+def test_after_the_patience_the_job_starts_again_without_the_node(batch, statuses, excluded, words):
+    batch.write(BEGUN)
+    assert batch.run(statuses=[statuses]) == EXIT_STOPPED
+    assert PATIENCE < batch.clock.time < 2 * PATIENCE
+    end = last_end(batch)
+    assert end.requeued
+    assert end.cause.startswith(words)
+    assert [end.node] == (excluded or [None])
+    assert ("scontrol update JobId=7" in batch.commands) is bool(excluded)
+    assert read_state(batch.run_dir.path).state == "requeued"
+
+
+def test_a_rank_that_fails_by_itself_counts_although_another_one_never_started(batch):
+    batch.fields = {"ReqNodeList": "n[1-2]"}
+    assert batch.run(statuses=[(1, NEVER_STARTED)]) == 2
+    assert last_end(batch).reason.value == "gave_up"
+    assert batch.clock.time < 60
+
+
+def test_nodes_are_probed_before_each_attempt_and_one_that_comes_back_is_used(batch):
+    def probe(now: float) -> dict[str, str]:
+        return BLIND if now < 90 else {}
+
+    assert batch.run(statuses=[STOPPED], probe=probe) == EXIT_STOPPED
+    assert batch.nodes_of_steps == [("n1", "n2")]
+    assert batch.new_events() == ["JobStarted", "NodesUnready", "AttemptEnded", "stop_requested"]
+    assert events_of(batch.run_dir.ledger.read(), NodesUnready)[0].problems == BLIND
+
+
+@pytest.mark.parametrize(
+    ("fields", "problems", "before", "seconds", "end"),
+    [
+        ({}, BLIND, [BEGUN], PATIENCE, ("not_started", True, "n2")),
+        ({}, BLIND, [], 300, ("not_started", True, "n2")),
+        ({"ReqNodeList": "n[1-2]"}, BLIND, [BEGUN], PATIENCE, ("not_started", True, None)),
+        ({"ReqNodeList": "n[1-2]"}, BLIND, [], 300, ("error", False, None)),
+        ({}, {"n2": "does not start the ranks' program"}, [], 0, ("not_started", True, "n2")),
+        ({}, dict.fromkeys(("n1", "n2"), "does not start the ranks' program"), [], 0,
+         ("error", False, None)),
+        ({}, dict.fromkeys(("n1", "n2"), "does not start the ranks' program"), [BEGUN], 0,
+         ("not_started", True, "n1,n2")),
+        ({"NodeList": "n1"}, {}, [BEGUN], 0, ("not_started", True, None)),
+    ],
+)  # fmt: skip
+def test_nodes_that_stay_unready_are_left_and_named(batch, fields, problems, before, seconds, end):
+    batch.write(*before)
+    batch.fields = fields
+    batch.run(statuses=[STOPPED], probe=lambda _: problems)
+    assert seconds <= batch.clock.time <= seconds + 120
+    ended = last_end(batch)
+    assert (ended.reason.value, ended.requeued, ended.node) == end
+    assert "n2" in ended.cause
+    assert not batch.nodes_of_steps
+
+
+def test_a_start_that_can_launch_no_more_steps_is_left_at_once(batch):
+    batch.write(BEGUN)
+    assert batch.run(statuses=[UNSTARTED], needs_new_start=True) == EXIT_STOPPED
+    assert (last_end(batch).requeued, len(batch.nodes_of_steps)) == (True, 1)
+    assert batch.clock.time < 60
+
+
+ERRORS = [
+    KeyError("lost"),
+    OSError(errno.EIO, "lost"),
+    UnicodeDecodeError("utf-8", b"x", 0, 1, "lost"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_of_the_supervisor_is_recorded_and_requeues_three_times_at_most(batch, error):
+    def probe(_: float) -> dict[str, str]:
+        raise error
+
+    ends = []
+    for restart in range(3):
+        batch.restart, batch.fields = restart, {}
+        status = batch.run(statuses=[STOPPED], probe=probe)
+        ends.append((status, last_end(batch).requeued))
+    assert ends == [(EXIT_STOPPED, True), (EXIT_STOPPED, True), (2, False)]
+    assert "lost" in last_end(batch).cause
+    assert "3 times in a row" in read_state(batch.run_dir.path).reason
+
+
+def test_logs_that_somebody_tidied_are_made_again_before_a_requeue(batch):
+    batch.run_dir.logs.rmdir()
+    assert batch.run(statuses=[STOPPED]) == EXIT_STOPPED
+    assert batch.run_dir.logs.is_dir()
