@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -40,6 +41,8 @@ from pretrain.rundir.metrics_file import latest_measurements
 from pretrain.rundir.run_dir import RunDir, code_version
 
 PACKAGES = ("torch", "numpy", "deepspeed")
+# NCCL may sum in another order on other hosts of the same kind, by where they are in the network.
+HOSTS_NAME = "hosts of NCCL"
 WAITING_NAME = "threads wait"  # changes speed, but no bit of a result
 
 
@@ -52,8 +55,20 @@ def environment_of_rank(device: torch.device) -> dict[str, str]:
         "attention tiles": table_name() if device.type == "cuda" else "none",
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
+        HOSTS_NAME: socket.gethostname() if device.type == "cuda" else "none",
         WAITING_NAME: describe_waiting(),
     }
+
+
+def environment_of_ranks(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the environment of a start, with all values where its ranks differ.
+
+    A single host sums in the same order as any other with its GPUs, so it has no name.
+    """
+    environment = {name: ", ".join(sorted({each[name] for each in ranks})) for name in ranks[0]}
+    if environment[HOSTS_NAME] == ranks[0][HOSTS_NAME]:
+        environment[HOSTS_NAME] = "one"
+    return environment
 
 
 def environment_changes(
@@ -112,10 +127,7 @@ def record_start(
     where: dict[str, Any],
     is_local: bool = False,
 ) -> None:
-    """Write to the ledger where and in which environment training starts; log what changed.
-
-    Where ranks differ, the environment has all their values.
-    """
+    """Write to the ledger where and in which environment training starts; log what changed."""
     ranks = gather_values(environment_of_rank(world.device), dict[str, str])
     with raise_on_all_ranks():
         if not world.is_main:

@@ -49,7 +49,11 @@ from pretrain.processes.device import (
     with_precision_of_run,
     write_last_collectives,
 )
-from pretrain.recovery.starts import environment_changes, environment_of_rank
+from pretrain.recovery.starts import (
+    environment_changes,
+    environment_of_rank,
+    environment_of_ranks,
+)
 from pretrain.run import set_threads_of_rank
 from pretrain.rundir.run_dir import PACKAGES, AttemptFiles, RunDir, code_version
 from pretrain.weights.export import precision_on
@@ -314,6 +318,24 @@ def test_no_start_is_called_different_for_how_its_threads_wait() -> None:
     found = environment_of_rank(torch.device("cpu"))
     assert not environment_changes({**found, "threads wait": "another"}, found)
     assert environment_changes({**found, "threads": "97"}, found)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "changed"),
+    [
+        ("n1 n1 n2 n2", "n1 n1 n2 n2", None),
+        ("n1 n1 n2 n2", "n2 n2 n3 n3", ("n1, n2", "n2, n3")),
+        ("n1 n1", "n7 n7", None),  # the same GPUs of one host sum alike
+        ("none none", "none none", None),  # gloo
+        ("n1 n1", "n1 n2", ("one", "n1, n2")),
+    ],
+)
+def test_a_start_on_other_hosts_is_another_environment_of_nccl(before, now, changed) -> None:
+    starts = [
+        environment_of_ranks([{"torch": "2", "hosts of NCCL": host} for host in hosts.split()])
+        for hosts in (before, now)
+    ]
+    assert environment_changes(*starts) == ({"hosts of NCCL": changed} if changed else {})
 
 
 def test_a_rank_takes_the_threads_of_its_environment_else_its_part_of_the_cores(monkeypatch):
