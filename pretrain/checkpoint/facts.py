@@ -12,7 +12,7 @@ Steps on the nodes' disks are a best effort: a node that is gone stops no start.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -66,7 +66,7 @@ class History:
     whose checkpoints do not name them.
     """
 
-    standing: Mapping[str, int] = field(default_factory=dict)
+    standing: dict[str, int] = field(default_factory=dict)
     unknown: int = EVER
 
     def stands(self, step: int, attempt: str) -> bool:

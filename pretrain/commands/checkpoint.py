@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from foundation.cli import Answer, Program, add_json
-from foundation.errors import CheckpointError, printable
+from foundation.errors import (
+    EXIT_USER_ERROR,
+    CheckpointError,
+    OtherVersionError,
+    PrunedError,
+    printable,
+)
 from foundation.files import read_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
@@ -40,14 +46,15 @@ add_verify_arguments = add_list_arguments
 
 def add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="the run's mirror: checkpoint.mirror/NAME")
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory to make")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory to make, or to repair")
+    parser.add_argument("--step", type=int, metavar="N", help="this one (default: the latest)")
 
 
 def run_fetch(arguments: argparse.Namespace) -> int:
-    """Make the run directory from the latest checkpoint of the mirror."""
+    """Make the run directory from a checkpoint of the mirror."""
     from pretrain.rundir.restore import restore_run
 
-    step = restore_run(arguments.url, arguments.run)
+    step = restore_run(arguments.url, arguments.run, step=arguments.step)
     print(f"{arguments.run} has step {step}; start the run with this run directory to resume it")
     return 0
 
@@ -96,19 +103,25 @@ def _contents(directory: Path) -> dict[str, Any]:
 
 def run_verify(arguments: argparse.Namespace) -> Answer:
     """Read every checkpoint, and print a line of each at once; status 1 if one is corrupted."""
-    run_dir, problems = RunDir.open(arguments.run), {}
+    run_dir, answers = RunDir.open(arguments.run), list[dict[str, Any]]()
     for step in files.steps_on_disk(run_dir.checkpoints):
+        state, problem = "valid", None
         try:
-            marker.verify(files.step_directory(run_dir.checkpoints, step))
-            problems[step] = None
+            marker.verify_and_keep(files.step_directory(run_dir.checkpoints, step))
+        except PrunedError:
+            state = "pruned"  # by the run, which trains
+        except OtherVersionError as error:
+            state, problem = "of another version", str(error)
         except CheckpointError as error:
-            problems[step] = str(error)
+            state, problem = "CORRUPTED", str(error)
+        answers.append({"step": step, "state": state.lower(), "problem": problem})
         if not arguments.json:
-            found = f"CORRUPTED  {problems[step]}" if problems[step] else "valid"
-            print(f"step {step}: {found}", flush=True)
-    valid = list(problems.values()).count(None)
+            print(f"step {step}: {state}" + (f"  {problem}" if problem else ""), flush=True)
+    states = [each["state"] for each in answers if each["state"] != "pruned"]
+    valid = states.count("valid")
+    status = EXIT_CORRUPTED if "corrupted" in states else EXIT_USER_ERROR
     return Answer(
-        f"{valid} of {len(problems)} checkpoints are valid" if problems else _none_in(run_dir),
-        [{"step": step, "problem": problem} for step, problem in problems.items()],
-        0 if valid == len(problems) else EXIT_CORRUPTED,
+        f"{valid} of {len(states)} checkpoints are valid" if states else _none_in(run_dir),
+        answers,
+        0 if valid == len(states) else status,
     )

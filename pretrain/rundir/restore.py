@@ -20,7 +20,7 @@ from foundation.files import fsync_directory, write_text
 from foundation.settings import load_config
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
-from pretrain.checkpoint.destinations import MirrorIndex, ObjectStore
+from pretrain.checkpoint.destinations import SCRATCH, MirrorIndex, ObjectStore
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import (
     AttemptEnded,
@@ -33,27 +33,31 @@ from pretrain.rundir.events import (
     SupervisorKilled,
 )
 from pretrain.rundir.ledger import Ledger, line_of
+from pretrain.rundir.metrics_file import summarize_file
 from pretrain.rundir.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
-SCRATCH = ".restore.tmp"  # in the run directory: renames need the same file system
 # Where the run was, it was another cluster's: jobs with these numbers may be anybody's here.
 EVENTS_OF_JOBS = (Submitted, JobStarted, JobEnded, SupervisorKilled, NodeReplaced, Canceled)
 
 
-def restore_run(url: str, directory: Path, retry_policy: RetryPolicy | None = None) -> int:
-    """Make a run directory that resumes from the latest checkpoint at `url`; returns its step.
+def restore_run(
+    url: str,
+    directory: Path,
+    retry_policy: RetryPolicy | None = None,
+    step: int | None = None,
+) -> int:
+    """Make a run directory that resumes from a checkpoint at `url`; returns its step, the latest.
 
-    A directory that holds the run already stays as it is, if it has got as far: ConfigError if not,
-    or if it holds another run. A checkpoint that is not what its index says is named and left out;
-    CheckpointError if none is left. A store that does not answer is an error (DataError), never a
-    reason to take an older one.
+    If it holds the run already, only the checkpoint is put there, unless it is there and whole.
+    ConfigError if it holds another run, or a copy that has not got as far. Of a checkpoint that is
+    not what its index says, the CheckpointError names the one before: only a `step` takes that.
     """
     store = ObjectStore(url, directory / SCRATCH, retry_policy)
     run_dir, existed = RunDir(directory), directory.exists()
     try:
         with run_dir.locked("restore"):
-            return _restore(store, run_dir)
+            return _restore(store, run_dir, step)
     except UserError:
         # A wrong URL leaves nothing; files that have arrived stay.
         if not existed and not any(each.is_dir() for each in store.scratch.iterdir()):
@@ -62,61 +66,59 @@ def restore_run(url: str, directory: Path, retry_policy: RetryPolicy | None = No
         raise
 
 
-def _restore(store: ObjectStore, run_dir: RunDir) -> int:
+def _restore(store: ObjectStore, run_dir: RunDir, asked: int | None) -> int:
     store.scratch.mkdir(exist_ok=True)
     index = store.index()
     steps = [each.step for each in index.checkpoints]
     if not steps:
         raise CheckpointError(f"{store.url}: it has no checkpoint yet; start the run without it")
-    if run_dir.exists():
-        shutil.rmtree(store.scratch)
-        return _step_here(RunDir.open(run_dir.path), index, store.url)
-
-    def get(step: int) -> marker.Checkpoint:
-        checkpoint, arrived = store.get(index, step), RunDir(store.scratch)
-        try:
-            run_id = arrived.identity.id
-            load_config(RunConfig, arrived.config_file)
-        except ConfigError as error:
-            raise CheckpointError(str(error)) from None
-        if run_id != index.run:
-            raise CheckpointError(f"{arrived.path}: found run {run_id}, expected run {index.run}")
-        return checkpoint
-
-    found, refused = marker.newest_valid(steps, get)
-    for _, error in refused:
-        logger.warning(marker.refusal(str(error)))
-    if found is None:
-        raise CheckpointError(
-            f"{store.url}: none of its {len(steps)} checkpoints is valid; give the URL of another "
-            "mirror"
-        )
+    step = steps[-1] if asked is None else asked
+    if step not in steps:
+        raise ConfigError(f"{store.url} has no step {step}; it has {', '.join(map(str, steps))}")
+    try:
+        if run_dir.exists():
+            _repair(store, index, RunDir.open(run_dir.path), step)
+            return step
+        store.get(index, step)
+        if (found := RunDir(store.scratch).identity.id) != index.run:
+            raise CheckpointError(f"{store.url}: found run {found}, expected run {index.run}")
+        load_config(RunConfig, RunDir(store.scratch).config_file)
+    except CheckpointError as error:
+        before = [each for each in steps if each < step]
+        advice = f"take the one before with --step {before[-1]}" if before else "use another mirror"
+        where = "" if store.url in str(error) else f"{store.url}: "
+        raise CheckpointError(f"{where}{error}; {advice}") from None
     if run_dir.exists():
         raise ConfigError(
             f"{run_dir.path}: another run began here during the download; choose another run "
             "directory with --run-dir"
         )
-    _move_into_place(store.scratch, run_dir, found.step, store.url)
-    logger.info("restored step %d from %s", found.step, store.url)
-    return found.step
+    _move_into_place(store.scratch, run_dir, step, store.url)
+    logger.info("restored step %d from %s", step, store.url)
+    return step
 
 
-def _step_here(run_dir: RunDir, index: MirrorIndex, url: str) -> int:
-    """The step of a run that is on this disk already, if the mirror has nothing newer of it."""
-    if run_dir.identity.id != index.run:
+def _repair(store: ObjectStore, index: MirrorIndex, run_dir: RunDir, step: int) -> None:
+    """Put a checkpoint into a run directory whose ledger and metrics have got as far."""
+    run_id, root = run_dir.identity.id, run_dir.checkpoints
+    if run_id != index.run:
         raise ConfigError(
-            f"{run_dir.path} holds run {run_dir.identity.id}, {url} has run {index.run}; "
-            "choose another run directory"
+            f"{run_dir.path} holds run {run_id}, {store.url} has run {index.run}; choose another "
+            "run directory"
         )
-    here = marker.latest_step(run_dir.checkpoints)
-    there = max((each.step for each in index.checkpoints), default=0)
-    if there > here:
+    if (reached := summarize_file(run_dir.metrics).step) < step:
         raise ConfigError(
-            f"{run_dir.path} has reached step {here}, {url} has step {there} of the same run; "
-            "choose another run directory, or continue what is on this disk"
+            f"{run_dir.path} has measured {reached} steps, {store.url} has step {step} of the same "
+            "run; choose another run directory"
         )
-    logger.info("%s has step %d of this run already: nothing to restore", run_dir.path, here)
-    return here
+    with run_dir.locked():
+        try:
+            marker.verify(files.step_directory(root, step), run_id)
+            logger.info("%s has step %d of this run already", run_dir.path, step)
+        except CheckpointError:
+            root.mkdir(exist_ok=True)
+            store.bring(index, step, root)
+    shutil.rmtree(store.scratch)
 
 
 def _move_into_place(scratch: Path, run_dir: RunDir, step: int, url: str) -> None:

@@ -66,9 +66,9 @@ def upload(
         assert upload.problem is None, upload.problem
 
 
-def restored(url: str, directory: Path, policy: RetryPolicy = FAST) -> int:
+def restored(url: str, directory: Path, policy: RetryPolicy = FAST, step: int | None = None) -> int:
     """The step that arrives: whole, and with the run's files."""
-    step = restore_run(url, directory, policy)
+    step = restore_run(url, directory, policy, step)
     run_dir = RunDir.open(directory)
     found = marker.latest_valid(run_dir.checkpoints, pytest.fail, run_dir.identity.id)
     assert found is not None

@@ -32,6 +32,7 @@ from pretrain.checkpoint.destinations import (
     StoredCheckpoint,
 )
 from pretrain.checkpoint.local_tier import Mirror
+from pretrain.cli import main
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.rundir.events import Restored, TrainingBegan
 from pretrain.rundir.restore import restore_run
@@ -151,10 +152,25 @@ def change_root(home: Path, change: Callable[[dict], object]) -> None:
     ],
     ids=["a file gone", "another bit", "another index", "another ledger"],
 )
-def test_a_checkpoint_that_is_not_as_indexed_gives_way(change, tmp_path, stored, caplog):
+def test_a_checkpoint_that_is_not_as_indexed_gives_way_when_asked(change, tmp_path, stored):
+    target = tmp_path / "restored"
     with FileServer(damaged(stored, tmp_path / "store", change)) as server:
-        assert restored(server.url, tmp_path / "restored", QUICK) == 100
-    assert caplog.text.count("rejected: http://") == 1
+        with pytest.raises(CheckpointError, match=r"^http://.*200.*--step 100$"):
+            restore_run(server.url, target, QUICK)
+        with pytest.raises(ConfigError, match=r"no step 150; it has 100, 200$"):
+            restore_run(server.url, target, QUICK, step=150)
+        assert restored(server.url, target, QUICK, step=100) == 100
+
+
+def test_a_checkpoint_that_is_damaged_on_the_disk_is_fetched_again(tmp_path, stored, capsys):
+    target = tmp_path / "restored"
+    with FileServer(stored) as server:
+        assert restored(server.url, target, QUICK) == 200
+        flip_a_bit(target / "checkpoints" / "step-00000200" / "rank-00000.safetensors")
+        assert main(["checkpoint", "fetch", server.url, str(target), "--step", "200"]) == 0
+        assert main(["checkpoint", "fetch", server.url, str(target), "--step", "100"]) == 0
+    assert main(["checkpoint", "verify", str(target)]) == 0
+    assert "2 of 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -200,7 +216,8 @@ def test_jobs_of_the_cluster_it_comes_from_are_not_in_the_restored_ledger(tmp_pa
         with pytest.raises(ConfigError, match=str(tmp_path / "other")):
             restore_run(server.url, tmp_path / "other", QUICK)
         shutil.rmtree(tmp_path / "restored" / "checkpoints" / "step-00000200")
-        with pytest.raises(ConfigError, match=r"step 0, .* step 200"):
+        (tmp_path / "restored" / "metrics.jsonl").unlink()  # as an older copy of it
+        with pytest.raises(ConfigError, match=r"measured 0 steps, .* step 200"):
             restore_run(server.url, tmp_path / "restored", QUICK)
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from foundation.errors import CheckpointError, OtherVersionError, UnreadableError
 from foundation.files import content_of
+from foundation.records import from_json, to_json
 from foundation.settings import to_tree
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
@@ -29,9 +30,10 @@ from pretrain.checkpoint.destinations import (
     Publication,
     StoredCheckpoint,
 )
-from pretrain.checkpoint.facts import Candidate, Destination, Fact, Refusal, choose
+from pretrain.checkpoint.facts import Candidate, Destination, Fact, Past, Refusal, choose
 from pretrain.checkpoint.local_tier import MAY_DIFFER, LocalTier
 from pretrain.checkpoint.resume_point import find_resume_point
+from pretrain.cli import main
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.rundir.events import (
     AttemptEnded,
@@ -143,6 +145,13 @@ def test_the_ledger_has_what_is_published_and_not_undone(ledger: list[Event], ne
         found[each.destination] = max(each.step, found.get(each.destination, 0))
     assert found == newest
     assert asked_step(ledger) == (0 if isinstance(ledger[-1], ResumeFrom) else None)
+
+
+def test_what_rank_0_knows_of_the_past_reaches_all_ranks(stored):
+    past = stored.past()
+    assert past.facts
+    assert past.history.standing
+    assert from_json(Past, json.loads(json.dumps(to_json(past)))) == past
 
 
 def test_a_checkpoint_without_an_attempt_stands_as_those_of_its_time_do():
@@ -355,3 +364,20 @@ def test_a_checkpoint_of_another_version_is_named_so_and_gets_no_note(tmp_path, 
         with pytest.raises(OtherVersionError, match=rf"format 99, .*{marker.FORMAT}"):
             find()
     assert not list(tmp_path.glob(f"*/{files.REFUSED}"))
+
+
+def test_verify_tells_damage_from_pruning_and_other_versions(stored, monkeypatch, capsys):
+    rewrite_index(stored.checkpoints / "step-00000300", lambda index: index.update(format=99))
+    real = marker.read_index
+
+    def pruning(directory: Path, run_id: str = "") -> marker.Checkpoint:
+        if directory.name == "step-00000100":
+            shutil.rmtree(directory)
+        return real(directory, run_id)
+
+    monkeypatch.setattr(marker, "read_index", pruning)
+    assert main(["checkpoint", "verify", str(stored.path)]) == 2
+    said = capsys.readouterr().out
+    assert "step 100: pruned\nstep 200: valid\nstep 300: of another version  " in said
+    assert "1 of 2 checkpoints are valid" in said
+    assert "CORRUPTED" not in said
