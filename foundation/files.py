@@ -32,6 +32,7 @@ LARGEST_DESCRIPTION_BYTES = 1 << 20  # of a small JSON file that came with a cor
 LARGEST_LINE_BYTES = 1 << 22  # of a file that a run appends to
 YAML_SUFFIXES = (".yaml", ".yml")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # between looks for a file, in seconds
+_TEMPORARY = re.compile(r"\..+\.\d+\.tmp")  # of `atomic_write`
 _URL = re.compile(r"([a-z][a-z0-9-]+):/+(.*)")
 
 
@@ -79,6 +80,14 @@ def atomic_write(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[B
         raise
     if sync:
         fsync_directory(path.parent)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes had begun to write in a folder, in which no other writes now."""
+    for path in folder.glob(".*.tmp"):
+        with contextlib.suppress(OSError):
+            if _TEMPORARY.fullmatch(path.name):
+                path.unlink()
 
 
 def write_text(path: Path, text: str, mode: int = 0o666) -> None:

@@ -29,6 +29,7 @@ from pretrain.rundir.events import (
     AttemptEnded,
     Canceled,
     Event,
+    GaveUp,
     Interrupted,
     JobEnded,
     JobEndReason,
@@ -40,6 +41,7 @@ from pretrain.rundir.events import (
     Restored,
     Submitted,
     TrainingBegan,
+    UnresolvedSpike,
 )
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
 from pretrain.rundir.ledger import (
@@ -245,7 +247,11 @@ def _ended_status(evidence: Evidence, last: Event | None) -> Status:
         if is_finished(end):
             steps = evidence.steps
             if evidence.latest_step >= steps:
-                return Status(State.DONE)
+                if failure := evidence.metrics.failure:  # of a version that called this finished
+                    return Status(State.FAILED, failure)
+                spike = last_of(evidence.ledger, TrainingBegan, UnresolvedSpike)
+                is_spike = isinstance(spike, UnresolvedSpike)
+                return Status(State.DONE, spike.description if is_spike else "")
             before = f"finished after step {evidence.latest_step:,}"
             return Status(State.STOPPED, f"{before}; the run now has {steps:,} steps")
         if isinstance(end, Interrupted):
@@ -255,6 +261,8 @@ def _ended_status(evidence: Evidence, last: Event | None) -> Status:
             return Status(State.STOPPED, f"stopped on request after step {step:,}")
         if isinstance(end, AttemptEnded) and end.next in (NextAction.GIVE_UP, NextAction.REFUSED):
             return Status(State.FAILED, interruptions(evidence.ledger, False)[-1].description)
+    if isinstance(last_of(evidence.ledger, TrainingBegan, GaveUp), GaveUp):
+        return Status(State.FAILED, interruptions(evidence.ledger, False)[-1].description)
     when = datetime.datetime.fromtimestamp(evidence.last_seen).strftime("%Y-%m-%d %H:%M:%S")
     reason = f"its processes ended silently after {when}: they were killed, or the node went down"
     return Status(State.FAILED, reason, is_lost=True)

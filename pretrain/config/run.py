@@ -185,9 +185,9 @@ class RecoveryConfig:
     """What a run does on its own about anomalous gradients and losses.
 
     A loss is anomalous if it is `spike_threshold` robust standard deviations above the median of
-    the last 50 losses. If losses stay there, or updates are skipped, for 20 steps in a row, the run
-    rewinds to the checkpoint before the first of them and skips their data. If more than half of
-    the last 50 updates were skipped, the run stops.
+    the last 50 losses, or above that of untrained weights. If losses stay there, or updates are
+    skipped, for 20 steps in a row, the run rewinds to the checkpoint before the first of them and
+    skips their data. If more than half of the last 50 updates were skipped, the run stops.
     """
 
     skip_grad_norm: float = setting(0.0, Range(0, MOST))

@@ -22,6 +22,7 @@ from typing import Any
 from foundation.errors import DataError
 from foundation.files import LARGEST_LINE_BYTES, atomic_write, lines_of, open_regular, warn_of_lines
 from foundation.records import json_text
+from pretrain.terminal.text import counted
 
 logger = logging.getLogger(__name__)
 
@@ -225,13 +226,23 @@ class MetricsSummary:
     step: int = 0
     train_loss: float | None = None
     evaluation: Mapping[str, Any] | None = None  # the line of the latest one
+    num_skipped_last: int = 0  # updates in a row
     recent_tokens_per_second: float | None = None
     spent: TimeSpent = field(default_factory=TimeSpent)
+
+    @property
+    def failure(self) -> str:
+        """Why what was measured last is no result of training; '' if it is one."""
+        evaluation = self.evaluation or {}
+        if evaluation.get("step") == self.step and evaluation.get("loss") is None:
+            return f"its validation loss after step {self.step:,} is not finite"
+        count = self.num_skipped_last
+        return f"its last {counted(count, 'update')} had to be skipped" if count else ""
 
 
 def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
     """Sum up measurements, oldest first; steps within intervals may be left out."""
-    step, train_loss, evaluation = 0, None, None
+    step, train_loss, evaluation, num_skipped = 0, None, None, 0
     speeds, spent = deque[float](maxlen=RECENT_INTERVALS), TimeSpent()
     for line in measurements:
         spent.add(line)
@@ -239,6 +250,7 @@ def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
             evaluation = line
             continue
         step = line["step"]
+        num_skipped = num_skipped + 1 if line["skipped"] and not line.get("overflowed") else 0
         if "tokens_per_second" in line:
             speeds.append(line["tokens_per_second"])
             train_loss = train_loss if line.get("train_loss") is None else line["train_loss"]
@@ -246,6 +258,7 @@ def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
         step=step,
         train_loss=train_loss,
         evaluation=evaluation,
+        num_skipped_last=num_skipped,
         recent_tokens_per_second=statistics.median(speeds) if speeds else None,
         spent=spent,
     )

@@ -42,6 +42,7 @@ from foundation.files import (
     read_json,
     refuse_foreign,
     refuse_open_parents,
+    remove_leftovers,
     url_of,
     write_json,
     write_text,
@@ -336,6 +337,8 @@ class RunDir:
         Logs settings that differ from the run's as `old -> new`; ConfigError unless each may
         change.
         """
+        for folder in (path, cls(path).checkpoints):  # whoever comes here has the run's lock
+            remove_leftovers(folder)
         if not cls(path).exists():
             return cls.create(path, config)
         run_dir = cls.open(path)

@@ -17,6 +17,7 @@ import pytest
 
 from foundation.settings import load_config
 from pretrain.config.run import RunConfig
+from pretrain.rundir import run_dir
 from tests.helpers.checkout import ROOT
 
 PACKAGES = ("foundation", "data_pipeline", "pretrain", "launcher")
@@ -144,6 +145,17 @@ def test_the_working_directory_is_changed_only_around_the_start_of_a_fork_server
         if getattr(node, "attr", getattr(node, "name", "")) in ("chdir", "fchdir")
     }
     assert changing == {"data_pipeline/builder/parts.py"}, "relative paths mean others meanwhile"
+
+
+def test_json_without_nan_is_made_in_one_place():
+    """Messages between ranks and ids in lines for people are no files."""
+    others = ("foundation/records.py", "foundation/errors.py", "pretrain/distributed/world.py")
+    makers = [path for path in MODULES if re.search(r"json\.dumps?\(", path.read_text())]
+    assert sorted(str(path.relative_to(ROOT)) for path in makers) == sorted(others)
+
+
+def test_the_version_of_the_code_covers_all_packages_that_a_rank_runs():
+    assert set(run_dir.PACKAGES) == {"pretrain", *MAY_IMPORT["pretrain"]}
 
 
 def test_own_programs_are_started_without_the_working_directory_on_their_path():

@@ -30,6 +30,7 @@ from pretrain.rundir.events import (
     Submitted,
     TrainingBegan,
     TrainingEnded,
+    UnresolvedSpike,
 )
 from pretrain.rundir.heartbeat import HeartbeatRecord
 from pretrain.rundir.lock import Lock
@@ -64,6 +65,7 @@ START = TrainingBegan(time=NOW - 100, step=0, world_size=2)
 REFUSED = replace(RETRY, next=NextAction.REFUSED, reason=AttemptReason.USER_ERROR)
 STOPPED = replace(RETRY, next=NextAction.STOPPED, reason=AttemptReason.STOP_REQUESTED, step=1200)
 GAVE_UP = GaveUp(time=NOW - 1, spike=Spike(8, 9, 9.0, 3.0))
+UNRESOLVED = UnresolvedSpike(time=NOW - 1, spike=GAVE_UP.spike)
 JOB_STARTED = JobStarted(time=NOW + 1, job="17", restart=1, nodes=("n1", "n2"), step=40)
 SUBMITTED = Submitted(time=NOW + 1, job="17")
 CANCELED = Canceled(time=NOW - 20, job="17")
@@ -85,6 +87,11 @@ BLIND = job_ended(JobEndReason.ERROR, message="n2 sees nothing")
 UNREADY = NodesUnready(time=NOW, job="17", problems={"n2": "does not respond"})
 EARLIER = replace(JOB_STARTED, time=NOW - 180)
 DEAD = beat(5, hostname=socket.gethostname(), pid=2**22 + 1)
+
+
+def finished(**more: Any) -> Evidence:
+    """As an older version has called it."""
+    return seen(START, FINISH, checkpoint=100, metrics=MetricsSummary(step=100, **more))
 
 
 def final(ended: JobEnded) -> JobEnded:
@@ -148,6 +155,12 @@ def elsewhere(seconds_ago: float) -> Lock:
             "unresponsive",
             "the clock of elsewhere is 6.7 min ahead",
         ),
+        (seen(START, GAVE_UP), "failed", "losses up to 9.000"),  # by a rank without a launcher
+        (seen(START, UNRESOLVED, FINISH, checkpoint=100), "done", "ended while steps 8 to 9 had"),
+        (seen(START, UNRESOLVED, START, FINISH, checkpoint=100), "done", ""),
+        (finished(num_skipped_last=2), "failed", "2 updates"),
+        (finished(evaluation={"step": 100, "loss": None}), "failed", "not finite"),
+        (finished(evaluation={"step": 90, "loss": None}), "done", ""),
         (seen(START, FINISH, checkpoint=100, steps=150), "stopped", "the run now has 150 steps"),
     ],
 )

@@ -21,6 +21,7 @@ from launcher.stop_signals import StopSignals
 from launcher.supervisor import Ranks, supervise
 from pretrain.config.run import RunConfig
 from pretrain.processes.local_ranks import RankGroup
+from pretrain.recovery.stop_requests import StopRequest
 from pretrain.rundir.events import (
     EXIT_STOPPED,
     AttemptEnded,
@@ -52,6 +53,45 @@ def stop_at_the_first_failure(run_dir: RunDir, stop: StopSignals) -> None:
     until(lambda: events_of(run_dir.ledger.read(), AttemptEnded), 300)
     stop.received.append(signal.SIGINT)
     stop.requests += 1
+
+
+def send(*numbers: int) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGHUP,), (signal.SIGINT, signal.SIGINT)])
+def test_a_closed_terminal_saves_and_two_signals_of_one_ctrl_c_are_one(numbers):
+    with StopSignals() as signals:
+        send(*numbers)
+    stop = StopRequest()
+    send(*numbers)
+    stop.restore_handlers()
+    assert (signals.requests, stop.count) == (1, 1)
+
+
+def test_a_second_ctrl_c_is_no_request_to_save(monkeypatch):
+    for module in ("launcher.stop_signals", "pretrain.recovery.stop_requests"):
+        monkeypatch.setattr(f"{module}.ONE_PRESS_SECONDS", 0.0)
+    with StopSignals() as signals:
+        send(signal.SIGINT, signal.SIGINT)
+        assert signals.requests == 2
+    stop = StopRequest()
+    send(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT)
+    stop.restore_handlers()
+
+
+def test_nohup_keeps_a_closed_terminal_from_stopping_anything():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals():
+            stop = StopRequest()
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            stop.restore_handlers()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_supervisor_outlasts_a_full_disk_before_and_after_an_attempt(run_dir, monkeypatch):

@@ -34,7 +34,7 @@ from pretrain.costs.flops import (
     parameters_of,
     tail_shares,
 )
-from pretrain.costs.memory import checkpoint_bytes, largest_parameter
+from pretrain.costs.memory import Footprint, checkpoint_bytes, largest_parameter, layer_bytes
 from pretrain.costs.run_time import SLOWER_WHILE_WRITING, FailureCosts, failure_costs
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.choices import MODEL_CHOICES
@@ -175,6 +175,46 @@ def test_flops_are_what_pytorch_counts(options, ends):
     expected, tokens = flops_of(model, 6, 3, segments), 18 * segments
     assert forward / tokens == pytest.approx(expected.forward + padding, rel=1e-12)
     assert both / tokens == pytest.approx(expected.training + 3 * padding, rel=1e-12)
+
+
+def bytes_for_backward(model: ModelConfig, lanes: int, length: int) -> int:
+    """What autograd keeps of a forward pass, besides weights."""
+    module, kept = TransformerXL(model, attention_kernel="plain"), {}
+    weights = {each.untyped_storage().data_ptr() for each in module.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # so that no other gets its address
+        return tensor
+
+    tokens_BT = torch.zeros(lanes, length + 1, dtype=torch.int64)
+    starts_BL = torch.zeros(lanes, length, dtype=torch.bool)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(tokens_BT[:, :-1], tokens_BT[:, 1:], None, starts_BL)
+    return sum(kept[each].untyped_storage().nbytes() for each in kept.keys() - weights)
+
+
+@pytest.mark.parametrize("isolates", [False, True])
+@pytest.mark.parametrize(("lanes", "length"), [(2, 64), (3, 128)])
+def test_a_deltanet_keeps_what_autograd_does_but_for_small_tensors(isolates, lanes, length):
+    small = {**SMALL, "d_model": 32, "memory_length": 0, "isolate_documents": isolates}
+    models = [
+        ModelConfig(**{**small, "layer_kinds": ("deltanet",), "num_layers": layers})
+        for layers in (2, 3)
+    ]
+    two, three = (bytes_for_backward(model, lanes, length) for model in models)
+    run = RunConfig(model=models[0], engine=EngineConfig(kind="torch", precision="fp32"))
+    run = replace(run, data=DataConfig(lanes=lanes, segment_length=length))
+    kept = layer_bytes(run, lanes, on_gpu=False, kind="deltanet", memory=0).kept
+    assert 1.0 <= (three - two) / kept < 1.07
+
+
+@pytest.mark.parametrize(("segments", "of_weights"), [(1, 0), (2, 2)])
+def test_stage_3_sums_a_ranks_part_of_the_gradients_in_float32(segments, of_weights):
+    optim, engine = OptimConfig(gradient_segments=segments), EngineConfig(precision="bf16")
+    run = RunConfig(model=ModelConfig(**SMALL), optim=optim, engine=replace(engine, zero_stage=3))
+    parameters = parameters_of(run.model).total
+    gradients = Footprint(replace(run, data=DataConfig(lanes=8)), 8).parts["gradients"]
+    assert gradients == 4 * parameters / 8 + of_weights * parameters
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from foundation.errors import ConfigError
+from pretrain.config.model import ModelConfig
 from pretrain.config.run import (
     DataConfig,
     EngineConfig,
@@ -23,6 +26,7 @@ from pretrain.config.run import (
     RunConfig,
     ScheduleConfig,
 )
+from pretrain.costs.flops import tail_shares
 from pretrain.metrics.stragglers import (
     SlownessMeter,
     StragglerWatch,
@@ -30,11 +34,18 @@ from pretrain.metrics.stragglers import (
     slowest_rank,
 )
 from pretrain.recovery import rewind
-from pretrain.recovery.rewind import SpikeDetector, segments_consumed, skip_windows, window_of
+from pretrain.recovery.rewind import (
+    SpikeDetector,
+    segments_consumed,
+    skip_windows,
+    untrained_loss,
+    window_of,
+)
 from pretrain.recovery.starts import memory_settings, with_fitting_micro_batch
 from pretrain.rundir.events import Event, OutOfMemory, Rewind, Slowdown, Spike, TrainingBegan
 from pretrain.rundir.ledger import skipped_windows
 from tests.helpers.metrics import train_line
+from tests.helpers.models import tiny_model
 from tests.helpers.tiny_runs import ALONE
 
 SETTINGS, OFF = (RecoveryConfig(spike_threshold=threshold) for threshold in (5.0, 0.0))
@@ -54,11 +65,14 @@ def first_spike(losses: Sequence[float | None], *settings: Any, **more: Any) -> 
 
 
 def run_of(
-    settings: RecoveryConfig = SETTINGS, warmup_steps: int = 0, data_changes: Sequence[int] = ()
+    settings: RecoveryConfig = SETTINGS,
+    warmup_steps: int = 0,
+    data_changes: Sequence[int] = (),
+    model: ModelConfig = ModelConfig(),  # noqa: B008
 ) -> RunConfig:
     phases = tuple(PhaseConfig(from_step=step, lanes=16) for step in data_changes)
     optim = OptimConfig(steps=10_000, schedule=ScheduleConfig(warmup_steps=warmup_steps))
-    return RunConfig(recovery=settings, data=DataConfig(phases=phases), optim=optim)
+    return RunConfig(model=model, recovery=settings, data=DataConfig(phases=phases), optim=optim)
 
 
 def lines_of(losses: Sequence[float | None]) -> list[dict]:
@@ -109,6 +123,33 @@ HIGHER = [*noisy(40), *noisy(30, level=6.0), *noisy(10)]
 def test_a_jump_that_lasts_is_a_spike_and_nothing_else_is(losses, more, steps):
     spike = first_spike(losses, **more)
     assert (spike and (spike.first_step, spike.last_step)) == steps
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("vocab_size", "losses", "steps"),
+    [
+        (300, [*noisy(20, 5.4, fall=0.12), *noisy(3, 5.8)], (21, 23)),  # ln 300 = 5.70
+        (400, [*noisy(20, 5.4, fall=0.12), *noisy(3, 5.8)], None),  # within the deviation
+        (300, [*noisy(20, 5.4, fall=0.12), 5.8, 5.8, 4.0, 5.8], None),
+        (300, [*noisy(19, 5.4, fall=0.12), *noisy(3, 5.8)], None),  # too few are known
+        (300, noisy(60, 5.8), None),  # it has not learned yet
+    ],
+)
+def test_a_loss_above_that_of_untrained_weights_is_anomalous(vocab_size, losses, steps):
+    spike = first_spike(losses, model=ModelConfig(vocab_size=vocab_size))
+    assert (spike and (spike.first_step, spike.last_step)) == steps
+
+
+def test_the_loss_of_untrained_weights_is_that_of_logits_of_zero():
+    model = tiny_model(vocab_size=50, cutoffs=(10, 30))
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    first_tokens_BL = torch.tensor([[0, 10, 30]])
+    nll_BL, _ = model(first_tokens_BL, first_tokens_BL, None)
+    expected = (nll_BL[0] * torch.tensor(tail_shares(model.config))).sum()
+    assert untrained_loss(model.config) == pytest.approx(expected.item(), rel=1e-6)
+    assert untrained_loss(ModelConfig(vocab_size=256)) == math.log(256)
 
 
 def test_a_jump_that_falls_back_within_12_steps_is_no_spike_by_default():

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from data_pipeline.corpora.corpus import corpus_hash
@@ -37,7 +38,14 @@ from pretrain.engines.engine import TorchEngine
 from pretrain.recovery import rewind
 from pretrain.recovery.rewind import SpikeFound, SpikeMonitor
 from pretrain.run import run_training
-from pretrain.rundir.events import GaveUp, Outcome, Rewind, TrainingBegan, TrainingEnded
+from pretrain.rundir.events import (
+    GaveUp,
+    Outcome,
+    Rewind,
+    TrainingBegan,
+    TrainingEnded,
+    UnresolvedSpike,
+)
 from pretrain.rundir.ledger import events_of, skipped_windows
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
@@ -195,7 +203,8 @@ def overflow(monkeypatch: pytest.MonkeyPatch, steps: range, count: int) -> None:
     def forward_backward(engine: TorchEngine, slot: Any, memory: Any, step: int) -> Any:
         result = real(engine, slot, memory, step)
         if step + 1 in steps and next(numbers) < count:
-            next(engine.module.parameters()).grad.fill_(float("inf"))
+            parameter = next(engine.module.parameters())
+            parameter.grad = torch.full_like(parameter, math.inf)
         return result
 
     monkeypatch.setattr(TorchEngine, "forward_backward", forward_backward)
@@ -212,13 +221,35 @@ def test_a_run_does_not_end_with_skipped_updates(run, run_dir, world, monkeypatc
     assert trained_steps(run_dir) == [*range(1, 31)]
 
 
-def test_without_rewinds_more_steps_go_past_skipped_updates(run, run_dir, world, monkeypatch):
+def test_without_rewinds_more_steps_go_past_skipped_updates(
+    run, run_dir, world, monkeypatch, caplog
+):
     run = replace(run, recovery=RecoveryConfig(spike_threshold=0))
     overflow(monkeypatch, range(30, 31), count=9)
     for _ in range(2):
         assert "raise optim.steps" in error_of(run, run_dir, world)
-    longer = replace(run, optim=replace(run.optim, steps=31))
+    assert "learning rate" not in caplog.text
+    longer = replace(run, optim=replace(run.optim, steps=32))
     assert run_training(longer, run_dir.path, world) == 0
+    (said,) = [line for line in caplog.messages if "the learning rate has changed" in line]
+    rates = {
+        line["step"]: line["learning_rate"] for line in run_dir.read_metrics() if "skipped" in line
+    }
+    assert f"step 30 had {rates[30]:.4g}, step 31 has {rates[31]:.4g}" in said
+
+
+def test_a_spike_that_is_not_over_at_the_end_is_told(run, run_dir, world, monkeypatch, caplog):
+    run, real = replace(run, recovery=RecoveryConfig()), TorchEngine.forward_backward
+
+    def forward_backward(engine: TorchEngine, slot: Any, memory: Any, step: int) -> Any:
+        loss, memory = real(engine, slot, memory, step)
+        return loss + (9 if step >= 28 else 0), memory
+
+    monkeypatch.setattr(TorchEngine, "forward_backward", forward_backward)
+    assert run_training(run, run_dir.path, world) == 0
+    (event,) = events_of(run_dir.ledger.read(), UnresolvedSpike)
+    assert (event.spike.first_step, event.spike.last_step, event.before) == (29, 30, 25)
+    assert sum(event.description in line for line in caplog.messages) == 1
 
 
 def test_a_final_loss_that_is_not_finite_is_no_end(run, run_dir, world, monkeypatch):

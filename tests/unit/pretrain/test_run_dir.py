@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
@@ -13,6 +14,7 @@ import pytest
 
 from data_pipeline.config import MixturePart
 from foundation.errors import ConfigError, DataError, UserError
+from foundation.records import json_text
 from foundation.retry import Patience
 from foundation.settings import settings_of, to_tree
 from pretrain.checkpoint.directory import INDEX
@@ -307,6 +309,29 @@ def test_events_are_read_back_as_they_were_and_described_as_recorded(tmp_path):
     lines = [json.loads(line) for line in ledger.path.read_text().splitlines()]
     assert [line["event"] for line in lines] == [event.name() for event in EXAMPLES]
     assert not any(None in line.values() for line in lines)
+
+
+def test_a_start_removes_what_killed_processes_had_begun_to_write(tmp_path):
+    run_dir = RunDir.create(tmp_path / "run", RunConfig())
+    left = [run_dir.path / ".attempt.17.tmp", run_dir.checkpoints / ".mirror.json.9.tmp"]
+    others = [run_dir.path / ".notes.tmp", run_dir.path / "attempt.17.tmp"]
+    for path in (*left, *others):
+        path.write_text("half")
+    RunDir.create_or_resume(run_dir.path, run_dir.config)
+    assert [path.exists() for path in (*left, *others)] == [False, False, True, True]
+
+
+def test_nan_of_an_older_version_is_read_and_becomes_null_at_the_next_start(tmp_path):
+    path, line = tmp_path / "metrics.jsonl", json.dumps(train_line(1, math.nan, extra=math.inf))
+    path.write_text(f"{line}\n{json.dumps(train_line(2))}\n")
+    assert "NaN" in line
+    before = list(measurements_of(path))
+    assert cut_measurements_after(path, 2) == 0
+    assert list(measurements_of(path)) == before
+    assert [each["loss"] for each in before] == [None, 1.0]
+    assert "Infinity" not in path.read_text()
+    assert "NaN" not in path.read_text()
+    assert json_text({"a": [1.5, -math.inf], "b": math.nan}) == '{"a": [1.5, null], "b": null}'
 
 
 @pytest.mark.parametrize("kind", ["pipe", "endless"])
