@@ -124,7 +124,9 @@ class CorpusConfig:
         if not self.input:
             raise ConfigError("input names no file or folder")
         if self.token_dtype not in ("", *TOKEN_DTYPES):
-            raise ConfigError(f"token_dtype={self.token_dtype}, expected {', '.join(TOKEN_DTYPES)}")
+            raise ConfigError(
+                f"token_dtype: found {self.token_dtype!r}, expected {', '.join(TOKEN_DTYPES)}"
+            )
         if self.is_stream and (self.shuffles or self.split_characters):
             raise ConfigError(
                 "format=stream is one text in order; leave out shuffle_seed and split_characters"

@@ -270,8 +270,8 @@ def _read(path: Path) -> tuple[TokenizerKind, bytes, dict[str, Any]]:
     found = fingerprint_of(kind, model, options)
     if found != expected:
         raise DataError(
-            f"{path} is corrupted: its model has fingerprint {found[:16]}, "
-            f"its description expects {expected[:16]}; restore it"
+            f"{path} is corrupted: its model has fingerprint {found}, its description expects "
+            f"{expected}; restore it"
         )
     return kind, model, options
 

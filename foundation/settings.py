@@ -20,13 +20,22 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from fractions import Fraction
 from pathlib import Path
 from types import UnionType
-from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from foundation.credentials import problem_of, redacted
 from foundation.errors import ConfigError
 from foundation.files import path_text
 from foundation.records import is_sha256
-from foundation.yaml_files import Tree, abbreviated, did_you_mean, merge, parse_override, read_tree
+from foundation.yaml_files import (
+    Tree,
+    WrittenFloat,
+    WrittenInt,
+    abbreviated,
+    did_you_mean,
+    merge,
+    parse_override,
+    read_tree,
+)
 
 RANGE, UNIT = "range", "unit"
 MOST = 10**12  # of steps, tokens or bytes: more than any run has, and exact in float64
@@ -153,7 +162,7 @@ _OF_BYTES = {
 _OF_COUNTS = {**_COUNTS, **_BINARY}
 _LONGEST = 40  # digits; Python refuses to read thousands
 _LIKE_A_SIZE = re.compile(r"\d[\d_.,]{0,40}\s?[A-Za-z]{1,20}")
-_SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s?([A-Za-z]*)")
+_SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s?([A-Za-z]*)", re.ASCII)
 
 
 def parse_size(text: str, unit: str) -> int | float | None:
@@ -332,10 +341,13 @@ T = TypeVar("T")
 COMMAND_LINE = "command line"
 MOST_PROBLEMS = 20  # in one message
 _LONGEST_NAME = 60  # characters of an unknown setting's name in a message
+LONGEST_SHOWN = 200  # characters of a value in a message, whoever wrote the message
 _EXPECTED = {  # instead of pydantic's words
     "path_type": "expected a path",
     "tuple_type": "expected a list, such as [1, 2]",
     "dict_type": "expected a section",
+    "too_long": "expected fewer values",
+    "int_parsing_size": "expected a smaller number",
     "missing": "expected one more value",  # of a list with a fixed number
 }
 _WRONG = object()  # in place of an invalid value, whose reason is among the problems
@@ -374,7 +386,11 @@ def parse_config(schema: type[T], tree: Mapping[str, Any], source: str) -> T:
 def _checked(schema: Any, tree: Mapping[str, Any]) -> tuple[Any, Sequence[str]]:
     """The instance, meaningless if there are problems, and what is wrong with the settings."""
     problems: list[str] = []
-    return _build(schema, tree, (), problems, schema), problems
+    value = _build(schema, tree, (), problems, schema)
+    long = sorted({text for text in _texts_in(tree) if len(text) > LONGEST_SHOWN}, key=len)
+    for text in reversed(long if problems else ()):
+        problems = [problem.replace(text, abbreviated(text)) for problem in problems]
+    return value, problems
 
 
 def _error_of(*found: tuple[str, Sequence[str]]) -> ConfigError:
@@ -465,8 +481,13 @@ def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: list[str]
     if problem := next(filter(None, map(problem_of, _texts_in(value))), None):
         problems.append(f"{_dotted(where)}: {problem}")
         return _WRONG
-    if isinstance(value, bool) and hint in (int, float):  # pydantic would accept yes as 1
-        problems.append(f"{_dotted(where)}: found {abbreviated(value)}, expected a number")
+    value = as_written(hint, value)
+    if value == "" and Path in types_of(hint):  # Path("") would be the working directory
+        value = None
+    if bool not in types_of(hint) and any(isinstance(each, bool) for each in _scalars_in(value)):
+        # pydantic would accept yes as 1
+        expected = "text" if types_of(hint) <= {str, Path} else "a number"
+        problems.append(f"{_dotted(where)}: found {abbreviated(value)}, expected {expected}")
         return _WRONG
     try:
         return _adapter(hint).validate_python(value)
@@ -480,6 +501,39 @@ def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: list[str]
             found = "no value" if item["input"] is None else found
             problems.append(f"{name}: found {found}, {expected}")
     return _WRONG
+
+
+def types_of(hint: Any) -> set[type]:
+    """Return the scalar types that a value of this type may have, also inside of lists."""
+    if get_origin(hint) is Literal:
+        return {type(value) for value in get_args(hint)}
+    inside = [each for each in get_args(hint) if each is not Ellipsis]
+    return set().union(*map(types_of, inside)) if inside else {hint}
+
+
+def as_written(hint: Any, value: Any) -> Any:
+    """Return the value with numbers as they were written, where the setting is text."""
+    if isinstance(value, list):
+        items = [each for each in get_args(hint) if each is not Ellipsis]
+        hints = items if len(items) == len(value) else [*(items[:1] or [Any])] * len(value)
+        return [as_written(each, item) for each, item in zip(hints, value, strict=True)]
+    if isinstance(value, Mapping):
+        keys, values = get_args(hint) if len(get_args(hint)) == 2 else (Any, Any)
+        return {as_written(keys, key): as_written(values, item) for key, item in value.items()}
+    if isinstance(value, WrittenInt | WrittenFloat):
+        if types_of(hint) <= {str, Path, type(None)}:
+            return value.written
+        return int(value) if isinstance(value, int) else float(value)
+    return value
+
+
+def _scalars_in(value: Any) -> Iterator[Any]:
+    """Yield every scalar in the lists and sections of a value."""
+    if isinstance(value, (list, tuple, Mapping)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _scalars_in(each)
+    else:
+        yield value
 
 
 def _texts_in(value: Any) -> Iterator[str]:

@@ -26,22 +26,37 @@ MOST_FILES = 64  # that one file extends, directly or not
 DEEPEST_NODE = 100
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, half a character: no file name has them
 _OTHER_TAGS = [f"tag:yaml.org,2002:{name}" for name in ("set", "omap", "pairs", "binary")]
+MOST_NODES = 20_000  # names and values: twenty thousand are read in a second
 TOO_DEEP = "it is nested too deeply"
 LONGEST_INTEGER = 100  # characters
 _FLOAT_TAG = "tag:yaml.org,2002:float"
+_DATE_TAG = "tag:yaml.org,2002:timestamp"  # 2026-11-28 is text here
 _INT_TAG = "tag:yaml.org,2002:int"
 # Numbers of YAML 1.2. PyYAML implements 1.1, where 1e-3 without a dot is text, 5:00 is 300 (base
 # 60), and 0300 is 192 (octal). Here 5:00 is text, and 0300 is refused: other readers disagree.
 # Each matches in one way only: others would take the square of the time.
-_EXPONENT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+_EXPONENT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$", re.ASCII)
 _FLOAT = re.compile(
     r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$"
-    r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+    r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$",
+    re.ASCII,
 )
-_INT = re.compile(r"[-+]?(0b[01_]+|0x[\da-fA-F_]+|\d[\d_]*)$")
-_LEADING_ZERO = re.compile(r"[-+]?0[\d_]+$")
+_INT = re.compile(r"[-+]?(0b[01_]+|0x[\da-fA-F_]+|\d[\d_]*)$", re.ASCII)
+_LEADING_ZERO = re.compile(r"[-+]?0[\d_]+$", re.ASCII)
 _NUMBERS = ((_FLOAT_TAG, _EXPONENT), (_FLOAT_TAG, _FLOAT), (_INT_TAG, _INT))
 _FIRST_OF_NUMBERS = list("-+0123456789.")
+
+
+class WrittenInt(int):
+    """An integer of a YAML file that knows how it was written, for settings that are text."""
+
+    written: str
+
+
+class WrittenFloat(float):
+    """A float of a YAML file that knows how it was written, for settings that are text."""
+
+    written: str
 
 
 def find_config(path: Path) -> Path:
@@ -151,7 +166,9 @@ def _load(text: str) -> Any:
     import yaml
 
     loader, depth = _loader(), 0
-    for event in yaml.parse(text, Loader=loader):
+    for number, event in enumerate(yaml.parse(text, Loader=loader)):
+        if number > MOST_NODES:
+            raise ValueError(f"it has more than {MOST_NODES:,} names and values")
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(f"found the alias *{event.anchor}, expected a value; write it out")
         depth += isinstance(event, yaml.CollectionStartEvent)
@@ -170,7 +187,7 @@ def _loader() -> Any:
 
     class Loader(base):
         yaml_implicit_resolvers: ClassVar = {
-            first: [pair for pair in pairs if pair[0] not in (_INT_TAG, _FLOAT_TAG)]
+            first: [pair for pair in pairs if pair[0] not in (_INT_TAG, _FLOAT_TAG, _DATE_TAG)]
             for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
 
@@ -185,7 +202,14 @@ def _loader() -> Any:
             )
         if len(node.value) > LONGEST_INTEGER:
             raise wrong(f"an integer of {len(node.value):,} characters", node)
-        return loader.construct_yaml_int(node)
+        number = WrittenInt(loader.construct_yaml_int(node))
+        number.written = node.value
+        return number
+
+    def float_of(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+        number = WrittenFloat(loader.construct_yaml_float(node))
+        number.written = node.value
+        return number
 
     def text_of(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
         text = loader.construct_yaml_str(node)
@@ -212,6 +236,7 @@ def _loader() -> Any:
     for tag, form in _NUMBERS:
         Loader.add_implicit_resolver(tag, form, _FIRST_OF_NUMBERS)
     Loader.add_constructor(_INT_TAG, int_of)
+    Loader.add_constructor(_FLOAT_TAG, float_of)
     Loader.add_constructor("tag:yaml.org,2002:str", text_of)
     Loader.add_constructor("tag:yaml.org,2002:map", mapping_of)
     return Loader
@@ -265,6 +290,8 @@ def _dumper() -> Any:
     class Dumper(yaml.SafeDumper):
         pass
 
+    Dumper.add_representer(WrittenInt, yaml.SafeDumper.represent_int)
+    Dumper.add_representer(WrittenFloat, yaml.SafeDumper.represent_float)
     Dumper.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, _FIRST_OF_NUMBERS)
     return Dumper
 

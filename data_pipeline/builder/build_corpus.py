@@ -59,7 +59,7 @@ from data_pipeline.corpora.manifest import (
 from data_pipeline.tokenizer import Tokenizer
 from data_pipeline.vocabularies.vocabulary import UnencodableText
 from foundation.files import fsync_file, named_errors
-from foundation.progress import Report
+from foundation.progress import Note, Report
 from foundation.records import json_text
 from foundation.settings import to_tree
 
@@ -208,6 +208,8 @@ def _write_splits(
     progress.show()
     for writer in writers.values():
         writer.flush()
+    if rejects.empty:
+        report(Note(f"{rejects.empty:,} records without text were left out"))
     if rejects.count:
         fsync_file(rejects_path)
         rejects_path.replace(config.output / REJECTS_NAME)

@@ -24,14 +24,13 @@ from data_pipeline.builder import records
 from data_pipeline.builder.formats import (
     BLOCK_BYTES,
     CORRUPTION,
+    InvalidRecords,
     decompressed,
     is_compressed,
-    kind_by_name,
     stated_kind,
 )
 from data_pipeline.builder.records import (
     Document,
-    InvalidRecords,
     Records,
     Reject,
     Tell,
@@ -116,8 +115,11 @@ def read_stream(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Rec
     They join to the stretch, and only the last does not continue. InvalidRecords for a byte that is
     not UTF-8: 100 kB would be missing from one text.
     """
-    file.seek(source.start)
-    left, offset, rest, has_any = source.size, source.start, b"", False
+    start = source.start
+    if not start and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+        start = len(codecs.BOM_UTF8)
+    file.seek(start)
+    left, offset, rest, has_any = source.size - start + source.start, start, b"", False
     while left:
         block = file.read(min(STRETCH_BYTES, left))
         left = left - len(block) if block else 0
@@ -203,7 +205,7 @@ def _read_bytes(
 
 def _read_text(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Records:
     raw = file.read(records.LONGEST_DOCUMENT_BYTES + 1)
-    if stated_kind(config) is None and not kind_by_name(source.name) and b"\0" in raw:
+    if stated_kind(config) is None and b"\0" in raw:
         yield Reject(source.name, f"not text (byte {raw.index(0)} is 0)")
         return
     yield document_of_bytes(raw.removeprefix(codecs.BOM_UTF8), source.name, source.name, config)
@@ -222,7 +224,10 @@ def _read_jsonl(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Rec
             while (line := file.readline(BLOCK_BYTES)) and not line.endswith(b"\n"):
                 pass
         elif line.strip():
-            yield document_of_json(line.rstrip(b"\r\n"), location, location, config)
+            record = document_of_json(line.rstrip(b"\r\n"), location, location, config)
+            if not line.endswith(b"\n") and isinstance(record, Reject) and record.is_cut:
+                raise InvalidRecords(f"its last line is {record.reason}")
+            yield record
 
 
 @dataclass

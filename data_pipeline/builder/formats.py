@@ -29,6 +29,14 @@ ZST_PIECE_BYTES = 1 << 10
 CORRUPTION = (EOFError, zlib.error, gzip.BadGzipFile)  # raised by `decompressed` files
 
 
+class InvalidRecords(Exception):
+    """A file is not what its kind says, or ends too early; the message says how."""
+
+
+class UnreadableRecords(InvalidRecords):
+    """A file may be whole, but nothing here reads it; the message says why, and what to do."""
+
+
 def without_compression(name: str) -> str:
     """Return a file's name in lower case, without .gz or .zst."""
     name = name.lower()
@@ -103,6 +111,8 @@ class _ZstFile(io.RawIOBase):
         try:
             self._ready = memoryview(self._frame.decompress(compressed))
         except self._error as error:
+            if "ictionary" in str(error):
+                raise UnreadableRecords("it needs its dictionary; compress it without") from None
             raise EOFError(str(error)) from None
         self._is_inside = not self._frame.eof
         return True

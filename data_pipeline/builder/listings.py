@@ -21,6 +21,7 @@ from foundation.files import read_json
 
 LARGEST_LIST_BYTES = 1 << 26  # an MDS data set of 100,000 shards lists them in 30 MB
 MDS_INDEX = "index.json"
+MDS_COMPRESSIONS = ("", "zstd", "gz")
 MDS_FORMS = ("raw_data", "zip_data")  # of a shard; the folder has either
 # Folders beside the files of all versions of a table; what is in them says which are current.
 VERSIONED = {
@@ -179,6 +180,15 @@ def _of_shards(content: dict[str, Any], folder: PurePosixPath) -> Files:
         raise DataError(
             f"{folder} is a data set of LitData, which is not read; write it as MDS or Parquet"
         )
+    for shard in content["shards"]:
+        name, packing = (
+            shard.get("raw_data", {}).get("basename", ""),
+            shard.get("compression") or "",
+        )
+        if name.endswith(".mds") and packing.partition(":")[0] not in MDS_COMPRESSIONS:
+            raise DataError(
+                f"{folder} is an MDS data set compressed by {packing}, expected zstd, gz or none"
+            )
     return tuple(
         tuple(
             ListedFile(

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from data_pipeline.builder.formats import UnreadableRecords
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import LARGEST_VOCABULARY, CorpusConfig
 from foundation.errors import DataError
@@ -22,6 +23,7 @@ from foundation.settings import assert_never
 
 LONGEST_DOCUMENT_BYTES = 1 << 28  # longer records are rejected; several fit into a shard
 JSON_FRAME_BYTES = 1 << 20  # of a record, in addition to its text
+EMPTY = "empty"
 REJECTS_NAME = "rejects.jsonl"
 TOKEN_BYTES = 4
 CUTS = ("\n\n", "\n", " ")  # ends of a paragraph, line and word: where to cut, best first
@@ -45,17 +47,19 @@ class Reject:
     source: str
     reason: str
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no text: tables of lines have such rows between paragraphs."""
+        return self.reason == EMPTY
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it may be the start of a record that was whole."""
+        return self.reason.startswith("invalid ")
+
 
 Tell = Callable[[], int]  # how many of a file's bytes were read
 Records = Iterator[Document | Reject]
-
-
-class InvalidRecords(Exception):
-    """A file is not what its kind says, or ends too early; the message says how."""
-
-
-class UnreadableRecords(InvalidRecords):
-    """A file may be whole, but nothing here reads it; the message says why, and what to do."""
 
 
 def corrupted(source: SourceFile, reason: object) -> str:
@@ -89,7 +93,7 @@ def document_of_bytes(
     except UnicodeDecodeError as error:
         return Reject(source, f"invalid UTF-8 at byte {error.start}")
     if not text.strip():
-        return Reject(source, "empty")
+        return Reject(source, EMPTY)
     return Document(name, with_newlines(text, config), source)
 
 
@@ -110,7 +114,7 @@ def document_of_json(raw: bytes, name: str, source: str, config: CorpusConfig) -
         found = type(text).__name__
         return Reject(source, f"field {config.text_field!r} holds {found}, expected text")
     if not text.strip():
-        return Reject(source, "empty")
+        return Reject(source, EMPTY)
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
@@ -130,7 +134,7 @@ def document_of_tokens(
     if len(values) and values[-1] == config.tokenizer.end_id:
         values = values[:-1]
     if not len(values):
-        return Reject(source, "empty")
+        return Reject(source, EMPTY)
     if values.min() < 0 or values.max() >= LARGEST_VOCABULARY:
         found = values.min() if values.min() < 0 else values.max()
         return Reject(source, f"found the id {found}, expected 0 to {LARGEST_VOCABULARY - 1}")
@@ -162,13 +166,19 @@ def document_id(value: object, name: str) -> str:
 
 
 class RejectList:
-    """Lists unusable records in a file; DataError if there are more than allowed."""
+    """Lists unusable records in a file; DataError if there are more than allowed.
+
+    Empty ones are only counted.
+    """
 
     def __init__(self, file: BinaryIO, limit: int, path: Path) -> None:
         self._file, self._limit, self._path = file, limit, path
-        self.count = 0
+        self.count = self.empty = 0
 
     def add(self, reject: Reject) -> None:
+        if reject.is_empty:
+            self.empty += 1
+            return
         self.count += 1
         self._file.write(json_text(asdict(reject)).encode() + b"\n")
         if self.count > self._limit:

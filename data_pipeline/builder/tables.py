@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from data_pipeline.builder.formats import UnreadableRecords
 from data_pipeline.builder.records import (
     Document,
     Records,
@@ -30,6 +31,9 @@ from foundation.files import open_regular
 
 ROWS_AT_ONCE, BYTES_AT_ONCE = 1024, 1 << 28  # of Parquet
 ARROW_FILE_MAGIC = b"ARROW1"  # else a stream, which `datasets` writes
+DICTIONARY_ENCODINGS = frozenset(
+    ("PLAIN", "PLAIN_DICTIONARY", "RLE_DICTIONARY", "RLE", "BIT_PACKED")
+)
 STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -43,11 +47,10 @@ def read_parquet(
 
     row = 0
     try:
-        schema = pyarrow.parquet.read_metadata(source.path).schema
-        flat = [schema.column(number).path for number in range(len(schema))]
-        # One long text may stand for a thousand rows: it stays one while it is read.
-        shared = [name for name in (config.text_field, config.id_field) if name in flat]
-        with pyarrow.parquet.ParquetFile(source.path, read_dictionary=shared) as file:
+        shared = _shared_columns(pyarrow.parquet.read_metadata(source.path), config)
+        with pyarrow.parquet.ParquetFile(
+            source.path, read_dictionary=shared, page_checksum_verification=True
+        ) as file:
             num_rows = max(file.metadata.num_rows, 1)
             follow(lambda: row * source.size // num_rows)
             columns = _columns(file.schema_arrow.names, source, config)
@@ -57,6 +60,21 @@ def read_parquet(
                     yield record
     except (pyarrow.ArrowException, OSError, MemoryError) as error:
         raise DataError(corrupted(source, _reason(error))) from None
+
+
+def _shared_columns(metadata: Any, config: CorpusConfig) -> list[str]:
+    """Return the columns whose dictionaries are kept: one long text may stand for 1,000 rows.
+
+    The library reads no column in that way that has a page of another encoding.
+    """
+    names, others = set(), set()
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for column in map(group.column, range(group.num_columns)):
+            names.add(column.path_in_schema)
+            if not DICTIONARY_ENCODINGS.issuperset(column.encodings):
+                others.add(column.path_in_schema)
+    return [name for name in (config.text_field, config.id_field) if name in names - others]
 
 
 def read_arrow(source: SourceFile, config: CorpusConfig, follow: Callable[[Tell], None]) -> Records:
@@ -80,12 +98,14 @@ def read_arrow(source: SourceFile, config: CorpusConfig, follow: Callable[[Tell]
         raise DataError(corrupted(source, _reason(error))) from None
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception) -> str | UnreadableRecords:
     """Return the first line of a library's error.
 
     Out of memory is the file's fault, too: the library reserves as much as a file says it has.
     """
     text = next(iter(str(error).splitlines()), type(error).__name__)
+    if isinstance(error, NotImplementedError) or "crypt" in text:
+        return UnreadableRecords(f"{text}; write it without that")
     return f"it states sizes beyond memory: {text}" if isinstance(error, MemoryError) else text
 
 
@@ -169,6 +189,9 @@ def _columns(names: list[str], source: SourceFile, config: CorpusConfig) -> list
         raise DataError(
             f"{source.path} has the columns {', '.join(names)}, not {wanted!r}; set text_field"
         )
+    for name in (wanted, config.id_field):
+        if names.count(name) > 1:
+            raise DataError(f"{source.path} has {names.count(name)} columns {name!r}, expected one")
     return [name for name in (wanted, config.id_field) if name in names]
 
 

@@ -19,15 +19,20 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.builder.formats import INDEX_SUFFIX, decompressed, is_compressed, unpacked_zst
+from data_pipeline.builder.formats import (
+    INDEX_SUFFIX,
+    InvalidRecords,
+    UnreadableRecords,
+    decompressed,
+    is_compressed,
+    unpacked_zst,
+)
 from data_pipeline.builder.listings import MDS_INDEX
 from data_pipeline.builder.records import (
     Document,
-    InvalidRecords,
     Records,
     Reject,
     Tell,
-    UnreadableRecords,
     document_id,
     document_of_bytes,
     document_of_tokens,
@@ -61,6 +66,8 @@ def read_megatron(
     source: SourceFile, config: CorpusConfig, follow: Callable[[Tell], None]
 ) -> Records:
     """Yield a document for each of the index beside the .bin file."""
+    if source.path.suffix == INDEX_SUFFIX:
+        raise UnreadableRecords("it is an index of Megatron: name its .bin file")
     dtype, lengths, starts, ends = _read_index(source.path.with_suffix(INDEX_SUFFIX))
     _check_type(dtype, source.path, config)
     tokens = _mapped_plain(source.path, dtype)
@@ -251,8 +258,16 @@ def _tokens(raw: bytes, kind: str, config: CorpusConfig) -> np.ndarray:
             f"column {config.text_field!r} holds {kind}, expected str, ndarray of integers, or "
             "bytes of ids with token_dtype"
         )
+    elif "," in shape:
+        raise UnreadableRecords(
+            f"column {config.text_field!r} holds {kind}, expected one dimension"
+        )
     elif not shape:  # it stands in front: number of dimensions and bytes of each, then these
         dimensions, width = (raw[0] >> 2, 1 << (raw[0] & 3)) if raw else (0, 0)
+        if dimensions > 1:
+            raise UnreadableRecords(
+                f"column {config.text_field!r} holds arrays of {dimensions} dimensions"
+            )
         raw = raw[1 + dimensions * width :]
     if len(raw) % np.dtype(dtype).itemsize:
         raise InvalidRecords(f"{len(raw)} bytes are no multiple of {dtype}; set token_dtype")

@@ -17,6 +17,7 @@ from data_pipeline.builder.parts import (
 )
 from data_pipeline.builder.records import REJECTS_NAME
 from data_pipeline.config import CorpusConfig
+from data_pipeline.corpora.copies import copied_documents
 from data_pipeline.corpora.corpus import corpus_hash
 from foundation.cli import check_least
 from foundation.errors import ConfigError
@@ -90,6 +91,9 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
     train = result.manifests.get("train")
     if train and needs_training(config.tokenizer):
         print(vocabulary_advice(train.tokens, train.vocab_size), end="")
+    is_new = "validation" in result.manifests and not result.was_finished
+    if is_new and (copies := copied_documents(config.output)):
+        print(f"{copies:,} training documents are copies of validation documents")
     if result.rejects:
         path = config.output / REJECTS_NAME
         print(f"{result.rejects:,} unusable records were skipped; see {path}")

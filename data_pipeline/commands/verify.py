@@ -33,6 +33,7 @@ from data_pipeline.corpora.manifest import (
     read_manifest,
     splits_of,
 )
+from data_pipeline.corpora.packing import packing_losses
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.corpora.stores import RetryPolicy, Store, store_at
 from data_pipeline.lanes.lane_plan import check_lanes
@@ -58,6 +59,9 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, help=CORPUS_HELP)
     parser.add_argument("--lanes", type=int, help="lanes of a run (default 16, or what fits)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the run (default 1)")
+    parser.add_argument(
+        "--packing", type=int, metavar="T", help="what samples of T tokens would lose of it"
+    )
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
@@ -80,12 +84,16 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     """Print a description of each split. A run does not cut the validation split into its lanes."""
     if arguments.lanes is not None:
         check_least(arguments, 1, "lanes")
+    if arguments.packing is not None:
+        check_least(arguments, 1, "packing")
     directory = local_corpus_directory(arguments.directory, CacheConfig())
     for split in splits_of(directory):
         manifest = read_manifest(split)  # 16, or with little text the most that are never empty
         usual = max(1, min(16, manifest.tokens // max(manifest.longest_whole, 1)))
         num_lanes = 0 if split.name == "validation" else arguments.lanes or usual
         print(printable("\n".join(describe_split(split, num_lanes, arguments.seed))))
+        if arguments.packing:
+            print("\n".join(describe_packing(Corpus.open(split), arguments.packing)))
     if hash_of_all := corpus_hash(directory):
         print(f"manifest_hash      {hash_of_all}  (all splits)")
     return 0
@@ -196,6 +204,17 @@ def describe_split(path: Path, num_lanes: int, seed: int) -> Iterator[str]:
     reader = corpus.shard(0)
     sample = tokenizer.decode(reader.tokens(0)[:SAMPLE_TOKENS])
     yield f"  sample           {shown_id(reader.document_id(0))}: {sample!r}"
+
+
+def describe_packing(corpus: Corpus, length: int) -> Iterator[str]:
+    """Yield a table of what loaders of samples of `length` tokens lose, beside the lanes."""
+    lengths = (corpus.document_lengths(index) for index in range(len(corpus.manifest.shards)))
+    yield f"  samples of {length:,} tokens{'':<10}{'documents cut':>14}{'lost':>14}{'padding':>14}"
+    for loss in packing_losses(lengths, length):
+        yield (
+            f"    {loss.loader:<26}{loss.documents_cut:>14,}{loss.tokens_lost:>14,}"
+            f"{loss.padding:>14,}"
+        )
 
 
 def _lane_spread(corpus: Corpus, num_lanes: int, seed: int) -> str:

@@ -54,8 +54,8 @@ def test_numbers_and_texts_of_every_form_keep_their_value(tmp_path):
     text = "".join(f"n{number}: {written}\n" for number, written in enumerate(numbers))
     tree = read_tree(write(tmp_path / "a.yaml", f"{text}time: 24:00:00\n"))
     assert tree.pop("time") == parse_override("a=24:00:00")["a"] == "24:00:00"
-    expected = [(each, type(each)) for each in numbers.values()]
-    assert [(each, type(each)) for each in tree.values()] == expected
+    assert list(tree.values()) == list(numbers.values())
+    assert all(isinstance(tree[f"n{n}"], type(v)) for n, v in enumerate(numbers.values()))
     with pytest.raises(ConfigError, match="'a=010'"):
         parse_override("a=010")
     loaded = load_config(Outer, write(tmp_path / "b.yaml", "name: 7\ncount: 1e6\n"))
@@ -219,3 +219,47 @@ def test_a_hostile_yaml_file_costs_no_time_and_few_lines(tmp_path, name):
     assert len(str(error.value)) < 3000
     assert str(error.value).count("\n") <= 20
     assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize(
+    "text", ["2026_11_28", "1e5", "1.10", "2026-11-28", "12", "0x1F", ".5", "1_000.0", "24:00"]
+)
+def test_a_text_keeps_its_spelling(tmp_path, text):
+    path = write(tmp_path / "a.yaml", f"name: {text}\ninner: {{extra: {{a: {text}}}}}\n")
+    assert load_config(Outer, path).name == text
+    assert load_config(Outer, path, [f"name={text}"]).name == text
+    assert dump_yaml(read_tree(path))
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("count=true", "count"),
+        ("name=yes", "name"),
+        ("name=true", "name"),
+        ("inner.sizes=[true, false]", "inner.sizes"),
+        ("inner.sizes=[1, 2\u0660]", "inner.sizes.1"),
+        ("count=\uff12", "count"),
+        ("path=", "path"),
+        ("path=''", "path"),
+        (f"inner.mode={'x' * 5000}", "inner.mode"),
+        (f"inner.rate={'9' * 99}x", "inner.rate"),
+    ],
+)
+def test_what_is_no_number_or_path_is_refused_by_its_name_in_a_short_line(
+    tmp_path, override, problem
+):
+    path = write(tmp_path / "a.yaml", "name: a\n")
+    message = error_of(path, override)
+    assert f": {problem}: found " in message
+    assert len(message) < 400
+
+
+def test_a_megabyte_of_nonsense_is_refused_at_once(tmp_path):
+    text = "".join(f"n{number}: 1\n" for number in range(90_000))
+    began = time.process_time()
+    assert "names and values" in error_of(write(tmp_path / "a.yaml", text))
+    one = time.process_time() - began
+    began = time.process_time()
+    error_of(write(tmp_path / "b.yaml", text[: len(text) // 20]))
+    assert one < 20 * (time.process_time() - began)

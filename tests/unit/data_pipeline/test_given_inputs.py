@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 
 from data_pipeline.builder import build_corpus as builder
@@ -340,3 +341,63 @@ def test_after_a_refusal_with_a_list_of_rejects_other_settings_build(folder, run
         run(config)
     assert Path(re.findall(r"(\S+rejects.jsonl)", str(error.value))[0]).read_text()
     run(replace(config, text_field="content"))
+
+
+def parquet(path: Path, columns: dict, **settings) -> None:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, **settings)
+
+
+def test_parquet_of_other_encodings_and_with_empty_rows_is_read(folder, capsys):
+    texts = [f"text {number}" for number in range(50)]
+    encodings = {"text": "DELTA_BYTE_ARRAY", "id": "DELTA_LENGTH_BYTE_ARRAY"}
+    columns = {"text": [*texts, *[""] * 2000], "id": [f"i{number}" for number in range(2050)]}
+    parquet(folder / "x.parquet", columns, use_dictionary=False, column_encoding=encodings)
+    build(folder)
+    assert list(documents_of(folder.parent / "out" / "train").values()) == texts
+    assert not (folder.parent / "out" / "rejects.jsonl").exists()
+
+
+def test_a_changed_byte_under_a_checksum_of_a_page(folder):
+    texts = [f"text {number}" * 20 for number in range(50)]
+    options = {"compression": "none", "write_page_checksum": True, "use_dictionary": False}
+    parquet(folder / "x.parquet", {"text": texts}, **options)
+    build(folder)
+    shutil.rmtree(folder.parent / "out")
+    path = folder / "x.parquet"
+    overwrite(path, path.read_bytes().index(b"text 30"), b"T")
+    refuse(path, folder)
+
+
+def two_columns(path: Path) -> None:
+    schema = pyarrow.schema([("text", pyarrow.string())] * 2)
+    rows = pyarrow.Table.from_arrays([pyarrow.array(["one"])] * 2, schema=schema)
+    pyarrow.parquet.write_table(rows, path)
+
+
+def with_dictionary(path: Path) -> None:
+    import zstandard
+
+    samples = [b'{"text": "some words %d"}\n' % number for number in range(2000)]
+    trained = zstandard.train_dictionary(1 << 12, samples)
+    path.write_bytes(zstandard.ZstdCompressor(dict_data=trained).compress(b"".join(samples)))
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "is_damaged"),
+    [
+        ("x.parquet", two_columns, False),
+        ("x.jsonl.zst", with_dictionary, False),
+        ("x.jsonl", lambda path: path.write_text('{"text": "one"}\n{"text": "tw'), True),
+        ("x.jsonl.gz", lambda p: p.write_bytes(gzip.compress(b'{"text": "a"}\n{"te')), True),
+        ("x.npy", lambda path: np.save(path, np.ones((2, 3), int)), False),
+        ("x.npy", lambda path: np.save(path, np.ones(3)), False),
+        ("x.arrow", lambda path: path.write_bytes(b"ARROW1\0\0" + bytes(40)), True),
+    ],
+)
+def test_damaged_and_not_read_here_are_two_advices(folder, name, write, is_damaged):
+    write(folder / name)
+    settings = {"format": "array", "tokenizer": TOKENS} if name.endswith("npy") else {}
+    with pytest.raises(UserError) as error:
+        build(folder, **settings)
+    assert str(folder / name) in str(error.value)
+    assert ("fetch it again" in str(error.value)) == is_damaged

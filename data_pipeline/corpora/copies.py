@@ -1,0 +1,27 @@
+"""Which documents of the validation split are in the training split, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from data_pipeline.corpora.corpus import Corpus
+
+
+def copied_documents(corpus: Path) -> int:
+    """Return how many documents of the training split are copies of validation documents.
+
+    Exact copies only, by a hash of their tokens; those of the smaller split are held in memory.
+    """
+    held_out = set(_hashes(corpus / "validation"))
+    return sum(found in held_out for found in _hashes(corpus / "train"))
+
+
+def _hashes(split: Path) -> Iterator[int]:
+    import xxhash
+
+    opened = Corpus.open(split)
+    for index in range(len(opened.manifest.shards)):
+        shard = opened.shard(index)
+        for number in range(len(shard)):
+            yield xxhash.xxh3_64_intdigest(shard.tokens(number).tobytes())
