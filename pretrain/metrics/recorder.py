@@ -15,8 +15,8 @@ and rank 0 writes:
                    "slowest_rank" and "straggler_ratio"; "memory_norm/layer.N" (mean L2 norm of
                    the rows in a layer's memory, over all lanes); in fp16
                    "loss_scale"; at full intervals norms per layer (`parameter_groups`)
-    {"kind": "evaluation", "step", "seconds", "loss", "perplexity", ...}; of each set also
-                   "loss/NAME" and "bits_per_byte/NAME", of tasks "tasks/TASK/METRIC"
+    {"kind": "evaluation", "step", "seconds", "loss", "perplexity", ...}; "stall" as above; of each
+                   set also "loss/NAME" and "bits_per_byte/NAME", of tasks "tasks/TASK/METRIC"
 
 A step's loss is the mean over its slots and ranks, summed in float64. That is exact wherever
 intervals begin, so a resumed run writes the same numbers for the same steps.
