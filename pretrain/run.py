@@ -334,7 +334,7 @@ def _train_from(
         load_initial_weights(engine, config)
     where: dict[str, Any] = {"world_size": world.world_size, "attempt": disk.attempt}
     is_local = found is not None and found.is_local
-    record_start(run_dir, world, state.step, process.data, where, is_local)
+    record_start(run_dir, world, config, state.step, process.data, where, is_local)
     report_rate(config, run_dir, world, state.step)
     windows = inherited_windows(run_dir, world, state.step)
     lane_seed = lane_seed_at(config, state.step)

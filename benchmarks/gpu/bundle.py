@@ -28,7 +28,7 @@ WHEELS, CORPUS, SITE = "wheels", "corpus", "site"
 # DeepSpeed has no wheel of its own, and its others are usually there.
 BUILT = ("deepspeed",)
 DOWNLOADED = ("annotated-types", "hjson", "pydantic", "pydantic-core", "typing-inspection")
-OPTIONAL = ("fla-core==0.6.0",)  # kernels of deltanets, which no lock has
+OPTIONAL = ("fla-core==0.6.0",)  # kernels of deltanets, which users' lock does not have
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 LARGEST_BUNDLE = 40 << 20  # bytes
 VOCABULARY = 8192

@@ -9,7 +9,7 @@ from foundation.cli import Answer, add_experiment, add_json
 from foundation.progress import duration
 from foundation.settings import load_config
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
-from pretrain.config.engine import Attention, DeltaRule, attention_in, delta_rule_of, described
+from pretrain.config.engine import Attention, DeltaRule, attention_in, described
 from pretrain.config.resolve import resolve_if_built, with_precision
 from pretrain.config.run import RunConfig, spans_of_phases
 from pretrain.costs.cluster import GIB, Hardware
@@ -30,6 +30,7 @@ from pretrain.costs.run_time import (
     failure_costs,
     run_time,
 )
+from pretrain.kernels.delta_rule import delta_rule_here
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_urls, run_path
 from pretrain.terminal.text import counted, si, step_time
 
@@ -138,10 +139,9 @@ def _attention_lines(config: RunConfig, hardware: Hardware) -> list[str]:
     paths: list[tuple[Attention | DeltaRule, str]] = [attention_in(engine, model, on_gpu=True)]
     kernel, is_half = engine.attention_kernel, engine.number_format != "fp32"
     if model.num_deltanet_layers:
-        paths.append(delta_rule_of(kernel, model, on_gpu=True, is_half=is_half))
+        paths.append(delta_rule_here(kernel, model, on_gpu=True, is_half=is_half))
     lines = [described(*path) for path in paths]
-    repeats = all(kind in (Attention.PLAIN, DeltaRule.CHUNKS) for kind, _ in paths)
-    if kernel == "atomic" and not repeats:
+    if kernel == "atomic" and paths[0][0] is not Attention.PLAIN:
         unordered = f"engine.attention_kernel={kernel} sums in no fixed order"
         lines.append(f"a resume is not bitwise: {unordered}")
     return lines

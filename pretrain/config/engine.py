@@ -50,7 +50,7 @@ class EngineConfig:
     offload_memories: bool = False
     """Keep memories of inactive slots in host memory."""
     attention_kernel: AttentionKernel = "auto"
-    """auto: fastest with ordered sums; atomic: any order, fla; sdpa: torch's; plain: to compare."""
+    """auto: fastest with ordered sums; atomic: any order; sdpa: torch's; plain: to compare."""
     compile: bool = False
     """Compile, in training, what lies between attentions; rounds otherwise; not tried on a GPU."""
     logits_chunk_tokens: int = setting(0, Range(0, MOST), unit="tokens")
@@ -168,10 +168,10 @@ def delta_rule_of(
     if not on_gpu:
         return DeltaRule.CHUNKS, ""
     found = [limit.option for limit in LIMITS if limit.fla and limit.applies(model, is_half)]
-    if kernel != "atomic":  # it selects kernels by timing them in each process
-        found = [f"engine.attention_kernel={kernel}, so that a resume is bitwise", *found]
+    if kernel in ("plain", "sdpa"):
+        found = [f"engine.attention_kernel={kernel}", *found]
     if not found:
-        return DeltaRule.FLA, "if it is installed"
+        return DeltaRule.FLA, ""
     return DeltaRule.CHUNKS, f"not flash-linear-attention: {', '.join(found)}"
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from foundation.cli import as_overrides
 from foundation.errors import ConfigError
-from pretrain.config.engine import Attention, EngineConfig, attention_in
+from pretrain.config.engine import Attention, DeltaRule, EngineConfig, attention_in
 from pretrain.config.lane_parts import lane_parts
 from pretrain.config.model import (
     CONVOLUTION_WIDTH,
@@ -50,6 +50,7 @@ from pretrain.costs.flops import (
     tokens_of_pass,
     weights_of,
 )
+from pretrain.kernels.delta_rule import CHUNK_TOKENS, delta_rule_here
 from pretrain.kernels.triton.tiling import built_in_tiles, workspace_of
 
 MASTER_BYTES = 4
@@ -200,7 +201,10 @@ class Footprint:
         if self.run.optim.gradient_segments > 1 and engine.activation_checkpointing != "full":
             # DeepSpeed frees what it gathered for the last segment, and not for those before.
             gathered = P
-        return w * (P / self.world_size + gathered)
+        # A second copy of the weights, sharded within a node.
+        within = _given(self.run, "zero_hpz_partition_size")
+        copied = P / within if within > 1 else 0
+        return w * (P / self.world_size + copied + gathered)
 
     @property
     def _optimizer(self) -> float:
@@ -360,7 +364,15 @@ def layer_bytes(
     # Dropout's masks, a byte per element; a GPU draws them again in the backward pass.
     masks = 0 if on_gpu else tokens * (2 * d + model.inner_width) * has_dropout
     if not is_attention:
+        is_half = run.engine.number_format != "fp32"
+        kernel = run.engine.attention_kernel
+        rule, _ = delta_rule_here(kernel, model, on_gpu=on_gpu, is_half=is_half)
         of_mixer, joined, of_rule = _deltanet_elements(run, queries)
+        if rule is DeltaRule.FLA:
+            kept, passed = (width * lanes * each for each in _elements_of_fla(run, queries))
+            rows = width * (elements + lanes * of_mixer + joined)
+            working = rows - width * lanes * of_mixer + passed
+            return LayerBytes(rows + kept + masks, kept, working)
         rows = width * (elements + lanes * of_mixer + joined)
         repeated = max(width, EXACT_BYTES) * lanes * of_rule
         # The delta rule's tensors are freed as its gradients come.
@@ -408,6 +420,18 @@ def _deltanet_elements(run: RunConfig, tokens: int) -> tuple[int, int, float]:
     joined = model.d_model * (2 * w + v + 2 * n)
     of_rule = tokens * (9 * w + 5 * v) + number * (5 * n * size * size + v * model.head_width)
     return of_mixer, joined, of_rule
+
+
+def _elements_of_fla(run: RunConfig, tokens: int) -> tuple[float, float]:
+    """Return what the kernels of the delta rule keep per lane, and pass on in the backward pass.
+
+    Queries and keys, normed, values, the inverse of each chunk, both gates in float32. Of these and
+    what follows from them the backward pass makes w and u, gradients, and states before chunks.
+    """
+    n, w = run.model.num_heads, run.model.num_heads * run.model.head_width
+    v = n * run.model.deltanet_value_width
+    states = -(-tokens // CHUNK_TOKENS) * v * run.model.head_width
+    return tokens * (2 * w + v + n * CHUNK_TOKENS + 4 * n), tokens * (6 * w + 4 * v) + 2 * states
 
 
 def _workspace(run: RunConfig, lanes: int, queries: int, memory: int) -> float:
@@ -458,11 +482,16 @@ def bucket_elements(run: RunConfig) -> int:
     get into use again while it is read. DeepSpeed's 500,000,000 would be 2 GB for each of up to
     four buffers.
     """
-    zero = run.engine.deepspeed_extra.get("zero_optimization")
-    given = zero.get("reduce_bucket_size") if isinstance(zero, Mapping) else None
-    if isinstance(given, (int, float)):  # DeepSpeed takes 5e8, too, and rejects other values
+    if given := _given(run, "reduce_bucket_size"):
         return int(given)
     return min(parameters_of(run.model).total, max(SMALLEST_BUCKET, largest_parameter(run.model)))
+
+
+def _given(run: RunConfig, name: str) -> float:
+    """Return a number of zero_optimization; 0 if it is not given, or not one."""
+    zero = run.engine.deepspeed_extra.get("zero_optimization")
+    given = zero.get(name) if isinstance(zero, Mapping) else None
+    return given if isinstance(given, (int, float)) else 0  # DeepSpeed takes 5e8, too
 
 
 def largest_parameter(model: ModelConfig) -> int:

@@ -20,8 +20,6 @@ and Y the tokens of one (Y x Y: queries, keys).
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -30,8 +28,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, relu, silu
 from torch.utils.checkpoint import checkpoint
 
-from pretrain.config.engine import DeltaRule, delta_rule_of
+from pretrain.config.engine import DeltaRule
 from pretrain.config.model import CONVOLUTION_WIDTH, DELTANET_CHUNK, AttentionKernel, ModelConfig
+from pretrain.kernels.delta_rule import chunk_gated_delta_rule, delta_rule_here
 from pretrain.kernels.triton.settings import DTYPES
 from pretrain.model.attention_paths import log_once
 from pretrain.model.dropout import DropoutStream, Site, drop
@@ -64,19 +63,10 @@ def delta_rule_for(
 ) -> DeltaRulePath:
     """Return how deltanets compute there; what a GPU gets is logged once."""
     on_gpu = device.type != "cpu"
-    kind, reason = delta_rule_of(kernel, model, on_gpu=on_gpu, is_half=dtype in DTYPES)
-    if kind is DeltaRule.FLA:
-        reason = ""
-        if not _has_fla():
-            kind, reason = DeltaRule.CHUNKS, "flash-linear-attention is not installed"
+    kind, reason = delta_rule_here(kernel, model, on_gpu=on_gpu, is_half=dtype in DTYPES)
     if on_gpu:
         log_once(kind, reason)
     return fla_delta_rule if kind is DeltaRule.FLA else delta_rule
-
-
-@functools.cache
-def _has_fla() -> bool:
-    return importlib.util.find_spec("fla") is not None
 
 
 def fla_delta_rule(inputs: DeltaInputs, state_BNHX: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,14 +74,10 @@ def fla_delta_rule(inputs: DeltaInputs, state_BNHX: Tensor) -> tuple[Tensor, Ten
 
     A document's sums of decays are rounded by those of documents before it, no more.
     """
-    from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports]
-        chunk_gated_delta_rule,
-    )
-
     log_decay_BLN = inputs.log_decay_BLN
     if inputs.documents_BL is not None:
         log_decay_BLN = log_decay_BLN.masked_fill(_is_new(inputs.documents_BL), FORGOTTEN)
-    return chunk_gated_delta_rule(
+    return chunk_gated_delta_rule()(
         *(inputs.query_BLNH, inputs.key_BLNH, inputs.value_BLNX, log_decay_BLN, inputs.write_BLN),
         scale=inputs.query_BLNH.shape[-1] ** -0.5,
         initial_state=state_BNHX,

@@ -28,11 +28,13 @@ from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from foundation.errors import ConfigError, DataError
 from foundation.files import path_text
+from pretrain.config.engine import DeltaRule
 from pretrain.config.resolve import hashes_of_sets, splits_of_sets
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank, runs_of_phases
 from pretrain.distributed.threads import describe_waiting
 from pretrain.distributed.world import World, gather_values, raise_on_all_ranks
 from pretrain.engines.engine import is_out_of_memory
+from pretrain.kernels.delta_rule import delta_rule_here, fingerprint
 from pretrain.kernels.triton.tiling import table_name
 from pretrain.optim.optimizers import learning_rate_at
 from pretrain.rundir.events import Event, OutOfMemory, TrainingBegan, not_bitwise
@@ -46,8 +48,11 @@ HOSTS_NAME = "hosts of NCCL"
 WAITING_NAME = "threads wait"  # changes speed, but no bit of a result
 
 
-def environment_of_rank(device: torch.device) -> dict[str, str]:
+def environment_of_rank(device: torch.device, run: RunConfig) -> dict[str, str]:
     """Return the environment of this process, by name."""
+    kernel, is_half = run.engine.attention_kernel, run.engine.number_format != "fp32"
+    on_gpu = device.type == "cuda" and bool(run.model.num_deltanet_layers)
+    rule, _ = delta_rule_here(kernel, run.model, on_gpu=on_gpu, is_half=is_half)
     return {
         **{package: version(package) for package in PACKAGES},
         "CUDA": (torch.version.cuda or "unknown") if device.type == "cuda" else "none",
@@ -55,6 +60,7 @@ def environment_of_rank(device: torch.device) -> dict[str, str]:
         "attention tiles": table_name() if device.type == "cuda" else "none",
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
+        "delta rule": fingerprint() if rule is DeltaRule.FLA else "none",
         HOSTS_NAME: socket.gethostname() if device.type == "cuda" else "none",
         WAITING_NAME: describe_waiting(),
     }
@@ -122,13 +128,14 @@ def checked_data(run_dir: RunDir, config: RunConfig) -> dict[str, Any]:
 def record_start(
     run_dir: RunDir,
     world: World,
+    run: RunConfig,
     step: int,
     data: Mapping[str, Any],
     where: dict[str, Any],
     is_local: bool = False,
 ) -> None:
     """Write to the ledger where and in which environment training starts; log what changed."""
-    ranks = gather_values(environment_of_rank(world.device), dict[str, str])
+    ranks = gather_values(environment_of_rank(world.device, run), dict[str, str])
     with raise_on_all_ranks():
         if not world.is_main:
             return

@@ -23,6 +23,7 @@ from pretrain.costs.cluster import load_cluster
 from pretrain.costs.flops import cost_of, flops_of
 from pretrain.costs.memory import Footprint, advice, cheapest_fit, largest_micro_batch
 from pretrain.costs.run_time import evaluation_flops, run_time
+from pretrain.kernels import delta_rule
 from pretrain.rundir.run_dir import RunDir
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
@@ -272,3 +273,19 @@ def test_a_new_experiment_trains_as_it_is(corpus, tmp_path, monkeypatch, capsys)
     assert main(["train", "tiny.yaml", *settings, "--run-dir", "runs/tiny"]) == 0
     assert RunDir.open(tmp_path / "runs" / "tiny").read_metrics()[-1]["step"] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "tiny.yaml"]
+
+
+def test_a_hybrid_is_planned_with_the_kernels_that_are_installed(monkeypatch, capsys) -> None:
+    command = ["describe", str(MODELS / "xl_modern_10m.yaml"), "--nodes", "1", "--gpu", "H100"]
+    command += ["model.layer_kinds=[deltanet, attention]", "engine.precision=bf16"]
+    found = []
+    for missing in ("", "flash-linear-attention is not installed here"):
+        monkeypatch.setattr(delta_rule, "missing_package", lambda missing=missing: missing)
+        assert main(command) == 0
+        said = capsys.readouterr().out
+        found.append(re.findall("delta rule: (.*)", said))
+        found.append(float(re.findall(r"activations +([\d.]+) GiB", said)[0]))
+    fla, least, chunks, most = found
+    assert fla == ["flash-linear-attention"]
+    assert chunks == [f"plain operations in chunks ({missing})"]
+    assert least < most

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -411,17 +409,10 @@ def chunk_gated_delta_rule(
     return delta_rule_by_step(inputs, initial_state)
 
 
-@pytest.fixture
-def fla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of a package whose kernels need a GPU; tests/gpu has the kernels."""
-    module = SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
-    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(gated_deltanet, "_has_fla", lambda: True)
-
-
 @pytest.mark.parametrize("starts", [None, (5, 6, 11)], ids=str)
-def test_a_layer_gives_fla_what_it_takes(fla, monkeypatch, starts) -> None:
+def test_a_layer_gives_fla_what_it_takes(monkeypatch, starts) -> None:
+    # Kernels of the package: tests/integration/test_delta_rule_kernels.py.
+    monkeypatch.setattr(gated_deltanet, "chunk_gated_delta_rule", lambda: chunk_gated_delta_rule)
     model = ModelConfig(vocab_size=8, d_model=12, num_heads=HEADS, layer_kinds=("deltanet",))
     layer, (inputs, _) = GatedDeltaNet(model, 0).double(), random_inputs(20, starts)
     outputs, numbers = [], torch.Generator().manual_seed(3)

@@ -36,6 +36,7 @@ from pretrain.distributed.world import (
     ranks_on_this_node,
     world_from_environment,
 )
+from pretrain.kernels.delta_rule import CONFIGURATIONS
 from pretrain.kernels.triton.settings import DTYPES
 from pretrain.model.attention_paths import path_for
 from pretrain.model.parameters import dtype_of
@@ -49,6 +50,7 @@ from pretrain.processes.device import (
     with_precision_of_run,
     write_last_collectives,
 )
+from pretrain.recovery import starts
 from pretrain.recovery.starts import (
     environment_changes,
     environment_of_rank,
@@ -315,9 +317,26 @@ def test_the_openmp_of_a_command_spins_for_a_thousand_rounds_and_no_longer():
 
 
 def test_no_start_is_called_different_for_how_its_threads_wait() -> None:
-    found = environment_of_rank(torch.device("cpu"))
+    found = environment_of_rank(torch.device("cpu"), RunConfig())
     assert not environment_changes({**found, "threads wait": "another"}, found)
     assert environment_changes({**found, "threads": "97"}, found)
+
+
+def test_a_start_records_the_configurations_of_a_hybrids_kernels(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
+    monkeypatch.setattr(starts, "table_name", lambda: "")
+    hybrid = ModelConfig(vocab_size=8, layer_kinds=("deltanet",))
+    engine = EngineConfig(precision="bf16")
+    found = []
+    for model, settings in ((hybrid, engine), (ModelConfig(vocab_size=8), engine), (hybrid, None)):
+        run = RunConfig(model=model, engine=settings or EngineConfig())
+        found.append(environment_of_rank(torch.device("cuda"), run)["delta rule"])
+    monkeypatch.setitem(CONFIGURATIONS, next(iter(CONFIGURATIONS)), ({"BT": 64}, 4, 3))
+    run = RunConfig(model=hybrid, engine=engine)
+    other = environment_of_rank(torch.device("cuda"), run)["delta rule"]
+    assert found[0].startswith("fla-core 0.6.0, configurations ")
+    assert found[1:] == ["none", "none"]
+    assert other not in found
 
 
 @pytest.mark.parametrize(

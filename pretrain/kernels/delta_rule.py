@@ -1,0 +1,94 @@
+"""Kernels of flash-linear-attention for the gated delta rule, each with one configuration.
+
+The package selects a configuration of each kernel by timing several in every process, and they
+round differently. No kernel of this path adds atomically, so with one configuration in reach the
+same inputs give the same bits. These fit every head width and GPU since the A100; none was selected
+by timing. What a resume compares is `fingerprint`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Callable
+from typing import Any
+
+from pretrain.config.engine import DeltaRule, delta_rule_of
+from pretrain.config.model import AttentionKernel, ModelConfig
+
+VERSION = "0.6.0"  # of fla-core, whose kernels these are
+CHUNK_TOKENS = 64
+# Module and kernel -> its blocks, warps and stages.
+CONFIGURATIONS: dict[str, tuple[dict[str, int], int, int]] = {
+    "fla.modules.norm.l2norm l2norm_fwd_kernel": ({"BT": 32}, 4, 3),
+    "fla.modules.norm.l2norm l2norm_bwd_kernel": ({"BT": 32}, 4, 3),
+    "fla.ops.utils.cumsum chunk_local_cumsum_scalar_kernel": ({}, 2, 3),
+    "fla.ops.gated_delta_rule.chunk_fwd chunk_gated_delta_rule_fwd_kkt_solve_kernel": (
+        {"BK": 64},
+        *(4, 3),
+    ),
+    "fla.ops.gated_delta_rule.wy_fast recompute_w_u_fwd_kernel": ({}, 4, 2),
+    "fla.ops.gated_delta_rule.wy_fast prepare_wy_repr_bwd_kernel": ({}, 4, 2),
+    # Two warps, because with four Blackwell computes wrong results.
+    "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_fwd_kernel_h_blockdim64": (
+        {"BV": 32},
+        *(2, 2),
+    ),
+    "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": (
+        {"BV": 32},
+        *(2, 2),
+    ),
+    "fla.ops.common.chunk_o chunk_fwd_kernel_o": ({"BK": 64, "BV": 64}, 4, 3),
+    "fla.ops.common.chunk_o chunk_bwd_kernel_dv_local": ({}, 4, 2),
+    "fla.ops.common.chunk_o chunk_bwd_kernel_dqkwg": ({}, 4, 2),
+}
+
+
+def delta_rule_here(
+    kernel: AttentionKernel, model: ModelConfig, *, on_gpu: bool, is_half: bool
+) -> tuple[DeltaRule, str]:
+    """Return `delta_rule_of` with what is installed here."""
+    kind, reason = delta_rule_of(kernel, model, on_gpu=on_gpu, is_half=is_half)
+    if kind is DeltaRule.FLA and (missing := missing_package()):
+        return DeltaRule.CHUNKS, missing
+    return kind, reason
+
+
+@functools.cache
+def missing_package() -> str:
+    """Return why the kernels are not used here; empty if they are."""
+    try:
+        version = importlib.metadata.version("fla-core")
+    except importlib.metadata.PackageNotFoundError:
+        return "flash-linear-attention is not installed here; pip install fla-core==" + VERSION
+    if version != VERSION:
+        return f"found fla-core {version}, expected {VERSION}, whose configurations are known"
+    return ""
+
+
+def fingerprint() -> str:
+    """Return the name of the kernels and their configurations."""
+    digest = hashlib.sha256(repr(sorted(CONFIGURATIONS.items())).encode()).hexdigest()
+    return f"fla-core {VERSION}, configurations {digest[:8]}"
+
+
+@functools.cache
+def chunk_gated_delta_rule() -> Callable[..., Any]:
+    """Return the package's function, when each of its kernels has one configuration."""
+    # Else other packages that happen to be installed replace kernels.
+    os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
+    rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    from triton import Config
+    from triton.runtime.autotuner import Autotuner
+
+    for name, (blocks, warps, stages) in CONFIGURATIONS.items():
+        module, _, kernel = name.partition(" ")
+        tuner = getattr(importlib.import_module(module), kernel)
+        while not isinstance(tuner, Autotuner):  # what derives arguments stands around it
+            tuner = tuner.fn
+        # With a single one triton times nothing and asks no cache.
+        tuner.configs = [Config(dict(blocks), num_warps=warps, num_stages=stages)]
+    return rule
