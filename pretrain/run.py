@@ -275,7 +275,7 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
         if found and found.is_local:
             with raise_on_all_ranks():
                 step = broadcast_value(latest_step(root, step) if world.is_main else 0, int)
-        history = past.history if past.asked is None else past.history.until(step)
+        history = past.history if past.asked is None else None
         with (
             _mirror(process, disk, step, history) as mirror,
             local,
@@ -297,7 +297,7 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
         return Ended(Outcome.OUT_OF_MEMORY)
 
 
-def _mirror(process: RankProcess, disk: Disk, resumed_step: int, history: History) -> Mirror:
+def _mirror(process: RankProcess, disk: Disk, resumed_step: int, history: History | None) -> Mirror:
     """The run's mirror; what becomes of uploads is in the ledger."""
     ledger, world, url = process.run_dir.ledger, process.world, location(process.config)
 

@@ -58,7 +58,6 @@ from pretrain.config.run import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 
-EMPTY = History()
 Check = Callable[[], None]  # raises once what it is given to is not wanted any more
 
 
@@ -385,7 +384,8 @@ class Publication:
     """Rank 0's part: run files, index and marker of a checkpoint, mirror.json, then deletions.
 
     It remembers mirror.json, which no other attempt of the run writes. The run resumed from
-    `resumed_step` by its `history`, and its checkpoints are on `disk`, in the run directory.
+    `resumed_step`, and its checkpoints are on `disk`, in the run directory. Without a `history`
+    later steps in the store are given up.
     """
 
     def __init__(
@@ -394,7 +394,7 @@ class Publication:
         disk: Disk,
         resumed_step: int,
         kept: CheckpointConfig,
-        history: History = EMPTY,
+        history: History | None = None,
     ) -> None:
         self._store, self._disk, self._resumed_step, self._kept = store, disk, resumed_step, kept
         self._history = history
@@ -420,7 +420,8 @@ class Publication:
         """Make the checkpoint count, once all ranks have uploaded their files."""
         found = self.read()
         if (stored := self._index) is None:
-            self._refuse_newer(found)
+            if self._history is not None:
+                self._refuse_newer(found, self._history)
             stored = found.until(self._resumed_step)
         new = StoredCheckpoint.of(directory)
         if not stored.has(new):
@@ -442,7 +443,7 @@ class Publication:
         self._index = stored
         self._delete(stored, check)
 
-    def _refuse_newer(self, found: MirrorIndex) -> None:
+    def _refuse_newer(self, found: MirrorIndex, history: History) -> None:
         """Raise CheckpointError if the store has a later step that is not undone.
 
         The start would have taken it, had it known: the store was away, or another start uses it.
@@ -450,7 +451,7 @@ class Publication:
         for each in found.checkpoints:
             if each.step > self._resumed_step:
                 attempt = self._store.read_index(found, each.step).attempt
-                if self._history.stands(each.step, attempt):
+                if history.stands(each.step, attempt):
                     raise CheckpointError(
                         f"{self._store.url} has step {each.step} of this run, which resumed from "
                         f"step {self._resumed_step}; nothing is removed there: stop it and start "

@@ -73,11 +73,6 @@ class History:
         """Whether a checkpoint of this step, which that attempt has saved, is the run's."""
         return step <= self.standing.get(attempt, self.unknown)
 
-    def until(self, step: int) -> History:
-        """Return the history of a run that goes back to `step`."""
-        ends = {attempt: min(last, step) for attempt, last in self.standing.items()}
-        return History(ends, min(self.unknown, step))
-
 
 @dataclass(frozen=True)
 class Past:

@@ -49,13 +49,7 @@ from pretrain.checkpoint.background_save import (
     Transfer,
     new_index,
 )
-from pretrain.checkpoint.destinations import (
-    EMPTY,
-    Disk,
-    ObjectStore,
-    Publication,
-    StoredCheckpoint,
-)
+from pretrain.checkpoint.destinations import Disk, ObjectStore, Publication, StoredCheckpoint
 from pretrain.checkpoint.elastic_reader import local_name
 from pretrain.checkpoint.facts import Destination, History
 from pretrain.checkpoint.marker import key_of, read_index
@@ -349,9 +343,9 @@ class Mirror:
     """Uploads checkpoints of one start of a run. All ranks call `agree` and `finish` together.
 
     They are those of `disk`; the store has `uploaded_step`, or nothing (0), as the run resumes from
-    it by its `history`. `note` is told, on rank 0, the seconds that the upload of a step took, or
-    why the step is not in the store. A context manager: leaving it cancels an upload in progress,
-    which the next start continues. Nothing here raises what a store does.
+    it; `history` is as in `Publication`. `note` is told, on rank 0, the seconds that the upload of
+    a step took, or why the step is not in the store. A context manager: leaving it cancels an
+    upload in progress, which the next start continues. Nothing here raises what a store does.
     """
 
     def __init__(
@@ -362,7 +356,7 @@ class Mirror:
         resumed_step: int,
         uploaded_step: int,
         note: Callable[[int, float | str], None],
-        history: History = EMPTY,
+        history: History | None = None,
     ) -> None:
         self.url, self._settings = location(config), config.checkpoint
         self._disk, self._world, self._note_step = disk, world, note

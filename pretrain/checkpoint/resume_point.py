@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,24 +103,20 @@ class _Choice:
     may_pass: bool = False
 
 
+@dataclass
 class _Look:
     """One look at all destinations. What it lists is on rank 0 alone."""
 
-    def __init__(
-        self,
-        root: Path,
-        world: World,
-        run_id: str,
-        before: int | None,
-        patience: Patience,
-        past: Past,
-        local: LocalTier | None,
-    ) -> None:
-        self._root, self._world, self._run_id, self._before = root, world, run_id, before
-        self._patience, self._past, self._local = patience, past, local
-        self._facts: list[Fact] = list(past.facts) if before is None else []
-        self._candidates: list[Candidate] = []
-        self._stores: dict[str, tuple[ObjectStore, MirrorIndex]] = {}
+    root: Path
+    world: World
+    run_id: str
+    before: int | None
+    patience: Patience
+    past: Past
+    local: LocalTier | None
+    facts: list[Fact] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
+    stores: dict[str, tuple[ObjectStore, MirrorIndex]] = field(default_factory=dict)
 
     @property
     def first_problem(self) -> str:
@@ -129,6 +125,7 @@ class _Look:
 
     def find(self, failed: Collection[Candidate]) -> marker.Checkpoint | None:
         """Return the first candidate that all ranks verify; CheckpointError if refused."""
+        self.facts = list(self.past.facts) if self.before is None else []
         self._list(failed)
         while True:
             choice = broadcast_value(self._choose(), _Choice)
@@ -141,66 +138,66 @@ class _Look:
             except OtherVersionError:
                 raise  # no damage: nothing older replaces it
             except UndoneError:
-                self._candidates = [each for each in self._candidates if each != candidate]
+                self.candidates = [each for each in self.candidates if each != candidate]
             except CheckpointError as error:
                 may_pass = isinstance(error, UnreadableError)
                 refused = replace(candidate, problem=str(error), may_pass=may_pass)
-                self._candidates = [
-                    refused if each == candidate else each for each in self._candidates
+                self.candidates = [
+                    refused if each == candidate else each for each in self.candidates
                 ]
 
     def _choose(self) -> _Choice:
-        if not self._world.is_main:
+        if not self.world.is_main:
             return _Choice()
-        match choose(self._facts, self._candidates, self._past.asked):
+        match choose(self.facts, self.candidates, self.past.asked):
             case Refusal(sentence):
-                return _Choice(None, sentence, any(each.may_pass for each in self._candidates))
+                return _Choice(None, sentence, any(each.may_pass for each in self.candidates))
             case choice:
                 return _Choice(choice)
 
     # --------------------------------------------------------------------------- what is there
 
     def _list(self, failed: Collection[Candidate]) -> None:
-        local = self._local.offered(self._before) if self._local else []
+        local = self.local.offered(self.before) if self.local else []
         with raise_on_all_ranks():
-            if not self._world.is_main:
+            if not self.world.is_main:
                 return
-            if not self._root.is_dir() and self._root.with_name("run.json").exists():
-                if self._past.asked is None:  # lost, as with a mount
+            if not self.root.is_dir() and self.root.with_name("run.json").exists():
+                if self.past.asked is None:  # lost, as with a mount
                     raise UnreadableError(
-                        f"{self._root}: missing, although every run has it; bring it back"
+                        f"{self.root}: missing, although every run has it; bring it back"
                     )
-                self._root.mkdir()
-            files.remove_partial(self._root)
-            self._add(files.steps_on_disk(self._root), Destination.RUN_DIRECTORY, str(self._root))
+                self.root.mkdir()
+            files.remove_partial(self.root)
+            self._add(files.steps_on_disk(self.root), Destination.RUN_DIRECTORY, str(self.root))
             self._add(local, Destination.NODES, Destination.NODES.value)
-            for url in self._past.stores:
+            for url in self.past.stores:
                 self._list_store(url)
             problems = {(each.step, each.destination): each.problem for each in failed}
-            self._candidates = [
+            self.candidates = [
                 replace(each, problem=problems.get((each.step, each.destination), each.problem))
-                for each in self._candidates
+                for each in self.candidates
             ]
 
     def _add(self, steps: Sequence[int], destination: Destination, where: str) -> None:
-        self._candidates += [
+        self.candidates += [
             Candidate(step, destination, where)
             for step in steps
-            if self._before is None or step < self._before
+            if self.before is None or step < self.before
         ]
 
     def _list_store(self, url: str) -> None:
-        scratch = self._root.with_name(SCRATCH)
-        least = newest(self._facts, Destination.RUN_DIRECTORY, Destination.STORE)
+        scratch = self.root.with_name(SCRATCH)
+        least = newest(self.facts, Destination.RUN_DIRECTORY, Destination.STORE)
         try:
             scratch.mkdir(exist_ok=True)
             store = ObjectStore(url, scratch, QUICK)
             index = store.index()
-            if index.run != self._run_id:
+            if index.run != self.run_id:
                 return  # nothing is uploaded there, either
             steps = []
             for step in (each.step for each in index.checkpoints):
-                later = step > least and self._before is None and self._past.asked is None
+                later = step > least and self.before is None and self.past.asked is None
                 if not later or self._is_fact(store, index, step):
                     steps.append(step)
         except (UserError, OSError) as error:
@@ -208,13 +205,13 @@ class _Look:
                 return
             text = os_error_text(error) if isinstance(error, OSError) else str(error)
             logger.warning("%s: not asked for checkpoints: %s", url, text)
-            if lost := least or self._before or self._past.asked:
+            if lost := least or self.before or self.past.asked:
                 problem = f"{url} could not be asked ({text.partition(';')[0]})"
-                self._candidates.append(
+                self.candidates.append(
                     Candidate(lost, Destination.STORE, url, problem, may_pass=True)
                 )
             return
-        self._stores[url] = ObjectStore(url, scratch), index
+        self.stores[url] = ObjectStore(url, scratch), index
         self._add(steps, Destination.STORE, url)
 
     def _is_fact(self, store: ObjectStore, index: MirrorIndex, step: int) -> bool:
@@ -222,23 +219,23 @@ class _Look:
 
         If not because the ledger lacks the start that saved it, that is a fact all the same.
         """
-        history = self._past.history
+        history = self.past.history
         try:
             attempt = store.read_index(index, step).attempt
             if not history.stands(step, attempt):
                 return False
             problem = (
-                f"{store.url} has step {step}, of which {self._root.parent} knows nothing, as an "
+                f"{store.url} has step {step}, of which {self.root.parent} knows nothing, as an "
                 "older copy would ('pretrain checkpoint fetch' makes another run directory of it)"
             )
             if not attempt or not history.standing or attempt in history.standing:
                 problem = ""
         except CheckpointError as error:
             problem = str(error)
-        self._facts.append(Fact(step, Destination.STORE, store.url))
+        self.facts.append(Fact(step, Destination.STORE, store.url))
         if not problem:
             return True
-        self._candidates.append(Candidate(step, Destination.STORE, store.url, problem))
+        self.candidates.append(Candidate(step, Destination.STORE, store.url, problem))
         return False
 
     # ---------------------------------------------------------------------------- one candidate
@@ -246,25 +243,25 @@ class _Look:
     def _get(self, candidate: Candidate) -> marker.Checkpoint:
         """Return the candidate once all ranks have verified it. A collective."""
         if candidate.destination is Destination.NODES:
-            assert self._local is not None
-            return self._local.get(candidate.step)
+            assert self.local is not None
+            return self.local.get(candidate.step)
         if candidate.destination is Destination.STORE:
             self._bring(candidate)
-        directory, start = files.step_directory(self._root, candidate.step), time.monotonic()
+        directory, start = files.step_directory(self.root, candidate.step), time.monotonic()
         index: dict[str, Any] = {}
         with raise_on_all_ranks():
-            if self._world.is_main:
-                found = marker.read_index(directory, self._run_id)
-                if not self._past.history.stands(found.step, found.attempt):
+            if self.world.is_main:
+                found = marker.read_index(directory, self.run_id)
+                if not self.past.history.stands(found.step, found.attempt):
                     raise UndoneError(f"{directory}: {marker.UNDONE}")
                 index = found.index
         found = marker.Checkpoint(directory, broadcast_value(index, dict[str, Any]))
         with raise_on_all_ranks():
-            marker.check_share(found, self._world.rank, self._world.world_size)
-        if self._world.is_main:
+            marker.check_share(found, self.world.rank, self.world.world_size)
+        if self.world.is_main:
             marker.remember(directory, refused="")
             what = "resuming from %s, verified in %.1f s (%s MiB by %s)"
-            size, ranks = f"{found.num_bytes / 2**20:,.1f}", counted(self._world.world_size, "rank")
+            size, ranks = f"{found.num_bytes / 2**20:,.1f}", counted(self.world.world_size, "rank")
             logger.info(what, directory, time.monotonic() - start, size, ranks)
         return found
 
@@ -274,11 +271,11 @@ class _Look:
 
         def fetch() -> None:
             try:
-                store, index = self._stores[candidate.where]
+                store, index = self.stores[candidate.where]
                 attempt = store.read_index(index, candidate.step).attempt
-                if not self._past.history.stands(candidate.step, attempt):
+                if not self.past.history.stands(candidate.step, attempt):
                     raise UndoneError(f"step {candidate.step} in {store.url}: {marker.UNDONE}")
-                store.bring(index, candidate.step, self._root)
+                store.bring(index, candidate.step, self.root)
             except NotFetchedError as error:
                 problems.append(UnreadableError(str(error)))
             except UserError as error:
@@ -287,13 +284,13 @@ class _Look:
                 problems.append(UnreadableError(os_error_text(error)))
 
         thread = threading.Thread(target=fetch, name="fetch", daemon=True)
-        if self._world.is_main:
+        if self.world.is_main:
             thread.start()
-        before = self._patience.stop_requests()
+        before = self.patience.stop_requests()
         while broadcast_value(thread.is_alive(), bool):
-            self._patience.while_waiting()
+            self.patience.while_waiting()
             with raise_on_all_ranks():
-                if self._patience.stop_requests() > before:
+                if self.patience.stop_requests() > before:
                     raise StorageError(
                         f"stopped, as asked, while step {candidate.step} was fetched; rerun the "
                         "command to continue"
@@ -307,13 +304,13 @@ class _Look:
 
     def report(self, found: marker.Checkpoint | None = None) -> None:
         """Name what was refused and what is used instead; remember what is on disk."""
-        if not self._world.is_main:
+        if not self.world.is_main:
             return
         for each in self._refused():
             is_repaired = found is not None and found.step == each.step
             if each.destination is Destination.RUN_DIRECTORY and not is_repaired:
-                directory = files.step_directory(self._root, each.step)
-                refuse(directory, each.problem, marker.step_of(found), self._world)
+                directory = files.step_directory(self.root, each.step)
+                refuse(directory, each.problem, marker.step_of(found), self.world)
             elif each.destination is Destination.NODES:
                 what = "local checkpoints of step %d are not used: %s"
                 logger.warning(what, each.step, each.problem)
@@ -324,20 +321,20 @@ class _Look:
         """Let what is later than the start's step count for nothing; a save of this start replaces
         it."""
         step = found.step if found is not None else 0
-        if self._world.is_main and self._before is None:
+        if self.world.is_main and self.before is None:
             with contextlib.suppress(CheckpointError):
-                for later in files.steps_on_disk(self._root):
-                    directory = files.step_directory(self._root, later)
+                for later in files.steps_on_disk(self.root):
+                    directory = files.step_directory(self.root, later)
                     if later > step and not (directory / files.REFUSED).exists():
                         marker.remember(directory, f"{marker.UNDONE} to step {step}")
-        if self._world.is_main:
-            shutil.rmtree(self._root.with_name(SCRATCH), ignore_errors=True)
-        if self._local is not None and self._before is None:
-            self._local.tell_unused(step, newest(self._facts, Destination.NODES))
+        if self.world.is_main:
+            shutil.rmtree(self.root.with_name(SCRATCH), ignore_errors=True)
+        if self.local is not None and self.before is None:
+            self.local.tell_unused(step, newest(self.facts, Destination.NODES))
 
     def _refused(self) -> list[Candidate]:
         return sorted(
-            (each for each in self._candidates if each.problem), key=lambda each: -each.step
+            (each for each in self.candidates if each.problem), key=lambda each: -each.step
         )
 
 

@@ -42,6 +42,7 @@ from foundation.settings import LONGEST_NAME, load_config, parse_config, require
 from foundation.yaml_files import Tree, abbreviated, did_you_mean, dump_yaml, find_config, read_tree
 from pretrain.checkpoint.directory import step_directory
 from pretrain.config.run import RunConfig
+from pretrain.rundir.events import Published
 from pretrain.rundir.metrics_file import cut_measurements_after
 from pretrain.rundir.run_dir import RUNS, RunDir, refuse_foreign_run
 from pretrain.terminal.text import counted
@@ -263,6 +264,7 @@ def begin_branch(cell: Cell, config: RunConfig, runs: Path) -> None:
     RunDir.create(made.path, own, branch_of=source.identity)
     step = step_directory(made.checkpoints, cell.starts_at)
     shutil.copytree(saved, step)
+    made.ledger.append(Published(step=cell.starts_at, attempt=""))
     shutil.copy(source.metrics, made.metrics)
     cut_measurements_after(made.metrics, cell.starts_at)
     made.path.rename(target.path)
