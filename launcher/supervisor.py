@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -92,10 +93,12 @@ def supervise(
     about to, no attempt starts, and one that failed does not count: `is_allocated` tells.
     StartAgain where the site or a node failed for longer than the run's patience.
     """
+    # After the highest that left logs, so that no log is written twice.
+    number = max((attempt.number for attempt in attempts_of(run_dir.logs)), default=-1)
+    attempts = _Attempts(
+        run_dir, start, policy, stop, count, meanwhile, job, is_allocated, clock, number
+    )
     try:
-        attempts = _Attempts(
-            run_dir, start, policy, stop, count, meanwhile, job, is_allocated, clock
-        )
         while (status := attempts.make_one()) is None:
             pass
         return status
@@ -103,43 +106,37 @@ def supervise(
         return _stopped_between_attempts(run_dir, stop, job)
 
 
+@dataclass
 class _Attempts:
     """The attempts of one supervisor; see `supervise`."""
 
-    def __init__(
-        self,
-        run_dir: RunDir,
-        start: Callable[[int], Ranks],
-        policy: RestartPolicy,
-        stop: StopSignals,
-        count: int,
-        meanwhile: Callable[[], None],
-        job: str | None,
-        is_allocated: Callable[[], bool],
-        clock: Clock,
-    ) -> None:
-        self._run_dir, self._start, self._policy, self._stop = run_dir, start, policy, stop
-        self._count, self._meanwhile, self._job = count, meanwhile, job
-        self._is_allocated, self._clock = is_allocated, clock
-        # After the highest that left logs, so that no log is written twice.
-        self._number = max((attempt.number for attempt in attempts_of(run_dir.logs)), default=-1)
-        self._waits_since: float | None = None  # for a site or a node that fails
-        self._num_waits = 0
+    run_dir: RunDir
+    start: Callable[[int], Ranks]
+    policy: RestartPolicy
+    stop: StopSignals
+    count: int
+    meanwhile: Callable[[], None]
+    job: str | None
+    is_allocated: Callable[[], bool]
+    clock: Clock
+    number: int  # of the last one
+    waits_since: float | None = None  # for a site or a node that fails
+    num_waits: int = 0
 
     def make_one(self) -> int | None:
         """Make an attempt and wait for the next one; the exit status, if none follows."""
-        run_dir, patience = self._run_dir, self._run_dir.patience
-        self._number += 1
+        run_dir, patience = self.run_dir, self.run_dir.patience
+        self.number += 1
         if run_dir.path.exists():  # else the first attempt tells what is wrong
             outlast(patience, run_dir.check_writable)
         before = outlast(patience, lambda: latest_step(run_dir))
-        if not self._is_allocated():
+        if not self.is_allocated():
             return EXIT_STOPPED
-        ranks = outlast(patience, lambda: self._start(self._number))
-        stopper = _stopper(ranks, self._stop, self._meanwhile, self._job)
+        ranks = outlast(patience, lambda: self.start(self.number))
+        stopper = _stopper(ranks, self.stop, self.meanwhile, self.job)
         statuses = tuple(ranks.wait(meanwhile=stopper))
         ended = self._decided(statuses, ranks, before)
-        if ended.next not in (NextAction.FINISHED, NextAction.STOPPED) and not self._is_allocated():
+        if ended.next not in (NextAction.FINISHED, NextAction.STOPPED) and not self.is_allocated():
             return EXIT_STOPPED
         if run_dir.exists() or run_dir.ledger.path.exists():  # else refused before there was a run
             _record(run_dir, ended)
@@ -148,7 +145,7 @@ class _Attempts:
                 _log.info("finished: %s; next: pretrain report %s", run_dir.path, run_dir.path)
                 return 0
             case NextAction.STOPPED:
-                return _stopped(run_dir, self._job)
+                return _stopped(run_dir, self.job)
             case NextAction.REFUSED:  # last: what has to be fixed
                 _log.error("not restarted: %s", ranks.describe_failure(statuses))
                 return EXIT_USER_ERROR
@@ -169,55 +166,53 @@ class _Attempts:
     @property
     def _waited(self) -> float:
         """For how long the site or a node has failed."""
-        return 0.0 if self._waits_since is None else self._clock.now() - self._waits_since
+        return 0.0 if self.waits_since is None else self.clock.now() - self.waits_since
 
     def _decided(self, statuses: tuple[int, ...], ranks: Ranks, before: int) -> AttemptEnded:
         """How the attempt ended, and what follows."""
-        run_dir = self._run_dir
+        run_dir = self.run_dir
         after = outlast(run_dir.patience, lambda: latest_step(run_dir))
         is_complete = False  # nor is a run whose directory has vanished
         if not any(statuses) and run_dir.exists():
             is_complete = after >= run_dir.config.optim.steps
         if after > before:
-            self._waits_since = None
+            self.waits_since = None
         patience = run_dir.patience.seconds
-        reason, then, self._count = decide(
+        reason, then, self.count = decide(
             statuses,
             after > before,
-            self._count,
-            self._policy,
-            stop_requested=self._stop.requests > 0,
+            self.count,
+            self.policy,
+            stop_requested=self.stop.requests > 0,
             is_complete=is_complete,
-            may_wait=self._waited < patience or self._waits_since is None,
-            can_requeue=self._job is not None,
+            may_wait=self._waited < patience or self.waits_since is None,
+            can_requeue=self.job is not None,
         )
         is_hung = any(map(ended_by_watchdog, statuses))
         return AttemptEnded(
-            attempt_number=self._number,
+            attempt_number=self.number,
             statuses=statuses,
             first_failure=unresponsive_rank(statuses) if is_hung else ranks.first_failure,
             step_before=before,
             step=after,
             reason=reason,
             next=then,
-            without_progress=self._count,
-            job=self._job,
+            without_progress=self.count,
+            job=self.job,
         )
 
     def _pause(self, ended: AttemptEnded) -> None:
         """Wait until the next attempt; StopWhileWaiting if the run is asked to stop."""
         if EVIDENCE[ended.reason] is About.RUN:
-            self._waits_since, self._num_waits, num = None, 0, self._count
+            self.waits_since, self.num_waits, num = None, 0, self.count
         else:
-            if self._waits_since is None:
-                self._waits_since, self._num_waits = self._clock.now(), 0
-            num, self._num_waits = self._num_waits, self._num_waits + 1
-        limit, delay = (
-            self._policy.attempts_without_progress,
-            delay_after(ended.reason, num, self._policy),
-        )
-        counts = self._count and EVIDENCE[ended.reason] is About.RUN
-        progress = f", attempt {self._count} of {limit} without progress" if counts else ""
+            if self.waits_since is None:
+                self.waits_since, self.num_waits = self.clock.now(), 0
+            num, self.num_waits = self.num_waits, self.num_waits + 1
+        limit, progress = self.policy.attempts_without_progress, ""
+        if self.count and EVIDENCE[ended.reason] is About.RUN:
+            progress = f", attempt {self.count} of {limit} without progress"
+        delay = delay_after(ended.reason, num, self.policy)
         _log.warning(
             "%s%s; next attempt in %g s from the checkpoint of step %d",
             ended.cause,
@@ -225,10 +220,10 @@ class _Attempts:
             delay,
             ended.step,
         )
-        deadline = self._clock.now() + delay
-        while not self._stop.requests and self._clock.now() < deadline:
-            self._clock.sleep(0.05)
-        if self._stop.requests:
+        deadline = self.clock.now() + delay
+        while not self.stop.requests and self.clock.now() < deadline:
+            self.clock.sleep(0.05)
+        if self.stop.requests:
             raise StopWhileWaiting
 
 

@@ -66,11 +66,12 @@ Check = Callable[[Path], str | None]  # what is wrong with a file that arrived, 
 
 
 class NotFetchedError(DataError):
-    """A file could not be fetched; `is_absent` if the store says that it has no such file."""
+    """A file could not be fetched; `is_absent` if the store says that it has no such file, and
+    `is_final` if another try would not help."""
 
-    def __init__(self, message: str, is_absent: bool) -> None:
+    def __init__(self, message: str, is_absent: bool, is_final: bool) -> None:
         super().__init__(message)
-        self.is_absent = is_absent
+        self.is_absent, self.is_final = is_absent, is_final
 
 
 def fetch_file(
@@ -100,6 +101,7 @@ def retry(policy: RetryPolicy, failure: str, attempt: Callable[[], None]) -> Non
         f"{failure}; attempt {number} of {policy.attempts} failed: {last}; "
         "check the store, then run the same command again: finished work is kept",
         last.is_absent,
+        last.is_final,
     )
 
 

@@ -260,7 +260,10 @@ class Slurm:
     def node_states(self, names: Sequence[str], field: str = "%T") -> dict[str, str]:
         """The states of nodes as sinfo calls them, such as `idle` and `mixed*`, or another
         field."""
-        listed = self._records(["sinfo", "-N", "-n", ",".join(names)], ["%N", field])
+        try:
+            listed = self._records(["sinfo", "-N", "-n", ",".join(names)], ["%N", field])
+        except _Denied:  # it is advice
+            return {}
         return dict(listed)  # a record for each partition
 
     def cancel(self, job: str) -> None:

@@ -139,7 +139,7 @@ def _make_attempts(
         if not num_spare and len(left := job_exit.nodes()) < len(job.nodes):
             lost = ", ".join(node for node in job.nodes if node not in left)
             raise StartAgain(JobEndReason.NOT_STARTED, f"{lost} was taken from the job")
-        step = pool.next_step(ranks.failed_nodes if ranks else (), between)
+        step = pool.next_step(between)
         where = ", ".join(step.nodes)
         _log.info("attempt %d: %s on %s", number, counted(step.ranks, "rank"), where)
         ranks = site.start_ranks(step, run_dir, number, job_exit.claim(number))

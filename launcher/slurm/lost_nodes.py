@@ -35,10 +35,10 @@ from launcher.slurm.sbatch import Snapshot, usable_nodes
 from launcher.slurm.srun import (
     BLIND,
     PROGRAM,
+    SILENT,
     Probe,
     Step,
     kill_silently,
-    nodes_without_launch,
     task_command,
 )
 from pretrain.config.run import RunConfig, accumulation_steps, runs_of_phases
@@ -61,14 +61,17 @@ from pretrain.terminal.text import counted
 
 _POLL_SECONDS = 10.0
 _RESTART_SECONDS = 60.0
-# The ranks' own step, one that probes the nodes, a new guard of the first node; and trials of nodes
-# that may not respond, seldom more than three.
+# The ranks' own step, a new guard of the first node, and those that probe the nodes, seldom more.
 _STEPS_PER_ATTEMPT = 6
 _MOST_STEPS = 40
 _EMPTY_STEPS_SECONDS = 60.0  # that all of them may take
 _NODE_LOST = (JobEndReason.FIRST_NODE_LOST, JobEndReason.NODE_FAILED)
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 60.0  # between two probes
 _PATIENCE_BEFORE_TRAINING = 300.0  # a run that has never trained may lack a shared disk
+_REASONS = {
+    BLIND: ReplacedBecause.RUN_DIRECTORY_UNSEEN,
+    SILENT: ReplacedBecause.NOT_RESPONDING,
+}
 _log = logging.getLogger(__name__)
 
 NodeProbe = Callable[[Step, Path, Callable[[], None]], Probe]
@@ -124,16 +127,15 @@ class NodePool:
             self._nodes = self._nodes.without(node) or self._nodes
         self._probe, self._clock = probe, clock
 
-    def next_step(self, failed: Sequence[str], meanwhile: Callable[[], None]) -> Step:
-        """The step of the next attempt, on nodes that can run ranks now; `failed`: those that the
-        last attempt's srun says have failed.
+    def next_step(self, meanwhile: Callable[[], None]) -> Step:
+        """The step of the next attempt, on nodes that can run ranks now.
 
         Nodes that cannot are waited for, with growing pauses; `meanwhile` is called often.
         StartAgain if the job lacks a node for longer than the run's patience; ConfigError if no
         other job would have what is missing.
         """
         if self._outlives_nodes:
-            self._replace_failed(failed)
+            self._replace_failed()
         if node := self._node_to_blame():
             self._replace(node, ReplacedBecause.RANKS_FAILED)
         since, pause, before = self._clock.now(), _FIRST_PAUSE, Probe({})
@@ -142,13 +144,14 @@ class NodePool:
                 raise StartAgain(JobEndReason.NOT_STARTED, "Slurm starts no more steps in it")
             if self._replace_unready(probe):
                 continue
+            event = NodesUnready(job=self._job.id, problems=probe.problems)
             if probe.problems != before.problems:
-                event = NodesUnready(job=self._job.id, problems=probe.problems)
                 self._run_dir.ledger.append(event)
                 _log.warning("%s; trying again", event.description)
                 for line in probe.errors:
                     _log.error("probe of the nodes: %s", line)
-            self._leave_unready(probe, before, self._clock.now() - since)
+            is_again = probe.problems == before.problems
+            self._leave_unready(event, is_again, self._clock.now() - since)
             deadline = self._clock.now() + pause
             while self._clock.now() < deadline:
                 meanwhile()
@@ -160,25 +163,24 @@ class NodePool:
         """Use spare nodes for those that are not ready; whether there were any."""
         before = self._nodes
         for node, problem in probe.problems.items():
-            is_blind = problem.startswith(BLIND)
-            reason = ReplacedBecause.RUN_DIRECTORY_UNSEEN if is_blind else ReplacedBecause.UNREADY
-            self._replace(node, reason)
+            reasons = (each for words, each in _REASONS.items() if problem.startswith(words))
+            self._replace(node, next(reasons, ReplacedBecause.UNREADY))
         return self._nodes != before
 
-    def _leave_unready(self, probe: Probe, before: Probe, waited: float) -> None:
+    def _leave_unready(self, event: NodesUnready, is_again: bool, waited: float) -> None:
         """Raise StartAgain or ConfigError if waiting any longer is in vain."""
-        problems = probe.problems
-        words = "; ".join(f"{node} {why}" for node, why in problems.items())
+        problems, words = event.problems, event.cause
         has_trained = last_of(self._run_dir.ledger.read(), TrainingBegan) is not None
         lacks_program = set(problems.values()) == {PROGRAM}
-        if lacks_program and len(problems) == self._step.num_nodes and not has_trained:
+        are_all = len(problems) == self._step.num_nodes
+        if lacks_program and are_all and not has_trained:
             raise ConfigError(
                 f"the ranks' program does not start on any node ({', '.join(problems)}); "
                 f"'launcher logs {self._run_dir.path} --errors' says why"
             )
         patience = self._run_dir.patience.seconds
         patience = patience if has_trained else min(patience, _PATIENCE_BEFORE_TRAINING)
-        is_settled = lacks_program and problems == before.problems
+        is_settled = lacks_program and is_again and not are_all
         if waited < patience and not is_settled:
             return
         excludable = self._excludable(list(problems))
@@ -193,32 +195,20 @@ class NodePool:
         ranks = len(nodes) * self._cluster.tasks_per_node
         return Step(nodes=nodes, ranks=ranks, cluster=self._cluster)
 
-    def _replace_failed(self, named: Sequence[str]) -> None:
-        """Use spare nodes for those that Slurm has taken from the job, or that do not respond."""
+    def _replace_failed(self) -> None:
+        """Use spare nodes for those that Slurm has taken from the job, or out of service."""
         fields = self._slurm.answered(self._slurm.details, self._job.id)
         left = node_names(fields.get("NodeList", "")) or self._job.nodes
         # First the spare: they are to replace.
         for node in [*self._nodes.spare, *self._nodes.training]:
             if node not in left:
                 self._replace(node, ReplacedBecause.NODE_FAILED)
-        if not self._nodes.spare:  # then one may come back, or Slurm takes it
-            return
-        for node in self._unusable((*self._nodes.spare, *self._nodes.training), named):
-            if self._nodes.without(node) is not None:
-                self._replace(node, ReplacedBecause.NOT_RESPONDING)
-
-    def _unusable(self, known: Sequence[str], named: Sequence[str]) -> list[str]:
-        """Those of the nodes that were taken out, or on which no task can be launched.
-
-        sinfo's word that a node does not respond is a reason to try. It comes late, minutes after
-        the end of a node, and also for healthy nodes: the answers of several nodes to one message
-        come together, so one that is gone keeps those of others back.
-        """
+        known = [*self._nodes.spare, *self._nodes.training]
         states = self._slurm.answered(self._slurm.node_states, known)
-        out = [node for node in known if is_taken_out(states.get(node, ""))]
-        doubtful = [node for node in known if states.get(node, "").endswith("*") or node in named]
-        silent = nodes_without_launch([node for node in doubtful if node not in out])
-        return [node for node in known if node in out or node in silent]
+        for node in [*self._nodes.spare, *self._nodes.training]:
+            # Without a spare one it may come back, or Slurm takes it.
+            if is_taken_out(states.get(node, "")) and self._nodes.without(node) is not None:
+                self._replace(node, ReplacedBecause.NOT_RESPONDING)
 
     def _node_to_blame(self) -> str | None:
         """The node to leave out, because its ranks fail first."""

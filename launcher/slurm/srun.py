@@ -354,7 +354,8 @@ say sees; "$@"
 _ANSWER = re.compile(r"^xl\|([^|]+)\|(begun|sees|starts)\|lx$", re.MULTILINE)
 BLIND = "does not see the run directory"
 PROGRAM = "does not start the ranks' program"  # why a node is not ready, as a person reads it
-_PROBLEMS = {"": "does not respond", "begun": BLIND, "sees": PROGRAM}
+SILENT = "does not respond"
+_PROBLEMS = {"": SILENT, "begun": BLIND, "sees": PROGRAM}
 STARTS = "starts"  # the last word of the program on a node
 # srun's words for what only another start of the job brings back.
 NEEDS_NEW_START = re.compile("Step limit reached|node configuration is not available")
@@ -376,7 +377,8 @@ def probe_nodes(step: Step, run_dir: Path, meanwhile: Callable[[], None]) -> Pro
     A node that has not answered in time is one that cannot. `meanwhile` is called often; what it
     raises ends the probe.
     """
-    program = copied_arguments(code_that_runs(), "launcher.slurm.task", STARTS)
+    code = code_that_runs()  # in the run's directory, which may be an empty mount point
+    program = copied_arguments(code, "launcher.slurm.task", STARTS)
     flags, line = in_container(step.cluster, program, [run_dir], Path.cwd())
     srun = ["srun", f"--nodes={step.num_nodes}", f"--ntasks={step.num_nodes}"]
     srun += [f"--nodelist={','.join(step.nodes)}", "--ntasks-per-node=1", "--overlap"]
@@ -385,7 +387,7 @@ def probe_nodes(step: Step, run_dir: Path, meanwhile: Callable[[], None]) -> Pro
     seconds = _CONTAINER_SECONDS if step.cluster.container_image else _PROBE_SECONDS
     with tempfile.TemporaryFile() as printed:
         probe = subprocess.Popen(
-            [*srun, str(run_dir), *line], stdin=subprocess.DEVNULL, stdout=printed, stderr=printed
+            [*srun, str(code), *line], stdin=subprocess.DEVNULL, stdout=printed, stderr=printed
         )
         deadline, is_late = time.monotonic() + seconds, False
         try:
@@ -408,29 +410,7 @@ def answers_of(nodes: Sequence[str], said: str, late: str = "") -> Probe:
     problems = {
         node: _PROBLEMS[last.get(node, "")] + late for node in nodes if last.get(node) != STARTS
     }
+    if named := failed_nodes(said):  # srun ends the others then, which tells nothing about them
+        problems = {node: SILENT for node in nodes if node in named} or problems
     errors = sorted(error_lines(said.splitlines()), key=lambda line: line.startswith("srun: "))
     return Probe(problems, NEEDS_NEW_START.search(said) is not None, tuple(errors[:_NUM_ERRORS]))
-
-
-def nodes_without_launch(nodes: Sequence[str]) -> list[str]:
-    """Those of the nodes on which srun can launch no task, by its own words."""
-    probes = {
-        node: subprocess.Popen(
-            task_command(node, "true"),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node in nodes
-    }
-    deadline, silent = time.monotonic() + _PROBE_SECONDS, []
-    for node, probe in probes.items():
-        try:
-            _, said = probe.communicate(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:  # one that is not decided until then does not count
-            kill_silently(probe.pid)
-            probe.communicate()
-        else:
-            silent += [node] if node in failed_nodes(said) else []
-    return silent

@@ -8,6 +8,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from data_pipeline.corpora.fetch import NotFetchedError
 from foundation.cli import add_experiment
 from foundation.errors import EXIT_USER_ERROR, exit_status_of, is_of_site
 from foundation.retry import StorageError
@@ -43,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _status_of(error: Exception) -> int:
-    is_site = isinstance(error, StorageError) or is_of_site(error)
+    is_away = isinstance(error, NotFetchedError) and not error.is_final
+    is_site = is_away or isinstance(error, StorageError) or is_of_site(error)
     return EXIT_SITE_FAILED if is_site else EXIT_USER_ERROR
 
 

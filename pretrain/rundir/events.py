@@ -339,7 +339,7 @@ class AttemptEnded(Event):
             cause = f"rank {rank} {describe_exit(self.statuses[rank])}"
         else:
             cause = _ATTEMPT_CAUSES[self.reason]
-        if self.next is not NextAction.GIVE_UP:
+        if self.next is not NextAction.GIVE_UP or not count:
             return cause
         times = "attempt" if count == 1 else f"{count} attempts in a row"
         return f"{cause}; {times} brought no checkpoint beyond step {self.step}"
@@ -415,6 +415,13 @@ class NodesUnready(Event):
 
     job: str
     problems: dict[str, str]
+
+    @property
+    def cause(self) -> str:
+        """What is wrong with which nodes; of many, how many and the first."""
+        problems = [f"{node} {problem}" for node, problem in self.problems.items()]
+        more = f"{len(problems)} nodes, such as {problems[0]}" if problems[4:] else ""
+        return more or "; ".join(problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -527,8 +534,8 @@ def _description(event: Event) -> str:
         case NodeReplaced(spare=spare):
             cause = _REPLACEMENT_CAUSES[event.reason].format(event.node)
             return f"{cause}; spare node {spare} used"
-        case NodesUnready(problems=problems):
-            return f"waiting: {'; '.join(f'{node} {why}' for node, why in problems.items())}"
+        case NodesUnready():
+            return f"waiting: {event.cause}"
         case SupervisorKilled():
             return f"the supervisor of job {event.job} was killed and started again"
         case _:

@@ -231,5 +231,5 @@ def assert_status(run: SlurmRun, state: str, **expected: object) -> None:
     """What `launcher status` says of the run."""
     command = [sys.executable, "-m", "launcher", "status", str(run.dir.path), "--json"]
     status = json.loads(run.lab.run(*command).stdout)
-    assert status["state"] == state
-    assert {key: status[key] for key in expected} == expected
+    assert status["state"] == state, status
+    assert {key: status[key] for key in expected} == expected, status

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.cli import main as data_pipeline
-from foundation.errors import ConfigError, exit_status_of
+from foundation.errors import (
+    ConfigError,
+    DataError,
+    UnreadableError,
+    exit_status_of,
+    is_of_site,
+)
 from foundation.files import write_text
 from foundation.retry import Outage, Patience, StorageError, outlast
 from launcher.cli import main as launcher
@@ -107,6 +113,33 @@ def test_a_path_of_thousands_of_characters_is_shortened_in_the_middle(capsys, er
     said = capsys.readouterr().err
     assert len(said) < 600
     assert "[...]" in said
+
+
+def from_cause(error: Exception, cause: Exception) -> Exception:
+    try:
+        try:
+            raise cause
+        except Exception:
+            raise error from None
+    except Exception as raised:
+        return raised
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        *((OSError(number, "x"), True) for number in (errno.EIO, errno.ESTALE, errno.ENOMEM)),
+        *((OSError(number, "x"), True) for number in (errno.ENOSPC, errno.EDQUOT)),
+        *((OSError(number, "x"), False) for number in (errno.ENOENT, errno.EACCES, errno.EINVAL)),
+        (MemoryError(), True),
+        (UnreadableError("x"), True),
+        (from_cause(DataError("corrupted"), OSError(errno.EIO, "x")), True),
+        (from_cause(DataError("corrupted"), OSError(errno.ENOENT, "x")), False),
+        (ConfigError("x"), False),
+    ],
+)
+def test_what_storage_and_memory_do_is_told_from_what_the_user_asked_for(error, expected):
+    assert is_of_site(error) is expected
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def test_nodes_are_probed_before_each_attempt_and_one_that_comes_back_is_used(ba
         ({}, {"n2": "does not start the ranks' program"}, [], 0, ("not_started", True, "n2")),
         ({}, dict.fromkeys(("n1", "n2"), "does not start the ranks' program"), [], 0,
          ("error", False, None)),
-        ({}, dict.fromkeys(("n1", "n2"), "does not start the ranks' program"), [BEGUN], 0,
+        ({}, dict.fromkeys(("n1", "n2"), "does not start the ranks' program"), [BEGUN], PATIENCE,
          ("not_started", True, "n1,n2")),
         ({"NodeList": "n1"}, {}, [BEGUN], 0, ("not_started", True, None)),
     ],
@@ -142,3 +142,9 @@ def test_logs_that_somebody_tidied_are_made_again_before_a_requeue(batch):
     batch.run_dir.logs.rmdir()
     assert batch.run(statuses=[STOPPED]) == EXIT_STOPPED
     assert batch.run_dir.logs.is_dir()
+
+
+def test_many_nodes_that_are_not_ready_fit_a_line():
+    problems = {f"n{number}": "does not respond" for number in range(64)}
+    event = NodesUnready(job="7", problems=problems)
+    assert event.description == "waiting: 64 nodes, such as n0 does not respond"

@@ -134,7 +134,7 @@ def test_a_number_that_nobody_prints_is_looked_up_and_never_submitted_again():
 
 def test_what_slurm_keeps_private_is_a_note_and_sbatch_decides(caplog):
     denied = scripted(failed("slurm_load_node: Access/permission denied"))
-    assert denied.partitions() == []
+    assert (denied.partitions(), denied.node_states(["n1"])) == ([], {})
     check_request(ClusterConfig(ranks_per_node=2, partition="any"), NodeRange(2, 2), [])
     (note,) = caplog.messages
     assert "sbatch decides" in note

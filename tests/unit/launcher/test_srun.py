@@ -210,6 +210,11 @@ SAID = "Welcome!\nxl|n1|begun|lx\nxl|n2|begun|lx\nxl|n1|sees|lx\nsrun: error: n2
         (SAID + "xl|n1|starts|lx\nxl|n2|starts|lx", {}),
         (SAID, {"n1": "does not start the ranks' program", "n2": BLIND}),
         ("xl|n1|beg", {"n1": "does not respond", "n2": "does not respond"}),
+        (
+            "srun: error: Task launch for StepId=1.3 failed on node n2: Communication connection "
+            "failure",
+            {"n2": "does not respond"},
+        ),
         ("srun: error: Step limit reached", None),
         ("srun: error: Requested node configuration is not available", None),
     ],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -13,6 +14,8 @@ from launcher.cli import main as launcher
 from pretrain.cli import COMMANDS, main
 from pretrain.cli import main as pretrain
 from pretrain.config.run import ModelConfig, RunConfig
+from pretrain.engines.engine import is_out_of_memory
+from pretrain.rundir.events import EXIT_SITE_FAILED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.sweep_file import find_runs, runs_of
 from pretrain.terminal.text import counted, distinguished, fitted_table, si, step_time, text_table
@@ -366,3 +369,12 @@ def test_no_number_loses_its_digits_or_its_unit():
     assert counts == ["0 ranks", "1 rank", "1,000 ranks"]
     numbers = [si(number) for number in (1.5, 999.7e3, 8.123e6, 5e34)]
     assert numbers == ["1.5 ", "1 M", "8.12 M", "5e+04 Q"]
+
+
+def test_a_rank_tells_its_launcher_by_its_status_that_storage_failed(tmp_path, capsys):
+    (tmp_path / "x.yaml").symlink_to("/proc/self/mem")  # whose first byte nobody can read
+    for name, status in (("x.yaml", EXIT_SITE_FAILED), ("missing.yaml", 2)):
+        where = ["--run-dir", str(tmp_path / "run")]
+        assert main(["train", str(tmp_path / name), *where]) == status
+        assert capsys.readouterr().err.count("\n") == 1
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))

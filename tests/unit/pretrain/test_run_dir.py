@@ -39,6 +39,7 @@ from pretrain.rundir.events import (
     Mirrored,
     NextAction,
     NodeReplaced,
+    NodesUnready,
     Outcome,
     OutOfMemory,
     Published,
@@ -293,6 +294,9 @@ EXAMPLES = [
     NODE_FAILED,
     replace(NODE_FAILED, is_final=True),
     KILLED_SUPERVISOR,
+    NodesUnready(job="17", problems={"n2": "does not respond in 60 s"}),
+    replace(NODE_FAILED, reason=JobEndReason.SUPERVISOR_FAILED, message="KeyError: 'x'"),
+    replace(RETRY, reason=AttemptReason.SITE_FAILED, without_progress=0, next=NextAction.GIVE_UP),
 ]
 SENTENCES = Path(__file__).parents[2] / "data" / "ledger-sentences.txt"  # one for each of them
 
