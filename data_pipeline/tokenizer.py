@@ -32,6 +32,7 @@ from foundation.errors import DataError
 from foundation.files import (
     LARGEST_DESCRIPTION_BYTES,
     atomic_write,
+    make_directory,
     read_json,
     read_regular,
     write_json,
@@ -190,7 +191,7 @@ class Tokenizer:
 
     def save(self, directory: Path) -> None:
         """Write the model, then the description that marks the directory as a tokenizer."""
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         if not self.model:
             (directory / MODEL_NAME).unlink(missing_ok=True)
         else:

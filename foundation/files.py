@@ -1,7 +1,9 @@
-"""Files that are complete or absent (write a copy, fsync, rename), and paths that may be URLs.
+"""Files that are complete or absent, what survives a power failure, and paths that may be URLs.
 
-Also tables as CSV, many small files at once, whether a file is as it was when it was parsed, and
-whose it is: what this user executes or obeys must not be another's.
+A run, a corpus or an export is written through `atomic_write`, `append_whole`, `make_directory` and
+`move` alone: contents and names are on disk when they return, in this order.
+
+Also tables as CSV, many small files at once, and whether a file is as it was when it was parsed.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import errno
+import fcntl
 import hashlib
 import io
 import json
@@ -33,6 +36,7 @@ LARGEST_LINE_BYTES = 1 << 22  # of a file that a run appends to
 YAML_SUFFIXES = (".yaml", ".yml")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # between looks for a file, in seconds
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")  # of `atomic_write`
+_TAIL_BYTES = 1 << 16  # in which a half line is looked for
 _URL = re.compile(r"([a-z][a-z0-9-]+):/+(.*)")
 
 
@@ -99,7 +103,7 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
 def write_new(path: Path, text: str) -> None:
     """Write a file for somebody to edit; ConfigError if there is one already."""
     refuse_overwrite(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     write_text(path, text)
 
 
@@ -149,16 +153,53 @@ def own_file(path: str | Path, flags: int) -> int:
 
 
 def append_whole(path: Path, content: bytes, sync: bool = False) -> None:
-    """Append all of `content`, or nothing: what a full disk cuts short is removed again.
+    """Append all of `content`, which is lines, or nothing: a part on a full disk is removed again.
 
-    With `sync` it is on disk when this returns.
+    With `sync`, the file and its name are on disk when this returns; else after `sync_file`. What a
+    power failure left of a last line is cut away first.
     """
     with named_errors(path):
         descriptor = own_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
+            # What looks like half a line may be one that another process is writing.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if not _cut_half_line(descriptor):
+                content = b"\n" + content  # keep at least this line readable
             _append_to(descriptor, content, sync)
         finally:
             os.close(descriptor)
+    if sync:  # each time: whoever created it may have been killed before this
+        fsync_directory(path.parent)
+
+
+def _cut_half_line(descriptor: int) -> bool:
+    """Whether the file ends with a line, after cutting away half of one unless it is locked."""
+    if (end := _end_of_lines(descriptor)) == os.fstat(descriptor).st_size:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        end = _end_of_lines(descriptor)
+        os.ftruncate(descriptor, end)
+        return True
+    except OSError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def _end_of_lines(descriptor: int) -> int:
+    """The size of a file of text without a last line that has no end, or that has zeros in it.
+
+    A block that was never written is read as zeros.
+    """
+    size = os.fstat(descriptor).st_size
+    tail = os.pread(descriptor, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+    *lines, half = tail.split(b"\n")
+    while lines and b"\0" in lines[-1]:
+        half = lines.pop() + b"\n" + half
+    return size - len(half)
 
 
 def _append_to(descriptor: int, content: bytes, sync: bool) -> None:
@@ -196,6 +237,35 @@ def sync_file(path: Path) -> None:
 def fsync_file(path: Path) -> None:
     """Make the contents of a file that other code wrote survive a power failure."""
     fsync_directory(path)  # the same calls: open read-only, fsync, close
+
+
+def sync_tree(root: Path) -> None:
+    """Make everything below a directory survive a power failure, whatever wrote it."""
+    paths = [path for path in root.rglob("*") if not path.is_symlink()]
+    read_together(fsync_file, [*paths, root])
+
+
+def make_directory(path: Path, mode: int = 0o777) -> Path:
+    """Create a directory and its parents unless they exist; a power failure does not undo it.
+
+    `mode` is that of the last one, less the user's umask.
+    """
+    missing = [each for each in path.parents if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True, mode=mode)
+    for each in (path, *missing):  # also if it exists: its maker may have been killed before this
+        with contextlib.suppress(PermissionError):  # a parent of which nothing can be listed
+            fsync_directory(each.parent)
+    return path
+
+
+def move(source: Path, target: Path, sync: bool = True) -> None:
+    """Rename a file or directory whose contents are synced; a power failure does not undo it.
+
+    Without `sync`, the caller syncs the target's directory after many.
+    """
+    os.rename(source, target)
+    if sync:
+        fsync_directory(target.parent)
 
 
 def sha256_of(path: Path) -> str:
@@ -338,9 +408,7 @@ def path_below(root: Path, name: str) -> Path:
 
 def folder_below(root: Path, name: str) -> Path:
     """Create the folder `name` below `root` unless it exists; DataError if a link leads there."""
-    folder = path_below(root, f"{name}/any").parent
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return make_directory(path_below(root, f"{name}/any").parent)
 
 
 def url_of(path: Path | str) -> str | None:
@@ -361,75 +429,6 @@ def path_text(path: Path | str) -> str:
 def absolute(path: Path) -> Path:
     """Return the absolute path; a URL stays as it is."""
     return path if url_of(path) else path.resolve()
-
-
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_ROOT = 0
-
-
-def private_directory(path: Path) -> Path:
-    """Create a directory that only this user can use, or check that an existing one is no trap.
-
-    DataError if it is a link, belongs to another user, or others may write into it, or rename it
-    from above: they could replace what this process has checked.
-    """
-    refuse_open_parents(path)
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    check_private(path)
-    return path
-
-
-def check_private(path: Path) -> None:
-    """Raise DataError as `private_directory` does, for a directory that exists."""
-    if not stat.S_ISDIR(_checked(path, (os.geteuid(),), f"chmod 700 {path}").st_mode):
-        raise DataError(f"{path} is not a directory, expected one of this user; remove it")
-
-
-def refuse_foreign(path: Path, with_contents: bool = True) -> None:
-    """Raise DataError unless only this user and root can have written `path` and all below it.
-
-    For what is executed or obeyed. A path that does not exist is nobody's.
-    """
-    try:
-        status = _checked(path, (_ROOT, os.geteuid()), f"chmod -R go-w {path}")
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    if with_contents and stat.S_ISDIR(status.st_mode) and status.st_mode & 0o077:
-        for name in sorted(os.listdir(path)):
-            refuse_foreign(path / name)
-
-
-def _checked(path: Path, owners: tuple[int, ...], way_out: str) -> os.stat_result:
-    status = path.lstat()
-    if stat.S_ISLNK(status.st_mode):
-        raise DataError(f"{path} is a link, expected a file or directory of its own; remove it")
-    if status.st_uid not in owners:
-        raise DataError(
-            f"{path} belongs to the user with number {status.st_uid}, expected {os.geteuid()}, "
-            "because what it says is obeyed; leave it to its owner, and choose another path"
-        )
-    if status.st_mode & _OTHERS_WRITE:
-        raise DataError(
-            f"{path} can be written by other users (mode {status.st_mode & 0o777:o}), and what it "
-            f"says is obeyed; make sure that it is unchanged, then `{way_out}`"
-        )
-    return status
-
-
-def is_of_another_user(path: Path) -> bool:
-    """Whether another user than root owns the file."""
-    return path.stat().st_uid not in (_ROOT, os.geteuid())
-
-
-def refuse_open_parents(path: Path) -> None:
-    """Raise DataError if every user can replace `path` from above."""
-    for parent in filter(Path.exists, path.resolve().parents):
-        mode = parent.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise DataError(
-                f"{path} is below {parent}, where every user can replace it (mode "
-                f"{mode & 0o7777:o}); `chmod o-w {parent}`, or choose another directory"
-            )
 
 
 SETTLED_NS = 100_000_000
@@ -466,7 +465,7 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, An
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     write_text(path, text.getvalue())
 
 

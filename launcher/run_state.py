@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import UserError, os_error_text, remedy_of
-from foundation.files import is_of_another_user
+from foundation.ownership import is_of_another_user
 from foundation.progress import duration
 from foundation.settings import load_config
 from launcher.slurm.client import JobRecord, QueuedJob, Slurm, node_names

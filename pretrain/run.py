@@ -25,6 +25,7 @@ import torch
 from data_pipeline.lanes.lane_stream import LaneStream, Prefetcher
 from data_pipeline.lanes.mixture import open_training_data
 from foundation.errors import UnreadableError
+from foundation.files import make_directory
 from foundation.retry import Patience, outlast
 from foundation.settings import assert_never
 from pretrain.checkpoint.checkpointer import Checkpointer
@@ -219,7 +220,7 @@ def _rank_process(
                 RunDir.create_or_resume(directory, config)
                 if from_step is not None:
                     run_dir.ask_to_resume_from(from_step)
-                Path(trace_prefix(logs, "", os.environ)).parent.mkdir(parents=True, exist_ok=True)
+                make_directory(Path(trace_prefix(logs, "", os.environ)).parent)
                 data = checked_data(run_dir, config)
         fence = Fence(run_dir.path, broadcast_value(token or secrets.token_hex(4), str))
         with raise_on_all_ranks():

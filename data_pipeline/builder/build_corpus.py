@@ -58,7 +58,7 @@ from data_pipeline.corpora.manifest import (
 )
 from data_pipeline.tokenizer import Tokenizer
 from data_pipeline.vocabularies.vocabulary import UnencodableText
-from foundation.files import fsync_file, named_errors
+from foundation.files import fsync_file, move, named_errors
 from foundation.progress import Note, Report
 from foundation.records import json_text
 from foundation.settings import to_tree
@@ -212,7 +212,7 @@ def _write_splits(
         report(Note(f"{rejects.empty:,} records without text were left out"))
     if rejects.count:
         fsync_file(rejects_path)
-        rejects_path.replace(config.output / REJECTS_NAME)
+        move(rejects_path, config.output / REJECTS_NAME)
     for split in reversed(splits):  # train last: with its manifest, everything is there
         writers[split].finish(config.is_stream)
 

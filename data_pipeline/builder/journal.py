@@ -13,6 +13,7 @@ rejected. `.build` is removed last, so a directory without it is complete.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +27,11 @@ from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, ShardInfo, che
 from foundation.errors import ConfigError, DataError, UserError
 from foundation.files import (
     LARGEST_READ_BYTES,
+    append_whole,
+    fsync_file,
     lines_of,
-    named_errors,
+    make_directory,
+    move,
     parse_json,
     read_json,
     write_json,
@@ -36,6 +40,8 @@ from foundation.locks import held_lock
 from foundation.records import Fields, InvalidField, json_text
 from foundation.settings import differences
 from foundation.yaml_files import abbreviated
+
+logger = logging.getLogger(__name__)
 
 BUILD_DIRECTORY = ".build"
 DONE_DIRECTORY = ".build-done"
@@ -75,8 +81,9 @@ class BuildJournal:
             self._append(self._header)
 
     def _resume(self) -> None:
-        # A kill may have cut the last line: drop everything from the first incomplete line on.
-        records, complete_bytes = [], 0
+        # A kill may have cut the last line, and a power failure may have taken the last shards: all
+        # from there on is built again.
+        header, complete_bytes = None, 0
         for line in lines_of(self._path, LARGEST_READ_BYTES):
             try:
                 record = parse_json(line)
@@ -84,39 +91,49 @@ class BuildJournal:
                 break
             if not line.endswith(b"\n"):
                 break
-            records.append(record)
+            if header is None:
+                self._check_header(header := record)
+            elif not self._add(self._shard_of(record)):
+                break
             complete_bytes += len(line)
         os.truncate(self._path, complete_bytes)
-        if not records:
-            return self._append(self._header)
-        if records[0] != self._header:
+        fsync_file(self._path)
+        if header is None:
+            self._append(self._header)
+
+    def _check_header(self, header: dict[str, Any]) -> None:
+        if header != self._header:
             raise ConfigError(
                 f"{self.output} holds an unfinished build from other text or settings: "
-                f"{_differing(records[0].get('recipe'), self._recipe)}; "
+                f"{_differing(header.get('recipe'), self._recipe)}; "
                 "resume with those, choose another output, or remove it"
             )
-        for record in records[1:]:
-            try:
-                info = checked_shard(Fields(record["info"], "info"))
-                split = Fields(record).choice("split", SPLITS)
-                rejects = tuple(Reject(**reject) for reject in record["rejects"])
-                self._add(FinishedShard(split, info, record["index_entry"], rejects))
-            except (InvalidField, KeyError, TypeError, AttributeError) as error:
-                raise DataError(
-                    f"{self._path} is corrupted ({error}); remove {self.output} and build again"
-                ) from None
-        return None
 
-    def _add(self, shard: FinishedShard) -> None:
+    def _shard_of(self, record: dict[str, Any]) -> FinishedShard:
+        try:
+            info = checked_shard(Fields(record["info"], "info"))
+            split = Fields(record).choice("split", SPLITS)
+            rejects = tuple(Reject(**reject) for reject in record["rejects"])
+            return FinishedShard(split, info, record["index_entry"], rejects)
+        except (InvalidField, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{self._path} is corrupted ({error}); remove {self.output} and build again"
+            ) from None
+
+    def _add(self, shard: FinishedShard) -> bool:
+        """Take the shard if its files are there; DataError if they are of other sizes."""
         for name, expected in files_of(shard.info).items():
             path = self.output / shard.split / name
-            found = path.stat().st_size if path.exists() else None
-            if found != expected:
+            if not path.exists():
+                logger.warning("shard %s is missing; it and later ones are built again", path)
+                return False
+            if (found := path.stat().st_size) != expected:
                 raise DataError(
                     f"shard {path} of the unfinished build has {found} bytes, its journal expects "
-                    f"{expected}; remove {self.output} and build again"
+                    f"{expected}; remove it to build it and later ones again"
                 )
         self.shards.append(shard)
+        return True
 
     def record(self, shard: FinishedShard) -> None:
         """Record a shard that is on disk, so that a restart keeps it."""
@@ -124,17 +141,14 @@ class BuildJournal:
         self.shards.append(shard)
 
     def _append(self, record: dict[str, Any]) -> None:
-        with named_errors(self._path), open(self._path, "ab") as file:
-            file.write(json_text(record, sort_keys=True).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_whole(self._path, json_text(record, sort_keys=True).encode() + b"\n", sync=True)
 
     def finish(self) -> None:
         """Mark the build as finished: write its recipe, then remove the journal."""
         write_json(self.output / RECIPE_NAME, self._recipe)
         # Renamed first: a directory that has lost only its journal looks like a build without a
         # finished shard, and would be started again.
-        self.directory.rename(self.output / DONE_DIRECTORY)
+        move(self.directory, self.output / DONE_DIRECTORY)
         shutil.rmtree(self.output / DONE_DIRECTORY)
 
 
@@ -152,7 +166,7 @@ def claimed_output(output: Path, parts: Sequence[Path] = ()) -> Iterator[Path]:
         yield output
         return
     existed, was_started = output.exists(), is_started(output)
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     with held_lock(directory / "lock") as lock:
         if lock is None:
             raise ConfigError(
@@ -168,7 +182,7 @@ def claimed_output(output: Path, parts: Sequence[Path] = ()) -> Iterator[Path]:
                 for each in directories:
                     _remove_but_rejects(each)
                 if existed:
-                    output.mkdir(exist_ok=True)
+                    make_directory(output)
             raise
 
 

@@ -69,7 +69,7 @@ from data_pipeline.corpora.manifest import (
 from data_pipeline.shards.shards import read_index, renamed, shard_name, write_index
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError, DataError, UserError
-from foundation.files import fsync_directory, write_text
+from foundation.files import fsync_directory, make_directory, move, write_text
 from foundation.progress import Note, Report
 
 PART_NAMES = f"{5 * '[0-9]'}-of-{5 * '[0-9]'}"  # of their directories
@@ -104,7 +104,8 @@ def build_part(
 ) -> BuildResult:
     """Build or resume part `part` of 1 to `num_parts`; parts may be built at the same time.
 
-    `is_checked`: no split of the whole corpus is empty, see `check_sources`.
+    `is_checked`: the caller has called `check_sources` and `check_output`, with the settings of the
+    user; here tokenizer.path may be that of a tokenizer which it has trained.
     """
     if not 1 <= part <= num_parts:
         raise ConfigError(f"found part {part} of {num_parts}, expected I/N with I from 1 to N")
@@ -119,8 +120,8 @@ def build_part(
         return result_of(config.output, was_finished=True)
     if not is_checked:
         check_sources(config, sources)
-    check_output(config, sources, num_parts)
-    parts_directory(config).mkdir(parents=True, exist_ok=True)
+        check_output(config, sources, num_parts)
+    make_directory(parts_directory(config))
     part_config = replace(config, output=_directory(config, part, num_parts))
     part_sources = sources_of_parts(sources, num_parts)[part - 1]
     return build_sources(part_config, part_sources, report, is_part=True)
@@ -212,7 +213,7 @@ def _check_parts(config: CorpusConfig, sources: Sources, num_parts: int) -> None
 
 def _merge_split(config: CorpusConfig, parts: list[Path], target: Path) -> None:
     """Move the shards of all parts and renumber them; write index and manifest at the end."""
-    target.mkdir(exist_ok=True)
+    make_directory(target)
     manifests = [read_manifest(part) for part in parts]
     shards: list[ShardInfo] = []
     entries = []
@@ -223,7 +224,7 @@ def _merge_split(config: CorpusConfig, parts: list[Path], target: Path) -> None:
             moved = replace(shard, path=name)
             for old, new in zip(files_of(shard), files_of(moved), strict=True):
                 if (part / old).exists():  # else a killed merge has moved it already
-                    (part / old).replace(target / new)
+                    move(part / old, target / new, sync=False)
             check_shard(target / name, shard, with_hash=False)
             lengths_beside(target, moved)
             shards.append(moved)

@@ -26,7 +26,7 @@ from data_pipeline.corpora.manifest import SPLITS, Manifest, ShardInfo
 from data_pipeline.shards.shards import FORMATS, shard_name, write_index, write_shard
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import DataError
-from foundation.files import sha256_of
+from foundation.files import make_directory, sha256_of
 from foundation.progress import INTERVAL_SECONDS, Report, duration
 
 Sources = list[tuple[str, SourceFile]]  # with the split: "validation", or "" for either
@@ -181,8 +181,7 @@ class SplitWriter:
         self._files = files
         self._tokenizer = tokenizer
         self._journal = journal
-        self._directory = journal.output / split
-        self._directory.mkdir(exist_ok=True)
+        self._directory = make_directory(journal.output / split)
         self.shards = [shard for shard in journal.shards if shard.split == split]
         counts = (shard.info.documents + len(shard.rejects) for shard in self.shards)
         self._documents_to_skip = sum(counts)

@@ -51,8 +51,9 @@ from foundation.errors import DataError
 from foundation.files import (
     LARGEST_DESCRIPTION_BYTES,
     Content,
-    fsync_directory,
     fsync_file,
+    make_directory,
+    move,
     named_errors,
     path_below,
     read_json,
@@ -120,8 +121,7 @@ def fetch_once(
         if problem := check(arrived):
             raise StoreError(problem)
         fsync_file(arrived)
-        os.replace(arrived, path)
-    fsync_directory(path.parent)
+        move(arrived, path)
 
 
 def fetch_shard(store: Store, info: ShardInfo, path: Path, scratch: Path) -> None:
@@ -131,7 +131,7 @@ def fetch_shard(store: Store, info: ShardInfo, path: Path, scratch: Path) -> Non
 
 def fetch_manifest(store: Store, directory: Path) -> Manifest:
     """Download the manifest of the split at the store into `directory`, and return it."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     found: list[Manifest] = []
 
     def check(arrived: Path) -> str | None:
@@ -151,7 +151,7 @@ def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
     with contextlib.suppress(DataError):
         if Tokenizer.load(directory).fingerprint == fingerprint:
             return
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
 
     def check_model(path: Path) -> str | None:
         matches = fingerprint_of(kind, path.read_bytes(), options) == fingerprint
@@ -167,8 +167,8 @@ def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
         kind, options = tree["kind"], tree.get("options")
         if TRAITS[kind].has_model:
             fetch_file(store, MODEL_NAME, model, scratch, check_model, LARGEST_MODEL_BYTES)
-            os.replace(model, directory / MODEL_NAME)
-        os.replace(description, directory / DESCRIPTION_NAME)
+            move(model, directory / MODEL_NAME)
+        move(description, directory / DESCRIPTION_NAME)
 
 
 def _description_problem(path: Path, fingerprint: str) -> str | None:

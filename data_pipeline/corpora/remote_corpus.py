@@ -59,9 +59,8 @@ from data_pipeline.corpora.stores import RetryPolicy, Store, store_at
 from data_pipeline.shards.shards import ShardReader
 from foundation.errors import DataError
 from foundation.files import (
-    fsync_directory,
+    move,
     path_below,
-    private_directory,
     read_json,
     url_of,
     write_json,
@@ -72,6 +71,7 @@ from foundation.locks import (
     open_shared,
     try_lock,
 )
+from foundation.ownership import private_directory
 from foundation.records import from_json, is_sha256
 
 WAITERS = 4  # processes that may fail to fetch a file one after another while this one waits
@@ -168,8 +168,7 @@ class ShardCache:
             fetch_shard(store, info, arrived, reserved)
             # Lock it before it gets its name: no other process can evict it in between.
             file = open_shared(arrived)
-            os.replace(arrived, self._shards / info.sha256)
-            fsync_directory(self._shards)
+            move(arrived, self._shards / info.sha256)
         finally:
             shutil.rmtree(reserved, ignore_errors=True)
         self._verified[info.sha256] = file_state(file)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from foundation.files import fsync_directory, fsync_file, named_errors, parse_json, write_json
+from foundation.files import fsync_file, move, named_errors, parse_json, write_json
 
 SUFFIX = ".mds"
 Buffer = bytes | memoryview | mmap.mmap
@@ -65,8 +65,7 @@ def write_shard(
         (entry,) = json.loads((scratch / INDEX_NAME).read_bytes())["shards"]
         written = scratch / entry["raw_data"]["basename"]
         fsync_file(written)
-        written.replace(path)
-    fsync_directory(path.parent)
+        move(written, path)
     shutil.rmtree(scratch)
     return renamed(entry, path.name)
 

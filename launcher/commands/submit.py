@@ -11,6 +11,7 @@ from pathlib import Path
 
 from foundation.cli import add_experiment
 from foundation.errors import ConfigError
+from foundation.files import make_directory
 from foundation.settings import load_config
 from launcher.commands import local
 from launcher.restart_policy import RestartPolicy, add_policy_arguments, policy_of
@@ -189,7 +190,7 @@ def _submit_again(run_dir: RunDir, before: Submitted | None, from_step: int | No
     slurm, code = Slurm(), str(Snapshot(run_dir.path).code)
     with run_dir.locked("submit"):
         refuse_live_job(slurm, code, run_dir.path)
-        run_dir.logs.mkdir(exist_ok=True)  # Slurm starts no job that cannot write its log
+        make_directory(run_dir.logs)  # Slurm starts no job that cannot write its log
         if from_step is not None:
             run_dir.ask_to_resume_from(from_step)
         number, work_dir = slurm.submit(script, code)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from foundation.cli import Answer, Program, add_json, check_least
 from foundation.errors import EXIT_USER_ERROR, ConfigError
+from foundation.files import make_directory
 from launcher.slurm.sbatch import missing_notes
 from launcher.stop_signals import StopSignals
 from launcher.sweep import (
@@ -178,7 +179,7 @@ def _run_here(
             console().print(settings_table(order))
         print(f"would start {counted(len(order), 'cell')}, {arguments.jobs or 1} at a time")
         return 0
-    runs.mkdir(parents=True, exist_ok=True)
+    make_directory(runs)
     with StopSignals() as stop, RunDir(runs).locked("sweep"):
         failed = run_cells(order, arguments.sweep, runs, arguments.jobs or 1, arguments.ranks, stop)
         if stop.requests:

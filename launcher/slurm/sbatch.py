@@ -21,7 +21,7 @@ from pathlib import Path
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS
 from foundation.credentials import referenced_variable
 from foundation.errors import ConfigError
-from foundation.files import url_of, write_text
+from foundation.files import make_directory, move, sync_tree, url_of, write_text
 from foundation.own_programs import copied_arguments, make_startable
 from foundation.settings import to_tree
 from foundation.yaml_files import dump_yaml
@@ -247,6 +247,7 @@ class Snapshot:
         compileall.compile_dir(self.code, quiet=2)
         for path in (self.code, *self.code.rglob("*")):  # the source may be writable by a group
             path.chmod(path.stat().st_mode & 0o700)
+        sync_tree(self.code)
         for name, command in {
             "code.commit": ["rev-parse", "HEAD"],
             "code.diff": ["diff", "HEAD"],
@@ -257,7 +258,7 @@ class Snapshot:
     def _make(self) -> None:
         """Only its user may read settings and environment of a run, or change what a job runs."""
         make_run_directory(self.path.parent)
-        self.path.mkdir(exist_ok=True, mode=0o700)
+        make_directory(self.path, 0o700)
         self.path.chmod(0o700)
 
 
@@ -275,16 +276,16 @@ def replaced_snapshot(run_dir: RunDir) -> Iterator[Snapshot]:
     refuse_links(run_dir.path)
     make_run_directory(run_dir.path)
     refuse_foreign_run(run_dir.path)
-    run_dir.logs.mkdir(exist_ok=True)
+    make_directory(run_dir.logs)
     shutil.rmtree(before, ignore_errors=True)
     if snapshot.path.exists():
-        snapshot.path.rename(before)
+        move(snapshot.path, before)
     try:
         yield snapshot
     except ConfigError:
         shutil.rmtree(snapshot.path, ignore_errors=True)
         if before.exists():
-            before.rename(snapshot.path)
+            move(before, snapshot.path)
         for path in reversed(made):
             with contextlib.suppress(OSError):  # something else is in there
                 path.rmdir()

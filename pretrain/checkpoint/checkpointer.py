@@ -266,12 +266,15 @@ class Checkpointer:
         return broadcast_value(problem, SaveProblem | None)
 
     def _remove_old(self, published: int, suspected_since: int | None) -> None:
-        """Remove what is undone or not kept; what fails is left to the next save."""
+        """Remove what is undone or not kept; what fails is left to the next save.
+
+        Saves after the one that was `published` do not count: what they suspect is not known here.
+        """
         kept, root = self._run.checkpoint, self._disk.root
         numbers = (kept.keep_last, kept.keep_every)
         try:
             self._disk.remove_undone(published)
-            valid = marker.steps_that_count(root)
+            valid = [each for each in marker.steps_that_count(root) if each <= published]
             files.prune(root, valid, *numbers, suspected_since, self._held())
         except Exception as error:
             logger.warning("old checkpoints stay: %s", error)

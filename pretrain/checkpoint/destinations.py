@@ -42,7 +42,7 @@ from foundation.errors import CheckpointError, UserError
 from foundation.files import (
     Content,
     content_of,
-    fsync_directory,
+    move,
     named_errors,
     own_file,
     parse_json,
@@ -335,8 +335,7 @@ class ObjectStore:
         checkpoint, final = self.get(index, step, with_run=False), files.step_directory(root, step)
         if final.exists():
             files.remove(final)
-        checkpoint.directory.rename(final)
-        fsync_directory(root)
+        move(checkpoint.directory, final)
         logger.info("fetched step %d from %s", step, self.url)
 
     def _fetch(self, folder: str, name: str, directory: Path, content: Content) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from foundation.errors import STORAGE_FAILS, CheckpointError, UnreadableError
-from foundation.files import fsync_directory
+from foundation.files import fsync_directory, make_directory, move
 from foundation.locks import NoFileLocksError, try_lock
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,8 @@ def steps_on_disk(root: Path) -> list[int]:
 
 def require_space(root: Path, num_bytes: int) -> None:
     """Raise CheckpointError if the file system of `root` has less than `num_bytes` free."""
-    root.mkdir(parents=True, exist_ok=True)
+    if not root.is_dir():
+        make_directory(root)
     free = shutil.disk_usage(root).free
     if free < num_bytes:
         raise CheckpointError(
@@ -170,7 +171,7 @@ def remove(directory: Path) -> None:
     """
     renamed = directory.with_name(f".partial-{directory.name}{REMOVED}")
     _delete(renamed)
-    directory.rename(renamed)
+    move(directory, renamed)  # synced before its files go: a power failure must not leave a part
     if renamed.is_dir():
         _delete(renamed)
     else:

@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 
 from foundation.errors import CheckpointError, UserError, os_error_text
-from foundation.files import private_directory
+from foundation.ownership import private_directory
 from foundation.records import json_text
 from foundation.retry import Outage, Patience
 from foundation.settings import differences, to_tree

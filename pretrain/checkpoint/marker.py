@@ -64,7 +64,7 @@ from foundation.errors import (
 )
 from foundation.files import (
     Content,
-    fsync_directory,
+    move,
     parse_json,
     read_regular,
     read_together,
@@ -418,8 +418,7 @@ def publish(
     before_rename()
     if final.exists():  # an invalid one that resuming skipped, or one from before a rewind
         remove(final)
-    partial.rename(final)
-    fsync_directory(final.parent)
+    move(partial, final)
 
 
 def verify(directory: Path, run_id: str = "") -> Checkpoint:

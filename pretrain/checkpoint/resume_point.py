@@ -27,6 +27,7 @@ from foundation.errors import (
     UserError,
     os_error_text,
 )
+from foundation.files import make_directory
 from foundation.retry import WAITS, Outage, Patience, StorageError
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
@@ -167,7 +168,7 @@ class _Look:
                     raise UnreadableError(
                         f"{self.root}: missing, although every run has it; bring it back"
                     )
-                self.root.mkdir()
+                make_directory(self.root)
             files.remove_partial(self.root)
             self._add(files.steps_on_disk(self.root), Destination.RUN_DIRECTORY, str(self.root))
             self._add(local, Destination.NODES, Destination.NODES.value)

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import HOW_TO_SPLIT, SPLITS, is_left_out
 from foundation.errors import ConfigError, DataError
-from foundation.files import path_text, write_json
+from foundation.files import make_directory, path_text, write_json
 from pretrain.config.model import POSITIONS
 from pretrain.distributed.threads import keep_freed_memory, set_threads
 from pretrain.distributed.world import World, destroy_process_group, init_world
@@ -214,7 +214,7 @@ def _probes(arguments: argparse.Namespace, path: Path, scorer: TrainedScorer) ->
         results = run_probes(
             scorer, tokenizer, corpus, settings, lambda words: status.update(f"{path}: {words}")
         )
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     write_json(directory / PROBES, results.values())
     title = (
         f"{path}: step {trained.step}, segments of {segment} with a memory of {memory}; all "

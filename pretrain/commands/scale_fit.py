@@ -11,7 +11,13 @@ import numpy as np
 
 from foundation.cli import Answer, add_json
 from foundation.errors import ConfigError, DataError
-from foundation.files import YAML_SUFFIXES, check_table_path, refuse_overwrite, write_text
+from foundation.files import (
+    YAML_SUFFIXES,
+    check_table_path,
+    make_directory,
+    refuse_overwrite,
+    write_text,
+)
 from foundation.settings import load_config, to_tree
 from foundation.yaml_files import dump_yaml
 from pretrain.commands.output_paths import check_output_directory, check_output_file
@@ -187,7 +193,7 @@ def _nearest(base: RunConfig, law: Approach, arguments: argparse.Namespace) -> l
             f"# Written by 'pretrain scale fit' from {arguments.runs.name}; rate and batch: "
             f"{rule_name(arguments)}\n"
         )
-        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(arguments.write.parent)
         write_text(arguments.write, header + dump_yaml(to_tree(run)))
         lines.append(f"written: {arguments.write}")
     return lines

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import ConfigError
-from foundation.files import refuse_foreign
+from foundation.ownership import refuse_foreign
 from foundation.settings import to_tree
 from pretrain.rundir.metric_names import scalars_of
 from pretrain.rundir.run_dir import RunDir

@@ -27,7 +27,8 @@ from torch._C import _distributed_c10d as c10d  # the recorder has no public fun
 from torch.utils import deterministic
 
 from foundation.errors import DataError
-from foundation.files import atomic_write, private_directory
+from foundation.files import atomic_write
+from foundation.ownership import private_directory
 from pretrain.config.engine import Attention, attention_in
 from pretrain.config.model import Precision, PrecisionSetting
 from pretrain.config.resolve import with_precision

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foundation.errors import printable
-from foundation.files import atomic_write, write_csv
+from foundation.files import atomic_write, make_directory, write_csv
 from pretrain.reporting.run_history import History
 from pretrain.rundir.metric_names import SMOOTHED_LOSS, STEP_LOSS, VALIDATION_LOSS, set_losses
 from pretrain.rundir.metrics_file import totals_of
@@ -220,7 +220,7 @@ def panel_html(panel: Panel, height_inches: float, directory: Path, about: str) 
         legend_above(figure, axes, most_columns=MOST_COLUMNS)
         rows = -(-len(labels) // _legend_columns(figure, labels, MOST_COLUMNS))
         figure.set_figheight(height_inches + LEGEND_ROW_INCHES * rows)
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     save_figure(
         directory / panel.title.lower().replace(" ", "-"), figure, f"{panel.title}: {about}"
     )

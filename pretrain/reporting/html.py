@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from foundation.files import write_text
+from foundation.files import make_directory, write_text
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def page(
 
 def write_page(path: Path, document: str) -> None:
     """Write a page and the directories above it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     write_text(path, document)
 
 

@@ -15,10 +15,8 @@ What a run's time went into, and goodput: the part that went into training.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from foundation.errors import os_error_text
-from foundation.files import append_whole, lines_of, open_regular, parse_json, warn_of_lines
+from foundation.files import append_whole, lines_of, parse_json, warn_of_lines
 from foundation.records import built, json_text, to_json
 from foundation.retry import Patience, outlast
 from pretrain.checkpoint.facts import EVER, Destination, Fact, History
@@ -168,12 +166,7 @@ class Ledger:
             _log.warning("not in the ledger: %s: %s", event.description, os_error_text(error))
 
     def _write(self, event: Event) -> None:
-        line = line_of(event)
-        with contextlib.suppress(OSError, ValueError), open_regular(self.path) as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":  # cut by a crash: keep this event readable
-                line = b"\n" + line
-        append_whole(self.path, line, sync=True)
+        append_whole(self.path, line_of(event), sync=True)
 
     def history(self) -> list[Event]:
         """The events of the run, at times that can be subtracted from each other and from now.

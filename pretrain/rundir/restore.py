@@ -16,7 +16,7 @@ from pathlib import Path
 
 from data_pipeline.corpora.stores import RetryPolicy
 from foundation.errors import CheckpointError, ConfigError, UserError
-from foundation.files import fsync_directory, write_text
+from foundation.files import make_directory, move, write_text
 from foundation.settings import load_config
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
@@ -116,7 +116,7 @@ def _repair(store: ObjectStore, index: MirrorIndex, run_dir: RunDir, step: int) 
             marker.verify(files.step_directory(root, step), run_id)
             logger.info("%s has step %d of this run already", run_dir.path, step)
         except CheckpointError:
-            root.mkdir(exist_ok=True)
+            make_directory(root)
             store.bring(index, step, root)
     shutil.rmtree(store.scratch)
 
@@ -133,14 +133,12 @@ def _move_into_place(scratch: Path, run_dir: RunDir, step: int, url: str) -> Non
     ledger.append(Restored(step=step, url=url))
     os.chmod(scratch / "config.yaml", 0o600)
     for directory in (run_dir.checkpoints, run_dir.logs):
-        directory.mkdir(exist_ok=True)
+        make_directory(directory)
     for name in ("metrics.jsonl", "ledger.jsonl", "config.yaml"):
-        os.replace(scratch / name, run_dir.path / name)
+        move(scratch / name, run_dir.path / name)
     final = files.step_directory(run_dir.checkpoints, step)
     if final.exists():
         files.remove(final)
-    files.step_directory(scratch, step).rename(final)
-    fsync_directory(run_dir.checkpoints)
-    os.replace(scratch / "run.json", run_dir.path / "run.json")
-    fsync_directory(run_dir.path)
+    move(files.step_directory(scratch, step), final)
+    move(scratch / "run.json", run_dir.path / "run.json")
     shutil.rmtree(scratch)

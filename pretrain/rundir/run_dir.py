@@ -36,18 +36,17 @@ from foundation.errors import ConfigError, DataError
 from foundation.files import (
     YAML_SUFFIXES,
     folder_below,
-    is_of_another_user,
+    make_directory,
     named_errors,
     own_file,
     read_json,
-    refuse_foreign,
-    refuse_open_parents,
     remove_leftovers,
     url_of,
     write_json,
     write_text,
 )
 from foundation.own_programs import installed_version
+from foundation.ownership import is_of_another_user, refuse_foreign, refuse_open_parents
 from foundation.records import Fields, InvalidField
 from foundation.retry import Patience, outlast
 from foundation.settings import differences, load_config, parse_config, to_tree
@@ -116,7 +115,7 @@ _OBEYED = ("ledger.jsonl", "config.yaml", "slurm")
 
 def make_run_directory(run_dir: Path) -> None:
     """Create the directory of a run, which nobody else may write whatever the umask."""
-    run_dir.mkdir(parents=True, exist_ok=True, mode=0o755)
+    make_directory(run_dir, 0o755)
 
 
 class ForeignRun(ConfigError):
@@ -310,7 +309,7 @@ class RunDir:
         run_dir.refuse_strangers()
         make_run_directory(run_dir.path)
         for directory in (run_dir.checkpoints, run_dir.logs):
-            directory.mkdir(exist_ok=True)
+            make_directory(directory)
         created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         write_text(run_dir.config_file, dump_yaml(to_tree(config)), mode=0o600)
         number = branch_of.id if branch_of else secrets.token_hex(6)

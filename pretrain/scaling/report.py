@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foundation.files import write_json
+from foundation.files import make_directory, write_json
 from foundation.records import plain
 from pretrain.reporting.charts import (
     FAINT,
@@ -437,7 +437,7 @@ def write_parts(
     parts: Sequence[Part], runs: Path, directory: Path, title: str, lead: str, cards: Sequence[Card]
 ) -> Path:
     """Write report.html about the table `runs`, with its date and code, and return it."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     name = "/".join(runs.parts[-2:])
     about = f"{datetime.now(timezone.utc).date().isoformat()}, code {code_version()}"
     sections = [part.html(directory, f"{name}, {about}") for part in parts]

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from foundation.errors import ConfigError
-from foundation.files import YAML_SUFFIXES, write_text
+from foundation.files import YAML_SUFFIXES, make_directory, move, sync_tree, write_text
 from foundation.records import json_text
 from foundation.settings import LONGEST_NAME, load_config, parse_config, require_name, to_tree
 from foundation.yaml_files import Tree, abbreviated, did_you_mean, dump_yaml, find_config, read_tree
@@ -123,7 +123,7 @@ def sweep_path(wanted: Path | None, name: str) -> Path:
 
 def write_sweep(path: Path, sweep: Sweep) -> None:
     """Write a sweep file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     header = (
         "# A sweep: cells to run, each an experiment file and overrides. Format: docs/scaling.md.\n"
     )
@@ -267,7 +267,8 @@ def begin_branch(cell: Cell, config: RunConfig, runs: Path) -> None:
     made.ledger.append(Published(step=cell.starts_at, attempt=""))
     shutil.copy(source.metrics, made.metrics)
     cut_measurements_after(made.metrics, cell.starts_at)
-    made.path.rename(target.path)
+    sync_tree(made.path)
+    move(made.path, target.path)
 
 
 def other_settings(path: Path, config: RunConfig, own: RunConfig | None = None) -> str:

@@ -35,16 +35,18 @@ from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer
 from foundation.errors import CheckpointError, ConfigError, DataError
 from foundation.files import (
-    fsync_directory,
     fsync_file,
-    is_of_another_user,
+    make_directory,
+    move,
     named_errors,
     path_text,
     read_regular,
     sha256_of,
+    sync_tree,
     url_of,
     write_json,
 )
+from foundation.ownership import is_of_another_user
 from foundation.records import Fields, InvalidField, json_text
 from foundation.settings import parse_config, to_tree
 from pretrain.checkpoint import marker
@@ -90,13 +92,13 @@ def new_directory(output: Path) -> Iterator[Path]:
     beside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         with named_errors(output, beside):
-            beside.mkdir(parents=True)
+            make_directory(beside)
             yield beside
-            os.rename(beside, output)
+            sync_tree(beside)
+            move(beside, output)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    fsync_directory(output.parent)
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:

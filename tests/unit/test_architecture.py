@@ -158,6 +158,125 @@ def test_the_version_of_the_code_covers_all_packages_that_a_rank_runs():
     assert set(run_dir.PACKAGES) == {"pretrain", *MAY_IMPORT["pretrain"]}
 
 
+# Functions that write to disk besides the doors in foundation/files.py, and why what they write may
+# be lost, half there or under its old name after a power failure.
+DOORS = ("foundation/files.py", "foundation/locks.py")
+MAY_BE_LOST = {
+    # synced by what follows in the same place
+    "data_pipeline/builder/build_corpus.py:_write_splits": "rejects: synced, then moved",
+    "data_pipeline/corpora/stores.py:download": "what arrives: synced and moved by fetch_once",
+    "launcher/slurm/sbatch.py:take_code": "the job's code: sync_tree",
+    "pretrain/checkpoint/destinations.py:prepare": "a save in progress: named by publish",
+    "pretrain/checkpoint/destinations.py:write_file": "a rank's file: synced there",
+    "pretrain/rundir/restore.py:_restore": "what arrives: moved, then removed",
+    "pretrain/checkpoint/destinations.py:read_index": "what arrives: moved by restore",
+    "pretrain/scaling/sweep_file.py:begin_branch": "a branch: sync_tree, then moved",
+    "pretrain/weights/export.py:write_weights": "weights: synced there",
+    # temporary: removed by its writer, or by the next one
+    "data_pipeline/corpora/fetch.py:_upload": "links for an upload",
+    "data_pipeline/corpora/remote_corpus.py:_reserve": "room for a download",
+    "launcher/commands/preflight.py:run": "a check",
+    "launcher/commands/preflight.py:_step": "a check",
+    "launcher/commands/preflight.py:_led": "a check",
+    "pretrain/checkpoint/destinations.py:publish": "copies for an upload",
+    "pretrain/checkpoint/directory.py:discard_partial": "a save that was given up",
+    "pretrain/checkpoint/directory.py:_removed": "nothing: a lock",
+    "pretrain/checkpoint/resume_point.py:_list_store": "what arrives: moved by bring",
+    "pretrain/processes/node_check.py:disk_rate": "a check",
+    "pretrain/processes/node_check.py:measure": "/dev/null",
+    "pretrain/rundir/run_dir.py:check_writable": "a check",
+    # nothing decides by them
+    "launcher/slurm/srun.py:__init__": "a log",
+    "launcher/slurm/task.py:main": "a log",
+    "launcher/slurm/task.py:write_status": "a folder of logs",
+    "launcher/slurm/job_exit.py:_end": "a folder of logs",
+    "pretrain/metrics/writers.py:_start": "TensorBoard, a copy of metrics.jsonl",
+    "pretrain/metrics/writers.py:close": "a profiler trace",
+    "pretrain/processes/local_ranks.py:_start": "logs",
+    "pretrain/rundir/heartbeat.py:__enter__": "signs of life of a start",
+    # code that runs elsewhere
+    "foundation/own_programs.py:make_startable": "of a snapshot: sync_tree",
+    "pretrain/weights/huggingface/tokenization_xl_pretrain.py:save_vocabulary": "in transformers",
+}
+_WRITERS = {
+    *("write_text", "write_bytes", "mkdir", "makedirs", "rename", "renames", "touch"),
+    *("symlink", "symlink_to", "link", "hardlink_to"),
+    *("save_file", "tofile", "export_chrome_trace"),
+}
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_WRITING_MODE = re.compile(r"[rb]*[wax+][wbxt+]*")
+
+
+def test_a_power_failure_can_take_nothing_that_is_not_named_here():
+    writers = {
+        f"{path.relative_to(ROOT)}:{function}"
+        for path in MODULES
+        if str(path.relative_to(ROOT)) not in DOORS
+        for function in writing_functions(tree_of(path))
+    }
+    assert writers == set(MAY_BE_LOST)
+
+
+def writing_functions(tree: ast.Module) -> Iterator[str]:
+    """The innermost functions in which something is written without `foundation.files`."""
+    for node in (tree, *(node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS))):
+        if any(map(_writes, _calls_of(node))):
+            yield getattr(node, "name", "module")
+
+
+@pytest.mark.parametrize(
+    ("code", "is_found"),
+    [
+        ("open(path, 'w')", True),
+        ("open(path, mode='ab')", True),
+        ("path.open('x')", True),
+        ("open(path)", False),
+        ("open(path, 'rb')", False),
+        ("os.open(path, os.O_RDWR | os.O_CREAT)", True),
+        ("path.write_text(text)", True),
+        ("write_text(path, text)", False),
+        ("path.replace(target)", True),
+        ("text.replace('a', 'b')", False),
+        ("replace(config, output=path)", False),
+        ("os.replace(path, target)", True),
+        ("shutil.copytree(path, target)", True),
+        ("values.copy()", False),
+        ("path.mkdir()", True),
+    ],
+)
+def test_the_rule_sees_what_writes(code, is_found):
+    assert bool(list(writing_functions(ast.parse(code)))) == is_found
+
+
+def _calls_of(node: ast.AST) -> Iterator[ast.Call]:
+    """The calls in a function, without those in functions within it."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, _FUNCTIONS):
+            if isinstance(child, ast.Call):
+                yield child
+            yield from _calls_of(child)
+
+
+def _writes(call: ast.Call) -> bool:
+    name = getattr(call.func, "attr", None) or getattr(call.func, "id", None)
+    of = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    arguments = [ast.unparse(each) for each in (*call.args, *(k.value for k in call.keywords))]
+    match name:
+        case "replace":  # str.replace takes two, dataclasses.replace is no method
+            return of == "os" or (bool(of) and len(arguments) == 1)
+        case "copy" | "copy2" | "copyfile" | "copytree" | "move":
+            return of == "shutil"
+        case "open" | "fdopen" if of == "os":
+            return any("O_CREAT" in each or "O_WRONLY" in each for each in arguments)
+        case "open":
+            modes = [node.value for node in ast.walk(call) if isinstance(node, ast.Constant)]
+            return any(isinstance(m, str) and _WRITING_MODE.fullmatch(m) for m in modes)
+        case "write_text" if not of:  # that of foundation.files
+            return False
+        case _:
+            return name in _WRITERS
+
+
 def test_own_programs_are_started_without_the_working_directory_on_their_path():
     """`python -m` runs what lies there."""
     for path in (path for path in MODULES if '"-m"' in path.read_text()):

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
-from foundation.files import path_text, write_json, write_text
+from foundation.files import atomic_write, path_text, write_json, write_text
 from foundation.records import json_text
 from foundation.settings import assert_never, to_tree
 from pretrain.config.run import spans_of_phases
@@ -336,7 +336,8 @@ def write_huggingface(
         }
         write_weights(beside / WEIGHTS, tensors)
         for name, content in (tokenizer_files(tokenizer) or {}).items():
-            (beside / name).write_bytes(content)
+            with atomic_write(beside / name) as file:
+                file.write(content)
         write_json(beside / "generation_config.json", _generation_config(tokenizer.end_id))
         write_text(beside / "README.md", model_card(trained, tokenizer, evaluation))
         write_json(beside / "config.json", _config(trained, tokenizer.end_id))

@@ -96,26 +96,25 @@ def test_an_error_in_one_process_ends_all_with_its_message(tmp_path):
         build_in_processes(replace(config, output=tmp_path / "out2"), 2)
 
 
-def test_a_merge_killed_between_two_moves_resumes(tmp_path, monkeypatch):
-    config = folder_config(tmp_path)
-    for part in (1, 2):
-        build_part(config, part, 2)
+@pytest.mark.parametrize("tokenizer", [BPE, BYTES])
+def test_processes_killed_in_the_merge_resume(tmp_path, monkeypatch, tokenizer):
+    config = folder_config(tmp_path, tokenizer=tokenizer)
+    whole = replace(config, output=tmp_path / "whole")
+    build_in_processes(whole, 2)
     moves = []
-    replace_file = Path.replace
 
-    def failing(self, target):
+    def failing(source, target, sync):
         moves.append(target)
         if len(moves) == 5:
             raise KeyboardInterrupt
-        return replace_file(self, target)
+        os.rename(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", failing)
+        patch.setattr("data_pipeline.builder.parts.move", failing)
         with pytest.raises(KeyboardInterrupt):
-            merge_parts(config, 2)
-    merge_parts(config, 2)
-    assert not verify_split(config.output / "train", lambda line: None)
-    assert len(stored(config.output / "train")) + len(stored(config.output / "validation")) == FILES
+            build_in_processes(config, 2)
+    build_in_processes(config, 2)
+    assert contents(config.output) == contents(whole.output)
 
 
 def test_settings_that_parts_do_not_support_are_rejected(tmp_path):

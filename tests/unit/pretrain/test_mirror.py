@@ -34,6 +34,7 @@ from pretrain.checkpoint.destinations import (
 from pretrain.checkpoint.local_tier import Mirror
 from pretrain.cli import main
 from pretrain.config.run import CheckpointConfig, RunConfig
+from pretrain.rundir import restore
 from pretrain.rundir.events import Restored, TrainingBegan
 from pretrain.rundir.restore import restore_run
 from pretrain.rundir.run_dir import RunDir
@@ -92,9 +93,9 @@ def test_an_upload_killed_anywhere_leaves_the_checkpoint_before_it(tmp_path, url
     assert left == {"mirror.json", "step-00000200"}
 
 
-@pytest.mark.parametrize("what", ["fetch_file", "rename"])
+@pytest.mark.parametrize("what", ["fetch_file", "move"])
 def test_a_restore_that_is_killed_anywhere_is_no_run_until_it_has_gone_on(what, tmp_path, stored):
-    where = {"rename": Path, "fetch_file": destinations}[what]
+    where = {"move": restore, "fetch_file": destinations}[what]
     target, number = tmp_path / "restored", 1
     with FileServer(stored) as server:
         # What has arrived stays, so that each kill comes later than the one before.
@@ -104,7 +105,7 @@ def test_a_restore_that_is_killed_anywhere_is_no_run_until_it_has_gone_on(what, 
                 with pytest.raises(ConfigError):
                     RunDir.open(target)
         assert restored(server.url, target, QUICK) == 200
-    assert number > {"fetch_file": 5, "rename": 1}[what]
+    assert number > {"fetch_file": 5, "move": 4}[what]
 
 
 @pytest.fixture(scope="module")

