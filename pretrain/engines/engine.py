@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import errno
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -126,14 +127,23 @@ def check_precision(precision: Precision, device: torch.device) -> None:
         )
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device or the host had no memory left: on a CPU a RuntimeError of no own type."""
-    is_full = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return (
-        is_full
-        or isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        or any(text in str(error) for text in ("can't allocate memory", "std::bad_alloc"))
-    )
+# In RuntimeErrors of the CPU allocator of torch, and of what allocates past it: the CUDA driver,
+# cuBLAS, cuDNN, Triton, NCCL (2 is cudaErrorMemoryAllocation).
+_NO_MEMORY = re.compile(
+    r"out.of.memory|can(no|')t allocate memory|std::bad_alloc|_ALLOC(ATION)?_FAILED"
+    r"|Cuda failure 2\b|cudaErrorMemoryAllocation|failed to CUDA [mc]alloc",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory left, whoever asked for it."""
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = f"{error} {error.__cause__ or ''}"
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(text) is not None
 
 
 def cpu_has_fp16() -> bool:
