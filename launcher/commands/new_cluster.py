@@ -17,6 +17,10 @@ from pretrain.costs.cluster import ClusterConfig, seconds_of
 LONGEST_JOB = "24:00:00"
 SIGNAL_SECONDS = 300
 HERE = "this machine"
+OF_GPUS = """\
+  NCCL_DEBUG: WARN
+  TORCH_DIST_USE_NCCL2: "0"  # torch's former NCCL backend, until the new one was seen here
+"""
 add_settings_arguments = settings.add_arguments
 
 
@@ -94,6 +98,7 @@ options: {{}}  # other options of sbatch, such as account: NAME or mem: "0"
 setup: []  # shell lines run once on the first node, such as 'source /opt/site.sh'
 environment:
   OMP_NUM_THREADS: "{max(1, cores // ranks)}"
+{OF_GPUS if gpus else ""}\
   # NCCL_SOCKET_IFNAME: ib0  # interfaces that ranks meet over, where nodes have several
   # GLOO_SOCKET_IFNAME: ib0  # unset: the one that the host's name resolves to
 # container_image: /shared/images/pretrain.sqsh  # with this project's dependencies; or a .sif file

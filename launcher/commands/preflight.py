@@ -27,7 +27,8 @@ from launcher.slurm.client import Slurm, node_names, start
 from launcher.slurm.sbatch import Snapshot, check_request, environment_lines, option_flags, quote
 from launcher.slurm.srun import in_container
 from pretrain.costs.cluster import ClusterConfig, NodeRange, fixed_nodes, load_cluster
-from pretrain.processes.local_ranks import RankGroup
+from pretrain.distributed.slurm_variables import GPUS_VARIABLE
+from pretrain.processes.local_ranks import RankGroup, gpus_here
 from pretrain.processes.node_findings import (
     END,
     LinkMeasurement,
@@ -42,11 +43,12 @@ T = TypeVar("T", RankMeasurement, LinkMeasurement)
 EXIT_FOUND_DIFFERENCES = 1
 _CHECK = "pretrain.processes.node_check"
 _PREFIX = ".preflight-"
-_MINUTES = 15
+_MINUTES = 30
 _LEAVE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
-_ARRIVAL_SECONDS = 90.0  # after the first rank's: how long the others may take to start
-_ROUND_SECONDS = 60.0
+_ARRIVAL_SECONDS = 150.0  # after the first rank's: how long the others may take to start
+# As long as ranks may take (node_check.py), and a network file system to show what they wrote.
+_ROUND_SECONDS = 200.0
 _SLOW_FRACTION = 0.7  # of the median of the others
 _NOT_OF_SRUN = ("requeue", "no-requeue", "export-file")  # options that only sbatch has
 
@@ -67,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks",
         type=int,
-        default=len(list(Path("/dev").glob("nvidia[0-9]*"))) or 2,
+        default=gpus_here() or 2,
         help="with --local: number of ranks (default: one per GPU, or 2)",
     )
     parser.add_argument(
@@ -115,7 +117,7 @@ def _check_cluster(arguments: argparse.Namespace, out: Path) -> list[NodeReport]
         Snapshot(out).take_code(script="")
     with _step(srun_line(cluster, nodes, name, out), out) as srun:
         num_ranks = nodes * cluster.tasks_per_node
-        return _led(out, num_ranks, lambda: srun.poll() is None, is_slurm=True)
+        return _led(out, num_ranks, lambda: srun.poll() is None, nodes)
 
 
 def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[str]:
@@ -144,6 +146,7 @@ def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[
     flags, task = in_container(cluster, check, [out], code)
     script = [
         *([] if flags else cluster.setup),
+        f"export {GPUS_VARIABLE}={cluster.num_gpus}",
         *environment_lines(cluster),
         f"exec {' '.join(map(quote, task))}",
     ]
@@ -179,14 +182,16 @@ def _step(command: Sequence[str], out: Path) -> Iterator[subprocess.Popen[bytes]
 
 
 def _led(
-    out: Path, num_ranks: int, is_running: Callable[[], bool], is_slurm: bool = False
+    out: Path, num_ranks: int, is_running: Callable[[], bool], num_nodes: int = 0
 ) -> list[NodeReport]:
+    """Lead the ranks here, or those of so many nodes of a job."""
     found = gather(out, num_ranks, is_running)
     pairs = pair_up(out, found, is_running)
-    jobs = Slurm().live_jobs(str(out)) if is_slurm else []
+    jobs = Slurm().live_jobs(str(out)) if num_nodes else []
     nodes = {node for job in jobs for node in node_names(job.nodes)}
     (out / END).touch()
-    return rate_nodes(found, pairs, missing=sorted(nodes - {one.node for one in found}))
+    missing = sorted(nodes - {one.node for one in found})
+    return rate_nodes(found, pairs, missing, num_ranks // max(1, num_nodes))
 
 
 def _print(reports: Sequence[NodeReport], arguments: argparse.Namespace) -> None:
@@ -196,7 +201,8 @@ def _print(reports: Sequence[NodeReport], arguments: argparse.Namespace) -> None
     from launcher.commands.status import console, plain_table
 
     console().print(plain_table([_row(report) for report in reports]))
-    bad = [report.node for report in reports if report.verdict in ("slow", "broken")]
+    measured = [report for report in reports if not report.node.startswith("all ")]
+    bad = [report.node for report in measured if report.verdict in ("slow", "broken")]
     if bad and arguments.cluster:
         print(f"to exclude them: 'exclude: {','.join(bad)}' under options: in {arguments.cluster}")
 
@@ -214,6 +220,8 @@ def _row(report: NodeReport) -> dict[str, str]:
         "matmul": rate(report.matmul_flops, "FLOP/s"),
         "disk": rate(report.disk_bytes, "B/s"),
         "all-reduce": f"{rate(report.link_worst, 'B/s')}{best}",
+        "memlock": "unlimited" if report.memlock is None else rate(report.memlock, "B"),
+        "/dev/shm": rate(report.shared_memory, "B"),
         "": "; ".join(report.problems),
     }
 
@@ -230,15 +238,20 @@ def gather(out: Path, num_ranks: int, is_running: Callable[[], bool]) -> list[Ra
 def pair_up(
     out: Path, found: Sequence[RankMeasurement], is_running: Callable[[], bool]
 ) -> list[PairResult]:
-    """Measure every pair of nodes once.
+    """Measure every pair of nodes once, then all nodes together, as a run does.
 
-    A node that does not respond in a round is left out of later ones.
+    A node that does not respond in a round, or has a rank that cannot train, is left out.
     """
     ranks: dict[str, list[int]] = {}
     for one in found:
         ranks.setdefault(one.node, []).append(one.rank)
+    for node in {one.node for one in found if one.problem}:
+        del ranks[node]
     results, unresponsive = [], set()
-    for number, pairs in enumerate(rounds_of(list(ranks))):
+    rounds = [*rounds_of(list(ranks)), *([[tuple(ranks)]] if len(ranks) > 2 else [])]
+    for number, pairs in enumerate(rounds):
+        if len(pairs[0]) > 2:
+            pairs = [tuple(node for node in pairs[0] if node not in unresponsive)]
         groups = {
             nodes: [rank for node in nodes for rank in ranks[node]]
             for nodes in pairs
@@ -253,7 +266,8 @@ def pair_up(
             answers = [links[rank] for rank in group if rank in links]
             problems = [link.problem for link in answers if link.problem]
             if len(answers) < len(group):
-                problems.append("a rank did not respond")
+                absent = [rank for rank in group if rank not in links]
+                problems.append(f"rank {absent[0]} did not respond")
             rates = [link.bytes_per_second for link in answers if link.bytes_per_second]
             slowest = min(rates) if len(rates) == len(group) else None
             problem = problems[0] if problems else ""
@@ -287,7 +301,7 @@ def _collected(
 
 @dataclass(frozen=True, kw_only=True)
 class PairResult:
-    """What the ranks of two nodes (or of one, if there is no other) measured together."""
+    """What the ranks of two nodes (of one, if there is no other; of all) measured together."""
 
     nodes: tuple[str, ...]
     bytes_per_second: float | None
@@ -307,6 +321,8 @@ class NodeReport:
     disk_bytes: float | None = None
     link_best: float | None = None
     link_worst: float | None = None
+    memlock: int | None = None  # None: unlimited
+    shared_memory: int | None = None
 
 
 def rounds_of(nodes: Sequence[str]) -> list[list[tuple[str, ...]]]:
@@ -328,17 +344,44 @@ def rounds_of(nodes: Sequence[str]) -> list[list[tuple[str, ...]]]:
 
 
 def rate_nodes(
-    found: Sequence[RankMeasurement], pairs: Sequence[PairResult], missing: Sequence[str]
+    found: Sequence[RankMeasurement],
+    pairs: Sequence[PairResult],
+    missing: Sequence[str],
+    ranks_of_node: int = 1,
 ) -> list[NodeReport]:
-    """A report for every node, also those that never responded, by name."""
+    """A report for every node, also those that never responded, by name; and of all together, if
+    that failed although every two of them connect."""
     by_node: dict[str, list[RankMeasurement]] = {}
     for one in found:
         by_node.setdefault(one.node, []).append(one)
-    reports = [_report(node, by_node, pairs) for node in by_node]
+    together = [pair for pair in pairs if len(pair.nodes) > 2]
+    pairs = [pair for pair in pairs if len(pair.nodes) <= 2]
+    well = {node: ranks for node, ranks in by_node.items() if not _unfit(ranks, ranks_of_node)}
+    reports = [_report(node, well, pairs) for node in well]
+    for node in by_node.keys() - well.keys():
+        problems = (_unfit(by_node[node], ranks_of_node),)
+        count, device = len(by_node[node]), by_node[node][0].device
+        reports.append(
+            NodeReport(node=node, verdict="broken", problems=problems, ranks=count, device=device)
+        )
     reports += [
         NodeReport(node=node, verdict="broken", problems=("did not respond",)) for node in missing
     ]
-    return sorted(reports, key=lambda report: report.node)
+    reports.sort(key=lambda report: report.node)
+    for group in together:
+        if group.problem:
+            name = f"all {len(group.nodes)}"
+            reports.append(NodeReport(node=name, verdict="broken", problems=(group.problem,)))
+    return reports
+
+
+def _unfit(ranks: Sequence[RankMeasurement], ranks_of_node: int) -> str:
+    """Why a node cannot train, whatever its connections; empty if it can."""
+    if problem := next((one.problem for one in ranks if one.problem), ""):
+        return problem
+    if len(ranks) < ranks_of_node:
+        return f"{len(ranks)} of {ranks_of_node} ranks responded"
+    return ""
 
 
 def _report(
@@ -386,4 +429,6 @@ def _report(
         disk_bytes=disk,
         link_best=max(rates, default=None),
         link_worst=min(rates, default=None),
+        memlock=min((one.memlock for one in own if one.memlock is not None), default=None),
+        shared_memory=min(one.shared_memory for one in own),
     )

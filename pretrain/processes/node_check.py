@@ -15,9 +15,11 @@ import datetime
 import json
 import multiprocessing
 import os
+import resource
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -29,10 +31,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from foundation.errors import UserError
 from foundation.files import await_text, write_json
 from pretrain.costs.throughput import measured_matmul_peak
-from pretrain.distributed.slurm_variables import is_slurm_task, rank_variables
-from pretrain.distributed.world import World, world_from_environment
+from pretrain.distributed.rank_device import use_device
+from pretrain.distributed.slurm_variables import is_slurm_task, rank_numbers, rank_variables
+from pretrain.distributed.world import (
+    World,
+    connect,
+    prepare_descriptors,
+    world_from_environment,
+)
 from pretrain.kernels.triton.settings import missing_for_compiling
 from pretrain.processes.node_findings import (
     END,
@@ -48,11 +57,14 @@ REDUCED_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 REPETITIONS = 5
 MATMUL_SECONDS = 1.0  # the best product counts: a short burst of another process is not a fault
 LOOK_SECONDS = 120.0
-LINK_SECONDS = 50.0  # meeting, connecting and reducing may each take GROUP_TIMEOUT
-GROUP_TIMEOUT = datetime.timedelta(seconds=15)
+# A network file system shows a new name up to a minute late, and to some hosts before others.
+MEETING_SECONDS = 75.0
+MEETING = datetime.timedelta(seconds=MEETING_SECONDS)
+GROUP_TIMEOUT = datetime.timedelta(seconds=15)  # to connect, and to reduce
+LINK_SECONDS = MEETING_SECONDS + 3 * GROUP_TIMEOUT.total_seconds()
+MOST_WARNINGS = 2
 LOST_SECONDS = 600.0  # without a message from the launcher
 _POLL_SECONDS = 0.05
-_LONGEST_TEXT = 120
 
 
 def main() -> int:
@@ -60,13 +72,18 @@ def main() -> int:
     out = Path(sys.argv[1])
     # A process that has touched a GPU cannot fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    variables = rank_variables(os.environ) if is_slurm_task(os.environ) else os.environ
-    world = world_from_environment(variables)
+    if is_slurm_task(os.environ):
+        os.environ.update(rank_variables(os.environ))
+    rank, _, _ = rank_numbers(os.environ)
+    try:
+        world = world_from_environment(os.environ)
+    except UserError as error:  # another node would do
+        write_json(out / rank_file(rank), asdict(unmeasured(rank, str(error))))
+        return 0
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
-    in_child(
-        lambda: write_json(out / rank_file(world.rank), asdict(measure_rank(world, out))),
-        LOOK_SECONDS,
-    )
+    if not in_child(lambda: _look(world, out), LOOK_SECONDS):
+        problem = f"measuring its device hung or crashed within {LOOK_SECONDS:.0f} s"
+        write_json(out / rank_file(rank), asdict(unmeasured(rank, problem)))
     number, deadline = 0, time.monotonic() + LOST_SECONDS
     while time.monotonic() < deadline:
         # A look-up of one name may come from a network file system's cache.
@@ -100,23 +117,52 @@ def in_child(work: Callable[[], None], seconds: float) -> bool:
     return child.exitcode == 0
 
 
+def _look(world: World, out: Path) -> None:
+    try:
+        measured = measure_rank(world, out)
+    except (UserError, RuntimeError) as error:
+        measured = unmeasured(world.rank, reason_of(error))
+    write_json(out / rank_file(world.rank), asdict(measured))
+
+
 def _measure(world: World, group: Sequence[int], out: Path, number: int) -> None:
     result = out / link_file(number, world.rank)
     port_file = out / f"round-{number:03d}-port-{group[0]:05d}.json"
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory) / "nccl.log"
 
-    def measure() -> None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)  # the report names a broken network in one line
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
-        write_json(result, asdict(measure_link(world, group, port_file)))
+        def measure() -> None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # the report names the reason in one line
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+            os.environ.setdefault("NCCL_DEBUG", "WARN")
+            os.environ["NCCL_DEBUG_FILE"] = str(log)
+            write_json(result, asdict(measure_link(world, group, port_file, log)))
+            # To close a group that failed could wait for the other ranks.
+            os._exit(0)
 
-    if not in_child(measure, LINK_SECONDS):
-        problem = f"hung or crashed within {LINK_SECONDS:.0f} s"
-        write_json(result, asdict(LinkMeasurement(bytes_per_second=None, problem=problem)))
+        if not in_child(measure, LINK_SECONDS):
+            said = f"; NCCL: {warnings}" if (warnings := warnings_in(log)) else ""
+            problem = f"hung or crashed within {LINK_SECONDS:.0f} s{said}"
+            write_json(result, asdict(LinkMeasurement(bytes_per_second=None, problem=problem)))
+
+
+def unmeasured(rank: int, problem: str) -> RankMeasurement:
+    """Return what a rank that cannot train says."""
+    return RankMeasurement(
+        rank=rank,
+        node=socket.gethostname(),
+        device="",
+        matmul_flops=0.0,
+        disk_bytes=None,
+        problem=" ".join(problem.split()),
+    )
 
 
 def measure_rank(world: World, out: Path) -> RankMeasurement:
     """Measure what needs no other rank."""
+    use_device(world.device)
+    memlock, shared = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], os.statvfs("/dev/shm")
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     return RankMeasurement(
         rank=world.rank,
@@ -125,6 +171,8 @@ def measure_rank(world: World, out: Path) -> RankMeasurement:
         matmul_flops=measured_matmul_peak(world.device, dtype, MATMUL_SECONDS),
         disk_bytes=disk_rate(out / f"disk-{world.rank:05d}") if world.local_rank == 0 else None,
         missing=(missing_for_compiling() or "") if world.device.type == "cuda" else "",
+        memlock=None if memlock == resource.RLIM_INFINITY else memlock,
+        shared_memory=shared.f_bavail * shared.f_frsize,
     )
 
 
@@ -143,42 +191,61 @@ def disk_rate(path: Path) -> float:
         path.unlink(missing_ok=True)
 
 
-def measure_link(world: World, group: Sequence[int], port_file: Path) -> LinkMeasurement:
-    """All-reduce within `group`, whose first rank listens: the rate as NCCL's own tests count it,
-    and the sums."""
+def measure_link(world: World, group: Sequence[int], port_file: Path, log: Path) -> LinkMeasurement:
+    """Connect `group`, whose first rank listens, as a run connects all ranks, and all-reduce: over
+    gloo, then on the devices. The rate is counted as NCCL's own tests do; the sums are checked."""
     rank, size = list(group).index(world.rank), len(group)
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
+    prepare_descriptors(size)
     try:
+        use_device(world.device)
         store = _meet(rank, size, port_file)
-        backend = "nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT
-        )
-        try:
-            return _all_reduce(world, rank, size)
-        finally:
-            dist.destroy_process_group()
+        connect(world.device, store, rank, size, GROUP_TIMEOUT)
+        _exchange(size)
+        measured = _all_reduce(world, rank, size)
+        _exchange(size)  # nobody leaves before all have read what they need
+        return measured
     except Exception as error:  # any failure of the network is a finding, not a reason to exit
-        return LinkMeasurement(bytes_per_second=None, problem=_describe(error))
+        return LinkMeasurement(bytes_per_second=None, problem=reason_of(error, log))
 
 
-def _describe(error: Exception) -> str:
+def _exchange(size: int) -> None:
+    """Sum host memory, as a run's first exchange does."""
+    values = torch.ones(1)
+    dist.all_reduce(values)
+    if int(values) != size:
+        raise RuntimeError(f"gloo summed {size} ones to {int(values)}")
+
+
+def reason_of(error: Exception, log: Path | None = None) -> str:
+    """Return why connecting failed: NCCL's own last error and warnings, whole, where it has any."""
     text = " ".join(str(error).split())
-    if "timeout" in text.lower() or "timed out" in text.lower():
-        return f"no connection within {GROUP_TIMEOUT.total_seconds():.0f} s"
-    return text[:_LONGEST_TEXT]
+    before, mark, last = text.partition("Last error:")
+    reason = f"NCCL: {last.strip() or before.strip()}" if mark else text
+    if not mark and ("timeout" in text.lower() or "timed out" in text.lower()):
+        reason = f"no connection within {GROUP_TIMEOUT.total_seconds():.0f} s"
+    said = warnings_in(log) if log else ""
+    return f"{reason}; NCCL: {said}" if said and said not in reason else reason
+
+
+def warnings_in(log: Path) -> str:
+    """Return the last warnings that NCCL wrote."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    said = [line.partition("NCCL WARN ")[2].strip() for line in lines]
+    return "; ".join(list(dict.fromkeys(filter(None, said)))[-MOST_WARNINGS:])
 
 
 def _meet(rank: int, size: int, port_file: Path) -> TCPStore:
     if rank == 0:
         store = TCPStore(
-            "0.0.0.0", 0, size, is_master=True, timeout=GROUP_TIMEOUT, wait_for_workers=False
+            "0.0.0.0", 0, size, is_master=True, timeout=MEETING, wait_for_workers=False
         )
         write_json(port_file, {"hostname": socket.gethostname(), "port": store.port})
         return store
     try:
-        text = await_text(port_file, GROUP_TIMEOUT.total_seconds())
+        text = await_text(port_file, MEETING_SECONDS)
     except TimeoutError:
         raise TimeoutError("the first rank of the group did not open a port") from None
     address: dict[str, Any] = json.loads(text)
@@ -187,7 +254,7 @@ def _meet(rank: int, size: int, port_file: Path) -> TCPStore:
         address["port"],
         size,
         is_master=False,
-        timeout=GROUP_TIMEOUT,
+        timeout=MEETING,
         wait_for_workers=False,
     )
 

@@ -15,7 +15,7 @@ class RankMeasurement:
     """What a rank measured alone.
 
     Rates per second. The disk's is None except on a node's first rank. `missing` is what the
-    fused kernels need on a GPU and did not find.
+    fused kernels need on a GPU and did not find; `problem`, why the rank cannot train at all.
     """
 
     rank: int
@@ -24,6 +24,9 @@ class RankMeasurement:
     matmul_flops: float
     disk_bytes: float | None
     missing: str = ""
+    problem: str = ""
+    memlock: int | None = None  # bytes that may be locked, as InfiniBand needs; None: any number
+    shared_memory: int = 0  # bytes free in /dev/shm, over which NCCL talks within a node
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from launcher.cli import main
 from launcher.commands import preflight
 from launcher.commands.preflight import PairResult, pair_up, rate_nodes, rounds_of, srun_line
 from pretrain.costs.cluster import ClusterConfig
+from pretrain.processes.node_check import reason_of
 from pretrain.processes.node_findings import (
     END,
     LinkMeasurement,
@@ -26,6 +27,7 @@ from pretrain.processes.node_findings import (
     round_file,
 )
 
+LATE = "rank 5 did not respond"
 NODES = ["n1", "n2", "n3", "n4"]
 FAST, SLOW = 100e6, 20e6
 
@@ -61,8 +63,9 @@ def test_a_node_that_falls_silent_is_left_out_of_the_next_rounds(tmp_path, monke
     (tmp_path / END).touch()
     thread.join()
     lost = [pair for pair in pairs if pair.problem]
-    assert ["n2" in pair.nodes for pair in lost] == [True]
-    assert len([pair for pair in pairs if "n2" not in pair.nodes]) == 3
+    assert [("n2" in pair.nodes, pair.problem) for pair in lost] == [(True, LATE)]
+    assert [pair.nodes for pair in pairs if len(pair.nodes) > 2] == [("n0", "n1", "n3")]
+    assert len([pair for pair in pairs if "n2" not in pair.nodes]) == 4
     assert all((pair.bytes_per_second or 0) >= 1e8 for pair in pairs if not pair.problem)
 
 
@@ -106,6 +109,41 @@ def test_ranks_that_can_not_start_are_told_with_their_last_line(tmp_path, monkey
     assert [entry.name for entry in tmp_path.iterdir()] == ["python"]
 
 
+def test_a_node_with_seven_of_eight_ranks_is_broken():
+    ranks = [found(rank, f"n{1 + rank // 8}") for rank in range(15)]
+    well, broken = rate_nodes(ranks, [], missing=[], ranks_of_node=8)
+    assert (well.verdict, broken.verdict) == ("ok", "broken")
+    assert broken.problems == ("7 of 8 ranks responded",)
+
+
+NCCL = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error "
+    "(run with NCCL_DEBUG=INFO for details), NCCL version 2.30.7\nncclSystemError: System call "
+    "(e.g. socket, malloc) or external library call failed.\nLast error:\n"
+)
+MEMLOCK = "Call to ibv_create_cq failed with error Cannot allocate memory"
+SHM = "Error while creating shared memory segment /dev/shm/nccl-4gB2 (size 33030528)"
+
+
+@pytest.mark.parametrize(
+    ("error", "log", "reason"),
+    [
+        (f"{NCCL}{MEMLOCK}", "", f"NCCL: {MEMLOCK}"),
+        (f"{NCCL}{SHM}", f"n1:7:9 [0] misc/shmutils.cc:87 NCCL WARN {SHM}\n", f"NCCL: {SHM}"),
+        (f"{NCCL}ncclRemoteError", "n1:7:9 [0] NCCL WARN socket refused\n" * 3,
+         "NCCL: ncclRemoteError; NCCL: socket refused"),
+        ("Socket Timeout", "", "no connection within 15 s"),
+        ("wait timed out", "n1:7 NCCL WARN no route to host",
+         "no connection within 15 s; NCCL: no route to host"),
+        ("[gloo/transport/tcp/pair.cc:144] connect [127.0.1.1]:4711: Connection refused", "",
+         "[gloo/transport/tcp/pair.cc:144] connect [127.0.1.1]:4711: Connection refused"),
+    ],
+)  # fmt: skip
+def test_nccl_s_own_reason_is_kept_whole(tmp_path, error, log, reason):
+    (tmp_path / "log").write_text(log)
+    assert reason_of(RuntimeError(error), tmp_path / "log") == reason
+
+
 def pairs(**odd: PairResult | float | str) -> list[PairResult]:
     """All pairs of NODES at the fast rate, but those named `n1_n3`: another rate, or a problem."""
     results = []
@@ -130,7 +168,7 @@ def test_every_pair_is_measured_once_and_no_node_twice_at_a_time(count):
 
 
 WELL = [found(rank, node) for rank, node in enumerate(NODES)]
-LOST = "no connection"
+LOST, NO_CUDA = "no connection", "found no usable CUDA, expected 8 GPUs on this node"
 
 
 @pytest.mark.parametrize(
@@ -147,6 +185,11 @@ LOST = "no connection"
         ([found(0, "n1"), found(1, "n2", matmul=25e9), found(2, "n3", disk=1e8), found(3, "n4")],
          pairs(),
          {"n2": ("slow", "rank 1 multiplies matrices at 50%"), "n3": ("slow", "disk at 10%")}),
+        # CUDA does not work on a node, a rank is missing, all together do not connect.
+        ([*WELL[:3], replace(WELL[3], problem=NO_CUDA, matmul_flops=0.0)], pairs(),
+         {"n4": ("broken", NO_CUDA)}),
+        (WELL, [*pairs(), PairResult(nodes=tuple(NODES), bytes_per_second=None, problem=LOST)],
+         {"all 4": ("broken", LOST)}),
         ([*WELL[:3], replace(WELL[3], missing="no compiler")], pairs(),
          {"n4": ("slow", "no compiler")}),
         # Two nodes cannot be compared, but a lost connection breaks both.
@@ -157,6 +200,7 @@ LOST = "no connection"
 )  # fmt: skip
 def test_only_the_nodes_at_fault_are_named_with_what_is_wrong(ranks, results, expected):
     reports = {each.node: each for each in rate_nodes(ranks, results, missing=["n9"])}
+    assert reports.keys() == {*NODES[: len(ranks)], *expected, "n9"}
     assert reports.pop("n9").verdict == "broken", "it did not respond"
     for node, report in reports.items():
         verdict, problem = expected.get(node, ("ok", ""))
