@@ -16,6 +16,7 @@ from foundation.credentials import redacted
 from foundation.interruption import EXIT_INTERRUPTED, say_interrupted
 
 EXIT_USER_ERROR = 2
+EXIT_NODE_UNUSABLE = 77  # of a rank: another node would do
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or largest file exceeded
 NO_PERMISSION = (errno.EROFS, errno.EACCES, errno.EPERM)
 TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
@@ -30,6 +31,8 @@ STORAGE_FAILS = (
 
 class UserError(Exception):
     """Something outside the code is wrong: what was found, what was expected, what to do."""
+
+    exit_status = EXIT_USER_ERROR
 
     def __init__(self, message: str = "") -> None:
         super().__init__(redacted(message))
@@ -63,6 +66,11 @@ class PrunedError(CheckpointError):
     """A run that trains has removed a checkpoint, as it keeps only the latest."""
 
 
+def own_status(error: Exception) -> int:
+    """The exit status that a kind of error has."""
+    return error.exit_status if isinstance(error, UserError) else EXIT_USER_ERROR
+
+
 def is_of_site(error: BaseException) -> bool:
     """Whether storage or memory of the host failed, at the root of this error: nothing is wrong
     with what the user asked for."""
@@ -72,6 +80,12 @@ def is_of_site(error: BaseException) -> bool:
     return isinstance(error, (UnreadableError, MemoryError)) or (
         cause is not None and is_of_site(cause)
     )
+
+
+class NodeError(UserError):
+    """This node lacks what its job was given; the same settings would work on another one."""
+
+    exit_status = EXIT_NODE_UNUSABLE
 
 
 class TrainingError(UserError):
@@ -105,7 +119,7 @@ def _print_error(text: str) -> None:
 def exit_status_of(
     command: Callable[[], int],
     report: Callable[[str], None] = _print_error,
-    status_of: Callable[[Exception], int] = lambda error: EXIT_USER_ERROR,
+    status_of: Callable[[Exception], int] = lambda error: own_status(error),
 ) -> int:
     """Run a command and return its exit status, also for what it raises: `status_of` that.
 

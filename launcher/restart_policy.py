@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from foundation.cli import check_least
-from foundation.errors import EXIT_USER_ERROR
+from foundation.errors import EXIT_NODE_UNUSABLE
 from pretrain.rundir.events import (
     EXIT_OUT_OF_MEMORY,
     EXIT_SITE_FAILED,
     EXIT_STOPPED,
+    EXPLAINED,
     NEVER_STARTED,
     AttemptReason,
     JobEndReason,
@@ -66,6 +67,7 @@ EVIDENCE = {
     AttemptReason.STOP_REQUESTED: About.REQUEST,
     AttemptReason.SITE_FAILED: About.SITE,
     AttemptReason.NOT_STARTED: About.NODE,
+    AttemptReason.NODE_UNUSABLE: About.NODE,
     AttemptReason.USER_ERROR: About.RUN,
     AttemptReason.OUT_OF_MEMORY: About.RUN,
     AttemptReason.HANG: About.RUN,
@@ -108,7 +110,7 @@ def decide(
     count: the micro-batch halves until it is one lane, where the run is refused. `may_wait`: for
     a site or a node that fails; `can_requeue`: whether another start may find another one.
     """
-    reason = _reason(statuses, stop_requested, is_complete)
+    reason = _reason(statuses, stop_requested, is_complete, can_requeue)
     about = EVIDENCE[reason]
     counts = about is About.RUN and reason is not AttemptReason.OUT_OF_MEMORY
     count = 0 if made_progress else before + counts
@@ -127,15 +129,19 @@ def decide(
     return reason, then, count
 
 
-def _reason(statuses: Sequence[int], stop_requested: bool, is_complete: bool) -> AttemptReason:
+def _reason(
+    statuses: Sequence[int], stop_requested: bool, is_complete: bool, can_requeue: bool
+) -> AttemptReason:
     ends = set(statuses)
     if not any(statuses) and is_complete:
         return AttemptReason.FINISHED
     if stop_requested or {EXIT_STOPPED} <= ends <= {0, EXIT_STOPPED}:
         return AttemptReason.STOP_REQUESTED
+    if EXIT_NODE_UNUSABLE in ends and can_requeue:  # else there is no other node
+        return AttemptReason.NODE_UNUSABLE
     if EXIT_SITE_FAILED in ends:
         return AttemptReason.SITE_FAILED
-    if EXIT_USER_ERROR in ends:
+    if not ends.isdisjoint(EXPLAINED):
         return AttemptReason.USER_ERROR
     if EXIT_OUT_OF_MEMORY in ends:
         return AttemptReason.OUT_OF_MEMORY

@@ -24,6 +24,7 @@ from pretrain.checkpoint.directory import MARKER, step_directory
 from pretrain.checkpoint.marker import latest_step
 from pretrain.config.run import RunConfig, tokens_of_steps
 from pretrain.reporting.results import RunResults, results_of
+from pretrain.rundir.attempt_files import AttemptStart, open_start
 from pretrain.rundir.events import (
     UNEVENTFUL,
     AttemptEnded,
@@ -67,6 +68,7 @@ UNRESPONSIVE_SECONDS = 300.0
 _ACTIVITIES = {
     "save": "saving a checkpoint",
     "evaluate": "evaluating",
+    "launch": "starting",
     "start": "starting",
     "wait": "waiting until the run directory can be written",
 }
@@ -118,6 +120,7 @@ class Evidence:
     checkpoint: int | None  # step of the latest one
     checkpoint_time: float | None
     steps: int  # that the run has to make
+    start: AttemptStart | None = None  # of the latest attempt, until it trains
 
     @property
     def latest_step(self) -> int:
@@ -154,9 +157,11 @@ def gather(run_dir: RunDir, steps: int) -> Evidence:
     if latest is not None:
         with contextlib.suppress(FileNotFoundError):  # it is being deleted
             saved = (step_directory(run_dir.checkpoints, latest) / MARKER).stat().st_mtime
+    ledger = run_dir.ledger.history()
     return Evidence(
         now=time.time(),
-        ledger=run_dir.ledger.history(),
+        ledger=ledger,
+        start=open_start(run_dir.logs, ledger),
         metrics=summarize_file(run_dir.metrics),
         heartbeats=read_heartbeats(run_dir.heartbeats),
         locks=run_dir.locks(),
@@ -174,7 +179,8 @@ def infer_status(evidence: Evidence) -> Status:
     heartbeats = [
         each for each in evidence.heartbeats if last is None or not is_over or each.time > last.time
     ]
-    running = Status(State.RUNNING, _activity(evidence, last, heartbeats))
+    activity = _activity(evidence, last, heartbeats)
+    running = Status(State.RUNNING, activity)
     if any(lock.is_held for lock in evidence.locks) or any(each.is_alive for each in heartbeats):
         return running
     # When another host last showed that it works on the run, if its clock is ours.
@@ -191,6 +197,8 @@ def infer_status(evidence: Evidence) -> Status:
             reason = running.reason
         elif silence < 0:
             reason = f"the clock of {hostname} is {duration(-silence)} ahead, or it was"
+        elif evidence.start:
+            reason = f"{activity}; {reason}"
         return Status(State.UNRESPONSIVE, reason)
     return _waiting_or_canceled(evidence, last) or _ended_status(evidence, last)
 
@@ -284,6 +292,8 @@ def _activity(evidence: Evidence, last: Event | None, heartbeats: Sequence[Heart
     latest = evidence.ledger[-1] if evidence.ledger else None
     if isinstance(latest, NodesUnready):
         return latest.description
+    if evidence.start:
+        return evidence.start.describe(evidence.heartbeats, now)
     if isinstance(last, AttemptEnded) and last.next is NextAction.RETRY:
         return f"restarting: {last.cause}"
     if not heartbeats:
@@ -388,11 +398,17 @@ class RunState:
 def is_run(path: Path) -> bool:
     """Whether this directory holds a run, or one that was submitted and waits for its first
     attempt."""
-    return RunDir(path).exists() or Snapshot(path).experiment.is_file()
+    return (
+        RunDir(path).exists()
+        or Snapshot(path).experiment.is_file()
+        or _without_identity(RunDir(path)) is not None
+    )
 
 
 def read_state(path: Path) -> RunState:
     """The state of the run in this directory now; ConfigError if there is none."""
+    if (new := _without_identity(RunDir(path))) is not None:
+        return new
     config = submitted_config(path) or RunDir.open(path).config
     evidence = gather(RunDir(path), config.optim.steps)
     status = infer_status(evidence)
@@ -445,6 +461,17 @@ def read_state(path: Path) -> RunState:
         last_failure_age=max(0.0, now - interrupted[-1].time) if interrupted else None,
         interval=config.checkpoint.interval,
     )
+
+
+def _without_identity(run_dir: RunDir) -> RunState | None:
+    """The state of a run on this machine that its ranks have yet to make: they start."""
+    start = None if run_dir.exists() else open_start(run_dir.logs, [])
+    is_here = start and any(lock.is_held for lock in run_dir.locks())
+    if not start or not is_here or Snapshot(run_dir.path).experiment.is_file():
+        return None
+    reason = start.describe(read_heartbeats(run_dir.heartbeats), time.time())
+    path = str(run_dir.path)
+    return RunState(name=run_dir.path.name, path=path, state=State.RUNNING, reason=reason)
 
 
 def submitted_config(path: Path) -> RunConfig | None:

@@ -28,6 +28,7 @@ from launcher.restart_policy import (
 from launcher.stop_signals import StopSignals, StopWhileWaiting
 from pretrain.checkpoint import marker
 from pretrain.config.run import RunConfig
+from pretrain.rundir.attempt_files import attempts_of, open_start
 from pretrain.rundir.events import (
     EXIT_STOPPED,
     AttemptEnded,
@@ -41,8 +42,9 @@ from pretrain.rundir.events import (
     TrainingEnded,
     ended_by_watchdog,
 )
+from pretrain.rundir.heartbeat import read_heartbeats
 from pretrain.rundir.ledger import last_of
-from pretrain.rundir.run_dir import RunDir, attempts_of
+from pretrain.rundir.run_dir import RunDir
 
 _log = logging.getLogger(__name__)
 
@@ -192,7 +194,7 @@ class _Attempts:
         return AttemptEnded(
             attempt_number=self.number,
             statuses=statuses,
-            first_failure=unresponsive_rank(statuses) if is_hung else ranks.first_failure,
+            first_failure=_hung_rank(run_dir, statuses) if is_hung else ranks.first_failure,
             step_before=before,
             step=after,
             reason=reason,
@@ -225,6 +227,13 @@ class _Attempts:
             self.clock.sleep(0.05)
         if self.stop.requests:
             raise StopWhileWaiting
+
+
+def _hung_rank(run_dir: RunDir, statuses: Sequence[int]) -> int | None:
+    """Which rank made an attempt hang: one that has not come, else one that had to be killed."""
+    start = open_start(run_dir.logs, run_dir.ledger.read())
+    late = start.late_rank(read_heartbeats(run_dir.heartbeats)) if start else None
+    return unresponsive_rank(statuses) if late is None else late
 
 
 def latest_step(run_dir: RunDir) -> int:

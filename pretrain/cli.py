@@ -5,13 +5,11 @@ from __future__ import annotations
 from foundation.interruption import ExitWhenInterrupted
 
 with ExitWhenInterrupted():
-    import contextlib
-    import os
-    import sys
     from typing import NoReturn
 
     from foundation.cli import Program
     from pretrain.distributed.threads import wait_briefly
+    from pretrain.processes.leaving import end_process
     from pretrain.terminal.log import set_up_logging
 
 # name -> (module, what it does); the modules are imported when they are needed
@@ -75,11 +73,3 @@ def console() -> NoReturn:
     wait_briefly()
     set_up_logging("pretrain")
     end_process(main())
-
-
-def end_process(status: int) -> NoReturn:
-    """Exit without Python's shutdown, where gloo's threads sometimes abort a finished process."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the reader may be gone
-            stream.flush()
-    os._exit(status)

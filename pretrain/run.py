@@ -68,6 +68,7 @@ from pretrain.processes.device import (
     with_precision_of_run,
     write_last_collectives,
 )
+from pretrain.processes.leaving import end_at_once, end_process
 from pretrain.recovery.faults import fault_from_environment
 from pretrain.recovery.rewind import (
     SpikeFound,
@@ -85,6 +86,7 @@ from pretrain.recovery.starts import (
     with_fitting_micro_batch,
 )
 from pretrain.recovery.stop_requests import StopRequest
+from pretrain.rundir.attempt_files import trace_prefix
 from pretrain.rundir.events import (
     EXIT_OUT_OF_MEMORY,
     EXIT_STOPPED,
@@ -98,7 +100,7 @@ from pretrain.rundir.events import (
 from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.rundir.ledger import events_of, last_stored
 from pretrain.rundir.lock import VARIABLE, Fence
-from pretrain.rundir.run_dir import RunDir, trace_prefix
+from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
 from pretrain.train import Parts, RankProcess, train
 from pretrain.weights.export import check_initial_weights, load_initial_weights
@@ -136,11 +138,16 @@ class Ended:
 
 
 def run_training(
-    config: RunConfig, directory: Path, world: World, from_step: int | None = None
+    config: RunConfig,
+    directory: Path,
+    world: World,
+    from_step: int | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> int:
     """Train or resume the run; the exit status: 0 finished, 75 stopped, 76 out of memory.
 
-    With `from_step` a user gives up what the run has published after that step.
+    With `from_step` a user gives up what the run has published after that step. `heartbeat`: the
+    one that the rank has had since it came to the meeting.
     """
     config = with_precision_of_run(config, directory, world)
     check_precision(config.engine.number_format, world.device)
@@ -151,7 +158,7 @@ def run_training(
     check_host_memory(config, world.world_size, ranks_on_this_node(), on_gpu)
     for phase in runs_of_phases(config):
         accumulation_steps(phase, world.world_size)
-    with _rank_process(config, directory, world, from_step) as process:
+    with _rank_process(config, directory, world, from_step, heartbeat) as process:
         attempt, number = Attempt(process.fence.token), 0
         while True:
             ended = _train(process, attempt)
@@ -189,19 +196,20 @@ def _next_attempt(process: RankProcess, attempt: Attempt, ended: Ended) -> Attem
 
 @contextlib.contextmanager
 def _rank_process(
-    config: RunConfig, directory: Path, world: World, from_step: int | None
+    config: RunConfig,
+    directory: Path,
+    world: World,
+    from_step: int | None,
+    heartbeat: Heartbeat | None,
 ) -> Iterator[RankProcess]:
     """Open the run's directory on rank 0 for all, and claim the run unless the launcher did."""
     fault = fault_from_environment()
     logs = RunDir(directory).logs
     set_trace_files(os.environ, logs)
-    heartbeat = Heartbeat(
-        RunDir(directory).heartbeats,
-        world.rank,
-        config.engine.watchdog_timeout_seconds,
-        last_words=lambda: write_last_collectives(logs, world.rank, os.environ),
-        local_rank=world.local_rank,
-    )
+    beats, seconds = RunDir(directory).heartbeats, config.engine.watchdog_timeout_seconds
+    own = Heartbeat(beats, world.rank, seconds, local_rank=world.local_rank)
+    heartbeat = heartbeat or own
+    heartbeat.last_words = lambda: write_last_collectives(logs, world.rank, os.environ)
     token, data = os.environ.get(VARIABLE), {}
     with contextlib.ExitStack() as stack:
         stop = StopRequest()  # before anything waits for storage
@@ -229,7 +237,10 @@ def _rank_process(
         # Ends after the heartbeat: a last upload is not a hang.
         project = config.metrics.wandb_project if world.is_main else ""
         copy = stack.enter_context(wandb_copy(run_dir, project))
-        stack.enter_context(heartbeat)
+        if heartbeat is own:
+            stack.enter_context(heartbeat)
+        else:
+            stack.push(heartbeat)
         yield RankProcess(config, run_dir, world, fence, stop, fault, heartbeat, data, copy)
 
 
@@ -282,7 +293,14 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
             local,
             contextlib.closing(build_engine(config, world, draws=found is None)) as engine,
         ):
-            outcome = _train_from(engine, found, process, config, disk, mirror, local)
+            try:
+                outcome = _train_from(engine, found, process, config, disk, mirror, local)
+            except (RuntimeError, MemoryError) as error:
+                if world.world_size > 1:  # what closes the engine could wait for the others
+                    if record_out_of_memory(config, run_dir, world, error):
+                        end_process(EXIT_OUT_OF_MEMORY)
+                    end_at_once(1)
+                raise
             if outcome is not Outcome.PHASE_FINISHED:  # the next phase continues the upload
                 mirror.finish(process.heartbeat.repeat, lambda: process.stop.count)
             return Ended(outcome)
@@ -294,7 +312,8 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
     except SpikeFound as raised:
         return Ended(Outcome.DIVERGED, spike=raised.spike)
     except (RuntimeError, MemoryError, OSError) as error:
-        record_out_of_memory(config, run_dir, world, error)
+        if not record_out_of_memory(config, run_dir, world, error):
+            raise
         return Ended(Outcome.OUT_OF_MEMORY)
 
 
@@ -447,8 +466,10 @@ def _log(outcome: Outcome, config: RunConfig, run_dir: RunDir, step: int) -> Non
 
 def set_threads_of_rank() -> None:
     """Set this rank's CPU threads: OMP_NUM_THREADS, or an equal part of the node's cores."""
-    # More threads than cores make ranks wait for each other inside every operation.
+    # More threads than cores make ranks wait for each other inside every operation. A rank may be
+    # bound to fewer than its part.
     cores = max(1, (os.cpu_count() or 1) // ranks_on_this_node())
+    cores = min(cores, len(os.sched_getaffinity(0)))
     set_threads(0 if "OMP_NUM_THREADS" in os.environ else cores)
 
 

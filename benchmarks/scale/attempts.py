@@ -13,9 +13,9 @@ from benchmarks.scale.instruments import counted_files
 from launcher.slurm.srun import RankEnds, first_failure
 from pretrain.checkpoint.marker import latest_step
 from pretrain.processes.local_ranks import describe_failure
+from pretrain.rundir.attempt_files import AttemptFiles
 from pretrain.rundir.events import AttemptEnded, AttemptReason, NextAction
 from pretrain.rundir.ledger import Ledger
-from pretrain.rundir.run_dir import AttemptFiles
 from tests.helpers.checkpoints import publish_step
 
 SECONDS, PROGRESS_SECONDS, LEDGER_SECONDS = 3.0, 1.0, 1.0

@@ -15,9 +15,10 @@ from foundation.errors import ConfigError, printable
 from foundation.files import lines_of, read_together
 from launcher.error_lines import error_lines
 from launcher.run_state import State, read_states
+from pretrain.rundir.attempt_files import AttemptFiles, attempts_of
 from pretrain.rundir.events import AttemptEnded
 from pretrain.rundir.ledger import events_of
-from pretrain.rundir.run_dir import AttemptFiles, RunDir, attempts_of, run_path
+from pretrain.rundir.run_dir import RunDir, run_path
 
 _POLL_SECONDS = 0.3
 _STATE_SECONDS = 3.0  # between two looks at whether the run is still active

@@ -9,6 +9,7 @@ from foundation.progress import duration
 from launcher.restart_policy import EVIDENCE, About
 from pretrain.rundir.events import (
     AttemptEnded,
+    AttemptReason,
     Event,
     JobEnded,
     JobEndReason,
@@ -89,7 +90,7 @@ def attempts_without_progress(ledger: Sequence[Event], job: str) -> int:
 
 def node_to_exclude(ledger: Sequence[Event], job: str, node_of: Callable[[int], str]) -> str | None:
     """The node whose ranks failed first in the last two attempts of this start of the job, both
-    without progress.
+    without progress; one attempt is enough if the rank itself said that its node is unusable.
 
     `node_of` maps a rank to its node; that mapping holds until the job starts again or replaces a
     node, so earlier attempts do not count.
@@ -100,6 +101,9 @@ def node_to_exclude(ledger: Sequence[Event], job: str, node_of: Callable[[int], 
             attempts = []
         elif isinstance(event, AttemptEnded) and event.job == job:
             attempts.append(event)
+    for last in attempts[-1:]:
+        if last.reason is AttemptReason.NODE_UNUSABLE and last.first_failure is not None:
+            return node_of(last.first_failure)
     suspects = [
         node_of(attempt.first_failure)
         for attempt in attempts[-_ATTEMPTS_PER_NODE:]

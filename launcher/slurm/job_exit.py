@@ -28,10 +28,11 @@ from launcher.slurm.srun import failed_nodes
 from launcher.stop_signals import StopSignals
 from launcher.supervisor import latest_step
 from pretrain.costs.cluster import load_cluster, seconds_of
+from pretrain.rundir.attempt_files import attempts_of
 from pretrain.rundir.events import EXIT_STOPPED, Event, JobEnded, JobEndReason
 from pretrain.rundir.ledger import events_of, in_order
 from pretrain.rundir.lock import Fence
-from pretrain.rundir.run_dir import RunDir, attempts_of
+from pretrain.rundir.run_dir import RunDir
 
 # Slurm writes this into the job's log and into the logs of its steps when it ends them; after
 # `scancel` without a reason.

@@ -17,17 +17,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from foundation.errors import EXIT_USER_ERROR, UserError
+from foundation.errors import UserError
 from foundation.files import own_file, read_together
 from foundation.own_programs import code_that_runs, copied_arguments
 from launcher.error_lines import error_lines
 from launcher.slurm.sbatch import Snapshot, option_flags
 from pretrain.costs.cluster import ClusterConfig
-from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
+from pretrain.distributed.slurm_variables import GPUS_VARIABLE, PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
-from pretrain.rundir.events import EXIT_STOPPED, NEVER_STARTED
+from pretrain.rundir.attempt_files import SRUN_LOG, AttemptFiles
+from pretrain.rundir.events import EXIT_STOPPED, EXPLAINED, NEVER_STARTED
 from pretrain.rundir.lock import VARIABLE
-from pretrain.rundir.run_dir import SRUN_LOG, AttemptFiles, RunDir
+from pretrain.rundir.run_dir import RunDir
 
 # srun forwards this to every rank. (srun itself ends on SIGTERM.)
 SAVE_AND_STOP = signal.SIGUSR2
@@ -126,12 +127,14 @@ class SlurmRanks:
         self.needs_new_start = False  # this start of the job can launch no step any more
         files = AttemptFiles(run_dir.logs, attempt)
         files.create_meeting()
+        files.write_start([step.node_of(rank) for rank in range(step.ranks)])
         self.logs = files.rank_logs(step.ranks)
         variables = {
             "MASTER_ADDR": step.nodes[0],
             PORT_FILE_VARIABLE: str(files.port),
             **files.variables,
             "PYTHONUNBUFFERED": "1",
+            GPUS_VARIABLE: str(step.cluster.num_gpus),
             VARIABLE: token,
         }
         code, experiment = code_that_runs(), str(Snapshot(run_dir.path).experiment)
@@ -316,7 +319,7 @@ def first_failure(ends: Mapping[int, RankEnd], num_ranks: int, srun_log: str) ->
     failed = [
         rank for rank, end in ends.items() if end.is_failure and end.status != -signal.SIGTERM
     ]
-    knows = [rank for rank in failed if ends[rank].status == EXIT_USER_ERROR]
+    knows = [rank for rank in failed if ends[rank].status in EXPLAINED]
     killed = [rank for rank in failed if ends[rank].status < 0]
     if failed:
         return min(knows or killed or failed, key=lambda rank: ends[rank].time)

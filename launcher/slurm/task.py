@@ -20,6 +20,7 @@ from foundation.files import own_file, write_text
 from foundation.retry import Patience, StorageError, outlast
 from pretrain.distributed.slurm_variables import rank_variables
 from pretrain.rundir.events import EXIT_STOPPED, describe_exit
+from pretrain.rundir.watchdog import under_watchdog
 
 GRACE_SECONDS = 2.0
 PATIENCE_SECONDS = 1800.0  # with a run directory that cannot be written
@@ -52,7 +53,7 @@ def main() -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for what it starts, too
     with open(log, "ab", opener=own_file) as file:
         trainer = subprocess.Popen(
-            [sys.executable, *command],
+            under_watchdog([sys.executable, *command]),
             env={**os.environ, **rank_variables(os.environ)},
             stdout=file,
             stderr=file,

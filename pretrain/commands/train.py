@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import tempfile
 from pathlib import Path
 
 from data_pipeline.corpora.fetch import NotFetchedError
 from foundation.cli import add_experiment
-from foundation.errors import EXIT_USER_ERROR, exit_status_of, is_of_site
+from foundation.errors import exit_status_of, is_of_site, own_status
 from foundation.retry import StorageError
 from foundation.settings import load_config
 from pretrain.checkpoint.facts import add_from_step
 from pretrain.config.resolve import resolve, with_absolute_paths
 from pretrain.config.run import RunConfig
+from pretrain.distributed.slurm_variables import rank_numbers
+from pretrain.processes.leaving import leave_group
 from pretrain.rundir.events import EXIT_SITE_FAILED
+from pretrain.rundir.heartbeat import Heartbeat
+from pretrain.rundir.run_dir import RunDir, refuse_links
+from pretrain.rundir.watchdog import start_limit
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
-
-logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,34 +48,38 @@ def run(arguments: argparse.Namespace) -> int:
 def _status_of(error: Exception) -> int:
     is_away = isinstance(error, NotFetchedError) and not error.is_final
     is_site = is_away or isinstance(error, StorageError) or is_of_site(error)
-    return EXIT_SITE_FAILED if is_site else EXIT_USER_ERROR
+    return EXIT_SITE_FAILED if is_site else own_status(error)
 
 
 def _train(arguments: argparse.Namespace) -> int:
     config = resolve(
         with_absolute_paths(load_config(RunConfig, arguments.experiment, arguments.overrides))
     )
-    from pretrain.distributed.world import (
-        destroy_process_group,
-        init_world,
-        world_from_environment,
-    )
-    from pretrain.processes.device import set_device_variables
-    from pretrain.run import run_training, set_threads_of_rank
-
-    rank = world_from_environment(os.environ)
+    rank, world_size, local_rank = rank_numbers(os.environ)
+    seconds, run_dir = config.engine.watchdog_timeout_seconds, RunDir(arguments.run_dir)
+    refuse_links(run_dir.path)
+    limit = start_limit(os.environ) if seconds else 0.0
     # torchrun restarts ranks with the same arguments: what a user has said once is done by then.
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     from_step = None if is_restart else arguments.from_step
-    set_up_logging(f"rank {rank.rank}", arguments.log_level)
-    set_threads_of_rank()
-    set_device_variables(os.environ, Path(tempfile.gettempdir()))
-    world = init_world(config.engine.watchdog_timeout_seconds)
-    try:
-        return exit_status_of(
-            lambda: run_training(config, arguments.run_dir, world, from_step),
-            report=logger.error,
-            status_of=_status_of,
-        )
-    finally:
-        destroy_process_group()
+
+    def train() -> int:
+        """Meet the other ranks, then train."""
+        from pretrain.distributed.rank_device import use_device
+        from pretrain.distributed.world import init_world, world_from_environment
+        from pretrain.processes.device import set_device_variables
+        from pretrain.run import run_training, set_threads_of_rank
+
+        set_threads_of_rank()
+        set_device_variables(os.environ, Path(tempfile.gettempdir()))
+        use_device(world_from_environment(os.environ).device)  # a broken driver hangs here
+        heartbeat.beat(0, "start")
+        world = init_world(seconds)
+        heartbeat.allow(seconds)
+        return run_training(config, run_dir.path, world, from_step, heartbeat)
+
+    set_up_logging(f"rank {rank}", arguments.log_level)
+    with Heartbeat(
+        run_dir.heartbeats, rank, limit, local_rank=local_rank, phase="launch"
+    ) as heartbeat:
+        return leave_group(train, world_size, _status_of)

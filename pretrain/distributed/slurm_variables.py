@@ -1,7 +1,4 @@
-"""The variables of a rank from those of a Slurm task.
-
-The only module that maps them. Torch-free.
-"""
+"""The variables of a rank, also from those of a Slurm task. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from foundation.errors import ConfigError
 
 # The file in which rank 0 of an attempt tells the others where they meet (world.py).
 PORT_FILE_VARIABLE = "PRETRAIN_PORT_FILE"
+GPUS_VARIABLE = "PRETRAIN_GPUS"  # of each node of a job
 
 
 def is_slurm_task(environment: Mapping[str, str]) -> bool:
@@ -31,6 +29,33 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": str(number_in(environment, "SLURM_LOCALID")),
         "LOCAL_WORLD_SIZE": str(num_tasks // max(1, num_nodes)),
     }
+
+
+def rank_numbers(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """Return rank, number of ranks and local rank: RANK and so on, else Slurm's, else one process.
+
+    ConfigError if they contradict each other.
+    """
+    if "RANK" not in environment and is_slurm_task(environment) and "MASTER_ADDR" in environment:
+        # Without MASTER_ADDR it is one process, such as a command in an interactive job step.
+        environment = rank_variables(environment)
+    rank, world_size, local_rank = 0, 1, 0
+    if "RANK" in environment:
+        rank, world_size = number_in(environment, "RANK"), number_in(environment, "WORLD_SIZE")
+        local_rank = number_in(environment, "LOCAL_RANK", "0")
+    else:
+        for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):  # the latter is of mpirun
+            if number_in(environment, name, "1") > 1:
+                raise ConfigError(
+                    f"found {name}={environment[name]} and no RANK; start ranks with 'launcher "
+                    f"local' or torchrun, or unset {name} for one process"
+                )
+    if not 0 <= rank < world_size or local_rank < 0:
+        raise ConfigError(
+            f"found RANK={rank}, WORLD_SIZE={world_size} and LOCAL_RANK={local_rank}, expected "
+            "0 <= RANK < WORLD_SIZE and 0 <= LOCAL_RANK; correct the variables"
+        )
+    return rank, world_size, local_rank
 
 
 def number_in(environment: Mapping[str, str], name: str, default: str | None = None) -> int:

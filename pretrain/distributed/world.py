@@ -55,11 +55,11 @@ from foundation.errors import (
 from foundation.files import await_text, write_text
 from foundation.records import from_json, to_json
 from foundation.retry import StorageError
+from pretrain.distributed.rank_device import device_of_rank, use_device
 from pretrain.distributed.slurm_variables import (
     PORT_FILE_VARIABLE,
-    is_slurm_task,
     number_in,
-    rank_variables,
+    rank_numbers,
 )
 
 # A tag for the loop's, one for those behind it, since both go on at once. Nothing else in a run
@@ -338,45 +338,9 @@ class World:
 
 
 def world_from_environment(environment: Mapping[str, str]) -> World:
-    """Read the rank variables: RANK, WORLD_SIZE, LOCAL_RANK, else Slurm's, else one process."""
-    if "RANK" in environment:
-        rank, world_size = number_in(environment, "RANK"), number_in(environment, "WORLD_SIZE")
-        local_rank = number_in(environment, "LOCAL_RANK", "0")
-    elif is_slurm_task(environment) and "MASTER_ADDR" in environment:
-        # Without MASTER_ADDR it is one process, such as a command in an interactive job step.
-        return world_from_environment(rank_variables(environment))
-    else:
-        for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):  # the latter is of mpirun
-            if number_in(environment, name, "1") > 1:
-                raise ConfigError(
-                    f"found {name}={environment[name]} and no RANK; start ranks with 'launcher "
-                    f"local' or torchrun, or unset {name} for one process"
-                )
-        rank, world_size, local_rank = 0, 1, 0
-    if not 0 <= rank < world_size or local_rank < 0:
-        raise ConfigError(
-            f"found RANK={rank}, WORLD_SIZE={world_size} and LOCAL_RANK={local_rank}, expected "
-            "0 <= RANK < WORLD_SIZE and 0 <= LOCAL_RANK; correct the variables"
-        )
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", gpu_index(local_rank, torch.cuda.device_count()))
-    return World(rank, world_size, local_rank, device)
-
-
-def gpu_index(local_rank: int, visible: int) -> int:
-    """Return which of a rank's visible GPUs is its own.
-
-    Where the site binds a GPU to each task, a task sees only that one, whatever its local rank.
-    """
-    if visible == 1:
-        return 0
-    if local_rank >= visible:
-        raise ConfigError(
-            f"local rank {local_rank} found {visible} GPUs, expected one for each rank of its "
-            "node; start as many ranks as GPUs (gpus_per_node), or let each see only its own"
-        )
-    return local_rank
+    """Read the rank variables, and which device is this rank's."""
+    rank, world_size, local_rank = rank_numbers(environment)
+    return World(rank, world_size, local_rank, device_of_rank(environment, local_rank))
 
 
 def ranks_on_this_node() -> int:
@@ -385,8 +349,8 @@ def ranks_on_this_node() -> int:
     return max(1, number_in(os.environ, "LOCAL_WORLD_SIZE", all_ranks))
 
 
-# Rank variables that `init_world` set for DeepSpeed, for `destroy_process_group` to remove.
-_ADDED_VARIABLES: set[str] = set()
+# What rank variables were before `init_world` set them for DeepSpeed.
+_FORMER_VARIABLES: dict[str, str | None] = {}
 
 
 def init_world(watchdog_timeout_seconds: float = 0.0) -> World:
@@ -394,18 +358,20 @@ def init_world(watchdog_timeout_seconds: float = 0.0) -> World:
 
     A watchdog ends ranks that hang before their collectives time out.
     """
-    world = world_from_environment(os.environ)
+    former = {name: value for name, value in _FORMER_VARIABLES.items() if value is not None}
+    world = world_from_environment({**os.environ, **former})
     if world.world_size > 1 and "MASTER_ADDR" not in os.environ:
         raise ConfigError(
             f"WORLD_SIZE={world.world_size} needs MASTER_ADDR and MASTER_PORT; "
             "start ranks with 'launcher local'"
         )
-    # DeepSpeed reads these even for one process.
-    own = {"RANK": world.rank, "WORLD_SIZE": world.world_size, "LOCAL_RANK": world.local_rank}
-    _ADDED_VARIABLES.update(own.keys() - os.environ.keys())
-    os.environ.update({name: str(value) for name, value in own.items()})
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
+    # DeepSpeed reads these even for one process, the last one as the index of its device.
+    index = world.local_rank if world.device.index is None else world.device.index
+    own = {"RANK": world.rank, "WORLD_SIZE": world.world_size, "LOCAL_RANK": index}
+    for name, value in own.items():
+        _FORMER_VARIABLES.setdefault(name, os.environ.get(name))
+        os.environ[name] = str(value)
+    use_device(world.device)
     if dist.is_initialized():
         return world
     prepare_descriptors(world.world_size)
@@ -418,24 +384,35 @@ def init_world(watchdog_timeout_seconds: float = 0.0) -> World:
         store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     else:
         store = meeting_store(world.rank, world.world_size)
+    connect(world.device, store, world.rank, world.world_size, timeout)
+    return world
+
+
+def connect(
+    device: torch.device, store: Store, rank: int, world_size: int, timeout: datetime.timedelta
+) -> None:
+    """Make the process group of all ranks that meet in the store."""
+    on_gpu = device.type == "cuda"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=store,
-        rank=world.rank,
-        world_size=world.world_size,
+        rank=rank,
+        world_size=world_size,
         timeout=timeout,
         # NCCL then connects now, on this device, and not at the first collective.
-        device_id=world.device if world.device.type == "cuda" else None,
+        device_id=device if on_gpu else None,
     )
-    return world
 
 
 def destroy_process_group() -> None:
     """Close the process group, so that no rank keeps waiting for one that ended."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    while _ADDED_VARIABLES:
-        os.environ.pop(_ADDED_VARIABLES.pop(), None)
+    for name, value in _FORMER_VARIABLES.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    _FORMER_VARIABLES.clear()
 
 
 def any_rank(flag: bool) -> bool:

@@ -43,7 +43,8 @@ from pretrain.distributed.world import (
 )
 from pretrain.kernels.triton.settings import unsupported_reason
 from pretrain.kernels.triton.tiling import tiles_for
-from pretrain.rundir.run_dir import RunDir, trace_prefix
+from pretrain.rundir.attempt_files import trace_prefix
+from pretrain.rundir.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from foundation.errors import EXIT_USER_ERROR
 from foundation.files import own_file
 from foundation.own_programs import own_command
-from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE
-from pretrain.rundir.events import EXIT_STOPPED, describe_exit
+from pretrain.distributed.slurm_variables import GPUS_VARIABLE, PORT_FILE_VARIABLE
+from pretrain.rundir.attempt_files import AttemptFiles
+from pretrain.rundir.events import EXIT_STOPPED, EXPLAINED, describe_exit
 from pretrain.rundir.lock import VARIABLE
-from pretrain.rundir.run_dir import AttemptFiles
+from pretrain.rundir.watchdog import START_SECONDS, under_watchdog
 from pretrain.terminal.log import LINE_START, RELAY_VARIABLE
 
 # How long the others may run after one rank failed: enough to report errors, too short to wait in a
@@ -31,8 +31,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def train_command(experiment: Path, run_dir: Path, *overrides: str) -> list[str]:
-    """One rank's program, in this Python."""
-    return own_command("pretrain", "train", str(experiment), "--run-dir", str(run_dir), *overrides)
+    """One rank's program, in this Python, with its watchdog."""
+    arguments = ("train", str(experiment), "--run-dir", str(run_dir), *overrides)
+    return under_watchdog(own_command("pretrain", *arguments), START_SECONDS)
 
 
 class RankGroup:
@@ -55,6 +56,7 @@ class RankGroup:
     ) -> None:
         files = AttemptFiles(logs, attempt)
         files.create()
+        files.write_start([""] * num_ranks)
         self.logs = files.rank_logs(num_ranks)
         self.first_failure: int | None = None  # the rank that failed before any other did
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -183,8 +185,10 @@ def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]  # that nothing listens on now
+    gpus = {} if "CUDA_VISIBLE_DEVICES" in environment else {GPUS_VARIABLE: str(gpus_here())}
     return {
         "OMP_NUM_THREADS": str(threads),
+        **gpus,
         **{
             key: value
             for key, value in environment.items()
@@ -200,6 +204,11 @@ def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str
         "PYTHONUNBUFFERED": "1",
         "PYTHONSAFEPATH": "1",  # for what the ranks start; see foundation/own_programs.py
     }
+
+
+def gpus_here() -> int:
+    """Return how many GPUs NVIDIA's driver has on this machine, whether or not they can be used."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def describe_failure(
@@ -219,7 +228,7 @@ def describe_failure(
         else first_failure
     )
     text = logs[rank].read_text(errors="replace") if logs[rank].exists() else ""
-    if statuses[rank] == EXIT_USER_ERROR and (message := _last_error(text)):
+    if statuses[rank] in EXPLAINED and (message := _last_error(text)):
         return f"rank {rank}: {message}"
     tail = "\n".join(f"  | {line}" for line in text.splitlines()[-lines:])
     return f"rank {rank} {describe_exit(statuses[rank])}; the end of {logs[rank]}:\n{tail}"
@@ -247,6 +256,6 @@ def _failed(statuses: Sequence[int | None]) -> list[int]:
 def _first_hand(failed: Sequence[int], statuses: Sequence[int | None]) -> int:
     """Of ranks seen to fail together: one that knows what is wrong, else one killed from outside,
     because its death makes the others fail."""
-    knows = [rank for rank in failed if statuses[rank] == EXIT_USER_ERROR]
+    knows = [rank for rank in failed if statuses[rank] in EXPLAINED]
     killed = [rank for rank in failed if (statuses[rank] or 0) < 0]
     return (knows or killed or failed)[0]

@@ -176,13 +176,13 @@ def report_rate(config: RunConfig, run_dir: RunDir, world: World, step: int) -> 
                 )  # fmt: skip
 
 
-def record_out_of_memory(run: RunConfig, run_dir: RunDir, world: World, error: Exception) -> None:
+def record_out_of_memory(run: RunConfig, run_dir: RunDir, world: World, error: Exception) -> bool:
     """Write to the ledger, on the rank it happened on, what later starts must stay below.
 
-    Raises any other error than that memory ran out.
+    Returns False for any other error than that memory ran out.
     """
     if not is_out_of_memory(error):
-        raise error
+        return False
     per_rank = lanes_of_rank(run, world.rank, world.world_size)
     lanes = len(per_rank) // accumulation_steps(run, world.world_size)
     run_dir.ledger.append(
@@ -199,6 +199,7 @@ def record_out_of_memory(run: RunConfig, run_dir: RunDir, world: World, error: E
         lanes,
         "resuming" if world.world_size == 1 else "the next start resumes",
     )
+    return True
 
 
 def with_fitting_micro_batch(run: RunConfig, world_size: int, ledger: Sequence[Event]) -> RunConfig:

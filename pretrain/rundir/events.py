@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from foundation.errors import EXIT_NODE_UNUSABLE, EXIT_USER_ERROR
 from pretrain.checkpoint.facts import Destination
 from pretrain.rundir.watchdog import END_SIGNAL
 from pretrain.terminal.text import counted
@@ -28,6 +29,8 @@ EXIT_OUT_OF_MEMORY = 76
 EXIT_SITE_FAILED = 74
 # Of a rank whose program was never run: its node or its container failed before. Shells use it too.
 NEVER_STARTED = 127
+# Of ranks that say in their last line what has to change: the cause of all other ends.
+EXPLAINED = (EXIT_USER_ERROR, EXIT_NODE_UNUSABLE)
 
 
 def ended_by_watchdog(status: int) -> bool:
@@ -39,6 +42,8 @@ def describe_exit(status: int) -> str:
     """An exit status as people say it; -N stands for signal N, as in `subprocess`."""
     if status == NEVER_STARTED:
         return "never started"
+    if status == EXIT_NODE_UNUSABLE:
+        return "found its node unusable"
     if status >= 0:
         return f"exited with status {status}"
     if ended_by_watchdog(status):
@@ -261,6 +266,7 @@ class AttemptReason(Enum):
     USER_ERROR = "user_error"
     OUT_OF_MEMORY = "out_of_memory"
     HANG = "hang"
+    NODE_UNUSABLE = "node_unusable"  # by the word of a rank on it
     RANK_FAILED = "rank_failed"
     SITE_FAILED = "site_failed"  # storage, or memory of a host
     NOT_STARTED = "not_started"  # a rank's program was not run, and no rank failed by itself
@@ -332,7 +338,11 @@ class AttemptEnded(Event):
         rank, count = self.first_failure, self.without_progress
         if self.reason is AttemptReason.HANG:
             cause = "the ranks hung" + ("" if rank is None else f"; rank {rank} was unresponsive")
-        elif self.reason in (AttemptReason.RANK_FAILED, AttemptReason.NOT_STARTED):
+        elif self.reason in (
+            AttemptReason.RANK_FAILED,
+            AttemptReason.NOT_STARTED,
+            AttemptReason.NODE_UNUSABLE,
+        ):
             if rank is None:
                 done = (0, EXIT_STOPPED)
                 rank = next(n for n, each in enumerate(self.statuses) if each not in done)
@@ -447,7 +457,7 @@ _ATTEMPT_CAUSES = {
 _REPLACEMENT_CAUSES = {
     ReplacedBecause.NODE_FAILED: "node {} failed",
     ReplacedBecause.NOT_RESPONDING: "node {} is drained or does not respond",
-    ReplacedBecause.RANKS_FAILED: "ranks on node {} failed twice in a row",
+    ReplacedBecause.RANKS_FAILED: "ranks failed on node {}",
     ReplacedBecause.UNREADY: "node {} could not start the ranks' program",
     ReplacedBecause.RUN_DIRECTORY_UNSEEN: "node {} does not see the run directory",
 }
@@ -457,7 +467,7 @@ _JOB_CAUSES = {
     JobEndReason.SUPERVISOR_FAILED: "the supervisor failed: {0.message}",
     JobEndReason.NODE_FAILED: "{1} failed",
     JobEndReason.PROLOG_FAILED: "the prolog failed on {1}",
-    JobEndReason.NODE_EXCLUDED: "ranks on {1} failed twice in a row",
+    JobEndReason.NODE_EXCLUDED: "ranks failed on {1}",
     JobEndReason.RUN_IN_USE: "job {0.other_job} has the run",
     JobEndReason.GAVE_UP: "the supervisor gave up",
     JobEndReason.STOP_REQUESTED: "asked to stop",

@@ -30,11 +30,13 @@ from typing import Literal
 from foundation.errors import DataError, os_error_text
 from foundation.files import own_file, parse_json, read_regular, read_together
 from foundation.records import from_json, json_text
-from pretrain.rundir.watchdog import STACKS_SIGNAL, Watchdog
+from pretrain.rundir.watchdog import STACKS_SIGNAL, VARIABLE, Watchdog
 
 logger = logging.getLogger(__name__)
 
-Phase = Literal["start", "train", "evaluate", "save", "wait"]
+Phase = Literal["launch", "start", "train", "evaluate", "save", "wait"]
+
+_STARTING: tuple[Phase, ...] = ("launch", "start")  # before and after it comes to the meeting
 
 DIRECTORY = "heartbeats"  # in that of the run
 SLOT_BYTES = 512
@@ -116,14 +118,15 @@ class Heartbeat:
         watchdog_timeout_seconds: float,
         last_words: Callable[[], object] = lambda: None,
         local_rank: int = 0,
+        phase: Phase = "start",
     ) -> None:
         self._path = node_file(directory, rank - local_rank)
         self._rank, self._local_rank = rank, local_rank
         self._file: int | None = None  # stays open: closing would sync it over a network
         self._watchdog_timeout_seconds = watchdog_timeout_seconds
-        self._last_words = last_words
+        self.last_words = last_words
         self._watchdog: Watchdog | None = None
-        self._beat: tuple[float, int, Phase] = (time.time(), 0, "start")
+        self._beat: tuple[float, int, Phase] = (time.time(), 0, phase)
         self._closing = threading.Event()
         self._writer = threading.Thread(target=self._write_beats, name="heartbeat", daemon=True)
 
@@ -134,21 +137,27 @@ class Heartbeat:
         """
         self._beat = (time.time(), step, phase)
         if self._watchdog is not None:
-            self._watchdog.feed()
+            self._watchdog.feed(self._watchdog_timeout_seconds)
+
+    def allow(self, seconds: float) -> None:
+        """Report progress; from now on a beat is due in so many seconds."""
+        self._watchdog_timeout_seconds = seconds
+        self.beat(*self._beat[1:])
 
     def repeat(self) -> None:
         """Report that the rank waits for storage to work again: it does not hang."""
         self.beat(self._beat[1], "wait")
 
     def __enter__(self) -> Heartbeat:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         faulthandler.register(STACKS_SIGNAL, file=sys.__stderr__ or sys.stderr, all_threads=True)
-        if self._watchdog_timeout_seconds:
+        if self._watchdog_timeout_seconds or VARIABLE in os.environ:
             self._watchdog = Watchdog(self._watchdog_timeout_seconds)
         self._writer.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._closing.is_set():
+            return
         self._closing.set()
         self._writer.join()
         if self._watchdog is not None:
@@ -164,15 +173,16 @@ class Heartbeat:
 
     def _write_beats(self) -> None:
         known, written, synced, failed = None, 0.0, 0.0, False
-        timeout, waited, before = self._watchdog_timeout_seconds, 0.0, 0.0
+        waited, before = 0.0, 0.0
         while True:
+            timeout = self._watchdog_timeout_seconds
             beat, now = self._beat, time.monotonic()
             # As the watchdog counts: a process that was suspended has waited two turns at most.
             turn, before = min(now - before, 2 * WRITE_SECONDS), now
             waited = 0.0 if beat != known else waited + turn
             if 0 < timeout <= waited < timeout + turn:  # once: in the turn that reaches it
                 with contextlib.suppress(OSError):
-                    self._last_words()
+                    self.last_words()
             if beat != known or now - written >= REWRITE_SECONDS:
                 known, written = beat, now
                 try:
@@ -192,17 +202,20 @@ class Heartbeat:
                         synced = now
                         os.fdatasync(self._file or -1)
                 except (OSError, DataError) as error:
-                    # A full disk must not end a rank that still trains.
-                    if not failed:
+                    # A full disk must not end a rank that still trains. Rank 0 has yet to make the
+                    # directory of a run that starts without a launcher.
+                    is_early = isinstance(error, FileNotFoundError) and beat[2] in _STARTING
+                    if not failed and not is_early:
                         text = os_error_text(error) if isinstance(error, OSError) else str(error)
                         logger.warning("heartbeat not written: %s", text)
-                    failed = True
+                    failed = failed or not is_early
             if self._closing.wait(WRITE_SECONDS):
                 return
 
     def _write(self, line: bytes) -> None:
         try:
             if self._file is None:
+                self._path.parent.mkdir(exist_ok=True)
                 self._file = own_file(self._path, os.O_WRONLY | os.O_CREAT)
             os.pwrite(self._file, line, self._local_rank * SLOT_BYTES)
         except OSError:  # such as a stale handle of NFS: the next one opens it anew

@@ -8,13 +8,6 @@ RUN/tensorboard/      RUN/logs/      RUN/heartbeats/      RUN/checkpoints/step-0
 Where runs are unless a flag says otherwise, and how they are named on a command line.
 
 What a run keeps in its directory, that nothing there leads out of it, and whose it is.
-
-Where the files of each attempt are.
-
-RUN/logs/attempt-3/rank-12.log    what rank 12 wrote      rank-12.status    how it ended (Slurm)
-                   srun.log       the same of its srun    meeting/port      where rank 0 listens
-                   nccl-rank-12   torch's flight recorder of a rank that hung, which `torchfrtrace`
-                   gloo-rank-12   reads: its last collectives, and small exchanges
 """
 
 from __future__ import annotations
@@ -26,7 +19,7 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +28,6 @@ from typing import Any
 from foundation.errors import ConfigError, DataError
 from foundation.files import (
     YAML_SUFFIXES,
-    folder_below,
     make_directory,
     named_errors,
     own_file,
@@ -56,6 +48,7 @@ from pretrain.checkpoint.marker import latest_step
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, may_change
 from pretrain.rundir import heartbeat
+from pretrain.rundir.attempt_files import START, attempts_of
 from pretrain.rundir.events import Restored, ResumeFrom, SettingsChanged, TrainingBegan
 from pretrain.rundir.ledger import (
     Ledger,
@@ -70,7 +63,6 @@ from pretrain.rundir.metrics_file import measurements_of
 
 RUNS = Path("runs")
 EXPORTED_WEIGHTS = "model.safetensors"  # in the directory of an export
-SRUN_LOG = "srun.log"
 _MOST_SHOWN = 6  # runs of a sweep in an error message
 
 
@@ -162,79 +154,6 @@ def refuse_links(run_dir: Path) -> None:
             )
 
 
-@dataclass(frozen=True)
-class AttemptFiles:
-    """The files of attempt `number` of the run with these `logs`."""
-
-    logs: Path
-    number: int
-
-    @property
-    def directory(self) -> Path:
-        return self.logs / f"attempt-{self.number}"
-
-    @property
-    def srun_log(self) -> Path:
-        return self.directory / SRUN_LOG
-
-    @property
-    def port(self) -> Path:
-        """In a directory of its own: all ranks list it until rank 0 has written the file."""
-        return self.directory / "meeting" / "port"
-
-    def rank_log(self, rank: int | str) -> Path:
-        """The log of a rank; `{rank}` is a place for its number."""
-        return self.directory / f"rank-{rank}.log"
-
-    def rank_logs(self, num_ranks: int) -> list[Path]:
-        return [self.rank_log(rank) for rank in range(num_ranks)]
-
-    def create(self) -> None:
-        """Create the directory; DataError if a link leads there."""
-        folder_below(self.logs.parent, f"{self.logs.name}/{self.directory.name}")
-
-    def create_meeting(self) -> None:
-        """Create the directory of the port, which no rank has written yet."""
-        self.create()
-        folder_below(self.directory, self.port.parent.name)
-        self.port.unlink(missing_ok=True)
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """The environment variable from which ranks know where their files go."""
-        return {ATTEMPT_FILES: str(self.directory)}
-
-    def traces(self) -> dict[str, list[int]]:
-        """Return prefix of names -> ranks, of what torch's flight recorder left."""
-        prefixes = ("gloo-rank-", "nccl-rank-")
-        found = {prefix: list(_numbered(self.directory, f"{prefix}*")) for prefix in prefixes}
-        return {prefix: ranks for prefix, ranks in found.items() if ranks}
-
-    def logged_ranks(self) -> dict[int, Path]:
-        """The logs that ranks have begun, by rank."""
-        return _numbered(self.directory, "rank-*.log")
-
-
-def attempts_of(logs: Path) -> list[AttemptFiles]:
-    """The attempts that left files, oldest first."""
-    return [AttemptFiles(logs, number) for number in _numbered(logs, "attempt-*")]
-
-
-def _numbered(directory: Path, form: str) -> dict[int, Path]:
-    """The paths that have a number in place of the `*`, by that number."""
-    before, _, after = form.partition("*")
-    paths = {path.name[len(before) :].removesuffix(after): path for path in directory.glob(form)}
-    return dict(sorted((int(name), path) for name, path in paths.items() if name.isdecimal()))
-
-
-ATTEMPT_FILES = "PRETRAIN_ATTEMPT_FILES"  # from the launcher: LOGS/attempt-3
-
-
-def trace_prefix(logs: Path, backend: str, environment: Mapping[str, str]) -> str:
-    """The path of a rank's file without the rank; attempt 0 for a rank without a launcher."""
-    return f"{environment.get(ATTEMPT_FILES) or AttemptFiles(logs, 0).directory}/{backend}-rank-"
-
-
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
@@ -249,6 +168,7 @@ _PROBE_BYTES = 1 << 16  # what an attempt writes before its first step, and more
 _BEFORE_IDENTITY = (
     "attempt",
     "config.yaml",
+    "heartbeats",
     "ledger.jsonl",
     "logs",
     "slurm",
@@ -444,9 +364,12 @@ class RunDir:
         """Delete the directory if no run came into being: it holds only locks and logs."""
         attempts = attempts_of(self.logs)
         logs = [log for attempt in attempts for log in attempt.logged_ranks().values()]
-        for path in (*logs, *self.path.glob("*.lock")):
-            path.unlink()
-        for directory in (*(attempt.directory for attempt in attempts), self.logs, self.path):
+        starts = [attempt.directory / START for attempt in attempts]
+        beats = self.heartbeats.glob("ranks-from-*.jsonl")
+        for path in (*logs, *starts, *beats, *self.path.glob("*.lock")):
+            path.unlink(missing_ok=True)
+        folders = (attempt.directory for attempt in attempts)
+        for directory in (*folders, self.logs, self.heartbeats, self.path):
             if directory.is_dir() and not any(directory.iterdir()):
                 directory.rmdir()
 

@@ -28,7 +28,7 @@ from pretrain.model.gated_deltanet import (
     normalized,
 )
 from pretrain.processes.device import write_last_collectives
-from pretrain.rundir.run_dir import AttemptFiles
+from pretrain.rundir.attempt_files import AttemptFiles
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.fused_attention_cases import CASES, Case, errors_of
 from tests.unit.pretrain.test_model_parts import random_inputs

@@ -7,6 +7,7 @@ each host, `*` for all others; `site/` on PYTHONPATH installs it in Python proce
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -34,6 +35,7 @@ class Stub:
     nccl_from_ranks: int = 1  # in groups of this size and larger
     nccl_stalls: bool = False  # instead of an error
     stands_before_init: float = 0.0  # seconds
+    rank: int | None = None  # where it stands; None: everywhere
     waits_at_destroy: bool = True
 
 
@@ -74,13 +76,15 @@ def stub_of(environment: Mapping[str, str]) -> Stub | None:
 
 
 def install(stub: Stub) -> None:
-    """Replace torch.cuda and NCCL in this process, for good."""
+    """Replace torch.cuda and NCCL in this process, for good; with no GPU only how groups end."""
+    _install_groups(stub)
+    if not stub.gpus:
+        return
     for name, value in cuda_functions(stub).items():
         setattr(torch.cuda, name, value)
     generator = torch.Generator
     torch.Generator = lambda device="cpu": generator("cpu")  # pyright: ignore
     _OnGpu().__enter__()
-    _install_groups(stub)
 
 
 def cuda_functions(stub: Stub) -> dict[str, Any]:
@@ -114,7 +118,8 @@ def _install_groups(stub: Stub) -> None:
     def init_process_group(name: str, **options: Any) -> None:
         nonlocal backend, group_store, size
         backend, group_store, size = name, options.get("store"), options["world_size"]
-        time.sleep(stub.stands_before_init)
+        if stub.rank in (None, options["rank"]):
+            time.sleep(stub.stands_before_init)
         if "nccl" in name and size >= stub.nccl_from_ranks:
             _fail(stub)
         init("gloo", **{**options, "device_id": None})
@@ -137,8 +142,9 @@ def _install_groups(stub: Stub) -> None:
 def wait_for_all(store: Any, size: int) -> None:
     """As ncclCommDestroy: return when all ranks have come here."""
     store.add("destroyed", 1)
-    while store.add("destroyed", 0) < size:
-        time.sleep(0.05)
+    with contextlib.suppress(RuntimeError):  # rank 0 has come, and gone with the store
+        while store.add("destroyed", 0) < size:
+            time.sleep(0.05)
 
 
 def _fail(stub: Stub) -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from launcher.cli import main
 from pretrain.processes.local_ranks import RankGroup, train_command
+from pretrain.rundir.attempt_files import AttemptFiles
 from pretrain.rundir.events import Slowdown
 from pretrain.rundir.ledger import events_of
-from pretrain.rundir.run_dir import AttemptFiles, RunDir
+from pretrain.rundir.run_dir import RunDir
 from tests.helpers.jobs import until
 from tests.integration.test_checkpoint_failures import SETTINGS
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.commands.same_run import differing_losses, summary
+from pretrain.rundir.attempt_files import ATTEMPT_FILES
 from pretrain.rundir.events import (
     AttemptEnded,
     Event,
@@ -30,7 +31,7 @@ from pretrain.rundir.events import (
     TrainingEnded,
 )
 from pretrain.rundir.ledger import events_of, last_of
-from pretrain.rundir.run_dir import ATTEMPT_FILES, RunDir
+from pretrain.rundir.run_dir import RunDir
 from tests.slurm.lab import SlurmLab
 
 E = TypeVar("E", bound=Event)

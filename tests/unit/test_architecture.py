@@ -193,7 +193,8 @@ MAY_BE_LOST = {
     "pretrain/metrics/writers.py:_start": "TensorBoard, a copy of metrics.jsonl",
     "pretrain/metrics/writers.py:close": "a profiler trace",
     "pretrain/processes/local_ranks.py:_start": "logs",
-    "pretrain/rundir/heartbeat.py:__enter__": "signs of life of a start",
+    "pretrain/rundir/heartbeat.py:_write": "signs of life of a start",
+    "pretrain/rundir/watchdog.py:become": "/dev/null",
     # code that runs elsewhere
     "foundation/own_programs.py:make_startable": "of a snapshot: sync_tree",
     "pretrain/weights/huggingface/tokenization_xl_pretrain.py:save_vocabulary": "in transformers",

@@ -16,7 +16,7 @@ from benchmarks.scale.growth import growth_of
 from benchmarks.scale.instruments import counted_files
 from foundation.files import write_text
 from pretrain.costs.run_time import FailureCosts
-from pretrain.rundir.run_dir import AttemptFiles
+from pretrain.rundir.attempt_files import AttemptFiles
 
 HOUR = FailureCosts(between_failures=3600.0, pause=30.0, write=100.0, down=200.0, start=300.0)
 NO_FAILURES = repeat(float("inf"))

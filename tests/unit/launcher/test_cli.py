@@ -7,7 +7,8 @@ import pytest
 from foundation.settings import load_config
 from launcher.cli import main
 from pretrain.config.run import RunConfig
-from pretrain.rundir.run_dir import AttemptFiles, RunDir
+from pretrain.rundir.attempt_files import AttemptFiles
+from pretrain.rundir.run_dir import RunDir
 
 CLUSTER = ["--cluster=cluster.yaml"]
 SUBMIT = ["submit", "x.yaml", *CLUSTER]

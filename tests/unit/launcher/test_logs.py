@@ -11,8 +11,9 @@ import pytest
 
 from launcher.cli import main
 from pretrain.config.run import RunConfig
+from pretrain.rundir.attempt_files import AttemptFiles
 from pretrain.rundir.events import NextAction
-from pretrain.rundir.run_dir import AttemptFiles, RunDir
+from pretrain.rundir.run_dir import RunDir
 from tests.helpers.jobs import attempt_ended
 from tests.helpers.memory_limit import memory_limit
 

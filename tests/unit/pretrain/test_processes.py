@@ -27,10 +27,10 @@ from foundation.errors import ConfigError
 from foundation.files import await_text
 from pretrain.config.engine import Attention, attention_in
 from pretrain.config.run import EngineConfig, ModelConfig, RunConfig
+from pretrain.distributed.rank_device import gpu_index
 from pretrain.distributed.world import (
     collective_timeout,
     destroy_process_group,
-    gpu_index,
     init_world,
     meeting_store,
     ranks_on_this_node,
@@ -57,7 +57,8 @@ from pretrain.recovery.starts import (
     environment_of_ranks,
 )
 from pretrain.run import set_threads_of_rank
-from pretrain.rundir.run_dir import PACKAGES, AttemptFiles, RunDir, code_version
+from pretrain.rundir.attempt_files import AttemptFiles
+from pretrain.rundir.run_dir import PACKAGES, RunDir, code_version
 from pretrain.weights.export import precision_on
 from tests.helpers.checkout import ROOT
 from tests.helpers.choices import choices_of

@@ -1,0 +1,150 @@
+"""Where the files of each attempt are, and what its start says. Torch-free.
+
+RUN/logs/attempt-3/rank-12.log    what rank 12 wrote      rank-12.status    how it ended (Slurm)
+                   srun.log       the same of its srun    meeting/port      where rank 0 listens
+                   start.json     when it began, and the node of each rank
+                   nccl-rank-12   torch's flight recorder of a rank that hung, which `torchfrtrace`
+                   gloo-rank-12   reads: its last collectives, and small exchanges
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from foundation.files import folder_below, read_json, write_json
+from foundation.progress import duration
+from foundation.records import from_json
+from pretrain.rundir.events import AttemptEnded, Event, TrainingBegan
+from pretrain.rundir.heartbeat import HeartbeatRecord
+from pretrain.rundir.ledger import last_of
+
+SRUN_LOG, START = "srun.log", "start.json"
+LATE_SECONDS = 60.0
+MOST_NAMED = 3
+ATTEMPT_FILES = "PRETRAIN_ATTEMPT_FILES"  # from the launcher: LOGS/attempt-3
+
+
+@dataclass(frozen=True)
+class AttemptStart:
+    """When an attempt began, and the node of each rank."""
+
+    time: float
+    nodes: tuple[str, ...]
+
+    def describe(self, beats: Sequence[HeartbeatRecord], now: float) -> str:
+        """For how long it has been starting and, after LATE_SECONDS, which ranks have not come."""
+        text, late = f"starting for {duration(max(0.0, now - self.time))}", self.late_ranks(beats)
+        if not late or now - self.time < LATE_SECONDS:
+            return text
+        names = [f"rank {rank} on {self.nodes[rank]}".removesuffix(" on ") for rank in late]
+        more = f" and {len(late) - MOST_NAMED} more" if len(late) > MOST_NAMED else ""
+        verb = "has" if len(late) == 1 else "have"
+        return f"{text}, {', '.join(names[:MOST_NAMED])}{more} {verb} not come"
+
+    def late_rank(self, heartbeats: Sequence[HeartbeatRecord]) -> int | None:
+        """The first of the ranks that have not come, if they are on one node and others have."""
+        late = self.late_ranks(heartbeats)
+        nodes = {self.nodes[rank] or rank for rank in late}
+        return late[0] if len(nodes) == 1 and len(late) < len(self.nodes) else None
+
+    def late_ranks(self, heartbeats: Sequence[HeartbeatRecord]) -> list[int]:
+        """The ranks that have not come to the meeting, by their heartbeats."""
+        known = (each for each in heartbeats if each.written >= self.time)
+        come = {each.rank for each in known if each.phase != "launch"}
+        return [rank for rank in range(len(self.nodes)) if rank not in come]
+
+
+@dataclass(frozen=True)
+class AttemptFiles:
+    """The files of attempt `number` of the run with these `logs`."""
+
+    logs: Path
+    number: int
+
+    @property
+    def directory(self) -> Path:
+        return self.logs / f"attempt-{self.number}"
+
+    @property
+    def srun_log(self) -> Path:
+        return self.directory / SRUN_LOG
+
+    @property
+    def port(self) -> Path:
+        """In a directory of its own: all ranks list it until rank 0 has written the file."""
+        return self.directory / "meeting" / "port"
+
+    def rank_log(self, rank: int | str) -> Path:
+        """The log of a rank; `{rank}` is a place for its number."""
+        return self.directory / f"rank-{rank}.log"
+
+    def rank_logs(self, num_ranks: int) -> list[Path]:
+        return [self.rank_log(rank) for rank in range(num_ranks)]
+
+    def create(self) -> None:
+        """Create the directory; DataError if a link leads there."""
+        folder_below(self.logs.parent, f"{self.logs.name}/{self.directory.name}")
+
+    def write_start(self, nodes: Sequence[str]) -> None:
+        """Write the node of each rank, before any rank starts; empty for this machine.
+
+        Only `launcher status` reads it, so a full disk does not matter.
+        """
+        with contextlib.suppress(OSError):
+            write_json(self.directory / START, asdict(AttemptStart(time.time(), tuple(nodes))))
+
+    def read_start(self) -> AttemptStart | None:
+        """When the attempt began and where, if that was written."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return from_json(AttemptStart, read_json(self.directory / START))
+        return None
+
+    def create_meeting(self) -> None:
+        """Create the directory of the port, which no rank has written yet."""
+        self.create()
+        folder_below(self.directory, self.port.parent.name)
+        self.port.unlink(missing_ok=True)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variable from which ranks know where their files go."""
+        return {ATTEMPT_FILES: str(self.directory)}
+
+    def traces(self) -> dict[str, list[int]]:
+        """Return prefix of names -> ranks, of what torch's flight recorder left."""
+        prefixes = ("gloo-rank-", "nccl-rank-")
+        found = {prefix: list(_numbered(self.directory, f"{prefix}*")) for prefix in prefixes}
+        return {prefix: ranks for prefix, ranks in found.items() if ranks}
+
+    def logged_ranks(self) -> dict[int, Path]:
+        """The logs that ranks have begun, by rank."""
+        return _numbered(self.directory, "rank-*.log")
+
+
+def attempts_of(logs: Path) -> list[AttemptFiles]:
+    """The attempts that left files, oldest first."""
+    return [AttemptFiles(logs, number) for number in _numbered(logs, "attempt-*")]
+
+
+def open_start(logs: Path, ledger: Sequence[Event]) -> AttemptStart | None:
+    """The start of the latest attempt, if it has neither begun to train nor ended."""
+    attempts = attempts_of(logs)
+    start = attempts[-1].read_start() if attempts else None
+    turn = last_of(ledger, TrainingBegan, AttemptEnded)
+    return start if start and (turn is None or turn.time < start.time) else None
+
+
+def _numbered(directory: Path, form: str) -> dict[int, Path]:
+    """The paths that have a number in place of the `*`, by that number."""
+    before, _, after = form.partition("*")
+    paths = {path.name[len(before) :].removesuffix(after): path for path in directory.glob(form)}
+    return dict(sorted((int(name), path) for name, path in paths.items() if name.isdecimal()))
+
+
+def trace_prefix(logs: Path, backend: str, environment: Mapping[str, str]) -> str:
+    """The path of a rank's file without the rank; attempt 0 for a rank without a launcher."""
+    return f"{environment.get(ATTEMPT_FILES) or AttemptFiles(logs, 0).directory}/{backend}-rank-"
