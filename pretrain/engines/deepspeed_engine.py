@@ -158,7 +158,13 @@ def deepspeed_settings(
             f"engine.deepspeed_extra.{key} has no effect; use {UNUSED_SECTIONS[key]} instead"
         )
     merged = _merged(derived, run.engine.deepspeed_extra, "engine.deepspeed_extra")
-    merged["zero_optimization"] = _buckets(run, on_gpu) | merged["zero_optimization"]
+    zero = merged["zero_optimization"] = _buckets(run, on_gpu) | merged["zero_optimization"]
+    within = zero.get("zero_hpz_partition_size", 1)
+    if isinstance(within, int) and within > 1 and world_size % min(within, world_size):
+        raise ConfigError(
+            "engine.deepspeed_extra.zero_optimization.zero_hpz_partition_size: found "
+            f"{within}, expected a divisor of the {world_size} ranks; use a node's ranks"
+        )
     return merged
 
 

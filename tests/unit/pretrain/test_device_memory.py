@@ -160,6 +160,7 @@ MODEL = ModelConfig(vocab_size=64)
         ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights"),
         ({"zero_optimization": {"zenflow": {}}}, "zenflow"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled"),
         ({"flops_profiler": {"enabled": True}}, "deepspeed_extra.flops_profiler.enabled"),
         ({"timers": {"throughput": {"enabled": True}}}, "throughput.enabled"),
     ],
@@ -168,6 +169,15 @@ def test_settings_that_contradict_the_run_are_rejected(extra: dict, named: str) 
     run = RunConfig(model=MODEL, engine=EngineConfig(deepspeed_extra=extra))
     with pytest.raises(ConfigError, match=named):
         deepspeed_settings(run, 2, 4, on_gpu=False)
+
+
+def test_a_shard_within_a_node_divides_the_ranks() -> None:
+    extra = {"zero_optimization": {"zero_hpz_partition_size": 4}}
+    run = RunConfig(model=MODEL, engine=EngineConfig(zero_stage=3, deepspeed_extra=extra))
+    for ranks in (1, 2, 4, 8):
+        deepspeed_settings(run, ranks, 1, on_gpu=True)
+    with pytest.raises(ConfigError, match=r"zero_hpz_partition_size: found 4, .* 6 ranks"):
+        deepspeed_settings(run, 6, 1, on_gpu=True)
 
 
 @pytest.mark.parametrize("wrong", [{"overlap_com": True}, {"reduce_bucket_size": "large"}])
