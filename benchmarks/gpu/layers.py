@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from torch import Tensor
 from benchmarks.gpu.findings import Context, wait_for
 from benchmarks.gpu.training import measured_run
 from benchmarks.peer_sides import Case, OurSide, nvidia_side
+from pretrain.kernels.delta_rule import missing_package
 from pretrain.model.cached import new_stream
 from pretrain.model.gated_deltanet import GatedDeltaNet
 from pretrain.model.transformer_xl import TransformerXL
@@ -38,11 +38,11 @@ def deltanet(context: Context) -> None:
     state_BNHX = torch.zeros(B, N, run.model.head_width, run.model.deltanet_value_width)
     segment_BLD.requires_grad_()
     for name in ("ours", "fla"):
-        is_missing = importlib.util.find_spec("fla") is None
-        if name == "fla" and (is_missing or context.is_dry):
-            context.add(name, note="fla not installed" if is_missing else "fla needs a GPU")
+        missing = missing_package()
+        if name == "fla" and (missing or context.is_dry):
+            context.add(name, note=missing or "fla needs a GPU")
             continue
-        layer = GatedDeltaNet(run.model, 0, "auto" if name == "ours" else "atomic")
+        layer = GatedDeltaNet(run.model, 0, "plain" if name == "ours" else "auto")
         layer.to(device, context.dtype)
         tail_BXY = torch.zeros(B, 3, layer.convolution_weight.shape[-1], dtype=context.dtype)
         carried = state_BNHX.to(device), tail_BXY.to(device)
