@@ -24,7 +24,7 @@ import torch
 
 from data_pipeline.lanes.lane_stream import LaneStream, Prefetcher
 from data_pipeline.lanes.mixture import open_training_data
-from foundation.errors import UnreadableError
+from foundation.errors import CheckpointError, UnreadableError
 from foundation.files import make_directory
 from foundation.retry import Patience, outlast
 from foundation.settings import assert_never
@@ -94,6 +94,7 @@ from pretrain.rundir.events import (
     Outcome,
     OutOfMemory,
     Published,
+    ResumeFrom,
     Spike,
     TrainingEnded,
 )
@@ -269,15 +270,21 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
     root, run_id = run_dir.checkpoints, run_dir.identity.id
     disk = Disk(root, attempt.token, run_id, process.fence.check, run_dir.metrics, tell)
     local = LocalTier(process.config, disk, world, past.history)
-    found = find_resume_point(
-        root,
-        world,
-        run_id,
-        patience=run_dir.patience,
-        past=past,
-        local=local,
-        failed=attempt.failed,
-    )
+    try:
+        found = find_resume_point(
+            root,
+            world,
+            run_id,
+            patience=run_dir.patience,
+            past=past,
+            local=local,
+            failed=attempt.failed,
+        )
+    except CheckpointError as error:
+        is_final = past.asked is not None and not isinstance(error, UnreadableError)
+        if is_final and world.is_main:  # the next start need not ask for another step
+            run_dir.ledger.append_if_possible(ResumeFrom())
+        raise
     config = with_fitting_micro_batch(
         run_at(process.config, found.step if found else 0), world.world_size, shortages
     )

@@ -62,13 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
             run_dir.path,
         )
         return 0
-    with stop, run_dir.locked(HOLDER):
-        if from_step is not None:
-            run_dir.ask_to_resume_from(from_step)
-        status = supervise(run_dir, starter(command, arguments.ranks, run_dir), policy, stop)
-    if not existed and not run_dir.exists():
-        run_dir.remove_unused()
-    return status
+    try:
+        with stop, run_dir.locked(HOLDER):
+            if from_step is not None:
+                run_dir.ask_to_resume_from(from_step)
+            return supervise(run_dir, starter(command, arguments.ranks, run_dir), policy, stop)
+    finally:
+        if not existed and not run_dir.exists():
+            run_dir.remove_unused()
 
 
 def starter(command: Sequence[str], num_ranks: int, run_dir: RunDir) -> Callable[[int], RankGroup]:

@@ -150,9 +150,10 @@ class Published(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeFrom(Event):
-    """A user wants the next start to resume from `step`, whatever the run has published since."""
+    """A user wants the next start to resume from `step`, whatever the run has published since; or,
+    without a step, that was refused."""
 
-    step: int
+    step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -506,6 +507,8 @@ def _description(event: Event) -> str:
             return f"{lacking}; the next start halves them"
         case Published(destination=destination):
             return f"saved the checkpoint of step {event.step} ({destination.value})"
+        case ResumeFrom(step=None):
+            return "the step that a user asked for was refused"
         case ResumeFrom(step=step):
             return f"a user asked to resume from {f'step {step}' if step else 'the beginning'}"
         case Mirrored(url=url, problem=problem):

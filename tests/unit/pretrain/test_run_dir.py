@@ -273,6 +273,7 @@ EXAMPLES = [
     replace(RESUME, changes={"torch": ("2.11", "2.15")}, local=True),
     Published(step=9, attempt="a", destination=Destination.NODES),
     ResumeFrom(step=0),
+    ResumeFrom(),
     Mirrored(step=9, url="s3://b/x", seconds=1.5),
     Mirrored(step=9, url="s3://b/x", problem="no bucket"),
     Restored(step=9, url="s3://b/x"),
