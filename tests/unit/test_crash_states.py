@@ -1,0 +1,15 @@
+"""Starts from what a power failure can leave on a disk, in a process of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_runs_and_builds_continue_from_crash_states():
+    """A whole checkpoint, its metrics and events, and identical bytes of resumed builds."""
+    command = [sys.executable, "-m", "tests.crash_states", "--states", "100"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("(0 wrong)") == 12, "four subjects in three models"
