@@ -15,6 +15,7 @@ import datetime
 import json
 import multiprocessing
 import os
+import re
 import resource
 import socket
 import statistics
@@ -142,8 +143,7 @@ def _measure(world: World, group: Sequence[int], out: Path, number: int) -> None
             os._exit(0)
 
         if not in_child(measure, LINK_SECONDS):
-            said = f"; NCCL: {warnings}" if (warnings := warnings_in(log)) else ""
-            problem = f"hung or crashed within {LINK_SECONDS:.0f} s{said}"
+            problem = with_warnings(f"hung or crashed within {LINK_SECONDS:.0f} s", log)
             write_json(result, asdict(LinkMeasurement(bytes_per_second=None, problem=problem)))
 
 
@@ -223,18 +223,19 @@ def reason_of(error: Exception, log: Path | None = None) -> str:
     reason = f"NCCL: {last.strip() or before.strip()}" if mark else text
     if not mark and ("timeout" in text.lower() or "timed out" in text.lower()):
         reason = f"no connection within {GROUP_TIMEOUT.total_seconds():.0f} s"
-    said = warnings_in(log) if log else ""
-    return f"{reason}; NCCL: {said}" if said and said not in reason else reason
+    return with_warnings(reason, log) if log else reason
 
 
-def warnings_in(log: Path) -> str:
-    """Return the last warnings that NCCL wrote."""
+def with_warnings(reason: str, log: Path) -> str:
+    """Return the reason with NCCL's last warnings, and the files of its source that gave them."""
     try:
-        lines = log.read_text(errors="replace").splitlines()
+        found = re.findall(r"(?:(\S+\.\w+:\d+) )?NCCL WARN (.*)", log.read_text(errors="replace"))
     except OSError:
-        return ""
-    said = [line.partition("NCCL WARN ")[2].strip() for line in lines]
-    return "; ".join(list(dict.fromkeys(filter(None, said)))[-MOST_WARNINGS:])
+        return reason
+    for file, text in list(dict.fromkeys(found))[-MOST_WARNINGS:]:
+        reason += "" if text.strip() in reason else f"; NCCL: {text.strip()}"
+        reason += f" ({file})" if file else ""
+    return reason
 
 
 def _meet(rank: int, size: int, port_file: Path) -> TCPStore:

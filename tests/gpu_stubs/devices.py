@@ -82,6 +82,9 @@ def install(stub: Stub) -> None:
         return
     for name, value in cuda_functions(stub).items():
         setattr(torch.cuda, name, value)
+    from pretrain.costs.throughput import MATRIX_WIDTHS
+
+    MATRIX_WIDTHS["cuda"] = 64
     generator = torch.Generator
     torch.Generator = lambda device="cpu": generator("cpu")  # pyright: ignore
     _OnGpu().__enter__()
@@ -120,6 +123,8 @@ def _install_groups(stub: Stub) -> None:
         backend, group_store, size = name, options.get("store"), options["world_size"]
         if stub.rank in (None, options["rank"]):
             time.sleep(stub.stands_before_init)
+        # Else NCCL guesses the device from the rank in the group, which another rank may have.
+        assert "nccl" not in name or options["device_id"].type == "cuda"
         if "nccl" in name and size >= stub.nccl_from_ranks:
             _fail(stub)
         init("gloo", **{**options, "device_id": None})

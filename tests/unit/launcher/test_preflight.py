@@ -129,7 +129,8 @@ SHM = "Error while creating shared memory segment /dev/shm/nccl-4gB2 (size 33030
     ("error", "log", "reason"),
     [
         (f"{NCCL}{MEMLOCK}", "", f"NCCL: {MEMLOCK}"),
-        (f"{NCCL}{SHM}", f"n1:7:9 [0] misc/shmutils.cc:87 NCCL WARN {SHM}\n", f"NCCL: {SHM}"),
+        (f"{NCCL}{SHM}", f"n1:7:9 [0] misc/shmutils.cc:87 NCCL WARN {SHM}\n",
+         f"NCCL: {SHM} (misc/shmutils.cc:87)"),
         (f"{NCCL}ncclRemoteError", "n1:7:9 [0] NCCL WARN socket refused\n" * 3,
          "NCCL: ncclRemoteError; NCCL: socket refused"),
         ("Socket Timeout", "", "no connection within 15 s"),
