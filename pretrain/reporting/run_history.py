@@ -34,7 +34,7 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.flops import model_in_words
 from pretrain.reporting.results import RunResults, results_of
 from pretrain.rundir import ledger as ledgers
-from pretrain.rundir.events import Event, Rewind, TrainingBegan
+from pretrain.rundir.events import Event, Published, ResumeFrom, Rewind, TrainingBegan
 from pretrain.rundir.ledger import Interruption, events_of, time_spent
 from pretrain.rundir.metric_names import SMOOTHED_LOSS, STEP_LOSS, smoothed_loss
 from pretrain.rundir.metrics_file import (
@@ -240,8 +240,9 @@ class History:
 
     @property
     def _steps_of_events(self) -> list[tuple[Event, int]]:
-        """The events that name a step."""
-        steps = ((event, getattr(event, "step", None)) for event in self.ledger)
+        """The events that name a step at which the run then is; a save is told some steps later."""
+        told = [e for e in self.ledger if not isinstance(e, (Published, ResumeFrom))]
+        steps = ((event, getattr(event, "step", None)) for event in told)
         return [(event, step) for event, step in steps if step is not None]
 
 
