@@ -484,7 +484,9 @@ def _value_of(hint: Any, value: Any, where: tuple[str, ...], problems: list[str]
     value = as_written(hint, value)
     if value == "" and Path in types_of(hint):  # Path("") would be the working directory
         value = None
-    if bool not in types_of(hint) and any(isinstance(each, bool) for each in _scalars_in(value)):
+    if not {bool, Any} & types_of(hint) and any(
+        isinstance(each, bool) for each in _scalars_in(value)
+    ):
         # pydantic would accept yes as 1
         expected = "text" if types_of(hint) <= {str, Path} else "a number"
         problems.append(f"{_dotted(where)}: found {abbreviated(value)}, expected {expected}")

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from foundation.settings import parse_config
+from pretrain.config.run import RunConfig
 from pretrain.engines.deepspeed_engine import TRIED
 from tests.helpers.engine_cells import (
     Results,
@@ -65,3 +67,9 @@ def test_losses_are_those_without_it_and_a_resume_is_bitwise(results, output, na
     assert_resumed_bitwise(results, output, name)
     plain = "zero3 of four" if CELLS[name][1] == 4 else "zero2"
     assert results[name]["losses"] == results[plain]["losses"]
+
+
+def test_a_file_may_set_what_is_true_or_false() -> None:
+    tree = {"engine": {"deepspeed_extra": {"zero_optimization": {"overlap_comm": False}}}}
+    run = parse_config(RunConfig, tree, "run.yaml")
+    assert run.engine.deepspeed_extra["zero_optimization"] == {"overlap_comm": False}
