@@ -1,0 +1,69 @@
+"""Random histories of checkpoints, the same ones every time, and those that failed once."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import pytest
+
+from tests.histories.checkpoint_machine import CheckpointHistory
+from tests.histories.runner import replay, run_histories
+
+BATCHES, HISTORIES = 10, 30
+
+FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "an emptied run directory let a run begin anew": [
+        ("change_settings", {"has_local": False}),
+        ("train", {"steps": 7, "is_killed": True}),
+        ("empty", {"where": "shared"}),
+        ("train", {"steps": 4}),
+    ],
+    "a run with an emptied directory began below what its store had": [
+        ("train", {"steps": 4, "is_killed": True}),
+        ("read", {"meanwhile_before": 5, "steps": 3}),
+        ("empty", {"where": "shared"}),
+        ("train", {"steps": 4}),
+    ],
+    "a damaged shared checkpoint hid later ones on the nodes' disks": [
+        ("change_ranks", {"world_size": 3}),
+        ("train", {"steps": 11}),
+        ("damage", {"file": 52, "how": "flip", "where": 87}),
+        ("train", {"steps": 3}),
+    ],
+    "a damaged newest checkpoint was not taken from the store": [
+        ("train", {"steps": 5}),
+        ("damage", {"file": 0, "how": "format", "where": 3}),
+        ("train", {"steps": 7}),
+    ],
+    "a run that was fetched could not rewind to a step that only its store had": [
+        ("train", {"steps": 9}),
+        ("poison", {"after": 0, "length": 5}),
+        ("train", {"steps": 1}),
+        ("fetch", {"elsewhere": True}),
+        ("train", {"steps": 4}),
+    ],
+    "a checkpoint that was pruned while it was read was called damaged": [
+        ("train", {"steps": 6, "is_killed": True}),
+        ("read", {"meanwhile_before": 4, "steps": 5}),
+    ],
+    "an unreadable run directory was one rank's line and the others' traceback": [
+        ("change_ranks", {"world_size": 2}),
+        ("fail", {"where": "run", "how": errno.EIO}),
+        ("train", {"steps": 7}),
+    ],
+    "what the ledger knows did not reach the other ranks": [
+        ("change_ranks", {"world_size": 2}),
+        ("train", {"steps": 6, "is_killed": True}),
+    ],
+}
+
+
+@pytest.mark.parametrize("seed", range(BATCHES))
+def test_a_run_gives_up_nothing_it_has_published_whatever_happens(seed: int) -> None:
+    run_histories(CheckpointHistory, HISTORIES, seed)
+
+
+@pytest.mark.parametrize("name", FAILED_ONCE)
+def test_histories_that_failed_once_are_mended(name: str) -> None:
+    replay(CheckpointHistory, FAILED_ONCE[name])
