@@ -19,7 +19,7 @@ from launcher.slurm.former_starts import attempts_without_progress
 from launcher.slurm.job_exit import JobExit, ThisJob
 from launcher.slurm.lost_nodes import FirstNodeGuard, NodePool, NodeProbe, use_up_old_numbers
 from launcher.slurm.sbatch import Snapshot, own_work_dirs
-from launcher.slurm.srun import SlurmRanks, Step, probe_nodes
+from launcher.slurm.srun import Probe, SlurmRanks, Step, probe_nodes
 from launcher.stop_signals import HOLDER, StopSignals, StopWhileWaiting
 from launcher.supervisor import is_complete, latest_step, supervise
 from pretrain.config.run import RunConfig
@@ -145,6 +145,12 @@ def _make_attempts(
         ranks = site.start_ranks(step, run_dir, number, job_exit.claim(number))
         return ranks
 
+    def probe(step: Step, path: Path, meanwhile: Callable[[], None]) -> Probe:
+        answer = site.probe(step, path, meanwhile)
+        if answer.problems and not job_exit.is_allocated():
+            raise StopWhileWaiting  # it says nothing of the nodes
+        return answer
+
     def meanwhile() -> None:
         job_exit.poll()
         guard.watch()
@@ -165,7 +171,7 @@ def _make_attempts(
     try:
         with run_dir.locked(HOLDER, is_fenced=True), guard:
             pool = NodePool(
-                job, num_spare, run_dir, job_exit.excludable, site.slurm, site.probe, site.clock
+                job, num_spare, run_dir, job_exit.excludable, site.slurm, probe, site.clock
             )
             allocated, clock = job_exit.is_allocated, site.clock
             return supervise(

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from foundation.errors import CheckpointError, UnreadableError, UserError
-from foundation.retry import ANY_REMEDY, Outage, Patience
+from foundation.retry import ANY_REMEDY, Outage, Patience, StorageError
 from foundation.settings import to_tree
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
@@ -67,7 +67,7 @@ class Checkpointer:
 
     A save that storage does not take is given up, with a warning; the loop asks `is_to_try_again`
     and saves a later step instead. Once saves have failed for longer than the `patience`, every
-    rank raises CheckpointError.
+    rank raises StorageError.
     """
 
     def __init__(
@@ -196,7 +196,8 @@ class Checkpointer:
         return False
 
     def _give_up_save(self, step: int, problem: SaveProblem) -> None:
-        """Let a later save try again; CheckpointError, on every rank, if none would help."""
+        """Let a later save try again; an error, on every rank, if none would help or it took too
+        long."""
         problem = broadcast_value(self._cause_of(problem), SaveProblem)
         if problem.may_pass:
             text = f"step {step} not saved: {problem.text}"
@@ -210,7 +211,7 @@ class Checkpointer:
             text = f"could not save step {step}: {problem.text}; older checkpoints are untouched"
             if problem.remedy:
                 text += f", {problem.remedy} and rerun the command to resume from the latest"
-            raise CheckpointError(text)
+            raise (StorageError if problem.may_pass else CheckpointError)(text)
 
     def _cause_of(self, problem: SaveProblem) -> SaveProblem:
         """Why a save failed: a newer attempt removes what this one was writing (rank 0)."""

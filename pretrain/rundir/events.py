@@ -30,7 +30,7 @@ EXIT_SITE_FAILED = 74
 # Of a rank whose program was never run: its node or its container failed before. Shells use it too.
 NEVER_STARTED = 127
 # Of ranks that say in their last line what has to change: the cause of all other ends.
-EXPLAINED = (EXIT_USER_ERROR, EXIT_NODE_UNUSABLE)
+EXPLAINED = (EXIT_USER_ERROR, EXIT_NODE_UNUSABLE, EXIT_SITE_FAILED)
 
 
 def ended_by_watchdog(status: int) -> bool:

@@ -161,7 +161,7 @@ def with_local_checkpoints(runs: Runs) -> None:
 
 
 def that_fail(runs: Runs) -> None:
-    runs.train("cannot-write", *ENDLESS, ends=(2, 2), first=disk_of_rank_1_is_full)
+    runs.train("cannot-write", *ENDLESS, ends=(74, 74), first=disk_of_rank_1_is_full)
 
     # As under a lost mount: rank 1's path leads to an empty directory from one moment on.
     run_dir, view, later = (runs.output / name for name in ("lost", "lost-view", "lost-later"))

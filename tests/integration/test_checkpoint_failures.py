@@ -15,7 +15,7 @@ from pretrain.checkpoint import marker
 from pretrain.checkpoint.directory import MARKER, steps_on_disk
 from pretrain.cli import main
 from pretrain.commands.same_run import differences
-from pretrain.rundir.events import OutOfMemory, TrainingBegan
+from pretrain.rundir.events import EXIT_SITE_FAILED, OutOfMemory, TrainingBegan
 from pretrain.rundir.ledger import events_of, is_finished
 from pretrain.rundir.lock import VARIABLE, Fence
 from pretrain.rundir.run_dir import RunDir
@@ -70,7 +70,7 @@ def errors_in(log: str) -> list[str]:
 
 def test_a_full_disk_ends_a_save_in_a_line_and_spares_older_ones(experiment, run_dir, capsys):
     with full_disk(100 << 10):
-        assert train(experiment, run_dir, LONGER, IMPATIENT) == 2
+        assert train(experiment, run_dir, LONGER, IMPATIENT) == EXIT_SITE_FAILED
     log = capsys.readouterr().err
     (error,) = errors_in(log)
     assert "step 30" in error

@@ -109,6 +109,16 @@ def test_nodes_that_stay_unready_are_left_and_named(batch, fields, problems, bef
     assert not batch.nodes_of_steps
 
 
+def test_a_start_whose_nodes_are_gone_waits_for_none_of_them(batch):
+    def probe(_: float) -> dict[str, str]:
+        batch.fields = {"JobState": "PENDING"}  # the controller has forgotten the start
+        return BLIND
+
+    batch.clock.sleep(1.0)
+    assert batch.run(probe=probe) == EXIT_STOPPED
+    assert batch.new_events() == ["JobStarted", "forgotten"]
+
+
 def test_a_start_that_can_launch_no_more_steps_is_left_at_once(batch):
     batch.write(BEGUN)
     assert batch.run(statuses=[UNSTARTED], needs_new_start=True) == EXIT_STOPPED

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from foundation.errors import CheckpointError, UnreadableError, UserError
-from foundation.retry import Patience
+from foundation.retry import Patience, StorageError
 from foundation.settings import to_tree
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
@@ -114,7 +114,7 @@ def test_the_next_call_raises_the_error_of_a_save_and_removes_its_files(engine, 
     with no_room():
         saving.save(engine, state_of(engine, 2))
         until(lambda: saving.has_failed)  # known before anybody waits for the save
-        with pytest.raises(CheckpointError, match=r"step 2.*rank-00000"):
+        with pytest.raises(StorageError, match=r"step 2.*rank-00000"):
             saving.finish()
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
     saving.save(engine, state_of(engine, 2))
