@@ -177,7 +177,7 @@ def that_fail(runs: Runs) -> None:
             time.sleep(0.01)
         later.rename(view)
 
-    runs.train("lost", *ENDLESS, ends=(2, 2), others=[view], meanwhile=switch)
+    runs.train("lost", *ENDLESS, ends=(74, 74), others=[view], meanwhile=switch)
     more = ("data.lanes=8", "optim.steps=4", "checkpoint.interval=2", "evaluation.interval=2")
     more = (*PLAIN, *more, "checkpoint.asynchronous=true")
     runs.train("no-memory", *more, ends=(0,), first=out_of_memory)
