@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from foundation.errors import EXIT_NODE_UNUSABLE
 from launcher.restart_policy import RestartPolicy, decide, delay_after, unresponsive_rank
 from launcher.run_state import read_state
 from launcher.slurm.former_starts import (
@@ -72,6 +73,10 @@ POLICY = RestartPolicy(attempts_without_progress=3, first_delay=1.0, longest_del
         ((-15, NEVER_STARTED), 2, {"may_wait": False}, "not_started", "requeue", 2),
         ((NEVER_STARTED, 1), 2, {}, "rank_failed", "give_up", 3),  # a rank failed by itself
         ((NEVER_STARTED, 2), 2, {}, "user_error", "refused", 3),
+        # A rank says that its node is at fault; without other nodes its user has to act.
+        ((EXIT_NODE_UNUSABLE, 2, -9), 2, {}, "node_unusable", "retry", 2),
+        ((1, EXIT_NODE_UNUSABLE), 2, {"may_wait": False}, "node_unusable", "requeue", 2),
+        ((EXIT_NODE_UNUSABLE,), 0, {"can_requeue": False}, "user_error", "refused", 1),
     ],
 )
 def test_what_follows_from_how_the_ranks_ended(statuses, before, more, reason, action, count):
@@ -311,6 +316,12 @@ def test_a_node_that_fails_twice_in_a_row_without_progress_is_excluded(attempts,
     earlier = [job_started("7"), attempt("7", RETRY, 0, 0, 2), ended("7", PREEMPTED, requeued=True)]
     ledger = [*earlier, job_started("7", 1), *attempts]
     assert node_to_exclude(ledger, "7", STEP.node_of) == node
+
+
+def test_a_node_whose_own_rank_says_that_it_is_unusable_is_excluded_at_once():
+    said = replace(attempt("7", RETRY, 0, 0, 3), reason=AttemptReason.NODE_UNUSABLE)
+    ledger = [job_started("7"), attempt("7", RETRY, 0, 0, 0), said]
+    assert node_to_exclude(ledger, "7", STEP.node_of) == STEP.node_of(3)
 
 
 def test_excluded_nodes_are_remembered():

@@ -21,6 +21,7 @@ from pretrain.processes.local_ranks import (
     rank_environment,
 )
 from pretrain.rundir import heartbeat
+from pretrain.rundir.attempt_files import AttemptStart
 from pretrain.rundir.heartbeat import (
     SLOT_BYTES,
     Heartbeat,
@@ -323,3 +324,25 @@ def test_sigquit_writes_stacks_and_sigusr2_requests_a_stop(tmp_path):
         _, errors = process.communicate()
     assert errors.splitlines()[-1] == "stop requested"
     assert "wait_for_ever" not in errors
+
+
+@pytest.mark.parametrize(
+    ("come", "late", "blamed"),
+    [
+        ({0: "start", 1: "start", 2: "start", 3: "start"}, [], None),
+        ({0: "start", 1: "start", 2: "start", 3: "launch"}, [3], 3),
+        ({0: "train", 1: "save"}, [2, 3], 2),  # a node hangs
+        ({1: "start", 2: "start"}, [0, 3], None),  # two do: which is to blame is unknown
+        ({}, [0, 1, 2, 3], None),
+    ],
+)
+def test_ranks_that_have_not_come_are_named_and_their_node_blamed(come, late, blamed):
+    start = AttemptStart(100.0, ("n1", "n1", "n2", "n2"))
+    beats = [replace(record_of(rank), phase=phase) for rank, phase in come.items()]
+    stale = [replace(record_of(rank), written=99.0) for rank in range(4)]
+    assert start.late_ranks([*beats, *stale]) == late
+    assert start.late_rank(beats) == blamed
+    said = start.describe(beats, 280.0)
+    assert said.startswith("starting for 3")
+    assert all(f"rank {rank} on {start.nodes[rank]}" in said for rank in late[:3])
+    assert start.describe(beats, 110.0) == "starting for 10 s"

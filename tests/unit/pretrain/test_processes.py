@@ -366,8 +366,12 @@ def test_a_rank_takes_the_threads_of_its_environment_else_its_part_of_the_cores(
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     set_threads_of_rank()
     assert torch.get_num_threads() == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    set_threads_of_rank()
+    assert torch.get_num_threads() == 1, "bound to one core"
 
 
 def version_of(copy: Path) -> str:
