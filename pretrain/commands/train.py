@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data_pipeline.corpora.fetch import NotFetchedError
 from foundation.cli import add_experiment
-from foundation.errors import exit_status_of, is_of_site, own_status
+from foundation.errors import NodeError, exit_status_of, is_of_site, own_status
 from foundation.retry import StorageError
 from foundation.settings import load_config
 from pretrain.checkpoint.facts import add_from_step
@@ -67,6 +67,7 @@ def _train(arguments: argparse.Namespace) -> int:
         """Meet the other ranks, then train."""
         from pretrain.distributed.rank_device import use_device
         from pretrain.distributed.world import init_world, world_from_environment
+        from pretrain.engines.engine import is_out_of_memory
         from pretrain.processes.device import set_device_variables
         from pretrain.run import run_training, set_threads_of_rank
 
@@ -74,7 +75,12 @@ def _train(arguments: argparse.Namespace) -> int:
         set_device_variables(os.environ, Path(tempfile.gettempdir()))
         use_device(world_from_environment(os.environ).device)  # a broken driver hangs here
         heartbeat.beat(0, "start")
-        world = init_world(seconds)
+        try:
+            world = init_world(seconds)
+        except RuntimeError as error:
+            if is_out_of_memory(error):  # and the run itself has allocated nothing yet
+                raise NodeError(f"found no device memory before training: {error}") from error
+            raise
         heartbeat.allow(seconds)
         return run_training(config, run_dir.path, world, from_step, heartbeat)
 

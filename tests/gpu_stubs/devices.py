@@ -104,9 +104,10 @@ def cuda_functions(stub: Stub) -> dict[str, Any]:
     return {
         "is_available": lambda: is_usable,
         "device_count": lambda: stub.gpus if is_usable else 0,
-        "init": use,
-        "set_device": use,
-        "synchronize": use,
+        # Each an own function: torch's compiler keeps them apart.
+        "init": lambda: use(),
+        "set_device": lambda device: use(device),
+        "synchronize": lambda device=None: use(device),
         "get_device_name": lambda device=None: "NVIDIA H100 (stub)",
         "get_device_capability": lambda device=None: (9, 0),
         "is_bf16_supported": lambda including_emulation=True: True,

@@ -70,18 +70,30 @@ def test_more_ranks_than_gpus_without_a_job_are_the_user_s_mistake():
         gpu_index(2, 2)
 
 
+@pytest.mark.parametrize(
+    ("stub", "text"),
+    [
+        (Stub(gpus=0), "no usable CUDA, expected 8 GPUs on this node"),
+        (Stub(gpus=8), "no device memory before training: NCCL Cuda failure 2 'out of memory'"),
+    ],
+)
 def test_a_rank_without_its_gpu_ends_by_its_node_s_status_in_one_line(
-    monkeypatch, tmp_path, capsys, corpus
+    monkeypatch, tmp_path, capsys, corpus, stub, text
 ):
     destroy_process_group()
     for name, value in {**JOB, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    has(monkeypatch, Stub(gpus=0))
+    has(monkeypatch, stub)
+
+    def init(*_: object, **__: object) -> None:
+        raise torch.distributed.DistBackendError("NCCL Cuda failure 2 'out of memory'")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", init)
     experiment = tmp_path / "tiny.yaml"
     experiment.write_text(f"data: {{path: {corpus.directory.parent}}}\n")
     assert main(["train", str(experiment), f"--run-dir={tmp_path / 'run'}"]) == EXIT_NODE_UNUSABLE
     (line,) = capsys.readouterr().err.splitlines()
-    assert "no usable CUDA, expected 8 GPUs on this node" in line
+    assert text in line
     assert not (tmp_path / "run").exists()
 
 
