@@ -39,6 +39,10 @@ class Killed(BaseException):
     """Nothing of the job happens after it: no handler gets to do anything to the disk."""
 
 
+class Left(BaseException):
+    """A rank has ended its process with this status, without unwinding."""
+
+
 @dataclass
 class Clock:
     """What time it is where the run is: `wall` may jump, `monotonic` does not."""
@@ -137,6 +141,8 @@ class Job:
             )
         except Killed:
             end.status = -signal.SIGKILL
+        except Left as left:
+            end.status, end.error = left.args[0], left if left.args[0] == 1 else None
         except BaseException as error:
             end.error = error
 
@@ -191,6 +197,8 @@ class Job:
         for turn in range(MOST_TURNS):
             if turn > 2:  # what goes on behind the loop goes on while it waits
                 self.tick()
+            if self.is_dead:
+                raise Killed
             if box:
                 tensor.copy_(box.popleft())
                 return
@@ -296,11 +304,16 @@ def _message(wait: Callable[[], object]) -> Any:
     return types.SimpleNamespace(wait=wait)
 
 
+def _leave(job: Job, status: int) -> None:
+    raise Left(status)
+
+
 _REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (time, "sleep", Job.sleep),
     (time, "time", lambda job: job.clock.wall),
     (time, "monotonic", lambda job: job.clock.monotonic),
     (signal, "signal", lambda job, number, to: job.handlers.setdefault(job.rank, to)),
+    (os, "_exit", _leave),
     (os, "fsync", lambda job, descriptor: job.count_change()),
     (dist, "get_rank", lambda job: job.rank),
     (dist, "get_world_size", lambda job: job.world_size),
