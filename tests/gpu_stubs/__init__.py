@@ -2,5 +2,5 @@
 
 `accelerator.py`: what DeepSpeed asks of its accelerator, counted. `devices.py`: torch.cuda with a
 number of devices, tensors on them and the failures of first launches, also in ranks of other
-processes (GPU_STUBS). `copies.py`: copies on a side stream that end late.
+processes (GPU_STUBS).
 """
