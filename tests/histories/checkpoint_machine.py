@@ -421,8 +421,9 @@ class CheckpointHistory(HistoryMachine):
     @told_rule(steps=st.integers(1, 7), is_killed=st.booleans())
     def train(self, steps: int, is_killed: bool = False) -> None:
         """Start or resume the run; it is stopped, or killed, after some steps."""
+        is_asked = self.asked is not None  # by a start that was killed
         ends = self._train(steps, is_killed, 0)
-        if self.began or self.faults or self.away or self.asked is not None:
+        if self.began or self.faults or self.away or is_asked:
             return
         newest = max(self.candidates.values())
         is_other_version = any(copy.is_other_version for copy in self.copies.values())
