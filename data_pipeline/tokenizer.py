@@ -19,9 +19,7 @@ from data_pipeline.vocabularies.built_in import (
     Words,
     normalized,
 )
-from data_pipeline.vocabularies.huggingface import HuggingFaceTokenizer
-from data_pipeline.vocabularies.sentencepiece_model import SentencePieceModel
-from data_pipeline.vocabularies.tiktoken_ranks import TiktokenRanks
+from data_pipeline.vocabularies.confined import ConfinedVocabulary
 from data_pipeline.vocabularies.vocabulary import (
     LARGEST_MODEL_BYTES,
     InvalidVocabulary,
@@ -30,7 +28,6 @@ from data_pipeline.vocabularies.vocabulary import (
 )
 from foundation.errors import DataError
 from foundation.files import (
-    LARGEST_DESCRIPTION_BYTES,
     atomic_write,
     make_directory,
     read_json,
@@ -71,19 +68,21 @@ TRAITS: dict[TokenizerKind, TokenizerTraits] = {
 def _vocabulary_of(kind: TokenizerKind, model: bytes, options: Fields) -> Vocabulary:
     """Return what the tokens stand for; InvalidVocabulary or InvalidField if that is wrong."""
     match kind:
-        case "unigram":
-            return SentencePieceModel(model, may_cut=False)
-        case "bpe":
-            return SentencePieceModel(model, may_cut=True)
+        case "unigram" | "bpe":
+            return ConfinedVocabulary("sentencepiece", model, may_cut=kind == "bpe")
         case "sentencepiece":
             end_token = options.text("end_token") if options.has("end_token") else ""
-            return SentencePieceModel(model, may_cut=False, end_token=end_token)
+            return ConfinedVocabulary(kind, model, may_cut=False, end_token=end_token)
         case "huggingface":
-            return HuggingFaceTokenizer(model, options.text("end_token"))
+            return ConfinedVocabulary(kind, model, end_token=options.text("end_token"))
         case "tiktoken":
-            special = options.integers_by_name("special_tokens", LARGEST_VOCABULARY - 1)
-            end_token = options.text("end_token")
-            return TiktokenRanks(model, options.any_text("pattern"), special, end_token)
+            return ConfinedVocabulary(
+                kind,
+                model,
+                pattern=options.any_text("pattern"),
+                special_tokens=options.integers_by_name("special_tokens", LARGEST_VOCABULARY - 1),
+                end_token=options.text("end_token"),
+            )
         case "words":
             return Words(model, options.text("end_token"))
         case "characters":
@@ -255,7 +254,7 @@ def _read(path: Path) -> tuple[TokenizerKind, bytes, dict[str, Any]]:
     DataError unless they match the description.
     """
     try:
-        description = Fields(read_json(path / DESCRIPTION_NAME, LARGEST_DESCRIPTION_BYTES))
+        description = Fields(read_json(path / DESCRIPTION_NAME))
         kind = cast("TokenizerKind", description.choice("kind", get_args(TokenizerKind)))
         expected = description.sha256("fingerprint")
         options = options_of(description)

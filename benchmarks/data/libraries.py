@@ -10,12 +10,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.data.encoding import library_texts
 from benchmarks.measure import Comparison, Measurement, timed
 from data_pipeline.builder.build_tokenizer import given_tokenizer
 from data_pipeline.config import TokenizerConfig
+from data_pipeline.vocabularies.huggingface import HuggingFaceTokenizer
+from data_pipeline.vocabularies.tiktoken_ranks import TiktokenRanks
 from tests.helpers.tokenizer_files import byte_level_json, tiktoken_file
 
 LIBRARY_GOAL = 1 / 1.25  # of the library's own rate
@@ -41,8 +42,8 @@ def library_costs(directory: Path, size: LibrariesSize) -> Iterator[Measurement]
     given = TokenizerConfig(**tiktoken_file(training, ranks, size.vocab_size))  # type: ignore[arg-type]
     huggingface = given_tokenizer(directory / "tokenizer.json", TokenizerConfig())
     tiktoken = given_tokenizer(ranks, given)
-    library: Any = huggingface.vocabulary
-    encoding: Any = tiktoken.vocabulary
+    library = HuggingFaceTokenizer(huggingface.model, **huggingface.options)
+    encoding = TiktokenRanks(tiktoken.model, **tiktoken.options)
     cases = {
         "tokenizers": (
             huggingface,

@@ -78,7 +78,7 @@ def encoding_errors() -> Iterator[None]:
     """Raise UnencodableText for whatever a library raises about a text, a panic of Rust too."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, UnencodableText):
         raise
     except BaseException as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ from data_pipeline.builder.build_tokenizer import given_tokenizer, make_tokenize
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.tokenizer import Tokenizer, fingerprint_of, read_fingerprint
+from data_pipeline.vocabularies import confined
 from foundation.errors import EXIT_INTERRUPTED, ConfigError, DataError
 from tests.helpers.corpora import (
     config_of,
@@ -237,13 +239,16 @@ def test_a_corpus_in_place_of_a_tokenizer_is_refused_with_the_tokenizer_in_it(tm
 
 
 @pytest.mark.parametrize(
-    ("library", "kind", "extra"),
-    [("tokenizers", "llama json", "huggingface"), ("tiktoken", "tiktoken", "tiktoken")],
+    ("library", "kind", "extra", "options"),
+    [
+        ("tokenizers", "huggingface", "huggingface", {}),
+        ("tiktoken", "tiktoken", "tiktoken", {"pattern": "a", "special_tokens": {}}),
+    ],
 )
-def test_a_missing_library_is_named_with_its_extra(files, monkeypatch, library, kind, extra):
+def test_a_missing_library_is_named_with_its_extra(monkeypatch, library, kind, extra, options):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigError, match=rf"xl-pretrain\[{extra}\]'"):
-        given_tokenizer(*files[kind])
+        confined.KINDS[kind](b"{}", end_token="</s>", **options)
 
 
 WORDS = TokenizerConfig(kind="words", vocab_size=10_000)
@@ -311,10 +316,14 @@ def long_text() -> str:
     return "\n".join([line] * 40) + "\n\n\n" + line  # several times what is encoded at a time
 
 
+def model_alone(tokenizer: Tokenizer) -> sentencepiece.SentencePieceProcessor:
+    return sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model)
+
+
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_a_long_text_has_the_tokens_that_the_model_alone_gives(tokenizers, kind):
     text, tokenizer = long_text(), tokenizers[kind]
-    assert tokenizer.encode(text).tolist() == tokenizer.vocabulary.processor.encode(text)
+    assert tokenizer.encode(text).tolist() == model_alone(tokenizer).encode(text)
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
@@ -322,7 +331,7 @@ def test_a_users_model_that_adds_a_space_at_the_start_adds_no_other(tmp_path, mo
     path = tmp_path / "m.model"
     path.write_bytes(users_model(texts_for_training(), model_type, remove_extra_whitespaces=False))
     tokenizer, text = Tokenizer.load(path), long_text()
-    assert tokenizer.encode(text).tolist() == tokenizer.vocabulary.processor.encode(text)
+    assert tokenizer.encode(text).tolist() == model_alone(tokenizer).encode(text)
     tokenizer.save(tmp_path / "saved")
     again = Tokenizer.load(tmp_path / "saved")
     assert again.encode(text).tolist() == tokenizer.encode(text).tolist(), "also as a directory"
