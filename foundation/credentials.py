@@ -29,6 +29,14 @@ _SCHEME = re.compile(_START)
 _MARK = re.compile(r"[?#]")
 _QUERY = re.compile(r"[^\"'<>]*")
 _WORD = re.compile(r"\S+")
+# Also: URLs without a scheme, with the slashes of JSON, or a space in the password; and what others
+# give out as keys, whatever its name.
+_OTHERS = re.compile(
+    r"(?<![:\w/])//(?P<bare>[^\s/?#:@\\]+:[^\s/@]+)@"
+    r"|:(?:\\/){2}(?P<json>[^\s/?#:@\\]+:[^\s/@]+)@"
+    r"|\b(?:https?|s?ftp|s3)://(?P<space>[^\s/?#:@\\]+:(?!\d+[ /])[^\s/@]+ [^\s/@]+)@"
+    r"|\b(?P<key>hf_\w{20,99}|sk-[\w-]{20,199}|gh[opsu]_\w{20,}|AKIA[0-9A-Z]{16})\b"
+)
 # Images of containers: docker://USER@REGISTRY#IMAGE:TAG@sha256:DIGEST has no secret.
 _IMAGES = ("docker", "dockerd", "podman")
 
@@ -49,9 +57,15 @@ def redacted(text: str) -> str:
     References stay: they are no secret. It takes time in proportion to the text, which may be
     anything.
     """
+    text = _OTHERS.sub(_hidden, text)
     if ":/" not in text:
         return text
     return _WORD.sub(lambda word: _without_queries(_without_users(word[0])), text)
+
+
+def _hidden(match: re.Match[str]) -> str:
+    secret = match[match.lastgroup or 0]
+    return match[0] if _is_reference(secret) else match[0].replace(secret, HIDDEN)
 
 
 def _without_users(word: str) -> str:

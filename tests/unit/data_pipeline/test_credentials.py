@@ -36,6 +36,12 @@ from tests.helpers.stores import QUICK, FileServer
         ("gs://b/c?sig=secret and hf://d/e#secret", "gs://b/c?*** and hf://d/e#***"),
         ("https://h/o'brien?sig=secret", "https://h/o'brien?***"),
         ("docker://me:secret@r.io#a/b", "docker://***@r.io#a/b"),
+        ("ftp://me:sec ret@h", "ftp://***@h"),
+        ("https:\\/\\/me:secret@h", "https:\\/\\/***@h"),
+        ("//me:secret@h and //me:env:NAME@h", "//***@h and //me:env:NAME@h"),
+        (f"HF_TOK: hf_{'a' * 34}", "HF_TOK: ***"),
+        (f"sk-{'a1' * 20}, AKIA{'X' * 16}", "***, ***"),
+        ("http://host:8080 me@h", "http://host:8080 me@h"),
         ("docker://$oauthtoken@nvcr.io#a/b:1@sha256:0",) * 2,
     ],
 )
