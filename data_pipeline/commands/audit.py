@@ -166,7 +166,7 @@ def _open_data(arguments: argparse.Namespace) -> Corpus | Mixture:
             raise ConfigError(f"found --mix {text}, expected DIR=REPEAT such as books=2.5")
         directories.append(Path(directory))
     local = [local_corpus_directory(directory, CacheConfig()) for directory in directories]
-    corpora = [Corpus.open(split_directory(path), check_hashes=False) for path in local]
+    corpora = [Corpus.open(split_directory(path), False, CacheConfig()) for path in local]
     if not arguments.mix and arguments.repeat == 1.0:
         return corpora[0]
     exact = repeats_of_weights(corpora, repeats) if arguments.weights else exact_repeats(repeats)

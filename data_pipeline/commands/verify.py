@@ -180,7 +180,7 @@ def _check_tokens(shard: ShardReader, manifest: Manifest) -> None:
 
 def describe_split(path: Path, num_lanes: int, seed: int) -> Iterator[str]:
     """Yield sizes, tokenizer, a sample, and how even `num_lanes` lanes are (0: without that)."""
-    corpus = Corpus.open(split_directory(path))
+    corpus = Corpus.open(split_directory(path), cache=CacheConfig())
     manifest = corpus.manifest
     size = sum(shard.size for shard in manifest.shards)
     tokenizer = tokenizer_of(corpus.directory.parent)

@@ -27,10 +27,8 @@ from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.lengths import check_lengths_of, lengths_beside
 from data_pipeline.corpora.manifest import (
     MANIFEST_NAME,
-    REMOTE_NAME,
     SPLITS,
     TOKENIZER_DIRECTORY,
-    FileState,
     Manifest,
     ShardInfo,
     check_opened,
@@ -155,12 +153,13 @@ class LocalShards:
         self.location = str(directory)
         self._directory = directory
         self._check_hashes = check_hashes
-        self._verified: dict[str, FileState] = {}  # as each shard was when it was checked
+        self._verified: dict[str, tuple[int, ...]] = {}  # as each shard was when it was checked
 
     def open(self, info: ShardInfo, dtype: str) -> ShardReader:
         path = path_below(self._directory, info.path)
         with open_shard(path) as file:
-            state = file_state(file)
+            # Its owner may put back the time of a change, but not that of the inode's.
+            state = (*file_state(file), os.fstat(file.fileno()).st_ctime_ns)
             is_new = self._verified.get(info.path) != state
             check_opened(path, file, info, with_hash=self._check_hashes and is_new)
             self._verified[info.path] = state
@@ -200,16 +199,18 @@ class Corpus:
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, path: Path, check_hashes: bool = True) -> Corpus:
-        """Open the split in `path`.
+    def open(
+        cls, path: Path, check_hashes: bool = True, cache: CacheConfig | None = None
+    ) -> Corpus:
+        """Open the split in `path`; with `cache`, where that is, also a store's copy in it.
 
         DataError if its manifest or a shard is missing, or the tokenizer is not its own.
         """
         path = Path(path)
         manifest = read_manifest(path)
         check_tokenizer(path, manifest.tokenizer)
-        if (path.parent / REMOTE_NAME).exists():
-            return cls(path, manifest, cached_shards(path))
+        if cache and (shards := cached_shards(path, cache)):
+            return cls(path, manifest, shards)
         present = set(os.listdir(path))
         missing = [name for name in manifest.file_names if name not in present]
         if missing:

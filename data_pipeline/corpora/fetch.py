@@ -49,7 +49,7 @@ from data_pipeline.tokenizer import (
 from data_pipeline.vocabularies.vocabulary import LARGEST_MODEL_BYTES
 from foundation.errors import DataError
 from foundation.files import (
-    LARGEST_DESCRIPTION_BYTES,
+    SMALL_FILE_BYTES,
     Content,
     fsync_file,
     make_directory,
@@ -57,6 +57,7 @@ from foundation.files import (
     named_errors,
     path_below,
     read_json,
+    read_regular,
 )
 
 LARGEST_BYTES = 1 << 30  # of a tokenizer's model
@@ -154,15 +155,16 @@ def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
     make_directory(directory)
 
     def check_model(path: Path) -> str | None:
-        matches = fingerprint_of(kind, path.read_bytes(), options) == fingerprint
+        matches = (
+            fingerprint_of(kind, read_regular(path, LARGEST_MODEL_BYTES), options) == fingerprint
+        )
         return None if matches else "it does not match its description"
 
     with TemporaryDirectory(dir=directory, prefix=".") as name:
         scratch = Path(name)
         description, model = scratch / DESCRIPTION_NAME, scratch / MODEL_NAME
         check = partial(_description_problem, fingerprint=fingerprint)
-        most = LARGEST_DESCRIPTION_BYTES
-        fetch_file(store, DESCRIPTION_NAME, description, scratch, check, most)
+        fetch_file(store, DESCRIPTION_NAME, description, scratch, check, SMALL_FILE_BYTES)
         tree = read_json(description)
         kind, options = tree["kind"], tree.get("options")
         if TRAITS[kind].has_model:
@@ -173,7 +175,7 @@ def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
 
 def _description_problem(path: Path, fingerprint: str) -> str | None:
     try:
-        tree = read_json(path, LARGEST_DESCRIPTION_BYTES)
+        tree = read_json(path)
         found, kind = (tree[name] for name in ("fingerprint", "kind"))
     except (ValueError, KeyError, TypeError):
         return "what arrived does not describe a tokenizer"
@@ -257,7 +259,7 @@ class WritableStore:
             if error.is_absent:
                 return None
             raise
-        return path.read_bytes()
+        return read_regular(path, most)
 
     def names(self) -> list[str]:
         """Return the names of all objects under the URL; DataError if they cannot be listed."""

@@ -1,6 +1,6 @@
 """A corpus named by a URL, read like a local one: lanes fetch shards into the node's cache.
 
-CACHE/corpora/ID/remote.json          the URL, and the size limit of the cache
+CACHE/corpora/ID/remote.json          the URL
 CACHE/corpora/ID/copied.json          which versions of the store's manifests the copies are
 CACHE/corpora/ID/tokenizer/           a copy of the store's
 CACHE/corpora/ID/SPLIT/manifest.json  a copy of the store's; the shards are in CACHE/shards
@@ -41,7 +41,7 @@ from data_pipeline.corpora.fetch import (
     fetch_shard,
     fetch_tokenizer,
 )
-from data_pipeline.corpora.lengths import InvalidLengths, lengths_file, lengths_in
+from data_pipeline.corpora.lengths import InvalidLengths, lengths_bytes, lengths_file, lengths_in
 from data_pipeline.corpora.manifest import (
     MANIFEST_NAME,
     REMOTE_NAME,
@@ -119,7 +119,7 @@ class ShardCache:
         with self.open(store, lengths_file(info), must_fit=False) as file:
             file.seek(0)  # it may just have been hashed
             try:
-                return lengths_in(file.read(), info)
+                return lengths_in(file.read(lengths_bytes(info)), info)
             except InvalidLengths as error:
                 name = f"{store.url}/{lengths_name(info.path)}"
                 raise DataError(f"{name} is corrupted: {error}; build the corpus again") from None
@@ -258,7 +258,7 @@ def local_corpus_directory(
     asked = time.time_ns()
     # All ranks of the node call this at the same time; one of them fetches.
     with exclusive_lock(directory / ".lock", OPEN_SECONDS):
-        write_json(directory / REMOTE_NAME, {"url": store.url, "cache_gib": config.gib})
+        write_json(directory / REMOTE_NAME, {"url": store.url})
         copied = _read_copied(directory)
         if not asked <= copied.compared_ns <= time.time_ns():
             write_json(
@@ -316,26 +316,22 @@ def _home_of(cache: Path, url: str) -> Path:
     return cache / CORPORA / hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
-def cached_shards(split: Path) -> CachedShards:
-    """Return the source of the shards of a split that `local_corpus_directory` made."""
-    path = split.parent / REMOTE_NAME
+def cached_shards(split: Path, config: CacheConfig) -> CachedShards | None:
+    """Return the source of the shards of a split that `local_corpus_directory` made in this cache.
+
+    None for a split elsewhere: a file that came with a corpus chooses neither a store nor a cache.
+    """
+    copy = split.absolute().parent
+    if copy.parent != config.path.absolute() / CORPORA:
+        return None
+    path = private_directory(copy) / REMOTE_NAME
     try:
-        tree = read_json(path)
-        url, gib = str(tree["url"]), float(tree["cache_gib"])
-    except (ValueError, KeyError, TypeError) as error:
+        url = str(read_json(path)["url"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{path} is corrupted ({error!r}); remove {split.parent} to fetch it again"
+            f"{path} is corrupted ({error!r}); remove {copy} to fetch it again"
         ) from None
-    # Such a file may also come with a corpus that somebody has made: it names a store of theirs,
-    # and directories beside it as a cache.
-    if split.parent != _home_of(split.parents[2], url):
-        raise DataError(
-            f"{path} marks a copy in a cache, but {split.parent} is in none; remove it, or give "
-            "the URL that it names"
-        )
-    private_directory(split.parent)
-    cache = ShardCache(CacheConfig(directory=split.parents[2], gib=gib))
-    return CachedShards(store_at(f"{url}/{split.name}"), cache)
+    return CachedShards(store_at(f"{url}/{split.name}"), ShardCache(config))
 
 
 class CachedShards:

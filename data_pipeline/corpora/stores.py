@@ -17,8 +17,8 @@ import logging
 import os
 import random
 import re
+import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -38,8 +38,15 @@ from foundation.settings import OBJECT_STORES
 _LENGTH = re.compile(r"[0-9]{1,18}")
 
 
-def open_url(url: str, timeout: float, method: str = "GET") -> HTTPResponse:
-    """Return the answer to a request; what urllib raises, and DataError for a variable not set."""
+@contextlib.contextmanager
+def open_url(
+    url: str, retry_policy: RetryPolicy, method: str = "GET", size: int = 0
+) -> Iterator[HTTPResponse]:
+    """Yield the answer to a request, of which at most `size` bytes are read.
+
+    The connection is closed after the block, or when the time for the head, and from then on for
+    the content, is over: StoreError. Else what urllib raises; DataError for a variable not set.
+    """
     try:
         plain, user, password = user_and_password(url)
     except KeyError as error:
@@ -51,8 +58,70 @@ def open_url(url: str, timeout: float, method: str = "GET") -> HTTPResponse:
         token = base64.b64encode(f"{user}:{password}".encode()).decode()
         # Not redirected: not to another scheme, which may be another server's.
         request.add_unredirected_header("Authorization", f"Basic {token}")
-    opener = urllib.request.build_opener(_Redirects)
-    return cast("HTTPResponse", opener.open(request, timeout=timeout))
+    deadline = _Deadline(retry_policy.seconds_for(0))
+    opener = urllib.request.build_opener(_Redirects, deadline.http, deadline.https)
+    try:
+        with opener.open(request, timeout=retry_policy.timeout) as answer:
+            stated = stated_length(answer)
+            deadline.restart(
+                retry_policy.seconds_for(size if stated is None else min(stated, size))
+            )
+            yield cast("HTTPResponse", answer)
+    except (OSError, ValueError, http.client.HTTPException):
+        if not deadline.is_over:
+            raise
+    finally:
+        deadline.stop()
+    if deadline.is_over:
+        raise StoreError("the server sends too slowly")
+
+
+class _Deadline:
+    """Ends the connections of a request when its time is over, whatever the server sends."""
+
+    def __init__(self, seconds: float) -> None:
+        self.is_over, self._sockets = False, list[socket.socket]()
+        self.http, self.https = urllib.request.HTTPHandler(), urllib.request.HTTPSHandler()
+        for handler in (self.http, self.https):
+            handler.do_open = partial(self._opened, handler.do_open)  # type: ignore[method-assign]
+        self.restart(seconds)
+
+    def restart(self, seconds: float) -> None:
+        """Let it be over so many seconds from now."""
+        if timer := getattr(self, "_timer", None):
+            timer.cancel()
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def stop(self) -> None:
+        """Leave the connections to their owner."""
+        self._timer.cancel()
+        for connection in self._sockets:
+            connection.close()
+
+    def _end(self) -> None:
+        self.is_over = True
+        for connection in self._sockets:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _opened(
+        self, do_open: Callable[..., Any], kind: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        def connected(*to: Any, **how: Any) -> socket.socket:
+            connection = socket.create_connection(*to, **how)
+            self._sockets.append(connection.dup())  # TLS takes the descriptor of the other
+            if self.is_over:
+                self._end()
+            return connection
+
+        def made(host: str, **settings: Any) -> http.client.HTTPConnection:
+            connection = kind(host, **settings)
+            connection._create_connection = connected
+            return connection
+
+        return do_open(made, *arguments, **options)
 
 
 def stated_length(answer: HTTPResponse) -> int | None:
@@ -153,16 +222,11 @@ class WebStore:
 
     def download(self, name: str, path: Path, size: int) -> None:
         """Write the file; stops reading soon after `size` bytes."""
-        url, timeout = f"{self.url}/{quote(name)}", self.retry_policy.timeout
-        started = time.monotonic()
+        url = f"{self.url}/{quote(name)}"
         try:
-            with open_url(url, timeout) as answer, open(path, "wb") as file:
-                expected = stated_length(answer)
-                deadline = started + self.retry_policy.seconds_for(min(expected or size, size))
-                arrived = 0
+            with open_url(url, self.retry_policy, "GET", size) as answer, open(path, "wb") as file:
+                expected, arrived = stated_length(answer), 0
                 while arrived <= size and (block := answer.read1(BLOCK_BYTES)):
-                    if time.monotonic() > deadline:
-                        raise StoreError("the server sends too slowly")
                     arrived += file.write(block)
             if expected is not None and arrived < min(expected, size):
                 raise StoreError(f"{arrived} of {expected} bytes arrived")
@@ -184,9 +248,9 @@ class WebStore:
         """Return the ETag of the file, if the server tells one."""
         try:
             url = f"{self.url}/{quote(name)}"
-            with open_url(url, self.retry_policy.timeout, "HEAD") as answer:
+            with open_url(url, self.retry_policy, "HEAD") as answer:
                 return answer.headers.get("ETag", "")[:LONGEST_VERSION]
-        except (OSError, ValueError, OverflowError, http.client.HTTPException):
+        except (OSError, ValueError, OverflowError, http.client.HTTPException, StoreError):
             return ""
 
 

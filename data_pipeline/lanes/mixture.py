@@ -117,7 +117,8 @@ def open_mixture(
             "give all of them one, or none"
         )
     cache = cache or CacheConfig()
-    corpora = [Corpus.open(pinned_directory(part.path, cache, hashes) / split) for part in parts]
+    directories = (pinned_directory(part.path, cache, hashes) for part in parts)
+    corpora = [Corpus.open(directory / split, cache=cache) for directory in directories]
     if not parts[0].weight:
         return Mixture(corpora, exact_repeats([part.repeat or 1.0 for part in parts]))
     return Mixture(corpora, repeats_of_weights(corpora, [part.weight for part in parts]))
@@ -133,9 +134,10 @@ def open_training_data(
 
     DataError unless each corpus has one of the hashes, if there are any.
     """
-    path = pinned_directory(path, cache or CacheConfig(), hashes)
+    cache = cache or CacheConfig()
+    path = pinned_directory(path, cache, hashes)
     if not parts:
-        return Corpus.open(path / "train")
+        return Corpus.open(path / "train", cache=cache)
     mixture = open_mixture(parts, cache=cache, hashes=hashes)
     if (found := tokenizer_of(path).fingerprint) != mixture.manifest.tokenizer:
         raise DataError(

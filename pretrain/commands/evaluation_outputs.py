@@ -98,7 +98,7 @@ def _corpus(arguments: argparse.Namespace, trained: TrainedModel) -> Corpus:
             f"--data={path_text(arguments.data)} has no {arguments.split} split; "
             f"use --split {SPLITS[0]}, or {HOW_TO_SPLIT}"
         )
-    corpus = Corpus.open(directory)
+    corpus = Corpus.open(directory, cache=trained.config.data.cache)
     load_tokenizer(trained, corpus.directory.parent)
     return corpus
 

@@ -208,7 +208,8 @@ def training_evaluator(
     """
     validation = run.data.directory() / "validation"
     corpora = {
-        directory: Corpus.open(directory) for directory in (validation, *(sets or {}).values())
+        directory: Corpus.open(directory, cache=run.data.cache)
+        for directory in (validation, *(sets or {}).values())
     }
 
     # To load a tokenizer takes a second, and thousands of ranks would read its file each time.

@@ -328,7 +328,7 @@ def optimum_at_ratio(family: Family, tokens_per_parameter: float) -> Callable[[f
 def corpus_of(base: RunConfig) -> Corpus | None:
     """The corpus of training; None if it is not here."""
     directory = base.data.directory() / SPLITS[0]
-    return Corpus.open(directory, check_hashes=False) if directory.is_dir() else None
+    return Corpus.open(directory, False, base.data.cache) if directory.is_dir() else None
 
 
 def check_corpus(corpus: Corpus, runs: Sequence[PlannedRun]) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_pipeline.cli import main
 from data_pipeline.config import CacheConfig, MixturePart
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import read_manifest
@@ -114,13 +117,17 @@ def test_the_next_shards_of_lanes_are_prefetched(tmp_path):
     assert opened <= requested
 
 
-def test_a_corpus_that_says_it_is_a_copy_of_a_store_is_none_outside_of_a_cache(built, tmp_path):
-    """Else opening it would make a cache beside it and ask a store of whoever made the corpus."""
-    forged = tmp_path / "data" / "corpora" / "books"
-    shutil.copytree(built, forged)
-    (forged / "remote.json").write_text('{"url": "http://127.0.0.1:9", "cache_gib": 1}')
-    with pytest.raises(DataError, match=r"remote\.json"):
-        Corpus.open(forged / "train")
+@pytest.mark.parametrize("command", [["verify"], ["inspect"], ["audit", "--lanes=2"]])
+def test_a_corpus_never_says_that_it_is_a_copy_of_a_store(built, tmp_path, command):
+    """Else opening it would ask a store of whoever made the corpus, and make a cache beside it."""
+    with FileServer(built) as server:
+        name = hashlib.sha256(server.url.encode()).hexdigest()[:16]
+        forged = tmp_path / "data" / "corpora" / name
+        shutil.copytree(built, forged)
+        forged.chmod(0o700)
+        (forged / "remote.json").write_text(json.dumps({"url": server.url, "cache_gib": 1}))
+        assert main([command[0], str(forged), *command[1:]]) == 0
+        assert not server.requests
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["corpora"]
 
 
@@ -144,7 +151,9 @@ def test_of_the_splits_only_the_training_split_is_needed(built, tmp_path):
     with FileServer(tmp_path) as server:
         cache = CacheConfig(directory=tmp_path / "cache")
         directory = local_corpus_directory(Path(f"{server.url}/only"), cache, QUICK)
-        assert Corpus.open(directory / "train").manifest == read_manifest(built / "train")
+        assert Corpus.open(directory / "train", cache=cache).manifest == read_manifest(
+            built / "train"
+        )
         assert not (directory / "validation" / "manifest.json").exists()
         with pytest.raises(DataError, match=r"none/train/\S+ .* 404"):
             local_corpus_directory(Path(f"{server.url}/none"), cache, QUICK)
@@ -167,7 +176,7 @@ def test_a_denied_split_is_an_error_and_an_absent_one_names_data_path(
         client(s3_endpoint).delete_object(Bucket=name, Key="c/validation/manifest.json")
         assert local_corpus_directory(url, cache) == directory
         with pytest.raises(DataError, match=rf"^data\.path={bucket}/c "):
-            Corpus.open(directory / "validation")
+            Corpus.open(directory / "validation", cache=cache)
     shutil.copytree(built / "train", tmp_path / "local" / "train")
     with pytest.raises(DataError, match=r"path=.*/local "):
         Corpus.open(tmp_path / "local" / "validation")
@@ -190,7 +199,7 @@ def test_a_manifest_is_fetched_again_only_when_it_is_another(
         def fetched() -> int:
             before = server.requests["manifest.json"]
             directory = local_corpus_directory(url, cache, QUICK)
-            assert Corpus.open(directory / "train").manifest == read_manifest(expected)
+            assert Corpus.open(directory / "train", cache=cache).manifest == read_manifest(expected)
             return server.requests["manifest.json"] - before
 
         expected = built / "train"
